@@ -1,0 +1,116 @@
+"""One question to one host: send a program of `orchestrator/remote/` on standard input, get one JSON value back.
+
+    answer = ask(host, "probe", {"peers": ["192.168.1.42"]}, timeout_s=20)
+
+Nothing is installed for it. The input is "<length>\\n<program><request line><blob>"; the request is one JSON line and
+names a random marker; the answer stands between two such markers, so that a shell that prints a banner spoils nothing.
+What comes back is untrusted: its size is capped, it is parsed as JSON and nothing else, and it must be an object.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from orchestrator import shell
+from orchestrator.errors import HostError, ProbeError
+from orchestrator.transport import Result, Transport
+
+MAX_ANSWER_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host that we can ask: how to reach it and how to start Python there."""
+
+    transport: Transport
+    python: str
+    activate: str | None
+    workdir: str
+
+    @property
+    def node(self) -> str:
+        return self.transport.node
+
+
+def program_source(name: str) -> bytes:
+    """The text of `orchestrator/remote/<name>.py`."""
+    return resources.files("orchestrator.remote").joinpath(f"{name}.py").read_bytes()
+
+
+def ask(
+    host: Host, program: str, request: Mapping[str, Any], *, blob: bytes = b"", timeout_s: float
+) -> dict[str, Any]:
+    """The program's answer. Raises ConnectError when the host does not answer in time, ProbeError when its Python or
+    its shell does not, and HostError with the host's own words when the program refuses.
+    """
+    marker = secrets.token_hex(16)
+    result = host.transport.run(
+        _command(host, program), stdin=_input(program, request, marker, blob), timeout_s=timeout_s
+    )
+    answer = _parse(host, result, marker)
+    if "error" in answer:
+        raise HostError(host.node, _line(answer["error"]), _line(answer.get("remedy", "")))
+    return answer
+
+
+def open_stream(
+    host: Host, program: str, request: Mapping[str, Any]
+) -> AbstractContextManager[Iterator[bytes]]:
+    """Starts a program that answers with a stream of bytes of its own form (see `remote/reader.py`)."""
+    return host.transport.stream(_command(host, program), stdin=_input(program, request, "", b""))
+
+
+def _command(host: Host, program: str) -> str:
+    return shell.python_on_stdin(host.python, host.activate, f"orch-{program}")
+
+
+def _input(program: str, request: Mapping[str, Any], marker: str, blob: bytes) -> bytes:
+    source = program_source(program)
+    line = json.dumps({**request, "marker": marker}).encode()
+    return b"%d\n%s%s\n%s" % (len(source), source, line, blob)
+
+
+def _parse(host: Host, result: Result, marker: str) -> dict[str, Any]:
+    parts = result.stdout.split(marker.encode())
+    if len(parts) != 3:
+        raise _no_answer(host, result)
+    if len(parts[1]) > MAX_ANSWER_BYTES:
+        raise ProbeError(host.node, f"answered {len(parts[1])} bytes, more than {MAX_ANSWER_BYTES}")
+    try:
+        answer = json.loads(parts[1])
+    except (ValueError, RecursionError) as error:
+        raise ProbeError(host.node, f"its answer is not JSON ({error.__class__.__name__})") from error
+    if not isinstance(answer, dict):
+        raise ProbeError(host.node, "its answer is not a JSON object")
+    return answer
+
+
+def _no_answer(host: Host, result: Result) -> ProbeError:
+    said = _line(_last_line(result.stderr) or _last_line(result.stdout))
+    if result.exit_code in (126, 127):
+        return ProbeError(
+            host.node,
+            f"python {host.python!r} does not start ({said or 'not found'})",
+            f"set `python:` (or `activate:`) for {host.node} to a Python 3.10 or newer on that host",
+        )
+    return ProbeError(
+        host.node,
+        f"no answer from {host.python!r} (exit {result.exit_code}{': ' + said if said else ''})",
+        "check that this host's shell start-up files neither exec nor exit, and that python is 3.10 or newer",
+    )
+
+
+def _last_line(output: bytes) -> str:
+    lines = output[-4096:].decode(errors="replace").strip().splitlines()
+    return lines[-1].strip() if lines else ""
+
+
+def _line(text: Any) -> str:
+    """Words from a host, fit for a terminal: one line, printable, at most 300 characters."""
+    return "".join(c if c.isprintable() else " " for c in str(text))[:300].strip()

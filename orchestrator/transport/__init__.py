@@ -1,0 +1,49 @@
+"""How a host is reached: one narrow seam, two ways through it (`ssh`, `local`).
+
+A transport runs one shell command on one host. That is all it does: every other thing we do on a host is a
+standalone Python program of ours sent on standard input (see `call.py`), so nothing needs to be installed there
+and nothing but data travels in the other direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command left behind. exit_code is 128 + the signal's number for a command that a signal ended."""
+
+    exit_code: int
+    stdout: bytes
+    stderr: bytes
+
+
+class Transport(Protocol):
+    """A way to one host. All methods raise ConnectError when the host is gone or the deadline passes.
+
+    One transport may be used from several threads at once: each command gets its own channel.
+    """
+
+    @property
+    def node(self) -> str:
+        """The node's name in the inventory."""
+        ...
+
+    def run(self, command: str, *, stdin: bytes = b"", timeout_s: float) -> Result:
+        """Runs one line of POSIX shell to its end. Output above 64 MiB is an error, never a full memory."""
+        ...
+
+    def stream(self, command: str, *, stdin: bytes = b"") -> AbstractContextManager[Iterator[bytes]]:
+        """The command's standard output in chunks as they come, without limit of time.
+
+        Leaving the context ends the command (its standard input closes, then its channel). The iterator ends with the
+        command, and raises ConnectError when the link breaks first. Chunks are at most 1 MiB; b"" is yielded at
+        least every second while nothing comes, so that the reader can look at its own deadlines.
+        """
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,57 @@
+"""Quantities as people write them (`2.5Gbps`, `16GiB`) and as we print them.
+
+Bandwidth is decimal bits per second, as on every network panel; memory is bytes, with binary (GiB) and decimal
+(GB) prefixes kept apart (IEC 80000-13).
+"""
+
+from __future__ import annotations
+
+import re
+
+_NUMBER = r"\s*(\d+(?:\.\d+)?)\s*"
+_BANDWIDTH = re.compile(_NUMBER + r"([kMGT]?)(?:bps|bit/s|bit)\s*", re.IGNORECASE)
+_BYTES = re.compile(_NUMBER + r"(?:([kMGT])(i?))?B\s*", re.IGNORECASE)
+_POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse_bandwidth(text: str) -> float:
+    """Bits per second of `2.5Gbps`, `100 Mbit/s`. Raises ValueError naming the form expected."""
+    match = _BANDWIDTH.fullmatch(text)
+    if not match or float(match[1]) <= 0:
+        raise ValueError(f"{text!r} is not a bandwidth; write it like 2.5Gbps or 100Mbps")
+    return float(match[1]) * 1000.0 ** _POWER[match[2].lower()]
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of `16GiB`, `100 MB`, `512B`. Raises ValueError naming the form expected."""
+    match = _BYTES.fullmatch(text)
+    if not match:
+        raise ValueError(f"{text!r} is not a size; write it like 16GiB or 100MB")
+    base = 1024 if match[3] else 1000
+    return round(float(match[1]) * base ** _POWER[(match[2] or "").lower()])
+
+
+def format_bandwidth(bits_per_s: float) -> str:
+    """`2.5Gbps`: the largest decimal unit that leaves a number of at least one."""
+    for unit, size in (("Tbps", 1e12), ("Gbps", 1e9), ("Mbps", 1e6), ("kbps", 1e3)):
+        if bits_per_s >= size:
+            return f"{bits_per_s / size:.4g}{unit}"
+    return f"{bits_per_s:.4g}bps"
+
+
+def format_bytes(count: float) -> str:
+    """`16.0GiB`: binary units, one decimal."""
+    for unit, power in (("TiB", 4), ("GiB", 3), ("MiB", 2), ("KiB", 1)):
+        if count >= 1024**power:
+            return f"{count / 1024**power:.1f}{unit}"
+    return f"{count:.0f}B"
+
+
+def format_duration(seconds: float) -> str:
+    """`4.2s`, `3m07s`, `2h05m`."""
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    return f"{minutes // 60}h{minutes % 60:02d}m"
