@@ -1,0 +1,100 @@
+"""Every file name on the controller's side, in one place.
+
+`Home` is $ORCH_HOME: what this person's controller remembers (the hosts are the truth). `RunFolder` is one collected
+run: analyse and report need nothing else. What lies on a host is known to `orchestrator/remote/` alone.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+# The files that a host may hand back for one rank, and for the node itself. Nothing else is ever pulled.
+RANK_FILES = ("stdout.log", "stderr.log", "metrics.jsonl")
+NODE_FILES = ("agent.json", "supervisor.log")
+
+
+@dataclass(frozen=True)
+class Home:
+    """$ORCH_HOME, mode 0700."""
+
+    root: Path
+
+    @classmethod
+    def default(cls) -> Home:
+        """$ORCH_HOME, else `orch` in the XDG state folder (XDG Base Directory Specification 0.8)."""
+        chosen = os.environ.get("ORCH_HOME")
+        if chosen:
+            return cls(Path(chosen).expanduser().absolute())
+        state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+        return cls(Path(state).expanduser() / "orch")
+
+    @property
+    def known_hosts(self) -> Path:
+        return self.root / "known_hosts"
+
+    @property
+    def current_cluster(self) -> Path:
+        return self.root / "current"
+
+    @property
+    def clusters(self) -> Path:
+        return self.root / "clusters"
+
+    @property
+    def jobs(self) -> Path:
+        return self.root / "jobs"
+
+    def cluster(self, name: str) -> Path:
+        return self.clusters / f"{name}.json"
+
+    def job(self, job: str) -> Path:
+        return self.jobs / job
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A collected run: `<out>/<job id>/`."""
+
+    root: Path
+
+    @property
+    def plan(self) -> Path:
+        return self.root / "plan.json"
+
+    @property
+    def job(self) -> Path:
+        return self.root / "job.json"
+
+    @property
+    def nodes(self) -> Path:
+        return self.root / "nodes"
+
+    @property
+    def steps(self) -> Path:
+        return self.root / "steps.parquet"
+
+    @property
+    def summary(self) -> Path:
+        return self.root / "summary.json"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+    @property
+    def chart(self) -> Path:
+        return self.root / "throughput.png"
+
+    def node(self, node: str) -> Path:
+        return self.nodes / node
+
+    def agent(self, node: str) -> Path:
+        return self.node(node) / "agent.json"
+
+    def rank(self, node: str, rank: int) -> Path:
+        return self.node(node) / f"rank-{rank}"
+
+    def metrics(self, node: str, rank: int) -> Path:
+        return self.rank(node, rank) / "metrics.jsonl"

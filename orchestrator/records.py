@@ -1,0 +1,107 @@
+"""What the stages hand on and what lies in a run folder: the launch plan and the job's record.
+
+Both are read back leniently (unknown keys of a newer version are kept out of the way); `schema` says which form it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+SCHEMA = 1
+
+JobState = Literal["starting", "running", "succeeded", "failed", "cancelled", "lost"]
+FINAL_STATES: frozenset[str] = frozenset({"succeeded", "failed", "cancelled", "lost"})
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class NodePlan(Record):
+    """What one host is asked to do."""
+
+    name: str
+    node_rank: int
+    first_rank: int
+    """The global rank of this host's local rank 0."""
+    ranks: int
+    address: str
+    """Numeric training address, without prefix length."""
+    interface: str | None
+    """The interface that carries this host's route to the master (the others' route, on the master)."""
+    device: Literal["cuda", "cpu"]
+    gpu: str | None
+    """The GPU's label, for people and for grouping by type."""
+    gpu_uuids: tuple[str, ...] = ()
+    bandwidth_bps: float | None = None
+    paced: dict[str, Any] | None = None
+    python: str
+    activate: str | None = None
+    workdir: str
+    env: dict[str, str] = Field(default_factory=dict)
+    """Added to the ranks' environment; it travels in a file of mode 0600, never in an argument."""
+    torchrun: tuple[str, ...]
+    """Arguments after the interpreter; `{rendezvous_port}` and `{job_dir}` are filled in on the host."""
+    command: tuple[str, ...]
+    """What the rank wrapper runs: arguments after the interpreter."""
+    prepare: str | None = None
+
+
+class CodeFolder(Record):
+    """Files to ship, addressed by content."""
+
+    sha256: str
+    source: str
+    files: int
+    size_bytes: int
+
+
+class LaunchPlan(Record):
+    """One job, completely: `orch run --dry-run` prints exactly this, `orch run` executes exactly this."""
+
+    schema_: int = Field(SCHEMA, alias="schema", serialization_alias="schema")
+    job: str
+    exp: str
+    kind: Literal["experiment", "script", "module"]
+    cluster: str
+    settings: dict[str, Any] = Field(default_factory=dict)
+    master: str
+    master_address: str
+    rendezvous_port: int
+    """The port asked for; the master takes another when it is in use, and tells every host."""
+    world_size: int
+    created: str
+    code: CodeFolder
+    nodes: tuple[NodePlan, ...]
+    notes: tuple[str, ...] = ()
+    """What a person should know before this runs, one line each."""
+
+
+class FirstFailure(Record):
+    """The first cause of a failed job."""
+
+    node: str
+    rank: int | None = None
+    exit_code: int | None = None
+    signal: str | None = None
+    reason: str
+    """One line in plain words."""
+    log_line: str | None = None
+    """The line of the rank's error log that says why, if one does."""
+
+
+class JobRecord(Record):
+    """A job as `orch jobs --json` lists it and as `job.json` stores it."""
+
+    schema_: int = Field(SCHEMA, alias="schema", serialization_alias="schema")
+    id: str
+    state: JobState
+    exp: str
+    cluster: str
+    nodes: tuple[str, ...]
+    started: str | None = None
+    ended: str | None = None
+    exit_code: int | None = None
+    first_failure: FirstFailure | None = None
