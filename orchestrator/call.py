@@ -43,9 +43,7 @@ def program_source(name: str) -> bytes:
     return resources.files("orchestrator.remote").joinpath(f"{name}.py").read_bytes()
 
 
-def ask(
-    host: Host, program: str, request: Mapping[str, Any], *, blob: bytes = b"", timeout_s: float
-) -> dict[str, Any]:
+def ask(host: Host, program: str, request: Mapping[str, Any], *, blob: bytes = b"", timeout_s: float) -> dict[str, Any]:
     """The program's answer. Raises ConnectError when the host does not answer in time, ProbeError when its Python or
     its shell does not, and HostError with the host's own words when the program refuses.
     """
@@ -59,9 +57,7 @@ def ask(
     return answer
 
 
-def open_stream(
-    host: Host, program: str, request: Mapping[str, Any]
-) -> AbstractContextManager[Iterator[bytes]]:
+def open_stream(host: Host, program: str, request: Mapping[str, Any]) -> AbstractContextManager[Iterator[bytes]]:
     """Starts a program that answers with a stream of bytes of its own form (see `remote/reader.py`)."""
     return host.transport.stream(_command(host, program), stdin=_input(program, request, "", b""))
 

@@ -28,7 +28,8 @@ def parse_bytes(text: str) -> int:
     if not match:
         raise ValueError(f"{text!r} is not a size; write it like 16GiB or 100MB")
     base = 1024 if match[3] else 1000
-    return round(float(match[1]) * base ** _POWER[(match[2] or "").lower()])
+    power: int = _POWER[(match[2] or "").lower()]
+    return round(float(match[1]) * base**power)
 
 
 def format_bandwidth(bits_per_s: float) -> str:
