@@ -28,8 +28,8 @@ def parse_bytes(text: str) -> int:
     if not match:
         raise ValueError(f"{text!r} is not a size; write it like 16GiB or 100MB")
     base = 1024 if match[3] else 1000
-    power: int = _POWER[(match[2] or "").lower()]
-    return round(float(match[1]) * base**power)
+    unit: int = base ** _POWER[(match[2] or "").lower()]
+    return round(float(match[1]) * unit)
 
 
 def format_bandwidth(bits_per_s: float) -> str:
