@@ -2,9 +2,10 @@
 
     answer = ask(host, "probe", {"peers": ["192.168.1.42"]}, timeout_s=20)
 
-Nothing is installed for it. The input is "<length>\\n<program><request line><blob>"; the request is one JSON line and
-names a random marker; the answer stands between two such markers, so that a shell that prints a banner spoils nothing.
-What comes back is untrusted: its size is capped, it is parsed as JSON and nothing else, and it must be an object.
+Nothing is installed for it: the whole small package travels with each request, behind `remote/loader.py`, which makes
+it importable. The request names a random marker; the answer stands between two such markers, so that a shell that
+prints a banner spoils nothing. What comes back is untrusted: its size is capped, it is parsed as JSON and nothing else,
+and it must be an object.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from typing import Any
 
@@ -38,9 +40,13 @@ class Host:
         return self.transport.node
 
 
-def program_source(name: str) -> bytes:
-    """The text of `orchestrator/remote/<name>.py`."""
-    return resources.files("orchestrator.remote").joinpath(f"{name}.py").read_bytes()
+@cache
+def shipped_sources() -> dict[str, str]:
+    """Module name on the host -> its text: all of `orchestrator/remote/` but the loader."""
+    folder = resources.files("orchestrator.remote")
+    modules = [entry for entry in folder.iterdir() if entry.name.endswith(".py") and entry.name != "loader.py"]
+    names = {entry.name: f"orch_remote.{entry.name[:-3]}" for entry in modules} | {"__init__.py": "orch_remote"}
+    return {names[entry.name]: entry.read_text() for entry in sorted(modules, key=lambda entry: entry.name)}
 
 
 def ask(host: Host, program: str, request: Mapping[str, Any], *, blob: bytes = b"", timeout_s: float) -> dict[str, Any]:
@@ -67,9 +73,10 @@ def _command(host: Host, program: str) -> str:
 
 
 def _input(program: str, request: Mapping[str, Any], marker: str, blob: bytes) -> bytes:
-    source = program_source(program)
+    loader = resources.files("orchestrator.remote").joinpath("loader.py").read_bytes()
+    shipped = json.dumps({"program": program, "sources": shipped_sources()}).encode()
     line = json.dumps({**request, "marker": marker}).encode()
-    return b"%d\n%s%s\n%s" % (len(source), source, line, blob)
+    return b"%d\n%s%s\n%s\n%s" % (len(loader), loader, shipped, line, blob)
 
 
 def _parse(host: Host, result: Result, marker: str) -> dict[str, Any]:

@@ -1,1 +1,5 @@
-"""What runs on the hosts: each file stands alone, uses the standard library only and is shipped as it is."""
+"""What runs on the hosts. A package of its own: standard library and its own siblings only, shipped as it is.
+
+Short programs (`probe`, `control`, `reader`) travel on standard input with every request: `loader` makes the package
+importable there without installing it. Long-lived ones (`supervisor`, `rank`) are written into the job's folder.
+"""

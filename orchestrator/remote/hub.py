@@ -1,0 +1,252 @@
+"""The wire between the supervisors of one job: the master's is the hub, the others connect to it.
+
+Every message is the sender's whole present state, sent on every change and every BEAT_S: nothing is lost with a broken
+connection, because the next message says it all. A member sends its `status`, the hub sends its `order`.
+
+    member -> hub   {"phase": "joined", "failure": null, ...}
+    hub -> member   {"do": "start", "rendezvous_port": 29500, ...}
+
+Both sides prove that they hold the job's token (HMAC-SHA256 over both sides' nonces, RFC 2104), then every line carries
+a MAC over its direction and number with a key of this connection alone: nothing can be forged, replayed or reordered.
+It authenticates and does not hide: no secret travels here. All deadlines are monotonic; no clocks are compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+BEAT_S = 2.0
+LEASE_S = 20.0
+"""No word for this long, either way, and the other side counts as gone."""
+BROKEN_S = 5.0
+"""The same after a connection was closed, not merely silent: a live peer dials again at once."""
+HANDSHAKE_S = 5.0
+MAX_LINE = 1 << 16
+
+Message = dict[str, Any]
+
+
+class Link:
+    """One authenticated connection. Raises ConnectionError on anything that is not the expected next line."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, says: bytes, hears: bytes
+    ) -> None:
+        self._reader, self._writer, self._key = reader, writer, key
+        self._says, self._hears = says, hears
+        self._sent = self._received = 0
+
+    def send(self, message: Message) -> None:
+        body = json.dumps(message).encode()
+        self._writer.write(_mac(self._key, self._says, self._sent, body) + b" " + body + b"\n")
+        self._sent += 1
+
+    async def receive(self, timeout_s: float) -> Message:
+        line = await _read_line(self._reader, timeout_s)
+        mac, _, body = line.partition(b" ")
+        if not hmac.compare_digest(mac, _mac(self._key, self._hears, self._received, body)):
+            raise ConnectionError("a message does not carry this job's mark")
+        self._received += 1
+        return dict(json.loads(body))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+async def greet_member(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes) -> tuple[str, Link]:
+    """The hub's side of the handshake: the member's name and the link to it."""
+    ours = secrets.token_hex(16)
+    writer.write(ours.encode() + b"\n")
+    answer = json.loads(await _read_line(reader, HANDSHAKE_S))
+    node, theirs = str(answer["node"]), str(answer["nonce"])
+    key = _session_key(token, ours, theirs, node)
+    if not hmac.compare_digest(str(answer["mac"]).encode(), _mac(key, b"join", 0, node.encode())):
+        raise ConnectionError("a stranger without this job's token")
+    return node, Link(reader, writer, key, says=b"hub", hears=b"member")
+
+
+async def join_hub(address: str, port: int, node: str, token: bytes) -> Link:
+    """The member's side. The hub proves itself with its first order."""
+    reader, writer = await asyncio.wait_for(asyncio.open_connection(address, port, limit=MAX_LINE), HANDSHAKE_S)
+    try:
+        theirs = (await _read_line(reader, HANDSHAKE_S)).decode()
+        ours = secrets.token_hex(16)
+        key = _session_key(token, theirs, ours, node)
+        mac = _mac(key, b"join", 0, node.encode()).decode()
+        writer.write(json.dumps({"node": node, "nonce": ours, "mac": mac}).encode() + b"\n")
+    except BaseException:
+        writer.close()
+        raise
+    return Link(reader, writer, key, says=b"member", hears=b"hub")
+
+
+class Hub:
+    """The master's end: keeps the latest status of every member and who is gone.
+
+    changed is called after every new status and every loss; `order` is sent on every beat and by `announce`.
+    """
+
+    def __init__(
+        self, members: set[str], token: bytes, order: Callable[[], Message], changed: Callable[[], None]
+    ) -> None:
+        self.statuses: dict[str, Message] = {}
+        self.lost: dict[str, str] = {}
+        self._members, self._token, self._order, self._changed = members, token, order, changed
+        self._links: dict[str, Link] = {}
+        self._deadlines: dict[str, asyncio.TimerHandle] = {}
+
+    async def listen(self, address: str) -> int:
+        """Binds a free port on the training address; returns it."""
+        self._server = await asyncio.start_server(self._serve, address, 0, limit=MAX_LINE)
+        self._beats = asyncio.create_task(self._beat())
+        return int(self._server.sockets[0].getsockname()[1])
+
+    def expect(self, within_s: float) -> None:
+        """From now on every member has to be heard, first within this time."""
+        for node in self._members - self._links.keys():
+            self._set_deadline(node, within_s, f"did not reach the master within {within_s:.0f} s")
+
+    def announce(self) -> None:
+        for link in self._links.values():
+            link.send(self._order())
+
+    @property
+    def connected(self) -> int:
+        return len(self._links)
+
+    def close(self) -> None:
+        self._beats.cancel()
+        self._server.close()
+        for deadline in self._deadlines.values():
+            deadline.cancel()
+        for link in self._links.values():
+            link.close()
+
+    async def _beat(self) -> None:
+        while True:
+            self.announce()
+            await asyncio.sleep(BEAT_S)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            node, link = await greet_member(reader, writer, self._token)
+        except (OSError, ValueError, KeyError, asyncio.TimeoutError):
+            writer.close()
+            return
+        if node not in self._members:
+            writer.close()
+            return
+        previous = self._links.get(node)
+        if previous:
+            previous.close()
+        self._links[node] = link
+        link.send(self._order())
+        try:
+            while True:
+                status = await link.receive(LEASE_S)
+                self._heard(node, status)
+        except (OSError, ValueError, asyncio.TimeoutError) as error:
+            self._broken(node, link, silent=isinstance(error, asyncio.TimeoutError))
+
+    def _heard(self, node: str, status: Message) -> None:
+        self._set_deadline(node, LEASE_S, f"no word for {LEASE_S:.0f} s: host down, frozen or cut off")
+        if self.statuses.get(node) != status:
+            self.statuses[node] = status
+            self._changed()
+
+    def _broken(self, node: str, link: Link, silent: bool) -> None:
+        link.close()
+        if self._links.get(node) is not link:
+            return  # it has already dialled again
+        del self._links[node]
+        if self.statuses.get(node, {}).get("phase") == "ended":
+            self._deadlines.pop(node).cancel()
+            self._changed()
+        elif not silent:
+            self._set_deadline(node, BROKEN_S, "its supervisor is gone: killed, or the host went down")
+
+    def _set_deadline(self, node: str, within_s: float, why: str) -> None:
+        if node in self._deadlines:
+            self._deadlines[node].cancel()
+        self._deadlines[node] = asyncio.get_running_loop().call_later(within_s, self._lose, node, why)
+
+    def _lose(self, node: str, why: str) -> None:
+        self.lost.setdefault(node, why)
+        self._changed()
+
+
+class Membership:
+    """A member's end: stays connected, hands every new order to `obey`, calls `gone` when the hub is no more."""
+
+    def __init__(
+        self,
+        hub: tuple[str, int],
+        node: str,
+        token: bytes,
+        status: Callable[[], Message],
+        obey: Callable[[Message], None],
+        gone: Callable[[str], None],
+    ) -> None:
+        self._hub, self._node, self._token = hub, node, token
+        self._status, self._obey, self._gone = status, obey, gone
+        self._link: Link | None = None
+
+    def announce(self) -> None:
+        if self._link:
+            self._link.send(self._status())
+
+    async def stay(self, join_s: float) -> None:
+        """Runs until the hub is gone: unreachable for `join_s` at first, later for the lease or after a break."""
+        loop = asyncio.get_running_loop()
+        deadline, why = loop.time() + join_s, f"cannot reach the master at {self._hub[0]}:{self._hub[1]}"
+        while loop.time() < deadline:
+            try:
+                self._link = await join_hub(*self._hub, self._node, self._token)
+                await self._talk(self._link)
+            except (OSError, ValueError, asyncio.TimeoutError) as error:
+                if self._link is None:
+                    why = f"cannot reach the master at {self._hub[0]}:{self._hub[1]} ({error or 'no answer'})"
+                elif isinstance(error, asyncio.TimeoutError):
+                    deadline, why = 0.0, f"no word from the master for {LEASE_S:.0f} s: it is down, frozen or cut off"
+                else:
+                    deadline, why = loop.time() + BROKEN_S, "the master's supervisor is gone"
+            finally:
+                if self._link:
+                    self._link.close()
+                self._link = None
+            await asyncio.sleep(0.2)
+        self._gone(why)
+
+    async def _talk(self, link: Link) -> None:
+        beats = asyncio.create_task(self._beat())
+        try:
+            while True:
+                self._obey(await link.receive(LEASE_S))
+        finally:
+            beats.cancel()
+
+    async def _beat(self) -> None:
+        while True:
+            self.announce()
+            await asyncio.sleep(BEAT_S)
+
+
+async def _read_line(reader: asyncio.StreamReader, timeout_s: float) -> bytes:
+    line = await asyncio.wait_for(reader.readline(), timeout_s)
+    if not line.endswith(b"\n"):
+        raise ConnectionError("the connection was closed")
+    return line[:-1]
+
+
+def _session_key(token: bytes, hub_nonce: str, member_nonce: str, node: str) -> bytes:
+    return hmac.new(token, f"{hub_nonce} {member_nonce} {node}".encode(), hashlib.sha256).digest()
+
+
+def _mac(key: bytes, direction: bytes, number: int, body: bytes) -> bytes:
+    return hmac.new(key, b"%s %d %s" % (direction, number, body), hashlib.sha256).hexdigest().encode()

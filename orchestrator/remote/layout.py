@@ -1,0 +1,102 @@
+"""Every file name on a host, in one place.
+
+<workdir>/code/<sha256>/                   code as shipped, verified, read-only
+<workdir>/locks/gpu-<uuid>.lock            held by the supervisor that uses this GPU
+<workdir>/jobs/<job>/node.json             what this host was asked to do (mode 0600)
+                    /agent.json            what became of it, written by the supervisor alone
+                    /bin/orch_remote/         these programs
+                    /src/                  this job's own copy of the code
+                    /rank-<r>/             stdout.log stderr.log metrics.jsonl exit.json
+                    /control               FIFO: requests and rank events, one JSON line each
+                    /alive                 FIFO: its only writer is the supervisor, so its end is the supervisor's
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+FINAL_STATES = frozenset({"succeeded", "failed", "cancelled", "undone"})
+
+
+class Work:
+    """The work folder of one host."""
+
+    def __init__(self, workdir: str) -> None:
+        self.root = Path(workdir).expanduser().absolute()
+
+    @property
+    def jobs(self) -> Path:
+        return self.root / "jobs"
+
+    @property
+    def locks(self) -> Path:
+        return self.root / "locks"
+
+    @property
+    def codes(self) -> Path:
+        return self.root / "code"
+
+    def code(self, sha256: str) -> Path:
+        if not re.fullmatch(r"[0-9a-f]{64}", sha256):
+            raise ValueError(f"not a sha256: {sha256!r}")
+        return self.codes / sha256
+
+    def job(self, job: str) -> Job:
+        if not JOB_ID.fullmatch(job):
+            raise ValueError(f"not a job id: {job!r}")
+        return Job(self.jobs / job)
+
+    def all_jobs(self) -> list[Job]:
+        if not self.jobs.is_dir():
+            return []
+        return [Job(folder) for folder in sorted(self.jobs.iterdir()) if JOB_ID.fullmatch(folder.name)]
+
+
+class Job:
+    """The folder of one job on this host."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.node = root / "node.json"
+        self.agent = root / "agent.json"
+        self.bin = root / "bin"
+        self.src = root / "src"
+        self.control = root / "control"
+        self.alive = root / "alive"
+        self.checkpoints = root / "checkpoints"
+        self.supervisor_log = root / "supervisor.log"
+        self.prepare_log = root / "prepare.log"
+        self.torchrun_log = root / "torchrun.log"
+
+    @property
+    def id(self) -> str:
+        return self.root.name
+
+    def rank(self, rank: int) -> Path:
+        return self.root / f"rank-{rank}"
+
+    def read_agent(self) -> dict[str, Any]:
+        """The supervisor's last word; {} before its first."""
+        try:
+            return dict(json.loads(self.agent.read_text()))
+        except (FileNotFoundError, ValueError):
+            return {}
+
+    def is_final(self) -> bool:
+        return self.read_agent().get("state") in FINAL_STATES
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Temporary file beside it, fsync, rename: a reader meets the old content or the new, never half. Mode 0600."""
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    with os.fdopen(handle, "w") as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

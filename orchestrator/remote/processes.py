@@ -1,0 +1,129 @@
+"""Who is who among this host's processes, and how to end exactly ours.
+
+A process is known by pid, start time and boot id together: pids are reused, and a record may outlive a reboot. Ours are
+those that descend from the supervisor (it is their subreaper, so daemonised children come back to it: prctl(2),
+PR_SET_CHILD_SUBREAPER) or carry our job's folder in their environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+MARK = "ORCH_JOB_DIR"
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One process, unmistakably. start_time: clock ticks since boot (proc(5), field 22 of stat)."""
+
+    pid: int
+    start_time: int
+    boot_id: str
+
+    def is_alive(self) -> bool:
+        """Whether this very process runs; a zombie does not."""
+        return self.boot_id == boot_id() and start_time(self.pid) == self.start_time
+
+    def signal(self, signum: int) -> None:
+        """Signals this process and no other: the pidfd is opened first, then the identity is checked on it."""
+        with contextlib.suppress(ProcessLookupError):
+            handle = os.pidfd_open(self.pid)
+            try:
+                if self.is_alive():
+                    signal.pidfd_send_signal(handle, signum)
+            finally:
+                os.close(handle)
+
+
+def boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def start_time(pid: int) -> int | None:
+    """None where there is no such process, or only its zombie."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields and fields[0] not in "ZX" else None
+
+
+def identify(pid: int) -> Identity:
+    """Raises ProcessLookupError where there is no such process."""
+    started = start_time(pid)
+    if started is None:
+        raise ProcessLookupError(pid)
+    return Identity(pid, started, boot_id())
+
+
+def descendants(root: int) -> list[int]:
+    """Every living process below `root`, itself left out."""
+    children: dict[int, list[int]] = {}
+    for pid in _pids():
+        fields = _stat(pid)
+        if fields and fields[0] not in "ZX":
+            children.setdefault(int(fields[1]), []).append(pid)
+    found, todo = [], [root]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found
+
+
+def marked(job_dir: Path) -> list[int]:
+    """Every living process of ours that was started with this job's mark in its environment."""
+    mark = f"{MARK}={job_dir}".encode()
+    found = []
+    for pid in _pids():
+        # Another user's environment cannot be read, and is none of ours.
+        with contextlib.suppress(OSError):
+            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") and start_time(pid) is not None:
+                found.append(pid)
+    return found
+
+
+def end_all(pids: list[int], signum: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            identify(pid).signal(signum)
+
+
+def describe(pid: int) -> str:
+    """`pid 4711 (python train.py)`: for the list of what would not end. At most 80 characters of the command."""
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        return f"pid {pid} ({command[:80]})"
+    return f"pid {pid}"
+
+
+def adopt_orphans() -> None:
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(signum: int) -> None:
+    """Have the kernel send us `signum` when our parent ends. The caller checks that it had not ended before."""
+    _prctl(_PR_SET_PDEATHSIG, signum)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl failed")
+
+
+def _pids() -> Iterator[int]:
+    return (int(name) for name in os.listdir("/proc") if name.isdigit())
+
+
+def _stat(pid: int) -> list[str]:
+    """/proc/<pid>/stat from the state on (the name before it may hold blanks and brackets); [] if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -1,0 +1,132 @@
+"""The wrapper around one rank: torchrun starts it, it runs the script and tells the truth about its end.
+
+torchrun itself only ever says 1. The wrapper gives the script its two log files, writes exit code or signal to
+`rank-<r>/exit.json` and to the supervisor's control FIFO, and never leaves the script behind: it ends it when torchrun
+dies (PR_SET_PDEATHSIG), when the supervisor dies (end of file on the `alive` FIFO) and when it is asked to.
+
+    torchrun ... --no-python python -m orch_remote.rank <job folder>
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from .layout import Job, write_json
+from .processes import die_with_parent
+
+PARENT_DIED = signal.SIGUSR1
+FORWARDED = (signal.SIGINT, signal.SIGTERM)
+
+
+def main() -> None:
+    parent = os.getppid()
+    job = Job(Path(sys.argv[1]))
+    node = json.loads(job.node.read_text())
+    rank = int(os.environ["RANK"])
+    wakeup = _catch_signals()
+    die_with_parent(PARENT_DIED)
+    alive = os.open(job.alive, os.O_RDONLY | os.O_NONBLOCK)
+    if os.getppid() != parent:
+        sys.exit(1)
+    child = _start(job, node, rank)
+    _tell(job, {"rank": rank, "event": "started", "pid": child.pid, "wrapper": os.getpid()})
+    cause = _watch(child, wakeup, alive)
+    end = _describe(child.wait(), cause)
+    # What the script left in its session ends with it; what it daemonised is the supervisor's to end.
+    _kill(child, signal.SIGKILL)
+    with contextlib.suppress(OSError):
+        write_json(job.rank(rank) / "exit.json", end)
+    _tell(job, {"rank": rank, "event": "ended", **end})
+    sys.exit(end["exit_code"] if end["signal"] is None else 128 + signal.Signals[end["signal"]].value)
+
+
+def _start(job: Job, node: dict[str, Any], rank: int) -> subprocess.Popen[bytes]:
+    folder = job.rank(rank)
+    folder.mkdir(exist_ok=True)
+    shares = node.get("shares")
+    environment = {**os.environ, "ORCH_METRICS": str(folder / "metrics.jsonl")}
+    if shares:
+        environment["ORCH_SHARE"] = str(shares[rank])
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+    out = os.open(folder / "stdout.log", flags, 0o600)
+    err = os.open(folder / "stderr.log", flags, 0o600)
+    wrapper = os.getpid()
+
+    def leave_no_orphan() -> None:
+        die_with_parent(signal.SIGKILL)
+        if os.getppid() != wrapper:
+            os._exit(1)
+
+    return subprocess.Popen(
+        [sys.executable, *node["command"]],
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=err,
+        cwd=job.src,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=leave_no_orphan,
+    )
+
+
+def _catch_signals() -> int:
+    """Turns every signal we care for into a byte (its number) on the returned descriptor."""
+    read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    for signum in (signal.SIGCHLD, PARENT_DIED, *FORWARDED):
+        signal.signal(signum, lambda *_: None)
+    return read
+
+
+def _watch(child: subprocess.Popen[bytes], wakeup: int, alive: int) -> str | None:
+    """Waits for the child's end. Returns why we ended it, None where it ended by itself."""
+    cause = None
+    watched = [wakeup, alive]
+    while child.poll() is None:
+        ready, _, _ = select.select(watched, [], [])
+        if alive in ready:  # the FIFO is never written to: readable means that its writer is gone
+            watched.remove(alive)
+            cause = cause or "the supervisor died"
+            _kill(child, signal.SIGKILL)
+        if wakeup in ready:
+            for signum in os.read(wakeup, 512):
+                if signum == PARENT_DIED:
+                    cause = cause or "torchrun died"
+                    _kill(child, signal.SIGKILL)
+                elif signum in FORWARDED:
+                    cause = cause or f"asked by {signal.Signals(signum).name}"
+                    _kill(child, signum)
+    return cause
+
+
+def _kill(child: subprocess.Popen[bytes], signum: int) -> None:
+    # The child leads its own session, so its process group is exactly what it started and did not daemonise.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signum)
+
+
+def _describe(returncode: int, cause: str | None) -> dict[str, Any]:
+    name = signal.Signals(-returncode).name if returncode < 0 else None
+    return {"exit_code": None if name else returncode, "signal": name, "cause": cause}
+
+
+def _tell(job: Job, event: dict[str, Any]) -> None:
+    # Without a supervisor there is no reader (ENXIO); exit.json then speaks for itself.
+    with contextlib.suppress(OSError):
+        handle = os.open(job.control, os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            os.write(handle, json.dumps(event).encode() + b"\n")
+        finally:
+            os.close(handle)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""What the hub decides from everybody's status: pure, so that every case can be tested without a process.
+
+A status: {"phase": "joining" | "joined" | "running" | "done" | "stopping" | "ended", "failures": [...], "cancelled":
+bool, "leftovers": [...]}. An order: {"do": "wait" | "start" | "stop" | "finish", "state": ..., "first_failure": ...}.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+Status = dict[str, Any]
+Failure = dict[str, Any]
+
+# What the survivors of somebody else's death print (Gloo, NCCL, TCPStore): an effect, never the cause.
+_SECONDARY = re.compile(
+    r"connection (closed|reset) by (remote )?peer|recv, got 0 bytes|broken pipe|connectFullMesh failed|"
+    r"remote process exited|socket (closed|timeout)|failed to recv|connection refused|Application timeout caused pair",
+    re.IGNORECASE,
+)
+
+
+def is_secondary(line: str) -> bool:
+    return _SECONDARY.search(line) is not None
+
+
+def decide(statuses: dict[str, Status], lost: dict[str, str], settled: bool) -> dict[str, Any]:
+    """The order that follows. statuses: every member's latest, in node-rank order (a member not heard of yet has {}).
+    lost: nodes that are gone, and why. settled: whether the time for stragglers to report after a stop is over.
+    """
+    failures = [f for status in statuses.values() for f in status.get("failures", ())]
+    failures += [_loss(node, why) for node, why in lost.items()]
+    cancelled = any(status.get("cancelled") for status in statuses.values())
+    phases = [status.get("phase") for node, status in statuses.items() if node not in lost]
+    if failures or cancelled:
+        first = first_cause(failures)
+        if cancelled and (first is None or first.get("secondary")):
+            first = None
+        state = "failed" if first else "cancelled"
+        over = settled or all(phase == "ended" for phase in phases)
+        return {"do": "finish" if over else "stop", "state": state, "first_failure": first}
+    if all(phase in ("done", "ended") for phase in phases):
+        return {"do": "finish", "state": "succeeded", "first_failure": None}
+    if all(phase not in (None, "joining") for phase in phases):
+        return {"do": "start"}
+    return {"do": "wait"}
+
+
+def first_cause(failures: list[Failure]) -> Failure | None:
+    """The failure that came first, effects of others' deaths last. Each failure: kind "rank", "torchrun", "lost", ...;
+    `secondary` where its own log blames the network; `order` as the hub heard of it.
+    """
+    if not failures:
+        return None
+    return min(failures, key=lambda failure: (_weight(failure), failure.get("order", 0)))
+
+
+def _weight(failure: Failure) -> int:
+    if failure.get("secondary"):
+        return 2
+    # A lost host explains everybody's broken connections, but not a rank that failed by its own word.
+    return 1 if failure["kind"] == "lost" else 0
+
+
+def _loss(node: str, why: str) -> Failure:
+    return {"kind": "lost", "node": node, "rank": None, "exit_code": None, "signal": None, "reason": why}

@@ -1,0 +1,173 @@
+"""What one run amounted to: the value that `analyse` produces and `report` and `compare` read.
+
+Takes `summary.json` of a collected run, gives a frozen `Summary`:
+
+    summary = Summary.load(RunFolder(Path("runs/resnet152_cifar-20261121-0912-k3f")))
+    summary.efficiency          # 0.21: the cluster's speed over the sum of its hosts' own speeds
+
+A figure that could not be measured is None, and `missing` or `warnings` says why in a sentence.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError
+
+from orchestrator.errors import OrchError
+from orchestrator.paths import RunFolder
+from orchestrator.records import SCHEMA, FirstFailure, Record
+
+TEXT_LIMIT = 500
+SUMMARY_LIMIT = 64 * 2**20
+
+_ESCAPE_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]P^_X][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])")
+
+
+def clean(text: str, limit: int = TEXT_LIMIT) -> str:
+    """One line of text from a host without terminal escapes, control and direction characters, at most `limit` long."""
+    text = _ESCAPE_SEQUENCE.sub("", text[: 4 * limit])
+    text = "".join(" " if char in "\t\n\r" else char for char in text if char in "\t\n\r" or _is_visible(char))
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _is_visible(char: str) -> bool:
+    return unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Co", "Cn")
+
+
+def _clean_if_text(value: Any) -> Any:
+    return clean(value) if isinstance(value, str) else value
+
+
+Text = Annotated[str, BeforeValidator(_clean_if_text)]
+"""A string that came from a host."""
+
+
+class StepTime(Record):
+    """The length of a step on one host: its slowest rank's."""
+
+    p50: float
+    p95: float
+
+
+class NodeSummary(Record):
+    """One host's part. Times are means over its ranks and the measured steps."""
+
+    name: str
+    gpu: str
+    ranks: int
+    batch_per_rank: int | None = None
+    samples_per_s: float | None = None
+    """Samples this host contributed a second, inside the cluster."""
+    own_samples_per_s: float | None = None
+    """Samples over compute time, summed over its ranks: what this host could do alone."""
+    solo_samples_per_s: float | None = None
+    """What it did alone, measured by a solo run."""
+    step_ms: StepTime | None = None
+    load_ms: float | None = None
+    compute_ms: float | None = None
+    sync_ms: float | None = None
+    wait_ms: float | None = None
+    optim_ms: float | None = None
+    peak_memory_bytes: int | None = None
+    paced: bool = False
+    valid: bool = True
+    gpu_utilisation: float | None = None
+    """Mean over the samples taken while the job ran, 0..100."""
+    host: Text | None = None
+    device_name: Text | None = None
+    torch: Text | None = None
+    nccl: Text | None = None
+    backend: Text | None = None
+    bandwidth_bps: float | None = None
+
+
+class GpuSummary(Record):
+    """All hosts with one type of GPU, together."""
+
+    nodes: int
+    ranks: int
+    samples_per_s: float | None = None
+    own_samples_per_s: float | None = None
+    share: float | None = None
+    """Of all samples of the measured steps, 0..1."""
+
+
+class Straggler(Record):
+    """Who the others wait for."""
+
+    node: str
+    rank: int | None = None
+    """Named where all ranks stand on one host."""
+    reason: str
+    wait_ms: float
+    """Mean wait a step of the others that falls on this one."""
+
+
+class Summary(Record):
+    """One run in figures; `summary.json` holds exactly this."""
+
+    schema_: int = Field(SCHEMA, alias="schema", serialization_alias="schema")
+    job: str
+    experiment: str
+    kind: str = "experiment"
+    cluster: str = ""
+    master: str = ""
+    created: str | None = None
+    started: str | None = None
+    ended: str | None = None
+    settings: dict[str, Any] = Field(default_factory=dict)
+    state: str
+    world_size: int
+    samples_per_s: float | None = None
+    efficiency: float | None = None
+    efficiency_basis: Literal["solo", "estimated"] | None = None
+    nodes: tuple[NodeSummary, ...] = ()
+    by_gpu: dict[str, GpuSummary] = Field(default_factory=dict)
+    straggler: Straggler | None = None
+    missing: tuple[str, ...] = ()
+    """What should be here and is not, a sentence each."""
+    warnings: tuple[str, ...] = ()
+    """What is here and could not be used, or must be read with care, a sentence each."""
+    first_failure: FirstFailure | None = None
+    steps: int = 0
+    """Measured steps: every rank reported them, and they come after the warm-up."""
+    warmup_steps_left_out: int = 0
+    samples_total: int = 0
+    """Over all steps that were reported, warm-up included."""
+    model: Text | None = None
+    parameters: int | None = None
+    gradient_bytes: int | None = None
+    accuracy: float | None = None
+    """0..1, of the last evaluation; None when paced."""
+    accuracy_per_class: dict[str, float] = Field(default_factory=dict)
+    loss: float | None = None
+    """Of the last step that every rank reported, each rank counted by its samples; None when paced."""
+
+    @property
+    def paced(self) -> bool:
+        return any(node.paced for node in self.nodes)
+
+    @classmethod
+    def load(cls, run: RunFolder) -> Summary:
+        """The summary of a run that was analysed. Raises OrchError when there is none or it cannot be read."""
+        remedy = "run `orch collect` for this job to make it anew"
+        try:
+            with open(run.summary, "rb") as file:
+                content = file.read(SUMMARY_LIMIT + 1)
+        except OSError as error:
+            raise OrchError(f"{run.summary}: cannot be read ({error.strerror})", remedy) from error
+        if len(content) > SUMMARY_LIMIT:
+            raise OrchError(f"{run.summary}: larger than a summary can be", remedy)
+        try:
+            return cls.model_validate_json(content)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"]) or "the file"
+            raise OrchError(f"{run.summary}: {where}: {first['msg']}", remedy) from error
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that `summary.json` holds."""
+        return self.model_dump(mode="json", by_alias=True)

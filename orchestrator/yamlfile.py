@@ -1,0 +1,273 @@
+"""YAML that people write, read with the line of every key: takes a path, gives a `Document`.
+
+    document = read_yaml(Path("inventory/a2000_v100.yaml"))
+    document.values["nodes"][0]["host"]          # '192.168.1.41'
+    document.line(("nodes", 0, "host"))          # 12
+
+Only the plain part of YAML is accepted: mappings, lists and scalars. Scalars follow the core schema of YAML 1.2.2
+(chapter 10.3) with its surprises left out: `no`, `on`, `22:22`, `1_000`, `0x1F` and `010` are text, not something else.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, cast
+
+import yaml
+
+from orchestrator.errors import InventoryError, Mistake
+
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 32
+MAX_VALUES = 10_000
+
+KeyPath = tuple[str | int, ...]
+"""Keys and list indices from the top of a document to one value."""
+
+REFUSED: Final = object()
+"""Stands where a value was refused and reported already; whoever checks values lets it pass in silence."""
+
+_INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")
+_FLOAT = re.compile(r"[-+]?(?=.*[.eE])((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
+_NULL = frozenset({"", "~", "null", "Null", "NULL"})
+_BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+
+_MERGE = "merge keys (<<) are not supported; shared values go under `defaults`"
+_HINTS = {
+    "'\\t'": "indent with spaces, not tabs",
+    "mapping values are not allowed": "quote a value that holds `: `, or check the indentation",
+    "cannot start any token": "put the value in quotes",
+    "expected <block end>": "check the indentation",
+    "undefined tag handle": "tags are not supported; write the plain value",
+}
+
+
+@dataclass(frozen=True)
+class Document:
+    """What a file says. mistakes: what its YAML gets wrong, for the caller to report together with its own findings."""
+
+    file: str
+    values: dict[str, Any]
+    lines: Mapping[KeyPath, int]
+    mistakes: tuple[Mistake, ...]
+    world_writable: bool
+
+    def line(self, path: KeyPath) -> int:
+        """The line of this key or list item; for one that is not there, of what should hold it."""
+        while path and path not in self.lines:
+            path = path[:-1]
+        return self.lines.get(path, 1)
+
+
+def read_yaml(path: Path) -> Document:
+    """Reads one document that is a mapping. Raises InventoryError when there is nothing to go on with: a file that is
+    not a readable regular file of at most 1 MiB UTF-8, broken syntax, something else than a mapping."""
+    file = str(path)
+    content, mode = _read_regular(path)
+    composer = _Composer(file, _decode(file, content))
+    values = composer.compose()
+    return Document(file, values, composer.lines, tuple(composer.mistakes), bool(mode & stat.S_IWOTH))
+
+
+def _refuse(file: str, line: int, message: str) -> InventoryError:
+    return InventoryError([Mistake(file, line, message)])
+
+
+def _read_regular(path: Path) -> tuple[bytes, int]:
+    """The bytes and mode of a regular file. O_NONBLOCK, because opening a FIFO would wait for a writer."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY), "rb", buffering=0) as opened:
+            mode = os.fstat(opened.fileno()).st_mode
+            if not stat.S_ISREG(mode):
+                raise _refuse(str(path), 0, "is not a regular file; give the path of a YAML file")
+            content = _read_at_most(opened.fileno(), MAX_BYTES + 1)
+    except IsADirectoryError as error:
+        raise _refuse(str(path), 0, "is a folder; give the path of a YAML file") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise _refuse(str(path), 0, f"cannot be read ({reason}); give the path of a YAML file") from error
+    if len(content) > MAX_BYTES:
+        raise _refuse(str(path), 0, "is larger than 1 MiB; this cannot be a file that a person wrote")
+    return content, mode
+
+
+def _read_at_most(handle: int, size: int) -> bytes:
+    parts: list[bytes] = []
+    while size > 0 and (part := os.read(handle, size)):
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def _decode(file: str, content: bytes) -> str:
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        found = f"byte 0x{content[error.start]:02x}"
+        raise _refuse(file, line, f"is not UTF-8 text ({found}); save the file as UTF-8") from error
+    if "\0" in text:
+        line = text.count("\n", 0, text.index("\0")) + 1
+        raise _refuse(file, line, "holds a NUL byte; save the file as plain UTF-8 text")
+    return text
+
+
+class _Composer:
+    """Builds values from PyYAML's events: the events know no types, build no objects and do not recurse."""
+
+    def __init__(self, file: str, text: str) -> None:
+        self.file = file
+        self.text = text
+        self.lines: dict[KeyPath, int] = {}
+        self.mistakes: list[Mistake] = []
+        self.values = 0
+
+    def compose(self) -> dict[str, Any]:
+        try:
+            self.loader = yaml.SafeLoader(self.text)
+            value = self._document()
+        except yaml.reader.ReaderError as error:
+            line = self.text.count("\n", 0, error.position) + 1
+            raise self._stop(line, f"character U+{error.character:04X} is not allowed in YAML") from error
+        except yaml.MarkedYAMLError as error:
+            raise self._syntax_error(error) from error
+        except (yaml.YAMLError, ValueError, OverflowError) as error:
+            # PyYAML lets chr() and int() fail on escapes and version numbers out of range.
+            line = self.loader.line + 1
+            raise self._stop(line, "is not YAML: an escape or a %YAML line holds a number out of range") from error
+        if value is REFUSED:
+            raise InventoryError(self.mistakes)
+        if not isinstance(value, dict):
+            found = "a list" if isinstance(value, list) else "a single value"
+            raise self._stop(1, f"must be a mapping (`key: value` lines), not {found}")
+        return value
+
+    def _document(self) -> Any:
+        self._next()  # the stream's start
+        if isinstance(self._next(), yaml.StreamEndEvent):
+            raise self._stop(0, "is empty; it must hold `key: value` lines")
+        value = self._value(self._next(), ())
+        self._next()  # the document's end
+        following = self._next()
+        if not isinstance(following, yaml.StreamEndEvent):
+            self._mistake(following, "a second document begins here; a file holds one, so remove the `---`")
+        return value
+
+    def _value(self, event: yaml.Event, path: KeyPath) -> Any:
+        self.values += 1
+        if self.values > MAX_VALUES:
+            raise self._stop(_line(event), f"holds more than {MAX_VALUES} values")
+        if len(path) > MAX_DEPTH:
+            raise self._stop(_line(event), f"is nested more than {MAX_DEPTH} levels deep")
+        if isinstance(event, yaml.AliasEvent):
+            self._mistake(event, f"aliases are not supported (*{event.anchor}); write the value out, or use `defaults`")
+            return REFUSED
+        if isinstance(event, yaml.MappingStartEvent):
+            value: Any = self._mapping(path)
+        elif isinstance(event, yaml.SequenceStartEvent):
+            value = self._sequence(path)
+        else:
+            value = self._scalar(cast(yaml.ScalarEvent, event))
+        return value if self._is_plain(cast(yaml.ScalarEvent, event)) else REFUSED
+
+    def _mapping(self, path: KeyPath) -> dict[str, Any]:
+        mapping: dict[str, Any] = {}
+        while not isinstance(event := self._next(), yaml.MappingEndEvent):
+            key = self._key(event, path)
+            if key is None:
+                self._skip(self._next(), (*path, "?"))
+            elif key in mapping:
+                first_line = self.lines[*path, key]
+                self._mistake(event, f"key {key!r} stands twice, on lines {first_line} and {_line(event)}; keep one")
+                self._skip(self._next(), (*path, key))
+            else:
+                self.lines[*path, key] = _line(event)
+                mapping[key] = self._value(self._next(), (*path, key))
+        return mapping
+
+    def _key(self, event: yaml.Event, path: KeyPath) -> str | None:
+        """The key as text, or None for one that was refused."""
+        if not isinstance(event, yaml.ScalarEvent):
+            self._mistake(event, "a key must be one word, not a list, a mapping or an alias")
+            self._skip(event, (*path, "?"))
+            return None
+        if not (self._is_plain(event) and self._is_text(event)):
+            return None
+        if not event.value:
+            self._mistake(event, "a key is missing before the colon")
+        elif event.value == "<<" and not event.style:
+            self._mistake(event, _MERGE)
+        else:
+            return str(event.value)
+        return None
+
+    def _skip(self, event: yaml.Event, path: KeyPath) -> None:
+        """Reads a value that nobody will see, still reporting what is wrong in it."""
+        known = self.lines
+        self.lines = {}
+        self._value(event, path)
+        self.lines = known
+
+    def _sequence(self, path: KeyPath) -> list[Any]:
+        items: list[Any] = []
+        while not isinstance(event := self._next(), yaml.SequenceEndEvent):
+            where = (*path, len(items))
+            self.lines[where] = _line(event)
+            items.append(self._value(event, where))
+        return items
+
+    def _next(self) -> yaml.Event:
+        return cast(yaml.Event, self.loader.get_event())
+
+    def _scalar(self, event: yaml.ScalarEvent) -> Any:
+        if not self._is_text(event):
+            return REFUSED
+        text: str = event.value
+        return text if event.style else _resolve(text)
+
+    def _is_text(self, event: yaml.ScalarEvent) -> bool:
+        if re.search("[\0\ud800-\udfff]", event.value):
+            self._mistake(event, "an escape stands for NUL or half a character (\\0, \\ud800 to \\udfff)")
+            return False
+        return True
+
+    def _is_plain(self, event: yaml.ScalarEvent) -> bool:
+        if event.tag is not None:
+            tag = event.tag.replace("tag:yaml.org,2002:", "!!")[:60]
+            self._mistake(event, f"tags are not supported ({tag!r}); write the plain value")
+        elif event.anchor is not None:
+            self._mistake(event, f"anchors are not supported (&{event.anchor[:60]}); shared values go under `defaults`")
+        return event.tag is None
+
+    def _mistake(self, event: yaml.Event, message: str) -> None:
+        self.mistakes.append(Mistake(self.file, _line(event), message))
+
+    def _stop(self, line: int, message: str) -> InventoryError:
+        return InventoryError([*self.mistakes, Mistake(self.file, line, message)])
+
+    def _syntax_error(self, error: yaml.MarkedYAMLError) -> InventoryError:
+        mark = error.problem_mark or error.context_mark
+        line, column = (mark.line + 1, mark.column + 1) if mark else (0, 0)
+        problem = str(error.problem or error.context)
+        hint = next((f"; {hint}" for part, hint in _HINTS.items() if part in problem), "")
+        return self._stop(line, f"is not YAML, column {column}: {problem}{hint}")
+
+
+def _line(event: yaml.Event) -> int:
+    return int(event.start_mark.line) + 1
+
+
+def _resolve(text: str) -> Any:
+    """The value of an unquoted scalar."""
+    if text in _NULL:
+        return None
+    if text in _BOOL:
+        return _BOOL[text]
+    if _INT.fullmatch(text):
+        return int(text)
+    return float(text) if _FLOAT.fullmatch(text) else text
