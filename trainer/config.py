@@ -1,0 +1,218 @@
+"""The settings of one training run: one flat frozen value, a sentence per field, checked in one place.
+
+    settings = parse_settings("mnist_lenet", {"batch": "128", "strategy": "allreduce"})
+    settings.batch                                                                          128
+
+The same names are used as `--set key=value`, as `python -m trainer --key value`, in records and in reports.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.experiments import DATA_SETS, EXPERIMENTS, DataSet
+
+MODEL_CHANNELS = {"lenet": None, "resnet152": 3}
+"""Channels of an image that a model insists on; None: any."""
+
+
+class SettingsError(ValueError):
+    """mistakes: every mistake, one line each; `str(error)` joins them."""
+
+    def __init__(self, mistakes: Sequence[str]) -> None:
+        super().__init__("\n".join(mistakes))
+        self.mistakes = tuple(mistakes)
+
+
+def _setting(
+    help: str,
+    *,
+    choices: Iterable[str] = (),
+    at_least: float = -math.inf,
+    below: float = math.inf,
+    above: float = -math.inf,
+) -> Any:
+    """A field with its sentence and its bounds: at_least <= value, above < value < below."""
+    return dataclasses.field(
+        metadata={"help": help, "choices": tuple(choices), "at_least": at_least, "below": below, "above": above}
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Raises SettingsError with every mistake when a value is out of its bounds."""
+
+    exp: str = _setting("The named experiment that gave every value not set here.", choices=EXPERIMENTS)
+    model: str = _setting("The network to train.", choices=MODEL_CHANNELS)
+    data: str = _setting(
+        "The data set; synthetic makes images up, in the shape of the experiment's own data set.",
+        choices=[*DATA_SETS, "synthetic"],
+    )
+    data_dir: str = _setting("The folder on each host that holds the data sets, or receives them.")
+    batch: int = _setting("Samples of one update, over all ranks together.", at_least=1)
+    epochs: int = _setting("Passes over the training data.", at_least=1)
+    steps: int = _setting("Updates after which to stop, if the epochs last longer; 0 is no limit.", at_least=0)
+    samples: int = _setting("Train on only the first so many samples of the data; 0 is all of them.", at_least=0)
+    lr: float = _setting("Learning rate of SGD.", above=0)
+    momentum: float = _setting("Momentum of SGD.", at_least=0, below=1)
+    weight_decay: float = _setting("L2 penalty of SGD.", at_least=0)
+    seed: int = _setting("Decides the initial weights, the order of the samples and their augmentation.", at_least=0)
+    device: str = _setting("Where ranks compute; auto is a GPU where there is one.", choices=["auto", "cuda", "cpu"])
+    backend: str = _setting(
+        "What carries gradients; auto is nccl when every rank has a GPU of its own, else gloo.",
+        choices=["auto", "nccl", "gloo"],
+    )
+    strategy: str = _setting(
+        "How gradients are synchronised: in buckets during backward (ddp), one call a parameter after it "
+        "(allreduce), or not at all, for a process alone (none).",
+        choices=["ddp", "allreduce", "none"],
+    )
+    bucket_mib: float = _setting("Size of ddp's gradient buckets in MiB.", above=0)
+    num_workers: int = _setting("Processes per rank that load samples; 0 loads in the rank itself.", at_least=0)
+    warmup_steps: int = _setting("First updates that are left out of every speed.", at_least=0)
+    eval_every: int = _setting("Epochs between evaluations on the test data; 0 never evaluates.", at_least=0)
+
+    def __post_init__(self) -> None:
+        mistakes = [text for field in dataclasses.fields(self) for text in _bounds(field, getattr(self, field.name))]
+        if not self.data_dir.strip() or not self.data_dir.isprintable():
+            mistakes.append(f"data_dir: {self.data_dir!r} is not a folder's name")
+        if not mistakes and MODEL_CHANNELS[self.model] not in (None, self.data_set.shape[0]):
+            mistakes.append(
+                f"model: {self.model} takes images of {MODEL_CHANNELS[self.model]} channels, "
+                f"not {self.data_set.shape[0]}; use data=cifar10 or exp=resnet152_cifar"
+            )
+        if mistakes:
+            raise SettingsError(mistakes)
+
+    @property
+    def data_set(self) -> DataSet:
+        """The facts of the data set; those of the experiment's own where the data are synthetic."""
+        name = EXPERIMENTS[self.exp]["data"] if self.data == "synthetic" else self.data
+        return DATA_SETS[name]
+
+    @property
+    def train_samples(self) -> int:
+        return min(self.samples or self.data_set.train_samples, self.data_set.train_samples)
+
+
+FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
+
+
+def parse_settings(exp: str, pairs: Mapping[str, str]) -> Settings:
+    """The experiment's settings with `pairs` (key to text) in place of its own values.
+
+    Raises SettingsError listing every mistake; an unknown name is answered with the nearest right one.
+    """
+    mistakes = []
+    if exp not in EXPERIMENTS:
+        mistakes.append(f"exp: {_not_among(exp, EXPERIMENTS)}")
+    values = dict(EXPERIMENTS.get(exp, next(iter(EXPERIMENTS.values()))))
+    for key, text in pairs.items():
+        if key == "exp":
+            mistakes.append("exp: is chosen with --exp, not as a setting")
+        elif key not in FIELDS:
+            mistakes.append(f"{key}: no such setting{_nearest(key, FIELDS)}")
+        else:
+            try:
+                values[key] = _convert(FIELDS[key], text)
+            except ValueError as error:
+                mistakes.append(f"{key}: {error}")
+    try:
+        settings = Settings(**values)
+    except SettingsError as error:
+        mistakes.extend(error.mistakes)
+    if mistakes:
+        raise SettingsError(mistakes)
+    return settings
+
+
+def parse_arguments(arguments: Sequence[str]) -> Settings:
+    """Settings from `--exp NAME --key value` or `--key=value`. Raises SettingsError listing every mistake."""
+    pairs: dict[str, str] = {}
+    mistakes = []
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        key, equals, value = word.removeprefix("--").partition("=")
+        key = key.replace("-", "_")
+        if not word.startswith("--") or not key:
+            mistakes.append(f"{word!r}: expected --key value")
+            continue
+        if not equals and (not rest or rest[0].startswith("--")):
+            mistakes.append(f"{key}: a value is missing after --{key}")
+            continue
+        if key in pairs:
+            mistakes.append(f"{key}: is given twice")
+        pairs[key] = value if equals else rest.pop(0)
+    exp = pairs.pop("exp", None)
+    if exp is None and not any(text.startswith("exp:") for text in mistakes):
+        mistakes.append(f"exp: say which experiment with --exp NAME, one of {', '.join(EXPERIMENTS)}")
+    try:
+        settings = parse_settings(next(iter(EXPERIMENTS)) if exp is None else exp, pairs)
+    except SettingsError as error:
+        mistakes.extend(error.mistakes)
+    if mistakes:
+        raise SettingsError(mistakes)
+    return settings
+
+
+def help_text() -> str:
+    """What `python -m trainer --help` prints."""
+    lines = [
+        "usage: torchrun [...] -m trainer --exp NAME [--key value]...",
+        "",
+        "example: torchrun --standalone --nproc-per-node 2 -m trainer --exp mnist_lenet --epochs 1",
+        "",
+    ]
+    for name, field in FIELDS.items():
+        choices = field.metadata["choices"]
+        lines.append(f"  --{name} {'|'.join(choices) if choices else _kind(field)}")
+        lines.append(f"      {field.metadata['help']}")
+    return "\n".join(lines)
+
+
+def _kind(field: dataclasses.Field[Any]) -> str:
+    """`int`, `float` or `str`: annotations are text here."""
+    return str(field.type)
+
+
+def _convert(field: dataclasses.Field[Any], text: str) -> Any:
+    kind = _kind(field)
+    if kind == "str":
+        return text
+    try:
+        return int(text) if kind == "int" else float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a {'whole ' if kind == 'int' else ''}number") from None
+
+
+def _bounds(field: dataclasses.Field[Any], value: Any) -> list[str]:
+    """The mistakes of one value: none or one."""
+    limits = field.metadata
+    if _kind(field) == "str":
+        right = not limits["choices"] or value in limits["choices"]
+        return [] if right else [f"{field.name}: {_not_among(value, limits['choices'])}"]
+    if not math.isfinite(value):
+        return [f"{field.name}: {value} is not a finite number"]
+    if value < limits["at_least"]:
+        return [f"{field.name}: {value} is too small; at least {limits['at_least']}"]
+    if value <= limits["above"]:
+        return [f"{field.name}: {value} is too small; more than {limits['above']}"]
+    if value >= limits["below"]:
+        return [f"{field.name}: {value} is too large; less than {limits['below']}"]
+    return []
+
+
+def _not_among(value: str, names: Iterable[str]) -> str:
+    return f"{value!r} is not one of {', '.join(names)}{_nearest(value, names)}"
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -1,0 +1,63 @@
+"""What rank 0 says to people: about one line a second, and a last one with the result.
+
+epoch 1  step 120/938  loss 0.3121  3821 samples/s  (load 0.4  compute 7.1  exposed 2.1  optimiser 0.5 ms)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from trainer.config import Settings
+from trainer.env import RankInfo
+from trainer.evaluate import Evaluation
+
+INTERVAL_S = 1.0
+
+
+class Console:
+    """Silent on every rank but 0. Speeds count the samples of all ranks and leave out the warm-up and evaluations."""
+
+    def __init__(self, info: RankInfo, settings: Settings, steps: int) -> None:
+        self.speaks = info.rank == 0
+        self.warmup_steps = settings.warmup_steps if steps > settings.warmup_steps else 0
+        self.steps = steps
+        self.samples, self.train_s = 0, 0.0
+        self.result: Evaluation | None = None
+        self.started_s = time.monotonic()
+        self.next_s = self.started_s
+        ranks = f"{info.world_size} rank{'s' if info.world_size > 1 else ''}"
+        what = f"{settings.exp}: {settings.model} on {settings.data}"
+        self._say(f"{what}, batch {settings.batch} over {ranks}, strategy {settings.strategy}")
+
+    def step(self, step: int, epoch: int, batch: int, own: int, loss: float, times: Mapping[str, float]) -> None:
+        """batch, own: samples of this step over all ranks and of this one; loss: the sum over its own."""
+        if step >= self.warmup_steps:
+            self.samples += batch
+            self.train_s += times["t_ms"] / 1000
+        if time.monotonic() < self.next_s and step + 1 < self.steps:
+            return
+        self.next_s = time.monotonic() + INTERVAL_S
+        mean = f"loss {loss / own:.4f}" if own else "loss -"
+        self._say(
+            f"epoch {epoch + 1}  step {step + 1}/{self.steps}  {mean}  {batch / times['t_ms'] * 1000:.0f} samples/s  "
+            f"(load {times['load_ms']:.1f}  compute {times['compute_ms']:.1f}  exposed {times['exposed_ms']:.1f}  "
+            f"optimiser {times['optim_ms']:.1f} ms)"
+        )
+
+    def evaluation(self, epoch: int, train_loss: float, result: Evaluation) -> None:
+        self.result = result
+        self._say(
+            f"epoch {epoch + 1}  train loss {train_loss:.4f}  test loss {result.loss:.4f}  "
+            f"accuracy {result.accuracy:.2%} of {result.samples}"
+        )
+
+    def finished(self) -> None:
+        accuracy = f", accuracy {self.result.accuracy:.2%}" if self.result else ""
+        speed = self.samples / self.train_s if self.train_s else 0.0
+        total_s = time.monotonic() - self.started_s
+        self._say(f"done: {self.steps} steps in {total_s:.1f} s, {speed:.0f} samples/s{accuracy}")
+
+    def _say(self, line: str) -> None:
+        if self.speaks:
+            print(line, flush=True)

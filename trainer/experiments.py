@@ -1,0 +1,66 @@
+"""Named experiments, each a complete set of settings, and the facts of their data sets. Imports no torch.
+
+EXPERIMENTS["mnist_lenet"]["batch"]    64
+DATA_SETS["cifar10"].shape             (3, 32, 32)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """shape: channels, height, width of one image."""
+
+    shape: tuple[int, int, int]
+    classes: int
+    train_samples: int
+    test_samples: int
+
+
+DATA_SETS = {
+    "mnist": DataSet((1, 28, 28), 10, 60_000, 10_000),
+    "cifar10": DataSet((3, 32, 32), 10, 50_000, 10_000),
+}
+
+_COMMON: dict[str, Any] = {
+    "data_dir": "~/data",
+    "steps": 0,
+    "samples": 0,
+    "seed": 0,
+    "device": "auto",
+    "backend": "auto",
+    "strategy": "ddp",
+    "bucket_mib": 25.0,
+    "num_workers": 2,
+    "warmup_steps": 3,
+    "eval_every": 1,
+}
+
+EXPERIMENTS: dict[str, dict[str, Any]] = {
+    "mnist_lenet": {
+        **_COMMON,
+        "exp": "mnist_lenet",
+        "model": "lenet",
+        "data": "mnist",
+        "batch": 64,
+        "epochs": 10,
+        "lr": 0.02,
+        "momentum": 0.9,
+        "weight_decay": 0.0,
+    },
+    "resnet152_cifar": {
+        **_COMMON,
+        "exp": "resnet152_cifar",
+        "model": "resnet152",
+        "data": "cifar10",
+        "batch": 256,
+        "epochs": 30,
+        "lr": 0.05,
+        "momentum": 0.9,
+        "weight_decay": 5e-4,
+        "num_workers": 4,
+    },
+}

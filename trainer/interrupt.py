@@ -1,0 +1,67 @@
+"""Ending well on SIGINT and SIGTERM, even inside a collective that will never return.
+
+    watch(last_words=lambda: metrics.end("interrupted"))
+
+The signal raises Interrupted in the main thread. But Python runs signal handlers between its own instructions, and a
+rank whose peer has already left may sit in NCCL or Gloo for minutes. So a second thread also hears of the signal (the C
+handler writes to a pipe at once), waits GRACE_S, and then ends the process with the same record and exit code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import NoReturn
+
+GRACE_S = 3.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupted(KeyboardInterrupt):
+    """A KeyboardInterrupt, so that torch's loader processes, which inherit the handler, end without a traceback."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+def watch(last_words: Callable[[], None]) -> None:
+    """From now on a first SIGINT or SIGTERM raises Interrupted; further ones are ignored."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for signum in _SIGNALS:
+        signal.signal(signum, _interrupt)
+    threading.Thread(target=_end_if_stuck, args=(reader, last_words), daemon=True).start()
+
+
+def leave(exit_code: int) -> NoReturn:
+    """Ends the process at once, without the clean-up that a broken process group can hang or abort in."""
+    for loader in multiprocessing.active_children():
+        loader.kill()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(exit_code)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+    for other in _SIGNALS:
+        signal.signal(other, signal.SIG_IGN)
+    raise Interrupted(signum)
+
+
+def _end_if_stuck(reader: int, last_words: Callable[[], None]) -> None:
+    signum = 0
+    while signum not in _SIGNALS:  # the loader's SIGCHLD handler writes here too
+        signum = os.read(reader, 1)[0]
+    time.sleep(GRACE_S)
+    last_words()
+    leave(128 + signum)

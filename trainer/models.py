@@ -1,0 +1,54 @@
+"""The networks: `build_model("lenet", (1, 28, 28), classes=10)`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class LeNet(nn.Module):
+    """LeNet-5 (LeCun et al. 1998) with ReLU and max pooling. It sees 32x32; smaller images get a border of zeros.
+
+    61,706 parameters for 1x28x28 and 1x32x32, 62,006 for 3x32x32.
+    """
+
+    def __init__(self, channels: int, size: int, classes: int) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            *(nn.Conv2d(channels, 6, 5, padding=(32 - size) // 2), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        )
+        self.classifier = nn.Sequential(
+            *(nn.Flatten(), nn.Linear(16 * 5 * 5, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU()),
+            nn.Linear(84, classes),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.classifier(self.features(images))
+
+
+def build_model(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
+    """A model with fresh random weights for images of `shape` (channels, height, width)."""
+    if name == "lenet":
+        return LeNet(shape[0], shape[1], classes)
+    from torchvision.models import resnet152  # 58,164,298 parameters with 10 classes
+
+    return resnet152(weights=None, num_classes=classes)
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    """Bytes that one whole gradient has, before any compression."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in trainable(model))
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+
+
+def running_statistics(model: nn.Module) -> list[torch.Tensor]:
+    """The buffers that training moves by averaging: BatchNorm's means and variances."""
+    return [buffer for buffer in model.buffers() if buffer.is_floating_point()]

@@ -1,0 +1,101 @@
+"""The ranks as one group: joining it, adding numbers over it, and failing together.
+
+    group = join(info, settings.backend, device)
+    with together(info.node):              # raises on every rank what any rank raised, the same line
+        open_data(settings)
+    loss, samples = sum_over_ranks([12.5, 32.0])
+
+Small talk (this file) goes over Gloo between CPUs, whatever carries the gradients: it needs no GPU and waits for none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from trainer.env import RankInfo
+from trainer.errors import TrainError
+
+TIMEOUT = timedelta(minutes=10)  # long enough for one host to fetch and unpack a data set while the others wait
+_LINE_BYTES = 1000
+
+
+def choose_device(wanted: str, backend: str, info: RankInfo) -> torch.device:
+    """The rank's device. Raises TrainError for a GPU that is not there."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus == 0:
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        raise TrainError(f"{info.node}: no GPU is visible to torch {torch.__version__} ({built}); use device=cpu")
+    if info.local_rank >= gpus and backend == "nccl":
+        raise TrainError(
+            f"{info.node}: local rank {info.local_rank} has no GPU of its own ({gpus} visible) and nccl cannot "
+            "share one; start fewer ranks, or use backend=gloo"
+        )
+    device = torch.device("cuda", info.local_rank % gpus)
+    torch.cuda.set_device(device)
+    return device
+
+
+def join(info: RankInfo, backend: str, device: torch.device) -> dist.ProcessGroup:
+    """Joins the other ranks; gives the group that gradients travel in. Raises TrainError when they cannot be met."""
+    try:
+        if info.master is None:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        else:
+            dist.init_process_group("gloo", timeout=TIMEOUT, rank=info.rank, world_size=info.world_size)
+    except (RuntimeError, ValueError) as error:
+        raise TrainError(
+            f"{info.node}: rank {info.rank} cannot join {info.world_size} ranks at {info.master} "
+            f"({_first_line(error)}): check that the port is reachable and that every rank was started"
+        ) from error
+    own_gpu = device.type == "cuda" and info.local_world_size <= torch.cuda.device_count()
+    with together(info.node):
+        if backend == "nccl" and device.type != "cuda":
+            raise TrainError(f"backend nccl needs a GPU, rank {info.rank} is on {device}; use backend=gloo")
+    ranks_with_gpu = sum_over_ranks([float(own_gpu)])[0]
+    if backend == "nccl" or (backend == "auto" and ranks_with_gpu == info.world_size):
+        return dist.new_group(backend="nccl", timeout=TIMEOUT)
+    return dist.group.WORLD
+
+
+def leave() -> None:
+    """The orderly end: no rank closes its connections while another still needs them."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def together(node: str) -> Iterator[None]:
+    """Waits for every rank at its end; a TrainError of one rank is raised on every rank, the lowest rank's first.
+
+    node: put before the line, since the others cannot know on which host it failed.
+    """
+    own = ""
+    try:
+        yield
+    except TrainError as error:
+        own = f"{node}: {error}"
+    mine = torch.tensor(list(own.encode()[:_LINE_BYTES].ljust(_LINE_BYTES, b"\0")), dtype=torch.uint8)
+    lines = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(lines, mine)
+    for line in lines:
+        text = bytes(line.tolist()).rstrip(b"\0").decode(errors="replace")
+        if text:
+            raise TrainError(text)
+
+
+def sum_over_ranks(values: list[float]) -> list[float]:
+    """Each value added up over all ranks, in double precision."""
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [error.__class__.__name__])[0][:300]

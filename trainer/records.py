@@ -1,0 +1,120 @@
+"""The metric schema and its writer: one flat JSON object a line, one file a rank. Imports no torch.
+
+    {"event": "start", "schema": 1, "host": "v100", "rank": 0, "world_size": 2, ...}
+    {"event": "step", "step": 0, "epoch": 0, "samples": 32, "t_ms": 9.1, "load_ms": 2.0, ...}
+
+Steps and epochs count from 0. Every duration is measured on one host's monotonic clock; only `wall` is a time of day.
+A value that JSON cannot hold (NaN, infinity) is written as null. Every line also says its `event`.
+
+| event | field | meaning |
+| --- | --- | --- |
+| start | schema | version of this table, 1 |
+| start | host, node | host name; the name that the launcher gave this host (`ORCH_NODE`), else the host name |
+| start | rank, local_rank, world_size | this rank, its number on this host, the number of all ranks |
+| start | device, device_name | `cpu` or `cuda:0`; what the device calls itself |
+| start | torch, nccl, backend | versions (nccl null without GPUs); what carries gradients |
+| start | model, parameters, gradient_bytes | name; trainable parameters; bytes of one whole gradient |
+| start | batch_per_rank | this rank's share of a full batch |
+| start | settings | every setting, as `config.Settings` names them |
+| step | step, epoch | number of this update over the whole run; the epoch it belongs to |
+| step | samples | this rank's since its previous step line: over an epoch and all ranks they add up to the data set |
+| step | t_ms | end of the previous step to the end of this one; starts anew after an evaluation |
+| step | load_ms | until the batch lies on the device, what lies between two steps included |
+| step | compute_ms | then until this rank's own last gradient was ready |
+| step | exposed_ms | then until the summed gradient was there: the wire and the wait for slower ranks |
+| step | optim_ms | then until the weights were updated |
+| step | loss | SUM of the losses of this rank's samples of this step |
+| step | wall | Unix time at the end of the step |
+| epoch | epoch, steps, samples, loss, epoch_s | updates; samples and mean loss over ALL ranks; duration |
+| eval | epoch, step | after which epoch and update |
+| eval | samples, accuracy, per_class, loss | exact test samples over ALL ranks; 0..1; 0..1 or null each; mean loss |
+| eval | eval_s | duration |
+| end | status | `succeeded`, `failed` or `interrupted` |
+| end | message | one line of what failed, or null |
+| end | total_s, peak_memory_bytes | since the start of the process; of the GPU (allocated), else of the process |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import resource
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import TrainError
+
+SCHEMA = 1
+
+EVENT_FIELDS: dict[str, tuple[str, ...]] = {
+    "start": (
+        *("schema", "host", "node", "rank", "local_rank", "world_size", "device", "device_name", "torch", "nccl"),
+        *("backend", "model", "parameters", "gradient_bytes", "batch_per_rank", "settings"),
+    ),
+    "step": ("step", "epoch", "samples", "t_ms", "load_ms", "compute_ms", "exposed_ms", "optim_ms", "loss", "wall"),
+    "epoch": ("epoch", "steps", "samples", "loss", "epoch_s"),
+    "eval": ("epoch", "step", "samples", "accuracy", "per_class", "loss", "eval_s"),
+    "end": ("status", "message", "total_s", "peak_memory_bytes"),
+}
+
+
+def process_peak_memory_bytes() -> int:
+    """The most memory this process has held, in bytes (Linux counts it in KiB)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class MetricsWriter:
+    """Appends events to `path`; to nothing where it is None.
+
+    Each line is handed to the kernel as it is written, so that a killed process loses none; none is fsynced, since
+    that would cost more than a training step. `peak_memory_bytes` may be replaced once the device is known.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.peak_memory_bytes: Callable[[], int] = process_peak_memory_bytes
+        self._started_s = time.monotonic()
+        self._path = path
+        self._lock = threading.Lock()  # a second thread writes the last line when the first one hangs
+        self._ended = False
+        try:
+            self._file = open(path, "a", encoding="utf-8", buffering=1) if path else None  # noqa: SIM115
+        except OSError as error:
+            raise TrainError(f"cannot write metrics to {path} (ORCH_METRICS): {error.strerror}") from error
+
+    def write(self, event: str, **fields: Any) -> None:
+        """One line. Raises TrainError when it cannot be written; ignores what comes after `end`."""
+        if set(fields) != set(EVENT_FIELDS[event]):
+            raise ValueError(f"{event} has the fields {EVENT_FIELDS[event]}, not {tuple(fields)}")
+        with self._lock:
+            if self._ended or self._file is None:
+                return
+            self._ended = event == "end"
+            try:
+                self._file.write(json.dumps(_without_nan({"event": event, **fields}), allow_nan=False) + "\n")
+            except OSError as error:
+                raise TrainError(f"cannot write metrics to {self._path}: {error.strerror}") from error
+
+    def end(self, status: str, message: str | None = None) -> None:
+        """The last line; a second call does nothing, and a full disk is not reported twice."""
+        with contextlib.suppress(TrainError):
+            self.write(
+                "end",
+                status=status,
+                message=message,
+                total_s=time.monotonic() - self._started_s,
+                peak_memory_bytes=self.peak_memory_bytes(),
+            )
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(item) for item in value]
+    return value

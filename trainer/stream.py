@@ -1,0 +1,81 @@
+"""The sample stream: which samples make up each update, and which of them are a rank's own.
+
+    stream = SampleStream(size=60_000, batch=64, shares=(40, 24), seed=0)
+    stream.indices(epoch=0, step=937, rank=1)        rank 1's part of the short last batch, 12 of 32
+
+There is one permutation of all samples for each (seed, epoch), whatever the number of ranks. Step s owns positions
+[s*batch, (s+1)*batch) of it, cut among the ranks by the running sum of their shares. So the samples of an update do
+not depend on how it is split, and a run on any cluster can be compared with one process. Nothing is padded or repeated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import Sampler
+
+from trainer.shares import scale_shares
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A seed for each combination of parts. 32 bits, since torch's CPU generator ignores all higher ones."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest(), "little")
+
+
+@dataclass(frozen=True)
+class SampleStream:
+    """shares: samples of a full batch for each rank; they add up to `batch`."""
+
+    size: int
+    batch: int
+    shares: Sequence[int]
+    seed: int
+
+    @property
+    def steps(self) -> int:
+        """Updates of one epoch."""
+        return -(-self.size // self.batch)
+
+    def batch_at(self, step: int) -> int:
+        """Samples of an epoch's step over all ranks: `batch`, or what is left for the last one."""
+        return min(self.batch, self.size - step * self.batch)
+
+    def shares_at(self, step: int) -> tuple[int, ...]:
+        return scale_shares(self.shares, self.batch_at(step))
+
+    def permutation(self, epoch: int) -> list[int]:
+        generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))
+        return torch.randperm(self.size, generator=generator).tolist()
+
+    def indices(self, epoch: int, step: int, rank: int) -> list[int]:
+        return self._cut(self.permutation(epoch), step, rank)
+
+    def epoch_of_rank(self, epoch: int, rank: int) -> Iterator[list[int]]:
+        """The rank's samples of each step of an epoch; an empty list where its share is 0."""
+        order = self.permutation(epoch)
+        for step in range(self.steps):
+            yield self._cut(order, step, rank)
+
+    def _cut(self, order: list[int], step: int, rank: int) -> list[int]:
+        shares = self.shares_at(step)
+        begin = step * self.batch + sum(shares[:rank])
+        return order[begin : begin + shares[rank]]
+
+
+class RankBatches(Sampler[list[tuple[int, int]]]):
+    """A batch sampler for DataLoader: the rank's own (epoch, index) pairs of each step. Set `epoch` before."""
+
+    def __init__(self, stream: SampleStream, rank: int) -> None:
+        self.stream = stream
+        self.rank = rank
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return self.stream.steps
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for indices in self.stream.epoch_of_rank(self.epoch, self.rank):
+            yield [(self.epoch, index) for index in indices]

@@ -1,0 +1,214 @@
+"""One rank's training run: `train(settings, rank_info, metrics)`.
+
+Set up; then for each update load, forward, backward with synchronisation, optimiser, record; at the end of an epoch its
+loss, and an evaluation. Rank 0 speaks to people, one line a second; every rank writes its own records.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from trainer import ranks
+from trainer.config import Settings
+from trainer.console import Console
+from trainer.data import open_data, prepare, train_loader
+from trainer.env import RankInfo
+from trainer.errors import TrainError
+from trainer.evaluate import average_running_statistics, evaluate
+from trainer.models import build_model, gradient_bytes, has_batch_norm, trainable
+from trainer.records import SCHEMA, MetricsWriter
+from trainer.shares import equal_shares
+from trainer.stream import RankBatches, SampleStream
+from trainer.sync import Strategy, Timer, build_strategy, local_loss, weighted
+from trainer.timing import timer_for
+
+
+@dataclass(frozen=True)
+class Run:
+    """What stays the same from the first update to the last."""
+
+    settings: Settings
+    info: RankInfo
+    metrics: MetricsWriter
+    console: Console
+    device: torch.device
+    timer: Timer
+    group: dist.ProcessGroup
+    model: nn.Module
+    strategy: Strategy
+    optimizer: torch.optim.Optimizer
+    stream: SampleStream
+    loader: DataLoader
+    test_samples: Dataset
+    last_step: int
+
+
+def train(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
+    """Trains, records, prints. Raises TrainError for what a person can mend."""
+    run = set_up(settings, info, metrics)
+    step = 0
+    samples_since_average = 0
+    for epoch in range(settings.epochs):
+        started_s = time.monotonic()
+        loss_sum, own_samples, steps = train_epoch(run, epoch, step)
+        step += steps
+        total_loss, samples = ranks.sum_over_ranks([loss_sum, float(own_samples)])
+        loss, epoch_s = total_loss / samples, round(time.monotonic() - started_s, 6)
+        metrics.write("epoch", epoch=epoch, steps=steps, samples=int(samples), loss=loss, epoch_s=epoch_s)
+
+        samples_since_average += own_samples
+        is_last = step == run.last_step
+        if settings.eval_every and (is_last or (epoch + 1) % settings.eval_every == 0):
+            started_s = time.monotonic()
+            average_running_statistics(run.model, run.group, samples_since_average)
+            samples_since_average = 0
+            result = evaluate(run.model, run.test_samples, settings, info, run.device)
+            eval_s = round(time.monotonic() - started_s, 6)
+            metrics.write("eval", epoch=epoch, step=step - 1, **dataclasses.asdict(result), eval_s=eval_s)
+            run.console.evaluation(epoch, loss, result)
+        if is_last:
+            break
+    ranks.leave()
+    metrics.end("succeeded")
+    run.console.finished()
+
+
+def train_epoch(run: Run, epoch: int, first_step: int) -> tuple[float, int, int]:
+    """One pass over the data, or up to the last step: this rank's summed loss, its samples, and the steps taken."""
+    timer, loss_total, own_samples, taken = run.timer, 0.0, 0, 0
+    run.loader.batch_sampler.epoch = epoch
+    begin = timer.mark()
+    for images, labels in run.loader:
+        images, labels = images.to(run.device, non_blocking=True), labels.to(run.device, non_blocking=True)
+        batch = run.stream.batch_at(taken)  # over all ranks
+        loaded = timer.mark()
+
+        run.optimizer.zero_grad(set_to_none=True)
+        loss_sum = local_loss(run.strategy.model, images, labels)
+        computed = run.strategy.backward(weighted(loss_sum, batch, run.info.world_size))
+        summed = timer.mark()
+
+        run.optimizer.step()
+        end = timer.mark()
+        timer.wait()
+
+        marks = {"t_ms": (begin, end), "load_ms": (begin, loaded), "compute_ms": (loaded, computed)}
+        marks |= {"exposed_ms": (computed, summed), "optim_ms": (summed, end)}
+        times = {name: round(timer.ms(*pair), 3) for name, pair in marks.items()}
+        begin = end  # what follows counts as loading of the next step, so that the steps add up to the epoch
+        step, loss, samples = first_step + taken, loss_sum.item(), len(labels)
+        run.metrics.write("step", step=step, epoch=epoch, samples=samples, **times, loss=loss, wall=time.time())
+        run.console.step(step, epoch, batch, samples, loss, times)
+        loss_total += loss
+        own_samples += samples
+        taken += 1
+        if step + 1 == run.last_step:
+            break
+    return loss_total, own_samples, taken
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Setting up
+
+
+def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
+    """Meets the other ranks, writes the `start` record, opens the data."""
+    use_threads(info)
+    device = ranks.choose_device(settings.device, settings.backend, info)
+    if device.type == "cuda":
+        metrics.peak_memory_bytes = lambda: torch.cuda.max_memory_allocated(device)
+    timer = timer_for(device)
+    shares = equal_shares(settings.batch, info.world_size)
+    stream = SampleStream(settings.train_samples, settings.batch, shares, settings.seed)
+    torch.manual_seed(settings.seed)
+    model = build_model(settings.model, settings.data_set.shape, settings.data_set.classes).to(device)
+    check_batch_norm(model, stream)
+
+    group = ranks.join(info, settings.backend, device)
+    metrics.write("start", **start_fields(settings, info, device, group, model, shares[info.rank]))
+    strategy = build_strategy(settings, model, group, timer)
+    with ranks.together(info.node):  # one rank of each host fetches and unpacks
+        if info.local_rank == 0:
+            prepare(settings)
+    with ranks.together(info.node):
+        train_samples, test_samples = open_data(settings)
+
+    whole = settings.epochs * stream.steps
+    last_step = min(whole, settings.steps or whole)
+    return Run(
+        settings=settings,
+        info=info,
+        metrics=metrics,
+        console=Console(info, settings, last_step),
+        device=device,
+        timer=timer,
+        group=group,
+        model=model,
+        strategy=strategy,
+        optimizer=torch.optim.SGD(
+            model.parameters(), lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
+        ),
+        stream=stream,
+        loader=train_loader(train_samples, RankBatches(stream, info.rank), settings, device),
+        test_samples=test_samples,
+        last_step=last_step,
+    )
+
+
+def use_threads(info: RankInfo) -> None:
+    """torch heeds OMP_NUM_THREADS by itself; without it, the ranks of a host share its cores evenly."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // info.local_world_size))
+
+
+def check_batch_norm(model: nn.Module, stream: SampleStream) -> None:
+    """A single sample has no variance: torch's BatchNorm refuses it where the picture has shrunk to one point."""
+    for step in {0, stream.steps - 1}:
+        if has_batch_norm(model) and 1 in stream.shares_at(step):
+            raise TrainError(
+                f"batch: of {stream.batch_at(step)} samples one rank gets a single one, and BatchNorm needs two; "
+                f"choose another batch than {stream.batch}"
+            )
+
+
+def start_fields(
+    settings: Settings, info: RankInfo, device: torch.device, group: dist.ProcessGroup, model: nn.Module, share: int
+) -> dict[str, Any]:
+    on_gpu = device.type == "cuda"
+    nccl = torch.cuda.nccl.version() if on_gpu else None
+    return {
+        "schema": SCHEMA,
+        "host": info.host,
+        "node": info.node,
+        "rank": info.rank,
+        "local_rank": info.local_rank,
+        "world_size": info.world_size,
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
+        "torch": torch.__version__,
+        "nccl": ".".join(map(str, nccl)) if nccl else None,
+        "backend": dist.get_backend(group),
+        "model": settings.model,
+        "parameters": sum(parameter.numel() for parameter in trainable(model)),
+        "gradient_bytes": gradient_bytes(model),
+        "batch_per_rank": share,
+        "settings": dataclasses.asdict(settings),
+    }
+
+
+def cpu_name() -> str:
+    """As the kernel calls it, e.g. `Intel(R) Xeon(R) Gold 6130`; `cpu` where it does not say."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "cpu")
+    except OSError:
+        return "cpu"
