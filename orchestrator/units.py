@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 
-_NUMBER = r"\s*(\d+(?:\.\d+)?)\s*"
+# Bounded, so that no number of a file becomes infinity.
+_NUMBER = r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*"
 _BANDWIDTH = re.compile(_NUMBER + r"([kMGT]?)(?:bps|bit/s|bit)\s*", re.IGNORECASE)
 _BYTES = re.compile(_NUMBER + r"(?:([kMGT])(i?))?B\s*", re.IGNORECASE)
 _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -50,7 +51,7 @@ def format_bytes(count: float) -> str:
 
 def format_duration(seconds: float) -> str:
     """`4.2s`, `3m07s`, `2h05m`."""
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f}s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:

@@ -58,10 +58,10 @@ class Document:
     world_writable: bool
 
     def line(self, path: KeyPath) -> int:
-        """The line of this key or list item; for one that is not there, of what should hold it."""
+        """The line of this key or list item; of what should hold it, for one that is not there; 0 for the whole."""
         while path and path not in self.lines:
             path = path[:-1]
-        return self.lines.get(path, 1)
+        return self.lines.get(path, 0)
 
 
 def read_yaml(path: Path) -> Document:
@@ -179,15 +179,16 @@ class _Composer:
         mapping: dict[str, Any] = {}
         while not isinstance(event := self._next(), yaml.MappingEndEvent):
             key = self._key(event, path)
+            where = (*path, key or "?")
             if key is None:
-                self._skip(self._next(), (*path, "?"))
+                self._skip(self._next(), where)
             elif key in mapping:
-                first_line = self.lines[*path, key]
-                self._mistake(event, f"key {key!r} stands twice, on lines {first_line} and {_line(event)}; keep one")
-                self._skip(self._next(), (*path, key))
+                message = f"key {key[:60]!r} stands twice, on lines {self.lines[where]} and {_line(event)}; keep one"
+                self._mistake(event, message)
+                self._skip(self._next(), where)
             else:
-                self.lines[*path, key] = _line(event)
-                mapping[key] = self._value(self._next(), (*path, key))
+                self.lines[where] = _line(event)
+                mapping[key] = self._value(self._next(), where)
         return mapping
 
     def _key(self, event: yaml.Event, path: KeyPath) -> str | None:
@@ -222,7 +223,7 @@ class _Composer:
         return items
 
     def _next(self) -> yaml.Event:
-        return cast(yaml.Event, self.loader.get_event())
+        return cast(yaml.Event, self.loader.get_event())  # type: ignore[no-untyped-call]
 
     def _scalar(self, event: yaml.ScalarEvent) -> Any:
         if not self._is_text(event):
@@ -259,7 +260,7 @@ class _Composer:
 
 
 def _line(event: yaml.Event) -> int:
-    return int(event.start_mark.line) + 1
+    return event.start_mark.line + 1 if event.start_mark else 0
 
 
 def _resolve(text: str) -> Any:
