@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+MAX_OUTPUT_BYTES = 64 << 20
+
 
 @dataclass(frozen=True)
 class Result:
@@ -34,15 +36,19 @@ class Transport(Protocol):
         ...
 
     def run(self, command: str, *, stdin: bytes = b"", timeout_s: float) -> Result:
-        """Runs one line of POSIX shell to its end. Output above 64 MiB is an error, never a full memory."""
+        """Runs one line of POSIX shell to its end: until it has exited and nobody holds its outputs open.
+
+        Output above MAX_OUTPUT_BYTES is a ProbeError, never a full memory.
+        """
         ...
 
     def stream(self, command: str, *, stdin: bytes = b"") -> AbstractContextManager[Iterator[bytes]]:
-        """The command's standard output in chunks as they come, without limit of time.
+        """The command's standard output in chunks as they come, without limit of time. Its standard error is dropped.
 
-        Leaving the context ends the command (its standard input closes, then its channel). The iterator ends with the
-        command, and raises ConnectError when the link breaks first. Chunks are at most 1 MiB; b"" is yielded at
-        least every second while nothing comes, so that the reader can look at its own deadlines.
+        `stdin` is sent and then held open: its end is how a program on the host learns that we left. Leaving the
+        context ends the command (its standard input closes, then its channel). The iterator ends with the command,
+        and raises ConnectError when the link breaks first. Chunks are at most 1 MiB; b"" is yielded at least every
+        second while nothing comes, so that the reader can look at its own deadlines.
         """
         ...
 

@@ -1,0 +1,262 @@
+"""Is this the host we mean? Every server's key is judged here, before we show it who we are.
+
+Takes a peer (a node and its name in a known_hosts file) and the key it offered; gives nothing, or HostKeyError. What is
+known comes from three places: the key pinned in the inventory, which alone decides where there is one; the person's
+own known_hosts files, which are only read; and `$ORCH_HOME/known_hosts`, to which `orch trust` appends.
+
+    HostKeys.default(Home.default()).check(Peer("v100", "192.168.1.42"), key)
+
+A known key that changed is refused and no option passes it by. A key marked @revoked is refused even where it is
+pinned. Lines marked @cert-authority are left out: we verify keys, not certificates.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import paramiko
+
+from orchestrator.errors import HostKeyError
+from orchestrator.files import locked, write_atomic
+from orchestrator.paths import Home
+
+# One key type is asked for under several signature algorithms (RFC 8332). SHA-1 signatures are never asked for.
+_ALGORITHMS = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
+_ENTRY = re.compile(r"(?:(@[\w-]+)\s+)?(\S+)\s+(\S+)\s+(\S+)")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Who we mean to talk to.
+
+    node: its name in the inventory. name: as known_hosts files write it, see `known_name`. pin: the inventory's
+    `host_key`. files: the person's known_hosts files where their SSH configuration names others. jump: this is a jump
+    host on the way to `node`.
+    """
+
+    node: str
+    name: str
+    pin: str | None = None
+    files: tuple[Path, ...] | None = None
+    jump: bool = False
+
+    def __str__(self) -> str:
+        return f"jump host {self.name}" if self.jump else self.name
+
+
+@dataclass(frozen=True)
+class OfferedKey:
+    """The key that a peer showed in the key exchange. Nothing says yet that it is the right one."""
+
+    peer: Peer
+    key: paramiko.PKey
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(self.key)
+
+
+class UnknownHostKeyError(HostKeyError):
+    """We know no key of this host. `offered` is what it showed."""
+
+    def __init__(self, offered: OfferedKey, message: str, remedy: str) -> None:
+        super().__init__(offered.peer.node, message, remedy)
+        self.offered = offered
+
+
+@dataclass(frozen=True)
+class KnownKey:
+    """One line of a known_hosts file (sshd(8), "SSH_KNOWN_HOSTS FILE FORMAT")."""
+
+    file: Path
+    line: int
+    marker: str
+    hosts: str
+    type: str
+    blob: bytes
+
+    def __str__(self) -> str:
+        return f"{self.type} {_digest(self.blob)} ({self.file}:{self.line})"
+
+
+class HostKeys:
+    """All the host keys that we know. Safe to use from several threads and processes at once."""
+
+    def __init__(self, recorded: Path, users: Sequence[Path] = ()) -> None:
+        """recorded: our own file. users: files of the person and the system; read, never written."""
+        self.recorded = recorded
+        self.users = tuple(users)
+
+    @classmethod
+    def default(cls, home: Home) -> HostKeys:
+        """Our file in `home`, and the four files that OpenSSH reads."""
+        ssh, system = Path.home() / ".ssh", Path("/etc/ssh")
+        names = (ssh / "known_hosts", ssh / "known_hosts2", system / "ssh_known_hosts", system / "ssh_known_hosts2")
+        return cls(home.known_hosts, names)
+
+    def algorithms(self, peer: Peer) -> list[str]:
+        """The host key algorithms to ask for first, so that a host with several keys shows the one we know."""
+        pinned_type = (peer.pin or "").split(" ")[0]
+        types = [pinned_type] if peer.pin else [known.type for known in self._known(peer) if not known.marker]
+        return [algorithm for type_ in dict.fromkeys(types) for algorithm in _ALGORITHMS.get(type_, (type_,))]
+
+    def check(self, peer: Peer, key: paramiko.PKey, *, accept_new: bool = False) -> None:
+        """Returns when `key` is the peer's. accept_new: record a key of a host of which we know none.
+
+        Raises UnknownHostKeyError when we know none, HostKeyError when we know another or this one is revoked.
+        """
+        try:
+            self._judge(peer, key)
+        except UnknownHostKeyError:
+            if not accept_new:
+                raise
+            self._record(peer, key)
+
+    def record(self, host: str, port: int, key: paramiko.PKey) -> None:
+        """Remembers a key that a person has compared. Raises HostKeyError when another one is known for this host."""
+        name = known_name(host, port)
+        self.check(Peer(name, name), key, accept_new=True)
+
+    def _record(self, peer: Peer, key: paramiko.PKey) -> None:
+        self.recorded.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
+        with locked(self.recorded.with_name(f"{self.recorded.name}.lock")):
+            try:
+                self._judge(peer, key)  # another process may have recorded one while we waited for the lock
+            except UnknownHostKeyError:
+                before = self.recorded.read_bytes() if self.recorded.exists() else b""
+                line = f"{peer.name} {key.get_name()} {key.get_base64()}\n"
+                write_atomic(self.recorded, before + line.encode())
+
+    def _judge(self, peer: Peer, key: paramiko.PKey) -> None:
+        blob = key.asbytes()
+        known = self._known(peer)
+        for entry in known:
+            if entry.marker == "@revoked" and entry.blob == blob:
+                remedy = "give this host a new key; a revoked one is never accepted"
+                raise HostKeyError(peer.node, f"{peer}: its host key {_show(key)} is revoked ({_at(entry)})", remedy)
+        if peer.pin is not None:
+            if not _is_pinned(peer.pin, key):
+                raise _not_pinned(peer, peer.pin, key)
+            return
+        known = [entry for entry in known if not entry.marker]
+        if any(entry.blob == blob for entry in known):
+            return
+        raise _changed(peer, key, known[0]) if known else _unknown(peer, key)
+
+    def _known(self, peer: Peer) -> list[KnownKey]:
+        files = (*(self.users if peer.files is None else peer.files), self.recorded)
+        return [entry for file in files for entry in _read(file) if _matches(entry.hosts, peer.name)]
+
+
+def known_name(host: str, port: int) -> str:
+    """`host` as known_hosts files write it: lower case, and `[host]:port` where the port is not 22."""
+    return host.lower() if port == 22 else f"[{host.lower()}]:{port}"
+
+
+def fingerprint(key: paramiko.PKey) -> str:
+    """`SHA256:...` as OpenSSH prints it: the digest in base 64 (RFC 4648) without padding."""
+    return _digest(key.asbytes())
+
+
+def _digest(blob: bytes) -> str:
+    return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
+
+
+def _read(file: Path) -> Iterator[KnownKey]:
+    """The entries of a file. Lines that cannot be read are passed over, as OpenSSH does."""
+    try:
+        lines = file.read_text(errors="replace").splitlines()
+    except OSError:
+        return
+    for number, line in enumerate(lines, start=1):
+        match = _ENTRY.match(line.strip())
+        if not match or line.lstrip().startswith("#"):
+            continue
+        marker, hosts, type_, encoded = match.groups()
+        try:
+            blob = base64.b64decode(encoded, validate=True)
+        except binascii.Error:
+            continue
+        if marker in (None, "@revoked"):
+            yield KnownKey(file, number, marker or "", hosts, type_, blob)
+
+
+def _matches(hosts: str, name: str) -> bool:
+    """Whether a known_hosts line is about `name`: hashed, or patterns with `*`, `?` and `!`."""
+    if hosts.startswith("|1|"):
+        return _matches_hash(hosts, name)
+    matched = False
+    for pattern in hosts.lower().split(","):
+        if _glob(pattern.removeprefix("!"), name):
+            if pattern.startswith("!"):
+                return False
+            matched = True
+    return matched
+
+
+def _matches_hash(hosts: str, name: str) -> bool:
+    """`|1|<salt>|<HMAC-SHA1 of the name under that salt>`."""
+    try:
+        salt, expected = (base64.b64decode(part, validate=True) for part in hosts[3:].split("|"))
+    except ValueError:
+        return False
+    return hmac.compare_digest(hmac.new(salt, name.encode(), "sha1").digest(), expected)
+
+
+def _glob(pattern: str, name: str) -> bool:
+    # fnmatch would read the brackets of [host]:port as a set of characters.
+    return re.fullmatch(re.escape(pattern).replace(r"\*", ".*").replace(r"\?", "."), name) is not None
+
+
+def _is_pinned(pin: str, key: paramiko.PKey) -> bool:
+    words = pin.split()
+    if pin.startswith("SHA256:"):
+        return hmac.compare_digest(words[0].rstrip("="), fingerprint(key))
+    return words[:2] == [key.get_name(), key.get_base64()]
+
+
+def _show(key: paramiko.PKey) -> str:
+    return f"{key.get_name()} {fingerprint(key)}"
+
+
+def _at(entry: KnownKey) -> str:
+    return f"{entry.file}:{entry.line}"
+
+
+def _unknown(peer: Peer, key: paramiko.PKey) -> UnknownHostKeyError:
+    remedy = f"compare it with what `ssh-keygen -lf` prints for the key on that host, then `orch trust {peer.node}`"
+    return UnknownHostKeyError(OfferedKey(peer, key), f"{peer}: its host key {_show(key)} is not known", remedy)
+
+
+def _changed(peer: Peer, key: paramiko.PKey, known: KnownKey) -> HostKeyError:
+    return HostKeyError(
+        peer.node,
+        f"{peer}: its host key is not the one we know: known {known}, offered {_show(key)}",
+        "somebody may stand between; if the host was reinstalled, compare the new key there, remove the old one with "
+        f"`ssh-keygen -R '{peer.name}' -f {known.file}`, then `orch trust {peer.node}`",
+    )
+
+
+def _not_pinned(peer: Peer, pin: str, key: paramiko.PKey) -> HostKeyError:
+    return HostKeyError(
+        peer.node,
+        f"{peer}: its host key is not the pinned one: pinned {_show_pin(pin)} (host_key in the inventory), "
+        f"offered {_show(key)}",
+        "somebody may stand between; if the host was reinstalled, compare the new key there and mend `host_key:` "
+        "(a pin written as `ssh-rsa AAAA...` asks for that type of key)",
+    )
+
+
+def _show_pin(pin: str) -> str:
+    words = pin.split()
+    try:
+        return f"{words[0]} {_digest(base64.b64decode(words[1], validate=True))}"
+    except (IndexError, ValueError):
+        return pin

@@ -1,0 +1,187 @@
+"""The way to a host: inventory and SSH configuration together, as a list of hops.
+
+Takes a `Target` (what the inventory says) and the person's SSH configuration; gives the hops to connect through, jump
+hosts first, the host itself last. What the inventory says wins; the configuration fills the rest (HostName, User, Port,
+IdentityFile, IdentitiesOnly, ProxyJump, HostKeyAlias, UserKnownHostsFile, GlobalKnownHostsFile, Include). Knows no
+network.
+
+    find_route(Target("v100", "10.0.0.7", proxy_jump="me@gate:2222"), read_ssh_config())
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import paramiko
+
+from orchestrator.errors import HostError, UsageError
+from orchestrator.transport.hostkeys import Peer, known_name
+
+_MAX_JUMPS = 8
+_MAX_INCLUDES = 16  # as deep as OpenSSH follows them
+_JUMP = re.compile(
+    r"(?:ssh://)?(?:(?P<user>[^@]+)@)?(?:\[(?P<ipv6>[^\]]+)\]|(?P<host>[^:@\[\]]+))(?::(?P<port>\d+))?/?"
+)
+_DEFAULT_KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
+_KEYWORD = re.compile(r"\s*(host|match|include)(?:\s*=\s*|\s+)(.+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the inventory says of one node. proxy_jump: `[user@]host[:port][,...]`, `none` for no jump at all.
+    host_key: `ssh-ed25519 AAAA...` or `SHA256:...`.
+    """
+
+    node: str
+    host: str
+    port: int | None = None
+    user: str | None = None
+    key_file: str | None = None
+    host_key: str | None = None
+    proxy_jump: str | None = None
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One SSH server on the way, all questions answered.
+
+    key_files: in the order to try. key_required: the inventory names the key, so that one which cannot be used is an
+    error. agent: keys of the agent may be tried beside these. through: the jump hosts before it, as `ssh -J` has them.
+    """
+
+    peer: Peer
+    host: str
+    port: int
+    user: str
+    key_files: tuple[Path, ...]
+    key_required: bool
+    agent: bool
+    through: str = ""
+
+    @property
+    def login(self) -> str:
+        return f"{self.user}@{self.host}:{self.port}"
+
+
+def read_ssh_config(path: Path | None = None) -> paramiko.SSHConfig:
+    """The person's SSH configuration: `path`, else $ORCH_SSH_CONFIG, else ~/.ssh/config and the system's.
+
+    Raises UsageError for a file that cannot be read or parsed.
+    """
+    chosen = path or os.environ.get("ORCH_SSH_CONFIG")
+    files = [Path(chosen).expanduser()] if chosen else [Path.home() / ".ssh/config", Path("/etc/ssh/ssh_config")]
+    config = paramiko.SSHConfig()
+    for file in files:
+        if not chosen and not file.exists():
+            continue
+        try:
+            config.parse(_lines(file, "Host *"))
+        except OSError as error:
+            raise UsageError(f"{file}: {error.strerror}", "make the SSH configuration readable") from error
+        except paramiko.SSHException as error:
+            raise UsageError(
+                f"{file}: {error}", "mend that line; `ssh -G HOST` shows what OpenSSH makes of it"
+            ) from error
+    return config
+
+
+def find_route(target: Target, config: paramiko.SSHConfig) -> tuple[Hop, ...]:
+    """The hops to `target`, the target itself last. Raises HostError for a jump that cannot be."""
+    hops = list(_hops(target, config, jump=False, depth=0))
+    logins = [hop.login for hop in hops]
+    return tuple(replace(hop, through=",".join(logins[:position])) for position, hop in enumerate(hops))
+
+
+def _lines(file: Path, block: str, depth: int = 0) -> Iterator[str]:
+    """The lines of a configuration with its Include lines replaced by what they name; paramiko reads no Include."""
+    yield f"{block}\n"
+    for line in file.read_text(errors="replace").splitlines(keepends=True):
+        keyword = _KEYWORD.match(line)
+        if not keyword or keyword[1].lower() != "include":
+            block = line.strip() if keyword else block
+            yield line
+        elif depth < _MAX_INCLUDES:
+            for included in _included(file, keyword[2]):
+                yield from _lines(included, block, depth + 1)
+            yield f"{block}\n"  # what follows belongs to the block around the Include again
+
+
+def _included(file: Path, patterns: str) -> list[Path]:
+    """Relative names count from the folder of the configuration: ~/.ssh or /etc/ssh, as in ssh_config(5)."""
+    found: list[Path] = []
+    for pattern in shlex.split(patterns):
+        path = file.parent / Path(pattern).expanduser()
+        found += sorted(match for match in path.parent.glob(path.name) if match.is_file())
+    return found
+
+
+def _hops(target: Target, config: paramiko.SSHConfig, *, jump: bool, depth: int) -> Iterator[Hop]:
+    options = _options(target, config)
+    chain = target.proxy_jump or options.get("proxyjump", "none")
+    if chain.lower() != "none":
+        if depth == _MAX_JUMPS:
+            raise HostError(
+                target.node, f"more than {_MAX_JUMPS} jump hosts", "look for a ProxyJump that leads in a circle"
+            )
+        yield from _jumps(target, chain, config, depth)
+    elif options.get("proxycommand"):
+        remedy = "write the way as `proxy_jump:` in the inventory or ProxyJump in the SSH configuration"
+        raise HostError(target.node, f"the SSH configuration of {target.host} uses ProxyCommand", remedy)
+    yield _hop(target, options, jump=jump)
+
+
+def _jumps(target: Target, chain: str, config: paramiko.SSHConfig, depth: int) -> Iterator[Hop]:
+    """As OpenSSH: the first jump host may have a ProxyJump of its own, each later one is reached through the former."""
+    for position, text in enumerate(chain.split(",")):
+        match = _JUMP.fullmatch(text.strip())
+        if not match:
+            raise HostError(
+                target.node, f"proxy_jump {text.strip()!r}", "write it as [user@]host[:port], several with commas"
+            )
+        host, port = match["ipv6"] or match["host"], match["port"]
+        further = None if position == 0 and host != target.host else "none"
+        via = Target(target.node, host, int(port) if port else None, match["user"], target.key_file, None, further)
+        yield from _hops(via, config, jump=True, depth=depth + 1)
+
+
+def _options(target: Target, config: paramiko.SSHConfig) -> paramiko.SSHConfigDict:
+    try:
+        return config.lookup(target.host)
+    except (paramiko.SSHException, ImportError, ValueError, KeyError) as error:
+        remedy = "`ssh -G HOST` shows what OpenSSH makes of it"
+        raise HostError(
+            target.node, f"the SSH configuration of {target.host} cannot be used ({error})", remedy
+        ) from error
+
+
+def _hop(target: Target, options: paramiko.SSHConfigDict, *, jump: bool) -> Hop:
+    host = options.get("hostname", target.host)
+    port = target.port or int(options.get("port", 22))
+    named = [Path(name).expanduser() for name in options.get("identityfile", []) if name.lower() != "none"]
+    own = target.key_file if not (jump and named) else None  # a jump host's own IdentityFile is the better guess
+    keys = [Path(own).expanduser()] if own else named or [Path.home() / ".ssh" / name for name in _DEFAULT_KEYS]
+    alias = options.get("hostkeyalias")
+    return Hop(
+        peer=Peer(target.node, alias or known_name(host, port), target.host_key, _known_hosts(options), jump),
+        host=host,
+        port=port,
+        user=target.user or options.get("user") or getpass.getuser(),
+        key_files=tuple(keys),
+        key_required=own is not None and not jump,
+        agent=options.get("identitiesonly", "no").lower() != "yes",
+    )
+
+
+def _known_hosts(options: paramiko.SSHConfigDict) -> tuple[Path, ...] | None:
+    """The known_hosts files that the configuration names, None where it names none."""
+    if "userknownhostsfile" not in options and "globalknownhostsfile" not in options:
+        return None
+    user = options.get("userknownhostsfile", "~/.ssh/known_hosts ~/.ssh/known_hosts2")
+    system = options.get("globalknownhostsfile", "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2")
+    return tuple(Path(name).expanduser() for name in shlex.split(f"{user} {system}") if name.lower() != "none")

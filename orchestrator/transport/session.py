@@ -1,0 +1,143 @@
+"""One command on one SSH connection.
+
+Takes an open paramiko transport, a command and its standard input; gives its output in pieces as it comes and its
+exit code. Whatever may block for ever (paramiko bounds neither a request nor a write) happens in a thread of its own,
+so that the reader always keeps its deadline, also on a link that swallows everything. Raises paramiko's and the
+socket's own exceptions; `ssh.py` translates them.
+
+    with RemoteCommand(transport, "cat", b"hello") as command:
+        output = b"".join(data for stream, data in command.pieces(deadline.left) if stream == STDOUT)
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import selectors
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import paramiko
+from paramiko.common import MSG_CHANNEL_REQUEST
+
+STDOUT, STDERR = 1, 2
+MAX_PIECE_BYTES = 1 << 20
+_TICK_S = 1.0
+_SEND_BYTES = 1 << 18  # paramiko copies what is left after each packet, so a long input is handed over in slices
+_CLOSE_S = 1.0
+
+
+def _on_channel_request(channel: Any, message: paramiko.Message) -> None:
+    if message.get_text() == "exit-signal":
+        message.get_boolean()
+        number = signal.Signals.__members__.get(f"SIG{message.get_text()}")
+        channel.exit_status = 128 + number if number else 255
+        channel.status_event.set()
+        return
+    message.rewind()
+    message.get_int()  # the channel's number, which paramiko had read before
+    channel._handle_request(message)
+
+
+class SignalAwareTransport(paramiko.Transport):
+    """paramiko drops the `exit-signal` message (RFC 4254, 6.10); here it sets 128 + n, as a shell would."""
+
+    _channel_handler_table = {  # noqa: RUF012
+        **paramiko.Transport._channel_handler_table,  # type: ignore[attr-defined]
+        MSG_CHANNEL_REQUEST: _on_channel_request,
+    }
+
+
+class LinkLostError(Exception):
+    """The channel ended without an exit code."""
+
+
+class RemoteCommand:
+    """A command that runs. Leaving the context closes its standard input and its channel."""
+
+    def __init__(
+        self, transport: paramiko.Transport, command: str, stdin: bytes, *, hold_stdin: bool = False, open_s: float = 60
+    ) -> None:
+        """hold_stdin: leave standard input open after `stdin` was sent. open_s: how long the host may take to start."""
+        self._transport = transport
+        self._open_s = open_s
+        self._channel: concurrent.futures.Future[paramiko.Channel] = concurrent.futures.Future()
+        self._left = threading.Event()
+        _in_background(lambda: self._start(command, stdin, hold_stdin))
+
+    def __enter__(self) -> RemoteCommand:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._left.set()
+        if self._channel.done() and not self._channel.exception():
+            # On a dead link even the goodbye can block; then the connection's own end takes the channel with it.
+            _in_background(self._channel.result().close).join(_CLOSE_S)
+
+    def pieces(self, left: Callable[[], float]) -> Iterator[tuple[int, bytes]]:
+        """(STDOUT or STDERR, bytes) until both have ended; (STDOUT, b"") once a second while nothing comes.
+
+        left: seconds until this must end. Raises TimeoutError then.
+        """
+        channel = self._opened(left)
+        with selectors.DefaultSelector() as selector:
+            selector.register(channel, selectors.EVENT_READ)
+            while True:
+                if not left():
+                    raise TimeoutError
+                selector.select(min(_TICK_S, left()))
+                ended = channel.eof_received or channel.closed  # asked before reading: nothing comes after it
+                got = list(_ready(channel))
+                yield from got
+                if ended and not got:
+                    return
+                if not got:
+                    yield STDOUT, b""
+
+    def exit_code(self, left: Callable[[], float]) -> int:
+        """128 + n for a command that signal n ended. Raises TimeoutError, LinkLostError."""
+        channel = self._opened(left)
+        if not channel.status_event.wait(left()):
+            raise TimeoutError
+        if channel.exit_status < 0:
+            raise LinkLostError("the command ended without an exit code")
+        return channel.exit_status
+
+    def _opened(self, left: Callable[[], float]) -> paramiko.Channel:
+        try:
+            return self._channel.result(min(left(), self._open_s))
+        except concurrent.futures.TimeoutError as error:  # not the builtin before Python 3.11
+            raise TimeoutError from error
+
+    def _start(self, command: str, stdin: bytes, hold_stdin: bool) -> None:
+        try:
+            channel = self._transport.open_session(timeout=self._open_s)
+            channel.exec_command(command)
+        except Exception as error:
+            self._channel.set_exception(error)
+            return
+        self._channel.set_result(channel)
+        if self._left.is_set():
+            channel.close()
+            return
+        try:
+            for position in range(0, len(stdin), _SEND_BYTES):
+                channel.sendall(stdin[position : position + _SEND_BYTES])
+            if not hold_stdin:
+                channel.shutdown_write()
+        except (OSError, EOFError, paramiko.SSHException):
+            pass  # the command ended before it had read everything, or the link broke: the reader sees which
+
+
+def _ready(channel: paramiko.Channel) -> Iterator[tuple[int, bytes]]:
+    if channel.recv_ready():
+        yield STDOUT, channel.recv(MAX_PIECE_BYTES)
+    if channel.recv_stderr_ready():
+        yield STDERR, channel.recv_stderr(MAX_PIECE_BYTES)
+
+
+def _in_background(action: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=action, name="orch-ssh", daemon=True)
+    thread.start()
+    return thread
