@@ -21,6 +21,7 @@ from typing import Any
 
 from orchestrator import shell
 from orchestrator.errors import HostError, ProbeError
+from orchestrator.text import one_line
 from orchestrator.transport import Result, Transport
 
 MAX_ANSWER_BYTES = 1 << 20
@@ -59,7 +60,7 @@ def ask(host: Host, program: str, request: Mapping[str, Any], *, blob: bytes = b
     )
     answer = _parse(host, result, marker)
     if "error" in answer:
-        raise HostError(host.node, _line(answer["error"]), _line(answer.get("remedy", "")))
+        raise HostError(host.node, one_line(answer["error"]), one_line(answer.get("remedy", "")))
     return answer
 
 
@@ -95,7 +96,7 @@ def _parse(host: Host, result: Result, marker: str) -> dict[str, Any]:
 
 
 def _no_answer(host: Host, result: Result) -> ProbeError:
-    said = _line(_last_line(result.stderr) or _last_line(result.stdout))
+    said = one_line(_last_line(result.stderr) or _last_line(result.stdout))
     if result.exit_code in (126, 127):
         return ProbeError(
             host.node,
@@ -112,8 +113,3 @@ def _no_answer(host: Host, result: Result) -> ProbeError:
 def _last_line(output: bytes) -> str:
     lines = output[-4096:].decode(errors="replace").strip().splitlines()
     return lines[-1].strip() if lines else ""
-
-
-def _line(text: Any) -> str:
-    """Words from a host, fit for a terminal: one line, printable, at most 300 characters."""
-    return "".join(c if c.isprintable() else " " for c in str(text))[:300].strip()

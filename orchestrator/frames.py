@@ -39,7 +39,7 @@ class Agent:
 
 @dataclass(frozen=True)
 class End:
-    """Every file as it finally is: name -> (size in bytes, SHA-256)."""
+    """What the controller now has of every file, by the host: name -> (size in bytes, SHA-256)."""
 
     files: dict[str, tuple[int, str]]
 

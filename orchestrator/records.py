@@ -5,9 +5,12 @@ Both are read back leniently (unknown keys of a newer version are kept out of th
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from orchestrator.files import write_atomic
 
 SCHEMA = 1
 
@@ -17,6 +20,10 @@ FINAL_STATES: frozenset[str] = frozenset({"succeeded", "failed", "cancelled", "l
 
 class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+def write_record(path: Path, record: Record) -> None:
+    write_atomic(path, record.model_dump_json(by_alias=True, indent=1) + "\n")
 
 
 class NodePlan(Record):
@@ -42,8 +49,10 @@ class NodePlan(Record):
     workdir: str
     env: dict[str, str] = Field(default_factory=dict)
     """Added to the ranks' environment; it travels in a file of mode 0600, never in an argument."""
+    shares: tuple[int, ...] = ()
+    """Samples of a global batch for each of this host's ranks; empty for a script whose batch we do not know."""
     torchrun: tuple[str, ...]
-    """Arguments after the interpreter; `{rendezvous_port}` and `{job_dir}` are filled in on the host."""
+    """Arguments after the interpreter; `{python}`, `{rendezvous_port}` and `{job_dir}` are filled in on the host."""
     command: tuple[str, ...]
     """What the rank wrapper runs: arguments after the interpreter."""
     prepare: str | None = None
@@ -75,8 +84,16 @@ class LaunchPlan(Record):
     created: str
     code: CodeFolder
     nodes: tuple[NodePlan, ...]
+    """In node-rank order: the master first."""
+    share_gpus: bool = False
+    grace_s: float = 3.0
+    """How long ranks have after INT, and again after TERM, before the next step of the stop ladder."""
+    time_limit_s: float | None = None
     notes: tuple[str, ...] = ()
     """What a person should know before this runs, one line each."""
+
+    def node(self, name: str) -> NodePlan:
+        return next(node for node in self.nodes if node.name == name)
 
 
 class FirstFailure(Record):

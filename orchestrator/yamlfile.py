@@ -124,7 +124,7 @@ class _Composer:
         self.file = file
         self.text = text
         self.lines: dict[KeyPath, int] = {}
-        self.mistakes: list[Mistake] = []
+        self.mistakes: dict[Mistake, None] = {}  # an ordered set: one line may hold the same mistake many times
         self.values = 0
 
     def compose(self) -> dict[str, Any]:
@@ -141,7 +141,7 @@ class _Composer:
             line = self.loader.line + 1
             raise self._stop(line, "is not YAML: an escape or a %YAML line holds a number out of range") from error
         if value is REFUSED:
-            raise InventoryError(self.mistakes)
+            raise InventoryError(tuple(self.mistakes))
         if not isinstance(value, dict):
             found = "a list" if isinstance(value, list) else "a single value"
             raise self._stop(1, f"must be a mapping (`key: value` lines), not {found}")
@@ -246,7 +246,7 @@ class _Composer:
         return event.tag is None
 
     def _mistake(self, event: yaml.Event, message: str) -> None:
-        self.mistakes.append(Mistake(self.file, _line(event), message))
+        self.mistakes[Mistake(self.file, _line(event), message)] = None
 
     def _stop(self, line: int, message: str) -> InventoryError:
         return InventoryError([*self.mistakes, Mistake(self.file, line, message)])

@@ -143,7 +143,7 @@ def fill_folder(job: Job, node: dict[str, Any], code: Path) -> None:
             target.chmod(0o600 | source.stat().st_mode & 0o100)
     package = job.bin / "orch_remote"
     package.mkdir(parents=True)
-    shipped = sys.modules["orch_remote"].SOURCES  # type: ignore[attr-defined]
+    shipped = sys.modules["orch_remote"].SOURCES
     for name, text in shipped.items():
         (package / f"{name.rpartition('.')[2] if '.' in name else '__init__'}.py").write_text(text)
     job.checkpoints.mkdir()

@@ -51,10 +51,9 @@ def main() -> None:
 def _start(job: Job, node: dict[str, Any], rank: int) -> subprocess.Popen[bytes]:
     folder = job.rank(rank)
     folder.mkdir(exist_ok=True)
-    shares = node.get("shares")
     environment = {**os.environ, "ORCH_METRICS": str(folder / "metrics.jsonl")}
-    if shares:
-        environment["ORCH_SHARE"] = str(shares[rank])
+    if node["shares"]:
+        environment["ORCH_SHARE"] = str(node["shares"][int(os.environ["LOCAL_RANK"])])
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
     out = os.open(folder / "stdout.log", flags, 0o600)
     err = os.open(folder / "stderr.log", flags, 0o600)

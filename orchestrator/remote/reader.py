@@ -1,12 +1,12 @@
 """Hands a job's files back as a stream of frames, from the offsets that the controller already has.
 
-Request: {"workdir", "job", "ranks": [numbers of this host], "offsets": {name: bytes}, "follow": bool}. Each frame is
-one JSON line, followed by `size` raw bytes where the line says so:
+Request: {"workdir", "job", "ranks": [numbers of this host], "offsets": {name: bytes}, "follow": bool, "files": bool};
+without `files` only the record is told. Each frame is one JSON line, followed by `size` raw bytes where it says so:
 
     {"file": "rank-0/stdout.log", "offset": 0, "size": 4096}   and 4096 bytes
     {"agent": {...}}                                            whenever the supervisor's record changed
     {"beat": 1}                                                 at least every second
-    {"end": {name: {"size", "sha256"}}}                         all files as they finally are; the last frame
+    {"end": {name: {"size", "sha256"}}}                         of all that was handed out, ever; the last frame
 
 With `follow` it goes on until the supervisor has spoken its last word (or is gone) and every byte is out; without, it
 hands out what is there. It ends at once when the controller leaves (standard input closes).
@@ -38,10 +38,10 @@ NODE_FILES = ("supervisor.log", "torchrun.log", "prepare.log")
 def main(request: dict[str, Any]) -> None:
     job = Work(request["workdir"]).job(request["job"])
     names = [f"rank-{rank}/{name}" for rank in request["ranks"] for name in RANK_FILES] + list(NODE_FILES)
-    offsets = {name: int(request["offsets"].get(name, 0)) for name in names}
+    offsets = {name: int(request["offsets"].get(name, 0)) for name in names if request["files"]}
     with contextlib.suppress(BrokenPipeError):
         _stream(job, offsets, request["follow"])
-        _frame({"end": {name: seen for name in names if (seen := _fingerprint(job.root / name))}})
+        _frame({"end": {name: _fingerprint(job.root / name, size) for name, size in offsets.items() if size}})
 
 
 def _stream(job: Job, offsets: dict[str, int], follow: bool) -> None:
@@ -84,19 +84,14 @@ def _send_new(root: Path, name: str, offsets: dict[str, int]) -> bool:
     return bool(piece)
 
 
-def _fingerprint(path: Path) -> dict[str, Any] | None:
-    digest, size = hashlib.sha256(), 0
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    with os.fdopen(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            return None
-        while piece := file.read(1 << 20):
+def _fingerprint(path: Path, size: int) -> dict[str, Any]:
+    """Of exactly the bytes that the controller now has: a file that still grows can be checked too."""
+    digest, left = hashlib.sha256(), size
+    with contextlib.suppress(OSError), open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        while left and (piece := file.read(min(left, 1 << 20))):
             digest.update(piece)
-            size += len(piece)
-    return {"size": size, "sha256": digest.hexdigest()}
+            left -= len(piece)
+    return {"size": size - left, "sha256": digest.hexdigest()}
 
 
 def _controller_left(wait_s: float) -> bool:

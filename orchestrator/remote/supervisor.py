@@ -282,7 +282,7 @@ class Supervisor:
 
     async def _run_torchrun(self, port: int) -> None:
         self._write(state="running", rendezvous_port=port)
-        fill = {"rendezvous_port": str(port), "job_dir": str(self.job.root)}
+        fill = {"rendezvous_port": str(port), "job_dir": str(self.job.root), "python": sys.executable}
         argv = [sys.executable, *(_fill(part, fill) for part in self.node["torchrun"])]
         with open(self.job.torchrun_log, "wb") as log:
             code = await self._launch(argv, log, self.job.bin)

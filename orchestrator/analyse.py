@@ -1,0 +1,340 @@
+"""From a collected run folder to its figures: who did how much, who waited for whom, how close to the sum of the parts.
+
+Takes plan.json, job.json and the ranks' metrics; writes steps.parquet and summary.json; gives the `Summary`.
+
+    summary = analyse(RunFolder(Path("runs/mnist_lenet-20261121-0912-k3f")))
+    summary.straggler           # Straggler(node="a2000", reason="computes 2.4x longer per sample than v100", ...)
+
+How the steps are measured stands in `measure`; here hosts are compared, and what is missing or odd is put into words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from orchestrator.errors import OrchError
+from orchestrator.events import Events, MetricsFile, count, number, read_events, text
+from orchestrator.files import write_json
+from orchestrator.measure import Figures, RankFigures, gpu_label, measure, write_steps
+from orchestrator.paths import RunFolder
+from orchestrator.records import SCHEMA, FirstFailure, JobRecord, LaunchPlan, NodePlan, Record
+from orchestrator.summary import GpuSummary, NodeSummary, Straggler, Summary, clean
+
+METRICS_SCHEMA = 1
+NOISE = 0.05
+"""A wait below this part of a step names no straggler."""
+RECORD_LIMIT = 64 * 2**20
+
+AnyRecord = TypeVar("AnyRecord", bound=Record)
+
+
+def analyse(run: RunFolder, solo: Mapping[str, float] | None = None) -> Summary:
+    """Figures of the run in this folder; writes steps.parquet and summary.json there.
+
+    solo: samples/s that a node did alone, by node, where a solo run is known. Raises OrchError when there is no plan
+    to read; what else is absent or damaged is told in the summary's `missing` and `warnings`.
+    """
+    plan = _read_record(run.plan, LaunchPlan)
+    missing: list[str] = []
+    job: JobRecord | None = None
+    try:
+        job = _read_record(run.job, JobRecord)
+    except OrchError as error:
+        missing.append(f"The job's record is not here ({error.message}), so how it ended is not known.")
+    files = [
+        MetricsFile(node.name, node.first_rank + local, run.metrics(node.name, node.first_rank + local))
+        for node in plan.nodes
+        for local in range(node.ranks)
+    ]
+    with read_events(files) as events:
+        figures = measure(events, plan)
+        write_steps(events, plan, run.steps)
+        summary = _summarise(plan, job, figures, events, dict(solo or {}), missing)
+    write_json(run.summary, summary.to_json())
+    return summary
+
+
+def _read_record(path: Path, kind: type[AnyRecord]) -> AnyRecord:
+    remedy = "a run folder is what `orch collect --job ID` makes"
+    try:
+        with open(path, "rb") as file:
+            content = file.read(RECORD_LIMIT + 1)
+        if len(content) > RECORD_LIMIT:
+            raise OrchError(f"{path}: larger than such a record can be", remedy)
+        return kind.model_validate_json(content)
+    except OSError as error:
+        raise OrchError(f"{path}: cannot be read ({error.strerror})", remedy) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise OrchError(f"{path}: {where}: {first['msg']}", remedy) from error
+
+
+# ---- summing up: a few numbers a rank -----------------------------------------------------------------------------
+
+
+def _summarise(
+    plan: LaunchPlan,
+    job: JobRecord | None,
+    figures: Figures,
+    events: Events,
+    solo: dict[str, float],
+    missing: list[str],
+) -> Summary:
+    starts = events.latest("start")
+    wall_s = max((rank.total_ms for rank in figures.ranks.values()), default=0.0) / 1000
+    nodes = tuple(_node_summary(node, figures, events, wall_s, solo.get(node.name)) for node in plan.nodes)
+    speed = _over(sum(rank.samples for rank in figures.ranks.values()), wall_s) if figures.ranks else None
+    whole = len(figures.reported) == plan.world_size
+    efficiency, basis = _efficiency(speed, nodes) if whole else (None, None)
+    first_start = next(iter(starts.values()), {})
+    paced = any(node.paced for node in nodes)
+    evaluation = {} if paced else next(iter(events.latest("eval").values()), {})
+    return Summary(
+        schema=SCHEMA,
+        job=plan.job,
+        experiment=plan.exp,
+        kind=plan.kind,
+        cluster=plan.cluster,
+        master=plan.master,
+        created=plan.created,
+        started=job.started if job else None,
+        ended=job.ended if job else None,
+        settings=plan.settings,
+        state=job.state if job else "unknown",
+        world_size=plan.world_size,
+        samples_per_s=speed,
+        efficiency=efficiency,
+        efficiency_basis=basis,
+        nodes=nodes,
+        by_gpu=_by_gpu(nodes, plan, figures),
+        straggler=_straggler(plan, figures) if whole else None,
+        missing=(*missing, *_missing(plan, events, figures)),
+        warnings=tuple(_warnings(plan, events, figures, nodes)),
+        first_failure=_cleaned(job.first_failure) if job and job.first_failure else None,
+        steps=figures.steps,
+        warmup_steps_left_out=figures.warmup_steps,
+        samples_total=figures.samples_total,
+        model=text(first_start, "model"),
+        parameters=count(first_start, "parameters"),
+        gradient_bytes=count(first_start, "gradient_bytes"),
+        accuracy=_ratio(evaluation.get("accuracy")),
+        accuracy_per_class=_per_class(evaluation.get("per_class")),
+        loss=None if paced else figures.loss,
+    )
+
+
+def _node_summary(node: NodePlan, figures: Figures, events: Events, wall_s: float, solo: float | None) -> NodeSummary:
+    numbers = range(node.first_rank, node.first_rank + node.ranks)
+    mine = figures.of(node)
+    starts, ends = events.latest("start"), events.latest("end")
+    start = next((starts[rank] for rank in numbers if rank in starts), {})
+    own = [_over(rank.samples, (rank.compute_total_ms or 0) / 1000) for rank in mine]
+    memory = [size for rank in numbers if (size := count(ends.get(rank, {}), "peak_memory_bytes")) is not None]
+    used, gpu_memory = _gpu_use(events, numbers)
+    return NodeSummary(
+        name=node.name,
+        gpu=gpu_label(node),
+        ranks=node.ranks,
+        batch_per_rank=count(start, "batch_per_rank"),
+        samples_per_s=_over(sum(rank.samples for rank in mine), wall_s) if mine else None,
+        own_samples_per_s=_sum(own) if len(mine) == node.ranks else None,
+        solo_samples_per_s=solo,
+        step_ms=figures.step_ms.get(node.name),
+        load_ms=_mean(rank.load_ms for rank in mine),
+        compute_ms=_mean(rank.compute_ms for rank in mine),
+        sync_ms=_mean(rank.sync_ms for rank in mine),
+        wait_ms=_mean(rank.wait_ms for rank in mine),
+        optim_ms=_mean(rank.optim_ms for rank in mine),
+        peak_memory_bytes=max(memory) if memory else gpu_memory,
+        paced=node.paced is not None,
+        valid=not any(ends.get(rank, {}).get("valid") is False for rank in numbers),
+        gpu_utilisation=used,
+        host=text(start, "host"),
+        device_name=text(start, "device_name"),
+        torch=text(start, "torch"),
+        nccl=text(start, "nccl"),
+        backend=text(start, "backend"),
+        bandwidth_bps=node.bandwidth_bps,
+    )
+
+
+def _gpu_use(events: Events, ranks: range) -> tuple[float | None, int | None]:
+    """Mean utilisation in per cent and largest memory in use, as the supervisor sampled them."""
+    used, memory = events.connection.execute(
+        "SELECT avg(utilisation) FILTER (utilisation BETWEEN 0 AND 100),"
+        " max(memory_bytes) FILTER (memory_bytes BETWEEN 0 AND 1e15)"
+        " FROM lines WHERE event = 'gpu' AND rank BETWEEN ? AND ?",
+        [ranks.start, ranks.stop - 1],
+    ).fetchone()
+    return used, None if memory is None else int(memory)
+
+
+def _efficiency(speed: float | None, nodes: tuple[NodeSummary, ...]) -> tuple[float | None, Any]:
+    """The cluster's speed over the sum of its hosts', and what that sum was made of."""
+    solo = _sum(node.solo_samples_per_s for node in nodes)
+    own = _sum(node.own_samples_per_s for node in nodes)
+    parts, basis = (solo, "solo") if solo else (own, "estimated")
+    return (speed / parts, basis) if speed is not None and parts else (None, None)
+
+
+def _by_gpu(nodes: tuple[NodeSummary, ...], plan: LaunchPlan, figures: Figures) -> dict[str, GpuSummary]:
+    total = sum(rank.samples for rank in figures.ranks.values())
+    samples = {node.name: sum(rank.samples for rank in figures.of(node)) for node in plan.nodes}
+    kinds: dict[str, list[NodeSummary]] = {}
+    for node in nodes:
+        kinds.setdefault(node.gpu, []).append(node)
+    return {
+        gpu: GpuSummary(
+            nodes=len(group),
+            ranks=sum(node.ranks for node in group),
+            samples_per_s=_sum(node.samples_per_s for node in group),
+            own_samples_per_s=_sum(node.own_samples_per_s for node in group),
+            share=_over(sum(samples[node.name] for node in group), total),
+        )
+        for gpu, group in kinds.items()
+    }
+
+
+# ---- the straggler ------------------------------------------------------------------------------------------------
+
+
+def _straggler(plan: LaunchPlan, figures: Figures) -> Straggler | None:
+    """The host, or on a single host the rank, that the others wait for; None when the wait is lost in the noise."""
+    node_of = {node.first_rank + i: node.name for node in plan.nodes for i in range(node.ranks)}
+    by_node = len(plan.nodes) > 1
+    blame: dict[str | int, float] = {}
+    for rank, wait_ms in figures.blame_ms.items():
+        key = node_of[rank] if by_node else rank
+        blame[key] = blame.get(key, 0.0) + wait_ms
+    if not blame:
+        return None
+    worst = max(blame, key=lambda key: blame[key])
+    step_ms = max(rank.total_ms for rank in figures.ranks.values()) / figures.steps
+    if blame[worst] <= 0 or blame[worst] < NOISE * step_ms:
+        return None
+    mine = [rank for rank in node_of if (node_of[rank] if by_node else rank) == worst]
+    others = [rank for rank in node_of if rank not in mine]
+    names = sorted({node_of[rank] for rank in others})
+    label = "the other ranks" if not by_node else names[0] if len(names) == 1 else "the others"
+    reason = _reason([figures.ranks[rank] for rank in mine], [figures.ranks[rank] for rank in others], label)
+    return Straggler(node=node_of[mine[0]], rank=None if by_node else mine[0], reason=reason, wait_ms=blame[worst])
+
+
+def _reason(mine: list[RankFigures], others: list[RankFigures], label: str) -> str:
+    load, other_load = _mean(r.load_ms for r in mine) or 0.0, _mean(r.load_ms for r in others) or 0.0
+    compute, other_compute = _mean(r.compute_ms for r in mine) or 0.0, _mean(r.compute_ms for r in others) or 0.0
+    if load - other_load > max(compute - other_compute, 0.0):
+        return f"loads data for {load:.1f} ms a step, {label} for {other_load:.1f} ms"
+    per_sample, other_per_sample = _per_sample_ms(mine), _per_sample_ms(others)
+    if per_sample and other_per_sample and per_sample > 1.05 * other_per_sample:
+        return f"computes {per_sample / other_per_sample:.1f}x longer per sample than {label}"
+    if compute > 1.05 * other_compute:
+        return f"computes {compute:.1f} ms a step for its share, {label} {other_compute:.1f} ms"
+    return f"arrives last at the gradient exchange, though it loads and computes as long as {label}"
+
+
+def _per_sample_ms(ranks: list[RankFigures]) -> float | None:
+    return _over(sum(rank.compute_total_ms or 0.0 for rank in ranks), sum(rank.samples for rank in ranks))
+
+
+# ---- what is missing, what to be careful with ---------------------------------------------------------------------
+
+
+def _missing(plan: LaunchPlan, events: Events, figures: Figures) -> Iterable[str]:
+    for node in plan.nodes:
+        for rank in range(node.first_rank, node.first_rank + node.ranks):
+            if rank in events.absent:
+                yield f"{node.name}: no metrics of rank {rank} ({events.absent[rank]})."
+            elif rank not in figures.reported:
+                yield f"{node.name}: rank {rank} reported no step."
+    if figures.reported and len(figures.reported) < plan.world_size:
+        yield (
+            f"{len(figures.reported)} of {plan.world_size} ranks reported steps: the cluster's speed counts these alone, "
+            "and waits, efficiency and straggler cannot be told."
+        )
+
+
+def _warnings(plan: LaunchPlan, events: Events, figures: Figures, nodes: tuple[NodeSummary, ...]) -> Iterable[str]:
+    node_of = {node.first_rank + i: node.name for node in plan.nodes for i in range(node.ranks)}
+    for rank, rejects in sorted(events.rejects.items()):
+        where = f"{node_of[rank]}: metrics of rank {rank}"
+        if rejects.malformed:
+            yield f"{where}: {_lines(rejects.malformed)} not JSON events, left out."
+        if rejects.too_long:
+            yield f"{where}: {_lines(rejects.too_long)} too long, left out."
+        if rejects.refused:
+            yield f"{where}: {_lines(rejects.refused)} with an impossible number (negative, infinite, none), left out."
+        if rejects.repeated:
+            yield f"{where}: {_lines(rejects.repeated)} with a step number seen before; the last line of a step counts."
+        if rejects.truncated:
+            yield f"{where}: the last line is cut off, left out."
+    for rank, start in events.latest("start").items():
+        schema = start.get("schema")
+        if isinstance(schema, (int, float)) and schema > METRICS_SCHEMA:
+            told = clean(str(schema), 20)
+            yield f"{node_of[rank]}: rank {rank} writes metrics of schema {told}; this orch knows {METRICS_SCHEMA}."
+    if figures.reported and not figures.steps:
+        yield _why_no_figures(figures)
+    for node in nodes:
+        if not node.valid:
+            yield f"{node.name}: its figures are not valid: the lab's CPU was the limit."
+
+
+def _why_no_figures(figures: Figures) -> str:
+    if figures.warmup_steps:
+        return (
+            f"No step could be measured after the warm-up ({figures.warmup_steps} left out): steps too few, without "
+            "times, or never reported by every rank."
+        )
+    return "No step could be measured: step lines without times, or none that every rank reported."
+
+
+def _lines(count: int) -> str:
+    return f"{count} line" if count == 1 else f"{count} lines"
+
+
+# ---- small tools ---------------------------------------------------------------------------------------------------
+
+
+def _ratio(value: Any) -> float | None:
+    number = number({"value": value}, "value")
+    return number if number is not None and 0 <= number <= 1 else None
+
+
+def _per_class(value: Any) -> dict[str, float]:
+    """Accuracy by class; a list is numbered from 0. At most 1000 classes are kept."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    ratios = ((clean(str(name), 80), _ratio(item)) for name, item in list(pairs)[:1000])
+    return {name: ratio for name, ratio in ratios if ratio is not None}
+
+
+def _cleaned(failure: FirstFailure) -> FirstFailure:
+    line = failure.log_line
+    return failure.model_copy(
+        update={
+            "reason": clean(failure.reason),
+            "log_line": None if line is None else clean(line),
+            "signal": None if failure.signal is None else clean(failure.signal, 40),
+        }
+    )
+
+
+def _over(count: float, amount: float) -> float | None:
+    return count / amount if amount > 0 else None
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    """The sum; None as soon as one is unknown, or when there are none."""
+    known = list(values)
+    return sum(value for value in known if value is not None) if known and None not in known else None
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = list(values)
+    total = _sum(known)
+    return None if total is None else total / len(known)

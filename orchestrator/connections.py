@@ -1,0 +1,101 @@
+"""One open connection a host, for the length of one command.
+
+with Connections(home) as connections:
+    hosts = connections.open(cluster.nodes)        # name -> Host, or that host's error
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from orchestrator.call import Host
+from orchestrator.errors import HostError
+from orchestrator.inventory import Node
+from orchestrator.paths import Home
+from orchestrator.transport import Transport
+from orchestrator.transport.fanout import for_each
+from orchestrator.transport.local import LocalTransport
+
+if TYPE_CHECKING:  # paramiko is slow to import and a cluster of local nodes does without
+    from orchestrator.transport.route import Target
+
+CONNECT_S = 10.0
+
+
+class Connections:
+    """accept_new_host_keys: record the keys of hosts of which none is known. ask_passphrase: see `transport.ssh`."""
+
+    def __init__(
+        self,
+        home: Home,
+        *,
+        accept_new_host_keys: bool = False,
+        ask_passphrase: Callable[[str], str | None] | None = None,
+    ) -> None:
+        self._home, self._accept_new, self._ask = home, accept_new_host_keys, ask_passphrase
+        self._nodes: dict[str, Node] = {}
+        self._transports: dict[str, Transport] = {}
+
+    def __enter__(self) -> Connections:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for transport in self._transports.values():
+            transport.close()
+
+    def open(self, nodes: Sequence[Node]) -> dict[str, Host | HostError]:
+        """All at once; every node has its answer within the time for connecting."""
+        self._nodes |= {node.name: node for node in nodes}
+        if self._ask:
+            self._unlock_keys(nodes, self._ask)
+        return for_each({node.name: node.name for node in nodes}, self.reopen, deadline_s=CONNECT_S + 5)
+
+    def reopen(self, name: str) -> Host:
+        """A fresh connection to a node of `open`. Raises HostError."""
+        previous = self._transports.pop(name, None)
+        if previous:
+            previous.close()
+        node = self._nodes[name]
+        self._transports[name] = self._connect(node)
+        return Host(self._transports[name], node.python, node.activate, node.workdir)
+
+    def _connect(self, node: Node) -> Transport:
+        if node.transport == "local":
+            return LocalTransport(node.name)
+        from orchestrator.transport import ssh
+        from orchestrator.transport.hostkeys import HostKeys
+
+        return ssh.connect(
+            target_of(node),
+            host_keys=HostKeys.default(self._home),
+            accept_new=self._accept_new,
+            ask_passphrase=self._ask,
+            timeout_s=CONNECT_S,
+        )
+
+    def _unlock_keys(self, nodes: Sequence[Node], ask: Callable[[str], str | None]) -> None:
+        """Before the hosts are dialled all at once: a question must not come up in one of many threads."""
+        for node in nodes:
+            if node.transport == "ssh":
+                from orchestrator.transport import ssh
+
+                ssh.unlock(target_of(node), ask)
+
+
+def target_of(node: Node) -> Target:
+    """Where SSH goes for this node."""
+    from orchestrator.transport import route
+
+    return route.Target(
+        node=node.name,
+        host=node.host,
+        port=node.port,
+        user=node.user,
+        key_file=node.key_file,
+        host_key=node.host_key,
+        proxy_jump=node.proxy_jump,
+    )

@@ -1,0 +1,359 @@
+"""The only file that knows the order of the stages. Takes wishes, gives values; prints nothing.
+
+inventory → connect → probe → checks → election → (cluster remembered)          up
+request → plan → launch → follow                                                run
+plan → collect → analyse → report                                               collect
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from orchestrator import checks, collect, job
+from orchestrator.call import Host, ask
+from orchestrator.connections import Connections
+from orchestrator.election import Election, elect
+from orchestrator.errors import HostError, HostsError, OrchError, UsageError
+from orchestrator.facts import NodeFacts
+from orchestrator.frames import Agent, Piece
+from orchestrator.inventory import Inventory, Node
+from orchestrator.lines import Line, Splitter
+from orchestrator.paths import RunFolder
+from orchestrator.plan import RunRequest, build_plan
+from orchestrator.probe import probe_all
+from orchestrator.records import FINAL_STATES, CodeFolder, JobRecord, LaunchPlan, write_record
+from orchestrator.store import Cluster, Store
+from orchestrator.summary import Summary
+from orchestrator.transport.fanout import for_each
+
+PROBE_S = 90.0
+ASK_S = 30.0
+LATE_S = 10.0
+"""After the job's last word, so long do we wait for hosts that have not ended their stream."""
+CANCEL_S = 60.0
+_ID_LETTERS = "abcdefghijkmnpqrstuvwxyz23456789"
+
+
+@dataclass(frozen=True)
+class Up:
+    """What `orch up` found. election: None where no host is usable."""
+
+    cluster: Cluster
+    election: Election | None
+    problems: Mapping[str, HostError]
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something a person who follows a job should know."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """summary and the files it came from. errors: hosts whose part could not be fetched."""
+
+    summary: Summary
+    run: RunFolder
+    new_bytes: int
+    errors: Mapping[str, HostError]
+
+
+class Controller:
+    def __init__(self, store: Store, connections: Connections) -> None:
+        self.store, self.connections = store, connections
+
+    # ---- the cluster ------------------------------------------------------------------------------------------
+
+    def up(self, inventory: Inventory) -> Up:
+        """Connects to every host at once, probes, elects, remembers. Hosts that fail are remembered as such."""
+        known = self.store.known_cluster(inventory.cluster)
+        nodes = inventory.nodes
+        if known:
+            nodes = tuple(node for node in nodes if node.name not in known.removed)
+            nodes += tuple(node for node in known.extra if node.name not in {n.name for n in nodes})
+        cluster = Cluster(schema=1, name=inventory.cluster, file=inventory.file, nodes=nodes)
+        if known:
+            kept = ("added", "released", "removed", "extra", "master_pin")
+            cluster = cluster.model_copy(update={name: getattr(known, name) for name in kept})
+        up = self._look(cluster, cluster.nodes)
+        return replace(up, warnings=(*inventory.warnings, *up.warnings))
+
+    def add_node(self, cluster: Cluster, node: Node) -> Up:
+        if node.name in {other.name for other in cluster.nodes}:
+            raise UsageError(f"{node.name} is already in cluster {cluster.name}", "choose another name")
+        removed = tuple(name for name in cluster.removed if name != node.name)
+        changed = {"nodes": (*cluster.nodes, node), "extra": (*cluster.extra, node), "removed": removed}
+        return self._look(cluster.model_copy(update=changed), (node,))
+
+    def remove_node(self, cluster: Cluster, name: str) -> Cluster:
+        node = cluster.node(name)
+        if len(cluster.nodes) == 1:
+            raise UsageError(f"{name} is the last node of cluster {cluster.name}", "a cluster needs one")
+        update = {
+            "nodes": tuple(other for other in cluster.nodes if other is not node),
+            "extra": tuple(other for other in cluster.extra if other.name != name),
+            "removed": (*cluster.removed, name),
+            "facts": {key: value for key, value in cluster.facts.items() if key != name},
+            "problems": {key: value for key, value in cluster.problems.items() if key != name},
+            "master_pin": None if cluster.master_pin == name else cluster.master_pin,
+        }
+        return self._elected(cluster.model_copy(update=update))
+
+    def release_node(self, cluster: Cluster, name: str, *, restore: bool) -> Cluster:
+        cluster.node(name)
+        released = tuple(other for other in cluster.released if other != name)
+        return self._elected(cluster.model_copy(update={"released": released if restore else (*released, name)}))
+
+    def pin_master(self, cluster: Cluster, name: str | None) -> Cluster:
+        """name: None gives the choice back to the election."""
+        if name:
+            cluster.node(name)
+        return self._elected(cluster.model_copy(update={"master_pin": name}))
+
+    def _look(self, cluster: Cluster, nodes: Sequence[Node]) -> Up:
+        """Connects to these nodes, probes them, elects among all, remembers."""
+        hosts = self.connections.open(nodes)
+        reachable = {name: host for name, host in hosts.items() if isinstance(host, Host)}
+        peers = {node.name: _peers(node, cluster.nodes) for node in nodes}
+        probed = probe_all(reachable, peers, torch=True, deadline_s=PROBE_S)
+        answers: dict[str, Any] = {**hosts, **probed}
+        facts = {name: fact for name, fact in answers.items() if isinstance(fact, NodeFacts)}
+        problems = {name: error for name, error in answers.items() if isinstance(error, HostError)}
+        for node in nodes:
+            if node.name in facts and (blocked := checks.unusable(node, facts[node.name])):
+                problems[node.name] = blocked
+        looked = {node.name for node in nodes}
+        now = _now()
+        cluster = cluster.model_copy(
+            update={
+                "facts": {**_without(cluster.facts, looked), **facts},
+                "problems": {**_without(cluster.problems, looked), **{n: str(e) for n, e in problems.items()}},
+                "added": {node.name: cluster.added.get(node.name, now) for node in cluster.nodes},
+            }
+        )
+        warnings = [w for node in nodes if node.name in facts for w in checks.warnings(node, facts[node.name])]
+        election = None
+        try:
+            election = self._elect(cluster, cluster.active())
+        except OrchError as error:
+            warnings.append(str(error))
+        cluster = _with_election(cluster, election)
+        self.store.save_cluster(cluster, current=True)
+        return Up(cluster, election, problems, tuple(warnings))
+
+    def _elected(self, cluster: Cluster) -> Cluster:
+        """The same cluster with its master elected anew from the facts at hand, remembered."""
+        cluster = _with_election(cluster, self._elect(cluster, cluster.active()))
+        self.store.save_cluster(cluster)
+        return cluster
+
+    def _elect(self, cluster: Cluster, nodes: Sequence[Node]) -> Election:
+        if cluster.master_pin:
+            pin = cluster.master_pin
+            nodes = [node.model_copy(update={"master": node.name == pin}) for node in nodes]
+        return elect(nodes, {node.name: _usable_facts(cluster, node) for node in nodes})
+
+    # ---- running ----------------------------------------------------------------------------------------------
+
+    def plan(self, cluster: Cluster, request: RunRequest, code: CodeFolder, only: Sequence[str] = ()) -> LaunchPlan:
+        """only: the nodes to take; none means all that are not released. Raises HostsError for unusable ones."""
+        nodes = [cluster.node(name) for name in only] or list(cluster.active())
+        blocked = [_usable_facts(cluster, node) for node in nodes]
+        errors = [error for error in blocked if isinstance(error, HostError)]
+        if errors:
+            raise HostsError(errors)
+        facts = {node.name: cluster.facts[node.name] for node in nodes}
+        election = self._elect(cluster, nodes)
+        made = _job_id(request.name)
+        return build_plan(cluster.name, nodes, facts, election, request, job=made, code=code, created=_now())
+
+    def launch(self, plan: LaunchPlan, blob: bytes) -> dict[str, Host]:
+        """Starts the job on all its hosts or on none; remembers it first. Raises HostsError."""
+        cluster = self.store.cluster(plan.cluster)
+        record = JobRecord(
+            schema=1,
+            id=plan.job,
+            state="starting",
+            exp=plan.exp,
+            cluster=plan.cluster,
+            nodes=tuple(node.name for node in plan.nodes),
+            started=plan.created,
+        )
+        hosts = self._reach(cluster, plan)
+        self.store.save_job(record, plan)
+        try:
+            job.launch(plan, hosts, blob)
+        except HostsError as error:
+            state = "cancelled" if job.nothing_runs(plan, hosts) else "failed"
+            self.store.save_job(record.model_copy(update={"state": state, "ended": _now()}))
+            raise error
+        return hosts
+
+    def _reach(self, cluster: Cluster, plan: LaunchPlan) -> dict[str, Host]:
+        found = self.connections.open([cluster.node(node.name) for node in plan.nodes])
+        errors = [error for error in found.values() if isinstance(error, HostError)]
+        if errors:
+            raise HostsError(errors)
+        return {name: host for name, host in found.items() if isinstance(host, Host)}
+
+    def follow(self, plan: LaunchPlan, hosts: Mapping[str, Host], *, until_end: bool = True) -> Iterator[Line | Notice]:
+        """Every line of every rank from the first on; keeps the job's record up to date.
+
+        until_end: until the job has ended; else only what is there now.
+        """
+        splitter, found, broken = Splitter(), dict[str, Mapping[str, Any] | HostError](), set[str]()
+        ended_at: float | None = None
+        dial = self.connections.reopen if until_end else None
+        for name, item in job.watch(plan, hosts, offsets={}, follow=until_end, reconnect=dial):
+            if isinstance(item, HostError):
+                if name not in broken:
+                    yield Notice(f"{item}; the job does not depend on this link, trying again")
+                broken.add(name)
+            elif name in broken:
+                broken.discard(name)
+                yield Notice(f"{name}: connected again")
+            if isinstance(item, Piece):
+                yield from splitter.split(name, item)
+            elif isinstance(item, Agent):
+                found[name] = item.record
+                record = self._remember(plan, found)
+                if record.state in FINAL_STATES and ended_at is None:
+                    ended_at = time.monotonic()
+            if ended_at is not None and time.monotonic() > ended_at + LATE_S:
+                break
+        yield from splitter.rest()
+
+    def job(self, wanted: str) -> tuple[JobRecord, LaunchPlan]:
+        found = self.store.find_job(wanted)
+        return self.store.job(found), self.store.plan(found)
+
+    def hosts_of(self, plan: LaunchPlan) -> tuple[dict[str, Host], dict[str, HostError]]:
+        """The job's hosts that can be reached now, and the errors of those that cannot."""
+        cluster = self.store.cluster(plan.cluster)
+        found = self.connections.open([cluster.node(node.name) for node in plan.nodes])
+        return (
+            {name: host for name, host in found.items() if isinstance(host, Host)},
+            {name: error for name, error in found.items() if isinstance(error, HostError)},
+        )
+
+    def refresh(self, record: JobRecord) -> JobRecord:
+        """The record as the hosts have it now; unchanged where none answers or it has ended."""
+        if record.state in FINAL_STATES:
+            return record
+        plan = self.store.plan(record.id)
+        hosts, _ = self.hosts_of(plan)
+        return self._remember(plan, job.agents(plan, hosts))
+
+    def cancel(self, plan: LaunchPlan) -> tuple[JobRecord, list[str]]:
+        """Ends the job everywhere and waits for it. Returns its record and what would not end, or cannot be seen."""
+        hosts, unreachable = self.hosts_of(plan)
+        told = job.cancel(plan, hosts)
+        found: dict[str, Mapping[str, Any] | HostError] = {}
+        deadline = time.monotonic() + CANCEL_S
+        for name, item in job.watch(plan, hosts, offsets={}, follow=True, files=False):
+            if isinstance(item, Agent):
+                found[name] = item.record
+            if time.monotonic() > deadline:
+                break
+        stayed = [str(error) for error in {**unreachable, **_errors(told)}.values()]
+        for name, record in found.items():
+            if isinstance(record, Mapping):
+                stayed += [f"{name}: {process}" for process in record.get("leftovers", ())]
+        return self._remember(plan, found), stayed
+
+    def _remember(self, plan: LaunchPlan, found: Mapping[str, Mapping[str, Any] | HostError]) -> JobRecord:
+        known = self.store.job(plan.job)
+        record = job.combine(plan, found, known)
+        if record != known:
+            self.store.save_job(record)
+        return record
+
+    # ---- results ----------------------------------------------------------------------------------------------
+
+    def collect(self, plan: LaunchPlan, out: Path, progress: Callable[[str, int], None] = lambda *_: None) -> Report:
+        """Pulls what is new into `out/<job>/`, analyses it, writes the report."""
+        run = RunFolder(out / plan.job)
+        run.root.mkdir(parents=True, exist_ok=True)
+        hosts, errors = self.hosts_of(plan)
+        collected = collect.collect(plan, hosts, run, progress)
+        record = self._remember(plan, collected.agents)
+        write_record(run.plan, plan)
+        write_record(run.job, record)
+        summary = self.report(run)
+        return Report(summary, run, collected.new_bytes, {**errors, **collected.errors})
+
+    def report(self, run: RunFolder) -> Summary:
+        """Analyses a collected run folder and writes its report; needs no host."""
+        from orchestrator.analyse import analyse
+        from orchestrator.report import write_report
+
+        summary = analyse(run)
+        write_report(run, summary)
+        return summary
+
+    # ---- cleaning up ------------------------------------------------------------------------------------------
+
+    def reap(self, cluster: Cluster, *, end: bool) -> dict[str, dict[str, Any] | HostError]:
+        """Per node: {"found": [{"job", "processes", "stayed"?}]}: what jobs without a supervisor left."""
+        return self._on_each(cluster, {"action": "reap", "end": end})
+
+    def down(self, cluster: Cluster) -> dict[str, dict[str, Any] | HostError]:
+        """Per node: {"removed": [folders]}."""
+        return self._on_each(cluster, {"action": "down"})
+
+    def _on_each(self, cluster: Cluster, request: Mapping[str, Any]) -> dict[str, dict[str, Any] | HostError]:
+        found = self.connections.open(cluster.nodes)
+        hosts = {name: host for name, host in found.items() if isinstance(host, Host)}
+
+        def one(host: Host) -> dict[str, Any]:
+            return ask(host, "control", {**request, "workdir": host.workdir}, timeout_s=ASK_S)
+
+        answers = for_each(hosts, one, deadline_s=ASK_S + 5)
+        return {**answers, **_errors(found)}
+
+
+def _usable_facts(cluster: Cluster, node: Node) -> NodeFacts | HostError:
+    if node.name in cluster.problems:
+        text = cluster.problems[node.name].removeprefix(f"{node.name}: ")
+        return HostError(node.name, text, f"or leave it out: `--nodes`, or `orch node release {node.name}`")
+    if node.name not in cluster.facts:
+        return HostError(node.name, "has not been probed", f"`orch up {cluster.file}`")
+    return cluster.facts[node.name]
+
+
+def _with_election(cluster: Cluster, election: Election | None) -> Cluster:
+    update = {"master": election.master if election else None, "master_reason": election.reason if election else ""}
+    return cluster.model_copy(update=update)
+
+
+def _peers(node: Node, nodes: Sequence[Node]) -> tuple[str, ...]:
+    """Where the others are, as an address or a name that this host can be asked its route to."""
+    return tuple(other.address or other.host for other in nodes if other.name != node.name)
+
+
+def _without(values: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in names}
+
+
+def _errors(answers: Mapping[str, Any]) -> dict[str, HostError]:
+    return {name: answer for name, answer in answers.items() if isinstance(answer, HostError)}
+
+
+def _job_id(name: str) -> str:
+    """`resnet152_cifar-20261121-0912-k3f`: what, when (UTC), and three letters against coincidence."""
+    slug = "".join(c if c.isalnum() or c in "_-" else "-" for c in Path(name).stem)[:40].strip("-") or "job"
+    suffix = "".join(secrets.choice(_ID_LETTERS) for _ in range(3))
+    return f"{slug}-{datetime.now(timezone.utc):%Y%m%d-%H%M}-{suffix}"
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

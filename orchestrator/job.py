@@ -1,0 +1,275 @@
+"""One job over all its hosts: the two-phase start, watching, cancelling, and what state it is in.
+
+Starting: `prepare` on every host at once (folder as lock, code, GPU claims, a waiting supervisor); only when all have
+answered, `go`. If one refuses, the others are undone and nothing has run. From `go` on the hosts need no controller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import secrets
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime, timezone
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from orchestrator import call
+from orchestrator.call import Host
+from orchestrator.errors import ConnectError, HostError, HostsError
+from orchestrator.frames import Beat, End, Frame, Piece, read_frames
+from orchestrator.records import FirstFailure, JobRecord, JobState, LaunchPlan, NodePlan
+from orchestrator.transport.fanout import errors, for_each, values
+
+PREPARE_S = 120.0
+ASK_S = 30.0
+RETRY_S = 1.0
+
+R = TypeVar("R")
+
+
+def launch(plan: LaunchPlan, hosts: Mapping[str, Host], blob: bytes) -> None:
+    """Starts the job on all hosts or on none. Raises HostsError with every host's refusal."""
+    token = secrets.token_hex(32)
+    requests = {node.name: {"action": "prepare", "workdir": node.workdir, "node": node_request(plan, node, token)}
+                for node in plan.nodes}  # fmt: skip
+
+    def prepare(name: str) -> dict[str, Any]:
+        answer = call.ask(hosts[name], "control", {**requests[name], "blob_bytes": 0}, timeout_s=PREPARE_S)
+        if answer.get("need_code"):
+            sent = {**requests[name], "blob_bytes": len(blob)}
+            answer = call.ask(hosts[name], "control", sent, blob=blob, timeout_s=PREPARE_S)
+        return answer
+
+    prepared = _on_all(plan, prepare, PREPARE_S)
+    if errors(prepared):
+        _on_all(plan, lambda name: _ask(hosts[name], plan, "undo"), ASK_S)
+        raise HostsError(errors(prepared))
+    hub_port = int(values(prepared)[plan.master]["hub_port"])
+    told = _on_all(plan, lambda name: _ask(hosts[name], plan, "go", hub_port=hub_port), ASK_S)
+    if errors(told):
+        # Some may run already: the hub would end them after its time for joining; this is sooner.
+        cancel(plan, hosts)
+        raise HostsError(errors(told))
+
+
+def node_request(plan: LaunchPlan, node: NodePlan, token: str) -> dict[str, Any]:
+    """What goes into this host's node.json. token: hex, shared by this job's supervisors and nobody else."""
+    return {
+        "schema": 1,
+        "job": plan.job,
+        "exp": plan.exp,
+        "cluster": plan.cluster,
+        "created": plan.created,
+        "settings": plan.settings,
+        "name": node.name,
+        "members": [member.name for member in plan.nodes],
+        "is_master": node.name == plan.master,
+        "master": plan.master,
+        "master_address": plan.master_address,
+        "rendezvous_port": plan.rendezvous_port,
+        "address": node.address,
+        "token": token,
+        "code": plan.code.sha256,
+        "torchrun": node.torchrun,
+        "command": node.command,
+        "env": node.env,
+        "shares": node.shares,
+        "rank_numbers": list(ranks_of(node)),
+        "gpu_uuids": node.gpu_uuids,
+        "share_gpus": plan.share_gpus,
+        "grace_s": plan.grace_s,
+        "time_limit_s": plan.time_limit_s,
+        "prepare": node.prepare,
+    }
+
+
+def ranks_of(node: NodePlan) -> range:
+    """The global ranks that live on this node."""
+    return range(node.first_rank, node.first_rank + node.ranks)
+
+
+def cancel(plan: LaunchPlan, hosts: Mapping[str, Host]) -> dict[str, dict[str, Any] | HostError]:
+    """Asks every host to end the job; each answers whether a supervisor was there to hear it."""
+    return _on_all(plan, lambda name: _ask(hosts[name], plan, "cancel"), ASK_S, only=hosts)
+
+
+def nothing_runs(plan: LaunchPlan, hosts: Mapping[str, Host]) -> bool:
+    """Whether every host says that no supervisor of this job lives there."""
+    return all(isinstance(answer, dict) and not answer.get("alive") for answer in agents(plan, hosts).values())
+
+
+def agents(plan: LaunchPlan, hosts: Mapping[str, Host]) -> dict[str, dict[str, Any] | HostError]:
+    """Every host's supervisor record of this job; {} where the host knows nothing of it."""
+
+    def look(name: str) -> dict[str, Any]:
+        jobs = _ask(hosts[name], plan, "status").get("jobs", {})
+        return dict(jobs.get(plan.job, {}))
+
+    return _on_all(plan, look, ASK_S, only=hosts)
+
+
+def watch(
+    plan: LaunchPlan,
+    hosts: Mapping[str, Host],
+    *,
+    offsets: Mapping[str, Mapping[str, int]],
+    follow: bool,
+    files: bool = True,
+    reconnect: Callable[[str], Host] | None = None,
+) -> Iterator[tuple[str, Frame | HostError]]:
+    """What the job's hosts have to say, as it comes: (node, frame), and (node, error) where a link broke.
+
+    offsets: per node and file, the bytes already here. files: False for the supervisors' records alone. A broken link
+    is dialled again by `reconnect`, for as long as it takes, and goes on where it stopped: the job does not depend on
+    it. Without `reconnect` the host's part ends there. Ends when every host has ended; a ("", Beat) comes when nobody
+    has said a thing for a second.
+    """
+    heard: queue.Queue[tuple[str, Frame | HostError | BaseException | None]] = queue.Queue(maxsize=256)
+    leaving = threading.Event()
+
+    def listen(name: str) -> None:
+        try:
+            _listen(hosts[name], request(name), reconnect, put, leaving)
+        except BaseException as error:  # a bug of ours: the main thread has to raise it
+            put((name, error))
+        put((name, None))
+
+    def request(name: str) -> dict[str, Any]:
+        node = plan.node(name)
+        return {
+            "workdir": node.workdir,
+            "job": plan.job,
+            "ranks": list(ranks_of(node)),
+            "offsets": dict(offsets.get(name, {})),
+            "follow": follow,
+            "files": files,
+        }
+
+    def put(item: tuple[str, Frame | HostError | BaseException | None]) -> None:
+        while not leaving.is_set():
+            try:
+                heard.put(item, timeout=1.0)
+                return
+            except queue.Full:
+                continue
+
+    names = [node.name for node in plan.nodes if node.name in hosts]
+    for name in names:
+        threading.Thread(target=listen, args=(name,), daemon=True, name=f"watch-{name}").start()
+    open_hosts = len(names)
+    try:
+        while open_hosts:
+            try:
+                name, item = heard.get(timeout=1.0)
+            except queue.Empty:
+                yield "", Beat()  # so that the reader can look at its own deadlines
+                continue
+            if item is None:
+                open_hosts -= 1
+            elif isinstance(item, HostError) or not isinstance(item, BaseException):
+                yield name, item
+            else:
+                raise item
+    finally:
+        leaving.set()
+
+
+def _listen(
+    host: Host,
+    request: dict[str, Any],
+    reconnect: Callable[[str], Host] | None,
+    put: Callable[[tuple[str, Any]], None],
+    leaving: threading.Event,
+) -> None:
+    """One host's stream to its end, over as many connections as it takes. Keeps the request's offsets up to date."""
+    name = host.node
+    while not leaving.is_set():
+        try:
+            with call.open_stream(host, "reader", request) as chunks:
+                for frame in read_frames(name, chunks, frozenset(request["ranks"])):
+                    if leaving.is_set():
+                        return
+                    if isinstance(frame, Piece):
+                        request["offsets"][frame.file] = frame.offset + len(frame.data)
+                    put((name, frame))
+                    if isinstance(frame, End):
+                        return
+            raise ConnectError(name, "its answer ended too early")
+        except HostError as error:
+            put((name, error))
+            if reconnect is None or not isinstance(error, ConnectError):
+                return
+        host = _dial(name, host, reconnect, leaving)
+
+
+def _dial(name: str, host: Host, reconnect: Callable[[str], Host], leaving: threading.Event) -> Host:
+    while not leaving.wait(RETRY_S):
+        try:
+            return reconnect(name)
+        except HostError:
+            continue
+    return host
+
+
+def combine(plan: LaunchPlan, found: Mapping[str, Mapping[str, Any] | HostError], known: JobRecord) -> JobRecord:
+    """The job's state from its hosts' records; `known` is what we knew before. Pure.
+
+    The master's last word counts for all. Without it: a host that ended on its own account, else a record whose
+    supervisor is gone means lost; a host that we cannot reach says nothing.
+    """
+    records = {name: dict(record) for name, record in found.items() if isinstance(record, Mapping)}
+    final = [record for record in records.values() if record.get("state") in ("succeeded", "failed", "cancelled")]
+    alive = [record for record in records.values() if record.get("alive")]
+    if records.get(plan.master) in final:
+        return _ended(known, records[plan.master])
+    if final and not alive:
+        return _ended(known, min(final, key=lambda record: record["state"] == "succeeded"))
+    if alive:
+        running = any(record.get("state") != "starting" for record in alive)
+        return known.model_copy(update={"state": "running" if running else "starting"})
+    if len(records) == len(plan.nodes):
+        gone = FirstFailure(node=plan.master, reason="no supervisor and no final record on any host")
+        return known.model_copy(update={"state": "lost", "first_failure": gone, "exit_code": 1})
+    return known
+
+
+def _ended(known: JobRecord, record: Mapping[str, Any]) -> JobRecord:
+    """record: as `remote/supervisor.py` wrote it on a host, so nothing in it is taken on trust."""
+    failure = None
+    with contextlib.suppress(ValidationError):
+        failure = FirstFailure.model_validate(record.get("first_failure"))
+    state: JobState = record["state"]
+    ended = known.ended
+    if isinstance(record.get("ended"), (int, float)):
+        ended = datetime.fromtimestamp(record["ended"], timezone.utc).isoformat(timespec="seconds")
+    return known.model_copy(
+        update={"state": state, "first_failure": failure, "exit_code": _exit_code(state, failure), "ended": ended}
+    )
+
+
+def _exit_code(state: str, failure: FirstFailure | None) -> int | None:
+    """The first failing rank's own code, 128 + n for signal n as a shell has it."""
+    if state == "succeeded":
+        return 0
+    if state == "cancelled":
+        return None
+    if failure and failure.signal:
+        with contextlib.suppress(KeyError):
+            return 128 + signal.Signals[failure.signal].value
+    return (failure.exit_code if failure else None) or 1
+
+
+def _ask(host: Host, plan: LaunchPlan, action: str, **more: Any) -> dict[str, Any]:
+    request = {"action": action, "workdir": plan.node(host.node).workdir, "job": plan.job, **more}
+    return call.ask(host, "control", request, timeout_s=ASK_S)
+
+
+def _on_all(
+    plan: LaunchPlan, action: Callable[[str], R], deadline_s: float, only: Mapping[str, Any] | None = None
+) -> dict[str, R | HostError]:
+    names = {node.name: node.name for node in plan.nodes if only is None or node.name in only}
+    return for_each(names, action, deadline_s=deadline_s + 5)

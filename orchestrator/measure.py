@@ -1,0 +1,179 @@
+"""From the ranks' steps to sums: SQL over the tables that `read_events` filled.
+
+Takes open `Events` and the plan, gives `Figures`: a few numbers a rank, and who made whom wait.
+
+    with read_events(files) as events:
+        figures = measure(events, plan)
+        write_steps(events, plan, run.steps)
+
+Per step, `wait_ms = exposed_j - min_k exposed_k` and `sync_ms = min_k exposed_k`: the rank that arrives last at the
+gradient exchange waits for nobody, so what it still spends there is the wire. Only durations enter: hosts share no
+clock. A measured step is one that every reporting rank reported, with its time, after the warm-up. The time of them
+all is the longest of the ranks' own sums: ranks that meet in every step take equally long over many of them, whereas
+the sum of each step's slowest rank would count twice what one host lost after a step and the others wait for in the next.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.events import Events, number
+from orchestrator.records import LaunchPlan, NodePlan
+from orchestrator.summary import StepTime, clean
+
+DEFAULT_WARMUP_STEPS = 3
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """One rank over the measured steps; a mean is None where some of them lack it."""
+
+    rank: int
+    samples: int
+    total_ms: float
+    compute_total_ms: float | None
+    load_ms: float | None
+    compute_ms: float | None
+    sync_ms: float | None
+    wait_ms: float | None
+    optim_ms: float | None
+
+
+@dataclass(frozen=True)
+class Figures:
+    reported: frozenset[int]
+    """Ranks with at least one usable step line."""
+    ranks: dict[int, RankFigures]
+    """Empty where no step was measured."""
+    steps: int
+    warmup_steps: int
+    samples_total: int
+    step_ms: dict[str, StepTime]
+    blame_ms: dict[int, float]
+    """Rank that arrived last -> mean wait a step of the others because of it, over the measured steps."""
+    loss: float | None
+
+    def of(self, node: NodePlan) -> list[RankFigures]:
+        numbers = range(node.first_rank, node.first_rank + node.ranks)
+        return [self.ranks[rank] for rank in numbers if rank in self.ranks]
+
+
+def measure(events: Events, plan: LaunchPlan) -> Figures:
+    """Adds the views `timed` (wait, sync, measured) to the steps, and sums them up."""
+    query = events.connection.execute
+    warmup = _warmup_steps(plan, events)
+    query(_TIMED.format(world_size=plan.world_size, warmup=warmup))
+    steps, left_out = query(_COUNTS).fetchone()
+    samples_total, reported = query("SELECT coalesce(sum(samples), 0), list(DISTINCT rank) FROM steps").fetchone()
+    by_node = len(plan.nodes) > 1
+    blame = query(_BLAME.format(group="node" if by_node else "rank")).fetchall()
+    (loss,) = query(_LAST_LOSS).fetchone()
+    epoch_loss = _last_epoch_loss(events)
+    return Figures(
+        reported=frozenset(reported or ()),
+        ranks={row[0]: RankFigures(*row) for row in query(_BY_RANK).fetchall()},
+        steps=steps,
+        warmup_steps=left_out,
+        samples_total=int(samples_total),
+        step_ms={node: StepTime(p50=p50, p95=p95) for node, p50, p95 in query(_STEP_TIMES).fetchall()},
+        blame_ms={rank: wait / steps for rank, wait in blame},
+        loss=loss if epoch_loss is None else epoch_loss,
+    )
+
+
+def _warmup_steps(plan: LaunchPlan, events: Events) -> int:
+    ours = plan.settings.get("warmup_steps")
+    for start in events.latest("start").values():
+        told = start.get("settings")
+        if ours is None and isinstance(told, dict):
+            ours = told.get("warmup_steps")
+    is_count = isinstance(ours, int) and not isinstance(ours, bool) and 0 <= ours <= 10**9
+    return ours if is_count and ours is not None else DEFAULT_WARMUP_STEPS
+
+
+def _last_epoch_loss(events: Events) -> float | None:
+    losses = [number(epoch, "loss") for epoch in events.latest("epoch").values()]
+    return next((loss for loss in losses if loss is not None), None)
+
+
+_TIMED = """
+CREATE TABLE timed AS
+WITH together AS (
+    SELECT *, count(*) OVER step_ AS present, count(t_ms) OVER step_ AS with_time,
+           count(exposed_ms) OVER step_ AS with_exposed, min(exposed_ms) OVER step_ AS least_exposed_ms
+    FROM steps WINDOW step_ AS (PARTITION BY step)),
+ranks AS (SELECT count(DISTINCT rank) AS reporting, min(step) AS first_step FROM steps)
+SELECT together.* EXCLUDE (present, with_time, with_exposed, least_exposed_ms),
+       CASE WHEN with_exposed = {world_size} THEN exposed_ms - least_exposed_ms END AS wait_ms,
+       CASE WHEN with_exposed = {world_size} THEN least_exposed_ms END AS sync_ms,
+       present = reporting AS complete,
+       step - first_step < {warmup} AS warmup,
+       present = reporting AND with_time = reporting AND step - first_step >= {warmup} AS measured
+FROM together, ranks
+"""
+
+_COUNTS = """
+SELECT count(DISTINCT step) FILTER (measured), count(DISTINCT step) FILTER (warmup) FROM timed
+"""
+
+
+def _mean_if_whole(column: str) -> str:
+    return f"CASE WHEN count({column}) = count(*) THEN avg({column}) END"
+
+
+_BY_RANK = f"""
+SELECT rank, sum(samples)::BIGINT, sum(t_ms), CASE WHEN count(compute_ms) = count(*) THEN sum(compute_ms) END,
+       {_mean_if_whole("load_ms")}, {_mean_if_whole("compute_ms")}, {_mean_if_whole("sync_ms")},
+       {_mean_if_whole("wait_ms")}, {_mean_if_whole("optim_ms")}
+FROM timed WHERE measured GROUP BY rank ORDER BY rank
+"""
+
+_STEP_TIMES = """
+WITH slowest AS (SELECT node, step, max(t_ms) AS t_ms FROM timed WHERE measured GROUP BY node, step)
+SELECT node, quantile_cont(t_ms, 0.5), quantile_cont(t_ms, 0.95) FROM slowest GROUP BY node
+"""
+
+_BLAME = """
+WITH last AS (
+    SELECT step, arg_min(rank, (exposed_ms, rank)) AS rank, arg_min({group}, (exposed_ms, rank)) AS at
+    FROM timed WHERE measured AND wait_ms IS NOT NULL GROUP BY step),
+waits AS (
+    SELECT last.rank, timed.step, avg(timed.wait_ms) AS wait_ms
+    FROM timed JOIN last ON timed.step = last.step AND timed.{group} <> last.at GROUP BY last.rank, timed.step)
+SELECT rank, sum(wait_ms) FROM waits GROUP BY rank ORDER BY rank
+"""
+
+_LAST_LOSS = """
+WITH last AS (SELECT max(step) AS step FROM timed WHERE complete)
+SELECT CASE WHEN count(loss) = count(*) AND sum(samples) > 0 THEN sum(loss) / sum(samples) END
+FROM timed JOIN last ON timed.step = last.step
+"""
+
+
+def write_steps(events: Events, plan: LaunchPlan, path: Path) -> None:
+    """One row per rank and step, whole or not at all."""
+    connection = events.connection
+    connection.execute("CREATE TABLE places (rank INTEGER, gpu VARCHAR, local_rank INTEGER)")
+    places = [[node.first_rank + i, gpu_label(node), i] for node in plan.nodes for i in range(node.ranks)]
+    connection.executemany("INSERT INTO places VALUES (?, ?, ?)", places)
+    handle, temporary = tempfile.mkstemp(prefix=".steps.", suffix=".parquet", dir=path.parent)
+    os.close(handle)
+    try:
+        quoted = temporary.replace("'", "''")
+        connection.execute(
+            f"""COPY (SELECT node, gpu, rank, local_rank, step, epoch, samples, t_ms, load_ms, compute_ms, exposed_ms,
+            wait_ms, sync_ms, optim_ms, loss, wall, measured FROM timed JOIN places USING (rank)
+            ORDER BY step, rank) TO '{quoted}' (FORMAT parquet)"""  # noqa: S608 - our own file name, quoted
+        )
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def gpu_label(node: NodePlan) -> str:
+    """What groups hosts by type."""
+    return clean(node.gpu) if node.gpu else ("CPU" if node.device == "cpu" else "GPU of unknown type")

@@ -1,0 +1,218 @@
+"""The launch plan: a pure function from inventory, facts and election to one value. Running it happens in `job`.
+
+    plan = build_plan(cluster, nodes, facts, election, request, job="mnist_lenet-20261121-0912-k3f", code=code)
+
+`orch run --dry-run` prints this value; `orch run` executes it and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from orchestrator.election import Election
+from orchestrator.errors import UsageError
+from orchestrator.facts import NodeFacts
+from orchestrator.inventory import Node
+from orchestrator.records import CodeFolder, LaunchPlan, NodePlan
+from trainer.shares import equal_shares
+
+RENDEZVOUS_PORT = 29500
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """What a person asked for. command: arguments after the interpreter, the same on every host."""
+
+    kind: Literal["experiment", "script", "module"]
+    name: str
+    """The experiment, or the script's or module's name."""
+    command: tuple[str, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """An experiment's complete settings; empty for a script."""
+    chosen: frozenset[str] = frozenset()
+    """The settings that the person set by hand: the plan does not overrule them."""
+    share_gpus: bool = False
+    grace_s: float = 3.0
+    time_limit_s: float | None = None
+
+
+def build_plan(
+    cluster: str,
+    nodes: Sequence[Node],
+    facts: Mapping[str, NodeFacts],
+    election: Election,
+    request: RunRequest,
+    *,
+    job: str,
+    code: CodeFolder,
+    created: str,
+) -> LaunchPlan:
+    """nodes: those that take part, all with facts. Raises UsageError where no training address can be found."""
+    ordered = sorted(nodes, key=lambda node: node.name != election.master)
+    master = ordered[0]
+    addresses = {node.name: _address(node, facts[node.name], ordered) for node in ordered}
+    devices = {node.name: _device(node, facts[node.name]) for node in ordered}
+    ranks = {node.name: _ranks(node, facts[node.name], devices[node.name]) for node in ordered}
+    world_size = sum(ranks.values())
+    shares = _shares(request, world_size)
+    backend = "nccl" if set(devices.values()) == {"cuda"} else "gloo"
+    planned, first_rank = [], 0
+    for node_rank, node in enumerate(ordered):
+        count = ranks[node.name]
+        planned.append(
+            NodePlan(
+                name=node.name,
+                node_rank=node_rank,
+                first_rank=first_rank,
+                ranks=count,
+                address=addresses[node.name],
+                interface=_interface(node, facts[node.name], ordered, addresses),
+                device=devices[node.name],
+                gpu=_gpu_label(node, facts[node.name]),
+                gpu_uuids=_gpu_uuids(facts[node.name], count) if devices[node.name] == "cuda" else (),
+                bandwidth_bps=node.bandwidth_bps,
+                paced=node.paced.model_dump(mode="json") if node.paced else None,
+                python=node.python,
+                activate=node.activate,
+                workdir=node.workdir,
+                env=_environment(node, facts, ordered, addresses, devices, ranks),
+                shares=shares[first_rank : first_rank + count],
+                torchrun=_torchrun(len(ordered), node_rank, count, addresses[master.name]),
+                command=_command(request, devices[node.name], backend),
+                prepare=node.prepare,
+            )
+        )
+        first_rank += count
+    return LaunchPlan(
+        schema=1,
+        job=job,
+        exp=request.name,
+        kind=request.kind,
+        cluster=cluster,
+        settings=dict(request.settings),
+        master=master.name,
+        master_address=addresses[master.name],
+        rendezvous_port=RENDEZVOUS_PORT,
+        world_size=world_size,
+        created=created,
+        code=code,
+        nodes=tuple(planned),
+        share_gpus=request.share_gpus,
+        grace_s=request.grace_s,
+        time_limit_s=request.time_limit_s,
+        notes=_notes(ordered, devices, shares),
+    )
+
+
+def _torchrun(nodes: int, node_rank: int, ranks: int, master_address: str) -> tuple[str, ...]:
+    """torchrun's arguments. Rendezvous is `static`: with `c10d` the node rank is ignored, workers open a second, random
+    port, and the hosts' wall clocks are compared.
+    """
+    options = {
+        "--nnodes": nodes,
+        "--node-rank": node_rank,
+        "--nproc-per-node": ranks,
+        "--rdzv-backend": "static",
+        "--master-addr": master_address,
+        "--master-port": "{rendezvous_port}",
+        "--max-restarts": 0,
+    }
+    flags = tuple(str(part) for option in options.items() for part in option)
+    # torchrun starts our wrapper, not the script: only the wrapper knows the rank's true exit code.
+    return ("-m", "torch.distributed.run", *flags, "--no-python", "{python}", "-m", "orch_remote.rank", "{job_dir}")
+
+
+def _command(request: RunRequest, device: str, backend: str) -> tuple[str, ...]:
+    if request.kind != "experiment":
+        return request.command
+    found = {"device": device, "backend": backend}
+    added = [f"--{key}={value}" for key, value in found.items() if key not in request.chosen]
+    return (*request.command, *added)
+
+
+def _shares(request: RunRequest, world_size: int) -> tuple[int, ...]:
+    batch = request.settings.get("batch")
+    return equal_shares(int(batch), world_size) if batch else ()
+
+
+def _device(node: Node, facts: NodeFacts) -> Literal["cuda", "cpu"]:
+    if node.device != "auto":
+        return node.device
+    return "cuda" if facts.gpus and not node.paced else "cpu"
+
+
+def _ranks(node: Node, facts: NodeFacts, device: str) -> int:
+    found = len(facts.gpus) if device == "cuda" else 0
+    return node.ranks or node.gpus or found or 1
+
+
+def _gpu_label(node: Node, facts: NodeFacts) -> str | None:
+    return node.gpu or (facts.gpus[0].name if facts.gpus else None)
+
+
+def _gpu_uuids(facts: NodeFacts, ranks: int) -> tuple[str, ...]:
+    return tuple(gpu.uuid for gpu in facts.gpus[:ranks])
+
+
+def _address(node: Node, facts: NodeFacts, nodes: Sequence[Node]) -> str:
+    """The training address: declared, else the source of this host's own route to one of the others."""
+    if node.address:
+        return node.address
+    peers = {other.address or other.host for other in nodes if other is not node}
+    for route in facts.routes:
+        if route.peer in peers and route.source:
+            return route.source
+    if len(nodes) == 1 or node.transport == "local":
+        return "127.0.0.1"
+    raise UsageError(
+        f"{node.name}: its training address is unknown (no route to the other hosts was found)",
+        f"set `address:` for {node.name} in the inventory",
+    )
+
+
+def _interface(node: Node, facts: NodeFacts, nodes: Sequence[Node], addresses: Mapping[str, str]) -> str | None:
+    """The interface that carries this host's route to the master; on the master, the one that has its address."""
+    if node.interface:
+        return node.interface
+    for interface in facts.interfaces:
+        if addresses[node.name] in (address.partition("/")[0] for address in interface.addresses):
+            return interface.name
+    others = [addresses[other.name] for other in nodes if other is not node]
+    return next((route.interface for route in facts.routes if route.peer in others), None)
+
+
+def _environment(
+    node: Node,
+    facts: Mapping[str, NodeFacts],
+    nodes: Sequence[Node],
+    addresses: Mapping[str, str],
+    devices: Mapping[str, str],
+    ranks: Mapping[str, int],
+) -> dict[str, str]:
+    """Our own settings first: what the inventory's `env` says wins."""
+    own = facts[node.name]
+    # Two nodes of an inventory may be one machine (`transport: local`): they share its cores.
+    together = sum(ranks[other.name] for other in nodes if facts[other.name].boot_id == own.boot_id)
+    environment = {"OMP_NUM_THREADS": str(max(1, own.cores // together))}
+    interface = _interface(node, own, nodes, addresses)
+    if interface:
+        # NCCL takes names as prefixes unless they begin with "=" (NCCL manual, NCCL_SOCKET_IFNAME).
+        environment |= {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
+    if devices[node.name] == "cuda":
+        environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # torch then counts GPUs as nvidia-smi does
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu.index) for gpu in own.gpus[: ranks[node.name]])
+    return {**environment, **node.env}
+
+
+def _notes(nodes: Sequence[Node], devices: Mapping[str, str], shares: tuple[int, ...]) -> tuple[str, ...]:
+    notes = []
+    if len(set(devices.values())) > 1:
+        notes.append("some hosts train on CUDA and some on the CPU: Gloo carries the gradients everywhere")
+    paced = [node.name for node in nodes if node.paced]
+    if paced:
+        notes.append(f"{', '.join(paced)}: `paced` speeds are declared; this run computes at the CPU's own speed")
+    if 0 in shares:
+        notes.append("the global batch has fewer samples than there are ranks: some ranks get none")
+    return tuple(notes)

@@ -1,0 +1,303 @@
+"""Gathers what a host is, in one round trip; the controller makes sense of it (`orchestrator/facts.py`).
+
+Request: {"workdir", "peers": [addresses or names], "torch": bool, "limit_s"}. The answer is raw, nothing is judged here:
+
+    {"commands": {name: {"rc", "out", "err"}}, "files": {path: text}, "values": {...}}
+
+Every command has its own limit of time and they run side by side, so that a driver that hangs or a dead NFS mount
+costs one fact and never the answer. Whatever may block without end runs in a process of its own for that reason.
+rc is 127 where a command is missing and 124 where it was too slow, as a shell and timeout(1) have it.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import json
+import os
+import pwd
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+LIMIT_S = 60.0
+COMMAND_S = 15.0
+TORCH_S = 60.0
+OUT_BYTES = 1 << 18
+ERR_BYTES = 1 << 12
+MAX_PEERS = 256
+AT_ONCE = 8
+NOT_FOUND, TOO_SLOW = 127, 124
+
+GPU_FIELDS = "index,name,uuid,memory.total,memory.used,driver_version,pci.bus_id"
+FILES = (
+    "/proc/meminfo",
+    "/etc/os-release",
+    "/proc/sys/kernel/random/boot_id",
+    "/etc/machine-id",
+    "/proc/net/if_inet6",
+)
+# Tools that an SSH session's short PATH often misses.
+PATHS = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin:/usr/lib/wsl/lib:/usr/local/nvidia/bin"
+
+# Prints {"path", "free", "error"}: the work folder as an absolute path, free bytes for us there, and why it cannot be
+# written, if so. What it makes for the trial it removes again.
+WORKDIR = """
+import json, os, secrets, sys
+path = os.path.abspath(os.path.expanduser(sys.argv[1]))
+found = path
+while not os.path.isdir(found) and found != os.path.dirname(found):
+    found = os.path.dirname(found)
+space = os.statvfs(found)
+error, made = None, []
+try:
+    folder = path
+    while not os.path.lexists(folder):
+        made.append(folder)
+        folder = os.path.dirname(folder)
+    for folder in reversed(made):
+        os.mkdir(folder, 0o700)
+    trial = os.path.join(path, ".probe-" + secrets.token_hex(8))
+    with open(trial, "xb") as file:
+        made.insert(0, trial)
+        file.write(b"x" * 4096)
+        file.flush()
+        os.fsync(file.fileno())
+except OSError as problem:
+    error = "%s: %s" % (problem.filename or path, problem.strerror)
+for name in made:
+    try:
+        os.unlink(name) if name.rpartition("/")[2].startswith(".probe-") else os.rmdir(name)
+    except OSError:
+        pass
+print(json.dumps({"path": path, "free": space.f_bavail * space.f_frsize, "error": error}))
+"""
+
+# Prints the numeric addresses that this host's own name leads to: a resolver may take its time.
+OWN_NAME = """
+import json, socket
+found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+print(json.dumps(sorted({entry[4][0] for entry in found})))
+"""
+
+# Prints what this torch is. A part that this build or version lacks is null, never a failure of the whole.
+TORCH = """
+import json, warnings
+def tell(ask):
+    try:
+        return ask()
+    except Exception:
+        return None
+import torch
+import torch.distributed as dist
+facts = {"version": str(torch.__version__), "cuda": torch.version.cuda}
+facts["nccl"] = tell(lambda: ".".join(str(part) for part in torch.cuda.nccl.version()))
+facts["cudnn"] = tell(lambda: torch.backends.cudnn.version())
+# get_arch_list() is empty where no GPU is in reach; the flags of the build are there always.
+facts["archs"] = tell(lambda: (torch._C._cuda_getArchFlags() or "").split()) or tell(torch.cuda.get_arch_list) or []
+distributed = dist.is_available()
+facts["gloo"] = bool(distributed and tell(getattr(dist, "is_gloo_available", lambda: True)))
+facts["nccl_available"] = bool(distributed and tell(lambda: dist.is_nccl_available()))
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    facts["devices"] = tell(lambda: torch.cuda.device_count() if torch.cuda.is_available() else 0) or 0
+facts["cuda_error"] = str(said[-1].message) if said else None
+facts["torchvision"] = facts["torchvision_error"] = None
+try:
+    import torchvision
+    facts["torchvision"] = str(torchvision.__version__)
+except Exception as problem:
+    facts["torchvision_error"] = "%s: %s" % (type(problem).__name__, problem)
+print("\\n" + json.dumps(facts))
+"""
+
+
+def main(request: dict[str, Any]) -> None:
+    answer = gather(request)
+    sys.stdout.write(request["marker"] + json.dumps(answer) + request["marker"])
+
+
+def gather(request: dict[str, Any]) -> dict[str, Any]:
+    started = time.time()
+    limit_s = min(float(request.get("limit_s", LIMIT_S)), TORCH_S)
+    peers = [str(peer) for peer in request["peers"][:MAX_PEERS]]
+    commands = run_all(command_lines(request["workdir"], peers, request["torch"]), limit_s)
+    if commands["nvidia-smi"]["rc"] not in (0, NOT_FOUND, TOO_SLOW):
+        commands["nvidia-smi"] = ask_old_driver(commands["nvidia-smi"], limit_s)
+    files = {path: text for path in FILES if (text := read_text(path)) is not None}
+    values = {**about_process(), "links": read_links(), "wall_start": started}
+    if commands["ip addr"]["rc"] != 0:
+        values["sockets"] = socket_interfaces()
+        values["sources"] = {peer: source for peer in peers if (source := source_towards(peer))}
+    return {"commands": commands, "files": files, "values": {**values, "wall_end": time.time()}}
+
+
+# ---- commands -------------------------------------------------------------------------------------------------
+
+
+def command_lines(workdir: str, peers: list[str], torch: bool) -> dict[str, list[str]]:
+    """Name -> argument list. torch comes first: it takes longest."""
+    python = [sys.executable, "-c"]
+    lines = {"torch": [*python, TORCH]} if torch else {}
+    return {
+        **lines,
+        "nvidia-smi": smi(GPU_FIELDS + ",compute_cap"),
+        "workdir": [*python, WORKDIR, workdir],
+        "own name": [*python, OWN_NAME],
+        "ip addr": ["ip", "-j", "addr"],
+        **{f"ip route {peer}": ["ip", "-j", "route", "get", numeric(peer)] for peer in peers},
+    }
+
+
+def smi(fields: str) -> list[str]:
+    return ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+
+
+def ask_old_driver(first: dict[str, Any], limit_s: float) -> dict[str, Any]:
+    """Drivers before 510 do not know `compute_cap` and answer nothing at all then; the rest they know."""
+    again = run(smi(GPU_FIELDS), min(COMMAND_S, limit_s)) if "compute_cap" in first["out"] + first["err"] else first
+    return again if again["rc"] == 0 else first
+
+
+def run_all(lines: dict[str, list[str]], limit_s: float) -> dict[str, dict[str, Any]]:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        waiting = {
+            name: pool.submit(run, line, limit_s if name == "torch" else min(COMMAND_S, limit_s))
+            for name, line in lines.items()
+        }
+        return {name: future.result() for name, future in waiting.items()}
+
+
+def run(argv: list[str], limit_s: float) -> dict[str, Any]:
+    """Runs one command in a session of its own, and kills all of that when it is too slow."""
+    env = {**os.environ, "LC_ALL": "C", "PATH": f"{os.environ.get('PATH', '')}:{PATHS}"}
+    # A job chooses its GPUs itself; what a profile hides here says nothing about the host.
+    env.pop("CUDA_VISIBLE_DEVICES", None)
+    try:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd="/",
+            env=env,
+            start_new_session=True,
+        )
+    except FileNotFoundError:
+        return {"rc": NOT_FOUND, "out": "", "err": f"{argv[0]}: command not found"}
+    except OSError as error:
+        return {"rc": 126, "out": "", "err": f"{argv[0]}: {error.strerror}"}
+    try:
+        out, err = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        # Not waited for: a process stuck in the kernel takes the signal when it comes back, if ever.
+        os.killpg(process.pid, signal.SIGKILL)
+        return {"rc": TOO_SLOW, "out": "", "err": f"no answer in {limit_s:g} s"}
+    return {"rc": process.returncode, "out": text(out[:OUT_BYTES]), "err": text(err[-ERR_BYTES:])}
+
+
+def text(data: bytes) -> str:
+    return data.decode("utf-8", "replace")
+
+
+# ---- simple values --------------------------------------------------------------------------------------------
+
+
+def about_process() -> dict[str, Any]:
+    kernel = os.uname()
+    shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
+    return {
+        "hostname": socket.gethostname(),
+        "uname": [kernel.sysname, kernel.release, kernel.machine],
+        "cores": len(os.sched_getaffinity(0)),
+        "uid": os.getuid(),
+        "user": user_name(os.getuid()),
+        "python": list(sys.version_info[:3]),
+        "executable": sys.executable,
+        "shm_bytes": shm.f_blocks * shm.f_frsize if shm else 0,
+    }
+
+
+def user_name(uid: int) -> str:
+    """A container may run as a uid that no passwd file knows."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def read_text(path: str) -> str | None:
+    try:
+        with open(path, "rb") as file:
+            return text(file.read(1 << 16))
+    except OSError:
+        return None
+
+
+def read_links() -> dict[str, str]:
+    """Interface -> its speed as the kernel writes it, in Mbit/s; virtual, wireless and idle ones have none."""
+    links = sorted(Path("/sys/class/net").glob("*"))[:MAX_PEERS]
+    return {link.name: speed for link in links if (speed := read_text(f"{link}/speed")) is not None}
+
+
+# ---- without the ip command -----------------------------------------------------------------------------------
+
+
+def numeric(peer: str) -> str:
+    """`ip route get` wants a number; a name that does not resolve is passed on, for the error it makes."""
+    try:
+        return str(socket.getaddrinfo(peer, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return peer
+
+
+def socket_interfaces() -> list[dict[str, Any]]:
+    """IPv4 interfaces by the ioctls of netdevice(7): [{name, address, netmask, mtu, flags}]."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as link:
+        for name in configured(link):
+            request = struct.pack("256s", name.encode()[:15])
+
+            def ask(number: int, request: bytes = request) -> bytes:
+                return fcntl.ioctl(link.fileno(), number, request)
+
+            try:
+                found.append(
+                    {
+                        "name": name,
+                        "address": socket.inet_ntoa(ask(0x8915)[20:24]),  # SIOCGIFADDR
+                        "netmask": socket.inet_ntoa(ask(0x891B)[20:24]),  # SIOCGIFNETMASK
+                        "mtu": struct.unpack_from("i", ask(0x8921), 16)[0],  # SIOCGIFMTU
+                        "flags": struct.unpack_from("H", ask(0x8913), 16)[0],  # SIOCGIFFLAGS
+                    }
+                )
+            except OSError:
+                continue  # it went away, or carries no IPv4 address
+    return found
+
+
+def configured(link: socket.socket) -> list[str]:
+    """Names of the interfaces with an IPv4 address, aliases such as eth0:1 among them (SIOCGIFCONF)."""
+    size, room = 40, 128 * 40  # struct ifreq has 40 bytes on every 64-bit Linux
+    names = array.array("B", bytes(room))
+    request = struct.pack("iL", room, names.buffer_info()[0])
+    used = struct.unpack("iL", fcntl.ioctl(link.fileno(), 0x8912, request))[0]
+    data = names.tobytes()
+    return [data[at : at + 16].split(b"\0", 1)[0].decode("ascii", "replace") for at in range(0, used, size)]
+
+
+def source_towards(peer: str) -> str | None:
+    """Our own address on the route to a peer: a UDP socket's connect chooses it and sends nothing."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as link:
+            link.connect(address)
+            return str(link.getsockname()[0])
+    except OSError:
+        return None
