@@ -12,6 +12,7 @@ import contextlib
 import getpass
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -74,10 +75,16 @@ class Sshd:
         if self.process:
             for child in _children(self.process.pid):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(child, 9)
+                    os.kill(child, signal.SIGKILL)
             self.process.kill()
             self.process.wait()
             self.process = None
+
+    def freeze(self) -> None:
+        """The server and its connections stay, and answer nothing any more."""
+        assert self.process
+        for pid in [self.process.pid, *_children(self.process.pid)]:
+            os.kill(pid, signal.SIGSTOP)
 
     def _listens(self) -> bool:
         with socket.socket() as probe:

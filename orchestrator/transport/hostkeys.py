@@ -13,7 +13,6 @@ pinned. Lines marked @cert-authority are left out: we verify keys, not certifica
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import hmac
 import re
@@ -172,7 +171,7 @@ def _digest(blob: bytes) -> str:
 def _read(file: Path) -> Iterator[KnownKey]:
     """The entries of a file. Lines that cannot be read are passed over, as OpenSSH does."""
     try:
-        lines = file.read_text(errors="replace").splitlines()
+        lines = file.read_text(errors="replace").split("\n")
     except OSError:
         return
     for number, line in enumerate(lines, start=1):
@@ -182,7 +181,7 @@ def _read(file: Path) -> Iterator[KnownKey]:
         marker, hosts, type_, encoded = match.groups()
         try:
             blob = base64.b64decode(encoded, validate=True)
-        except binascii.Error:
+        except ValueError:
             continue
         if marker in (None, "@revoked"):
             yield KnownKey(file, number, marker or "", hosts, type_, blob)
