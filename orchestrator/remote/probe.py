@@ -1,6 +1,6 @@
 """Gathers what a host is, in one round trip; the controller makes sense of it (`orchestrator/facts.py`).
 
-Request: {"workdir", "peers": [addresses or names], "torch": bool, "limit_s"}. The answer is raw, nothing is judged here:
+Request: {"workdir", "peers": [addresses or names], "torch": bool, "limit_s"}. Nothing is judged here, the answer is raw:
 
     {"commands": {name: {"rc", "out", "err"}}, "files": {path: text}, "values": {...}}
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import array
 import fcntl
+import ipaddress
 import json
 import os
 import pwd
@@ -62,7 +63,7 @@ try:
         made.append(folder)
         folder = os.path.dirname(folder)
     for folder in reversed(made):
-        os.mkdir(folder, 0o700)
+        os.makedirs(folder, 0o700, exist_ok=True)
     trial = os.path.join(path, ".probe-" + secrets.token_hex(8))
     with open(trial, "xb") as file:
         made.insert(0, trial)
@@ -84,6 +85,13 @@ OWN_NAME = """
 import json, socket
 found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
 print(json.dumps(sorted({entry[4][0] for entry in found})))
+"""
+
+# `ip route get` towards a name: it wants a number, and to find that one may take a resolver's time.
+ROUTE = """
+import os, socket, sys
+address = socket.getaddrinfo(sys.argv[1], None, type=socket.SOCK_STREAM)[0][4][0]
+os.execvp("ip", ["ip", "-j", "route", "get", address])
 """
 
 # Prints what this torch is. A part that this build or version lacks is null, never a failure of the whole.
@@ -151,8 +159,19 @@ def command_lines(workdir: str, peers: list[str], torch: bool) -> dict[str, list
         "workdir": [*python, WORKDIR, workdir],
         "own name": [*python, OWN_NAME],
         "ip addr": ["ip", "-j", "addr"],
-        **{f"ip route {peer}": ["ip", "-j", "route", "get", numeric(peer)] for peer in peers},
+        **{f"ip route {peer}": ask_route(python, peer) for peer in peers},
     }
+
+
+def ask_route(python: list[str], peer: str) -> list[str]:
+    return ["ip", "-j", "route", "get", peer] if is_numeric(peer) else [*python, ROUTE, peer]
+
+
+def is_numeric(peer: str) -> bool:
+    try:
+        return bool(ipaddress.ip_address(peer))
+    except ValueError:
+        return False
 
 
 def smi(fields: str) -> list[str]:
@@ -249,14 +268,6 @@ def read_links() -> dict[str, str]:
 # ---- without the ip command -----------------------------------------------------------------------------------
 
 
-def numeric(peer: str) -> str:
-    """`ip route get` wants a number; a name that does not resolve is passed on, for the error it makes."""
-    try:
-        return str(socket.getaddrinfo(peer, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError:
-        return peer
-
-
 def socket_interfaces() -> list[dict[str, Any]]:
     """IPv4 interfaces by the ioctls of netdevice(7): [{name, address, netmask, mtu, flags}]."""
     found = []
@@ -293,9 +304,10 @@ def configured(link: socket.socket) -> list[str]:
 
 
 def source_towards(peer: str) -> str | None:
-    """Our own address on the route to a peer: a UDP socket's connect chooses it and sends nothing."""
+    """Our own address on the route to a numeric peer: a UDP socket's connect chooses it and sends nothing."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+        found = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)
+        family, kind, _, _, address = found[0]
         with socket.socket(family, kind) as link:
             link.connect(address)
             return str(link.getsockname()[0])

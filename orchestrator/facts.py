@@ -1,0 +1,439 @@
+"""What a host is: takes the raw answer of `remote/probe.py`, gives a frozen `NodeFacts`. Pure: one small parser a fact.
+
+    facts = parse_facts("v100", answer, sent_at=before, received_at=after)
+    facts.gpus[0].name, facts.torch.version      # "Tesla V100-PCIE-16GB", "2.0.1"
+
+A fact that a host cannot give (no driver, no torch, no `ip`) is None or empty beside a line that says why. An answer
+that makes no sense is refused with ProbeError: hosts are not trusted. Counts are capped, text is cut and printable.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from orchestrator.errors import ProbeError
+
+MAX_GPUS = 64
+MAX_INTERFACES = 256
+MAX_ROUTES = 256
+MAX_ADDRESSES = 64
+MAX_TEXT = 200
+NOT_FOUND = 127
+MIB = 1 << 20
+# Flags of an interface that is up and has a carrier: IFF_UP and IFF_RUNNING of netdevice(7).
+UP, RUNNING = 0x1, 0x40
+
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Text = Annotated[str, Field(max_length=MAX_TEXT)]
+Command = Mapping[str, Any]
+Found = TypeVar("Found")
+
+
+class Fact(BaseModel):
+    """strict: a host's "1" is not 1. What a newer version stored besides is left out."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class Gpu(Fact):
+    index: Annotated[int, Field(ge=0, lt=1024)]
+    name: Text
+    uuid: Text
+    memory_bytes: Count
+    """What the driver reports; 0 where it does not say, as on GPUs that share the host's memory."""
+    memory_used_bytes: Count
+    driver: Text
+    bus_id: Text
+    compute_capability: Text | None = None
+    """Like "8.6"; None with drivers that cannot tell."""
+
+
+class Interface(Fact):
+    name: Text
+    addresses: tuple[Text, ...] = ()
+    """With prefix length, like "192.168.1.41/24"."""
+    mtu: Count
+    speed_bps: Annotated[float, Field(gt=0)] | None = None
+    up: bool
+    """Switched on and with a carrier."""
+
+
+class Route(Fact):
+    """peer: as it was asked for. source: this host's own address on the way there."""
+
+    peer: Text
+    interface: Text
+    source: Text
+
+
+class TorchFacts(Fact):
+    version: Text
+    cuda: Text | None = None
+    """CUDA version of the build; None for a CPU build."""
+    nccl: Text | None = None
+    cudnn: Text | None = None
+    arch_list: tuple[Text, ...] = ()
+    """What the build was compiled for, like "sm_70", "compute_90"; empty where unknown."""
+    torchvision: Text | None = None
+    torchvision_error: Text | None = None
+    gloo: bool
+    nccl_available: bool
+    devices: Annotated[int, Field(ge=0, lt=1024)] = 0
+    """GPUs that torch itself can use."""
+    cuda_error: Text | None = None
+    """What torch said when it looked for GPUs, if anything."""
+
+
+class NodeFacts(Fact):
+    """All that one probe found out about one host."""
+
+    node: Text
+    hostname: Text
+    hostname_addresses: tuple[Text, ...] = ()
+    """What the host's own name leads to; empty where it leads nowhere."""
+    os: Text
+    kernel: Text
+    machine: Text
+    cores: Annotated[int, Field(ge=1, lt=1 << 16)]
+    """Those that our processes may use."""
+    memory_bytes: Count
+    disk_free_bytes: Count
+    """Free for us on the file system of the work folder."""
+    shm_bytes: Count
+    clock_offset_s: float
+    """The host's clock minus ours; right to half the asymmetry of the round trip."""
+    boot_id: Text
+    machine_id: Text
+    user: Text
+    uid: Count
+    python_version: Text
+    python_executable: Annotated[str, Field(max_length=4096)]
+    gpus: tuple[Gpu, ...] = ()
+    gpu_error: Text | None = None
+    torch: TorchFacts | None = None
+    torch_error: Text | None = None
+    """Why there is no torch; None as well as `torch` when it was not asked for."""
+    interfaces: tuple[Interface, ...] = ()
+    routes: tuple[Route, ...] = ()
+    workdir: Annotated[str, Field(max_length=4096)]
+    """Absolute path on the host."""
+    workdir_error: Text | None = None
+
+    def training_interface(self, name: str | None, address: str | None) -> Interface | None:
+        """The interface that a job would use: the named one, the one that carries `address`, else the first routed."""
+        by_name = {interface.name: interface for interface in self.interfaces}
+        if name:
+            return by_name.get(name)
+        for interface in self.interfaces if address else ():
+            if address in [own.partition("/")[0] for own in interface.addresses]:
+                return interface
+        return by_name.get(self.routes[0].interface) if self.routes else None
+
+
+def parse_facts(node: str, raw: Mapping[str, Any], sent_at: float, received_at: float) -> NodeFacts:
+    """node: its name in the inventory. raw: the probe's answer. sent_at, received_at: our wall clock around the probe.
+
+    Raises ProbeError naming the node and the fact that makes no sense.
+    """
+
+    def fact(name: str, parse: Callable[..., Found], *inputs: Any) -> Found:
+        try:
+            return parse(*inputs)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+            raise ProbeError(node, f"its answer about {name} makes no sense ({_reason(error)})") from error
+
+    commands, files, values = (fact("itself", _mapping, raw.get(part)) for part in ("commands", "files", "values"))
+    gpus, gpu_error = fact("GPUs", parse_gpus, commands.get("nvidia-smi"))
+    torch, torch_error = fact("torch", parse_torch, commands.get("torch"))
+    interfaces = fact("interfaces", parse_interfaces, commands.get("ip addr"), files, values)
+    found: dict[str, Any] = {
+        "node": node,
+        "hostname_addresses": fact("its own name", parse_own_name, commands.get("own name")),
+        "os": fact("its system", parse_os_release, files.get("/etc/os-release", "")),
+        "memory_bytes": fact("memory", parse_meminfo, files.get("/proc/meminfo", "")),
+        "clock_offset_s": fact("its clock", parse_clock, values, sent_at, received_at),
+        "boot_id": fact("its boot", clean, files.get("/proc/sys/kernel/random/boot_id", "")),
+        "machine_id": fact("its machine id", clean, files.get("/etc/machine-id", "")),
+        "gpus": gpus,
+        "gpu_error": gpu_error,
+        "torch": torch,
+        "torch_error": torch_error,
+        "interfaces": interfaces,
+        "routes": fact("routes", parse_routes, commands, values, interfaces),
+        **fact("its work folder", parse_workdir, commands.get("workdir")),
+        **fact("its system", parse_process, values),
+    }
+    return fact("itself", NodeFacts.model_validate, found)
+
+
+# ---- GPUs and torch -------------------------------------------------------------------------------------------
+
+
+def parse_gpus(command: Command | None) -> tuple[tuple[Gpu, ...], str | None]:
+    """The rows of nvidia-smi, by index; else no GPU and why."""
+    if error := _failure(command):
+        return (), error
+    rows = [row for row in str((command or {})["out"]).splitlines() if row.strip()]
+    if len(rows) > MAX_GPUS:
+        raise ValueError(f"{len(rows)} GPUs")
+    gpus = tuple(sorted((_gpu(row) for row in rows), key=lambda gpu: gpu.index))
+    if len({gpu.uuid for gpu in gpus}) < len(gpus):
+        raise ValueError("two GPUs with one uuid")
+    return gpus, None
+
+
+def _gpu(row: str) -> Gpu:
+    fields = [clean(field) for field in row.split(",")]
+    if len(fields) not in (7, 8):
+        raise ValueError(f"{len(fields)} columns in {clean(row)!r}")
+    index, name, uuid, total, used, driver, bus_id = fields[:7]
+    capability = fields[7] if len(fields) == 8 and re.fullmatch(r"\d{1,2}\.\d", fields[7]) else None
+    return Gpu(
+        index=_whole(index),
+        name=name,
+        uuid=uuid,
+        memory_bytes=_mebibytes(total),
+        memory_used_bytes=_mebibytes(used),
+        driver=driver,
+        bus_id=bus_id,
+        compute_capability=capability,
+    )
+
+
+def _mebibytes(field: str) -> int:
+    """nvidia-smi writes [N/A] or [Not Supported] where a GPU has no memory of its own."""
+    return 0 if field.startswith("[") else _whole(field) * MIB
+
+
+def parse_torch(command: Command | None) -> tuple[TorchFacts | None, str | None]:
+    """The last line of the torch program; else None and the import error's last line."""
+    if command is None:
+        return None, None
+    if error := _failure(command):
+        return None, error
+    found = _mapping(_loads(command["out"].strip().splitlines()[-1]))
+    archs = found["archs"]
+    if not isinstance(archs, list) or len(archs) > MAX_GPUS:
+        raise ValueError("no list of architectures")
+    texts = {name: _text_or_none(found.get(name)) for name in ("cuda", "nccl", "cudnn", "cuda_error")}
+    vision = {name: _text_or_none(found.get(name)) for name in ("torchvision", "torchvision_error")}
+    torch = TorchFacts(
+        version=clean(found["version"]),
+        arch_list=tuple(clean(arch) for arch in archs),
+        gloo=found["gloo"],
+        nccl_available=found["nccl_available"],
+        devices=found["devices"],
+        **texts,
+        **vision,
+    )
+    return torch, None
+
+
+# ---- network --------------------------------------------------------------------------------------------------
+
+
+def parse_interfaces(ip: Command | None, files: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Interface, ...]:
+    """From `ip -j addr`, else from what the host's sockets told."""
+    speeds = _mapping(values.get("links", {}))
+    if _failure(ip):
+        return _socket_interfaces(values.get("sockets", []), files.get("/proc/net/if_inet6", ""), speeds)
+    return tuple(
+        Interface(
+            name=clean(link["ifname"]),
+            addresses=tuple(
+                _address(f"{entry['local']}/{entry['prefixlen']}") for entry in _some(link["addr_info"], MAX_ADDRESSES)
+            ),
+            mtu=link["mtu"],
+            speed_bps=_speed_bps(speeds.get(link["ifname"])),
+            up={"UP", "LOWER_UP"} <= set(link["flags"]),
+        )
+        for link in _some(_loads((ip or {})["out"]), MAX_INTERFACES)
+        # iproute2 before 4.18 writes an empty object for each thing that it filtered out
+        if link
+    )
+
+
+def _socket_interfaces(sockets: Any, if_inet6: str, speeds: Mapping[str, Any]) -> tuple[Interface, ...]:
+    """IPv4 by ioctl; IPv6 of /proc/net/if_inet6 (address, index, prefix, scope, flags, name; numbers in hex)."""
+    addresses: dict[str, list[str]] = {}
+    about: dict[str, tuple[int, int]] = {}
+    for entry in _some(sockets, MAX_INTERFACES):
+        name = clean(entry["name"]).partition(":")[0]
+        about[name] = (entry["mtu"], entry["flags"])
+        addresses.setdefault(name, []).append(_address(f"{entry['address']}/{entry['netmask']}"))
+    for line in if_inet6.splitlines()[:MAX_INTERFACES]:
+        number, _, prefix, _, _, name = line.split()
+        about.setdefault(clean(name), (0, UP | RUNNING))
+        addresses.setdefault(clean(name), []).append(_address(f"{_inet6(number)}/{int(prefix, 16)}"))
+    return tuple(
+        Interface(
+            name=name,
+            addresses=tuple(addresses[name][:MAX_ADDRESSES]),
+            mtu=mtu,
+            speed_bps=_speed_bps(speeds.get(name)),
+            up=flags & (UP | RUNNING) == UP | RUNNING,
+        )
+        for name, (mtu, flags) in about.items()
+    )
+
+
+def parse_routes(
+    commands: Mapping[str, Any], values: Mapping[str, Any], interfaces: tuple[Interface, ...]
+) -> tuple[Route, ...]:
+    """Where `ip route get` knew a way to a peer; without `ip`, by the source address of a socket towards it."""
+    sources = _mapping(values.get("sources", {}))
+    if len(commands) > MAX_ROUTES + 16 or len(sources) > MAX_ROUTES:
+        raise ValueError("too many routes")
+    asked = [(name.removeprefix("ip route "), command) for name, command in commands.items() if "ip route " in name]
+    found = [_route(clean(peer), _loads(command["out"])) for peer, command in asked if not _failure(command)]
+    owners = {own.partition("/")[0]: one.name for one in interfaces for own in one.addresses}
+    guessed = [
+        Route(peer=clean(peer), interface=owners[source], source=source)
+        for peer, source in sources.items()
+        if source in owners
+    ]
+    return tuple(found or guessed)
+
+
+def _route(peer: str, answer: Any) -> Route:
+    first = _some(answer, MAX_ROUTES)[0]
+    return Route(peer=peer, interface=clean(first["dev"]), source=str(ipaddress.ip_address(first["prefsrc"])))
+
+
+def parse_own_name(command: Command | None) -> tuple[str, ...]:
+    if _failure(command):
+        return ()
+    found = _some(_loads((command or {})["out"]), MAX_ADDRESSES)
+    return tuple(str(ipaddress.ip_address(address.partition("%")[0])) for address in found)
+
+
+def _address(text: str) -> str:
+    return ipaddress.ip_interface(text).with_prefixlen
+
+
+def _inet6(digits: str) -> str:
+    return str(ipaddress.IPv6Address(bytes.fromhex(digits)))
+
+
+def _speed_bps(text: Any) -> float | None:
+    """The kernel writes Mbit/s, and -1 where a link has no speed."""
+    return _whole(text) * 1e6 if isinstance(text, str) and re.fullmatch(r"[1-9]\d{0,8}\s*", text) else None
+
+
+# ---- the system -----------------------------------------------------------------------------------------------
+
+
+def parse_clock(values: Mapping[str, Any], sent_at: float, received_at: float) -> float:
+    """Offset between two clocks from four readings (NTP, RFC 5905 section 8): the probe's own time falls out."""
+    remote: list[float] = [values["wall_start"], values["wall_end"]]
+    if not all(isinstance(value, float) and math.isfinite(value) for value in remote):
+        raise ValueError("no time")
+    return round(sum(remote) / 2 - (sent_at + received_at) / 2, 3)
+
+
+def parse_meminfo(text: str) -> int:
+    match = re.search(r"^MemTotal:\s+(\d{1,18}) kB", text, re.MULTILINE)
+    if not match:
+        raise ValueError("no MemTotal")
+    return int(match[1]) * 1024
+
+
+def parse_os_release(text: str) -> str:
+    """PRETTY_NAME of os-release(5)."""
+    match = re.search(r"^PRETTY_NAME=[\"']?([^\"'\n]*)", text, re.MULTILINE)
+    return clean(match[1]) if match else "unknown"
+
+
+def parse_workdir(command: Command | None) -> dict[str, Any]:
+    if error := _failure(command):
+        return {"workdir": "", "disk_free_bytes": 0, "workdir_error": error}
+    found = _mapping(_loads((command or {})["out"]))
+    path, error = found["path"], _text_or_none(found["error"])
+    if not isinstance(path, str) or not path.startswith("/") or not path.isprintable():
+        raise ValueError("no absolute path")
+    return {"workdir": path, "disk_free_bytes": found["free"], "workdir_error": error}
+
+
+def parse_process(values: Mapping[str, Any]) -> dict[str, Any]:
+    _, kernel, machine = values["uname"]
+    python = values["python"]
+    if len(python) != 3 or not all(isinstance(part, int) for part in python):
+        raise ValueError("no python version")
+    return {
+        "hostname": clean(values["hostname"]),
+        "kernel": clean(kernel),
+        "machine": clean(machine),
+        "cores": values["cores"],
+        "shm_bytes": values["shm_bytes"],
+        "user": clean(values["user"]),
+        "uid": values["uid"],
+        "python_version": ".".join(str(part) for part in python),
+        "python_executable": clean(values["executable"], 4096),
+    }
+
+
+# ---- small things ---------------------------------------------------------------------------------------------
+
+
+def clean(text: Any, limit: int = MAX_TEXT) -> str:
+    """A host's words, fit for a terminal and a log: printable, on one line, cut."""
+    if not isinstance(text, str):
+        raise ValueError(f"a {type(text).__name__} in place of text")
+    return "".join(c if c.isprintable() else " " for c in text[: limit * 4]).strip()[:limit]
+
+
+def _failure(command: Command | None) -> str | None:
+    """Why a command gave nothing: the last line it said. None when it did well."""
+    if command is None:
+        return "not asked"
+    if not isinstance(command["rc"], int):
+        raise ValueError("no exit code")
+    if command["rc"] == 0:
+        return None
+    said = f"{command['out']}\n{command['err']}".strip().splitlines()
+    return (clean(said[-1]) if said else "") or f"exit code {command['rc']}"
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError("not an object")
+    return value
+
+
+def _some(value: Any, limit: int) -> list[Any]:
+    if not isinstance(value, list) or len(value) > limit:
+        raise ValueError(f"not a list of at most {limit}")
+    return value
+
+
+def _loads(text: str) -> Any:
+    return json.loads(text, parse_constant=_no_constant)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number")
+
+
+def _whole(text: str) -> int:
+    if not re.fullmatch(r"\s*\d{1,12}\s*", text, re.ASCII):
+        raise ValueError(f"{clean(text)!r} is no number")
+    return int(text)
+
+
+def _text_or_none(value: Any) -> str | None:
+    """Some versions are numbers (cuDNN's): text all the same."""
+    return None if value is None else clean(str(value)) if isinstance(value, (str, int)) else clean(value)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors(include_input=False, include_url=False)[0]
+        return clean(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}")
+    return clean(f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__)
