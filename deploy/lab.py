@@ -30,7 +30,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -42,8 +42,10 @@ from lab_plan import Lab, LabHost
 
 from orchestrator.errors import HostError, OrchError, UsageError
 from orchestrator.files import locked, write_atomic
-from orchestrator.inventory import load_inventory
 from orchestrator.units import format_bandwidth
+
+if TYPE_CHECKING:
+    from orchestrator.inventory import Inventory
 
 STATE = Path("/run/orch-lab")
 DISKS = Path("/var/lib/orch-lab")  # /run is often a small tmpfs, too small for a job's checkpoints
@@ -77,6 +79,11 @@ def main(argv: Sequence[str]) -> int:
     except OrchError as error:
         print(f"lab: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(f"lab: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 
@@ -115,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def do_up(arguments: argparse.Namespace) -> None:
     binds = [lab_plan.parse_bind(text) for text in arguments.bind]
-    lab = lab_plan.plan(load_inventory(arguments.inventory), sys.executable, binds)
+    lab = lab_plan.plan(_read(arguments.inventory), sys.executable, binds)
     start = time.monotonic()
     with _lock():
         up(lab)
@@ -138,11 +145,14 @@ def do_down(arguments: argparse.Namespace) -> None:
 
 def do_list(_: argparse.Namespace) -> None:
     for cluster in _clusters():
-        with contextlib.suppress(UsageError):
+        try:
             lab = load(cluster)
-            print(cluster)
-            for host in lab.hosts:
-                print(f"  {_describe(host)}  {'on' if init_of(host) else 'off'}")
+        except UsageError:
+            print(f"{cluster}  only remains: deploy/lab.py down {cluster}")
+            continue
+        print(cluster)
+        for host in lab.hosts:
+            print(f"  {_describe(host)}  {'on' if init_of(host) else 'off'}")
 
 
 def do_exec(arguments: argparse.Namespace) -> NoReturn:
@@ -339,7 +349,7 @@ def _state(cluster: str) -> Path:
 def _clusters() -> list[str]:
     """All of which anything is left."""
     tops = [top for top in (STATE, DISKS) if top.is_dir()]
-    return sorted({folder.name for top in tops for folder in top.iterdir() if folder.is_dir()})
+    return sorted({folder.name for top in tops for folder in top.iterdir() if folder.is_dir()} | lab_net.clusters())
 
 
 def _pick(cluster: str | None) -> Lab:
@@ -357,8 +367,14 @@ def _cluster_named(text: str) -> str:
     if text in _clusters():
         return text
     if Path(text).is_file():
-        return load_inventory(Path(text)).cluster
+        return _read(Path(text)).cluster
     return load(text).cluster
+
+
+def _read(path: Path) -> Inventory:
+    from orchestrator.inventory import load_inventory  # here, for it brings pydantic, and most commands need none
+
+    return load_inventory(path)
 
 
 def _describe(host: LabHost) -> str:

@@ -269,4 +269,7 @@ def _run(*argv: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except OSError as error:  # its last line is what `lab.py up` shows
+        sys.exit(str(error))

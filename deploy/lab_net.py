@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
 import subprocess
@@ -79,6 +80,12 @@ def host_namespace(cluster: str, node: str) -> str:
 def enter(namespace: str) -> list[str]:
     """The start of an argv that runs the rest of it in this network namespace, and changes nothing else."""
     return ["nsenter", f"--net={NETNS / namespace}", "--"]
+
+
+def clusters() -> set[str]:
+    """Those that a namespace of this machine belongs to."""
+    names = os.listdir(NETNS) if NETNS.is_dir() else []
+    return {match[1] for name in names if (match := re.fullmatch(r"orch-([^:]+)-(hub|controller|host:.*)", name))}
 
 
 def namespaces(cluster: str) -> list[str]:

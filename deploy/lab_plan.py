@@ -15,13 +15,16 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import lab_host
 from lab_net import Link, Port
 
 from orchestrator.errors import UsageError
-from orchestrator.inventory import Inventory, Node
 from orchestrator.units import parse_bandwidth
+
+if TYPE_CHECKING:  # pydantic takes longer to import than most commands of the lab take to run
+    from orchestrator.inventory import Inventory, Node
 
 LAB_USER = "lab"
 
