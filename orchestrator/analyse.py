@@ -254,7 +254,7 @@ def _missing(plan: LaunchPlan, events: Events, figures: Figures) -> Iterable[str
                 yield f"{node.name}: rank {rank} reported no step."
     if figures.reported and len(figures.reported) < plan.world_size:
         yield (
-            f"{len(figures.reported)} of {plan.world_size} ranks reported steps: the cluster's speed counts these alone, "
+            f"{len(figures.reported)} of {plan.world_size} ranks reported steps: the cluster's speed is theirs alone, "
             "and waits, efficiency and straggler cannot be told."
         )
 
@@ -302,8 +302,8 @@ def _lines(count: int) -> str:
 
 
 def _ratio(value: Any) -> float | None:
-    number = number({"value": value}, "value")
-    return number if number is not None and 0 <= number <= 1 else None
+    ratio = number({"value": value}, "value")
+    return ratio if ratio is not None and 0 <= ratio <= 1 else None
 
 
 def _per_class(value: Any) -> dict[str, float]:

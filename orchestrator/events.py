@@ -197,19 +197,20 @@ CREATE TABLE lines (
     node VARCHAR, rank INTEGER, line BIGINT, event VARCHAR, refused BOOLEAN, content VARCHAR,
     {", ".join(f"{name} DOUBLE" for name in _NUMBERS)});
 CREATE VIEW others AS SELECT rank, line, event, content FROM lines WHERE content IS NOT NULL;
-"""
+"""  # noqa: S608 - names of our own
 
 _READ = f"""
 INSERT INTO lines
 WITH texts AS (
-    SELECT row_number() OVER () AS line, json, CASE WHEN json_type(json) = 'OBJECT' THEN left(json->>'$.event', 20) END AS event,
+    SELECT row_number() OVER () AS line, json,
+           CASE WHEN json_type(json) = 'OBJECT' THEN left(json->>'$.event', 20) END AS event,
            json_extract(json, [{_PATHS}])::VARCHAR[] AS texts
     FROM read_ndjson_objects($3, ignore_errors = true, maximum_object_size = {2 * LINE_LIMIT})),
 numbers AS (SELECT *, {_CASTS} FROM texts)
 SELECT $1, $2, line, event, event = 'step' AND ({_refusals()}),
        CASE WHEN event IN ('start', 'epoch', 'eval', 'end') THEN json::VARCHAR END, {", ".join(_NUMBERS)}
 FROM numbers
-"""
+"""  # noqa: S608 - names of our own
 
 # A script that writes only the time of day still tells its step's length: the difference on one host's clock.
 _STEPS = f"""
@@ -225,4 +226,4 @@ SELECT node, rank, step::BIGINT AS step, CASE WHEN epoch BETWEEN 0 AND {LARGEST}
        CASE WHEN isfinite(loss) AND abs(loss) < {LARGEST} THEN loss END AS loss,
        CASE WHEN isfinite(wall) THEN wall END AS wall
 FROM walls
-"""
+"""  # noqa: S608 - names of our own

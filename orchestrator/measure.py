@@ -10,7 +10,7 @@ Per step, `wait_ms = exposed_j - min_k exposed_k` and `sync_ms = min_k exposed_k
 gradient exchange waits for nobody, so what it still spends there is the wire. Only durations enter: hosts share no
 clock. A measured step is one that every reporting rank reported, with its time, after the warm-up. The time of them
 all is the longest of the ranks' own sums: ranks that meet in every step take equally long over many of them, whereas
-the sum of each step's slowest rank would count twice what one host lost after a step and the others wait for in the next.
+summing each step's slowest rank would count twice what one host loses after a step and the others wait for in the next.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ SELECT rank, sum(samples)::BIGINT, sum(t_ms), CASE WHEN count(compute_ms) = coun
        {_mean_if_whole("load_ms")}, {_mean_if_whole("compute_ms")}, {_mean_if_whole("sync_ms")},
        {_mean_if_whole("wait_ms")}, {_mean_if_whole("optim_ms")}
 FROM timed WHERE measured GROUP BY rank ORDER BY rank
-"""
+"""  # noqa: S608 - names of our own
 
 _STEP_TIMES = """
 WITH slowest AS (SELECT node, step, max(t_ms) AS t_ms FROM timed WHERE measured GROUP BY node, step)
