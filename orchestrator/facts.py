@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing_extensions import Self
 
 from orchestrator.errors import ProbeError
 
@@ -37,9 +38,14 @@ Found = TypeVar("Found")
 
 
 class Fact(BaseModel):
-    """strict: a host's "1" is not 1. What a newer version stored besides is left out."""
+    """Frozen, goes to JSON and back; what a newer version stored besides is left out."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    @classmethod
+    def of(cls, **fields: Any) -> Self:
+        """From a host's own values, strictly: its "1" is not 1."""
+        return cls.model_validate(fields, strict=True)
 
 
 class Gpu(Fact):
@@ -153,7 +159,7 @@ def parse_facts(node: str, raw: Mapping[str, Any], sent_at: float, received_at: 
     gpus, gpu_error = fact("GPUs", parse_gpus, commands.get("nvidia-smi"))
     torch, torch_error = fact("torch", parse_torch, commands.get("torch"))
     interfaces = fact("interfaces", parse_interfaces, commands.get("ip addr"), files, values)
-    found: dict[str, Any] = {
+    found = {
         "node": node,
         "hostname_addresses": fact("its own name", parse_own_name, commands.get("own name")),
         "os": fact("its system", parse_os_release, files.get("/etc/os-release", "")),
@@ -170,7 +176,7 @@ def parse_facts(node: str, raw: Mapping[str, Any], sent_at: float, received_at: 
         **fact("its work folder", parse_workdir, commands.get("workdir")),
         **fact("its system", parse_process, values),
     }
-    return fact("itself", NodeFacts.model_validate, found)
+    return fact("itself", lambda: NodeFacts.of(**found))
 
 
 # ---- GPUs and torch -------------------------------------------------------------------------------------------
@@ -195,7 +201,7 @@ def _gpu(row: str) -> Gpu:
         raise ValueError(f"{len(fields)} columns in {clean(row)!r}")
     index, name, uuid, total, used, driver, bus_id = fields[:7]
     capability = fields[7] if len(fields) == 8 and re.fullmatch(r"\d{1,2}\.\d", fields[7]) else None
-    return Gpu(
+    return Gpu.of(
         index=_whole(index),
         name=name,
         uuid=uuid,
@@ -224,7 +230,7 @@ def parse_torch(command: Command | None) -> tuple[TorchFacts | None, str | None]
         raise ValueError("no list of architectures")
     texts = {name: _text_or_none(found.get(name)) for name in ("cuda", "nccl", "cudnn", "cuda_error")}
     vision = {name: _text_or_none(found.get(name)) for name in ("torchvision", "torchvision_error")}
-    torch = TorchFacts(
+    torch = TorchFacts.of(
         version=clean(found["version"]),
         arch_list=tuple(clean(arch) for arch in archs),
         gloo=found["gloo"],
@@ -245,7 +251,7 @@ def parse_interfaces(ip: Command | None, files: Mapping[str, Any], values: Mappi
     if _failure(ip):
         return _socket_interfaces(values.get("sockets", []), files.get("/proc/net/if_inet6", ""), speeds)
     return tuple(
-        Interface(
+        Interface.of(
             name=clean(link["ifname"]),
             addresses=tuple(
                 _address(f"{entry['local']}/{entry['prefixlen']}") for entry in _some(link["addr_info"], MAX_ADDRESSES)
@@ -273,7 +279,7 @@ def _socket_interfaces(sockets: Any, if_inet6: str, speeds: Mapping[str, Any]) -
         about.setdefault(clean(name), (0, UP | RUNNING))
         addresses.setdefault(clean(name), []).append(_address(f"{_inet6(number)}/{int(prefix, 16)}"))
     return tuple(
-        Interface(
+        Interface.of(
             name=name,
             addresses=tuple(addresses[name][:MAX_ADDRESSES]),
             mtu=mtu,
@@ -295,7 +301,7 @@ def parse_routes(
     found = [_route(clean(peer), _loads(command["out"])) for peer, command in asked if not _failure(command)]
     owners = {own.partition("/")[0]: one.name for one in interfaces for own in one.addresses}
     guessed = [
-        Route(peer=clean(peer), interface=owners[source], source=source)
+        Route.of(peer=clean(peer), interface=owners[source], source=source)
         for peer, source in sources.items()
         if source in owners
     ]
@@ -304,7 +310,7 @@ def parse_routes(
 
 def _route(peer: str, answer: Any) -> Route:
     first = _some(answer, MAX_ROUTES)[0]
-    return Route(peer=peer, interface=clean(first["dev"]), source=str(ipaddress.ip_address(first["prefsrc"])))
+    return Route.of(peer=peer, interface=clean(first["dev"]), source=str(ipaddress.ip_address(first["prefsrc"])))
 
 
 def parse_own_name(command: Command | None) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Gathers what a host is, in one round trip; the controller makes sense of it (`orchestrator/facts.py`).
 
-Request: {"workdir", "peers": [addresses or names], "torch": bool, "limit_s"}. Nothing is judged here, the answer is raw:
+Request: {"workdir", "peers": [addresses or names], "torch": bool, "limit_s"}. The answer is raw, not judged:
 
     {"commands": {name: {"rc", "out", "err"}}, "files": {path: text}, "values": {...}}
 

@@ -1,0 +1,202 @@
+"""What a host's facts mean for a job: what blocks it from taking part, and what a person should know. Pure.
+
+if error := unusable(node, facts):      # a ProbeError with what to try
+for line in warnings(node, facts):      # "v100: its clock is 61.0s ahead: enable NTP there"
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from orchestrator.errors import HostError, ProbeError
+from orchestrator.facts import NodeFacts, TorchFacts
+from orchestrator.inventory import Node
+from orchestrator.units import format_bandwidth, format_bytes, format_duration
+
+OLDEST_PYTHON = (3, 10)
+OLDEST_TORCH = (2, 0, 1)
+CLOCK_S = 30.0
+SHM_BYTES = 1 << 30
+DISK_BYTES = 1 << 30
+
+# What is wrong and what to try; "" where nothing is.
+Finding = tuple[str, str]
+FINE: Finding = ("", "")
+
+
+def unusable(node: Node, facts: NodeFacts) -> HostError | None:
+    """The first reason why this host cannot take part, with its remedy; None where it can."""
+    checks: tuple[Callable[[Node, NodeFacts], Finding], ...] = (_python, _workdir, _torch, _gpus, _cuda, _kernels)
+    for check in checks:
+        problem, remedy = check(node, facts)
+        if problem:
+            return ProbeError(node.name, problem, remedy)
+    return None
+
+
+def warnings(node: Node, facts: NodeFacts) -> tuple[str, ...]:
+    """What does not block, one line each, beginning with the node's name."""
+    return tuple(f"{node.name}: {line}" for check in (_system_warnings, _torch_warnings) for line in check(node, facts))
+
+
+def wants_cuda(node: Node, facts: NodeFacts) -> bool:
+    """Whether this host is to train on GPUs: told to, or left to choose and either has or declares some."""
+    if node.device != "auto":
+        return node.device == "cuda"
+    return not node.paced and (bool(facts.gpus) or _declared(node) > 0)
+
+
+def supports(arch_list: tuple[str, ...], capability: str) -> bool:
+    """Whether a build with these architectures has code for a GPU of this compute capability ("8.6").
+
+    CUDA C++ Programming Guide, "Application Compatibility": binary code (sm_80) runs on the same major number and an
+    equal or higher minor one; PTX (compute_80) is compiled for any newer GPU. Code marked `a` runs on that one
+    architecture alone, `f` as binary code does.
+    """
+    major, _, minor = capability.partition(".")
+    gpu = (int(major), int(minor))
+    for arch in arch_list:
+        match = re.fullmatch(r"(sm|compute)_(\d{1,2})(\d)([af]?)", arch)
+        if not match:
+            continue
+        built = (int(match[2]), int(match[3]))
+        if built == gpu or (match[4] != "a" and built[0] == gpu[0] and built[1] <= gpu[1]):
+            return True
+        if match[1] == "compute" and not match[4] and built <= gpu:
+            return True
+    return False
+
+
+# ---- what blocks ----------------------------------------------------------------------------------------------
+
+
+def _python(node: Node, facts: NodeFacts) -> Finding:
+    if _numbers(facts.python_version) >= OLDEST_PYTHON:
+        return FINE
+    problem = f"python {facts.python_version} ({facts.python_executable}) is too old"
+    return problem, "set `python:` or `activate:` to a Python 3.10 or newer on that host"
+
+
+def _workdir(node: Node, facts: NodeFacts) -> Finding:
+    if not facts.workdir_error:
+        return FINE
+    problem = f"its work folder {facts.workdir or node.workdir} cannot be written ({facts.workdir_error})"
+    return problem, f"give user {facts.user} that folder, or set `workdir:` to another one"
+
+
+def _torch(node: Node, facts: NodeFacts) -> Finding:
+    environment = "point `python:` or `activate:` at an environment with torch"
+    if facts.torch_error:
+        return f"no torch in {facts.python_executable} ({facts.torch_error})", f"run `orch setup`, or {environment}"
+    if not facts.torch:
+        return FINE  # not asked for
+    if _numbers(facts.torch.version) < OLDEST_TORCH:
+        return f"torch {facts.torch.version} is too old; 2.0.1 is the oldest", f"run `orch setup`, or {environment}"
+    if not facts.torch.gloo:
+        return f"torch {facts.torch.version} has no distributed part (Gloo)", f"run `orch setup`, or {environment}"
+    return FINE
+
+
+def _gpus(node: Node, facts: NodeFacts) -> Finding:
+    """Counted only where GPUs are to be used."""
+    wanted, found = _declared(node), len(facts.gpus)
+    if not wants_cuda(node, facts):
+        return FINE
+    cpu = "set `device: cpu` to train without it"
+    if not found:
+        if not facts.gpu_error:
+            return "no GPU found", f"look at `nvidia-smi` on that host, or {cpu}"
+        if "version mismatch" in facts.gpu_error:
+            return f"its driver is broken ({facts.gpu_error})", f"reboot the host: its driver was updated; or {cpu}"
+        return f"no usable GPU ({facts.gpu_error})", f"look at `nvidia-smi` on that host, or {cpu}"
+    if found < wanted:
+        problem = f"the inventory says {wanted} GPUs, the host shows {found}"
+        return problem, f"look at `nvidia-smi` and `dmesg` on that host, or correct `gpus:` of {node.name}"
+    return FINE
+
+
+def _cuda(node: Node, facts: NodeFacts) -> Finding:
+    """The torch there must see the GPUs that the driver shows."""
+    torch = facts.torch
+    if not torch or not wants_cuda(node, facts):
+        return FINE
+    if not torch.cuda:
+        remedy = "install a CUDA build of torch and torchvision there, or set `device: cpu`"
+        return f"torch {torch.version} is a CPU build, but GPUs are to be used", remedy
+    if not torch.devices:
+        said = f" ({torch.cuda_error})" if torch.cuda_error else ""
+        remedy = f"update the driver, or install a torch built for an older CUDA than {torch.cuda}"
+        return f"torch {torch.version} cannot use the GPUs{said}", remedy
+    return FINE
+
+
+def _kernels(node: Node, facts: NodeFacts) -> Finding:
+    torch = facts.torch
+    if not torch or not torch.arch_list or not wants_cuda(node, facts):
+        return FINE
+    for gpu in facts.gpus:
+        if gpu.compute_capability and not supports(torch.arch_list, gpu.compute_capability):
+            arch = f"sm_{gpu.compute_capability.replace('.', '')}"
+            problem = f"torch {torch.version} has no code for its {gpu.name} ({arch}; built for {_span(torch)})"
+            return (
+                problem,
+                f"install a torch build whose list holds {arch}: older GPUs need an older CUDA, newer a newer",
+            )
+    return FINE
+
+
+# ---- what to know ---------------------------------------------------------------------------------------------
+
+
+def _system_warnings(node: Node, facts: NodeFacts) -> Iterator[str]:
+    if abs(facts.clock_offset_s) > CLOCK_S:
+        side = "ahead" if facts.clock_offset_s > 0 else "behind"
+        yield f"its clock is {format_duration(abs(facts.clock_offset_s))} {side}: enable NTP there"
+    if facts.shm_bytes < SHM_BYTES:
+        size = format_bytes(facts.shm_bytes)
+        yield f"/dev/shm holds only {size}, data loader workers may die of it: give its container more"  # noqa: S108
+    if not facts.workdir_error and facts.disk_free_bytes < DISK_BYTES:
+        yield f"only {format_bytes(facts.disk_free_bytes)} free for {facts.workdir}: free some, or move `workdir:`"
+    broken = facts.gpu_error and not facts.gpu_error.endswith("command not found")
+    if broken and node.device == "auto" and not node.paced and not wants_cuda(node, facts):
+        yield f"it will train on its CPU: nvidia-smi failed ({facts.gpu_error})"
+    link = facts.training_interface(node.interface, node.address)
+    if node.interface and not link:
+        yield f"it has no interface {node.interface}: correct `interface:`"
+    # A hundredth of tolerance: people round, and so do drivers.
+    if link and link.speed_bps and node.bandwidth_bps and link.speed_bps < 0.99 * node.bandwidth_bps:
+        declared = format_bandwidth(node.bandwidth_bps)
+        yield f"{link.name} runs at {format_bandwidth(link.speed_bps)}, below the {declared} declared: check its cable"
+
+
+def _torch_warnings(node: Node, facts: NodeFacts) -> Iterator[str]:
+    torch = facts.torch
+    if not torch:
+        return
+    label = re.search(r"torch[-_:/ ]*v?(\d+(?:\.\d+)+)", node.image or "", re.IGNORECASE)
+    if label and (named := _numbers(label[1])) != _numbers(torch.version)[: len(named)]:
+        yield f"image {node.image}, but torch {torch.version} found in {facts.python_executable}: correct one of them"
+    if not torch.torchvision:
+        reason = torch.torchvision_error or "not installed"
+        yield f"no torchvision ({reason}): install the one that belongs to torch {torch.version}, from the same source"
+    if wants_cuda(node, facts) and torch.cuda and not torch.nccl_available:
+        yield f"torch {torch.version} has no NCCL: Gloo carries the gradients"
+
+
+# ---- small things ---------------------------------------------------------------------------------------------
+
+
+def _declared(node: Node) -> int:
+    """GPUs that the inventory promises; a label alone promises one."""
+    return node.gpus if node.gpus is not None else int(bool(node.gpu))
+
+
+def _span(torch: TorchFacts) -> str:
+    return f"{torch.arch_list[0]} to {torch.arch_list[-1]}"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """(2, 0, 1) of "2.0.1+cu117"."""
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in match[0].split(".")[:4]) if match else ()
