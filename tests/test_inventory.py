@@ -29,8 +29,8 @@ ROOT = Path(__file__).parent.parent
 INVENTORIES = sorted((ROOT / "inventory").glob("*.yaml"))
 TWINS = [path for path in INVENTORIES if path.stem.startswith("lab_") and path.stem != "lab_pair"]
 SLOWER = Slowdown(at_step=10, factor=2)
-KEYS = """name host port user key_file python activate workdir gpu gpus ranks device bandwidth address interface id image
-    note master env prepare host_key proxy_jump transport paced"""
+KEYS = """name host port user key_file python activate workdir gpu gpus ranks device bandwidth address interface id
+    image note master env prepare host_key proxy_jump transport paced"""
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIIwTE+fxDMYBe2YkEnmyVDFbxpXVhLYsHkLdoDPMlIpM"
 
 

@@ -46,6 +46,14 @@ def test_what_is_no_size_is_refused_with_the_form_expected(text: str) -> None:
         parse_bytes(text)
 
 
+@pytest.mark.parametrize("digits", ["9" * 400, "1." + "9" * 400])
+def test_a_number_of_absurd_length_is_refused(digits: str) -> None:
+    with pytest.raises(ValueError, match="is not a bandwidth"):
+        parse_bandwidth(digits + "Gbps")
+    with pytest.raises(ValueError, match="is not a size"):
+        parse_bytes(digits + "GiB")
+
+
 @given(st.text(max_size=20) | st.from_regex(r"[0-9]{1,400}(\.[0-9]{1,400})?[kMGT]?(bps|i?B)", fullmatch=True))
 def test_any_text_gives_a_finite_quantity_or_a_value_error(text: str) -> None:
     for parse in (parse_bandwidth, parse_bytes):

@@ -183,8 +183,8 @@ def test_a_mistake_gives_one_clear_line(file: Path, content: str | bytes, expect
 
 
 def test_nesting_up_to_the_limit_is_read(file: Path) -> None:
-    levels = MAX_DEPTH - 1
-    assert not read(file, "a: " + "[" * levels + "]" * levels).mistakes
+    assert not mistakes(file, "a: " + "[" * MAX_DEPTH + "]" * MAX_DEPTH)
+    assert mistakes(file, "a: " + "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1))
 
 
 def test_keys_within_keys_reach_the_limit_too(file: Path) -> None:
@@ -194,6 +194,12 @@ def test_keys_within_keys_reach_the_limit_too(file: Path) -> None:
 def test_mistakes_are_collected_to_the_end_of_the_file(file: Path) -> None:
     content = "a: !x 1\nb: *k\na: {c: &k 1}\n? [*q]\n: 2\nd: [\n"
     assert [line.split(": ")[0] for line in mistakes(file, content)] == ["1", "2", "3", "3", "4", "4", "7"]
+
+
+def test_the_second_of_two_equal_keys_changes_nothing(file: Path) -> None:
+    document = read(file, "a: {b: 1}\na: {b: 2, c: 3}")
+    assert document.values == {"a": {"b": 1}}
+    assert dict(document.lines) == {("a",): 1, ("a", "b"): 1}
 
 
 def test_a_refused_value_is_marked_and_its_neighbours_stay(file: Path) -> None:
@@ -248,43 +254,17 @@ def test_a_file_without_read_permission_is_refused(file: Path) -> None:
 
 # --------------------------------------------------------------------------------------------------------- fuzzing
 
-PIECES = st.sampled_from(
-    [
-        "a",
-        "b: ",
-        ": ",
-        "- ",
-        "? ",
-        "\n",
-        "\n  ",
-        "[",
-        "]",
-        "{",
-        "}",
-        ", ",
-        "'",
-        '"',
-        ">\n",
-        "#",
-        "&a ",
-        "*a",
-        "!x ",
-        "!!str ",
-        "<<: ",
-        "---\n",
-        "...\n",
-        "%YAML 1.1\n",
-        "\t",
-        "\\u",
-        "\\x0",
-        "1e9",
-    ]
-    + ["|\n", "\ufeff", "\0", "\x85", "\u2028", "🙂"]
-)
+# fmt: off
+PIECES = [
+    "a", "b: ", ": ", "- ", "? ", "\n", "\n  ", "[", "]", "{", "}", ", ", "'", '"', "|\n", ">\n", "#", "&a ",
+    "*a", "!x ", "!!str ", "<<: ", "---\n", "...\n", "%YAML 1.1\n", "\t", "\\u", "\\x0", "1e9",
+    "\ufeff", "\0", "\x85", "\u2028", "🙂",
+]
+# fmt: on
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.binary(max_size=200) | st.lists(PIECES, max_size=40).map("".join).map(str.encode))
+@given(st.binary(max_size=200) | st.lists(st.sampled_from(PIECES), max_size=40).map("".join).map(str.encode))
 def test_any_bytes_give_a_document_or_mistakes(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     file = tmp_path_factory.getbasetemp() / "fuzz.yaml"
     for line in mistakes(file, content):
