@@ -355,7 +355,9 @@ def _shared(nodes: list[Node], key: Callable[[Node], Hashable], problem: str, fi
 
 def _mistake(details: ErrorDetails, document: Document) -> Mistake:
     """One of pydantic's findings as a person should read it."""
-    path = tuple(part for part in details["loc"] if part != "[key]")
+    path = details["loc"]
+    if path[-1:] == ("[key]",) and path[-3:-2] == ("env",):  # pydantic's word for: the key itself, not its value
+        path = path[:-1]
     kind = details["type"]
     if kind == "missing":
         message = f"`{path[-1]}` is missing"

@@ -296,6 +296,8 @@ def test_a_node_may_come_from_elsewhere_than_a_file() -> None:
         (f"note: {'x' * 5000}", "note: must be at most 4096 characters"),
         ('prepare: "a\\rb"', "prepare: must be one line without control characters, and holds U+000D"),
         ("env: {1A: x}", "env.1A: '1A' must be a variable's name"),
+        ("env: {'[key]': x}", "env.[key]: '[key]' must be a variable's name"),
+        ("'[key]': x", "unknown key '[key]'"),
         ("env: {A=B: x}", "env.A=B: 'A=B' must be a variable's name"),
         (f"env: {{A: '{'x' * 200_000}'}}", "env.A: is longer than the 127 KiB that Linux passes on"),
         ("interface: ../eth0", "interface: '../eth0' must be an interface name like eno1"),
