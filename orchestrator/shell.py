@@ -29,5 +29,5 @@ def python_on_stdin(python: str, activate: str | None, program: str) -> str:
     interpreter = f'"$HOME"/{shlex.quote(rest)}' if home == "~" and rest else shlex.quote(python)
     line = f"exec {interpreter} -uc {shlex.quote(_BOOTSTRAP)} {shlex.quote(program)} exec"
     if activate:
-        line = f"{activate} && {line}"
+        line = f"eval {shlex.quote(activate)} </dev/null && {line}"  # eval: a comment at its end must not hide the rest
     return line if not activate and home != "~" else f"exec sh -c {shlex.quote(line)}"

@@ -98,6 +98,12 @@ def test_the_line_of_shell_in_the_inventory_runs_before_python(login_shell: str,
     assert run_as_sshd_does(login_shell, line, program, home).stdout.decode() == f"it's {home} /\n"
 
 
+@pytest.mark.parametrize("activate", ["cd / # a comment", "cd /;", "cd /no/such 2>&- || cd /", "true &", "cat"])
+def test_that_line_may_end_in_any_way(login_shell: str, activate: str, home: Path) -> None:
+    line = shell.python_on_stdin("python3", activate, "orch-probe")
+    assert run_as_sshd_does(login_shell, line, b"print('started')", home).stdout == b"started\n"
+
+
 def test_python_is_not_started_when_that_line_fails(login_shell: str, home: Path) -> None:
     line = shell.python_on_stdin("python3", ". /no/such/venv", "orch-probe")
     result = run_as_sshd_does(login_shell, line, b"print('started')", home)
