@@ -167,7 +167,8 @@ def do_shell(arguments: argparse.Namespace) -> NoReturn:
 
 
 def do_host(arguments: argparse.Namespace) -> NoReturn:
-    host = _pick(arguments.cluster).host(arguments.node)
+    lab = _pick(arguments.cluster)
+    host = lab.host(arguments.node)
     command = arguments.command or _usage("write the command after --, like: host NODE -- ps aux")
     pid = init_of(host)
     if pid is None:
@@ -175,7 +176,7 @@ def do_host(arguments: argparse.Namespace) -> NoReturn:
     user = host.user if arguments.as_user else "root"
     enter = ["nsenter", f"--target={pid}", "--net", "--mount", "--uts", "--ipc", "--pid", "--"]
     environment = [f"HOME={lab_host.home_of(user)}", f"USER={user}", f"LOGNAME={user}"]
-    environment += [f"PATH={lab_host.search_path(sys.executable)}", f"TERM={os.environ.get('TERM', 'dumb')}"]
+    environment += [f"PATH={lab_host.search_path(lab.python)}", f"TERM={os.environ.get('TERM', 'dumb')}"]
     number = 0 if user == "root" else lab_host.USER_ID
     drop = ["setpriv", f"--reuid={number}", f"--regid={number}", "--init-groups", "--"]
     _become([*enter, "env", "-i", *environment, *drop, "sh", "-c", 'cd && exec "$@"', "sh", *command])
@@ -401,7 +402,7 @@ def _as_caller() -> list[str]:
     return [*drop, "env", *identity]
 
 
-def _become(argv: Sequence[str]) -> NoReturn:
+def _become(argv: list[str]) -> NoReturn:
     sys.stdout.flush()
     os.execvp(argv[0], argv)
 

@@ -6,13 +6,14 @@ link = parse_link(["rate", "1Gbps", "loss", "5%"], bandwidth_bps=2.5e9)
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import ipaddress
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -157,12 +158,10 @@ def _python_trees(python: str) -> list[tuple[str, str]]:
     return [(str(tree), str(tree)) for tree in sorted(outside) if not outside & set(tree.parents)]
 
 
-def _free(network: ipaddress.IPv4Network | ipaddress.IPv6Network, taken: set) -> str:
-    candidate = network.broadcast_address - 1
-    while candidate > network.network_address:
-        if candidate not in taken:
-            return f"{candidate}/{network.prefixlen}"
-        candidate -= 1
+def _free(network: ipaddress.IPv4Network | ipaddress.IPv6Network, taken: Collection[object]) -> str:
+    for offset in range(network.num_addresses - 2, 0, -1):  # without the first and last, which name the network
+        if network[offset] not in taken:
+            return f"{network[offset]}/{network.prefixlen}"
     raise UsageError(f"subnet {network} has no address left for the controller", "use a shorter prefix, like /24")
 
 
@@ -175,20 +174,18 @@ def parse_link(words: Sequence[str], bandwidth_bps: float | None) -> Link:
         if word in ("up", "down"):
             link = dataclasses.replace(link, up=word == "up")
         elif word in ("rate", "loss", "drop-over") and rest:
-            link = dataclasses.replace(link, **_impairment(word, rest.pop(0)))
+            link = _impaired(link, word, rest.pop(0))
         else:
             raise UsageError(f"link: {word!r} is not understood", "down, up, rate 1Gbps, loss 5% or drop-over 1400")
     return link
 
 
-def _impairment(word: str, value: str) -> dict[str, float | int]:
-    try:
+def _impaired(link: Link, word: str, value: str) -> Link:
+    with contextlib.suppress(ValueError):
         if word == "rate":
-            return {"rate_bps": parse_bandwidth(value)}
+            return dataclasses.replace(link, rate_bps=parse_bandwidth(value))
         if word == "loss" and value.endswith("%") and 0 <= float(value[:-1]) <= 100:
-            return {"loss": float(value[:-1]) / 100}
+            return dataclasses.replace(link, loss=float(value[:-1]) / 100)
         if word == "drop-over" and 0 < int(value) <= 65535:
-            return {"drop_over": int(value)}
-    except ValueError as error:
-        raise UsageError(f"link {word}: {error}") from None
-    raise UsageError(f"link {word}: {value!r} is out of range", "rate 1Gbps, loss 5% or drop-over 1400")
+            return dataclasses.replace(link, drop_over=int(value))
+    raise UsageError(f"link {word}: {value!r} is not understood", "rate 1Gbps, loss 5% or drop-over 1400")

@@ -25,10 +25,10 @@ import lab_plan
 
 INVENTORY = """
 cluster: pair
-defaults: {user: ubuntu, bandwidth: 1Gbps}
+defaults: {user: ubuntu}
 nodes:
-  - {name: a2000, host: 192.168.1.41}
-  - {name: v100, host: 192.168.1.42, port: 2222, interface: enp3s0}
+  - {name: a2000, host: 192.168.1.41, bandwidth: 2.5Gbps}
+  - {name: v100, host: 192.168.1.42, bandwidth: 1Gbps, port: 2222, interface: enp3s0}
 """
 
 
@@ -214,7 +214,9 @@ def test_a_stream_of_small_segments_passes_drop_over(mended: Lab) -> None:
     mended.link("v100", "drop-over", "1400")
     said(mended.host_exec("v100", ["ip", "link", "set", "enp3s0", "mtu", "1300"]))
     try:
-        assert len(said(mended.ssh("v100", "head -c 300000 /dev/zero | tr '\\0' x"))) == 300_000
+        # Within seconds: a stream of which only what TCP sends again gets through would take half a minute.
+        text = said(mended.ssh("v100", "head -c 300000 /dev/zero | tr '\\0' x", timeout=10))
+        assert len(text) == 300_000
     finally:
         said(mended.host_exec("v100", ["ip", "link", "set", "enp3s0", "mtu", "1500"]))
 
@@ -249,11 +251,14 @@ def datagrams(standing: Lab, sender: str, receiver: str, *, size: int, count: in
 @pytest.mark.lab
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("iperf3"), reason="needs iperf3")
-@pytest.mark.parametrize("backwards", [False, True], ids=["upload", "download"])
-def test_the_speed_of_a_link_is_near_the_inventorys(mended: Lab, backwards: bool) -> None:
-    assert 0.6 < speed_bps(mended, backwards) / 1e9 < 1.0
+def test_the_speed_of_a_link_is_near_the_inventorys_in_both_directions(mended: Lab) -> None:
+    mended.power("v100", "off")  # so that the cable is as it was plugged in
+    mended.power("v100", "on")
+    for backwards in (False, True):
+        assert 0.6 < speed_bps(mended, backwards) / 1e9 < 1.0
     mended.link("v100", "rate", "100Mbps")
-    assert 0.7 < speed_bps(mended, backwards) / 100e6 < 1.0
+    for backwards in (False, True):
+        assert 0.7 < speed_bps(mended, backwards) / 100e6 < 1.0
 
 
 def speed_bps(standing: Lab, backwards: bool) -> float:
@@ -335,6 +340,14 @@ def test_down_leaves_nothing_even_of_busy_hosts(pair: Lab) -> None:
             subprocess.run([sys.executable, str(PROGRAM), "down", str(single.inventory)], check=True)
             assert bystander.wait(10) == -signal.SIGKILL
         assert left_of(single.cluster) == []
+    assert said(pair.ssh("a2000", "hostname")) == "a2000"
+
+
+@pytest.mark.lab
+def test_a_lab_is_not_removed_from_inside(pair: Lab) -> None:
+    result = pair.controller_exec([sys.executable, str(PROGRAM), "down", pair.cluster])
+    assert result.returncode == 1
+    assert "inside the lab" in result.stderr
     assert said(pair.ssh("a2000", "hostname")) == "a2000"
 
 
