@@ -183,9 +183,10 @@ def parse_facts(node: str, raw: Mapping[str, Any], sent_at: float, received_at: 
 
 
 def parse_gpus(command: Command | None) -> tuple[tuple[Gpu, ...], str | None]:
-    """The rows of nvidia-smi, by index; else no GPU and why."""
+    """The rows of nvidia-smi, by index; else no GPU and the first thing it said that is no row."""
     if error := _failure(command):
-        return (), error
+        said = f"{(command or {})['out']}\n{(command or {})['err']}".splitlines()
+        return (), next((clean(line) for line in said if line.strip() and line.count(",") < 6), error)
     rows = [row for row in str((command or {})["out"]).splitlines() if row.strip()]
     if len(rows) > MAX_GPUS:
         raise ValueError(f"{len(rows)} GPUs")

@@ -12,6 +12,7 @@ rc is 127 where a command is missing and 124 where it was too slow, as a shell a
 from __future__ import annotations
 
 import array
+import contextlib
 import fcntl
 import ipaddress
 import json
@@ -215,10 +216,20 @@ def run(argv: list[str], limit_s: float) -> dict[str, Any]:
     try:
         out, err = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        # Not waited for: a process stuck in the kernel takes the signal when it comes back, if ever.
-        os.killpg(process.pid, signal.SIGKILL)
+        give_up(process)
         return {"rc": TOO_SLOW, "out": "", "err": f"no answer in {limit_s:g} s"}
     return {"rc": process.returncode, "out": text(out[:OUT_BYTES]), "err": text(err[-ERR_BYTES:])}
+
+
+def give_up(process: subprocess.Popen[bytes]) -> None:
+    """Kills a command and all it started. One stuck in the kernel takes the signal when it comes back, if ever."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for pipe in (process.stdout, process.stderr):
+        if pipe:
+            pipe.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(1)
 
 
 def text(data: bytes) -> str:
