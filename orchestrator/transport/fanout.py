@@ -21,6 +21,8 @@ from orchestrator.errors import ConnectError, HostError
 T = TypeVar("T")
 R = TypeVar("R")
 
+_TICK_S = 0.5
+
 
 @dataclass(frozen=True)
 class _Answer(Generic[R]):
@@ -86,14 +88,18 @@ def _attempt(node: str, action: Callable[[T], R], item: T) -> _Answer[R] | _Bug:
 
 
 def _gather(answers: queue.SimpleQueue[_Answer[R] | _Bug], count: int, deadline_s: float) -> dict[str, R | HostError]:
-    """Up to `count` answers, fewer when the time is up. Waiting on a queue with a limit leaves Ctrl-C its effect."""
+    """Up to `count` answers, fewer when the time is up."""
     end = time.monotonic() + deadline_s
     outcomes: dict[str, R | HostError] = {}
     while len(outcomes) < count:
+        left_s = end - time.monotonic()
         try:
-            answer = answers.get(timeout=max(0.0, end - time.monotonic()))
+            # Short waits: a Ctrl-C that comes just before the thread goes to sleep does not wake it.
+            answer = answers.get(timeout=min(max(0.0, left_s), _TICK_S))
         except queue.Empty:
-            break
+            if left_s <= 0:
+                break
+            continue
         if isinstance(answer, _Bug):
             raise answer.error
         outcomes[answer.node] = answer.outcome
