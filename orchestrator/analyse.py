@@ -119,6 +119,7 @@ def _summarise(
         steps=figures.steps,
         warmup_steps_left_out=figures.warmup_steps,
         samples_total=figures.samples_total,
+        total_s=max(_totals_s(events), default=None),
         model=text(first_start, "model"),
         parameters=count(first_start, "parameters"),
         gradient_bytes=count(first_start, "gradient_bytes"),
@@ -141,7 +142,7 @@ def _node_summary(node: NodePlan, figures: Figures, events: Events, wall_s: floa
         gpu=gpu_label(node),
         ranks=node.ranks,
         batch_per_rank=count(start, "batch_per_rank"),
-        samples_per_s=_over(sum(rank.samples for rank in mine), wall_s) if mine else None,
+        samples_per_s=_over(sum(rank.samples for rank in mine), wall_s) if len(mine) == node.ranks else None,
         own_samples_per_s=_sum(own) if len(mine) == node.ranks else None,
         solo_samples_per_s=solo,
         step_ms=figures.step_ms.get(node.name),
@@ -161,6 +162,11 @@ def _node_summary(node: NodePlan, figures: Figures, events: Events, wall_s: floa
         backend=text(start, "backend"),
         bandwidth_bps=node.bandwidth_bps,
     )
+
+
+def _totals_s(events: Events) -> list[float]:
+    totals = (number(end, "total_s") for end in events.latest("end").values())
+    return [total_s for total_s in totals if total_s is not None and total_s >= 0]
 
 
 def _gpu_use(events: Events, ranks: range) -> tuple[float | None, int | None]:
@@ -183,7 +189,7 @@ def _efficiency(speed: float | None, nodes: tuple[NodeSummary, ...]) -> tuple[fl
 
 
 def _by_gpu(nodes: tuple[NodeSummary, ...], plan: LaunchPlan, figures: Figures) -> dict[str, GpuSummary]:
-    total = sum(rank.samples for rank in figures.ranks.values())
+    total = sum(rank.samples for rank in figures.ranks.values()) if len(figures.ranks) == plan.world_size else 0
     samples = {node.name: sum(rank.samples for rank in figures.of(node)) for node in plan.nodes}
     kinds: dict[str, list[NodeSummary]] = {}
     for node in nodes:

@@ -137,6 +137,8 @@ class Summary(Record):
     warmup_steps_left_out: int = 0
     samples_total: int = 0
     """Over all steps that were reported, warm-up included."""
+    total_s: float | None = None
+    """Start of the slowest rank's process to its end, evaluation included."""
     model: Text | None = None
     parameters: int | None = None
     gradient_bytes: int | None = None
@@ -149,6 +151,18 @@ class Summary(Record):
     @property
     def paced(self) -> bool:
         return any(node.paced for node in self.nodes)
+
+    @property
+    def overlapped(self) -> bool:
+        """Does this strategy send gradients while backward still runs?"""
+        return self.settings.get("strategy") == "ddp"
+
+    def share(self, node: NodeSummary) -> float | None:
+        """The part of all samples that this host did, 0..1; None when some host's is not known."""
+        speeds = [other.samples_per_s for other in self.nodes]
+        if node.samples_per_s is None or None in speeds or not self.samples_per_s:
+            return None
+        return node.samples_per_s / self.samples_per_s
 
     @classmethod
     def load(cls, run: RunFolder) -> Summary:

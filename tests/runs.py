@@ -15,6 +15,15 @@ from typing import Any
 
 from orchestrator.paths import RunFolder
 
+SETTINGS = {
+    "strategy": "allreduce",
+    "batch": 96,
+    "model": "lenet",
+    "data": "mnist",
+    "num_workers": 2,
+    "warmup_steps": 3,
+}
+
 
 @dataclass(frozen=True)
 class Host:
@@ -89,7 +98,7 @@ def write_run(
     """metrics: by rank; events, or the very bytes of the file. A rank not named has no file."""
     run = RunFolder(root)
     root.mkdir(parents=True, exist_ok=True)
-    chosen = {"strategy": "allreduce", "batch": 96, "warmup_steps": 3} if settings is None else dict(settings)
+    chosen = dict(SETTINGS if settings is None else settings)
     plan = _plan(hosts, exp, kind, chosen)
     run.plan.write_text(json.dumps(plan))
     job = {

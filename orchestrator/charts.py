@@ -1,0 +1,84 @@
+"""Pictures of a run: `throughput.png`, each host's speed in the cluster beside its speed alone.
+
+Takes a `Summary`, writes one PNG. matplotlib is imported only when a picture is drawn.
+
+    draw_throughput(summary, run.chart)
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+from orchestrator.files import write_atomic
+from orchestrator.summary import NodeSummary, Summary
+
+# Okabe and Ito's palette, told apart by every common form of colour vision; the hatch keeps them apart on paper.
+_SERIES = (
+    ("samples_per_s", "in the cluster", "#0072B2", ""),
+    ("own_samples_per_s", "own compute speed (estimate of alone)", "#E69F00", "//"),
+    ("solo_samples_per_s", "measured alone", "#009E73", ".."),
+)
+_INK = "#222222"
+
+
+def draw_throughput(summary: Summary, path: Path) -> bool:
+    """Writes the chart and returns True; where no host has a speed, removes an older chart and returns False."""
+    if not any(node.samples_per_s for node in summary.nodes):
+        path.unlink(missing_ok=True)
+        return False
+    content = io.BytesIO()
+    with warnings.catch_warnings():
+        # A host may be named in a script that the font has no glyphs for: boxes are drawn, and that is enough.
+        warnings.filterwarnings("ignore", message="Glyph .* missing", category=UserWarning)
+        _figure(summary).savefig(content, format="png", dpi=144)
+    write_atomic(path, content.getvalue())
+    return True
+
+
+def _figure(summary: Summary) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    series = [item for item in _SERIES if any(getattr(node, item[0]) for node in summary.nodes)]
+    height_inch = 1.7 + 0.32 * (len(series) + 0.8) * len(summary.nodes)
+    figure = Figure(figsize=(8.6, min(height_inch, 60)), layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1))
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    bar_height = 0.8 / len(series)
+    for index, (name, label, colour, hatch) in enumerate(series):
+        places = [row + (index - (len(series) - 1) / 2) * bar_height for row in range(len(summary.nodes))]
+        values = [getattr(node, name) or 0.0 for node in summary.nodes]
+        bars = axes.barh(
+            places, values, bar_height * 0.92, label=label, color=colour, hatch=hatch, edgecolor="white", linewidth=0
+        )
+        axes.bar_label(bars, [f"{value:,.4g}" if value else "" for value in values], padding=4, color=_INK, fontsize=9)
+    axes.set_yticks(range(len(summary.nodes)), [_label(node) for node in summary.nodes], parse_math=False)
+    axes.invert_yaxis()
+    axes.set_xlabel("samples per second")
+    axes.set_title(_title(summary), loc="left", fontsize=11, parse_math=False)
+    axes.margins(x=0.14)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color="#dddddd", linewidth=0.8)
+    axes.set_axisbelow(True)
+    figure.legend(loc="outside lower center", ncols=len(series), frameon=False, fontsize=9)
+    return figure
+
+
+def _label(node: NodeSummary) -> str:
+    count = f"{node.ranks} × " if node.ranks > 1 else ""
+    return f"{_short(node.name)}\n{count}{_short(node.gpu)}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 32 else text[:31] + "…"
+
+
+def _title(summary: Summary) -> str:
+    known = [f"{key} {summary.settings[key]}" for key in ("strategy", "batch") if key in summary.settings]
+    paced = ["paced, not real GPUs"] if summary.paced else []
+    return " · ".join([_short(summary.experiment), *(_short(text) for text in known), *paced])

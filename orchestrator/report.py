@@ -1,0 +1,162 @@
+"""The page that a run ends with: one `report.html` that opens offline, on a phone, in the dark and on paper.
+
+Takes a run folder and its `Summary`, writes throughput.png and report.html.
+
+    write_report(run, analyse(run))
+
+The page holds its style and its picture within itself, no script and no reference to anywhere. Names and log lines of
+hosts are untrusted: Jinja2 escapes every value, and the page's own policy lets nothing be fetched or run.
+"""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from orchestrator.charts import draw_throughput
+from orchestrator.files import write_atomic
+from orchestrator.paths import RunFolder
+from orchestrator.published import published_for
+from orchestrator.summary import NodeSummary, Summary, clean
+from orchestrator.units import format_bandwidth, format_bytes, format_duration
+
+NOTHING = "–"
+_EVEN = 0.02
+"""Hosts whose shares lie this close together are called even."""
+
+
+def write_report(run: RunFolder, summary: Summary) -> Path:
+    """Writes the chart and the page; returns the page's path."""
+    chart = base64.b64encode(run.chart.read_bytes()).decode() if draw_throughput(summary, run.chart) else None
+    write_atomic(run.report, render_report(summary, chart))
+    return run.report
+
+
+def render_report(summary: Summary, chart: str | None = None) -> str:
+    """The page's HTML. chart: a PNG in base64."""
+    return (
+        _environment()
+        .get_template("report.html.j2")
+        .render(
+            run=summary,
+            chart=chart,
+            headline=headline(summary),
+            efficiency_words=efficiency_words(summary),
+            parts=_parts(summary),
+            published=published_for(summary),
+        )
+    )
+
+
+def headline(summary: Summary) -> str:
+    """The one sentence to remember of this run."""
+    failure = summary.first_failure
+    if failure is not None and summary.state != "succeeded":
+        return f"The job {summary.state}: {_where(failure.node, failure.rank)}: {failure.reason}"
+    if summary.samples_per_s is None:
+        return f"The job {summary.state}; no speed could be measured."
+    speed = f"{figure(summary.samples_per_s)} samples/s"
+    if any(node.samples_per_s is None for node in summary.nodes):
+        return f"{speed} from the ranks that reported; the others left no figures."
+    work = _who_did_the_work(summary)
+    if summary.efficiency is None:
+        return f"{work}; together {speed}." if len(summary.nodes) > 1 else f"{work} at {speed}."
+    if len(summary.nodes) == 1:
+        return f"{work} at {speed}, {summary.efficiency:.2f} of its speed alone."
+    return f"{work}; the cluster ran at {summary.efficiency:.2f} of the sum of its parts."
+
+
+def _who_did_the_work(summary: Summary) -> str:
+    shares = {node.name: summary.share(node) or 0.0 for node in summary.nodes}
+    if len(shares) == 1:
+        return f"{summary.nodes[0].name} did all the work"
+    if max(shares.values()) - min(shares.values()) <= _EVEN:
+        return f"{len(shares)} hosts did equal parts of the work"
+    most = max(shares, key=lambda name: shares[name])
+    return f"{most} did {shares[most]:.0%} of the work".replace("%", " %")
+
+
+def efficiency_words(summary: Summary) -> str:
+    """What the efficiency was measured against."""
+    if summary.efficiency is None or summary.samples_per_s is None:
+        return "Not known: it needs the steps and the compute time of every rank."
+    alone = summary.samples_per_s / summary.efficiency
+    compared = f"{figure(summary.samples_per_s)} samples/s together, against {figure(alone)}"
+    if summary.efficiency_basis == "solo":
+        return f"{compared}, the sum of what each host was measured to do alone."
+    return (
+        f"{compared}, the sum of each host's samples over its own compute time. This basis is an estimate: alone, a "
+        "host would also have to load its data and update its weights. A solo run of every host makes it a measurement."
+    )
+
+
+def _where(node: str, rank: int | None) -> str:
+    return node if rank is None else f"{node}, rank {rank}"
+
+
+def _parts(summary: Summary) -> tuple[tuple[str, str], ...]:
+    """The parts of a step in their order: field of a node, and what a person calls it."""
+    exposed = "exposed " if summary.overlapped else ""
+    return (
+        ("load_ms", "load"),
+        ("compute_ms", "compute"),
+        ("sync_ms", f"{exposed}sync"),
+        ("wait_ms", f"{exposed}wait"),
+        ("optim_ms", "optimiser"),
+    )
+
+
+def _part_shares(node: NodeSummary, parts: tuple[tuple[str, str], ...]) -> list[tuple[str, float]]:
+    """Each part's percentage of this host's step, for its bar; empty where one is not known."""
+    values = [(name, getattr(node, name)) for name, _ in parts]
+    total = sum(value or 0.0 for _, value in values)
+    if total <= 0 or any(value is None for _, value in values):
+        return []
+    return [(name.removesuffix("_ms"), 100 * value / total) for name, value in values]
+
+
+def figure(value: float | None) -> str:
+    """A quantity with three digits or more: `0.012`, `3.21`, `42.0`, `960`, `12,345`."""
+    if value is None:
+        return NOTHING
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 1 else f"{value:.3g}"
+
+
+def _percent(value: float | None, digits: int = 0) -> str:
+    return NOTHING if value is None else f"{100 * value:.{digits}f} %"
+
+
+def _moment(text: str | None) -> str:
+    return NOTHING if not text else clean(text, 40).replace("T", " ").replace("Z", " UTC")
+
+
+def _or_nothing(show: Any) -> Any:
+    return lambda value: NOTHING if value is None else show(value)
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "figure": figure,
+        "percent": _percent,
+        "moment": _moment,
+        "ratio": _or_nothing("{:.2f}".format),
+        "part_shares": _part_shares,
+        "size": _or_nothing(format_bytes),
+        "bandwidth": _or_nothing(format_bandwidth),
+        "duration": _or_nothing(format_duration),
+        "known": _or_nothing(str),
+        "line": lambda value: clean(str(value)),
+    }
+    return environment
