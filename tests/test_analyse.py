@@ -109,6 +109,18 @@ def test_time_lost_after_a_step_is_not_counted_twice(tmp_path: Path) -> None:
     assert analyse(run).samples_per_s == pytest.approx(20 * 8 / 0.88)
 
 
+def test_the_cluster_takes_as_long_as_its_slowest_rank(tmp_path: Path) -> None:
+    slow, fast = [step(n, 10, 0, 90, 10, 0) for n in range(8)], [step(n, 10, 0, 60, 20, 0) for n in range(8)]
+    assert analyse(write_run(tmp_path / "run", TWO, {0: slow, 1: fast})).samples_per_s == pytest.approx(200)
+
+
+def test_of_a_repeated_step_the_last_line_counts(tmp_path: Path) -> None:
+    again = [step(number, 64, 2, 40, 6, 2) for number in range(10)]
+    summary = analyse(write_run(tmp_path / "run", ONE, {0: [*ten_steps(), *again]}))
+    assert (summary.samples_per_s, summary.samples_total) == (pytest.approx(1280), 640)
+    assert "10 lines with a step number seen before" in summary.warnings[0]
+
+
 def test_a_host_slow_at_loading_is_named_with_that_reason(tmp_path: Path) -> None:
     slow = [step(n, 32, 45, 20, 5, 1) for n in range(10)]
     fast = [step(n, 32, 3, 20, 47, 1) for n in range(10)]

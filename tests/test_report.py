@@ -146,11 +146,12 @@ def test_a_run_that_failed_before_its_first_step_has_a_page_that_starts_with_the
 def test_hostile_names_and_log_lines_stay_text(tmp_path: Path) -> None:
     told = start(device_name=HOSTILE, host=HOSTILE, torch=HOSTILE, model=HOSTILE, backend=HOSTILE)
     evaluation = {"event": "eval", "accuracy": 0.5, "per_class": {HOSTILE[:70]: 0.5}}
-    hosts = [Host("$x_{<b>", gpu=HOSTILE), Host("東京", gpu="$\\frac")]
+    hosts = [Host("$x_{<b>$", gpu=HOSTILE), Host("東京", gpu="$\\frac$")]
     run = write_run(
         tmp_path / "run",
         hosts,
         {0: [told, *ten_steps(), evaluation], 1: ten_steps()},
+        exp="$\\frac$",
         settings={HOSTILE: HOSTILE, "strategy": HOSTILE},
         state="failed",
         first_failure={**FAILURE, "node": HOSTILE, "reason": HOSTILE},
