@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from orchestrator import __version__
-from orchestrator.errors import OrchError, UsageError
+from orchestrator.errors import HostsError, OrchError, UsageError
 
 if TYPE_CHECKING:
     from orchestrator.controller import Controller, Up
@@ -48,7 +48,8 @@ class Orch(click.Group):
         except OrchError as error:
             from orchestrator import console
 
-            console.fail(error.message, error.remedy)
+            for each in error.errors if isinstance(error, HostsError) else [error]:
+                console.fail(each.message, each.remedy)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:
             ctx.exit(INTERRUPTED)
@@ -116,7 +117,7 @@ def status(cluster: str | None, as_json: bool) -> None:
         return console.print_json({"schema": 1, **document})
     console.print_cluster(found)
     for name, problem in found.problems.items():
-        console.warn(problem if problem.startswith(name) else f"{name}: {problem}")
+        console.fail(f"{name}: {problem.message}", problem.remedy)
     if jobs:
         console.print_jobs(jobs)
     return None

@@ -25,7 +25,8 @@ from orchestrator.summary import Summary
 from orchestrator.text import one_line
 from orchestrator.units import format_bandwidth, format_bytes
 
-out = Console(highlight=False, soft_wrap=True)
+# A pipe has no width: a table is not to be folded for it.
+out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 _RANK_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta", "bright_yellow")
@@ -61,7 +62,7 @@ def print_cluster(cluster: Cluster) -> None:
     columns = ("name", "IP", "id", "note", "GPU", "bandwidth", "image", "torch", "status", "added")
     out.print(_table(f"cluster {cluster.name}", columns, cluster_rows(cluster)))
     if cluster.master:
-        out.print(f"master: [bold]{escape(cluster.master)}[/] — {escape(cluster.master_reason)}")
+        out.print(f"master: [bold]{escape(cluster.master_reason)}[/]")
 
 
 def cluster_rows(cluster: Cluster) -> list[tuple[str, ...]]:
@@ -96,7 +97,7 @@ def cluster_json(cluster: Cluster) -> dict[str, Any]:
         "master": cluster.master,
         "master_reason": cluster.master_reason,
         "nodes": rows,
-        "problems": cluster.problems,
+        "problems": {name: problem.model_dump() for name, problem in cluster.problems.items()},
     }
 
 
@@ -225,9 +226,13 @@ def print_summary(summary: Summary) -> None:
     if summary.samples_per_s is not None:
         whole = f"cluster: {_figure(summary.samples_per_s)} samples/s"
         if summary.efficiency is not None:
-            basis = "measured alone" if summary.efficiency_basis == "solo" else "estimated from compute time*"
-            whole += f", {summary.efficiency:.2f} of the sum of its hosts' own speeds ({basis})"
+            whole += f", {summary.efficiency:.2f} of the sum of its hosts' speeds alone*"
         out.print(whole)
+        measured = summary.efficiency_basis == "solo"
+        out.print(
+            "* " + ("measured with each host alone" if measured else "estimated: samples over compute time"),
+            style="dim",
+        )
     if summary.straggler:
         out.print(f"straggler: {escape(summary.straggler.node)} — {escape(summary.straggler.reason)}")
     if summary.accuracy is not None:

@@ -28,7 +28,7 @@ from orchestrator.paths import RunFolder
 from orchestrator.plan import RunRequest, build_plan
 from orchestrator.probe import probe_all
 from orchestrator.records import FINAL_STATES, CodeFolder, JobRecord, LaunchPlan, write_record
-from orchestrator.store import Cluster, Store
+from orchestrator.store import Cluster, Problem, Store
 from orchestrator.summary import Summary
 from orchestrator.transport.fanout import for_each
 
@@ -136,7 +136,7 @@ class Controller:
         cluster = cluster.model_copy(
             update={
                 "facts": {**_without(cluster.facts, looked), **facts},
-                "problems": {**_without(cluster.problems, looked), **{n: str(e) for n, e in problems.items()}},
+                "problems": {**_without(cluster.problems, looked), **{n: _problem(n, e) for n, e in problems.items()}},
                 "added": {node.name: cluster.added.get(node.name, now) for node in cluster.nodes},
             }
         )
@@ -323,11 +323,18 @@ class Controller:
 
 def _usable_facts(cluster: Cluster, node: Node) -> NodeFacts | HostError:
     if node.name in cluster.problems:
-        text = cluster.problems[node.name].removeprefix(f"{node.name}: ")
-        return HostError(node.name, text, f"or leave it out: `--nodes`, or `orch node release {node.name}`")
+        problem = cluster.problems[node.name]
+        leave_out = f"`orch up {cluster.file}` again, or leave it out: `--nodes`, `orch node release {node.name}`"
+        return HostError(
+            node.name, problem.message, "; then ".join(part for part in (problem.remedy, leave_out) if part)
+        )
     if node.name not in cluster.facts:
         return HostError(node.name, "has not been probed", f"`orch up {cluster.file}`")
     return cluster.facts[node.name]
+
+
+def _problem(name: str, error: HostError) -> Problem:
+    return Problem(message=error.message.removeprefix(f"{name}: "), remedy=error.remedy)
 
 
 def _with_election(cluster: Cluster, election: Election | None) -> Cluster:

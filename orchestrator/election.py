@@ -135,23 +135,23 @@ def _reason(ranked: Sequence[Candidate], pinned: set[str]) -> str:
 
 
 def _comparison(master: Candidate, second: Candidate) -> str:
-    """What is equal, in the order of the rule, and the first thing that is not."""
+    """What is equal, in the order of the rule, and the first thing that is not; what neither has is left out."""
     figures = (
-        ("bandwidth", master.bandwidth_bps, second.bandwidth_bps, _bandwidth),
-        ("GPU memory", master.gpu_memory_bytes, second.gpu_memory_bytes, _memory),
-        ("GPUs", master.gpus, second.gpus, str),
+        ("bandwidth", "same", master.bandwidth_bps, second.bandwidth_bps, _bandwidth),
+        ("GPU memory", "same", master.gpu_memory_bytes, second.gpu_memory_bytes, _memory),
+        ("GPUs", "as many", master.gpus, second.gpus, str),
     )
     said: list[str] = []
-    for name, own, other, show in figures:
-        against = "" if said else f" {{}} {second.name}"
+    for name, equal, own, other, show in figures:
         if own != other:
-            more = f"more {name}{against.format('than')}"
-            return ", ".join([*said, f"{more} ({show(own)} against {show(other)})"])
-        equal = "as many" if name == "GPUs" else "same"
-        said.append(f"{equal} {name}{against.format('as')} ({show(own)})")
+            than = "" if said else f" than {second.name}"
+            return ", ".join([*said, f"more {name}{than} ({show(own)} against {show(other)})"])
+        if own:
+            said.append(f"{equal} {name}{'' if said else f' as {second.name}'} ({show(own)})")
     if _address_order(master.address) != _address_order(second.address):
-        return ", ".join([*said, f"lower address ({master.address} against {second.address or 'none known'})"])
-    return ", ".join([*said, f"same address ({master.address or 'none known'}), first by name"])
+        than = "" if said else f" than {second.name}"
+        return ", ".join([*said, f"lower address{than} ({master.address} against {second.address or 'none known'})"])
+    return ", ".join([*said, "first by name" if said else f"equal to {second.name}, first by name"])
 
 
 def _bandwidth(bits_per_s: float) -> str:

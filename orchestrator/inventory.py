@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -310,10 +311,11 @@ def _build_nodes(document: Document, mistakes: list[Mistake]) -> list[Node]:
 def _build_node(entry: Entry, defaults: Defaults, line: int) -> Node | None:
     """The node in its final form; None when it says nowhere to connect to."""
     values = defaults.model_dump(exclude_unset=True) | entry.model_dump(exclude_unset=True)
+    if values.get("transport") == "local":
+        # This machine's own Python that holds orch, and with the `trainer` extra torch: the one surely fit here.
+        values = {"host": "localhost", "python": sys.executable} | values
     if not values.get("host"):
-        if values.get("transport") != "local":
-            return None
-        values["host"] = "localhost"
+        return None
     values["env"] = defaults.env | entry.env
     if values.get("bandwidth"):
         values["bandwidth_bps"] = parse_bandwidth(values["bandwidth"])

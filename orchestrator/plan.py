@@ -79,7 +79,7 @@ def build_plan(
                 workdir=node.workdir,
                 env=_environment(node, facts, ordered, addresses, devices, ranks),
                 shares=shares[first_rank : first_rank + count],
-                torchrun=_torchrun(len(ordered), node_rank, count, addresses[master.name]),
+                torchrun=torchrun_arguments(len(ordered), node_rank, count, addresses[master.name]),
                 command=_command(request, devices[node.name], backend),
                 prepare=node.prepare,
             )
@@ -106,7 +106,7 @@ def build_plan(
     )
 
 
-def _torchrun(nodes: int, node_rank: int, ranks: int, master_address: str) -> tuple[str, ...]:
+def torchrun_arguments(nodes: int, node_rank: int, ranks: int, master_address: str) -> tuple[str, ...]:
     """torchrun's arguments. Rendezvous is `static`: with `c10d` the node rank is ignored, workers open a second, random
     port, and the hosts' wall clocks are compared.
     """

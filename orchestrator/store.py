@@ -24,6 +24,13 @@ from orchestrator.paths import Home
 from orchestrator.records import SCHEMA, JobRecord, LaunchPlan, Record, write_record
 
 
+class Problem(Record):
+    """What keeps a node from taking part: a HostError's words."""
+
+    message: str
+    remedy: str = ""
+
+
 class Cluster(Record):
     """A remembered cluster."""
 
@@ -47,7 +54,7 @@ class Cluster(Record):
     master: str | None = None
     master_reason: str = ""
     facts: dict[str, NodeFacts] = Field(default_factory=dict)
-    problems: dict[str, str] = Field(default_factory=dict)
+    problems: dict[str, Problem] = Field(default_factory=dict)
     """Nodes that could not be used at the last `up`, and why."""
 
     def node(self, name: str) -> Node:

@@ -1,0 +1,52 @@
+# Everything starts here: `make demo` and `make test` install what they need, on a fresh Debian machine too.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# What the tests use beyond Python: real SSH servers, network namespaces, traffic shaping, a browser for the report.
+DEBIAN := openssh-server iproute2 nftables iperf3 chromium
+
+.PHONY: help demo test check bench packages clean
+
+help:
+	@echo "make demo    train ResNet-152 on two nodes of this machine: up, run, collect"
+	@echo "make test    all tests (the lab ones need root)"
+	@echo "make check   format, lint, types, layers"
+	@echo "make bench   the benchmarks under tests/bench"
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || (echo "orch needs Python 3.10 or newer: make PYTHON=python3.11"; exit 1)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || (rm -rf $(VENV); apt-get update -qq && apt-get install -y -qq python3-venv && $(PYTHON) -m venv $(VENV))
+	@echo "installing Python packages into $(VENV) (torch is large: minutes)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[trainer,dev]' 2> >(grep -v "is ignored: it is neither" >&2)
+	@touch $@
+
+packages:
+	@missing=""; for p in $(DEBIAN); do dpkg -s $$p >/dev/null 2>&1 || missing="$$missing $$p"; done; \
+	if [ -n "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "installing Debian packages:$$missing"; \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null; \
+	elif [ -n "$$missing" ]; then echo "not root: tests that need$$missing are skipped"; fi
+
+demo: $(READY)
+	@export ORCH_HOME="$$PWD/runs/demo/home"; set -e; \
+	$(BIN)/orch up inventory/local.yaml; \
+	$(BIN)/orch run --exp resnet152_cifar --set data=synthetic --set steps=8 --set batch=8 --set eval_every=0; \
+	$(BIN)/orch collect --job latest --out runs/demo
+
+test: $(READY) packages
+	$(BIN)/python -m pytest $(TESTS)
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy orchestrator
+	$(BIN)/python -m pytest -q tests/test_layers.py
+
+bench: $(READY) packages
+	@for script in tests/bench/*.py; do $(BIN)/python $$script || exit 1; done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

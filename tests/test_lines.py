@@ -1,0 +1,64 @@
+"""The view of a log: whole lines, and nothing that a terminal obeys."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.frames import Piece
+from orchestrator.lines import MAX_LINE_CHARS, Splitter
+from orchestrator.text import clean, one_line
+
+
+def split(*pieces, file="rank-0/stdout.log"):
+    splitter, offset, lines = Splitter(), 0, []
+    for data in pieces:
+        lines += splitter.split("a", Piece(file, 0, offset, data))
+        offset += len(data)
+    return [line.text for line in (*lines, *splitter.rest())]
+
+
+@given(st.lists(st.text("añ€🎈 ", max_size=8), max_size=6), st.lists(st.integers(0, 200), max_size=6))
+def test_lines_are_the_same_however_the_bytes_are_cut(lines, cuts):
+    data = "".join(f"{line}\n" for line in lines).encode()
+    edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    assert split(*[data[a:b] for a, b in itertools.pairwise(edges)]) == lines
+
+
+def test_a_last_line_without_a_newline_is_shown_too():
+    assert split(b"one\ntwo") == ["one", "two"]
+
+
+def test_a_carriage_return_gives_lines_of_their_own():
+    assert split(b"10%\r20%\r\n30%\n") == ["10%", "20%", "30%"]
+
+
+def test_a_line_without_end_is_cut():
+    lines = split(b"x" * (MAX_LINE_CHARS * 2 + 5))
+    assert [len(line) for line in lines] == [MAX_LINE_CHARS, MAX_LINE_CHARS, 5]
+
+
+def test_metrics_are_no_lines_for_a_person():
+    assert split(b"{}\n", file="rank-0/metrics.jsonl") == []
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    ["\x1b]0;title\x07", "\x1b]52;c;ZXZpbA==\x1b\\", "\x1b[2J\x1b[1;1H", "\x1b[31m", "\x9b31m", "\x1bP1$r\x1b\\",
+     "\x1bc", "\u202e", "\x08\x08", "\x07", "\x1b[", "\x1b"],
+)  # fmt: skip
+def test_nothing_that_a_terminal_obeys_is_left(hostile):
+    shown = clean(f"a{hostile}b")
+    assert shown.startswith("a")
+    assert not any(ord(c) < 32 or 127 <= ord(c) < 160 or c == "\u202e" for c in shown)
+    assert "title" not in shown
+    assert "ZXZp" not in shown
+
+
+@given(st.text(max_size=400), st.integers(2, 50))
+def test_one_line_is_one_printable_line_of_its_length(text, limit):
+    shown = one_line(text, limit)
+    assert len(shown) <= limit
+    assert shown.isprintable() or "\t" not in shown
+    assert len(shown.splitlines()) <= 1

@@ -1,0 +1,69 @@
+"""Identity of processes: the wrong one is never signalled."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from orchestrator.remote import processes
+from orchestrator.remote.processes import Identity
+
+
+@pytest.fixture
+def sleeper():
+    child = subprocess.Popen(["sleep", "1000"])
+    yield child
+    child.kill()
+    child.wait()
+
+
+def test_a_process_is_alive_under_its_own_identity(sleeper):
+    assert processes.identify(sleeper.pid).is_alive()
+
+
+def test_a_reused_pid_is_another_process_and_is_not_signalled(sleeper):
+    stale = Identity(sleeper.pid, processes.start_time(sleeper.pid) - 1, processes.boot_id())
+    assert not stale.is_alive()
+    stale.signal(signal.SIGKILL)
+    assert sleeper.poll() is None
+
+
+def test_a_record_from_before_a_reboot_is_another_process(sleeper):
+    stale = Identity(sleeper.pid, processes.start_time(sleeper.pid), "00000000-0000-0000-0000-000000000000")
+    stale.signal(signal.SIGKILL)
+    assert not stale.is_alive()
+    assert sleeper.poll() is None
+
+
+def test_a_zombie_is_not_alive():
+    child = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert processes.start_time(child.pid) is None
+    child.wait()
+
+
+def test_a_name_with_brackets_and_blanks_does_not_confuse_the_parser(tmp_path):
+    odd = tmp_path / "a) S 1 (b"
+    odd.symlink_to("/bin/sleep")
+    child = subprocess.Popen([str(odd), "1000"])
+    try:
+        assert child.pid in processes.descendants(os.getpid())
+        assert processes.identify(child.pid).is_alive()
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_the_mark_finds_a_process_that_left_its_parent(tmp_path):
+    child = "subprocess.Popen(['sleep', '1000'], start_new_session=True, stdout=-3, stderr=-3)"  # -3: DEVNULL
+    program = f"import subprocess; print({child}.pid)"
+    environment = {**os.environ, processes.MARK: str(tmp_path)}
+    found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    pid = int(found.stdout)
+    try:
+        assert processes.marked(tmp_path) == [pid]
+        assert processes.marked(tmp_path / "other") == []
+    finally:
+        os.kill(pid, signal.SIGKILL)

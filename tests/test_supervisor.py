@@ -1,0 +1,239 @@
+"""The real supervisor, hub and rank wrapper on two local nodes, with a torch-free gang in torchrun's place."""
+
+import json
+import os
+import signal
+
+import pytest
+from gang import gang
+
+from orchestrator.errors import HostsError
+from orchestrator.remote import processes
+
+WAITS = "import time\ntime.sleep(120)\n"
+SAYS_WHO = """
+import json, os
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "ORCH_JOB", "ORCH_NODE")
+print(json.dumps({name: os.environ[name] for name in names}))
+"""
+
+
+def left(job) -> list[int]:
+    return [pid for node in job.plan.nodes for pid in processes.marked(job.folder(node.name))]
+
+
+def outputs(job, name="stdout.log") -> list[str]:
+    files = sorted(path for node in job.plan.nodes for path in job.folder(node.name).glob(f"rank-*/{name}"))
+    return [path.read_text() for path in files]
+
+
+def test_every_rank_runs_with_its_own_numbers_on_unequal_hosts(tmp_path):
+    with gang(tmp_path, SAYS_WHO, ranks=(1, 2)) as job:
+        job.launch()
+        record = job.wait()
+        said = [json.loads(text) for text in outputs(job)]
+    assert (record.state, record.exit_code, record.first_failure) == ("succeeded", 0, None)
+    seen = {(one["ORCH_NODE"], one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"]) for one in said}
+    assert seen == {("a", "0", "0", "3"), ("b", "1", "0", "3"), ("b", "2", "1", "3")}
+    assert left(job) == []
+
+
+def test_a_rank_that_exits_7_is_reported_as_7_and_ends_the_others(tmp_path):
+    fails = (
+        "import os, sys\nif os.environ['RANK'] == '1':\n    print('ValueError: no', file=sys.stderr)\n    sys.exit(7)\n"
+    )
+    with gang(tmp_path, fails + WAITS, ranks=(1, 2)) as job:
+        job.launch()
+        record = job.wait()
+    assert (record.state, record.exit_code) == ("failed", 7)
+    assert (record.first_failure.node, record.first_failure.rank) == ("b", 1)
+    assert record.first_failure.log_line == "ValueError: no"
+    assert left(job) == []
+
+
+@pytest.mark.parametrize("node", ["a", "b"])
+def test_a_killed_rank_is_the_first_cause_and_nothing_stays(tmp_path, node):
+    with gang(tmp_path, WAITS) as job:
+        job.launch()
+        agents = job.wait_running()
+        (rank,) = agents[node]["ranks"]
+        os.kill(agents[node]["ranks"][rank]["pid"], signal.SIGKILL)
+        record = job.wait()
+    assert (record.state, record.exit_code) == ("failed", 137)
+    assert (record.first_failure.node, record.first_failure.rank) == (node, int(rank))
+    assert record.first_failure.signal == "SIGKILL"
+    assert left(job) == []
+
+
+@pytest.mark.parametrize("node", ["a", "b"])
+def test_a_killed_launcher_is_named_and_its_ranks_go_with_it(tmp_path, node):
+    with gang(tmp_path, WAITS) as job:
+        job.launch()
+        agents = job.wait_running()
+        (rank,) = agents[node]["ranks"].values()
+        launcher = int(processes._stat(rank["wrapper"])[1])
+        os.kill(launcher, signal.SIGKILL)
+        record = job.wait()
+    assert record.state == "failed"
+    assert record.first_failure.node == node
+    assert "torchrun was killed by SIGKILL" in record.first_failure.reason
+    assert left(job) == []
+
+
+@pytest.mark.parametrize("node", ["a", "b"])
+def test_a_killed_supervisor_takes_its_ranks_along_and_is_named(tmp_path, node):
+    with gang(tmp_path, WAITS) as job:
+        job.launch()
+        os.kill(job.wait_running()[node]["pid"], signal.SIGKILL)
+        record = job.wait()
+    assert record.state == "failed"
+    assert record.first_failure.node == node
+    assert "supervisor" in record.first_failure.reason
+    assert left(job) == []
+
+
+def test_ranks_that_ignore_term_and_children_that_daemonise_end_too(tmp_path):
+    script = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+subprocess.Popen(["setsid", "-f", "sleep", "1000"])
+subprocess.Popen(["env", "-i", "setsid", "-f", "sleep", "1001"])
+print("ready", flush=True)
+time.sleep(120)
+"""
+    with gang(tmp_path, script, grace_s=0.3) as job:
+        job.launch()
+        supervisors = [agent["pid"] for agent in job.wait_running().values()]
+        wait_for_files(job, "ready")
+        strays = [pid for pid in all_below(supervisors) if command(pid).startswith("sleep\x00100")]
+        from orchestrator import job as jobs
+
+        jobs.cancel(job.plan, job.hosts)
+        record = job.wait()
+    assert len(strays) == 4
+    assert record.state == "cancelled"
+    assert [pid for pid in strays if processes.start_time(pid) is not None] == []
+    assert left(job) == []
+
+
+def test_what_a_finished_script_left_running_is_ended(tmp_path):
+    with gang(tmp_path, "import subprocess\nsubprocess.Popen(['setsid', '-f', 'sleep', '1002'])\n") as job:
+        job.launch()
+        record = job.wait()
+    assert record.state == "succeeded"
+    assert left(job) == []
+
+
+def test_if_one_host_refuses_nothing_starts_and_all_is_undone(tmp_path):
+    blocked = tmp_path / "work-1"
+    blocked.write_text("a file where the work folder should be")
+    with gang(tmp_path, "open('ran', 'w')") as job:
+        with pytest.raises(HostsError, match="b: prepare: "):
+            job.launch()
+        assert not job.folder("a").exists()
+
+
+def test_a_second_job_on_a_gpu_is_refused_with_the_holder_named(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    work = str(tmp_path / "work")
+
+    def on_gpu(job):
+        nodes = tuple(n.model_copy(update={"gpu_uuids": ("GPU-1",), "workdir": work}) for n in job.plan.nodes)
+        job.plan = job.plan.model_copy(update={"nodes": nodes})
+
+    with gang(tmp_path / "one", WAITS, ranks=(1,)) as first, gang(tmp_path / "two", WAITS, ranks=(1,)) as second:
+        on_gpu(first)
+        on_gpu(second)
+        first.launch()
+        with pytest.raises(HostsError, match="GPU GPU-1 is in use by job test-one"):
+            second.launch()
+        second.plan = second.plan.model_copy(update={"share_gpus": True})
+        second.launch()
+
+
+def test_prepare_runs_once_a_host_before_the_ranks_and_its_failure_is_the_cause(tmp_path):
+    for name in ("good", "bad"):
+        (tmp_path / name).mkdir()
+
+    def preparing(job, line):
+        nodes = tuple(node.model_copy(update={"prepare": line}) for node in job.plan.nodes)
+        job.plan = job.plan.model_copy(update={"nodes": nodes})
+
+    with gang(tmp_path / "good", "print(open('prepared').read())") as job:
+        preparing(job, "echo yes >> prepared")
+        job.launch()
+        assert job.wait().state == "succeeded"
+        assert outputs(job) == ["yes\n\n", "yes\n\n"]
+    with gang(tmp_path / "bad", "print('ran')") as job:
+        preparing(job, "echo Error: no such disk; exit 3")
+        job.launch()
+        record = job.wait()
+        assert (record.state, record.exit_code) == ("failed", 3)
+        assert record.first_failure.log_line == "Error: no such disk"
+        assert outputs(job) == []
+
+
+def test_the_time_limit_ends_a_job(tmp_path):
+    with gang(tmp_path, WAITS, time_limit_s=0.5) as job:
+        job.launch()
+        record = job.wait()
+    assert record.state == "failed"
+    assert "time limit of 0.5 s" in record.first_failure.reason
+    assert left(job) == []
+
+
+def test_leftover_torchrun_variables_of_a_profile_do_not_reach_the_ranks(tmp_path, monkeypatch):
+    for name in ("MASTER_ADDR", "PET_NNODES", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "stale")
+    with gang(tmp_path, "import os\nprint([k for k, v in os.environ.items() if v == 'stale'])", ranks=(1,)) as job:
+        job.launch()
+        job.wait()
+        assert outputs(job) == ["[]\n"]
+
+
+def test_the_token_stands_in_files_of_mode_0600_alone(tmp_path):
+    with gang(tmp_path, "import os, json\nprint(json.dumps(dict(os.environ)))", ranks=(1,)) as job:
+        job.launch()
+        job.wait()
+        node = job.folder("a") / "node.json"
+        token = json.loads(node.read_text())["token"]
+        assert node.stat().st_mode & 0o777 == 0o600
+        holders = [p.name for p in job.folder("a").rglob("*") if p.is_file() and token.encode() in p.read_bytes()]
+    assert holders == ["node.json"]
+
+
+@pytest.mark.slow
+def test_real_torchrun_gives_ranks_and_true_exit_codes(tmp_path):
+    script = SAYS_WHO + "\nimport sys\nsys.exit(7 if os.environ['RANK'] == '2' else 0)\n"
+    with gang(tmp_path, script, ranks=(1, 2), torch_free=False) as job:
+        job.launch()
+        record = job.wait()
+        said = [json.loads(text) for text in outputs(job)]
+    seen = {(one["ORCH_NODE"], one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"]) for one in said}
+    assert seen == {("a", "0", "0", "3"), ("b", "1", "0", "3"), ("b", "2", "1", "3")}
+    assert (record.state, record.exit_code, record.first_failure.rank) == ("failed", 7, 2)
+    assert left(job) == []
+
+
+def wait_for_files(job, text):
+    """Until every rank has printed it; follows the files as `orch logs -f` does."""
+    from orchestrator import job as jobs
+    from orchestrator.frames import Piece
+
+    waiting = set(range(job.plan.world_size))
+    for _, item in jobs.watch(job.plan, job.hosts, offsets={}, follow=True):
+        if isinstance(item, Piece) and text.encode() in item.data:
+            waiting.discard(item.rank)
+        if not waiting:
+            return
+
+
+def all_below(pids):
+    return [below for pid in pids for below in processes.descendants(pid)]
+
+
+def command(pid):
+    with open(f"/proc/{pid}/cmdline") as file:
+        return file.read()
