@@ -50,6 +50,15 @@ def test_the_studies_masters_win_on_what_drivers_report(study, driver):
     assert elect(nodes, {one.name: found(REPORTED_MIB[one.name][driver]) for one in nodes}).master == "v100"
 
 
+@pytest.mark.parametrize(
+    ("reported_mib", "sold_gib"),
+    [(15356, 16), (16160, 16), (11514, 12), (11019, 11), (46068, 48), (143771, 141), (0, 0)],
+)
+def test_memory_counts_as_a_card_is_sold(reported_mib, sold_gib):
+    (seen,) = elect([node("a", "10.0.0.1")], {"a": found(reported_mib)}).candidates
+    assert seen.gpu_memory_bytes == sold_gib << 30
+
+
 REASONS = {
     "bandwidth": (
         [node("a", "10.0.0.1", bandwidth_bps=1e9), node("b", "10.0.0.2", bandwidth_bps=2.5e9)],
@@ -64,22 +73,27 @@ REASONS = {
     ),
     "number": (
         [node("a", "10.0.0.1", gpu="A16", gpus=1), node("b", "10.0.0.2", gpu="A16", gpus=2)],
-        "b: same bandwidth as a (unknown), same GPU memory (16.0GiB), more GPUs (2 against 1)",
+        "b: same GPU memory as a (16.0GiB), more GPUs (2 against 1)",
     ),
     "address, by number and not by letter": (
         [node("a", "10.0.0.10"), node("b", "10.0.0.9")],
-        "b: same bandwidth as a (unknown), same GPU memory (none), as many GPUs (0), "
-        "lower address (10.0.0.9 against 10.0.0.10)",
+        "b: lower address than a (10.0.0.9 against 10.0.0.10)",
     ),
     "a number before a name": (
         [node("a", "a.lab"), node("b", "10.0.0.9")],
-        "b: same bandwidth as a (unknown), same GPU memory (none), as many GPUs (0), "
-        "lower address (10.0.0.9 against none known)",
+        "b: lower address than a (10.0.0.9 against none known)",
     ),
     "name": (
         [node("b", "127.0.0.1"), node("a", "127.0.0.1")],
-        "a: same bandwidth as b (unknown), same GPU memory (none), as many GPUs (0), "
-        "same address (127.0.0.1), first by name",
+        "a: equal to b, first by name",
+    ),
+    "address, as in the study": (
+        [
+            node("a16", "192.168.1.52", gpu="A16", gpus=1, bandwidth_bps=2.5e9),
+            node("v100", "192.168.1.51", gpu="Tesla V100-16GB", gpus=1, bandwidth_bps=2.5e9),
+        ],
+        "v100: same bandwidth as a16 (2.5Gbps), same GPU memory (16.0GiB), as many GPUs (1), "
+        "lower address (192.168.1.51 against 192.168.1.52)",
     ),
     "one": ([node("a", "10.0.0.1")], "a: the only usable host"),
     "pinned": (

@@ -49,13 +49,14 @@ def test_the_clock_offset_leaves_out_the_time_that_the_probe_took():
 
 
 ROW = "0, A16, GPU-1, 15356, 2, 525.1, 0:B1:0.0, 8.6\n"
+ROWS_65 = "".join(ROW.replace("GPU-1", f"GPU-{number}") for number in range(65))
 NONSENSE = {
     "GPUs": [
         {"commands": {"nvidia-smi": {"rc": 0, "out": ROW.replace("15356", "-1"), "err": ""}}},
         {"commands": {"nvidia-smi": {"rc": 0, "out": ROW.replace("15356", "nan"), "err": ""}}},
         {"commands": {"nvidia-smi": {"rc": 0, "out": "hello\n", "err": ""}}},
         {"commands": {"nvidia-smi": {"rc": 0, "out": ROW + ROW, "err": ""}}},
-        {"commands": {"nvidia-smi": {"rc": 0, "out": ROW * 65, "err": ""}}},
+        {"commands": {"nvidia-smi": {"rc": 0, "out": ROWS_65, "err": ""}}},
         {"commands": {"nvidia-smi": {"rc": "0", "out": "", "err": ""}}},
         {"commands": {"nvidia-smi": []}},
     ],
