@@ -210,38 +210,41 @@ def _by_gpu(nodes: tuple[NodeSummary, ...], plan: LaunchPlan, figures: Figures) 
 
 
 def _straggler(plan: LaunchPlan, figures: Figures) -> Straggler | None:
-    """The host, or on a single host the rank, that the others wait for; None when the wait is lost in the noise."""
+    """The host, or on a single host the rank, that the others wait for; None when the wait is lost in the noise.
+
+    It is the one whose rank waits least itself. What counts is how much longer the others wait: hosts that are late by
+    turns all wait, and nobody is to blame.
+    """
     node_of = {node.first_rank + i: node.name for node in plan.nodes for i in range(node.ranks)}
+    waits = {number: rank.wait_ms for number, rank in figures.ranks.items() if rank.wait_ms is not None}
+    if len(waits) < len(node_of):
+        return None
     by_node = len(plan.nodes) > 1
-    blame: dict[str | int, float] = {}
-    for rank, wait_ms in figures.blame_ms.items():
-        key = node_of[rank] if by_node else rank
-        blame[key] = blame.get(key, 0.0) + wait_ms
-    if not blame:
+    last = min(waits, key=lambda rank: waits[rank])
+    others = [rank for rank in node_of if (node_of[rank] != node_of[last] if by_node else rank != last)]
+    if not others:
         return None
-    worst = max(blame, key=lambda key: blame[key])
-    step_ms = max(rank.total_ms for rank in figures.ranks.values()) / figures.steps
-    if blame[worst] <= 0 or blame[worst] < NOISE * step_ms:
+    wait_ms = sum(waits[rank] for rank in others) / len(others) - waits[last]
+    step_ms = figures.ranks[last].total_ms / figures.steps
+    if wait_ms <= 0 or wait_ms < NOISE * step_ms:
         return None
-    mine = [rank for rank in node_of if (node_of[rank] if by_node else rank) == worst]
-    others = [rank for rank in node_of if rank not in mine]
-    names = sorted({node_of[rank] for rank in others})
-    label = "the other ranks" if not by_node else names[0] if len(names) == 1 else "the others"
-    reason = _reason([figures.ranks[rank] for rank in mine], [figures.ranks[rank] for rank in others], label)
-    return Straggler(node=node_of[mine[0]], rank=None if by_node else mine[0], reason=reason, wait_ms=blame[worst])
+    names = {node_of[rank] for rank in others}
+    label = "the other ranks" if not by_node else names.pop() if len(names) == 1 else "the others"
+    reason = _reason(figures.ranks[last], [figures.ranks[rank] for rank in others], label, wait_ms)
+    return Straggler(node=node_of[last], rank=None if by_node else last, reason=reason, wait_ms=wait_ms)
 
 
-def _reason(mine: list[RankFigures], others: list[RankFigures], label: str) -> str:
-    load, other_load = _mean(r.load_ms for r in mine) or 0.0, _mean(r.load_ms for r in others) or 0.0
-    compute, other_compute = _mean(r.compute_ms for r in mine) or 0.0, _mean(r.compute_ms for r in others) or 0.0
-    if load - other_load > max(compute - other_compute, 0.0):
+def _reason(last: RankFigures, others: list[RankFigures], label: str, wait_ms: float) -> str:
+    load, other_load = last.load_ms or 0.0, _mean(rank.load_ms for rank in others) or 0.0
+    compute, other_compute = last.compute_ms or 0.0, _mean(rank.compute_ms for rank in others) or 0.0
+    if load - other_load > max(compute - other_compute, wait_ms / 2):
         return f"loads data for {load:.1f} ms a step, {label} for {other_load:.1f} ms"
-    per_sample, other_per_sample = _per_sample_ms(mine), _per_sample_ms(others)
+    per_sample, other_per_sample = _per_sample_ms([last]), _per_sample_ms(others)
     if per_sample and other_per_sample and per_sample > 1.05 * other_per_sample:
         return f"computes {per_sample / other_per_sample:.1f}x longer per sample than {label}"
     if compute > 1.05 * other_compute:
         return f"computes {compute:.1f} ms a step for its share, {label} {other_compute:.1f} ms"
-    return f"arrives last at the gradient exchange, though it loads and computes as long as {label}"
+    return f"arrives last at the gradient exchange, though it loads and computes as fast as {label}"
 
 
 def _per_sample_ms(ranks: list[RankFigures]) -> float | None:

@@ -1,6 +1,6 @@
 """From the ranks' steps to sums: SQL over the tables that `read_events` filled.
 
-Takes open `Events` and the plan, gives `Figures`: a few numbers a rank, and who made whom wait.
+Takes open `Events` and the plan, gives `Figures`: a few numbers a rank.
 
     with read_events(files) as events:
         figures = measure(events, plan)
@@ -52,8 +52,6 @@ class Figures:
     warmup_steps: int
     samples_total: int
     step_ms: dict[str, StepTime]
-    blame_ms: dict[int, float]
-    """Rank that arrived last -> mean wait a step of the others because of it, over the measured steps."""
     loss: float | None
 
     def of(self, node: NodePlan) -> list[RankFigures]:
@@ -62,14 +60,12 @@ class Figures:
 
 
 def measure(events: Events, plan: LaunchPlan) -> Figures:
-    """Adds the views `timed` (wait, sync, measured) to the steps, and sums them up."""
+    """Adds the table `timed` (wait, sync, measured) to the steps, and sums them up."""
     query = events.connection.execute
     warmup = _warmup_steps(plan, events)
     query(_TIMED.format(world_size=plan.world_size, warmup=warmup))
     steps, left_out = query(_COUNTS).fetchone()
     samples_total, reported = query("SELECT coalesce(sum(samples), 0), list(DISTINCT rank) FROM steps").fetchone()
-    by_node = len(plan.nodes) > 1
-    blame = query(_BLAME.format(group="node" if by_node else "rank")).fetchall()
     (loss,) = query(_LAST_LOSS).fetchone()
     epoch_loss = _last_epoch_loss(events)
     return Figures(
@@ -79,7 +75,6 @@ def measure(events: Events, plan: LaunchPlan) -> Figures:
         warmup_steps=left_out,
         samples_total=int(samples_total),
         step_ms={node: StepTime(p50=p50, p95=p95) for node, p50, p95 in query(_STEP_TIMES).fetchall()},
-        blame_ms={rank: wait / steps for rank, wait in blame},
         loss=loss if epoch_loss is None else epoch_loss,
     )
 
@@ -134,16 +129,6 @@ FROM timed WHERE measured GROUP BY rank ORDER BY rank
 _STEP_TIMES = """
 WITH slowest AS (SELECT node, step, max(t_ms) AS t_ms FROM timed WHERE measured GROUP BY node, step)
 SELECT node, quantile_cont(t_ms, 0.5), quantile_cont(t_ms, 0.95) FROM slowest GROUP BY node
-"""
-
-_BLAME = """
-WITH last AS (
-    SELECT step, arg_min(rank, (exposed_ms, rank)) AS rank, arg_min({group}, (exposed_ms, rank)) AS at
-    FROM timed WHERE measured AND wait_ms IS NOT NULL GROUP BY step),
-waits AS (
-    SELECT last.rank, timed.step, avg(timed.wait_ms) AS wait_ms
-    FROM timed JOIN last ON timed.step = last.step AND timed.{group} <> last.at GROUP BY last.rank, timed.step)
-SELECT rank, sum(wait_ms) FROM waits GROUP BY rank ORDER BY rank
 """
 
 _LAST_LOSS = """

@@ -103,7 +103,7 @@ class Straggler(Record):
     """Named where all ranks stand on one host."""
     reason: str
     wait_ms: float
-    """Mean wait a step of the others that falls on this one."""
+    """How much longer the others wait a step than this one does."""
 
 
 class Summary(Record):

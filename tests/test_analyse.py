@@ -144,6 +144,24 @@ def test_on_a_single_host_the_straggler_is_a_rank(tmp_path: Path) -> None:
     assert straggler.reason == "computes 2.0x longer per sample than the other ranks"
 
 
+def test_one_slow_rank_among_many_gives_its_host_away(tmp_path: Path) -> None:
+    fast, slow = [step(n, 32, 2, 40, 45, 1) for n in range(10)], [step(n, 32, 2, 80, 5, 1) for n in range(10)]
+    run = write_run(
+        tmp_path / "run", [Host("a", 2), Host("b", 2), Host("c", 1)], {0: fast, 1: fast, 2: slow, 3: fast, 4: fast}
+    )
+    straggler = analyse(run).straggler
+    assert straggler is not None
+    assert (straggler.node, straggler.rank) == ("b", None)
+    assert straggler.reason == "computes 2.0x longer per sample than the others"
+
+
+def test_a_host_late_for_another_reason_is_not_blamed_for_its_data(tmp_path: Path) -> None:
+    slow, fast = [step(n, 32, 2.1, 40, 5, 30) for n in range(10)], [step(n, 32, 2, 40, 34, 1) for n in range(10)]
+    straggler = analyse(write_run(tmp_path / "run", TWO, {0: slow, 1: fast})).straggler
+    assert straggler is not None
+    assert straggler.reason.startswith("arrives last")
+
+
 def test_a_wait_within_the_noise_names_nobody(tmp_path: Path) -> None:
     """Each host is 8 % late in every second step: much waiting, nobody's in particular."""
     first = [step(n, 32, 0, 92 if n % 2 else 100, 8 if n % 2 else 0, 0) for n in range(12)]
