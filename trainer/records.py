@@ -39,6 +39,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import resource
 import threading
 import time
@@ -70,8 +71,8 @@ def process_peak_memory_bytes() -> int:
 class MetricsWriter:
     """Appends events to `path`; to nothing where it is None.
 
-    Each line is handed to the kernel as it is written, so that a killed process loses none; none is fsynced, since
-    that would cost more than a training step. `peak_memory_bytes` may be replaced once the device is known.
+    Each line is one write to the kernel, so that a killed process loses none; none is fsynced, since that would cost
+    more than a training step. `peak_memory_bytes` may be replaced once the device is known.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -81,7 +82,7 @@ class MetricsWriter:
         self._lock = threading.Lock()  # a second thread writes the last line when the first one hangs
         self._ended = False
         try:
-            self._file = open(path, "a", encoding="utf-8", buffering=1) if path else None  # noqa: SIM115
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) if path else None
         except OSError as error:
             raise TrainError(f"cannot write metrics to {path} (ORCH_METRICS): {error.strerror}") from error
 
@@ -89,14 +90,17 @@ class MetricsWriter:
         """One line. Raises TrainError when it cannot be written; ignores what comes after `end`."""
         if set(fields) != set(EVENT_FIELDS[event]):
             raise ValueError(f"{event} has the fields {EVENT_FIELDS[event]}, not {tuple(fields)}")
+        line = json.dumps(_without_nan({"event": event, **fields}), allow_nan=False).encode() + b"\n"
         with self._lock:
             if self._ended or self._file is None:
                 return
             self._ended = event == "end"
             try:
-                self._file.write(json.dumps(_without_nan({"event": event, **fields}), allow_nan=False) + "\n")
+                written = os.write(self._file, line)
             except OSError as error:
                 raise TrainError(f"cannot write metrics to {self._path}: {error.strerror}") from error
+            if written < len(line):
+                raise TrainError(f"cannot write metrics to {self._path}: the disk is full")
 
     def end(self, status: str, message: str | None = None) -> None:
         """The last line; a second call does nothing, and a full disk is not reported twice."""

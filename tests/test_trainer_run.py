@@ -1,0 +1,235 @@
+"""Whole runs of `python -m trainer`: records, console, failures and signals, over real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("torchvision")
+
+from trainer.config import parse_settings
+from trainer.errors import TrainError
+from trainer.models import build_model
+from trainer.records import EVENT_FIELDS
+from trainer.stream import SampleStream
+from trainer.train import check_batch_norm
+
+ROOT = Path(__file__).parents[1]
+SYNTHETIC = ["--exp", "mnist_lenet", "--data", "synthetic", "--device", "cpu"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer"]
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    """Records in `folder`, one thread, and a network in which nothing answers."""
+    kept = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    dead = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    return {**kept, **dead, "ORCH_METRICS": f"{folder}/{{rank}}.jsonl", "OMP_NUM_THREADS": "1", **more}
+
+
+def records(folder: Path, rank: int) -> list[dict[str, Any]]:
+    """Whole lines only: the writer may be at work."""
+    path = folder / f"{rank}.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def of_event(lines: list[dict[str, Any]], event: str) -> list[dict[str, Any]]:
+    return [line for line in lines if line["event"] == event]
+
+
+@contextlib.contextmanager
+def started(folder: Path, arguments: list[str], world_size: int = 1) -> Iterator[list[subprocess.Popen[str]]]:
+    """One process a rank, started as torchrun would; killed at the end."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    processes = []
+    for rank in range(world_size):
+        info = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+        variables = {name: str(value) for name, value in info.items()}
+        env = environment(folder, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, ORCH_NODE=f"node{rank}", **variables)
+        command = [sys.executable, "-m", "trainer", *arguments]
+        processes.append(
+            subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        )
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def run_of_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """Two epochs over 203 samples in batches of 64: three full ones and one of 11, in shares of 6 and 5."""
+    folder = tmp_path_factory.mktemp("run")
+    command = [*TORCHRUN, *SYNTHETIC, "--samples", "203", "--epochs", "2", "--num_workers", "1", "--eval_every", "2"]
+    result = subprocess.run(command, cwd=ROOT, env=environment(folder), capture_output=True, text=True)
+    return result, folder
+
+
+def test_torchrun_trains_and_says_so_without_a_warning(run_of_two: Any) -> None:
+    result, _ = run_of_two
+    assert result.returncode == 0, result.stderr
+    trainer_words = [line for line in result.stderr.splitlines() if "master_addr is only used" not in line]
+    assert trainer_words == []
+    first, *_, last = result.stdout.splitlines()
+    assert first == "mnist_lenet: lenet on synthetic, batch 64 over 2 ranks, strategy ddp"
+    assert last.startswith("done: 8 steps in ")
+    assert "samples/s, accuracy " in last
+
+
+def test_every_line_has_the_documented_fields_and_the_order_of_events(run_of_two: Any) -> None:
+    for rank in range(2):
+        lines = records(run_of_two[1], rank)
+        for line in lines:
+            assert set(line) == {"event", *EVENT_FIELDS[line["event"]]}
+        events = [line["event"] for line in lines]
+        assert events == ["start", *["step"] * 4, "epoch", *["step"] * 4, "epoch", "eval", "end"]
+        assert [line["step"] for line in of_event(lines, "step")] == list(range(8))
+        assert lines[-1]["status"] == "succeeded"
+        assert lines[-1]["message"] is None
+
+
+def test_the_samples_of_all_ranks_add_up_to_the_data_set(run_of_two: Any) -> None:
+    steps = [of_event(records(run_of_two[1], rank), "step") for rank in range(2)]
+    assert [[step["samples"] for step in lines] for lines in steps] == [[32, 32, 32, 6] * 2, [32, 32, 32, 5] * 2]
+    for epoch in range(2):
+        assert sum(step["samples"] for lines in steps for step in lines if step["epoch"] == epoch) == 203
+
+
+def test_the_loss_of_an_epoch_is_that_of_all_ranks_samples(run_of_two: Any) -> None:
+    lines = [records(run_of_two[1], rank) for rank in range(2)]
+    for epoch in range(2):
+        total = sum(step["loss"] for rank in lines for step in of_event(rank, "step") if step["epoch"] == epoch)
+        for rank in lines:
+            record = of_event(rank, "epoch")[epoch]
+            assert (record["epoch"], record["steps"], record["samples"]) == (epoch, 4, 203)
+            assert record["loss"] == pytest.approx(total / 203)
+
+
+def test_the_phases_of_a_step_add_up_to_it_and_the_steps_to_the_epoch(run_of_two: Any) -> None:
+    lines = records(run_of_two[1], 0)
+    for step in of_event(lines, "step"):
+        parts = (step["load_ms"], step["compute_ms"], step["exposed_ms"], step["optim_ms"])
+        assert min(parts) >= 0
+        assert sum(parts) == pytest.approx(step["t_ms"], abs=0.01)
+    epoch = of_event(lines, "epoch")[1]
+    steps_s = sum(step["t_ms"] for step in of_event(lines, "step") if step["epoch"] == 1) / 1000
+    assert steps_s == pytest.approx(epoch["epoch_s"], rel=0.2)
+
+
+def test_the_start_record_says_who_runs_what_where(run_of_two: Any) -> None:
+    for rank in range(2):
+        start = records(run_of_two[1], rank)[0]
+        assert (start["schema"], start["rank"], start["local_rank"], start["world_size"]) == (1, rank, rank, 2)
+        assert (start["device"], start["backend"], start["nccl"]) == ("cpu", "gloo", None)
+        assert (start["parameters"], start["gradient_bytes"], start["batch_per_rank"]) == (61_706, 246_824, 32)
+        assert start["settings"]["samples"] == 203
+        assert start["host"] == socket.gethostname()
+
+
+def test_every_test_sample_is_evaluated_once(run_of_two: Any) -> None:
+    (own,), (other,) = (of_event(records(run_of_two[1], rank), "eval") for rank in range(2))
+    assert own["samples"] == 10_000
+    assert own["accuracy"] == pytest.approx(sum(own["per_class"]) / 10)  # 1,000 of each class
+    assert {**own, "eval_s": 0} == {**other, "eval_s": 0}
+
+
+def test_absent_data_end_every_rank_with_the_same_line(tmp_path: Path) -> None:
+    arguments = ["--exp", "mnist_lenet", "--device", "cpu", "--data_dir", str(tmp_path / "nowhere")]
+    with started(tmp_path, arguments, world_size=2) as processes:
+        errors = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [1, 1]
+    assert len(set(errors)) == 1
+    (line,) = errors[0].splitlines()
+    assert line.startswith(f"error: node0: no mnist data in {tmp_path / 'nowhere'}")
+    assert [records(tmp_path, rank)[-1]["status"] for rank in range(2)] == ["failed", "failed"]
+    assert records(tmp_path, 1)[-1]["message"] == line.removeprefix("error: ")
+
+
+@pytest.mark.parametrize(("signum", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_run_with_a_record_and_its_exit_code(tmp_path: Path, signum: int, exit_code: int) -> None:
+    with started(tmp_path, [*SYNTHETIC, "--epochs", "100", "--num_workers", "1"]) as (process,):
+        wait_until(lambda: len(records(tmp_path, 0)) > 5)
+        process.send_signal(signum)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == exit_code
+    assert errors.splitlines() == [f"interrupted by {signal.Signals(signum).name}"]
+    assert records(tmp_path, 0)[-1]["status"] == "interrupted"
+
+
+def test_a_signal_ends_a_rank_that_waits_for_a_frozen_one(tmp_path: Path) -> None:
+    with started(tmp_path, [*SYNTHETIC, "--epochs", "100", "--num_workers", "0"], world_size=2) as (process, frozen):
+        wait_until(lambda: len(records(tmp_path, 0)) > 5)
+        frozen.send_signal(signal.SIGSTOP)
+        counts: list[int] = []
+        wait_until(lambda: counts.append(len(records(tmp_path, 0))) or counts[-20:] == [counts[-1]] * 20)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+        assert process.returncode == 143
+        assert records(tmp_path, 0)[-1]["status"] == "interrupted"
+
+
+def test_a_lone_sample_for_batch_norm_is_refused_before_training() -> None:
+    settings = parse_settings("resnet152_cifar", {})
+    model = build_model("resnet152", settings.data_set.shape, 10)
+    check_batch_norm(model, SampleStream(size=100, batch=10, shares=(8, 2), seed=0))
+    for stream in (SampleStream(101, 10, (10,), seed=0), SampleStream(100, 10, (9, 1), seed=0)):
+        with pytest.raises(TrainError, match="choose another batch than 10"):
+            check_batch_norm(model, stream)
+
+
+@pytest.mark.slow
+def test_resnet152_takes_its_steps_on_two_ranks(tmp_path: Path) -> None:
+    arguments = ["--exp", "resnet152_cifar", "--data", "synthetic", "--batch", "4", "--steps", "2", "--eval_every", "0"]
+    with started(tmp_path, [*arguments, "--num_workers", "0", "--device", "cpu"], world_size=2) as processes:
+        errors = [process.communicate(timeout=200)[1] for process in processes]
+    assert errors == ["", ""]
+    lines = records(tmp_path, 1)
+    assert lines[0]["parameters"] == 58_164_298
+    assert [line["event"] for line in lines] == ["start", "step", "step", "epoch", "end"]
+
+
+def real_mnist() -> Path | None:
+    folder = Path(os.environ.get("ORCH_TEST_MNIST", ROOT.parent / "shared" / "data" / "mnist"))
+    return folder if (folder / "MNIST" / "raw").is_dir() else None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(real_mnist() is None, reason="no MNIST; set ORCH_TEST_MNIST to the folder that holds MNIST/raw")
+def test_one_epoch_of_mnist_on_two_ranks_passes_95_percent(tmp_path: Path) -> None:
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for file in (real_mnist() or tmp_path).glob("MNIST/raw/*"):
+        shutil.copyfile(file, raw / file.name)
+    command = [*TORCHRUN, "--exp", "mnist_lenet", "--epochs", "1", "--num_workers", "0", "--device", "cpu"]
+    command += ["--data_dir", str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    lines = [records(tmp_path, rank) for rank in range(2)]
+    assert sum(step["samples"] for rank in lines for step in of_event(rank, "step")) == 60_000
+    (evaluation,) = of_event(lines[0], "eval")
+    assert evaluation["samples"] == 10_000
+    assert evaluation["accuracy"] > 0.95

@@ -1,0 +1,218 @@
+"""Synchronisation over real Gloo: three processes take the steps that one process with the whole batch takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from trainer import ranks
+from trainer.config import Settings, parse_settings
+from trainer.env import RankInfo
+from trainer.errors import TrainError
+from trainer.evaluate import average_running_statistics, evaluate
+from trainer.stream import SampleStream
+from trainer.sync import build_strategy, local_loss, weighted
+from trainer.timing import CpuTimer
+
+WORLD_SIZE = 3
+SHARES = (6, 3, 1)
+STREAM = SampleStream(size=43, batch=10, shares=SHARES, seed=5)  # a last batch of 3, in shares of 2, 1 and 0
+CPU = torch.device("cpu")
+SLOW_S = 0.3
+
+
+class NoisyModel(nn.Sequential):
+    """Every rank begins with weights of its own: only rank 0's may count."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        super().__init__(nn.Flatten(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.double()
+
+
+def samples() -> tuple[Any, Any]:
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn((STREAM.size, 1, 3, 4), generator=generator, dtype=torch.float64)
+    return images, torch.randint(0, 3, (STREAM.size,), generator=generator)
+
+
+def settings_for(strategy: str) -> Settings:
+    return parse_settings("mnist_lenet", {"strategy": strategy, "bucket_mib": "0.0001", "num_workers": "0"})
+
+
+def weights(model: nn.Module) -> Any:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).clone()
+
+
+def updates(strategy_name: str, stream: SampleStream, group: Any, rank: int) -> tuple[Any, Any]:
+    """The weights before and after ten updates."""
+    model = NoisyModel(seed=rank)
+    strategy = build_strategy(settings_for(strategy_name), model, group, CpuTimer())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+    before = weights(model)
+    images, labels = samples()
+    for epoch in range(2):
+        for step in range(stream.steps):
+            own = stream.indices(epoch, step, rank)
+            optimizer.zero_grad()
+            loss = local_loss(strategy.model, images[own], labels[own])
+            strategy.backward(weighted(loss, stream.batch_at(step), group.size()))
+            optimizer.step()
+    return before, weights(model)
+
+
+def relative_distance(strategy: str, group: Any, rank: int) -> float:
+    """norm(dw - dw_ref) / norm(dw_ref), the reference being one process with the whole batch."""
+    before, after = updates(strategy, STREAM, group, rank)
+    own_group = [dist.new_group([r]) for r in range(WORLD_SIZE)][rank]
+    alone = SampleStream(STREAM.size, STREAM.batch, (STREAM.batch,), STREAM.seed)
+    reference_before, reference = updates("none", alone, own_group, 0)
+    assert torch.equal(before, reference_before), "rank 0's weights were not given to all"
+    return float((after - reference).norm() / (reference - reference_before).norm())
+
+
+class SlowForward(nn.Linear):
+    """Rank 0 computes for SLOW_S longer than the others."""
+
+    def forward(self, images: Any) -> Any:
+        if dist.get_rank() == 0:
+            time.sleep(SLOW_S)
+        return super().forward(images.flatten(1))
+
+
+def compute_and_exposed_s(strategy_name: str, group: Any) -> tuple[float, float]:
+    timer = CpuTimer()
+    strategy = build_strategy(settings_for(strategy_name), SlowForward(12, 3).double(), group, timer)
+    images, labels = samples()
+    dist.barrier()
+    begin = timer.mark()
+    computed = strategy.backward(local_loss(strategy.model, images[:2], labels[:2]))
+    return timer.ms(begin, computed) / 1000, timer.ms(computed, timer.mark()) / 1000
+
+
+def averaged_statistics(group: Any, rank: int) -> list[float]:
+    """BatchNorm means that were 0, 10 and 20 after 1, 3 and 0 samples."""
+    norm = nn.BatchNorm1d(2)
+    norm.running_mean.fill_(10.0 * rank)
+    average_running_statistics(norm, group, [1, 3, 0][rank])
+    return norm.running_mean.tolist()
+
+
+class FirstPixel(nn.Module):
+    """Predicts class 1 where the first pixel is above 0, else class 0."""
+
+    def forward(self, images: Any) -> Any:
+        above = (images[:, 0, 0, 0] > 0).double()
+        return nn.functional.pad(torch.stack([1 - above, above], dim=1), (0, 8))
+
+
+def first_pixel_data() -> list[tuple[Any, int]]:
+    """Seven samples: five of class 0, of which two are mistaken, and two of class 1, both right."""
+    return [(torch.full((1, 2, 2), pixel), label) for pixel, label in zip([-1, 1, -1, 1, -1, 1, 1], [0] * 5 + [1] * 2)]
+
+
+@dataclass
+class Told:
+    mine: str
+    others: str = ""
+
+
+def failure_line(rank: int) -> str:
+    try:
+        with ranks.together(f"node{rank}"):
+            if rank == 1:
+                raise TrainError("the disk is full")
+    except TrainError as error:
+        return str(error)
+    return "no failure"
+
+
+def run_rank(rank: int, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=(Path(folder) / "port").read_text())
+    torch.set_num_threads(1)
+    info = RankInfo(rank, rank, WORLD_SIZE, WORLD_SIZE, "vm", f"node{rank}", None, "127.0.0.1")
+    group = ranks.join(info, "auto", CPU)
+    result = {strategy: relative_distance(strategy, group, rank) for strategy in ("ddp", "allreduce")}
+    result["times"] = {strategy: compute_and_exposed_s(strategy, group) for strategy in ("ddp", "allreduce")}
+    result["statistics"] = averaged_statistics(group, rank)
+    evaluation = evaluate(FirstPixel(), first_pixel_data(), settings_for("ddp"), info, CPU)
+    result["evaluation"] = [evaluation.samples, evaluation.accuracy, evaluation.per_class[:3]]
+    result["failure"] = failure_line(rank)
+    try:
+        build_strategy(settings_for("none"), NoisyModel(0), group, CpuTimer())
+    except TrainError as error:
+        result["none"] = str(error)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
+    ranks.leave()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port
+    del store
+    (folder / "port").write_text(str(port))
+    mp.spawn(run_rank, args=(str(folder),), nprocs=WORLD_SIZE)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "allreduce"])
+def test_unequal_shares_give_the_update_of_one_process(results: list[dict[str, Any]], strategy: str) -> None:
+    for result in results:
+        assert result[strategy] <= 1e-12
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "allreduce"])
+def test_a_slow_ranks_compute_shows_as_waiting_on_the_others(results: list[dict[str, Any]], strategy: str) -> None:
+    (slow_compute_s, slow_exposed_s), *others = [result["times"][strategy] for result in results]
+    assert slow_compute_s >= SLOW_S
+    assert slow_exposed_s < SLOW_S / 2
+    for compute_s, exposed_s in others:
+        assert compute_s < SLOW_S / 2
+        assert compute_s + exposed_s >= SLOW_S * 0.9
+
+
+def test_batch_norms_statistics_are_averaged_by_samples(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["statistics"] == [7.5, 7.5]
+
+
+def test_every_test_sample_counts_once_on_any_number_of_ranks(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        samples, accuracy, per_class = result["evaluation"]
+        assert samples == 7
+        assert accuracy == pytest.approx(5 / 7)
+        assert per_class == [0.6, 1.0, None]
+
+
+def test_one_ranks_failure_is_told_by_every_rank_in_the_same_words(results: list[dict[str, Any]]) -> None:
+    assert {result["failure"] for result in results} == {"node1: the disk is full"}
+
+
+def test_several_ranks_without_synchronisation_are_refused(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert "strategy none is for a process alone, there are 3 ranks" in result["none"]
+
+
+def test_a_rank_without_samples_leaves_batch_norm_and_every_gradient_alone() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 2), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2, 3))
+    model(torch.randn(4, 1, 2, 2))
+    before = [buffer.clone() for buffer in model.buffers()]
+    loss = local_loss(model, torch.empty((0, 1, 2, 2)), torch.empty(0, dtype=torch.long))
+    weighted(loss, 5, 2).backward()
+    assert loss.item() == 0
+    assert all(torch.equal(parameter.grad, torch.zeros_like(parameter)) for parameter in model.parameters())
+    assert all(torch.equal(buffer, old) for buffer, old in zip(model.buffers(), before, strict=True))
+    assert model.training
