@@ -145,7 +145,8 @@ class Controller:
         try:
             election = self._elect(cluster, cluster.active())
         except OrchError as error:
-            warnings.append(str(error))
+            if not problems:  # else these say it, host by host
+                warnings.append(str(error))
         cluster = _with_election(cluster, election)
         self.store.save_cluster(cluster, current=True)
         return Up(cluster, election, problems, tuple(warnings))

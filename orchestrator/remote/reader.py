@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from .agent import look
-from .layout import FINAL_STATES, Job, Work
+from .layout import Job, Work
 
 CHUNK_BYTES = 1 << 18
 LOOK_S = 0.1
@@ -54,7 +54,8 @@ def _stream(job: Job, offsets: dict[str, int], follow: bool) -> None:
         if latest != agent:
             agent = latest
             _frame({"agent": agent})
-        over = agent.get("state") in FINAL_STATES or not agent.get("alive")
+        # A final record alone is not the end: while supervisor or keeper lives, a process of the job is there.
+        over = not agent.get("alive")
         if not any(sent) and (over or not follow):
             return
         if time.monotonic() > beat_due:
