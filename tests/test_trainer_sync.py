@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
@@ -119,13 +119,8 @@ class FirstPixel(nn.Module):
 
 def first_pixel_data() -> list[tuple[Any, int]]:
     """Seven samples: five of class 0, of which two are mistaken, and two of class 1, both right."""
-    return [(torch.full((1, 2, 2), pixel), label) for pixel, label in zip([-1, 1, -1, 1, -1, 1, 1], [0] * 5 + [1] * 2)]
-
-
-@dataclass
-class Told:
-    mine: str
-    others: str = ""
+    pixels, labels = [-1, 1, -1, 1, -1, 1, 1], [0, 0, 0, 0, 0, 1, 1]
+    return [(torch.full((1, 2, 2), pixel), label) for pixel, label in zip(pixels, labels, strict=True)]
 
 
 def failure_line(rank: int) -> str:
