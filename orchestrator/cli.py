@@ -316,9 +316,9 @@ def _follow(controller: Controller, plan: LaunchPlan, show: Callable[[], None]) 
     try:
         show()
     except KeyboardInterrupt:
-        console.say(f"\ndetached; the job goes on. Come back: orch logs -f --job {plan.job}")
-        console.say(f"cancel: orch cancel --job {plan.job} (or Ctrl-C again within {SECOND_CTRL_C_S:.0f} s)")
         try:
+            console.say(f"\ndetached; the job goes on. Come back: orch logs -f --job {plan.job}")
+            console.say(f"cancel: orch cancel --job {plan.job} (or Ctrl-C again within {SECOND_CTRL_C_S:.0f} s)")
             threading.Event().wait(SECOND_CTRL_C_S)
         except KeyboardInterrupt:
             _cancel(controller, plan)

@@ -42,7 +42,7 @@ class Person:
         return done
 
     def starts(self, *words: str, **options: Any) -> subprocess.Popen[str]:
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         return self.lab.popen([*ORCH, *words], env=self.environment, cwd=self.folder, **{**streams, **options})
 
     def asks(self, *words: str, exit_code: int | None = 0) -> dict[str, Any]:

@@ -93,15 +93,12 @@ def test_arguments_of_a_script_arrive_as_they_were_typed(person):
 
 
 def test_a_job_outlives_its_killed_controller_and_a_new_one_learns_the_true_exit_code(person):
-    run = person.starts("run", "--", "waits/waits.py")
-    assert run.stdout
-    seen = ""
-    while seen.count("hello from") < 3:
-        seen += run.stdout.readline()
-    job = person.asks("jobs")["jobs"][0]["id"]
-    os.kill(controller_pid(run.pid), signal.SIGKILL)
-    run.wait()
-    run.stdout.close()
+    with person.starts("run", "--", "waits/waits.py") as run:
+        seen = ""
+        while seen.count("hello from") < 3:
+            seen += run.stdout.readline()
+        job = person.asks("jobs")["jobs"][0]["id"]
+        os.kill(controller_pid(run.pid), signal.SIGKILL)
     assert person.job(job)["state"] == "running"
     assert hellos(person, job) == 3
     person.types("collect", "--job", job)
@@ -121,19 +118,18 @@ def test_cancel_from_a_new_process_leaves_nothing(person):
 
 
 def test_one_interrupt_detaches_and_a_second_cancels(person):
-    run = person.starts("run", "--", "waits/waits.py")
-    assert run.stdout
-    seen = ""
-    while seen.count("hello from") < 3:
-        seen += run.stdout.readline()
-    job = person.asks("jobs")["jobs"][0]["id"]
-    os.kill(controller_pid(run.pid), signal.SIGINT)
-    while "Ctrl-C again" not in seen:
-        seen += run.stdout.readline()
+    with person.starts("run", "--", "waits/waits.py") as run:
+        seen = ""
+        while seen.count("hello from") < 3:
+            seen += run.stdout.readline()
+        job = person.asks("jobs")["jobs"][0]["id"]
+        os.kill(controller_pid(run.pid), signal.SIGINT)
+        while "Ctrl-C again" not in seen:
+            seen += run.stdout.readline()
+        os.kill(controller_pid(run.pid), signal.SIGINT)
+        seen += run.stdout.read()
+    assert run.returncode == 130, seen
     assert f"orch logs -f --job {job}" in seen
-    os.kill(controller_pid(run.pid), signal.SIGINT)
-    seen += run.stdout.read()
-    assert run.wait() == 130
     assert person.job(job)["state"] == "cancelled"
     assert person.processes_of(job) == []
 
