@@ -137,7 +137,7 @@ def test_the_phases_of_a_step_add_up_to_it_and_the_steps_to_the_epoch(run_of_two
         assert sum(parts) == pytest.approx(step["t_ms"], abs=0.01)
     epoch = of_event(lines, "epoch")[1]
     steps_s = sum(step["t_ms"] for step in of_event(lines, "step") if step["epoch"] == 1) / 1000
-    assert steps_s == pytest.approx(epoch["epoch_s"], rel=0.2)
+    assert epoch["epoch_s"] / 2 < steps_s <= epoch["epoch_s"]
 
 
 def test_the_start_record_says_who_runs_what_where(run_of_two: Any) -> None:

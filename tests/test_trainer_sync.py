@@ -29,7 +29,7 @@ WORLD_SIZE = 3
 SHARES = (6, 3, 1)
 STREAM = SampleStream(size=43, batch=10, shares=SHARES, seed=5)  # a last batch of 3, in shares of 2, 1 and 0
 CPU = torch.device("cpu")
-SLOW_S = 0.3
+SLOW_S = 0.5
 
 
 class NoisyModel(nn.Sequential):
