@@ -53,7 +53,7 @@ def build_plan(
     ordered = sorted(nodes, key=lambda node: node.name != election.master)
     master = ordered[0]
     addresses = {node.name: _address(node, facts[node.name], ordered) for node in ordered}
-    devices = {node.name: _device(node, facts[node.name]) for node in ordered}
+    devices = {node.name: _device(node, facts[node.name], request) for node in ordered}
     ranks = {node.name: _ranks(node, facts[node.name], devices[node.name]) for node in ordered}
     world_size = sum(ranks.values())
     shares = _shares(request, world_size)
@@ -137,7 +137,10 @@ def _shares(request: RunRequest, world_size: int) -> tuple[int, ...]:
     return equal_shares(int(batch), world_size) if batch else ()
 
 
-def _device(node: Node, facts: NodeFacts) -> Literal["cuda", "cpu"]:
+def _device(node: Node, facts: NodeFacts, request: RunRequest) -> Literal["cuda", "cpu"]:
+    """The person's own word for this run, else the inventory's, else what was found."""
+    if "device" in request.chosen and request.settings["device"] != "auto":
+        return "cuda" if request.settings["device"] == "cuda" else "cpu"
     if node.device != "auto":
         return node.device
     return "cuda" if facts.gpus and not node.paced else "cpu"
