@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 
 from orchestrator.errors import OrchError, UsageError
 from orchestrator.facts import NodeFacts
@@ -148,7 +148,7 @@ class Store:
             if value.get("schema", 0) > SCHEMA:
                 raise OrchError(f"{path} was written by a newer orch (schema {value['schema']})", "update this one")
             return form.model_validate(value)
-        except (ValueError, ValidationError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise OrchError(
                 f"{path} is damaged ({str(error).splitlines()[0]})", "remove it; the hosts keep the truth"
             ) from error
