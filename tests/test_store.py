@@ -1,0 +1,208 @@
+import json
+import os
+import stat
+import threading
+
+import pytest
+from test_checks import facts
+from test_plan import a2000_v100
+
+from orchestrator.errors import OrchError, UsageError
+from orchestrator.inventory import Node
+from orchestrator.paths import Home
+from orchestrator.records import JobRecord
+from orchestrator.store import Cluster, Problem, Store
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(Home(tmp_path / "home"))
+
+
+def cluster(name="lab", **changes):
+    nodes = (Node(name="a", host="10.0.0.1"), Node(name="b", host="10.0.0.2", bandwidth_bps=2.5e9))
+    return Cluster(**{"name": name, "file": "/home/me/lab.yaml", "nodes": nodes, **changes})
+
+
+def job(name, started="2026-11-21T09:00:00+00:00", **changes):
+    fields = {"id": name, "state": "running", "exp": "mnist_lenet", "cluster": "lab", "nodes": ("a", "b")}
+    return JobRecord(**{**fields, "started": started, **changes})
+
+
+def test_a_cluster_comes_back_as_it_was_saved(store):
+    saved = cluster(
+        added={"a": "2026-11-21"}, released=("b",), master="a", master_pin="a", facts={"a": facts(node="a")},
+        problems={"b": Problem(message="no answer", remedy="switch it on")},
+    )  # fmt: skip
+    store.save_cluster(saved, current=True)
+    assert Store(store.home).cluster() == saved
+    assert Store(store.home).known_cluster("lab") == saved
+
+
+def test_the_current_cluster_is_the_last_one_saved_as_such(store):
+    store.save_cluster(cluster("one"), current=True)
+    store.save_cluster(cluster("two"))
+    assert store.cluster().name == "one"
+    assert store.cluster("two").name == "two"
+    store.save_cluster(cluster("two"), current=True)
+    assert store.cluster().name == "two"
+
+
+def test_without_a_cluster_the_first_step_is_said(store):
+    with pytest.raises(UsageError, match="no cluster yet: start with `orch up INVENTORY`"):
+        store.cluster()
+    assert store.known_cluster("lab") is None
+
+
+def test_an_unknown_cluster_is_refused_with_the_known_ones(store):
+    store.save_cluster(cluster("one"))
+    store.save_cluster(cluster("two"))
+    with pytest.raises(UsageError, match=r"no cluster named 'tow' .*known: one, two"):
+        store.cluster("tow")
+
+
+def test_an_unknown_node_is_refused_with_the_known_ones():
+    with pytest.raises(UsageError, match="c: no such node in cluster lab: its nodes: a, b"):
+        cluster().node("c")
+
+
+def test_a_released_node_takes_no_part(store):
+    assert [node.name for node in cluster(released=("a",)).active()] == ["b"]
+
+
+def test_a_job_and_its_plan_come_back_as_they_were_saved(store):
+    plan = a2000_v100()
+    record = job(plan.job)
+    store.save_job(record, plan)
+    store.save_job(record.model_copy(update={"state": "succeeded", "exit_code": 0}))
+    assert store.plan(plan.job) == plan
+    assert (store.job(plan.job).state, store.job(plan.job).exit_code) == ("succeeded", 0)
+
+
+def test_jobs_are_listed_newest_first(store):
+    for name, started in (("b", "2026-11-21T09:00"), ("a", "2026-11-21T10:00"), ("c", "2026-11-20T23:00")):
+        store.save_job(job(name, started))
+    assert [found.id for found in store.jobs()] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        ("latest", "mnist_lenet-20261121-1000-abd"),
+        ("mnist_lenet-20261121-0900-abc", "mnist_lenet-20261121-0900-abc"),
+        ("resnet", "resnet152_cifar-20261121-0800-k3f"),
+        ("mnist_lenet-20261121-10", "mnist_lenet-20261121-1000-abd"),
+        ("exact", "exact"),
+    ],
+)
+def test_a_job_is_found_by_its_id_a_unique_prefix_or_latest(store, wanted, found):
+    store.save_job(job("mnist_lenet-20261121-0900-abc", "2026-11-21T09:00"))
+    store.save_job(job("mnist_lenet-20261121-1000-abd", "2026-11-21T10:00"))
+    store.save_job(job("resnet152_cifar-20261121-0800-k3f", "2026-11-21T08:00"))
+    store.save_job(job("exact", "2026-11-01"))
+    store.save_job(job("exactly", "2026-11-02"))
+    assert store.find_job(wanted) == found
+
+
+def test_a_prefix_of_several_jobs_is_refused_with_their_names(store):
+    store.save_job(job("mnist-1"))
+    store.save_job(job("mnist-2"))
+    with pytest.raises(UsageError, match=r"'mnist' fits several jobs: mnist-[12], mnist-[12]"):
+        store.find_job("mnist")
+
+
+@pytest.mark.parametrize(("wanted", "known"), [("resnet", "mnist-1"), ("latest", "none yet")])
+def test_an_unknown_job_is_refused_with_the_known_ones(store, wanted, known):
+    if known != "none yet":
+        store.save_job(job(known))
+    with pytest.raises(UsageError, match=f"no job '{wanted}': the latest: {known}"):
+        store.find_job(wanted)
+
+
+def test_home_is_for_its_owner_alone_even_where_it_was_not(store):
+    store.home.root.mkdir(mode=0o755)
+    before = os.umask(0)
+    try:
+        store.save_cluster(cluster(), current=True)
+        store.save_job(job("j"), a2000_v100())
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(store.home.root.stat().st_mode) == 0o700
+    files = [path for path in store.home.root.rglob("*.json") if path.is_file()]
+    assert len(files) == 3
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+
+
+def test_a_file_of_a_newer_version_is_refused_and_left_alone(store):
+    store.save_job(job("j"))
+    path = store.home.job("j") / "job.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 2}))
+    before = path.read_bytes()
+    with pytest.raises(OrchError, match=r"job.json was written by a newer orch \(schema 2\): update this one"):
+        store.job("j")
+    assert path.read_bytes() == before
+
+
+def test_what_a_newer_version_stored_besides_is_no_error(store):
+    store.save_job(job("j"))
+    path = store.home.job("j") / "job.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "colour": "blue"}))
+    assert store.job("j") == job("j")
+
+
+DAMAGED = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b'{"schema": 1}',
+    b'{"schema": "1"}',
+    b'{"schema": null}',
+    b"\xff\xfe",
+    b"[" * 9999,
+]
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_damaged_file_is_named_with_what_to_do(store, content):
+    store.save_job(job("j"))
+    path = store.home.job("j") / "job.json"
+    path.write_bytes(content)
+    with pytest.raises(OrchError, match=r"j/job.json is damaged \(.*\): remove it; the hosts keep the truth"):
+        store.job("j")
+
+
+def test_a_reader_beside_writers_meets_only_whole_files(store):
+    plans = {name: a2000_v100().model_copy(update={"notes": (name * 20_000,)}) for name in ("x", "y")}
+    stop = threading.Event()
+    store.save_job(job("j"), plans["x"])
+
+    def write(name):
+        while not stop.is_set():
+            store.save_job(job("j"), plans[name])
+
+    writers = [threading.Thread(target=write, args=(name,)) for name in plans]
+    for writer in writers:
+        writer.start()
+    try:
+        seen = {store.plan("j").notes[0] for _ in range(60)}
+    finally:
+        stop.set()
+        for writer in writers:
+            writer.join()
+    assert seen <= {"x" * 20_000, "y" * 20_000}
+    assert sorted(path.name for path in store.home.job("j").iterdir()) == ["job.json", "plan.json"]
+
+
+def test_a_write_waits_for_the_lock(store):
+    from orchestrator.files import locked
+
+    store.save_job(job("j"))
+    writer = threading.Thread(target=store.save_job, args=(job("j", state="failed"),))
+    with locked(store.home.root / ".lock"):
+        writer.start()
+        writer.join(0.2)
+        assert writer.is_alive()
+        assert store.job("j").state == "running"
+    writer.join(10)
+    assert store.job("j").state == "failed"
