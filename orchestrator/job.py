@@ -21,7 +21,7 @@ from orchestrator import call
 from orchestrator.call import Host
 from orchestrator.errors import ConnectError, HostError, HostsError
 from orchestrator.frames import Beat, End, Frame, Piece, read_frames
-from orchestrator.records import FirstFailure, JobRecord, JobState, LaunchPlan, NodePlan
+from orchestrator.records import FINAL_STATES, FirstFailure, JobRecord, JobState, LaunchPlan, NodePlan
 from orchestrator.transport.fanout import errors, for_each, values
 
 PREPARE_S = 120.0
@@ -219,7 +219,8 @@ def combine(plan: LaunchPlan, found: Mapping[str, Mapping[str, Any] | HostError]
     """The job's state from its hosts' records; `known` is what we knew before. Pure.
 
     The master's last word counts for all. Without it: a host that ended on its own account, else a record whose
-    supervisor is gone means lost; a host that we cannot reach says nothing.
+    supervisor is gone means lost; a host that we cannot reach says nothing. A job known to have ended does not get lost
+    with the files of its hosts (`orch down`).
     """
     records = {name: dict(record) for name, record in found.items() if isinstance(record, Mapping)}
     final = [record for record in records.values() if record.get("state") in ("succeeded", "failed", "cancelled")]
@@ -231,7 +232,7 @@ def combine(plan: LaunchPlan, found: Mapping[str, Mapping[str, Any] | HostError]
     if alive:
         running = any(record.get("state") != "starting" for record in alive)
         return known.model_copy(update={"state": "running" if running else "starting"})
-    if len(records) == len(plan.nodes):
+    if len(records) == len(plan.nodes) and known.state not in FINAL_STATES:
         gone = FirstFailure(node=plan.master, reason="no supervisor and no final record on any host")
         return known.model_copy(update={"state": "lost", "first_failure": gone, "exit_code": 1})
     return known
@@ -244,7 +245,7 @@ def _ended(known: JobRecord, record: Mapping[str, Any]) -> JobRecord:
         failure = FirstFailure.model_validate(record.get("first_failure"))
     state: JobState = record["state"]
     ended = known.ended
-    if isinstance(record.get("ended"), (int, float)):
+    with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError, OSError):
         ended = datetime.fromtimestamp(record["ended"], timezone.utc).isoformat(timespec="seconds")
     return known.model_copy(
         update={"state": state, "first_failure": failure, "exit_code": _exit_code(state, failure), "ended": ended}

@@ -36,6 +36,15 @@ def published_for(summary: Summary) -> tuple[Published, ...]:
     return _TABLES.get((summary.settings.get("model"), summary.settings.get("data")), ())
 
 
+def conditions(summary: Summary) -> str:
+    """Under what this run was measured, in a few words: its figures stand beside others measured under others."""
+    epochs, steps = summary.settings.get("epochs"), summary.settings.get("steps")
+    length = f"{steps} steps" if steps else f"{epochs} epoch{'' if epochs == 1 else 's'}" if epochs else ""
+    types = ", ".join(f"{gpu.ranks} x {name}" for name, gpu in summary.by_gpu.items())
+    batch = f"batch {summary.settings['batch']}" if "batch" in summary.settings else ""
+    return ", ".join(part for part in (types, length, batch) if part)
+
+
 def _seconds(summary: Summary) -> str:
     return "" if summary.total_s is None else f"{summary.total_s:.2f}"
 

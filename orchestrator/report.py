@@ -19,7 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from orchestrator.charts import draw_throughput
 from orchestrator.files import write_atomic
 from orchestrator.paths import RunFolder
-from orchestrator.published import published_for
+from orchestrator.published import conditions, published_for
 from orchestrator.summary import NodeSummary, Summary, clean
 from orchestrator.units import format_bandwidth, format_bytes, format_duration
 
@@ -47,6 +47,7 @@ def render_report(summary: Summary, chart: str | None = None) -> str:
             efficiency_words=efficiency_words(summary),
             parts=_parts(summary),
             published=published_for(summary),
+            conditions=conditions(summary),
         )
     )
 

@@ -17,15 +17,16 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytest.importorskip("torchvision")
 
 from trainer.config import parse_settings
+from trainer.env import read_rank_info
 from trainer.errors import TrainError
 from trainer.models import build_model
 from trainer.records import EVENT_FIELDS
 from trainer.stream import SampleStream
-from trainer.train import check_batch_norm
+from trainer.train import check_batch_norm, loader_processes
 
 ROOT = Path(__file__).parents[1]
 SYNTHETIC = ["--exp", "mnist_lenet", "--data", "synthetic", "--device", "cpu"]
@@ -233,3 +234,20 @@ def test_one_epoch_of_mnist_on_two_ranks_passes_95_percent(tmp_path: Path) -> No
     (evaluation,) = of_event(lines[0], "eval")
     assert evaluation["samples"] == 10_000
     assert evaluation["accuracy"] > 0.95
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "ranks_here", "processes"),
+    [
+        (-1, "cpu", 1, 0),
+        (-1, "cuda", 1, 4),
+        (-1, "cuda", 4, 2),
+        (-1, "cuda", 16, 0),
+        (3, "cpu", 1, 3),
+        (0, "cuda", 1, 0),
+    ],
+)
+def test_loaders_take_no_core_that_a_rank_computes_on(monkeypatch, wanted, device, ranks_here, processes):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    info = read_rank_info({"LOCAL_WORLD_SIZE": str(ranks_here)})
+    assert loader_processes(wanted, info, torch.device(device)) == processes

@@ -74,7 +74,10 @@ class Settings:
         choices=["ddp", "allreduce", "none"],
     )
     bucket_mib: float = _setting("Size of ddp's gradient buckets in MiB.", above=0)
-    num_workers: int = _setting("Processes per rank that load samples; 0 loads in the rank itself.", at_least=0)
+    num_workers: int = _setting(
+        "Processes per rank that load samples; 0 loads in the rank itself, -1 takes what the host's cores allow.",
+        at_least=-1,
+    )
     warmup_steps: int = _setting("First updates that are left out of every speed.", at_least=0)
     eval_every: int = _setting("Epochs between evaluations on the test data; 0 never evaluates.", at_least=0)
 

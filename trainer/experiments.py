@@ -34,7 +34,7 @@ _COMMON: dict[str, Any] = {
     "backend": "auto",
     "strategy": "ddp",
     "bucket_mib": 25.0,
-    "num_workers": 2,
+    "num_workers": -1,
     "warmup_steps": 3,
     "eval_every": 1,
 }
@@ -61,6 +61,5 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
         "lr": 0.05,
         "momentum": 0.9,
         "weight_decay": 5e-4,
-        "num_workers": 4,
     },
 }

@@ -126,6 +126,7 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
     device = ranks.choose_device(settings.device, settings.backend, info)
     if device.type == "cuda":
         metrics.peak_memory_bytes = lambda: torch.cuda.max_memory_allocated(device)
+    settings = dataclasses.replace(settings, num_workers=loader_processes(settings.num_workers, info, device))
     timer = timer_for(device)
     shares = equal_shares(settings.batch, info.world_size)
     stream = SampleStream(settings.train_samples, settings.batch, shares, settings.seed)
@@ -168,6 +169,13 @@ def use_threads(info: RankInfo) -> None:
     """torch heeds OMP_NUM_THREADS by itself; without it, the ranks of a host share its cores evenly."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // info.local_world_size))
+
+
+def loader_processes(wanted: int, info: RankInfo, device: torch.device) -> int:
+    """On the CPU none by itself: they would only take the cores that ranks compute on. More than 4 rarely help."""
+    if wanted >= 0:
+        return wanted
+    return 0 if device.type == "cpu" else min(4, len(os.sched_getaffinity(0)) // info.local_world_size)
 
 
 def check_batch_norm(model: nn.Module, stream: SampleStream) -> None:
