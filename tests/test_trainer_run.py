@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("torchvision")
+
+import torch
 
 from trainer.config import parse_settings
 from trainer.env import read_rank_info
