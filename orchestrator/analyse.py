@@ -22,7 +22,8 @@ from orchestrator.files import write_json
 from orchestrator.measure import Figures, RankFigures, gpu_label, measure, write_steps
 from orchestrator.paths import RunFolder
 from orchestrator.records import SCHEMA, FirstFailure, JobRecord, LaunchPlan, NodePlan, Record
-from orchestrator.summary import GpuSummary, NodeSummary, Straggler, Summary, clean
+from orchestrator.summary import GpuSummary, NodeSummary, Straggler, Summary
+from orchestrator.text import one_line
 
 METRICS_SCHEMA = 1
 NOISE = 0.05
@@ -285,7 +286,7 @@ def _warnings(plan: LaunchPlan, events: Events, figures: Figures, nodes: tuple[N
     for rank, start in events.latest("start").items():
         schema = start.get("schema")
         if isinstance(schema, (int, float)) and schema > METRICS_SCHEMA:
-            told = clean(str(schema), 20)
+            told = one_line(str(schema), 20)
             yield f"{node_of[rank]}: rank {rank} writes metrics of schema {told}; this orch knows {METRICS_SCHEMA}."
     if figures.reported and not figures.steps:
         yield _why_no_figures(figures)
@@ -318,7 +319,7 @@ def _ratio(value: Any) -> float | None:
 def _per_class(value: Any) -> dict[str, float]:
     """Accuracy by class; a list is numbered from 0. At most 1000 classes are kept."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    ratios = ((clean(str(name), 80), _ratio(item)) for name, item in list(pairs)[:1000])
+    ratios = ((one_line(str(name), 80), _ratio(item)) for name, item in list(pairs)[:1000])
     return {name: ratio for name, ratio in ratios if ratio is not None}
 
 
@@ -326,9 +327,9 @@ def _cleaned(failure: FirstFailure) -> FirstFailure:
     line = failure.log_line
     return failure.model_copy(
         update={
-            "reason": clean(failure.reason),
-            "log_line": None if line is None else clean(line),
-            "signal": None if failure.signal is None else clean(failure.signal, 40),
+            "reason": one_line(failure.reason),
+            "log_line": None if line is None else one_line(line),
+            "signal": None if failure.signal is None else one_line(failure.signal, 40),
         }
     )
 

@@ -41,7 +41,10 @@ def collect(
     run: RunFolder,
     progress: Callable[[str, int], None] = lambda node, size: None,
 ) -> Collected:
-    """progress(node, bytes) is called for every piece that comes. A host that fails leaves what was there before."""
+    """progress(node, bytes) is called for every piece that comes.
+
+    A host that fails, or has nothing of the job any more, leaves what was there before.
+    """
     collected = Collected()
     pulls = {node.name: _Pull(run.node(node.name)) for node in plan.nodes if node.name in hosts}
     offsets = {name: pull.offsets() for name, pull in pulls.items()}
@@ -54,7 +57,8 @@ def collect(
             progress(name, len(item.data))
         elif isinstance(item, Agent):
             collected.agents[name] = item.record
-            write_json(run.agent(name), item.record)
+            if item.record.get("state") != "lost" or not run.agent(name).exists():
+                write_json(run.agent(name), item.record)
         elif isinstance(item, End):
             damaged = pulls[name].finish(item.files)
             if damaged:
@@ -88,6 +92,8 @@ class _Pull:
         """Puts every new file that agrees with the host's (size, SHA-256) in its place. Returns those that do not."""
         damaged = []
         for name, (size, digest) in files.items():
+            if size == 0 and name not in self._parts:
+                continue  # its host has it no more (`orch down`): what was collected stays
             here = self._parts.pop(name, self._folder / name)
             if _fingerprint(here) != (size, digest):
                 damaged.append(name)

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 import duckdb
 
-from orchestrator.summary import clean
+from orchestrator.text import one_line
 
 LINE_LIMIT = 64 * 2**10
 LARGEST = 1e12
@@ -169,7 +169,7 @@ def count(event: Mapping[str, Any], key: str) -> int | None:
 
 def text(event: Mapping[str, Any], key: str) -> str | None:
     value = event.get(key)
-    return clean(value) if isinstance(value, str) and clean(value).strip() else None
+    return one_line(value) if isinstance(value, str) and one_line(value).strip() else None
 
 
 # Fields that a step or gpu line may carry as numbers, in the order in which _READ takes them apart.

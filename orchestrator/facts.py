@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import Self
 
 from orchestrator.errors import ProbeError
+from orchestrator.text import one_line
 
 MAX_GPUS = 64
 MAX_INTERFACES = 256
@@ -393,7 +394,7 @@ def clean(text: Any, limit: int = MAX_TEXT) -> str:
     """A host's words, fit for a terminal and a log: printable, on one line, cut."""
     if not isinstance(text, str):
         raise ValueError(f"a {type(text).__name__} in place of text")
-    return "".join(c if c.isprintable() else " " for c in text[: limit * 4]).strip()[:limit]
+    return one_line(text, limit)
 
 
 def _failure(command: Command | None) -> str | None:

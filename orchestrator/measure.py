@@ -22,7 +22,8 @@ from pathlib import Path
 
 from orchestrator.events import Events, number
 from orchestrator.records import LaunchPlan, NodePlan
-from orchestrator.summary import StepTime, clean
+from orchestrator.summary import StepTime
+from orchestrator.text import one_line
 
 DEFAULT_WARMUP_STEPS = 3
 
@@ -161,4 +162,4 @@ def write_steps(events: Events, plan: LaunchPlan, path: Path) -> None:
 
 def gpu_label(node: NodePlan) -> str:
     """What groups hosts by type."""
-    return clean(node.gpu) if node.gpu else ("CPU" if node.device == "cpu" else "GPU of unknown type")
+    return one_line(node.gpu) if node.gpu else ("CPU" if node.device == "cpu" else "GPU of unknown type")

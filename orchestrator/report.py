@@ -20,7 +20,8 @@ from orchestrator.charts import draw_throughput
 from orchestrator.files import write_atomic
 from orchestrator.paths import RunFolder
 from orchestrator.published import conditions, published_for
-from orchestrator.summary import NodeSummary, Summary, clean
+from orchestrator.summary import NodeSummary, Summary
+from orchestrator.text import one_line
 from orchestrator.units import format_bandwidth, format_bytes, format_duration
 
 NOTHING = "–"
@@ -133,7 +134,7 @@ def _percent(value: float | None, digits: int = 0) -> str:
 
 
 def _moment(text: str | None) -> str:
-    return NOTHING if not text else clean(text, 40).replace("T", " ").replace("Z", " UTC")
+    return NOTHING if not text else one_line(text, 40).replace("T", " ").replace("Z", " UTC")
 
 
 def _or_nothing(show: Any) -> Any:
@@ -158,6 +159,6 @@ def _environment() -> Environment:
         "bandwidth": _or_nothing(format_bandwidth),
         "duration": _or_nothing(format_duration),
         "known": _or_nothing(str),
-        "line": lambda value: clean(str(value)),
+        "line": lambda value: one_line(str(value)),
     }
     return environment

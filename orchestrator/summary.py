@@ -10,8 +10,6 @@ A figure that could not be measured is None, and `missing` or `warnings` says wh
 
 from __future__ import annotations
 
-import re
-import unicodedata
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
@@ -19,26 +17,14 @@ from pydantic import BeforeValidator, Field, ValidationError
 from orchestrator.errors import OrchError
 from orchestrator.paths import RunFolder
 from orchestrator.records import SCHEMA, FirstFailure, Record
+from orchestrator.text import one_line
 
 TEXT_LIMIT = 500
 SUMMARY_LIMIT = 64 * 2**20
 
-_ESCAPE_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]P^_X][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])")
-
-
-def clean(text: str, limit: int = TEXT_LIMIT) -> str:
-    """One line of text from a host without terminal escapes, control and direction characters, at most `limit` long."""
-    text = _ESCAPE_SEQUENCE.sub("", text[: 4 * limit])
-    text = "".join(" " if char in "\t\n\r" else char for char in text if char in "\t\n\r" or _is_visible(char))
-    return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
-def _is_visible(char: str) -> bool:
-    return unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Co", "Cn")
-
 
 def _clean_if_text(value: Any) -> Any:
-    return clean(value) if isinstance(value, str) else value
+    return one_line(value, TEXT_LIMIT) if isinstance(value, str) else value
 
 
 Text = Annotated[str, BeforeValidator(_clean_if_text)]

@@ -19,6 +19,7 @@ def clean(text: str) -> str:
 
 
 def one_line(text: object, limit: int = 300) -> str:
-    """All of it on one line of at most `limit` characters, cleaned."""
-    line = clean(re.sub(r"[\t\r\n]+", " ", str(text)[: 4 * limit])).strip()
+    """All of it on one printable line of at most `limit` characters, cleaned."""
+    spaced = re.sub(r"\s+", " ", str(text)[: 4 * limit])
+    line = "".join(char for char in clean(spaced) if char.isprintable()).strip()
     return line if len(line) <= limit else line[: limit - 1] + "…"

@@ -16,7 +16,7 @@ from runs import Host, end, lines, start, step, two_hosts, write_run
 from orchestrator.analyse import analyse
 from orchestrator.errors import OrchError
 from orchestrator.paths import RunFolder
-from orchestrator.summary import Summary, clean
+from orchestrator.summary import Summary
 
 ONE = [Host("v100", 1, "Tesla V100-16GB")]
 TWO = [Host("a2000", 1, "RTX A2000"), Host("v100", 1, "Tesla V100-16GB")]
@@ -292,21 +292,6 @@ def test_a_summary_that_cannot_be_read_is_one_clear_message(tmp_path: Path, cont
         (tmp_path / "summary.json").write_text(content)
     with pytest.raises(OrchError, match=r"summary\.json.*orch collect"):
         Summary.load(RunFolder(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("hostile", "shown"),
-    [
-        ("\x1b]52;c;cm0gLXJm\x07V100", "V100"),
-        ("a\rb\nc", "a b c"),
-        ("\x9b31mred\u202eevil", "31mredevil"),
-        ("\ud800x", "x"),
-        ("y" * 5000, "y" * 499 + "…"),
-        ("Straße 東京", "Straße 東京"),
-    ],
-)
-def test_text_of_a_host_becomes_one_harmless_line(hostile: str, shown: str) -> None:
-    assert clean(hostile) == shown
 
 
 VALUES = st.recursive(

@@ -196,16 +196,23 @@ class Membership:
         self._hub, self._node, self._token = hub, node, token
         self._status, self._obey, self._gone = status, obey, gone
         self._link: Link | None = None
+        self._closed = False
 
     def announce(self) -> None:
         if self._link:
             self._link.send(self._status())
 
+    def close(self) -> None:
+        """Ends `stay`. Cancelling its task does not always: before Python 3.12, `wait_for` may swallow that."""
+        self._closed = True
+        if self._link:
+            self._link.close()
+
     async def stay(self, join_s: float) -> None:
         """Runs until the hub is gone: unreachable for `join_s` at first, later for the lease or after a break."""
         loop = asyncio.get_running_loop()
         deadline, why = loop.time() + join_s, f"cannot reach the master at {self._hub[0]}:{self._hub[1]}"
-        while loop.time() < deadline:
+        while loop.time() < deadline and not self._closed:
             try:
                 self._link = await join_hub(*self._hub, self._node, self._token)
                 await self._talk(self._link)
@@ -221,12 +228,13 @@ class Membership:
                     self._link.close()
                 self._link = None
             await asyncio.sleep(0.2)
-        self._gone(why)
+        if not self._closed:
+            self._gone(why)
 
     async def _talk(self, link: Link) -> None:
         beats = asyncio.create_task(self._beat())
         try:
-            while True:
+            while not self._closed:
                 self._obey(await link.receive(LEASE_S))
         finally:
             beats.cancel()

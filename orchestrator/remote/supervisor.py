@@ -175,6 +175,8 @@ class Supervisor:
             self.phase = "joined"
         self.changed()
         await self.finished.wait()
+        if self.membership:
+            self.membership.close()
         if self.hub:
             self.hub.announce()
             await self._until(lambda: self.hub is None or self.hub.connected == 0, KILL_S)

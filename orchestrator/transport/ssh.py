@@ -29,6 +29,7 @@ import fabric
 import paramiko
 
 from orchestrator.errors import ConnectError, ProbeError
+from orchestrator.text import one_line
 from orchestrator.transport import MAX_OUTPUT_BYTES, Result
 from orchestrator.transport.hostkeys import HostKeys, OfferedKey, Peer, UnknownHostKeyError
 from orchestrator.transport.login import AskPassphrase, Deadline, Login
@@ -393,4 +394,4 @@ def _where(hop: Hop) -> str:
 
 def _plain(error: Exception) -> str:
     """An error's words on one line, fit for a terminal: servers have a say in them."""
-    return "".join(c if c.isprintable() else " " for c in str(error))[:200].strip() or type(error).__name__
+    return one_line(error, 200) or type(error).__name__
