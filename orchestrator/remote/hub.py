@@ -136,8 +136,8 @@ class Hub:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             node, link = await greet_member(reader, writer, self._token)
-        except (OSError, ValueError, KeyError, asyncio.TimeoutError):
-            writer.close()
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, asyncio.TimeoutError):
+            writer.close()  # whoever it is has no token yet: nothing that it says may harm us
             return
         if node not in self._members:
             writer.close()
