@@ -8,7 +8,26 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 GROUND = {"errors", "units", "shell", "paths", "grammar", "text", "files"}
-PURE = ["inventory", "facts", "election", "plan", "analyse", "measure", "events", "summary", "report", "charts", "published", "frames", "lines", "checks", "text", "units", "shell", "grammar"]
+PURE = [
+    "inventory",
+    "facts",
+    "election",
+    "plan",
+    "analyse",
+    "measure",
+    "events",
+    "summary",
+    "report",
+    "charts",
+    "published",
+    "frames",
+    "lines",
+    "checks",
+    "text",
+    "units",
+    "shell",
+    "grammar",
+]
 STAGES = ["inventory", "facts", "checks", "probe", "election", "plan", "job", "collect", "controller", "console", "cli"]
 TORCH_FREE = {"__init__", "__main__", "experiments", "config", "shares", "records", "env", "errors", "interrupt"}
 SHARED = {"experiments", "config", "shares", "records"}
