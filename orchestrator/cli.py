@@ -179,7 +179,11 @@ def node_add(name: str, keys: tuple[str, ...], accept_new_host_keys: bool, clust
 @click.argument("name")
 @cluster_option
 def node_remove(name: str, cluster: str | None) -> None:
-    """Take a host out of the cluster; your inventory file stays as it is."""
+    """Take a host out of the cluster; your inventory file stays as it is.
+
+    \b
+    orch node remove a2000
+    """
     from orchestrator import console
 
     with _controller() as controller:
@@ -190,7 +194,11 @@ def node_remove(name: str, cluster: str | None) -> None:
 @click.argument("name")
 @cluster_option
 def node_release(name: str, cluster: str | None) -> None:
-    """Keep a host in the cluster, but give it no job until it is restored."""
+    """Keep a host in the cluster, but give it no job until it is restored.
+
+    \b
+    orch node release a2000
+    """
     _release(name, cluster, restore=False)
 
 
@@ -198,7 +206,11 @@ def node_release(name: str, cluster: str | None) -> None:
 @click.argument("name")
 @cluster_option
 def node_restore(name: str, cluster: str | None) -> None:
-    """Give a released host jobs again."""
+    """Give a released host jobs again.
+
+    \b
+    orch node restore a2000
+    """
     _release(name, cluster, restore=True)
 
 

@@ -25,8 +25,15 @@ from orchestrator.summary import Summary
 from orchestrator.text import one_line
 from orchestrator.units import format_bandwidth, format_bytes
 
+
+class _Out(Console):
+    def on_broken_pipe(self) -> None:
+        """rich would exit with 1 here; `cli` knows that a reader who has left is no error."""
+        raise BrokenPipeError
+
+
 # A pipe has no width: a table is not to be folded for it.
-out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
+out = _Out(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 _RANK_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta", "bright_yellow")
