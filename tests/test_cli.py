@@ -1,0 +1,92 @@
+"""The command line as a person meets it: in a fresh interpreter, with no cluster or one of this machine alone."""
+
+import json
+import os
+import subprocess
+import sys
+
+import click
+import pytest
+
+from orchestrator.cli import main
+
+HEAVY = {"rich", "pydantic", "fabric", "paramiko", "torch", "duckdb", "matplotlib", "yaml", "jinja2"}
+
+
+def orch(*words, **more):
+    return subprocess.run([sys.executable, "-m", "orchestrator.cli", *words], capture_output=True, text=True, **more)
+
+
+def commands(group=main, above=()):
+    """Every command there is, as the words that a person types."""
+    for name, command in group.commands.items():
+        yield (*above, name), command
+        if isinstance(command, click.Group):
+            yield from commands(command, (*above, name))
+
+
+COMMANDS = dict(commands())
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_command_shows_a_line_to_type(words, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([*words, "--help"], prog_name="orch")
+    assert end.value.code == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert any(line.startswith(f"orch {' '.join(words)}") for line in lines), lines
+
+
+def test_help_imports_nothing_heavy():
+    code = "import sys, atexit; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); "
+    code += "from orchestrator.cli import main; main(['--help'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "orch up" in done.stdout
+    assert {name.partition(".")[0] for name in done.stderr.split()} & HEAVY == set()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_completion_script_is_made(shell):
+    code = "from orchestrator.cli import main; main(prog_name='orch')"
+    env = {**os.environ, "_ORCH_COMPLETE": f"{shell}_source"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.returncode == 0
+    assert "_ORCH_COMPLETE" in done.stdout
+
+
+WRONG = {
+    "no such command": (["launch"], "No such command 'launch'"),
+    "nothing to run": (["run"], "say what to run, once"),
+    "two things to run": (["run", "--exp", "mnist_lenet", "-m", "x"], "say what to run, once"),
+    "no cluster": (["status"], "no cluster yet"),
+    "no job": (["collect", "--job", "latest"], "no job 'latest'"),
+    "no pair": (["run", "--exp", "mnist_lenet", "--set", "epochs"], "'epochs' is not --set KEY=VALUE"),
+    "an unknown setting": (["run", "--exp", "mnist_lenet", "--set", "epoch=1"], "epochs"),
+    "an unknown experiment": (["run", "--exp", "mnist_lenett"], "mnist_lenet"),
+    "no time": (["run", "--time-limit", "soon", "--", "x.py"], "'soon' is not a time"),
+    "no script": (["run", "--", "nowhere.py"], "nowhere.py: no such script"),
+    "no inventory": (["up", "nowhere.yaml"], "nowhere.yaml"),
+}
+
+
+@pytest.mark.parametrize(("words", "said"), WRONG.values(), ids=list(WRONG))
+def test_wrong_usage_gives_exit_code_2_and_one_line_that_says_it(words, said, tmp_path):
+    done = orch(*words, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    errors = [line for line in done.stderr.splitlines() if line.lower().startswith("error:")]
+    assert len(errors) == 1
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [("jobs",), ("jobs", "--json")])
+def test_a_reader_that_leaves_is_no_error(words):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as output:
+        done = subprocess.run([sys.executable, "-m", "orchestrator.cli", *words], stdout=output, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_jobs_without_any_is_an_empty_document():
+    assert json.loads(orch("jobs", "--json").stdout) == {"schema": 1, "jobs": []}
