@@ -116,5 +116,5 @@ def gang(
     try:
         yield made
     finally:
-        job.cancel(plan, made.hosts)
+        job.cancel(made.plan, made.hosts)
         made.wait()
