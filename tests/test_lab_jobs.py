@@ -16,7 +16,8 @@ pytestmark = [pytest.mark.lab, pytest.mark.timeout(600)]
 
 INVENTORY = """
 cluster: jobs
-defaults: {device: cpu, bandwidth: 2.5Gbps}
+# One thread a rank: the hosts of a lab share the machine's cores, and none of them knows.
+defaults: {device: cpu, bandwidth: 2.5Gbps, env: {OMP_NUM_THREADS: "1"}}
 nodes:
   - {name: alpha, host: 10.77.1.1, ranks: 1}
   - {name: beta, host: 10.77.1.2, ranks: 2}
