@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -19,8 +19,7 @@ from orchestrator.errors import HostsError, OrchError, UsageError
 
 if TYPE_CHECKING:
     from orchestrator.controller import Controller, Up
-    from orchestrator.plan import RunRequest
-    from orchestrator.records import CodeFolder, LaunchPlan
+    from orchestrator.records import LaunchPlan
 
 SECOND_CTRL_C_S = 3.0
 INTERRUPTED = 130
@@ -39,6 +38,20 @@ out_option: Decorator = click.option(
 )
 
 
+class Duration(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 alone
+    """A time as people write it; gives seconds."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        from orchestrator.units import parse_duration
+
+        try:
+            return value if isinstance(value, float) else parse_duration(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
 class Orch(click.Group):
     """Turns every expected error into words and its exit code; anything else is a bug and keeps its traceback."""
 
@@ -51,12 +64,22 @@ class Orch(click.Group):
             for each in error.errors if isinstance(error, HostsError) else [error]:
                 console.fail(each.message, each.remedy)
             ctx.exit(error.exit_code)
+        except OSError as error:
+            if isinstance(error, BrokenPipeError):
+                _leave_quietly(ctx)
+            from orchestrator import console
+
+            where = error.filename or "this machine"
+            console.fail(f"{where}: {error.strerror or error}", "free space there, or choose another folder")
+            ctx.exit(OrchError.exit_code)
         except KeyboardInterrupt:
             ctx.exit(INTERRUPTED)
-        except BrokenPipeError:
-            # The reader of our output has left (`orch logs | head`): that is no error, and nobody is there to tell.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            ctx.exit(0)
+
+
+def _leave_quietly(ctx: click.Context) -> NoReturn:
+    """The reader of our output has left (`orch logs | head`): that is no error, and nobody is there to tell."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    ctx.exit(0)
 
 
 @click.group(cls=Orch, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -164,12 +187,12 @@ def node_add(name: str, keys: tuple[str, ...], accept_new_host_keys: bool, clust
     \b
     orch node add a16 host=192.168.1.52 user=ubuntu gpu=A16 bandwidth=2.5Gbps
     """
-    import yaml
-
     from orchestrator.inventory import node_from_keys
+    from orchestrator.request import parse_pairs
+    from orchestrator.yamlfile import resolve_scalar
 
-    pairs = _pairs(keys, "KEY=VALUE")
-    made = node_from_keys({"name": name, **{key: yaml.safe_load(value) for key, value in pairs.items()}}, "node add")
+    values = {key: resolve_scalar(value) for key, value in parse_pairs(keys, "KEY=VALUE").items()}
+    made = node_from_keys({"name": name, **values}, "node add")
     with _controller(accept_new_host_keys) as controller, _busy(f"probing {name}"):
         found = controller.add_node(controller.store.cluster(cluster), made)
     _show_up(found, as_json)
@@ -267,9 +290,9 @@ def trust(name: str, inventory: Path | None, yes: bool, cluster: str | None) -> 
 @click.option("--dry-run", is_flag=True, help="Print the plan and start nothing.")
 @click.option("--share", is_flag=True, help="Use GPUs even if another job of ours holds them.")
 @click.option(
-    "--grace", default=3.0, show_default=True, metavar="S", help="Seconds a rank has between INT, TERM and KILL."
+    "--grace", type=Duration(), default="3s", show_default=True, help="What ranks have between INT, TERM and KILL."
 )
-@click.option("--time-limit", metavar="TIME", help="End the job after this time: 90s, 30m, 12h.")
+@click.option("--time-limit", type=Duration(), help="End the job after this time: 90s, 30m, 12h.")
 @cluster_option
 @json_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
@@ -283,7 +306,7 @@ def run(
     dry_run: bool,
     share: bool,
     grace: float,
-    time_limit: str | None,
+    time_limit: float | None,
     cluster: str | None,
     as_json: bool,
     command: tuple[str, ...],
@@ -298,12 +321,21 @@ def run(
     orch run -- train.py --lr 0.1             your own torchrun script; its folder is shipped
     orch run -m mypackage.train -- --lr 0.1   the same for a module
     """
-    from orchestrator import console
+    from dataclasses import replace
 
-    request, code, blob = _request(exp, settings, module, folder, command, share, grace, _seconds(time_limit))
+    from orchestrator import console
+    from orchestrator.request import read_wish
+
+    wish = read_wish(exp, settings, module, folder, command)
+    request = replace(
+        wish.request,
+        share_gpus=share,
+        grace_s=grace,
+        time_limit_s=time_limit,
+    )
     only = [name for name in (nodes or "").split(",") if name]
     with _controller() as controller:
-        plan = controller.plan(controller.store.cluster(cluster), request, code, only)
+        plan = controller.plan(controller.store.cluster(cluster), request, wish.code, only)
         if dry_run:
             return (
                 console.print_json(plan.model_dump(mode="json", by_alias=True)) if as_json else console.print_plan(plan)
@@ -311,7 +343,7 @@ def run(
         for note in plan.notes:
             console.warn(note)
         with _busy(f"starting {plan.job} on {len(plan.nodes)} hosts"):
-            hosts = controller.launch(plan, blob)
+            hosts = controller.launch(plan, wish.blob)
         console.say(f"job {plan.job}: {plan.world_size} ranks on {len(plan.nodes)} hosts, master {plan.master}")
         if not detach:
             _follow(controller, plan, lambda: console.print_events(controller.follow(plan, hosts)))
@@ -396,8 +428,7 @@ def logs(wanted: str, follow: bool, only_node: str | None, only_rank: int | None
         hosts, errors = controller.hosts_of(plan)
         for error in errors.values():
             console.fail(error.message, error.remedy)
-        events = controller.follow(plan, hosts, until_end=follow)
-        _follow(controller, plan, lambda: console.print_events(events, chosen))
+        console.print_events(controller.follow(plan, hosts, until_end=follow), chosen)
         if errors:
             sys.exit(3)
 
@@ -414,9 +445,8 @@ def cancel(wanted: str, as_json: bool) -> None:
     from orchestrator import console
 
     with _controller() as controller:
-        record, plan = controller.job(wanted)
-        if controller.refresh(record).state in ("starting", "running"):
-            _cancel(controller, plan)
+        _, plan = controller.job(wanted)
+        _cancel(controller, plan)
         job = controller.store.job(plan.job)
         if as_json:
             console.print_json(console.jobs_json([job])["jobs"][0] | {"schema": 1})
@@ -519,7 +549,9 @@ def reap(yes: bool, cluster: str | None, as_json: bool) -> None:
 
     def words(answer: dict[str, Any]) -> str:
         found = [f"{job['job']}: {', '.join(job['processes'])}" for job in answer["found"]]
-        return "; ".join(found) + (" — ended" if yes else "") if found else "nothing left"
+        stayed = [process for job in answer["found"] for process in job.get("stayed", ())]
+        ended = f" — still there: {', '.join(stayed)}" if stayed else " — ended" if yes else ""
+        return "; ".join(found) + ended if found else "nothing left"
 
     _show_answers(answers, words, as_json)
     if not yes and any(isinstance(answer, dict) and answer["found"] for answer in answers.values()):
@@ -541,10 +573,8 @@ def down(yes: bool, cluster: str | None, as_json: bool) -> None:
         question = f"End the jobs of {found.name} and remove our files from {len(found.nodes)} hosts?"
         if not yes:
             click.confirm(question, abort=True, err=True)
-        for job in controller.store.jobs():
-            if job.cluster == found.name and controller.refresh(job).state in ("starting", "running"):
-                _cancel(controller, controller.store.plan(job.id))
-        answers = controller.down(found)
+        with _busy(f"clearing {len(found.nodes)} hosts"):
+            answers = controller.down(found)
     _show_answers(
         answers, lambda answer: f"removed {', '.join(answer['removed'])}" if answer["removed"] else "clean", as_json
     )
@@ -604,88 +634,6 @@ def _show_answers(answers: dict[str, Any], words: Callable[[dict[str, Any]], str
         console.print_answers(answers, words)
     if any(isinstance(answer, Exception) for answer in answers.values()):
         sys.exit(3)
-
-
-def _request(
-    exp: str | None,
-    settings: Sequence[str],
-    module: str | None,
-    folder: Path | None,
-    command: tuple[str, ...],
-    share: bool,
-    grace_s: float,
-    time_limit_s: float | None,
-) -> tuple[RunRequest, CodeFolder, bytes]:
-    """What to run and the files it needs. Raises UsageError where it is not exactly one of the three kinds."""
-    from orchestrator.code import pack_folder
-    from orchestrator.plan import RunRequest
-
-    common: dict[str, Any] = {"share_gpus": share, "grace_s": grace_s, "time_limit_s": time_limit_s}
-    if sum([bool(exp), bool(module), bool(command) and not module]) != 1:
-        raise UsageError("say what to run, once", "orch run --exp NAME, orch run -- SCRIPT ARGS, or orch run -m MODULE")
-    if exp:
-        return _experiment(exp, _pairs(settings, "--set KEY=VALUE"), common)
-    if settings:
-        raise UsageError("--set belongs to --exp", "give your script its own arguments after --")
-    if module:
-        code, blob = pack_folder(folder or Path())
-        return RunRequest("module", module, ("-m", module, *command), **common), code, blob
-    script = Path(command[0])
-    if not script.is_file():
-        raise UsageError(f"{script}: no such script", "give its path as seen from here")
-    root = (folder or script.parent).resolve()
-    if not script.resolve().is_relative_to(root):
-        raise UsageError(f"{script} is not inside {root}", "choose a --folder that holds the script")
-    code, blob = pack_folder(root)
-    inside = script.resolve().relative_to(root).as_posix()
-    return RunRequest("script", script.name, (inside, *command[1:]), **common), code, blob
-
-
-def _experiment(exp: str, pairs: dict[str, str], common: dict[str, Any]) -> tuple[RunRequest, CodeFolder, bytes]:
-    import dataclasses
-    import importlib.util
-
-    from orchestrator.code import pack_folder
-    from orchestrator.plan import RunRequest
-    from trainer.config import SettingsError, parse_settings
-
-    try:
-        checked = parse_settings(exp, pairs)
-    except SettingsError as error:
-        raise UsageError(str(error), "`python -m trainer --help` lists every setting") from error
-    found = importlib.util.find_spec("trainer")
-    if found is None or found.origin is None:
-        raise UsageError("the trainer package is not installed beside orch", "install this project again")
-    code, blob = pack_folder(Path(found.origin).parent, prefix="trainer/")
-    command = ("-m", "trainer", f"--exp={exp}", *(f"--{key}={value}" for key, value in pairs.items()))
-    request = RunRequest(
-        "experiment", exp, command, settings=dataclasses.asdict(checked), chosen=frozenset(pairs), **common
-    )
-    return request, code, blob
-
-
-def _pairs(items: Sequence[str], form: str) -> dict[str, str]:
-    pairs = {}
-    for item in items:
-        key, equals, value = item.partition("=")
-        if not equals or not key:
-            raise UsageError(f"{item!r} is not {form}", "write it like epochs=1")
-        pairs[key.strip()] = value
-    return pairs
-
-
-def _seconds(text: str | None) -> float | None:
-    """`90s`, `30m`, `12h`."""
-    if text is None:
-        return None
-    units = {"s": 1.0, "m": 60.0, "h": 3600.0}
-    try:
-        value = float(text[:-1]) * units[text[-1]]
-    except (ValueError, KeyError, IndexError):
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise UsageError(f"{text!r} is not a time", "write it like 90s, 30m or 12h")
-    return value
 
 
 if __name__ == "__main__":

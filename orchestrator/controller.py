@@ -7,6 +7,7 @@ plan → collect → analyse → report                                         
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,11 +26,13 @@ from orchestrator.frames import Agent, Piece
 from orchestrator.inventory import Inventory, Node
 from orchestrator.lines import Line, Splitter
 from orchestrator.paths import RunFolder
-from orchestrator.plan import RunRequest, build_plan
+from orchestrator.plan import build_plan
 from orchestrator.probe import probe_all
-from orchestrator.records import FINAL_STATES, CodeFolder, JobRecord, LaunchPlan, write_record
+from orchestrator.records import ENDED, FINAL_STATES, CodeFolder, JobRecord, LaunchPlan, write_record
+from orchestrator.request import RunRequest
 from orchestrator.store import Cluster, Problem, Store
 from orchestrator.summary import Summary
+from orchestrator.text import one_line
 from orchestrator.transport.fanout import for_each
 
 PROBE_S = 90.0
@@ -167,7 +170,7 @@ class Controller:
 
     def plan(self, cluster: Cluster, request: RunRequest, code: CodeFolder, only: Sequence[str] = ()) -> LaunchPlan:
         """only: the nodes to take; none means all that are not released. Raises HostsError for unusable ones."""
-        nodes = [cluster.node(name) for name in only] or list(cluster.active())
+        nodes = [cluster.node(name) for name in dict.fromkeys(only)] or list(cluster.active())
         blocked = [_usable_facts(cluster, node) for node in nodes]
         errors = [error for error in blocked if isinstance(error, HostError)]
         if errors:
@@ -193,10 +196,9 @@ class Controller:
         self.store.save_job(record, plan)
         try:
             job.launch(plan, hosts, blob)
-        except HostsError as error:
-            state = "cancelled" if job.nothing_runs(plan, hosts) else "failed"
-            self.store.save_job(record.model_copy(update={"state": state, "ended": _now()}))
-            raise error
+        except BaseException:  # it has undone what it had begun
+            self.store.save_job(record.model_copy(update={"state": "cancelled", "ended": _now()}))
+            raise
         return hosts
 
     def _reach(self, cluster: Cluster, plan: LaunchPlan) -> dict[str, Host]:
@@ -248,35 +250,32 @@ class Controller:
 
     def refresh(self, record: JobRecord) -> JobRecord:
         """The record as the hosts have it now; unchanged where none answers or it has ended."""
-        if record.state in FINAL_STATES:
+        if record.state in ENDED:
             return record
         plan = self.store.plan(record.id)
         hosts, _ = self.hosts_of(plan)
         return self._remember(plan, job.agents(plan, hosts))
 
     def cancel(self, plan: LaunchPlan) -> tuple[JobRecord, list[str]]:
-        """Ends the job everywhere and waits for it. Returns its record and what would not end, or cannot be seen."""
+        """Ends the job everywhere, whatever we remember of it, and waits for it. Returns its record and, host by host,
+        what would not end or cannot be seen.
+        """
         hosts, unreachable = self.hosts_of(plan)
-        told = job.cancel(plan, hosts)
-        found: dict[str, Mapping[str, Any] | HostError] = {}
-        deadline = time.monotonic() + CANCEL_S
+        found: dict[str, Mapping[str, Any] | HostError] = {**unreachable, **_errors(job.cancel(plan, hosts))}
+        deadline = time.monotonic() + 2 * plan.grace_s + CANCEL_S
         for name, item in job.watch(plan, hosts, offsets={}, follow=True, files=False):
-            if isinstance(item, Agent):
+            if isinstance(item, HostError):
+                found[name] = item
+            elif isinstance(item, Agent):
                 found[name] = item.record
             if time.monotonic() > deadline:
                 break
-        stayed = [str(error) for error in {**unreachable, **_errors(told)}.values()]
-        for name, record in found.items():
-            if isinstance(record, Mapping):
-                stayed += [f"{name}: {process}" for process in record.get("leftovers", ())]
-        return self._remember(plan, found), stayed
+        return self._remember(plan, found), [line for name in found for line in _stayed(name, found[name])]
 
     def _remember(self, plan: LaunchPlan, found: Mapping[str, Mapping[str, Any] | HostError]) -> JobRecord:
-        known = self.store.job(plan.job)
-        record = job.combine(plan, found, known)
-        if record != known:
-            self.store.save_job(record)
-        return record
+        return self.store.change_job(
+            plan.job, lambda known: job.combine(plan, found, known, datetime.now(timezone.utc))
+        )
 
     # ---- results ----------------------------------------------------------------------------------------------
 
@@ -343,6 +342,15 @@ def _with_election(cluster: Cluster, election: Election | None) -> Cluster:
     return cluster.model_copy(update=update)
 
 
+def _stayed(name: str, found: Mapping[str, Any] | HostError) -> list[str]:
+    """What this host does not prove to be gone."""
+    if isinstance(found, HostError):
+        return [str(found)]
+    if found.get("alive"):
+        return [f"{name}: its supervisor still runs (state {one_line(found.get('state'), 20)})"]
+    return [f"{name}: {one_line(process)}" for process in found.get("leftovers", ())]
+
+
 def _peers(node: Node, nodes: Sequence[Node]) -> tuple[str, ...]:
     """Where the others are, as an address or a name that this host can be asked its route to."""
     return tuple(other.address or other.host for other in nodes if other.name != node.name)
@@ -358,7 +366,7 @@ def _errors(answers: Mapping[str, Any]) -> dict[str, HostError]:
 
 def _job_id(name: str) -> str:
     """`resnet152_cifar-20261121-0912-k3f`: what, when (UTC), and three letters against coincidence."""
-    slug = "".join(c if c.isalnum() or c in "_-" else "-" for c in Path(name).stem)[:40].strip("-") or "job"
+    slug = re.sub(r"[^A-Za-z0-9_]+", "-", Path(name).stem)[:40].strip("-_") or "job"
     suffix = "".join(secrets.choice(_ID_LETTERS) for _ in range(3))
     return f"{slug}-{datetime.now(timezone.utc):%Y%m%d-%H%M}-{suffix}"
 

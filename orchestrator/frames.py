@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.errors import ProbeError
+from orchestrator.errors import ConnectError, ProbeError
 
 MAX_LINE_BYTES = 1 << 20
 MAX_PIECE_BYTES = 1 << 18
@@ -62,7 +62,7 @@ def read_frames(node: str, chunks: Iterable[bytes], ranks: frozenset[int]) -> It
         while (frame := _take(node, buffer, ranks)) is not None:
             yield frame
     if buffer:
-        raise ProbeError(node, "its answer broke off in the middle of a frame")
+        raise ConnectError(node, "its answer broke off in the middle of a frame")
 
 
 def _take(node: str, buffer: bytearray, ranks: frozenset[int]) -> Frame | None:

@@ -21,10 +21,12 @@ from orchestrator import call
 from orchestrator.call import Host
 from orchestrator.errors import ConnectError, HostError, HostsError
 from orchestrator.frames import Beat, End, Frame, Piece, read_frames
-from orchestrator.records import FINAL_STATES, FirstFailure, JobRecord, JobState, LaunchPlan, NodePlan
+from orchestrator.records import ENDED, FirstFailure, JobRecord, JobState, LaunchPlan, NodePlan
 from orchestrator.transport.fanout import errors, for_each, values
 
 PREPARE_S = 120.0
+START_S = 2 * PREPARE_S + 30
+"""A job that no host knows of may still be on its way for this long."""
 ASK_S = 30.0
 RETRY_S = 1.0
 
@@ -44,16 +46,17 @@ def launch(plan: LaunchPlan, hosts: Mapping[str, Host], blob: bytes) -> None:
             answer = call.ask(hosts[name], "control", sent, blob=blob, timeout_s=PREPARE_S)
         return answer
 
-    prepared = _on_all(plan, prepare, PREPARE_S)
-    if errors(prepared):
-        _on_all(plan, lambda name: _ask(hosts[name], plan, "undo"), ASK_S)
-        raise HostsError(errors(prepared))
-    hub_port = int(values(prepared)[plan.master]["hub_port"])
-    told = _on_all(plan, lambda name: _ask(hosts[name], plan, "go", hub_port=hub_port), ASK_S)
-    if errors(told):
-        # Some may run already: the hub would end them after its time for joining; this is sooner.
-        cancel(plan, hosts)
-        raise HostsError(errors(told))
+    try:
+        prepared = _on_all(plan, prepare, PREPARE_S)
+        if errors(prepared):
+            raise HostsError(errors(prepared))
+        hub_port = int(values(prepared)[plan.master]["hub_port"])
+        told = _on_all(plan, lambda name: _ask(hosts[name], plan, "go", hub_port=hub_port), ASK_S)
+        if errors(told):
+            raise HostsError(errors(told))
+    except BaseException:  # a Ctrl-C, too: whatever was begun is undone, and cancelled where it already runs
+        _on_all(plan, lambda name: _ask(hosts[name], plan, "undo", token=token), ASK_S)
+        raise
 
 
 def node_request(plan: LaunchPlan, node: NodePlan, token: str) -> dict[str, Any]:
@@ -95,11 +98,6 @@ def ranks_of(node: NodePlan) -> range:
 def cancel(plan: LaunchPlan, hosts: Mapping[str, Host]) -> dict[str, dict[str, Any] | HostError]:
     """Asks every host to end the job; each answers whether a supervisor was there to hear it."""
     return _on_all(plan, lambda name: _ask(hosts[name], plan, "cancel"), ASK_S, only=hosts)
-
-
-def nothing_runs(plan: LaunchPlan, hosts: Mapping[str, Host]) -> bool:
-    """Whether every host says that no supervisor of this job lives there."""
-    return all(isinstance(answer, dict) and not answer.get("alive") for answer in agents(plan, hosts).values())
 
 
 def agents(plan: LaunchPlan, hosts: Mapping[str, Host]) -> dict[str, dict[str, Any] | HostError]:
@@ -215,13 +213,17 @@ def _dial(name: str, host: Host, reconnect: Callable[[str], Host], leaving: thre
     return host
 
 
-def combine(plan: LaunchPlan, found: Mapping[str, Mapping[str, Any] | HostError], known: JobRecord) -> JobRecord:
+def combine(
+    plan: LaunchPlan, found: Mapping[str, Mapping[str, Any] | HostError], known: JobRecord, now: datetime
+) -> JobRecord:
     """The job's state from its hosts' records; `known` is what we knew before. Pure.
 
     The master's last word counts for all. Without it: a host that ended on its own account, else a record whose
-    supervisor is gone means lost; a host that we cannot reach says nothing. A job known to have ended does not get lost
-    with the files of its hosts (`orch down`).
+    supervisor is gone means lost; a host that we cannot reach says nothing. What is known to have ended stays so,
+    whatever an older answer says, or a host whose files are gone (`orch down`).
     """
+    if known.state in ENDED:
+        return known
     records = {name: dict(record) for name, record in found.items() if isinstance(record, Mapping)}
     final = [record for record in records.values() if record.get("state") in ("succeeded", "failed", "cancelled")]
     alive = [record for record in records.values() if record.get("alive")]
@@ -232,10 +234,21 @@ def combine(plan: LaunchPlan, found: Mapping[str, Mapping[str, Any] | HostError]
     if alive:
         running = any(record.get("state") != "starting" for record in alive)
         return known.model_copy(update={"state": "running" if running else "starting"})
-    if len(records) == len(plan.nodes) and known.state not in FINAL_STATES:
+    if records and all(record.get("state") == "undone" for record in records.values()):
+        return known.model_copy(update={"state": "cancelled"})
+    unheard_of = all(record.get("state") in (None, "lost") for record in records.values())
+    if len(records) == len(plan.nodes) and not (unheard_of and _is_young(known, now)):
         gone = FirstFailure(node=plan.master, reason="no supervisor and no final record on any host")
         return known.model_copy(update={"state": "lost", "first_failure": gone, "exit_code": 1})
     return known
+
+
+def _is_young(known: JobRecord, now: datetime) -> bool:
+    """Whether the job may still be on its way to its hosts."""
+    with contextlib.suppress(TypeError, ValueError):
+        age_s = (now - datetime.fromisoformat(known.started or "")).total_seconds()
+        return known.state == "starting" and age_s < START_S
+    return False
 
 
 def _ended(known: JobRecord, record: Mapping[str, Any]) -> JobRecord:
@@ -258,10 +271,17 @@ def _exit_code(state: str, failure: FirstFailure | None) -> int | None:
         return 0
     if state == "cancelled":
         return None
-    if failure and failure.signal:
-        with contextlib.suppress(KeyError):
-            return 128 + signal.Signals[failure.signal].value
+    if failure and failure.signal and (number := _signal_number(failure.signal)):
+        return 128 + number
     return (failure.exit_code if failure else None) or 1
+
+
+def _signal_number(name: str) -> int:
+    """Of `SIGKILL`, or of `SIG40`, as `remote/processes.signal_name` writes one without a name; else 0."""
+    if name in signal.Signals.__members__:
+        return signal.Signals[name].value
+    number = name.removeprefix("SIG")
+    return int(number) if number.isdecimal() and len(number) < 3 else 0
 
 
 def _ask(host: Host, plan: LaunchPlan, action: str, **more: Any) -> dict[str, Any]:

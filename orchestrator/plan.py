@@ -8,34 +8,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from orchestrator.election import Election
 from orchestrator.errors import UsageError
 from orchestrator.facts import NodeFacts
 from orchestrator.inventory import Node
 from orchestrator.records import CodeFolder, LaunchPlan, NodePlan
+from orchestrator.request import RunRequest
 from trainer.shares import equal_shares
 
 RENDEZVOUS_PORT = 29500
-
-
-@dataclass(frozen=True)
-class RunRequest:
-    """What a person asked for. command: arguments after the interpreter, the same on every host."""
-
-    kind: Literal["experiment", "script", "module"]
-    name: str
-    """The experiment, or the script's or module's name."""
-    command: tuple[str, ...]
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """An experiment's complete settings; empty for a script."""
-    chosen: frozenset[str] = frozenset()
-    """The settings that the person set by hand: the plan does not overrule them."""
-    share_gpus: bool = False
-    grace_s: float = 3.0
-    time_limit_s: float | None = None
 
 
 def build_plan(

@@ -15,6 +15,8 @@ from orchestrator.files import write_atomic
 SCHEMA = 1
 
 JobState = Literal["starting", "running", "succeeded", "failed", "cancelled", "lost"]
+ENDED: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
+"""Known to have ended. A lost job may be found again."""
 FINAL_STATES: frozenset[str] = frozenset({"succeeded", "failed", "cancelled", "lost"})
 
 

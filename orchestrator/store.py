@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -108,6 +108,15 @@ class Store:
             if plan:
                 write_record(folder / "plan.json", plan)
             write_record(folder / "job.json", record)
+
+    def change_job(self, job: str, change: Callable[[JobRecord], JobRecord]) -> JobRecord:
+        """Reads, changes and writes a job's record under the lock: two commands at once do not undo each other."""
+        with self._locked():
+            known = self.job(job)
+            record = change(known)
+            if record != known:
+                write_record(self.home.job(job) / "job.json", record)
+        return record
 
     def job(self, job: str) -> JobRecord:
         return self._read(self.home.job(job) / "job.json", JobRecord)

@@ -12,6 +12,8 @@ import re
 _NUMBER = r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*"
 _BANDWIDTH = re.compile(_NUMBER + r"([kMGT]?)(?:bps|bit/s|bit)\s*", re.IGNORECASE)
 _BYTES = re.compile(_NUMBER + r"(?:([kMGT])(i?))?B\s*", re.IGNORECASE)
+_DURATION = re.compile(_NUMBER + r"([smh])\s*")
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -31,6 +33,14 @@ def parse_bytes(text: str) -> int:
     base = 1024 if match[3] else 1000
     unit: int = base ** _POWER[(match[2] or "").lower()]
     return round(float(match[1]) * unit)
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of `90s`, `30m`, `12h`. Raises ValueError naming the form expected."""
+    match = _DURATION.fullmatch(text)
+    if not match or float(match[1]) <= 0:
+        raise ValueError(f"{text!r} is not a time; write it like 90s, 30m or 12h")
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 def format_bandwidth(bits_per_s: float) -> str:

@@ -229,7 +229,7 @@ class _Composer:
         if not self._is_text(event):
             return REFUSED
         text: str = event.value
-        return text if event.style else _resolve(text)
+        return text if event.style else resolve_scalar(text)
 
     def _is_text(self, event: yaml.ScalarEvent) -> bool:
         if re.search("[\0\ud800-\udfff]", event.value):
@@ -263,7 +263,7 @@ def _line(event: yaml.Event) -> int:
     return event.start_mark.line + 1 if event.start_mark else 0
 
 
-def _resolve(text: str) -> Any:
+def resolve_scalar(text: str) -> Any:
     """The value of an unquoted scalar."""
     if text in _NULL:
         return None

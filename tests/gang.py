@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from pathlib import Path
 
 from orchestrator import job
@@ -46,7 +47,7 @@ class Gang:
         for name, item in job.watch(self.plan, self.hosts, offsets={}, follow=True, files=False):
             if hasattr(item, "record"):
                 found[name] = item.record
-        return job.combine(self.plan, found, self.record())
+        return job.combine(self.plan, found, self.record(), datetime.now(timezone.utc))
 
     def wait_for(self, condition) -> dict[str, Mapping]:
         """Until condition(agents by node) holds; follows the records, does not poll."""

@@ -1,6 +1,7 @@
 """What state a job is in, from what its hosts say: `combine` is pure, and trusts no record."""
 
 import signal
+from datetime import datetime, timedelta
 
 import pytest
 from hypothesis import given
@@ -66,32 +67,50 @@ STATE_OF = {
     "every supervisor is gone without a word": ({"a": GONE, "b": GONE, "c": GONE}, "lost"),
     "no host knows the job": ({"a": NOTHING_KNOWN, "b": NOTHING_KNOWN, "c": NOTHING_KNOWN}, "lost"),
     "gone, but one has not answered": ({"a": GONE, "b": GONE, "c": UNREACHABLE}, "starting"),
-    "undone": ({name: over("undone") for name in "abc"}, "lost"),
+    "undone": ({name: over("undone") for name in "abc"}, "cancelled"),
 }
+
+
+def combine(found, record, after_s=3600):
+    """As if asked so many seconds after the job was begun."""
+    return job.combine(PLAN, found, record, datetime.fromisoformat(PLAN.created) + timedelta(seconds=after_s))
 
 
 @pytest.mark.parametrize(("found", "state"), STATE_OF.values(), ids=list(STATE_OF))
 def test_the_state_of_a_job_follows_from_its_hosts(found, state):
-    assert job.combine(PLAN, found, known()).state == state
+    assert combine(found, known()).state == state
 
 
 @pytest.mark.parametrize("found", [{}, {"a": UNREACHABLE}, {"a": GONE}], ids=["none", "unreachable", "one gone"])
 @pytest.mark.parametrize("state", STATES)
 def test_what_says_nothing_changes_nothing(state, found):
-    assert job.combine(PLAN, found, known(state)) == known(state)
+    assert combine(found, known(state)) == known(state)
 
 
 @pytest.mark.parametrize("forgetful", [NOTHING_KNOWN, over("lost")], ids=["status", "reader"])
 @pytest.mark.parametrize("state", ["succeeded", "failed", "cancelled"])
 def test_a_job_that_ended_stays_ended_when_its_hosts_have_been_cleaned(state, forgetful):
     ended = known(state, exit_code=7, ended="2026-11-21T10:00:00+00:00")
-    assert job.combine(PLAN, dict.fromkeys("abc", forgetful), ended) == ended
+    assert combine(dict.fromkeys("abc", forgetful), ended) == ended
+
+
+def test_a_job_that_has_not_reached_its_hosts_yet_is_not_lost():
+    unheard_of = dict.fromkeys("abc", NOTHING_KNOWN)
+    assert combine(unheard_of, known(), after_s=5).state == "starting"
+    assert combine(unheard_of, known(), after_s=job.START_S + 1).state == "lost"
+    assert combine(unheard_of, known("running"), after_s=5).state == "lost"
+    assert combine(dict.fromkeys("abc", GONE), known(), after_s=5).state == "lost"
+
+
+@pytest.mark.parametrize("state", ["succeeded", "failed", "cancelled"])
+def test_an_older_answer_does_not_undo_a_known_end(state):
+    assert combine(dict.fromkeys("abc", alive()), known(state)).state == state
 
 
 def test_a_job_that_seemed_lost_is_found_again():
-    lost = job.combine(PLAN, dict.fromkeys("abc", GONE), known())
+    lost = combine(dict.fromkeys("abc", GONE), known())
     assert (lost.exit_code, lost.first_failure.node) == (1, "a")
-    found = job.combine(PLAN, {"a": over("succeeded")}, lost)
+    found = combine({"a": over("succeeded")}, lost)
     assert (found.state, found.exit_code, found.first_failure) == ("succeeded", 0, None)
 
 
@@ -109,22 +128,22 @@ EXIT_CODES = {
 
 @pytest.mark.parametrize(("record", "code"), EXIT_CODES.values(), ids=list(EXIT_CODES))
 def test_a_failed_jobs_exit_code_is_the_first_failing_ranks_own(record, code):
-    assert job.combine(PLAN, {"a": over("failed", **record)}, known()).exit_code == code
+    assert combine({"a": over("failed", **record)}, known()).exit_code == code
 
 
 @pytest.mark.parametrize("which", list(signal.Signals))
 def test_signal_n_gives_128_plus_n(which):
     record = over("failed", **failure(signal=which.name))
-    assert job.combine(PLAN, {"a": record}, known()).exit_code == 128 + which
+    assert combine({"a": record}, known()).exit_code == 128 + which
 
 
 def test_success_is_0_and_a_cancelled_job_has_no_code():
-    assert job.combine(PLAN, {"a": over("succeeded")}, known()).exit_code == 0
-    assert job.combine(PLAN, {"a": over("cancelled", **failure(exit_code=7))}, known()).exit_code is None
+    assert combine({"a": over("succeeded")}, known()).exit_code == 0
+    assert combine({"a": over("cancelled", **failure(exit_code=7))}, known()).exit_code is None
 
 
 def test_the_end_is_the_hosts_time_and_all_else_stays_as_it_was_known():
-    ended = job.combine(PLAN, {"a": over("failed", ended=1795253567.9, **failure(rank=1, exit_code=7))}, known())
+    ended = combine({"a": over("failed", ended=1795253567.9, **failure(rank=1, exit_code=7))}, known())
     assert ended == known(
         "failed", exit_code=7, ended="2026-11-21T09:32:47+00:00",
         first_failure=FirstFailure(node="b", rank=1, exit_code=7, reason="it broke"),
@@ -141,19 +160,19 @@ KEYS = ("state", "alive", "first_failure", "ended", "ranks")
 
 @pytest.mark.parametrize("ended", [float("nan"), float("inf"), 1e300, -1e300, "now", None, [], 10**400])
 def test_a_time_that_is_none_leaves_the_end_unknown(ended):
-    record = job.combine(PLAN, {"a": over("succeeded", ended=ended)}, known())
+    record = combine({"a": over("succeeded", ended=ended)}, known())
     assert (record.state, record.ended) == ("succeeded", None)
 
 
 @given(st.dictionaries(st.sampled_from("abc"), st.dictionaries(st.sampled_from(KEYS), HOSTILE)))
 def test_whatever_hosts_answer_it_is_a_job_record(found):
-    record = job.combine(PLAN, found, known())
+    record = combine(found, known())
     assert JobRecord.model_validate_json(record.model_dump_json(by_alias=True)) == record
 
 
 @given(st.dictionaries(st.sampled_from(("node", "rank", "exit_code", "signal", "reason", "log_line")), HOSTILE))
 def test_whatever_a_first_failure_holds_the_record_and_its_code_are_sound(found):
-    record = job.combine(PLAN, {"a": over("failed", first_failure=found)}, known())
+    record = combine({"a": over("failed", first_failure=found)}, known())
     assert JobRecord.model_validate_json(record.model_dump_json(by_alias=True)) == record
     assert isinstance(record.exit_code, int)
     assert record.exit_code != 0

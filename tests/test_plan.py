@@ -19,8 +19,9 @@ from orchestrator.election import elect
 from orchestrator.errors import UsageError
 from orchestrator.facts import Interface, Route
 from orchestrator.inventory import Node, Paced, load_inventory
-from orchestrator.plan import RunRequest, build_plan
+from orchestrator.plan import build_plan
 from orchestrator.records import CodeFolder, LaunchPlan
+from orchestrator.request import RunRequest
 
 DATA = Path(__file__).parent / "data" / "plan"
 INVENTORY = Path(__file__).parent.parent / "inventory"

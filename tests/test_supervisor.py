@@ -2,12 +2,16 @@
 
 import json
 import os
+import select
+import shutil
 import signal
 
 import pytest
 from gang import gang
 
+from orchestrator import job as jobs
 from orchestrator.errors import HostsError
+from orchestrator.frames import Piece
 from orchestrator.remote import processes
 
 WAITS = "import time\ntime.sleep(120)\n"
@@ -107,8 +111,6 @@ time.sleep(120)
         supervisors = [agent["pid"] for agent in job.wait_running().values()]
         wait_for_files(job, "ready")
         strays = [pid for pid in all_below(supervisors) if command(pid).startswith("sleep\x00100")]
-        from orchestrator import job as jobs
-
         jobs.cancel(job.plan, job.hosts)
         record = job.wait()
     assert len(strays) == 4
@@ -219,9 +221,6 @@ def test_real_torchrun_gives_ranks_and_true_exit_codes(tmp_path):
 
 def wait_for_files(job, text):
     """Until every rank has printed it; follows the files as `orch logs -f` does."""
-    from orchestrator import job as jobs
-    from orchestrator.frames import Piece
-
     waiting = set(range(job.plan.world_size))
     for _, item in jobs.watch(job.plan, job.hosts, offsets={}, follow=True):
         if isinstance(item, Piece) and text.encode() in item.data:
@@ -237,3 +236,94 @@ def all_below(pids):
 def command(pid):
     with open(f"/proc/{pid}/cmdline") as file:
         return file.read()
+
+
+def test_a_job_that_shares_a_gpu_still_keeps_it_from_one_that_does_not(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    work = str(tmp_path / "work")
+    with gang(tmp_path / "one", WAITS, ranks=(1,)) as first, gang(tmp_path / "two", WAITS, ranks=(1,)) as second:
+        for job in (first, second):
+            nodes = tuple(n.model_copy(update={"gpu_uuids": ("GPU-1",), "workdir": work}) for n in job.plan.nodes)
+            job.plan = job.plan.model_copy(update={"nodes": nodes, "share_gpus": job is first})
+        first.launch()
+        with pytest.raises(HostsError, match="GPU GPU-1 is in use by job test-one"):
+            second.launch()
+
+
+def test_launching_a_finished_job_again_is_refused_and_destroys_nothing(tmp_path):
+    with gang(tmp_path, "print('once')") as job:
+        job.launch()
+        job.wait()
+        with pytest.raises(HostsError, match="already there"):
+            job.launch()
+        assert outputs(job) == ["once\n", "once\n"]
+
+
+def test_a_removed_job_folder_ends_the_job(tmp_path):
+    with gang(tmp_path, WAITS) as job:
+        job.launch()
+        agents = job.wait_running()
+        pids = [rank["pid"] for agent in agents.values() for rank in agent["ranks"].values()]
+        handles = [os.pidfd_open(pid) for pid in pids]
+        shutil.rmtree(job.folder("b"))
+        for handle in handles:
+            assert select.select([handle], [], [], 30)[0], "a rank outlived its job's folder"
+            os.close(handle)
+        assert job.wait().first_failure.reason.startswith("the job's folder was removed")
+
+
+def test_a_cancel_during_prepare_is_a_cancel(tmp_path):
+    with gang(tmp_path, "print('ran')", grace_s=0.2) as job:
+        nodes = tuple(node.model_copy(update={"prepare": "touch begun; sleep 1000"}) for node in job.plan.nodes)
+        job.plan = job.plan.model_copy(update={"nodes": nodes})
+        job.launch()
+        jobs.cancel(job.plan, job.hosts)
+        record = job.wait()
+        assert (record.state, record.first_failure) == ("cancelled", None)
+        assert outputs(job) == []
+    assert left(job) == []
+
+
+def test_a_rank_that_aborts_after_a_lost_connection_is_not_the_cause(tmp_path):
+    script = """
+import os, pathlib, sys, time
+fell = pathlib.Path(os.environ["FELL"])
+if os.environ["RANK"] == "0":
+    while not fell.exists():
+        time.sleep(0.001)
+    print("RuntimeError: Connection closed by peer", file=sys.stderr, flush=True)
+    os.abort()
+fell.touch()
+sys.exit("ValueError: the true one")
+"""
+    with gang(tmp_path, script, env={"FELL": str(tmp_path / "fell")}) as job:
+        job.launch()
+        first = job.wait().first_failure
+    assert (first.rank, first.log_line) == (1, "ValueError: the true one")
+
+
+def test_a_real_time_signal_is_reported_by_its_number(tmp_path):
+    with gang(tmp_path, "import os\nos.kill(os.getpid(), 40)", ranks=(1,)) as job:
+        job.launch()
+        record = job.wait()
+    assert record.first_failure.signal == "SIG40"
+    assert record.exit_code == 168
+
+
+def test_nodes_that_share_one_work_folder_are_told_so(tmp_path):
+    with gang(tmp_path, WAITS) as job:
+        nodes = tuple(node.model_copy(update={"workdir": str(tmp_path / "shared")}) for node in job.plan.nodes)
+        job.plan = job.plan.model_copy(update={"nodes": nodes})
+        with pytest.raises(HostsError, match="`workdir:` of its own"):
+            job.launch()
+        assert list((tmp_path / "shared" / "jobs").iterdir()) == []
+
+
+def test_pythonpath_of_the_inventory_reaches_the_ranks(tmp_path):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "ours.py").write_text("word = 'found'")
+    with gang(tmp_path, "import ours\nprint(ours.word)", ranks=(1,), env={"PYTHONPATH": str(tmp_path / "lib")}) as job:
+        job.launch()
+        job.wait()
+        assert outputs(job) == ["found\n"]

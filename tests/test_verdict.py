@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from orchestrator.remote.verdict import decide, first_cause, is_secondary
+from orchestrator.remote.verdict import decide, first_cause
 
 
 def status(phase, *failures, cancelled=False):
@@ -79,19 +79,3 @@ def test_a_lost_host_explains_broken_connections_but_not_a_ranks_own_failure():
     assert first_cause([broken, lost]) is lost
     own = failure("a", order=1)
     assert first_cause([lost, own]) is own
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.77.0.2]:49718",
-        "torch.distributed.DistBackendError: NCCL error: remote process exited or there was a network error",
-        "RuntimeError: Connection reset by peer",
-    ],
-)
-def test_what_survivors_print_is_known_as_an_effect(line):
-    assert is_secondary(line)
-
-
-def test_an_ordinary_error_is_not_an_effect():
-    assert not is_secondary("ValueError: batch must be positive")

@@ -18,6 +18,8 @@ def look(job: Job) -> dict[str, Any]:
         agent["plan"] = {key: node[key] for key in ("exp", "members", "is_master", "cluster", "created")}
     agent["alive"] = lives(agent)
     if not agent["alive"] and agent.get("state") not in FINAL_STATES:
+        agent |= job.read_agent()  # it may have spoken its last word between the two looks
+    if not agent["alive"] and agent.get("state") not in FINAL_STATES:
         agent["left"] = len(processes.marked(job.root))
     return agent
 

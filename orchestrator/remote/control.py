@@ -36,6 +36,7 @@ from .layout import Job, Work, write_json
 
 READY_S = 20.0
 UNDO_S = 10.0
+DOWN_S = 40.0
 FREE_BYTES = 64 << 20
 
 
@@ -58,6 +59,8 @@ def main(request: dict[str, Any]) -> None:
         answer = actions[request["action"]](request)
     except Refused as refusal:
         answer = {"error": refusal.args[0], "remedy": refusal.args[1]}
+    except ValueError as error:
+        answer = {"error": f"{request['action']}: {error}", "remedy": ""}
     except OSError as error:
         answer = {
             "error": f"{request['action']}: {error.strerror or error} ({error.filename or request['workdir']})",
@@ -92,10 +95,15 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
 
 def same_job(job: Job, node: dict[str, Any]) -> dict[str, Any]:
     """The answer to a `prepare` whose first answer was lost: the same again, never a second supervisor."""
-    with contextlib.suppress(OSError, ValueError):
-        agent = job.read_agent()
-        if json.loads(job.node.read_text())["token"] == node["token"] and lives(agent):
-            return {"pid": agent["pid"], "hub_port": agent.get("hub_port")}
+    there = _node(job)
+    if there.get("token") == node["token"] and there["name"] != node["name"]:
+        raise Refused(
+            f"its work folder is also that of {there['name']} ({job.root.parents[1]})",
+            "give each node a `workdir:` of its own: they share a disk, or are one machine",
+        )
+    agent = job.read_agent()
+    if there.get("token") == node["token"] and lives(agent):
+        return {"pid": agent["pid"], "hub_port": agent.get("hub_port")}
     raise Refused(f"a job named {job.id} is already there ({job.root})", "run again: a new id is made each time")
 
 
@@ -157,7 +165,7 @@ def start_supervisor(job: Job) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ORCH_")}
     with open(job.supervisor_log, "wb") as log:
         child = subprocess.Popen(
-            [sys.executable, "-m", "orch_remote.supervisor", str(job.root), str(write)],
+            [sys.executable, "-m", "orch_remote.keeper", str(job.root), str(write)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -192,11 +200,15 @@ def go(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def undo(request: dict[str, Any]) -> dict[str, Any]:
-    """Ends a supervisor that has not been told to go, and removes the job's folder."""
+    """Ends a supervisor that has not been told to go, and removes the job's folder. Nothing but what this very launch
+    made: an earlier job of the same name, or one that already runs, stays.
+    """
     job = _job(request)
-    if not job.root.is_dir():
-        return {}
     agent = job.read_agent()
+    if _node(job).get("token") != request["token"]:
+        return {}
+    if "go" in agent:
+        return cancel(request)
     _tell(job, {"request": "undo"})
     _wait_gone(agent.get("keeper"), UNDO_S)
     if lives(agent):
@@ -231,10 +243,17 @@ def _end(job: Job) -> list[str]:
 
 
 def down(request: dict[str, Any]) -> dict[str, Any]:
+    """Cancels what still runs here (its supervisors end it on the other hosts, too), then removes our folders."""
     work = Work(request["workdir"])
-    live = [job.id for job in work.all_jobs() if lives(job.read_agent())]
-    if live:
-        raise Refused(f"still running: {', '.join(live)}", "`orch cancel --job` them first")
+    live = [job for job in work.all_jobs() if lives(job.read_agent())]
+    for job in live:
+        _tell(job, {"request": "cancel"})
+    for job in live:
+        _wait_gone(job.read_agent().get("keeper"), DOWN_S)
+    stayed = [process for job in work.all_jobs() for process in _end(job)]
+    stayed += [f"the supervisor of {job.id}" for job in live if lives(job.read_agent())]
+    if stayed:
+        raise Refused(f"does not end: {', '.join(stayed)}", "end these by hand, then `orch down` again")
     removed = [str(folder) for folder in (work.jobs, work.codes, work.locks) if folder.is_dir()]
     for folder in removed:
         shutil.rmtree(folder)
@@ -271,6 +290,14 @@ def _tell(job: Job, message: dict[str, Any]) -> bool:
     finally:
         os.close(handle)
     return True
+
+
+def _node(job: Job) -> dict[str, Any]:
+    """What this host was asked to do; {} where it was asked nothing."""
+    try:
+        return dict(json.loads(job.node.read_text()))
+    except (OSError, ValueError):
+        return {}
 
 
 def _job(request: dict[str, Any]) -> Job:

@@ -34,7 +34,8 @@ class Identity:
 
     def signal(self, signum: int) -> None:
         """Signals this process and no other: the pidfd is opened first, then the identity is checked on it."""
-        with contextlib.suppress(ProcessLookupError):
+        # Not permitted: it took another user (sudo). It stays, and is listed as what stayed.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             handle = os.pidfd_open(self.pid)
             try:
                 if self.is_alive():
@@ -88,10 +89,23 @@ def marked(job_dir: Path) -> list[int]:
     return found
 
 
+def below_or_marked(job_dir: Path) -> list[int]:
+    """Every living process of the job but ourselves: whether it forgot its parent or its environment, not both."""
+    return sorted({*descendants(os.getpid()), *marked(job_dir)} - {os.getpid()})
+
+
 def end_all(pids: list[int], signum: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             identify(pid).signal(signum)
+
+
+def signal_name(signum: int) -> str:
+    """`SIGKILL`; `SIG40` for one without a name of its own (real-time signals)."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"SIG{signum}"
 
 
 def describe(pid: int) -> str:

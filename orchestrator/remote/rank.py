@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from .layout import Job, write_json
-from .processes import die_with_parent
+from .processes import die_with_parent, signal_name
 
 PARENT_DIED = signal.SIGUSR1
 FORWARDED = (signal.SIGINT, signal.SIGTERM)
@@ -45,7 +45,7 @@ def main() -> None:
     with contextlib.suppress(OSError):
         write_json(job.rank(rank) / "exit.json", end)
     _tell(job, {"rank": rank, "event": "ended", **end})
-    sys.exit(end["exit_code"] if end["signal"] is None else 128 + signal.Signals[end["signal"]].value)
+    sys.exit(end["exit_code"] if end["signal"] is None else 128 - child.returncode)
 
 
 def _start(job: Job, node: dict[str, Any], rank: int) -> subprocess.Popen[bytes]:
@@ -113,7 +113,7 @@ def _kill(child: subprocess.Popen[bytes], signum: int) -> None:
 
 
 def _describe(returncode: int, cause: str | None) -> dict[str, Any]:
-    name = signal.Signals(-returncode).name if returncode < 0 else None
+    name = signal_name(-returncode) if returncode < 0 else None
     return {"exit_code": None if name else returncode, "signal": name, "cause": cause}
 
 

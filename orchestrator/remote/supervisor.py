@@ -1,11 +1,8 @@
 """The one process of ours that stays on a host while a job runs: starts torchrun, watches, and leaves nothing behind.
 
-    python -m orch_remote.supervisor <job folder> <descriptor for the answer>
-
-It is two processes. The keeper (parent, subreaper) does nothing but wait: should the supervisor itself be killed, every
-process of the job falls back to the keeper, which ends it and writes down why. The supervisor (child) holds the claims,
-speaks with the other hosts' supervisors (`hub`), starts and ends the ranks. The master's supervisor is the hub: it
-decides (`verdict`) when all start, stop and finish. All of it works with no controller in sight.
+Its parent, the keeper, starts it and cleans up should it be killed. It speaks with the other hosts' supervisors
+(`hub`), starts and ends this host's ranks. The master's supervisor is the hub: it decides (`verdict`) when all start,
+stop and finish. All of it works with no controller in sight.
 """
 
 from __future__ import annotations
@@ -26,88 +23,18 @@ from typing import Any
 from . import verdict
 from .hub import Hub, Membership, Message
 from .layout import Job, Work, write_json
-from .processes import MARK, adopt_orphans, descendants, describe, die_with_parent, end_all, identify, marked
+from .logs import is_secondary, log_tail, telling_line
+from .processes import MARK, below_or_marked, describe, die_with_parent, end_all, identify, signal_name
 
-GO_S = 60.0
-"""Prepared but not told to go for this long: the controller is gone, undo."""
+GO_S = 300.0
+"""Prepared but not told to go for this long: the controller is gone, undo. Longer than the slowest upload may take."""
 JOIN_S = 30.0
+LOOK_S = 2.0
 KILL_S = 5.0
-LOG_TAIL_BYTES = 1 << 16
 
 # What a host's profile may have left behind and torchrun would obey (it reads PET_* as its own options).
 _UNSET = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _UNSET_PREFIXES = ("PET_", "TORCHELASTIC_", "ORCH_")
-
-
-def main() -> None:
-    job, answer = Job(Path(sys.argv[1])), int(sys.argv[2])
-    node = json.loads(job.node.read_text())
-    adopt_orphans()
-    refusal = claim_gpus(Work(node["workdir"]), job.id, node["gpu_uuids"], node["share_gpus"])
-    if refusal:
-        os.write(answer, json.dumps({"error": refusal}).encode())
-        return
-    child = os.fork()
-    if child:
-        os.close(answer)
-        keep(job, node, child)
-        return
-    die_with_parent(signal.SIGTERM)
-    adopt_orphans()
-    asyncio.run(Supervisor(job, node).run(answer))
-
-
-def claim_gpus(work: Work, job: str, uuids: list[str], share: bool) -> str | None:
-    """Locks every GPU for as long as keeper or supervisor lives. Returns the refusal, None where all is ours."""
-    work.locks.mkdir(parents=True, exist_ok=True)
-    for uuid in () if share else uuids:
-        lock = os.open(work.locks / f"gpu-{uuid}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(lock, 200).decode(errors="replace").strip() or "another job"
-            return f"GPU {uuid} is in use by job {holder}"
-        os.ftruncate(lock, 0)
-        os.write(lock, job.encode())
-    return None
-
-
-def keep(job: Job, node: dict[str, Any], supervisor: int) -> None:
-    """The keeper: waits for the supervisor; ends what is left if it died without a final word."""
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)
-    pid, status = os.wait()
-    while pid != supervisor:
-        pid, status = os.wait()
-    if job.is_final():
-        return
-    leftovers = kill_all(job, time.monotonic() + KILL_S)
-    name = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else None
-    how = f"was killed by {name}" if name else f"exited {os.waitstatus_to_exitcode(status)}"
-    failure = {
-        **_failure("supervisor", node["name"], f"the supervisor {how}"),
-        "signal": name,
-        "log_line": last_error_line(job.supervisor_log) if not name else None,
-    }
-    record = {**job.read_agent(), "state": "failed", "first_failure": failure, "leftovers": leftovers}
-    write_json(job.agent, {**record, "ended": time.time()})
-
-
-def kill_all(job: Job, deadline: float) -> list[str]:
-    """SIGKILL to everything of this job below us or marked, until none is left. Returns what stayed."""
-    while True:
-        pids = ours(job)
-        end_all(pids, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        if not pids or time.monotonic() > deadline:
-            return [describe(pid) for pid in pids]
-        time.sleep(0.02)
-
-
-def ours(job: Job) -> list[int]:
-    return sorted({*descendants(os.getpid()), *marked(job.root)} - {os.getpid()})
 
 
 class Supervisor:
@@ -134,7 +61,8 @@ class Supervisor:
         }
         self._exits: dict[int, asyncio.Future[int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._heard_order = 0
+        self._arrivals: dict[tuple[str, str, Any], int] = {}
+        self._finishing = False
 
     # ---- life -------------------------------------------------------------------------------------------------
 
@@ -171,7 +99,8 @@ class Supervisor:
             hub = (self.node["master_address"], self.go["hub_port"])
             self.membership = Membership(hub, self.node["name"], self._token, self.status, self.obey, self._hub_gone)
             self._spawn(self.membership.stay(JOIN_S))
-        if await self._prepared() and self.phase == "joining":
+        self._spawn(self._watch_folder())
+        if self.phase == "joining" and await self._prepared() and self.phase == "joining":
             self.phase = "joined"
         self.changed()
         await self.finished.wait()
@@ -179,7 +108,8 @@ class Supervisor:
             self.membership.close()
         if self.hub:
             self.hub.announce()
-            await self._until(lambda: self.hub is None or self.hub.connected == 0, KILL_S)
+            # The others leave when their own ranks have ended: that may take them the whole ladder.
+            await self._until(lambda: self.hub is None or self.hub.connected == 0, self._ladder_s)
             self.hub.close()
 
     async def _prepared(self) -> bool:
@@ -188,11 +118,9 @@ class Supervisor:
             return True
         with open(self.job.prepare_log, "wb") as log:
             code = await self._launch(["sh", "-c", self.node["prepare"]], log, self.job.src)
-        if code == 0:
-            return True
-        line = last_error_line(self.job.prepare_log)
-        self._fail("prepare", f"the `prepare` command exited {code}", exit_code=code, log_line=line)
-        return False
+        if code != 0 and self._stopping is None:
+            self._fail("prepare", f"the `prepare` command {_how(code)}", log=self.job.prepare_log, code=code)
+        return code == 0
 
     # ---- what others see --------------------------------------------------------------------------------------
 
@@ -205,16 +133,20 @@ class Supervisor:
         }
 
     def changed(self) -> None:
-        self._write()
         if self.membership:
             self.membership.announce()
+        self._write()
         if self.hub:
             self._decide()
 
     def _write(self, **more: Any) -> None:
+        """A full disk or a removed folder must not keep the job from ending: the hub knows what the file cannot say."""
         shown = {"phase": self.phase, "ranks": self.ranks, "failures": self.failures, "leftovers": self.leftovers}
         self.record.update(shown, **more)
-        write_json(self.job.agent, self.record)
+        try:
+            write_json(self.job.agent, self.record)
+        except OSError as error:
+            sys.stderr.write(f"cannot write {self.job.agent}: {error}\n")
 
     # ---- orders -----------------------------------------------------------------------------------------------
 
@@ -225,23 +157,21 @@ class Supervisor:
             return
         statuses = {name: self.hub.statuses.get(name, {}) for name in self.node["members"]}
         statuses[self.node["name"]] = self.status()
-        for failure in (f for status in statuses.values() for f in status.get("failures", ())):
-            failure.setdefault("order", self._arrival(failure))
+        for one in (failure for status in statuses.values() for failure in status.get("failures", ())):
+            one.setdefault("order", self._arrival(one))
         order = verdict.decide(statuses, self.hub.lost, settled)
         if order["do"] == "start":
             order["rendezvous_port"] = self.order.get("rendezvous_port") or self._free_port()
         if order["do"] == "stop" and self.order["do"] != "stop":
-            patience_s = 2 * self.node["grace_s"] + 2 * KILL_S
-            asyncio.get_running_loop().call_later(patience_s, self._decide, True)
+            asyncio.get_running_loop().call_later(self._ladder_s, self._decide, True)
         if order != self.order:
             self.order = order
             self.hub.announce()
             self.obey(order)
 
-    def _arrival(self, failure: dict[str, Any]) -> int:
-        key = (failure["node"], failure["kind"], failure["rank"])
-        arrivals = self.__dict__.setdefault("_arrivals", {})
-        return int(arrivals.setdefault(key, len(arrivals)))
+    def _arrival(self, one: dict[str, Any]) -> int:
+        key = (one["node"], one["kind"], one["rank"])
+        return self._arrivals.setdefault(key, len(self._arrivals))
 
     def obey(self, order: Message) -> None:
         self.order = order
@@ -259,8 +189,9 @@ class Supervisor:
             self._stopping = self._spawn(self._end_ranks())
 
     async def _finish(self, state: str, first_failure: dict[str, Any] | None) -> None:
-        if self.finished.is_set():
-            return
+        if self._finishing:
+            return  # the first verdict counts: while our ranks end, the hub may already have left
+        self._finishing = True
         if self.phase != "ended":
             self._stop()
             assert self._stopping
@@ -269,9 +200,7 @@ class Supervisor:
         self.finished.set()
 
     def _hub_gone(self, why: str) -> None:
-        if self.finished.is_set():
-            return
-        self._spawn(self._finish("failed", _failure("lost", self.node["master"], why)))
+        self._spawn(self._finish("failed", failure("lost", self.node["master"], why)))
 
     def _keeper_died(self) -> None:
         self._fail("supervisor", "the supervisor was asked to end (SIGTERM, or its keeper died)")
@@ -295,10 +224,7 @@ class Supervisor:
             self.phase = "done"
             self.changed()
         elif not self.failures:
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited {code}"
-            line = last_error_line(self.job.torchrun_log)
-            self._fail("torchrun", f"torchrun {how}", signal=signal.Signals(-code).name if code < 0 else None,
-                       exit_code=code if code > 0 else None, log_line=line)  # fmt: skip
+            self._fail("torchrun", f"torchrun {_how(code)}", log=self.job.torchrun_log, code=code)
 
     async def _launch(self, argv: list[str], log: Any, folder: Path) -> int:
         """Starts a child that dies with us; returns its exit code, negative for a signal."""
@@ -325,8 +251,9 @@ class Supervisor:
         }
         own = {MARK: str(self.job.root), "ORCH_JOB": self.job.id, "ORCH_NODE": self.node["name"]}
         # The job's own code first: for a script both its folder and the packages shipped with it.
-        path = os.pathsep.join(p for p in (str(self.job.src), inherited.get("PYTHONPATH")) if p)
-        return {**inherited, **self.node["env"], **own, "PYTHONPATH": os.pathsep.join((path, str(self.job.bin)))}
+        given = {**inherited, **self.node["env"]}
+        path = [str(self.job.src), *filter(None, [given.get("PYTHONPATH")]), str(self.job.bin)]
+        return {**given, **own, "PYTHONPATH": os.pathsep.join(path)}
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
@@ -343,23 +270,24 @@ class Supervisor:
         self.changed()
         grace_s = self.node["grace_s"]
         for signum, wait_s in ((signal.SIGINT, grace_s), (signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_S)):
-            if not ours(self.job):
+            if not below_or_marked(self.job.root):
                 break
             deadline = asyncio.get_running_loop().time() + wait_s
             self._signal(signum)
-            while ours(self.job) and asyncio.get_running_loop().time() < deadline:
+            while below_or_marked(self.job.root) and asyncio.get_running_loop().time() < deadline:
                 if signum == signal.SIGKILL:
                     self._signal(signum)  # a process that forks while it is killed
                 await asyncio.sleep(0.05)
-        self.leftovers = [describe(pid) for pid in ours(self.job)]
+        self.leftovers = [describe(pid) for pid in below_or_marked(self.job.root)]
         self._drain()
         self.phase = "ended"
         self.changed()
 
     def _signal(self, signum: int) -> None:
         # torchrun answers INT by ending its workers itself and at once; the ranks are to have their grace first.
-        wrappers = [int(rank["wrapper"]) for rank in self.ranks.values() if "wrapper" in rank]
-        end_all(wrappers if signum == signal.SIGINT and wrappers else ours(self.job), signum)
+        running = below_or_marked(self.job.root)
+        wrappers = [pid for pid in running if pid in {rank.get("wrapper") for rank in self.ranks.values()}]
+        end_all(wrappers if signum == signal.SIGINT and wrappers else running, signum)
 
     # ---- events -----------------------------------------------------------------------------------------------
 
@@ -405,16 +333,22 @@ class Supervisor:
         failed = event["exit_code"] != 0 and event["cause"] is None
         if failed and self.phase == "running":
             how = f"was killed by {event['signal']}" if event["signal"] else f"exited {event['exit_code']}"
-            line = last_error_line(self.job.rank(event["rank"]) / "stderr.log")
-            self._fail("rank", f"rank {event['rank']} {how}", rank=event["rank"], exit_code=event["exit_code"],
-                       signal=event["signal"], log_line=None if event["signal"] else line)  # fmt: skip
+            log = self.job.rank(event["rank"]) / "stderr.log"
+            self._fail("rank", f"rank {event['rank']} {how}", log=log, rank=event["rank"],
+                       exit_code=event["exit_code"], signal=event["signal"])  # fmt: skip
         else:
             self.changed()
 
-    def _fail(self, kind: str, reason: str, **more: Any) -> None:
-        failure = {**_failure(kind, self.node["name"], reason), **more}
-        failure["secondary"] = bool(failure["log_line"]) and verdict.is_secondary(failure["log_line"])
-        self.failures.append(failure)
+    def _fail(self, kind: str, reason: str, *, log: Path | None = None, code: int | None = None, **more: Any) -> None:
+        """log: where the reason may stand. code: a child's exit code, negative for a signal."""
+        found = {**failure(kind, self.node["name"], reason), **more}
+        if code is not None:
+            found |= {"exit_code": code if code > 0 else None, "signal": signal_name(-code) if code < 0 else None}
+        lines = log_tail(log) if log else []
+        # Nobody who is killed from outside says why; one who aborts (NCCL's watchdog does) has said it before.
+        if found["signal"] in (None, "SIGABRT"):
+            found |= {"log_line": telling_line(lines), "secondary": is_secondary(lines)}
+        self.failures.append(found)
         if self.go is None:
             self.told.set()
         self.changed()
@@ -426,13 +360,30 @@ class Supervisor:
         return bytes.fromhex(self.node["token"])
 
     def _free_port(self) -> int:
-        """The port the plan names if nobody holds it, else another; asked on every address, as torchrun will."""
-        for port in (self.node["rendezvous_port"], 0):
+        """The port the plan names if nobody holds it, else another; asked on every address, as torchrun will.
+
+        A lock of our own keeps it from another job of ours until torchrun listens on it.
+        """
+        for port in (self.node["rendezvous_port"], *[0] * 20):
             with contextlib.suppress(OSError), socket.socket() as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(("", port))
-                return int(probe.getsockname()[1])
+                free = int(probe.getsockname()[1])
+                lock = os.open(Work(self.node["workdir"]).locks / f"port-{free}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return free
         raise OSError("no free TCP port")
+
+    @property
+    def _ladder_s(self) -> float:
+        """The longest that ending a host's ranks can take, and a little for the news to travel."""
+        return float(2 * self.node["grace_s"] + 2 * KILL_S)
+
+    async def _watch_folder(self) -> None:
+        """Somebody may remove the job's folder under us: then nobody can speak to us any more, so the job ends."""
+        while self.job.control.exists():
+            await asyncio.sleep(LOOK_S)
+        self._fail("folder", f"the job's folder was removed ({self.job.root})")
 
     def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -451,7 +402,8 @@ class Supervisor:
             await asyncio.sleep(0.02)
 
 
-def _failure(kind: str, node: str, reason: str) -> dict[str, Any]:
+def failure(kind: str, node: str, reason: str) -> dict[str, Any]:
+    """What went wrong, as the hub hears it. kind: "rank", "torchrun", "prepare", "lost", ..."""
     nothing = {"rank": None, "exit_code": None, "signal": None, "log_line": None, "secondary": False}
     return {"kind": kind, "node": node, "reason": reason, **nothing}
 
@@ -462,19 +414,5 @@ def _fill(part: str, values: dict[str, str]) -> str:
     return part
 
 
-def last_error_line(log: Path) -> str | None:
-    """The line of a log that most likely says why: the last that names an error, else the last of all."""
-    try:
-        with open(log, "rb") as file:
-            file.seek(max(0, os.path.getsize(log) - LOG_TAIL_BYTES))
-            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
-    except OSError:
-        return None
-    telling = [line for line in lines if line and not line.startswith(("[W", "warnings.warn"))]
-    errors = [line for line in telling if "Error" in line or "error:" in line.lower()]
-    found = (errors or telling)[-1:]
-    return found[0][:400] if found else None
-
-
-if __name__ == "__main__":
-    main()
+def _how(code: int) -> str:
+    return f"was killed by {signal_name(-code)}" if code < 0 else f"exited {code}"

@@ -6,22 +6,10 @@ bool, "leftovers": [...]}. An order: {"do": "wait" | "start" | "stop" | "finish"
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 Status = dict[str, Any]
 Failure = dict[str, Any]
-
-# What the survivors of somebody else's death print (Gloo, NCCL, TCPStore): an effect, never the cause.
-_SECONDARY = re.compile(
-    r"connection (closed|reset) by (remote )?peer|recv, got 0 bytes|broken pipe|connectFullMesh failed|"
-    r"remote process exited|socket (closed|timeout)|failed to recv|connection refused|Application timeout caused pair",
-    re.IGNORECASE,
-)
-
-
-def is_secondary(line: str) -> bool:
-    return _SECONDARY.search(line) is not None
 
 
 def decide(statuses: dict[str, Status], lost: dict[str, str], settled: bool) -> dict[str, Any]:

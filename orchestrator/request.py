@@ -1,0 +1,97 @@
+"""What a person wants to run, from the words of `orch run`: experiment, script or module, and the files it needs.
+
+wish = read_wish("mnist_lenet", ["epochs=1"], None, None, ())
+wish.request.command        # ("-m", "trainer", "--exp=mnist_lenet", "--epochs=1")
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from orchestrator.code import pack_folder
+from orchestrator.errors import UsageError
+from orchestrator.records import CodeFolder
+from trainer.config import SettingsError, parse_settings
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """command: arguments after the interpreter, the same on every host."""
+
+    kind: Literal["experiment", "script", "module"]
+    name: str
+    """The experiment, or the script's or module's name."""
+    command: tuple[str, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """An experiment's complete settings; empty for a script."""
+    chosen: frozenset[str] = frozenset()
+    """The settings that the person set by hand: the plan does not overrule them."""
+    share_gpus: bool = False
+    grace_s: float = 3.0
+    time_limit_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A request, and the files to ship: their description and their tar."""
+
+    request: RunRequest
+    code: CodeFolder
+    blob: bytes
+
+
+def read_wish(
+    exp: str | None, settings: Sequence[str], module: str | None, folder: Path | None, command: tuple[str, ...]
+) -> Wish:
+    """settings: KEY=VALUE each. folder: what to ship; by default the script's folder, or this one for a module.
+
+    Raises UsageError where it is not exactly one of the three kinds, and for any mistake in one.
+    """
+    if sum([bool(exp), bool(module), bool(command) and not module]) != 1:
+        raise UsageError("say what to run, once", "orch run --exp NAME, orch run -- SCRIPT ARGS, or orch run -m MODULE")
+    if exp:
+        return _experiment(exp, parse_pairs(settings, "--set KEY=VALUE"))
+    if settings:
+        raise UsageError("--set belongs to --exp", "give your script its own arguments after --")
+    if module:
+        return Wish(RunRequest("module", module, ("-m", module, *command)), *pack_folder(folder or Path()))
+    return _script(Path(command[0]), command[1:], folder)
+
+
+def parse_pairs(items: Sequence[str], form: str) -> dict[str, str]:
+    """`["epochs=1"]` to `{"epochs": "1"}`. form: how an item should look, for the message."""
+    pairs = {}
+    for item in items:
+        key, equals, value = item.partition("=")
+        if not equals or not key:
+            raise UsageError(f"{item!r} is not {form}", "write it like epochs=1")
+        pairs[key.strip()] = value
+    return pairs
+
+
+def _experiment(exp: str, pairs: dict[str, str]) -> Wish:
+    try:
+        checked = parse_settings(exp, pairs)
+    except SettingsError as error:
+        raise UsageError(str(error), "`python -m trainer --help` lists every setting") from error
+    found = importlib.util.find_spec("trainer")
+    if found is None or found.origin is None:
+        raise UsageError("the trainer package is not installed beside orch", "install this project again")
+    command = ("-m", "trainer", f"--exp={exp}", *(f"--{key}={value}" for key, value in pairs.items()))
+    request = RunRequest("experiment", exp, command, settings=dataclasses.asdict(checked), chosen=frozenset(pairs))
+    return Wish(request, *pack_folder(Path(found.origin).parent, prefix="trainer/"))
+
+
+def _script(script: Path, arguments: tuple[str, ...], folder: Path | None) -> Wish:
+    if not script.is_file():
+        raise UsageError(f"{script}: no such script", "give its path as seen from here")
+    root = (folder or script.parent).resolve()
+    if not script.resolve().is_relative_to(root):
+        raise UsageError(f"{script} is not inside {root}", "choose a --folder that holds the script")
+    inside = script.resolve().relative_to(root).as_posix()
+    return Wish(RunRequest("script", script.name, (inside, *arguments)), *pack_folder(root))

@@ -1,0 +1,52 @@
+"""What the end of a rank's log says: the line to show, and whether it is cause or effect."""
+
+import pytest
+
+from orchestrator.remote.logs import is_secondary, log_tail, telling_line
+
+NCCL = [
+    "[rank0]: Traceback (most recent call last):",
+    "[rank0]:   work = group.allreduce([tensor], opts)",
+    "[rank0]: torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3356, remote process exited",
+    "[rank0]: ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+    "[rank0]: Last error:",
+    "[rank0]: socketPollConnect: Connect to 10.77.0.2<40123> returned 113",
+]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.77.0.2]:49718",
+        "torch.distributed.DistBackendError: NCCL error: remote process exited or there was a network error",
+        "torch.distributed.DistNetworkError: Connection was likely closed. Did the remote server shutdown or crash?",
+        "[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12)",
+        "RuntimeError: [gloo] Timed out waiting 1800000ms for recv operation to complete",
+        "RuntimeError: Connection reset by peer",
+        "OSError: [Errno 113] No route to host",
+    ],
+)
+def test_what_survivors_print_is_known_as_an_effect(line):
+    assert is_secondary(["Traceback (most recent call last):", line])
+
+
+def test_an_nccl_failure_is_an_effect_and_its_telling_line_says_more_than_last_error():
+    assert is_secondary(NCCL)
+    assert telling_line(NCCL) == NCCL[3]
+
+
+def test_an_ordinary_error_is_a_cause_even_after_talk_of_lost_connections():
+    lines = ["retrying: Connection refused", "Traceback (most recent call last):", "ValueError: batch must be positive"]
+    assert not is_secondary(lines)
+    assert telling_line(lines) == lines[-1]
+
+
+def test_a_log_without_an_error_shows_its_last_line(tmp_path):
+    log = tmp_path / "stderr.log"
+    log.write_bytes(b"x" * (1 << 17) + b"\n\xff one\n\n  two \n\n")
+    assert telling_line(log_tail(log)) == "two"
+
+
+def test_no_log_says_nothing(tmp_path):
+    assert telling_line(log_tail(tmp_path / "none")) is None
+    assert not is_secondary([])
