@@ -208,8 +208,21 @@ def test_the_token_stands_in_files_of_mode_0600_alone(tmp_path):
 
 @pytest.mark.slow
 def test_real_torchrun_gives_ranks_and_true_exit_codes(tmp_path):
-    script = SAYS_WHO + "\nimport sys\nsys.exit(7 if os.environ['RANK'] == '2' else 0)\n"
-    with gang(tmp_path, script, ranks=(1, 2), torch_free=False) as job:
+    script = (
+        SAYS_WHO
+        + """
+import pathlib, sys, time
+sys.stdout.flush()
+folder = pathlib.Path(os.environ["SAID"])
+(folder / os.environ["RANK"]).touch()
+while len(list(folder.iterdir())) < 3:
+    time.sleep(0.01)
+sys.exit(7 if os.environ["RANK"] == "2" else 0)
+"""
+    )
+    (tmp_path / "said").mkdir()
+    said_in = {"SAID": str(tmp_path / "said")}
+    with gang(tmp_path, script, ranks=(1, 2), torch_free=False, env=said_in) as job:
         job.launch()
         record = job.wait()
         said = [json.loads(text) for text in outputs(job)]
