@@ -166,7 +166,8 @@ class Hub:
             return  # it has already dialled again
         del self._links[node]
         if self.statuses.get(node, {}).get("phase") == "ended":
-            self._deadlines.pop(node).cancel()
+            if node in self._deadlines:
+                self._deadlines.pop(node).cancel()
             self._changed()
         elif not silent:
             self._set_deadline(node, BROKEN_S, "its supervisor is gone: killed, or the host went down")
