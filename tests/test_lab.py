@@ -108,7 +108,9 @@ def test_what_a_host_writes_stays_on_that_host(pair: Lab, folder: str) -> None:
 @pytest.mark.lab
 def test_nobody_on_a_host_sees_the_developers_files(pair: Lab) -> None:
     assert "Permission denied" in pair.ssh("a2000", "ls /root").stderr
-    assert said(pair.host_exec("a2000", ["ls", "-A", "/root"])) == ""
+    # Only the interpreter may be there, where the developer keeps it below their home.
+    python = {Path(prefix).parts[2] for prefix in (sys.prefix, sys.base_prefix) if prefix.startswith("/root/")}
+    assert set(said(pair.host_exec("a2000", ["ls", "-A", "/root"])).split()) <= python
     assert "No such file" in pair.host_exec("a2000", ["ls", str(PROGRAM)]).stderr
     assert "No such file" in pair.host_exec("a2000", ["ls", str(STATE)]).stderr
     people = [line for line in Path("/etc/passwd").read_text().splitlines() if 1000 <= int(line.split(":")[2]) < 65534]
@@ -301,7 +303,8 @@ def test_a_power_loss_ends_everything_in_silence_and_spares_the_disk(pair: Lab) 
     assert "its power is off" in pair.host_exec("v100", ["true"]).stderr
 
     pair.power("v100", "on")
-    assert said(pair.ssh("v100", "ls ~ /tmp")).split() == ["/home/ubuntu:", "kept", "/tmp:"]
+    assert said(pair.ssh("v100", "ls ~")).split() == ["kept"]
+    assert "lost" not in said(pair.ssh("v100", "ls /tmp")).split()
     again = said(pair.ssh("v100", "cat /proc/sys/kernel/random/boot_id /etc/machine-id")).split()
     assert again[0] != boot_id
     assert again[1] == machine_id

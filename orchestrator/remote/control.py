@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,15 +96,17 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
 
 def same_job(job: Job, node: dict[str, Any]) -> dict[str, Any]:
     """The answer to a `prepare` whose first answer was lost: the same again, never a second supervisor."""
-    there = _node(job)
+    # Its maker may be at work this very moment: first node.json appears, then the supervisor's record.
+    there = _await(lambda: _node(job), READY_S)
     if there.get("token") == node["token"] and there["name"] != node["name"]:
         raise Refused(
             f"its work folder is also that of {there['name']} ({job.root.parents[1]})",
             "give each node a `workdir:` of its own: they share a disk, or are one machine",
         )
-    agent = job.read_agent()
-    if there.get("token") == node["token"] and lives(agent):
-        return {"pid": agent["pid"], "hub_port": agent.get("hub_port")}
+    if there.get("token") == node["token"]:
+        agent = _await(job.read_agent, READY_S)
+        if lives(agent):
+            return {"pid": agent["pid"], "hub_port": agent.get("hub_port")}
     raise Refused(f"a job named {job.id} is already there ({job.root})", "run again: a new id is made each time")
 
 
@@ -290,6 +293,14 @@ def _tell(job: Job, message: dict[str, Any]) -> bool:
     finally:
         os.close(handle)
     return True
+
+
+def _await(read: Callable[[], dict[str, Any]], timeout_s: float) -> dict[str, Any]:
+    """What `read` gives as soon as it is not empty; {} when the time is over."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := read()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
 
 
 def _node(job: Job) -> dict[str, Any]:
