@@ -267,11 +267,13 @@ def trust(name: str, inventory: Path | None, yes: bool, cluster: str | None) -> 
     with _controller() as controller:
         found = load_inventory(inventory) if inventory else controller.store.cluster(cluster)
         host_keys = HostKeys.default(controller.store.home)
-        offered = ssh.fetch_host_key(target_of(found.node(name)), host_keys=host_keys)
-        console.say(f"{offered.peer} shows the {offered.key.get_name()} key {offered.fingerprint}")
-        if not yes and not click.confirm("Is this the fingerprint of that host?", default=False, err=True):
-            raise UsageError(f"{name}: its key was not recorded", "compare the fingerprint on the host's own console")
-        host_keys.check(offered.peer, offered.key, accept_new=True)
+        offered = None
+        while offered is None or offered.peer.jump:  # the jump hosts on the way come first
+            offered = ssh.fetch_host_key(target_of(found.node(name)), host_keys=host_keys)
+            console.say(f"{offered.peer} shows the {offered.key.get_name()} key {offered.fingerprint}")
+            if not yes and not click.confirm("Is this the fingerprint of that host?", default=False, err=True):
+                raise UsageError(f"{name}: its key was not recorded", "compare it on the host's own console")
+            host_keys.check(offered.peer, offered.key, accept_new=True)
         console.say(f"recorded in {controller.store.home.known_hosts}")
 
 
