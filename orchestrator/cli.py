@@ -339,8 +339,11 @@ def run(
     with _controller() as controller:
         plan = controller.plan(controller.store.cluster(cluster), request, wish.code, only)
         if dry_run:
+            shown = plan.masked()
             return (
-                console.print_json(plan.model_dump(mode="json", by_alias=True)) if as_json else console.print_plan(plan)
+                console.print_json(shown.model_dump(mode="json", by_alias=True))
+                if as_json
+                else console.print_plan(shown)
             )
         for note in plan.notes:
             console.warn(note)

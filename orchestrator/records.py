@@ -5,6 +5,7 @@ Both are read back leniently (unknown keys of a newer version are kept out of th
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,9 @@ JobState = Literal["starting", "running", "succeeded", "failed", "cancelled", "l
 ENDED: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
 """Known to have ended. A lost job may be found again."""
 FINAL_STATES: frozenset[str] = frozenset({"succeeded", "failed", "cancelled", "lost"})
+
+
+_SECRET = re.compile(r"token|secret|passw|credential|api_?key|private_?key|access_?key", re.IGNORECASE)
 
 
 class Record(BaseModel):
@@ -96,6 +100,15 @@ class LaunchPlan(Record):
 
     def node(self, name: str) -> NodePlan:
         return next(node for node in self.nodes if node.name == name)
+
+    def masked(self) -> LaunchPlan:
+        """The same without the values of what looks like a secret: the only form that is printed or kept."""
+        nodes = tuple(node.model_copy(update={"env": _masked(node.env)}) for node in self.nodes)
+        return self.model_copy(update={"nodes": nodes})
+
+
+def _masked(env: dict[str, str]) -> dict[str, str]:
+    return {name: "***" if _SECRET.search(name) else value for name, value in env.items()}
 
 
 class FirstFailure(Record):

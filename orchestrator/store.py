@@ -106,7 +106,7 @@ class Store:
         with self._locked():
             folder.mkdir(parents=True, exist_ok=True)
             if plan:
-                write_record(folder / "plan.json", plan)
+                write_record(folder / "plan.json", plan.masked())
             write_record(folder / "job.json", record)
 
     def change_job(self, job: str, change: Callable[[JobRecord], JobRecord]) -> JobRecord:

@@ -270,3 +270,10 @@ def test_a_thousand_hosts_are_planned_within_a_second():
     made = build_plan("big", nodes, found, election, RESNET, job="j", code=CODE, created="now")
     assert time.process_time() - started < 1.0
     assert (made.world_size, made.nodes[999].first_rank) == (1000, 999)
+
+
+def test_secrets_of_the_inventory_are_not_in_what_is_printed_or_kept():
+    made = plan(*pair(env={"HF_TOKEN": "canary", "AWS_SECRET_ACCESS_KEY": "canary", "NCCL_DEBUG": "INFO"}))
+    assert "canary" in made.model_dump_json()
+    assert "canary" not in made.masked().model_dump_json()
+    assert [node.env.get("NCCL_DEBUG") for node in made.masked().nodes].count("INFO") == 1
