@@ -88,13 +88,13 @@ def _workdir(node: Node, facts: NodeFacts) -> Finding:
 def _torch(node: Node, facts: NodeFacts) -> Finding:
     environment = "point `python:` or `activate:` at an environment with torch"
     if facts.torch_error:
-        return f"no torch in {facts.python_executable} ({facts.torch_error})", f"run `orch setup`, or {environment}"
+        return f"no torch in {facts.python_executable} ({facts.torch_error})", environment
     if not facts.torch:
         return FINE  # not asked for
     if _numbers(facts.torch.version) < OLDEST_TORCH:
-        return f"torch {facts.torch.version} is too old; 2.0.1 is the oldest", f"run `orch setup`, or {environment}"
+        return f"torch {facts.torch.version} is too old; 2.0.1 is the oldest", environment
     if not facts.torch.gloo:
-        return f"torch {facts.torch.version} has no distributed part (Gloo)", f"run `orch setup`, or {environment}"
+        return f"torch {facts.torch.version} has no distributed part (Gloo)", environment
     return FINE
 
 

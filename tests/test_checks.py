@@ -59,9 +59,9 @@ CPU_TORCH = torch(version="2.0.1+cpu", cuda=None, arch_list=(), devices=0, nccl_
 BLOCKED = {
     "old python": (node(), facts(python_version="3.8.10"), "python 3.8.10", "`python:`"),
     "work folder": (node(), facts(workdir_error="/srv: Permission denied"), "Permission denied", "`workdir:`"),
-    "no torch": (node(), facts(torch=None, torch_error="No module named 'torch'"), "No module named", "orch setup"),
-    "old torch": (node(), facts(torch=torch(version="1.12.1")), "1.12.1", "orch setup"),
-    "torch alone": (node(), facts(torch=torch(gloo=False)), "no distributed", "orch setup"),
+    "no torch": (node(), facts(torch=None, torch_error="No module named 'torch'"), "No module named", "`python:`"),
+    "old torch": (node(), facts(torch=torch(version="1.12.1")), "1.12.1", "`python:`"),
+    "torch alone": (node(), facts(torch=torch(gloo=False)), "no distributed", "`python:`"),
     "driver mismatch": (
         node(),
         facts(gpus=(), gpu_error="Failed to initialize NVML: Driver/library version mismatch"),
