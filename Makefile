@@ -33,8 +33,9 @@ packages:
 demo: $(READY)
 	@export ORCH_HOME="$$PWD/runs/demo/home"; set -e; \
 	$(BIN)/orch up inventory/local.yaml; \
-	$(BIN)/orch run --exp resnet152_cifar --set data=synthetic --set steps=8 --set batch=8 --set eval_every=0; \
-	$(BIN)/orch collect --job latest --out runs/demo
+	$(BIN)/orch run --exp resnet152_cifar --set data=synthetic --set steps=8 --set batch=8 --set lr=0.001 --set eval_every=0; \
+	$(BIN)/orch collect --job latest --out runs/demo; \
+	echo "look around: export ORCH_HOME=$$ORCH_HOME; remove it from ~/.orch: $(BIN)/orch down"
 
 test: $(READY) packages
 	$(BIN)/python -m pytest $(TESTS)

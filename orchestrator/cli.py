@@ -348,10 +348,15 @@ def run(
         for note in plan.notes:
             console.warn(note)
         with _busy(f"starting {plan.job} on {len(plan.nodes)} hosts"):
-            hosts = controller.launch(plan, wish.blob)
+            try:
+                hosts = controller.launch(plan, wish.blob)
+            except KeyboardInterrupt:
+                console.say(f"{plan.job} was not started; what was begun is undone")
+                raise
         console.say(f"job {plan.job}: {plan.world_size} ranks on {len(plan.nodes)} hosts, master {plan.master}")
         if not detach:
-            _follow(controller, plan, lambda: console.print_events(controller.follow(plan, hosts)))
+            stream = console.err if as_json else console.out
+            _follow(controller, plan, lambda: console.print_events(controller.follow(plan, hosts), stream=stream))
         _finish(controller, plan, as_json, detached=detach)
     return None
 
@@ -371,6 +376,7 @@ def _follow(controller: Controller, plan: LaunchPlan, show: Callable[[], None]) 
             threading.Event().wait(SECOND_CTRL_C_S)
         except KeyboardInterrupt:
             _cancel(controller, plan)
+            console.say(f"cancelled {plan.job}")
         raise
 
 
@@ -385,10 +391,9 @@ def _finish(controller: Controller, plan: LaunchPlan, as_json: bool, *, detached
             click.echo(plan.job)
         return
     console.print_end(job)
-    if job.state == "succeeded":
-        console.say(f"next: orch collect --job {plan.job}")
-    else:
+    if job.state != "succeeded":
         sys.exit(1)
+    console.say(f"next: orch collect --job {plan.job}")
 
 
 @main.command()

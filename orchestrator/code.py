@@ -20,7 +20,17 @@ from orchestrator.records import CodeFolder
 from orchestrator.units import format_bytes
 
 MAX_BYTES = 100 << 20
-ALWAYS_LEFT = (".git/", "__pycache__/", "*.pyc", ".venv/", "venv/", ".mypy_cache/", ".pytest_cache/", "node_modules/")
+ALWAYS_LEFT = (
+    ".git/",
+    "__pycache__/",
+    "*.pyc",
+    ".venv/",
+    "venv/",
+    ".mypy_cache/",
+    ".pytest_cache/",
+    "node_modules/",
+    "/runs/",
+)
 IGNORE_FILES = (".gitignore", ".orchignore")
 
 

@@ -192,7 +192,7 @@ def print_plan(plan: LaunchPlan) -> None:
 # ---- following ------------------------------------------------------------------------------------------------
 
 
-def print_events(events: Iterable[Line | Notice], show: Any = lambda line: True) -> None:
+def print_events(events: Iterable[Line | Notice], show: Any = lambda line: True, stream: Console | None = None) -> None:
     """Every line with its node and rank before it, a colour a rank."""
     for event in events:
         if isinstance(event, Notice):
@@ -200,7 +200,7 @@ def print_events(events: Iterable[Line | Notice], show: Any = lambda line: True)
         elif show(event):
             colour = _RANK_COLOURS[event.rank % len(_RANK_COLOURS)]
             prefix = Text(f"[{event.node} {event.rank}] ", style=colour)
-            out.print(prefix + Text(event.text, style="dim" if event.stream == "stderr" else ""))
+            (stream or out).print(prefix + Text(event.text, style="dim" if event.stream == "stderr" else ""))
 
 
 # ---- results --------------------------------------------------------------------------------------------------

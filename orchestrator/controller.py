@@ -114,6 +114,8 @@ class Controller:
     def release_node(self, cluster: Cluster, name: str, *, restore: bool) -> Cluster:
         cluster.node(name)
         released = tuple(other for other in cluster.released if other != name)
+        if not restore and not {node.name for node in cluster.active()} - {name} - cluster.problems.keys():
+            raise UsageError(f"{name} is the only usable host of cluster {cluster.name}", "restore another one first")
         return self._elected(cluster.model_copy(update={"released": released if restore else (*released, name)}))
 
     def pin_master(self, cluster: Cluster, name: str | None) -> Cluster:
@@ -171,6 +173,9 @@ class Controller:
     def plan(self, cluster: Cluster, request: RunRequest, code: CodeFolder, only: Sequence[str] = ()) -> LaunchPlan:
         """only: the nodes to take; none means all that are not released. Raises HostsError for unusable ones."""
         nodes = [cluster.node(name) for name in dict.fromkeys(only)] or list(cluster.active())
+        for node in nodes:
+            if node.name in cluster.released:
+                raise UsageError(f"{node.name} is released", f"`orch node restore {node.name}` first")
         blocked = [_usable_facts(cluster, node) for node in nodes]
         errors = [error for error in blocked if isinstance(error, HostError)]
         if errors:

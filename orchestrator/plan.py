@@ -101,6 +101,7 @@ def torchrun_arguments(nodes: int, node_rank: int, ranks: int, master_address: s
         "--master-addr": master_address,
         "--master-port": "{rendezvous_port}",
         "--max-restarts": 0,
+        "--log-dir": "{job_dir}/torchrun",  # else each run leaves a folder in the host's /tmp
     }
     flags = tuple(str(part) for option in options.items() for part in option)
     # torchrun starts our wrapper, not the script: only the wrapper knows the rank's true exit code.

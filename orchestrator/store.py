@@ -139,8 +139,9 @@ class Store:
             return fitting[0]
         if fitting:
             raise UsageError(f"{wanted!r} fits several jobs: {', '.join(fitting[:5])}", "give more of the id")
-        known = ", ".join(ids[:5]) or "none yet"
-        raise UsageError(f"no job {wanted!r}", f"the latest: {known} (`orch jobs` lists all)")
+        if not ids:
+            raise UsageError("no job yet", "start one with `orch run`")
+        raise UsageError(f"no job {wanted!r}", f"the latest: {', '.join(ids[:5])} (`orch jobs` lists all)")
 
     # ---- files ------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,8 @@ import re
 
 # Bounded, so that no number of a file becomes infinity.
 _NUMBER = r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*"
-_BANDWIDTH = re.compile(_NUMBER + r"([kMGT]?)(?:bps|bit/s|bit)\s*", re.IGNORECASE)
+# A capital B would be bytes, eight times as much: it is refused, not guessed.
+_BANDWIDTH = re.compile(_NUMBER + r"([kKmMgGtT]?)(?:bps|bit/s|bit)\s*")
 _BYTES = re.compile(_NUMBER + r"(?:([kMGT])(i?))?B\s*", re.IGNORECASE)
 _DURATION = re.compile(_NUMBER + r"([smh])\s*")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}

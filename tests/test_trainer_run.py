@@ -253,3 +253,12 @@ def test_loaders_take_no_core_that_a_rank_computes_on(monkeypatch, wanted, devic
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     info = read_rank_info({"LOCAL_WORLD_SIZE": str(ranks_here)})
     assert loader_processes(wanted, info, torch.device(device)) == processes
+
+
+def test_an_experiment_trains_and_evaluates_with_its_own_defaults(tmp_path):
+    with started(tmp_path, [*SYNTHETIC, "--samples", "128", "--epochs", "1"]) as (process,):
+        assert process.wait(120) == 0
+    lines = records(tmp_path, 0)
+    assert of_event(lines, "start")[0]["settings"]["num_workers"] == 0
+    assert of_event(lines, "eval")
+    assert of_event(lines, "end")[0]["status"] == "succeeded"

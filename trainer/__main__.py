@@ -54,7 +54,8 @@ def run(settings: Settings) -> int:
         metrics.end("failed", traceback.format_exception_only(error)[0].splitlines()[0][:300])
         traceback.print_exc()
         interrupt.leave(1)
-    return 0
+    # Not through the interpreter's own end: a thread of torch's that is still there then may abort a finished run.
+    return interrupt.leave(0)
 
 
 def _say(line: str) -> None:

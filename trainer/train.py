@@ -55,6 +55,7 @@ class Run:
 def train(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
     """Trains, records, prints. Raises TrainError for what a person can mend."""
     run = set_up(settings, info, metrics)
+    settings = run.settings  # as they turned out on this host
     step = 0
     samples_since_average = 0
     for epoch in range(settings.epochs):
