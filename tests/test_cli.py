@@ -59,7 +59,7 @@ WRONG = {
     "nothing to run": (["run"], "say what to run, once"),
     "two things to run": (["run", "--exp", "mnist_lenet", "-m", "x"], "say what to run, once"),
     "no cluster": (["status"], "no cluster yet"),
-    "no job": (["collect", "--job", "latest"], "no job 'latest'"),
+    "no job": (["collect", "--job", "latest"], "no job yet"),
     "no pair": (["run", "--exp", "mnist_lenet", "--set", "epochs"], "'epochs' is not --set KEY=VALUE"),
     "an unknown setting": (["run", "--exp", "mnist_lenet", "--set", "epoch=1"], "epochs"),
     "an unknown experiment": (["run", "--exp", "mnist_lenett"], "mnist_lenet"),
