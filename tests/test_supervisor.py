@@ -307,8 +307,9 @@ if os.environ["RANK"] == "0":
         time.sleep(0.001)
     print("RuntimeError: Connection closed by peer", file=sys.stderr, flush=True)
     os.abort()
+print("ValueError: the true one", file=sys.stderr, flush=True)
 fell.touch()
-sys.exit("ValueError: the true one")
+os._exit(1)
 """
     with gang(tmp_path, script, env={"FELL": str(tmp_path / "fell")}) as job:
         job.launch()

@@ -30,6 +30,8 @@ GO_S = 300.0
 """Prepared but not told to go for this long: the controller is gone, undo. Longer than the slowest upload may take."""
 JOIN_S = 30.0
 LOOK_S = 2.0
+SETTLE_S = 0.3
+"""When a peer failed: so long may a rank of ours, dying of the true cause this very moment, take to say so."""
 KILL_S = 5.0
 
 # What a host's profile may have left behind and torchrun would obey (it reads PET_* as its own options).
@@ -179,14 +181,14 @@ class Supervisor:
             self.phase = "running"
             self._spawn(self._run_torchrun(int(order["rendezvous_port"])))
         elif order["do"] == "stop":
-            self._stop()
+            self._stop(settle_s=0.0 if self.cancelled or order["state"] == "cancelled" else SETTLE_S)
         elif order["do"] == "finish":
             self._spawn(self._finish(order["state"], order.get("first_failure")))
 
-    def _stop(self) -> None:
+    def _stop(self, settle_s: float = 0.0) -> None:
         if self._stopping is None:
             self._drain()  # what already happened here is a cause, what happens from now on is our doing
-            self._stopping = self._spawn(self._end_ranks())
+            self._stopping = self._spawn(self._end_ranks(settle_s))
 
     async def _finish(self, state: str, first_failure: dict[str, Any] | None) -> None:
         if self._finishing:
@@ -264,8 +266,9 @@ class Supervisor:
                 if pid in self._exits:
                     self._exits[pid].set_result(os.waitstatus_to_exitcode(status))
 
-    async def _end_ranks(self) -> None:
+    async def _end_ranks(self, settle_s: float) -> None:
         """The ladder: INT to the ranks, TERM to all, KILL to all, each only if the one before did not do."""
+        await asyncio.sleep(settle_s)
         self.phase = "stopping"
         self.changed()
         grace_s = self.node["grace_s"]
