@@ -10,10 +10,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-# The files that a host may hand back for one rank, and for the node itself. Nothing else is ever pulled.
-RANK_FILES = ("stdout.log", "stderr.log", "metrics.jsonl")
-NODE_FILES = ("agent.json", "supervisor.log")
-
 
 @dataclass(frozen=True)
 class Home:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -48,6 +49,14 @@ def begin(person: Person) -> str:
     job = person.types("run", "--detach", "--", "waits/waits.py").stdout.strip()
     until(lambda: hellos(person, job) == 3, "all ranks to run")
     return job
+
+
+def until_all_run(person: Person, run: subprocess.Popen[str]) -> tuple[str, str]:
+    """Reads an `orch run` until its three ranks have spoken: what it printed so far, and the job's id."""
+    seen = ""
+    while seen.count("hello from") < 3:
+        seen += run.stdout.readline()
+    return seen, person.asks("jobs")["jobs"][0]["id"]
 
 
 def hellos(person: Person, job: str) -> int:
@@ -95,10 +104,7 @@ def test_arguments_of_a_script_arrive_as_they_were_typed(person):
 
 def test_a_job_outlives_its_killed_controller_and_a_new_one_learns_the_true_exit_code(person):
     with person.starts("run", "--", "waits/waits.py") as run:
-        seen = ""
-        while seen.count("hello from") < 3:
-            seen += run.stdout.readline()
-        job = person.asks("jobs")["jobs"][0]["id"]
+        _, job = until_all_run(person, run)
         os.kill(controller_pid(run.pid), signal.SIGKILL)
     assert person.job(job)["state"] == "running"
     assert hellos(person, job) == 3
@@ -120,10 +126,7 @@ def test_cancel_from_a_new_process_leaves_nothing(person):
 
 def test_one_interrupt_detaches_and_a_second_cancels(person):
     with person.starts("run", "--", "waits/waits.py") as run:
-        seen = ""
-        while seen.count("hello from") < 3:
-            seen += run.stdout.readline()
-        job = person.asks("jobs")["jobs"][0]["id"]
+        seen, job = until_all_run(person, run)
         os.kill(controller_pid(run.pid), signal.SIGINT)
         while "Ctrl-C again" not in seen:
             seen += run.stdout.readline()
