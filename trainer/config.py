@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.experiments import DATA_SETS, EXPERIMENTS, DataSet
+from trainer.slow import Slow, parse_slow
 
 MODEL_CHANNELS = {"lenet": None, "resnet152": 3}
 """Channels of an image that a model insists on; None: any."""
@@ -78,6 +79,10 @@ class Settings:
         "Processes per rank that load samples; 0 loads in the rank itself, -1 takes what the host's cores allow.",
         at_least=-1,
     )
+    slow: str = _setting(
+        "A bottleneck made on purpose: rank:R,at:start|backward|sync,ms:M makes rank R stand still for M ms a step, "
+        "before forward, as backward begins, or with its last gradient in hand; empty for none.",
+    )
     warmup_steps: int = _setting("First updates that are left out of every speed.", at_least=0)
     eval_every: int = _setting("Epochs between evaluations on the test data; 0 never evaluates.", at_least=0)
 
@@ -85,6 +90,10 @@ class Settings:
         mistakes = [text for field in dataclasses.fields(self) for text in _bounds(field, getattr(self, field.name))]
         if not self.data_dir.strip() or not self.data_dir.isprintable():
             mistakes.append(f"data_dir: {self.data_dir!r} is not a folder's name")
+        try:
+            parse_slow(self.slow)
+        except ValueError as error:
+            mistakes.append(f"slow: {error}")
         if not mistakes and MODEL_CHANNELS[self.model] not in (None, self.data_set.shape[0]):
             mistakes.append(
                 f"model: {self.model} takes images of {MODEL_CHANNELS[self.model]} channels, "
@@ -92,6 +101,10 @@ class Settings:
             )
         if mistakes:
             raise SettingsError(mistakes)
+
+    @property
+    def bottleneck(self) -> Slow | None:
+        return parse_slow(self.slow)
 
     @property
     def data_set(self) -> DataSet:

@@ -27,18 +27,19 @@ class Console:
         self.started_s = time.monotonic()
         self.next_s = self.started_s
         ranks = f"{info.world_size} rank{'s' if info.world_size > 1 else ''}"
+        self.paced = " (paced, not computed)" if info.pace else ""
         what = f"{settings.exp}: {settings.model} on {settings.data}"
-        self._say(f"{what}, batch {settings.batch} over {ranks}, strategy {settings.strategy}")
+        self._say(f"{what}, batch {settings.batch} over {ranks}, strategy {settings.strategy}{self.paced}")
 
-    def step(self, step: int, epoch: int, batch: int, own: int, loss: float, times: Mapping[str, float]) -> None:
-        """batch, own: samples of this step over all ranks and of this one; loss: the sum over its own."""
+    def step(self, step: int, epoch: int, batch: int, own: int, loss: float | None, times: Mapping[str, float]) -> None:
+        """batch, own: samples of this step over all ranks and of this one; loss: the sum over its own; None: paced."""
         if step >= self.warmup_steps:
             self.samples += batch
             self.train_s += times["t_ms"] / 1000
         if time.monotonic() < self.next_s and step + 1 < self.steps:
             return
         self.next_s = time.monotonic() + INTERVAL_S
-        mean = f"loss {loss / own:.4f}" if own else "loss -"
+        mean = f"loss {loss / own:.4f}" if own and loss is not None else "loss -"
         self._say(
             f"epoch {epoch + 1}  step {step + 1}/{self.steps}  {mean}  {batch / times['t_ms'] * 1000:.0f} samples/s  "
             f"(load {times['load_ms']:.1f}  compute {times['compute_ms']:.1f}  exposed {times['exposed_ms']:.1f}  "

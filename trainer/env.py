@@ -2,6 +2,7 @@
 
     RANK=1 LOCAL_RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=1 MASTER_ADDR=192.168.1.42 MASTER_PORT=29500    (torchrun)
     ORCH_NODE=a2000 ORCH_METRICS=/home/ubuntu/.orch/jobs/j1/rank-1/metrics.jsonl                      (optional)
+    ORCH_PACED={"samples_per_s": 333}                              (optional: stands in for a GPU, see `pace`)
 
 Without torchrun's variables the process is alone: rank 0 of 1. `{rank}` in ORCH_METRICS stands for the rank, for
 those who start torchrun by hand.
@@ -16,11 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.errors import TrainError
+from trainer.pace import Pace, read_pace
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """master: "address:port" of the rendezvous, or None for a process that nobody launched."""
+    """master: "address:port" of the rendezvous, or None for a process that nobody launched. pace: of a rank that
+    stands in for a GPU.
+    """
 
     rank: int
     local_rank: int
@@ -30,6 +34,7 @@ class RankInfo:
     node: str
     metrics_path: Path | None
     master: str | None
+    pace: Pace | None = None
 
 
 def read_rank_info(environment: Mapping[str, str] = os.environ) -> RankInfo:
@@ -50,6 +55,7 @@ def read_rank_info(environment: Mapping[str, str] = os.environ) -> RankInfo:
         node=environment.get("ORCH_NODE") or host,
         metrics_path=Path(metrics.replace("{rank}", str(rank))) if metrics else None,
         master=f"{address}:{port}" if address and port and "RANK" in environment else None,
+        pace=read_pace(environment["ORCH_PACED"]) if environment.get("ORCH_PACED") else None,
     )
 
 

@@ -35,6 +35,7 @@ _COMMON: dict[str, Any] = {
     "strategy": "ddp",
     "bucket_mib": 25.0,
     "num_workers": -1,
+    "slow": "",
     "warmup_steps": 3,
     "eval_every": 1,
 }

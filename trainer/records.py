@@ -15,6 +15,8 @@ A value that JSON cannot hold (NaN, infinity) is written as null. Every line als
 | start | torch, nccl, backend | versions (nccl null without GPUs); what carries gradients |
 | start | model, parameters, gradient_bytes | name; trainable parameters; bytes of one whole gradient |
 | start | batch_per_rank | this rank's share of a full batch |
+| start | steps | updates of the whole run |
+| start | paced | does this rank stand in for a GPU that is not there? |
 | start | settings | every setting, as `config.Settings` names them |
 | step | step, epoch | number of this update over the whole run; the epoch it belongs to |
 | step | samples | this rank's since its previous step line: over an epoch and all ranks they add up to the data set |
@@ -22,8 +24,9 @@ A value that JSON cannot hold (NaN, infinity) is written as null. Every line als
 | step | load_ms | until the batch lies on the device, what lies between two steps included |
 | step | compute_ms | then until this rank's own last gradient was ready |
 | step | exposed_ms | then until the summed gradient was there: the wire and the wait for slower ranks |
+| step | comm_ms | with a gradient handed over and not yet summed; beside backward, or equal to exposed_ms |
 | step | optim_ms | then until the weights were updated |
-| step | loss | SUM of the losses of this rank's samples of this step |
+| step | loss | SUM of the losses of this rank's samples of this step; null in a run with paced ranks |
 | step | wall | Unix time at the end of the step |
 | epoch | epoch, steps, samples, loss, epoch_s | updates; samples and mean loss over ALL ranks; duration |
 | eval | epoch, step | after which epoch and update |
@@ -31,7 +34,10 @@ A value that JSON cannot hold (NaN, infinity) is written as null. Every line als
 | eval | eval_s | duration |
 | end | status | `succeeded`, `failed` or `interrupted` |
 | end | message | one line of what failed, or null |
-| end | total_s, peak_memory_bytes | since the start of the process; of the GPU (allocated), else of the process |
+| end | total_s | since the start of the process |
+| end | peak_memory_bytes | allocated on the GPU; paced: what the network would take there; else of the process |
+| end | lateness | paced: how late backward ended, as a part of a step (median); else null |
+| end | valid | paced: was lateness at most 1 %? Beyond it the CPU was the limit, not the pace; else null |
 """
 
 from __future__ import annotations
@@ -50,16 +56,21 @@ from typing import Any
 from trainer.errors import TrainError
 
 SCHEMA = 1
+LATE = 0.01
+"""A paced rank whose backward ends later than this part of a step, in the median, had too little CPU for its pace."""
 
 EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     "start": (
         *("schema", "host", "node", "rank", "local_rank", "world_size", "device", "device_name", "torch", "nccl"),
-        *("backend", "model", "parameters", "gradient_bytes", "batch_per_rank", "settings"),
+        *("backend", "model", "parameters", "gradient_bytes", "batch_per_rank", "steps", "paced", "settings"),
     ),
-    "step": ("step", "epoch", "samples", "t_ms", "load_ms", "compute_ms", "exposed_ms", "optim_ms", "loss", "wall"),
+    "step": (
+        *("step", "epoch", "samples", "t_ms", "load_ms", "compute_ms", "exposed_ms", "comm_ms", "optim_ms"),
+        *("loss", "wall"),
+    ),
     "epoch": ("epoch", "steps", "samples", "loss", "epoch_s"),
     "eval": ("epoch", "step", "samples", "accuracy", "per_class", "loss", "eval_s"),
-    "end": ("status", "message", "total_s", "peak_memory_bytes"),
+    "end": ("status", "message", "total_s", "peak_memory_bytes", "lateness", "valid"),
 }
 
 
@@ -72,11 +83,12 @@ class MetricsWriter:
     """Appends events to `path`; to nothing where it is None.
 
     Each line is one write to the kernel, so that a killed process loses none; none is fsynced, since that would cost
-    more than a training step. `peak_memory_bytes` may be replaced once the device is known.
+    more than a training step. `peak_memory_bytes` and `lateness` may be replaced once the device is known.
     """
 
     def __init__(self, path: Path | None) -> None:
         self.peak_memory_bytes: Callable[[], int] = process_peak_memory_bytes
+        self.lateness: Callable[[], float | None] = lambda: None
         self._started_s = time.monotonic()
         self._path = path
         self._lock = threading.Lock()  # a second thread writes the last line when the first one hangs
@@ -104,6 +116,7 @@ class MetricsWriter:
 
     def end(self, status: str, message: str | None = None) -> None:
         """The last line; a second call does nothing, and a full disk is not reported twice."""
+        lateness = self.lateness()
         with contextlib.suppress(TrainError):
             self.write(
                 "end",
@@ -111,6 +124,8 @@ class MetricsWriter:
                 message=message,
                 total_s=time.monotonic() - self._started_s,
                 peak_memory_bytes=self.peak_memory_bytes(),
+                lateness=lateness,
+                valid=None if lateness is None else lateness <= LATE,
             )
 
 

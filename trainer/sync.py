@@ -1,8 +1,8 @@
 """How the gradients of all ranks become one: the strategies `none`, `ddp` and `allreduce`.
 
-    strategy = build_strategy(settings, model, group, timer)
+    strategy = build_strategy(settings, model, group, timer, brake)
     loss_sum = local_loss(strategy.model, images, labels)
-    computed = strategy.backward(weighted(loss_sum, batch, world_size))     # .grad now holds the whole batch's gradient
+    exchange = strategy.backward(weighted(loss_sum, batch, world_size))     # .grad now holds the whole batch's gradient
 
 With l_j the mean loss over rank j's m_j samples of n, the gradient wanted is sum_j (m_j/n) grad l_j. Every strategy
 leaves the plain mean over the W ranks, so each rank's loss is first multiplied by m_j*W/n: this makes it W/n times the
@@ -12,20 +12,20 @@ sum of its samples' losses. It stays exact for unequal shares, and for a share o
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.config import Settings
 from trainer.errors import TrainError
 from trainer.models import trainable
-from trainer.timing import CpuTimer, CudaTimer
+from trainer.timing import Brake, Timer
 
-Timer = CpuTimer | CudaTimer
+NO_BRAKE = Brake()
 
 # The name that newer torch gives to DDP's switch for overwriting buffers at each forward.
 _BUFFER_OPTION = next(
@@ -35,43 +35,57 @@ _BUFFER_OPTION = next(
 )
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """computed: the mark of this rank's own last gradient. collectives: for each one that ran beside backward, the
+    marks of when this rank handed it over and when the sum was there, in the order in which they ran.
+    """
+
+    computed: Any
+    collectives: tuple[tuple[Any, Any], ...] = ()
+
+
 class Strategy(Protocol):
     model: nn.Module
     """What the forward pass calls."""
 
-    def backward(self, loss: Tensor) -> Any:
-        """Leaves the mean over ranks of d loss / d w in .grad; gives the mark of this rank's own last gradient."""
+    def backward(self, loss: Tensor) -> Exchange:
+        """Leaves the mean over ranks of d loss / d w in .grad."""
 
 
 class Alone:
     """No synchronisation: one process with the whole batch."""
 
-    def __init__(self, model: nn.Module, timer: Timer) -> None:
+    def __init__(self, model: nn.Module, timer: Timer, brake: Brake) -> None:
         self.model = model
         self.timer = timer
+        self.brake = brake
 
-    def backward(self, loss: Tensor) -> Any:
+    def backward(self, loss: Tensor) -> Exchange:
         loss.backward()
-        return self.timer.mark()
+        self.brake.pause("sync")
+        return Exchange(self.timer.mark())
 
 
 class AllReduce:
     """After backward, one blocking all_reduce(SUM) a parameter, then a division: the loop of the studies."""
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, timer: Timer) -> None:
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, timer: Timer, brake: Brake) -> None:
         self.model = model
         self.group = group
         self.timer = timer
+        self.brake = brake
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.detach(), src=0, group=group)
 
-    def backward(self, loss: Tensor) -> Any:
+    def backward(self, loss: Tensor) -> Exchange:
         loss.backward()
+        self.brake.pause("sync")
         computed = self.timer.mark()
         for parameter in trainable(self.model):
             dist.all_reduce(parameter.grad, group=self.group)
             parameter.grad /= self.group.size()
-        return computed
+        return Exchange(computed)
 
 
 class Ddp:
@@ -81,10 +95,14 @@ class Ddp:
     with rank 0's at each step.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, timer: Timer, bucket_mib: float) -> None:
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup, timer: Timer, brake: Brake, bucket_mib: float
+    ) -> None:
         self.group = group
         self.timer = timer
+        self.brake = brake
         self.computed: Any = None
+        self.collectives: list[tuple[Any, Any]] = []
         self.model = DistributedDataParallel(
             model,
             process_group=group,
@@ -97,23 +115,35 @@ class Ddp:
     def _send(self, bucket):  # no annotations: DDP compares them with classes, ours are text
         """DDP hands over buckets in order, so with the last one this rank has computed all its gradients."""
         if bucket.is_last():
+            self.brake.pause("sync")
             self.computed = self.timer.mark()
-        return allreduce_hook(self.group, bucket)
+        handed_over = self.timer.mark()
+        mean = bucket.buffer().div_(self.group.size())
+        sent = dist.all_reduce(mean, group=self.group, async_op=True).get_future()
 
-    def backward(self, loss: Tensor) -> Any:
+        def summed(future):
+            self.collectives.append((handed_over, self.timer.mark()))
+            return future.value()[0]
+
+        return sent.then(summed)
+
+    def backward(self, loss: Tensor) -> Exchange:
+        self.collectives.clear()
         loss.backward()
-        return self.computed
+        return Exchange(self.computed, tuple(self.collectives))
 
 
-def build_strategy(settings: Settings, model: nn.Module, group: dist.ProcessGroup, timer: Timer) -> Strategy:
+def build_strategy(
+    settings: Settings, model: nn.Module, group: dist.ProcessGroup, timer: Timer, brake: Brake = NO_BRAKE
+) -> Strategy:
     """Gives every rank rank 0's weights. Raises TrainError where the strategy does not fit the number of ranks."""
     if settings.strategy == "ddp":
-        return Ddp(model, group, timer, settings.bucket_mib)
+        return Ddp(model, group, timer, brake, settings.bucket_mib)
     if settings.strategy == "allreduce":
-        return AllReduce(model, group, timer)
+        return AllReduce(model, group, timer, brake)
     if group.size() > 1:
         raise TrainError(f"strategy none is for a process alone, there are {group.size()} ranks: use ddp or allreduce")
-    return Alone(model, timer)
+    return Alone(model, timer, brake)
 
 
 def local_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:

@@ -9,9 +9,12 @@ gradients that DDP is sending at that moment in a stream of their own.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from trainer.slow import Slow
 
 
 class CpuTimer:
@@ -39,5 +42,32 @@ class CudaTimer:
         return begin.elapsed_time(end)
 
 
-def timer_for(device: torch.device) -> CpuTimer | CudaTimer:
+Timer = CpuTimer | CudaTimer
+
+
+class Brake:
+    """Holds this rank up where the setting `slow` says so; by itself nowhere."""
+
+    def __init__(self, slow: Slow | None = None, rank: int = 0, timer: Timer | None = None) -> None:
+        self.slow = slow if slow and slow.rank == rank else None
+        self.timer = timer
+
+    def pause(self, where: str) -> None:
+        if self.slow and self.slow.at == where:
+            if self.timer:
+                self.timer.wait()  # a GPU that still has work queued would not notice
+            time.sleep(self.slow.ms / 1000)
+
+
+def covered_ms(timer: Timer, begin: Any, spans: Sequence[tuple[Any, Any]]) -> float:
+    """Milliseconds that lie in at least one span. begin: a mark before all; spans: in the order of their ends."""
+    covered, reached = 0.0, 0.0
+    for first, last in spans:
+        from_ms, to_ms = max(timer.ms(begin, first), reached), timer.ms(begin, last)
+        covered += max(0.0, to_ms - from_ms)
+        reached = max(reached, to_ms)
+    return covered
+
+
+def timer_for(device: torch.device) -> Timer:
     return CudaTimer() if device.type == "cuda" else CpuTimer()

@@ -2,6 +2,9 @@
 
 Set up; then for each update load, forward, backward with synchronisation, optimiser, record; at the end of an epoch its
 loss, and an evaluation. Rank 0 speaks to people, one line a second; every rank writes its own records.
+
+Where a rank stands in for a GPU that is not there (`standin`), all ranks keep time and nobody learns: no loss, no
+evaluation.
 """
 
 from __future__ import annotations
@@ -9,15 +12,17 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from trainer import ranks
+from trainer.anatomy import dissect
 from trainer.config import Settings
 from trainer.console import Console
 from trainer.data import open_data, prepare, train_loader
@@ -25,16 +30,18 @@ from trainer.env import RankInfo
 from trainer.errors import TrainError
 from trainer.evaluate import average_running_statistics, evaluate
 from trainer.models import build_model, gradient_bytes, has_batch_norm, trainable
+from trainer.pace import Pace
 from trainer.records import SCHEMA, MetricsWriter
 from trainer.shares import equal_shares
+from trainer.standin import BlankBatches, StandIn, StandInOptimizer, Stopwatch, keep_freed_memory, memory_needed
 from trainer.stream import RankBatches, SampleStream
-from trainer.sync import Strategy, Timer, build_strategy, local_loss, weighted
-from trainer.timing import timer_for
+from trainer.sync import Strategy, build_strategy, local_loss, weighted
+from trainer.timing import Brake, Timer, covered_ms, timer_for
 
 
 @dataclass(frozen=True)
 class Run:
-    """What stays the same from the first update to the last."""
+    """What stays the same from the first update to the last. learns: False where a rank is paced."""
 
     settings: Settings
     info: RankInfo
@@ -42,14 +49,17 @@ class Run:
     console: Console
     device: torch.device
     timer: Timer
+    brake: Brake
     group: dist.ProcessGroup
     model: nn.Module
     strategy: Strategy
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | StandInOptimizer
     stream: SampleStream
-    loader: DataLoader
-    test_samples: Dataset
+    order: RankBatches
+    batches: Iterable[tuple[Tensor, Tensor]]
+    test_samples: Dataset | None
     last_step: int
+    learns: bool
 
 
 def train(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
@@ -63,12 +73,12 @@ def train(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
         loss_sum, own_samples, steps = train_epoch(run, epoch, step)
         step += steps
         total_loss, samples = ranks.sum_over_ranks([loss_sum, float(own_samples)])
-        loss, epoch_s = total_loss / samples, round(time.monotonic() - started_s, 6)
+        loss, epoch_s = total_loss / samples if run.learns else None, round(time.monotonic() - started_s, 6)
         metrics.write("epoch", epoch=epoch, steps=steps, samples=int(samples), loss=loss, epoch_s=epoch_s)
 
         samples_since_average += own_samples
         is_last = step == run.last_step
-        if settings.eval_every and (is_last or (epoch + 1) % settings.eval_every == 0):
+        if run.learns and settings.eval_every and (is_last or (epoch + 1) % settings.eval_every == 0):
             started_s = time.monotonic()
             average_running_statistics(run.model, run.group, samples_since_average)
             samples_since_average = 0
@@ -86,17 +96,19 @@ def train(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
 def train_epoch(run: Run, epoch: int, first_step: int) -> tuple[float, int, int]:
     """One pass over the data, or up to the last step: this rank's summed loss, its samples, and the steps taken."""
     timer, loss_total, own_samples, taken = run.timer, 0.0, 0, 0
-    run.loader.batch_sampler.epoch = epoch
+    run.order.epoch = epoch
     begin = timer.mark()
-    for images, labels in run.loader:
+    for images, labels in run.batches:
         images, labels = images.to(run.device, non_blocking=True), labels.to(run.device, non_blocking=True)
         batch = run.stream.batch_at(taken)  # over all ranks
         loaded = timer.mark()
 
+        run.brake.pause("start")
         run.optimizer.zero_grad(set_to_none=True)
         loss_sum = local_loss(run.strategy.model, images, labels)
-        computed = run.strategy.backward(weighted(loss_sum, batch, run.info.world_size))
-        summed = timer.mark()
+        loss_sum.register_hook(lambda _: run.brake.pause("backward"))
+        exchange = run.strategy.backward(weighted(loss_sum, batch, run.info.world_size))
+        computed, summed = exchange.computed, timer.mark()
 
         run.optimizer.step()
         end = timer.mark()
@@ -105,11 +117,12 @@ def train_epoch(run: Run, epoch: int, first_step: int) -> tuple[float, int, int]
         marks = {"t_ms": (begin, end), "load_ms": (begin, loaded), "compute_ms": (loaded, computed)}
         marks |= {"exposed_ms": (computed, summed), "optim_ms": (summed, end)}
         times = {name: round(timer.ms(*pair), 3) for name, pair in marks.items()}
+        times["comm_ms"] = round(covered_ms(timer, begin, exchange.collectives or [(computed, summed)]), 3)
         begin = end  # what follows counts as loading of the next step, so that the steps add up to the epoch
-        step, loss, samples = first_step + taken, loss_sum.item(), len(labels)
+        step, loss, samples = first_step + taken, loss_sum.item() if run.learns else None, len(labels)
         run.metrics.write("step", step=step, epoch=epoch, samples=samples, **times, loss=loss, wall=time.time())
         run.console.step(step, epoch, batch, samples, loss, times)
-        loss_total += loss
+        loss_total += loss or 0.0
         own_samples += samples
         taken += 1
         if step + 1 == run.last_step:
@@ -124,28 +137,30 @@ def train_epoch(run: Run, epoch: int, first_step: int) -> tuple[float, int, int]
 def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
     """Meets the other ranks, writes the `start` record, opens the data."""
     use_threads(info)
-    device = ranks.choose_device(settings.device, settings.backend, info)
+    device = torch.device("cpu") if info.pace else ranks.choose_device(settings.device, settings.backend, info)
     if device.type == "cuda":
         metrics.peak_memory_bytes = lambda: torch.cuda.max_memory_allocated(device)
     settings = dataclasses.replace(settings, num_workers=loader_processes(settings.num_workers, info, device))
     timer = timer_for(device)
     shares = equal_shares(settings.batch, info.world_size)
     stream = SampleStream(settings.train_samples, settings.batch, shares, settings.seed)
-    torch.manual_seed(settings.seed)
-    model = build_model(settings.model, settings.data_set.shape, settings.data_set.classes).to(device)
-    check_batch_norm(model, stream)
-
-    group = ranks.join(info, settings.backend, device)
-    metrics.write("start", **start_fields(settings, info, device, group, model, shares[info.rank]))
-    strategy = build_strategy(settings, model, group, timer)
-    with ranks.together(info.node):  # one rank of each host fetches and unpacks
-        if info.local_rank == 0:
-            prepare(settings)
-    with ranks.together(info.node):
-        train_samples, test_samples = open_data(settings)
-
+    order = RankBatches(stream, info.rank)
     whole = settings.epochs * stream.steps
     last_step = min(whole, settings.steps or whole)
+    torch.manual_seed(settings.seed)
+    if info.pace:
+        model = stand_in(settings, info, metrics, info.pace, max(shares))
+    else:
+        model = build_model(settings.model, settings.data_set.shape, settings.data_set.classes).to(device)
+        check_batch_norm(model, stream)
+
+    group = ranks.join(info, settings.backend, device)
+    learns = ranks.sum_over_ranks([float(info.pace is not None)])[0] == 0
+    start = start_fields(settings, info, device, group, model)
+    metrics.write("start", **start, batch_per_rank=shares[info.rank], steps=last_step)
+    brake = Brake(settings.bottleneck, info.rank, timer)
+    strategy = build_strategy(settings, model, group, timer, brake)
+    batches, test_samples = open_batches(settings, info, order, device)
     return Run(
         settings=settings,
         info=info,
@@ -153,17 +168,51 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
         console=Console(info, settings, last_step),
         device=device,
         timer=timer,
+        brake=brake,
         group=group,
         model=model,
         strategy=strategy,
-        optimizer=torch.optim.SGD(
-            model.parameters(), lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
-        ),
+        optimizer=build_optimizer(settings, model),
         stream=stream,
-        loader=train_loader(train_samples, RankBatches(stream, info.rank), settings, device),
+        order=order,
+        batches=batches,
         test_samples=test_samples,
         last_step=last_step,
+        learns=learns,
     )
+
+
+def stand_in(settings: Settings, info: RankInfo, metrics: MetricsWriter, pace: Pace, share: int) -> StandIn:
+    """Raises TrainError where the share would not fit into the memory of the GPU that is stood in for."""
+    anatomy = dissect(settings.model, settings.data_set.shape, settings.data_set.classes)
+    needed = memory_needed(anatomy, pace, share)
+    stopwatch = Stopwatch(pace, seed=(settings.seed, info.rank))
+    keep_freed_memory()
+    metrics.peak_memory_bytes = lambda: needed
+    metrics.lateness = lambda: stopwatch.median_lateness(settings.warmup_steps)
+    return StandIn(anatomy, stopwatch, settings.data_set.classes)
+
+
+def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer | StandInOptimizer:
+    if isinstance(model, StandIn):
+        return StandInOptimizer(model)
+    return torch.optim.SGD(
+        model.parameters(), lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
+    )
+
+
+def open_batches(
+    settings: Settings, info: RankInfo, order: RankBatches, device: torch.device
+) -> tuple[Iterable[tuple[Tensor, Tensor]], Dataset | None]:
+    """This rank's batches, and the test samples. All ranks of all hosts take part: one that fails, fails them all."""
+    with ranks.together(info.node):  # one rank of each host fetches and unpacks
+        if info.local_rank == 0 and not info.pace:
+            prepare(settings)
+    with ranks.together(info.node):
+        train_samples, test_samples = (None, None) if info.pace else open_data(settings)
+    if train_samples is None:
+        return BlankBatches(order.stream, info.rank, settings.data_set.shape), None
+    return train_loader(train_samples, order, settings, device), test_samples
 
 
 def use_threads(info: RankInfo) -> None:
@@ -190,7 +239,7 @@ def check_batch_norm(model: nn.Module, stream: SampleStream) -> None:
 
 
 def start_fields(
-    settings: Settings, info: RankInfo, device: torch.device, group: dist.ProcessGroup, model: nn.Module, share: int
+    settings: Settings, info: RankInfo, device: torch.device, group: dist.ProcessGroup, model: nn.Module
 ) -> dict[str, Any]:
     on_gpu = device.type == "cuda"
     nccl = torch.cuda.nccl.version() if on_gpu else None
@@ -209,7 +258,7 @@ def start_fields(
         "model": settings.model,
         "parameters": sum(parameter.numel() for parameter in trainable(model)),
         "gradient_bytes": gradient_bytes(model),
-        "batch_per_rank": share,
+        "paced": info.pace is not None,
         "settings": dataclasses.asdict(settings),
     }
 

@@ -1,0 +1,179 @@
+"""A network that keeps a GPU's time instead of computing: what a paced rank trains.
+
+    standin = StandIn(dissect("resnet152", (3, 32, 32), 10), pace, clock)
+    standin(images).sum().backward()       takes as long as the pace says; every gradient exists when its time has come
+
+Everything that the other ranks and the network notice is real: the parameters and their shapes, autograd's hooks as
+backward goes from the last layer to the first, and every byte on the wire. The numbers are not: gradients are copies
+of the weights, so that a paced run has neither loss nor accuracy.
+
+A step's moments are deadlines, counted from its begin: forward ends at FORWARD * T, each layer's gradients are released
+when backward would have got there. What the CPU spends on them lies within T. Were the times slept one after another,
+a V100's stand-in would reach 0.56 of its speed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.anatomy import Anatomy
+from trainer.errors import TrainError
+from trainer.pace import BACKWARD, FORWARD, OPTIMISER, Pace
+from trainer.stream import SampleStream
+
+
+class Clock:
+    """Where the time comes from; a test may bring its own."""
+
+    now = staticmethod(time.perf_counter)
+    sleep = staticmethod(time.sleep)
+
+
+class Stopwatch:
+    """One step after the other: when its parts have to be ready, and how late they were."""
+
+    def __init__(self, pace: Pace, seed: object = 0, clock: Any = Clock) -> None:
+        self.pace, self.seed, self.clock = pace, seed, clock
+        self.step = 0
+        self.step_s = 0.0
+        self.began_s = 0.0
+        self.started = False
+        self.lateness: list[float] = []
+
+    def start(self) -> None:
+        """The step begins now; without this, with its forward pass."""
+        self.began_s = self.clock.now()
+        self.started = True
+
+    def begin(self, samples: int) -> None:
+        """The forward pass begins."""
+        if not self.started:
+            self.start()
+        self.started = False
+        self.step_s = self.pace.step_s(samples, self.step, self.seed)
+        self.step += 1
+
+    def until(self, part: float) -> None:
+        """Waits until so much of the step has passed, 0..1."""
+        self._wait(self.began_s + part * self.step_s)
+
+    def backward_ended(self) -> None:
+        late_s = self.clock.now() - self.began_s - (FORWARD + BACKWARD) * self.step_s
+        self.lateness.append(max(0.0, late_s) / self.step_s)
+
+    def optimise(self) -> None:
+        """The update begins when the gradients of all ranks are there, whenever that is."""
+        self._wait(self.clock.now() + OPTIMISER * self.step_s)
+
+    def median_lateness(self, warmup_steps: int) -> float | None:
+        """Over the steps after the warm-up, as a part of a step; None where there was none."""
+        measured = self.lateness[warmup_steps:] or self.lateness
+        return statistics.median(measured) if measured else None
+
+    def _wait(self, deadline_s: float) -> None:
+        left_s = deadline_s - self.clock.now()
+        if left_s > 0:
+            self.clock.sleep(left_s)
+
+
+class StandIn(nn.Module):
+    """Parameters and buffers like the network's own, in its order; takes images, gives logits of no meaning."""
+
+    def __init__(self, anatomy: Anatomy, stopwatch: Stopwatch, classes: int) -> None:
+        super().__init__()
+        self.stopwatch = stopwatch
+        self.classes = classes
+        like = [nn.Parameter(torch.empty(p.shape).normal_(std=1e-3)) for p in anatomy.model.parameters()]
+        self.weights = nn.ParameterList(like)
+        for index, buffer in enumerate(anatomy.model.buffers()):
+            self.register_buffer(f"buffer{index}", torch.zeros(buffer.shape, dtype=buffer.dtype))
+        self.layers = []
+        done = 0.0
+        for layer in anatomy.layers:
+            # Backward reaches this layer's gradients when all later layers and itself are through.
+            release = FORWARD + BACKWARD * (1 - done)
+            self.layers.append((release, [like[index] for index in layer.parameters]))
+            done += layer.work
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.stopwatch.begin(len(images))
+        output = images.new_zeros((len(images), self.classes))
+        for first, (release, weights) in enumerate(self.layers):
+            output = _Layer.apply(output, self.stopwatch, release, first == 0, *weights)
+        self.stopwatch.until(FORWARD)
+        return output
+
+
+class _Layer(torch.autograd.Function):
+    """Passes its input on; in backward gives each weight a gradient, not before the layer's time has come."""
+
+    @staticmethod
+    def forward(context: Any, output: Tensor, stopwatch: Stopwatch, release: float, is_first: bool, *weights: Tensor):
+        context.stopwatch, context.release, context.is_first, context.weights = stopwatch, release, is_first, weights
+        return output.clone()
+
+    @staticmethod
+    def backward(context: Any, output_gradient: Tensor):
+        gradients = [weight.detach().clone() for weight in context.weights]
+        context.stopwatch.until(context.release)
+        if context.is_first:
+            context.stopwatch.backward_ended()
+        return output_gradient, None, None, None, *gradients
+
+
+class BlankBatches:
+    """As many images as the rank's share and nothing in them: a paced rank has no use for data."""
+
+    def __init__(self, stream: SampleStream, rank: int, shape: tuple[int, int, int]) -> None:
+        self.stream, self.rank, self.shape = stream, rank, shape
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        blank = torch.zeros(1)
+        for step in range(self.stream.steps):
+            samples = self.stream.shares_at(step)[self.rank]
+            yield blank.expand(samples, *self.shape), torch.zeros(samples, dtype=torch.long)
+
+
+def keep_freed_memory() -> None:
+    """Tells the C library not to hand freed memory back to the kernel: to get it anew for each step's gradients, page
+    by page, would cost more CPU than all the rest (mallopt(3); another C library than glibc may not have it).
+    """
+    trim_threshold, mmap_threshold = -1, -3
+    with contextlib.suppress(AttributeError, OSError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(mmap_threshold, 32 << 20)
+        libc.mallopt(trim_threshold, -1)
+
+
+def memory_needed(anatomy: Anatomy, pace: Pace, samples: int) -> int:
+    """Bytes that training with so many samples would take on the GPU. Raises TrainError where it has fewer."""
+    needed = anatomy.state_bytes + samples * anatomy.activation_bytes
+    if pace.memory_bytes is not None and needed > pace.memory_bytes:
+        fits = (pace.memory_bytes - anatomy.state_bytes) // anatomy.activation_bytes
+        raise TrainError(
+            f"out of memory: {samples} samples take {needed / 2**30:.1f} GiB, the GPU that this rank stands in for has "
+            f"{pace.memory_bytes / 2**30:.1f} GiB: at most {max(0, fits)} samples fit; use a smaller batch"
+        )
+    return needed
+
+
+class StandInOptimizer:
+    """Takes the time of an update and leaves the weights alone."""
+
+    def __init__(self, model: StandIn) -> None:
+        self.model = model
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.model.stopwatch.start()  # freeing takes the CPU milliseconds, a GPU no time
+        self.model.zero_grad(set_to_none)
+
+    def step(self) -> None:
+        self.model.stopwatch.optimise()
