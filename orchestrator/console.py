@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 from rich.console import Console
+from rich.live import Live
 from rich.markup import escape
+from rich.segment import SegmentLines
 from rich.table import Table
 from rich.text import Text
 
 from orchestrator.controller import Notice
 from orchestrator.lines import Line
+from orchestrator.live import Progress, Row
 from orchestrator.records import FirstFailure, JobRecord, LaunchPlan
 from orchestrator.store import Cluster
 from orchestrator.summary import Summary
@@ -37,6 +41,9 @@ out = _Out(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() el
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 _RANK_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta", "bright_yellow")
+PROGRESS_LINE_S = 10.0
+_FIGURES_WIDTH = 40
+"""Of the progress table's columns beside the name, with figures of usual length."""
 _STATE_COLOURS = {"succeeded": "green", "failed": "red", "lost": "red", "cancelled": "yellow", "running": "cyan"}
 
 
@@ -45,8 +52,8 @@ def say(text: str) -> None:
     err.print(escape(text))
 
 
-def warn(text: str) -> None:
-    err.print(f"[yellow]note:[/] {escape(text)}")
+def warn(text: str, to: Console | None = None) -> None:
+    (to or err).print(f"[yellow]note:[/] {escape(text)}")
 
 
 def fail(message: str, remedy: str = "") -> None:
@@ -192,15 +199,110 @@ def print_plan(plan: LaunchPlan) -> None:
 # ---- following ------------------------------------------------------------------------------------------------
 
 
-def print_events(events: Iterable[Line | Notice], show: Any = lambda line: True, stream: Console | None = None) -> None:
-    """Every line with its node and rank before it, a colour a rank."""
-    for event in events:
-        if isinstance(event, Notice):
-            warn(event.text)
-        elif show(event):
-            colour = _RANK_COLOURS[event.rank % len(_RANK_COLOURS)]
-            prefix = Text(f"[{event.node} {event.rank}] ", style=colour)
-            (stream or out).print(prefix + Text(event.text, style="dim" if event.stream == "stderr" else ""))
+def print_events(
+    events: Iterable[Line | Notice | Progress], show: Callable[[Line], bool] = lambda line: True, stream: Console = out
+) -> None:
+    """Every line with its node and rank before it, a colour a rank, and how the run goes below or between them."""
+    board: _Table | _Sentences = _Table(stream) if _is_screen(stream) else _Sentences()
+    # What is printed past a table that stands on the same screen would be torn by its next drawing.
+    notices = stream if _is_screen(stream) and _is_screen(err) else err
+    try:
+        for event in events:
+            if isinstance(event, Notice):
+                warn(event.text, notices)
+            elif isinstance(event, Progress):
+                board.show(event)
+            elif show(event):
+                colour = _RANK_COLOURS[event.rank % len(_RANK_COLOURS)]
+                prefix = Text(f"[{event.node} {event.rank}] ", style=colour)
+                stream.print(prefix + Text(event.text, style="dim" if event.stream == "stderr" else ""))
+    finally:
+        board.close()
+
+
+def _is_screen(console: Console) -> bool:
+    """FORCE_COLOR makes rich take a pipe for a terminal."""
+    return console.is_interactive and console.file.isatty()
+
+
+class _Table:
+    """Below the lines on a terminal; drawn anew with each value, and left standing at the end."""
+
+    def __init__(self, stream: Console) -> None:
+        self._stream = stream
+        self._live: Live | None = None
+
+    def show(self, progress: Progress) -> None:
+        if self._live is None:
+            self._live = Live(
+                console=self._stream,
+                auto_refresh=False,
+                redirect_stdout=False,
+                redirect_stderr=_is_screen(err),
+            )
+            self._live.start()
+        # Laid out here, once: each line that is printed draws the table below it again.
+        lines = self._stream.render_lines(progress_table(progress, self._stream.width), pad=False)
+        self._live.update(SegmentLines(lines, new_lines=True), refresh=True)
+
+    def close(self) -> None:
+        if self._live:
+            self._live.stop()
+
+
+class _Sentences:
+    """Where there is no screen: one line a host, seldom, and the last word at the end."""
+
+    def __init__(self) -> None:
+        self._due: float | None = None
+        self._latest: Progress | None = None
+
+    def show(self, progress: Progress) -> None:
+        now = time.monotonic()
+        self._latest = progress
+        if self._due is None:
+            self._due = now + PROGRESS_LINE_S
+        elif now >= self._due:
+            self._due = now + PROGRESS_LINE_S
+            self.close()
+
+    def close(self) -> None:
+        for row in self._latest.rows if self._latest else ():
+            say(progress_words(row))
+        self._latest = None
+
+
+def progress_table(progress: Progress, width: int) -> Table:
+    """At most `width` columns wide, and one line a host whatever the width."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    name_width = max(4, width - _FIGURES_WIDTH)
+    table.add_column("node", no_wrap=True, max_width=name_width)
+    for column in ("step", "samples/s", "loss", "waits"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in progress.rows:
+        cells = (row.node, _of_steps(row), _short(row.samples_per_s), _short(row.loss), _percent(row.wait_share))
+        table.add_row(*(Text(cell) for cell in cells))
+    return table
+
+
+def progress_words(row: Row) -> str:
+    """`a2000: step 120/938, 333 samples/s, loss 0.312, waits 41 %`."""
+    speed = f"{_short(row.samples_per_s)} samples/s"
+    return f"{row.node}: step {_of_steps(row)}, {speed}, loss {_short(row.loss)}, waits {_percent(row.wait_share)}"
+
+
+def _of_steps(row: Row) -> str:
+    return f"{row.step}/{row.steps}" if row.steps else str(row.step)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}".replace("%", " %")
+
+
+def _short(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 # ---- results --------------------------------------------------------------------------------------------------
@@ -240,6 +342,8 @@ def print_summary(summary: Summary) -> None:
             "* " + ("measured with each host alone" if measured else "estimated: samples over compute time"),
             style="dim",
         )
+    if summary.bound:
+        out.print(escape(summary.bound.words))
     if summary.straggler:
         out.print(f"straggler: {escape(summary.straggler.node)} — {escape(summary.straggler.reason)}")
     if summary.accuracy is not None:

@@ -25,6 +25,7 @@ from orchestrator.facts import NodeFacts
 from orchestrator.frames import Agent, Piece
 from orchestrator.inventory import Inventory, Node
 from orchestrator.lines import Line, Splitter
+from orchestrator.live import LiveView, Progress
 from orchestrator.paths import RunFolder
 from orchestrator.plan import build_plan
 from orchestrator.probe import probe_all
@@ -40,6 +41,8 @@ ASK_S = 30.0
 LATE_S = 10.0
 """After the job's last word, so long do we wait for hosts that have not ended their stream."""
 CANCEL_S = 60.0
+PROGRESS_S = 0.25
+"""Between two values of a run's progress."""
 _ID_LETTERS = "abcdefghijkmnpqrstuvwxyz23456789"
 
 
@@ -213,12 +216,15 @@ class Controller:
             raise HostsError(errors)
         return {name: host for name, host in found.items() if isinstance(host, Host)}
 
-    def follow(self, plan: LaunchPlan, hosts: Mapping[str, Host], *, until_end: bool = True) -> Iterator[Line | Notice]:
+    def follow(
+        self, plan: LaunchPlan, hosts: Mapping[str, Host], *, until_end: bool = True
+    ) -> Iterator[Line | Notice | Progress]:
         """Every line of every rank from the first on; keeps the job's record up to date.
 
-        until_end: until the job has ended; else only what is there now.
+        until_end: until the job has ended, with its progress a few times a second; else only what is there now.
         """
         splitter, found, broken = Splitter(), dict[str, Mapping[str, Any] | HostError](), set[str]()
+        view, has_news, progress_due = LiveView(plan), False, 0.0
         ended_at: float | None = None
         dial = self.connections.reopen if until_end else None
         for name, item in job.watch(plan, hosts, offsets={}, follow=until_end, reconnect=dial):
@@ -231,14 +237,20 @@ class Controller:
                 yield Notice(f"{name}: connected again")
             if isinstance(item, Piece):
                 yield from splitter.split(name, item)
+                has_news |= until_end and view.take(name, item)
             elif isinstance(item, Agent):
                 found[name] = item.record
                 record = self._remember(plan, found)
                 if record.state in FINAL_STATES and ended_at is None:
                     ended_at = time.monotonic()
+            if has_news and time.monotonic() > progress_due:
+                has_news, progress_due = False, time.monotonic() + PROGRESS_S
+                yield view.progress()
             if ended_at is not None and time.monotonic() > ended_at + LATE_S:
                 break
         yield from splitter.rest()
+        if has_news:
+            yield view.progress()
 
     def job(self, wanted: str) -> tuple[JobRecord, LaunchPlan]:
         found = self.store.find_job(wanted)
