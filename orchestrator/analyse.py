@@ -19,15 +19,15 @@ from pydantic import ValidationError
 from orchestrator.errors import OrchError
 from orchestrator.events import Events, MetricsFile, count, number, read_events, text
 from orchestrator.files import write_json
-from orchestrator.measure import Figures, RankFigures, gpu_label, measure, write_steps
+from orchestrator.gpu_use import GpuUse, read_gpu_use
+from orchestrator.measure import Figures, gpu_label, measure, write_steps
 from orchestrator.paths import RunFolder
 from orchestrator.records import SCHEMA, FirstFailure, JobRecord, LaunchPlan, NodePlan, Record
-from orchestrator.summary import GpuSummary, NodeSummary, Straggler, Summary
+from orchestrator.straggler import find_bound, find_straggler
+from orchestrator.summary import GpuSummary, NodeSummary, Summary
 from orchestrator.text import one_line
 
 METRICS_SCHEMA = 1
-NOISE = 0.05
-"""A wait below this part of a step names no straggler."""
 RECORD_LIMIT = 64 * 2**20
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
@@ -54,7 +54,8 @@ def analyse(run: RunFolder, solo: Mapping[str, float] | None = None) -> Summary:
     with read_events(files) as events:
         figures = measure(events, plan)
         write_steps(events, plan, run.steps)
-        summary = _summarise(plan, job, figures, events, dict(solo or {}), missing)
+        gpus = {node.name: read_gpu_use(run.gpu(node.name)) for node in plan.nodes}
+        summary = _summarise(plan, job, figures, events, gpus, dict(solo or {}), missing)
     write_json(run.summary, summary.to_json())
     return summary
 
@@ -83,12 +84,13 @@ def _summarise(
     job: JobRecord | None,
     figures: Figures,
     events: Events,
+    gpus: Mapping[str, GpuUse],
     solo: dict[str, float],
     missing: list[str],
 ) -> Summary:
     starts = events.latest("start")
     wall_s = max((rank.total_ms for rank in figures.ranks.values()), default=0.0) / 1000
-    nodes = tuple(_node_summary(node, figures, events, wall_s, solo.get(node.name)) for node in plan.nodes)
+    nodes = tuple(_node_summary(node, figures, events, gpus[node.name], wall_s, solo.get(node.name)) for node in plan.nodes)
     speed = _over(sum(rank.samples for rank in figures.ranks.values()), wall_s) if figures.ranks else None
     whole = len(figures.reported) == plan.world_size
     efficiency, basis = _efficiency(speed, nodes) if whole else (None, None)
@@ -113,7 +115,8 @@ def _summarise(
         efficiency_basis=basis,
         nodes=nodes,
         by_gpu=_by_gpu(nodes, plan, figures),
-        straggler=_straggler(plan, figures) if whole else None,
+        straggler=find_straggler(plan, figures) if whole else None,
+        bound=find_bound(plan, figures) if whole else None,
         missing=(*missing, *_missing(plan, events, figures)),
         warnings=tuple(_warnings(plan, events, figures, nodes)),
         first_failure=_cleaned(job.first_failure) if job and job.first_failure else None,
@@ -130,14 +133,15 @@ def _summarise(
     )
 
 
-def _node_summary(node: NodePlan, figures: Figures, events: Events, wall_s: float, solo: float | None) -> NodeSummary:
+def _node_summary(
+    node: NodePlan, figures: Figures, events: Events, gpu: GpuUse, wall_s: float, solo: float | None
+) -> NodeSummary:
     numbers = range(node.first_rank, node.first_rank + node.ranks)
     mine = figures.of(node)
     starts, ends = events.latest("start"), events.latest("end")
     start = next((starts[rank] for rank in numbers if rank in starts), {})
     own = [_over(rank.samples, (rank.compute_total_ms or 0) / 1000) for rank in mine]
     memory = [size for rank in numbers if (size := count(ends.get(rank, {}), "peak_memory_bytes")) is not None]
-    used, gpu_memory = _gpu_use(events, numbers)
     return NodeSummary(
         name=node.name,
         gpu=gpu_label(node),
@@ -152,10 +156,10 @@ def _node_summary(node: NodePlan, figures: Figures, events: Events, wall_s: floa
         sync_ms=_mean(rank.sync_ms for rank in mine),
         wait_ms=_mean(rank.wait_ms for rank in mine),
         optim_ms=_mean(rank.optim_ms for rank in mine),
-        peak_memory_bytes=max(memory) if memory else gpu_memory,
+        peak_memory_bytes=max(memory) if memory else gpu.memory_bytes,
         paced=node.paced is not None,
         valid=not any(ends.get(rank, {}).get("valid") is False for rank in numbers),
-        gpu_utilisation=used,
+        gpu_utilisation=gpu.utilisation,
         host=text(start, "host"),
         device_name=text(start, "device_name"),
         torch=text(start, "torch"),
@@ -168,17 +172,6 @@ def _node_summary(node: NodePlan, figures: Figures, events: Events, wall_s: floa
 def _totals_s(events: Events) -> list[float]:
     totals = (number(end, "total_s") for end in events.latest("end").values())
     return [total_s for total_s in totals if total_s is not None and total_s >= 0]
-
-
-def _gpu_use(events: Events, ranks: range) -> tuple[float | None, int | None]:
-    """Mean utilisation in per cent and largest memory in use, as the supervisor sampled them."""
-    used, memory = events.connection.execute(
-        "SELECT avg(utilisation) FILTER (utilisation BETWEEN 0 AND 100),"
-        " max(memory_bytes) FILTER (memory_bytes BETWEEN 0 AND 1e15)"
-        " FROM lines WHERE event = 'gpu' AND rank BETWEEN ? AND ?",
-        [ranks.start, ranks.stop - 1],
-    ).fetchone()
-    return used, None if memory is None else int(memory)
 
 
 def _efficiency(speed: float | None, nodes: tuple[NodeSummary, ...]) -> tuple[float | None, Any]:
@@ -205,51 +198,6 @@ def _by_gpu(nodes: tuple[NodeSummary, ...], plan: LaunchPlan, figures: Figures) 
         )
         for gpu, group in kinds.items()
     }
-
-
-# ---- the straggler ------------------------------------------------------------------------------------------------
-
-
-def _straggler(plan: LaunchPlan, figures: Figures) -> Straggler | None:
-    """The host, or on a single host the rank, that the others wait for; None when the wait is lost in the noise.
-
-    It is the one whose rank waits least itself. What counts is how much longer the others wait: hosts that are late by
-    turns all wait, and nobody is to blame.
-    """
-    node_of = {node.first_rank + i: node.name for node in plan.nodes for i in range(node.ranks)}
-    waits = {number: rank.wait_ms for number, rank in figures.ranks.items() if rank.wait_ms is not None}
-    if len(waits) < len(node_of):
-        return None
-    by_node = len(plan.nodes) > 1
-    last = min(waits, key=lambda rank: waits[rank])
-    others = [rank for rank in node_of if (node_of[rank] != node_of[last] if by_node else rank != last)]
-    if not others:
-        return None
-    wait_ms = sum(waits[rank] for rank in others) / len(others) - waits[last]
-    step_ms = figures.ranks[last].total_ms / figures.steps
-    if wait_ms <= 0 or wait_ms < NOISE * step_ms:
-        return None
-    names = {node_of[rank] for rank in others}
-    label = "the other ranks" if not by_node else names.pop() if len(names) == 1 else "the others"
-    reason = _reason(figures.ranks[last], [figures.ranks[rank] for rank in others], label, wait_ms)
-    return Straggler(node=node_of[last], rank=None if by_node else last, reason=reason, wait_ms=wait_ms)
-
-
-def _reason(last: RankFigures, others: list[RankFigures], label: str, wait_ms: float) -> str:
-    load, other_load = last.load_ms or 0.0, _mean(rank.load_ms for rank in others) or 0.0
-    compute, other_compute = last.compute_ms or 0.0, _mean(rank.compute_ms for rank in others) or 0.0
-    if load - other_load > max(compute - other_compute, wait_ms / 2):
-        return f"loads data for {load:.1f} ms a step, {label} for {other_load:.1f} ms"
-    per_sample, other_per_sample = _per_sample_ms([last]), _per_sample_ms(others)
-    if per_sample and other_per_sample and per_sample > 1.05 * other_per_sample:
-        return f"computes {per_sample / other_per_sample:.1f}x longer per sample than {label}"
-    if compute > 1.05 * other_compute:
-        return f"computes {compute:.1f} ms a step for its share, {label} {other_compute:.1f} ms"
-    return f"arrives last at the gradient exchange, though it loads and computes as fast as {label}"
-
-
-def _per_sample_ms(ranks: list[RankFigures]) -> float | None:
-    return _over(sum(rank.compute_total_ms or 0.0 for rank in ranks), sum(rank.samples for rank in ranks))
 
 
 # ---- what is missing, what to be careful with ---------------------------------------------------------------------
@@ -292,7 +240,15 @@ def _warnings(plan: LaunchPlan, events: Events, figures: Figures, nodes: tuple[N
         yield _why_no_figures(figures)
     for node in nodes:
         if not node.valid:
-            yield f"{node.name}: its figures are not valid: the lab's CPU was the limit."
+            yield f"{node.name}: its figures are not valid: the lab's CPU was the limit{_how_late(node, plan, events)}."
+
+
+def _how_late(node: NodeSummary, plan: LaunchPlan, events: Events) -> str:
+    """In words, by how much its ranks missed their pace."""
+    ends, place = events.latest("end"), plan.node(node.name)
+    told = (number(ends.get(rank, {}), "lateness") for rank in range(place.first_rank, place.first_rank + place.ranks))
+    late = max((value for value in told if value is not None), default=None)
+    return "" if late is None else f" (backward ended {late:.1%} of a step late)".replace("%", " %")
 
 
 def _why_no_figures(figures: Figures) -> str:

@@ -30,7 +30,7 @@ LARGEST = 1e12
 """No count or duration of ours is larger; what is larger would only overflow the sums."""
 
 _COUNTED = ("step", "samples")
-_TIMES = ("t_ms", "load_ms", "compute_ms", "exposed_ms", "optim_ms")
+_TIMES = ("t_ms", "load_ms", "compute_ms", "exposed_ms", "comm_ms", "optim_ms")
 _NOT_JSON = re.compile(rb"(?<=[:,\[\s])(?:NaN|[+-]?Infinity)(?=\s*[,}\]])")
 
 
@@ -172,8 +172,8 @@ def text(event: Mapping[str, Any], key: str) -> str | None:
     return one_line(value) if isinstance(value, str) and one_line(value).strip() else None
 
 
-# Fields that a step or gpu line may carry as numbers, in the order in which _READ takes them apart.
-_NUMBERS = (*_COUNTED, *_TIMES, "epoch", "loss", "wall", "index", "utilisation", "memory_bytes")
+# Fields that a step line may carry as numbers, in the order in which _READ takes them apart.
+_NUMBERS = (*_COUNTED, *_TIMES, "epoch", "loss", "wall")
 _PATHS = ", ".join(f"'$.{name}'" for name in _NUMBERS)
 # The JSON text of a string keeps its quotes, so that only a JSON number becomes a number here.
 _CASTS = ", ".join(f"TRY_CAST(texts[{i}] AS DOUBLE) AS {name}" for i, name in enumerate(_NUMBERS, start=1))
@@ -222,7 +222,7 @@ walls AS (SELECT *, 1000 * (wall - lag(wall) OVER (PARTITION BY rank ORDER BY st
 SELECT node, rank, step::BIGINT AS step, CASE WHEN epoch BETWEEN 0 AND {LARGEST} THEN epoch::BIGINT END AS epoch,
        samples::BIGINT AS samples,
        coalesce(t_ms, CASE WHEN wall_ms > 0 AND wall_ms < {LARGEST} THEN wall_ms END) AS t_ms,
-       load_ms, compute_ms, exposed_ms, optim_ms,
+       load_ms, compute_ms, exposed_ms, coalesce(comm_ms, exposed_ms) AS comm_ms, optim_ms,
        CASE WHEN isfinite(loss) AND abs(loss) < {LARGEST} THEN loss END AS loss,
        CASE WHEN isfinite(wall) THEN wall END AS wall
 FROM walls

@@ -6,11 +6,14 @@ Takes open `Events` and the plan, gives `Figures`: a few numbers a rank.
         figures = measure(events, plan)
         write_steps(events, plan, run.steps)
 
-Per step, `wait_ms = exposed_j - min_k exposed_k` and `sync_ms = min_k exposed_k`: the rank that arrives last at the
-gradient exchange waits for nobody, so what it still spends there is the wire. Only durations enter: hosts share no
-clock. A measured step is one that every reporting rank reported, with its time, after the warm-up. The time of them
-all is the longest of the ranks' own sums: ranks that meet in every step take equally long over many of them, whereas
-summing each step's slowest rank would count twice what one host loses after a step and the others wait for in the next.
+Per step, `wait_ms = comm_j - min_k comm_k`, but no more than exposed_j, and `sync_ms = exposed_j - wait_ms`. comm is
+the time with a gradient under way: the rank that arrives last at an exchange waits for nobody there, so what it still
+spends is the wire. Where nothing overlaps, comm is exposed, wait is exposed_j - min_k exposed_k and sync is min_k
+exposed_k. Where backward runs on beside the exchange, a late rank costs the others only what the wire, busy with
+earlier gradients, does not hide; exposed alone would blame it for all. Only durations enter: hosts share no clock. A
+measured step is one that every reporting rank reported, with its time, after the warm-up. The time of them all is the
+longest of the ranks' own sums: ranks that meet in every step take equally long over many of them, whereas summing
+each step's slowest rank would count twice what one host loses after a step and the others wait for in the next.
 """
 
 from __future__ import annotations
@@ -99,12 +102,13 @@ _TIMED = """
 CREATE TABLE timed AS
 WITH together AS (
     SELECT *, count(*) OVER step_ AS present, count(t_ms) OVER step_ AS with_time,
-           count(exposed_ms) OVER step_ AS with_exposed, min(exposed_ms) OVER step_ AS least_exposed_ms
+           count(exposed_ms) OVER step_ AS with_exposed,
+           least(exposed_ms, comm_ms - min(comm_ms) OVER step_) AS waited_ms
     FROM steps WINDOW step_ AS (PARTITION BY step)),
 ranks AS (SELECT count(DISTINCT rank) AS reporting, min(step) AS first_step FROM steps)
-SELECT together.* EXCLUDE (present, with_time, with_exposed, least_exposed_ms),
-       CASE WHEN with_exposed = {world_size} THEN exposed_ms - least_exposed_ms END AS wait_ms,
-       CASE WHEN with_exposed = {world_size} THEN least_exposed_ms END AS sync_ms,
+SELECT together.* EXCLUDE (present, with_time, with_exposed, waited_ms),
+       CASE WHEN with_exposed = {world_size} THEN waited_ms END AS wait_ms,
+       CASE WHEN with_exposed = {world_size} THEN exposed_ms - waited_ms END AS sync_ms,
        present = reporting AS complete,
        step - first_step < {warmup} AS warmup,
        present = reporting AND with_time = reporting AND step - first_step >= {warmup} AS measured
@@ -151,7 +155,7 @@ def write_steps(events: Events, plan: LaunchPlan, path: Path) -> None:
         quoted = temporary.replace("'", "''")
         connection.execute(
             f"""COPY (SELECT node, gpu, rank, local_rank, step, epoch, samples, t_ms, load_ms, compute_ms, exposed_ms,
-            wait_ms, sync_ms, optim_ms, loss, wall, measured FROM timed JOIN places USING (rank)
+            comm_ms, wait_ms, sync_ms, optim_ms, loss, wall, measured FROM timed JOIN places USING (rank)
             ORDER BY step, rank) TO '{quoted}' (FORMAT parquet)"""  # noqa: S608 - our own file name, quoted
         )
         os.replace(temporary, path)

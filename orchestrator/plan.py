@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -190,6 +191,8 @@ def _environment(
     if devices[node.name] == "cuda":
         environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # torch then counts GPUs as nvidia-smi does
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu.index) for gpu in own.gpus[: ranks[node.name]])
+    if node.paced:
+        environment["ORCH_PACED"] = json.dumps(node.paced.model_dump(mode="json", exclude_defaults=True))
     return {**environment, **node.env}
 
 
@@ -199,7 +202,9 @@ def _notes(nodes: Sequence[Node], devices: Mapping[str, str], shares: tuple[int,
         notes.append("some hosts train on CUDA and some on the CPU: Gloo carries the gradients everywhere")
     paced = [node.name for node in nodes if node.paced]
     if paced:
-        notes.append(f"{', '.join(paced)}: `paced` speeds are declared; this run computes at the CPU's own speed")
+        notes.append(
+            f"{', '.join(paced)}: paced, each rank keeps a declared speed and computes nothing: no loss, no accuracy"
+        )
     if 0 in shares:
         notes.append("the global batch has fewer samples than there are ranks: some ranks get none")
     return tuple(notes)

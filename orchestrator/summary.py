@@ -92,6 +92,29 @@ class Straggler(Record):
     """How much longer the others wait a step than this one does."""
 
 
+Part = Literal["input", "compute", "wire", "optimiser"]
+
+
+class Bound(Record):
+    """What a step's length hangs on: the largest part of the step of the rank that waits least for the others."""
+
+    part: Part
+    node: str
+    share: float
+    """Of the step, 0..1."""
+
+    @property
+    def words(self) -> str:
+        """What to make faster first, in a sentence."""
+        share = f"{100 * self.share:.0f} %"
+        return {
+            "wire": f"The wire binds: {share} of a step goes to gradients under way that no compute hides.",
+            "compute": f"Compute binds: {share} of a step is {self.node}'s own forward and backward.",
+            "input": f"Input binds: for {share} of a step {self.node} waits for its own data.",
+            "optimiser": f"The optimiser binds: it takes {share} of {self.node}'s step.",
+        }[self.part]
+
+
 class Summary(Record):
     """One run in figures; `summary.json` holds exactly this."""
 
@@ -113,6 +136,7 @@ class Summary(Record):
     nodes: tuple[NodeSummary, ...] = ()
     by_gpu: dict[str, GpuSummary] = Field(default_factory=dict)
     straggler: Straggler | None = None
+    bound: Bound | None = None
     missing: tuple[str, ...] = ()
     """What should be here and is not, a sentence each."""
     warnings: tuple[str, ...] = ()

@@ -245,7 +245,9 @@ def test_paced_hosts_compute_on_the_cpu_and_the_plan_says_so():
     made = plan(nodes, found, RESNET)
     assert made.node("n41").device == "cpu"
     assert made.node("n41").paced["samples_per_s"] == 333
-    assert any(note.startswith("n41: `paced`") for note in made.notes)
+    assert json.loads(made.node("n41").env["ORCH_PACED"]) == {"samples_per_s": 333}
+    assert "ORCH_PACED" not in plan(*pair(), RESNET).node("n41").env
+    assert any(note.startswith("n41: paced") for note in made.notes)
 
 
 def test_building_a_plan_changes_nothing_it_was_given_and_gives_the_same_again():
