@@ -90,7 +90,7 @@ def _summarise(
 ) -> Summary:
     starts = events.latest("start")
     wall_s = max((rank.total_ms for rank in figures.ranks.values()), default=0.0) / 1000
-    nodes = tuple(_node_summary(node, figures, events, gpus[node.name], wall_s, solo.get(node.name)) for node in plan.nodes)
+    nodes = tuple(_node_summary(node, figures, events, gpus[node.name], wall_s, solo) for node in plan.nodes)
     speed = _over(sum(rank.samples for rank in figures.ranks.values()), wall_s) if figures.ranks else None
     whole = len(figures.reported) == plan.world_size
     efficiency, basis = _efficiency(speed, nodes) if whole else (None, None)
@@ -134,7 +134,7 @@ def _summarise(
 
 
 def _node_summary(
-    node: NodePlan, figures: Figures, events: Events, gpu: GpuUse, wall_s: float, solo: float | None
+    node: NodePlan, figures: Figures, events: Events, gpu: GpuUse, wall_s: float, solo: Mapping[str, float]
 ) -> NodeSummary:
     numbers = range(node.first_rank, node.first_rank + node.ranks)
     mine = figures.of(node)
@@ -149,7 +149,7 @@ def _node_summary(
         batch_per_rank=count(start, "batch_per_rank"),
         samples_per_s=_over(sum(rank.samples for rank in mine), wall_s) if len(mine) == node.ranks else None,
         own_samples_per_s=_sum(own) if len(mine) == node.ranks else None,
-        solo_samples_per_s=solo,
+        solo_samples_per_s=solo.get(node.name),
         step_ms=figures.step_ms.get(node.name),
         load_ms=_mean(rank.load_ms for rank in mine),
         compute_ms=_mean(rank.compute_ms for rank in mine),

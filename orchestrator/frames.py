@@ -17,7 +17,7 @@ from orchestrator.errors import ConnectError, ProbeError
 MAX_LINE_BYTES = 1 << 20
 MAX_PIECE_BYTES = 1 << 18
 _RANK_FILE = re.compile(r"rank-(\d{1,5})/(stdout\.log|stderr\.log|metrics\.jsonl)")
-_NODE_FILES = frozenset({"supervisor.log", "torchrun.log", "prepare.log"})
+_NODE_FILES = frozenset({"supervisor.log", "torchrun.log", "prepare.log", "gpu.jsonl"})
 
 
 @dataclass(frozen=True)

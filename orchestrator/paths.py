@@ -89,6 +89,9 @@ class RunFolder:
     def agent(self, node: str) -> Path:
         return self.node(node) / "agent.json"
 
+    def gpu(self, node: str) -> Path:
+        return self.node(node) / "gpu.jsonl"
+
     def rank(self, node: str, rank: int) -> Path:
         return self.node(node) / f"rank-{rank}"
 

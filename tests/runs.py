@@ -94,8 +94,9 @@ def write_run(
     settings: Mapping[str, Any] | None = None,
     state: str = "succeeded",
     first_failure: Mapping[str, Any] | None = None,
+    gpu: Mapping[str, bytes | Iterable[Any]] | None = None,
 ) -> RunFolder:
-    """metrics: by rank; events, or the very bytes of the file. A rank not named has no file."""
+    """metrics: by rank, gpu: by node; events, or the very bytes of the file. A rank or node not named has no file."""
     run = RunFolder(root)
     root.mkdir(parents=True, exist_ok=True)
     chosen = dict(SETTINGS if settings is None else settings)
@@ -121,6 +122,8 @@ def write_run(
             if rank in metrics:
                 given = metrics[rank]
                 path.write_bytes(given if isinstance(given, bytes) else lines(given))
+    for name, given in (gpu or {}).items():
+        run.gpu(name).write_bytes(given if isinstance(given, bytes) else lines(given))
     return run
 
 

@@ -173,7 +173,9 @@ def test_a_wait_within_the_noise_names_nobody(tmp_path: Path) -> None:
 
 def test_gpu_use_is_averaged_and_gives_the_memory_when_the_rank_does_not(tmp_path: Path) -> None:
     gpu = [{"event": "gpu", "index": 0, "utilisation": use, "memory_bytes": 2**30 * use} for use in (1, 3)]
-    summary = analyse(write_run(tmp_path / "run", ONE, {0: [start(), *gpu]}))
+    garbage = b'{"event":"gpu","utilisation":900,"memory_bytes":-1}\n[]\n\xff\n{"event":"gpu","utilisation":50'
+    told = {ONE[0].name: lines(gpu) + garbage}
+    summary = analyse(write_run(tmp_path / "run", ONE, {0: [start()]}, gpu=told))
     assert (summary.nodes[0].gpu_utilisation, summary.nodes[0].peak_memory_bytes) == (2.0, 3 * 2**30)
 
 

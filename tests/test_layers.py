@@ -16,12 +16,14 @@ PURE = [
     "analyse",
     "measure",
     "events",
+    "gpu_use",
     "summary",
     "report",
     "charts",
     "published",
     "frames",
     "lines",
+    "live",
     "checks",
     "text",
     "units",
@@ -139,7 +141,9 @@ def test_what_is_no_stage_knows_neither_the_controller_nor_those_above_it(name):
     assert ours(HERE[name]) & {"controller", "console", "cli"} == set()
 
 
-@pytest.mark.parametrize("name", ["analyse", "measure", "events", "summary", "report", "charts", "published"])
+@pytest.mark.parametrize(
+    "name", ["analyse", "measure", "events", "gpu_use", "summary", "report", "charts", "published"]
+)
 def test_a_run_folder_is_read_without_a_cluster(name):
     cluster = {"inventory", "facts", "checks", "probe", "election", "plan", "job", "collect", "store", "call"}
     assert ours(HERE[name]) & cluster == set()

@@ -7,6 +7,7 @@
                     /bin/orch_remote/         these programs
                     /src/                  this job's own copy of the code
                     /rank-<r>/             stdout.log stderr.log metrics.jsonl exit.json
+                    /gpu.jsonl             use and memory of the job's GPUs, every few seconds
                     /control               FIFO: requests and rank events, one JSON line each
                     /alive                 FIFO: its only writer is the supervisor, so its end is the supervisor's
 """
@@ -73,6 +74,7 @@ class Job:
         self.supervisor_log = root / "supervisor.log"
         self.prepare_log = root / "prepare.log"
         self.torchrun_log = root / "torchrun.log"
+        self.gpu_log = root / "gpu.jsonl"
 
     @property
     def id(self) -> str:

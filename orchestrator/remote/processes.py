@@ -94,6 +94,14 @@ def below_or_marked(job_dir: Path) -> list[int]:
     return sorted({*descendants(os.getpid()), *marked(job_dir)} - {os.getpid()})
 
 
+def process_group(pid: int) -> int:
+    """-1 where there is no such process."""
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return -1
+
+
 def end_all(pids: list[int], signum: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):

@@ -32,7 +32,7 @@ CHUNK_BYTES = 1 << 18
 LOOK_S = 0.1
 BEAT_S = 1.0
 RANK_FILES = ("stdout.log", "stderr.log", "metrics.jsonl")
-NODE_FILES = ("supervisor.log", "torchrun.log", "prepare.log")
+NODE_FILES = ("supervisor.log", "torchrun.log", "prepare.log", "gpu.jsonl")
 
 
 def main(request: dict[str, Any]) -> None:

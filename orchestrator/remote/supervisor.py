@@ -24,7 +24,7 @@ from . import verdict
 from .hub import Hub, Membership, Message
 from .layout import Job, Work, write_json
 from .logs import is_secondary, log_tail, telling_line
-from .processes import MARK, below_or_marked, describe, die_with_parent, end_all, identify, signal_name
+from .processes import MARK, below_or_marked, describe, die_with_parent, end_all, identify, process_group, signal_name
 
 GO_S = 300.0
 """Prepared but not told to go for this long: the controller is gone, undo. Longer than the slowest upload may take."""
@@ -33,6 +33,8 @@ LOOK_S = 2.0
 SETTLE_S = 0.3
 """When a peer failed: so long may a rank of ours, dying of the true cause this very moment, take to say so."""
 KILL_S = 5.0
+GPU_WATCH_S = 1.0
+"""So long may what a sick driver holds, though it was killed, keep a job from its end."""
 
 # What a host's profile may have left behind and torchrun would obey (it reads PET_* as its own options).
 _UNSET = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -62,6 +64,7 @@ class Supervisor:
             "started": time.time(),
         }
         self._exits: dict[int, asyncio.Future[int]] = {}
+        self._gpu_watch = self._killed_group = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._arrivals: dict[tuple[str, str, Any], int] = {}
         self._finishing = False
@@ -218,7 +221,10 @@ class Supervisor:
         fill = {"rendezvous_port": str(port), "job_dir": str(self.job.root), "python": sys.executable}
         argv = [sys.executable, *(_fill(part, fill) for part in self.node["torchrun"])]
         with open(self.job.torchrun_log, "wb") as log:
-            code = await self._launch(argv, log, self.job.bin)
+            _, ended = self._start(argv, log, self.job.bin, self._environment())
+        self._watch_gpus()
+        code = await ended
+        self._end_gpu_watch()
         self._drain()
         if self.phase != "running":
             return
@@ -230,20 +236,38 @@ class Supervisor:
 
     async def _launch(self, argv: list[str], log: Any, folder: Path) -> int:
         """Starts a child that dies with us; returns its exit code, negative for a signal."""
+        _, ended = self._start(argv, log, folder, self._environment())
+        return await ended
+
+    def _start(
+        self, argv: list[str], log: Any, folder: Path, environment: dict[str, str]
+    ) -> tuple[int, asyncio.Future[int]]:
+        """A child in a session of its own: its pid and its exit code to come."""
         child = subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             cwd=folder,
-            env=self._environment(),
+            env=environment,
             start_new_session=True,
             preexec_fn=lambda: die_with_parent(signal.SIGKILL),
         )
-        self._exits[child.pid] = asyncio.get_running_loop().create_future()
-        code = await self._exits[child.pid]
-        child.returncode = code  # reaped by `_reap`; Popen must not wait for it again
-        return code
+        child.returncode = 0  # `_reap` hears of its end; Popen must not wait for it, too
+        ended = self._exits[child.pid] = asyncio.get_running_loop().create_future()
+        return child.pid, ended
+
+    def _watch_gpus(self) -> None:
+        if self.node["gpu_uuids"]:
+            argv = [sys.executable, "-m", "orch_remote.gpus", str(self.job.root)]
+            # Nothing of the job's own code is to be found before the standard library.
+            environment = {**self._environment(), "PYTHONPATH": str(self.job.bin)}
+            self._gpu_watch, _ = self._start(argv, sys.stderr, self.job.bin, environment)
+
+    def _end_gpu_watch(self) -> None:
+        if self._gpu_watch in self._exits:  # not reaped, so the group is still its own
+            self._killed_group = self._gpu_watch
+            os.killpg(self._killed_group, signal.SIGKILL)
 
     def _environment(self) -> dict[str, str]:
         inherited = {
@@ -264,31 +288,37 @@ class Supervisor:
                 if pid == 0:
                     return
                 if pid in self._exits:
-                    self._exits[pid].set_result(os.waitstatus_to_exitcode(status))
+                    self._exits.pop(pid).set_result(os.waitstatus_to_exitcode(status))
 
     async def _end_ranks(self, settle_s: float) -> None:
         """The ladder: INT to the ranks, TERM to all, KILL to all, each only if the one before did not do."""
         await asyncio.sleep(settle_s)
         self.phase = "stopping"
         self.changed()
+        self._end_gpu_watch()
         grace_s = self.node["grace_s"]
         for signum, wait_s in ((signal.SIGINT, grace_s), (signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_S)):
-            if not below_or_marked(self.job.root):
+            if not self._left():
                 break
             deadline = asyncio.get_running_loop().time() + wait_s
             self._signal(signum)
-            while below_or_marked(self.job.root) and asyncio.get_running_loop().time() < deadline:
+            while self._left() and asyncio.get_running_loop().time() < deadline:
                 if signum == signal.SIGKILL:
                     self._signal(signum)  # a process that forks while it is killed
                 await asyncio.sleep(0.05)
+        await self._until(lambda: not below_or_marked(self.job.root), GPU_WATCH_S)
         self.leftovers = [describe(pid) for pid in below_or_marked(self.job.root)]
         self._drain()
         self.phase = "ended"
         self.changed()
 
+    def _left(self) -> list[int]:
+        """What the ladder has to end. The GPU watch was killed before it, and a sick driver may hold that for long."""
+        return [pid for pid in below_or_marked(self.job.root) if process_group(pid) != self._killed_group]
+
     def _signal(self, signum: int) -> None:
         # torchrun answers INT by ending its workers itself and at once; the ranks are to have their grace first.
-        running = below_or_marked(self.job.root)
+        running = self._left()
         wrappers = [pid for pid in running if pid in {rank.get("wrapper") for rank in self.ranks.values()}]
         end_all(wrappers if signum == signal.SIGINT and wrappers else running, signum)
 
