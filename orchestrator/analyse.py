@@ -10,6 +10,8 @@ How the steps are measured stands in `measure`; here hosts are compared, and wha
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,12 +21,12 @@ from pydantic import ValidationError
 from orchestrator.errors import OrchError
 from orchestrator.events import Events, MetricsFile, count, number, read_events, text
 from orchestrator.files import write_json
-from orchestrator.gpu_use import GpuUse, read_gpu_use
+from orchestrator.gpu_use import read_gpu_use
 from orchestrator.measure import Figures, gpu_label, measure, write_steps
 from orchestrator.paths import RunFolder
 from orchestrator.records import SCHEMA, FirstFailure, JobRecord, LaunchPlan, NodePlan, Record
 from orchestrator.straggler import find_bound, find_straggler
-from orchestrator.summary import GpuSummary, NodeSummary, Summary
+from orchestrator.summary import GpuSummary, NodeSummary, RankEnd, Summary
 from orchestrator.text import one_line
 
 METRICS_SCHEMA = 1
@@ -54,8 +56,9 @@ def analyse(run: RunFolder, solo: Mapping[str, float] | None = None) -> Summary:
     with read_events(files) as events:
         figures = measure(events, plan)
         write_steps(events, plan, run.steps)
-        gpus = {node.name: read_gpu_use(run.gpu(node.name)) for node in plan.nodes}
-        summary = _summarise(plan, job, figures, events, gpus, dict(solo or {}), missing)
+        summary = _summarise(plan, job, figures, events, dict(solo or {}), missing)
+    nodes = tuple(_as_seen_by_its_host(node, plan, run) for node in summary.nodes)
+    summary = summary.model_copy(update={"nodes": nodes})
     write_json(run.summary, summary.to_json())
     return summary
 
@@ -84,13 +87,12 @@ def _summarise(
     job: JobRecord | None,
     figures: Figures,
     events: Events,
-    gpus: Mapping[str, GpuUse],
     solo: dict[str, float],
     missing: list[str],
 ) -> Summary:
     starts = events.latest("start")
     wall_s = max((rank.total_ms for rank in figures.ranks.values()), default=0.0) / 1000
-    nodes = tuple(_node_summary(node, figures, events, gpus[node.name], wall_s, solo) for node in plan.nodes)
+    nodes = tuple(_node_summary(node, figures, events, wall_s, solo.get(node.name)) for node in plan.nodes)
     speed = _over(sum(rank.samples for rank in figures.ranks.values()), wall_s) if figures.ranks else None
     whole = len(figures.reported) == plan.world_size
     efficiency, basis = _efficiency(speed, nodes) if whole else (None, None)
@@ -120,6 +122,7 @@ def _summarise(
         missing=(*missing, *_missing(plan, events, figures)),
         warnings=tuple(_warnings(plan, events, figures, nodes)),
         first_failure=_cleaned(job.first_failure) if job and job.first_failure else None,
+        metrics=len(events.absent) < plan.world_size,
         steps=figures.steps,
         warmup_steps_left_out=figures.warmup_steps,
         samples_total=figures.samples_total,
@@ -133,9 +136,7 @@ def _summarise(
     )
 
 
-def _node_summary(
-    node: NodePlan, figures: Figures, events: Events, gpu: GpuUse, wall_s: float, solo: Mapping[str, float]
-) -> NodeSummary:
+def _node_summary(node: NodePlan, figures: Figures, events: Events, wall_s: float, solo: float | None) -> NodeSummary:
     numbers = range(node.first_rank, node.first_rank + node.ranks)
     mine = figures.of(node)
     starts, ends = events.latest("start"), events.latest("end")
@@ -149,17 +150,16 @@ def _node_summary(
         batch_per_rank=count(start, "batch_per_rank"),
         samples_per_s=_over(sum(rank.samples for rank in mine), wall_s) if len(mine) == node.ranks else None,
         own_samples_per_s=_sum(own) if len(mine) == node.ranks else None,
-        solo_samples_per_s=solo.get(node.name),
+        solo_samples_per_s=solo,
         step_ms=figures.step_ms.get(node.name),
         load_ms=_mean(rank.load_ms for rank in mine),
         compute_ms=_mean(rank.compute_ms for rank in mine),
         sync_ms=_mean(rank.sync_ms for rank in mine),
         wait_ms=_mean(rank.wait_ms for rank in mine),
         optim_ms=_mean(rank.optim_ms for rank in mine),
-        peak_memory_bytes=max(memory) if memory else gpu.memory_bytes,
+        peak_memory_bytes=max(memory, default=None),
         paced=node.paced is not None,
         valid=not any(ends.get(rank, {}).get("valid") is False for rank in numbers),
-        gpu_utilisation=gpu.utilisation,
         host=text(start, "host"),
         device_name=text(start, "device_name"),
         torch=text(start, "torch"),
@@ -167,6 +167,30 @@ def _node_summary(
         backend=text(start, "backend"),
         bandwidth_bps=node.bandwidth_bps,
     )
+
+
+def _as_seen_by_its_host(node: NodeSummary, plan: LaunchPlan, run: RunFolder) -> NodeSummary:
+    """With what its supervisor noted: use and memory of the GPUs, and how every rank ended."""
+    gpu = read_gpu_use(run.gpu(node.name))
+    memory = gpu.memory_bytes if node.peak_memory_bytes is None else node.peak_memory_bytes
+    ends = tuple(_rank_ends(run.agent(node.name), plan.node(node.name)))
+    update = {"gpu_utilisation": gpu.utilisation, "peak_memory_bytes": memory, "ends": ends}
+    return node.model_copy(update=update)
+
+
+def _rank_ends(agent: Path, node: NodePlan) -> Iterable[RankEnd]:
+    """agent: the supervisor's record, written on the host and not taken on trust."""
+    told: Any = None
+    with contextlib.suppress(OSError, ValueError, RecursionError), open(agent, "rb") as file:
+        told = json.loads(file.read(RECORD_LIMIT))
+    ranks = told.get("ranks") if isinstance(told, dict) else None
+    for rank in range(node.first_rank, node.first_rank + node.ranks):
+        end = ranks.get(str(rank)) if isinstance(ranks, dict) else None
+        known = {key: end.get(key) for key in ("exit_code", "signal")} if isinstance(end, dict) else {}
+        try:
+            yield RankEnd(rank=rank, **known)
+        except ValidationError:
+            yield RankEnd(rank=rank)
 
 
 def _totals_s(events: Events) -> list[float]:
@@ -204,6 +228,9 @@ def _by_gpu(nodes: tuple[NodeSummary, ...], plan: LaunchPlan, figures: Figures) 
 
 
 def _missing(plan: LaunchPlan, events: Events, figures: Figures) -> Iterable[str]:
+    if plan.kind == "script" and len(events.absent) == plan.world_size:
+        yield "No rank wrote metrics to the file that ORCH_METRICS names, so there is no speed to tell."
+        return
     for node in plan.nodes:
         for rank in range(node.first_rank, node.first_rank + node.ranks):
             if rank in events.absent:

@@ -11,6 +11,8 @@ hosts are untrusted: Jinja2 escapes every value, and the page's own policy lets 
 from __future__ import annotations
 
 import base64
+import itertools
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +22,58 @@ from orchestrator.charts import draw_throughput
 from orchestrator.files import write_atomic
 from orchestrator.paths import RunFolder
 from orchestrator.published import conditions, published_for
-from orchestrator.summary import NodeSummary, Summary
-from orchestrator.text import one_line
+from orchestrator.summary import NodeSummary, RankEnd, Summary
+from orchestrator.text import clean, one_line
 from orchestrator.units import format_bandwidth, format_bytes, format_duration
 
 NOTHING = "–"
 _EVEN = 0.02
 """Hosts whose shares lie this close together are called even."""
+LOGS, LOG_LINES, LOG_BYTES = 64, 20, 1 << 13
 
 
 def write_report(run: RunFolder, summary: Summary) -> Path:
     """Writes the chart and the page; returns the page's path."""
     chart = base64.b64encode(run.chart.read_bytes()).decode() if draw_throughput(summary, run.chart) else None
-    write_atomic(run.report, render_report(summary, chart))
+    write_atomic(run.report, render_report(summary, chart, () if summary.metrics else last_words(run, summary)))
     return run.report
 
 
-def render_report(summary: Summary, chart: str | None = None) -> str:
-    """The page's HTML. chart: a PNG in base64."""
+@dataclass(frozen=True)
+class LogEnd:
+    """The last lines of a log. name: the file, as seen from the run's folder."""
+
+    name: str
+    lines: tuple[str, ...]
+
+
+def last_words(run: RunFolder, summary: Summary) -> tuple[LogEnd, ...]:
+    """How every rank's logs end, those that hold nothing left out; of at most LOGS logs."""
+    ranks = [(node.name, end.rank) for node in summary.nodes for end in node.ends]
+    paths = [run.rank(*rank) / name for rank in ranks for name in ("stdout.log", "stderr.log")]
+    found = (LogEnd(path.relative_to(run.root).as_posix(), _tail(path)) for path in paths)
+    return tuple(itertools.islice((log for log in found if log.lines), LOGS))
+
+
+def _tail(path: Path) -> tuple[str, ...]:
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - LOG_BYTES))
+            text = file.read(LOG_BYTES).decode(errors="replace")
+    except OSError:
+        return ()
+    return tuple(clean(line) for line in text.rstrip().split("\n")[-LOG_LINES:] if text.strip())
+
+
+def render_report(summary: Summary, chart: str | None = None, logs: tuple[LogEnd, ...] = ()) -> str:
+    """The page's HTML. chart: a PNG in base64. logs: shown where there are no metrics."""
     return (
         _environment()
         .get_template("report.html.j2")
         .render(
             run=summary,
             chart=chart,
+            logs=logs,
             headline=headline(summary),
             efficiency_words=efficiency_words(summary),
             parts=_parts(summary),
@@ -58,6 +88,8 @@ def headline(summary: Summary) -> str:
     failure = summary.first_failure
     if failure is not None and summary.state != "succeeded":
         return f"The job {summary.state}: {_where(failure.node, failure.rank)}: {failure.reason}"
+    if not summary.metrics:
+        return f"The job {summary.state}; it wrote no metrics."
     if summary.samples_per_s is None:
         return f"The job {summary.state}; no speed could be measured."
     speed = f"{figure(summary.samples_per_s)} samples/s"
@@ -133,6 +165,12 @@ def _percent(value: float | None, digits: int = 0) -> str:
     return NOTHING if value is None else f"{100 * value:.{digits}f} %"
 
 
+def _how(end: RankEnd) -> str:
+    if end.signal:
+        return f"ended by {one_line(end.signal, 40)}"
+    return "not known" if end.exit_code is None else f"exit code {end.exit_code}"
+
+
 def _moment(text: str | None) -> str:
     return NOTHING if not text else one_line(text, 40).replace("T", " ").replace("Z", " UTC")
 
@@ -153,6 +191,7 @@ def _environment() -> Environment:
         "figure": figure,
         "percent": _percent,
         "moment": _moment,
+        "how": _how,
         "ratio": _or_nothing("{:.2f}".format),
         "part_shares": _part_shares,
         "size": _or_nothing(format_bytes),

@@ -38,6 +38,14 @@ class StepTime(Record):
     p95: float
 
 
+class RankEnd(Record):
+    """How a rank's process ended, as its host saw it: neither code nor signal where that is not known."""
+
+    rank: int
+    exit_code: int | None = None
+    signal: Text | None = None
+
+
 class NodeSummary(Record):
     """One host's part. Times are means over its ranks and the measured steps."""
 
@@ -62,6 +70,7 @@ class NodeSummary(Record):
     valid: bool = True
     gpu_utilisation: float | None = None
     """Mean over the samples taken while the job ran, 0..100."""
+    ends: tuple[RankEnd, ...] = ()
     host: Text | None = None
     device_name: Text | None = None
     torch: Text | None = None
@@ -142,6 +151,8 @@ class Summary(Record):
     warnings: tuple[str, ...] = ()
     """What is here and could not be used, or must be read with care, a sentence each."""
     first_failure: FirstFailure | None = None
+    metrics: bool = True
+    """Whether any rank wrote metrics; without them there are logs, exit codes and GPU use."""
     steps: int = 0
     """Measured steps: every rank reported them, and they come after the warm-up."""
     warmup_steps_left_out: int = 0

@@ -84,6 +84,7 @@ def test_use_and_memory_of_every_gpu_of_the_job_reach_the_summary_under_its_rank
     assert (second["rank"], second["index"], second["utilisation"], second["memory_bytes"]) == (0, 0, 90, 1024 << 20)
     host = analyse(run).nodes[0]
     assert (host.gpu_utilisation, host.peak_memory_bytes) == (65, 2048 << 20)
+    assert [(end.rank, end.exit_code) for end in host.ends] == [(0, 0), (1, 0)]
     assert left(job) == []
 
 

@@ -144,6 +144,25 @@ def test_a_run_that_failed_before_its_first_step_has_a_page_that_starts_with_the
     assert not run.chart.exists()
 
 
+def test_a_script_without_metrics_has_a_page_of_exit_codes_gpu_use_and_logs_alone(tmp_path: Path) -> None:
+    use = [{"event": "gpu", "rank": 1, "index": 0, "utilisation": 80, "memory_bytes": 3 * 2**30}]
+    hosts = [Host("a2000"), Host("v100", 2)]
+    run = write_run(tmp_path / "run", hosts, {}, kind="script", settings={}, state="failed", gpu={"v100": use})
+    run.agent("v100").write_text('{"ranks": {"1": {"exit_code": 7, "signal": null}, "2": {"signal": "SIGKILL"}}}')
+    run.agent("a2000").write_text('{"ranks": {"0": {"exit_code": "seven"}}}')
+    (run.rank("v100", 1) / "stderr.log").write_text(f"{'x' * 20_000}\n\x1b[31m{HOSTILE}\n")
+    page = page_of(run)
+    assert_self_contained(page)
+    for shown in ("exit code 7", "ended by SIGKILL", "not known", "80 %", "3 GiB", "nodes/v100/rank-1/stderr.log"):
+        assert shown in page.text
+    assert HOSTILE in page.text
+    assert "No rank wrote metrics" in page.text
+    assert "rank-2/stdout.log" not in page.text
+    for absent in ("samples/s", "Where a step", "By GPU type", "How to read", "steps measured", "efficiency"):
+        assert absent not in page.text
+    assert Summary.load(run).metrics is False
+
+
 def test_hostile_names_and_log_lines_stay_text(tmp_path: Path) -> None:
     told = start(device_name=HOSTILE, host=HOSTILE, torch=HOSTILE, model=HOSTILE, backend=HOSTILE)
     evaluation = {"event": "eval", "accuracy": 0.5, "per_class": {HOSTILE[:70]: 0.5}}
