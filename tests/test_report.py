@@ -153,7 +153,7 @@ def test_a_script_without_metrics_has_a_page_of_exit_codes_gpu_use_and_logs_alon
     (run.rank("v100", 1) / "stderr.log").write_text(f"{'x' * 20_000}\n\x1b[31m{HOSTILE}\n")
     page = page_of(run)
     assert_self_contained(page)
-    for shown in ("exit code 7", "ended by SIGKILL", "not known", "80 %", "3 GiB", "nodes/v100/rank-1/stderr.log"):
+    for shown in ("exit code 7", "ended by SIGKILL", "not known", "80 %", "3.0GiB", "nodes/v100/rank-1/stderr.log"):
         assert shown in page.text
     assert HOSTILE in page.text
     assert "No rank wrote metrics" in page.text
