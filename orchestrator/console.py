@@ -42,8 +42,6 @@ err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 _RANK_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta", "bright_yellow")
 PROGRESS_LINE_S = 10.0
-_FIGURES_WIDTH = 40
-"""Of the progress table's columns beside the name, with figures of usual length."""
 _STATE_COLOURS = {"succeeded": "green", "failed": "red", "lost": "red", "cancelled": "yellow", "running": "cyan"}
 
 
@@ -273,15 +271,18 @@ class _Sentences:
 
 
 def progress_table(progress: Progress, width: int) -> Table:
-    """At most `width` columns wide, and one line a host whatever the width."""
+    """At most `width` columns wide and one line a host; where it is narrow, names are cut before figures."""
+    columns = ("step", "samples/s", "loss", "waits")
+    figures = [
+        (_of_steps(row), _short(row.samples_per_s), _short(row.loss), _percent(row.wait_share)) for row in progress.rows
+    ]
+    taken = sum(2 + max(map(len, column)) for column in zip(columns, *figures, strict=True))
     table = Table(box=None, pad_edge=False, header_style="bold")
-    name_width = max(4, width - _FIGURES_WIDTH)
-    table.add_column("node", no_wrap=True, max_width=name_width)
-    for column in ("step", "samples/s", "loss", "waits"):
+    table.add_column("node", no_wrap=True, max_width=max(4, width - taken))
+    for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
-    for row in progress.rows:
-        cells = (row.node, _of_steps(row), _short(row.samples_per_s), _short(row.loss), _percent(row.wait_share))
-        table.add_row(*(Text(cell) for cell in cells))
+    for row, cells in zip(progress.rows, figures, strict=True):
+        table.add_row(Text(row.node), *map(Text, cells))
     return table
 
 
@@ -302,7 +303,7 @@ def _percent(share: float | None) -> str:
 def _short(value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{value:.0f}" if 100 <= abs(value) < 1e7 else f"{value:.3g}"
 
 
 # ---- results --------------------------------------------------------------------------------------------------
