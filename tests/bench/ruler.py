@@ -1,0 +1,116 @@
+"""Is the lab's ruler straight? Links carry what they are shaped to, paced hosts keep their pace, overload is noticed.
+
+    .venv/bin/python tests/bench/ruler.py [BLOCKS]
+
+- iperf3 between two hosts of a lab, both directions, against the shaped rate (within 5 %: headers take 4.4 % at an MTU
+  of 1500);
+- every paced GPU of inventory/lab_*.yaml alone, with ResNet-152's whole gradient, against its nominal speed (within
+  2 %); blocks of all GPUs in turn;
+- the fastest of them with busy processes beside it: its figures must be called not valid.
+
+Exits 1 where one of these does not hold. Needs root, as the lab does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import yaml
+from rack import ROOT, Rack, rack, show_machine, spread
+
+BATCH, STEPS, WARMUP = 128, 23, 3
+LINKS_BPS = {"2.5Gbps": 2.5e9, "1Gbps": 1e9}
+BURNERS = 6
+
+
+def main() -> int:
+    blocks = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    show_machine()
+    straight = [measure_link(rate, bps) for rate, bps in LINKS_BPS.items()]
+    speeds = nominal_speeds()
+    nodes = "".join(
+        f"\n  - {{name: n{i}, host: 10.77.4.{i + 1}, gpu: {gpu}, paced: {{samples_per_s: {speed}}}}}"
+        for i, (gpu, speed) in enumerate(speeds.items())
+    )
+    with rack("cluster: ruler\ndefaults: {device: cpu, env: {OMP_NUM_THREADS: '1'}}\nnodes:" + nodes) as lab:
+        straight += measure_paces(lab, speeds, blocks)
+        straight.append(measure_overload(lab, f"n{list(speeds.values()).index(max(speeds.values()))}"))
+    print("the ruler is straight" if all(straight) else "THE RULER IS BENT")
+    return 0 if all(straight) else 1
+
+
+def measure_link(rate: str, bps: float) -> bool:
+    inventory = f"cluster: link\ndefaults: {{device: cpu, bandwidth: {rate}}}\nnodes:" + "".join(
+        f"\n  - {{name: n{i}, host: 10.77.4.{i}}}" for i in (1, 2)
+    )
+    measured = []
+    with rack(inventory) as lab:
+        for direction in ([], ["--reverse"], [], ["--reverse"]):
+            server = lab.lab.host_popen("n2", ["iperf3", "--server", "--one-off", "--json"], stdin=subprocess.DEVNULL)
+            client = ["iperf3", "--client", "10.77.4.2", "--time", "3", "--omit", "1", "--json", *direction]
+            while (done := lab.lab.host_exec("n1", client)).returncode and server.poll() is None:
+                continue  # the server does not listen yet
+            server.communicate()
+            measured.append(json.loads(done.stdout)["end"]["sum_received"]["bits_per_second"])
+    part = statistics.median(measured) / bps
+    gbps = spread([value / 1e9 for value in measured], 3)
+    print(f"link shaped to {rate:8} iperf3 {gbps} Gbps, {part:.3f} of it", flush=True)
+    return abs(part - 1) <= 0.05
+
+
+def nominal_speeds() -> dict[str, float]:
+    """GPU -> samples/s, as the lab's inventories assume them."""
+    speeds = {}
+    for file in sorted((ROOT / "inventory").glob("lab_*.yaml")):
+        for node in yaml.safe_load(file.read_text())["nodes"]:
+            if "paced" in node:
+                speeds[node["gpu"]] = float(node["paced"]["samples_per_s"])
+    return speeds
+
+
+def measure_paces(lab: Rack, speeds: dict[str, float], blocks: int) -> list[bool]:
+    measured: dict[str, list[float]] = {gpu: [] for gpu in speeds}
+    for _ in range(blocks):
+        for index, gpu in enumerate(speeds):
+            measured[gpu].append(alone(lab, f"n{index}")[0])
+    right = []
+    for gpu, speed in speeds.items():
+        part = statistics.median(measured[gpu]) / speed
+        right.append(abs(part - 1) <= 0.02)
+        print(f"{gpu:16} alone, ResNet-152, batch {BATCH}: {spread(measured[gpu], 1)} samples/s, "
+              f"{part:.4f} of its nominal {speed:.0f}", flush=True)  # fmt: skip
+    return right
+
+
+def alone(lab: Rack, node: str) -> tuple[float, bool]:
+    """samples/s, and whether they are valid."""
+    run = lab.run("resnet152_cifar", [node], strategy="none", batch=BATCH, steps=STEPS, warmup_steps=WARMUP)
+    return run.samples_per_s, run.valid
+
+
+def measure_overload(lab: Rack, node: str) -> bool:
+    with busy(lab, node):
+        speed, valid = alone(lab, node)
+    print(f"beside {BURNERS} busy processes: {speed:.1f} samples/s, {'called valid' if valid else 'called not valid'}")
+    return not valid
+
+
+@contextlib.contextmanager
+def busy(lab: Rack, node: str) -> Iterator[None]:
+    spin = [sys.executable, "-c", "import signal; signal.alarm(300)\nwhile True: pass"]
+    burners = [lab.lab.host_popen(node, spin) for _ in range(BURNERS)]
+    try:
+        yield
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.communicate()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
