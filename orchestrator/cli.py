@@ -287,6 +287,9 @@ def trust(name: str, inventory: Path | None, yes: bool, cluster: str | None) -> 
 )
 @click.option("-m", "--module", metavar="MODULE", help="Run a Python module of your folder.")
 @click.option("--folder", type=click.Path(path_type=Path), help="The folder to ship. [default: the script's, or this]")
+@click.option(
+    "--batch", type=click.IntRange(min=1), metavar="N", help="Split N samples an update: each rank's is in ORCH_SHARE."
+)
 @click.option("--nodes", metavar="A,B", help="Only these nodes.")
 @click.option("--detach", is_flag=True, help="Return once it runs.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and start nothing.")
@@ -303,6 +306,7 @@ def run(
     settings: tuple[str, ...],
     module: str | None,
     folder: Path | None,
+    batch: int | None,
     nodes: str | None,
     detach: bool,
     dry_run: bool,
@@ -328,7 +332,7 @@ def run(
     from orchestrator import console
     from orchestrator.request import read_wish
 
-    wish = read_wish(exp, settings, module, folder, command)
+    wish = read_wish(exp, settings, module, folder, command, batch)
     request = replace(
         wish.request,
         share_gpus=share,

@@ -28,7 +28,7 @@ class RunRequest:
     """The experiment, or the script's or module's name."""
     command: tuple[str, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """An experiment's complete settings; empty for a script."""
+    """An experiment's complete settings; of a script only the global batch, if it was told."""
     chosen: frozenset[str] = frozenset()
     """The settings that the person set by hand: the plan does not overrule them."""
     share_gpus: bool = False
@@ -46,21 +46,31 @@ class Wish:
 
 
 def read_wish(
-    exp: str | None, settings: Sequence[str], module: str | None, folder: Path | None, command: tuple[str, ...]
+    exp: str | None,
+    settings: Sequence[str],
+    module: str | None,
+    folder: Path | None,
+    command: tuple[str, ...],
+    batch: int | None = None,
 ) -> Wish:
-    """settings: KEY=VALUE each. folder: what to ship; by default the script's folder, or this one for a module.
+    """settings: KEY=VALUE each. folder: what to ship; by default the script's folder, or this one for a module. batch:
+    samples of an update over all ranks of a script, to be split among them.
 
     Raises UsageError where it is not exactly one of the three kinds, and for any mistake in one.
     """
     if sum([bool(exp), bool(module), bool(command) and not module]) != 1:
         raise UsageError("say what to run, once", "orch run --exp NAME, orch run -- SCRIPT ARGS, or orch run -m MODULE")
+    if exp and batch is not None:
+        raise UsageError("--batch belongs to a script of your own", f"--set batch={batch}")
     if exp:
         return _experiment(exp, parse_pairs(settings, "--set KEY=VALUE"))
     if settings:
         raise UsageError("--set belongs to --exp", "give your script its own arguments after --")
+    told = {} if batch is None else {"batch": batch}
     if module:
-        return Wish(RunRequest("module", module, ("-m", module, *command)), *pack_folder(folder or Path()))
-    return _script(Path(command[0]), command[1:], folder)
+        request = RunRequest("module", module, ("-m", module, *command), settings=told)
+        return Wish(request, *pack_folder(folder or Path()))
+    return _script(Path(command[0]), command[1:], folder, told)
 
 
 def parse_pairs(items: Sequence[str], form: str) -> dict[str, str]:
@@ -87,11 +97,11 @@ def _experiment(exp: str, pairs: dict[str, str]) -> Wish:
     return Wish(request, *pack_folder(Path(found.origin).parent, prefix="trainer/"))
 
 
-def _script(script: Path, arguments: tuple[str, ...], folder: Path | None) -> Wish:
+def _script(script: Path, arguments: tuple[str, ...], folder: Path | None, settings: Mapping[str, Any]) -> Wish:
     if not script.is_file():
         raise UsageError(f"{script}: no such script", "give its path as seen from here")
     root = (folder or script.parent).resolve()
     if not script.resolve().is_relative_to(root):
         raise UsageError(f"{script} is not inside {root}", "choose a --folder that holds the script")
     inside = script.resolve().relative_to(root).as_posix()
-    return Wish(RunRequest("script", script.name, (inside, *arguments)), *pack_folder(root))
+    return Wish(RunRequest("script", script.name, (inside, *arguments), settings=settings), *pack_folder(root))

@@ -54,6 +54,7 @@ def _start(job: Job, node: dict[str, Any], rank: int) -> subprocess.Popen[bytes]
     environment = {**os.environ, "ORCH_METRICS": str(folder / "metrics.jsonl")}
     if node["shares"]:
         environment["ORCH_SHARE"] = str(node["shares"][int(os.environ["LOCAL_RANK"])])
+        environment["ORCH_BATCH"] = str(node["settings"]["batch"])
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
     out = os.open(folder / "stdout.log", flags, 0o600)
     err = os.open(folder / "stderr.log", flags, 0o600)
