@@ -39,8 +39,7 @@ def find_straggler(plan: LaunchPlan, figures: Figures) -> Straggler | None:
     names = {node_of[rank] for rank in others}
     label = "the other ranks" if not by_node else names.pop() if len(names) == 1 else "the others"
     reason = _reason(figures.ranks[last], [figures.ranks[rank] for rank in others], label, wait_ms)
-    on_purpose = str(plan.settings.get("slow") or "").startswith(f"rank:{last},")
-    if on_purpose:
+    if f"rank:{last}" in str(plan.settings.get("slow")).split(","):
         reason += f" (slow={plan.settings['slow']} was asked for)"
     return Straggler(node=node_of[last], rank=None if by_node else last, reason=reason, wait_ms=wait_ms)
 

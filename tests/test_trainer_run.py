@@ -195,6 +195,63 @@ def test_a_signal_ends_a_rank_that_waits_for_a_frozen_one(tmp_path: Path) -> Non
         assert records(tmp_path, 0)[-1]["status"] == "interrupted"
 
 
+# ---- paced ranks --------------------------------------------------------------------------------------------------
+
+
+def test_a_paced_rank_keeps_its_pace_learns_nothing_and_says_so(tmp_path: Path) -> None:
+    """64 samples at 640 a second: 100 ms a step, and 60 of the brake on top, which no deadline may swallow."""
+    pace = {"ORCH_PACED": json.dumps({"samples_per_s": 640})}
+    command = [sys.executable, "-m", "trainer", *SYNTHETIC, "--steps", "6", "--slow", "rank:0,at:backward,ms:60"]
+    result = subprocess.run(command, cwd=ROOT, env=environment(tmp_path, **pace), capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "(paced, not computed)" in result.stdout
+    assert "accuracy" not in result.stdout
+    lines = records(tmp_path, 0)
+    assert [line["event"] for line in lines] == ["start", *["step"] * 6, "epoch", "end"]
+    assert {line["loss"] for line in lines if "loss" in line} == {None}
+    for step in of_event(lines, "step"):
+        assert step["compute_ms"] >= 159
+        assert step["optim_ms"] >= 1
+    start, end = lines[0], lines[-1]
+    assert (start["paced"], start["device"], start["parameters"], start["gradient_bytes"]) == (
+        True,
+        "cpu",
+        61_706,
+        246_824,
+    )
+    assert end["valid"] is (end["lateness"] <= 0.01)
+    # LeNet's weights, gradients and momentum, and 64 samples at 48,080 bytes: not what this process takes.
+    assert end["peak_memory_bytes"] == 3 * 246_824 + 64 * 48_080
+
+
+def test_one_paced_rank_among_real_ones_means_no_loss_for_anybody(tmp_path: Path) -> None:
+    """And a pace that no CPU keeps, 3 microseconds a step, is told to be the CPU's fault."""
+    pace = json.dumps({"samples_per_s": 10**7})
+    program = f"[ $RANK = 1 ] && export ORCH_PACED='{pace}'; exec {sys.executable} -m trainer " + " ".join(SYNTHETIC)
+    command = [*TORCHRUN[:-2], "--no-python", "bash", "-c", f"{program} --steps 5"]
+    result = subprocess.run(command, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    real, paced = records(tmp_path, 0), records(tmp_path, 1)
+    for lines in (real, paced):
+        assert [line["event"] for line in lines] == ["start", *["step"] * 5, "epoch", "end"]
+        assert {line["loss"] for line in lines if "loss" in line} == {None}
+        assert lines[-1]["status"] == "succeeded"
+    assert (real[0]["paced"], paced[0]["paced"]) == (False, True)
+    assert (real[-1]["lateness"], real[-1]["valid"]) == (None, None)
+    assert paced[-1]["lateness"] > 1
+    assert paced[-1]["valid"] is False
+
+
+def test_a_pace_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "trainer", *SYNTHETIC]
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment(tmp_path, ORCH_PACED="fast"), capture_output=True, text=True
+    )
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ORCH_PACED is 'fast'")
+
+
 def test_a_lone_sample_for_batch_norm_is_refused_before_training() -> None:
     settings = parse_settings("resnet152_cifar", {})
     model = build_model("resnet152", settings.data_set.shape, 10)

@@ -17,10 +17,14 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from trainer import ranks
+from trainer import train as training
 from trainer.config import Settings, parse_settings
 from trainer.env import RankInfo
 from trainer.errors import TrainError
 from trainer.evaluate import average_running_statistics, evaluate
+from trainer.pace import Pace
+from trainer.records import MetricsWriter
+from trainer.slow import PLACES
 from trainer.stream import SampleStream
 from trainer.sync import build_strategy, local_loss, weighted
 from trainer.timing import CpuTimer
@@ -30,6 +34,7 @@ SHARES = (6, 3, 1)
 STREAM = SampleStream(size=43, batch=10, shares=SHARES, seed=5)  # a last batch of 3, in shares of 2, 1 and 0
 CPU = torch.device("cpu")
 SLOW_S = 0.5
+BRAKED_MS = 120
 
 
 class NoisyModel(nn.Sequential):
@@ -101,6 +106,41 @@ def compute_and_exposed_s(strategy_name: str, group: Any) -> tuple[float, float]
     return timer.ms(begin, computed) / 1000, timer.ms(computed, timer.mark()) / 1000
 
 
+def set_up(group: Any, rank: int, path: Path | None = None, pace: Pace | None = None, **more: str) -> training.Run:
+    """As `train` would, in the group that is already there."""
+    training.ranks.join = lambda *_: group
+    pairs = {"data": "synthetic", "device": "cpu", "num_workers": "0", "batch": "12", "samples": "60", **more}
+    info = RankInfo(rank, rank, WORLD_SIZE, WORLD_SIZE, "vm", f"node{rank}", None, None, pace)
+    return training.set_up(parse_settings("mnist_lenet", pairs), info, MetricsWriter(path))
+
+
+def braked_steps(group: Any, rank: int, folder: str, strategy: str, place: str) -> tuple[list[Any], list[str]]:
+    """Step lines of a run in which rank 1 is held up; and what this rank did in its first step, in order.
+
+    Without the first two: in its second forward pass DDP agrees on new buckets, and waits for all ranks.
+    """
+    path = Path(folder) / f"{strategy}-{place}-{rank}.jsonl"
+    slow = f"rank:1,at:{place},ms:{BRAKED_MS}"
+    run = set_up(group, rank, path, strategy=strategy, slow=slow, bucket_mib="0.01", steps="4")
+    events: list[str] = []
+    pause = run.brake.pause
+    run.brake.pause = lambda where: (events.append(where), pause(where))[1]
+    run.strategy.model.register_forward_hook(lambda *_: events.append("forward"))
+    for parameter in run.model.parameters():
+        parameter.register_hook(lambda _: events.append("gradient"))
+    training.train_epoch(run, epoch=0, first_step=0)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [line for line in lines if line["event"] == "step"][2:], events[: events.index("sync") + 1]
+
+
+def refusal(group: Any, rank: int, pace: Pace | None = None, **more: str) -> str:
+    try:
+        set_up(group, rank, pace=pace, **more)
+    except TrainError as error:
+        return str(error)
+    return "no failure"
+
+
 def averaged_statistics(group: Any, rank: int) -> list[float]:
     """BatchNorm means that were 0, 10 and 20 after 1, 3 and 0 samples."""
     norm = nn.BatchNorm1d(2)
@@ -144,6 +184,16 @@ def run_rank(rank: int, folder: str) -> None:
     evaluation = evaluate(FirstPixel(), first_pixel_data(), settings_for("ddp"), info, CPU)
     result["evaluation"] = [evaluation.samples, evaluation.accuracy, evaluation.per_class[:3]]
     result["failure"] = failure_line(rank)
+    result["braked"] = {
+        f"{strategy} {place}": braked_steps(group, rank, folder, strategy, place)
+        for strategy in ("ddp", "allreduce")
+        for place in PLACES
+    }
+    small = Pace(samples_per_s=1e6, memory_bytes=800_000)
+    result["memory"] = refusal(group, rank, pace=small if rank == 1 else None)
+    for_four = Pace(samples_per_s=1e6, memory_bytes=940_000)
+    result["own share"] = refusal(group, rank, pace=for_four if rank == 1 else None, batch="13")
+    result["no such rank"] = refusal(group, rank, slow="rank:3,at:start,ms:1")
     try:
         build_strategy(settings_for("none"), NoisyModel(0), group, CpuTimer())
     except TrainError as error:
@@ -177,6 +227,43 @@ def test_a_slow_ranks_compute_shows_as_waiting_on_the_others(results: list[dict[
     for compute_s, exposed_s in others:
         assert compute_s < SLOW_S / 2
         assert compute_s + exposed_s >= SLOW_S * 0.9
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("strategy", ["ddp", "allreduce"])
+def test_a_brake_shows_as_compute_of_its_rank_and_as_waiting_of_the_others(
+    results: list[dict[str, Any]], strategy: str, place: str
+) -> None:
+    steps = [result["braked"][f"{strategy} {place}"][0] for result in results]
+    assert [len(lines) for lines in steps] == [2, 2, 2]
+    for first, braked, third in zip(*steps, strict=True):
+        assert braked["compute_ms"] >= BRAKED_MS
+        assert braked["exposed_ms"] < BRAKED_MS / 2
+        for other in (first, third):
+            assert other["compute_ms"] < BRAKED_MS / 2
+            assert other["exposed_ms"] > BRAKED_MS / 2
+            assert other["comm_ms"] - braked["comm_ms"] > BRAKED_MS / 2
+            assert strategy == "ddp" or other["comm_ms"] == other["exposed_ms"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "allreduce"])
+def test_the_brakes_places_are_before_forward_before_backward_and_after_the_last_gradient(
+    results: list[dict[str, Any]], strategy: str
+) -> None:
+    expected = ["start", "forward", "backward", *["gradient"] * 10, "sync"]
+    for result in results:
+        assert [result["braked"][f"{strategy} {place}"][1] for place in PLACES] == [expected] * 3
+
+
+def test_a_brake_for_a_rank_that_is_not_there_is_refused_by_every_rank(results: list[dict[str, Any]]) -> None:
+    (told,) = {result["no such rank"] for result in results}
+    assert told == "slow: rank:3,at:start,ms:1 names a rank that is not there; the last one is 2"
+
+
+def test_a_paced_rank_without_the_memory_ends_the_others_too(results: list[dict[str, Any]]) -> None:
+    (told,) = {result["memory"] for result in results}
+    assert told.startswith("node1: out of memory: 4 samples take ")
+    assert {result["own share"] for result in results} == {"no failure"}  # 5 are rank 0's, which is real
 
 
 def test_batch_norms_statistics_are_averaged_by_samples(results: list[dict[str, Any]]) -> None:

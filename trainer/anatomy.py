@@ -64,10 +64,10 @@ def dissect(name: str, shape: tuple[int, int, int], classes: int) -> Anatomy:
         if next(module.parameters(recurse=False), None) is not None:
             module.register_forward_hook(visit)
     kept: dict[int, int] = {}
-    weights = {_storage(parameter) for parameter in model.parameters()}
+    state = {_storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
 
     def keep(tensor: Tensor) -> Tensor:
-        if _storage(tensor) not in weights:
+        if _storage(tensor) not in state:
             kept[_storage(tensor)] = tensor.untyped_storage().nbytes()
         held.append(tensor)  # so that no later storage takes the same address
         return tensor

@@ -9,7 +9,6 @@ The launcher hands it over as ORCH_PACED, from `paced` in the inventory.
 from __future__ import annotations
 
 import json
-import math
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -48,12 +47,21 @@ def read_pace(text: str) -> Pace:
         given: dict[str, Any] = json.loads(text)
         changes = sorted((int(one["at_step"]), float(one["factor"])) for one in given.pop("slowdown", ()))
         pace = Pace(**{name: value for name, value in given.items() if value is not None}, slowdown=tuple(changes))
-        speeds = [pace.samples_per_s, *(factor for _, factor in changes)]
-        if not all(math.isfinite(speed) and speed > 0 for speed in speeds) or not 0 <= pace.jitter <= 1:
-            raise ValueError("speeds and factors are positive, jitter lies between 0 and 1")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        _check(pace)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise TrainError(
             f"ORCH_PACED is {text[:200]!r} ({error}); expected a JSON object like "
             '{"samples_per_s": 333, "fixed_ms": 0, "jitter": 0, "slowdown": [{"at_step": 100, "factor": 2}]}'
         ) from error
     return pace
+
+
+def _check(pace: Pace) -> None:
+    """Raises ValueError or TypeError. The bounds are so wide that only a mistake lies beyond, and no sum overflows."""
+    speeds = [pace.samples_per_s, *(factor for _, factor in pace.slowdown)]
+    if not all(1e-6 <= speed <= 1e12 for speed in speeds):
+        raise ValueError("samples_per_s and factors lie between 1e-6 and 1e12")
+    if not 0 <= pace.fixed_ms <= 3_600_000 or not 0 <= pace.jitter <= 1:
+        raise ValueError("fixed_ms lies between 0 and 3600000, jitter between 0 and 1")
+    if pace.memory_bytes is not None and not (isinstance(pace.memory_bytes, int) and pace.memory_bytes > 0):
+        raise ValueError("memory_bytes is a whole number above 0")

@@ -61,6 +61,10 @@ class Stopwatch:
         self.step_s = self.pace.step_s(samples, self.step, self.seed)
         self.step += 1
 
+    def postpone(self, held_up_s: float) -> None:
+        """What is left of this step is due so much later: otherwise it would make up for a pause made on purpose."""
+        self.began_s += held_up_s
+
     def until(self, part: float) -> None:
         """Waits until so much of the step has passed, 0..1."""
         self._wait(self.began_s + part * self.step_s)

@@ -38,7 +38,7 @@ _BUFFER_OPTION = next(
 @dataclass(frozen=True)
 class Exchange:
     """computed: the mark of this rank's own last gradient. collectives: for each one that ran beside backward, the
-    marks of when this rank handed it over and when the sum was there, in the order in which they ran.
+    marks of when this rank handed it over and when the sum was there, in the order of their ends.
     """
 
     computed: Any

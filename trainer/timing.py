@@ -52,19 +52,21 @@ class Brake:
         self.slow = slow if slow and slow.rank == rank else None
         self.timer = timer
 
-    def pause(self, where: str) -> None:
-        if self.slow and self.slow.at == where:
-            if self.timer:
-                self.timer.wait()  # a GPU that still has work queued would not notice
-            time.sleep(self.slow.ms / 1000)
+    def pause(self, where: str) -> float:
+        """The seconds for which this held the rank up; 0 where it should not."""
+        if not self.slow or self.slow.at != where:
+            return 0.0
+        if self.timer:
+            self.timer.wait()  # a GPU that still has work queued would not notice
+        time.sleep(self.slow.ms / 1000)
+        return self.slow.ms / 1000
 
 
 def covered_ms(timer: Timer, begin: Any, spans: Sequence[tuple[Any, Any]]) -> float:
-    """Milliseconds that lie in at least one span. begin: a mark before all; spans: in the order of their ends."""
+    """Milliseconds that lie in at least one span, in whatever order they come. begin: a mark before all of them."""
     covered, reached = 0.0, 0.0
-    for first, last in spans:
-        from_ms, to_ms = max(timer.ms(begin, first), reached), timer.ms(begin, last)
-        covered += max(0.0, to_ms - from_ms)
+    for first_ms, to_ms in sorted((timer.ms(begin, first), timer.ms(begin, last)) for first, last in spans):
+        covered += max(0.0, to_ms - max(first_ms, reached))
         reached = max(reached, to_ms)
     return covered
 

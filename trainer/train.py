@@ -106,7 +106,7 @@ def train_epoch(run: Run, epoch: int, first_step: int) -> tuple[float, int, int]
         run.brake.pause("start")
         run.optimizer.zero_grad(set_to_none=True)
         loss_sum = local_loss(run.strategy.model, images, labels)
-        loss_sum.register_hook(lambda _: run.brake.pause("backward"))
+        loss_sum.register_hook(lambda _: hold_backward_up(run))
         exchange = run.strategy.backward(weighted(loss_sum, batch, run.info.world_size))
         computed, summed = exchange.computed, timer.mark()
 
@@ -130,6 +130,12 @@ def train_epoch(run: Run, epoch: int, first_step: int) -> tuple[float, int, int]
     return loss_total, own_samples, taken
 
 
+def hold_backward_up(run: Run) -> None:
+    held_up_s = run.brake.pause("backward")
+    if isinstance(run.model, StandIn):
+        run.model.stopwatch.postpone(held_up_s)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Setting up
 
@@ -148,13 +154,15 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
     whole = settings.epochs * stream.steps
     last_step = min(whole, settings.steps or whole)
     torch.manual_seed(settings.seed)
-    if info.pace:
-        model = stand_in(settings, info, metrics, info.pace, max(shares))
-    else:
-        model = build_model(settings.model, settings.data_set.shape, settings.data_set.classes).to(device)
-        check_batch_norm(model, stream)
+    check_bottleneck(settings, info)
 
     group = ranks.join(info, settings.backend, device)
+    with ranks.together(info.node):  # paced ranks are refused for reasons of their own: the others must not wait
+        if info.pace:
+            model = stand_in(settings, info, metrics, info.pace, shares[info.rank])
+        else:
+            model = build_model(settings.model, settings.data_set.shape, settings.data_set.classes).to(device)
+            check_batch_norm(model, stream)
     learns = ranks.sum_over_ranks([float(info.pace is not None)])[0] == 0
     start = start_fields(settings, info, device, group, model)
     metrics.write("start", **start, batch_per_rank=shares[info.rank], steps=last_step)
@@ -226,6 +234,11 @@ def loader_processes(wanted: int, info: RankInfo, device: torch.device) -> int:
     if wanted >= 0:
         return wanted
     return 0 if device.type == "cpu" else min(4, len(os.sched_getaffinity(0)) // info.local_world_size)
+
+
+def check_bottleneck(settings: Settings, info: RankInfo) -> None:
+    if settings.bottleneck and settings.bottleneck.rank >= info.world_size:
+        raise TrainError(f"slow: {settings.slow} names a rank that is not there; the last one is {info.world_size - 1}")
 
 
 def check_batch_norm(model: nn.Module, stream: SampleStream) -> None:

@@ -1,0 +1,127 @@
+"""Who the others wait for, and what binds a step: from step lines whose figures can be checked in the head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import SETTINGS, Host, step, write_run
+
+from orchestrator.analyse import analyse
+from orchestrator.summary import Bound, Summary
+
+TWO = [Host("a2000", 1, "RTX A2000"), Host("v100", 1, "Tesla V100-16GB")]
+Parts = tuple[float, float, float, float]
+"""load, compute, exposed, optim, in ms."""
+
+
+def analysed(
+    folder: Path, ranks: list[tuple[Parts, dict[str, Any]]], hosts: list[Host] = TWO, **settings: Any
+) -> Summary:
+    """Ten equal steps of 32 samples a rank: its parts, and fields beside them."""
+    lines = {rank: [step(n, 32, *parts, **more) for n in range(10)] for rank, (parts, more) in enumerate(ranks)}
+    return analyse(write_run(folder / "run", hosts, lines, settings={**SETTINGS, **settings}))
+
+
+def waits_and_syncs(summary: Summary) -> list[tuple[float | None, float | None]]:
+    return [(node.wait_ms, node.sync_ms) for node in summary.nodes]
+
+
+# ---- waiting, where gradients travel beside backward --------------------------------------------------------------
+
+
+def test_a_late_ranks_delay_that_the_wire_hides_is_no_wait(tmp_path: Path) -> None:
+    """The wire is busy with earlier gradients for 50 ms on both, whenever the last one comes."""
+    late, early = ((2, 80, 10, 8), {"comm_ms": 50}), ((2, 60, 30, 8), {"comm_ms": 50})
+    summary = analysed(tmp_path, [late, early], strategy="ddp")
+    assert waits_and_syncs(summary) == [(0, 10), (0, 30)]
+    assert summary.straggler is None
+
+
+def test_what_the_wire_does_not_hide_of_a_late_ranks_delay_is_waiting(tmp_path: Path) -> None:
+    late, early = ((2, 80, 10, 8), {"comm_ms": 50}), ((2, 60, 30, 8), {"comm_ms": 62})
+    summary = analysed(tmp_path, [late, early], strategy="ddp")
+    assert waits_and_syncs(summary) == [(0, 10), (12, 18)]
+    assert summary.straggler is not None
+    assert (summary.straggler.node, summary.straggler.wait_ms) == ("a2000", pytest.approx(12))
+    assert summary.straggler.reason == "computes 1.3x longer per sample than v100"
+
+
+def test_a_rank_waits_no_longer_than_its_compute_leaves_exposed(tmp_path: Path) -> None:
+    late, early = ((2, 80, 10, 8), {"comm_ms": 20}), ((2, 60, 30, 8), {"comm_ms": 95})
+    assert waits_and_syncs(analysed(tmp_path, [late, early], strategy="ddp")) == [(0, 10), (30, 0)]
+
+
+def test_lines_without_the_time_of_collectives_keep_to_what_is_exposed(tmp_path: Path) -> None:
+    late, early = ((2, 80, 10, 8), {}), ((2, 60, 30, 8), {})
+    summary = analysed(tmp_path, [late, early])
+    assert waits_and_syncs(summary) == [(0, 10), (20, 10)]
+    assert summary.straggler is not None
+    assert summary.straggler.wait_ms == pytest.approx(20)
+
+
+@pytest.mark.parametrize("comm", [-5, "50", 1e13])
+def test_an_impossible_time_of_collectives_costs_its_line(tmp_path: Path, comm: Any) -> None:
+    summary = analysed(tmp_path, [((2, 60, 30, 8), {}), ((2, 60, 30, 8), {"comm_ms": comm})])
+    assert summary.missing[0] == "v100: rank 1 reported no step."
+    assert "10 lines with an impossible number" in summary.warnings[0]
+
+
+# ---- a bottleneck made on purpose ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slow", ["rank:0,at:start,ms:40", "at:start,ms:40,rank:0"])
+def test_a_bottleneck_that_was_asked_for_is_named_as_such(tmp_path: Path, slow: str) -> None:
+    summary = analysed(tmp_path, [((2, 80, 10, 8), {}), ((2, 40, 50, 8), {})], slow=slow)
+    assert summary.straggler is not None
+    assert summary.straggler.reason == f"computes 2.0x longer per sample than v100 (slow={slow} was asked for)"
+
+
+@pytest.mark.parametrize("slow", ["", "rank:1,at:start,ms:40", "rank:01,at:sync,ms:40", None])
+def test_another_ranks_bottleneck_is_no_excuse(tmp_path: Path, slow: str | None) -> None:
+    summary = analysed(tmp_path, [((2, 80, 10, 8), {}), ((2, 40, 50, 8), {})], slow=slow)
+    assert summary.straggler is not None
+    assert summary.straggler.reason == "computes 2.0x longer per sample than v100"
+
+
+# ---- what binds ---------------------------------------------------------------------------------------------------
+
+BINDS = {
+    "input": ((60, 20, 12, 8), (10, 20, 62, 8), "Input binds: for 60 % of a step a2000 waits for its own data."),
+    "compute": ((2, 70, 20, 8), (2, 30, 60, 8), "Compute binds: 70 % of a step is a2000's own forward and backward."),
+    "wire": (
+        (2, 12, 78, 8),
+        (2, 10, 80, 8),
+        "The wire binds: 78 % of a step goes to gradients under way that no compute hides.",
+    ),
+    "optimiser": ((5, 20, 10, 65), (5, 20, 70, 5), "The optimiser binds: it takes 65 % of a2000's step."),
+}
+
+
+@pytest.mark.parametrize("part", BINDS)
+def test_the_largest_part_of_the_slowest_ranks_step_binds(tmp_path: Path, part: Any) -> None:
+    slowest, other, words = BINDS[part]
+    summary = analysed(tmp_path, [(slowest, {}), (other, {})])
+    share = max(slowest) / 100
+    assert summary.bound == Bound(part=part, node="a2000", share=share)
+    assert summary.bound is not None
+    assert summary.bound.words == words
+
+
+def test_waiting_is_nobodys_bound(tmp_path: Path) -> None:
+    """v100's largest part is the wait for a2000: what binds is a2000's compute."""
+    summary = analysed(tmp_path, [((2, 80, 10, 8), {}), ((2, 9, 81, 8), {})])
+    assert summary.bound is not None
+    assert (summary.bound.part, summary.bound.node) == ("compute", "a2000")
+
+
+def test_a_process_alone_is_bound_by_its_own_parts(tmp_path: Path) -> None:
+    summary = analysed(tmp_path, [((2, 80, 0, 18), {"comm_ms": 0})], [Host("v100")], strategy="none")
+    assert summary.bound == Bound(part="compute", node="v100", share=0.8)
+    assert summary.straggler is None
+
+
+def test_without_all_parts_or_all_ranks_nothing_is_said_to_bind(tmp_path: Path) -> None:
+    assert analysed(tmp_path / "1", [((2, 80, 10, 8), {"load_ms": None}), ((2, 80, 10, 8), {})]).bound is None
+    assert analysed(tmp_path / "2", [((2, 80, 10, 8), {})]).bound is None
