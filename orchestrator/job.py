@@ -29,6 +29,8 @@ START_S = 2 * PREPARE_S + 30
 """A job that no host knows of may still be on its way for this long."""
 ASK_S = 30.0
 RETRY_S = 1.0
+SMALL_BYTES = 1 << 16
+"""Code up to this size is sooner sent than asked for."""
 
 R = TypeVar("R")
 
@@ -39,15 +41,16 @@ def launch(plan: LaunchPlan, hosts: Mapping[str, Host], blob: bytes) -> None:
     requests = {node.name: {"action": "prepare", "workdir": node.workdir, "node": node_request(plan, node, token)}
                 for node in plan.nodes}  # fmt: skip
 
-    def prepare(name: str) -> dict[str, Any]:
-        answer = call.ask(hosts[name], "control", {**requests[name], "blob_bytes": 0}, timeout_s=PREPARE_S)
-        if answer.get("need_code"):
-            sent = {**requests[name], "blob_bytes": len(blob)}
-            answer = call.ask(hosts[name], "control", sent, blob=blob, timeout_s=PREPARE_S)
-        return answer
+    def prepare(name: str, code: bytes) -> dict[str, Any]:
+        request = {**requests[name], "blob_bytes": len(code)}
+        return call.ask(hosts[name], "prepare", request, blob=code, timeout_s=PREPARE_S)
+
+    def prepare_with_code(name: str) -> dict[str, Any]:
+        answer = prepare(name, blob if len(blob) <= SMALL_BYTES else b"")
+        return prepare(name, blob) if answer.get("need_code") else answer
 
     try:
-        prepared = _on_all(plan, prepare, PREPARE_S)
+        prepared = _on_all(plan, prepare_with_code, PREPARE_S)
         if errors(prepared):
             raise HostsError(errors(prepared))
         hub_port = int(values(prepared)[plan.master]["hub_port"])

@@ -1,4 +1,4 @@
-"""Code on its way to a host: packed by `code`, unpacked by `remote/control`."""
+"""Code on its way to a host: packed by `code`, unpacked by `remote/prepare`."""
 
 import hashlib
 import io
@@ -11,7 +11,7 @@ import pytest
 from orchestrator import code
 from orchestrator.code import pack_folder
 from orchestrator.errors import UsageError
-from orchestrator.remote.control import Refused, store_code
+from orchestrator.remote.prepare import Refused, store_code
 from orchestrator.remote.layout import Work
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +89,21 @@ class Job:
         except (FileNotFoundError, ValueError):
             return {}
 
+    def read_node(self) -> dict[str, Any]:
+        """What this host was asked to do; {} where it was asked nothing."""
+        try:
+            return dict(json.loads(self.node.read_text()))
+        except (OSError, ValueError):
+            return {}
+
     def is_final(self) -> bool:
         return self.read_agent().get("state") in FINAL_STATES
 
 
 def write_json(path: Path, value: Any) -> None:
     """Temporary file beside it, fsync, rename: a reader meets the old content or the new, never half. Mode 0600."""
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     try:
         with os.fdopen(handle, "w") as file:
             json.dump(value, file)

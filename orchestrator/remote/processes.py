@@ -8,20 +8,18 @@ PR_SET_CHILD_SUBREAPER) or carry our job's folder in their environment.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 MARK = "ORCH_JOB_DIR"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-@dataclass(frozen=True)
-class Identity:
+class Identity(NamedTuple):
     """One process, unmistakably. start_time: clock ticks since boot (proc(5), field 22 of stat)."""
 
     pid: int
@@ -134,6 +132,8 @@ def die_with_parent(signum: int) -> None:
 
 
 def _prctl(option: int, value: int) -> None:
+    import ctypes  # only the long-lived processes need it, and it is slow to import
+
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl failed")

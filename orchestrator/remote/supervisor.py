@@ -59,8 +59,8 @@ class Supervisor:
             "job": job.id,
             "node": node["name"],
             "state": "starting",
-            **vars(identify(os.getpid())),
-            "keeper": vars(identify(os.getppid())),
+            **identify(os.getpid())._asdict(),
+            "keeper": identify(os.getppid())._asdict(),
             "started": time.time(),
         }
         self._exits: dict[int, asyncio.Future[int]] = {}

@@ -1,0 +1,166 @@
+"""Makes a job ready on this host: its folder, its code and its supervisor; nothing of it runs yet.
+
+Request: {"action": "prepare", "workdir", "node": what goes into node.json, "blob_bytes"}, then that many bytes of code.
+The answer is {"pid", "hub_port"}, {"need_code": true} where the code is not here yet and did not come along, or
+{"error", "remedy"}. The job's folder is the lock: who makes it has the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .agent import lives
+from .answer import Refused, reply
+from .layout import Job, Work, write_json
+
+READY_S = 20.0
+FREE_BYTES = 64 << 20
+
+
+def main(request: dict[str, Any]) -> None:
+    reply(request, prepare)
+
+
+def prepare(request: dict[str, Any]) -> dict[str, Any]:
+    node = request["node"]
+    work = Work(request["workdir"])
+    job = work.job(node["job"])
+    blob = sys.stdin.buffer.read(request["blob_bytes"])
+    if not work.code(node["code"]).is_dir():
+        if not blob:
+            return {"need_code": True}
+        store_code(work, node["code"], blob)
+    work.jobs.mkdir(parents=True, exist_ok=True)
+    try:
+        job.root.mkdir()
+    except FileExistsError:
+        return same_job(job, node)
+    try:
+        fill_folder(job, {**node, "workdir": str(work.root)}, work.code(node["code"]))
+        return start_supervisor(job)
+    except BaseException:
+        shutil.rmtree(job.root, ignore_errors=True)
+        raise
+
+
+def same_job(job: Job, node: dict[str, Any]) -> dict[str, Any]:
+    """The answer to a `prepare` whose first answer was lost: the same again, never a second supervisor."""
+    # Its maker may be at work this very moment: first node.json appears, then the supervisor's record.
+    there = _await(job.read_node, READY_S)
+    if there.get("token") == node["token"] and there["name"] != node["name"]:
+        raise Refused(
+            f"its work folder is also that of {there['name']} ({job.root.parents[1]})",
+            "give each node a `workdir:` of its own: they share a disk, or are one machine",
+        )
+    if there.get("token") == node["token"]:
+        agent = _await(job.read_agent, READY_S)
+        if lives(agent):
+            return {"pid": agent["pid"], "hub_port": agent.get("hub_port")}
+    raise Refused(f"a job named {job.id} is already there ({job.root})", "run again: a new id is made each time")
+
+
+def store_code(work: Work, sha256: str, blob: bytes) -> None:
+    """Unpacks the shipped tar under its hash, read-only. A crash half-way leaves only a temporary folder."""
+    if hashlib.sha256(blob).hexdigest() != sha256:
+        raise Refused("the shipped code arrived damaged", "run again")
+    free = shutil.disk_usage(_existing(work.root)).free
+    if free < len(blob) + FREE_BYTES:
+        raise Refused(f"{free >> 20} MiB free in {work.root}, too little", "free space there or set `workdir:`")
+    temporary = work.codes / f".{sha256}.{os.getpid()}"
+    temporary.mkdir(parents=True)
+    try:
+        with tarfile.open(fileobj=io.BytesIO(blob)) as tar:
+            for member in tar:
+                _unpack(tar, member, temporary)
+        with contextlib.suppress(OSError):  # another prepare of the same code was quicker: as good
+            temporary.rename(work.code(sha256))
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _unpack(tar: tarfile.TarFile, member: tarfile.TarInfo, into: Path) -> None:
+    parts = Path(member.name).parts
+    if not member.isreg() or not parts or Path(member.name).is_absolute() or ".." in parts:
+        raise Refused(f"the shipped code holds {member.name!r}, which is no plain file", "run again")
+    content = tar.extractfile(member)
+    assert content
+    target = into.joinpath(*parts)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(content.read())
+    target.chmod(0o500 if member.mode & 0o100 else 0o400)
+
+
+def fill_folder(job: Job, node: dict[str, Any], code: Path) -> None:
+    write_json(job.node, node)
+    job.src.mkdir()
+    for source in code.rglob("*"):
+        target = job.src / source.relative_to(code)
+        if source.is_dir():
+            target.mkdir(parents=True, exist_ok=True)
+        else:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
+            target.chmod(0o600 | source.stat().st_mode & 0o100)
+    package = job.bin / "orch_remote"
+    package.mkdir(parents=True)
+    shipped = sys.modules["orch_remote"].SOURCES
+    for name, text in shipped.items():
+        (package / f"{name.rpartition('.')[2] if '.' in name else '__init__'}.py").write_text(text)
+    job.checkpoints.mkdir()
+    os.mkfifo(job.control, 0o600)
+    os.mkfifo(job.alive, 0o600)
+
+
+def start_supervisor(job: Job) -> dict[str, Any]:
+    """Starts it in its own session with no stream of ours, so that it outlives this connection; waits for its word."""
+    read, write = os.pipe()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ORCH_")}
+    with open(job.supervisor_log, "wb") as log:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "orch_remote.keeper", str(job.root), str(write)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd=job.bin,
+            env=environment,
+            pass_fds=[write],
+            start_new_session=True,
+        )
+    os.close(write)
+    ready, _, _ = select.select([read], [], [], READY_S)
+    said = os.read(read, 4096) if ready else b""
+    if not said:
+        child.kill()
+        log_text = job.supervisor_log.read_text(errors="replace").strip().splitlines()
+        raise Refused(f"the supervisor did not start ({log_text[-1] if log_text else 'no word'})", "run again")
+    answer = dict(json.loads(said))
+    if "error" in answer:
+        child.wait()
+        raise Refused(answer["error"], "wait for it, cancel it, take other hosts (`--nodes`), or `--share` the GPU")
+    child.returncode = 0  # it stays: Popen must not warn that it still runs
+    return answer
+
+
+def _await(read: Callable[[], dict[str, Any]], timeout_s: float) -> dict[str, Any]:
+    """What `read` gives as soon as it is not empty; {} when the time is over."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := read()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
+
+
+def _existing(path: Path) -> Path:
+    return path if path.exists() else _existing(path.parent)
