@@ -6,6 +6,7 @@ Heavy modules are imported inside the commands, so that `orch --help` imports cl
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -94,6 +95,7 @@ def main() -> None:
 
     Shell completion: eval "$(_ORCH_COMPLETE=bash_source orch)" (or zsh_source, fish_source).
     """
+    gc.set_threshold(50_000, 20, 50)  # imports make many objects and no garbage: looking for it took a tenth of them
 
 
 # ---- the cluster ----------------------------------------------------------------------------------------------
