@@ -78,7 +78,7 @@ def _take(node: str, buffer: bytearray, ranks: frozenset[int]) -> Frame | None:
         if len(buffer) < end + 1 + size:
             return None
         frame = _frame(header, bytes(buffer[end + 1 : end + 1 + size]), ranks)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ProbeError(node, f"sent a frame that is none ({error.__class__.__name__}: {str(error)[:80]})") from error
     del buffer[: end + 1 + size]
     return frame
