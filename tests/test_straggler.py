@@ -116,6 +116,16 @@ def test_waiting_is_nobodys_bound(tmp_path: Path) -> None:
     assert (summary.bound.part, summary.bound.node) == ("compute", "a2000")
 
 
+def test_what_hosts_wait_for_each_other_by_turns_is_not_the_wires(tmp_path: Path) -> None:
+    """Each is 60 ms late in every second step: 30 ms of waiting on the average, 10 of the wire, 35 of compute."""
+    early, late = step(0, 32, 2, 5, 70, 8), step(0, 32, 2, 65, 10, 8)
+    lines = {rank: [{**(late if n % 2 == rank else early), "step": n} for n in range(10)] for rank in range(2)}
+    summary = analyse(write_run(tmp_path / "run", TWO, lines, settings={**SETTINGS, "warmup_steps": 0}))
+    assert waits_and_syncs(summary) == [(30, 10), (30, 10)]
+    assert summary.bound is not None
+    assert (summary.bound.part, summary.bound.share) == ("compute", pytest.approx(35 / 85))
+
+
 def test_a_process_alone_is_bound_by_its_own_parts(tmp_path: Path) -> None:
     summary = analysed(tmp_path, [((2, 80, 0, 18), {"comm_ms": 0})], [Host("v100")], strategy="none")
     assert summary.bound == Bound(part="compute", node="v100", share=0.8)
@@ -123,5 +133,8 @@ def test_a_process_alone_is_bound_by_its_own_parts(tmp_path: Path) -> None:
 
 
 def test_without_all_parts_or_all_ranks_nothing_is_said_to_bind(tmp_path: Path) -> None:
-    assert analysed(tmp_path / "1", [((2, 80, 10, 8), {"load_ms": None}), ((2, 80, 10, 8), {})]).bound is None
-    assert analysed(tmp_path / "2", [((2, 80, 10, 8), {})]).bound is None
+    whole = [step(n, 32, 2, 80, 10, 8) for n in range(10)]
+    parted = [{name: value for name, value in line.items() if name != "load_ms"} for line in whole]
+    assert analyse(write_run(tmp_path / "whole", TWO, {0: whole, 1: whole})).bound is not None
+    assert analyse(write_run(tmp_path / "parted", TWO, {0: parted, 1: parted})).bound is None
+    assert analyse(write_run(tmp_path / "one", TWO, {0: whole})).bound is None

@@ -229,8 +229,12 @@ def test_one_paced_rank_among_real_ones_means_no_loss_for_anybody(tmp_path: Path
     pace = json.dumps({"samples_per_s": 10**7})
     program = f"[ $RANK = 1 ] && export ORCH_PACED='{pace}'; exec {sys.executable} -m trainer " + " ".join(SYNTHETIC)
     command = [*TORCHRUN[:-2], "--no-python", "bash", "-c", f"{program} --steps 5"]
-    result = subprocess.run(command, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    with subprocess.Popen(command, cwd=ROOT, env=environment(tmp_path), text=True, stderr=subprocess.PIPE) as torchrun:
+        try:
+            _, errors = torchrun.communicate(timeout=60)
+        finally:
+            torchrun.terminate()  # ends its ranks too, should one wait for ever
+    assert torchrun.returncode == 0, errors
     real, paced = records(tmp_path, 0), records(tmp_path, 1)
     for lines in (real, paced):
         assert [line["event"] for line in lines] == ["start", *["step"] * 5, "epoch", "end"]
