@@ -20,6 +20,7 @@ NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 USER = r"[A-Za-z0-9_][A-Za-z0-9._@+-]{0,63}"
 INTERFACE = r"[A-Za-z0-9][A-Za-z0-9._@-]{0,14}"
 ENV_NAME = r"[A-Za-z_][A-Za-z0-9_]{0,254}"
+ENV_FORM = "letters, digits and `_`, at most 255, no digit first"
 MAX_TEXT = 4096
 MAX_ENV_BYTES = 128 * 1024
 """What Linux takes as one `NAME=value` string of a new program (MAX_ARG_STRLEN)."""
@@ -52,7 +53,7 @@ def interface(text: str) -> str:
 
 
 def env_name(text: str) -> str:
-    return _match(ENV_NAME, text, "a variable's name: letters, digits and `_`, at most 255, no digit first")
+    return _match(ENV_NAME, text, f"a variable's name: {ENV_FORM}")
 
 
 def env_value(text: str) -> str:

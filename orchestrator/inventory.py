@@ -359,7 +359,10 @@ def _mistake(details: ErrorDetails, document: Document) -> Mistake:
     """One of pydantic's findings as a person should read it."""
     path = details["loc"]
     if path[-1:] == ("[key]",) and path[-3:-2] == ("env",):  # pydantic's word for: the key itself, not its value
-        path = path[:-1]
+        line = document.line(path[:-1])
+        name = str(path[-2]).partition("=")[0]  # what stands behind may be a secret
+        message = f"{grammar.show(name)} must be a variable's name alone: {grammar.ENV_FORM}"
+        return Mistake(document.file, line, f"{_where(path[:-2], document)}{message}")
     kind = details["type"]
     if kind == "missing":
         message = f"`{path[-1]}` is missing"
@@ -420,7 +423,8 @@ def _problem(details: ErrorDetails) -> str:
         example = "2.5Gbps" if details["loc"][-1] == "bandwidth" else "16GiB"
         return f"must be written with its unit, like {example}, not {_found(found)}"
     if kind in _FORMS:
-        return f"{_FORMS[kind].format(**limits)}, not {_found(found)}{_quote_hint(kind, found)}"
+        shown = _kind(found) if "env" in details["loc"] else _found(found)
+        return f"{_FORMS[kind].format(**limits)}, not {shown}{_quote_hint(kind, found)}"
     return str(details["msg"])
 
 
@@ -440,6 +444,11 @@ _FORMS = {
     "list_type": "must be a list, one item a line behind `- `",
     "too_short": "must hold at least one item",
 }
+
+
+def _kind(value: Any) -> str:
+    """What a value of `env` is, for a message: the value itself may be a secret."""
+    return {str: "text", bool: "true or false", dict: "a mapping", list: "a list"}.get(type(value), "a number")
 
 
 def _found(value: Any) -> str:

@@ -92,7 +92,10 @@ def read_ssh_config(path: Path | None = None) -> paramiko.SSHConfig:
 
 
 def find_route(target: Target, config: paramiko.SSHConfig) -> tuple[Hop, ...]:
-    """The hops to `target`, the target itself last. Raises HostError for a jump that cannot be."""
+    """The hops to `target`, the target itself last.
+
+    Raises HostError for a jump that cannot be, and for a login as root that nobody asked for.
+    """
     hops = list(_hops(target, config, jump=False, depth=0))
     logins = [hop.login for hop in hops]
     return tuple(replace(hop, through=",".join(logins[:position])) for position, hop in enumerate(hops))
@@ -171,11 +174,20 @@ def _hop(target: Target, options: paramiko.SSHConfigDict, *, jump: bool) -> Hop:
         peer=Peer(target.node, alias or known_name(host, port), target.host_key, _known_hosts(options), jump),
         host=host,
         port=port,
-        user=target.user or options.get("user") or getpass.getuser(),
+        user=target.user or options.get("user") or _own_name(target, jump),
         key_files=tuple(keys),
         key_required=own is not None and not jump,
         agent=options.get("identitiesonly", "no").lower() != "yes",
     )
+
+
+def _own_name(target: Target, jump: bool) -> str:
+    """Who we are here, as ssh has it; but a login as root is never a default."""
+    name = getpass.getuser()
+    if name == "root":
+        remedy = f"write `user@{target.host}` in `proxy_jump:`" if jump else "set `user:` in the inventory"
+        raise HostError(target.node, f"no user is named for {target.host}, and you are root here", remedy)
+    return name
 
 
 def _known_hosts(options: paramiko.SSHConfigDict) -> tuple[Path, ...] | None:
