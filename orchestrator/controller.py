@@ -7,6 +7,7 @@ plan → collect → analyse → report                                         
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import time
@@ -20,16 +21,16 @@ from orchestrator import checks, collect, job
 from orchestrator.call import Host, ask
 from orchestrator.connections import Connections
 from orchestrator.election import Election, elect
-from orchestrator.errors import HostError, HostsError, OrchError, UsageError
+from orchestrator.errors import HostError, HostsError, InventoryError, OrchError, UsageError
 from orchestrator.facts import NodeFacts
 from orchestrator.frames import Agent, Piece
-from orchestrator.inventory import Inventory, Node
+from orchestrator.inventory import Inventory, Node, load_inventory
 from orchestrator.lines import Line, Splitter
 from orchestrator.live import LiveView, Progress
 from orchestrator.paths import RunFolder
 from orchestrator.plan import build_plan
 from orchestrator.probe import probe_all
-from orchestrator.records import ENDED, FINAL_STATES, CodeFolder, JobRecord, LaunchPlan, write_record
+from orchestrator.records import ENDED, FINAL_STATES, MASK, CodeFolder, JobRecord, LaunchPlan, write_record
 from orchestrator.request import RunRequest
 from orchestrator.store import Cluster, Problem, Store
 from orchestrator.summary import Summary
@@ -86,7 +87,7 @@ class Controller:
         if known:
             nodes = tuple(node for node in nodes if node.name not in known.removed)
             nodes += tuple(node for node in known.extra if node.name not in {n.name for n in nodes})
-        cluster = Cluster(schema=1, name=inventory.cluster, file=inventory.file, nodes=nodes)
+        cluster = Cluster(schema=1, name=inventory.cluster, file=os.path.abspath(inventory.file), nodes=nodes)
         if known:
             kept = ("added", "released", "removed", "extra", "master_pin")
             cluster = cluster.model_copy(update={name: getattr(known, name) for name in kept})
@@ -184,6 +185,7 @@ class Controller:
         if errors:
             raise HostsError(errors)
         facts = {node.name: cluster.facts[node.name] for node in nodes}
+        nodes = _with_env(cluster, nodes)
         election = self._elect(cluster, nodes)
         made = _job_id(request.name)
         return build_plan(cluster.name, nodes, facts, election, request, job=made, code=code, created=_now())
@@ -336,6 +338,24 @@ class Controller:
 
         answers = for_each(hosts, one, deadline_s=ASK_S + 5)
         return {**answers, **_errors(found)}
+
+
+def _with_env(cluster: Cluster, nodes: Sequence[Node]) -> list[Node]:
+    """These nodes with the values of `env` that may be secrets: we keep none, they are read from the inventory again.
+
+    Raises UsageError where it does not hold them any more.
+    """
+    if not any(MASK in node.env.values() for node in nodes):
+        return list(nodes)
+    again = f"orch keeps no values of `env`; `orch up {cluster.file}` again"
+    try:
+        told = {node.name: node.env for node in load_inventory(Path(cluster.file)).nodes}
+    except InventoryError as error:
+        raise UsageError(str(error.mistakes[0]), again) from error
+    for node in nodes:
+        if told.get(node.name, {}).keys() != node.env.keys():
+            raise UsageError(f"{cluster.file}: the `env` of node {node.name} is not the one of the last `orch up`", again)
+    return [node.model_copy(update={"env": told.get(node.name, {})}) for node in nodes]
 
 
 def _usable_facts(cluster: Cluster, node: Node) -> NodeFacts | HostError:

@@ -21,6 +21,12 @@ ENDED: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
 FINAL_STATES: frozenset[str] = frozenset({"succeeded", "failed", "cancelled", "lost"})
 
 
+MASK = "***"
+# Settings of known libraries. The value of any other variable of `env` may be a secret, whatever it is called.
+_HARMLESS = re.compile(
+    r"(OMP|MKL|KMP|OPENBLAS|NCCL|GLOO|TP|UCX|CUDA|CUDNN|CUBLAS|TORCH|TORCHINDUCTOR|PYTORCH|TRITON|XLA|ORCH)_[A-Z0-9_]+"
+    r"|PYTHON[A-Z]+|(LD_LIBRARY_)?PATH|TMPDIR|LANG|TZ|LC_[A-Z]+"
+)
 _SECRET = re.compile(r"token|secret|passw|credential|api_?key|private_?key|access_?key", re.IGNORECASE)
 
 
@@ -102,13 +108,14 @@ class LaunchPlan(Record):
         return next(node for node in self.nodes if node.name == name)
 
     def masked(self) -> LaunchPlan:
-        """The same without the values of what looks like a secret: the only form that is printed or kept."""
-        nodes = tuple(node.model_copy(update={"env": _masked(node.env)}) for node in self.nodes)
+        """The same without the values of what may be a secret: the only form that is printed or kept."""
+        nodes = tuple(node.model_copy(update={"env": masked_env(node.env)}) for node in self.nodes)
         return self.model_copy(update={"nodes": nodes})
 
 
-def _masked(env: dict[str, str]) -> dict[str, str]:
-    return {name: "***" if _SECRET.search(name) else value for name, value in env.items()}
+def masked_env(env: dict[str, str]) -> dict[str, str]:
+    """Every name, and the values of those that are known to be no secrets."""
+    return {name: value if _HARMLESS.fullmatch(name) and not _SECRET.search(name) else MASK for name, value in env.items()}
 
 
 class FirstFailure(Record):

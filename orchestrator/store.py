@@ -21,7 +21,7 @@ from orchestrator.facts import NodeFacts
 from orchestrator.files import locked, write_atomic
 from orchestrator.inventory import Node
 from orchestrator.paths import Home
-from orchestrator.records import SCHEMA, JobRecord, LaunchPlan, Record, write_record
+from orchestrator.records import SCHEMA, JobRecord, LaunchPlan, Record, masked_env, write_record
 
 
 class Problem(Record):
@@ -65,8 +65,17 @@ class Cluster(Record):
         known = ", ".join(node.name for node in self.nodes)
         raise UsageError(f"{name}: no such node in cluster {self.name}", f"its nodes: {known}")
 
+    def masked(self) -> Cluster:
+        """The form that is kept: without the values of `env` that may be secrets; see `Controller.plan`."""
+        update = {part: tuple(_masked(node) for node in getattr(self, part)) for part in ("nodes", "extra")}
+        return self.model_copy(update=update)
+
     def active(self) -> tuple[Node, ...]:
         return tuple(node for node in self.nodes if node.name not in self.released)
+
+
+def _masked(node: Node) -> Node:
+    return node.model_copy(update={"env": masked_env(node.env)})
 
 
 RecordT = TypeVar("RecordT", bound=Record)
@@ -80,7 +89,7 @@ class Store:
 
     def save_cluster(self, cluster: Cluster, *, current: bool = False) -> None:
         with self._locked():
-            write_record(self.home.cluster(cluster.name), cluster)
+            write_record(self.home.cluster(cluster.name), cluster.masked())
             if current:
                 write_atomic(self.home.current_cluster, cluster.name + "\n")
 
