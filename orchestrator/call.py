@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 from orchestrator import shell
 from orchestrator.errors import HostError, ProbeError
@@ -25,6 +25,8 @@ from orchestrator.text import one_line
 from orchestrator.transport import Result, Transport
 
 MAX_ANSWER_BYTES = 1 << 20
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,15 @@ def ask(host: Host, program: str, request: Mapping[str, Any], *, blob: bytes = b
     if "error" in answer:
         raise HostError(host.node, one_line(answer["error"]), one_line(answer.get("remedy", "")))
     return answer
+
+
+def understood(node: str, read: Callable[[], T]) -> T:
+    """What `read` makes of a host's answer. Raises ProbeError where that has not the form that it should have."""
+    try:
+        return read()
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
+        why = one_line(f"{error.__class__.__name__}: {error}", 100)
+        raise ProbeError(node, f"its answer makes no sense ({why})", "is another version of orch in use?") from error
 
 
 def open_stream(host: Host, program: str, request: Mapping[str, Any]) -> AbstractContextManager[Iterator[bytes]]:

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator import checks, collect, job
-from orchestrator.call import Host, ask
+from orchestrator.call import Host, ask, understood
 from orchestrator.connections import Connections
 from orchestrator.election import Election, elect
-from orchestrator.errors import HostError, HostsError, InventoryError, OrchError, UsageError
+from orchestrator.errors import ConnectError, HostError, HostsError, InventoryError, OrchError, UsageError
 from orchestrator.facts import NodeFacts
 from orchestrator.frames import Agent, Piece
 from orchestrator.inventory import Inventory, Node, load_inventory
@@ -226,11 +226,15 @@ class Controller:
         until_end: until the job has ended, with its progress a few times a second; else only what is there now.
         """
         splitter, found, broken = Splitter(), dict[str, Mapping[str, Any] | HostError](), set[str]()
+        refused: list[HostError] = []
         view, has_news, progress_due = LiveView(plan), False, 0.0
         ended_at: float | None = None
         dial = self.connections.reopen if until_end else None
         for name, item in job.watch(plan, hosts, offsets={}, follow=until_end, reconnect=dial):
-            if isinstance(item, HostError):
+            if isinstance(item, HostError) and not (until_end and isinstance(item, ConnectError)):
+                refused.append(item)  # its key changed, say: what it prints is not shown any more
+                yield Notice(f"{item}; the job does not depend on this link and goes on")
+            elif isinstance(item, HostError):
                 if name not in broken:
                     yield Notice(f"{item}; the job does not depend on this link, trying again")
                 broken.add(name)
@@ -323,18 +327,21 @@ class Controller:
 
     def reap(self, cluster: Cluster, *, end: bool) -> dict[str, dict[str, Any] | HostError]:
         """Per node: {"found": [{"job", "processes", "stayed"?}]}: what jobs without a supervisor left."""
-        return self._on_each(cluster, {"action": "reap", "end": end})
+        return self._on_each(cluster, {"action": "reap", "end": end}, _found_left)
 
     def down(self, cluster: Cluster) -> dict[str, dict[str, Any] | HostError]:
         """Per node: {"removed": [folders]}."""
-        return self._on_each(cluster, {"action": "down"})
+        return self._on_each(cluster, {"action": "down"}, lambda answer: {"removed": _lines(answer["removed"])})
 
-    def _on_each(self, cluster: Cluster, request: Mapping[str, Any]) -> dict[str, dict[str, Any] | HostError]:
+    def _on_each(
+        self, cluster: Cluster, request: Mapping[str, Any], read: Callable[[dict[str, Any]], dict[str, Any]]
+    ) -> dict[str, dict[str, Any] | HostError]:
         found = self.connections.open(cluster.nodes)
         hosts = {name: host for name, host in found.items() if isinstance(host, Host)}
 
         def one(host: Host) -> dict[str, Any]:
-            return ask(host, "control", {**request, "workdir": host.workdir}, timeout_s=ASK_S)
+            answer = ask(host, "control", {**request, "workdir": host.workdir}, timeout_s=ASK_S)
+            return understood(host.node, lambda: read(answer))
 
         answers = for_each(hosts, one, deadline_s=ASK_S + 5)
         return {**answers, **_errors(found)}
@@ -385,7 +392,21 @@ def _stayed(name: str, found: Mapping[str, Any] | HostError) -> list[str]:
         return [str(found)]
     if found.get("alive"):
         return [f"{name}: its supervisor still runs (state {one_line(found.get('state'), 20)})"]
-    return [f"{name}: {one_line(process)}" for process in found.get("leftovers", ())]
+    return [f"{name}: {process}" for process in understood(name, lambda: _lines(found.get("leftovers", [])))]
+
+
+def _found_left(answer: Mapping[str, Any]) -> dict[str, Any]:
+    lists = ("processes", "stayed")
+    jobs = [{"job": one_line(job["job"]), **{key: _lines(job[key]) for key in lists if key in job}}
+            for job in answer["found"]]  # fmt: skip
+    return {"found": jobs}
+
+
+def _lines(words: Any) -> list[str]:
+    """A list of a host's words, each fit for a terminal."""
+    if not isinstance(words, list):
+        raise ValueError("not a list")
+    return [one_line(word) for word in words]
 
 
 def _peers(node: Node, nodes: Sequence[Node]) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ def launch(plan: LaunchPlan, hosts: Mapping[str, Host], blob: bytes) -> None:
         prepared = _on_all(plan, prepare_with_code, PREPARE_S)
         if errors(prepared):
             raise HostsError(errors(prepared))
-        hub_port = int(values(prepared)[plan.master]["hub_port"])
+        hub_port = call.understood(plan.master, lambda: int(values(prepared)[plan.master]["hub_port"]))
         told = _on_all(plan, lambda name: _ask(hosts[name], plan, "go", hub_port=hub_port), ASK_S)
         if errors(told):
             raise HostsError(errors(told))
@@ -107,8 +107,8 @@ def agents(plan: LaunchPlan, hosts: Mapping[str, Host]) -> dict[str, dict[str, A
     """Every host's supervisor record of this job; {} where the host knows nothing of it."""
 
     def look(name: str) -> dict[str, Any]:
-        jobs = _ask(hosts[name], plan, "status").get("jobs", {})
-        return dict(jobs.get(plan.job, {}))
+        answer = _ask(hosts[name], plan, "status")
+        return call.understood(name, lambda: dict(answer.get("jobs", {}).get(plan.job, {})))
 
     return _on_all(plan, look, ASK_S, only=hosts)
 
@@ -204,14 +204,18 @@ def _listen(
             put((name, error))
             if reconnect is None or not isinstance(error, ConnectError):
                 return
-        host = _dial(name, host, reconnect, leaving)
+        try:
+            host = _dial(name, host, reconnect, leaving)
+        except HostError as error:
+            return put((name, error))
 
 
 def _dial(name: str, host: Host, reconnect: Callable[[str], Host], leaving: threading.Event) -> Host:
+    """Raises HostError where it is not the link: a host key that changed is not tried again, nor a refused login."""
     while not leaving.wait(RETRY_S):
         try:
             return reconnect(name)
-        except HostError:
+        except ConnectError:
             continue
     return host
 
