@@ -7,8 +7,10 @@ Takes a `Summary`, writes one PNG. matplotlib is imported only when a picture is
 
 from __future__ import annotations
 
+import contextlib
 import io
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +35,20 @@ def draw_throughput(summary: Summary, path: Path) -> bool:
     with warnings.catch_warnings():
         # A host may be named in a script that the font has no glyphs for: boxes are drawn, and that is enough.
         warnings.filterwarnings("ignore", message="Glyph .* missing", category=UserWarning)
-        _figure(summary).savefig(content, format="png", dpi=144)
+        with _plain_settings():
+            _figure(summary).savefig(content, format="png", dpi=144)
     write_atomic(path, content.getvalue())
     return True
+
+
+@contextlib.contextmanager
+def _plain_settings() -> Iterator[None]:
+    """matplotlib obeys a `matplotlibrc` of whatever folder one stands in, which may be anybody's; we do not."""
+    import matplotlib
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        yield
 
 
 def _figure(summary: Summary) -> Any:

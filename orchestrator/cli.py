@@ -57,6 +57,7 @@ class Orch(click.Group):
     """Turns every expected error into words and its exit code; anything else is a bug and keeps its traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        mask = os.umask(0o077)  # all that we write is for its owner alone: state, logs, reports
         try:
             return super().invoke(ctx)
         except OrchError as error:
@@ -75,6 +76,8 @@ class Orch(click.Group):
             ctx.exit(OrchError.exit_code)
         except KeyboardInterrupt:
             ctx.exit(INTERRUPTED)
+        finally:
+            os.umask(mask)
 
 
 def _leave_quietly(ctx: click.Context) -> NoReturn:

@@ -23,6 +23,7 @@ from orchestrator.connections import Connections
 from orchestrator.election import Election, elect
 from orchestrator.errors import ConnectError, HostError, HostsError, InventoryError, OrchError, UsageError
 from orchestrator.facts import NodeFacts
+from orchestrator.files import own_folder
 from orchestrator.frames import Agent, Piece
 from orchestrator.inventory import Inventory, Node, load_inventory
 from orchestrator.lines import Line, Splitter
@@ -257,6 +258,8 @@ class Controller:
         yield from splitter.rest()
         if has_news:
             yield view.progress()
+        if until_end and refused and ended_at is None:
+            raise HostsError(refused)
 
     def job(self, wanted: str) -> tuple[JobRecord, LaunchPlan]:
         found = self.store.find_job(wanted)
@@ -305,6 +308,7 @@ class Controller:
     def collect(self, plan: LaunchPlan, out: Path, progress: Callable[[str, int], None] = lambda *_: None) -> Report:
         """Pulls what is new into `out/<job>/`, analyses it, writes the report."""
         run = RunFolder(out / plan.job)
+        own_folder(run.root)
         run.root.mkdir(parents=True, exist_ok=True)
         hosts, errors = self.hosts_of(plan)
         collected = collect.collect(plan, hosts, run, progress)

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from orchestrator.errors import UsageError
+
 
 def write_atomic(path: Path, content: bytes | str, mode: int = 0o600) -> None:
     """Writes to a temporary file beside `path`, fsyncs it, renames it, fsyncs the folder."""
@@ -33,6 +35,14 @@ def write_atomic(path: Path, content: bytes | str, mode: int = 0o600) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def own_folder(path: Path) -> None:
+    """Makes the folder, mode 0700, where there is none. Raises UsageError where it, or a link in its place, is somebody
+    else's: what we write there, they could replace."""
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if {path.lstat().st_uid, path.stat().st_uid} != {os.geteuid()}:
+        raise UsageError(f"{path} belongs to another user", "choose a folder of your own")
 
 
 def write_json(path: Path, value: Any) -> None:

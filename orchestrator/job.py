@@ -207,7 +207,8 @@ def _listen(
         try:
             host = _dial(name, host, reconnect, leaving)
         except HostError as error:
-            return put((name, error))
+            put((name, error))
+            return
 
 
 def _dial(name: str, host: Host, reconnect: Callable[[str], Host], leaving: threading.Event) -> Host:

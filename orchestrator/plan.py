@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -86,7 +87,7 @@ def build_plan(
         share_gpus=request.share_gpus,
         grace_s=request.grace_s,
         time_limit_s=request.time_limit_s,
-        notes=_notes(ordered, devices, shares),
+        notes=(*_public(addresses), *_notes(ordered, devices, shares)),
     )
 
 
@@ -194,6 +195,15 @@ def _environment(
     if node.paced:
         environment["ORCH_PACED"] = json.dumps(node.paced.model_dump(mode="json", exclude_defaults=True))
     return {**environment, **node.env}
+
+
+def _public(addresses: Mapping[str, str]) -> tuple[str, ...]:
+    """What torch and NCCL listen for is for anybody who can reach it."""
+    found = [f"{name} ({address})" for name, address in addresses.items() if ipaddress.ip_address(address).is_global]
+    if not found:
+        return ()
+    words = "training traffic is neither encrypted nor authenticated, and public addresses carry it"
+    return (f"{words}: {', '.join(found)}; set a private `address:`, or let a firewall admit these hosts alone",)
 
 
 def _notes(nodes: Sequence[Node], devices: Mapping[str, str], shares: tuple[int, ...]) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from pydantic import ConfigDict, Field
 
 from orchestrator.errors import OrchError, UsageError
 from orchestrator.facts import NodeFacts
-from orchestrator.files import locked, write_atomic
+from orchestrator.files import locked, own_folder, write_atomic
 from orchestrator.inventory import Node
 from orchestrator.paths import Home
 from orchestrator.records import SCHEMA, JobRecord, LaunchPlan, Record, masked_env, write_record
@@ -156,7 +156,7 @@ class Store:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        self.home.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        own_folder(self.home.root)
         os.chmod(self.home.root, 0o700)
         with locked(self.home.root / ".lock"):
             yield

@@ -39,6 +39,8 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
     work = Work(request["workdir"])
     job = work.job(node["job"])
     blob = sys.stdin.buffer.read(request["blob_bytes"])
+    for folder in (work.root, work.jobs, work.codes, work.locks):
+        refuse_foreign(folder)
     if not work.code(node["code"]).is_dir():
         if not blob:
             return {"need_code": True}
@@ -54,6 +56,12 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
     except BaseException:
         shutil.rmtree(job.root, ignore_errors=True)
         raise
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Whoever owns the folder of a job, or a link in its place, could replace what we run there."""
+    if os.path.lexists(folder) and {folder.lstat().st_uid, folder.stat().st_uid} != {os.getuid()}:
+        raise Refused(f"{folder} belongs to another user", "set `workdir:` to a folder of your own")
 
 
 def same_job(job: Job, node: dict[str, Any]) -> dict[str, Any]:
