@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,17 @@ from orchestrator.code import pack_folder
 from orchestrator.errors import UsageError
 from orchestrator.records import CodeFolder
 from trainer.config import SettingsError, parse_settings
+
+
+# Options that are named after a secret (not --pad-token or --tokenizer), and the forms of widespread keys.
+_SECRET_OPTION = re.compile(
+    r"-{0,2}([\w.-]*[._-])?(passw(or)?d|secret([_-]access)?([_-]key)?|(api|access|private|auth)[_-]?key"
+    r"|(hf|auth|access|api|bearer|github|hub|wandb)[_-]?token)|--token",
+    re.IGNORECASE,
+)
+_SECRET_VALUE = re.compile(
+    r"\b(hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|sk-[A-Za-z0-9_-]{32,}|AKIA[0-9A-Z]{16})\b|-BEGIN [A-Z ]*PRIVATE KEY-"
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,7 @@ def read_wish(
         raise UsageError("--batch belongs to a script of your own", f"--set batch={batch}")
     if exp:
         return _experiment(exp, parse_pairs(settings, "--set KEY=VALUE"))
+    _refuse_secrets(command)
     if settings:
         raise UsageError("--set belongs to --exp", "give your script its own arguments after --")
     told = {} if batch is None else {"batch": batch}
@@ -71,6 +84,19 @@ def read_wish(
         request = RunRequest("module", module, ("-m", module, *command), settings=told)
         return Wish(request, *pack_folder(folder or Path()))
     return _script(Path(command[0]), command[1:], folder, told)
+
+
+def _refuse_secrets(command: Sequence[str]) -> None:
+    """Every user of a host can read the arguments of its programs, and plans and reports repeat them."""
+    for position, (argument, following) in enumerate(zip(command, (*command[1:], "-"), strict=True)):
+        option, equals, value = argument.partition("=")
+        given = bool(value) if equals else option.startswith("-") and not following.startswith("-")
+        if (given and _SECRET_OPTION.fullmatch(option)) or _SECRET_VALUE.search(argument):
+            what = option if _SECRET_OPTION.fullmatch(option) else f"argument {position}"
+            raise UsageError(
+                f"{what} looks like a secret, and every user of the hosts can read a command line",
+                "put it under `env:` in the inventory, and let the script read it from its environment",
+            )
 
 
 def parse_pairs(items: Sequence[str], form: str) -> dict[str, str]:

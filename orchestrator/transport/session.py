@@ -41,7 +41,12 @@ def _on_channel_request(channel: Any, message: paramiko.Message) -> None:
 
 
 class SignalAwareTransport(paramiko.Transport):
-    """paramiko drops the `exit-signal` message (RFC 4254, 6.10); here it sets 128 + n, as a shell would."""
+    """paramiko drops the `exit-signal` message (RFC 4254, 6.10); here it sets 128 + n, as a shell would.
+
+    servers_offer: key exchange, host key, cipher and MAC algorithms that the server named, once it has.
+    """
+
+    servers_offer: tuple[str, ...] = ()
 
     _channel_handler_table = {  # noqa: RUF012
         **paramiko.Transport._channel_handler_table,  # type: ignore[attr-defined]

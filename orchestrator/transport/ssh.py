@@ -252,7 +252,10 @@ class _Way:
         )
         connection.client.set_missing_host_key_policy(self._policy(hop))  # in place of fabric's "add any"
         resources.callback(connection.client.close)
-        connection.open()
+        try:
+            connection.open()
+        except paramiko.ssh_exception.IncompatiblePeer as error:
+            raise paramiko.ssh_exception.IncompatiblePeer(f"{error}{_offer(connection.client)}") from error
         return connection
 
     def _policy(self, hop: Hop) -> paramiko.MissingHostKeyPolicy:
@@ -392,6 +395,13 @@ def _where(hop: Hop) -> str:
     return f"{'jump host ' if hop.peer.jump else ''}{hop.host}:{hop.port}"
 
 
+def _offer(client: paramiko.SSHClient) -> str:
+    """`: it offers aes128-cbc,3des-cbc; ...`: what the server has of that for which we found nothing in common."""
+    transport = client.get_transport()
+    theirs = transport.servers_offer if isinstance(transport, SignalAwareTransport) else ()
+    return f": it offers {'; '.join(theirs)}" if theirs else ""
+
+
 def _plain(error: Exception) -> str:
     """An error's words on one line, fit for a terminal: servers have a say in them."""
-    return one_line(error, 200) or type(error).__name__
+    return one_line(error, 300) or type(error).__name__
