@@ -43,10 +43,18 @@ def _on_channel_request(channel: Any, message: paramiko.Message) -> None:
 class SignalAwareTransport(paramiko.Transport):
     """paramiko drops the `exit-signal` message (RFC 4254, 6.10); here it sets 128 + n, as a shell would.
 
-    servers_offer: key exchange, host key, cipher and MAC algorithms that the server named, once it has.
+    servers_offer: the algorithms that the server named, by paramiko's word for their kind; empty before it has.
     """
 
-    servers_offer: tuple[str, ...] = ()
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.servers_offer: dict[str, str] = {}
+        super().__init__(*arguments, **options)
+
+    def _parse_kex_init(self, message: paramiko.Message) -> None:
+        parsed = self._really_parse_kex_init(paramiko.Message(message.get_remainder()))  # type: ignore[attr-defined]
+        kinds = {"kex": "kex", "host key": "server_key", "cipher": "server_encrypt", "mac": "server_mac"}
+        self.servers_offer = {kind: ",".join(parsed[f"{name}_algo_list"]) for kind, name in kinds.items()}
+        super()._parse_kex_init(message)  # type: ignore[misc]
 
     _channel_handler_table = {  # noqa: RUF012
         **paramiko.Transport._channel_handler_table,  # type: ignore[attr-defined]

@@ -255,7 +255,7 @@ class _Way:
         try:
             connection.open()
         except paramiko.ssh_exception.IncompatiblePeer as error:
-            raise paramiko.ssh_exception.IncompatiblePeer(f"{error}{_offer(connection.client)}") from error
+            raise paramiko.ssh_exception.IncompatiblePeer(f"{error}{_offer(connection.client, error)}") from error
         return connection
 
     def _policy(self, hop: Hop) -> paramiko.MissingHostKeyPolicy:
@@ -395,11 +395,11 @@ def _where(hop: Hop) -> str:
     return f"{'jump host ' if hop.peer.jump else ''}{hop.host}:{hop.port}"
 
 
-def _offer(client: paramiko.SSHClient) -> str:
-    """`: it offers aes128-cbc,3des-cbc; ...`: what the server has of that for which we found nothing in common."""
+def _offer(client: paramiko.SSHClient, error: Exception) -> str:
+    """`: it offers hmac-md5,hmac-sha1`: what the server has of the kind in which we found nothing in common."""
     transport = client.get_transport()
-    theirs = transport.servers_offer if isinstance(transport, SignalAwareTransport) else ()
-    return f": it offers {'; '.join(theirs)}" if theirs else ""
+    offers = transport.servers_offer if isinstance(transport, SignalAwareTransport) else {}
+    return next((f": it offers {names}" for kind, names in offers.items() if kind in str(error)), "")
 
 
 def _plain(error: Exception) -> str:
