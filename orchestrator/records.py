@@ -115,7 +115,8 @@ class LaunchPlan(Record):
 
 def masked_env(env: dict[str, str]) -> dict[str, str]:
     """Every name, and the values of those that are known to be no secrets."""
-    return {name: value if _HARMLESS.fullmatch(name) and not _SECRET.search(name) else MASK for name, value in env.items()}
+    harmless = {name for name in env if _HARMLESS.fullmatch(name) and not _SECRET.search(name)}
+    return {name: value if name in harmless else MASK for name, value in env.items()}
 
 
 class FirstFailure(Record):
