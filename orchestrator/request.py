@@ -19,7 +19,6 @@ from orchestrator.errors import UsageError
 from orchestrator.records import CodeFolder
 from trainer.config import SettingsError, parse_settings
 
-
 # Options that are named after a secret (not --pad-token or --tokenizer), and the forms of widespread keys.
 _SECRET_OPTION = re.compile(
     r"-{0,2}([\w.-]*[._-])?(passw(or)?d|secret([_-]access)?([_-]key)?|(api|access|private|auth)[_-]?key"
@@ -27,7 +26,8 @@ _SECRET_OPTION = re.compile(
     re.IGNORECASE,
 )
 _SECRET_VALUE = re.compile(
-    r"\b(hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|sk-[A-Za-z0-9_-]{32,}|AKIA[0-9A-Z]{16})\b|-BEGIN [A-Z ]*PRIVATE KEY-"
+    r"\b(hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|sk-[A-Za-z0-9_-]{32,}|AKIA[0-9A-Z]{16})\b"
+    r"|-BEGIN [A-Z ]*PRIVATE KEY-"
 )
 
 
