@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from orchestrator.files import write_atomic
+from orchestrator.text import one_line
 
 SCHEMA = 1
 
@@ -119,16 +120,20 @@ def masked_env(env: dict[str, str]) -> dict[str, str]:
     return {name: value if name in harmless else MASK for name, value in env.items()}
 
 
+Words = Annotated[str, AfterValidator(lambda text: one_line(text, 500))]
+"""A host's: one printable line."""
+
+
 class FirstFailure(Record):
     """The first cause of a failed job."""
 
-    node: str
+    node: Words
     rank: int | None = None
     exit_code: int | None = None
-    signal: str | None = None
-    reason: str
-    """One line in plain words."""
-    log_line: str | None = None
+    signal: Words | None = None
+    reason: Words
+    """In plain words."""
+    log_line: Words | None = None
     """The line of the rank's error log that says why, if one does."""
 
 
