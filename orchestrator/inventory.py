@@ -376,6 +376,8 @@ def _mistake(details: ErrorDetails, document: Document) -> Mistake:
 def _where(path: KeyPath, document: Document) -> str:
     """`node v100: paced.jitter: `: the words before a message."""
     words = []
+    if "env" in path:  # somebody wrote `NAME=value` for a key: the value may be a secret
+        path = tuple(part.partition("=")[0] if isinstance(part, str) else part for part in path)
     if path[:1] == ("nodes",) and len(path) > 1:
         node = document.values["nodes"][path[1]]
         name = node.get("name") if isinstance(node, dict) else None
