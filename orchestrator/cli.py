@@ -610,7 +610,7 @@ def _controller(accept_new_host_keys: bool = False) -> Iterator[Controller]:
     from orchestrator.store import Store
 
     home = Home.default()
-    ask = _ask_passphrase if sys.stdin.isatty() else None
+    ask = _ask_passphrase if sys.stdin and sys.stdin.isatty() else None
     with Connections(home, accept_new_host_keys=accept_new_host_keys, ask_passphrase=ask) as connections:
         yield Controller(Store(home), connections)
 

@@ -37,7 +37,7 @@ class _Out(Console):
 
 
 # A pipe has no width: a table is not to be folded for it.
-out = _Out(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
+out = _Out(highlight=False, soft_wrap=True, width=None if sys.stdout and sys.stdout.isatty() else 200)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 _RANK_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta", "bright_yellow")
@@ -64,7 +64,7 @@ def fail(message: str, remedy: str = "") -> None:
 
 def print_json(value: Any) -> None:
     """The one document of `--json`, never coloured or wrapped."""
-    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+    print(json.dumps(value, indent=2))  # and not `write`: there may be no standard output
 
 
 # ---- the cluster ----------------------------------------------------------------------------------------------
