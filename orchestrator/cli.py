@@ -512,8 +512,10 @@ def collect(wanted: str, out: Path, as_json: bool) -> None:
         console.print_json(report.summary.to_json())
     else:
         console.print_summary(report.summary)
-        console.out.print(f"report: {report.run.report}")
+        console.put(f"report: {report.run.report}")
     console.say(f"{format_bytes(report.new_bytes)} new in {report.run.root}")
+    for notice in report.notices:
+        console.warn(notice)
     for error in report.errors.values():
         console.fail(error.message, error.remedy)
     if report.errors:
@@ -544,7 +546,7 @@ def report(wanted: str, out: Path, as_json: bool) -> None:
     if as_json:
         return console.print_json(summary.to_json())
     console.print_summary(summary)
-    return console.out.print(f"report: {run_folder.report}")
+    return console.put(f"report: {run_folder.report}")
 
 
 # ---- cleaning up ----------------------------------------------------------------------------------------------

@@ -1,38 +1,79 @@
-"""Pulls a job's files into its run folder: only what is new, checked by hash, and never half of a file.
+"""Pulls a job's files into its run folder: only what is new, in place, checked by hash.
 
-    collected = collect(plan, hosts, RunFolder(Path("runs") / plan.job))
+    with claimed(run):
+        collected = collect(plan, hosts, run)
 
-New bytes go to a hidden file beside the old one; when the host's SHA-256 of all that it handed out agrees, the new file
-takes the old one's name. File names are ours; the host only fills them.
+A file here only ever grows: at any moment, also when a link broke or this program was killed, it is a beginning of
+the host's file, and the next collect goes on from its end. At the end of each pull the host's SHA-256 over all that
+it ever handed out has to agree; a file that does not is set aside (`stdout.log.damaged-1`) and pulled anew. A file
+that was cut, replaced or rotated on its host begins anew here too, and what there was before stays beside it:
+`stdout.log.1` is the oldest generation, `stdout.log.2` the one after it. File names are ours; the host only fills them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
+import json
 import os
-import shutil
-from collections.abc import Callable, Mapping
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from orchestrator import job
 from orchestrator.call import Host
-from orchestrator.errors import HostError, ProbeError
+from orchestrator.errors import HostError, OrchError, ProbeError
 from orchestrator.files import write_json
-from orchestrator.frames import Agent, End, Piece
+from orchestrator.frames import HEAD_BYTES, Agent, End, Held, Piece, names_of
 from orchestrator.paths import RunFolder
-from orchestrator.records import LaunchPlan
+from orchestrator.records import LaunchPlan, NodePlan
+from orchestrator.text import one_line
+
+MAX_GENERATIONS = 1000
+"""Of one file, whatever its host says."""
+
+
+class HeldError(OrchError):
+    """Another program pulls into this run folder at this moment."""
 
 
 @dataclass
 class Collected:
-    """new_bytes: pulled this time. agents: every host's record. errors: hosts whose part is missing or incomplete."""
+    """new_bytes: pulled this time. agents: every host's record. errors: hosts whose part is missing or incomplete.
+
+    notices: what a person should know about files that began anew or were damaged.
+    """
 
     new_bytes: int = 0
     agents: dict[str, dict[str, Any]] = field(default_factory=dict)
     errors: dict[str, HostError] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def claimed(run: RunFolder) -> Iterator[None]:
+    """Keeps every other collect out of this folder, and removes what a killed one left half written.
+
+    Raises HeldError, which says who is there; the lock goes with its holder, however that ends.
+    """
+    run.root.mkdir(parents=True, exist_ok=True)
+    with open(run.lock, "a+", errors="replace") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = one_line(file.read(300)) or "another program"
+            raise HeldError(f"{holder} is collecting into {run.root}", "collect again when it is done") from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')},")
+        file.flush()
+        for leftover in [*run.root.glob(".*.????????"), *run.nodes.glob("*/.*.????????")]:
+            leftover.unlink(missing_ok=True)  # temporary files of `files.write_atomic`
+        yield
 
 
 def collect(
@@ -41,84 +82,131 @@ def collect(
     run: RunFolder,
     progress: Callable[[str, int], None] = lambda node, size: None,
 ) -> Collected:
-    """progress(node, bytes) is called for every piece that comes.
+    """progress(node, bytes) is called for every piece that comes. The folder should be `claimed`.
 
     A host that fails, or has nothing of the job any more, leaves what was there before.
     """
     collected = Collected()
-    pulls = {node.name: _Pull(run.node(node.name)) for node in plan.nodes if node.name in hosts}
-    offsets = {name: pull.offsets() for name, pull in pulls.items()}
-    for name, item in job.watch(plan, hosts, offsets=offsets, follow=False):
-        if isinstance(item, HostError):
-            collected.errors[name] = item
-        elif isinstance(item, Piece):
-            pulls[name].add(item)
-            collected.new_bytes += len(item.data)
-            progress(name, len(item.data))
-        elif isinstance(item, Agent):
-            collected.agents[name] = item.record
-            if item.record.get("state") != "lost" or not run.agent(name).exists():
-                write_json(run.agent(name), item.record)
-        elif isinstance(item, End):
-            damaged = pulls[name].finish(item.files)
-            if damaged:
-                collected.errors[name] = ProbeError(name, f"arrived damaged: {', '.join(damaged)}", "collect again")
-    for pull in pulls.values():
-        pull.discard()
+    pulls = {node.name: _Pull(node, run.node(node.name)) for node in plan.nodes if node.name in hosts}
+    damaged = _pull(plan, {name: hosts[name] for name in pulls}, run, pulls, collected, progress)
+    if damaged:
+        damaged = _pull(plan, {name: hosts[name] for name in damaged}, run, pulls, collected, progress)
+    for name, files in damaged.items():
+        words = f"arrived damaged twice: {', '.join(files)}"
+        collected.errors[name] = ProbeError(name, words, "look at this host's disk, then collect again")
     return collected
 
 
+def _pull(
+    plan: LaunchPlan,
+    hosts: Mapping[str, Host],
+    run: RunFolder,
+    pulls: Mapping[str, _Pull],
+    collected: Collected,
+    progress: Callable[[str, int], None],
+) -> dict[str, list[str]]:
+    """One stream of every host to its end. Returns, by node, the files that were set aside as damaged."""
+    damaged: dict[str, list[str]] = {}
+    offsets = {name: pulls[name].held() for name in hosts}
+    try:
+        for name, item in job.watch(plan, hosts, offsets=offsets, follow=False):
+            if isinstance(item, HostError):
+                collected.errors[name] = item
+            elif isinstance(item, Piece):
+                collected.notices += pulls[name].add(item)
+                collected.new_bytes += len(item.data)
+                progress(name, len(item.data))
+            elif isinstance(item, Agent):
+                collected.agents[name] = item.record
+                if item.record.get("state") != "lost" or not run.agent(name).exists():
+                    write_json(run.agent(name), item.record)
+            elif isinstance(item, End) and (found := pulls[name].check(item.files)):
+                damaged[name] = found
+                words = "did not agree with its host's any more; set aside as damaged, pulled anew"
+                collected.notices += [f"{name}: {file} {words}" for file in found]
+    finally:
+        for name in hosts:
+            pulls[name].sync()
+    return damaged
+
+
 class _Pull:
-    """The files of one node on their way into its folder."""
+    """The files of one node in its folder. `.pulled.json` there says which file on the host each of them came from."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._parts: dict[str, Path] = {}
+    def __init__(self, node: NodePlan, folder: Path) -> None:
+        self._node, self._folder = node, folder
+        self._note = folder / ".pulled.json"
+        self._inodes = _read_inodes(self._note)
+        self._grown: set[Path] = set()
 
-    def offsets(self) -> dict[str, int]:
-        """Bytes here already, by the host's name for the file."""
-        found = [path for path in self._folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
-        return {path.relative_to(self._folder).as_posix(): path.stat().st_size for path in found}
+    def held(self) -> dict[str, Held]:
+        """What is here already, by the host's name for the file."""
+        found = {}
+        for name in names_of(job.ranks_of(self._node)):
+            with contextlib.suppress(FileNotFoundError), open(self._folder / name, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                found[name] = Held(size, self._inodes.get(name), file.read(HEAD_BYTES))
+        return found
 
-    def add(self, piece: Piece) -> None:
-        part = self._part(piece.file)
-        with open(part, "r+b") as file:
-            # A file that was cut or replaced on the host comes again from its start.
-            file.truncate(piece.offset)
-            file.seek(piece.offset)
+    def add(self, piece: Piece) -> list[str]:
+        """Appends it; a new generation of its file sets the older one aside. Returns notices."""
+        path, notices = self._folder / piece.file, []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if piece.anew and path.exists():
+            aside = self._set_aside(path, "")
+            words = f"was cut, replaced or rotated on its host; what it held before is here as {aside.name}"
+            notices.append(f"{self._node.name}: {piece.file} {words}")
+        if piece.offset == 0 and self._inodes.get(piece.file) != piece.inode:
+            # Noted while there is no byte of it: whenever this program is killed, the note speaks of what is here.
+            self._inodes[piece.file] = piece.inode
+            write_json(self._note, self._inodes)
+        with open(path, "ab") as file:
             file.write(piece.data)
+        self._grown.add(path)
+        return notices
 
-    def finish(self, files: Mapping[str, tuple[int, str]]) -> list[str]:
-        """Puts every new file that agrees with the host's (size, SHA-256) in its place. Returns those that do not."""
-        damaged = []
-        for name, (size, digest) in files.items():
-            if size == 0 and name not in self._parts:
-                continue  # its host has it no more (`orch down`): what was collected stays
-            here = self._parts.pop(name, self._folder / name)
-            if _fingerprint(here) != (size, digest):
-                damaged.append(name)
-                (self._folder / name).unlink(missing_ok=True)  # whichever is wrong, the next collect starts anew
-                here.unlink(missing_ok=True)
-            elif here != self._folder / name:
-                here.rename(self._folder / name)
+    def check(self, files: Mapping[str, tuple[int, str]]) -> list[str]:
+        """Sets aside every file that does not agree with the host's (size, SHA-256). Returns their names."""
+        damaged = [name for name, told in files.items() if _fingerprint(self._folder / name) != told]
+        for path in [self._folder / name for name in damaged]:
+            if path.exists():
+                self._set_aside(path, "damaged-")
         return damaged
 
-    def discard(self) -> None:
-        for part in self._parts.values():
-            part.unlink(missing_ok=True)
+    def sync(self) -> None:
+        """Makes what has come outlast a power cut."""
+        grown = [path for path in self._grown if path.exists()]
+        for path in [*grown, *{path.parent for path in grown}]:
+            _sync(path)
+        self._grown.clear()
 
-    def _part(self, name: str) -> Path:
-        if name not in self._parts:
-            whole = self._folder / name
-            whole.parent.mkdir(parents=True, exist_ok=True)
-            part = whole.with_name(f".{whole.name}.part")
-            part.unlink(missing_ok=True)
-            if whole.exists():
-                shutil.copyfile(whole, part)
-            else:
-                part.touch()
-            self._parts[name] = part
-        return self._parts[name]
+    def _set_aside(self, path: Path, kind: str) -> Path:
+        """Under the first free name: nothing that already lies there is ever replaced."""
+        for number in range(1, MAX_GENERATIONS + 1):
+            aside = path.with_name(f"{path.name}.{kind}{number}")
+            if not aside.exists():
+                _sync(path)
+                path.rename(aside)
+                _sync(path.parent)
+                return aside
+        raise ProbeError(self._node.name, f"began {path.name} anew more than {MAX_GENERATIONS} times")
+
+
+def _read_inodes(note: Path) -> dict[str, int | None]:
+    """By the host's name for the file. Without the note (or with a damaged one) a file is known by its beginning."""
+    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
+        told = json.loads(note.read_text())
+        return {str(name): inode for name, inode in told.items() if isinstance(inode, int)}
+    return {}
+
+
+def _sync(path: Path) -> None:
+    """Makes a file or a folder outlast a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _fingerprint(path: Path) -> tuple[int, str]:
@@ -126,6 +214,5 @@ def _fingerprint(path: Path) -> tuple[int, str]:
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
-        os.fsync(file.fileno())
         return file.tell(), digest.hexdigest()
     return 0, digest.hexdigest()

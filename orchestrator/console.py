@@ -1,11 +1,13 @@
 """What a person sees: tables and lines, by rich. With `cli` the only file that prints.
 
 Results go to standard output, everything else (progress, notices, errors) to standard error; colours only on a
-terminal.
+terminal. Whatever is printed here goes through `plain`: hosts have a say in nearly all of it, and nothing of theirs may
+steer the terminal or be taken for markup.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import time
@@ -13,10 +15,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from rich.color import ColorSystem
 from rich.console import Console
 from rich.live import Live
-from rich.markup import escape
-from rich.segment import SegmentLines
+from rich.segment import Segment, SegmentLines, Segments
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
@@ -26,7 +29,7 @@ from orchestrator.live import Progress, Row
 from orchestrator.records import FirstFailure, JobRecord, LaunchPlan
 from orchestrator.store import Cluster
 from orchestrator.summary import Summary
-from orchestrator.text import one_line
+from orchestrator.text import clean_lines, one_line
 from orchestrator.units import format_bandwidth, format_bytes
 
 
@@ -36,6 +39,8 @@ class _Out(Console):
         raise BrokenPipeError
 
 
+if isinstance(sys.stdout, io.TextIOWrapper):  # where an encoding lacks a letter that a host printed, show a `?`
+    sys.stdout.reconfigure(errors="replace")
 # A pipe has no width: a table is not to be folded for it.
 out = _Out(highlight=False, soft_wrap=True, width=None if sys.stdout and sys.stdout.isatty() else 200)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -45,21 +50,31 @@ PROGRESS_LINE_S = 10.0
 _STATE_COLOURS = {"succeeded": "green", "failed": "red", "lost": "red", "cancelled": "yellow", "running": "cyan"}
 
 
+def plain(text: object, style: str = "") -> Text:
+    """Nothing in it is obeyed by the terminal or taken for markup; line breaks stay."""
+    return Text(clean_lines(text), style)
+
+
+def put(text: object) -> None:
+    """A line of the result."""
+    out.print(plain(text))
+
+
 def say(text: str) -> None:
     """A line beside the result."""
-    err.print(escape(text))
+    err.print(plain(text))
 
 
 def warn(text: str, to: Console | None = None) -> None:
-    (to or err).print(f"[yellow]note:[/] {escape(text)}")
+    (to or err).print(Text.assemble(("note:", "yellow"), " ", plain(text)))
 
 
 def fail(message: str, remedy: str = "") -> None:
     """An error: what is wrong, then what to try."""
-    for line in message.splitlines():
-        err.print(f"[red]error:[/] {escape(line)}")
+    for line in message.split("\n"):
+        err.print(Text.assemble(("error:", "red"), " ", plain(line)))
     if remedy:
-        err.print(f"  [bold]try:[/] {escape(remedy)}")
+        err.print(Text.assemble("  ", ("try:", "bold"), " ", plain(remedy)))
 
 
 def print_json(value: Any) -> None:
@@ -74,7 +89,7 @@ def print_cluster(cluster: Cluster) -> None:
     columns = ("name", "IP", "id", "note", "GPU", "bandwidth", "image", "torch", "status", "added")
     out.print(_table(f"cluster {cluster.name}", columns, cluster_rows(cluster)))
     if cluster.master:
-        out.print(f"master: [bold]{escape(cluster.master_reason)}[/]")
+        out.print(Text.assemble("master: ", plain(cluster.master_reason, "bold")))
 
 
 def cluster_rows(cluster: Cluster) -> list[tuple[str, ...]]:
@@ -133,14 +148,14 @@ def print_jobs(jobs: Sequence[JobRecord]) -> None:
         failure = job.first_failure
         rows.append(
             (
-                Text(job.id),
+                job.id,
                 Text(job.state, style=colour),
-                Text(job.exp),
-                Text(", ".join(job.nodes)),
-                Text(_short_time(job.started) or ""),
-                Text(_short_time(job.ended) or ""),
-                Text("" if job.exit_code is None else str(job.exit_code)),
-                Text(one_line(f"{failure.node}: {failure.reason}", 80) if failure else ""),
+                job.exp,
+                ", ".join(job.nodes),
+                _short_time(job.started) or "",
+                _short_time(job.ended) or "",
+                "" if job.exit_code is None else str(job.exit_code),
+                one_line(f"{failure.node}: {failure.reason}", 80) if failure else "",
             )
         )
     out.print(_table(None, ("job", "state", "exp", "nodes", "started", "ended", "exit", "first failure"), rows))
@@ -154,7 +169,7 @@ def jobs_json(jobs: Sequence[JobRecord]) -> dict[str, Any]:
 def print_end(job: JobRecord) -> None:
     """How a job ended; the failing rank's own code is on the last line."""
     colour = _STATE_COLOURS.get(job.state, "default")
-    err.print(f"[{colour}]{job.state}[/] {escape(job.id)}")
+    err.print(Text.assemble((job.state, colour), " ", plain(job.id)))
     if job.first_failure:
         say(failure_words(job.first_failure))
     if job.exit_code:
@@ -172,24 +187,23 @@ def failure_words(failure: FirstFailure) -> str:
 def print_plan(plan: LaunchPlan) -> None:
     """The whole plan as text: exactly what would run."""
     rendezvous = f"{plan.master_address}:{plan.rendezvous_port}"
-    out.print(f"job {escape(plan.job)} on cluster {escape(plan.cluster)}: {plan.world_size} ranks")
-    out.print(f"master {escape(plan.master)}, rendezvous {rendezvous} (static)")
+    put(f"job {plan.job} on cluster {plan.cluster}: {plan.world_size} ranks")
+    put(f"master {plan.master}, rendezvous {rendezvous} (static)")
     size = format_bytes(plan.code.size_bytes)
-    out.print(
-        f"ships {plan.code.files} files, {size}, from {escape(plan.code.source)} (sha256 {plan.code.sha256[:12]})"
-    )
+    put(f"ships {plan.code.files} files, {size}, from {plan.code.source} (sha256 {plan.code.sha256[:12]})")
     for node in plan.nodes:
         ranks = f"ranks {node.first_rank}..{node.first_rank + node.ranks - 1}"
-        out.print(f"\n[bold]{escape(node.name)}[/] node rank {node.node_rank}, {ranks} on {node.device}")
-        out.print(f"  address    {node.address} on {node.interface or 'an unknown interface'}")
+        rest = f" node rank {node.node_rank}, {ranks} on {node.device}"
+        out.print(Text.assemble("\n", plain(node.name, "bold"), rest))
+        put(f"  address    {node.address} on {node.interface or 'an unknown interface'}")
         if node.shares:
-            out.print(f"  batch      {' + '.join(map(str, node.shares))} samples a step")
-        out.print(f"  workdir    {escape(node.workdir)}")
+            put(f"  batch      {' + '.join(map(str, node.shares))} samples a step")
+        put(f"  workdir    {node.workdir}")
         if node.prepare:
-            out.print(f"  prepare    {escape(node.prepare)}")
-        out.print(f"  env        {escape(' '.join(f'{k}={v}' for k, v in node.env.items()))}")
-        out.print(f"  torchrun   {escape(' '.join((node.python, *node.torchrun)))}")
-        out.print(f"  rank runs  {escape(' '.join((node.python, *node.command)))}")
+            put(f"  prepare    {node.prepare}")
+        put(f"  env        {' '.join(f'{k}={v}' for k, v in node.env.items())}")
+        put(f"  torchrun   {' '.join((node.python, *node.torchrun))}")
+        put(f"  rank runs  {' '.join((node.python, *node.command))}")
     for note in plan.notes:
         warn(note)
 
@@ -198,9 +212,12 @@ def print_plan(plan: LaunchPlan) -> None:
 
 
 def print_events(
-    events: Iterable[Line | Notice | Progress], show: Callable[[Line], bool] = lambda line: True, stream: Console = out
+    events: Iterable[tuple[Line, ...] | Notice | Progress],
+    show: Callable[[Line], bool] = lambda line: True,
+    stream: Console = out,
 ) -> None:
     """Every line with its node and rank before it, a colour a rank, and how the run goes below or between them."""
+    words = _LineWords(stream)
     board: _Table | _Sentences = _Table(stream) if _is_screen(stream) else _Sentences()
     # What is printed past a table that stands on the same screen would be torn by its next drawing.
     notices = stream if _is_screen(stream) and _is_screen(err) else err
@@ -210,12 +227,35 @@ def print_events(
                 warn(event.text, notices)
             elif isinstance(event, Progress):
                 board.show(event)
-            elif show(event):
-                colour = _RANK_COLOURS[event.rank % len(_RANK_COLOURS)]
-                prefix = Text(f"[{event.node} {event.rank}] ", style=colour)
-                stream.print(prefix + Text(event.text, style="dim" if event.stream == "stderr" else ""))
+            elif text := "".join([words.of(line) for line in event if show(line)]):
+                # One segment as it is: laying out each line would cost a flood of them ten times what they cost us.
+                stream.print(Segments([Segment(text)]), end="")
     finally:
         board.close()
+
+
+class _LineWords:
+    """Lines as they are printed, coloured where the stream shows colours."""
+
+    def __init__(self, stream: Console) -> None:
+        self._coloured = stream.color_system is not None and not stream.no_color
+        self._frames: dict[tuple[str, int, str], tuple[str, str]] = {}
+
+    def of(self, line: Line) -> str:
+        node, rank, stream, text = line
+        before, after = self._frames.get((node, rank, stream)) or self._frame(node, rank, stream)
+        return f"{before}{text}{after}"
+
+    def _frame(self, node: str, rank: int, stream: str) -> tuple[str, str]:
+        """What stands around the text of every line of this stream."""
+        prefix, after = f"[{one_line(node)} {rank}] ", "\n"
+        if self._coloured:
+            colour = Style.parse(_RANK_COLOURS[rank % len(_RANK_COLOURS)])
+            prefix = colour.render(prefix, color_system=ColorSystem.STANDARD)
+            if stream == "stderr":
+                prefix, after = f"{prefix}\x1b[2m", "\x1b[0m\n"
+        self._frames[node, rank, stream] = prefix, after
+        return prefix, after
 
 
 def _is_screen(console: Console) -> bool:
@@ -282,7 +322,7 @@ def progress_table(progress: Progress, width: int) -> Table:
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for row, cells in zip(progress.rows, figures, strict=True):
-        table.add_row(Text(row.node), *map(Text, cells))
+        table.add_row(Text(one_line(row.node)), *map(Text, cells))
     return table
 
 
@@ -337,20 +377,20 @@ def print_summary(summary: Summary) -> None:
         whole = f"cluster: {_figure(summary.samples_per_s)} samples/s"
         if summary.efficiency is not None:
             whole += f", {summary.efficiency:.2f} of the sum of its hosts' speeds alone*"
-        out.print(whole)
+        put(whole)
         measured = summary.efficiency_basis == "solo"
         out.print(
             "* " + ("measured with each host alone" if measured else "estimated: samples over compute time"),
             style="dim",
         )
     if summary.bound:
-        out.print(escape(summary.bound.words))
+        put(summary.bound.words)
     if summary.straggler:
-        out.print(f"straggler: {escape(summary.straggler.node)} — {escape(summary.straggler.reason)}")
+        put(f"straggler: {summary.straggler.node} — {summary.straggler.reason}")
     if summary.accuracy is not None:
         out.print(f"test accuracy: {summary.accuracy:.2%}")
     if summary.first_failure:
-        out.print(escape(failure_words(summary.first_failure)))
+        put(failure_words(summary.first_failure))
     for sentence in (*summary.missing, *summary.warnings):
         warn(sentence)
 
@@ -361,11 +401,12 @@ def print_answers(answers: Mapping[str, Any], words: Any) -> None:
         if isinstance(answer, Exception):
             fail(str(answer))
         else:
-            out.print(f"{escape(node)}: {escape(words(answer))}")
+            put(f"{node}: {words(answer)}")
 
 
 def _table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[Any]], right_from: int = 99) -> Table:
-    table = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
+    heading = None if title is None else plain(title)
+    table = Table(title=heading, title_justify="left", header_style="bold", box=None, pad_edge=False)
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index >= right_from else "left", overflow="fold")
     for row in rows:

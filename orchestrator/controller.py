@@ -67,12 +67,15 @@ class Notice:
 
 @dataclass(frozen=True)
 class Report:
-    """summary and the files it came from. errors: hosts whose part could not be fetched."""
+    """summary and the files it came from. errors: hosts whose part could not be fetched. notices: what else there is
+    to know of the files.
+    """
 
     summary: Summary
     run: RunFolder
     new_bytes: int
     errors: Mapping[str, HostError]
+    notices: Sequence[str] = ()
 
 
 class Controller:
@@ -221,8 +224,9 @@ class Controller:
 
     def follow(
         self, plan: LaunchPlan, hosts: Mapping[str, Host], *, until_end: bool = True
-    ) -> Iterator[Line | Notice | Progress]:
-        """Every line of every rank from the first on; keeps the job's record up to date.
+    ) -> Iterator[tuple[Line, ...] | Notice | Progress]:
+        """Every line of every rank from the first on, those together that came together; keeps the job's record up to
+        date.
 
         until_end: until the job has ended, with its progress a few times a second; else only what is there now.
         """
@@ -243,8 +247,12 @@ class Controller:
                 broken.discard(name)
                 yield Notice(f"{name}: connected again")
             if isinstance(item, Piece):
-                yield from splitter.split(name, item)
+                if item.anew:
+                    yield Notice(f"{name}: {item.file} was cut, replaced or rotated on its host; it begins anew here")
+                if lines := tuple(splitter.split(name, item)):
+                    yield lines
                 has_news |= until_end and view.take(name, item)
+                ended_at = ended_at and time.monotonic()  # who still has something to show is not late
             elif isinstance(item, Agent):
                 found[name] = item.record
                 record = self._remember(plan, found)
@@ -255,7 +263,7 @@ class Controller:
                 yield view.progress()
             if ended_at is not None and time.monotonic() > ended_at + LATE_S:
                 break
-        yield from splitter.rest()
+        yield tuple(splitter.rest())
         if has_news:
             yield view.progress()
         if until_end and refused and ended_at is None:
@@ -306,17 +314,25 @@ class Controller:
     # ---- results ----------------------------------------------------------------------------------------------
 
     def collect(self, plan: LaunchPlan, out: Path, progress: Callable[[str, int], None] = lambda *_: None) -> Report:
-        """Pulls what is new into `out/<job>/`, analyses it, writes the report."""
+        """Pulls what is new into `out/<job>/`, analyses it, writes the report.
+
+        While somebody else collects into that folder, it is only read. Raises HeldError where there is nothing yet.
+        """
         run = RunFolder(out / plan.job)
         own_folder(run.root)
-        run.root.mkdir(parents=True, exist_ok=True)
-        hosts, errors = self.hosts_of(plan)
-        collected = collect.collect(plan, hosts, run, progress)
-        record = self._remember(plan, collected.agents)
-        write_record(run.plan, plan)
-        write_record(run.job, record)
-        summary = self.report(run)
-        return Report(summary, run, collected.new_bytes, {**errors, **collected.errors})
+        try:
+            with collect.claimed(run):
+                write_record(run.plan, plan)
+                hosts, errors = self.hosts_of(plan)
+                collected = collect.collect(plan, hosts, run, progress)
+                write_record(run.job, self._remember(plan, collected.agents))
+                summary = self.report(run)
+            return Report(summary, run, collected.new_bytes, {**errors, **collected.errors}, collected.notices)
+        except collect.HeldError as error:
+            if not run.summary.is_file():
+                raise
+            said = f"{error.message}; this is what the collect before it found. {error.remedy}"
+            return Report(Summary.load(run), run, 0, {}, (said,))
 
     def report(self, run: RunFolder) -> Summary:
         """Analyses a collected run folder and writes its report; needs no host."""

@@ -1,33 +1,68 @@
 """Reads the stream of `remote/reader.py`: bytes from a host in, checked values out. Pure.
 
-A host is not trusted to name files: only the names that this job can have are let through, offsets have to follow one
-another, and lines and pieces have a largest size. Anything else ends the stream with a ProbeError.
+    held = {}
+    for frame in read_frames("v100", chunks, frozenset({0, 1}), held):  # `held` follows what has come
+        ...
+
+A host is not trusted to name files: only the names that this job can have are let through, a piece has to go on where
+the one before it ended (or begin its file anew), and lines and pieces have a largest size. Anything else ends the
+stream with a ProbeError.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, MutableMapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.errors import ConnectError, ProbeError
 
 MAX_LINE_BYTES = 1 << 20
 MAX_PIECE_BYTES = 1 << 18
-_RANK_FILE = re.compile(r"rank-(\d{1,5})/(stdout\.log|stderr\.log|metrics\.jsonl)")
-_NODE_FILES = frozenset({"supervisor.log", "torchrun.log", "prepare.log", "gpu.jsonl"})
+HEAD_BYTES = 1 << 12
+"""A file is known by its inode and by how it begins."""
+RANK_FILES = ("stdout.log", "stderr.log", "metrics.jsonl")
+NODE_FILES = ("supervisor.log", "torchrun.log", "prepare.log", "gpu.jsonl")
+_RANK_FILE = re.compile(rf"rank-(\d{{1,5}})/({'|'.join(map(re.escape, RANK_FILES))})")
 
 
 @dataclass(frozen=True)
 class Piece:
-    """New bytes of one file. rank: None for a file of the node itself."""
+    """New bytes of one file. rank: None for a file of the node itself. inode: the file's on its host.
+
+    anew: the file was cut, replaced or rotated on its host: what came before belongs to an older generation of it.
+    """
 
     file: str
     rank: int | None
     offset: int
     data: bytes
+    inode: int | None = None
+    anew: bool = False
+
+
+@dataclass(frozen=True)
+class Held:
+    """What is here of a file: its first `offset` bytes, of which `head` are the first HEAD_BYTES.
+
+    inode: the file's on its host; None where that is not known.
+    """
+
+    offset: int = 0
+    inode: int | None = None
+    head: bytes = b""
+
+    def request(self) -> dict[str, Any]:
+        """What `remote/reader.py` has to know to go on from here."""
+        return {"offset": self.offset, "inode": self.inode, "head": hashlib.sha256(self.head).hexdigest()}
+
+    def plus(self, piece: Piece) -> Held:
+        """With this piece, which goes on where this ends."""
+        head = self.head + piece.data[: HEAD_BYTES - len(self.head)]
+        return Held(self.offset + len(piece.data), piece.inode, head)
 
 
 @dataclass(frozen=True)
@@ -52,61 +87,94 @@ class Beat:
 Frame = Piece | Agent | End | Beat
 
 
-def read_frames(node: str, chunks: Iterable[bytes], ranks: frozenset[int]) -> Iterator[Frame]:
-    """chunks: as a transport's stream yields them (b"" gives a Beat). ranks: the ranks that live on this node."""
-    buffer = bytearray()
+def names_of(ranks: Iterable[int]) -> list[str]:
+    """Every file that a host with these ranks may have of a job."""
+    return [f"rank-{rank}/{name}" for rank in ranks for name in RANK_FILES] + list(NODE_FILES)
+
+
+def read_frames(
+    node: str, chunks: Iterable[bytes], ranks: frozenset[int], held: MutableMapping[str, Held] | None = None
+) -> Iterator[Frame]:
+    """chunks: as a transport's stream yields them (b"" gives a Beat). ranks: the ranks that live on this node.
+
+    held: by file, what is here already; brought up to date with every piece, before it is given out. A piece is given
+    out part by part, as its bytes come: a link that breaks takes none of them along.
+    """
+    held = {} if held is None else held
+    coming: Piece | None = None
+    buffer, due = bytearray(), 0  # so many bytes of the piece `coming` are still on their way
     for chunk in chunks:
         buffer += chunk
         if not chunk:
             yield Beat()
-        while (frame := _take(node, buffer, ranks)) is not None:
-            yield frame
-    if buffer:
+        while buffer:
+            if coming and due:
+                part = replace(coming, data=bytes(buffer[:due]))
+                coming, due = replace(coming, offset=coming.offset + len(part.data)), due - len(part.data)
+                del buffer[: len(part.data)]
+                yield _follow_on(node, part, held)
+                continue
+            line = _take_line(node, buffer)
+            if line is None:
+                break
+            frame, due = _frame(node, line, ranks)
+            if isinstance(frame, Piece):
+                coming = frame
+            else:
+                yield frame
+    if buffer or due:
         raise ConnectError(node, "its answer broke off in the middle of a frame")
 
 
-def _take(node: str, buffer: bytearray, ranks: frozenset[int]) -> Frame | None:
-    """Removes one whole frame from the front of the buffer; None where it is not there yet."""
+def _follow_on(node: str, piece: Piece, held: MutableMapping[str, Held]) -> Piece:
+    before = held.get(piece.file, Held())
+    if piece.offset == 0 and before.offset:
+        before, piece = Held(), replace(piece, anew=True)
+    if piece.offset != before.offset:
+        raise ProbeError(node, f"sent {piece.file} from byte {piece.offset} on, where {before.offset} was due")
+    held[piece.file] = before.plus(piece)
+    return piece
+
+
+def _take_line(node: str, buffer: bytearray) -> bytes | None:
+    """Removes one whole line from the front of the buffer; None where it is not there yet."""
     end = buffer.find(b"\n", 0, MAX_LINE_BYTES)
     if end < 0:
         if len(buffer) >= MAX_LINE_BYTES:
             raise ProbeError(node, "sent a line longer than any frame's")
         return None
+    line = bytes(buffer[:end])
+    del buffer[: end + 1]
+    return line
+
+
+def _frame(node: str, line: bytes, ranks: frozenset[int]) -> tuple[Frame, int]:
+    """A frame, and how many bytes of a piece follow it."""
     try:
-        header = json.loads(bytes(buffer[:end]))
-        size = _size(header)
-        if len(buffer) < end + 1 + size:
-            return None
-        frame = _frame(header, bytes(buffer[end + 1 : end + 1 + size]), ranks)
+        header = json.loads(line)
+        if "file" in header:
+            return _piece(header, ranks)
+        if "agent" in header:
+            return Agent(dict(header["agent"])), 0
+        if "end" in header:
+            files = {str(name): (int(f["size"]), str(f["sha256"])) for name, f in header["end"].items()}
+            for name in files:
+                _rank_of(name, ranks)
+            return End(files), 0
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ProbeError(node, f"sent a frame that is none ({error.__class__.__name__}: {str(error)[:80]})") from error
-    del buffer[: end + 1 + size]
-    return frame
+    return Beat(), 0
 
 
-def _size(header: dict[str, Any]) -> int:
-    if "file" not in header:
-        return 0
-    size = header["size"]
+def _piece(header: dict[str, Any], ranks: frozenset[int]) -> tuple[Piece, int]:
+    size, offset, inode = header["size"], header["offset"], header["inode"]
     if not isinstance(size, int) or not 0 < size <= MAX_PIECE_BYTES:
         raise ValueError(f"a piece of {size!r} bytes")
-    return size
-
-
-def _frame(header: dict[str, Any], data: bytes, ranks: frozenset[int]) -> Frame:
-    if "file" in header:
-        offset = header["offset"]
-        if not isinstance(offset, int) or offset < 0:
-            raise ValueError(f"offset {offset!r}")
-        return Piece(header["file"], _rank_of(header["file"], ranks), offset, data)
-    if "agent" in header:
-        return Agent(dict(header["agent"]))
-    if "end" in header:
-        files = {str(name): (int(f["size"]), str(f["sha256"])) for name, f in header["end"].items()}
-        for name in files:
-            _rank_of(name, ranks)
-        return End(files)
-    return Beat()
+    if not isinstance(offset, int) or offset < 0:
+        raise ValueError(f"offset {offset!r}")
+    if inode is not None and not isinstance(inode, int):
+        raise ValueError(f"inode {inode!r}")
+    return Piece(header["file"], _rank_of(header["file"], ranks), offset, b"", inode), size
 
 
 def _rank_of(name: str, ranks: frozenset[int]) -> int | None:
@@ -114,6 +182,6 @@ def _rank_of(name: str, ranks: frozenset[int]) -> int | None:
     match = _RANK_FILE.fullmatch(name)
     if match and int(match[1]) in ranks and name == f"rank-{int(match[1])}/{match[2]}":
         return int(match[1])
-    if name in _NODE_FILES:
+    if name in NODE_FILES:
         return None
     raise ValueError(f"file name {name!r}")

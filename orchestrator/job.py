@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from orchestrator import call
 from orchestrator.call import Host
 from orchestrator.errors import ConnectError, HostError, HostsError
-from orchestrator.frames import Beat, End, Frame, Piece, read_frames
+from orchestrator.frames import Beat, End, Frame, Held, read_frames
 from orchestrator.records import ENDED, FirstFailure, JobRecord, JobState, LaunchPlan, NodePlan
 from orchestrator.transport.fanout import errors, for_each, values
 
@@ -29,6 +29,8 @@ START_S = 2 * PREPARE_S + 30
 """A job that no host knows of may still be on its way for this long."""
 ASK_S = 30.0
 RETRY_S = 1.0
+WAITING_FRAMES = 64
+"""So much may have come and not been looked at, a piece of 256 KiB each at most; then the links wait, never the job."""
 SMALL_BYTES = 1 << 16
 """Code up to this size is sooner sent than asked for."""
 
@@ -117,24 +119,24 @@ def watch(
     plan: LaunchPlan,
     hosts: Mapping[str, Host],
     *,
-    offsets: Mapping[str, Mapping[str, int]],
+    offsets: Mapping[str, Mapping[str, Held]],
     follow: bool,
     files: bool = True,
     reconnect: Callable[[str], Host] | None = None,
 ) -> Iterator[tuple[str, Frame | HostError]]:
     """What the job's hosts have to say, as it comes: (node, frame), and (node, error) where a link broke.
 
-    offsets: per node and file, the bytes already here. files: False for the supervisors' records alone. A broken link
-    is dialled again by `reconnect`, for as long as it takes, and goes on where it stopped: the job does not depend on
-    it. Without `reconnect` the host's part ends there. Ends when every host has ended; a ("", Beat) comes when nobody
-    has said a thing for a second.
+    offsets: per node and file, what is here already. files: False for the supervisors' records alone. A broken link
+    is dialled again by `reconnect`, for as long as it takes, and goes on where it stopped: every byte comes once and in
+    order, and the job does not depend on it. Without `reconnect` the host's part ends there. Ends when every host has
+    ended; a ("", Beat) comes when nobody has said a thing for a second.
     """
-    heard: queue.Queue[tuple[str, Frame | HostError | BaseException | None]] = queue.Queue(maxsize=256)
+    heard: queue.Queue[tuple[str, Frame | HostError | BaseException | None]] = queue.Queue(WAITING_FRAMES)
     leaving = threading.Event()
 
     def listen(name: str) -> None:
         try:
-            _listen(hosts[name], request(name), reconnect, put, leaving)
+            _listen(hosts[name], request(name), dict(offsets.get(name, {})), reconnect, put, leaving)
         except BaseException as error:  # a bug of ours: the main thread has to raise it
             put((name, error))
         put((name, None))
@@ -145,7 +147,6 @@ def watch(
             "workdir": node.workdir,
             "job": plan.job,
             "ranks": list(ranks_of(node)),
-            "offsets": dict(offsets.get(name, {})),
             "follow": follow,
             "files": files,
         }
@@ -181,21 +182,21 @@ def watch(
 
 def _listen(
     host: Host,
-    request: dict[str, Any],
+    request: Mapping[str, Any],
+    held: dict[str, Held],
     reconnect: Callable[[str], Host] | None,
     put: Callable[[tuple[str, Any]], None],
     leaving: threading.Event,
 ) -> None:
-    """One host's stream to its end, over as many connections as it takes. Keeps the request's offsets up to date."""
+    """One host's stream to its end, over as many connections as it takes. `held` follows what has come."""
     name = host.node
     while not leaving.is_set():
         try:
-            with call.open_stream(host, "reader", request) as chunks:
-                for frame in read_frames(name, chunks, frozenset(request["ranks"])):
+            offsets = {file: have.request() for file, have in held.items()}
+            with call.open_stream(host, "reader", {**request, "offsets": offsets}) as chunks:
+                for frame in read_frames(name, chunks, frozenset(request["ranks"]), held):
                     if leaving.is_set():
                         return
-                    if isinstance(frame, Piece):
-                        request["offsets"][frame.file] = frame.offset + len(frame.data)
                     put((name, frame))
                     if isinstance(frame, End):
                         return

@@ -48,12 +48,20 @@ class Home:
     def job(self, job: str) -> Path:
         return self.jobs / job
 
+    def launching(self, job: str) -> Path:
+        """There from the intent to start a job until every host has been told to go, and locked all the while."""
+        return self.job(job) / "launching"
+
 
 @dataclass(frozen=True)
 class RunFolder:
     """A collected run: `<out>/<job id>/`."""
 
     root: Path
+
+    @property
+    def lock(self) -> Path:
+        return self.root / ".lock"
 
     @property
     def plan(self) -> Path:

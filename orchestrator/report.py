@@ -23,7 +23,7 @@ from orchestrator.files import write_atomic
 from orchestrator.paths import RunFolder
 from orchestrator.published import conditions, published_for
 from orchestrator.summary import NodeSummary, RankEnd, Summary
-from orchestrator.text import clean, one_line
+from orchestrator.text import clean, clean_lines, one_line
 from orchestrator.units import format_bandwidth, format_bytes, format_duration
 
 NOTHING = "–"
@@ -184,6 +184,7 @@ def _environment() -> Environment:
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=lambda value: clean_lines(value) if type(value) is str else value,  # a Markup is ours
         trim_blocks=True,
         lstrip_blocks=True,
     )

@@ -18,6 +18,11 @@ def clean(text: str) -> str:
     return _CONTROLS.sub("", _ESCAPES.sub("", text))
 
 
+def clean_lines(text: object) -> str:
+    """The same for text whose line breaks are meant."""
+    return "\n".join(clean(line) for line in str(text).split("\n"))
+
+
 def one_line(text: object, limit: int = 300) -> str:
     """All of it on one printable line of at most `limit` characters, cleaned."""
     spaced = re.sub(r"\s+", " ", str(text)[: 4 * limit])

@@ -1,14 +1,15 @@
 """Collecting from a torch-free gang on this machine: real supervisors, real files, links that break on purpose."""
 
-import contextlib
+import os
 import shutil
-from dataclasses import replace
 
 import pytest
+from breaking import breaking
 from gang import gang
 
-from orchestrator.collect import collect
-from orchestrator.errors import ConnectError
+from orchestrator import collect as collecting
+from orchestrator.collect import HeldError, claimed, collect
+from orchestrator.errors import OrchError
 from orchestrator.paths import RunFolder
 
 SAYS = """
@@ -45,8 +46,9 @@ def pull(job, run, hosts=None):
 
 
 def here(run):
-    """Every collected file but the records, by name, hidden ones included."""
-    files = [path for path in run.nodes.rglob("*") if path.is_file() and path.name != "agent.json"]
+    """Every collected file but our records, by name, hidden ones included."""
+    records = ("agent.json", ".pulled.json")
+    files = [path for path in run.nodes.rglob("*") if path.is_file() and path.name not in records]
     return {path.relative_to(run.nodes).as_posix(): path.read_bytes() for path in files}
 
 
@@ -60,34 +62,18 @@ def there(job):
     return found
 
 
-class Breaking:
-    """A transport whose stream breaks after so many bytes."""
-
-    def __init__(self, transport, after):
-        self._transport, self._after = transport, after
-
-    @property
-    def node(self):
-        return self._transport.node
-
-    @contextlib.contextmanager
-    def stream(self, command, *, stdin=b""):
-        with self._transport.stream(command, stdin=stdin) as chunks:
-            yield self._cut(chunks)
-
-    def _cut(self, chunks):
-        left = self._after
-        for chunk in chunks:
-            yield chunk[:left]
-            left -= len(chunk)
-            if left <= 0:
-                raise ConnectError(self.node, "the link broke")
+def beginnings(job, run):
+    """Whether each file here is a beginning of its host's, the host's name for it in the list where it is whole."""
+    whole = []
+    for name, data in here(run).items():
+        assert there(job)[name].startswith(data), name
+        whole += [name] if there(job)[name] == data else []
+    return whole
 
 
-def breaking(job, node, after):
-    hosts = dict(job.hosts)
-    hosts[node] = replace(hosts[node], transport=Breaking(hosts[node].transport, after))
-    return hosts
+def cut(job, node, after):
+    """The job's hosts, one of them behind a link that breaks."""
+    return {**job.hosts, node: breaking(job.hosts[node], after)}
 
 
 def test_every_file_arrives_whole_with_the_hosts_records(ended, run):
@@ -131,62 +117,160 @@ def test_what_a_running_job_has_written_comes_now_and_the_rest_later(tmp_path, r
         assert first.new_bytes + second.new_bytes == sum(map(len, here(run).values()))
 
 
-def test_a_file_that_was_cut_on_its_host_comes_again_whole(ended, run):
+def cut_short(path):
+    with open(path, "r+b") as file:
+        file.truncate(100)
+
+
+def rewrite_longer(path):
+    """In place, as a truncating writer does: the inode stays."""
+    size = path.stat().st_size
+    path.write_bytes(b"another beginning\n" + b"x" * (size + 5))
+
+
+def replace_alike(path):
+    """Another file of the same name, which only its inode tells from the old one for the first 4 KiB."""
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes()[:-10] + b"y" * 5000)
+    other.rename(path)
+
+
+def rotate(path):
+    path.rename(path.with_name("stdout.old"))
+    path.write_bytes(b"a new day\n")
+
+
+@pytest.mark.parametrize("change", [cut_short, rewrite_longer, replace_alike, rotate])
+def test_a_file_that_began_anew_on_its_host_is_pulled_whole_and_the_older_one_stays(ended, run, change):
     pull(ended, run)
-    (ended.folder("a") / "rank-0" / "metrics.jsonl").write_text("short\n")
+    old = here(run)["a/rank-0/metrics.jsonl"]
+    change(ended.folder("a") / "rank-0" / "metrics.jsonl")
     collected = pull(ended, run)
-    assert (collected.new_bytes, collected.errors) == (len("short\n"), {})
-    assert run.metrics("a", 0).read_text() == "short\n"
+    assert collected.errors == {}
+    assert here(run) == {**there(ended), "a/rank-0/metrics.jsonl.1": old}
+    (notice,) = collected.notices
+    assert notice.startswith("a: rank-0/metrics.jsonl was cut, replaced or rotated")
+    assert notice.endswith("is here as metrics.jsonl.1")
 
 
-@pytest.mark.parametrize("longer", [0, 5])
-def test_a_file_that_was_replaced_on_its_host_is_noticed_and_comes_with_the_next_collect(ended, run, longer):
+def test_every_generation_stays_in_its_order(ended, run):
+    path = ended.folder("a") / "rank-0" / "stdout.log"
+    for text in ("first\n", "second one\n", "third\n", "4\n"):
+        path.unlink()
+        path.write_text(text)
+        pull(ended, run)
+    folder = run.rank("a", 0)
+    told = {found.name: found.read_text() for found in folder.glob("stdout.log*")}
+    assert told == {
+        "stdout.log.1": "first\n",
+        "stdout.log.2": "second one\n",
+        "stdout.log.3": "third\n",
+        "stdout.log": "4\n",
+    }
+    assert pull(ended, run).notices == []
+
+
+def test_a_host_that_begins_its_files_anew_without_end_is_stopped(ended, run, monkeypatch):
+    monkeypatch.setattr(collecting, "MAX_GENERATIONS", 1)
+    path = ended.folder("a") / "rank-0" / "stdout.log"
+    for text in ("first\n", "second one\n"):
+        pull(ended, run)
+        path.unlink()
+        path.write_text(text)
+    with pytest.raises(OrchError, match=r"a: began stdout\.log anew more than 1 times"):
+        pull(ended, run)
+
+
+def test_a_file_changed_in_its_middle_is_set_aside_and_comes_whole_with_the_same_collect(ended, run):
+    """Same inode, same beginning, longer: only the hash over all of it can tell."""
     pull(ended, run)
     path = ended.folder("a") / "rank-0" / "metrics.jsonl"
-    path.write_text("x" * (path.stat().st_size + longer))
-    first = pull(ended, run)
-    assert "a: arrived damaged: rank-0/metrics.jsonl: collect again" in str(first.errors["a"])
-    assert not run.metrics("a", 0).exists()
-    assert pull(ended, run).errors == {}
-    assert here(run) == there(ended)
+    old = path.read_bytes()
+    with open(path, "r+b") as file:
+        file.seek(10_000)
+        file.write(b"#" * 50)
+        file.seek(0, os.SEEK_END)
+        file.write(b"{}\n")
+    collected = pull(ended, run)
+    assert collected.errors == {}
+    assert "set aside as damaged" in collected.notices[0]
+    assert here(run) == {**there(ended), "a/rank-0/metrics.jsonl.damaged-1": old + b"{}\n"}
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[:-9] + b"x" * 9, lambda b: b[:100], lambda b: b + b"more"])
-def test_a_file_damaged_here_is_healed(ended, run, damage):
+@pytest.mark.parametrize("damage", [lambda b: b[:-9] + b"x" * 9, lambda b: b"x" + b[1:], lambda b: b + b"more"])
+def test_a_file_damaged_here_is_healed_and_kept_beside(ended, run, damage):
     pull(ended, run)
     path = run.metrics("b", 1)
     path.write_bytes(damage(path.read_bytes()))
+    damaged = path.read_bytes()
+    collected = pull(ended, run)
+    assert (collected.errors, len(collected.notices)) == ({}, 1)
+    aside = {name: data for name, data in here(run).items() if name not in there(ended)}
+    assert list(aside.values()) == [damaged]
+    assert {**there(ended), **aside} == here(run)
+
+
+def test_a_file_cut_here_goes_on_from_where_it_ends(ended, run):
     pull(ended, run)
-    assert pull(ended, run).errors == {}
+    path = run.metrics("b", 1)
+    os.truncate(path, 1000)
+    collected = pull(ended, run)
+    assert (collected.new_bytes, collected.notices) == (there(ended)["b/rank-1/metrics.jsonl"].__len__() - 1000, [])
     assert here(run) == there(ended)
 
 
-@pytest.mark.parametrize("after", [0, 100, 20_000, 40_000])
-def test_a_link_that_breaks_leaves_no_half_file_and_takes_nothing_from_the_others(ended, run, after):
-    collected = pull(ended, run, breaking(ended, "b", after))
+@pytest.mark.parametrize("after", [0, 2000, 20_000, 40_000])
+def test_a_link_that_breaks_keeps_every_byte_that_came_and_takes_nothing_from_the_others(ended, run, after):
+    collected = pull(ended, run, cut(ended, "b", after))
     assert "the link broke" in str(collected.errors["b"])
     assert set(collected.errors) == {"b"}
-    assert here(run) == {name: data for name, data in there(ended).items() if name.startswith("a/")}
-    assert pull(ended, run).errors == {}
+    assert {name for name in there(ended) if name.startswith("a/")} <= set(beginnings(ended, run))
+    came = sum(len(data) for name, data in here(run).items() if name.startswith("b/"))
+    assert came >= after - 2500  # but for the host's record and the frames' first lines
+    again = pull(ended, run)
+    assert again.errors == {}
     assert here(run) == there(ended)
+    assert collected.new_bytes + again.new_bytes == sum(map(len, here(run).values()))
 
 
-def test_a_link_that_breaks_leaves_what_was_there_before(ended, run):
-    pull(ended, run)
-    before = here(run)
-    with open(ended.folder("b") / "rank-1" / "metrics.jsonl", "a") as file:
-        file.write("{}\n" * 50_000)
-    assert set(pull(ended, run, breaking(ended, "b", 100_000)).errors) == {"b"}
-    assert here(run) == before
-
-
-def test_a_part_left_by_a_crash_is_neither_kept_nor_trusted(ended, run):
-    pull(ended, run)
-    path = run.metrics("a", 0)
-    path.unlink()
-    path.with_name(".metrics.jsonl.part").write_text("half of something")
-    assert pull(ended, run).errors == {}
+def test_cuts_every_few_bytes_come_to_the_whole(ended, run):
+    hosts = {name: breaking(host, 9_000) for name, host in ended.hosts.items()}
+    new_bytes = 0
+    for _ in range(20):
+        collected = pull(ended, run, hosts)
+        new_bytes += collected.new_bytes
+        beginnings(ended, run)
+        if not collected.errors:
+            break
     assert here(run) == there(ended)
+    assert new_bytes == sum(map(len, here(run).values()))
+
+
+def test_a_folder_is_one_collects_at_a_time_and_the_other_hears_whose(run):
+    said = rf"^process {os.getpid()} on .* since .* is collecting into"
+    with claimed(run), pytest.raises(HeldError, match=said), claimed(run):
+        pass
+    with claimed(run):
+        pass
+
+
+def test_what_a_killed_collect_left_half_written_is_removed(ended, run):
+    pull(ended, run)
+    half = [run.root / ".plan.json.abcd1234", run.node("a") / ".agent.json.zyxw9876"]
+    for path in half:
+        path.write_text("half")
+    with claimed(run):
+        assert not [path for path in half if path.exists()]
+        assert run.lock.exists()
+    assert pull(ended, run).new_bytes == 0
+
+
+@pytest.mark.parametrize("note", [b"", b"{", b"[1]", b'{"rank-0/metrics.jsonl": "x"}', None])
+def test_without_its_note_a_folder_is_known_by_what_it_holds(ended, run, note):
+    pull(ended, run)
+    path = run.node("a") / ".pulled.json"
+    path.unlink() if note is None else path.write_bytes(note)
+    assert (pull(ended, run).new_bytes, here(run)) == (0, there(ended))
 
 
 def test_a_host_cleaned_since_takes_nothing_away_from_what_was_collected(ended, run):

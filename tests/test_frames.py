@@ -2,13 +2,14 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import ConnectError, ProbeError
-from orchestrator.frames import MAX_LINE_BYTES, Agent, Beat, End, Piece, read_frames
+from orchestrator.frames import HEAD_BYTES, MAX_LINE_BYTES, Agent, Beat, End, Held, Piece, read_frames
 
 RANKS = frozenset({0, 1})
 
@@ -23,13 +24,14 @@ def read(*chunks):
 
 STREAM = (
     frame({"agent": {"state": "running"}})
-    + frame({"file": "rank-1/stdout.log", "offset": 3, "size": 4}, b"\n\x00\xff{")
+    + frame({"file": "rank-1/stdout.log", "inode": 9, "offset": 0, "size": 3}, b"abc")
+    + frame({"file": "rank-1/stdout.log", "inode": 9, "offset": 3, "size": 4}, b"\n\x00\xff{")
     + frame({"beat": 1})
     + frame({"end": {"rank-1/stdout.log": {"size": 7, "sha256": "ab"}}})
 )
 FRAMES = [
     Agent({"state": "running"}),
-    Piece("rank-1/stdout.log", 1, 3, b"\n\x00\xff{"),
+    Piece("rank-1/stdout.log", 1, 0, b"abc\n\x00\xff{", 9),
     Beat(),
     End({"rank-1/stdout.log": (7, "ab")}),
 ]
@@ -39,7 +41,49 @@ FRAMES = [
 def test_frames_are_the_same_however_the_bytes_are_cut(cuts):
     edges = [0, *sorted(cuts), len(STREAM)]
     chunks = [STREAM[a:b] for a, b in itertools.pairwise(edges) if a < b]
-    assert read(*chunks) == FRAMES
+    assert joined(read(*chunks)) == FRAMES
+
+
+def joined(frames):
+    """With the parts of a file that follow one another as one piece."""
+    whole = []
+    for one in frames:
+        last = whole[-1] if whole else None
+        if isinstance(one, Piece) and isinstance(last, Piece) and one.offset == last.offset + len(last.data):
+            whole[-1] = replace(last, data=last.data + one.data)
+        else:
+            whole.append(one)
+    return whole
+
+
+def piece(offset, data, inode=7, file="rank-0/stdout.log"):
+    return frame({"file": file, "inode": inode, "offset": offset, "size": len(data)}, data)
+
+
+def test_the_bytes_of_a_piece_are_given_out_as_they_come():
+    coming = read_frames("a", iter([piece(0, b"abcdef")[:-2]]), RANKS)
+    assert next(coming).data == b"abcd"
+    with pytest.raises(ConnectError, match="broke off"):
+        next(coming)
+
+
+@pytest.mark.parametrize("offset", [2, 4, 10**15])
+def test_a_piece_that_does_not_go_on_where_the_last_one_ended_is_refused(offset):
+    with pytest.raises(ProbeError, match=rf"from byte {offset} on, where 3 was due"):
+        read(piece(0, b"abc"), piece(offset, b"d"))
+
+
+def test_a_file_that_starts_again_is_told_apart_from_one_that_goes_on():
+    pieces = read(piece(0, b"abc"), piece(3, b"d"), piece(0, b"x", inode=8), piece(1, b"y", inode=8))
+    assert [(one.offset, one.anew) for one in pieces] == [(0, False), (3, False), (0, True), (1, False)]
+
+
+def test_what_is_held_follows_what_has_come():
+    held = {"rank-0/stdout.log": Held(3, 7, b"abc")}
+    data = b"x" * (HEAD_BYTES + 10)
+    list(read_frames("a", [piece(3, data), piece(0, b"new", file="torchrun.log")], RANKS, held))
+    assert held["rank-0/stdout.log"] == Held(3 + len(data), 7, (b"abc" + data)[:HEAD_BYTES])
+    assert held["torchrun.log"] == Held(3, 7, b"new")
 
 
 def test_an_empty_chunk_is_a_beat():
@@ -62,7 +106,7 @@ def test_an_empty_chunk_is_a_beat():
 )
 def test_a_name_that_is_not_this_jobs_ends_the_stream(name):
     with pytest.raises(ProbeError, match=r"^a: sent a frame that is none"):
-        read(frame({"file": name, "offset": 0, "size": 1}, b"x"))
+        read(frame({"file": name, "inode": 7, "offset": 0, "size": 1}, b"x"))
 
 
 def test_foreign_names_in_the_end_frame_are_refused_too():
@@ -73,7 +117,7 @@ def test_foreign_names_in_the_end_frame_are_refused_too():
 @pytest.mark.parametrize("size", [-1, 0, 10**12, "1", None, 1.5])
 def test_a_piece_of_an_impossible_size_is_refused(size):
     with pytest.raises(ProbeError):
-        read(frame({"file": "rank-0/stdout.log", "offset": 0, "size": size}))
+        read(frame({"file": "rank-0/stdout.log", "inode": 7, "offset": 0, "size": size}))
 
 
 def test_an_endless_line_is_refused_before_it_fills_the_memory():

@@ -26,6 +26,42 @@ def test_lines_are_the_same_however_the_bytes_are_cut(lines, cuts):
     assert split(*[data[a:b] for a, b in itertools.pairwise(edges)]) == lines
 
 
+@given(
+    st.lists(st.sampled_from([b"abc", b"\n", b"\r", b"\r\n", b"\x1b[2J", b"\x1b]0;t\x07", "é€".encode(), b"\xff", b"\t",
+                              b"x" * (MAX_LINE_CHARS - 3)]), max_size=12),
+    st.lists(st.integers(0, 300_000), max_size=6),
+)  # fmt: skip
+def test_hostile_lines_are_the_same_however_the_bytes_are_cut(parts, cuts):
+    data = b"".join(parts)
+    edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    whole = split(data)
+    assert split(*[data[a:b] for a, b in itertools.pairwise(edges)]) == whole
+    assert all(len(line) <= MAX_LINE_CHARS and harmless(line) for line in whole)
+
+
+@given(st.lists(st.binary(max_size=60), max_size=6))
+def test_no_bytes_give_a_line_that_steers_a_terminal(pieces):
+    assert all(harmless(line) for line in split(*pieces))
+
+
+def harmless(line):
+    return not any((ord(c) < 32 and c != "\t") or 127 <= ord(c) < 160 or c in "\u061c\u200e\u200f\u2028\u2029" or
+                   "\u202a" <= c <= "\u202e" or "\u2066" <= c <= "\u2069" for c in line)  # fmt: skip
+
+
+def test_the_unfinished_line_of_an_older_generation_is_shown_before_the_new_one():
+    splitter = Splitter()
+    pieces = [
+        Piece("rank-0/stdout.log", 0, 0, b"old\nunfinished"),
+        Piece("rank-0/stdout.log", 0, 0, b"new\n", anew=True),
+    ]
+    assert [line.text for piece in pieces for line in splitter.split("a", piece)] == ["old", "unfinished", "new"]
+
+
+def test_a_long_line_is_wrapped_and_nothing_of_it_is_lost():
+    assert "".join(split(b"y" * (3 * MAX_LINE_CHARS + 7) + b"\n")) == "y" * (3 * MAX_LINE_CHARS + 7)
+
+
 def test_a_last_line_without_a_newline_is_shown_too():
     assert split(b"one\ntwo") == ["one", "two"]
 

@@ -299,7 +299,7 @@ def test_on_a_pipe_a_host_says_a_line_every_ten_seconds_and_a_last_one(monkeypat
 
 
 def test_a_script_without_metrics_shows_its_lines_alone(capsys):
-    console.print_events([Line("a", 0, "stdout", "hello")])
+    console.print_events([(Line("a", 0, "stdout", "hello"),)])
     assert capsys.readouterr() == ("[a 0] hello\n", "")
 
 
@@ -410,12 +410,12 @@ from orchestrator.live import Progress, Row
 LONG = "node-with-a-name-longer-than-anyone-wants-to-read-in-a-table-of-figures"
 
 def events():
-    yield Line("a", 0, "stdout", "before")
+    yield (Line("a", 0, "stdout", "before"),)
     for step in range(1, 30):
         a2000 = Row("a2000", step, 938, 333.3, 0.3124, 0.41)
         yield Progress((a2000, Row(LONG, 10**6 - step, 10**6, 83333.0, -1e9, None)))
         if step % 10 == 0:
-            yield Line("a", 0, "stdout", f"at {step} " + "x" * 70)
+            yield (Line("a", 0, "stdout", f"at {step} " + "x" * 70),)
             yield Notice(f"link {step}")
     END
 

@@ -1,15 +1,22 @@
-"""Hands a job's files back as a stream of frames, from the offsets that the controller already has.
+"""Hands a job's files back as a stream of frames, from where the controller already has them.
 
-Request: {"workdir", "job", "ranks": [numbers of this host], "offsets": {name: bytes}, "follow": bool, "files": bool};
-without `files` only the record is told. Each frame is one JSON line, followed by `size` raw bytes where it says so:
+Request: {"workdir", "job", "ranks": [numbers of this host], "offsets": {name: {"offset", "inode", "head"}}, "follow",
+"files"}; without `files` only the record is told. Of each file the controller has the first `offset` bytes, `inode` (or
+null) is which file they came from, and `head` the SHA-256 of the first HEAD_BYTES of them. Each frame is one JSON line,
+followed by `size` raw bytes where it says so:
 
-    {"file": "rank-0/stdout.log", "offset": 0, "size": 4096}   and 4096 bytes
+    {"file": "rank-0/stdout.log", "inode": 77, "offset": 0, "size": 4096}   and 4096 bytes
     {"agent": {...}}                                            whenever the supervisor's record changed
     {"beat": 1}                                                 at least every second
     {"end": {name: {"size", "sha256"}}}                         of all that was handed out, ever; the last frame
 
-With `follow` it goes on until the supervisor has spoken its last word (or is gone) and every byte is out; without, it
-hands out what is there. It ends at once when the controller leaves (standard input closes).
+A file that was cut, replaced or rotated since is another file: it comes again from offset 0. What tells is its size,
+its inode and its beginning; a file rewritten in place with the same beginning, and longer again before anybody looked,
+shows only in the hash at the end. An old log that rotation moved to another name is not looked for.
+
+With `follow` it goes on until the supervisor has spoken its last word (or is gone) and every byte is out, and its end
+frame is empty; without, it hands out what was there when it came, however fast the files grow. It ends at once when the
+controller leaves (standard input closes), and yields the processor to the job.
 """
 
 from __future__ import annotations
@@ -29,34 +36,131 @@ from .agent import look
 from .layout import Job, Work
 
 CHUNK_BYTES = 1 << 18
+HEAD_BYTES = 1 << 12
 LOOK_S = 0.1
 BEAT_S = 1.0
+NICE = 10
 RANK_FILES = ("stdout.log", "stderr.log", "metrics.jsonl")
 NODE_FILES = ("supervisor.log", "torchrun.log", "prepare.log", "gpu.jsonl")
 
 
 def main(request: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):
+        os.nice(NICE)
     job = Work(request["workdir"]).job(request["job"])
     names = [f"rank-{rank}/{name}" for rank in request["ranks"] for name in RANK_FILES] + list(NODE_FILES)
-    offsets = {name: int(request["offsets"].get(name, 0)) for name in names if request["files"]}
+    files = [LogFile(job.root, name, request["offsets"].get(name)) for name in names if request["files"]]
     with contextlib.suppress(BrokenPipeError):
-        _stream(job, offsets, request["follow"])
-        _frame({"end": {name: _fingerprint(job.root / name, size) for name, size in offsets.items() if size}})
+        if request["follow"]:
+            _follow(job, files)
+            _frame({"end": {}})
+        else:
+            _hand_out(job, files)
+            found = {file.name: file.fingerprint() for file in files}
+            _frame({"end": {name: told for name, told in found.items() if told}})
 
 
-def _stream(job: Job, offsets: dict[str, int], follow: bool) -> None:
+class LogFile:
+    """One file on its way to the controller: how far it is, and whether it is still the same file."""
+
+    def __init__(self, root: Path, name: str, have: dict[str, Any] | None) -> None:
+        """have: what the controller has of it, as the request says."""
+        have = have or {"offset": 0, "inode": None, "head": None}
+        self.name = name
+        self.offset = int(have["offset"])
+        self._path = root / name
+        self._inode: int | None = have["inode"]
+        self._head_sha256: str | None = have["head"]
+        self._head: bytes | None = None if self.offset else b""
+        self._limit: int | None = None
+
+    def send_new(self, *, only_present: bool = False) -> bool:
+        """Sends the next piece, if there is one. only_present: nothing that was not there at the first look."""
+        with _opened(self._path) as handle:
+            if handle is None:
+                return False
+            found = os.fstat(handle)
+            if not self._is_same(handle, found):
+                self.offset, self._head, self._limit = 0, b"", None
+            if self._limit is None or not only_present:
+                self._limit = found.st_size
+            self._inode = found.st_ino
+            piece = os.pread(handle, min(CHUNK_BYTES, max(0, self._limit - self.offset)), self.offset)
+        if piece:
+            _frame({"file": self.name, "inode": self._inode, "offset": self.offset, "size": len(piece)}, piece)
+            self._head = (self._head or b"") + piece[: max(0, HEAD_BYTES - self.offset)]
+            self.offset += len(piece)
+        return bool(piece)
+
+    def fingerprint(self) -> dict[str, Any] | None:
+        """Of exactly the bytes that the controller now has: a file that still grows can be checked too.
+
+        None where it has none, or where the file is no longer the one that they came from.
+        """
+        digest, at, beat_due = hashlib.sha256(), 0, time.monotonic() + BEAT_S
+        with _opened(self._path) as handle:
+            if handle is None or not self.offset or not self._is_same(handle, os.fstat(handle)):
+                return None
+            while piece := os.pread(handle, min(1 << 20, self.offset - at), at):
+                digest.update(piece)
+                at += len(piece)
+                if time.monotonic() > beat_due:
+                    beat_due = time.monotonic() + BEAT_S
+                    _frame({"beat": 1})
+        return {"size": at, "sha256": digest.hexdigest()}
+
+    def _is_same(self, handle: int, found: os.stat_result) -> bool:
+        """Whether what was handed out came from this very file."""
+        if not self.offset:
+            return True
+        if self._inode not in (None, found.st_ino) or found.st_size < self.offset:
+            return False
+        head = os.pread(handle, min(self.offset, HEAD_BYTES), 0)
+        if self._head is None and hashlib.sha256(head).hexdigest() == self._head_sha256:
+            self._head = head
+        return self._head == head
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Any:
+    """A descriptor; None unless it is a regular file of our own: a link, also in place of its folder, leads elsewhere."""
+    try:
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            handle = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+        finally:
+            os.close(folder)
+    except OSError:
+        yield None
+        return
+    try:
+        found = os.fstat(handle)
+        yield handle if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() else None
+    finally:
+        os.close(handle)
+
+
+def _hand_out(job: Job, files: list[LogFile]) -> None:
+    """What is there now. The record is read once, before the files: what it calls final has nothing left to write."""
+    _frame({"agent": _look(job)})
+    beat_due = time.monotonic() + BEAT_S
+    while any([file.send_new(only_present=True) for file in files]):
+        if time.monotonic() > beat_due:
+            beat_due = time.monotonic() + BEAT_S
+            _frame({"beat": 1})
+
+
+def _follow(job: Job, files: list[LogFile]) -> None:
     agent: dict[str, Any] = {}
     beat_due = 0.0
     while True:
-        # The record is read before the files: what it calls final has nothing left to write.
-        latest = look(job) if job.root.is_dir() else {"state": "lost", "alive": False}
-        sent = [_send_new(job.root, name, offsets) for name in offsets]
+        latest = _look(job)
+        sent = [file.send_new() for file in files]
         if latest != agent:
             agent = latest
             _frame({"agent": agent})
         # A final record alone is not the end: while supervisor or keeper lives, a process of the job is there.
-        over = not agent.get("alive")
-        if not any(sent) and (over or not follow):
+        if not any(sent) and not agent.get("alive"):
             return
         if time.monotonic() > beat_due:
             beat_due = time.monotonic() + BEAT_S
@@ -65,34 +169,8 @@ def _stream(job: Job, offsets: dict[str, int], follow: bool) -> None:
             return
 
 
-def _send_new(root: Path, name: str, offsets: dict[str, int]) -> bool:
-    """The next piece of one file, if there is one. Only regular files of our own: a link leads elsewhere."""
-    try:
-        handle = os.open(root / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return False
-    with os.fdopen(handle, "rb") as file:
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
-            return False
-        if found.st_size < offsets[name]:
-            offsets[name] = 0  # it was cut or replaced: the controller sees the offset go back, and starts anew
-        file.seek(offsets[name])
-        piece = file.read(CHUNK_BYTES)
-    if piece:
-        _frame({"file": name, "offset": offsets[name], "size": len(piece)}, piece)
-        offsets[name] += len(piece)
-    return bool(piece)
-
-
-def _fingerprint(path: Path, size: int) -> dict[str, Any]:
-    """Of exactly the bytes that the controller now has: a file that still grows can be checked too."""
-    digest, left = hashlib.sha256(), size
-    with contextlib.suppress(OSError), open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-        while left and (piece := file.read(min(left, 1 << 20))):
-            digest.update(piece)
-            left -= len(piece)
-    return {"size": size - left, "sha256": digest.hexdigest()}
+def _look(job: Job) -> dict[str, Any]:
+    return look(job) if job.root.is_dir() else {"state": "lost", "alive": False}
 
 
 def _controller_left(wait_s: float) -> bool:

@@ -1,0 +1,374 @@
+"""Logs, once and in order: links cut anywhere, files that begin anew, floods, and collects that are killed.
+
+Real reader processes, real `orch` commands. ORCH_KILLS=n kills so many real `orch collect` at random moments (4 by
+default) and, from 20 on, one at every write point; ORCH_LONG=1 adds a link that is down for longer than SSH waits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from breaking import breaking
+from gang import gang
+from lab import lab
+from person import Person
+
+from orchestrator import job as jobs
+from orchestrator.collect import claimed
+from orchestrator.controller import Controller, Notice
+from orchestrator.frames import Piece
+from orchestrator.paths import RunFolder
+
+KILLS = int(os.environ.get("ORCH_KILLS", "4"))
+ORCH = [sys.executable, "-m", "orchestrator.cli"]
+DRIVER = Path(__file__).with_name("collect_driver.py")
+
+COUNTS = """
+import os, sys
+for line in range(6000):
+    print("rank", os.environ["RANK"], "line", line)
+    if line % 3 == 0:
+        print("trouble", line, file=sys.stderr)
+"""
+WAITS = """
+import os, time
+print("first\\nunfinished", end="", flush=True)
+while not os.path.exists("go_on"):
+    time.sleep(0.02)
+"""
+# 1 GB a minute on both streams, by the clock; `work_ms` is what a step takes: writing, and a fixed computation.
+FLOODS = """
+import os, statistics, sys, time
+line = (b"x" * 99 + b"\\n") * 400
+began, work_ms = time.monotonic(), []
+while time.monotonic() < began + 6:
+    start = time.perf_counter()
+    for stream in (1, 2):
+        os.write(stream, line)
+    sum(range(40_000))
+    work_ms.append(1000 * (time.perf_counter() - start))
+    time.sleep(max(0, began + len(work_ms) * 2 * len(line) / 16.7e6 - time.monotonic()))
+steps_per_s = len(work_ms) / (time.monotonic() - began)
+with open(os.environ["ORCH_METRICS"], "a") as file:
+    file.write('{"steps_per_s": %f, "work_ms": %f}\\n' % (steps_per_s, statistics.median(work_ms)))
+"""
+KEPT_PACE = 0.97 * 16.7e6 / 80_000
+
+
+def files_of(job) -> dict[tuple[str, str], bytes]:
+    """Every file that the hosts have of this job, by node and name."""
+    found = {}
+    for node in job.plan.nodes:
+        for pattern in ("rank-*/*.log", "rank-*/metrics.jsonl", "*.log"):
+            for path in job.folder(node.name).glob(pattern):
+                if path.stat().st_size:
+                    found[node.name, path.relative_to(job.folder(node.name)).as_posix()] = path.read_bytes()
+    return found
+
+
+class Watched:
+    """A job followed over links that each break after so many bytes, and what came of it."""
+
+    def __init__(self, job, after) -> None:
+        self.files: dict[tuple[str, str], bytes] = {}
+        self.cuts = 0
+        hosts = {name: breaking(host, after()) for name, host in job.hosts.items()}
+        again = lambda name: breaking(job.hosts[name], after())  # noqa: E731
+        for name, item in jobs.watch(job.plan, hosts, offsets={}, follow=True, reconnect=again):
+            if isinstance(item, Piece):
+                before = self.files.get((name, item.file), b"")
+                assert item.offset == len(before)
+                assert not item.anew
+                self.files[name, item.file] = before + item.data
+            self.cuts += isinstance(item, Exception)
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Dials a broken link again without a pause."""
+    monkeypatch.setattr(jobs, "RETRY_S", 0.0)
+
+
+@pytest.fixture
+def counted(tmp_path):
+    """An ended job with some hundred KB of numbered lines."""
+    with gang(tmp_path, COUNTS, ranks=(1, 1)) as job:
+        job.launch()
+        assert job.wait().state == "succeeded"
+        yield job
+
+
+# ---- following ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_every_byte_comes_once_and_in_order_over_links_cut_at_random(counted, at_once, seed):
+    dice = random.Random(seed)
+    watched = Watched(counted, lambda: dice.randrange(5_000, 60_000))
+    assert watched.files == files_of(counted)
+    assert watched.cuts >= 8
+
+
+def follow(job, hosts, reconnect):
+    store = SimpleNamespace(change_job=lambda name, change: change(job.record()))
+    return Controller(store, SimpleNamespace(reopen=reconnect)).follow(job.plan, hosts)
+
+
+def test_every_line_is_shown_once_and_in_order_over_links_cut_every_64_kib(counted, at_once):
+    hosts = {name: breaking(host, 1 << 16) for name, host in counted.hosts.items()}
+    shown = []
+    for event in follow(counted, hosts, lambda name: breaking(counted.hosts[name], 1 << 16)):
+        shown += event if isinstance(event, tuple) else ()
+    for rank, node in enumerate("ab"):
+        said = [line.text for line in shown if (line.node, line.stream) == (node, "stdout")]
+        assert said == [f"rank {rank} line {number}" for number in range(6000)]
+        said = [line.text for line in shown if (line.node, line.stream) == (node, "stderr")]
+        assert said == [f"trouble {number}" for number in range(0, 6000, 3)]
+
+
+@pytest.mark.parametrize("new", [b"new\n", b"a new and much longer beginning of this file\n" * 50])
+def test_a_log_that_begins_anew_while_followed_is_shown_from_its_start_and_said(tmp_path, new):
+    shown = []
+    with gang(tmp_path, WAITS, ranks=(1,)) as job:
+        job.launch()
+        log = job.folder("a") / "rank-0" / "stdout.log"
+        for event in follow(job, job.hosts, None):
+            if isinstance(event, tuple):
+                shown += [line.text for line in event]
+            elif isinstance(event, Notice):
+                shown.append(event.text)
+            if shown == ["first"]:
+                log.write_bytes(new)
+            if shown and shown[-1].startswith(new.decode()[:10].strip()):
+                (job.folder("a") / "src" / "go_on").touch()
+    notice = "a: rank-0/stdout.log was cut, replaced or rotated on its host; it begins anew here"
+    assert shown == ["first", notice, "unfinished", *new.decode().splitlines()]
+
+
+# ---- floods ---------------------------------------------------------------------------------------------------
+
+FOLLOWS = """
+import pickle, resource, sys
+from types import SimpleNamespace
+from orchestrator import console
+from orchestrator.call import Host
+from orchestrator.controller import Controller
+from orchestrator.records import JobRecord, LaunchPlan
+from orchestrator.transport.local import LocalTransport
+
+plan = LaunchPlan.model_validate_json(sys.stdin.read())
+record = JobRecord(schema=1, id=plan.job, state="running", exp="x", cluster="c", nodes=("a",))
+hosts = {n.name: Host(LocalTransport(n.name), n.python, None, n.workdir) for n in plan.nodes}
+store = SimpleNamespace(change_job=lambda name, change: change(record))
+console.print_events(Controller(store, SimpleNamespace(reopen=None)).follow(plan, hosts))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, file=sys.stderr)
+"""
+
+
+def follower_of(job) -> subprocess.Popen[bytes]:
+    """A process that follows it as `orch logs -f` does; at its end it tells its memory in MiB on standard error."""
+    pipe = subprocess.PIPE
+    following = subprocess.Popen([sys.executable, "-c", FOLLOWS], stdin=pipe, stdout=pipe, stderr=pipe)
+    following.stdin.write(job.plan.model_dump_json(by_alias=True).encode())
+    following.stdin.close()
+    return following
+
+
+def told_by(job) -> dict[str, float]:
+    assert job.wait().state == "succeeded"
+    return json.loads((job.folder("a") / "rank-0" / "metrics.jsonl").read_text())
+
+
+def test_a_flood_is_followed_whole_and_in_bounded_memory(tmp_path):
+    with gang(tmp_path, FLOODS, ranks=(1,)) as job:
+        job.launch()
+        with follower_of(job) as following:
+            printed = 0
+            while data := following.stdout.read(1 << 20):
+                printed += data.count(b"\n")
+            memory_mib = int(following.stderr.read().split()[-1])
+        assert told_by(job)["steps_per_s"] > KEPT_PACE
+        written = sum((job.folder("a") / "rank-0" / f"{name}.log").stat().st_size for name in ("stdout", "stderr"))
+    assert (printed, written > 80e6) == (written // 100, True)
+    assert memory_mib < 200
+
+
+def test_a_reader_that_stands_still_does_not_slow_a_flood(tmp_path):
+    with gang(tmp_path, FLOODS, ranks=(1,)) as job:
+        job.launch()
+        with follower_of(job) as following:
+            assert following.stdout.read(1)
+            os.kill(following.pid, signal.SIGSTOP)
+            pace = told_by(job)["steps_per_s"]
+            os.kill(following.pid, signal.SIGKILL)
+    assert pace > KEPT_PACE
+
+
+# ---- collects that are killed ---------------------------------------------------------------------------------
+
+
+def test_a_collect_killed_at_its_write_points_leaves_a_beginning_that_the_next_one_completes(counted, tmp_path):
+    """Every file the host has, byte by byte; `collect_driver.py` forks, kills, compares and collects."""
+    (tmp_path / "plan.json").write_text(counted.plan.model_dump_json(by_alias=True))
+    step = 1 if KILLS >= 20 else 5
+    driver = [sys.executable, str(DRIVER), str(tmp_path / "plan.json"), str(tmp_path / "driven"), str(step)]
+    done = subprocess.run(driver, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    killed = re.search(r"killed at (\d+) of (\d+) write points: every file whole", done.stdout)
+    assert killed, done.stdout
+    assert int(killed[1]) >= 4
+
+
+BULK = """
+import os, sys
+for block in range(60):
+    sys.stdout.write("".join(f"rank {os.environ['RANK']} block {block} line {line}\\n" for line in range(4000)))
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """One machine as a cluster of two hosts, without SSH, and a job that has ended there; gives the job's id."""
+    monkeypatch.chdir(tmp_path)
+    nodes = "".join(f"  - {{name: {n}, host: {n}, address: 127.0.0.1, workdir: {tmp_path}/{n}}}\n" for n in "ab")
+    defaults = f"defaults: {{transport: local, device: cpu, python: {sys.executable}}}\n"
+    Path("rack.yaml").write_text(f"cluster: rack\n{defaults}nodes:\n{nodes}")
+    Path("bulk").mkdir()
+    Path("bulk", "bulk.py").write_text(BULK)
+    orch("up", "rack.yaml")
+    job = orch("run", "--detach", "--", "bulk/bulk.py").stdout.strip()
+    orch("logs", "-f", "--job", job)
+    yield job
+    orch("down", "--yes")
+
+
+def orch(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*ORCH, *words], check=True, capture_output=True, text=True, timeout=100)
+
+
+def hashes(root: Path, names=("stdout.log", "stderr.log", "metrics.jsonl")) -> dict[str, str]:
+    found = sorted(path for name in names for path in root.glob(f"*/rank-*/{name}") if path.stat().st_size)
+    return {path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+
+
+def on_hosts(job: str) -> dict[str, str]:
+    return {f"{n}/{name}": told for n in "ab" for name, told in hashes_of_host(n, job).items()}
+
+
+def hashes_of_host(node: str, job: str) -> dict[str, str]:
+    return {name.partition("/")[2]: told for name, told in hashes(Path(node, "jobs")).items() if name.startswith(job)}
+
+
+def test_collects_killed_at_random_moments_lose_and_double_nothing(cluster):
+    whole = on_hosts(cluster)
+    assert len(whole) == 2
+    began = time.monotonic()
+    orch("collect", "--job", cluster, "--out", "first")
+    took_s, dice = time.monotonic() - began, random.Random(7)
+    assert hashes(Path("first", cluster, "nodes")) == whole
+    for number in range(KILLS):
+        out = f"out-{number}"
+        for _ in range(2):  # the second finds what the first left
+            victim = subprocess.Popen([*ORCH, "collect", "--job", cluster, "--out", out], stderr=subprocess.DEVNULL,
+                                      stdout=subprocess.DEVNULL)  # fmt: skip
+            try:
+                victim.wait(dice.uniform(0.3, 1.0) * took_s)
+            except subprocess.TimeoutExpired:
+                victim.kill()
+                victim.wait()
+            for path in Path(out).glob("*/nodes/*/rank-*/stdout.log"):
+                there = Path(path.parts[3], "jobs", cluster, *path.parts[4:])
+                assert there.read_bytes().startswith(path.read_bytes())
+        done = orch("collect", "--job", cluster, "--out", out)
+        assert "note:" not in done.stderr
+        assert hashes(Path(out, cluster, "nodes")) == whole
+        assert not list(Path(out, cluster).rglob("stdout.log.*"))
+
+
+def test_two_collects_at_once_do_no_harm_and_the_second_only_reads(cluster):
+    two = [subprocess.Popen([*ORCH, "collect", "--job", cluster], text=True, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE) for _ in range(2)]  # fmt: skip
+    said = [one.communicate(timeout=100)[1] for one in two]
+    assert {one.returncode for one in two} <= {0, 1}, said
+    assert 0 in {one.returncode for one in two}
+    assert hashes(Path("runs", cluster, "nodes")) == on_hosts(cluster)
+
+    with claimed(RunFolder(Path("runs") / cluster)):
+        second = subprocess.run([*ORCH, "collect", "--job", cluster], capture_output=True, text=True, timeout=100)
+        assert second.returncode == 0
+        assert f"note: process {os.getpid()} on " in second.stderr
+        assert "0B new" in second.stderr
+        empty = RunFolder(Path("other") / cluster)
+        with claimed(empty):
+            third = subprocess.run([*ORCH, "collect", "--job", cluster, "--out", "other"], capture_output=True,
+                                   text=True, timeout=100)  # fmt: skip
+        assert (third.returncode, len(third.stderr.splitlines())) == (1, 2), third.stderr
+        assert f"error: process {os.getpid()} on " in third.stderr
+
+
+# ---- on the lab -----------------------------------------------------------------------------------------------
+
+NUMBERS = """
+import os, time
+line = 0
+while not os.path.exists("go_on"):
+    print("line", line, flush=True)
+    line += 1
+    time.sleep(0.002)
+print("the end of", line)
+"""
+
+
+@pytest.mark.lab
+def test_over_real_links_that_break_every_line_is_shown_once_and_collected_whole(tmp_path):
+    with lab("cluster: logs\ndefaults: {device: cpu}\nnodes: [{name: alpha, host: 10.77.9.1, ranks: 1}]") as one:
+        person = Person(one, tmp_path / "home", tmp_path)
+        (tmp_path / "numbers").mkdir()
+        (tmp_path / "numbers" / "numbers.py").write_text(NUMBERS)
+        person.types("up", str(one.inventory))
+        job = person.types("run", "--detach", "--", "numbers/numbers.py").stdout.strip()
+        with open(tmp_path / "shown", "wb") as shown, open(tmp_path / "said", "wb") as said:
+            following = person.starts("logs", "-f", "--job", job, stdout=shown, stderr=said)
+            until(lambda: (tmp_path / "shown").stat().st_size > 1000, "the first lines")
+            one.link("alpha", "down")
+            time.sleep(30 if os.environ.get("ORCH_LONG") else 2)  # how long a link is down is the fault itself
+            one.link("alpha", "up")
+            for cuts in (1, 2):
+                end_ssh_session(one)
+                connected = lambda: (tmp_path / "said").read_text().count("connected again") >= cuts  # noqa: B023, E731
+                until(connected, "the link to be dialled again")
+            one.host_exec("alpha", ["touch", f"/home/lab/.orch/jobs/{job}/src/go_on"], check=True)
+            assert following.wait(60) == 0
+        lines = (tmp_path / "shown").read_text().splitlines()
+        count = int(lines[-1].split()[-1])
+        assert lines == [f"[alpha 0] line {number}" for number in range(count)] + [f"[alpha 0] the end of {count}"]
+        person.types("collect", "--job", job)
+        there = one.host_exec("alpha", ["sha256sum", f"/home/lab/.orch/jobs/{job}/rank-0/stdout.log"]).stdout.split()[0]
+        here = tmp_path / "runs" / job / "nodes" / "alpha" / "rank-0" / "stdout.log"
+        assert hashlib.sha256(here.read_bytes()).hexdigest() == there
+
+
+def end_ssh_session(one) -> None:
+    """Ends the server's process that carries our reader, as a restarted sshd's session or a firewall would."""
+    look = 'for p in /proc/[0-9]*; do grep -qs orch-reader "$p/cmdline" && tr "\\0" " " <"$p/stat" && echo; done'
+    stat = one.host_exec("alpha", ["sh", "-c", look]).stdout.splitlines()
+    reader = next(line for line in stat if "(sh)" not in line)
+    one.host_exec("alpha", ["kill", "-9", reader.rpartition(")")[2].split()[1]], check=True)
+
+
+def until(condition, what: str, within_s: float = 60) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {within_s} s for {what}"
+        time.sleep(0.1)
