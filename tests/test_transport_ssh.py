@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -10,10 +11,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import paramiko
 import pytest
 from sshd import Sshd, free_port, make_key, needs_sshd, running_sshd, wait_for
 
-from orchestrator.errors import AuthError, ConnectError, HostKeyError, ProbeError, UsageError
+from orchestrator.errors import AuthError, ConnectError, HostError, HostKeyError, ProbeError, UsageError
 from orchestrator.transport import ssh
 from orchestrator.transport.hostkeys import HostKeys
 from orchestrator.transport.login import Deadline, Login
@@ -249,7 +251,16 @@ def test_fabrics_own_configuration_has_no_say(server: Sshd, nobodys_home: Path) 
 def test_a_server_with_only_weak_algorithms_is_refused(tmp_path: Path, option: str) -> None:
     extra = ["Ciphers aes128-ctr"] if option.startswith("MACs") else []  # GCM would need no MAC
     with running_sshd(tmp_path / "host", options=[option, *extra]) as server:
-        refused(server, ConnectError, "no safe algorithm in common.*update OpenSSH")
+        said = refused(server, ConnectError, "no safe algorithm in common.*update OpenSSH")
+        assert f"it offers {option.split()[1]}" in said and "\n" not in said
+
+
+def test_nothing_weak_is_offered(host: SshTransport) -> None:
+    """What a server reads of us, so that the names of a paramiko to come are looked at too."""
+    ours = host.open(5)._get_latest_kex_init()  # type: ignore[attr-defined]
+    names = {name for kind, listed in ours.items() if kind.endswith("_list") for name in listed}
+    assert {name for name in names if re.search(r"cbc|des|arcfour|md5|sha1|96|dss|^ssh-rsa$", name)} == set()
+    assert {"aes256-ctr", "hmac-sha2-256"} <= names
 
 
 # Login
@@ -366,6 +377,29 @@ def test_the_agent_signs_for_a_key_file_that_it_holds(tmp_path: Path, agent: Non
         connect(server.target(key_file=None), host_keys=server.host_keys()).close()
 
 
+def test_the_agent_is_never_forwarded(tmp_path: Path, agent: None, nobodys_home: Path) -> None:
+    with running_sshd(tmp_path / "host", options=["AllowAgentForwarding yes"]) as server:
+        subprocess.run(["ssh-add", "-q", server.key], check=True)
+        (nobodys_home / ".ssh/config").write_text("Host *\n  ForwardAgent yes\n")
+        (nobodys_home / ".fabric.yaml").write_text("forward_agent: true\n")
+        transport = connect(server.target(), host_keys=server.host_keys())
+        assert transport.run('echo "[$SSH_AUTH_SOCK]"', timeout_s=10).stdout == b"[]\n"
+        transport.close()
+
+
+def test_a_login_as_root_is_never_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("getpass.getuser", lambda: "root")
+    config = paramiko.SSHConfig.from_text("Host set\n  User root\n")
+    with pytest.raises(HostError, match=r"v100: no user is named for h, and you are root here: set `user:`"):
+        find_route(Target("v100", "h"), config)
+    with pytest.raises(HostError, match=r"no user is named for gate.*`user@gate` in `proxy_jump:`"):
+        find_route(Target("v100", "h", user="ubuntu", proxy_jump="gate"), config)
+    assert find_route(Target("v100", "h", user="root"), config)[-1].user == "root"
+    assert find_route(Target("v100", "set"), config)[-1].user == "root"
+    monkeypatch.setattr("getpass.getuser", lambda: "me")
+    assert find_route(Target("v100", "h"), config)[-1].user == "me"
+
+
 def test_identities_only_keeps_the_agents_other_keys_out(tmp_path: Path, agent: None, nobodys_home: Path) -> None:
     with running_sshd(tmp_path / "host") as server:
         subprocess.run(["ssh-add", "-q", server.key], check=True)
@@ -397,7 +431,7 @@ def test_a_host_behind_a_jump_host_is_reached_and_both_are_verified(server: Sshd
 
 def test_a_jump_host_that_cannot_reach_the_host_says_so(tmp_path: Path) -> None:
     with running_sshd(tmp_path / "gate") as gate:
-        target = gate.target(port=free_port(), proxy_jump=f"127.0.0.1:{gate.port}")
+        target = gate.target(port=free_port(), proxy_jump=f"{gate.target().user}@127.0.0.1:{gate.port}")
         with pytest.raises(ConnectError, match=r"a channel was refused.*AllowTcpForwarding"):
             connect(target, host_keys=gate.host_keys())
 
@@ -410,7 +444,7 @@ def test_a_link_that_goes_silent_behind_a_jump_host_is_noticed(
     with running_sshd(tmp_path / "gate", key=server.key) as gate, running_sshd(tmp_path / "far", key=server.key) as far:
         known = tmp_path / "known"
         known.write_text(gate.known_hosts_line() + far.known_hosts_line())
-        target = far.target(proxy_jump=f"127.0.0.1:{gate.port}")
+        target = far.target(proxy_jump=f"{gate.target().user}@127.0.0.1:{gate.port}")
         transport = connect(target, host_keys=HostKeys(tmp_path / "none", [known]))
         with pytest.raises(ConnectError, match="broke"), transport.stream("echo here; cat") as chunks:
             assert next(chunk for chunk in chunks if chunk) == b"here\n"
@@ -459,13 +493,13 @@ def test_a_broken_or_missing_configuration_is_named(server: Sshd, tmp_path: Path
 def test_nothing_listening_is_said_at_once() -> None:
     port, began = free_port(), time.monotonic()
     with pytest.raises(ConnectError, match=f"v100: nothing listens at 127.0.0.1:{port}"):
-        connect(Target("v100", "127.0.0.1", port), host_keys=HostKeys(Path("/nonexistent")))
+        connect(Target("v100", "127.0.0.1", port, "me"), host_keys=HostKeys(Path("/nonexistent")))
     assert time.monotonic() - began < 3
 
 
 def test_a_name_without_an_address_is_said() -> None:
     with pytest.raises(ConnectError, match=r"no address for 'no-such-host\.invalid'"):
-        connect(Target("v100", "no-such-host.invalid"), host_keys=HostKeys(Path("/nonexistent")))
+        connect(Target("v100", "no-such-host.invalid", user="me"), host_keys=HostKeys(Path("/nonexistent")))
 
 
 def test_a_port_that_never_answers_costs_the_deadline_and_no_more() -> None:
@@ -473,7 +507,7 @@ def test_a_port_that_never_answers_costs_the_deadline_and_no_more() -> None:
         began = time.monotonic()
         with pytest.raises(ConnectError, match=r"no SSH login within 0.5 s"):
             connect(
-                Target("v100", "127.0.0.1", silent.getsockname()[1]),
+                Target("v100", "127.0.0.1", silent.getsockname()[1], "me"),
                 host_keys=HostKeys(Path("/nonexistent")),
                 timeout_s=0.5,
             )
@@ -554,8 +588,9 @@ def test_nothing_of_paramikos_talk_reaches_the_terminal(server: Sshd) -> None:
         from pathlib import Path
         from orchestrator.errors import ConnectError
         from orchestrator.transport.ssh import HostKeys, Target, connect
+        target = Target("v100", "127.0.0.1", int(sys.argv[1]), "me")
         try:
-            connect(Target("v100", "127.0.0.1", int(sys.argv[1])), host_keys=HostKeys(Path("/none")), timeout_s=0.5)
+            connect(target, host_keys=HostKeys(Path("/none")), timeout_s=0.5)
         except ConnectError:
             print("refused")
     """

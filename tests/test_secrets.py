@@ -1,0 +1,218 @@
+"""What a person hands to hosts: arguments arrive unchanged, secrets arrive and are seen nowhere else."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import secrets
+import shutil
+import stat
+import subprocess
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+from gang import gang
+from sshd import needs_sshd, running_sshd, wait_for
+
+from orchestrator import shell
+from orchestrator.cli import main
+from orchestrator.errors import UsageError
+from orchestrator.records import masked_env
+from orchestrator.request import read_wish
+from orchestrator.transport import ssh
+
+# ---- arguments ------------------------------------------------------------------------------------------------
+
+LETTERS = "aZ0 \t\n'\"\\$`!*?[]{}()<>|&;#~=%^-+,:/@\x01\x7fäß🙂\u202e"
+WORDS = [
+    "",
+    "-n",
+    "--",
+    "-oProxyCommand=x",
+    "$(exit 9)",
+    "`exit 9`",
+    "a b",
+    "{rank}",
+    "{job_dir}",
+    "!!",
+    "*",
+    "~",
+    "\\",
+]
+
+
+def command_lines(count: int) -> list[list[str]]:
+    rng = random.Random(11)
+
+    def word() -> str:
+        return rng.choice(WORDS) if rng.random() < 0.2 else "".join(rng.choices(LETTERS, k=rng.randrange(12)))
+
+    return [[word() for _ in range(rng.randrange(1, 6))] for _ in range(count)]
+
+
+def told(lines: list[list[str]]) -> tuple[str, bytes]:
+    """One shell text for many command lines, and what it has to print."""
+    text = "\n".join(shell.join(["printf", "%s\\0", *argv]) for argv in lines)
+    return text, "".join(f"{word}\0" for argv in lines for word in argv).encode()
+
+
+@pytest.mark.parametrize("name", ["sh", "dash", "bash"])
+def test_ten_thousand_random_command_lines_pass_each_shell_unchanged(name):
+    if not shutil.which(name):
+        pytest.skip(f"{name} is not installed")
+    lines = command_lines(10_000)
+    for start in range(0, len(lines), 1000):
+        text, expected = told(lines[start : start + 1000])
+        done = subprocess.run([name, "-s"], input=text.encode(), capture_output=True, timeout=60)
+        assert (done.returncode, done.stdout) == (0, expected)
+
+
+@needs_sshd
+def test_random_command_lines_pass_a_real_sshd_unchanged(tmp_path):
+    """sshd gives the text to the user's login shell."""
+    with running_sshd(tmp_path / "host") as server:
+        transport = ssh.connect(server.target(), host_keys=server.host_keys())
+        for start in range(0, 1000, 100):
+            text, expected = told(command_lines(1000)[start : start + 100])
+            assert transport.run(text, timeout_s=30).stdout == expected
+        transport.close()
+
+
+def test_ten_thousand_arguments_reach_a_users_script_unchanged(tmp_path):
+    """The whole way of `orch run -- SCRIPT ARGS`: plan, request, node.json, launcher, rank wrapper."""
+    words = [word for argv in command_lines(5_000) for word in argv][:10_000]
+    script = "import json, sys; json.dump(sys.argv[1:], open('argv.json', 'w'))"
+    with gang(tmp_path, script, ranks=(1,)) as made:
+        node = made.plan.nodes[0].model_copy(update={"command": ("script.py", *words)})
+        made.plan = made.plan.model_copy(update={"nodes": (node,)})
+        made.launch()
+        assert made.wait().state == "succeeded"
+        assert json.loads((made.folder("a") / "src/argv.json").read_text()) == words
+
+
+# ---- secrets --------------------------------------------------------------------------------------------------
+
+
+class Typist:
+    """Types `orch` commands in this process, and remembers all that was printed."""
+
+    def __init__(self, capfd, monkeypatch, folder: Path):
+        self.printed, self._capfd = "", capfd
+        monkeypatch.chdir(folder)
+
+    def types(self, *words: str, exit_code: int = 0) -> str:
+        with pytest.raises(SystemExit) as end:
+            main(list(words), prog_name="orch")
+        shown = self._capfd.readouterr()
+        self.printed += shown.out + shown.err
+        assert (end.value.code or 0) == exit_code, f"{words}: {shown.out}{shown.err}"
+        return shown.out
+
+
+def holding(folder: Path, canary: str) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and canary.encode() in path.read_bytes()]
+
+
+def command_lines_of_all_processes() -> bytes:
+    found = b""
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found += entry.read_bytes()
+        except OSError:
+            continue
+    return found
+
+
+SAYS_ITS_SECRET_IS_THERE = """
+import os, pathlib, sys, time
+assert len(os.environ["PLAIN_WORD"]) == len(os.environ["API_TOKEN"]) == 32
+print("has them", flush=True)
+while not pathlib.Path("end").exists():
+    time.sleep(0.05)
+sys.exit(3)
+"""
+
+
+@pytest.fixture
+def typist(capfd, monkeypatch, tmp_path):
+    return Typist(capfd, monkeypatch, tmp_path)
+
+
+@contextmanager
+def local_cluster(tmp_path, typist, env):
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "says.py").write_text(SAYS_ITS_SECRET_IS_THERE)
+    node = {"name": "one", "transport": "local", "workdir": str(tmp_path / "work"), "device": "cpu"}
+    inventory = tmp_path / "inventory.yaml"
+    inventory.write_text(yaml.safe_dump({"cluster": "sec", "defaults": {"env": env}, "nodes": [node]}))
+    try:
+        yield inventory
+    finally:
+        typist.types("down", "--yes")
+
+
+def test_a_secret_of_the_inventory_is_nowhere_but_in_files_for_its_owner_alone(tmp_path, typist):
+    pytest.importorskip("torch")
+    canary = secrets.token_hex(16)
+    env = {"PLAIN_WORD": canary, "API_TOKEN": canary, "OMP_NUM_THREADS": "1"}
+    home, work, runs = Path(os.environ["ORCH_HOME"]), tmp_path / "work", tmp_path / "runs"
+    with local_cluster(tmp_path, typist, env) as inventory:
+        typist.types("up", "inventory.yaml")
+        typist.types("status", "--json")
+        assert "OMP_NUM_THREADS=1" in typist.types("run", "--dry-run", "--", "code/says.py")
+        typist.types("run", "--dry-run", "--json", "--", "code/says.py")
+        started = typist.types("run", "--detach", "--", "code/says.py").strip()
+        folder = work / "jobs" / started
+        wait_for(lambda: "has them" in typist.types("logs", "--job", "latest"), "the job to run", 60)
+        assert canary.encode() not in command_lines_of_all_processes()
+        on_host = holding(work, canary)
+        assert folder / "node.json" in on_host  # so the search does find it
+        assert [path for path in on_host if stat.S_IMODE(path.stat().st_mode) != 0o600] == []
+        # Every way to fail that repeats what it was given.
+        inventory.write_text(inventory.read_text().replace("PLAIN_WORD", "OTHER_WORD"))
+        typist.types("run", "--", "code/says.py", exit_code=2)
+        inventory.write_text(inventory.read_text().replace(f"API_TOKEN: {canary}", f"API_TOKEN: [{canary}]"))
+        typist.types("up", "inventory.yaml", exit_code=2)
+        typist.types("run", "--", "code/says.py", exit_code=2)
+        (folder / "src" / "end").touch()
+        typist.types("logs", "-f", "--job", "latest")
+        wait_for(lambda: json.loads(typist.types("jobs", "--json"))["jobs"][0]["state"] == "failed", "its end", 60)
+        typist.types("jobs")
+        typist.types("collect", "--job", "latest")
+        typist.types("report", "--job", "latest", "--json")
+        typist.types("reap")
+        assert holding(home, canary) == holding(runs, canary) == []
+        for path in (*home.rglob("*"), home, runs / started, *(runs / started).rglob("*")):
+            assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 or path.is_symlink(), path
+    assert canary not in typist.printed and "Traceback" not in typist.printed
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--api-key", "canary"], ["--api_key=canary"], ["--password=canary"], ["--token", "canary"], ["api_key=canary"],
+        ["--hf-token=canary"], ["hub.access_token=canary"], ["--wandb-api-key", "canary"], ["--client-secret=canary"],
+        ["--aws-secret-access-key", "canary"], ["hf_" + "canary" * 6], ["x", "--extra=sk-" + "canary" * 8],
+    ],
+)  # fmt: skip
+def test_an_argument_that_looks_like_a_secret_is_refused_and_not_repeated(words, tmp_path):
+    (tmp_path / "train.py").touch()
+    with pytest.raises(UsageError, match=r"looks like a secret.*`env:` in the inventory") as refused:
+        read_wish(None, (), None, None, (str(tmp_path / "train.py"), *words))
+    assert "canary" not in str(refused.value)
+
+
+def test_an_argument_that_only_sounds_like_a_secret_passes(tmp_path):
+    (tmp_path / "train.py").touch()
+    words = ["--tokenizer=gpt2", "--max-tokens", "512", "--pad-token", "0", "--eos_token=</s>", "--token-dropout=0.1"]
+    words += ["--password", "--secret-santa=1", "--key=value", "--api-key="]
+    assert read_wish(None, (), None, None, (str(tmp_path / "train.py"), *words)).request.command[1:] == tuple(words)
+
+
+def test_only_values_of_known_settings_are_shown():
+    shown = {"OMP_NUM_THREADS": "4", "NCCL_DEBUG": "INFO", "PYTHONUNBUFFERED": "1", "TORCH_LOGS": "+dynamo"}
+    hidden = {"MY_VALUE": "x", "WANDB_API_KEY": "x", "ORCH_TOKEN": "x", "DATABASE_URL": "x", "omp_num": "x"}
+    assert masked_env({**shown, **hidden}) == {**shown, **dict.fromkeys(hidden, "***")}
