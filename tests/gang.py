@@ -15,6 +15,7 @@ from pathlib import Path
 from orchestrator import job
 from orchestrator.call import Host
 from orchestrator.code import pack_folder
+from orchestrator.plan import torchrun_arguments
 from orchestrator.records import JobRecord, LaunchPlan, NodePlan
 from orchestrator.transport.local import LocalTransport
 
@@ -68,6 +69,12 @@ class Gang:
         )
 
 
+def launcher_arguments(launcher: str, ranks: Sequence[int], index: int, master: str) -> tuple[str, ...]:
+    """For `gang_launcher.py`, in torchrun's place on the host of this index."""
+    numbers = (ranks[index], sum(ranks[:index]), sum(ranks), len(ranks))
+    return (launcher, *map(str, numbers), master, "{rendezvous_port}", "{job_dir}")
+
+
 @contextmanager
 def gang(
     tmp_path: Path,
@@ -85,10 +92,8 @@ def gang(
     code, blob = pack_folder(folder)
     nodes, first = [], 0
     for index, count in enumerate(ranks):
-        torchrun = (str(LAUNCHER), str(count), str(first), str(sum(ranks)), "{job_dir}")
+        torchrun = launcher_arguments(str(LAUNCHER), ranks, index, "127.0.0.1")
         if not torch_free:
-            from orchestrator.plan import torchrun_arguments
-
             torchrun = torchrun_arguments(len(ranks), index, count, "127.0.0.1")
         nodes.append(
             NodePlan(

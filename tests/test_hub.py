@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import pytest
 
@@ -15,7 +16,8 @@ SOON_S = 10.0
 @pytest.fixture(autouse=True)
 def _short_times(monkeypatch):
     monkeypatch.setattr(wire, "BEAT_S", 0.05)
-    monkeypatch.setattr(wire, "LEASE_S", 0.5)
+    monkeypatch.setattr(wire, "LEASE_S", 1.0)
+    monkeypatch.setattr(wire, "QUIET_S", 0.2)
     monkeypatch.setattr(wire, "BROKEN_S", 0.6)
 
 
@@ -249,10 +251,101 @@ def test_a_member_that_reaches_no_hub_says_where_it_looked():
     assert why.startswith("cannot reach the master at 127.0.0.1:1 (")
 
 
+@on_a_hub
+async def test_a_member_whose_connection_falls_silent_dials_again_before_its_lease_is_over(wired):
+    async with Cable(wired.port) as cable:
+        member = Member(wired, cable.port)
+        await wired.until(lambda hub: "b" in hub.statuses)
+        for _ in range(2):
+            cable.swallow()  # as a cut does: what is under way is lost, and nobody is told
+            first = member.it._link
+            while member.it._link in (None, first):
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(2 * wire.LEASE_S)  # the deadline that must not strike
+        assert (wired.hub.lost, wired.hub.connected, member.gone) == ({}, 1, [])
+        await member.leave()
+
+
+@on_a_hub
+async def test_a_member_cut_off_for_good_is_lost_on_both_sides_when_the_lease_is_over(wired):
+    async with Cable(wired.port) as cable:
+        member = Member(wired, cable.port)
+        await wired.until(lambda hub: "b" in hub.statuses)
+        cable.swallow(for_good=True)
+        await wired.until(lambda hub: "b" in hub.lost)
+        await asyncio.wait_for(member.task, SOON_S)
+        assert "no word for" in wired.hub.lost["b"]
+        assert "no word from the master" in member.gone[0]
+
+
+@on_a_hub
+async def test_a_hub_that_refuses_connections_is_gone_before_the_lease_is_over(wired):
+    wire.LEASE_S = 100.0  # only the refusal is left to tell; the fixture puts it back
+    member = Member(wired)
+    await wired.until(lambda hub: "b" in hub.statuses)
+    wired.hub.close()
+    await asyncio.wait_for(member.task, SOON_S)
+    assert member.gone == ["the master's supervisor is gone"]
+
+
+def test_who_stood_still_knows_it_before_and_after_its_next_beat():
+    async def run():
+        pulse = wire.Pulse()
+        beats = asyncio.create_task(pulse.beat())
+        await asyncio.sleep(3 * wire.BEAT_S)
+        calm_s = pulse.longest_s
+        time.sleep(1.0)  # the whole loop stands still
+        before_s = pulse.longest_s
+        await asyncio.sleep(3 * wire.BEAT_S)
+        beats.cancel()
+        return calm_s, before_s, pulse.longest_s
+
+    calm_s, before_s, after_s = asyncio.run(run())
+    assert calm_s < 1.0 <= before_s <= after_s
+
+
+class Cable:
+    """Between a member and the hub: carries both ways until it swallows all."""
+
+    def __init__(self, hub_port):
+        self._hub_port, self._open, self._tasks, self._writers = hub_port, True, set(), []
+
+    async def __aenter__(self):
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_):
+        self._server.close()
+        self.swallow()
+        for writer in self._writers:
+            writer.close()
+
+    def swallow(self, for_good=False):
+        """Every connection that stands now falls silent; with for_good, later ones too."""
+        self._open = not for_good
+        for task in self._tasks:
+            task.cancel()
+        self._tasks = set()
+
+    async def _accept(self, reader, writer):
+        self._writers.append(writer)
+        if self._open:
+            there = await asyncio.open_connection("127.0.0.1", self._hub_port)
+            self._writers.append(there[1])
+            for source, sink in ((reader, there[1]), (there[0], writer)):
+                self._tasks.add(asyncio.create_task(self._carry(source, sink)))
+
+    async def _carry(self, source, sink):
+        while data := await source.read(1 << 16):
+            sink.write(data)
+        sink.close()
+
+
 class Member:
-    def __init__(self, wired):
+    def __init__(self, wired, port=None):
         self.gone = []
-        place = ("127.0.0.1", wired.port)
+        place = ("127.0.0.1", port or wired.port)
         self.it = Membership(place, "b", TOKEN, lambda: {"phase": "running"}, lambda order: None, self.gone.append)
         self.task = asyncio.create_task(self.it.stay(SOON_S))
 

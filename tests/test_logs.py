@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.remote.logs import is_secondary, log_tail, telling_line
+from orchestrator.remote.logs import advice, is_secondary, log_tail, says_port_is_taken, telling_line
 
 NCCL = [
     "[rank0]: Traceback (most recent call last):",
@@ -50,3 +50,36 @@ def test_a_log_without_an_error_shows_its_last_line(tmp_path):
 def test_no_log_says_nothing(tmp_path):
     assert telling_line(log_tail(tmp_path / "none")) is None
     assert not is_secondary([])
+
+
+KNOWN = {
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB": "lower `batch`",
+    "OSError: [Errno 28] No space left on device": "a disk is full",
+    "RuntimeError: Expected to have finished reduction in the prior iteration before.": "no gradient",
+    "RuntimeError: Detected mismatch between collectives on ranks.": "which collective comes next",
+    "CUDA error: no kernel image is available for execution on the device": "not built for this GPU",
+    "Failed to initialize NVML: Driver/library version mismatch": "reboot",
+    "RuntimeError: DataLoader worker is killed by signal: Bus error. It is possible that (shm) is low": "/dev/shm",
+    "OSError: [Errno 24] Too many open files": "ulimit -n",
+    "NCCL WARN Call to ibv_create_cq failed with error Cannot allocate memory": "NCCL_IB_DISABLE=1",
+    "ModuleNotFoundError: No module named 'timm'": "lacks a module",
+    "DistNetworkError: The client socket has timed out after 60000ms while trying to connect": "firewall",
+    "DistNetworkError: port: 29500, useIpv6: false, code: -98, name: EADDRINUSE": "is taken",
+}
+
+
+@pytest.mark.parametrize(("line", "words"), KNOWN.items(), ids=[line[:30] for line in KNOWN])
+def test_what_is_known_is_said_in_plain_words_with_a_next_step(line, words):
+    assert words in advice(["Traceback (most recent call last):", f"[rank0]: {line}"])
+
+
+def test_what_is_not_known_or_was_long_ago_gets_no_advice():
+    assert advice([]) is None
+    assert advice(["ValueError: the batch is odd"]) is None
+    assert advice(["No space left on device", "Traceback (most recent call last):", "ValueError: odd"]) is None
+
+
+def test_torchruns_words_about_a_taken_port_are_known():
+    assert says_port_is_taken(list(KNOWN)[-1:])
+    assert says_port_is_taken(["The server socket has failed to bind (errno: 98 - Address already in use)."])
+    assert not says_port_is_taken(["RuntimeError: Connection refused"])

@@ -4,10 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 from orchestrator.remote import processes
+from orchestrator.remote.agent import lives
 from orchestrator.remote.processes import Identity
 
 
@@ -49,7 +51,7 @@ def test_a_name_with_brackets_and_blanks_does_not_confuse_the_parser(tmp_path):
     odd.symlink_to("/bin/sleep")
     child = subprocess.Popen([str(odd), "1000"])
     try:
-        assert child.pid in processes.descendants(os.getpid())
+        assert child.pid in {found.pid for found in processes.descendants(os.getpid())}
         assert processes.identify(child.pid).is_alive()
     finally:
         child.kill()
@@ -63,7 +65,53 @@ def test_the_mark_finds_a_process_that_left_its_parent(tmp_path):
     found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     pid = int(found.stdout)
     try:
-        assert processes.marked(tmp_path) == [pid]
+        assert processes.marked(tmp_path) == [processes.identify(pid)]
         assert processes.marked(tmp_path / "other") == []
     finally:
         os.kill(pid, signal.SIGKILL)
+
+
+def test_a_list_of_processes_made_before_a_pid_was_used_anew_harms_nobody(sleeper):
+    before = Identity(sleeper.pid, processes.start_time(sleeper.pid) - 1, processes.boot_id())
+    processes.end_all([before], signal.SIGKILL)
+    assert sleeper.poll() is None
+
+
+def test_a_stale_record_whose_pid_is_a_strangers_is_not_alive(sleeper):
+    stranger = processes.identify(sleeper.pid)
+    record = {**stranger._asdict(), "start_time": stranger.start_time - 1}
+    assert lives({**stranger._asdict(), "keeper": record})
+    assert not lives({**record, "keeper": record})
+    assert not lives({**stranger._asdict(), "boot_id": "another"})
+
+
+def test_a_process_has_a_pulse_until_it_is_stopped():
+    child = subprocess.Popen([sys.executable, "-c", "import time\nwhile True: time.sleep(0.01)"])
+    try:
+        until_it_beats(child.pid)
+        child.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+        stopped = processes.pulse(child.pid)
+        time.sleep(0.2)
+        assert processes.pulse(child.pid) == stopped
+        child.send_signal(signal.SIGCONT)
+        until_it_beats(child.pid)
+    finally:
+        child.kill()
+        child.wait()
+    assert processes.pulse(child.pid) == -1
+
+
+def until_it_beats(pid):
+    before, deadline = processes.pulse(pid), time.monotonic() + 10
+    while processes.pulse(pid) <= before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_kernels_count_of_processes_ended_for_want_of_memory_is_read(tmp_path):
+    vmstat = tmp_path / "vmstat"
+    vmstat.write_text("oom_kill_disable 9\noom_kill 3\npgfault 7\n")
+    assert processes.out_of_memory_kills(vmstat) == 3
+    assert processes.out_of_memory_kills(tmp_path / "none") == 0
+    assert processes.out_of_memory_kills() >= 0

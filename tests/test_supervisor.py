@@ -4,13 +4,19 @@ import json
 import os
 import select
 import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import permutations
 
 import pytest
-from gang import gang
+from gang import LAUNCHER, gang, launcher_arguments
 
 from orchestrator import job as jobs
 from orchestrator.errors import HostsError
 from orchestrator.frames import Piece
+from orchestrator.plan import torchrun_arguments
 from orchestrator.remote import processes
 
 WAITS = "import time\ntime.sleep(120)\n"
@@ -242,7 +248,7 @@ def wait_for_files(job, text):
 
 
 def all_below(pids):
-    return [below for pid in pids for below in processes.descendants(pid)]
+    return [below.pid for pid in pids for below in processes.descendants(pid)]
 
 
 def command(pid):
@@ -341,3 +347,144 @@ def test_pythonpath_of_the_inventory_reaches_the_ranks(tmp_path):
         job.launch()
         job.wait()
         assert outputs(job) == ["found\n"]
+
+
+# Before torchrun: says which port that is to listen on, and waits until it may.
+ASKS_FIRST = """
+import os, pathlib, sys, time
+place = pathlib.Path(os.environ["PLACE"])
+if not (place / "enough").exists():
+    (place / f"{os.environ['ORCH_NODE']}-{sys.argv[1]}").touch()
+    while not (place / f"{sys.argv[1]}.taken").exists():
+        time.sleep(0.01)
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+
+
+class Thief:
+    """Takes the port that the master's torchrun is about to listen on, so many times."""
+
+    def __init__(self, place, times):
+        self._place, self._times, self.sockets = place, times, []
+        self.over = threading.Event()
+
+    def __call__(self):
+        while not self.over.wait(0.01) and len(self.sockets) < self._times:
+            taken = {taken.getsockname()[1] for taken in self.sockets}
+            for wanted in {int(path.name.partition("-")[2]) for path in self._place.glob("a-*")} - taken:
+                self.sockets.append(socket.socket())
+                self.sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                self.sockets[-1].bind(("", wanted))
+                self.sockets[-1].listen()
+                if len(self.sockets) == self._times:
+                    (self._place / "enough").touch()
+                (self._place / f"{wanted}.taken").touch()
+
+
+def run_with_thief(tmp_path, times, torch_free):
+    place = tmp_path / "place"
+    place.mkdir()
+    (tmp_path / "asks_first.py").write_text(ASKS_FIRST)
+    with gang(tmp_path, "print('ran', flush=True)", env={"PLACE": str(place)}) as job:
+        nodes = []
+        for index, node in enumerate(job.plan.nodes):
+            argv = launcher_arguments(str(LAUNCHER), (1, 1), index, "127.0.0.1")
+            argv = argv if torch_free else torchrun_arguments(2, index, 1, "127.0.0.1")
+            first = (str(tmp_path / "asks_first.py"), "{rendezvous_port}")
+            nodes.append(node.model_copy(update={"torchrun": (*first, *argv)}))
+        job.plan = job.plan.model_copy(update={"nodes": tuple(nodes)})
+        thief = Thief(place, times)
+        thread = threading.Thread(target=thief)
+        thread.start()
+        try:
+            job.launch()
+            record = job.wait()
+        finally:
+            thief.over.set()
+            thread.join()
+            for taken in thief.sockets:
+                taken.close()
+        assert left(job) == []
+        return record, outputs(job)
+
+
+@pytest.mark.parametrize("torch_free", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_port_taken_between_check_and_start_is_replaced_everywhere_once(tmp_path, torch_free):
+    record, said = run_with_thief(tmp_path, 1, torch_free)
+    assert (record.state, record.first_failure) == ("succeeded", None)
+    assert said == ["ran\n", "ran\n"]
+
+
+def test_a_port_taken_twice_is_an_error_that_names_who_has_it(tmp_path):
+    record, said = run_with_thief(tmp_path, 2, True)
+    assert record.state == "failed"
+    assert f"was taken by pid {os.getpid()} (" in record.first_failure.reason
+    assert said == []
+
+
+def test_jobs_that_start_on_one_machine_in_the_same_moment_do_not_meet_each_other(tmp_path):
+    def run(number):
+        (tmp_path / str(number)).mkdir()
+        with gang(tmp_path / str(number), SAYS_WHO) as job:
+            barrier.wait(30)
+            job.launch()
+            record = job.wait()
+            ports = {agent["rendezvous_port"] for agent in job.agents().values()}
+            return record.state, ports, {json.loads(text)["ORCH_JOB"] for text in outputs(job)} == {job.plan.job}
+
+    barrier = threading.Barrier(3)
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(run, range(3)))
+    assert [(state, len(ports), own) for state, ports, own in found] == [("succeeded", 1, True)] * 3
+    assert len({port for _, ports, _ in found for port in ports}) == 3
+
+
+ENDS = """
+import json, os, sys, time
+after_s, code, words = json.loads(os.environ["ENDS"])[os.environ["ORCH_NODE"]]
+time.sleep(after_s)
+print(words, file=sys.stderr, flush=True)
+os._exit(code)
+"""
+FATES = [(0.0, 0, "done"), (0.5, 7, "ValueError: the true one"), (0.45, 1, "RuntimeError: Connection closed by peer")]
+
+
+def test_whichever_hosts_succeed_fail_and_echo_the_first_cause_is_the_one_that_failed_by_itself(tmp_path):
+    def run(fates):
+        place = tmp_path / "".join(str(code) for _, code, _ in fates)
+        place.mkdir()
+        ends = dict(zip("abc", fates, strict=True))
+        with gang(place, ENDS, ranks=(1, 1, 1), env={"ENDS": json.dumps(ends)}) as job:
+            job.launch()
+            record = job.wait()
+        first = record.first_failure
+        return (record.state, record.exit_code, first.node, first.log_line) == (
+            "failed", 7, "abc"[fates.index(FATES[1])], "ValueError: the true one"
+        ) or record  # fmt: skip
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(run, permutations(FATES))) == [True] * 6
+
+
+def test_what_ranks_daemonised_ends_even_where_supervisor_and_keeper_are_both_killed(tmp_path):
+    script = """
+import subprocess, time
+for scrubbed in (["env", "-i"], []):
+    subprocess.run([*scrubbed, "setsid", "-f", "sleep", "1003"])
+print("ready", flush=True)
+time.sleep(120)
+"""
+    with gang(tmp_path, script) as job:
+        job.launch()
+        agent = job.wait_running()["b"]
+        wait_for_files(job, "ready")
+        below = processes.descendants(agent["keeper"]["pid"])
+        assert sum("sleep\x001003" in command(process.pid) for process in below) == 2
+        for pid in (agent["keeper"]["pid"], agent["pid"]):
+            os.kill(pid, signal.SIGKILL)
+        record = job.wait()
+        deadline = time.monotonic() + 10
+        while any(process.is_alive() for process in below):
+            assert time.monotonic() < deadline, [processes.describe(p) for p in below if p.is_alive()]
+            time.sleep(0.05)
+    assert (record.state, record.first_failure.node) == ("failed", "b")

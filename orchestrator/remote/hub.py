@@ -9,6 +9,9 @@ connection, because the next message says it all. A member sends its `status`, t
 Both sides prove that they hold the job's token (HMAC-SHA256 over both sides' nonces, RFC 2104), then every line carries
 a MAC over its direction and number with a key of this connection alone: nothing can be forged, replayed or reordered.
 It authenticates and does not hide: no secret travels here. All deadlines are monotonic; no clocks are compared.
+
+The lease binds both ways: who hears nothing for LEASE_S ends its own ranks, and who finds that it stood still for that
+long itself (`Pulse`) does nothing more of what it then hears, for the others have gone on without it.
 """
 
 from __future__ import annotations
@@ -18,18 +21,44 @@ import hashlib
 import hmac
 import json
 import secrets
+import time
 from collections.abc import Callable
 from typing import Any
 
 BEAT_S = 2.0
 LEASE_S = 20.0
 """No word for this long, either way, and the other side counts as gone."""
+QUIET_S = 6.0
+"""After so long without a word a member dials again beside its old connection: after a cut, TCP waits longer and longer
+before it tries again, and the wait after a cut of 10 s may well outlast the lease."""
 BROKEN_S = 5.0
-"""The same after a connection was closed, not merely silent: a live peer dials again at once."""
-HANDSHAKE_S = 5.0
+"""The lease of a member whose connection was closed, and of a hub that refuses one: a live peer is back at once."""
+HANDSHAKE_S = 3.0
 MAX_LINE = 1 << 16
 
 Message = dict[str, Any]
+
+
+class Pulse:
+    """Tells whether we ourselves stood still: stopped by a signal, starved, or asleep with the whole machine."""
+
+    def __init__(self) -> None:
+        self._last = self._now()
+        self._longest_s = 0.0
+
+    async def beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            self._longest_s, self._last = self.longest_s, self._now()
+
+    @property
+    def longest_s(self) -> float:
+        """The longest time between two beats, the present one included: what wakes first may ask before it beats."""
+        return max(self._longest_s, self._now() - self._last)
+
+    @staticmethod
+    def _now() -> float:
+        return time.clock_gettime(time.CLOCK_BOOTTIME)  # counts a suspended machine's time, too
 
 
 class Link:
@@ -197,7 +226,8 @@ class Membership:
         self._hub, self._node, self._token = hub, node, token
         self._status, self._obey, self._gone = status, obey, gone
         self._link: Link | None = None
-        self._closed = False
+        self._silent: Link | None = None
+        self._closed = self._heard = False
 
     def announce(self) -> None:
         if self._link:
@@ -206,37 +236,50 @@ class Membership:
     def close(self) -> None:
         """Ends `stay`. Cancelling its task does not always: before Python 3.12, `wait_for` may swallow that."""
         self._closed = True
-        if self._link:
-            self._link.close()
+        self._hang_up(self._link, self._silent)
 
     async def stay(self, join_s: float) -> None:
-        """Runs until the hub is gone: unreachable for `join_s` at first, later for the lease or after a break."""
+        """Runs until the hub is gone: unheard of for `join_s` at first, later for the lease, or refusing us."""
         loop = asyncio.get_running_loop()
-        deadline, why = loop.time() + join_s, f"cannot reach the master at {self._hub[0]}:{self._hub[1]}"
-        while loop.time() < deadline and not self._closed:
+        self._deadline, error = loop.time() + join_s, "no answer"
+        refused: float | None = None
+        while loop.time() < self._deadline and not self._closed:
             try:
                 self._link = await join_hub(*self._hub, self._node, self._token)
                 await self._talk(self._link)
-            except (OSError, ValueError, asyncio.TimeoutError) as error:
-                if self._link is None:
-                    why = f"cannot reach the master at {self._hub[0]}:{self._hub[1]} ({error or 'no answer'})"
-                elif isinstance(error, asyncio.TimeoutError):
-                    deadline, why = 0.0, f"no word from the master for {LEASE_S:.0f} s: it is down, frozen or cut off"
-                else:
-                    deadline, why = loop.time() + BROKEN_S, "the master's supervisor is gone"
-            finally:
-                if self._link:
-                    self._link.close()
+            except asyncio.TimeoutError:
+                refused = None
+                self._set_aside()
+            except (OSError, ValueError) as broken:
+                self._hang_up(self._link)
                 self._link = None
+                if isinstance(broken, ConnectionRefusedError):  # its host is up, and nobody listens there
+                    refused = refused or loop.time()
+                    self._deadline = min(self._deadline, refused + BROKEN_S)
+                else:
+                    refused = None
+                error = str(broken)
             await asyncio.sleep(0.2)
+        self._hang_up(self._link, self._silent)
         if not self._closed:
-            self._gone(why)
+            self._gone(self._why(error, refused))
+
+    def _why(self, error: str, refused: float | None) -> str:
+        if not self._heard:
+            return f"cannot reach the master at {self._hub[0]}:{self._hub[1]} ({error})"
+        if refused:
+            return "the master's supervisor is gone"
+        return f"no word from the master for {LEASE_S:.0f} s: it is down, frozen or cut off"
 
     async def _talk(self, link: Link) -> None:
         beats = asyncio.create_task(self._beat())
         try:
             while not self._closed:
-                self._obey(await link.receive(LEASE_S))
+                order = await link.receive(QUIET_S)
+                self._heard, self._deadline = True, asyncio.get_running_loop().time() + LEASE_S
+                self._hang_up(self._silent)
+                self._silent = None
+                self._obey(order)
         finally:
             beats.cancel()
 
@@ -244,6 +287,17 @@ class Membership:
         while True:
             self.announce()
             await asyncio.sleep(BEAT_S)
+
+    def _set_aside(self) -> None:
+        """Keeps the silent connection open until another one speaks: the hub would take its closing for our end."""
+        if self._link:
+            self._hang_up(self._silent)
+            self._silent, self._link = self._link, None
+
+    @staticmethod
+    def _hang_up(*links: Link | None) -> None:
+        for link in filter(None, links):
+            link.close()
 
 
 async def _read_line(reader: asyncio.StreamReader, timeout_s: float) -> bytes:

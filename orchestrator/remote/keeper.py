@@ -19,7 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .layout import Job, Work, write_json
+from .children import KILL_S
+from .layout import Job, Work, write_last_word
 from .logs import log_tail, telling_line
 from .processes import (
     adopt_orphans,
@@ -29,7 +30,7 @@ from .processes import (
     end_all,
     signal_name,
 )
-from .supervisor import KILL_S, Supervisor, failure
+from .supervisor import Supervisor, failure
 
 
 def main() -> None:
@@ -86,19 +87,19 @@ def keep(job: Job, node: dict[str, Any], supervisor: int) -> None:
     }
     record = {**job.read_agent(), "state": "failed", "first_failure": cause, "leftovers": leftovers}
     with contextlib.suppress(OSError):  # a full disk: the ranks are ended all the same
-        write_json(job.agent, {**record, "ended": time.time()})
+        write_last_word(job, {**record, "ended": time.time()})
 
 
 def kill_all(job: Job, deadline: float) -> list[str]:
     """SIGKILL to everything of this job below us or marked, until none is left. Returns what stayed."""
     while True:
-        pids = below_or_marked(job.root)
-        end_all(pids, signal.SIGKILL)
+        left = below_or_marked(job.root)
+        end_all(left, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        if not pids or time.monotonic() > deadline:
-            return [describe(pid) for pid in pids]
+        if not left or time.monotonic() > deadline:
+            return [describe(process) for process in left]
         time.sleep(0.02)
 
 

@@ -18,12 +18,81 @@ _SECONDARY = re.compile(
     re.IGNORECASE,
 )
 
+_PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
+
+# What a log says, what that means, and what to do. The first row whose pattern stands in the log's last words counts.
+_KNOWN = [
+    (
+        r"CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED",
+        "this GPU's memory is too small for its share of the batch; lower `batch`",
+    ),
+    (
+        r"No space left on device|Errno 28\b",
+        "a disk is full on this host; free some space, or give the node another `workdir:`",
+    ),
+    (
+        r"finished reduction in the prior iteration",
+        "some parameter got no gradient: the script's fault; use them all, or `find_unused_parameters=True`",
+    ),
+    (
+        r"mismatch(ed)? (between )?collective|collective.*mismatch",
+        "ranks disagree on which collective comes next: the script's fault; look for a branch that depends on the rank",
+    ),
+    (
+        r"no kernel image is available",
+        "this PyTorch was not built for this GPU; install a build that was",
+    ),
+    (
+        r"driver/library version mismatch|CUDA driver version is insufficient",
+        "this host's GPU driver does not fit its libraries; a reboot ends a half-done upgrade",
+    ),
+    (
+        r"insufficient shared memory|\(shm\)|Bus error",
+        "/dev/shm is too small for the data loader; set `num_workers=0`, or enlarge it",
+    ),
+    (
+        r"Too many open files",
+        "too few open files are allowed (`ulimit -n`); lower `num_workers`, or raise the limit",
+    ),
+    (
+        r"ibv_(reg_mr|create_cq|create_qp).*(Cannot allocate memory|ENOMEM)",
+        "too little memory may be locked for InfiniBand; raise `ulimit -l`, or set NCCL_IB_DISABLE=1 in `env:`",
+    ),
+    (
+        r"No module named '?[A-Za-z_]",
+        "this host's Python lacks a module; install it there, or name another `python:`",
+    ),
+    (
+        r"client socket has timed out|RendezvousTimeoutError|timed out after \d+ seconds waiting for clients",
+        "not every host reached the meeting point; a firewall may stand between the hosts",
+    ),
+    (
+        _PORT_TAKEN.pattern,
+        "a port that it wants is taken on this host",
+    ),
+]
+
+
+def advice(lines: list[str]) -> str | None:
+    """What the end of a log means in plain words, and what to do about it, where it is something known."""
+    words = last_words(lines)
+    known = (said for pattern, said in _KNOWN if any(re.search(pattern, line, re.IGNORECASE) for line in words))
+    return next(known, None)
+
+
+def says_port_is_taken(lines: list[str]) -> bool:
+    return any(_PORT_TAKEN.search(line) for line in lines)
+
+
+def last_words(lines: list[str]) -> list[str]:
+    """From a log's last traceback on, where there is one."""
+    starts = [index for index, line in enumerate(lines) if line.endswith("Traceback (most recent call last):")]
+    return lines[starts[-1] :] if starts else lines[-_LAST_WORDS:]
+
 
 def is_secondary(lines: list[str]) -> bool:
-    """Whether a log's last words (its last traceback, where there is one) blame the network for a peer's death."""
-    starts = [index for index, line in enumerate(lines) if line.endswith("Traceback (most recent call last):")]
-    words = lines[starts[-1] :] if starts else lines[-_LAST_WORDS:]
-    return any(_SECONDARY.search(line) for line in words)
+    """Whether a log's last words blame the network for a peer's death."""
+    return any(_SECONDARY.search(line) for line in last_words(lines))
 
 
 def log_tail(log: Path) -> list[str]:

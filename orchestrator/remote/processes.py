@@ -8,9 +8,10 @@ PR_SET_CHILD_SUBREAPER) or carry our job's folder in their environment.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,6 +43,7 @@ class Identity(NamedTuple):
                 os.close(handle)
 
 
+@functools.cache
 def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
@@ -60,36 +62,37 @@ def identify(pid: int) -> Identity:
     return Identity(pid, started, boot_id())
 
 
-def descendants(root: int) -> list[int]:
+def descendants(root: int) -> list[Identity]:
     """Every living process below `root`, itself left out."""
-    children: dict[int, list[int]] = {}
+    children: dict[int, list[Identity]] = {}
     for pid in _pids():
         fields = _stat(pid)
         if fields and fields[0] not in "ZX":
-            children.setdefault(int(fields[1]), []).append(pid)
+            children.setdefault(int(fields[1]), []).append(Identity(pid, int(fields[19]), boot_id()))
     found, todo = [], [root]
     while todo:
         below = children.get(todo.pop(), [])
         found += below
-        todo += below
+        todo += [process.pid for process in below]
     return found
 
 
-def marked(job_dir: Path) -> list[int]:
+def marked(job_dir: Path) -> list[Identity]:
     """Every living process of ours that was started with this job's mark in its environment."""
     mark = f"{MARK}={job_dir}".encode()
     found = []
     for pid in _pids():
         # Another user's environment cannot be read, and is none of ours.
         with contextlib.suppress(OSError):
-            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") and start_time(pid) is not None:
-                found.append(pid)
+            process = identify(pid)  # before its environment is read: who takes the pid later is another
+            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.append(process)
     return found
 
 
-def below_or_marked(job_dir: Path) -> list[int]:
+def below_or_marked(job_dir: Path) -> list[Identity]:
     """Every living process of the job but ourselves: whether it forgot its parent or its environment, not both."""
-    return sorted({*descendants(os.getpid()), *marked(job_dir)} - {os.getpid()})
+    return sorted(found for found in {*descendants(os.getpid()), *marked(job_dir)} if found.pid != os.getpid())
 
 
 def process_group(pid: int) -> int:
@@ -100,10 +103,39 @@ def process_group(pid: int) -> int:
         return -1
 
 
-def end_all(pids: list[int], signum: int) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            identify(pid).signal(signum)
+def pulse(pid: int) -> int:
+    """A number that grows whenever this process gets to run; -1 where there is none (proc(5), status).
+
+    A process that is stopped, or stuck in the kernel, keeps its pid and its open files and has no pulse.
+    """
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if "voluntary_ctxt_switches" in line)
+    return -1
+
+
+def out_of_memory_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
+    """So many processes has this host's kernel killed since it started, for want of memory (proc(5))."""
+    with contextlib.suppress(OSError, ValueError):
+        lines = vmstat.read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+    return 0
+
+
+def end_all(processes: Iterable[Identity], signum: int) -> None:
+    """SIGKILL spares the rank wrappers as long as there is anything else: they carry their ranks' last words into the
+    logs, then end by themselves. Who has to be sure calls again until nothing is left.
+    """
+    found = list(processes)
+    others = [process for process in found if not _is_wrapper(process.pid)] if signum == signal.SIGKILL else []
+    for process in others or found:
+        process.signal(signum)
+
+
+def _is_wrapper(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1:3] == [b"-m", b"orch_remote.rank"]
+    return False
 
 
 def signal_name(signum: int) -> str:
@@ -114,12 +146,12 @@ def signal_name(signum: int) -> str:
         return f"SIG{signum}"
 
 
-def describe(pid: int) -> str:
+def describe(process: Identity) -> str:
     """`pid 4711 (python train.py)`: for the list of what would not end. At most 80 characters of the command."""
     with contextlib.suppress(OSError):
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-        return f"pid {pid} ({command[:80]})"
-    return f"pid {pid}"
+        command = Path(f"/proc/{process.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return f"pid {process.pid} ({command.strip()[:80]})"
+    return f"pid {process.pid}"
 
 
 def adopt_orphans() -> None:

@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import os
 import signal
-import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from . import verdict
-from .hub import Hub, Membership, Message
-from .layout import Job, Work, write_json
-from .logs import is_secondary, log_tail, telling_line
-from .processes import MARK, below_or_marked, describe, die_with_parent, end_all, identify, process_group, signal_name
+from .children import KILL_S, Children, until
+from .hub import LEASE_S, Hub, Membership, Message, Pulse
+from .layout import Job, write_last_word, write_record
+from .logs import advice, is_secondary, log_tail, says_port_is_taken, telling_line
+from .ports import Claim, claim_port, holder
+from .processes import identify, out_of_memory_kills, signal_name
 
 GO_S = 300.0
 """Prepared but not told to go for this long: the controller is gone, undo. Longer than the slowest upload may take."""
@@ -32,13 +31,8 @@ JOIN_S = 30.0
 LOOK_S = 2.0
 SETTLE_S = 0.3
 """When a peer failed: so long may a rank of ours, dying of the true cause this very moment, take to say so."""
-KILL_S = 5.0
-GPU_WATCH_S = 1.0
-"""So long may what a sick driver holds, though it was killed, keep a job from its end."""
-
-# What a host's profile may have left behind and torchrun would obey (it reads PET_* as its own options).
-_UNSET = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-_UNSET_PREFIXES = ("PET_", "TORCHELASTIC_", "ORCH_")
+NEW_PORT_S = 3.0
+"""A torchrun that fails before any rank began may have met a stranger's port: so long may word of a new one take."""
 
 
 class Supervisor:
@@ -63,8 +57,9 @@ class Supervisor:
             "keeper": identify(os.getppid())._asdict(),
             "started": time.time(),
         }
-        self._exits: dict[int, asyncio.Future[int]] = {}
-        self._gpu_watch = self._killed_group = 0
+        self.children, self.pulse = Children(job, node), Pulse()
+        self._claim: Claim | None = None
+        self._memory_kills = out_of_memory_kills()
         self._tasks: set[asyncio.Task[None]] = set()
         self._arrivals: dict[tuple[str, str, Any], int] = {}
         self._finishing = False
@@ -76,7 +71,7 @@ class Supervisor:
         self.told, self.finished = asyncio.Event(), asyncio.Event()
         self.go: dict[str, Any] | None = None
         self._stopping: asyncio.Task[None] | None = None
-        loop.add_signal_handler(signal.SIGCHLD, self._reap)
+        loop.add_signal_handler(signal.SIGCHLD, self.children.reap)
         loop.add_signal_handler(signal.SIGTERM, self._keeper_died)
         self._open_fifos(loop)
         if self.node["is_master"]:
@@ -105,6 +100,7 @@ class Supervisor:
             self.membership = Membership(hub, self.node["name"], self._token, self.status, self.obey, self._hub_gone)
             self._spawn(self.membership.stay(JOIN_S))
         self._spawn(self._watch_folder())
+        self._spawn(self.pulse.beat())
         if self.phase == "joining" and await self._prepared() and self.phase == "joining":
             self.phase = "joined"
         self.changed()
@@ -114,7 +110,7 @@ class Supervisor:
         if self.hub:
             self.hub.announce()
             # The others leave when their own ranks have ended: that may take them the whole ladder.
-            await self._until(lambda: self.hub is None or self.hub.connected == 0, self._ladder_s)
+            await until(lambda: self.hub is None or self.hub.connected == 0, self._ladder_s)
             self.hub.close()
 
     async def _prepared(self) -> bool:
@@ -122,7 +118,7 @@ class Supervisor:
         if not self.node.get("prepare"):
             return True
         with open(self.job.prepare_log, "wb") as log:
-            code = await self._launch(["sh", "-c", self.node["prepare"]], log, self.job.src)
+            code = await self.children.start(["sh", "-c", self.node["prepare"]], log, self.job.src)
         if code != 0 and self._stopping is None:
             self._fail("prepare", f"the `prepare` command {_how(code)}", log=self.job.prepare_log, code=code)
         return code == 0
@@ -132,6 +128,7 @@ class Supervisor:
     def status(self) -> Message:
         return {
             "phase": self.phase,
+            "begun": self._has_begun,
             "failures": self.failures[:8],
             "cancelled": self.cancelled,
             "leftovers": self.leftovers[:20],
@@ -149,16 +146,17 @@ class Supervisor:
         shown = {"phase": self.phase, "ranks": self.ranks, "failures": self.failures, "leftovers": self.leftovers}
         self.record.update(shown, **more)
         try:
-            write_json(self.job.agent, self.record)
+            (write_last_word if "ended" in self.record else write_record)(self.job, self.record)
         except OSError as error:
-            sys.stderr.write(f"cannot write {self.job.agent}: {error}\n")
+            with contextlib.suppress(OSError):  # the log lies on the same disk
+                sys.stderr.write(f"cannot write {self.job.agent}: {error}\n")
 
     # ---- orders -----------------------------------------------------------------------------------------------
 
     def _decide(self, settled: bool = False) -> None:
         """The hub's own step: everybody's status in, one order out, obeyed here like everywhere."""
         assert self.hub
-        if self.go is None or self.order["do"] == "finish":
+        if self.go is None or self.order["do"] == "finish" or self._left_behind():
             return
         statuses = {name: self.hub.statuses.get(name, {}) for name in self.node["members"]}
         statuses[self.node["name"]] = self.status()
@@ -166,7 +164,9 @@ class Supervisor:
             one.setdefault("order", self._arrival(one))
         order = verdict.decide(statuses, self.hub.lost, settled)
         if order["do"] == "start":
-            order["rendezvous_port"] = self.order.get("rendezvous_port") or self._free_port()
+            order["rendezvous_port"] = self.order.get("rendezvous_port") or self._claim_port()
+            if order["rendezvous_port"] is None:
+                return  # that is a failure, which has been decided on
         if order["do"] == "stop" and self.order["do"] != "stop":
             asyncio.get_running_loop().call_later(self._ladder_s, self._decide, True)
         if order != self.order:
@@ -179,10 +179,11 @@ class Supervisor:
         return self._arrivals.setdefault(key, len(self._arrivals))
 
     def obey(self, order: Message) -> None:
+        if self._left_behind():
+            return
         self.order = order
-        if order["do"] == "start" and self.phase == "joined":
-            self.phase = "running"
-            self._spawn(self._run_torchrun(int(order["rendezvous_port"])))
+        if order["do"] == "start" and self.phase in ("joined", "running"):
+            self._meet_at(int(order["rendezvous_port"]))
         elif order["do"] == "stop":
             self._stop(settle_s=0.0 if self.cancelled or order["state"] == "cancelled" else SETTLE_S)
         elif order["do"] == "finish":
@@ -192,6 +193,18 @@ class Supervisor:
         if self._stopping is None:
             self._drain()  # what already happened here is a cause, what happens from now on is our doing
             self._stopping = self._spawn(self._end_ranks(settle_s))
+
+    def _left_behind(self) -> bool:
+        """Whether we stood still until our lease had run out. Then the others ended without us, and so do we."""
+        if self.pulse.longest_s < LEASE_S or len(self.node["members"]) == 1:
+            return False
+        why = f"stood still for {self.pulse.longest_s:.0f} s (stopped, starved or asleep), and its lease is over"
+        self._give_up(failure("lost", self.node["name"], why))
+        return True
+
+    def _give_up(self, cause: dict[str, Any]) -> None:
+        self.order = {"do": "finish", "state": "failed", "first_failure": cause}
+        self._spawn(self._finish("failed", cause))
 
     async def _finish(self, state: str, first_failure: dict[str, Any] | None) -> None:
         if self._finishing:
@@ -205,7 +218,8 @@ class Supervisor:
         self.finished.set()
 
     def _hub_gone(self, why: str) -> None:
-        self._spawn(self._finish("failed", failure("lost", self.node["master"], why)))
+        if not self._left_behind():
+            self._give_up(failure("lost", self.node["master"], why))
 
     def _keeper_died(self) -> None:
         self._fail("supervisor", "the supervisor was asked to end (SIGTERM, or its keeper died)")
@@ -216,16 +230,30 @@ class Supervisor:
 
     # ---- ranks ------------------------------------------------------------------------------------------------
 
-    async def _run_torchrun(self, port: int) -> None:
-        self._write(state="running", rendezvous_port=port)
+    def _meet_at(self, port: int) -> None:
+        if port != self.record.get("rendezvous_port"):
+            again, self.phase = self.phase == "running", "running"
+            self._write(state="running", rendezvous_port=port)
+            if again and self._has_begun:
+                self._fail("port", "a rank had begun when its port turned out to be a stranger's")
+            else:
+                self._spawn(self._run_torchrun(port, again))
+
+    async def _run_torchrun(self, port: int, again: bool) -> None:
+        if again:
+            await self.children.kill_all_of_it()
         fill = {"rendezvous_port": str(port), "job_dir": str(self.job.root), "python": sys.executable}
         argv = [sys.executable, *(_fill(part, fill) for part in self.node["torchrun"])]
         with open(self.job.torchrun_log, "wb") as log:
-            _, ended = self._start(argv, log, self.job.bin, self._environment())
-        self._watch_gpus()
+            ended = self.children.start(argv, log, self.job.bin)
+        self.children.watch_gpus()
         code = await ended
-        self._end_gpu_watch()
+        if port != self.record["rendezvous_port"]:
+            return  # killed, to run again elsewhere
+        self.children.end_gpu_watch()
         self._drain()
+        if code and not self._has_begun and await self._other_port(port):
+            return
         if self.phase != "running":
             return
         if code == 0:
@@ -234,93 +262,37 @@ class Supervisor:
         elif not self.failures:
             self._fail("torchrun", f"torchrun {_how(code)}", log=self.job.torchrun_log, code=code)
 
-    async def _launch(self, argv: list[str], log: Any, folder: Path) -> int:
-        """Starts a child that dies with us; returns its exit code, negative for a signal."""
-        _, ended = self._start(argv, log, folder, self._environment())
-        return await ended
+    async def _other_port(self, port: int) -> bool:
+        """Whether the ranks are to meet elsewhere: somebody took the port between our look and torchrun's.
 
-    def _start(
-        self, argv: list[str], log: Any, folder: Path, environment: dict[str, str]
-    ) -> tuple[int, asyncio.Future[int]]:
-        """A child in a session of its own: its pid and its exit code to come."""
-        child = subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            cwd=folder,
-            env=environment,
-            start_new_session=True,
-            preexec_fn=lambda: die_with_parent(signal.SIGKILL),
-        )
-        child.returncode = 0  # `_reap` hears of its end; Popen must not wait for it, too
-        ended = self._exits[child.pid] = asyncio.get_running_loop().create_future()
-        return child.pid, ended
-
-    def _watch_gpus(self) -> None:
-        if self.node["gpu_uuids"]:
-            argv = [sys.executable, "-m", "orch_remote.gpus", str(self.job.root)]
-            # Nothing of the job's own code is to be found before the standard library.
-            environment = {**self._environment(), "PYTHONPATH": str(self.job.bin)}
-            self._gpu_watch, _ = self._start(argv, sys.stderr, self.job.bin, environment)
-
-    def _end_gpu_watch(self) -> None:
-        if self._gpu_watch in self._exits:  # not reaped, so the group is still its own
-            self._killed_group = self._gpu_watch
-            os.killpg(self._killed_group, signal.SIGKILL)
-
-    def _environment(self) -> dict[str, str]:
-        inherited = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in _UNSET and not name.startswith(_UNSET_PREFIXES)
-        }
-        own = {MARK: str(self.job.root), "ORCH_JOB": self.job.id, "ORCH_NODE": self.node["name"]}
-        # The job's own code first: for a script both its folder and the packages shipped with it.
-        given = {**inherited, **self.node["env"]}
-        path = [str(self.job.src), *filter(None, [given.get("PYTHONPATH")]), str(self.job.bin)]
-        return {**given, **own, "PYTHONPATH": os.pathsep.join(path)}
-
-    def _reap(self) -> None:
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if pid == 0:
-                    return
-                if pid in self._exits:
-                    self._exits.pop(pid).set_result(os.waitstatus_to_exitcode(status))
+        It happens before any rank begins. The hub decides it, once a job; the others may fail first, and wait for it.
+        """
+        if not self.hub:
+            return await until(lambda: self.phase != "running" or self.record["rendezvous_port"] != port, NEW_PORT_S)
+        statuses = self.hub.statuses.values()
+        if not says_port_is_taken(log_tail(self.job.torchrun_log)) or any(one.get("begun") for one in statuses):
+            return False
+        taken = f"port {port} was taken by {holder(port)} before torchrun could listen on it"
+        if self.record.get("taken_ports"):
+            self._fail("port", f"{taken}, as was {self.record['taken_ports'][0]} before")
+            return True
+        self._write(taken_ports=[port])
+        if (number := self._claim_port()) and self.order["do"] == "start":
+            self.order = {**self.order, "rendezvous_port": number}
+            self.hub.announce()
+            self._meet_at(number)
+        return True
 
     async def _end_ranks(self, settle_s: float) -> None:
-        """The ladder: INT to the ranks, TERM to all, KILL to all, each only if the one before did not do."""
         await asyncio.sleep(settle_s)
         self.phase = "stopping"
         self.changed()
-        self._end_gpu_watch()
-        grace_s = self.node["grace_s"]
-        for signum, wait_s in ((signal.SIGINT, grace_s), (signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_S)):
-            if not self._left():
-                break
-            deadline = asyncio.get_running_loop().time() + wait_s
-            self._signal(signum)
-            while self._left() and asyncio.get_running_loop().time() < deadline:
-                if signum == signal.SIGKILL:
-                    self._signal(signum)  # a process that forks while it is killed
-                await asyncio.sleep(0.05)
-        await self._until(lambda: not below_or_marked(self.job.root), GPU_WATCH_S)
-        self.leftovers = [describe(pid) for pid in below_or_marked(self.job.root)]
+        self.leftovers = await self.children.end_all_of_it(
+            lambda: {rank["wrapper"] for rank in self.ranks.values() if rank.get("wrapper")}
+        )
         self._drain()
         self.phase = "ended"
         self.changed()
-
-    def _left(self) -> list[int]:
-        """What the ladder has to end. The GPU watch was killed before it, and a sick driver may hold that for long."""
-        return [pid for pid in below_or_marked(self.job.root) if process_group(pid) != self._killed_group]
-
-    def _signal(self, signum: int) -> None:
-        # torchrun answers INT by ending its workers itself and at once; the ranks are to have their grace first.
-        running = self._left()
-        wrappers = [pid for pid in running if pid in {rank.get("wrapper") for rank in self.ranks.values()}]
-        end_all(wrappers if signum == signal.SIGINT and wrappers else running, signum)
 
     # ---- events -----------------------------------------------------------------------------------------------
 
@@ -345,7 +317,7 @@ class Supervisor:
         if "rank" in event:
             self._rank_event(event)
         elif "go" in event:
-            self.go = event["go"]
+            self.go, self.pulse = event["go"], Pulse()
             self.told.set()
         elif event.get("request") == "undo":
             self.told.set()
@@ -362,10 +334,13 @@ class Supervisor:
             rank.update(pid=event["pid"], wrapper=event.get("wrapper"), started=time.time())
             self.changed()
             return
-        rank.update({key: event[key] for key in ("exit_code", "signal", "cause")}, ended=time.time())
+        rank |= {key: event[key] for key in ("exit_code", "signal", "cause", "dropped_bytes") if key in event}
+        rank["ended"] = time.time()
         failed = event["exit_code"] != 0 and event["cause"] is None
         if failed and self.phase == "running":
             how = f"was killed by {event['signal']}" if event["signal"] else f"exited {event['exit_code']}"
+            if event["signal"] == "SIGKILL" and out_of_memory_kills() > self._memory_kills:
+                how += ": this host ran out of memory, and its kernel ended a process"
             log = self.job.rank(event["rank"]) / "stderr.log"
             self._fail("rank", f"rank {event['rank']} {how}", log=log, rank=event["rank"],
                        exit_code=event["exit_code"], signal=event["signal"])  # fmt: skip
@@ -381,6 +356,8 @@ class Supervisor:
         # Nobody who is killed from outside says why; one who aborts (NCCL's watchdog does) has said it before.
         if found["signal"] in (None, "SIGABRT"):
             found |= {"log_line": telling_line(lines), "secondary": is_secondary(lines)}
+            if known := advice(lines):
+                found["reason"] += f": {known}"
         self.failures.append(found)
         if self.go is None:
             self.told.set()
@@ -392,20 +369,19 @@ class Supervisor:
     def _token(self) -> bytes:
         return bytes.fromhex(self.node["token"])
 
-    def _free_port(self) -> int:
-        """The port the plan names if nobody holds it, else another; asked on every address, as torchrun will.
+    @property
+    def _has_begun(self) -> bool:
+        """Whether any rank of ours runs the job's own code, or did."""
+        return any(self.ranks.values())
 
-        A lock of our own keeps it from another job of ours until torchrun listens on it.
-        """
-        for port in (self.node["rendezvous_port"], *[0] * 20):
-            with contextlib.suppress(OSError), socket.socket() as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(("", port))
-                free = int(probe.getsockname()[1])
-                lock = os.open(Work(self.node["workdir"]).locks / f"port-{free}.lock", os.O_RDWR | os.O_CREAT, 0o600)
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return free
-        raise OSError("no free TCP port")
+    def _claim_port(self) -> int | None:
+        """The port that the plan names if nobody has it, else another, ours until the job ends."""
+        try:
+            self._claim = claim_port(self.node["rendezvous_port"])
+        except OSError as error:
+            self._fail("port", f"no port to meet at: {error}")
+            return None
+        return self._claim.number
 
     @property
     def _ladder_s(self) -> float:
@@ -428,11 +404,6 @@ class Supervisor:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception():
             raise SystemExit(f"supervisor: {task.exception()!r}") from task.exception()
-
-    async def _until(self, condition: Any, timeout_s: float) -> None:
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        while not condition() and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.02)
 
 
 def failure(kind: str, node: str, reason: str) -> dict[str, Any]:

@@ -1,0 +1,135 @@
+"""What a supervisor starts on its host, and how it ends all of it: torchrun, `prepare`, the watch over the GPUs.
+
+    children = Children(job, node)
+    ended = children.start([python, "-m", ...], log, folder)     # a future of its exit code
+    leftovers = await children.end_all_of_it(wrappers)            # INT, TERM, KILL, and a second look
+
+Whatever these start in turn is found by descent or by its mark (`processes`), daemonised or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .layout import Job
+from .processes import MARK, Identity, below_or_marked, describe, die_with_parent, end_all, process_group
+
+KILL_S = 5.0
+GPU_WATCH_S = 1.0
+"""So long may what a sick driver holds, though it was killed, keep a job from its end."""
+LOOK_S = 0.05
+
+# What a host's profile may have left behind and torchrun would obey (it reads PET_* as its own options).
+_UNSET = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_UNSET_PREFIXES = ("PET_", "TORCHELASTIC_", "ORCH_")
+
+
+class Children:
+    """All of one job's processes on this host but ourselves."""
+
+    def __init__(self, job: Job, node: dict[str, Any]) -> None:
+        self._job, self._node = job, node
+        self._exits: dict[int, asyncio.Future[int]] = {}
+        self._gpu_watch = self._killed_group = 0
+
+    def start(
+        self, argv: list[str], log: Any, folder: Path, environment: dict[str, str] | None = None
+    ) -> asyncio.Future[int]:
+        """A child in a session of its own that dies with us: its exit code to come, negative for a signal."""
+        child = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+            env=environment or self.environment(),
+            start_new_session=True,
+            preexec_fn=lambda: die_with_parent(signal.SIGKILL),
+        )
+        child.returncode = 0  # `reap` hears of its end; Popen must not wait for it, too
+        ended = self._exits[child.pid] = asyncio.get_running_loop().create_future()
+        return ended
+
+    def environment(self) -> dict[str, str]:
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in _UNSET and not name.startswith(_UNSET_PREFIXES)
+        }
+        own = {MARK: str(self._job.root), "ORCH_JOB": self._job.id, "ORCH_NODE": self._node["name"]}
+        # The job's own code first: for a script both its folder and the packages shipped with it.
+        given = {**inherited, **self._node["env"]}
+        path = [str(self._job.src), *filter(None, [given.get("PYTHONPATH")]), str(self._job.bin)]
+        return {**given, **own, "PYTHONPATH": os.pathsep.join(path)}
+
+    def watch_gpus(self) -> None:
+        if self._node["gpu_uuids"]:
+            argv = [sys.executable, "-m", "orch_remote.gpus", str(self._job.root)]
+            # Nothing of the job's own code is to be found before the standard library.
+            self.start(argv, sys.stderr, self._job.bin, {**self.environment(), "PYTHONPATH": str(self._job.bin)})
+            self._gpu_watch = next(reversed(self._exits))
+
+    def end_gpu_watch(self) -> None:
+        if self._gpu_watch in self._exits:  # not reaped, so the group is still its own
+            self._killed_group = self._gpu_watch
+            os.killpg(self._killed_group, signal.SIGKILL)
+
+    def reap(self) -> None:
+        """Collects every child that ended, adopted ones too. Called on SIGCHLD."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                if pid in self._exits:
+                    self._exits.pop(pid).set_result(os.waitstatus_to_exitcode(status))
+
+    async def end_all_of_it(self, wrappers: Callable[[], set[int]]) -> list[str]:
+        """The ladder: INT to the ranks, TERM to all, KILL to all, each only if the one before did not do.
+
+        wrappers: the pids of the rank wrappers. Returns what would not end.
+        """
+        self.end_gpu_watch()
+        grace_s = self._node["grace_s"]
+        for signum, wait_s in ((signal.SIGINT, grace_s), (signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_S)):
+            if not self._left():
+                break
+            # torchrun answers INT by ending its workers itself and at once; the ranks are to have their grace first.
+            first = wrappers()
+            ranks = [process for process in self._left() if process.pid in first]
+            end_all(ranks if signum == signal.SIGINT and ranks else self._left(), signum)
+            await until(lambda: not self._left(), wait_s, self._kill if signum == signal.SIGKILL else None)
+        await until(lambda: not below_or_marked(self._job.root), GPU_WATCH_S)
+        return [describe(process) for process in below_or_marked(self._job.root)]
+
+    async def kill_all_of_it(self) -> bool:
+        """At once, with no grace: for what has not begun. Whether all of it is gone."""
+        self._kill()
+        return await until(lambda: not self._left(), KILL_S, self._kill)
+
+    def _kill(self) -> None:
+        end_all(self._left(), signal.SIGKILL)
+
+    def _left(self) -> list[Identity]:
+        """What the ladder has to end. The GPU watch was killed before it, and a sick driver may hold that for long."""
+        return [found for found in below_or_marked(self._job.root) if process_group(found.pid) != self._killed_group]
+
+
+async def until(condition: Callable[[], bool], timeout_s: float, meanwhile: Callable[[], None] | None = None) -> bool:
+    """Whether the condition came to hold in time; `meanwhile` is called before each further look."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while not condition():
+        if asyncio.get_running_loop().time() >= deadline:
+            return False
+        if meanwhile:
+            meanwhile()
+        await asyncio.sleep(LOOK_S)
+    return True
