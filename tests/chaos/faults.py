@@ -1,0 +1,467 @@
+"""What goes wrong, and what it should come to. One generator a kind: before its `yield` it changes the plan, after it
+it strikes and returns what is expected (`rounds.Expected`).
+
+Every choice comes from the round's own random numbers, so that a round is the same whenever its seed is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import lab_net
+from lab_net import Link
+
+from orchestrator import call, job
+from orchestrator.errors import OrchError
+
+from .rounds import Expected, Round, at_once
+from .world import small_disk
+
+Fault = Callable[[Round], Generator[bool, None, Expected]]
+FAULTS: dict[str, Fault] = {}
+LEASE = {"detected_s": 30.0, "gone_s": 15.0}
+"""Promised for what only silence tells."""
+
+
+def fault(kind: Fault) -> Fault:
+    FAULTS[kind.__name__] = kind
+    return kind
+
+
+# ---- killed ---------------------------------------------------------------------------------------------------------
+
+
+@fault
+def kill_rank(r: Round) -> Generator[bool, None, Expected]:
+    yield True
+    r.kill("rank")
+    return Expected(node=r.victim, says="was killed by SIGKILL", exit_code=137)
+
+
+@fault
+def kill_wrapper(r: Round) -> Generator[bool, None, Expected]:
+    yield True
+    r.kill("wrapper")
+    return Expected(node=r.victim, says="torchrun exited 1")
+
+
+@fault
+def kill_launcher(r: Round) -> Generator[bool, None, Expected]:
+    yield True
+    r.kill("launcher")
+    return Expected(node=r.victim, says="torchrun was killed by SIGKILL", exit_code=137)
+
+
+@fault
+def kill_supervisor(r: Round) -> Generator[bool, None, Expected]:
+    yield True
+    r.kill("supervisor")
+    return Expected(node=r.victim, says="supervisor", detected_s=30.0)
+
+
+@fault
+def kill_keeper(r: Round) -> Generator[bool, None, Expected]:
+    yield True
+    r.kill("keeper")
+    return Expected(node=r.victim, says="supervisor")
+
+
+@fault
+def kill_keeper_and_supervisor(r: Round) -> Generator[bool, None, Expected]:
+    yield True
+    for process in [*r.processes("keeper", r.victim), *r.processes("supervisor", r.victim)]:
+        process.signal(signal.SIGKILL)
+    return Expected(node=r.victim, says="supervisor", detected_s=30.0)
+
+
+@fault
+def power_off(r: Round) -> Generator[bool, None, Expected]:
+    yield True
+    r.world.power_off(r.victim)
+
+    def on() -> None:
+        r.world.power_on(r.victim)
+        r.cell.close()
+
+    return Expected(
+        node=r.victim, says="no word|gone", left_out=frozenset({r.victim}), heal=on, logs_whole=False, **LEASE
+    )
+
+
+# ---- stopped --------------------------------------------------------------------------------------------------------
+
+
+@fault
+def freeze_rank(r: Round) -> Generator[bool, None, Expected]:
+    yield True
+    frozen = r.kill("rank", signum=signal.SIGSTOP)
+    time.sleep(r.rng.uniform(0.5, 4.0))
+    for process in frozen:
+        process.signal(signal.SIGCONT)
+    return Expected(state="succeeded", survives=True)
+
+
+@fault
+def freeze_supervisor_briefly(r: Round) -> Generator[bool, None, Expected]:
+    yield True
+    frozen = [*r.kill("supervisor", signum=signal.SIGSTOP), *r.kill("keeper", signum=signal.SIGSTOP)]
+    time.sleep(r.rng.uniform(3.0, 9.0))
+    for process in frozen:
+        process.signal(signal.SIGCONT)
+    return Expected(state="succeeded", survives=True)
+
+
+@fault
+def freeze_supervisor(r: Round) -> Generator[bool, None, Expected]:
+    """The ranks of the frozen supervisor end, too: nobody else is there to do it."""
+    yield True
+    frozen = [*r.kill("supervisor", signum=signal.SIGSTOP), *r.kill("keeper", signum=signal.SIGSTOP)]
+    ranks = [process for process in r.processes("rank", r.victim)]
+
+    def thaw() -> None:
+        if set(ranks) & set(r.processes("rank", r.victim)):
+            raise RuntimeError("a rank outlived its frozen supervisor's lease")
+        for process in frozen:
+            process.signal(signal.SIGCONT)
+
+    return Expected(node=r.victim, says="no word|stood still", left_out=frozenset({r.victim}), heal=thaw, **LEASE)
+
+
+@fault
+def freeze_host(r: Round) -> Generator[bool, None, Expected]:
+    yield True
+    frozen = r.kill(None, signum=signal.SIGSTOP)
+    longer_s = r.rng.uniform(0.0, 8.0)
+
+    def thaw() -> None:
+        time.sleep(longer_s)
+        for process in frozen:
+            process.signal(signal.SIGCONT)
+
+    return Expected(node=r.victim, says="no word|stood still", left_out=frozenset({r.victim}), heal=thaw, **LEASE)
+
+
+# ---- cut off --------------------------------------------------------------------------------------------------------
+
+
+def _healed(r: Round) -> Callable[[], None]:
+    def heal() -> None:
+        r.world.heal(r.victim)
+        r.cell.close()
+
+    return heal
+
+
+def _glitch(r: Round, cut: Callable[[], None]) -> Expected:
+    cut()
+    time.sleep(r.rng.uniform(3.0, 9.0))
+    _healed(r)()
+    time.sleep(r.rng.uniform(0.0, 12.0))  # what the glitch did may show late
+    return Expected(state="succeeded", survives=True)
+
+
+def _cut(r: Round, cut: Callable[[], None]) -> Expected:
+    cut()
+    # A master that is cut off sees the others vanish, and cannot know better.
+    return Expected(node=None if r.victim == r.master else r.victim, says="no word|gone|lost", heal=_healed(r), **LEASE)
+
+
+@fault
+def glitch(r: Round) -> Generator[bool, None, Expected]:
+    yield True
+    return _glitch(r, lambda: r.world.link(r.victim, Link(up=False)))
+
+
+@fault
+def glitch_inwards(r: Round) -> Generator[bool, None, Expected]:
+    yield True
+    return _glitch(r, lambda: r.world.deaf(r.victim))
+
+
+@fault
+def glitch_outwards(r: Round) -> Generator[bool, None, Expected]:
+    yield True
+    return _glitch(r, lambda: r.world.mute(r.victim))
+
+
+@fault
+def packet_loss(r: Round) -> Generator[bool, None, Expected]:
+    yield True
+    return _glitch(r, lambda: r.world.link(r.victim, Link(loss=r.rng.uniform(0.05, 0.25))))
+
+
+@fault
+def cut(r: Round) -> Generator[bool, None, Expected]:
+    yield True
+    return _cut(r, lambda: r.world.link(r.victim, Link(up=False)))
+
+
+@fault
+def cut_inwards(r: Round) -> Generator[bool, None, Expected]:
+    yield True
+    return _cut(r, lambda: r.world.deaf(r.victim))
+
+
+@fault
+def cut_outwards(r: Round) -> Generator[bool, None, Expected]:
+    yield True
+    return _cut(r, lambda: r.world.mute(r.victim))
+
+
+@fault
+def sshd_restart(r: Round) -> Generator[bool, None, Expected]:
+    """The daemon and every session of it: the job lives apart from them."""
+    yield True
+    for pid in lab_net.processes([r.world.ports[r.victim].namespace]):
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text().startswith("sshd"):
+                os.kill(pid, signal.SIGKILL)
+    r.cell.close()
+    time.sleep(2.5)  # process 1 of a lab host starts it again after a second
+    return Expected(state="succeeded", survives=True)
+
+
+# ---- the controller -------------------------------------------------------------------------------------------------
+
+
+@fault
+def controller_killed_launching(r: Round) -> Generator[bool, None, Expected]:
+    """Half a gang may be there: a later launch is refused or completes, and a cancel ends all of it."""
+    yield False
+    controller = r.controller("launch")
+    time.sleep(r.rng.uniform(0.3, 2.5))
+    controller.kill()
+    controller.wait()
+    r.tell("controller killed")
+    with contextlib.suppress(OrchError):
+        r.launch()
+    job.cancel(r.plan, r.cell.connect(), fence=True)
+    return Expected(state="cancelled|lost", logs_whole=False, detected_s=60.0)
+
+
+@fault
+def controller_killed_following(r: Round) -> Generator[bool, None, Expected]:
+    yield True
+    controller = r.controller("follow")
+    time.sleep(r.rng.uniform(0.5, 2.5))
+    controller.kill()
+    controller.wait()
+    return Expected(state="succeeded", survives=True)
+
+
+@fault
+def controller_killed_collecting(r: Round) -> Generator[bool, None, Expected]:
+    yield True
+    controller = r.controller("collect")
+    time.sleep(r.rng.uniform(0.5, 2.5))
+    controller.kill()
+    controller.wait()
+    return Expected(state="succeeded", survives=True)
+
+
+@fault
+def cancel(r: Round) -> Generator[bool, None, Expected]:
+    """At a random moment from the word to go on."""
+    yield False
+    r.launch()
+    r.pause(1.5)
+    r.cancel()
+    r.tell("cancelled")
+    return Expected(state="cancelled")
+
+
+@fault
+def cancel_twice(r: Round) -> Generator[bool, None, Expected]:
+    yield True
+    at_once(r.cancel, r.cancel)
+    r.pause(1.0)
+    r.cancel()
+    return Expected(state="cancelled")
+
+
+# ---- what ranks do --------------------------------------------------------------------------------------------------
+
+
+@fault
+def mixed_exits(r: Round) -> Generator[bool, None, Expected]:
+    """One rank is done, one fails by itself, one only says that a connection broke."""
+    done, true_one, echo = r.rng.sample(range(3), 3)
+    code = r.rng.randint(2, 120)
+    r.behaviour["exits"] = {
+        str(done): (r.rng.uniform(0.0, 0.5), 0, ""),
+        str(true_one): (0.8, code, "ValueError: the true one"),
+        str(echo): (0.8 + r.rng.uniform(-0.1, 0.1), 1, "RuntimeError: Connection closed by peer"),
+    }
+    yield False
+    r.launch()
+    return Expected(node=r.cell.names[true_one], says=f"exited {code}", exit_code=code, detected_s=30.0)
+
+
+@fault
+def rank_dies_of_a_signal(r: Round) -> Generator[bool, None, Expected]:
+    name = r.rng.choice(("SIGSEGV", "SIGABRT", "SIGKILL", "SIGBUS", "SIGFPE"))
+    r.behaviour["exits"] = {str(r.cell.names.index(r.victim)): (0.5, name, "a last word")}
+    yield False
+    r.launch()
+    return Expected(node=r.victim, says=f"was killed by {name}", exit_code=128 + signal.Signals[name], detected_s=30.0)
+
+
+@fault
+def daemons_of_ranks_that_are_done(r: Round) -> Generator[bool, None, Expected]:
+    r.behaviour["daemons"] = True
+    yield True
+    return Expected(state="succeeded", survives=True)
+
+
+@fault
+def workers_that_ignore_all(r: Round) -> Generator[bool, None, Expected]:
+    r.behaviour |= {"ignores": True, "daemons": True}
+    yield True
+    r.cancel()
+    return Expected(state="cancelled")
+
+
+@fault
+def time_limit(r: Round) -> Generator[bool, None, Expected]:
+    r.changes["time_limit_s"] = r.rng.uniform(0.2, 3.0)
+    yield False
+    r.launch()
+    return Expected(says="time limit", detected_s=30.0)
+
+
+# ---- the ground beneath ---------------------------------------------------------------------------------------------
+
+
+@fault
+def port_taken(r: Round) -> Generator[bool, None, Expected]:
+    """Between our look and torchrun's: once is mended, twice names who has it."""
+    twice = r.rng.random() < 0.3
+    r.env["THEFTS"] = "1"
+    r.behaviour["daemons"] = False
+    r.victim = r.master
+    yield False
+    at_once(r.launch, lambda: _steal(r, 2 if twice else 1))
+    if twice:
+        return Expected(node=r.master, says=r"port \d+ was taken by pid \d+ \(", detected_s=0.0, gone_s=60.0)
+    r.wait_running()
+    return Expected(state="succeeded", survives=True)
+
+
+def _steal(r: Round, times: int) -> None:
+    listen = "import socket, sys, time; s = socket.socket(); s.setsockopt(1, 2, 1); s.bind(('', int(sys.argv[1]))); "
+    listen += "s.listen(); print(flush=True); time.sleep(600)"
+    src, stolen = r.on_disk(r.master) / "src", set[str]()
+    deadline = time.monotonic() + 60
+    while len(stolen) < times and time.monotonic() < deadline:
+        for wanted in sorted(src.glob("wants-*")) if src.is_dir() else []:
+            port = wanted.name.partition("-")[2]
+            if port not in stolen:
+                stolen.add(port)
+                argv = r.world.on_host(r.master, sys.executable, "-c", listen, port, "a-stranger")
+                thief = r.afterwards.enter_context(subprocess.Popen(argv, stdout=subprocess.PIPE))
+                r.afterwards.callback(thief.kill)
+                thief.stdout.readline()
+                _allow(r, port, enough=len(stolen) == times)
+        time.sleep(0.02)
+
+
+def _allow(r: Round, port: str, *, enough: bool) -> None:
+    """The other hosts' launchers have nothing to fear from a thief on the master."""
+    for name in r.cell.names:
+        src = r.on_disk(name) / "src"
+        if enough:
+            (src / "enough").touch()
+        (src / f"taken-{port}").touch()
+
+
+@fault
+def full_disk(r: Round) -> Generator[bool, None, Expected]:
+    """On one host, for a while: the job goes on, and what could not be written is counted in its log."""
+    folder = "/home/lab/small"
+    place = r.afterwards.enter_context(small_disk(r.world, r.victim, folder, "96m"))
+    r.workdir[r.victim] = f"{folder}/orch"
+    r.behaviour["daemons"] = False
+    yield True
+    with open(place / "ballast", "wb") as ballast, contextlib.suppress(OSError):
+        while True:
+            ballast.write(b"\0" * (1 << 16))
+            ballast.flush()
+    time.sleep(r.rng.uniform(0.5, 3.0))
+    (place / "ballast").unlink()
+    return Expected(state="succeeded", survives=True, logs_whole=False)
+
+
+@fault
+def log_truncated(r: Round) -> Generator[bool, None, Expected]:
+    yield True
+    r.collect()
+    log = r.on_disk(r.victim) / f"rank-{r.cell.names.index(r.victim)}" / "stdout.log"
+    os.truncate(log, 0)
+    r.pause(1.0)
+    r.collect()
+    return Expected(state="succeeded", survives=True, logs_whole=False)
+
+
+@fault
+def collected_over_and_over(r: Round) -> Generator[bool, None, Expected]:
+    yield True
+    for _ in range(3):
+        r.collect()
+        r.pause(0.4)
+    return Expected(state="succeeded", survives=True)
+
+
+@fault
+def record_removed(r: Round) -> Generator[bool, None, Expected]:
+    """agent.json: the supervisor writes it again with the next thing that it has to say."""
+    yield True
+    (r.on_disk(r.victim) / "agent.json").unlink()
+    return Expected(state="succeeded", survives=True)
+
+
+@fault
+def order_removed(r: Round) -> Generator[bool, None, Expected]:
+    """node.json: read when the job was prepared and when a rank starts, and not needed later."""
+    yield True
+    (r.on_disk(r.victim) / "node.json").unlink()
+    return Expected(state="succeeded", survives=True)
+
+
+@fault
+def folder_removed(r: Round) -> Generator[bool, None, Expected]:
+    yield True
+    path = r.on_disk(r.victim)
+    path.rename(path.with_name(f"{path.name}.moved"))
+
+    def back() -> None:
+        path.with_name(f"{path.name}.moved").rename(path)
+
+    return Expected(node=r.victim, says="folder was removed", heal=back)
+
+
+@fault
+def stale_record(r: Round) -> Generator[bool, None, Expected]:
+    """A job of long ago whose supervisor's pid is now a stranger's: neither a look nor a `reap` touches that."""
+    yield True
+    pid, start_time = r.world.bystanders[r.victim]
+    inner = Path(f"/proc/{pid}/status").read_text().partition("NSpid:")[2].splitlines()[0].split()[-1]
+    boot_id = (r.world.root(r.victim) / "run/boot_id").read_text().strip()
+    old = r.on_disk(r.victim).with_name(f"of-long-ago-{r.job}")
+    old.mkdir()
+    identity = f'"pid": {inner}, "start_time": {start_time - 1}, "boot_id": "{boot_id}"'
+    (old / "agent.json").write_text(f'{{"state": "running", {identity}, "keeper": {{{identity}}}}}')
+    for path in (old, old / "agent.json"):
+        os.chown(path, 1000, 1000)
+    host = r.cell.connect()[r.victim]
+    for request in ({"action": "status"}, {"action": "reap", "end": True}, {"action": "cancel", "job": old.name}):
+        call.ask(host, "control", {"workdir": r.workdir[r.victim], **request}, timeout_s=30)
+    (old / "agent.json").unlink()
+    old.rmdir()
+    return Expected(state="succeeded", survives=True)
