@@ -53,10 +53,11 @@ def measure_link(rate: str, bps: float) -> bool:
         for direction in ([], ["--reverse"], [], ["--reverse"]):
             server = lab.lab.host_popen("n2", ["iperf3", "--server", "--one-off", "--json"], stdin=subprocess.DEVNULL)
             client = ["iperf3", "--client", "10.77.4.2", "--time", "3", "--omit", "1", "--json", *direction]
-            while (done := lab.lab.host_exec("n1", client)).returncode and server.poll() is None:
-                continue  # the server does not listen yet
+            # With --json it exits 0 whatever happens; as long as the server does not listen yet, it says so.
+            while "error" in (done := json.loads(lab.lab.host_exec("n1", client).stdout)) and server.poll() is None:
+                continue
             server.communicate()
-            measured.append(json.loads(done.stdout)["end"]["sum_received"]["bits_per_second"])
+            measured.append(done["end"]["sum_received"]["bits_per_second"])
     part = statistics.median(measured) / bps
     gbps = spread([value / 1e9 for value in measured], 3)
     print(f"link shaped to {rate:8} iperf3 {gbps} Gbps, {part:.3f} of it", flush=True)
