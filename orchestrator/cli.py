@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from orchestrator import __version__
-from orchestrator.errors import HostsError, OrchError, UsageError
+from orchestrator.errors import HostError, HostsError, OrchError, UsageError
 
 if TYPE_CHECKING:
     from orchestrator.controller import Controller, Up
@@ -139,7 +139,7 @@ def status(cluster: str | None, as_json: bool) -> None:
 
     with _controller() as controller:
         found = controller.store.cluster(cluster)
-        jobs = [controller.refresh(job) for job in controller.store.jobs() if job.cluster == found.name][:10]
+        jobs = controller.jobs(found.name).records[:10]
     if as_json:
         document = {"cluster": console.cluster_json(found), "jobs": console.jobs_json(jobs)["jobs"]}
         return console.print_json({"schema": 1, **document})
@@ -406,20 +406,34 @@ def _finish(controller: Controller, plan: LaunchPlan, as_json: bool, *, detached
 
 
 @main.command()
+@click.option("--rescan", is_flag=True, help="First ask the hosts for jobs that are unknown or damaged here.")
 @cluster_option
 @json_option
-def jobs(cluster: str | None, as_json: bool) -> None:
+def jobs(rescan: bool, cluster: str | None, as_json: bool) -> None:
     """All remembered jobs, newest first; those not ended are asked after on their hosts.
 
     \b
     orch jobs
+    orch jobs --rescan                    after $ORCH_HOME was lost or damaged
     orch jobs --json | jq -r '.jobs[0].id'
     """
     from orchestrator import console
 
+    problems: dict[str, OrchError] = {}
     with _controller() as controller:
-        found = [controller.refresh(job) for job in controller.store.jobs() if cluster in (None, job.cluster)]
-    console.print_json(console.jobs_json(found)) if as_json else console.print_jobs(found)
+        if rescan:
+            names = [cluster] if cluster else controller.store.cluster_names() or [controller.store.cluster().name]
+            with _busy(f"asking the hosts of {', '.join(names)}"):
+                rebuilt = controller.rescan(names)
+            console.say(f"rebuilt from the hosts: {', '.join(job.id for job in rebuilt.records) or 'nothing'}")
+            problems |= rebuilt.problems
+        found = controller.jobs(cluster)
+    console.print_json(console.jobs_json(found.records)) if as_json else console.print_jobs(found.records)
+    problems = {**found.problems, **problems}
+    for error in problems.values():
+        console.fail(error.message, error.remedy)
+    if any(isinstance(error, HostError) for error in problems.values()):
+        sys.exit(HostError.exit_code)
 
 
 @main.command()

@@ -12,16 +12,17 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from orchestrator import checks, collect, job
+from orchestrator import checks, collect, job, rescan
 from orchestrator.call import Host, ask, understood
 from orchestrator.connections import Connections
 from orchestrator.election import Election, elect
-from orchestrator.errors import ConnectError, HostError, HostsError, InventoryError, OrchError, UsageError
+from orchestrator.errors import ConnectError, HostError, HostsError, InventoryError, OrchError, StateError, UsageError
 from orchestrator.facts import NodeFacts
 from orchestrator.files import own_folder
 from orchestrator.frames import Agent, Piece
@@ -59,6 +60,14 @@ class Up:
 
 
 @dataclass(frozen=True)
+class Jobs:
+    """records: newest first. problems: by job, cluster or host, what could not be read or asked."""
+
+    records: tuple[JobRecord, ...]
+    problems: Mapping[str, OrchError]
+
+
+@dataclass(frozen=True)
 class Notice:
     """Something a person who follows a job should know."""
 
@@ -86,7 +95,11 @@ class Controller:
 
     def up(self, inventory: Inventory) -> Up:
         """Connects to every host at once, probes, elects, remembers. Hosts that fail are remembered as such."""
-        known = self.store.known_cluster(inventory.cluster)
+        known, forgotten = None, tuple[str, ...]()
+        try:
+            known = self.store.known_cluster(inventory.cluster)
+        except StateError as error:
+            forgotten = (f"{error.message}: what `orch node` and `orch master` had changed is forgotten",)
         nodes = inventory.nodes
         if known:
             nodes = tuple(node for node in nodes if node.name not in known.removed)
@@ -96,7 +109,7 @@ class Controller:
             kept = ("added", "released", "removed", "extra", "master_pin")
             cluster = cluster.model_copy(update={name: getattr(known, name) for name in kept})
         up = self._look(cluster, cluster.nodes)
-        return replace(up, warnings=(*inventory.warnings, *up.warnings))
+        return replace(up, warnings=(*forgotten, *inventory.warnings, *up.warnings))
 
     def add_node(self, cluster: Cluster, node: Node) -> Up:
         if node.name in {other.name for other in cluster.nodes}:
@@ -206,14 +219,25 @@ class Controller:
             nodes=tuple(node.name for node in plan.nodes),
             started=plan.created,
         )
+        self._settle_half_starts()
         hosts = self._reach(cluster, plan)
-        self.store.save_job(record, plan)
-        try:
-            job.launch(plan, hosts, blob)
-        except BaseException:  # it has undone what it had begun
-            self.store.save_job(record.model_copy(update={"state": "cancelled", "ended": _now()}))
-            raise
+        with self.store.launching(record, plan) as launch:
+
+            def undone() -> None:
+                self.store.save_job(record.model_copy(update={"state": "cancelled", "ended": _now()}))
+                launch.over()
+
+            job.launch(plan, hosts, blob, undone)
+            launch.over()
         return hosts
+
+    def _settle_half_starts(self) -> None:
+        """What a controller that died left half started holds GPUs, and nobody will ever tell it to go."""
+        for half in self.store.half_started():
+            if half not in self.store.job_ids():  # it died before it had asked any host
+                self.store.start_is_over(half)
+            with suppress(OrchError):  # a damaged record, a host that is away: the next command tries again
+                self.refresh(self.store.job(half))
 
     def _reach(self, cluster: Cluster, plan: LaunchPlan) -> dict[str, Host]:
         found = self.connections.open([cluster.node(node.name) for node in plan.nodes])
@@ -264,6 +288,7 @@ class Controller:
             if ended_at is not None and time.monotonic() > ended_at + LATE_S:
                 break
         yield tuple(splitter.rest())
+        yield from _dropped(found)
         if has_news:
             yield view.progress()
         if until_end and refused and ended_at is None:
@@ -276,26 +301,61 @@ class Controller:
     def hosts_of(self, plan: LaunchPlan) -> tuple[dict[str, Host], dict[str, HostError]]:
         """The job's hosts that can be reached now, and the errors of those that cannot."""
         cluster = self.store.cluster(plan.cluster)
-        found = self.connections.open([cluster.node(node.name) for node in plan.nodes])
-        return (
-            {name: host for name, host in found.items() if isinstance(host, Host)},
-            {name: error for name, error in found.items() if isinstance(error, HostError)},
-        )
+        known = {node.name: node for node in cluster.nodes}
+        found = self.connections.open([known[node.name] for node in plan.nodes if node.name in known])
+        gone = [node.name for node in plan.nodes if node.name not in known]
+        again = f"`orch up {cluster.file}` after adding it again"
+        removed = {name: HostError(name, f"is no longer in cluster {cluster.name}", again) for name in gone}
+        return {name: host for name, host in found.items() if isinstance(host, Host)}, {**_errors(found), **removed}
+
+    def jobs(self, cluster: str | None = None) -> Jobs:
+        """All remembered jobs, newest first, as their hosts have them now; one that cannot be asked after keeps its
+        record.
+        """
+        problems: dict[str, OrchError] = dict(self.store.damaged())
+        found = []
+        for record in self.store.jobs():
+            if cluster in (None, record.cluster):
+                try:
+                    found.append(record if record.id in problems else self.refresh(record))
+                except OrchError as error:  # its cluster is damaged or forgotten
+                    found.append(record)
+                    problems[record.id] = error
+        return Jobs(tuple(found), problems)
 
     def refresh(self, record: JobRecord) -> JobRecord:
-        """The record as the hosts have it now; unchanged where none answers or it has ended."""
+        """The record as the hosts have it now; unchanged where none answers or it has ended.
+
+        A start that its controller left half done is undone first.
+        """
         if record.state in ENDED:
             return record
         plan = self.store.plan(record.id)
-        hosts, _ = self.hosts_of(plan)
-        return self._remember(plan, job.agents(plan, hosts))
+        hosts, unreachable = self.hosts_of(plan)
+        found: dict[str, Mapping[str, Any] | HostError] = {**unreachable, **job.agents(plan, hosts)}
+        if self.store.is_half_started(record.id):
+            if job.is_half_started(found):
+                found = {**unreachable, **self._end(plan, hosts, fence=True)}
+            if not _errors(found):
+                self.store.start_is_over(record.id)
+        return self._remember(plan, found)
 
     def cancel(self, plan: LaunchPlan) -> tuple[JobRecord, list[str]]:
         """Ends the job everywhere, whatever we remember of it, and waits for it. Returns its record and, host by host,
         what would not end or cannot be seen.
         """
         hosts, unreachable = self.hosts_of(plan)
-        found: dict[str, Mapping[str, Any] | HostError] = {**unreachable, **_errors(job.cancel(plan, hosts))}
+        half = self.store.is_half_started(plan.job)
+        found = {**unreachable, **self._end(plan, hosts, fence=half)}
+        if half and not _errors(found):
+            self.store.start_is_over(plan.job)
+        return self._remember(plan, found), [line for name in found for line in _stayed(name, found[name])]
+
+    def _end(
+        self, plan: LaunchPlan, hosts: Mapping[str, Host], *, fence: bool
+    ) -> dict[str, Mapping[str, Any] | HostError]:
+        """Asks these hosts to end the job, and waits for their last records."""
+        found: dict[str, Mapping[str, Any] | HostError] = {**_errors(job.cancel(plan, hosts, fence=fence))}
         deadline = time.monotonic() + 2 * plan.grace_s + CANCEL_S
         for name, item in job.watch(plan, hosts, offsets={}, follow=True, files=False):
             if isinstance(item, HostError):
@@ -304,7 +364,43 @@ class Controller:
                 found[name] = item.record
             if time.monotonic() > deadline:
                 break
-        return self._remember(plan, found), [line for name in found for line in _stayed(name, found[name])]
+        return found
+
+    def rescan(self, clusters: Sequence[str]) -> Jobs:
+        """Asks every host of these clusters for jobs that are unknown or damaged here, and remembers them again.
+
+        Gives the jobs that were rebuilt, and by host or job what could not be.
+        """
+        rebuilt, problems = [], dict[str, OrchError]()
+        for name in clusters:
+            try:
+                rebuilt += self._rescan(self.store.cluster(name), problems)
+            except StateError as error:
+                problems[name] = error
+        for job_id, lost in self.store.damaged().items():
+            if isinstance(lost, StateError):
+                remedy = f"no host that answered knows it; remove {self.store.home.job(job_id)} to forget it"
+                problems[job_id] = StateError(lost.message, remedy)
+        return Jobs(tuple(rebuilt), problems)
+
+    def _rescan(self, cluster: Cluster, problems: dict[str, OrchError]) -> list[JobRecord]:
+        sound = [job_id for job_id in self.store.job_ids() if job_id not in self.store.damaged()]
+        newer = [job_id for job_id, error in self.store.damaged().items() if not isinstance(error, StateError)]
+        found = self.connections.open(cluster.nodes)
+        hosts = {name: host for name, host in found.items() if isinstance(host, Host)}
+        asked = for_each(hosts, lambda host: job.recall(host, [*sound, *newer]), deadline_s=ASK_S + 5)
+        answers = {name: told for name, told in asked.items() if not isinstance(told, HostError)}
+        problems |= {**_errors(found), **_errors(asked)}
+        plans, left_out = rescan.recall(answers, cluster)
+        for number, words in enumerate(left_out):
+            problems[f"{cluster.name} {number}"] = OrchError(words, "it stays on its host, untouched")
+        rebuilt = []
+        for job_id, plan in plans.items():
+            agents: dict[str, Mapping[str, Any] | HostError] = {**rescan.agents_of(job_id, plan, answers)}
+            record = job.combine(plan, agents, rescan.record_of(plan), datetime.now(timezone.utc))
+            self.store.save_job(record, plan)
+            rebuilt.append(record)
+        return rebuilt
 
     def _remember(self, plan: LaunchPlan, found: Mapping[str, Mapping[str, Any] | HostError]) -> JobRecord:
         return self.store.change_job(
@@ -381,7 +477,9 @@ def _with_env(cluster: Cluster, nodes: Sequence[Node]) -> list[Node]:
         raise UsageError(str(error.mistakes[0]), again) from error
     for node in nodes:
         if told.get(node.name, {}).keys() != node.env.keys():
-            raise UsageError(f"{cluster.file}: the `env` of node {node.name} is not the one of the last `orch up`", again)
+            raise UsageError(
+                f"{cluster.file}: the `env` of node {node.name} is not the one of the last `orch up`", again
+            )
     return [node.model_copy(update={"env": told.get(node.name, {})}) for node in nodes]
 
 
@@ -404,6 +502,17 @@ def _problem(name: str, error: HostError) -> Problem:
 def _with_election(cluster: Cluster, election: Election | None) -> Cluster:
     update = {"master": election.master if election else None, "master_reason": election.reason if election else ""}
     return cluster.model_copy(update=update)
+
+
+def _dropped(found: Mapping[str, Mapping[str, Any] | HostError]) -> Iterator[Notice]:
+    """What the ranks printed and a full disk did not take."""
+    for name, record in found.items():
+        ranks = record.get("ranks") if isinstance(record, Mapping) else None
+        for rank, told in ranks.items() if isinstance(ranks, dict) else ():
+            size = told.get("dropped_bytes") if isinstance(told, dict) else None
+            if isinstance(size, int) and size > 0:
+                lost = f"{size} bytes of what rank {one_line(rank, 8)} printed are lost"
+                yield Notice(f"{name}: the disk of its work folder was full, {lost}; the job went on")
 
 
 def _stayed(name: str, found: Mapping[str, Any] | HostError) -> list[str]:

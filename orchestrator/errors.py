@@ -1,6 +1,7 @@
 """Every error that a person may see, and the exit code it ends with.
 
     OrchError                 1   an operation failed
+    ├── StateError            1   what $ORCH_HOME holds of one job or cluster is damaged
     ├── UsageError            2   wrong usage or a bad input file
     │   └── InventoryError    2   every mistake of an inventory file at once
     ├── HostError             3   one host is unusable or unreachable
@@ -33,6 +34,10 @@ class OrchError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message}: {self.remedy}" if self.remedy else self.message
+
+
+class StateError(OrchError):
+    pass
 
 
 class UsageError(OrchError):

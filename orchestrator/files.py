@@ -17,7 +17,7 @@ from orchestrator.errors import UsageError
 def write_atomic(path: Path, content: bytes | str, mode: int = 0o600) -> None:
     """Writes to a temporary file beside `path`, fsyncs it, renames it, fsyncs the folder."""
     data = content.encode() if isinstance(content, str) else content
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -30,7 +30,19 @@ def write_atomic(path: Path, content: bytes | str, mode: int = 0o600) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    sync_folder(path.parent)
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder and those above it, each so that a power cut cannot take it back with what is in it."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(folder)
     finally:

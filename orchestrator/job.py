@@ -11,7 +11,7 @@ import queue
 import secrets
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any, TypeVar
 
@@ -28,6 +28,8 @@ PREPARE_S = 120.0
 START_S = 2 * PREPARE_S + 30
 """A job that no host knows of may still be on its way for this long."""
 ASK_S = 30.0
+MAX_RECALLS = 20
+"""Answers, of at most a megabyte each, that one host may give to one rescan."""
 RETRY_S = 1.0
 WAITING_FRAMES = 64
 """So much may have come and not been looked at, a piece of 256 KiB each at most; then the links wait, never the job."""
@@ -37,15 +39,38 @@ SMALL_BYTES = 1 << 16
 R = TypeVar("R")
 
 
-def launch(plan: LaunchPlan, hosts: Mapping[str, Host], blob: bytes) -> None:
-    """Starts the job on all hosts or on none. Raises HostsError with every host's refusal."""
+def launch(plan: LaunchPlan, hosts: Mapping[str, Host], blob: bytes, undone: Callable[[], None] = lambda: None) -> None:
+    """Starts the job on all hosts or on none. Raises HostsError with every host's refusal.
+
+    undone: called before it raises, if every host has confirmed that nothing of the job is left there.
+    """
     token = secrets.token_hex(32)
-    requests = {node.name: {"action": "prepare", "workdir": node.workdir, "node": node_request(plan, node, token)}
-                for node in plan.nodes}  # fmt: skip
+    kept = plan.masked().model_dump(mode="json", by_alias=True)
+    requests = {
+        node.name: {
+            "action": "prepare",
+            "workdir": node.workdir,
+            "node": node_request(plan, node, token),
+            "plan": kept,  # lies on every host, so that a controller that lost its own can ask for it
+        }
+        for node in plan.nodes
+    }
+    answered = set[str]()  # nothing of ours is still on its way there
 
     def prepare(name: str, code: bytes) -> dict[str, Any]:
         request = {**requests[name], "blob_bytes": len(code)}
-        return call.ask(hosts[name], "prepare", request, blob=code, timeout_s=PREPARE_S)
+        answered.discard(name)
+        try:
+            answer = call.ask(hosts[name], "prepare", request, blob=code, timeout_s=PREPARE_S)
+        except HostError as error:
+            if type(error) is HostError:  # the host's own refusal; any other says that no answer came
+                answered.add(name)
+            raise
+        answered.add(name)
+        return answer
+
+    def undo(name: str) -> dict[str, Any]:
+        return _ask(hosts[name], plan, "undo", token=token, fence=name not in answered)
 
     def prepare_with_code(name: str) -> dict[str, Any]:
         answer = prepare(name, blob if len(blob) <= SMALL_BYTES else b"")
@@ -60,7 +85,8 @@ def launch(plan: LaunchPlan, hosts: Mapping[str, Host], blob: bytes) -> None:
         if errors(told):
             raise HostsError(errors(told))
     except BaseException:  # a Ctrl-C, too: whatever was begun is undone, and cancelled where it already runs
-        _on_all(plan, lambda name: _ask(hosts[name], plan, "undo", token=token), ASK_S)
+        if not errors(_on_all(plan, undo, ASK_S)):
+            undone()
         raise
 
 
@@ -100,9 +126,35 @@ def ranks_of(node: NodePlan) -> range:
     return range(node.first_rank, node.first_rank + node.ranks)
 
 
-def cancel(plan: LaunchPlan, hosts: Mapping[str, Host]) -> dict[str, dict[str, Any] | HostError]:
-    """Asks every host to end the job; each answers whether a supervisor was there to hear it."""
-    return _on_all(plan, lambda name: _ask(hosts[name], plan, "cancel"), ASK_S, only=hosts)
+def cancel(
+    plan: LaunchPlan, hosts: Mapping[str, Host], *, fence: bool = False
+) -> dict[str, dict[str, Any] | HostError]:
+    """Asks every host to end the job; each answers whether a supervisor was there to hear it.
+
+    fence: of a start that was left half done; where nothing of it has arrived yet, nothing will begin any more.
+    """
+    return _on_all(plan, lambda name: _ask(hosts[name], plan, "fence" if fence else "cancel"), ASK_S, only=hosts)
+
+
+def is_half_started(found: Mapping[str, Mapping[str, Any] | HostError]) -> bool:
+    """Whether some host that answered waits for a word that its dead controller never gave, or was never asked."""
+    records = [record for record in found.values() if isinstance(record, Mapping)]
+    return any("go" not in record and record.get("state") != "undone" for record in records)
+
+
+def recall(host: Host, known: Sequence[str]) -> dict[str, Any]:
+    """What this host remembers of jobs beside those: by id {"plan", "agent"}, not to be taken on trust."""
+    found = dict[str, Any]()
+    for _ in range(MAX_RECALLS):
+        request = {"action": "recall", "workdir": host.workdir, "known": [*known, *found]}
+        answer = call.ask(host, "control", request, timeout_s=ASK_S)
+        jobs = answer.get("jobs")
+        if not isinstance(jobs, dict) or not jobs.keys() - found.keys():
+            break
+        found |= {str(name): told for name, told in jobs.items() if isinstance(told, dict)}
+        if answer.get("more") is not True:
+            break
+    return found
 
 
 def agents(plan: LaunchPlan, hosts: Mapping[str, Host]) -> dict[str, dict[str, Any] | HostError]:
@@ -243,8 +295,9 @@ def combine(
     if alive:
         running = any(record.get("state") != "starting" for record in alive)
         return known.model_copy(update={"state": "running" if running else "starting"})
-    if records and all(record.get("state") == "undone" for record in records.values()):
-        return known.model_copy(update={"state": "cancelled"})
+    undone = [record.get("state") == "undone" for record in records.values()]
+    if any(undone) and len(records) == len(plan.nodes) and not any("go" in record for record in records.values()):
+        return known.model_copy(update={"state": "cancelled"})  # one host undone, nobody told to go: nothing ran
     unheard_of = all(record.get("state") in (None, "lost") for record in records.values())
     if len(records) == len(plan.nodes) and not (unheard_of and _is_young(known, now)):
         gone = FirstFailure(node=plan.master, reason="no supervisor and no final record on any host")

@@ -2,23 +2,34 @@
 
 Every write is a temporary file, fsync and rename under a lock; every file carries a schema number. A cluster is the
 inventory as it was read, plus an overlay (what `orch node` and `orch master` changed), plus the facts of the last `up`:
-the user's own file is never touched.
+the user's own file is never touched. A damaged file is a StateError of its own job or cluster and of nothing else.
+
+A start is remembered before it begins, and a lock that dies with the controller tells a start that is at work from one
+that was left half done:
+
+    with store.launching(record, plan) as launch:      # job.json, plan.json, then `launching`, locked
+        ...                                             # prepare, go
+        launch.over()                                   # without it the start counts as half done
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ConfigDict, Field
 
-from orchestrator.errors import OrchError, UsageError
+from orchestrator.errors import OrchError, StateError, UsageError
 from orchestrator.facts import NodeFacts
-from orchestrator.files import locked, own_folder, write_atomic
+from orchestrator.files import locked, make_folder, own_folder, write_atomic
+from orchestrator.grammar import NAME
 from orchestrator.inventory import Node
 from orchestrator.paths import Home
 from orchestrator.records import SCHEMA, JobRecord, LaunchPlan, Record, masked_env, write_record
@@ -95,25 +106,38 @@ class Store:
 
     def cluster(self, name: str | None = None) -> Cluster:
         """The named cluster, else the current one. Raises UsageError where there is none."""
-        if name is None:
-            try:
-                name = self.home.current_cluster.read_text().strip()
-            except FileNotFoundError:
-                raise UsageError("no cluster yet", "start with `orch up INVENTORY`") from None
-        if not self.home.cluster(name).is_file():
-            known = ", ".join(sorted(path.stem for path in self.home.clusters.glob("*.json"))) or "none"
+        chosen = name or self._current()
+        if chosen in self.cluster_names():
+            return self._read(self.home.cluster(chosen), Cluster)
+        known = ", ".join(self.cluster_names()) or "none"
+        if name:
             raise UsageError(f"no cluster named {name!r} is remembered", f"`orch up INVENTORY` first; known: {known}")
-        return self._read(self.home.cluster(name), Cluster)
+        if not self.home.current_cluster.exists():
+            raise UsageError("no cluster yet", "start with `orch up INVENTORY`")
+        raise UsageError(
+            f"{self.home.current_cluster} names no cluster that is remembered",
+            f"`orch up INVENTORY` writes it anew, or `--cluster NAME`; known: {known}",
+        )
+
+    def cluster_names(self) -> list[str]:
+        return sorted(path.stem for path in self.home.clusters.glob("*.json") if not path.name.startswith("."))
 
     def known_cluster(self, name: str) -> Cluster | None:
+        """None where it is unknown. Raises StateError where it is damaged."""
         return self._read(self.home.cluster(name), Cluster) if self.home.cluster(name).is_file() else None
+
+    def _current(self) -> str | None:
+        try:
+            name = self.home.current_cluster.read_text().strip()
+        except (FileNotFoundError, ValueError):
+            return None
+        return name if re.fullmatch(NAME, name) else None
 
     # ---- jobs -------------------------------------------------------------------------------------------------
 
     def save_job(self, record: JobRecord, plan: LaunchPlan | None = None) -> None:
         folder = self.home.job(record.id)
         with self._locked():
-            folder.mkdir(parents=True, exist_ok=True)
             if plan:
                 write_record(folder / "plan.json", plan.masked())
             write_record(folder / "job.json", record)
@@ -128,29 +152,77 @@ class Store:
         return record
 
     def job(self, job: str) -> JobRecord:
-        return self._read(self.home.job(job) / "job.json", JobRecord)
+        path = self.home.job(job) / "job.json"
+        record = self._read(path, JobRecord)
+        if record.id != job:
+            raise _damaged(path, f"it speaks of {record.id[:80]!r}")
+        return record
 
     def plan(self, job: str) -> LaunchPlan:
-        return self._read(self.home.job(job) / "plan.json", LaunchPlan)
+        path = self.home.job(job) / "plan.json"
+        plan = self._read(path, LaunchPlan)
+        if plan.job != job:
+            raise _damaged(path, f"it speaks of {plan.job[:80]!r}")
+        return plan
 
     def jobs(self) -> list[JobRecord]:
-        """Newest first."""
-        found = [self.job(path.parent.name) for path in self.home.jobs.glob("*/job.json")]
+        """Newest first; the damaged ones left out."""
+        found = []
+        for job in self.job_ids():
+            with suppress(OrchError):
+                found.append(self.job(job))
         return sorted(found, key=lambda job: (job.started or "", job.id), reverse=True)
+
+    def damaged(self) -> dict[str, OrchError]:
+        """Jobs whose record or plan cannot be read, and why."""
+        found: dict[str, OrchError] = {}
+        for job in self.job_ids():
+            try:
+                self.job(job)
+                self.plan(job)
+            except OrchError as error:
+                found[job] = error
+        return found
+
+    def job_ids(self) -> list[str]:
+        """Of all that are remembered, the damaged ones too. Without job.json nothing of a job has begun."""
+        return sorted(path.parent.name for path in self.home.jobs.glob("*/job.json"))
 
     def find_job(self, wanted: str) -> str:
         """The id meant by an id, a unique prefix of one, or `latest`. Raises UsageError where none or several fit."""
         ids = [job.id for job in self.jobs()]
         if wanted == "latest" and ids:
             return ids[0]
-        fitting = [job for job in ids if job == wanted] or [job for job in ids if job.startswith(wanted)]
+        known = [*ids, *(job for job in self.job_ids() if job not in ids)]
+        fitting = [job for job in known if job == wanted] or [job for job in known if job.startswith(wanted)]
         if len(fitting) == 1:
             return fitting[0]
         if fitting:
             raise UsageError(f"{wanted!r} fits several jobs: {', '.join(fitting[:5])}", "give more of the id")
-        if not ids:
-            raise UsageError("no job yet", "start one with `orch run`")
-        raise UsageError(f"no job {wanted!r}", f"the latest: {', '.join(ids[:5])} (`orch jobs` lists all)")
+        if not known:
+            raise UsageError("no job yet", "start one with `orch run`; `orch jobs --rescan` asks the hosts for others")
+        raise UsageError(f"no job {wanted!r}", f"the latest: {', '.join(known[:5])} (`orch jobs` lists all)")
+
+    # ---- starts -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def launching(self, record: JobRecord, plan: LaunchPlan) -> Iterator[Launch]:
+        """Remembers the intent to start this job, and that we are at it for as long as we live."""
+        path = self.home.launching(record.id)
+        make_folder(path.parent)
+        with locked(path):
+            self.save_job(record, plan)
+            yield Launch(path)
+
+    def half_started(self) -> list[str]:
+        """Jobs that a controller began to start and did not end starting, and that nobody is at any more."""
+        return sorted(path.parent.name for path in self.home.jobs.glob("*/launching") if _is_free(path))
+
+    def is_half_started(self, job: str) -> bool:
+        return _is_free(self.home.launching(job))
+
+    def start_is_over(self, job: str) -> None:
+        Launch(self.home.launching(job)).over()
 
     # ---- files ------------------------------------------------------------------------------------------------
 
@@ -167,7 +239,36 @@ class Store:
             if value.get("schema", 0) > SCHEMA:
                 raise OrchError(f"{path} was written by a newer orch (schema {value['schema']})", "update this one")
             return form.model_validate(value)
+        except OSError as error:
+            if error.errno == errno.ENOENT:
+                raise _damaged(path, "it is missing") from error
+            raise _damaged(path, error.strerror or str(error)) from error
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise OrchError(
-                f"{path} is damaged ({str(error).splitlines()[0]})", "remove it; the hosts keep the truth"
-            ) from error
+            raise _damaged(path, str(error).splitlines()[0]) from error
+
+
+class Launch:
+    """A start that is remembered until it is `over`."""
+
+    def __init__(self, marker: Path) -> None:
+        self._marker = marker
+
+    def over(self) -> None:
+        """Every host has been told to go, or nothing is left on any."""
+        self._marker.unlink(missing_ok=True)
+
+
+def _is_free(marker: Path) -> bool:
+    """Whether the marker is there and nobody holds it: its controller is dead, or gave up."""
+    try:
+        with open(marker, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return marker.exists()
+    except (FileNotFoundError, BlockingIOError):
+        return False
+
+
+def _damaged(path: Path, why: str) -> StateError:
+    is_cluster = path.parent.name == "clusters"
+    remedy = "`orch up INVENTORY` writes it anew" if is_cluster else "`orch jobs --rescan` rebuilds it from the hosts"
+    return StateError(f"{path} is damaged ({why})", remedy)

@@ -68,6 +68,8 @@ STATE_OF = {
     "no host knows the job": ({"a": NOTHING_KNOWN, "b": NOTHING_KNOWN, "c": NOTHING_KNOWN}, "lost"),
     "gone, but one has not answered": ({"a": GONE, "b": GONE, "c": UNREACHABLE}, "starting"),
     "undone": ({name: over("undone") for name in "abc"}, "cancelled"),
+    "undone, and one never heard of it": ({"a": NOTHING_KNOWN, "b": over("undone"), "c": over("undone")}, "cancelled"),
+    "undone, but one cannot be asked": ({"a": over("undone"), "b": over("undone"), "c": UNREACHABLE}, "starting"),
 }
 
 
@@ -176,6 +178,23 @@ def test_whatever_a_first_failure_holds_the_record_and_its_code_are_sound(found)
     assert JobRecord.model_validate_json(record.model_dump_json(by_alias=True)) == record
     assert isinstance(record.exit_code, int)
     assert record.exit_code != 0
+
+
+WAITING, TOLD = alive("starting"), alive("starting", go=1.0)
+HALF_STARTED = {
+    "all wait for a word": (dict.fromkeys("abc", WAITING), True),
+    "one does not know of it": ({"a": TOLD, "b": NOTHING_KNOWN, "c": TOLD}, True),
+    "one was told, the others wait": ({"a": TOLD, "b": WAITING, "c": WAITING}, True),
+    "all were told": (dict.fromkeys("abc", TOLD), False),
+    "all that answer were told": ({"a": TOLD, "b": UNREACHABLE, "c": TOLD}, False),
+    "all is undone": (dict.fromkeys("abc", over("undone")), False),
+    "nobody answers": (dict.fromkeys("abc", UNREACHABLE), False),
+}
+
+
+@pytest.mark.parametrize(("found", "half"), HALF_STARTED.values(), ids=list(HALF_STARTED))
+def test_a_start_is_half_done_where_a_host_waits_for_a_word_that_never_comes(found, half):
+    assert job.is_half_started(found) is half
 
 
 def test_the_token_travels_in_the_request_of_each_host_with_its_own_ranks():

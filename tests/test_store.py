@@ -1,5 +1,8 @@
+import contextlib
 import json
 import os
+import random
+import re
 import stat
 import threading
 
@@ -7,7 +10,7 @@ import pytest
 from test_checks import facts
 from test_plan import a2000_v100
 
-from orchestrator.errors import OrchError, UsageError
+from orchestrator.errors import OrchError, StateError, UsageError
 from orchestrator.inventory import Node
 from orchestrator.paths import Home
 from orchestrator.records import JobRecord
@@ -164,16 +167,92 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize("content", DAMAGED)
-def test_a_damaged_file_is_named_with_what_to_do(store, content):
+@pytest.mark.parametrize("name", ["job.json", "plan.json"])
+def test_a_damaged_job_is_named_with_what_to_do_and_hides_no_other(store, name, content):
+    store.save_job(job("j"), a2000_v100().model_copy(update={"job": "j"}))
+    store.save_job(job("sound"), a2000_v100().model_copy(update={"job": "sound"}))
+    (store.home.job("j") / name).write_bytes(content)
+    (error,) = store.damaged().values()
+    assert re.fullmatch(rf".*/j/{name} is damaged \(.+\): `orch jobs --rescan` rebuilds it from the hosts", str(error))
+    assert "sound" in [found.id for found in store.jobs()]
+    assert store.find_job("sound") == "sound"
+    assert store.find_job("j") == "j"
+
+
+def test_a_job_without_its_plan_is_damaged_too(store):
     store.save_job(job("j"))
-    path = store.home.job("j") / "job.json"
-    path.write_bytes(content)
-    with pytest.raises(OrchError, match=r"j/job.json is damaged \(.*\): remove it; the hosts keep the truth"):
-        store.job("j")
+    assert "plan.json is damaged (it is missing)" in str(store.damaged()["j"])
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_damaged_cluster_is_named_with_what_to_do_and_hides_no_other(store, content):
+    store.save_cluster(cluster("one"))
+    store.save_cluster(cluster("two"), current=True)
+    store.home.cluster("two").write_bytes(content)
+    with pytest.raises(StateError, match=r"two.json is damaged \(.*\): `orch up INVENTORY` writes it anew"):
+        store.cluster()
+    assert store.cluster("one").name == "one"
+
+
+@pytest.mark.parametrize("content", [b"", b"\0\0\0\0", b"\xff\xfe", b"../one", b"gone\n", b"one\ntwo\n", b"x" * 5000])
+def test_a_damaged_choice_of_cluster_is_named_with_the_known_ones(store, content):
+    store.save_cluster(cluster("one"), current=True)
+    store.home.current_cluster.write_bytes(content)
+    with pytest.raises(UsageError, match=r"current names no cluster that is remembered: .*known: one"):
+        store.cluster()
+    assert store.cluster("one").name == "one"
+
+
+def test_whatever_byte_of_a_state_file_is_lost_or_changed_only_its_own_part_is_damaged(store):
+    """Cut after any byte, and a bit flipped in any byte: an answer or a clear word, and never another's loss."""
+    store.save_cluster(cluster("lab", master="a"), current=True)
+    store.save_job(job("j"), a2000_v100().model_copy(update={"job": "j"}))
+    store.save_job(job("sound"), a2000_v100().model_copy(update={"job": "sound"}))
+    rng = random.Random(5)
+    for path in (store.home.cluster("lab"), store.home.job("j") / "job.json", store.home.job("j") / "plan.json"):
+        whole = path.read_bytes()
+        for at in range(0, len(whole), 17):
+            flipped = bytes([whole[at] ^ (1 << rng.randrange(8))])
+            for content in (whole[:at], whole[:at] + flipped + whole[at + 1 :]):
+                path.write_bytes(content)
+                assert "sound" in [found.id for found in store.jobs()]
+                assert store.damaged().keys() <= {"j"}
+                with contextlib.suppress(OrchError):
+                    store.cluster()
+        path.write_bytes(whole)
+
+
+def test_a_record_that_speaks_of_another_job_is_damaged(store):
+    store.save_job(job("j"), a2000_v100().model_copy(update={"job": "../../x"}))
+    store.save_job(job("k"), a2000_v100().model_copy(update={"job": "k"}))
+    (store.home.job("k") / "job.json").write_bytes((store.home.job("j") / "job.json").read_bytes())
+    assert store.damaged().keys() == {"j", "k"}
+
+
+# ---- starts -----------------------------------------------------------------------------------------------------
+
+
+def test_a_start_is_remembered_before_it_begins_and_forgotten_when_it_is_over(store):
+    plan = a2000_v100()
+    with store.launching(job(plan.job), plan) as launch:
+        assert (store.job(plan.job), store.plan(plan.job)) == (job(plan.job), plan.masked())
+        assert store.half_started() == []  # somebody is at it
+        launch.over()
+    assert store.half_started() == []
+    assert not store.is_half_started(plan.job)
+
+
+def test_a_start_that_was_given_up_counts_as_half_done_until_it_is_over(store):
+    plan = a2000_v100()
+    with pytest.raises(RuntimeError), store.launching(job(plan.job), plan):
+        raise RuntimeError("no word from a host")
+    assert store.half_started() == [plan.job]
+    store.start_is_over(plan.job)
+    assert store.half_started() == []
 
 
 def test_a_reader_beside_writers_meets_only_whole_files(store):
-    plans = {name: a2000_v100().model_copy(update={"notes": (name * 20_000,)}) for name in ("x", "y")}
+    plans = {n: a2000_v100().model_copy(update={"job": "j", "notes": (n * 20_000,)}) for n in ("x", "y")}
     stop = threading.Event()
     store.save_job(job("j"), plans["x"])
 

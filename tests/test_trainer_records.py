@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +74,41 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_told_in_one_line() -> None:
+def test_a_full_disk_is_told_once_and_the_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     metrics = MetricsWriter(Path("/dev/full"))
-    with pytest.raises(TrainError, match="No space left"):
+    for _ in range(3):
         metrics.write("step", **STEP)
-    metrics.end("failed")
+    metrics.end("succeeded")
+    told = capsys.readouterr().err
+    assert told.count("No space left") == told.count("\n") == 1
+
+
+def test_lines_that_found_no_room_are_counted_and_a_cut_one_is_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk with room for one line and a half, until somebody makes room."""
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsWriter(path)
+    whole, room = os.write, [300]
+
+    def write(handle: int, data: bytes) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = whole(handle, data[: room[0]])
+        room[0] -= taken
+        return taken
+
+    monkeypatch.setattr(os, "write", write)
+    for step in range(4):
+        metrics.write("step", **{**STEP, "step": step})
+    assert not path.read_bytes().endswith(b"\n")
+    room[0] = 10_000
+    metrics.write("step", **{**STEP, "step": 4})
+    metrics.end("succeeded")
+    monkeypatch.undo()
+    lines = lines_of(path)
+    assert [line["step"] for line in lines[:-1]] == [0, 1, 4]
+    assert (lines[-1]["event"], lines[-1]["dropped"]) == ("end", 2)
 
 
 def test_the_table_in_the_docstring_names_every_field_and_no_other() -> None:

@@ -38,15 +38,18 @@ A value that JSON cannot hold (NaN, infinity) is written as null. Every line als
 | end | peak_memory_bytes | allocated on the GPU; paced: what the network would take there; else of the process |
 | end | lateness | paced: how late backward ended, as a part of a step (median); else null |
 | end | valid | paced: was lateness at most 1 %? Beyond it the CPU was the limit, not the pace; else null |
+| end | dropped | lines that the disk had no room for |
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
 import resource
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -70,7 +73,7 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     ),
     "epoch": ("epoch", "steps", "samples", "loss", "epoch_s"),
     "eval": ("epoch", "step", "samples", "accuracy", "per_class", "loss", "eval_s"),
-    "end": ("status", "message", "total_s", "peak_memory_bytes", "lateness", "valid"),
+    "end": ("status", "message", "total_s", "peak_memory_bytes", "lateness", "valid", "dropped"),
 }
 
 
@@ -83,7 +86,9 @@ class MetricsWriter:
     """Appends events to `path`; to nothing where it is None.
 
     Each line is one write to the kernel, so that a killed process loses none; none is fsynced, since that would cost
-    more than a training step. `peak_memory_bytes` and `lateness` may be replaced once the device is known.
+    more than a training step. A disk that takes no more never ends a run: its lines are dropped and counted, which is
+    said on standard error once, and a line that was cut is completed before the next. `peak_memory_bytes` and
+    `lateness` may be replaced once the device is known.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -93,40 +98,57 @@ class MetricsWriter:
         self._path = path
         self._lock = threading.Lock()  # a second thread writes the last line when the first one hangs
         self._ended = False
+        self._dropped = 0
+        self._rest = b""  # of a line that the disk cut
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) if path else None
         except OSError as error:
             raise TrainError(f"cannot write metrics to {path} (ORCH_METRICS): {error.strerror}") from error
 
     def write(self, event: str, **fields: Any) -> None:
-        """One line. Raises TrainError when it cannot be written; ignores what comes after `end`."""
+        """One line; ignores what comes after `end`."""
         if set(fields) != set(EVENT_FIELDS[event]):
             raise ValueError(f"{event} has the fields {EVENT_FIELDS[event]}, not {tuple(fields)}")
-        line = json.dumps(_without_nan({"event": event, **fields}), allow_nan=False).encode() + b"\n"
         with self._lock:
             if self._ended or self._file is None:
                 return
             self._ended = event == "end"
+            if self._ended:
+                fields["dropped"] = self._dropped
+            line = json.dumps(_without_nan({"event": event, **fields}), allow_nan=False).encode() + b"\n"
             try:
-                written = os.write(self._file, line)
+                self._append(line)
             except OSError as error:
-                raise TrainError(f"cannot write metrics to {self._path}: {error.strerror}") from error
-            if written < len(line):
-                raise TrainError(f"cannot write metrics to {self._path}: the disk is full")
+                self._drop(error)
+
+    def _append(self, line: bytes) -> None:
+        """Raises OSError where nothing of the line can be written; the rest of a line that was cut comes before it."""
+        assert self._file is not None  # noqa: S101 - for the type checker
+        if self._rest:
+            self._rest = self._rest[os.write(self._file, self._rest) :]
+            if self._rest:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._rest = line[os.write(self._file, line) :]
+
+    def _drop(self, error: OSError) -> None:
+        self._dropped += 1
+        if self._dropped == 1:
+            with contextlib.suppress(OSError):  # standard error may lie on the same disk
+                sys.stderr.write(f"cannot write metrics to {self._path}: {error.strerror}; training goes on\n")
 
     def end(self, status: str, message: str | None = None) -> None:
-        """The last line; a second call does nothing, and a full disk is not reported twice."""
+        """The last line; a second call does nothing."""
         lateness = self.lateness()
-        with contextlib.suppress(TrainError):
-            self.write(
-                "end",
-                status=status,
-                message=message,
-                total_s=time.monotonic() - self._started_s,
-                peak_memory_bytes=self.peak_memory_bytes(),
-                lateness=lateness,
-                valid=None if lateness is None else lateness <= LATE,
-            )
+        self.write(
+            "end",
+            status=status,
+            message=message,
+            total_s=time.monotonic() - self._started_s,
+            peak_memory_bytes=self.peak_memory_bytes(),
+            lateness=lateness,
+            valid=None if lateness is None else lateness <= LATE,
+            dropped=0,  # `write` knows
+        )
 
 
 def _without_nan(value: Any) -> Any:

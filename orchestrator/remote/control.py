@@ -3,9 +3,11 @@
 Requests, by `action`; what makes a job is a program of its own (`prepare`):
 
     go        tell the supervisor where the hub is; ranks start as soon as every host has joined
-    undo      end a prepared supervisor and remove the job's folder
+    undo      end a prepared supervisor and remove the job's folder; cancel one that has been told to go
     cancel    ask the supervisor to end the job, everywhere
+    fence     the same for a start that was left half done, and keep what of it is still under way from beginning
     status    the agent records of one job or of all, and whether their supervisors live
+    recall    the plans of jobs that the controller does not know, with their agent records
     reap      list, and on request end, what jobs without a living supervisor left behind
     down      remove everything of ours from the work folder, if nothing runs
 
@@ -26,15 +28,19 @@ from typing import Any
 from . import processes
 from .agent import identity, lives, look
 from .answer import Refused, reply
-from .layout import Job, Work
+from .layout import Job, Work, write_json
 
 UNDO_S = 10.0
 DOWN_S = 40.0
+READY_S = 20.0
+"""So long may a `prepare` that is at work take from the job's folder to its supervisor's first word."""
+RECALL_BYTES = 1 << 19
+"""Plans of so many bytes go into one answer, and none that is larger by itself."""
 
 
 def main(request: dict[str, Any]) -> None:
-    actions = {"go": go, "undo": undo, "cancel": cancel, "status": status, "reap": reap, "down": down}
-    reply(request, actions[request["action"]])
+    actions = (go, undo, cancel, fence, status, recall, reap, down)
+    reply(request, {action.__name__: action for action in actions}[request["action"]])
 
 
 # ---- starting -------------------------------------------------------------------------------------------------
@@ -52,16 +58,20 @@ def go(request: dict[str, Any]) -> dict[str, Any]:
 
 def undo(request: dict[str, Any]) -> dict[str, Any]:
     """Ends a supervisor that has not been told to go, and removes the job's folder. Nothing but what this very launch
-    made: an earlier job of the same name, or one that already runs, stays.
+    made: an earlier job of the same name, or one that already runs, stays. fence: its `prepare` may still come.
     """
     job = _job(request)
+    if request["fence"]:
+        _close_folder(job)
     agent = job.read_agent()
     if job.read_node().get("token") != request["token"]:
         return {}
-    if "go" in agent:
-        return cancel(request)
-    _tell(job, {"request": "undo"})
-    _wait_gone(agent.get("keeper"), UNDO_S)
+    # Not "undo": a `go` may lie unread before this line, and then the job has to be stopped.
+    _tell(job, {"request": "cancel"})
+    if "go" not in agent:
+        _wait_gone(agent.get("keeper"), UNDO_S)
+    if "go" in job.read_agent():
+        return {"told": True}
     if lives(agent):
         raise Refused(f"the supervisor of {job.id} does not end", "see `orch reap`")
     _remove(job.root)
@@ -71,6 +81,30 @@ def undo(request: dict[str, Any]) -> dict[str, Any]:
 def cancel(request: dict[str, Any]) -> dict[str, Any]:
     job = _job(request)
     return {"told": job.root.is_dir() and not job.is_final() and _tell(job, {"request": "cancel"})}
+
+
+def fence(request: dict[str, Any]) -> dict[str, Any]:
+    _close_folder(_job(request))
+    return cancel(request)
+
+
+def _close_folder(job: Job) -> None:
+    """A job's folder is its lock: a `prepare` that is still on its way finds it taken and gives up. One that is at work
+    is waited for, so that its supervisor can be told.
+    """
+    job.root.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        job.root.mkdir(mode=0o700)
+        _write_undone(job)
+    deadline = time.monotonic() + READY_S
+    while job.root.is_dir() and not job.read_agent():
+        if time.monotonic() > deadline:  # its maker died at work
+            _write_undone(job)
+        time.sleep(0.02)
+
+
+def _write_undone(job: Job) -> None:
+    write_json(job.agent, {"schema": 1, "job": job.id, "state": "undone", "ended": time.time()})
 
 
 def reap(request: dict[str, Any]) -> dict[str, Any]:
@@ -120,6 +154,25 @@ def status(request: dict[str, Any]) -> dict[str, Any]:
     work = Work(request["workdir"])
     jobs = [work.job(request["job"])] if request.get("job") else work.all_jobs()
     return {"jobs": {job.id: look(job) for job in jobs[-200:] if job.root.is_dir()}}
+
+
+def recall(request: dict[str, Any]) -> dict[str, Any]:
+    """{"jobs": {id: {"plan", "agent"}}, "more"}: newest first, as many as one answer holds. `known` are left out."""
+    known, jobs, size = frozenset(request["known"]), dict[str, Any](), 0
+    unknown = [job for job in Work(request["workdir"]).all_jobs() if job.id not in known]
+    for job in sorted(unknown, key=lambda job: job.root.stat().st_mtime, reverse=True):
+        try:
+            text = job.plan.read_text()
+            plan = json.loads(text)
+        except (OSError, ValueError, RecursionError):  # made by an earlier version, or a start that was undone
+            continue
+        if len(text) > RECALL_BYTES:
+            continue
+        size += len(text)
+        if size > RECALL_BYTES:
+            return {"jobs": jobs, "more": True}
+        jobs[job.id] = {"plan": plan, "agent": look(job)}
+    return {"jobs": jobs, "more": False}
 
 
 def _remove(folder: Path | str) -> None:

@@ -3,7 +3,9 @@
 <workdir>/code/<sha256>/                   code as shipped, verified, read-only
 <workdir>/locks/gpu-<uuid>.lock            held by the supervisor that uses this GPU
 <workdir>/jobs/<job>/node.json             what this host was asked to do (mode 0600)
+                    /plan.json             the whole job's plan, less its secrets: for a controller that lost its own
                     /agent.json            what became of it, written by the supervisor alone
+                    /reserve               room for the last word in agent.json on a disk that is full
                     /bin/orch_remote/         these programs
                     /src/                  this job's own copy of the code
                     /rank-<r>/             stdout.log stderr.log metrics.jsonl exit.json
@@ -22,6 +24,8 @@ from typing import Any
 
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 FINAL_STATES = frozenset({"succeeded", "failed", "cancelled", "undone"})
+RESERVE_BYTES = 1 << 15
+"""Less than what a log that waits for room takes for enough (`pump.ROOM_BYTES`)."""
 
 
 class Work:
@@ -64,7 +68,9 @@ class Job:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.node = root / "node.json"
+        self.plan = root / "plan.json"
         self.agent = root / "agent.json"
+        self.reserve = root / "reserve"
         self.bin = root / "bin"
         self.src = root / "src"
         self.control = root / "control"
@@ -98,6 +104,19 @@ class Job:
 
     def is_final(self) -> bool:
         return self.read_agent().get("state") in FINAL_STATES
+
+
+def write_record(job: Job, record: dict[str, Any]) -> None:
+    write_json(job.agent, record)
+
+
+def write_last_word(job: Job, record: dict[str, Any]) -> None:
+    """The record that says how the job ended: for that there is room even on a full disk."""
+    try:
+        write_record(job, record)
+    except OSError:
+        job.reserve.unlink()
+        write_record(job, record)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -1,6 +1,7 @@
 """Makes a job ready on this host: its folder, its code and its supervisor; nothing of it runs yet.
 
-Request: {"action": "prepare", "workdir", "node": what goes into node.json, "blob_bytes"}, then that many bytes of code.
+Request: {"action": "prepare", "workdir", "node": what goes into node.json, "plan": what goes into plan.json,
+"blob_bytes"}, then that many bytes of code.
 The answer is {"pid", "hub_port"}, {"need_code": true} where the code is not here yet and did not come along, or
 {"error", "remedy"}. The job's folder is the lock: who makes it has the job.
 """
@@ -24,7 +25,7 @@ from typing import Any
 
 from .agent import lives
 from .answer import Refused, reply
-from .layout import Job, Work, write_json
+from .layout import RESERVE_BYTES, Job, Work, write_json
 
 READY_S = 20.0
 FREE_BYTES = 64 << 20
@@ -51,6 +52,7 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
     except FileExistsError:
         return same_job(job, node)
     try:
+        write_json(job.plan, request["plan"])
         fill_folder(job, {**node, "workdir": str(work.root)}, work.code(node["code"]))
         return start_supervisor(job)
     except BaseException:
@@ -128,6 +130,8 @@ def fill_folder(job: Job, node: dict[str, Any], code: Path) -> None:
     for name, text in shipped.items():
         (package / f"{name.rpartition('.')[2] if '.' in name else '__init__'}.py").write_text(text)
     job.checkpoints.mkdir()
+    with open(job.reserve, "wb") as reserve:
+        os.posix_fallocate(reserve.fileno(), 0, RESERVE_BYTES)
     os.mkfifo(job.control, 0o600)
     os.mkfifo(job.alive, 0o600)
 

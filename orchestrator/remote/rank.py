@@ -1,8 +1,9 @@
 """The wrapper around one rank: torchrun starts it, it runs the script and tells the truth about its end.
 
-torchrun itself only ever says 1. The wrapper gives the script its two log files, writes exit code or signal to
-`rank-<r>/exit.json` and to the supervisor's control FIFO, and never leaves the script behind: it ends it when torchrun
-dies (PR_SET_PDEATHSIG), when the supervisor dies (end of file on the `alive` FIFO) and when it is asked to.
+torchrun itself only ever says 1. The wrapper carries what the script prints into its two log files (`pump`), writes
+exit code or signal to `rank-<r>/exit.json` and to the supervisor's control FIFO, and never leaves the script behind: it
+ends it when torchrun dies (PR_SET_PDEATHSIG), when the supervisor dies (end of file on the `alive` FIFO) and when it is
+asked to.
 
     torchrun ... --no-python python -m orch_remote.rank <job folder>
 """
@@ -16,14 +17,20 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from .layout import Job, write_json
-from .processes import die_with_parent, signal_name
+from .processes import adopt_orphans, descendants, die_with_parent, end_all, pulse, signal_name
+from .pump import Pump
 
 PARENT_DIED = signal.SIGUSR1
 FORWARDED = (signal.SIGINT, signal.SIGTERM)
+LOOK_S = 2.0
+STILL_S = 22.0
+"""A supervisor without a pulse for this long has lost its lease (`hub`), and cannot end us: we end ourselves."""
+END_S = 5.0
 
 
 def main() -> None:
@@ -33,31 +40,31 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     wakeup = _catch_signals()
     die_with_parent(PARENT_DIED)
+    adopt_orphans()
     alive = os.open(job.alive, os.O_RDONLY | os.O_NONBLOCK)
     if os.getppid() != parent:
         sys.exit(1)
-    child = _start(job, node, rank)
+    child, pumps = _start(job, node, rank)
     _tell(job, {"rank": rank, "event": "started", "pid": child.pid, "wrapper": os.getpid()})
-    cause = _watch(child, wakeup, alive)
+    cause = _watch(child, wakeup, alive, int(job.read_agent().get("pid", 0)))
     end = _describe(child.wait(), cause)
-    # What the script left in its session ends with it; what it daemonised is the supervisor's to end.
-    _kill(child, signal.SIGKILL)
+    _end_all_below(child)
+    if dropped := sum(pump.finish() for pump in pumps):
+        end["dropped_bytes"] = dropped
     with contextlib.suppress(OSError):
         write_json(job.rank(rank) / "exit.json", end)
     _tell(job, {"rank": rank, "event": "ended", **end})
     sys.exit(end["exit_code"] if end["signal"] is None else 128 - child.returncode)
 
 
-def _start(job: Job, node: dict[str, Any], rank: int) -> subprocess.Popen[bytes]:
+def _start(job: Job, node: dict[str, Any], rank: int) -> tuple[subprocess.Popen[bytes], list[Pump]]:
     folder = job.rank(rank)
     folder.mkdir(exist_ok=True)
     environment = {**os.environ, "ORCH_METRICS": str(folder / "metrics.jsonl")}
     if node["shares"]:
         environment["ORCH_SHARE"] = str(node["shares"][int(os.environ["LOCAL_RANK"])])
         environment["ORCH_BATCH"] = str(node["settings"]["batch"])
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-    out = os.open(folder / "stdout.log", flags, 0o600)
-    err = os.open(folder / "stderr.log", flags, 0o600)
+    pumps = [Pump(folder / "stdout.log"), Pump(folder / "stderr.log")]
     wrapper = os.getpid()
 
     def leave_no_orphan() -> None:
@@ -65,16 +72,19 @@ def _start(job: Job, node: dict[str, Any], rank: int) -> subprocess.Popen[bytes]
         if os.getppid() != wrapper:
             os._exit(1)
 
-    return subprocess.Popen(
+    child = subprocess.Popen(
         [sys.executable, *node["command"]],
         stdin=subprocess.DEVNULL,
-        stdout=out,
-        stderr=err,
+        stdout=pumps[0].entry,
+        stderr=pumps[1].entry,
         cwd=job.src,
         env=environment,
         start_new_session=True,
         preexec_fn=leave_no_orphan,
     )
+    for pump in pumps:  # after the fork: a forked child of a process with threads is not to be trusted
+        pump.start()
+    return child, pumps
 
 
 def _catch_signals() -> int:
@@ -86,17 +96,25 @@ def _catch_signals() -> int:
     return read
 
 
-def _watch(child: subprocess.Popen[bytes], wakeup: int, alive: int) -> str | None:
+def _watch(child: subprocess.Popen[bytes], wakeup: int, alive: int, supervisor: int) -> str | None:
     """Waits for the child's end. Returns why we ended it, None where it ended by itself."""
     cause = None
     watched = [wakeup, alive]
+    beats, still = pulse(supervisor), 0
     while child.poll() is None:
-        ready, _, _ = select.select(watched, [], [])
+        ready, _, _ = select.select(watched, [], [], LOOK_S)
+        if not ready:  # looks are counted, not seconds: who was frozen with us has as long to wake as we had
+            before, beats = beats, pulse(supervisor)
+            still = still + 1 if beats == before != -1 else 0
+            if still * LOOK_S >= STILL_S:
+                cause = cause or "the supervisor stood still"
+                _kill(child, signal.SIGKILL)
         if alive in ready:  # the FIFO is never written to: readable means that its writer is gone
             watched.remove(alive)
             cause = cause or "the supervisor died"
             _kill(child, signal.SIGKILL)
         if wakeup in ready:
+            _bury_orphans(child)
             for signum in os.read(wakeup, 512):
                 if signum == PARENT_DIED:
                     cause = cause or "torchrun died"
@@ -105,6 +123,25 @@ def _watch(child: subprocess.Popen[bytes], wakeup: int, alive: int) -> str | Non
                     cause = cause or f"asked by {signal.Signals(signum).name}"
                     _kill(child, signum)
     return cause
+
+
+def _bury_orphans(child: subprocess.Popen[bytes]) -> None:
+    """What the script daemonised is our child now, and ends as ours; its own end is `child.poll`'s to see."""
+    look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitid(os.P_ALL, 0, look)) and found.si_pid != child.pid:
+            os.waitpid(found.si_pid, 0)
+
+
+def _end_all_below(child: subprocess.Popen[bytes]) -> None:
+    """What the script started ends with it, daemonised or not: should both supervisor and keeper be gone, nobody else
+    would know it for ours.
+    """
+    _kill(child, signal.SIGKILL)
+    deadline = time.monotonic() + END_S
+    while (left := descendants(os.getpid())) and time.monotonic() < deadline:
+        end_all(left, signal.SIGKILL)
+        time.sleep(0.01)
 
 
 def _kill(child: subprocess.Popen[bytes], signum: int) -> None:

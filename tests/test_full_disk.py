@@ -1,0 +1,227 @@
+"""Full disks: of a host, where the job goes on and keeps what was written; of the controller, where it alone waits."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from gang import gang
+
+from orchestrator import job as jobs
+from orchestrator.frames import Piece
+from orchestrator.inventory import Node
+from orchestrator.paths import Home
+from orchestrator.remote.pump import PIPE_BYTES, Pump
+from orchestrator.store import Cluster, Store
+
+CHATS = """
+import os, pathlib, sys, time
+def chat(word):
+    for number in range(20000):  # twice what the pipe holds
+        print(word, number, "." * 90)
+    print(word, "is over", file=sys.stderr)
+    sys.stdout.flush()
+    pathlib.Path(os.environ["TALK"], word).touch()
+for word in ("before", "during", "after"):
+    while not pathlib.Path(os.environ["TALK"], "say-" + word).exists():
+        time.sleep(0.01)
+    chat(word)
+"""
+
+
+@contextmanager
+def small_disk(place, size):
+    """A disk of this size, as tmpfs has them; only root may make one."""
+    place.mkdir(exist_ok=True)
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", place]).returncode:
+        pytest.skip("needs root, to mount a small disk")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+def fill(disk):
+    """Takes every byte that is left."""
+    ballast = disk / "ballast"
+    with open(ballast, "ab", buffering=0) as file:
+        for size in (1 << 20, 1 << 12, 1):
+            try:
+                while file.write(b"x" * size):
+                    pass
+            except OSError:
+                pass
+    return ballast
+
+
+def until(path):
+    """Follows the folder until the script has made this file."""
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline, f"waited for {path}"
+        time.sleep(0.01)
+
+
+# ---- a host's -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.lab
+@pytest.mark.parametrize("room_again", [True, False], ids=["room again", "full to the end"])
+def test_a_hosts_full_disk_loses_nothing_that_was_written_and_does_not_stop_the_job(tmp_path, room_again):
+    talk = tmp_path / "talk"
+    talk.mkdir()
+    with (
+        small_disk(tmp_path / "disk", "80m") as disk,
+        gang(tmp_path, CHATS, ranks=(1, 1), env={"TALK": str(talk)}) as job,
+    ):
+        nodes = tuple(n.model_copy(update={"workdir": str(disk / n.name)}) for n in job.plan.nodes)
+        job.plan = job.plan.model_copy(update={"nodes": nodes})
+        job.launch()
+        (talk / "say-before").touch()
+        wait_for(job, b"before 19999 ")
+        ballast = fill(disk)
+        (talk / "say-during").touch()
+        until(talk / "during")
+        if room_again:
+            ballast.unlink()
+        (talk / "say-after").touch()
+        record = job.wait()
+        assert (record.state, record.exit_code) == ("succeeded", 0)
+        for node, agent in job.agents().items():
+            assert agent["state"] == "succeeded"
+            (rank, told) = next(iter(agent["ranks"].items()))
+            log = (job.folder(node) / f"rank-{rank}" / "stdout.log").read_text()
+            assert log.count("before ") == 20000
+            assert told["dropped_bytes"] > 0
+            if room_again:
+                assert log.count("after ") == 20000
+                assert log.endswith(f"after 19999 {'.' * 90}\n")
+                notices = re.findall(r"\[orch\] the disk was full: (\d+) bytes of output are missing here\n", log)
+                assert [int(size) for size in notices] == [told["dropped_bytes"]]
+                said = sum(len(f"{w} {n} {'.' * 90}\n") for w in ("before", "during", "after") for n in range(20000))
+                here = len(log) - len("[orch] the disk was full:  bytes of output are missing here\n" + notices[0])
+                # The notice begins on a line of its own: its newline may be one more.
+                assert said - here in (told["dropped_bytes"], told["dropped_bytes"] - 1)
+
+
+def wait_for(job, text):
+    waiting = set(range(job.plan.world_size))
+    for _, item in jobs.watch(job.plan, job.hosts, offsets={}, follow=True):
+        if isinstance(item, Piece) and text in item.data:
+            waiting.discard(item.rank)
+        if not waiting:
+            return
+
+
+def test_all_that_a_killed_script_wrote_is_in_its_log(tmp_path):
+    script = (
+        "import os, signal\nos.write(1, b'x' * 900_000)\nos.write(1, b'last')\nos.kill(os.getpid(), signal.SIGKILL)"
+    )
+    pump = Pump(tmp_path / "log")
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=pump.entry)
+    pump.start()
+    assert child.wait() == -signal.SIGKILL
+    assert pump.finish() == 0
+    assert (tmp_path / "log").read_bytes() == b"x" * 900_000 + b"last"
+
+
+@pytest.mark.parametrize("grandchild", ["sleep 60", "yes"], ids=["silent", "flooding"])
+def test_a_daemonised_grandchild_that_keeps_the_pipe_does_not_keep_the_wrapper(tmp_path, grandchild):
+    pump = Pump(tmp_path / "log")
+    child = subprocess.Popen(["sh", "-c", f"echo said; {grandchild} & echo $!"], stdout=pump.entry)
+    pump.start()
+    child.wait()
+    pump.finish()
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert lines[0] == "said"
+    os.kill(next(int(line) for line in lines if line.isdigit()), signal.SIGKILL)
+    assert len("\n".join(lines)) < 64 * PIPE_BYTES
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_script_goes_on_at_full_speed_where_nothing_can_be_written(tmp_path):
+    pump = Pump(Path("/dev/full"))
+    child = subprocess.Popen([sys.executable, "-c", "print('x' * 9_999_999)"], stdout=pump.entry)
+    pump.start()
+    assert child.wait() == 0
+    assert pump.finish() == 10_000_000
+
+
+def test_bytes_arrive_as_they_are_and_in_order(tmp_path):
+    content = os.urandom(3 * PIPE_BYTES + 17)
+    (tmp_path / "in").write_bytes(content)
+    pump = Pump(tmp_path / "log")
+    child = subprocess.Popen(["cat", str(tmp_path / "in")], stdout=pump.entry)
+    pump.start()
+    child.wait()
+    assert pump.finish() == 0
+    assert (tmp_path / "log").read_bytes() == content
+    assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
+
+
+# ---- the controller's ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.lab
+def test_a_full_disk_of_the_controller_is_one_line_and_afterwards_collect_completes(tmp_path):
+    with small_disk(tmp_path / "disk", "1m") as disk, gang(tmp_path, "print('x' * 3_000_000)", ranks=(1,)) as job:
+        nodes = [
+            Node(name=n.name, host="127.0.0.1", transport="local", python=sys.executable, workdir=n.workdir)
+            for n in job.plan.nodes
+        ]
+        store = Store(Home(tmp_path / "orch-home"))
+        store.save_cluster(Cluster(name="test", file="test.yaml", nodes=tuple(nodes)), current=True)
+        store.save_job(job.record(), job.plan)
+        job.launch()
+        job.wait()
+        words = [sys.executable, "-m", "orchestrator.cli", "collect", "--job", "latest", "--out", str(disk / "runs")]
+        done = subprocess.run(words, capture_output=True, text=True)
+        errors = [line for line in done.stderr.splitlines() if "error" in line]
+        assert (done.returncode, len(errors)) == (1, 1), done.stderr
+        assert "No space left on device" in errors[0]
+        assert "Traceback" not in done.stderr
+        subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
+        subprocess.run(words, capture_output=True, check=True)
+        collected = disk / "runs" / job.plan.job / "nodes" / "a" / "rank-0" / "stdout.log"
+        assert collected.read_bytes() == (job.folder("a") / "rank-0" / "stdout.log").read_bytes()
+
+
+@pytest.mark.lab
+def test_where_the_home_is_full_following_says_so_in_one_line_and_the_job_goes_on(tmp_path):
+    script = "import os, pathlib, time\nprint('hello', flush=True)\n" + (
+        "while not pathlib.Path(os.environ['END']).exists():\n    time.sleep(0.02)\n"
+    )
+    with (
+        small_disk(tmp_path / "disk", "1m") as disk,
+        gang(tmp_path, script, ranks=(1,), env={"END": str(tmp_path / "end")}) as job,
+    ):
+        nodes = [
+            Node(name=n.name, host="127.0.0.1", transport="local", python=sys.executable, workdir=n.workdir)
+            for n in job.plan.nodes
+        ]
+        store = Store(Home(disk))
+        store.save_cluster(Cluster(name="test", file="test.yaml", nodes=tuple(nodes)), current=True)
+        store.save_job(job.record(), job.plan)
+        job.launch()
+        ballast = fill(disk)
+        before = (store.home.job(job.plan.job) / "job.json").read_bytes()
+        words = [sys.executable, "-m", "orchestrator.cli", "logs", "-f", "--job", "latest"]
+        environment = {**os.environ, "ORCH_HOME": str(disk)}
+        done = subprocess.run(words, capture_output=True, text=True, env=environment)
+        assert done.returncode == 1, done.stderr
+        assert done.stderr.count("No space left on device") == 1
+        assert "Traceback" not in done.stderr
+        assert (store.home.job(job.plan.job) / "job.json").read_bytes() == before
+        (tmp_path / "end").touch()
+        assert job.wait().state == "succeeded"
+        ballast.unlink()
+        listed = subprocess.run(
+            [*words[:3], "jobs", "--json"], capture_output=True, text=True, env=environment, check=True
+        )
+        assert json.loads(listed.stdout)["jobs"][0]["state"] == "succeeded"
