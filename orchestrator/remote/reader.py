@@ -123,7 +123,7 @@ class LogFile:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Any:
-    """A descriptor; None unless it is a regular file of our own: a link, also in place of its folder, leads elsewhere."""
+    """A descriptor; None unless it is a regular file of our own: a link, or one for its folder, leads elsewhere."""
     try:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
