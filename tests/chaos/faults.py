@@ -22,7 +22,7 @@ from orchestrator import call, job
 from orchestrator.errors import OrchError
 
 from .rounds import Expected, Round, at_once
-from .world import small_disk
+from .world import Process, small_disk
 
 Fault = Callable[[Round], Generator[bool, None, Expected]]
 FAULTS: dict[str, Fault] = {}
@@ -123,10 +123,12 @@ def freeze_supervisor(r: Round) -> Generator[bool, None, Expected]:
     """The ranks of the frozen supervisor end, too: nobody else is there to do it."""
     yield True
     frozen = [*r.kill("supervisor", signum=signal.SIGSTOP), *r.kill("keeper", signum=signal.SIGSTOP)]
-    ranks = [process for process in r.processes("rank", r.victim)]
 
     def thaw() -> None:
-        if set(ranks) & set(r.processes("rank", r.victim)):
+        def ended(now: list[Process]) -> bool:
+            return not [process for process in now if process.node == r.victim and process.role == "rank"]
+
+        if r.world.wait(r.job, ended, 15.0) is None:
             raise RuntimeError("a rank outlived its frozen supervisor's lease")
         for process in frozen:
             process.signal(signal.SIGCONT)
@@ -389,7 +391,7 @@ def full_disk(r: Round) -> Generator[bool, None, Expected]:
     r.workdir[r.victim] = f"{folder}/orch"
     r.behaviour["daemons"] = False
     yield True
-    with open(place / "ballast", "wb") as ballast, contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), open(place / "ballast", "wb") as ballast:
         while True:
             ballast.write(b"\0" * (1 << 16))
             ballast.flush()
