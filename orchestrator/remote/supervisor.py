@@ -319,8 +319,6 @@ class Supervisor:
         elif "go" in event:
             self.go, self.pulse = event["go"], Pulse()
             self.told.set()
-        elif event.get("request") == "undo":
-            self.told.set()
         elif event.get("request") == "cancel" and self.phase not in ("ended",):
             self.cancelled = True
             if self.go is None:
