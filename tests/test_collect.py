@@ -2,10 +2,11 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 from breaking import breaking
-from gang import gang
+from gang import Gang, gang
 
 from orchestrator import collect as collecting
 from orchestrator.collect import HeldError, claimed, collect
@@ -32,13 +33,28 @@ def run(tmp_path):
     return RunFolder(tmp_path / "runs" / "job")
 
 
-@pytest.fixture
-def ended(tmp_path):
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
     """A job of two hosts with three ranks that has ended."""
-    with gang(tmp_path, SAYS, ranks=(1, 2)) as job:
+    with gang(tmp_path_factory.mktemp("original"), SAYS, ranks=(1, 2)) as job:
         job.launch()
         assert job.wait().state == "succeeded"
         yield job
+
+
+@pytest.fixture
+def ended(original, tmp_path):
+    """The same, its hosts' folders for this test alone."""
+    nodes = []
+    for node in original.plan.nodes:
+        workdir = tmp_path / Path(node.workdir).name
+        shutil.copytree(original.folder(node.name), workdir / "jobs" / original.plan.job, ignore=fifos)
+        nodes.append(node.model_copy(update={"workdir": str(workdir)}))
+    return Gang(original.plan.model_copy(update={"nodes": tuple(nodes)}), b"")
+
+
+def fifos(folder, names):
+    return [name for name in names if Path(folder, name).is_fifo()]
 
 
 def pull(job, run, hosts=None):

@@ -28,7 +28,9 @@ from orchestrator import job as jobs
 from orchestrator.collect import claimed
 from orchestrator.controller import Controller, Notice
 from orchestrator.frames import Piece
-from orchestrator.paths import RunFolder
+from orchestrator.inventory import load_inventory
+from orchestrator.paths import Home, RunFolder
+from orchestrator.store import Cluster, Store
 
 KILLS = int(os.environ.get("ORCH_KILLS", "4"))
 ORCH = [sys.executable, "-m", "orchestrator.cli"]
@@ -52,7 +54,7 @@ FLOODS = """
 import os, statistics, sys, time
 line = (b"x" * 99 + b"\\n") * 400
 began, work_ms = time.monotonic(), []
-while time.monotonic() < began + 6:
+while time.monotonic() < began + 3:
     start = time.perf_counter()
     for stream in (1, 2):
         os.write(stream, line)
@@ -117,7 +119,7 @@ def test_every_byte_comes_once_and_in_order_over_links_cut_at_random(counted, at
     dice = random.Random(seed)
     watched = Watched(counted, lambda: dice.randrange(5_000, 60_000))
     assert watched.files == files_of(counted)
-    assert watched.cuts >= 8
+    assert watched.cuts >= 5
 
 
 def follow(job, hosts, reconnect):
@@ -200,7 +202,7 @@ def test_a_flood_is_followed_whole_and_in_bounded_memory(tmp_path):
             memory_mib = int(following.stderr.read().split()[-1])
         assert told_by(job)["steps_per_s"] > KEPT_PACE
         written = sum((job.folder("a") / "rank-0" / f"{name}.log").stat().st_size for name in ("stdout", "stderr"))
-    assert (printed, written > 80e6) == (written // 100, True)
+    assert (printed, written > 40e6) == (written // 100, True)
     assert memory_mib < 200
 
 
@@ -237,50 +239,59 @@ for block in range(60):
 """
 
 
+@pytest.fixture(scope="module")
+def bulk(tmp_path_factory):
+    """An ended job with 6 MB of lines on each of two hosts."""
+    with gang(tmp_path_factory.mktemp("bulk"), BULK, ranks=(1, 1)) as job:
+        job.launch()
+        assert job.wait().state == "succeeded"
+        yield job
+
+
 @pytest.fixture
-def cluster(tmp_path, monkeypatch):
-    """One machine as a cluster of two hosts, without SSH, and a job that has ended there; gives the job's id."""
+def remembered(bulk, tmp_path, monkeypatch):
+    """`orch` here knows that job and its hosts, without SSH; gives the job's id."""
     monkeypatch.chdir(tmp_path)
-    nodes = "".join(f"  - {{name: {n}, host: {n}, address: 127.0.0.1, workdir: {tmp_path}/{n}}}\n" for n in "ab")
+    nodes = "".join(
+        f"  - {{name: {node.name}, host: {node.name}, address: 127.0.0.1, workdir: {node.workdir}}}\n"
+        for node in bulk.plan.nodes
+    )
     defaults = f"defaults: {{transport: local, device: cpu, python: {sys.executable}}}\n"
-    Path("rack.yaml").write_text(f"cluster: rack\n{defaults}nodes:\n{nodes}")
-    Path("bulk").mkdir()
-    Path("bulk", "bulk.py").write_text(BULK)
-    orch("up", "rack.yaml")
-    job = orch("run", "--detach", "--", "bulk/bulk.py").stdout.strip()
-    orch("logs", "-f", "--job", job)
-    yield job
-    orch("down", "--yes")
+    Path("rack.yaml").write_text(f"cluster: test\n{defaults}nodes:\n{nodes}")
+    store = Store(Home.default())
+    inventory = load_inventory(Path("rack.yaml"))
+    store.save_cluster(Cluster(schema=1, name="test", file="rack.yaml", nodes=inventory.nodes), current=True)
+    store.save_job(bulk.record(), bulk.plan)
+    return bulk.plan.job
 
 
 def orch(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*ORCH, *words], check=True, capture_output=True, text=True, timeout=100)
 
 
-def hashes(root: Path, names=("stdout.log", "stderr.log", "metrics.jsonl")) -> dict[str, str]:
-    found = sorted(path for name in names for path in root.glob(f"*/rank-*/{name}") if path.stat().st_size)
+def hashes(root: Path) -> dict[str, str]:
+    """Of every file of a rank, by its name below the folder."""
+    names = ("stdout.log", "stderr.log", "metrics.jsonl")
+    found = [path for name in names for path in root.glob(f"rank-*/{name}") if path.stat().st_size]
     return {path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
 
 
-def on_hosts(job: str) -> dict[str, str]:
-    return {f"{n}/{name}": told for n in "ab" for name, told in hashes_of_host(n, job).items()}
+def same_as_hosts(job, out: Path) -> bool:
+    names = [node.name for node in job.plan.nodes]
+    there = {name: hashes(job.folder(name)) for name in names}
+    assert all(there.values())
+    return there == {name: hashes(out / job.plan.job / "nodes" / name) for name in names}
 
 
-def hashes_of_host(node: str, job: str) -> dict[str, str]:
-    return {name.partition("/")[2]: told for name, told in hashes(Path(node, "jobs")).items() if name.startswith(job)}
-
-
-def test_collects_killed_at_random_moments_lose_and_double_nothing(cluster):
-    whole = on_hosts(cluster)
-    assert len(whole) == 2
+def test_collects_killed_at_random_moments_lose_and_double_nothing(bulk, remembered):
     began = time.monotonic()
-    orch("collect", "--job", cluster, "--out", "first")
+    orch("collect", "--job", remembered, "--out", "first")
     took_s, dice = time.monotonic() - began, random.Random(7)
-    assert hashes(Path("first", cluster, "nodes")) == whole
+    assert same_as_hosts(bulk, Path("first"))
     for number in range(KILLS):
         out = f"out-{number}"
         for _ in range(2):  # the second finds what the first left
-            victim = subprocess.Popen([*ORCH, "collect", "--job", cluster, "--out", out], stderr=subprocess.DEVNULL,
+            victim = subprocess.Popen([*ORCH, "collect", "--job", remembered, "--out", out], stderr=subprocess.DEVNULL,
                                       stdout=subprocess.DEVNULL)  # fmt: skip
             try:
                 victim.wait(dice.uniform(0.3, 1.0) * took_s)
@@ -288,30 +299,30 @@ def test_collects_killed_at_random_moments_lose_and_double_nothing(cluster):
                 victim.kill()
                 victim.wait()
             for path in Path(out).glob("*/nodes/*/rank-*/stdout.log"):
-                there = Path(path.parts[3], "jobs", cluster, *path.parts[4:])
+                there = bulk.folder(path.parts[3]).joinpath(*path.parts[4:])
                 assert there.read_bytes().startswith(path.read_bytes())
-        done = orch("collect", "--job", cluster, "--out", out)
-        assert "note:" not in done.stderr
-        assert hashes(Path(out, cluster, "nodes")) == whole
-        assert not list(Path(out, cluster).rglob("stdout.log.*"))
+        done = orch("collect", "--job", remembered, "--out", out)
+        assert "damaged" not in done.stderr
+        assert same_as_hosts(bulk, Path(out))
+        assert not list(Path(out, remembered).rglob("stdout.log.*"))
 
 
-def test_two_collects_at_once_do_no_harm_and_the_second_only_reads(cluster):
-    two = [subprocess.Popen([*ORCH, "collect", "--job", cluster], text=True, stdout=subprocess.PIPE,
+def test_two_collects_at_once_do_no_harm_and_the_second_only_reads(bulk, remembered):
+    two = [subprocess.Popen([*ORCH, "collect", "--job", remembered], text=True, stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE) for _ in range(2)]  # fmt: skip
     said = [one.communicate(timeout=100)[1] for one in two]
     assert {one.returncode for one in two} <= {0, 1}, said
     assert 0 in {one.returncode for one in two}
-    assert hashes(Path("runs", cluster, "nodes")) == on_hosts(cluster)
+    assert same_as_hosts(bulk, Path("runs"))
 
-    with claimed(RunFolder(Path("runs") / cluster)):
-        second = subprocess.run([*ORCH, "collect", "--job", cluster], capture_output=True, text=True, timeout=100)
+    with claimed(RunFolder(Path("runs") / remembered)):
+        second = subprocess.run([*ORCH, "collect", "--job", remembered], capture_output=True, text=True, timeout=100)
         assert second.returncode == 0
         assert f"note: process {os.getpid()} on " in second.stderr
         assert "0B new" in second.stderr
-        empty = RunFolder(Path("other") / cluster)
+        empty = RunFolder(Path("other") / remembered)
         with claimed(empty):
-            third = subprocess.run([*ORCH, "collect", "--job", cluster, "--out", "other"], capture_output=True,
+            third = subprocess.run([*ORCH, "collect", "--job", remembered, "--out", "other"], capture_output=True,
                                    text=True, timeout=100)  # fmt: skip
         assert (third.returncode, len(third.stderr.splitlines())) == (1, 2), third.stderr
         assert f"error: process {os.getpid()} on " in third.stderr
@@ -334,10 +345,10 @@ print("the end of", line)
 def test_over_real_links_that_break_every_line_is_shown_once_and_collected_whole(tmp_path):
     with lab("cluster: logs\ndefaults: {device: cpu}\nnodes: [{name: alpha, host: 10.77.9.1, ranks: 1}]") as one:
         person = Person(one, tmp_path / "home", tmp_path)
-        (tmp_path / "numbers").mkdir()
-        (tmp_path / "numbers" / "numbers.py").write_text(NUMBERS)
+        (tmp_path / "talks").mkdir()
+        (tmp_path / "talks" / "talks.py").write_text(NUMBERS)
         person.types("up", str(one.inventory))
-        job = person.types("run", "--detach", "--", "numbers/numbers.py").stdout.strip()
+        job = person.types("run", "--detach", "--", "talks/talks.py").stdout.strip()
         with open(tmp_path / "shown", "wb") as shown, open(tmp_path / "said", "wb") as said:
             following = person.starts("logs", "-f", "--job", job, stdout=shown, stderr=said)
             until(lambda: (tmp_path / "shown").stat().st_size > 1000, "the first lines")
