@@ -119,6 +119,28 @@ def wait_for(job, text):
             return
 
 
+def test_what_a_rank_wrote_before_everything_of_its_job_was_killed_is_in_its_log(tmp_path):
+    script = """
+import mmap, os, time
+with open(os.environ["WRITTEN"], "w+b") as file:
+    file.truncate(8)
+    written = mmap.mmap(file.fileno(), 8)
+total = 0
+while total < 1 << 29:
+    total += os.write(1, b"." * 50_000)
+    written[:] = total.to_bytes(8, "little")
+time.sleep(60)
+"""
+    with gang(tmp_path, script, ranks=(1,), env={"WRITTEN": str(tmp_path / "written")}) as job:
+        job.launch()
+        agents = job.wait_running()
+        until(tmp_path / "written")
+        os.kill(agents["a"]["pid"], signal.SIGKILL)
+        assert job.wait().state == "failed"
+        written = int.from_bytes((tmp_path / "written").read_bytes(), "little")
+        assert (job.folder("a") / "rank-0" / "stdout.log").stat().st_size >= written > 0
+
+
 def test_all_that_a_killed_script_wrote_is_in_its_log(tmp_path):
     script = (
         "import os, signal\nos.write(1, b'x' * 900_000)\nos.write(1, b'last')\nos.kill(os.getpid(), signal.SIGKILL)"
