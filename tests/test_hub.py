@@ -288,6 +288,27 @@ async def test_a_hub_that_refuses_connections_is_gone_before_the_lease_is_over(w
     assert member.gone == ["the master's supervisor is gone"]
 
 
+def test_a_hub_that_hears_none_of_several_hosts_takes_itself_for_the_one_that_is_cut_off():
+    async def run():
+        hub = Hub({"b", "c"}, TOKEN, lambda: {"do": "wait"}, lambda: None)
+        port = await hub.listen("127.0.0.1")
+        found = []
+        links = {node: await join_hub("127.0.0.1", port, node, TOKEN) for node in "bc"}
+        for speakers in ("bc", "b", ""):
+            deadline = time.monotonic() + wire.LEASE_S
+            while time.monotonic() < deadline:
+                for node in speakers:
+                    links[node].send({"phase": "running"})
+                await asyncio.sleep(0.1)
+            found.append((sorted(hub.lost), hub.is_cut_off))
+        for link in links.values():
+            link.close()
+        hub.close()
+        return found
+
+    assert asyncio.run(run()) == [([], False), (["c"], False), (["b", "c"], True)]
+
+
 def test_who_stood_still_knows_it_before_and_after_its_next_beat():
     async def run():
         pulse = wire.Pulse()

@@ -129,6 +129,7 @@ class Hub:
         self._members, self._token, self._order, self._changed = members, token, order, changed
         self._links: dict[str, Link] = {}
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
+        self._heard_at: dict[str, float] = {}
 
     async def listen(self, address: str) -> int:
         """Binds a free port on the training address; returns it."""
@@ -148,6 +149,12 @@ class Hub:
     @property
     def connected(self) -> int:
         return len(self._links)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether all of several hosts fell silent at once: then it is rather we who cannot be reached."""
+        since = asyncio.get_running_loop().time() - (LEASE_S - 2 * BEAT_S)
+        return len(self._members) > 1 and all(self._heard_at.get(node, since + 1) < since for node in self._members)
 
     def close(self) -> None:
         self._beats.cancel()
@@ -184,6 +191,7 @@ class Hub:
             self._broken(node, link, silent=isinstance(error, asyncio.TimeoutError))
 
     def _heard(self, node: str, status: Message) -> None:
+        self._heard_at[node] = asyncio.get_running_loop().time()
         self._set_deadline(node, LEASE_S, f"no word for {LEASE_S:.0f} s: host down, frozen or cut off")
         if self.statuses.get(node) != status:
             self.statuses[node] = status

@@ -162,7 +162,7 @@ class Supervisor:
         statuses[self.node["name"]] = self.status()
         for one in (failure for status in statuses.values() for failure in status.get("failures", ())):
             one.setdefault("order", self._arrival(one))
-        order = verdict.decide(statuses, self.hub.lost, settled)
+        order = verdict.decide(statuses, self._lost(), settled)
         if order["do"] == "start":
             order["rendezvous_port"] = self.order.get("rendezvous_port") or self._claim_port()
             if order["rendezvous_port"] is None:
@@ -173,6 +173,14 @@ class Supervisor:
             self.order = order
             self.hub.announce()
             self.obey(order)
+
+    def _lost(self) -> dict[str, str]:
+        """Who is gone, and why, as the hub sees it; ourselves first where we are the one that is cut off."""
+        assert self.hub
+        if not self.hub.lost or not self.hub.is_cut_off:
+            return self.hub.lost
+        why = f"no word from any other host for {LEASE_S:.0f} s: this one was cut off, or all of them went down"
+        return dict.fromkeys((self.node["name"], *self.node["members"]), why)
 
     def _arrival(self, one: dict[str, Any]) -> int:
         key = (one["node"], one["kind"], one["rank"])

@@ -150,6 +150,27 @@ def freeze_host(r: Round) -> Generator[bool, None, Expected]:
     return Expected(node=r.victim, says="no word|stood still", left_out=frozenset({r.victim}), heal=thaw, **LEASE)
 
 
+@fault
+def freeze_host_before_start(r: Round) -> Generator[bool, None, Expected]:
+    """While its `prepare` runs: when it thaws, the word to start may lie there unread, and is not obeyed any more."""
+    r.prepare[r.victim] = "sleep 1.5"
+    yield False
+    r.launch()
+    frozen = r.kill(None, signum=signal.SIGSTOP)
+    time.sleep(2.0)
+
+    def thaw() -> None:
+        time.sleep(12.0)
+        for process in frozen:
+            process.signal(signal.SIGCONT)
+        r.world.wait(r.job, lambda now: not now, 30.0)
+        started = [p for p in r.world.sighting(r.job).ever if p.node == r.victim and p.role in ("launcher", "rank")]
+        if started:
+            raise RuntimeError(f"a host that had lost its lease started {started}")
+
+    return Expected(node=r.victim, says="no word|stood still", left_out=frozenset({r.victim}), heal=thaw, **LEASE)
+
+
 # ---- cut off --------------------------------------------------------------------------------------------------------
 
 
@@ -171,8 +192,7 @@ def _glitch(r: Round, cut: Callable[[], None]) -> Expected:
 
 def _cut(r: Round, cut: Callable[[], None]) -> Expected:
     cut()
-    # A master that is cut off sees the others vanish, and cannot know better.
-    return Expected(node=None if r.victim == r.master else r.victim, says="no word|gone|lost", heal=_healed(r), **LEASE)
+    return Expected(node=r.victim, says="no word", heal=_healed(r), **LEASE)
 
 
 @fault

@@ -88,6 +88,7 @@ class Round:
         self.changes: dict[str, Any] = {"grace_s": round(self.rng.uniform(0.2, 1.0), 1)}
         self.workdir = {name: f"{HOME}/.orch" for name in cell.names}
         self.env: dict[str, str] = {}
+        self.prepare: dict[str, str] = {}
         self.told: list[dict[str, Any]] = []
         self.afterwards = contextlib.ExitStack()
 
@@ -114,6 +115,7 @@ class Round:
                 name=name, node_rank=index, first_rank=index, ranks=1, address=addresses[name], interface="eth0",
                 device="cpu", gpu=None, python=sys.executable, workdir=self.workdir[name], env=env,
                 torchrun=self._torchrun(ranks, index, addresses[self.master]), command=("script.py",),
+                prepare=self.prepare.get(name),
             )
             for index, name in enumerate(self.cell.names)
         ]  # fmt: skip
