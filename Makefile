@@ -8,11 +8,12 @@ READY := $(VENV)/.ready
 # What the tests use beyond Python: real SSH servers, network namespaces, traffic shaping, a browser for the report.
 DEBIAN := openssh-server iproute2 nftables iperf3 chromium
 
-.PHONY: help demo test check bench packages clean
+.PHONY: help demo test chaos check bench packages clean
 
 help:
 	@echo "make demo    train ResNet-152 on two nodes of this machine: up, run, collect"
 	@echo "make test    all tests (the lab ones need root)"
+	@echo "make chaos   faults on purpose, by a seed: FAULTS=1000 SEED=7 (needs root)"
 	@echo "make check   format, lint, types, layers"
 	@echo "make bench   the benchmarks under tests/bench"
 
@@ -39,6 +40,9 @@ demo: $(READY)
 
 test: $(READY) packages
 	$(BIN)/python -m pytest $(TESTS)
+
+chaos: $(READY) packages
+	$(BIN)/python -m tests.chaos --resume --faults $(or $(FAULTS),60) --seed $(or $(SEED),1)
 
 check: $(READY)
 	$(BIN)/ruff format --check .

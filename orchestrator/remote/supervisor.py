@@ -250,6 +250,8 @@ class Supervisor:
     async def _run_torchrun(self, port: int, again: bool) -> None:
         if again:
             await self.children.kill_all_of_it()
+            if self._stopping:
+                return  # a stop came meanwhile, and what it finds it ends: nothing may begin behind it
         fill = {"rendezvous_port": str(port), "job_dir": str(self.job.root), "python": sys.executable}
         argv = [sys.executable, *(_fill(part, fill) for part in self.node["torchrun"])]
         with open(self.job.torchrun_log, "wb") as log:
