@@ -287,7 +287,8 @@ class Controller:
                 yield view.progress()
             if ended_at is not None and time.monotonic() > ended_at + LATE_S:
                 break
-        yield tuple(splitter.rest())
+        if lines := tuple(splitter.rest()):
+            yield lines
         yield from _dropped(found)
         if has_news:
             yield view.progress()
