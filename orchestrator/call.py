@@ -80,6 +80,13 @@ def open_stream(host: Host, program: str, request: Mapping[str, Any]) -> Abstrac
     return host.transport.stream(_command(host, program), stdin=_input(program, request, "", b""))
 
 
+def words_of(words: Any) -> list[str]:
+    """A list of a host's words, each fit for a terminal."""
+    if not isinstance(words, list):
+        raise ValueError("not a list")
+    return [one_line(word) for word in words]
+
+
 def _command(host: Host, program: str) -> str:
     return shell.python_on_stdin(host.python, host.activate, f"orch-{program}")
 

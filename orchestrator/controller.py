@@ -7,37 +7,33 @@ plan → collect → analyse → report                                         
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from orchestrator import checks, collect, job, rescan
-from orchestrator.call import Host, ask, understood
+from orchestrator import collect, job, rescan
+from orchestrator.call import Host, understood, words_of
+from orchestrator.clusters import Clusters, now_utc
 from orchestrator.connections import Connections
-from orchestrator.election import Election, elect
-from orchestrator.errors import ConnectError, HostError, HostsError, InventoryError, OrchError, StateError, UsageError
-from orchestrator.facts import NodeFacts
+from orchestrator.errors import ConnectError, HostError, HostsError, OrchError, StateError
 from orchestrator.files import own_folder
 from orchestrator.frames import Agent, Piece
-from orchestrator.inventory import Inventory, Node, load_inventory
 from orchestrator.lines import Line, Splitter
 from orchestrator.live import LiveView, Progress
 from orchestrator.paths import RunFolder
 from orchestrator.plan import build_plan
-from orchestrator.probe import probe_all
-from orchestrator.records import ENDED, FINAL_STATES, MASK, CodeFolder, JobRecord, LaunchPlan, write_record
+from orchestrator.records import ENDED, FINAL_STATES, CodeFolder, JobRecord, LaunchPlan, write_record
 from orchestrator.request import RunRequest
-from orchestrator.store import Cluster, Problem, Store
+from orchestrator.store import Cluster, Store
 from orchestrator.summary import Summary
 from orchestrator.text import one_line
-from orchestrator.transport.fanout import for_each
+from orchestrator.transport.fanout import errors_by_node, for_each
 
 PROBE_S = 90.0
 ASK_S = 30.0
@@ -47,16 +43,6 @@ CANCEL_S = 60.0
 PROGRESS_S = 0.25
 """Between two values of a run's progress."""
 _ID_LETTERS = "abcdefghijkmnpqrstuvwxyz23456789"
-
-
-@dataclass(frozen=True)
-class Up:
-    """What `orch up` found. election: None where no host is usable."""
-
-    cluster: Cluster
-    election: Election | None
-    problems: Mapping[str, HostError]
-    warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -90,122 +76,17 @@ class Report:
 class Controller:
     def __init__(self, store: Store, connections: Connections) -> None:
         self.store, self.connections = store, connections
-
-    # ---- the cluster ------------------------------------------------------------------------------------------
-
-    def up(self, inventory: Inventory) -> Up:
-        """Connects to every host at once, probes, elects, remembers. Hosts that fail are remembered as such."""
-        known, forgotten = None, tuple[str, ...]()
-        try:
-            known = self.store.known_cluster(inventory.cluster)
-        except StateError as error:
-            forgotten = (f"{error.message}: what `orch node` and `orch master` had changed is forgotten",)
-        nodes = inventory.nodes
-        if known:
-            nodes = tuple(node for node in nodes if node.name not in known.removed)
-            nodes += tuple(node for node in known.extra if node.name not in {n.name for n in nodes})
-        cluster = Cluster(schema=1, name=inventory.cluster, file=os.path.abspath(inventory.file), nodes=nodes)
-        if known:
-            kept = ("added", "released", "removed", "extra", "master_pin")
-            cluster = cluster.model_copy(update={name: getattr(known, name) for name in kept})
-        up = self._look(cluster, cluster.nodes)
-        return replace(up, warnings=(*forgotten, *inventory.warnings, *up.warnings))
-
-    def add_node(self, cluster: Cluster, node: Node) -> Up:
-        if node.name in {other.name for other in cluster.nodes}:
-            raise UsageError(f"{node.name} is already in cluster {cluster.name}", "choose another name")
-        removed = tuple(name for name in cluster.removed if name != node.name)
-        changed = {"nodes": (*cluster.nodes, node), "extra": (*cluster.extra, node), "removed": removed}
-        return self._look(cluster.model_copy(update=changed), (node,))
-
-    def remove_node(self, cluster: Cluster, name: str) -> Cluster:
-        node = cluster.node(name)
-        if len(cluster.nodes) == 1:
-            raise UsageError(f"{name} is the last node of cluster {cluster.name}", "a cluster needs one")
-        update = {
-            "nodes": tuple(other for other in cluster.nodes if other is not node),
-            "extra": tuple(other for other in cluster.extra if other.name != name),
-            "removed": (*cluster.removed, name),
-            "facts": {key: value for key, value in cluster.facts.items() if key != name},
-            "problems": {key: value for key, value in cluster.problems.items() if key != name},
-            "master_pin": None if cluster.master_pin == name else cluster.master_pin,
-        }
-        return self._elected(cluster.model_copy(update=update))
-
-    def release_node(self, cluster: Cluster, name: str, *, restore: bool) -> Cluster:
-        cluster.node(name)
-        released = tuple(other for other in cluster.released if other != name)
-        if not restore and not {node.name for node in cluster.active()} - {name} - cluster.problems.keys():
-            raise UsageError(f"{name} is the only usable host of cluster {cluster.name}", "restore another one first")
-        return self._elected(cluster.model_copy(update={"released": released if restore else (*released, name)}))
-
-    def pin_master(self, cluster: Cluster, name: str | None) -> Cluster:
-        """name: None gives the choice back to the election."""
-        if name:
-            cluster.node(name)
-        return self._elected(cluster.model_copy(update={"master_pin": name}))
-
-    def _look(self, cluster: Cluster, nodes: Sequence[Node]) -> Up:
-        """Connects to these nodes, probes them, elects among all, remembers."""
-        hosts = self.connections.open(nodes)
-        reachable = {name: host for name, host in hosts.items() if isinstance(host, Host)}
-        peers = {node.name: _peers(node, cluster.nodes) for node in nodes}
-        probed = probe_all(reachable, peers, torch=True, deadline_s=PROBE_S)
-        answers: dict[str, Any] = {**hosts, **probed}
-        facts = {name: fact for name, fact in answers.items() if isinstance(fact, NodeFacts)}
-        problems = {name: error for name, error in answers.items() if isinstance(error, HostError)}
-        for node in nodes:
-            if node.name in facts and (blocked := checks.unusable(node, facts[node.name])):
-                problems[node.name] = blocked
-        looked = {node.name for node in nodes}
-        now = _now()
-        cluster = cluster.model_copy(
-            update={
-                "facts": {**_without(cluster.facts, looked), **facts},
-                "problems": {**_without(cluster.problems, looked), **{n: _problem(n, e) for n, e in problems.items()}},
-                "added": {node.name: cluster.added.get(node.name, now) for node in cluster.nodes},
-            }
-        )
-        warnings = [w for node in nodes if node.name in facts for w in checks.warnings(node, facts[node.name])]
-        election = None
-        try:
-            election = self._elect(cluster, cluster.active())
-        except OrchError as error:
-            if not problems:  # else these say it, host by host
-                warnings.append(str(error))
-        cluster = _with_election(cluster, election)
-        self.store.save_cluster(cluster, current=True)
-        return Up(cluster, election, problems, tuple(warnings))
-
-    def _elected(self, cluster: Cluster) -> Cluster:
-        """The same cluster with its master elected anew from the facts at hand, remembered."""
-        cluster = _with_election(cluster, self._elect(cluster, cluster.active()))
-        self.store.save_cluster(cluster)
-        return cluster
-
-    def _elect(self, cluster: Cluster, nodes: Sequence[Node]) -> Election:
-        if cluster.master_pin:
-            pin = cluster.master_pin
-            nodes = [node.model_copy(update={"master": node.name == pin}) for node in nodes]
-        return elect(nodes, {node.name: _usable_facts(cluster, node) for node in nodes})
+        self.clusters = Clusters(store, connections)
 
     # ---- running ----------------------------------------------------------------------------------------------
 
     def plan(self, cluster: Cluster, request: RunRequest, code: CodeFolder, only: Sequence[str] = ()) -> LaunchPlan:
         """only: the nodes to take; none means all that are not released. Raises HostsError for unusable ones."""
-        nodes = [cluster.node(name) for name in dict.fromkeys(only)] or list(cluster.active())
-        for node in nodes:
-            if node.name in cluster.released:
-                raise UsageError(f"{node.name} is released", f"`orch node restore {node.name}` first")
-        blocked = [_usable_facts(cluster, node) for node in nodes]
-        errors = [error for error in blocked if isinstance(error, HostError)]
-        if errors:
-            raise HostsError(errors)
-        facts = {node.name: cluster.facts[node.name] for node in nodes}
-        nodes = _with_env(cluster, nodes)
-        election = self._elect(cluster, nodes)
+        ready = self.clusters.ready(cluster, only)
         made = _job_id(request.name)
-        return build_plan(cluster.name, nodes, facts, election, request, job=made, code=code, created=_now())
+        return build_plan(
+            cluster.name, ready.nodes, ready.facts, ready.election, request, job=made, code=code, created=now_utc()
+        )
 
     def launch(self, plan: LaunchPlan, blob: bytes) -> dict[str, Host]:
         """Starts the job on all its hosts or on none; remembers it first. Raises HostsError."""
@@ -224,7 +105,7 @@ class Controller:
         with self.store.launching(record, plan) as launch:
 
             def undone() -> None:
-                self.store.save_job(record.model_copy(update={"state": "cancelled", "ended": _now()}))
+                self.store.save_job(record.model_copy(update={"state": "cancelled", "ended": now_utc()}))
                 launch.over()
 
             job.launch(plan, hosts, blob, undone)
@@ -307,7 +188,10 @@ class Controller:
         gone = [node.name for node in plan.nodes if node.name not in known]
         again = f"`orch up {cluster.file}` after adding it again"
         removed = {name: HostError(name, f"is no longer in cluster {cluster.name}", again) for name in gone}
-        return {name: host for name, host in found.items() if isinstance(host, Host)}, {**_errors(found), **removed}
+        return {name: host for name, host in found.items() if isinstance(host, Host)}, {
+            **errors_by_node(found),
+            **removed,
+        }
 
     def jobs(self, cluster: str | None = None) -> Jobs:
         """All remembered jobs, newest first, as their hosts have them now; one that cannot be asked after keeps its
@@ -337,7 +221,7 @@ class Controller:
         if self.store.is_half_started(record.id):
             if job.is_half_started(found):
                 found = {**unreachable, **self._end(plan, hosts, fence=True)}
-            if not _errors(found):
+            if not errors_by_node(found):
                 self.store.start_is_over(record.id)
         return self._remember(plan, found)
 
@@ -348,7 +232,7 @@ class Controller:
         hosts, unreachable = self.hosts_of(plan)
         half = self.store.is_half_started(plan.job)
         found = {**unreachable, **self._end(plan, hosts, fence=half)}
-        if half and not _errors(found):
+        if half and not errors_by_node(found):
             self.store.start_is_over(plan.job)
         return self._remember(plan, found), [line for name in found for line in _stayed(name, found[name])]
 
@@ -356,7 +240,7 @@ class Controller:
         self, plan: LaunchPlan, hosts: Mapping[str, Host], *, fence: bool
     ) -> dict[str, Mapping[str, Any] | HostError]:
         """Asks these hosts to end the job, and waits for their last records."""
-        found: dict[str, Mapping[str, Any] | HostError] = {**_errors(job.cancel(plan, hosts, fence=fence))}
+        found: dict[str, Mapping[str, Any] | HostError] = {**errors_by_node(job.cancel(plan, hosts, fence=fence))}
         deadline = time.monotonic() + 2 * plan.grace_s + CANCEL_S
         for name, item in job.watch(plan, hosts, offsets={}, follow=True, files=False):
             if isinstance(item, HostError):
@@ -391,7 +275,7 @@ class Controller:
         hosts = {name: host for name, host in found.items() if isinstance(host, Host)}
         asked = for_each(hosts, lambda host: job.recall(host, [*sound, *newer]), deadline_s=ASK_S + 5)
         answers = {name: told for name, told in asked.items() if not isinstance(told, HostError)}
-        problems |= {**_errors(found), **_errors(asked)}
+        problems |= {**errors_by_node(found), **errors_by_node(asked)}
         plans, left_out = rescan.recall(answers, cluster)
         for number, words in enumerate(left_out):
             problems[f"{cluster.name} {number}"] = OrchError(words, "it stays on its host, untouched")
@@ -440,70 +324,6 @@ class Controller:
         write_report(run, summary)
         return summary
 
-    # ---- cleaning up ------------------------------------------------------------------------------------------
-
-    def reap(self, cluster: Cluster, *, end: bool) -> dict[str, dict[str, Any] | HostError]:
-        """Per node: {"found": [{"job", "processes", "stayed"?}]}: what jobs without a supervisor left."""
-        return self._on_each(cluster, {"action": "reap", "end": end}, _found_left)
-
-    def down(self, cluster: Cluster) -> dict[str, dict[str, Any] | HostError]:
-        """Per node: {"removed": [folders]}."""
-        return self._on_each(cluster, {"action": "down"}, lambda answer: {"removed": _lines(answer["removed"])})
-
-    def _on_each(
-        self, cluster: Cluster, request: Mapping[str, Any], read: Callable[[dict[str, Any]], dict[str, Any]]
-    ) -> dict[str, dict[str, Any] | HostError]:
-        found = self.connections.open(cluster.nodes)
-        hosts = {name: host for name, host in found.items() if isinstance(host, Host)}
-
-        def one(host: Host) -> dict[str, Any]:
-            answer = ask(host, "control", {**request, "workdir": host.workdir}, timeout_s=ASK_S)
-            return understood(host.node, lambda: read(answer))
-
-        answers = for_each(hosts, one, deadline_s=ASK_S + 5)
-        return {**answers, **_errors(found)}
-
-
-def _with_env(cluster: Cluster, nodes: Sequence[Node]) -> list[Node]:
-    """These nodes with the values of `env` that may be secrets: we keep none, they are read from the inventory again.
-
-    Raises UsageError where it does not hold them any more.
-    """
-    if not any(MASK in node.env.values() for node in nodes):
-        return list(nodes)
-    again = f"orch keeps no values of `env`; `orch up {cluster.file}` again"
-    try:
-        told = {node.name: node.env for node in load_inventory(Path(cluster.file)).nodes}
-    except InventoryError as error:
-        raise UsageError(str(error.mistakes[0]), again) from error
-    for node in nodes:
-        if told.get(node.name, {}).keys() != node.env.keys():
-            raise UsageError(
-                f"{cluster.file}: the `env` of node {node.name} is not the one of the last `orch up`", again
-            )
-    return [node.model_copy(update={"env": told.get(node.name, {})}) for node in nodes]
-
-
-def _usable_facts(cluster: Cluster, node: Node) -> NodeFacts | HostError:
-    if node.name in cluster.problems:
-        problem = cluster.problems[node.name]
-        leave_out = f"`orch up {cluster.file}` again, or leave it out: `--nodes`, `orch node release {node.name}`"
-        return HostError(
-            node.name, problem.message, "; then ".join(part for part in (problem.remedy, leave_out) if part)
-        )
-    if node.name not in cluster.facts:
-        return HostError(node.name, "has not been probed", f"`orch up {cluster.file}`")
-    return cluster.facts[node.name]
-
-
-def _problem(name: str, error: HostError) -> Problem:
-    return Problem(message=error.message.removeprefix(f"{name}: "), remedy=error.remedy)
-
-
-def _with_election(cluster: Cluster, election: Election | None) -> Cluster:
-    update = {"master": election.master if election else None, "master_reason": election.reason if election else ""}
-    return cluster.model_copy(update=update)
-
 
 def _dropped(found: Mapping[str, Mapping[str, Any] | HostError]) -> Iterator[Notice]:
     """What the ranks printed and a full disk did not take."""
@@ -522,34 +342,7 @@ def _stayed(name: str, found: Mapping[str, Any] | HostError) -> list[str]:
         return [str(found)]
     if found.get("alive"):
         return [f"{name}: its supervisor still runs (state {one_line(found.get('state'), 20)})"]
-    return [f"{name}: {process}" for process in understood(name, lambda: _lines(found.get("leftovers", [])))]
-
-
-def _found_left(answer: Mapping[str, Any]) -> dict[str, Any]:
-    lists = ("processes", "stayed")
-    jobs = [{"job": one_line(job["job"]), **{key: _lines(job[key]) for key in lists if key in job}}
-            for job in answer["found"]]  # fmt: skip
-    return {"found": jobs}
-
-
-def _lines(words: Any) -> list[str]:
-    """A list of a host's words, each fit for a terminal."""
-    if not isinstance(words, list):
-        raise ValueError("not a list")
-    return [one_line(word) for word in words]
-
-
-def _peers(node: Node, nodes: Sequence[Node]) -> tuple[str, ...]:
-    """Where the others are, as an address or a name that this host can be asked its route to."""
-    return tuple(other.address or other.host for other in nodes if other.name != node.name)
-
-
-def _without(values: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name not in names}
-
-
-def _errors(answers: Mapping[str, Any]) -> dict[str, HostError]:
-    return {name: answer for name, answer in answers.items() if isinstance(answer, HostError)}
+    return [f"{name}: {process}" for process in understood(name, lambda: words_of(found.get("leftovers", [])))]
 
 
 def _job_id(name: str) -> str:
@@ -557,7 +350,3 @@ def _job_id(name: str) -> str:
     slug = re.sub(r"[^A-Za-z0-9_]+", "-", Path(name).stem)[:40].strip("-_") or "job"
     suffix = "".join(secrets.choice(_ID_LETTERS) for _ in range(3))
     return f"{slug}-{datetime.now(timezone.utc):%Y%m%d-%H%M}-{suffix}"
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")

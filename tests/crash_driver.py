@@ -55,7 +55,7 @@ watched(call, "open_stream")
 with Connections(home) as connections:
     controller = Controller(Store(home), connections)
     if action == "up":
-        controller.up(load_inventory(folder / "inventory.yaml"))
+        controller.clusters.up(load_inventory(folder / "inventory.yaml"))
     elif action == "jobs":
         controller.jobs()
     elif action == "run":

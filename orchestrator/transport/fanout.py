@@ -78,6 +78,10 @@ def errors(outcomes: Mapping[str, R | HostError]) -> list[HostError]:
     return [outcome for outcome in outcomes.values() if isinstance(outcome, HostError)]
 
 
+def errors_by_node(outcomes: Mapping[str, R | HostError]) -> dict[str, HostError]:
+    return {node: outcome for node, outcome in outcomes.items() if isinstance(outcome, HostError)}
+
+
 def _attempt(node: str, action: Callable[[T], R], item: T) -> _Answer[R] | _Bug:
     try:
         return _Answer(node, action(item))

@@ -1,0 +1,35 @@
+"""The commands. Each is a thin skin: it reads the command line, calls the controller, hands values to the console.
+
+Heavy modules are imported inside the commands, so that `orch --help` imports click and nothing more.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import click
+
+from orchestrator import __version__
+from orchestrator.cli.clusters import down, master, node, reap, status, trust, up
+from orchestrator.cli.common import Orch
+from orchestrator.cli.jobs import cancel, jobs, logs, run
+from orchestrator.cli.results import collect, report
+
+
+@click.group(cls=Orch, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__)
+def main() -> None:
+    """One training cluster out of GPU hosts that are reached only by SSH.
+
+    \b
+    orch up inventory/a2000_v100.yaml        connect, probe, elect a master
+    orch run --exp resnet152_cifar           launch on every host, follow live
+    orch collect --job latest                pull logs and metrics, compare the hosts
+
+    Shell completion: eval "$(_ORCH_COMPLETE=bash_source orch)" (or zsh_source, fish_source).
+    """
+    gc.set_threshold(50_000, 20, 50)  # imports make many objects and no garbage: looking for it took a tenth of them
+
+
+for command in (up, status, master, node, trust, run, jobs, logs, cancel, collect, report, reap, down):
+    main.add_command(command)

@@ -1,0 +1,105 @@
+"""What all commands share: options, how errors become words and exit codes, the way to the controller."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from orchestrator.errors import HostsError, OrchError
+
+if TYPE_CHECKING:
+    from orchestrator.controller import Controller
+
+INTERRUPTED = 130
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+cluster_option: Decorator = click.option("--cluster", metavar="NAME", help="Another remembered cluster.")
+json_option: Decorator = click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
+accept_option: Decorator = click.option(
+    "--accept-new-host-keys", is_flag=True, help="Record the keys of hosts never seen before (never a changed one)."
+)
+job_option: Decorator = click.option(
+    "--job", "wanted", required=True, metavar="ID", help="A job's id, a unique prefix of it, or `latest`."
+)
+out_option: Decorator = click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Folder of collected runs."
+)
+
+
+class Duration(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 alone
+    """A time as people write it; gives seconds."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        from orchestrator.units import parse_duration
+
+        try:
+            return value if isinstance(value, float) else parse_duration(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class Orch(click.Group):
+    """Turns every expected error into words and its exit code; anything else is a bug and keeps its traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        mask = os.umask(0o077)  # all that we write is for its owner alone: state, logs, reports
+        try:
+            return super().invoke(ctx)
+        except OrchError as error:
+            from orchestrator import console
+
+            for each in error.errors if isinstance(error, HostsError) else [error]:
+                console.fail(each.message, each.remedy)
+            ctx.exit(error.exit_code)
+        except OSError as error:
+            if isinstance(error, BrokenPipeError):
+                _leave_quietly(ctx)
+            from orchestrator import console
+
+            where = error.filename or "this machine"
+            console.fail(f"{where}: {error.strerror or error}", "free space there, or choose another folder")
+            ctx.exit(OrchError.exit_code)
+        except KeyboardInterrupt:
+            ctx.exit(INTERRUPTED)
+        finally:
+            os.umask(mask)
+
+
+def _leave_quietly(ctx: click.Context) -> NoReturn:
+    """The reader of our output has left (`orch logs | head`): that is no error, and nobody is there to tell."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    ctx.exit(0)
+
+
+@contextlib.contextmanager
+def open_controller(accept_new_host_keys: bool = False) -> Iterator[Controller]:
+    from orchestrator.connections import Connections
+    from orchestrator.controller import Controller
+    from orchestrator.paths import Home
+    from orchestrator.store import Store
+
+    home = Home.default()
+    ask = _ask_passphrase if sys.stdin and sys.stdin.isatty() else None
+    with Connections(home, accept_new_host_keys=accept_new_host_keys, ask_passphrase=ask) as connections:
+        yield Controller(Store(home), connections)
+
+
+def _ask_passphrase(key_file: str) -> str | None:
+    return str(click.prompt(f"Passphrase of {key_file}", hide_input=True, err=True)) or None
+
+
+@contextlib.contextmanager
+def busy(what: str) -> Iterator[None]:
+    """A spinner on a terminal; nothing where nobody looks."""
+    from orchestrator import console
+
+    with console.err.status(what) if console.err.is_terminal else contextlib.nullcontext():
+        yield

@@ -1,0 +1,240 @@
+"""Commands about jobs: `run`, `jobs`, `logs`, `cancel`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from orchestrator.cli.common import (
+    Duration,
+    busy,
+    cluster_option,
+    job_option,
+    json_option,
+    open_controller,
+)
+from orchestrator.errors import HostError, OrchError
+
+if TYPE_CHECKING:
+    from orchestrator.controller import Controller
+    from orchestrator.records import LaunchPlan
+
+SECOND_CTRL_C_S = 3.0
+
+
+@click.command(context_settings={"ignore_unknown_options": False})
+@click.option("--exp", metavar="NAME", help="A named experiment: mnist_lenet, resnet152_cifar.")
+@click.option(
+    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="One setting of the experiment; repeatable."
+)
+@click.option("-m", "--module", metavar="MODULE", help="Run a Python module of your folder.")
+@click.option("--folder", type=click.Path(path_type=Path), help="The folder to ship. [default: the script's, or this]")
+@click.option(
+    "--batch", type=click.IntRange(min=1), metavar="N", help="Split N samples an update: each rank's is in ORCH_SHARE."
+)
+@click.option("--nodes", metavar="A,B", help="Only these nodes.")
+@click.option("--detach", is_flag=True, help="Return once it runs.")
+@click.option("--dry-run", is_flag=True, help="Print the plan and start nothing.")
+@click.option("--share", is_flag=True, help="Use GPUs even if another job of ours holds them.")
+@click.option(
+    "--grace", type=Duration(), default="3s", show_default=True, help="What ranks have between INT, TERM and KILL."
+)
+@click.option("--time-limit", type=Duration(), help="End the job after this time: 90s, 30m, 12h.")
+@cluster_option
+@json_option
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+def run(
+    exp: str | None,
+    settings: tuple[str, ...],
+    module: str | None,
+    folder: Path | None,
+    batch: int | None,
+    nodes: str | None,
+    detach: bool,
+    dry_run: bool,
+    share: bool,
+    grace: float,
+    time_limit: float | None,
+    cluster: str | None,
+    as_json: bool,
+    command: tuple[str, ...],
+) -> None:
+    """Launch a job on every host and follow it.
+
+    A Ctrl-C leaves the job running and says how to come back; a second one within 3 s cancels it.
+
+    \b
+    orch run --exp mnist_lenet --set epochs=1
+    orch run --exp resnet152_cifar --set strategy=allreduce --nodes a2000,v100 --detach
+    orch run -- train.py --lr 0.1             your own torchrun script; its folder is shipped
+    orch run -m mypackage.train -- --lr 0.1   the same for a module
+    """
+    from dataclasses import replace
+
+    from orchestrator import console
+    from orchestrator.request import read_wish
+
+    wish = read_wish(exp, settings, module, folder, command, batch)
+    request = replace(
+        wish.request,
+        share_gpus=share,
+        grace_s=grace,
+        time_limit_s=time_limit,
+    )
+    only = [name for name in (nodes or "").split(",") if name]
+    with open_controller() as controller:
+        plan = controller.plan(controller.store.cluster(cluster), request, wish.code, only)
+        if dry_run:
+            shown = plan.masked()
+            return (
+                console.print_json(shown.model_dump(mode="json", by_alias=True))
+                if as_json
+                else console.print_plan(shown)
+            )
+        for note in plan.notes:
+            console.warn(note)
+        with busy(f"starting {plan.job} on {len(plan.nodes)} hosts"):
+            try:
+                hosts = controller.launch(plan, wish.blob)
+            except KeyboardInterrupt:
+                console.say(f"{plan.job} was not started; what was begun is undone")
+                raise
+        console.say(f"job {plan.job}: {plan.world_size} ranks on {len(plan.nodes)} hosts, master {plan.master}")
+        if not detach:
+            stream = console.err if as_json else console.out
+            _follow(controller, plan, lambda: console.print_events(controller.follow(plan, hosts), stream=stream))
+        _finish(controller, plan, as_json, detached=detach)
+    return None
+
+
+def _follow(controller: Controller, plan: LaunchPlan, show: Callable[[], None]) -> None:
+    """Shows until the end. The first Ctrl-C detaches, a second within SECOND_CTRL_C_S cancels."""
+    import threading
+
+    from orchestrator import console
+
+    try:
+        show()
+    except KeyboardInterrupt:
+        try:
+            console.say(f"\ndetached; the job goes on. Come back: orch logs -f --job {plan.job}")
+            console.say(f"cancel: orch cancel --job {plan.job} (or Ctrl-C again within {SECOND_CTRL_C_S:.0f} s)")
+            threading.Event().wait(SECOND_CTRL_C_S)
+        except KeyboardInterrupt:
+            _cancel(controller, plan)
+            console.say(f"cancelled {plan.job}")
+        raise
+
+
+def _finish(controller: Controller, plan: LaunchPlan, as_json: bool, *, detached: bool = False) -> None:
+    from orchestrator import console
+
+    job = controller.store.job(plan.job)
+    if as_json:
+        console.print_json(console.jobs_json([job])["jobs"][0] | {"schema": 1})
+    if detached:
+        if not as_json:
+            click.echo(plan.job)
+        return
+    console.print_end(job)
+    if job.state != "succeeded":
+        sys.exit(1)
+    console.say(f"next: orch collect --job {plan.job}")
+
+
+@click.command()
+@click.option("--rescan", is_flag=True, help="First ask the hosts for jobs that are unknown or damaged here.")
+@cluster_option
+@json_option
+def jobs(rescan: bool, cluster: str | None, as_json: bool) -> None:
+    """All remembered jobs, newest first; those not ended are asked after on their hosts.
+
+    \b
+    orch jobs
+    orch jobs --rescan                    after $ORCH_HOME was lost or damaged
+    orch jobs --json | jq -r '.jobs[0].id'
+    """
+    from orchestrator import console
+
+    problems: dict[str, OrchError] = {}
+    with open_controller() as controller:
+        if rescan:
+            names = [cluster] if cluster else controller.store.cluster_names() or [controller.store.cluster().name]
+            with busy(f"asking the hosts of {', '.join(names)}"):
+                rebuilt = controller.rescan(names)
+            console.say(f"rebuilt from the hosts: {', '.join(job.id for job in rebuilt.records) or 'nothing'}")
+            problems |= rebuilt.problems
+        found = controller.jobs(cluster)
+    console.print_json(console.jobs_json(found.records)) if as_json else console.print_jobs(found.records)
+    problems = {**found.problems, **problems}
+    for error in problems.values():
+        console.fail(error.message, error.remedy)
+    if any(isinstance(error, HostError) for error in problems.values()):
+        sys.exit(HostError.exit_code)
+
+
+@click.command()
+@job_option
+@click.option("-f", "--follow", is_flag=True, help="Go on until the job has ended.")
+@click.option("--node", "only_node", metavar="N", help="Only this node.")
+@click.option("--rank", "only_rank", type=int, metavar="R", help="Only this rank.")
+def logs(wanted: str, follow: bool, only_node: str | None, only_rank: int | None) -> None:
+    """What the ranks printed, each line with its node and rank.
+
+    \b
+    orch logs --job latest -f
+    orch logs --job resnet152 --node v100 --rank 0
+    """
+    from orchestrator import console
+    from orchestrator.lines import Line
+
+    def chosen(line: Line) -> bool:
+        return only_node in (None, line.node) and only_rank in (None, line.rank)
+
+    with open_controller() as controller:
+        _, plan = controller.job(wanted)
+        if only_node:
+            controller.store.cluster(plan.cluster).node(only_node)
+        hosts, errors = controller.hosts_of(plan)
+        for error in errors.values():
+            console.fail(error.message, error.remedy)
+        console.print_events(controller.follow(plan, hosts, until_end=follow), chosen)
+        if errors:
+            sys.exit(3)
+
+
+@click.command()
+@job_option
+@json_option
+def cancel(wanted: str, as_json: bool) -> None:
+    """End a job on all its hosts, and look a second time that nothing stayed.
+
+    \b
+    orch cancel --job latest
+    """
+    from orchestrator import console
+
+    with open_controller() as controller:
+        _, plan = controller.job(wanted)
+        _cancel(controller, plan)
+        job = controller.store.job(plan.job)
+        if as_json:
+            console.print_json(console.jobs_json([job])["jobs"][0] | {"schema": 1})
+        else:
+            console.print_end(job)
+
+
+def _cancel(controller: Controller, plan: LaunchPlan) -> None:
+    from orchestrator import console
+
+    with busy(f"ending {plan.job}"):
+        _, stayed = controller.cancel(plan)
+    for line in stayed:
+        console.fail(line)
+    if stayed:
+        raise OrchError(f"{plan.job} is not proved to be gone", "`orch reap` lists what is left on the hosts")
+    console.say("ended on every host; none of its processes is left")

@@ -1,0 +1,247 @@
+"""The hosts of a cluster, from an inventory to what is remembered of them, and what lies on them afterwards.
+
+inventory → connect → probe → checks → election → (cluster remembered)          up, node, master
+remembered cluster → nodes that are ready, their facts, a master                for a plan
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from orchestrator import checks
+from orchestrator.call import Host, ask, understood, words_of
+from orchestrator.connections import Connections
+from orchestrator.election import Election, elect
+from orchestrator.errors import HostError, HostsError, InventoryError, OrchError, StateError, UsageError
+from orchestrator.facts import NodeFacts
+from orchestrator.inventory import Inventory, Node, load_inventory
+from orchestrator.probe import probe_all
+from orchestrator.records import MASK
+from orchestrator.store import Cluster, Problem, Store
+from orchestrator.text import one_line
+from orchestrator.transport.fanout import errors_by_node, for_each
+
+PROBE_S = 90.0
+ASK_S = 30.0
+
+
+@dataclass(frozen=True)
+class Up:
+    """What `orch up` found. election: None where no host is usable."""
+
+    cluster: Cluster
+    election: Election | None
+    problems: Mapping[str, HostError]
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What a plan is made of: nodes that can take part, with their facts, and the master among them."""
+
+    nodes: Sequence[Node]
+    facts: Mapping[str, NodeFacts]
+    election: Election
+
+
+class Clusters:
+    def __init__(self, store: Store, connections: Connections) -> None:
+        self.store, self.connections = store, connections
+
+    def up(self, inventory: Inventory) -> Up:
+        """Connects to every host at once, probes, elects, remembers. Hosts that fail are remembered as such."""
+        known, forgotten = None, tuple[str, ...]()
+        try:
+            known = self.store.known_cluster(inventory.cluster)
+        except StateError as error:
+            forgotten = (f"{error.message}: what `orch node` and `orch master` had changed is forgotten",)
+        nodes = inventory.nodes
+        if known:
+            nodes = tuple(node for node in nodes if node.name not in known.removed)
+            nodes += tuple(node for node in known.extra if node.name not in {n.name for n in nodes})
+        cluster = Cluster(schema=1, name=inventory.cluster, file=os.path.abspath(inventory.file), nodes=nodes)
+        if known:
+            kept = ("added", "released", "removed", "extra", "master_pin")
+            cluster = cluster.model_copy(update={name: getattr(known, name) for name in kept})
+        up = self._look(cluster, cluster.nodes)
+        return replace(up, warnings=(*forgotten, *inventory.warnings, *up.warnings))
+
+    def add_node(self, cluster: Cluster, node: Node) -> Up:
+        if node.name in {other.name for other in cluster.nodes}:
+            raise UsageError(f"{node.name} is already in cluster {cluster.name}", "choose another name")
+        removed = tuple(name for name in cluster.removed if name != node.name)
+        changed = {"nodes": (*cluster.nodes, node), "extra": (*cluster.extra, node), "removed": removed}
+        return self._look(cluster.model_copy(update=changed), (node,))
+
+    def remove_node(self, cluster: Cluster, name: str) -> Cluster:
+        node = cluster.node(name)
+        if len(cluster.nodes) == 1:
+            raise UsageError(f"{name} is the last node of cluster {cluster.name}", "a cluster needs one")
+        update = {
+            "nodes": tuple(other for other in cluster.nodes if other is not node),
+            "extra": tuple(other for other in cluster.extra if other.name != name),
+            "removed": (*cluster.removed, name),
+            "facts": {key: value for key, value in cluster.facts.items() if key != name},
+            "problems": {key: value for key, value in cluster.problems.items() if key != name},
+            "master_pin": None if cluster.master_pin == name else cluster.master_pin,
+        }
+        return self._elected(cluster.model_copy(update=update))
+
+    def release_node(self, cluster: Cluster, name: str, *, restore: bool) -> Cluster:
+        cluster.node(name)
+        released = tuple(other for other in cluster.released if other != name)
+        if not restore and not {node.name for node in cluster.active()} - {name} - cluster.problems.keys():
+            raise UsageError(f"{name} is the only usable host of cluster {cluster.name}", "restore another one first")
+        return self._elected(cluster.model_copy(update={"released": released if restore else (*released, name)}))
+
+    def pin_master(self, cluster: Cluster, name: str | None) -> Cluster:
+        """name: None gives the choice back to the election."""
+        if name:
+            cluster.node(name)
+        return self._elected(cluster.model_copy(update={"master_pin": name}))
+
+    def _look(self, cluster: Cluster, nodes: Sequence[Node]) -> Up:
+        """Connects to these nodes, probes them, elects among all, remembers."""
+        hosts = self.connections.open(nodes)
+        reachable = {name: host for name, host in hosts.items() if isinstance(host, Host)}
+        peers = {node.name: _peers(node, cluster.nodes) for node in nodes}
+        probed = probe_all(reachable, peers, torch=True, deadline_s=PROBE_S)
+        answers: dict[str, Any] = {**hosts, **probed}
+        facts = {name: fact for name, fact in answers.items() if isinstance(fact, NodeFacts)}
+        problems = {name: error for name, error in answers.items() if isinstance(error, HostError)}
+        for node in nodes:
+            if node.name in facts and (blocked := checks.unusable(node, facts[node.name])):
+                problems[node.name] = blocked
+        looked = {node.name for node in nodes}
+        now = now_utc()
+        cluster = cluster.model_copy(
+            update={
+                "facts": {**_without(cluster.facts, looked), **facts},
+                "problems": {**_without(cluster.problems, looked), **{n: _problem(n, e) for n, e in problems.items()}},
+                "added": {node.name: cluster.added.get(node.name, now) for node in cluster.nodes},
+            }
+        )
+        warnings = [w for node in nodes if node.name in facts for w in checks.warnings(node, facts[node.name])]
+        election = None
+        try:
+            election = self._elect(cluster, cluster.active())
+        except OrchError as error:
+            if not problems:  # else these say it, host by host
+                warnings.append(str(error))
+        cluster = _with_election(cluster, election)
+        self.store.save_cluster(cluster, current=True)
+        return Up(cluster, election, problems, tuple(warnings))
+
+    def _elected(self, cluster: Cluster) -> Cluster:
+        """The same cluster with its master elected anew from the facts at hand, remembered."""
+        cluster = _with_election(cluster, self._elect(cluster, cluster.active()))
+        self.store.save_cluster(cluster)
+        return cluster
+
+    def _elect(self, cluster: Cluster, nodes: Sequence[Node]) -> Election:
+        if cluster.master_pin:
+            pin = cluster.master_pin
+            nodes = [node.model_copy(update={"master": node.name == pin}) for node in nodes]
+        return elect(nodes, {node.name: _usable_facts(cluster, node) for node in nodes})
+
+    def ready(self, cluster: Cluster, only: Sequence[str] = ()) -> Ready:
+        """only: the nodes to take; none means all that are not released. Raises HostsError for unusable ones."""
+        nodes = [cluster.node(name) for name in dict.fromkeys(only)] or list(cluster.active())
+        for node in nodes:
+            if node.name in cluster.released:
+                raise UsageError(f"{node.name} is released", f"`orch node restore {node.name}` first")
+        blocked = [_usable_facts(cluster, node) for node in nodes]
+        errors = [error for error in blocked if isinstance(error, HostError)]
+        if errors:
+            raise HostsError(errors)
+        nodes = _with_env(cluster, nodes)
+        return Ready(nodes, {node.name: cluster.facts[node.name] for node in nodes}, self._elect(cluster, nodes))
+
+    # ---- cleaning up ------------------------------------------------------------------------------------------
+
+    def reap(self, cluster: Cluster, *, end: bool) -> dict[str, dict[str, Any] | HostError]:
+        """Per node: {"found": [{"job", "processes", "stayed"?}]}: what jobs without a supervisor left."""
+        return self._on_each(cluster, {"action": "reap", "end": end}, _found_left)
+
+    def down(self, cluster: Cluster) -> dict[str, dict[str, Any] | HostError]:
+        """Per node: {"removed": [folders]}."""
+        return self._on_each(cluster, {"action": "down"}, lambda answer: {"removed": words_of(answer["removed"])})
+
+    def _on_each(
+        self, cluster: Cluster, request: Mapping[str, Any], read: Callable[[dict[str, Any]], dict[str, Any]]
+    ) -> dict[str, dict[str, Any] | HostError]:
+        found = self.connections.open(cluster.nodes)
+        hosts = {name: host for name, host in found.items() if isinstance(host, Host)}
+
+        def one(host: Host) -> dict[str, Any]:
+            answer = ask(host, "control", {**request, "workdir": host.workdir}, timeout_s=ASK_S)
+            return understood(host.node, lambda: read(answer))
+
+        answers = for_each(hosts, one, deadline_s=ASK_S + 5)
+        return {**answers, **errors_by_node(found)}
+
+
+def _with_env(cluster: Cluster, nodes: Sequence[Node]) -> list[Node]:
+    """These nodes with the values of `env` that may be secrets: we keep none, they are read from the inventory again.
+
+    Raises UsageError where it does not hold them any more.
+    """
+    if not any(MASK in node.env.values() for node in nodes):
+        return list(nodes)
+    again = f"orch keeps no values of `env`; `orch up {cluster.file}` again"
+    try:
+        told = {node.name: node.env for node in load_inventory(Path(cluster.file)).nodes}
+    except InventoryError as error:
+        raise UsageError(str(error.mistakes[0]), again) from error
+    for node in nodes:
+        if told.get(node.name, {}).keys() != node.env.keys():
+            raise UsageError(
+                f"{cluster.file}: the `env` of node {node.name} is not the one of the last `orch up`", again
+            )
+    return [node.model_copy(update={"env": told.get(node.name, {})}) for node in nodes]
+
+
+def _usable_facts(cluster: Cluster, node: Node) -> NodeFacts | HostError:
+    if node.name in cluster.problems:
+        problem = cluster.problems[node.name]
+        leave_out = f"`orch up {cluster.file}` again, or leave it out: `--nodes`, `orch node release {node.name}`"
+        return HostError(
+            node.name, problem.message, "; then ".join(part for part in (problem.remedy, leave_out) if part)
+        )
+    if node.name not in cluster.facts:
+        return HostError(node.name, "has not been probed", f"`orch up {cluster.file}`")
+    return cluster.facts[node.name]
+
+
+def _problem(name: str, error: HostError) -> Problem:
+    return Problem(message=error.message.removeprefix(f"{name}: "), remedy=error.remedy)
+
+
+def _with_election(cluster: Cluster, election: Election | None) -> Cluster:
+    update = {"master": election.master if election else None, "master_reason": election.reason if election else ""}
+    return cluster.model_copy(update=update)
+
+
+def _found_left(answer: Mapping[str, Any]) -> dict[str, Any]:
+    lists = ("processes", "stayed")
+    jobs = [{"job": one_line(job["job"]), **{key: words_of(job[key]) for key in lists if key in job}}
+            for job in answer["found"]]  # fmt: skip
+    return {"found": jobs}
+
+
+def _peers(node: Node, nodes: Sequence[Node]) -> tuple[str, ...]:
+    """Where the others are, as an address or a name that this host can be asked its route to."""
+    return tuple(other.address or other.host for other in nodes if other.name != node.name)
+
+
+def _without(values: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in names}
+
+
+def now_utc() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
