@@ -11,8 +11,8 @@ import pytest
 from orchestrator import code
 from orchestrator.code import pack_folder
 from orchestrator.errors import UsageError
-from orchestrator.remote.prepare import Refused, store_code
 from orchestrator.remote.layout import Work
+from orchestrator.remote.prepare import Refused, store_code
 
 
 def fill(folder, files):
