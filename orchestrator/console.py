@@ -87,7 +87,10 @@ def print_json(value: Any) -> None:
 
 def print_cluster(cluster: Cluster) -> None:
     columns = ("name", "IP", "id", "note", "GPU", "bandwidth", "image", "torch", "status", "added")
-    out.print(_table(f"cluster {cluster.name}", columns, cluster_rows(cluster)))
+    rows = cluster_rows(cluster)
+    told = [index for index in range(len(columns)) if any(row[index] for row in rows)]  # a narrow screen has no room
+    shown = [[row[index] for index in told] for row in rows]
+    out.print(_table(f"cluster {cluster.name}", [columns[index] for index in told], shown))
     if cluster.master:
         out.print(Text.assemble("master: ", plain(cluster.master_reason, "bold")))
 

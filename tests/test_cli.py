@@ -54,6 +54,35 @@ def test_a_completion_script_is_made(shell):
     assert "_ORCH_COMPLETE" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("orch run --exp mn", ["mnist_lenet"]),
+        ("orch run --exp mnist_lenet --set strat", ["strategy="]),
+        ("orch run --exp mnist_lenet --set strategy=a", ["strategy=allreduce"]),
+        ("orch run --nodes v100,a", ["v100,a2000"]),
+        ("orch master ", ["a2000", "v100"]),
+        ("orch master --cluster other ", []),
+        ("orch logs --job ", ["latest", "two-20261122-0000-bbb", "one-20261121-0000-aaa"]),
+        ("orch collect --job one", ["one-20261121-0000-aaa"]),
+        ("orch status --cluster r", ["rack"]),
+    ],
+)
+def test_names_are_completed(line, offered, tmp_path):
+    for job in ("one-20261121-0000-aaa", "two-20261122-0000-bbb"):
+        (tmp_path / "jobs" / job).mkdir(parents=True)
+        (tmp_path / "jobs" / job / "job.json").write_text("{}")
+    (tmp_path / "clusters").mkdir()
+    (tmp_path / "clusters" / "rack.json").write_text('{"nodes": [{"name": "a2000"}, {"name": "v100"}]}')
+    (tmp_path / "current").write_text("rack\n")
+    words = line.split(" ")
+    asked = {"_ORCH_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+    code = "from orchestrator.cli import main; main(prog_name='orch')"
+    env = {**os.environ, "ORCH_HOME": str(tmp_path), **asked}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    assert [found.partition(",")[2] for found in done.stdout.splitlines() if found] == offered
+
+
 WRONG = {
     "no such command": (["launch"], "No such command 'launch'"),
     "nothing to run": (["run"], "say what to run, once"),

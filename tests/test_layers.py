@@ -32,7 +32,7 @@ PURE = [
     "grammar",
 ]
 STAGES = ["inventory", "facts", "checks", "probe", "election", "plan", "job", "collect", "clusters", "controller"]
-STAGES += ["console", "cli.common", "cli.clusters", "cli.jobs", "cli.results", "cli", "cli.__main__"]
+STAGES += ["console", "cli.complete", "cli.common", "cli.clusters", "cli.jobs", "cli.results", "cli", "cli.__main__"]
 TORCH_FREE = {"__init__", "__main__", "experiments", "config", "shares", "records", "env", "errors", "interrupt"}
 SHARED = {"experiments", "config", "shares", "records"}
 NOT_PURE = {"socket", "subprocess", "rich", "click", "paramiko", "fabric", "asyncio", "requests", "urllib"}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from orchestrator.cli import complete
 from orchestrator.errors import HostsError, OrchError
 
 if TYPE_CHECKING:
@@ -19,13 +20,19 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
-cluster_option: Decorator = click.option("--cluster", metavar="NAME", help="Another remembered cluster.")
+cluster_option: Decorator = click.option(
+    "--cluster", metavar="NAME", help="Another remembered cluster.", shell_complete=complete.cluster_names
+)
 json_option: Decorator = click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
 accept_option: Decorator = click.option(
     "--accept-new-host-keys", is_flag=True, help="Record the keys of hosts never seen before (never a changed one)."
 )
 job_option: Decorator = click.option(
-    "--job", "wanted", required=True, metavar="ID", help="A job's id, a unique prefix of it, or `latest`."
+    *("--job", "wanted"),
+    required=True,
+    metavar="ID",
+    help="A job's id, a unique prefix of it, or `latest`.",
+    shell_complete=complete.job_ids,
 )
 out_option: Decorator = click.option(
     "--out", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Folder of collected runs."

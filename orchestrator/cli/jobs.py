@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from orchestrator.cli import complete
 from orchestrator.cli.common import (
     Duration,
     busy,
@@ -17,7 +18,7 @@ from orchestrator.cli.common import (
     json_option,
     open_controller,
 )
-from orchestrator.errors import HostError, OrchError
+from orchestrator.errors import HostError, OrchError, UsageError
 
 if TYPE_CHECKING:
     from orchestrator.controller import Controller
@@ -27,16 +28,25 @@ SECOND_CTRL_C_S = 3.0
 
 
 @click.command(context_settings={"ignore_unknown_options": False})
-@click.option("--exp", metavar="NAME", help="A named experiment: mnist_lenet, resnet152_cifar.")
 @click.option(
-    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="One setting of the experiment; repeatable."
+    "--exp",
+    metavar="NAME",
+    help="A named experiment: mnist_lenet, resnet152_cifar.",
+    shell_complete=complete.experiments,
+)
+@click.option(
+    *("--set", "settings"),
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="One setting of the experiment; repeatable. `python -m trainer --help` lists all.",
+    shell_complete=complete.settings,
 )
 @click.option("-m", "--module", metavar="MODULE", help="Run a Python module of your folder.")
 @click.option("--folder", type=click.Path(path_type=Path), help="The folder to ship. [default: the script's, or this]")
 @click.option(
     "--batch", type=click.IntRange(min=1), metavar="N", help="Split N samples an update: each rank's is in ORCH_SHARE."
 )
-@click.option("--nodes", metavar="A,B", help="Only these nodes.")
+@click.option("--nodes", metavar="A,B", help="Only these nodes.", shell_complete=complete.node_names)
 @click.option("--detach", is_flag=True, help="Return once it runs.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and start nothing.")
 @click.option("--share", is_flag=True, help="Use GPUs even if another job of ours holds them.")
@@ -180,7 +190,7 @@ def jobs(rescan: bool, cluster: str | None, as_json: bool) -> None:
 @click.command()
 @job_option
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job has ended.")
-@click.option("--node", "only_node", metavar="N", help="Only this node.")
+@click.option("--node", "only_node", metavar="N", help="Only this node.", shell_complete=complete.node_names)
 @click.option("--rank", "only_rank", type=int, metavar="R", help="Only this rank.")
 def logs(wanted: str, follow: bool, only_node: str | None, only_rank: int | None) -> None:
     """What the ranks printed, each line with its node and rank.
@@ -199,6 +209,8 @@ def logs(wanted: str, follow: bool, only_node: str | None, only_rank: int | None
         _, plan = controller.job(wanted)
         if only_node:
             controller.store.cluster(plan.cluster).node(only_node)
+        if only_rank is not None and not 0 <= only_rank < plan.world_size:
+            raise UsageError(f"{plan.job} has no rank {only_rank}", f"its ranks: 0 to {plan.world_size - 1}")
         hosts, errors = controller.hosts_of(plan)
         for error in errors.values():
             console.fail(error.message, error.remedy)
@@ -217,9 +229,12 @@ def cancel(wanted: str, as_json: bool) -> None:
     orch cancel --job latest
     """
     from orchestrator import console
+    from orchestrator.records import ENDED
 
     with open_controller() as controller:
-        _, plan = controller.job(wanted)
+        known, plan = controller.job(wanted)
+        if known.state in ENDED:
+            console.say(f"{plan.job} has ended already; looking for what it may have left")
         _cancel(controller, plan)
         job = controller.store.job(plan.job)
         if as_json:

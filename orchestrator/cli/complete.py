@@ -1,0 +1,58 @@
+"""What a shell offers to complete: names that this machine remembers. Reads files alone and asks no host.
+
+Used as click's `shell_complete`: each takes context, parameter and the word begun, gives the words that fit.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+
+import click
+
+from orchestrator.paths import Home
+
+
+def job_ids(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
+    """Newest first, as far as ids tell; and `latest`."""
+    return _fitting(["latest", *sorted(_jobs(), reverse=True)], begun)
+
+
+def cluster_names(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
+    return _fitting(sorted(path.stem for path in Home.default().clusters.glob("*.json")), begun)
+
+
+def node_names(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
+    """Of the cluster chosen in this line, else of the current one; after a comma the next of several."""
+    home = Home.default()
+    before, comma, last = begun.rpartition(",")
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        cluster = context.params.get("cluster") or home.current_cluster.read_text().strip()
+        nodes = json.loads(home.cluster(cluster).read_text())["nodes"]
+        return [before + comma + name for name in _fitting([node["name"] for node in nodes], last)]
+    return []
+
+
+def experiments(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
+    from trainer.experiments import EXPERIMENTS
+
+    return _fitting(list(EXPERIMENTS), begun)
+
+
+def settings(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
+    """`KEY=`, then the values of a key that has a choice."""
+    from trainer.config import FIELDS
+
+    key, equals, value = begun.partition("=")
+    if not equals:
+        return [f"{name}=" for name in _fitting([name for name in FIELDS if name != "exp"], key)]
+    choices = FIELDS[key].metadata["choices"] if key in FIELDS else ()
+    return [f"{key}={choice}" for choice in _fitting(list(choices), value)]
+
+
+def _jobs() -> list[str]:
+    return [path.parent.name for path in Home.default().jobs.glob("*/job.json")]
+
+
+def _fitting(words: list[str], begun: str) -> list[str]:
+    return [word for word in words if word.startswith(begun)]
