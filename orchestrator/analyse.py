@@ -159,7 +159,7 @@ def _node_summary(node: NodePlan, figures: Figures, events: Events, wall_s: floa
         optim_ms=_mean(rank.optim_ms for rank in mine),
         peak_memory_bytes=max(memory, default=None),
         paced=node.paced is not None,
-        valid=not any(ends.get(rank, {}).get("valid") is False for rank in numbers),
+        valid=node.paced is None or all(ends.get(rank, {}).get("valid") is True for rank in numbers),
         host=text(start, "host"),
         device_name=text(start, "device_name"),
         torch=text(start, "torch"),
@@ -267,15 +267,18 @@ def _warnings(plan: LaunchPlan, events: Events, figures: Figures, nodes: tuple[N
         yield _why_no_figures(figures)
     for node in nodes:
         if not node.valid:
-            yield f"{node.name}: its figures are not valid: the lab's CPU was the limit{_how_late(node, plan, events)}."
+            yield f"{node.name}: its figures are not valid: {_why_not_valid(plan.node(node.name), events)}."
 
 
-def _how_late(node: NodeSummary, plan: LaunchPlan, events: Events) -> str:
+def _why_not_valid(node: NodePlan, events: Events) -> str:
     """In words, by how much its ranks missed their pace."""
-    ends, place = events.latest("end"), plan.node(node.name)
-    told = (number(ends.get(rank, {}), "lateness") for rank in range(place.first_rank, place.first_rank + place.ranks))
-    late = max((value for value in told if value is not None), default=None)
-    return "" if late is None else f" (backward ended {late:.1%} of a step late)".replace("%", " %")
+    ends = events.latest("end")
+    told = [ends.get(rank, {}) for rank in range(node.first_rank, node.first_rank + node.ranks)]
+    if not any(end.get("valid") is False for end in told):
+        return "not every rank has confirmed, in a last record, that it kept its pace"
+    late = max((value for end in told if (value := number(end, "lateness")) is not None), default=None)
+    by = "" if late is None else f" (backward ended {100 * late:.1f} % of a step late)"
+    return f"the lab's CPU was the limit{by}"
 
 
 def _why_no_figures(figures: Figures) -> str:

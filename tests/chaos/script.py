@@ -43,3 +43,5 @@ while not is_over():
             os.kill(os.getpid(), signal.Signals[how])
         os._exit(how)
     time.sleep(0.05)
+if told["gloo"]:
+    distributed.destroy_process_group()  # with threads of it alive, the interpreter's own end may abort
