@@ -21,14 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from . import invariants
-from .faults import FAULTS
+from .faults import FAULTS, TORCH_FREE
 from .rounds import Outcome, run_round
 from .world import Cell, World
 
 
 def main() -> int:
     asked = _parser().parse_args()
-    kinds = asked.kinds.split(",") if asked.kinds else list(FAULTS)
+    kinds = (
+        asked.kinds.split(",") if asked.kinds else [kind for kind in FAULTS if not (asked.torch and kind in TORCH_FREE)]
+    )
     log = asked.log or Path("runs", f"chaos-{asked.seed}.jsonl")
     log.parent.mkdir(parents=True, exist_ok=True)
     played = _played(log) if asked.resume else {}

@@ -26,6 +26,8 @@ from .world import Process, small_disk
 
 Fault = Callable[[Round], Generator[bool, None, Expected]]
 FAULTS: dict[str, Fault] = {}
+TORCH_FREE = {"mixed_exits"}
+"""Where ranks meet in collectives, one that is done ends all others before they come to their own end."""
 LEASE = {"detected_s": 30.0, "gone_s": 15.0}
 """Promised for what only silence tells."""
 

@@ -126,10 +126,10 @@ class Round:
         ).model_copy(update=self.changes)  # fmt: skip
 
     def _torchrun(self, ranks: list[int], index: int, master: str) -> tuple[str, ...]:
+        argv = launcher_arguments("{job_dir}/src/gang_launcher.py", ranks, index, master)
         if self.torch:
-            return torchrun_arguments(len(ranks), index, 1, master)
-        stand_in = launcher_arguments("{job_dir}/src/gang_launcher.py", ranks, index, master)
-        return ("{job_dir}/src/thief.py", "{rendezvous_port}", *stand_in) if "THEFTS" in self.env else stand_in
+            argv = torchrun_arguments(len(ranks), index, 1, master)
+        return ("{job_dir}/src/thief.py", "{rendezvous_port}", *argv) if "THEFTS" in self.env else argv
 
     def launch(self) -> None:
         job.launch(self.plan, self.cell.connect(), self.blob)
