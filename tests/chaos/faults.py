@@ -155,11 +155,16 @@ def freeze_host(r: Round) -> Generator[bool, None, Expected]:
 @fault
 def freeze_host_before_start(r: Round) -> Generator[bool, None, Expected]:
     """While its `prepare` runs: when it thaws, the word to start may lie there unread, and is not obeyed any more."""
-    r.prepare[r.victim] = "sleep 1.5"
+    r.prepare[r.victim] = "sleep 5"
     yield False
     r.launch()
+
+    def prepares(now: list[Process]) -> bool:
+        return {"keeper", "supervisor", "other"} <= {process.role for process in now if process.node == r.victim}
+
+    if r.world.wait(r.job, prepares, 10.0) is None:
+        raise RuntimeError(f"no `prepare` was seen: {r.say_state()}")
     frozen = r.kill(None, signum=signal.SIGSTOP)
-    time.sleep(2.0)
 
     def thaw() -> None:
         time.sleep(12.0)
