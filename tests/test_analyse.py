@@ -8,11 +8,11 @@ from typing import Any
 
 import duckdb
 import pytest
-import runs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from runs import Host, end, lines, start, step, two_hosts, write_run
+from run_folders import Host, end, lines, start, step, two_hosts, write_run
 
+import runs
 from orchestrator.analyse import analyse
 from orchestrator.errors import OrchError
 from orchestrator.paths import RunFolder

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_folders import Host, end, start, step, two_hosts, write_run
 
 from orchestrator.analyse import analyse
 from orchestrator.charts import draw_throughput
 from orchestrator.paths import RunFolder
 from orchestrator.report import efficiency_words, headline, render_report, write_report
 from orchestrator.summary import Summary
-from runs import Host, end, start, step, two_hosts, write_run
 
 PNG = b"\x89PNG\r\n\x1a\n"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

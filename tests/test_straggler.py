@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import SETTINGS, Host, step, write_run
+from run_folders import SETTINGS, Host, step, write_run
 
 from orchestrator.analyse import analyse
 from orchestrator.summary import Bound, Summary

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from runs import two_hosts
+from run_folders import two_hosts
 
 from orchestrator import console
 from orchestrator.analyse import analyse
