@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from run_folders import Host, end, lines, start, step, two_hosts, write_run
 
-import runs
 from orchestrator.analyse import analyse
 from orchestrator.errors import OrchError
 from orchestrator.paths import RunFolder
@@ -326,7 +325,7 @@ def test_whatever_a_rank_writes_there_is_a_summary_of_plain_json(tmp_path: Path,
 
 @pytest.mark.slow
 def test_a_million_lines_take_seconds(tmp_path: Path) -> None:
-    text = runs.lines([step(7, 32, 2, 40, 6, 2)]).decode()
+    text = lines([step(7, 32, 2, 40, 6, 2)]).decode()
     content = "".join(text.replace('"step": 7', f'"step": {number}') for number in range(1_000_000)).encode()
     run = write_run(tmp_path / "run", ONE, {0: content})
     began_s = time.monotonic()
