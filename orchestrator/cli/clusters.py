@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from orchestrator.cli import complete
 from orchestrator.cli.common import (
     accept_option,
     busy,
@@ -17,6 +16,7 @@ from orchestrator.cli.common import (
     json_option,
     open_controller,
 )
+from orchestrator.cli.complete import node_names
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def status(cluster: str | None, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("name", metavar="NODE", required=False, shell_complete=complete.node_names)
+@click.argument("name", metavar="NODE", required=False, shell_complete=node_names)
 @click.option("--elect", is_flag=True, help="Take the pin back: let the election choose again.")
 @cluster_option
 def master(name: str | None, elect: bool, cluster: str | None) -> None:
@@ -123,7 +123,7 @@ def node_add(name: str, keys: tuple[str, ...], accept_new_host_keys: bool, clust
 
 
 @node.command("remove")
-@click.argument("name", shell_complete=complete.node_names)
+@click.argument("name", shell_complete=node_names)
 @cluster_option
 def node_remove(name: str, cluster: str | None) -> None:
     """Take a host out of the cluster; your inventory file stays as it is.
@@ -138,7 +138,7 @@ def node_remove(name: str, cluster: str | None) -> None:
 
 
 @node.command("release")
-@click.argument("name", shell_complete=complete.node_names)
+@click.argument("name", shell_complete=node_names)
 @cluster_option
 def node_release(name: str, cluster: str | None) -> None:
     """Keep a host in the cluster, but give it no job until it is restored.
@@ -150,7 +150,7 @@ def node_release(name: str, cluster: str | None) -> None:
 
 
 @node.command("restore")
-@click.argument("name", shell_complete=complete.node_names)
+@click.argument("name", shell_complete=node_names)
 @cluster_option
 def node_restore(name: str, cluster: str | None) -> None:
     """Give a released host jobs again.
@@ -171,7 +171,7 @@ def _release(name: str, cluster: str | None, *, restore: bool) -> None:
 
 
 @click.command()
-@click.argument("name", metavar="NODE", shell_complete=complete.node_names)
+@click.argument("name", metavar="NODE", shell_complete=node_names)
 @click.option("--inventory", type=click.Path(path_type=Path), help="Look the node up here, before the first `orch up`.")
 @click.option("--yes", is_flag=True, help="Record without asking: you have compared the fingerprint by other means.")
 @cluster_option

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from orchestrator.cli import complete
+from orchestrator.cli.complete import cluster_names, job_ids
 from orchestrator.errors import HostsError, OrchError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ INTERRUPTED = 130
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 cluster_option: Decorator = click.option(
-    "--cluster", metavar="NAME", help="Another remembered cluster.", shell_complete=complete.cluster_names
+    "--cluster", metavar="NAME", help="Another remembered cluster.", shell_complete=cluster_names
 )
 json_option: Decorator = click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
 accept_option: Decorator = click.option(
@@ -32,7 +32,7 @@ job_option: Decorator = click.option(
     required=True,
     metavar="ID",
     help="A job's id, a unique prefix of it, or `latest`.",
-    shell_complete=complete.job_ids,
+    shell_complete=job_ids,
 )
 out_option: Decorator = click.option(
     "--out", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Folder of collected runs."

@@ -39,7 +39,7 @@ def experiments(context: click.Context, parameter: click.Parameter, begun: str) 
     return _fitting(list(EXPERIMENTS), begun)
 
 
-def settings(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
+def setting_pairs(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
     """`KEY=`, then the values of a key that has a choice."""
     from trainer.config import FIELDS
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from orchestrator.cli import complete
 from orchestrator.cli.common import (
     Duration,
     busy,
@@ -18,6 +17,7 @@ from orchestrator.cli.common import (
     json_option,
     open_controller,
 )
+from orchestrator.cli.complete import experiments, node_names, setting_pairs
 from orchestrator.errors import HostError, OrchError, UsageError
 
 if TYPE_CHECKING:
@@ -32,21 +32,21 @@ SECOND_CTRL_C_S = 3.0
     "--exp",
     metavar="NAME",
     help="A named experiment: mnist_lenet, resnet152_cifar.",
-    shell_complete=complete.experiments,
+    shell_complete=experiments,
 )
 @click.option(
     *("--set", "settings"),
     multiple=True,
     metavar="KEY=VALUE",
     help="One setting of the experiment; repeatable. `python -m trainer --help` lists all.",
-    shell_complete=complete.settings,
+    shell_complete=setting_pairs,
 )
 @click.option("-m", "--module", metavar="MODULE", help="Run a Python module of your folder.")
 @click.option("--folder", type=click.Path(path_type=Path), help="The folder to ship. [default: the script's, or this]")
 @click.option(
     "--batch", type=click.IntRange(min=1), metavar="N", help="Split N samples an update: each rank's is in ORCH_SHARE."
 )
-@click.option("--nodes", metavar="A,B", help="Only these nodes.", shell_complete=complete.node_names)
+@click.option("--nodes", metavar="A,B", help="Only these nodes.", shell_complete=node_names)
 @click.option("--detach", is_flag=True, help="Return once it runs.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and start nothing.")
 @click.option("--share", is_flag=True, help="Use GPUs even if another job of ours holds them.")
@@ -190,7 +190,7 @@ def jobs(rescan: bool, cluster: str | None, as_json: bool) -> None:
 @click.command()
 @job_option
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job has ended.")
-@click.option("--node", "only_node", metavar="N", help="Only this node.", shell_complete=complete.node_names)
+@click.option("--node", "only_node", metavar="N", help="Only this node.", shell_complete=node_names)
 @click.option("--rank", "only_rank", type=int, metavar="R", help="Only this rank.")
 def logs(wanted: str, follow: bool, only_node: str | None, only_rank: int | None) -> None:
     """What the ranks printed, each line with its node and rank.
