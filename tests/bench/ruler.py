@@ -25,7 +25,7 @@ from rack import ROOT, Rack, rack, show_machine, spread
 
 BATCH, STEPS, WARMUP = 128, 23, 3
 LINKS_BPS = {"2.5Gbps": 2.5e9, "1Gbps": 1e9}
-BURNERS = 32
+BURNERS = 14
 
 
 def main() -> int:
