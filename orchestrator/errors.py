@@ -9,8 +9,7 @@
     │   ├── HostKeyError          the host's key is unknown, or not the one we know
     │   ├── AuthError             the host refused our user or key
     │   └── ProbeError            the host answered, but not in a way that lets it take part
-    ├── HostsError            3   several hosts' errors together
-    └── JobFailed             1   the job ended, and not well
+    └── HostsError            3   several hosts' errors together
 
 Each carries a one-line `message` and a `remedy`: what to try next. `str(error)` joins both.
 This file imports nothing else of the project.
@@ -96,7 +95,3 @@ class HostsError(OrchError):
     def __init__(self, errors: Sequence[HostError]) -> None:
         super().__init__("\n".join(str(error) for error in errors))
         self.errors = tuple(errors)
-
-
-class JobFailed(OrchError):
-    pass

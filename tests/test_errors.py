@@ -13,7 +13,7 @@ EXIT_CODES = {
     "AuthError": 3,
     "ProbeError": 3,
     "HostsError": 3,
-    "JobFailed": 1,
+    "StateError": 1,
 }
 
 
