@@ -49,9 +49,9 @@ def with_gpus(job, *uuids):
 
 
 def watching(job):
-    """Waits until an nvidia-smi of the job runs, as seen from its ranks; returns the supervisor's processes."""
+    """Waits until an nvidia-smi of the job runs below its supervisor; returns what of it runs."""
     agents = job.wait_running()
-    while not (found := [p for p in processes.descendants(agents["a"]["pid"]) if "nvidia-smi" in command(p)]):
+    while not (found := [p for p in processes.descendants(agents["a"]["pid"]) if "nvidia-smi" in command(p.pid)]):
         time.sleep(0.01)
     return found
 
@@ -108,12 +108,12 @@ def test_a_cancelled_job_takes_a_hanging_nvidia_smi_along(tmp_path, monkeypatch)
     with gang(tmp_path, WAITS, ranks=(1,), grace_s=30.0) as job:
         with_gpus(job, "GPU-a")
         job.launch()
-        pids = watching(job)
+        found = watching(job)
         began = time.monotonic()
         jobs.cancel(job.plan, job.hosts)
         assert job.wait().state == "cancelled"
         assert time.monotonic() - began < 15
-        assert [pid for pid in pids if processes.start_time(pid) is not None] == []
+        assert [process for process in found if process.is_alive()] == []
     assert left(job) == []
 
 

@@ -166,7 +166,7 @@ def test_whatever_a_host_answers_to_a_request_it_is_an_error_of_ours(answer, tmp
     with pytest.raises(OrchError) as refused:
         job.launch(one, {"a": host}, b"")
     said += [str(error) for error in getattr(refused.value, "errors", [refused.value])]
-    found = [*controller.reap(cluster, end=True).values(), *controller.down(cluster).values()]
+    found = [*controller.clusters.reap(cluster, end=True).values(), *controller.clusters.down(cluster).values()]
     found += [*job.agents(one, {"a": host}).values()]
     record = controller.refresh(store.job("fuzz"))
     said += [str(error) for error in found if isinstance(error, HostError)]
@@ -277,7 +277,8 @@ opened = set()
 def look(event, words):
     if event == "open" and isinstance(words[0], (str, bytes)):
         path = os.path.abspath(os.fsdecode(words[0]))
-        if os.path.dirname(path) == here:
+        # An editable installation asks every folder of sys.path for a name that no file has.
+        if os.path.dirname(path) == here and os.path.exists(path):
             opened.add(os.path.basename(path))
 sys.addaudithook(look)
 from orchestrator.cli import main

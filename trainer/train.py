@@ -106,8 +106,7 @@ def train_epoch(run: Run, epoch: int, first_step: int) -> tuple[float, int, int]
         run.brake.pause("start")
         run.optimizer.zero_grad(set_to_none=True)
         loss_sum = local_loss(run.strategy.model, images, labels)
-        if run.brake.slow:
-            loss_sum.register_hook(lambda _: hold_backward_up(run))
+        loss_sum.register_hook(lambda _: hold_backward_up(run))
         exchange = run.strategy.backward(weighted(loss_sum, batch, run.info.world_size))
         computed, summed = exchange.computed, timer.mark()
 
