@@ -40,13 +40,14 @@ def test_pairs_replace_the_experiments_values_with_their_own_types() -> None:
 
 def test_all_mistakes_are_told_at_once_and_the_nearest_right_name_with_them() -> None:
     mistakes = mistakes_of(
-        "mnist_lente", bacth="3", strategy="dpp", lr="fast", epochs="0", momentum="1", seed="1.5", exp="x", data_dir=" "
+        "mnist_lente", bacth="3", strategy="al_reduce", lr="fast", epochs="0", momentum="1", seed="1.5", exp="x", data_dir=" "
     )
     assert len(mistakes) == 9
     text = "\n".join(mistakes)
     assert "exp: 'mnist_lente' is not one of mnist_lenet, resnet152_cifar; did you mean mnist_lenet?" in text
     assert "bacth: no such setting; did you mean batch?" in text
-    assert "strategy: 'dpp' is not one of ddp, allreduce, none; did you mean ddp?" in text
+    assert "strategy: 'al_reduce' is not one of ddp, allreduce, allreduce_flat, " in text
+    assert "did you mean allreduce?" in text
     assert "lr: 'fast' is not a number" in text
     assert "epochs: 0 is too small; at least 1" in text
     assert "momentum: 1.0 is too large; less than 1" in text

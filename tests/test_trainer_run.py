@@ -27,8 +27,8 @@ from trainer.env import read_rank_info
 from trainer.errors import TrainError
 from trainer.models import build_model
 from trainer.records import EVENT_FIELDS
+from trainer.setup import check_batch_norm, loader_processes
 from trainer.stream import SampleStream
-from trainer.train import check_batch_norm, loader_processes
 
 ROOT = Path(__file__).parents[1]
 SYNTHETIC = ["--exp", "mnist_lenet", "--data", "synthetic", "--device", "cpu"]

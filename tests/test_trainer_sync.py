@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from trainer import ranks
-from trainer import train as training
+from trainer import setup as training
 from trainer.config import Settings, parse_settings
 from trainer.env import RankInfo
 from trainer.errors import TrainError
@@ -28,6 +28,7 @@ from trainer.slow import PLACES
 from trainer.stream import SampleStream
 from trainer.sync import build_strategy, local_loss, weighted
 from trainer.timing import CpuTimer
+from trainer.train import train_epoch
 
 WORLD_SIZE = 3
 SHARES = (6, 3, 1)
@@ -72,7 +73,7 @@ def updates(strategy_name: str, stream: SampleStream, group: Any, rank: int) -> 
             own = stream.indices(epoch, step, rank)
             optimizer.zero_grad()
             loss = local_loss(strategy.model, images[own], labels[own])
-            strategy.backward(weighted(loss, stream.batch_at(step), group.size()))
+            strategy.backward(loss, len(own), stream.batch_at(step))
             optimizer.step()
     return before, weights(model)
 
@@ -102,7 +103,7 @@ def compute_and_exposed_s(strategy_name: str, group: Any) -> tuple[float, float]
     images, labels = samples()
     dist.barrier()
     begin = timer.mark()
-    computed = strategy.backward(local_loss(strategy.model, images[:2], labels[:2])).computed
+    computed = strategy.backward(local_loss(strategy.model, images[:2], labels[:2]), 2, 2 * WORLD_SIZE).computed
     return timer.ms(begin, computed) / 1000, timer.ms(computed, timer.mark()) / 1000
 
 
@@ -128,7 +129,7 @@ def braked_steps(group: Any, rank: int, folder: str, strategy: str, place: str) 
     run.strategy.model.register_forward_hook(lambda *_: events.append("forward"))
     for parameter in run.model.parameters():
         parameter.register_hook(lambda _: events.append("gradient"))
-    training.train_epoch(run, epoch=0, first_step=0)
+    train_epoch(run, epoch=0, first_step=0)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [line for line in lines if line["event"] == "step"][2:], events[: events.index("sync") + 1]
 

@@ -17,8 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.experiments import DATA_SETS, EXPERIMENTS, DataSet
+from trainer.shares import parse_shares
 from trainer.slow import Slow, parse_slow
 
+STRATEGIES = (
+    *("ddp", "allreduce", "allreduce_flat", "reduce_broadcast", "gather_scatter", "allgather", "reduce_scatter"),
+    *("parameter_average", "fsdp", "none", "dp"),
+)
 MODEL_CHANNELS = {"lenet": None, "resnet152": 3}
 """Channels of an image that a model insists on; None: any."""
 
@@ -52,8 +57,9 @@ class Settings:
     exp: str = _setting("The named experiment that gave every value not set here.", choices=EXPERIMENTS)
     model: str = _setting("The network to train.", choices=MODEL_CHANNELS)
     data: str = _setting(
-        "The data set; synthetic makes images up, in the shape of the experiment's own data set.",
-        choices=[*DATA_SETS, "synthetic"],
+        "The data set. synthetic makes images up, folder reads DATA_DIR/train/CLASS/* and DATA_DIR/val/CLASS/*; both "
+        "in the shape of the experiment's own data set.",
+        choices=[*DATA_SETS, "folder", "synthetic"],
     )
     data_dir: str = _setting("The folder on each host that holds the data sets, or receives them.")
     batch: int = _setting("Samples of one update, over all ranks together.", at_least=1)
@@ -70,13 +76,36 @@ class Settings:
         choices=["auto", "nccl", "gloo"],
     )
     strategy: str = _setting(
-        "How gradients are synchronised: in buckets during backward (ddp), one call a parameter after it "
-        "(allreduce), or not at all, for a process alone (none).",
-        choices=["ddp", "allreduce", "none"],
+        "How ranks stay together. Gradients: in buckets during backward (ddp), or after it, one call a parameter "
+        "(allreduce) or all at once (allreduce_flat, reduce_broadcast, gather_scatter, allgather, reduce_scatter); "
+        "weights (parameter_average); both in pieces, none held twice (fsdp); or one process alone, on one device "
+        "(none) or on all of its host's (dp).",
+        choices=STRATEGIES,
     )
     bucket_mib: float = _setting("Size of ddp's gradient buckets in MiB.", above=0)
+    average_every: int = _setting(
+        "Updates from one average of the weights to the next (parameter_average).", at_least=1
+    )
+    shares: str = _setting(
+        "How a batch is split over the ranks: equal, or in proportion to what is said of each node or rank, like "
+        "v100=5,a2000=2 or a16:0=1,a16:1=3; a part of 0 takes a rank out."
+    )
+    sync_bn: bool = _setting("BatchNorm over the whole batch of all ranks, not over each rank's own part.")
+    amp: str = _setting(
+        "Computes forward and backward in 16 bits where that is safe.", choices=["none", "bf16", "fp16"]
+    )
+    augment: str = _setting(
+        "How training images are varied: turned, moved and scaled a little (affine), cut out with a margin of 4 and "
+        "flipped (crop_flip), or not at all.",
+        choices=["none", "affine", "crop_flip"],
+    )
+    loader: str = _setting(
+        "Where batches come from: processes that load sample by sample (workers), or the whole set held on the device "
+        "and varied a batch at a time (resident); auto is resident where the set fits.",
+        choices=["auto", "resident", "workers"],
+    )
     num_workers: int = _setting(
-        "Processes per rank that load samples; 0 loads in the rank itself, -1 takes what the host's cores allow.",
+        "Processes per rank that load samples (workers); 0 loads in the rank, -1 takes what the host's cores allow.",
         at_least=-1,
     )
     slow: str = _setting(
@@ -84,16 +113,24 @@ class Settings:
         "before forward, as backward begins, or with its last gradient in hand; empty for none.",
     )
     warmup_steps: int = _setting("First updates that are left out of every speed.", at_least=0)
+    checkpoint_every: int = _setting("Updates between checkpoints, one more at the end; 0 writes none.", at_least=0)
+    checkpoint_dir: str = _setting("The folder for checkpoints; empty is the job's own, or ./checkpoints without one.")
+    resume: str = _setting("A checkpoint, or a folder of them, to go on from; empty starts anew.")
     eval_every: int = _setting("Epochs between evaluations on the test data; 0 never evaluates.", at_least=0)
 
     def __post_init__(self) -> None:
         mistakes = [text for field in dataclasses.fields(self) for text in _bounds(field, getattr(self, field.name))]
         if not self.data_dir.strip() or not self.data_dir.isprintable():
             mistakes.append(f"data_dir: {self.data_dir!r} is not a folder's name")
-        try:
-            parse_slow(self.slow)
-        except ValueError as error:
-            mistakes.append(f"slow: {error}")
+        for name, parse in (("slow", parse_slow), ("shares", parse_shares)):
+            try:
+                parse(getattr(self, name))
+            except ValueError as error:
+                mistakes.append(f"{name}: {error}")
+        if self.shares != "equal" and self.strategy in ("none", "dp"):
+            mistakes.append(
+                f"shares: strategy {self.strategy} is one process, which takes the whole batch; leave shares equal"
+            )
         if not mistakes and MODEL_CHANNELS[self.model] not in (None, self.data_set.shape[0]):
             mistakes.append(
                 f"model: {self.model} takes images of {MODEL_CHANNELS[self.model]} channels, "
@@ -108,8 +145,8 @@ class Settings:
 
     @property
     def data_set(self) -> DataSet:
-        """The facts of the data set; those of the experiment's own where the data are synthetic."""
-        name = EXPERIMENTS[self.exp]["data"] if self.data == "synthetic" else self.data
+        """The facts of the data set; those of the experiment's own where the data are synthetic or a folder."""
+        name = self.data if self.data in DATA_SETS else EXPERIMENTS[self.exp]["data"]
         return DATA_SETS[name]
 
     @property
@@ -178,6 +215,9 @@ def parse_arguments(arguments: Sequence[str]) -> Settings:
     return settings
 
 
+_EXPECTED = {"bool": "true|false"}
+
+
 def help_text() -> str:
     """What `python -m trainer --help` prints."""
     lines = [
@@ -188,13 +228,13 @@ def help_text() -> str:
     ]
     for name, field in FIELDS.items():
         choices = field.metadata["choices"]
-        lines.append(f"  --{name} {'|'.join(choices) if choices else _kind(field)}")
+        lines.append(f"  --{name} {'|'.join(choices) if choices else _EXPECTED.get(_kind(field), _kind(field))}")
         lines.append(f"      {field.metadata['help']}")
     return "\n".join(lines)
 
 
 def _kind(field: dataclasses.Field[Any]) -> str:
-    """`int`, `float` or `str`: annotations are text here."""
+    """`int`, `float`, `bool` or `str`: annotations are text here."""
     return str(field.type)
 
 
@@ -202,10 +242,17 @@ def _convert(field: dataclasses.Field[Any], text: str) -> Any:
     kind = _kind(field)
     if kind == "str":
         return text
+    if kind == "bool":
+        if text.lower() not in _TRUTH:
+            raise ValueError(f"{text!r} is not true or false")
+        return _TRUTH[text.lower()]
     try:
         return int(text) if kind == "int" else float(text)
     except ValueError:
         raise ValueError(f"{text!r} is not a {'whole ' if kind == 'int' else ''}number") from None
+
+
+_TRUTH = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
 
 
 def _bounds(field: dataclasses.Field[Any], value: Any) -> list[str]:
@@ -214,6 +261,8 @@ def _bounds(field: dataclasses.Field[Any], value: Any) -> list[str]:
     if _kind(field) == "str":
         right = not limits["choices"] or value in limits["choices"]
         return [] if right else [f"{field.name}: {_not_among(value, limits['choices'])}"]
+    if isinstance(value, bool):
+        return []
     if not math.isfinite(value):
         return [f"{field.name}: {value} is not a finite number"]
     if value < limits["at_least"]:

@@ -17,8 +17,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from trainer.config import Settings
 from trainer.env import RankInfo
 from trainer.errors import TrainError
+from trainer.shares import choose_shares, parse_shares
 
 TIMEOUT = timedelta(minutes=10)  # long enough for one host to fetch and unpack a data set while the others wait
 _LINE_BYTES = 1000
@@ -81,13 +83,27 @@ def together(node: str) -> Iterator[None]:
         yield
     except TrainError as error:
         own = f"{node}: {error}"
+    for line in gather_lines(own):
+        if line:
+            raise TrainError(line)
+
+
+def gather_lines(own: str) -> list[str]:
+    """Each rank's line, in the order of ranks; what goes beyond 1,000 bytes is cut off."""
     mine = torch.tensor(list(own.encode()[:_LINE_BYTES].ljust(_LINE_BYTES, b"\0")), dtype=torch.uint8)
     lines = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(lines, mine)
-    for line in lines:
-        text = bytes(line.tolist()).rstrip(b"\0").decode(errors="replace")
-        if text:
-            raise TrainError(text)
+    return [bytes(line.tolist()).rstrip(b"\0").decode(errors="replace") for line in lines]
+
+
+def shares_of_ranks(settings: Settings, info: RankInfo) -> tuple[int, ...]:
+    """Samples of a full batch for each rank. Raises TrainError where the setting does not fit the ranks there are."""
+    names = [line.rpartition(":") for line in gather_lines(f"{info.node}:{info.local_rank}")]
+    ranks = [(node, int(local_rank)) for node, _, local_rank in names]
+    try:
+        return choose_shares(parse_shares(settings.shares), ranks, settings.batch)
+    except ValueError as error:
+        raise TrainError(f"shares: {error}") from error
 
 
 def sum_over_ranks(values: list[float]) -> list[float]:

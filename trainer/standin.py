@@ -110,8 +110,8 @@ class StandIn(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         self.stopwatch.begin(len(images))
         output = images.new_zeros((len(images), self.classes))
-        for first, (release, weights) in enumerate(self.layers):
-            output = _Layer.apply(output, self.stopwatch, release, first == 0, *weights)
+        for number, (release, weights) in enumerate(self.layers):
+            output = _Layer.apply(output, self.stopwatch, release, number == 0, *weights)
         self.stopwatch.until(FORWARD)
         return output
 

@@ -2,7 +2,9 @@
 
     strategy = build_strategy(settings, model, group, timer, brake)
     loss_sum = local_loss(strategy.model, images, labels)
-    exchange = strategy.backward(weighted(loss_sum, batch, world_size))     # .grad now holds the whole batch's gradient
+    exchange = strategy.backward(loss_sum, samples, batch)      # .grad now holds the whole batch's gradient
+    optimizer.step()
+    strategy.after_update()
 
 With l_j the mean loss over rank j's m_j samples of n, the gradient wanted is sum_j (m_j/n) grad l_j. Every strategy
 leaves the plain mean over the W ranks, so each rank's loss is first multiplied by m_j*W/n: this makes it W/n times the
@@ -49,8 +51,17 @@ class Strategy(Protocol):
     model: nn.Module
     """What the forward pass calls."""
 
-    def backward(self, loss: Tensor) -> Exchange:
-        """Leaves the mean over ranks of d loss / d w in .grad."""
+    def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
+        """Leaves in .grad what the optimiser shall use: the gradient of the mean loss over the whole batch.
+
+        loss_sum: of this rank's `samples`, which are part of `batch` over all ranks.
+        """
+
+    def after_update(self) -> None:
+        """Called when the optimiser has moved the weights: what a strategy sends then counts as synchronisation."""
+
+    def whole(self) -> nn.Module:
+        """The network with the weights that all ranks share, for evaluations and checkpoints. Called by all ranks."""
 
 
 class Alone:
@@ -61,10 +72,16 @@ class Alone:
         self.timer = timer
         self.brake = brake
 
-    def backward(self, loss: Tensor) -> Exchange:
-        loss.backward()
+    def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
+        weighted(loss_sum, batch, 1).backward()
         self.brake.pause("sync")
         return Exchange(self.timer.mark())
+
+    def after_update(self) -> None:
+        pass
+
+    def whole(self) -> nn.Module:
+        return self.model
 
 
 class AllReduce:
@@ -78,14 +95,20 @@ class AllReduce:
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.detach(), src=0, group=group)
 
-    def backward(self, loss: Tensor) -> Exchange:
-        loss.backward()
+    def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
+        weighted(loss_sum, batch, self.group.size()).backward()
         self.brake.pause("sync")
         computed = self.timer.mark()
         for parameter in trainable(self.model):
             dist.all_reduce(parameter.grad, group=self.group)
             parameter.grad /= self.group.size()
         return Exchange(computed)
+
+    def after_update(self) -> None:
+        pass
+
+    def whole(self) -> nn.Module:
+        return self.model
 
 
 class Ddp:
@@ -127,10 +150,16 @@ class Ddp:
 
         return sent.then(summed)
 
-    def backward(self, loss: Tensor) -> Exchange:
+    def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
         self.collectives.clear()
-        loss.backward()
+        weighted(loss_sum, batch, self.group.size()).backward()
         return Exchange(self.computed, tuple(self.collectives))
+
+    def after_update(self) -> None:
+        pass
+
+    def whole(self) -> nn.Module:
+        return self.model.module
 
 
 def build_strategy(

@@ -1,7 +1,7 @@
 """One rank's training run: `train(settings, rank_info, metrics)`.
 
-Set up; then for each update load, forward, backward with synchronisation, optimiser, record; at the end of an epoch its
-loss, and an evaluation. Rank 0 speaks to people, one line a second; every rank writes its own records.
+For each update load, forward, backward with synchronisation, optimiser, record; at the end of an epoch its loss, and an
+evaluation. Rank 0 speaks to people, one line a second; every rank writes its own records.
 
 Where a rank stands in for a GPU that is not there (`standin`), all ranks keep time and nobody learns: no loss, no
 evaluation.
@@ -10,56 +10,17 @@ evaluation.
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
-
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from trainer import ranks
-from trainer.anatomy import dissect
 from trainer.config import Settings
-from trainer.console import Console
-from trainer.data import open_data, prepare, train_loader
 from trainer.env import RankInfo
-from trainer.errors import TrainError
 from trainer.evaluate import average_running_statistics, evaluate
-from trainer.models import build_model, gradient_bytes, has_batch_norm, trainable
-from trainer.pace import Pace
-from trainer.records import SCHEMA, MetricsWriter
-from trainer.shares import equal_shares
-from trainer.standin import BlankBatches, StandIn, StandInOptimizer, Stopwatch, keep_freed_memory, memory_needed
-from trainer.stream import RankBatches, SampleStream
-from trainer.sync import Strategy, build_strategy, local_loss, weighted
-from trainer.timing import Brake, Timer, covered_ms, timer_for
-
-
-@dataclass(frozen=True)
-class Run:
-    """What stays the same from the first update to the last. learns: False where a rank is paced."""
-
-    settings: Settings
-    info: RankInfo
-    metrics: MetricsWriter
-    console: Console
-    device: torch.device
-    timer: Timer
-    brake: Brake
-    group: dist.ProcessGroup
-    model: nn.Module
-    strategy: Strategy
-    optimizer: torch.optim.Optimizer | StandInOptimizer
-    stream: SampleStream
-    order: RankBatches
-    batches: Iterable[tuple[Tensor, Tensor]]
-    test_samples: Dataset | None
-    last_step: int
-    learns: bool
+from trainer.records import MetricsWriter
+from trainer.setup import Run, set_up
+from trainer.standin import StandIn
+from trainer.sync import local_loss
+from trainer.timing import covered_ms
 
 
 def train(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
@@ -82,7 +43,7 @@ def train(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
             started_s = time.monotonic()
             average_running_statistics(run.model, run.group, samples_since_average)
             samples_since_average = 0
-            result = evaluate(run.model, run.test_samples, settings, info, run.device)
+            result = evaluate(run.strategy.whole(), run.test_samples, settings, info, run.device)
             eval_s = round(time.monotonic() - started_s, 6)
             metrics.write("eval", epoch=epoch, step=step - 1, **dataclasses.asdict(result), eval_s=eval_s)
             run.console.evaluation(epoch, loss, result)
@@ -107,17 +68,23 @@ def train_epoch(run: Run, epoch: int, first_step: int) -> tuple[float, int, int]
         run.optimizer.zero_grad(set_to_none=True)
         loss_sum = local_loss(run.strategy.model, images, labels)
         loss_sum.register_hook(lambda _: hold_backward_up(run))
-        exchange = run.strategy.backward(weighted(loss_sum, batch, run.info.world_size))
+        exchange = run.strategy.backward(loss_sum, len(labels), batch)
         computed, summed = exchange.computed, timer.mark()
 
         run.optimizer.step()
+        updated = timer.mark()
+        run.strategy.after_update()
         end = timer.mark()
         timer.wait()
 
         marks = {"t_ms": (begin, end), "load_ms": (begin, loaded), "compute_ms": (loaded, computed)}
-        marks |= {"exposed_ms": (computed, summed), "optim_ms": (summed, end)}
-        times = {name: round(timer.ms(*pair), 3) for name, pair in marks.items()}
-        times["comm_ms"] = round(covered_ms(timer, begin, exchange.collectives or [(computed, summed)]), 3)
+        marks |= {"exposed_ms": (computed, summed), "optim_ms": (summed, updated)}
+        times = {name: timer.ms(*pair) for name, pair in marks.items()}
+        averaging_ms = timer.ms(updated, end)
+        times["exposed_ms"] += averaging_ms
+        sending = exchange.collectives or [(computed, summed)]
+        times["comm_ms"] = covered_ms(timer, begin, sending) + averaging_ms
+        times = {name: round(ms, 3) for name, ms in times.items()}
         begin = end  # what follows counts as loading of the next step, so that the steps add up to the epoch
         step, loss, samples = first_step + taken, loss_sum.item() if run.learns else None, len(labels)
         run.metrics.write("step", step=step, epoch=epoch, samples=samples, **times, loss=loss, wall=time.time())
@@ -134,152 +101,3 @@ def hold_backward_up(run: Run) -> None:
     held_up_s = run.brake.pause("backward")
     if isinstance(run.model, StandIn):
         run.model.stopwatch.postpone(held_up_s)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Setting up
-
-
-def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
-    """Meets the other ranks, writes the `start` record, opens the data."""
-    use_threads(info)
-    device = torch.device("cpu") if info.pace else ranks.choose_device(settings.device, settings.backend, info)
-    if device.type == "cuda":
-        metrics.peak_memory_bytes = lambda: torch.cuda.max_memory_allocated(device)
-    settings = dataclasses.replace(settings, num_workers=loader_processes(settings.num_workers, info, device))
-    timer = timer_for(device)
-    shares = equal_shares(settings.batch, info.world_size)
-    stream = SampleStream(settings.train_samples, settings.batch, shares, settings.seed)
-    order = RankBatches(stream, info.rank)
-    whole = settings.epochs * stream.steps
-    last_step = min(whole, settings.steps or whole)
-    torch.manual_seed(settings.seed)
-    check_bottleneck(settings, info)
-
-    group = ranks.join(info, settings.backend, device)
-    with ranks.together(info.node):  # paced ranks are refused for reasons of their own: the others must not wait
-        if info.pace:
-            model = stand_in(settings, info, metrics, info.pace, shares[info.rank])
-        else:
-            model = build_model(settings.model, settings.data_set.shape, settings.data_set.classes).to(device)
-            check_batch_norm(model, stream)
-    learns = ranks.sum_over_ranks([float(info.pace is not None)])[0] == 0
-    start = start_fields(settings, info, device, group, model)
-    metrics.write("start", **start, batch_per_rank=shares[info.rank], steps=last_step)
-    brake = Brake(settings.bottleneck, info.rank, timer)
-    strategy = build_strategy(settings, model, group, timer, brake)
-    batches, test_samples = open_batches(settings, info, order, device)
-    return Run(
-        settings=settings,
-        info=info,
-        metrics=metrics,
-        console=Console(info, settings, last_step),
-        device=device,
-        timer=timer,
-        brake=brake,
-        group=group,
-        model=model,
-        strategy=strategy,
-        optimizer=build_optimizer(settings, model),
-        stream=stream,
-        order=order,
-        batches=batches,
-        test_samples=test_samples,
-        last_step=last_step,
-        learns=learns,
-    )
-
-
-def stand_in(settings: Settings, info: RankInfo, metrics: MetricsWriter, pace: Pace, share: int) -> StandIn:
-    """Raises TrainError where the share would not fit into the memory of the GPU that is stood in for."""
-    anatomy = dissect(settings.model, settings.data_set.shape, settings.data_set.classes)
-    needed = memory_needed(anatomy, pace, share)
-    stopwatch = Stopwatch(pace, seed=(settings.seed, info.rank))
-    keep_freed_memory()
-    metrics.peak_memory_bytes = lambda: needed
-    metrics.lateness = lambda: stopwatch.median_lateness(settings.warmup_steps)
-    return StandIn(anatomy, stopwatch, settings.data_set.classes)
-
-
-def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer | StandInOptimizer:
-    if isinstance(model, StandIn):
-        return StandInOptimizer(model)
-    return torch.optim.SGD(
-        model.parameters(), lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
-    )
-
-
-def open_batches(
-    settings: Settings, info: RankInfo, order: RankBatches, device: torch.device
-) -> tuple[Iterable[tuple[Tensor, Tensor]], Dataset | None]:
-    """This rank's batches, and the test samples. All ranks of all hosts take part: one that fails, fails them all."""
-    with ranks.together(info.node):  # one rank of each host fetches and unpacks
-        if info.local_rank == 0 and not info.pace:
-            prepare(settings)
-    with ranks.together(info.node):
-        train_samples, test_samples = (None, None) if info.pace else open_data(settings)
-    if train_samples is None:
-        return BlankBatches(order.stream, info.rank, settings.data_set.shape), None
-    return train_loader(train_samples, order, settings, device), test_samples
-
-
-def use_threads(info: RankInfo) -> None:
-    """torch heeds OMP_NUM_THREADS by itself; without it, the ranks of a host share its cores evenly."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // info.local_world_size))
-
-
-def loader_processes(wanted: int, info: RankInfo, device: torch.device) -> int:
-    """On the CPU none by itself: they would only take the cores that ranks compute on. More than 4 rarely help."""
-    if wanted >= 0:
-        return wanted
-    return 0 if device.type == "cpu" else min(4, len(os.sched_getaffinity(0)) // info.local_world_size)
-
-
-def check_bottleneck(settings: Settings, info: RankInfo) -> None:
-    if settings.bottleneck and settings.bottleneck.rank >= info.world_size:
-        raise TrainError(f"slow: {settings.slow} names a rank that is not there; the last one is {info.world_size - 1}")
-
-
-def check_batch_norm(model: nn.Module, stream: SampleStream) -> None:
-    """A single sample has no variance: torch's BatchNorm refuses it where the picture has shrunk to one point."""
-    for step in {0, stream.steps - 1}:
-        if has_batch_norm(model) and 1 in stream.shares_at(step):
-            raise TrainError(
-                f"batch: of {stream.batch_at(step)} samples one rank gets a single one, and BatchNorm needs two; "
-                f"choose another batch than {stream.batch}"
-            )
-
-
-def start_fields(
-    settings: Settings, info: RankInfo, device: torch.device, group: dist.ProcessGroup, model: nn.Module
-) -> dict[str, Any]:
-    on_gpu = device.type == "cuda"
-    nccl = torch.cuda.nccl.version() if on_gpu else None
-    return {
-        "schema": SCHEMA,
-        "host": info.host,
-        "node": info.node,
-        "rank": info.rank,
-        "local_rank": info.local_rank,
-        "world_size": info.world_size,
-        "device": str(device),
-        "device_name": torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
-        "torch": torch.__version__,
-        "nccl": ".".join(map(str, nccl)) if nccl else None,
-        "backend": dist.get_backend(group),
-        "model": settings.model,
-        "parameters": sum(parameter.numel() for parameter in trainable(model)),
-        "gradient_bytes": gradient_bytes(model),
-        "paced": info.pace is not None,
-        "settings": dataclasses.asdict(settings),
-    }
-
-
-def cpu_name() -> str:
-    """As the kernel calls it, e.g. `Intel(R) Xeon(R) Gold 6130`; `cpu` where it does not say."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "cpu")
-    except OSError:
-        return "cpu"

@@ -26,8 +26,9 @@ from trainer.data import open_data, train_loader
 from trainer.env import read_rank_info
 from trainer.models import build_model
 from trainer.records import EVENT_FIELDS, MetricsWriter
+from trainer.setup import set_up
 from trainer.stream import RankBatches, SampleStream
-from trainer.train import set_up, train_epoch
+from trainer.train import train_epoch
 
 WARMUP_BLOCKS = 2
 CASES = {
