@@ -49,9 +49,7 @@ def analyse(run: RunFolder, solo: Mapping[str, float] | None = None) -> Summary:
     except OrchError as error:
         missing.append(f"The job's record is not here ({error.message}), so how it ended is not known.")
     files = [
-        MetricsFile(node.name, node.first_rank + local, run.metrics(node.name, node.first_rank + local))
-        for node in plan.nodes
-        for local in range(node.ranks)
+        MetricsFile(node.name, rank, run.metrics(node.name, rank)) for node in plan.nodes for rank in node.rank_numbers
     ]
     with read_events(files) as events:
         figures = measure(events, plan)
@@ -137,7 +135,7 @@ def _summarise(
 
 
 def _node_summary(node: NodePlan, figures: Figures, events: Events, wall_s: float, solo: float | None) -> NodeSummary:
-    numbers = range(node.first_rank, node.first_rank + node.ranks)
+    numbers = node.rank_numbers
     mine = figures.of(node)
     starts, ends = events.latest("start"), events.latest("end")
     start = next((starts[rank] for rank in numbers if rank in starts), {})
@@ -184,7 +182,7 @@ def _rank_ends(agent: Path, node: NodePlan) -> Iterable[RankEnd]:
     with contextlib.suppress(OSError, ValueError, RecursionError), open(agent, "rb") as file:
         told = json.loads(file.read(RECORD_LIMIT))
     ranks = told.get("ranks") if isinstance(told, dict) else None
-    for rank in range(node.first_rank, node.first_rank + node.ranks):
+    for rank in node.rank_numbers:
         end = ranks.get(str(rank)) if isinstance(ranks, dict) else None
         known = {key: end.get(key) for key in ("exit_code", "signal")} if isinstance(end, dict) else {}
         try:
@@ -232,7 +230,7 @@ def _missing(plan: LaunchPlan, events: Events, figures: Figures) -> Iterable[str
         yield "No rank wrote metrics to the file that ORCH_METRICS names, so there is no speed to tell."
         return
     for node in plan.nodes:
-        for rank in range(node.first_rank, node.first_rank + node.ranks):
+        for rank in node.rank_numbers:
             if rank in events.absent:
                 yield f"{node.name}: no metrics of rank {rank} ({events.absent[rank]})."
             elif rank not in figures.reported:
@@ -245,7 +243,7 @@ def _missing(plan: LaunchPlan, events: Events, figures: Figures) -> Iterable[str
 
 
 def _warnings(plan: LaunchPlan, events: Events, figures: Figures, nodes: tuple[NodeSummary, ...]) -> Iterable[str]:
-    node_of = {node.first_rank + i: node.name for node in plan.nodes for i in range(node.ranks)}
+    node_of = {rank: node.name for node in plan.nodes for rank in node.rank_numbers}
     for rank, rejects in sorted(events.rejects.items()):
         where = f"{node_of[rank]}: metrics of rank {rank}"
         if rejects.malformed:
@@ -273,7 +271,7 @@ def _warnings(plan: LaunchPlan, events: Events, figures: Figures, nodes: tuple[N
 def _why_not_valid(node: NodePlan, events: Events) -> str:
     """In words, by how much its ranks missed their pace."""
     ends = events.latest("end")
-    told = [ends.get(rank, {}) for rank in range(node.first_rank, node.first_rank + node.ranks)]
+    told = [ends.get(rank, {}) for rank in node.rank_numbers]
     if not any(end.get("valid") is False for end in told):
         return "not every rank has confirmed, in a last record, that it kept its pace"
     late = max((value for end in told if (value := number(end, "lateness")) is not None), default=None)

@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from orchestrator import checks
+from orchestrator import checks, job
 from orchestrator.call import Host, ask, understood, words_of
 from orchestrator.connections import Connections
 from orchestrator.election import Election, elect
@@ -24,10 +24,9 @@ from orchestrator.probe import probe_all
 from orchestrator.records import MASK
 from orchestrator.store import Cluster, Problem, Store
 from orchestrator.text import one_line
-from orchestrator.transport.fanout import errors_by_node, for_each
+from orchestrator.transport.fanout import errors, errors_by_node, for_each, values
 
 PROBE_S = 90.0
-ASK_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -108,12 +107,9 @@ class Clusters:
     def _look(self, cluster: Cluster, nodes: Sequence[Node]) -> Up:
         """Connects to these nodes, probes them, elects among all, remembers."""
         hosts = self.connections.open(nodes)
-        reachable = {name: host for name, host in hosts.items() if isinstance(host, Host)}
         peers = {node.name: _peers(node, cluster.nodes) for node in nodes}
-        probed = probe_all(reachable, peers, torch=True, deadline_s=PROBE_S)
-        answers: dict[str, Any] = {**hosts, **probed}
-        facts = {name: fact for name, fact in answers.items() if isinstance(fact, NodeFacts)}
-        problems = {name: error for name, error in answers.items() if isinstance(error, HostError)}
+        probed = probe_all(values(hosts), peers, torch=True, deadline_s=PROBE_S)
+        facts, problems = values(probed), errors_by_node({**hosts, **probed})
         for node in nodes:
             if node.name in facts and (blocked := checks.unusable(node, facts[node.name])):
                 problems[node.name] = blocked
@@ -155,12 +151,11 @@ class Clusters:
         for node in nodes:
             if node.name in cluster.released:
                 raise UsageError(f"{node.name} is released", f"`orch node restore {node.name}` first")
-        blocked = [_usable_facts(cluster, node) for node in nodes]
-        errors = [error for error in blocked if isinstance(error, HostError)]
-        if errors:
-            raise HostsError(errors)
+        facts = {node.name: _usable_facts(cluster, node) for node in nodes}
+        if errors(facts):
+            raise HostsError(errors(facts))
         nodes = _with_env(cluster, nodes)
-        return Ready(nodes, {node.name: cluster.facts[node.name] for node in nodes}, self._elect(cluster, nodes))
+        return Ready(nodes, values(facts), self._elect(cluster, nodes))
 
     # ---- cleaning up ------------------------------------------------------------------------------------------
 
@@ -170,19 +165,22 @@ class Clusters:
 
     def down(self, cluster: Cluster) -> dict[str, dict[str, Any] | HostError]:
         """Per node: {"removed": [folders]}."""
-        return self._on_each(cluster, {"action": "down"}, lambda answer: {"removed": words_of(answer["removed"])})
+        answers = self._on_each(cluster, {"action": "down"}, lambda told: {"removed": words_of(told["removed"])})
+        if not errors(answers):
+            for cleared in self.store.uncollected(cluster.name):
+                self.store.nothing_to_collect(cleared)
+        return answers
 
     def _on_each(
         self, cluster: Cluster, request: Mapping[str, Any], read: Callable[[dict[str, Any]], dict[str, Any]]
     ) -> dict[str, dict[str, Any] | HostError]:
         found = self.connections.open(cluster.nodes)
-        hosts = {name: host for name, host in found.items() if isinstance(host, Host)}
 
         def one(host: Host) -> dict[str, Any]:
-            answer = ask(host, "control", {**request, "workdir": host.workdir}, timeout_s=ASK_S)
+            answer = ask(host, "control", {**request, "workdir": host.workdir}, timeout_s=job.ASK_S)
             return understood(host.node, lambda: read(answer))
 
-        answers = for_each(hosts, one, deadline_s=ASK_S + 5)
+        answers = for_each(values(found), one, deadline_s=job.ASK_S + 5)
         return {**answers, **errors_by_node(found)}
 
 

@@ -27,7 +27,7 @@ from typing import Any
 from orchestrator import job
 from orchestrator.call import Host
 from orchestrator.errors import HostError, OrchError, ProbeError
-from orchestrator.files import write_json
+from orchestrator.files import sync, write_json
 from orchestrator.frames import HEAD_BYTES, Agent, End, Held, Piece, names_of
 from orchestrator.paths import RunFolder
 from orchestrator.records import LaunchPlan, NodePlan
@@ -142,7 +142,7 @@ class _Pull:
     def held(self) -> dict[str, Held]:
         """What is here already, by the host's name for the file."""
         found = {}
-        for name in names_of(job.ranks_of(self._node)):
+        for name in names_of(self._node.rank_numbers):
             with contextlib.suppress(FileNotFoundError), open(self._folder / name, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 found[name] = Held(size, self._inodes.get(name), file.read(HEAD_BYTES))
@@ -177,7 +177,7 @@ class _Pull:
         """Makes what has come outlast a power cut."""
         grown = [path for path in self._grown if path.exists()]
         for path in [*grown, *{path.parent for path in grown}]:
-            _sync(path)
+            sync(path)
         self._grown.clear()
 
     def _set_aside(self, path: Path, kind: str) -> Path:
@@ -185,9 +185,9 @@ class _Pull:
         for number in range(1, MAX_GENERATIONS + 1):
             aside = path.with_name(f"{path.name}.{kind}{number}")
             if not aside.exists():
-                _sync(path)
+                sync(path)
                 path.rename(aside)
-                _sync(path.parent)
+                sync(path.parent)
                 return aside
         raise ProbeError(self._node.name, f"began {path.name} anew more than {MAX_GENERATIONS} times")
 
@@ -198,15 +198,6 @@ def _read_inodes(note: Path) -> dict[str, int | None]:
         told = json.loads(note.read_text())
         return {str(name): inode for name, inode in told.items() if isinstance(inode, int)}
     return {}
-
-
-def _sync(path: Path) -> None:
-    """Makes a file or a folder outlast a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _fingerprint(path: Path) -> tuple[int, str]:

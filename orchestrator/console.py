@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.controller import Notice
+from orchestrator.errors import OrchError
 from orchestrator.lines import Line
 from orchestrator.live import Progress, Row
 from orchestrator.records import FirstFailure, JobRecord, LaunchPlan
@@ -75,6 +76,11 @@ def fail(message: str, remedy: str = "") -> None:
         err.print(Text.assemble(("error:", "red"), " ", plain(line)))
     if remedy:
         err.print(Text.assemble("  ", ("try:", "bold"), " ", plain(remedy)))
+
+
+def fail_each(errors: Iterable[OrchError]) -> None:
+    for error in errors:
+        fail(error.message, error.remedy)
 
 
 def print_json(value: Any) -> None:

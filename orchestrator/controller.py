@@ -33,10 +33,8 @@ from orchestrator.request import RunRequest
 from orchestrator.store import Cluster, Store
 from orchestrator.summary import Summary
 from orchestrator.text import one_line
-from orchestrator.transport.fanout import errors_by_node, for_each
+from orchestrator.transport.fanout import errors, errors_by_node, for_each, values
 
-PROBE_S = 90.0
-ASK_S = 30.0
 LATE_S = 10.0
 """After the job's last word, so long do we wait for hosts that have not ended their stream."""
 CANCEL_S = 60.0
@@ -106,6 +104,7 @@ class Controller:
 
             def undone() -> None:
                 self.store.save_job(record.model_copy(update={"state": "cancelled", "ended": now_utc()}))
+                self.store.nothing_to_collect(record.id)
                 launch.over()
 
             job.launch(plan, hosts, blob, undone)
@@ -122,10 +121,9 @@ class Controller:
 
     def _reach(self, cluster: Cluster, plan: LaunchPlan) -> dict[str, Host]:
         found = self.connections.open([cluster.node(node.name) for node in plan.nodes])
-        errors = [error for error in found.values() if isinstance(error, HostError)]
-        if errors:
-            raise HostsError(errors)
-        return {name: host for name, host in found.items() if isinstance(host, Host)}
+        if errors(found):
+            raise HostsError(errors(found))
+        return values(found)
 
     def follow(
         self, plan: LaunchPlan, hosts: Mapping[str, Host], *, until_end: bool = True
@@ -188,10 +186,7 @@ class Controller:
         gone = [node.name for node in plan.nodes if node.name not in known]
         again = f"`orch up {cluster.file}` after adding it again"
         removed = {name: HostError(name, f"is no longer in cluster {cluster.name}", again) for name in gone}
-        return {name: host for name, host in found.items() if isinstance(host, Host)}, {
-            **errors_by_node(found),
-            **removed,
-        }
+        return values(found), {**errors_by_node(found), **removed}
 
     def jobs(self, cluster: str | None = None) -> Jobs:
         """All remembered jobs, newest first, as their hosts have them now; one that cannot be asked after keeps its
@@ -272,9 +267,8 @@ class Controller:
         sound = [job_id for job_id in self.store.job_ids() if job_id not in self.store.damaged()]
         newer = [job_id for job_id, error in self.store.damaged().items() if not isinstance(error, StateError)]
         found = self.connections.open(cluster.nodes)
-        hosts = {name: host for name, host in found.items() if isinstance(host, Host)}
-        asked = for_each(hosts, lambda host: job.recall(host, [*sound, *newer]), deadline_s=ASK_S + 5)
-        answers = {name: told for name, told in asked.items() if not isinstance(told, HostError)}
+        asked = for_each(values(found), lambda host: job.recall(host, [*sound, *newer]), deadline_s=job.ASK_S + 5)
+        answers = values(asked)
         problems |= {**errors_by_node(found), **errors_by_node(asked)}
         plans, left_out = rescan.recall(answers, cluster)
         for number, words in enumerate(left_out):
@@ -304,11 +298,14 @@ class Controller:
         try:
             with collect.claimed(run):
                 write_record(run.plan, plan)
-                hosts, errors = self.hosts_of(plan)
+                hosts, unreachable = self.hosts_of(plan)
                 collected = collect.collect(plan, hosts, run, progress)
-                write_record(run.job, self._remember(plan, collected.agents))
+                record, failed = self._remember(plan, collected.agents), {**unreachable, **collected.errors}
+                write_record(run.job, record)
                 summary = self.report(run)
-            return Report(summary, run, collected.new_bytes, {**errors, **collected.errors}, collected.notices)
+            if record.state in FINAL_STATES and not failed:
+                self.store.nothing_to_collect(plan.job)
+            return Report(summary, run, collected.new_bytes, failed, collected.notices)
         except collect.HeldError as error:
             if not run.summary.is_file():
                 raise

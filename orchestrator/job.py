@@ -112,18 +112,13 @@ def node_request(plan: LaunchPlan, node: NodePlan, token: str) -> dict[str, Any]
         "command": node.command,
         "env": node.env,
         "shares": node.shares,
-        "rank_numbers": list(ranks_of(node)),
+        "rank_numbers": list(node.rank_numbers),
         "gpu_uuids": node.gpu_uuids,
         "share_gpus": plan.share_gpus,
         "grace_s": plan.grace_s,
         "time_limit_s": plan.time_limit_s,
         "prepare": node.prepare,
     }
-
-
-def ranks_of(node: NodePlan) -> range:
-    """The global ranks that live on this node."""
-    return range(node.first_rank, node.first_rank + node.ranks)
 
 
 def cancel(
@@ -188,20 +183,13 @@ def watch(
 
     def listen(name: str) -> None:
         try:
-            _listen(hosts[name], request(name), dict(offsets.get(name, {})), reconnect, put, leaving)
+            node = plan.node(name)
+            ranks = list(node.rank_numbers)
+            request = {"workdir": node.workdir, "job": plan.job, "ranks": ranks, "follow": follow, "files": files}
+            _listen(hosts[name], request, dict(offsets.get(name, {})), reconnect, put, leaving)
         except BaseException as error:  # a bug of ours: the main thread has to raise it
             put((name, error))
         put((name, None))
-
-    def request(name: str) -> dict[str, Any]:
-        node = plan.node(name)
-        return {
-            "workdir": node.workdir,
-            "job": plan.job,
-            "ranks": list(ranks_of(node)),
-            "follow": follow,
-            "files": files,
-        }
 
     def put(item: tuple[str, Frame | HostError | BaseException | None]) -> None:
         while not leaving.is_set():

@@ -58,13 +58,13 @@ class LiveView:
 
     def __init__(self, plan: LaunchPlan) -> None:
         self._nodes = {node.name: node for node in plan.nodes}
-        self._ranks = {rank: _Rank() for node in plan.nodes for rank in _ranks_of(node)}
+        self._ranks = {rank: _Rank() for node in plan.nodes for rank in node.rank_numbers}
 
     def take(self, node: str, piece: Piece) -> bool:
         """Whether it brought a step. Pieces of other files are no news."""
         if piece.rank is None or not piece.file.endswith("/metrics.jsonl"):
             return False
-        if node not in self._nodes or piece.rank not in _ranks_of(self._nodes[node]):
+        if node not in self._nodes or piece.rank not in self._nodes[node].rank_numbers:
             return False
         if piece.offset == 0:  # the first piece, or the file was written anew
             self._ranks[piece.rank] = _Rank()
@@ -76,7 +76,7 @@ class LiveView:
         return Progress(tuple(row for row in rows if row))
 
     def _row(self, node: NodePlan, waits: Mapping[int, float]) -> Row | None:
-        numbers = _ranks_of(node)
+        numbers = node.rank_numbers
         ranks = [self._ranks[number] for number in numbers if self._ranks[number].steps]
         if not ranks:
             return None
@@ -163,10 +163,6 @@ class _Rank:
             del self.steps[next(iter(self.steps))]
         self.last = step
         return True
-
-
-def _ranks_of(node: NodePlan) -> range:
-    return range(node.first_rank, node.first_rank + node.ranks)
 
 
 def _common_steps(ranks: Sequence[_Rank]) -> list[int]:

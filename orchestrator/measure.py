@@ -59,8 +59,7 @@ class Figures:
     loss: float | None
 
     def of(self, node: NodePlan) -> list[RankFigures]:
-        numbers = range(node.first_rank, node.first_rank + node.ranks)
-        return [self.ranks[rank] for rank in numbers if rank in self.ranks]
+        return [self.ranks[rank] for rank in node.rank_numbers if rank in self.ranks]
 
 
 def measure(events: Events, plan: LaunchPlan) -> Figures:
@@ -147,7 +146,7 @@ def write_steps(events: Events, plan: LaunchPlan, path: Path) -> None:
     """One row per rank and step, whole or not at all."""
     connection = events.connection
     connection.execute("CREATE TABLE places (rank INTEGER, gpu VARCHAR, local_rank INTEGER)")
-    places = [[node.first_rank + i, gpu_label(node), i] for node in plan.nodes for i in range(node.ranks)]
+    places = [[rank, gpu_label(node), i] for node in plan.nodes for i, rank in enumerate(node.rank_numbers)]
     connection.executemany("INSERT INTO places VALUES (?, ?, ?)", places)
     handle, temporary = tempfile.mkstemp(prefix=".steps.", suffix=".parquet", dir=path.parent)
     os.close(handle)

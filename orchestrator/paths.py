@@ -48,6 +48,10 @@ class Home:
     def job(self, job: str) -> Path:
         return self.jobs / job
 
+    def uncollected(self, job: str) -> Path:
+        """There as long as the hosts may hold files of this job that nobody has collected since its end."""
+        return self.job(job) / "uncollected"
+
     def launching(self, job: str) -> Path:
         """There from the intent to start a job until every host has been told to go, and locked all the while."""
         return self.job(job) / "launching"

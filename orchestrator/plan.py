@@ -42,34 +42,6 @@ def build_plan(
     ranks = {node.name: _ranks(node, facts[node.name], devices[node.name]) for node in ordered}
     world_size = sum(ranks.values())
     shares = _shares(request, world_size)
-    backend = "nccl" if set(devices.values()) == {"cuda"} else "gloo"
-    planned, first_rank = [], 0
-    for node_rank, node in enumerate(ordered):
-        count = ranks[node.name]
-        planned.append(
-            NodePlan(
-                name=node.name,
-                node_rank=node_rank,
-                first_rank=first_rank,
-                ranks=count,
-                address=addresses[node.name],
-                interface=_interface(node, facts[node.name], ordered, addresses),
-                device=devices[node.name],
-                gpu=_gpu_label(node, facts[node.name]),
-                gpu_uuids=_gpu_uuids(facts[node.name], count) if devices[node.name] == "cuda" else (),
-                bandwidth_bps=node.bandwidth_bps,
-                paced=node.paced.model_dump(mode="json") if node.paced else None,
-                python=node.python,
-                activate=node.activate,
-                workdir=node.workdir,
-                env=_environment(node, facts, ordered, addresses, devices, ranks),
-                shares=shares[first_rank : first_rank + count],
-                torchrun=torchrun_arguments(len(ordered), node_rank, count, addresses[master.name]),
-                command=_command(request, devices[node.name], backend),
-                prepare=node.prepare,
-            )
-        )
-        first_rank += count
     return LaunchPlan(
         schema=1,
         job=job,
@@ -83,12 +55,53 @@ def build_plan(
         world_size=world_size,
         created=created,
         code=code,
-        nodes=tuple(planned),
+        nodes=_node_plans(ordered, facts, request, addresses, devices, ranks, shares),
         share_gpus=request.share_gpus,
         grace_s=request.grace_s,
         time_limit_s=request.time_limit_s,
         notes=(*_public(addresses), *_notes(ordered, devices, shares)),
     )
+
+
+def _node_plans(
+    nodes: Sequence[Node],
+    facts: Mapping[str, NodeFacts],
+    request: RunRequest,
+    addresses: Mapping[str, str],
+    devices: Mapping[str, Literal["cuda", "cpu"]],
+    ranks: Mapping[str, int],
+    shares: tuple[int, ...],
+) -> tuple[NodePlan, ...]:
+    """nodes: in node-rank order, the master first."""
+    backend = "nccl" if set(devices.values()) == {"cuda"} else "gloo"
+    planned, first_rank = [], 0
+    for node_rank, node in enumerate(nodes):
+        count = ranks[node.name]
+        planned.append(
+            NodePlan(
+                name=node.name,
+                node_rank=node_rank,
+                first_rank=first_rank,
+                ranks=count,
+                address=addresses[node.name],
+                interface=_interface(node, facts[node.name], nodes, addresses),
+                device=devices[node.name],
+                gpu=_gpu_label(node, facts[node.name]),
+                gpu_uuids=_gpu_uuids(facts[node.name], count) if devices[node.name] == "cuda" else (),
+                bandwidth_bps=node.bandwidth_bps,
+                paced=node.paced.model_dump(mode="json") if node.paced else None,
+                python=node.python,
+                activate=node.activate,
+                workdir=node.workdir,
+                env=_environment(node, facts, nodes, addresses, devices, ranks),
+                shares=shares[first_rank : first_rank + count],
+                torchrun=torchrun_arguments(len(nodes), node_rank, count, addresses[nodes[0].name]),
+                command=_command(request, devices[node.name], backend),
+                prepare=node.prepare,
+            )
+        )
+        first_rank += count
+    return tuple(planned)
 
 
 def torchrun_arguments(nodes: int, node_rank: int, ranks: int, master_address: str) -> tuple[str, ...]:

@@ -70,6 +70,11 @@ class NodePlan(Record):
     """What the rank wrapper runs: arguments after the interpreter."""
     prepare: str | None = None
 
+    @property
+    def rank_numbers(self) -> range:
+        """The global ranks that live on this host."""
+        return range(self.first_rank, self.first_rank + self.ranks)
+
 
 class CodeFolder(Record):
     """Files to ship, addressed by content."""

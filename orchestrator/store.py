@@ -136,10 +136,12 @@ class Store:
     # ---- jobs -------------------------------------------------------------------------------------------------
 
     def save_job(self, record: JobRecord, plan: LaunchPlan | None = None) -> None:
+        """plan: of a job that is new here."""
         folder = self.home.job(record.id)
         with self._locked():
             if plan:
                 write_record(folder / "plan.json", plan.masked())
+                self.home.uncollected(record.id).touch()
             write_record(folder / "job.json", record)
 
     def change_job(self, job: str, change: Callable[[JobRecord], JobRecord]) -> JobRecord:
@@ -187,6 +189,14 @@ class Store:
     def job_ids(self) -> list[str]:
         """Of all that are remembered, the damaged ones too. Without job.json nothing of a job has begun."""
         return sorted(path.parent.name for path in self.home.jobs.glob("*/job.json"))
+
+    def uncollected(self, cluster: str) -> list[str]:
+        """Jobs of this cluster whose files `orch down` would take before anybody has collected them; newest first."""
+        return [job.id for job in self.jobs() if job.cluster == cluster and self.home.uncollected(job.id).exists()]
+
+    def nothing_to_collect(self, job: str) -> None:
+        """Its files are here since it ended, or its hosts hold none any more."""
+        self.home.uncollected(job).unlink(missing_ok=True)
 
     def find_job(self, wanted: str) -> str:
         """The id meant by an id, a unique prefix of one, or `latest`. Raises UsageError where none or several fit."""

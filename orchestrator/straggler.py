@@ -24,7 +24,7 @@ def find_straggler(plan: LaunchPlan, figures: Figures) -> Straggler | None:
     It is the one whose rank waits least itself. What counts is how much longer the others wait: hosts that are late by
     turns all wait, and nobody is to blame.
     """
-    node_of = {node.first_rank + i: node.name for node in plan.nodes for i in range(node.ranks)}
+    node_of = {rank: node.name for node in plan.nodes for rank in node.rank_numbers}
     last = _last(plan, figures)
     if last is None:
         return None
@@ -57,7 +57,7 @@ def find_bound(plan: LaunchPlan, figures: Figures) -> Bound | None:
     if len(known) < len(parts) or step_ms <= 0:
         return None
     part = max(known, key=lambda name: known[name])
-    node = next(node.name for node in plan.nodes if node.first_rank <= last < node.first_rank + node.ranks)
+    node = next(node.name for node in plan.nodes if last in node.rank_numbers)
     return Bound(part=part, node=node, share=min(1.0, known[part] / step_ms))
 
 

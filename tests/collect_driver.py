@@ -17,7 +17,6 @@ from pathlib import Path
 from orchestrator.call import Host
 from orchestrator.collect import claimed, collect
 from orchestrator.frames import names_of
-from orchestrator.job import ranks_of
 from orchestrator.paths import RunFolder
 from orchestrator.records import LaunchPlan
 from orchestrator.transport.local import LocalTransport
@@ -71,7 +70,7 @@ def files(plan: LaunchPlan, run: RunFolder) -> dict[str, tuple[bytes, bytes]]:
     """By node and name: the bytes here, and on the host."""
     found = {}
     for node in plan.nodes:
-        for name in names_of(ranks_of(node)):
+        for name in names_of(node.rank_numbers):
             here, there = run.node(node.name) / name, Path(node.workdir, "jobs", plan.job, name)
             found[f"{node.name}/{name}"] = (
                 here.read_bytes() if here.exists() else b"",

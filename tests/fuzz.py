@@ -21,7 +21,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -130,6 +130,15 @@ def twisted(rng: random.Random, value: object) -> object:
     else:
         holder[key] = rng.choice((*VALUES, rng.choice(SCRAPS)))  # type: ignore[index]
     return value if key != "" else holder[key]  # type: ignore[index]
+
+
+def strings(value: object) -> Iterator[str]:
+    """Every text in a value of JSON; names are none."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from strings(inner)
 
 
 def said(text: str) -> None:

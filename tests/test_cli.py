@@ -59,7 +59,7 @@ def test_a_completion_script_is_made(shell):
     [
         ("orch run --exp mn", ["mnist_lenet"]),
         ("orch run --exp mnist_lenet --set strat", ["strategy="]),
-        ("orch run --exp mnist_lenet --set strategy=a", ["strategy=allreduce"]),
+        ("orch run --exp mnist_lenet --set model=l", ["model=lenet"]),
         ("orch run --nodes v100,a", ["v100,a2000"]),
         ("orch master ", ["a2000", "v100"]),
         ("orch master --cluster other ", []),
@@ -94,6 +94,7 @@ WRONG = {
     "an unknown experiment": (["run", "--exp", "mnist_lenett"], "mnist_lenet"),
     "no time": (["run", "--time-limit", "soon", "--", "x.py"], "'soon' is not a time"),
     "no script": (["run", "--", "nowhere.py"], "nowhere.py: no such script"),
+    "a question in a document": (["down", "--json"], "say so with --yes"),
     "no inventory": (["up", "nowhere.yaml"], "nowhere.yaml"),
 }
 

@@ -109,7 +109,7 @@ class Crash:
         """After the end: every rank's lines, all of them, once and in order."""
         run = self.controller().collect(self.job.plan, self.folder / "runs").run
         for node in self.job.plan.nodes:
-            for rank in range(node.first_rank, node.first_rank + node.ranks):
+            for rank in node.rank_numbers:
                 log = run.rank(node.name, rank) / "stdout.log"
                 assert log.read_bytes() == (self.job.folder(node.name) / f"rank-{rank}" / "stdout.log").read_bytes()
                 *numbers, last = log.read_text().splitlines()

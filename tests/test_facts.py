@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
+from fuzz import strings
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -110,14 +111,6 @@ JSON = st.recursive(
     max_leaves=6,
 )
 PLACES = [(part, name) for part, entries in PLAIN.items() for name in entries]
-
-
-def strings(value):
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (list, dict)):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from strings(inner)
 
 
 @given(st.sampled_from(PLACES), JSON, st.sampled_from(["whole", "out", "err", "rc"]))

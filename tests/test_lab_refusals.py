@@ -139,6 +139,7 @@ def test_down_removes_what_we_put_there(person):
     (person.folder / "none.py").write_text("print('nothing')\n")
     person.types("run", "--folder", str(person.folder), "--", "none.py")
     assert person.lab.host_exec("beta", ["find", "/home/lab/.orch", "-name", "jobs"]).stdout
-    person.types("down", "--yes")
+    assert "jobs not collected: 1 (none-" in person.types("down", "--yes").stderr
+    assert "not collected" not in person.types("down", "--yes").stderr
     for node in ("alpha", "beta"):
         assert person.lab.host_exec(node, ["find", "/home/lab", "-name", "*orch*"]).stdout == ""

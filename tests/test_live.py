@@ -54,7 +54,7 @@ class Feed:
         self.offsets: dict[int, int] = {}
 
     def send(self, rank: int, data: bytes, offset: int | None = None) -> bool:
-        node = next(n for n in self.plan.nodes if n.first_rank <= rank < n.first_rank + n.ranks)
+        node = next(n for n in self.plan.nodes if rank in n.rank_numbers)
         at = self.offsets.get(rank, 0) if offset is None else offset
         self.offsets[rank] = at + len(data)
         return self.view.take(node.name, Piece(f"rank-{rank}/metrics.jsonl", rank, at, data))

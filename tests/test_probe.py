@@ -1,6 +1,7 @@
 """The probe on real processes: this machine through the local transport, with the tools that it meets stood in for."""
 
 import ast
+import os
 import subprocess
 import sys
 import time
@@ -180,6 +181,16 @@ def test_a_work_folder_that_is_there_keeps_what_it_holds(tmp_path):
     (tmp_path / "mine").write_text("x")
     assert gathered(workdir=str(tmp_path)).workdir_error is None
     assert [entry.name for entry in tmp_path.iterdir()] == ["mine"]
+
+
+def test_the_trial_of_a_probe_that_was_killed_is_removed_by_a_later_one(tmp_path):
+    old, new, foreign = (tmp_path / f".probe-{name}" for name in ("0" * 16, "1" * 16, "of-a-person"))
+    for path in (old, new, foreign):
+        path.touch()
+    for path in (old, foreign):
+        os.utime(path, (0, 0))
+    gathered(workdir=str(tmp_path))
+    assert {*tmp_path.iterdir()} == {new, foreign}
 
 
 def test_a_work_folder_that_cannot_be_written_says_why(tmp_path):

@@ -188,6 +188,7 @@ def test_a_secret_of_the_inventory_is_nowhere_but_in_files_for_its_owner_alone(t
         for path in (*home.rglob("*"), home, runs / started, *(runs / started).rglob("*")):
             assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 or path.is_symlink(), path
     assert canary not in typist.printed and "Traceback" not in typist.printed
+    assert "not collected" not in typist.printed  # `down` takes nothing that was not collected
 
 
 @pytest.mark.parametrize(

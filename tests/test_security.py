@@ -171,18 +171,10 @@ def test_whatever_a_host_answers_to_a_request_it_is_an_error_of_ours(answer, tmp
     record = controller.refresh(store.job("fuzz"))
     said += [str(error) for error in found if isinstance(error, HostError)]
     assert all(text.isprintable() and len(text) < 800 for text in said)
-    words = [word for answer in found if isinstance(answer, dict) for word in strings(answer.get("found", []))]
+    words = [word for answer in found if isinstance(answer, dict) for word in fuzz.strings(answer.get("found", []))]
     if record.first_failure:
         words += [record.first_failure.node, record.first_failure.reason]
     assert all(word.isprintable() and len(word) <= 500 for word in words)
-
-
-def strings(value):
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (list, dict)):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from strings(inner)
 
 
 @pytest.mark.parametrize("target", fuzz.TARGETS)

@@ -82,6 +82,15 @@ def test_a_job_and_its_plan_come_back_as_they_were_saved(store):
     assert (store.job(plan.job).state, store.job(plan.job).exit_code) == ("succeeded", 0)
 
 
+def test_a_job_counts_as_not_collected_until_its_files_are_here(store):
+    for name in ("one", "two"):
+        store.save_job(job(name), a2000_v100())
+    assert sorted(store.uncollected("lab")) == ["one", "two"] and store.uncollected("rack") == []
+    store.nothing_to_collect("one")
+    store.save_job(job("one", state="succeeded"))
+    assert store.uncollected("lab") == ["two"]
+
+
 def test_jobs_are_listed_newest_first(store):
     for name, started in (("b", "2026-11-21T09:00"), ("a", "2026-11-21T10:00"), ("c", "2026-11-20T23:00")):
         store.save_job(job(name, started))
@@ -270,7 +279,7 @@ def test_a_reader_beside_writers_meets_only_whole_files(store):
         for writer in writers:
             writer.join()
     assert seen <= {"x" * 20_000, "y" * 20_000}
-    assert sorted(path.name for path in store.home.job("j").iterdir()) == ["job.json", "plan.json"]
+    assert sorted(path.name for path in store.home.job("j").iterdir()) == ["job.json", "plan.json", "uncollected"]
 
 
 def test_a_write_waits_for_the_lock(store):

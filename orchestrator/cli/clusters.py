@@ -240,8 +240,14 @@ def down(yes: bool, cluster: str | None, as_json: bool) -> None:
     \b
     orch down --yes
     """
+    from orchestrator import console
+
+    if as_json and not yes:
+        raise UsageError("`orch down --json` asks nobody", "say so with --yes")
     with open_controller() as controller:
         found = controller.store.cluster(cluster)
+        if jobs := controller.store.uncollected(found.name):
+            console.warn(f"jobs not collected: {len(jobs)} ({', '.join(jobs[:3])}); their files go, too")
         question = f"End the jobs of {found.name} and remove our files from {len(found.nodes)} hosts?"
         if not yes:
             click.confirm(question, abort=True, err=True)
@@ -261,8 +267,7 @@ def _show_up(found: Up, as_json: bool) -> None:
         console.print_cluster(found.cluster)
     for warning in found.warnings:
         console.warn(warning)
-    for error in found.problems.values():
-        console.fail(error.message, error.remedy)
+    console.fail_each(found.problems.values())
     if found.problems:
         sys.exit(3)
 

@@ -63,8 +63,7 @@ class Orch(click.Group):
         except OrchError as error:
             from orchestrator import console
 
-            for each in error.errors if isinstance(error, HostsError) else [error]:
-                console.fail(each.message, each.remedy)
+            console.fail_each(error.errors if isinstance(error, HostsError) else [error])
             ctx.exit(error.exit_code)
         except OSError as error:
             if isinstance(error, BrokenPipeError):

@@ -21,6 +21,7 @@ from orchestrator.cli.complete import experiments, node_names, setting_pairs
 from orchestrator.errors import HostError, OrchError, UsageError
 
 if TYPE_CHECKING:
+    from orchestrator.call import Host
     from orchestrator.controller import Controller
     from orchestrator.records import LaunchPlan
 
@@ -89,36 +90,35 @@ def run(
     from orchestrator.request import read_wish
 
     wish = read_wish(exp, settings, module, folder, command, batch)
-    request = replace(
-        wish.request,
-        share_gpus=share,
-        grace_s=grace,
-        time_limit_s=time_limit,
-    )
+    request = replace(wish.request, share_gpus=share, grace_s=grace, time_limit_s=time_limit)
     only = [name for name in (nodes or "").split(",") if name]
     with open_controller() as controller:
         plan = controller.plan(controller.store.cluster(cluster), request, wish.code, only)
         if dry_run:
             shown = plan.masked()
-            return (
-                console.print_json(shown.model_dump(mode="json", by_alias=True))
-                if as_json
-                else console.print_plan(shown)
-            )
-        for note in plan.notes:
-            console.warn(note)
-        with busy(f"starting {plan.job} on {len(plan.nodes)} hosts"):
-            try:
-                hosts = controller.launch(plan, wish.blob)
-            except KeyboardInterrupt:
-                console.say(f"{plan.job} was not started; what was begun is undone")
-                raise
-        console.say(f"job {plan.job}: {plan.world_size} ranks on {len(plan.nodes)} hosts, master {plan.master}")
+            as_document = shown.model_dump(mode="json", by_alias=True)
+            return console.print_json(as_document) if as_json else console.print_plan(shown)
+        hosts = _launch(controller, plan, wish.blob)
         if not detach:
             stream = console.err if as_json else console.out
             _follow(controller, plan, lambda: console.print_events(controller.follow(plan, hosts), stream=stream))
         _finish(controller, plan, as_json, detached=detach)
     return None
+
+
+def _launch(controller: Controller, plan: LaunchPlan, blob: bytes) -> dict[str, Host]:
+    from orchestrator import console
+
+    for note in plan.notes:
+        console.warn(note)
+    with busy(f"starting {plan.job} on {len(plan.nodes)} hosts"):
+        try:
+            hosts = controller.launch(plan, blob)
+        except KeyboardInterrupt:
+            console.say(f"{plan.job} was not started; what was begun is undone")
+            raise
+    console.say(f"job {plan.job}: {plan.world_size} ranks on {len(plan.nodes)} hosts, master {plan.master}")
+    return hosts
 
 
 def _follow(controller: Controller, plan: LaunchPlan, show: Callable[[], None]) -> None:
@@ -181,8 +181,7 @@ def jobs(rescan: bool, cluster: str | None, as_json: bool) -> None:
         found = controller.jobs(cluster)
     console.print_json(console.jobs_json(found.records)) if as_json else console.print_jobs(found.records)
     problems = {**found.problems, **problems}
-    for error in problems.values():
-        console.fail(error.message, error.remedy)
+    console.fail_each(problems.values())
     if any(isinstance(error, HostError) for error in problems.values()):
         sys.exit(HostError.exit_code)
 
@@ -212,8 +211,7 @@ def logs(wanted: str, follow: bool, only_node: str | None, only_rank: int | None
         if only_rank is not None and not 0 <= only_rank < plan.world_size:
             raise UsageError(f"{plan.job} has no rank {only_rank}", f"its ranks: 0 to {plan.world_size - 1}")
         hosts, errors = controller.hosts_of(plan)
-        for error in errors.values():
-            console.fail(error.message, error.remedy)
+        console.fail_each(errors.values())
         console.print_events(controller.follow(plan, hosts, until_end=follow), chosen)
         if errors:
             sys.exit(3)

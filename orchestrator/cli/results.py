@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -16,9 +15,6 @@ from orchestrator.cli.common import (
     out_option,
 )
 from orchestrator.errors import UsageError
-
-if TYPE_CHECKING:
-    pass
 
 
 @click.command()
@@ -49,8 +45,7 @@ def collect(wanted: str, out: Path, as_json: bool) -> None:
     console.say(f"{format_bytes(report.new_bytes)} new in {report.run.root}")
     for notice in report.notices:
         console.warn(notice)
-    for error in report.errors.values():
-        console.fail(error.message, error.remedy)
+    console.fail_each(report.errors.values())
     if report.errors:
         sys.exit(3)
 

@@ -28,12 +28,10 @@ from typing import Any
 from . import processes
 from .agent import identity, lives, look
 from .answer import Refused, reply
-from .layout import Job, Work, write_json
+from .layout import READY_S, Job, Work, write_json
 
 UNDO_S = 10.0
 DOWN_S = 40.0
-READY_S = 20.0
-"""So long may a `prepare` that is at work take from the job's folder to its supervisor's first word."""
 RECALL_BYTES = 1 << 19
 """Plans of so many bytes go into one answer, and none that is larger by itself."""
 

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+READY_S = 20.0
+"""So long may a `prepare` that is at work take from the job's folder to its supervisor's first word."""
 FINAL_STATES = frozenset({"succeeded", "failed", "cancelled", "undone"})
 RESERVE_BYTES = 1 << 15
 """Less than what a log that waits for room takes for enough (`pump.ROOM_BYTES`)."""

@@ -25,9 +25,8 @@ from typing import Any
 
 from .agent import lives
 from .answer import Refused, reply
-from .layout import RESERVE_BYTES, Job, Work, write_json
+from .layout import READY_S, RESERVE_BYTES, Job, Work, write_json
 
-READY_S = 20.0
 FREE_BYTES = 64 << 20
 
 

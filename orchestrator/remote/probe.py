@@ -49,9 +49,9 @@ FILES = (
 PATHS = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin:/usr/lib/wsl/lib:/usr/local/nvidia/bin"
 
 # Prints {"path", "free", "error"}: the work folder as an absolute path, free bytes for us there, and why it cannot be
-# written, if so. What it makes for the trial it removes again.
+# written, if so. What it makes for the trial it removes again, and what an earlier one was kept from removing.
 WORKDIR = """
-import json, os, secrets, sys
+import json, os, re, secrets, sys, time
 path = os.path.abspath(os.path.expanduser(sys.argv[1]))
 found = path
 while not os.path.isdir(found) and found != os.path.dirname(found):
@@ -78,6 +78,13 @@ for name in made:
         os.unlink(name) if name.rpartition("/")[2].startswith(".probe-") else os.rmdir(name)
     except OSError:
         pass
+try:
+    for entry in os.scandir(path):
+        if re.fullmatch("[.]probe-[0-9a-f]{16}", entry.name) and entry.is_file(follow_symlinks=False):
+            if entry.stat().st_mtime < time.time() - 600:  # none that is at work takes so long
+                os.unlink(entry)
+except OSError:
+    pass
 print(json.dumps({"path": path, "free": space.f_bavail * space.f_frsize, "error": error}))
 """
 
