@@ -12,19 +12,23 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import resources
+from itertools import chain
 from typing import Any, TypeVar
 
 from orchestrator import shell
-from orchestrator.errors import HostError, ProbeError
+from orchestrator.errors import ConnectError, HostError, ProbeError
 from orchestrator.text import one_line
 from orchestrator.transport import Result, Transport
 
 MAX_ANSWER_BYTES = 1 << 20
+SILENT_S = 60.0
+"""A program that tells how it gets on has a beat every second."""
 
 T = TypeVar("T")
 
@@ -80,6 +84,55 @@ def open_stream(host: Host, program: str, request: Mapping[str, Any]) -> Abstrac
     return host.transport.stream(_command(host, program), stdin=_input(program, request, "", b""))
 
 
+@contextmanager
+def exchange(
+    host: Host, program: str, request: Mapping[str, Any], more: Iterable[bytes] = ()
+) -> Iterator[Iterator[dict[str, Any]]]:
+    """Starts a program that tells how it gets on (see `remote/talk.py`): each of its words up to its `end`, and {} at
+    least once a second. more: what it is sent after the request; drawn in a thread of its own, it must not raise.
+
+    The iterator raises ConnectError when the host falls silent or the link breaks, HostError with the host's own words
+    when the program refuses, ProbeError when what it says makes no sense.
+    """
+    marker = secrets.token_hex(16)
+    pieces = chain([_input(program, request, marker, b"")], more)
+    with (
+        host.transport.stream(_command(host, program), stdin=pieces) as chunks,
+        closing(_words(host.node, chunks, marker.encode())) as words,
+    ):
+        yield words
+
+
+def _words(node: str, chunks: Iterable[bytes], marker: bytes) -> Generator[dict[str, Any], None, None]:
+    buffer, heard_at = b"", time.monotonic()
+    for chunk in chunks:
+        if not chunk and time.monotonic() > heard_at + SILENT_S:
+            raise ConnectError(node, f"said nothing for {SILENT_S:.0f} s", "check that the host is not overloaded")
+        heard_at = time.monotonic() if chunk else heard_at
+        yield {}
+        said, buffer = _between(buffer + chunk, marker)
+        if len(buffer) > MAX_ANSWER_BYTES:
+            raise ProbeError(node, f"says more than {MAX_ANSWER_BYTES} bytes at once")
+        for text in said:
+            word: dict[str, Any] = understood(node, partial(_object, text))
+            if "error" in word:
+                raise HostError(node, one_line(word["error"]), one_line(word.get("remedy", "")))
+            yield word
+            if "end" in word:
+                return
+    raise ConnectError(node, "its program ended without a last word", "try again")
+
+
+def _between(data: bytes, marker: bytes) -> tuple[list[bytes], bytes]:
+    """What stands whole between two markers, and the rest that may be the beginning of more."""
+    *parts, tail = data.split(marker)
+    return parts[1::2], marker + tail if len(parts) % 2 else tail[-len(marker) :]
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    return dict(json.loads(text))
+
+
 def words_of(words: Any) -> list[str]:
     """A list of a host's words, each fit for a terminal."""
     if not isinstance(words, list):
@@ -119,7 +172,9 @@ def _no_answer(host: Host, result: Result) -> ProbeError:
         return ProbeError(
             host.node,
             f"python {host.python!r} does not start ({said or 'not found'})",
-            f"set `python:` (or `activate:`) for {host.node} to a Python 3.10 or newer on that host",
+            f"set `python:` (or `activate:`) for {host.node} to a Python 3.10 or newer on that host"
+            if "/venv/torch-" not in host.python
+            else "`orch setup` makes this environment anew",
         )
     return ProbeError(
         host.node,

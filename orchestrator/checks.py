@@ -86,7 +86,7 @@ def _workdir(node: Node, facts: NodeFacts) -> Finding:
 
 
 def _torch(node: Node, facts: NodeFacts) -> Finding:
-    environment = "point `python:` or `activate:` at an environment with torch"
+    environment = "point `python:` or `activate:` at an environment with torch, or let `orch setup` make one"
     if facts.torch_error:
         return f"no torch in {facts.python_executable} ({facts.torch_error})", environment
     if not facts.torch:

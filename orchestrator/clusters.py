@@ -22,7 +22,7 @@ from orchestrator.facts import NodeFacts
 from orchestrator.inventory import Inventory, Node, load_inventory
 from orchestrator.probe import probe_all
 from orchestrator.records import MASK
-from orchestrator.store import Cluster, Problem, Store
+from orchestrator.store import Cluster, Problem, Store, Venv
 from orchestrator.text import one_line
 from orchestrator.transport.fanout import errors, errors_by_node, for_each, values
 
@@ -67,6 +67,11 @@ class Clusters:
         if known:
             kept = ("added", "released", "removed", "extra", "master_pin")
             cluster = cluster.model_copy(update={name: getattr(known, name) for name in kept})
+            own = {node.name: node.python for node in nodes}  # of the file as it is now
+            venvs = {name: venv for name, venv in known.venvs.items() if name in own}
+            cluster = cluster.with_venvs(
+                {name: venv.model_copy(update={"base_python": own[name]}) for name, venv in venvs.items()}
+            )
         up = self._look(cluster, cluster.nodes)
         return replace(up, warnings=(*forgotten, *inventory.warnings, *up.warnings))
 
@@ -76,6 +81,14 @@ class Clusters:
         removed = tuple(name for name in cluster.removed if name != node.name)
         changed = {"nodes": (*cluster.nodes, node), "extra": (*cluster.extra, node), "removed": removed}
         return self._look(cluster.model_copy(update=changed), (node,))
+
+    def set_venvs(self, name: str, venvs: Mapping[str, Venv | None]) -> Up:
+        """Has these nodes run their environment's Python from now on (None: their own), and probes them."""
+        cluster = self.store.cluster(name)  # anew: making environments took its time
+        there = {node: venv for node, venv in venvs.items() if node in {known.name for known in cluster.nodes}}
+        kept = {**_without(cluster.venvs, set(there)), **{node: venv for node, venv in there.items() if venv}}
+        cluster = cluster.with_venvs(kept)
+        return self._look(cluster, [cluster.node(node) for node in there])
 
     def remove_node(self, cluster: Cluster, name: str) -> Cluster:
         node = cluster.node(name)
@@ -87,6 +100,7 @@ class Clusters:
             "removed": (*cluster.removed, name),
             "facts": {key: value for key, value in cluster.facts.items() if key != name},
             "problems": {key: value for key, value in cluster.problems.items() if key != name},
+            "venvs": _without(cluster.venvs, {name}),
             "master_pin": None if cluster.master_pin == name else cluster.master_pin,
         }
         return self._elected(cluster.model_copy(update=update))
@@ -154,7 +168,7 @@ class Clusters:
         facts = {node.name: _usable_facts(cluster, node) for node in nodes}
         if errors(facts):
             raise HostsError(errors(facts))
-        nodes = _with_env(cluster, nodes)
+        nodes = with_env(cluster, nodes)
         return Ready(nodes, values(facts), self._elect(cluster, nodes))
 
     # ---- cleaning up ------------------------------------------------------------------------------------------
@@ -165,7 +179,9 @@ class Clusters:
 
     def down(self, cluster: Cluster) -> dict[str, dict[str, Any] | HostError]:
         """Per node: {"removed": [folders]}."""
-        answers = self._on_each(cluster, {"action": "down"}, lambda told: {"removed": words_of(told["removed"])})
+        bare = cluster.with_venvs({})  # no environment is asked to remove itself
+        answers = self._on_each(bare, {"action": "down"}, lambda told: {"removed": words_of(told["removed"])})
+        self.store.save_cluster(cluster.with_venvs(_without(cluster.venvs, set(values(answers)))))
         if not errors(answers):
             for cleared in self.store.uncollected(cluster.name):
                 self.store.nothing_to_collect(cleared)
@@ -184,7 +200,7 @@ class Clusters:
         return {**answers, **errors_by_node(found)}
 
 
-def _with_env(cluster: Cluster, nodes: Sequence[Node]) -> list[Node]:
+def with_env(cluster: Cluster, nodes: Sequence[Node]) -> list[Node]:
     """These nodes with the values of `env` that may be secrets: we keep none, they are read from the inventory again.
 
     Raises UsageError where it does not hold them any more.

@@ -92,7 +92,7 @@ def print_json(value: Any) -> None:
 
 
 def print_cluster(cluster: Cluster) -> None:
-    columns = ("name", "IP", "id", "note", "GPU", "bandwidth", "image", "torch", "status", "added")
+    columns = ("name", "IP", "id", "note", "GPU", "bandwidth", "image", "torch", "venv", "status", "added")
     rows = cluster_rows(cluster)
     told = [index for index in range(len(columns)) if any(row[index] for row in rows)]  # a narrow screen has no room
     shown = [[row[index] for index in told] for row in rows]
@@ -122,6 +122,7 @@ def cluster_json(cluster: Cluster) -> dict[str, Any]:
                 "bandwidth": format_bandwidth(node.bandwidth_bps) if node.bandwidth_bps else None,
                 "image": node.image,
                 "torch": facts.torch.version if facts and facts.torch else None,
+                "venv": cluster.venvs[node.name].torch if node.name in cluster.venvs else None,
                 "status": node_status(cluster, node.name),
                 "added": _short_time(cluster.added.get(node.name)),
             }

@@ -19,7 +19,7 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,6 +42,15 @@ class Problem(Record):
     remedy: str = ""
 
 
+class Venv(Record):
+    """An environment that `orch setup` made: its Python, and the one of the inventory that it stands in for."""
+
+    python: str
+    base_python: str
+    torch: str
+    torchvision: str
+
+
 class Cluster(Record):
     """A remembered cluster."""
 
@@ -60,6 +69,8 @@ class Cluster(Record):
     """Nodes that the file does not have: `orch node add`."""
     released: tuple[str, ...] = ()
     """Kept, but given no job until restored."""
+    venvs: dict[str, Venv] = Field(default_factory=dict)
+    """Nodes whose Python is one that `orch setup` made; `nodes` names it already."""
     master_pin: str | None = None
     """A person's word (`orch master`): it beats the election."""
     master: str | None = None
@@ -75,6 +86,13 @@ class Cluster(Record):
                 return node
         known = ", ".join(node.name for node in self.nodes)
         raise UsageError(f"{name}: no such node in cluster {self.name}", f"its nodes: {known}")
+
+    def with_venvs(self, venvs: Mapping[str, Venv]) -> Cluster:
+        """With these in place of the environments known; each node's Python is the one that then counts."""
+        base = {name: venv.base_python for name, venv in self.venvs.items()}
+        python = {**base, **{name: venv.python for name, venv in venvs.items()}}
+        nodes = tuple(node.model_copy(update={"python": python.get(node.name, node.python)}) for node in self.nodes)
+        return self.model_copy(update={"nodes": nodes, "venvs": dict(venvs)})
 
     def masked(self) -> Cluster:
         """The form that is kept: without the values of `env` that may be secrets; see `Controller.plan`."""

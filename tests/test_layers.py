@@ -31,8 +31,9 @@ PURE = [
     "shell",
     "grammar",
 ]
-STAGES = ["inventory", "facts", "checks", "probe", "election", "plan", "job", "collect", "clusters", "controller"]
-STAGES += ["console", "cli.complete", "cli.common", "cli.clusters", "cli.jobs", "cli.results", "cli", "cli.__main__"]
+STAGES = ["inventory", "facts", "checks", "probe", "election", "plan", "job", "collect", "clusters", "provision"]
+STAGES += ["controller", "console", "cli.complete", "cli.common", "cli.boards", "cli.clusters", "cli.hosts"]
+STAGES += ["cli.jobs", "cli.results", "cli", "cli.__main__"]
 TORCH_FREE = {"__init__", "__main__", "experiments", "config", "shares", "records", "env", "errors", "interrupt"}
 SHARED = {"experiments", "config", "shares", "records"}
 NOT_PURE = {"socket", "subprocess", "rich", "click", "paramiko", "fabric", "asyncio", "requests", "urllib"}

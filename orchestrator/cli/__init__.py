@@ -12,6 +12,7 @@ import click
 from orchestrator import __version__
 from orchestrator.cli.clusters import down, master, node, reap, status, trust, up
 from orchestrator.cli.common import Orch
+from orchestrator.cli.hosts import data, setup
 from orchestrator.cli.jobs import cancel, jobs, logs, run
 from orchestrator.cli.results import collect, report
 
@@ -31,5 +32,5 @@ def main() -> None:
     gc.set_threshold(50_000, 20, 50)  # imports make many objects and no garbage: looking for it took a tenth of them
 
 
-for command in (up, status, master, node, trust, run, jobs, logs, cancel, collect, report, reap, down):
+for command in (up, status, master, node, trust, setup, data, run, jobs, logs, cancel, collect, report, reap, down):
     main.add_command(command)

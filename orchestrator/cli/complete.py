@@ -39,6 +39,13 @@ def experiments(context: click.Context, parameter: click.Parameter, begun: str) 
     return _fitting(list(EXPERIMENTS), begun)
 
 
+def torch_versions(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
+    """Newest first."""
+    from orchestrator.venvs import PAIRS
+
+    return _fitting(list(reversed(PAIRS)), begun)
+
+
 def setting_pairs(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
     """`KEY=`, then the values of a key that has a choice."""
     from trainer.config import FIELDS

@@ -22,6 +22,7 @@ import os
 import select
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from . import processes
 from .agent import identity, lives, look
 from .answer import Refused, reply
 from .layout import READY_S, Job, Work, write_json
+from .talk import try_lock
 
 UNDO_S = 10.0
 DOWN_S = 40.0
@@ -137,12 +139,25 @@ def down(request: dict[str, Any]) -> dict[str, Any]:
     stayed += [f"the supervisor of {job.id}" for job in live if lives(job.read_agent())]
     if stayed:
         raise Refused(f"does not end: {', '.join(stayed)}", "end these by hand, then `orch down` again")
-    removed = [str(folder) for folder in (work.jobs, work.codes, work.locks) if folder.is_dir()]
-    for folder in removed:
-        _remove(folder)
+    with _no_setup(work):
+        removed = [str(folder) for folder in (work.jobs, work.codes, work.venvs, work.locks) if folder.is_dir()]
+        for folder in removed:
+            _remove(folder)
     with contextlib.suppress(OSError):  # holds something that is not ours
         work.root.rmdir()
     return {"removed": removed}
+
+
+@contextlib.contextmanager
+def _no_setup(work: Work) -> Iterator[None]:
+    """Keeps `orch setup` out. Raises Refused where one is at work."""
+    if not work.venv_lock.exists():
+        yield
+        return
+    with open(work.venv_lock, "rb+") as lock:
+        if not try_lock(lock.fileno()):
+            raise Refused("`orch setup` is at work there", "wait for it, or end it with Ctrl-C")
+        yield
 
 
 # ---- looking --------------------------------------------------------------------------------------------------

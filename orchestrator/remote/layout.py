@@ -2,6 +2,8 @@
 
 <workdir>/code/<sha256>/                   code as shipped, verified, read-only
 <workdir>/locks/gpu-<uuid>.lock            held by the supervisor that uses this GPU
+               /venv.lock                  held while an environment is made
+<workdir>/venv/torch-<version>/            environments of `orch setup`; whole once orch-venv.json is there
 <workdir>/jobs/<job>/node.json             what this host was asked to do (mode 0600)
                     /plan.json             the whole job's plan, less its secrets: for a controller that lost its own
                     /agent.json            what became of it, written by the supervisor alone
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+VERSION = re.compile(r"\d[A-Za-z0-9.+]{0,63}")
 READY_S = 20.0
 """So long may a `prepare` that is at work take from the job's folder to its supervisor's first word."""
 FINAL_STATES = frozenset({"succeeded", "failed", "cancelled", "undone"})
@@ -52,6 +55,19 @@ class Work:
         if not re.fullmatch(r"[0-9a-f]{64}", sha256):
             raise ValueError(f"not a sha256: {sha256!r}")
         return self.codes / sha256
+
+    @property
+    def venvs(self) -> Path:
+        return self.root / "venv"
+
+    @property
+    def venv_lock(self) -> Path:
+        return self.locks / "venv.lock"
+
+    def venv(self, torch: str) -> Path:
+        if not VERSION.fullmatch(torch):
+            raise ValueError(f"not a version: {torch!r}")
+        return self.venvs / f"torch-{torch}"
 
     def job(self, job: str) -> Job:
         if not JOB_ID.fullmatch(job):

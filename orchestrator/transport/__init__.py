@@ -7,7 +7,7 @@ and nothing but data travels in the other direction.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -42,13 +42,14 @@ class Transport(Protocol):
         """
         ...
 
-    def stream(self, command: str, *, stdin: bytes = b"") -> AbstractContextManager[Iterator[bytes]]:
+    def stream(self, command: str, *, stdin: bytes | Iterable[bytes] = b"") -> AbstractContextManager[Iterator[bytes]]:
         """The command's standard output in chunks as they come, without limit of time. Its standard error is dropped.
 
-        `stdin` is sent and then held open: its end is how a program on the host learns that we left. Leaving the
-        context ends the command (its standard input closes, then its channel). The iterator ends with the command,
-        and raises ConnectError when the link breaks first. Chunks are at most 1 MiB; b"" is yielded at least every
-        second while nothing comes, so that the reader can look at its own deadlines.
+        `stdin` is sent and then held open: its end is how a program on the host learns that we left. Given in pieces,
+        it is drawn in a thread of its own, as fast as the host takes it, and must not raise. Leaving the context ends
+        the command (its standard input closes, then its channel). The iterator ends with the command, and raises
+        ConnectError when the link breaks first. Chunks are at most 1 MiB; b"" is yielded at least every second while
+        nothing comes, so that the reader can look at its own deadlines.
         """
         ...
 

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 
 from orchestrator.errors import ConnectError, ProbeError
@@ -58,7 +58,7 @@ class LocalTransport:
         return Result(code if code >= 0 else 128 - code, b"".join(output["stdout"]), b"".join(output["stderr"]))
 
     @contextlib.contextmanager
-    def stream(self, command: str, *, stdin: bytes = b"") -> Iterator[Iterator[bytes]]:
+    def stream(self, command: str, *, stdin: bytes | Iterable[bytes] = b"") -> Iterator[Iterator[bytes]]:
         with _started(command, stdin, hold_stdin=True) as process:
             pieces = self._pieces(process, lambda: float("inf"))
             with contextlib.closing(_stdout_of(pieces)) as chunks:
@@ -98,7 +98,7 @@ def _stdout_of(pieces: Iterator[tuple[str, bytes]]) -> Generator[bytes, None, No
 
 
 @contextlib.contextmanager
-def _started(command: str, stdin: bytes, *, hold_stdin: bool) -> Iterator[subprocess.Popen[bytes]]:
+def _started(command: str, stdin: bytes | Iterable[bytes], *, hold_stdin: bool) -> Iterator[subprocess.Popen[bytes]]:
     """Runs the command; on leaving, whatever of its process group is left is ended."""
     pipe = subprocess.PIPE
     process = subprocess.Popen(
@@ -127,11 +127,12 @@ def _started(command: str, stdin: bytes, *, hold_stdin: bool) -> Iterator[subpro
         writer.join(_GRACE_S)  # longer only where a process that outlives the command holds its standard input
 
 
-def _feed(process: subprocess.Popen[bytes], stdin: bytes, left: threading.Event | None) -> None:
+def _feed(process: subprocess.Popen[bytes], stdin: bytes | Iterable[bytes], left: threading.Event | None) -> None:
     assert process.stdin  # noqa: S101 - for the type checker: it is a pipe
     with contextlib.suppress(BrokenPipeError), process.stdin:  # a command need not read what it is given
-        process.stdin.write(stdin)
-        process.stdin.flush()
+        for piece in [stdin] if isinstance(stdin, bytes) else stdin:
+            process.stdin.write(piece)
+            process.stdin.flush()
         if left:
             left.wait()
 

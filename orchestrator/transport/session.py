@@ -15,7 +15,7 @@ import concurrent.futures
 import selectors
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import paramiko
@@ -70,7 +70,13 @@ class RemoteCommand:
     """A command that runs. Leaving the context closes its standard input and its channel."""
 
     def __init__(
-        self, transport: paramiko.Transport, command: str, stdin: bytes, *, hold_stdin: bool = False, open_s: float = 60
+        self,
+        transport: paramiko.Transport,
+        command: str,
+        stdin: bytes | Iterable[bytes],
+        *,
+        hold_stdin: bool = False,
+        open_s: float = 60,
     ) -> None:
         """hold_stdin: leave standard input open after `stdin` was sent. open_s: how long the host may take to start."""
         self._transport = transport
@@ -123,7 +129,7 @@ class RemoteCommand:
         except concurrent.futures.TimeoutError as error:  # not the builtin before Python 3.11
             raise TimeoutError from error
 
-    def _start(self, command: str, stdin: bytes, hold_stdin: bool) -> None:
+    def _start(self, command: str, stdin: bytes | Iterable[bytes], hold_stdin: bool) -> None:
         try:
             channel = self._transport.open_session(timeout=self._open_s)
             channel.exec_command(command)
@@ -135,8 +141,9 @@ class RemoteCommand:
             channel.close()
             return
         try:
-            for position in range(0, len(stdin), _SEND_BYTES):
-                channel.sendall(stdin[position : position + _SEND_BYTES])
+            for piece in [stdin] if isinstance(stdin, bytes) else stdin:
+                for position in range(0, len(piece), _SEND_BYTES):
+                    channel.sendall(piece[position : position + _SEND_BYTES])
             if not hold_stdin:
                 channel.shutdown_write()
         except (OSError, EOFError, paramiko.SSHException):

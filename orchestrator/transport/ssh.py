@@ -19,7 +19,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,7 +155,7 @@ class SshTransport:
         return Result(code, b"".join(output[STDOUT]), b"".join(output[STDERR]))
 
     @contextlib.contextmanager
-    def stream(self, command: str, *, stdin: bytes = b"") -> Iterator[Iterator[bytes]]:
+    def stream(self, command: str, *, stdin: bytes | Iterable[bytes] = b"") -> Iterator[Iterator[bytes]]:
         timeout_s = self._way.timeout_s
         with (
             RemoteCommand(self.open(timeout_s), command, stdin, hold_stdin=True, open_s=timeout_s) as running,

@@ -1,0 +1,66 @@
+"""How a push and a setup get on: a line a host on a terminal, by rich; nothing where nobody looks.
+
+with push_board(["a2000", "v100"], manifest.size_bytes) as show:
+    push(..., show)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from orchestrator import console, datapush, venvs
+from orchestrator.text import one_line
+
+
+@contextmanager
+def hash_board(name: str) -> Iterator[Callable[[int, int], None]]:
+    """For `manifest.read_manifest`."""
+    with _progress(_words("node"), BarColumn(), DownloadColumn(), TimeRemainingColumn()) as board:
+        task = board.add_task("", node=f"reading {one_line(name)}", total=None)
+        yield lambda done, total: board.update(task, completed=done, total=total)
+
+
+@contextmanager
+def push_board(nodes: Sequence[str], total_bytes: int) -> Iterator[Callable[[datapush.Progress], None]]:
+    """Bytes that lie on each host of all, how fast they come, and how long the rest will take."""
+    figures = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with _progress(_words("node"), _words("phase"), *figures) as board:
+        tasks = {node: board.add_task("", node=node, phase="connects", total=total_bytes) for node in nodes}
+        sending = set[str]()
+
+        def show(progress: datapush.Progress) -> None:
+            done = progress.looked_bytes if progress.phase == "looks" else progress.here_bytes
+            if progress.phase == "sends" and progress.node not in sending:  # what was there came at no speed
+                sending.add(progress.node)
+                board.reset(tasks[progress.node], completed=done, total=total_bytes)
+            board.update(tasks[progress.node], completed=min(done, total_bytes), phase=progress.phase)
+
+        yield show
+
+
+@contextmanager
+def setup_board(nodes: Sequence[str]) -> Iterator[Callable[[venvs.Progress], None]]:
+    """What each host is at, for how long the whole goes on, and what pip said last."""
+    with _progress(_words("node"), TimeElapsedColumn(), _words("phase"), _words("line")) as board:
+        tasks = {node: board.add_task("", node=node, phase="connects", line="", total=None) for node in nodes}
+        yield lambda progress: board.update(tasks[progress.node], phase=progress.phase, line=progress.line)
+
+
+def _words(field: str) -> TextColumn:
+    return TextColumn("{task.fields[" + field + "]}", markup=False)
+
+
+def _progress(*columns: ProgressColumn) -> Progress:
+    return Progress(*columns, console=console.err, disable=not console.err.is_terminal, transient=True)

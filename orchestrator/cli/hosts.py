@@ -1,0 +1,154 @@
+"""Commands that give hosts what a job needs: `data push`, `setup`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from orchestrator.cli.common import cluster_option, json_option, open_controller
+from orchestrator.cli.complete import node_names, torch_versions
+from orchestrator.errors import HostError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+nodes_option = click.option("--nodes", metavar="A,B", help="Only these nodes.", shell_complete=node_names)
+
+
+@click.group()
+def data() -> None:
+    """Data sets on the hosts.
+
+    \b
+    orch data push ~/data
+    """
+
+
+@data.command("push")
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
+@click.option(
+    "--to", metavar="NAME_OR_PATH", help="A folder inside the data folder, or any path. [default: ~/data itself]"
+)
+@nodes_option
+@cluster_option
+@json_option
+def data_push(folder: Path, to: str | None, nodes: str | None, cluster: str | None, as_json: bool) -> None:
+    """Bring the data set in DIR to every host, verified; only what a host lacks is sent.
+
+    What DIR holds comes to lie in the hosts' data folder, where `orch run --exp` looks for it. Broken off, by Ctrl-C or
+    a link, it loses nothing: the same command goes on.
+
+    \b
+    orch data push ~/data                      where ~/data/MNIST/raw/... is torchvision's layout
+    orch data push birds --to birds            into ~/data/birds
+    orch data push ~/data --to /mnt/big/data   then: orch run ... --set data_dir=/mnt/big/data
+    """
+    from orchestrator import console
+    from orchestrator.cli.boards import hash_board, push_board
+    from orchestrator.manifest import read_manifest
+    from orchestrator.provision import DATA_FOLDER, Provision, chosen, data_folder
+    from orchestrator.units import format_bytes
+
+    with open_controller() as controller:
+        wanted = chosen(controller.store.cluster(cluster), _names(nodes))
+        target = data_folder(to)
+        with hash_board(str(folder)) as show_hashed:
+            manifest = read_manifest(folder, show_hashed)
+        names = [node.name for node in wanted]
+        try:
+            with push_board(names, manifest.size_bytes) as show:
+                found = Provision(controller.store, controller.connections).push(wanted, manifest, target, show)
+        except KeyboardInterrupt:
+            console.say("what has arrived stays on the hosts; the same command goes on from there")
+            raise
+    whole = {"folder": target, "files": len(manifest.files), "bytes": manifest.size_bytes}
+
+    def words(pushed: Any) -> str:
+        sent = f"{pushed.files} files, {format_bytes(pushed.bytes)} sent" if pushed.files else "nothing lacked"
+        return f"{pushed.folder} is complete; {sent}"
+
+    _show(found, words, whole if as_json else None)
+    if target != DATA_FOLDER:
+        console.say(f"use it: orch run ... --set data_dir={target}")
+
+
+@click.command()
+@click.option(
+    "--torch", metavar="X.Y.Z", help="Which torch; hosts with another one get it, too.", shell_complete=torch_versions
+)
+@click.option("--torchvision", metavar="X.Y.Z", help="Which torchvision. [default: the one that goes with that torch]")
+@nodes_option
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@cluster_option
+@json_option
+def setup(
+    torch: str | None, torchvision: str | None, nodes: str | None, yes: bool, cluster: str | None, as_json: bool
+) -> None:
+    """Give hosts without torch an environment that has it, in their work folder, by pip.
+
+    Without --torch, hosts that have a torch stay as they are; the others get this machine's version, or the newest
+    known. `up` and `run` then use the environment's Python; `orch down` removes it. A host without a way to the
+    internet needs PIP_INDEX_URL, PIP_FIND_LINKS or HTTPS_PROXY in its `env:`.
+
+    \b
+    orch setup
+    orch setup --nodes a16 --torch 2.3.1 --yes
+    """
+    from orchestrator import console
+    from orchestrator.cli.boards import setup_board
+    from orchestrator.provision import Provision, chosen
+    from orchestrator.venvs import choose
+
+    wanted = choose(torch, torchvision)
+    with open_controller() as controller:
+        known = controller.store.cluster(cluster)
+        picked = chosen(known, _names(nodes))
+        names = [node.name for node in picked]
+        versions = f"torch {wanted.torch} and torchvision {wanted.torchvision}"
+        if not yes:
+            which = "a torch" if wanted.any_torch else "this torch"
+            click.confirm(f"Install {versions} on those of {', '.join(names)} that lack {which}?", abort=True, err=True)
+        try:
+            with setup_board(names) as show:
+                found = Provision(controller.store, controller.connections).set_up(known, picked, wanted, show)
+        except KeyboardInterrupt:
+            console.say("ended on every host; what is half made is made anew by the next `orch setup`")
+            raise
+    states = {"own": "has {} by itself", "kept": "has {} in its environment already", "made": "got {}"}
+    _show(
+        found.outcomes,
+        lambda made: states[made.state].format(f"torch {made.torch} and torchvision {made.torchvision}"),
+        {"torch": wanted.torch, "torchvision": wanted.torchvision} if as_json else None,
+        found.up.problems if found.up else {},
+    )
+
+
+def _names(nodes: str | None) -> list[str]:
+    return [name for name in (nodes or "").split(",") if name]
+
+
+def _show(
+    found: Mapping[str, Any],
+    words: Callable[[Any], str],
+    document: dict[str, Any] | None,
+    problems: Mapping[str, HostError] | None = None,
+) -> None:
+    """A line a host, or the document with all of them; then what is wrong, which is exit code 3."""
+    from dataclasses import asdict
+
+    from orchestrator import console
+
+    failed = {name: outcome for name, outcome in found.items() if isinstance(outcome, HostError)}
+    failed |= {name: error for name, error in (problems or {}).items() if name in found and name not in failed}
+    if document is not None:
+        nodes = {name: {"error": str(failed[name])} if name in failed else asdict(found[name]) for name in found}
+        console.print_json({"schema": 1, **document, "nodes": nodes})
+    else:
+        console.print_answers({name: answer for name, answer in found.items() if name not in failed}, words)
+    for error in failed.values():
+        console.fail(error.message, error.remedy)
+    if failed:
+        sys.exit(HostError.exit_code)

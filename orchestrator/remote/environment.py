@@ -1,0 +1,196 @@
+"""Makes a virtual environment with a torch in the work folder of a host whose own Python lacks it, once.
+
+Request: {"workdir", "torch", "torchvision", "requirements": what pip is to install, "any_torch": whether a torch of
+another version will do, "env": variables for pip, "limit_s"}. It tells (see `talk`):
+
+    {"waits": 1}                                   another setup is at work in this work folder
+    {"phase": "asks python" | "makes venv" | "pip installs" | "tries torch"}
+    {"line": TEXT}                                 what pip said last
+    {"end": {"python", "torch", "torchvision", "state"}}
+
+state: `own` where this Python has a fitting torch by itself, `kept` where the environment was here, `made`. Its marker
+file is written last: an environment without one is half made, and made anew. pip lives no longer than the controller's
+interest in it, and not beyond the limit of time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .agent import lives
+from .answer import Refused
+from .layout import Work, write_json
+from .prepare import refuse_foreign
+from .processes import die_with_parent
+from .talk import STDIN, Left, Talk, alone_at, gone, tell
+
+MARKER = "orch-venv.json"
+TRY_S = 180.0
+MAX_LINE = 300
+# Prints {"torch", "torchvision"}: what really loads.
+VERSIONS = """
+import json, torch, torchvision
+print("\\n" + json.dumps({"torch": str(torch.__version__), "torchvision": str(torchvision.__version__)}))
+"""
+_NO_WAY_OUT = re.compile(r"new ?connection|network is unreachable|name resolution|timed? ?out|retrying", re.IGNORECASE)
+
+
+def main(request: dict[str, Any]) -> None:
+    die_with_parent(0)  # changes nothing, and loads what a child needs of it: later there are threads
+    tell(request, set_up)
+
+
+def set_up(request: dict[str, Any], talk: Talk) -> dict[str, Any]:
+    deadline = time.monotonic() + request["limit_s"]
+    work = Work(request["workdir"])
+    wanted = {name: request[name] for name in ("torch", "torchvision")}
+    talk.say({"phase": "asks python"})
+    found, _ = ask_versions(sys.executable, talk, deadline)
+    if found and (request["any_torch"] or fits(found, wanted)):
+        return {**found, "python": sys.executable, "state": "own"}
+    for folder in (work.root, work.venvs, work.locks):
+        refuse_foreign(folder)
+    work.locks.mkdir(parents=True, exist_ok=True)
+    with alone_at(work.venv_lock, talk):
+        venv = work.venv(request["torch"])
+        python = venv / "bin" / "python"
+        marker = read_marker(venv)
+        if marker.get("requirements") == request["requirements"] and python.exists():
+            return {**marker["found"], "python": str(python), "state": "kept"}
+        if marker:
+            refuse_in_use(work)
+        shutil.rmtree(venv, ignore_errors=True)
+        make(venv, request, talk, deadline)
+        talk.say({"phase": "tries torch"})
+        found, said = ask_versions(str(python), talk, deadline)
+        if not found or not fits(found, wanted):
+            raise Refused(f"what pip installed does not load ({said or found})", "choose another --torch for this host")
+        write_json(venv / MARKER, {"requirements": request["requirements"], "found": found})
+    return {**found, "python": str(python), "state": "made"}
+
+
+def fits(found: dict[str, str], wanted: dict[str, str]) -> bool:
+    """Whether these are the versions asked for, whatever their build (`+cu121`)."""
+    return all(found[name].partition("+")[0] == version.partition("+")[0] for name, version in wanted.items())
+
+
+def read_marker(venv: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads((venv / MARKER).read_text()))
+    except (OSError, ValueError):
+        return {}
+
+
+def refuse_in_use(work: Work) -> None:
+    running = [job.id for job in work.all_jobs() if lives(job.read_agent())]
+    if running:
+        raise Refused(
+            f"{', '.join(running)} may use the environment that is to be made anew", "wait for it, or cancel it"
+        )
+
+
+def make(venv: Path, request: dict[str, Any], talk: Talk, deadline: float) -> None:
+    """Raises Refused with pip's own words where it fails."""
+    talk.say({"phase": "makes venv"})
+    venv.parent.mkdir(parents=True, exist_ok=True)
+    code, said = run([sys.executable, "-m", "venv", str(venv)], {}, talk, deadline)
+    if code:
+        remedy = "install this Python's venv module there (`python3-venv` on Debian), or set another `python:`"
+        raise Refused(f"{sys.executable} makes no virtual environment ({last_error(said)})", remedy)
+    talk.say({"phase": "pip installs"})
+    temporary = venv / "tmp"  # a host's /tmp may be small
+    temporary.mkdir()
+    options = ["--no-input", "--no-cache-dir", "--disable-pip-version-check", "--progress-bar=off", "--retries=2"]
+    pip = [str(venv / "bin" / "python"), "-m", "pip", "install", *options, *request["requirements"]]
+    code, said = run(pip, {"TMPDIR": str(temporary), **request["env"]}, talk, deadline)
+    if code:
+        raise Refused(f"pip: {last_error(said)}", remedy_for(said))
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def last_error(said: list[str]) -> str:
+    return next((line for line in reversed(said) if line.startswith("ERROR")), said[-1] if said else "no word")
+
+
+def remedy_for(said: list[str]) -> str:
+    if any("No space left" in line for line in said):
+        return "free space in its work folder, or set `workdir:` to a larger disk"
+    if any(_NO_WAY_OUT.search(line) for line in said):
+        return "it has no way to a package index: set PIP_INDEX_URL, PIP_FIND_LINKS or HTTPS_PROXY in its `env:`"
+    version = "{}.{}".format(*sys.version_info)
+    return f"choose a --torch that exists for Python {version} on this kind of machine, or set another `python:`"
+
+
+def ask_versions(python: str, talk: Talk, deadline: float) -> tuple[dict[str, str] | None, str]:
+    """What this Python loads; else None and why."""
+    code, said = run([python, "-c", VERSIONS], {}, talk, min(deadline, time.monotonic() + TRY_S), quiet=True)
+    try:
+        return (dict(json.loads(said[-1])), "") if code == 0 else (None, said[-1] if said else f"exit code {code}")
+    except (ValueError, IndexError):
+        return None, "no word"
+
+
+# ---- one command ----------------------------------------------------------------------------------------------
+
+
+def run(
+    argv: list[str], env: dict[str, str], talk: Talk, deadline: float, *, quiet: bool = False
+) -> tuple[int, list[str]]:
+    """Its exit code and last lines. Ends it, and all it started, when the controller leaves or the time is up."""
+    child = subprocess.Popen(
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", "LC_ALL": "C.UTF-8", **env},
+        cwd="/",
+        start_new_session=True,
+        preexec_fn=lambda: die_with_parent(signal.SIGKILL),
+    )
+    assert child.stdout
+    said: list[str] = []
+    try:
+        for line in lines_of(child.stdout.fileno(), deadline):
+            said = [*said[-49:], line]
+            if not quiet:
+                talk.mention({"line": line})
+        return child.wait(), said
+    finally:
+        if child.returncode is None:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        child.stdout.close()
+
+
+def lines_of(handle: int, deadline: float) -> Iterator[str]:
+    """Lines, as they come, until the output ends. Raises Left when the controller has left, Refused when time is up."""
+    rest = b""
+    while time.monotonic() < deadline:
+        ready, _, _ = select.select([handle, STDIN], [], [], 1.0)
+        if STDIN in ready and gone(0):
+            raise Left
+        if handle not in ready:
+            continue
+        data = os.read(handle, 1 << 16)
+        *lines, rest = (rest + data).split(b"\n")
+        yield from (shown for line in [*lines, *([] if data else [rest])] if (shown := plain(line)))
+        if not data:
+            return
+        rest = rest[-MAX_LINE:]
+    raise Refused("it took too long, and was ended", "look at this host's network and disk, then run it again")
+
+
+def plain(line: bytes) -> str:
+    """Without the name and password that an index's address may carry."""
+    return re.sub(r"//[^/@\s]*@", "//", line.decode(errors="replace").strip())[-MAX_LINE:]

@@ -1,0 +1,120 @@
+"""A program that takes its time and tells how it gets on: JSON objects, each between two markers, then its last word.
+
+    tell(request, lambda request, talk: {"folder": ...})     # ... {"beat": 1} ... {"end": {"folder": ...}}
+
+What the host refuses is told as {"error", "remedy"}. A beat every second says that this end lives; how this end learns
+that the controller has left is a closed standard input (`gone`), or an output that nobody reads any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from .answer import Refused
+
+BEAT_S = 1.0
+TELL_S = 0.25
+LOCK_S = 0.2
+STDIN = 0
+REMEDIES = {
+    errno.EACCES: "choose a folder that this host's user may write",
+    errno.EROFS: "choose a folder that this host's user may write",
+    errno.ENOSPC: "free space on that host, or choose a folder on a larger disk",
+    errno.EDQUOT: "this user's quota on that host is used up: free some of it, or choose another disk",
+    errno.ENOLCK: "that file system has no locks: choose a folder on another one",
+}
+
+
+class Talk:
+    """The way to the controller; several threads may speak."""
+
+    def __init__(self, marker: str) -> None:
+        self._marker = marker
+        self._lock = threading.Lock()
+        self._told_at = 0.0
+
+    def say(self, word: dict[str, Any]) -> None:
+        """Raises BrokenPipeError where nobody listens any more."""
+        line = f"{self._marker}{json.dumps(word)}{self._marker}\n"
+        with self._lock:
+            sys.stdout.write(line)
+            sys.stdout.flush()
+
+    def mention(self, word: dict[str, Any]) -> None:
+        """What need not be told each time: at most a few words a second."""
+        if time.monotonic() > self._told_at + TELL_S:
+            self._told_at = time.monotonic()
+            self.say(word)
+
+    def beat(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                self.say({"beat": 1})
+                time.sleep(BEAT_S)
+
+
+class Left(Exception):
+    """The controller has left: nobody is there to be told."""
+
+
+def tell(request: dict[str, Any], action: Callable[[dict[str, Any], Talk], dict[str, Any]]) -> None:
+    os.umask(0o077)
+    talk = Talk(request["marker"])
+    threading.Thread(target=talk.beat, daemon=True).start()
+    with contextlib.suppress(BrokenPipeError, Left):
+        talk.say(_outcome(request, action, talk))
+    # Neither waits for threads nor flushes to a reader that has left.
+    os._exit(0)
+
+
+def _outcome(
+    request: dict[str, Any], action: Callable[[dict[str, Any], Talk], dict[str, Any]], talk: Talk
+) -> dict[str, Any]:
+    try:
+        return {"end": action(request, talk)}
+    except Refused as refusal:
+        return {"error": refusal.args[0], "remedy": refusal.args[1]}
+    except BrokenPipeError:
+        raise
+    except (OSError, ValueError) as error:
+        words = f"{error.strerror} ({error.filename})" if isinstance(error, OSError) and error.filename else str(error)
+        return {"error": words, "remedy": REMEDIES.get(getattr(error, "errno", 0), "")}
+
+
+def gone(timeout_s: float) -> bool:
+    """Whether the controller closes our input within this time. It sends nothing while this is asked."""
+    ready, _, _ = select.select([STDIN], [], [], timeout_s)
+    return bool(ready) and not os.read(STDIN, 1)
+
+
+@contextlib.contextmanager
+def alone_at(lock: Path, talk: Talk) -> Iterator[None]:
+    """Holds this lock file; waits, and says so, while another program has it: here, or where this disk is shared."""
+    handle = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        while not try_lock(handle):
+            talk.mention({"waits": 1})
+            if gone(LOCK_S):
+                raise Left
+        yield
+    finally:
+        os.close(handle)
+
+
+def try_lock(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

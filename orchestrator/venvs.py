@@ -1,0 +1,172 @@
+"""Environments on hosts without a fitting torch: which versions go together, and one host after another made ready.
+
+    wanted = choose("2.3.1", None)                      # torch 2.3.1 and torchvision 0.18.1
+    outcomes = set_up(hosts, wanted, envs, show)        # node -> Made, or that host's error
+
+The other end is `remote/environment.py`. Nothing outlives it: leaving ends pip on every host.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, Literal
+
+from orchestrator import grammar
+from orchestrator.call import Host, exchange, understood
+from orchestrator.errors import HostError, ProbeError, UsageError
+from orchestrator.text import one_line
+from orchestrator.transport.fanout import for_each
+
+LIMIT_S = 2 * 3600.0
+"""For one host: torch with its CUDA libraries is 3 GB, which a 10 Mbit/s line brings in 40 minutes."""
+PAIRS = {
+    "2.0.1": "0.15.2",
+    "2.1.0": "0.16.0",
+    "2.1.1": "0.16.1",
+    "2.1.2": "0.16.2",
+    "2.2.0": "0.17.0",
+    "2.2.1": "0.17.1",
+    "2.2.2": "0.17.2",
+    "2.3.0": "0.18.0",
+    "2.3.1": "0.18.1",
+    "2.4.0": "0.19.0",
+    "2.4.1": "0.19.1",
+    "2.5.0": "0.20.0",
+    "2.5.1": "0.20.1",
+    "2.6.0": "0.21.0",
+    "2.7.0": "0.22.0",
+    "2.7.1": "0.22.1",
+    "2.8.0": "0.23.0",
+    "2.9.0": "0.24.0",
+    "2.9.1": "0.24.1",
+    "2.10.0": "0.25.0",
+    "2.11.0": "0.26.0",
+    "2.12.0": "0.27.0",
+    "2.12.1": "0.27.1",
+    "2.13.0": "0.28.0",
+    "2.14.0": "0.29.0",
+    "2.14.1": "0.29.1",
+    "2.15.0": "0.29.2",
+}
+"""torch -> the torchvision that was released with it (torchvision's README and its packages' own metadata)."""
+_VERSION = re.compile(r"\d{1,4}(\.\d{1,4}){1,3}[A-Za-z0-9.]{0,20}(\+[A-Za-z0-9.]{1,20})?")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """any_torch: a host that has a torch of another version is left as it is."""
+
+    torch: str
+    torchvision: str
+    any_torch: bool
+
+    @property
+    def requirements(self) -> tuple[str, ...]:
+        """What pip is to install: both together, or the newer torchvision would replace torch."""
+        packages = (f"torch=={self.torch}", f"torchvision=={self.torchvision}")
+        return (*packages, "numpy<2") if _numbers(self.torch) < (2, 3) else packages  # built before there was a 2
+
+
+@dataclass(frozen=True)
+class Progress:
+    """phase: what the host is at. line: what pip said last."""
+
+    node: str
+    phase: str
+    line: str = ""
+
+
+@dataclass(frozen=True)
+class Made:
+    """state: `own` where the host's own Python has a fitting torch, `kept` where the environment was there, `made`."""
+
+    python: str
+    torch: str
+    torchvision: str
+    state: Literal["own", "kept", "made"]
+
+
+def choose(torch: str | None, torchvision: str | None) -> Wanted:
+    """The pair to install; without a word the one that this machine has, else the newest known.
+
+    Raises UsageError for what is no version, or a torch of which no torchvision is known.
+    """
+    for option, version in (("--torch", torch), ("--torchvision", torchvision)):
+        if version and not _VERSION.fullmatch(version):
+            raise UsageError(f"{option} {version[:40]!r} is no version", "write it like 2.3.1")
+    if torchvision and not torch:
+        torch = next((known for known, vision in reversed(PAIRS.items()) if vision == torchvision), None)
+        if not torch:
+            raise UsageError(f"no torch is known that goes with torchvision {torchvision}", "give --torch as well")
+    if torch and _numbers(torch) < (2, 0, 1):
+        raise UsageError(f"torch {torch} is too old", "2.0.1 is the oldest that runs here")
+    if not torch:
+        return Wanted(*_own_pair(), any_torch=True)
+    torchvision = torchvision or PAIRS.get(torch.partition("+")[0])
+    if not torchvision:
+        known = ", ".join(sorted(PAIRS, key=_numbers, reverse=True)[:6])
+        raise UsageError(
+            f"the torchvision for torch {torch} is not known here", f"give --torchvision; known: {known}, ..."
+        )
+    return Wanted(torch, torchvision, any_torch=False)
+
+
+def _own_pair() -> tuple[str, str]:
+    try:
+        torch, torchvision = (metadata.version(name).partition("+")[0] for name in ("torch", "torchvision"))
+        return torch, torchvision
+    except metadata.PackageNotFoundError:
+        newest = max(PAIRS, key=_numbers)
+        return newest, PAIRS[newest]
+
+
+def set_up(
+    hosts: Mapping[str, Host], wanted: Wanted, envs: Mapping[str, Mapping[str, str]], show: Callable[[Progress], None]
+) -> dict[str, Made | HostError]:
+    """All hosts at once. envs: by node, what pip is to have in its environment. show: called from several threads."""
+    request = {
+        "torch": wanted.torch,
+        "torchvision": wanted.torchvision,
+        "requirements": wanted.requirements,
+        "any_torch": wanted.any_torch,
+        "limit_s": LIMIT_S,
+    }
+
+    def one(host: Host) -> Made:
+        progress = Progress(host.node, "connects")
+        own = {"workdir": host.workdir, "env": dict(envs.get(host.node, {}))}
+        with exchange(host, "environment", {**request, **own}) as words:
+            for word in words:
+                if "end" in word:
+                    end = word["end"]
+                    return understood(host.node, lambda: _made(end))  # noqa: B023
+                if "waits" in word:
+                    progress = Progress(host.node, "waits for another setup")
+                elif "phase" in word:
+                    progress = Progress(host.node, one_line(word["phase"], 40))
+                elif "line" in word:
+                    progress = Progress(host.node, progress.phase, one_line(word["line"], 200))
+                show(progress)
+        raise ProbeError(host.node, "its answer has no end", "try again")
+
+    return for_each(hosts, one, deadline_s=LIMIT_S + 60, workers=max(1, len(hosts)))
+
+
+def _made(end: Mapping[str, str]) -> Made:
+    """Raises ValueError where a host's answer could not be kept and used."""
+    state: Any = end["state"]
+    if state not in ("own", "kept", "made"):
+        raise ValueError(f"state {state!r}")
+    if state != "own" and not end["python"].startswith("/"):
+        raise ValueError("no absolute path")
+    torch, torchvision = end["torch"], end["torchvision"]
+    if not _VERSION.fullmatch(torch) or not _VERSION.fullmatch(torchvision):
+        raise ValueError("no versions")
+    return Made(grammar.program(end["python"]), torch, torchvision, state)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
