@@ -35,7 +35,8 @@ STAGES = ["inventory", "facts", "checks", "probe", "election", "plan", "job", "c
 STAGES += ["controller", "console", "cli.complete", "cli.common", "cli.boards", "cli.clusters", "cli.hosts"]
 STAGES += ["cli.jobs", "cli.results", "cli", "cli.__main__"]
 TORCH_FREE = {"__init__", "__main__", "experiments", "config", "shares", "records", "env", "errors", "interrupt"}
-SHARED = {"experiments", "config", "shares", "records"}
+TORCH_FREE |= {"alpha_beta"}
+SHARED = {"experiments", "config", "shares", "records", "alpha_beta"}
 NOT_PURE = {"socket", "subprocess", "rich", "click", "paramiko", "fabric", "asyncio", "requests", "urllib"}
 
 

@@ -29,7 +29,7 @@ def test_every_experiment_is_a_complete_and_right_set_of_settings(name: str) -> 
     settings = parse_settings(name, {})
     assert dataclasses.asdict(settings) == EXPERIMENTS[name]
     assert settings.exp == name
-    assert Settings(**dataclasses.asdict(settings)) == settings
+    assert type(settings)(**dataclasses.asdict(settings)) == settings
 
 
 def test_pairs_replace_the_experiments_values_with_their_own_types() -> None:
@@ -44,7 +44,7 @@ def test_all_mistakes_are_told_at_once_and_the_nearest_right_name_with_them() ->
     )
     assert len(mistakes) == 9
     text = "\n".join(mistakes)
-    assert "exp: 'mnist_lente' is not one of mnist_lenet, resnet152_cifar; did you mean mnist_lenet?" in text
+    assert "exp: 'mnist_lente' is not one of mnist_lenet, resnet152_cifar, collectives; did you mean mnist_lenet?" in text
     assert "bacth: no such setting; did you mean batch?" in text
     assert "strategy: 'al_reduce' is not one of ddp, allreduce, allreduce_flat, " in text
     assert "did you mean allreduce?" in text

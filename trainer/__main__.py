@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 
 from trainer import interrupt
-from trainer.config import Settings, SettingsError, help_text, parse_arguments
+from trainer.config import AnySettings, CollectiveSettings, SettingsError, help_text, parse_arguments
 from trainer.env import read_rank_info
 from trainer.errors import TrainError
 from trainer.records import MetricsWriter
@@ -29,8 +29,8 @@ def main(arguments: Sequence[str]) -> int:
     return run(settings)
 
 
-def run(settings: Settings) -> int:
-    """Trains; whatever goes wrong is told on standard error and in the last record."""
+def run(settings: AnySettings) -> int:
+    """Trains or measures; whatever goes wrong is told on standard error and in the last record."""
     try:
         info = read_rank_info()
         metrics = MetricsWriter(info.metrics_path)
@@ -39,9 +39,13 @@ def run(settings: Settings) -> int:
         return 1
     interrupt.watch(last_words=lambda: metrics.end("interrupted"))
     try:
-        from trainer.train import train  # torch only now: a usage mistake is answered at once
+        # torch only now: a usage mistake is answered at once
+        if isinstance(settings, CollectiveSettings):
+            from trainer.collectives import measure as work
+        else:
+            from trainer.train import train as work
 
-        train(settings, info, metrics)
+        work(settings, info, metrics)
     except interrupt.Interrupted as signal:
         metrics.end("interrupted", str(signal))
         _say(f"interrupted by {signal}")

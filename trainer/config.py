@@ -1,10 +1,10 @@
-"""The settings of one training run: one flat frozen value, a sentence per field, checked in one place.
+"""The settings of one run: one flat frozen value, a sentence per field, checked in one place.
 
     settings = parse_settings("mnist_lenet", {"batch": "128", "strategy": "allreduce"})
     settings.batch                                                                          128
 
-The same names are used as `--set key=value`, as `python -m trainer --key value`, in records and in reports.
-Imports no torch.
+`Settings` are those of training, `CollectiveSettings` those of measuring collectives. The same names are used as
+`--set key=value`, as `python -m trainer --key value`, in records and in reports. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.experiments import DATA_SETS, EXPERIMENTS, DataSet
+from trainer.alpha_beta import BUS_FACTORS
+from trainer.experiments import DATA_SETS, EXPERIMENTS, TRAINING, DataSet
 from trainer.shares import parse_shares
 from trainer.slow import Slow, parse_slow
 
@@ -54,7 +55,7 @@ def _setting(
 class Settings:
     """Raises SettingsError with every mistake when a value is out of its bounds."""
 
-    exp: str = _setting("The named experiment that gave every value not set here.", choices=EXPERIMENTS)
+    exp: str = _setting("The named experiment that gave every value not set here.", choices=TRAINING)
     model: str = _setting("The network to train.", choices=MODEL_CHANNELS)
     data: str = _setting(
         "The data set. synthetic makes images up, folder reads DATA_DIR/train/CLASS/* and DATA_DIR/val/CLASS/*; both "
@@ -154,10 +155,71 @@ class Settings:
         return min(self.samples or self.data_set.train_samples, self.data_set.train_samples)
 
 
-FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
+@dataclass(frozen=True, kw_only=True)
+class CollectiveSettings:
+    """Raises SettingsError with every mistake when a value is out of its bounds."""
+
+    exp: str = _setting("The named experiment that gave every value not set here.", choices=["collectives"])
+    operations: str = _setting(f"What to measure: all, or some of {', '.join(BUS_FACTORS)}, with commas between.")
+    min_bytes: int = _setting(
+        "The smallest size, rounded down to the same number of elements for each rank.", at_least=4
+    )
+    max_bytes: int = _setting("The largest size.", at_least=4)
+    factor: int = _setting("From one size to the next.", at_least=2)
+    budget_s: float = _setting(
+        "Seconds for all of it; what would take longer is left out, the largest sizes first.", above=0
+    )
+    iterations: int = _setting(
+        "Times that an operation of one size is timed, at most; 3 where it takes long.", at_least=1
+    )
+    dtype: str = _setting("The type of the elements.", choices=["float32", "bfloat16"])
+    device: str = _setting("Where the elements lie; auto is a GPU where there is one.", choices=["auto", "cuda", "cpu"])
+    backend: str = _setting(
+        "What carries them; auto is nccl when every rank has a GPU of its own, else gloo.",
+        choices=["auto", "nccl", "gloo"],
+    )
+    seed: int = _setting("Decides the elements.", at_least=0)
+
+    def __post_init__(self) -> None:
+        mistakes = [text for field in dataclasses.fields(self) for text in _bounds(field, getattr(self, field.name))]
+        unknown = [name for name in self.chosen_operations if name not in BUS_FACTORS]
+        mistakes += [f"operations: {_not_among(name, ['all', *BUS_FACTORS])}" for name in unknown]
+        if self.max_bytes < self.min_bytes:
+            mistakes.append(f"max_bytes: {self.max_bytes} is less than min_bytes, {self.min_bytes}")
+        if mistakes:
+            raise SettingsError(mistakes)
+
+    @property
+    def chosen_operations(self) -> tuple[str, ...]:
+        """Each once, in the order in which they were named."""
+        names = BUS_FACTORS if self.operations == "all" else [name.strip() for name in self.operations.split(",")]
+        return tuple(dict.fromkeys(names))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """In bytes, the smallest first."""
+        found = [self.min_bytes]
+        while found[-1] * self.factor <= self.max_bytes:
+            found.append(found[-1] * self.factor)
+        return tuple(found)
 
 
-def parse_settings(exp: str, pairs: Mapping[str, str]) -> Settings:
+AnySettings = Settings | CollectiveSettings
+
+
+def _kind_of(exp: str) -> type[AnySettings]:
+    return CollectiveSettings if exp == "collectives" else Settings
+
+
+def fields_of(exp: str) -> dict[str, dataclasses.Field[Any]]:
+    """The settings that this experiment has, by name."""
+    return {field.name: field for field in dataclasses.fields(_kind_of(exp))}
+
+
+FIELDS = fields_of(next(iter(TRAINING)))
+
+
+def parse_settings(exp: str, pairs: Mapping[str, str]) -> AnySettings:
     """The experiment's settings with `pairs` (key to text) in place of its own values.
 
     Raises SettingsError listing every mistake; an unknown name is answered with the nearest right one.
@@ -166,18 +228,19 @@ def parse_settings(exp: str, pairs: Mapping[str, str]) -> Settings:
     if exp not in EXPERIMENTS:
         mistakes.append(f"exp: {_not_among(exp, EXPERIMENTS)}")
     values = dict(EXPERIMENTS.get(exp, next(iter(EXPERIMENTS.values()))))
+    fields = fields_of(exp)
     for key, text in pairs.items():
         if key == "exp":
             mistakes.append("exp: is chosen with --exp, not as a setting")
-        elif key not in FIELDS:
-            mistakes.append(f"{key}: no such setting{_nearest(key, FIELDS)}")
+        elif key not in fields:
+            mistakes.append(f"{key}: no such setting{_nearest(key, fields)}")
         else:
             try:
-                values[key] = _convert(FIELDS[key], text)
+                values[key] = _convert(fields[key], text)
             except ValueError as error:
                 mistakes.append(f"{key}: {error}")
     try:
-        settings = Settings(**values)
+        settings = _kind_of(exp)(**values)
     except SettingsError as error:
         mistakes.extend(error.mistakes)
     if mistakes:
@@ -185,7 +248,7 @@ def parse_settings(exp: str, pairs: Mapping[str, str]) -> Settings:
     return settings
 
 
-def parse_arguments(arguments: Sequence[str]) -> Settings:
+def parse_arguments(arguments: Sequence[str]) -> AnySettings:
     """Settings from `--exp NAME --key value` or `--key=value`. Raises SettingsError listing every mistake."""
     pairs: dict[str, str] = {}
     mistakes = []
@@ -226,10 +289,13 @@ def help_text() -> str:
         "example: torchrun --standalone --nproc-per-node 2 -m trainer --exp mnist_lenet --epochs 1",
         "",
     ]
-    for name, field in FIELDS.items():
-        choices = field.metadata["choices"]
-        lines.append(f"  --{name} {'|'.join(choices) if choices else _EXPECTED.get(_kind(field), _kind(field))}")
-        lines.append(f"      {field.metadata['help']}")
+    for title, exp in (("training", next(iter(TRAINING))), ("--exp collectives, which trains nothing", "collectives")):
+        lines += [f"settings of {title}:", ""]
+        for name, field in fields_of(exp).items():
+            choices = field.metadata["choices"]
+            lines.append(f"  --{name} {'|'.join(choices) if choices else _EXPECTED.get(_kind(field), _kind(field))}")
+            lines.append(f"      {field.metadata['help']}")
+        lines.append("")
     return "\n".join(lines)
 
 

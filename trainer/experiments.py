@@ -12,17 +12,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DataSet:
-    """shape: channels, height, width of one image."""
+    """shape: channels, height, width of one image. mean, std: of each channel, in parts of full brightness."""
 
     shape: tuple[int, int, int]
     classes: int
     train_samples: int
     test_samples: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
 
 
 DATA_SETS = {
-    "mnist": DataSet((1, 28, 28), 10, 60_000, 10_000),
-    "cifar10": DataSet((3, 32, 32), 10, 50_000, 10_000),
+    "mnist": DataSet((1, 28, 28), 10, 60_000, 10_000, (0.1307,), (0.3081,)),
+    "cifar10": DataSet((3, 32, 32), 10, 50_000, 10_000, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
 }
 
 _COMMON: dict[str, Any] = {
@@ -48,7 +50,7 @@ _COMMON: dict[str, Any] = {
     "eval_every": 1,
 }
 
-EXPERIMENTS: dict[str, dict[str, Any]] = {
+TRAINING: dict[str, dict[str, Any]] = {
     "mnist_lenet": {
         **_COMMON,
         "exp": "mnist_lenet",
@@ -74,3 +76,21 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
         "weight_decay": 5e-4,
     },
 }
+
+EXPERIMENTS: dict[str, dict[str, Any]] = {
+    **TRAINING,
+    "collectives": {
+        "exp": "collectives",
+        "operations": "all",
+        "min_bytes": 2**10,
+        "max_bytes": 2**28,
+        "factor": 4,
+        "budget_s": 60.0,
+        "iterations": 50,
+        "dtype": "float32",
+        "device": "auto",
+        "backend": "auto",
+        "seed": 0,
+    },
+}
+"""TRAINING, and what measures instead of training."""

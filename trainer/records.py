@@ -13,9 +13,9 @@ A value that JSON cannot hold (NaN, infinity) is written as null. Every line als
 | start | rank, local_rank, world_size | this rank, its number on this host, the number of all ranks |
 | start | device, device_name | `cpu` or `cuda:0`; what the device calls itself |
 | start | torch, nccl, backend | versions (nccl null without GPUs); what carries gradients |
-| start | model, parameters, gradient_bytes | name; trainable parameters; bytes of one whole gradient |
-| start | batch_per_rank | this rank's share of a full batch |
-| start | steps | updates of the whole run |
+| start | model, parameters, gradient_bytes | name; trainable parameters; bytes of a gradient; null: no training |
+| start | batch_per_rank | this rank's share of a full batch; null: no training |
+| start | steps | updates, or measurements, of the whole run |
 | start | paced | does this rank stand in for a GPU that is not there? |
 | start | settings | every setting, as `config.Settings` names them |
 | step | step, epoch | number of this update over the whole run; the epoch it belongs to |
@@ -32,6 +32,10 @@ A value that JSON cannot hold (NaN, infinity) is written as null. Every line als
 | eval | epoch, step | after which epoch and update |
 | eval | samples, accuracy, per_class, loss | exact test samples over ALL ranks; 0..1; 0..1 or null each; mean loss |
 | eval | eval_s | duration |
+| collective | step, operation, bytes | number of this measurement; what was measured; bytes of the whole array |
+| collective | iterations, time_ms | times measured; median of each one's slowest rank; or 0 and null |
+| collective | algbw_gbps, busbw_gbps | decimal Gbit/s, as nccl-tests defines them (see `alpha_beta`) |
+| collective | error | why it was not measured, or null |
 | end | status | `succeeded`, `failed` or `interrupted` |
 | end | message | one line of what failed, or null |
 | end | total_s | since the start of the process |
@@ -73,6 +77,7 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     ),
     "epoch": ("epoch", "steps", "samples", "loss", "epoch_s"),
     "eval": ("epoch", "step", "samples", "accuracy", "per_class", "loss", "eval_s"),
+    "collective": ("step", "operation", "bytes", "iterations", "time_ms", "algbw_gbps", "busbw_gbps", "error"),
     "end": ("status", "message", "total_s", "peak_memory_bytes", "lateness", "valid", "dropped"),
 }
 

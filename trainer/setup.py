@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 from trainer import ranks
 from trainer.anatomy import dissect
-from trainer.config import Settings
+from trainer.config import AnySettings, Settings
 from trainer.console import Console
 from trainer.data import open_data, prepare, train_loader
 from trainer.env import RankInfo
@@ -168,8 +168,9 @@ def check_batch_norm(model: nn.Module, stream: SampleStream) -> None:
 
 
 def start_fields(
-    settings: Settings, info: RankInfo, device: torch.device, group: dist.ProcessGroup, model: nn.Module
+    settings: AnySettings, info: RankInfo, device: torch.device, group: dist.ProcessGroup, model: nn.Module | None
 ) -> dict[str, Any]:
+    """model: None where nothing is trained, and so nothing is paced."""
     on_gpu = device.type == "cuda"
     nccl = torch.cuda.nccl.version() if on_gpu else None
     return {
@@ -184,10 +185,10 @@ def start_fields(
         "torch": torch.__version__,
         "nccl": ".".join(map(str, nccl)) if nccl else None,
         "backend": dist.get_backend(group),
-        "model": settings.model,
-        "parameters": sum(parameter.numel() for parameter in trainable(model)),
-        "gradient_bytes": gradient_bytes(model),
-        "paced": info.pace is not None,
+        "model": settings.model if model else None,
+        "parameters": sum(parameter.numel() for parameter in trainable(model)) if model else None,
+        "gradient_bytes": gradient_bytes(model) if model else None,
+        "paced": info.pace is not None and model is not None,
         "settings": dataclasses.asdict(settings),
     }
 
