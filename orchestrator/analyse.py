@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from orchestrator.collectives import measures_collectives, not_measured, read_collectives, unpaced
 from orchestrator.errors import OrchError
 from orchestrator.events import Events, MetricsFile, count, number, read_events, text
 from orchestrator.files import write_json
@@ -42,6 +43,8 @@ def analyse(run: RunFolder, solo: Mapping[str, float] | None = None) -> Summary:
     to read; what else is absent or damaged is told in the summary's `missing` and `warnings`.
     """
     plan = _read_record(run.plan, LaunchPlan)
+    if measures_collectives(plan):
+        plan = unpaced(plan)
     missing: list[str] = []
     job: JobRecord | None = None
     try:
@@ -96,6 +99,7 @@ def _summarise(
     efficiency, basis = _efficiency(speed, nodes) if whole else (None, None)
     first_start = next(iter(starts.values()), {})
     paced = any(node.paced for node in nodes)
+    collectives = read_collectives(events, plan) if measures_collectives(plan) else None
     evaluation = {} if paced else next(iter(events.latest("eval").values()), {})
     return Summary(
         schema=SCHEMA,
@@ -117,7 +121,7 @@ def _summarise(
         by_gpu=_by_gpu(nodes, plan, figures),
         straggler=find_straggler(plan, figures) if whole else None,
         bound=find_bound(plan, figures) if whole else None,
-        missing=(*missing, *_missing(plan, events, figures)),
+        missing=(*missing, *_missing(plan, events, figures), *(not_measured(collectives) if collectives else ())),
         warnings=tuple(_warnings(plan, events, figures, nodes)),
         first_failure=_cleaned(job.first_failure) if job and job.first_failure else None,
         metrics=len(events.absent) < plan.world_size,
@@ -131,6 +135,7 @@ def _summarise(
         accuracy=_ratio(evaluation.get("accuracy")),
         accuracy_per_class=_per_class(evaluation.get("per_class")),
         loss=None if paced else figures.loss,
+        collectives=collectives,
     )
 
 
@@ -233,7 +238,7 @@ def _missing(plan: LaunchPlan, events: Events, figures: Figures) -> Iterable[str
         for rank in node.rank_numbers:
             if rank in events.absent:
                 yield f"{node.name}: no metrics of rank {rank} ({events.absent[rank]})."
-            elif rank not in figures.reported:
+            elif rank not in figures.reported and not measures_collectives(plan):
                 yield f"{node.name}: rank {rank} reported no step."
     if figures.reported and len(figures.reported) < plan.world_size:
         yield (

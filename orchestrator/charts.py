@@ -1,4 +1,4 @@
-"""Pictures of a run: `throughput.png`, each host's speed in the cluster beside its speed alone.
+"""Pictures of a run: `throughput.png`, each host's speed in the cluster beside its speed alone, or the network's speed.
 
 Takes a `Summary`, writes one PNG. matplotlib is imported only when a picture is drawn.
 
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.files import write_atomic
-from orchestrator.summary import NodeSummary, Summary
+from orchestrator.summary import Collectives, NodeSummary, Summary
+from orchestrator.units import format_bytes
 
 # Okabe and Ito's palette, told apart by every common form of colour vision; the hatch keeps them apart on paper.
 _SERIES = (
@@ -24,11 +25,13 @@ _SERIES = (
     ("solo_samples_per_s", "measured alone", "#009E73", ".."),
 )
 _INK = "#222222"
+_LINES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#999999", "#000000", "#B8A800")
+_MARKERS = ("o", "s", "^", "v", "D", "P", "X", "*", "<")
 
 
 def draw_throughput(summary: Summary, path: Path) -> bool:
-    """Writes the chart and returns True; where no host has a speed, removes an older chart and returns False."""
-    if not any(node.samples_per_s for node in summary.nodes):
+    """Writes the chart and returns True; where there is no speed to show, removes an older chart, returns False."""
+    if not any(node.samples_per_s for node in summary.nodes) and not (summary.collectives or Collectives()).operations:
         path.unlink(missing_ok=True)
         return False
     content = io.BytesIO()
@@ -36,7 +39,8 @@ def draw_throughput(summary: Summary, path: Path) -> bool:
         # A host may be named in a script that the font has no glyphs for: boxes are drawn, and that is enough.
         warnings.filterwarnings("ignore", message="Glyph .* missing", category=UserWarning)
         with _plain_settings():
-            _figure(summary).savefig(content, format="png", dpi=144)
+            draw = _figure_of_network if summary.collectives else _figure
+            draw(summary).savefig(content, format="png", dpi=144)
     write_atomic(path, content.getvalue())
     return True
 
@@ -79,6 +83,43 @@ def _figure(summary: Summary) -> Any:
     axes.grid(axis="x", color="#dddddd", linewidth=0.8)
     axes.set_axisbelow(True)
     figure.legend(loc="outside lower center", ncols=len(series), frameon=False, fontsize=9)
+    return figure
+
+
+def _figure_of_network(summary: Summary) -> Any:
+    """Bus bandwidth over size, a line an operation; the declared bandwidth is as high as a line can come."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    found = summary.collectives or Collectives()
+    figure = Figure(figsize=(8.6, 5.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for index, operation in enumerate(found.operations):
+        times = [each for each in found.times if each.operation == operation.operation and each.busbw_gbps]
+        axes.plot(
+            [each.bytes for each in times],
+            [each.busbw_gbps or 0.0 for each in times],
+            label=operation.operation,
+            color=_LINES[index % len(_LINES)],
+            marker=_MARKERS[index % len(_MARKERS)],
+            markersize=5,
+            linewidth=1.4,
+        )
+    if found.declared_gbps:
+        axes.axhline(found.declared_gbps, color=_INK, linestyle="--", linewidth=1.2, label="declared")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    sizes = sorted({each.bytes for each in found.times})[:: max(1, len(found.times) // 100)]
+    axes.set_xticks(sizes, [format_bytes(size) for size in sizes], rotation=30, ha="right", fontsize=9)
+    axes.minorticks_off()
+    axes.set_xlabel("bytes of the whole array")
+    axes.set_ylabel("bus bandwidth, Gbit/s")
+    axes.set_title(f"{_short(summary.experiment)} · {summary.world_size} ranks", loc="left", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="#dddddd", linewidth=0.8)
+    axes.set_axisbelow(True)
+    figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     return figure
 
 

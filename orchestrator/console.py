@@ -29,7 +29,7 @@ from orchestrator.lines import Line
 from orchestrator.live import Progress, Row
 from orchestrator.records import FirstFailure, JobRecord, LaunchPlan
 from orchestrator.store import Cluster
-from orchestrator.summary import Summary
+from orchestrator.summary import Collectives, Summary
 from orchestrator.text import clean_lines, one_line
 from orchestrator.units import format_bandwidth, format_bytes
 
@@ -361,6 +361,29 @@ def _short(value: float | None) -> str:
 
 def print_summary(summary: Summary) -> None:
     """The comparison of the hosts, and what it comes to."""
+    if summary.collectives:
+        _print_network(summary.collectives)
+    else:
+        _print_hosts(summary)
+    if summary.first_failure:
+        put(failure_words(summary.first_failure))
+    for sentence in (*summary.missing, *summary.warnings):
+        warn(sentence)
+
+
+def _print_network(found: Collectives) -> None:
+    """A line an operation: what a small call costs, how fast a large one is, and the line between."""
+    columns = ["operation", "size", "µs", "size", "bus Gbps", "of declared", "alpha µs", "beta Gbps", "off by at most"]
+    rows = []
+    for each in found.operations:
+        ends = format_bytes(each.smallest_bytes), _figure(each.latency_us), format_bytes(each.largest_bytes)
+        line = _percent(each.of_declared), _figure(each.alpha_us), _figure(each.beta_gbps), _percent(each.worst_error)
+        rows.append((each.operation, *ends, _figure(each.busbw_gbps), *line))
+    declared = f", declared {_figure(found.declared_gbps)} Gbps" if found.declared_gbps else ""
+    out.print(_table(f"collectives{declared}", columns, rows, right_from=1))
+
+
+def _print_hosts(summary: Summary) -> None:
     columns = (
         "node",
         "GPU",
@@ -399,10 +422,6 @@ def print_summary(summary: Summary) -> None:
         put(f"straggler: {summary.straggler.node} — {summary.straggler.reason}")
     if summary.accuracy is not None:
         out.print(f"test accuracy: {summary.accuracy:.2%}")
-    if summary.first_failure:
-        put(failure_words(summary.first_failure))
-    for sentence in (*summary.missing, *summary.warnings):
-        warn(sentence)
 
 
 def print_answers(answers: Mapping[str, Any], words: Any) -> None:

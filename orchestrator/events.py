@@ -69,6 +69,13 @@ class Events:
         ).fetchall()
         return {rank: content for rank, text in rows if (content := _parse_object(text)) is not None}
 
+    def of_rank(self, rank: int, event: str, limit: int) -> list[dict[str, Any]]:
+        """The first events of this name in the rank's file, in their order."""
+        rows = self.connection.execute(
+            "SELECT content FROM others WHERE rank = ? AND event = ? ORDER BY line LIMIT ?", [rank, event, limit]
+        ).fetchall()
+        return [content for (text,) in rows if (content := _parse_object(text)) is not None]
+
 
 @contextlib.contextmanager
 def read_events(files: Sequence[MetricsFile]) -> Iterator[Events]:
@@ -208,7 +215,7 @@ WITH texts AS (
     FROM read_ndjson_objects($3, ignore_errors = true, maximum_object_size = {2 * LINE_LIMIT})),
 numbers AS (SELECT *, {_CASTS} FROM texts)
 SELECT $1, $2, line, event, event = 'step' AND ({_refusals()}),
-       CASE WHEN event IN ('start', 'epoch', 'eval', 'end') THEN json::VARCHAR END, {", ".join(_NUMBERS)}
+       CASE WHEN event IN ('start', 'epoch', 'eval', 'collective', 'end') THEN json::VARCHAR END, {", ".join(_NUMBERS)}
 FROM numbers
 """  # noqa: S608 - names of our own
 

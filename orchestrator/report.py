@@ -22,7 +22,7 @@ from orchestrator.charts import draw_throughput
 from orchestrator.files import write_atomic
 from orchestrator.paths import RunFolder
 from orchestrator.published import conditions, published_for
-from orchestrator.summary import NodeSummary, RankEnd, Summary
+from orchestrator.summary import Collectives, CollectiveTime, NodeSummary, RankEnd, Summary
 from orchestrator.text import clean, clean_lines, one_line
 from orchestrator.units import format_bandwidth, format_bytes, format_duration
 
@@ -88,6 +88,8 @@ def headline(summary: Summary) -> str:
     failure = summary.first_failure
     if failure is not None and summary.state != "succeeded":
         return f"The job {summary.state}: {_where(failure.node, failure.rank)}: {failure.reason}"
+    if summary.collectives:
+        return _network_headline(summary, summary.collectives)
     if not summary.metrics:
         return f"The job {summary.state}; it wrote no metrics."
     if summary.samples_per_s is None:
@@ -101,6 +103,24 @@ def headline(summary: Summary) -> str:
     if len(summary.nodes) == 1:
         return f"{work} at {speed}, {summary.efficiency:.2f} of its speed alone."
     return f"{work}; the cluster ran at {summary.efficiency:.2f} of the sum of its parts."
+
+
+def _network_headline(summary: Summary, found: Collectives) -> str:
+    best = found.operation("all_reduce") or next(iter(found.operations), None)
+    if best is None:
+        return f"The job {summary.state}; no collective could be measured."
+    reached = f"{best.operation} of {format_bytes(best.largest_bytes)} ran at {figure(best.busbw_gbps)} Gbps"
+    if best.of_declared is None or found.declared_gbps is None:
+        return f"{reached} of bus bandwidth."
+    return f"{reached} of bus bandwidth, {best.of_declared:.2f} of the declared {figure(found.declared_gbps)} Gbps."
+
+
+def _times_by_size(found: Collectives) -> dict[int, dict[str, CollectiveTime]]:
+    """By bytes and operation, the smallest size first."""
+    table: dict[int, dict[str, CollectiveTime]] = {}
+    for time in sorted(found.times, key=lambda time: time.bytes):
+        table.setdefault(time.bytes, {})[time.operation] = time
+    return table
 
 
 def _who_did_the_work(summary: Summary) -> str:
@@ -195,6 +215,7 @@ def _environment() -> Environment:
         "how": _how,
         "ratio": _or_nothing("{:.2f}".format),
         "part_shares": _part_shares,
+        "times_by_size": _times_by_size,
         "size": _or_nothing(format_bytes),
         "bandwidth": _or_nothing(format_bandwidth),
         "duration": _or_nothing(format_duration),

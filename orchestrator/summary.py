@@ -124,6 +124,51 @@ class Bound(Record):
         }[self.part]
 
 
+class CollectiveTime(Record):
+    """How long one operation took for one size. No time: `error` says why."""
+
+    operation: str
+    bytes: int
+    """Of the whole array."""
+    iterations: int = 0
+    time_ms: float | None = None
+    """Median of what the slowest rank needed."""
+    algbw_gbps: float | None = None
+    busbw_gbps: float | None = None
+    error: Text | None = None
+
+
+class CollectiveOperation(Record):
+    """One operation over all its sizes: what was measured at both ends, and time = alpha + bytes / beta between."""
+
+    operation: str
+    smallest_bytes: int
+    latency_us: float
+    """Of the smallest size."""
+    largest_bytes: int
+    busbw_gbps: float
+    """Of the largest size."""
+    of_declared: float | None = None
+    """busbw_gbps as a part of the slowest host's declared bandwidth."""
+    alpha_us: float | None = None
+    beta_gbps: float | None = None
+    """Algorithm bandwidth; None where time does not grow with bytes."""
+    worst_error: float | None = None
+    """The largest distance of a measured time from the line, as a part of that time."""
+
+
+class Collectives(Record):
+    """What a run that measures the network found."""
+
+    declared_gbps: float | None = None
+    """Bandwidth of the slowest host, as the inventory says; None within one host."""
+    times: tuple[CollectiveTime, ...] = ()
+    operations: tuple[CollectiveOperation, ...] = ()
+
+    def operation(self, name: str) -> CollectiveOperation | None:
+        return next((each for each in self.operations if each.operation == name), None)
+
+
 class Summary(Record):
     """One run in figures; `summary.json` holds exactly this."""
 
@@ -168,6 +213,8 @@ class Summary(Record):
     accuracy_per_class: dict[str, float] = Field(default_factory=dict)
     loss: float | None = None
     """Of the last step that every rank reported, each rank counted by its samples; None when paced."""
+    collectives: Collectives | None = None
+    """Of a run that measured the network and trained nothing."""
 
     @property
     def paced(self) -> bool:

@@ -22,6 +22,7 @@ PURE = [
     "report",
     "charts",
     "published",
+    "collectives",
     "frames",
     "lines",
     "live",

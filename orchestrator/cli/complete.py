@@ -48,12 +48,13 @@ def torch_versions(context: click.Context, parameter: click.Parameter, begun: st
 
 def setting_pairs(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
     """`KEY=`, then the values of a key that has a choice."""
-    from trainer.config import FIELDS
+    from trainer.config import fields_of
 
+    fields = fields_of(context.params.get("exp") or "")
     key, equals, value = begun.partition("=")
     if not equals:
-        return [f"{name}=" for name in _fitting([name for name in FIELDS if name != "exp"], key)]
-    choices = FIELDS[key].metadata["choices"] if key in FIELDS else ()
+        return [f"{name}=" for name in _fitting([name for name in fields if name != "exp"], key)]
+    choices = fields[key].metadata["choices"] if key in fields else ()
     return [f"{key}={choice}" for choice in _fitting(list(choices), value)]
 
 
