@@ -1,7 +1,10 @@
-"""Models and data: the right sizes, real file formats, and one clear line where data are absent."""
+"""Models and data: the right sizes, real file formats, the same samples from both loaders, and one clear line where
+data are absent.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import hashlib
 import io
@@ -9,6 +12,7 @@ import os
 import pickle
 import struct
 import tarfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +22,19 @@ pytest.importorskip("torch")
 pytest.importorskip("torchvision")
 import torch
 from torchvision.datasets import CIFAR10
+from torchvision.transforms.functional import pil_to_tensor
 
-from trainer import data
+from trainer import fetch, loading, ranks
 from trainer.config import Settings, parse_settings
+from trainer.data import find_facts, open_data, whole
+from trainer.env import read_rank_info
 from trainer.errors import TrainError
+from trainer.experiments import DataSet
 from trainer.models import build_model, gradient_bytes, has_batch_norm, trainable
 from trainer.stream import RankBatches, SampleStream
 
 CPU = torch.device("cpu")
+ALONE = read_rank_info({})
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +46,35 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def settings_for(exp: str, folder: Path, **pairs: str) -> Settings:
     return parse_settings(exp, {"data_dir": str(folder), "num_workers": "0", **pairs})
+
+
+def facts_of(settings: Settings, train: int, test: int) -> DataSet:
+    return dataclasses.replace(find_facts(settings)[0], train_samples=train, test_samples=test)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A group of this process, which opening the data asks whether all ranks fare well."""
+    ranks.join(ALONE, "gloo", CPU)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def epochs_of(settings: Settings, facts: DataSet, shares: Sequence[int], rank: int, epochs: int = 2) -> list[Any]:
+    """All batches of a rank, and its test batches."""
+    order = RankBatches(SampleStream(facts.train_samples, sum(shares), shares, settings.seed), rank)
+    batches, test_batches = loading.open_batches(settings, facts, order, ALONE, CPU)
+    found = []
+    for order.epoch in range(epochs):
+        found += list(batches)
+    return [*found, *test_batches()]
+
+
+def assert_same(batches: list[Any], others: list[Any]) -> None:
+    assert len(batches) == len(others)
+    for (images, labels), (other_images, other_labels) in zip(batches, others, strict=True):
+        assert torch.equal(images, other_images)
+        assert torch.equal(labels, other_labels)
 
 
 @pytest.mark.parametrize(
@@ -59,18 +97,28 @@ def test_models_have_their_known_number_of_parameters(name: str, shape: Any, par
 
 def test_synthetic_data_follow_from_seed_and_index_alone(tmp_path: Path) -> None:
     settings = settings_for("mnist_lenet", tmp_path, data="synthetic")
-    data.prepare(settings)
-    train, test = data.open_data(settings)
-    again, _ = data.open_data(settings)
-    image, label = train[0, 7]
-    assert (tuple(image.shape), label) == ((1, 28, 28), 7)
-    assert torch.equal(image, again[3, 7][0])
-    assert not torch.equal(image, train[0, 17][0])
-    assert not torch.equal(image, test[7][0])
-    other, _ = data.open_data(settings_for("mnist_lenet", tmp_path, data="synthetic", seed="1"))
-    assert not torch.equal(image, other[0, 7][0])
-    assert len(test) == 10_000
+    fetch.prepare(settings)
+    facts, _ = find_facts(settings)
+    train, test = open_data(settings, facts)
+    pixels, labels = whole(train, 40)
+    assert (pixels.shape, pixels.dtype, len(test)) == ((40, 1, 28, 28), torch.uint8, 10_000)
+    assert labels.tolist() == list(range(10)) * 4
+    image, label = train[17]
+    assert label == 7
+    assert torch.equal(pil_to_tensor(image), pixels[17])
+    assert not torch.equal(pixels[7], pixels[17])
+    assert not torch.equal(pixels[7], pil_to_tensor(test[7][0]))
+    other, _ = open_data(settings_for("mnist_lenet", tmp_path, data="synthetic", seed="1"), facts)
+    assert not torch.equal(pixels[7], pil_to_tensor(other[7][0]))
     assert not list(tmp_path.iterdir())
+
+
+def test_synthetic_classes_can_be_told_apart(tmp_path: Path) -> None:
+    settings = settings_for("resnet152_cifar", tmp_path, data="synthetic")
+    pixels, labels = (part for part in whole(open_data(settings, find_facts(settings)[0])[0], 200))
+    means = torch.stack([pixels[labels == label].double().mean(0) for label in range(10)])
+    nearest = torch.cdist(pixels.double().flatten(1), means.flatten(1)).argmin(1)
+    assert (nearest == labels).double().mean() > 0.95
 
 
 def make_cifar_archive(folder: Path, monkeypatch: pytest.MonkeyPatch, samples: int = 4) -> None:
@@ -93,20 +141,17 @@ def make_cifar_archive(folder: Path, monkeypatch: pytest.MonkeyPatch, samples: i
     monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": md5["batches.meta"]})
 
 
-def test_cifar_is_unpacked_from_its_archive_and_augmented_by_seed_epoch_and_index(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cifar_is_unpacked_from_its_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_cifar_archive(tmp_path, monkeypatch)
     settings = settings_for("resnet152_cifar", tmp_path)
-    data.prepare(settings)
-    train, test = data.open_data(settings)
-    assert (len(train.samples), len(test)) == (20, 4)
-    image, label = train[0, 5]
-    assert (tuple(image.shape), label) == ((3, 32, 32), 1)
-    torch.rand(1)  # whatever else draws from the generator
-    assert torch.equal(image, train[0, 5][0])
-    assert any(not torch.equal(image, train[epoch, 5][0]) for epoch in range(1, 4))
-    assert torch.equal(test[0][0], test[0][0])
+    fetch.prepare(settings)
+    train, test = open_data(settings, find_facts(settings)[0])
+    assert (len(train), len(test)) == (20, 4)
+    pixels, labels = whole(train, 20)
+    for index in (0, 5, 19):
+        image, label = train[index]
+        assert torch.equal(pil_to_tensor(image), pixels[index])
+        assert label == labels[index]
 
 
 def test_a_damaged_cifar_archive_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,34 +159,37 @@ def test_a_damaged_cifar_archive_is_not_used(tmp_path: Path, monkeypatch: pytest
     archive = tmp_path / CIFAR10.filename
     archive.write_bytes(archive.read_bytes()[:-100])
     with pytest.raises(TrainError, match=f"no cifar10 data in {tmp_path}"):
-        data.prepare(settings_for("resnet152_cifar", tmp_path))
+        fetch.prepare(settings_for("resnet152_cifar", tmp_path))
     assert not (tmp_path / CIFAR10.base_folder).exists()
 
 
-def test_loading_processes_change_nothing_about_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("augment", ["none", "affine", "crop_flip"])
+def test_both_loaders_and_any_number_of_processes_give_the_same_floats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: None, augment: str
+) -> None:
     make_cifar_archive(tmp_path, monkeypatch)
-    stream = SampleStream(size=20, batch=8, shares=(8,), seed=0)
-    batches_of = {}
-    for workers in ("0", "2"):
-        settings = settings_for("resnet152_cifar", tmp_path, num_workers=workers)
-        data.prepare(settings)
-        loader = data.train_loader(data.open_data(settings)[0], RankBatches(stream, 0), settings, CPU)
-        epochs = []
-        for epoch in range(2):
-            loader.batch_sampler.epoch = epoch
-            epochs += list(loader)
-        batches_of[workers] = epochs
-    assert [len(labels) for _, labels in batches_of["0"]] == [8, 8, 4] * 2
-    for (images, labels), (others, other_labels) in zip(batches_of["0"], batches_of["2"], strict=True):
-        assert torch.equal(images, others)
-        assert torch.equal(labels, other_labels)
+    found = {}
+    for loader, processes in (("resident", "0"), ("workers", "0"), ("workers", "2")):
+        if processes != "0" and augment != "affine":
+            continue
+        settings = settings_for("resnet152_cifar", tmp_path, augment=augment, loader=loader, num_workers=processes)
+        found[loader, processes] = epochs_of(settings, facts_of(settings, 20, 4), shares=(8,), rank=0)
+    batches = found.pop(("resident", "0"))
+    assert [len(labels) for _, labels in batches] == [8, 8, 4, 8, 8, 4, 4]
+    assert not torch.equal(batches[0][0], batches[3][0])
+    for others in found.values():
+        assert_same(batches, others)
 
 
-def test_a_rank_without_samples_gets_an_empty_batch(tmp_path: Path) -> None:
-    settings = settings_for("mnist_lenet", tmp_path, data="synthetic")
-    stream = SampleStream(size=4, batch=2, shares=(2, 0), seed=0)
-    loader = data.train_loader(data.open_data(settings)[0], RankBatches(stream, 1), settings, CPU)
-    assert [(tuple(images.shape), len(labels)) for images, labels in loader] == [((0, 1, 28, 28), 0)] * 2
+@pytest.mark.parametrize("loader", ["resident", "workers"])
+def test_a_sample_looks_the_same_on_whichever_rank_it_lands(tmp_path: Path, alone: None, loader: str) -> None:
+    settings = settings_for("mnist_lenet", tmp_path, data="synthetic", loader=loader)
+    facts = facts_of(settings, 21, 0)
+    (*whole_batches,) = epochs_of(settings, facts, shares=(8,), rank=0)
+    parts = [epochs_of(settings, facts, shares=(3, 0, 5), rank=rank) for rank in range(3)]
+    assert {tuple(images.shape) for images, _ in parts[1]} == {(0, 1, 28, 28)}
+    together = [tuple(map(torch.cat, zip(*batches, strict=True))) for batches in zip(*parts, strict=True)]
+    assert_same(whole_batches, together)
 
 
 def make_mnist_archives(raw: Path, monkeypatch: pytest.MonkeyPatch, samples: int = 3) -> None:
@@ -149,19 +197,22 @@ def make_mnist_archives(raw: Path, monkeypatch: pytest.MonkeyPatch, samples: int
     raw.mkdir(parents=True)
     images = struct.pack(">4i", 2051, samples, 28, 28) + bytes(range(196)) * 4 * samples
     labels = struct.pack(">2i", 2049, samples) + bytes(range(samples))
-    files = {name: images if "images" in name else labels for name in data._MNIST_MD5}
+    files = {name: images if "images" in name else labels for name in fetch._MNIST_MD5}
     for name, content in files.items():
         (raw / f"{name}.gz").write_bytes(gzip.compress(content))
-    monkeypatch.setattr(data, "_MNIST_MD5", {name: hashlib.md5(files[name]).hexdigest() for name in files})
+    monkeypatch.setattr(fetch, "_MNIST_MD5", {name: hashlib.md5(files[name]).hexdigest() for name in files})
 
 
 def test_mnist_is_unpacked_from_archives_packed_by_anyone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_mnist_archives(tmp_path / "MNIST" / "raw", monkeypatch)
     settings = settings_for("mnist_lenet", tmp_path)
-    data.prepare(settings)
-    train, test = data.open_data(settings)
-    assert (len(train.samples), len(test)) == (3, 3)
-    assert train[0, 2][1] == 2
+    fetch.prepare(settings)
+    train, test = open_data(settings, find_facts(settings)[0])
+    assert (len(train), len(test)) == (3, 3)
+    assert train[2][1] == 2
+    pixels, labels = whole(train, 2)
+    assert torch.equal(pil_to_tensor(train[1][0]), pixels[1])
+    assert (pixels.shape, labels.tolist()) == ((2, 1, 28, 28), [0, 1])
     assert not list((tmp_path / "MNIST" / "raw").glob(".*"))
 
 
@@ -170,7 +221,7 @@ def test_archives_that_are_not_mnist_are_refused_by_name(tmp_path: Path, monkeyp
     make_mnist_archives(raw, monkeypatch)
     (raw / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(b"something else"))
     with pytest.raises(TrainError, match=r"t10k-labels-idx1-ubyte\.gz is damaged, or is not MNIST"):
-        data.prepare(settings_for("mnist_lenet", tmp_path))
+        fetch.prepare(settings_for("mnist_lenet", tmp_path))
 
 
 def test_a_truncated_archive_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +230,7 @@ def test_a_truncated_archive_is_told_in_one_line(tmp_path: Path, monkeypatch: py
     archive = raw / "train-images-idx3-ubyte.gz"
     archive.write_bytes(archive.read_bytes()[:40])
     with pytest.raises(TrainError, match="cannot get mnist into") as caught:
-        data.prepare(settings_for("mnist_lenet", tmp_path))
+        fetch.prepare(settings_for("mnist_lenet", tmp_path))
     assert "\n" not in str(caught.value)
 
 
@@ -187,17 +238,17 @@ def test_unpacked_files_that_do_not_load_are_told_in_one_line(tmp_path: Path, mo
     raw = tmp_path / "MNIST" / "raw"
     make_mnist_archives(raw, monkeypatch)
     settings = settings_for("mnist_lenet", tmp_path)
-    data.prepare(settings)
+    fetch.prepare(settings)
     (raw / "train-images-idx3-ubyte").write_bytes(b"")
     with pytest.raises(TrainError, match="delete them there and start again"):
-        data.open_data(settings)
+        open_data(settings, find_facts(settings)[0])
 
 
 @pytest.mark.parametrize("exp", ["mnist_lenet", "resnet152_cifar"])
 def test_absent_data_are_one_line_with_the_folder_and_the_way_out(exp: str, tmp_path: Path) -> None:
     folder = tmp_path / "nowhere"
     with pytest.raises(TrainError) as caught:
-        data.prepare(settings_for(exp, folder))
+        fetch.prepare(settings_for(exp, folder))
     message = str(caught.value)
     assert "\n" not in message
     for part in (str(folder), "--data_dir", "--set data_dir=", "data=synthetic"):
@@ -207,7 +258,7 @@ def test_absent_data_are_one_line_with_the_folder_and_the_way_out(exp: str, tmp_
 
 def test_a_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert data.folder(parse_settings("mnist_lenet", {})) == tmp_path / "data"
+    assert fetch.folder(parse_settings("mnist_lenet", {})) == tmp_path / "data"
 
 
 def test_archives_that_cannot_be_unpacked_are_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,4 +266,34 @@ def test_archives_that_cannot_be_unpacked_are_told_in_one_line(tmp_path: Path, m
     make_mnist_archives(raw, monkeypatch)
     (raw / f".train-images-idx3-ubyte.{os.getpid()}").mkdir()  # in the way of the file, for root as well
     with pytest.raises(TrainError, match="a folder that this user may write"):
-        data.prepare(settings_for("mnist_lenet", tmp_path))
+        fetch.prepare(settings_for("mnist_lenet", tmp_path))
+
+
+# ---- which loader -------------------------------------------------------------------------------------------------
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, loader: str, free: int, ranks_here: int = 1) -> str:
+    """The loader of MNIST, which takes 55 MB, where so many bytes are free."""
+    monkeypatch.setattr(loading, "free_bytes", lambda device: free)
+    settings = parse_settings("mnist_lenet", {"loader": loader})
+    info = read_rank_info({"LOCAL_WORLD_SIZE": str(ranks_here)})
+    return loading.choose_loader(settings, find_facts(settings)[0], info, CPU).loader
+
+
+def test_a_set_is_resident_where_all_ranks_copies_take_a_quarter_of_the_free_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert chosen(monkeypatch, "auto", 10**9) == "resident"
+    assert chosen(monkeypatch, "auto", 10**9, ranks_here=5) == "workers"
+    assert chosen(monkeypatch, "auto", 10**8) == "workers"
+    assert chosen(monkeypatch, "resident", 10**8) == "resident"
+    assert chosen(monkeypatch, "workers", 10**12) == "workers"
+
+
+def test_a_resident_set_that_cannot_fit_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TrainError, match=r"takes 0\.1 GiB on cpu, and 0\.0 GiB are free: use loader=workers"):
+        chosen(monkeypatch, "resident", 10**7)
+
+
+def test_the_free_memory_of_this_host_is_found() -> None:
+    assert 10**7 < loading.free_bytes(CPU) < 10**14

@@ -25,9 +25,10 @@ import torch
 from trainer.config import parse_settings
 from trainer.env import read_rank_info
 from trainer.errors import TrainError
+from trainer.loading import loader_processes
 from trainer.models import build_model
 from trainer.records import EVENT_FIELDS
-from trainer.setup import check_batch_norm, loader_processes
+from trainer.setup import check_batch_norm
 from trainer.stream import SampleStream
 
 ROOT = Path(__file__).parents[1]

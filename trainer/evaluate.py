@@ -1,24 +1,21 @@
 """Loss and accuracy on the test data: every sample exactly once, whatever the number of ranks.
 
-result = evaluate(model, test, settings, info, device)
+result = evaluate(model, test_batches(), classes, device)
 result.accuracy, result.per_class, result.samples
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, Dataset, Subset
 
-from trainer.config import Settings
-from trainer.env import RankInfo
 from trainer.models import running_statistics
 from trainer.ranks import sum_over_ranks
-from trainer.shares import equal_shares
 
 
 @dataclass(frozen=True)
@@ -48,22 +45,21 @@ def average_running_statistics(model: nn.Module, group: dist.ProcessGroup, sampl
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, test: Dataset, settings: Settings, info: RankInfo, device: torch.device) -> Evaluation:
-    classes = settings.data_set.classes
-    correct = torch.zeros(classes, dtype=torch.float64)
-    count = torch.zeros(classes, dtype=torch.float64)
-    loss = 0.0
-    own = Subset(test, range(info.rank, len(test), info.world_size))
-    largest_share = equal_shares(settings.batch, info.world_size)[0]
+def evaluate(
+    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], classes: int, device: torch.device
+) -> Evaluation:
+    """batches: this rank's part of the test data, which may be none. Waits for all ranks."""
+    counts = torch.zeros((2, classes), dtype=torch.float64, device=device)  # of each class: right, samples
+    loss = torch.zeros((), dtype=torch.float64, device=device)
     model.eval()
-    for images, labels in DataLoader(own, batch_size=largest_share, num_workers=settings.num_workers):
-        output = model(images.to(device))
-        loss += cross_entropy(output, labels.to(device), reduction="sum").item()
-        right = output.argmax(dim=1).cpu() == labels
-        correct += torch.bincount(labels[right], minlength=classes)
-        count += torch.bincount(labels, minlength=classes)
+    for images, labels in batches:
+        images, labels = images.to(device), labels.to(device)
+        output = model(images)
+        loss += cross_entropy(output, labels, reduction="sum")
+        right = (output.argmax(dim=1) == labels).double()
+        counts.index_add_(1, labels, torch.stack([right, torch.ones_like(right)]))
     model.train()
-    totals = sum_over_ranks([loss, *correct.tolist(), *count.tolist()])
+    totals = sum_over_ranks([loss.item(), *counts.flatten().tolist()])
     right_of, samples_of = totals[1 : 1 + classes], totals[1 + classes :]
     samples = sum(samples_of)
     return Evaluation(

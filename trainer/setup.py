@@ -8,26 +8,26 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch import nn
 
 from trainer import ranks
 from trainer.anatomy import dissect
 from trainer.config import AnySettings, Settings
 from trainer.console import Console
-from trainer.data import open_data, prepare, train_loader
 from trainer.env import RankInfo
 from trainer.errors import TrainError
+from trainer.experiments import DataSet
+from trainer.loading import Batches, agree_on_facts, choose_loader, open_batches
 from trainer.models import build_model, gradient_bytes, has_batch_norm, trainable
 from trainer.pace import Pace
 from trainer.records import SCHEMA, MetricsWriter
-from trainer.standin import BlankBatches, StandIn, StandInOptimizer, Stopwatch, keep_freed_memory, memory_needed
+from trainer.standin import StandIn, StandInOptimizer, Stopwatch, keep_freed_memory, memory_needed
 from trainer.stream import RankBatches, SampleStream
 from trainer.sync import Strategy, build_strategy
 from trainer.timing import Brake, Timer, timer_for
@@ -48,10 +48,11 @@ class Run:
     model: nn.Module
     strategy: Strategy
     optimizer: torch.optim.Optimizer | StandInOptimizer
+    facts: DataSet
     stream: SampleStream
     order: RankBatches
-    batches: Iterable[tuple[Tensor, Tensor]]
-    test_samples: Dataset | None
+    batches: Batches
+    test_batches: Callable[[], Batches] | None
     last_step: int
     learns: bool
 
@@ -62,29 +63,30 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
     device = torch.device("cpu") if info.pace else ranks.choose_device(settings.device, settings.backend, info)
     if device.type == "cuda":
         metrics.peak_memory_bytes = lambda: torch.cuda.max_memory_allocated(device)
-    settings = dataclasses.replace(settings, num_workers=loader_processes(settings.num_workers, info, device))
     timer = timer_for(device)
     torch.manual_seed(settings.seed)
     check_bottleneck(settings, info)
 
     group = ranks.join(info, settings.backend, device)
     shares = ranks.shares_of_ranks(settings, info)
-    stream = SampleStream(settings.train_samples, settings.batch, shares, settings.seed)
+    facts = agree_on_facts(settings, info)
+    stream = SampleStream(facts.train_samples, settings.batch, shares, settings.seed)
     order = RankBatches(stream, info.rank)
     whole = settings.epochs * stream.steps
     last_step = min(whole, settings.steps or whole)
     with ranks.together(info.node):  # paced ranks are refused for reasons of their own: the others must not wait
+        settings = choose_loader(settings, facts, info, device)
         if info.pace:
-            model = stand_in(settings, info, metrics, info.pace, shares[info.rank])
+            model = stand_in(settings, facts, info, metrics, info.pace, shares[info.rank])
         else:
-            model = build_model(settings.model, settings.data_set.shape, settings.data_set.classes).to(device)
+            model = build_model(settings.model, facts.shape, facts.classes).to(device)
             check_batch_norm(model, stream)
     learns = ranks.sum_over_ranks([float(info.pace is not None)])[0] == 0
     start = start_fields(settings, info, device, group, model)
     metrics.write("start", **start, batch_per_rank=shares[info.rank], steps=last_step)
     brake = Brake(settings.bottleneck, info.rank, timer)
     strategy = build_strategy(settings, model, group, timer, brake)
-    batches, test_samples = open_batches(settings, info, order, device)
+    batches, test_batches = open_batches(settings, facts, order, info, device)
     return Run(
         settings=settings,
         info=info,
@@ -97,24 +99,27 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
         model=model,
         strategy=strategy,
         optimizer=build_optimizer(settings, model),
+        facts=facts,
         stream=stream,
         order=order,
         batches=batches,
-        test_samples=test_samples,
+        test_batches=test_batches,
         last_step=last_step,
         learns=learns,
     )
 
 
-def stand_in(settings: Settings, info: RankInfo, metrics: MetricsWriter, pace: Pace, share: int) -> StandIn:
+def stand_in(
+    settings: Settings, facts: DataSet, info: RankInfo, metrics: MetricsWriter, pace: Pace, share: int
+) -> StandIn:
     """Raises TrainError where the share would not fit into the memory of the GPU that is stood in for."""
-    anatomy = dissect(settings.model, settings.data_set.shape, settings.data_set.classes)
+    anatomy = dissect(settings.model, facts.shape, facts.classes)
     needed = memory_needed(anatomy, pace, share)
     stopwatch = Stopwatch(pace, seed=(settings.seed, info.rank))
     keep_freed_memory()
     metrics.peak_memory_bytes = lambda: needed
     metrics.lateness = lambda: stopwatch.median_lateness(settings.warmup_steps)
-    return StandIn(anatomy, stopwatch, settings.data_set.classes)
+    return StandIn(anatomy, stopwatch, facts.classes)
 
 
 def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer | StandInOptimizer:
@@ -125,31 +130,10 @@ def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimiz
     )
 
 
-def open_batches(
-    settings: Settings, info: RankInfo, order: RankBatches, device: torch.device
-) -> tuple[Iterable[tuple[Tensor, Tensor]], Dataset | None]:
-    """This rank's batches, and the test samples. All ranks of all hosts take part: one that fails, fails them all."""
-    with ranks.together(info.node):  # one rank of each host fetches and unpacks
-        if info.local_rank == 0 and not info.pace:
-            prepare(settings)
-    with ranks.together(info.node):
-        train_samples, test_samples = (None, None) if info.pace else open_data(settings)
-    if train_samples is None:
-        return BlankBatches(order.stream, info.rank, settings.data_set.shape), None
-    return train_loader(train_samples, order, settings, device), test_samples
-
-
 def use_threads(info: RankInfo) -> None:
     """torch heeds OMP_NUM_THREADS by itself; without it, the ranks of a host share its cores evenly."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // info.local_world_size))
-
-
-def loader_processes(wanted: int, info: RankInfo, device: torch.device) -> int:
-    """On the CPU none by itself: they would only take the cores that ranks compute on. More than 4 rarely help."""
-    if wanted >= 0:
-        return wanted
-    return 0 if device.type == "cpu" else min(4, len(os.sched_getaffinity(0)) // info.local_world_size)
 
 
 def check_bottleneck(settings: Settings, info: RankInfo) -> None:

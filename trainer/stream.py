@@ -77,5 +77,9 @@ class RankBatches(Sampler[list[tuple[int, int]]]):
         return self.stream.steps
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        for indices in self.stream.epoch_of_rank(self.epoch, self.rank):
+        for indices in self.indices():
             yield [(self.epoch, index) for index in indices]
+
+    def indices(self) -> Iterator[list[int]]:
+        """The same without the epoch."""
+        return self.stream.epoch_of_rank(self.epoch, self.rank)

@@ -43,7 +43,7 @@ def train(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
             started_s = time.monotonic()
             average_running_statistics(run.model, run.group, samples_since_average)
             samples_since_average = 0
-            result = evaluate(run.strategy.whole(), run.test_samples, settings, info, run.device)
+            result = evaluate(run.strategy.whole(), run.test_batches(), run.facts.classes, run.device)
             eval_s = round(time.monotonic() - started_s, 6)
             metrics.write("eval", epoch=epoch, step=step - 1, **dataclasses.asdict(result), eval_s=eval_s)
             run.console.evaluation(epoch, loss, result)

@@ -1,4 +1,4 @@
-"""What our trainer costs beside a bare PyTorch loop with the same model, loader and optimiser, in one CPU process.
+"""What our trainer costs beside a bare PyTorch loop with the same model, input and optimiser, in one CPU process.
 
     .venv/bin/python tests/bench/overhead.py
 
@@ -21,12 +21,12 @@ import torch
 from rack import ROOT, show_machine, spread
 from torch.nn.functional import cross_entropy
 
-from trainer.config import Settings, parse_settings
-from trainer.data import open_data, train_loader
+from trainer.config import parse_settings
 from trainer.env import read_rank_info
+from trainer.loading import open_batches
 from trainer.models import build_model
 from trainer.records import EVENT_FIELDS, MetricsWriter
-from trainer.setup import set_up
+from trainer.setup import Run, set_up
 from trainer.stream import RankBatches, SampleStream
 from trainer.train import train_epoch
 
@@ -50,7 +50,7 @@ def compare(exp: str, batch: int, steps: int, blocks: int) -> bool:
     with tempfile.TemporaryDirectory(dir=ROOT) as folder:
         run = set_up(settings, read_rank_info({}), MetricsWriter(Path(folder, "metrics.jsonl")))
         run.console.speaks = False
-        bare = BareLoop(settings)
+        bare = BareLoop(run)
         times_s: dict[str, list[float]] = {"trainer": [], "bare loop": []}
         turns = {"trainer": lambda epoch: train_epoch(run, epoch, epoch * steps), "bare loop": bare.epoch}
         for epoch in range(epochs):
@@ -72,19 +72,20 @@ def compare(exp: str, batch: int, steps: int, blocks: int) -> bool:
 class BareLoop:
     """What anybody would write."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, run: Run) -> None:
+        settings, facts = run.settings, run.facts
         torch.manual_seed(settings.seed)
-        self.model = build_model(settings.model, settings.data_set.shape, settings.data_set.classes)
+        self.model = build_model(settings.model, facts.shape, facts.classes)
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
         )
-        stream = SampleStream(settings.train_samples, settings.batch, (settings.batch,), settings.seed)
+        stream = SampleStream(facts.train_samples, settings.batch, (settings.batch,), settings.seed)
         self.order = RankBatches(stream, 0)
-        self.loader: Any = train_loader(open_data(settings)[0], self.order, settings, torch.device("cpu"))
+        self.batches: Any = open_batches(settings, facts, self.order, run.info, run.device)[0]
 
     def epoch(self, epoch: int) -> None:
         self.order.epoch = epoch
-        for images, labels in self.loader:
+        for images, labels in self.batches:
             self.optimizer.zero_grad(set_to_none=True)
             cross_entropy(self.model(images), labels).backward()
             self.optimizer.step()

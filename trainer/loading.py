@@ -1,0 +1,158 @@
+"""Which way batches reach the model, and both ways opened: `resident` where the set fits, else `workers`.
+
+    facts = agree_on_facts(settings, info)                        the data's, the same on all ranks
+    settings = choose_loader(settings, facts, info, device)       loader and num_workers as they turn out here
+    batches, test_batches = open_batches(settings, facts, order, info, device)
+
+What a model sees is the same to the last bit whichever is chosen, so that ranks may choose differently.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trainer import ranks, resident, workers
+from trainer.augment import AUGMENTATIONS
+from trainer.config import Settings
+from trainer.data import find_facts, known_facts, open_data, whole
+from trainer.env import RankInfo
+from trainer.errors import TrainError
+from trainer.experiments import DataSet
+from trainer.fetch import folder, prepare
+from trainer.standin import BlankBatches
+from trainer.stream import RankBatches
+
+Batch = tuple[Tensor, Tensor]
+Batches = Iterable[Batch]
+Opened = tuple[Batches, Callable[[], Batches] | None]
+
+_PART_OF_MEMORY = 0.25
+"""Of what is free, resident sets may take so much: the rest is for the model and for what else the host does."""
+
+
+def agree_on_facts(settings: Settings, info: RankInfo) -> DataSet:
+    """Counted on every host where the data are a folder. Raises TrainError where two hosts' folders differ.
+
+    A paced rank has no data: it takes the others' word, and where all are paced that of the experiment's own data set.
+    """
+    own = ""
+    with ranks.together(info.node):
+        if not info.pace:
+            facts, mark = find_facts(settings)
+            own = json.dumps([info.node, mark, facts.classes, facts.train_samples, facts.test_samples])
+    found = [json.loads(line) for line in ranks.gather_lines(own) if line]
+    if not found:
+        return known_facts(settings)
+    node, *first = found[0]
+    for other, *counted in found:
+        if counted != first:
+            raise TrainError(
+                f"the files in {folder(settings)} differ between {node} and {other}: bring the same to all"
+            )
+    _, classes, train_samples, test_samples = first
+    counts = {"classes": classes, "train_samples": train_samples, "test_samples": test_samples}
+    return dataclasses.replace(settings.data_set, **counts)
+
+
+def choose_loader(settings: Settings, facts: DataSet, info: RankInfo, device: torch.device) -> Settings:
+    """`loader` and `num_workers` as they turn out on this host. Raises TrainError for a set that cannot be resident."""
+    if info.pace:
+        return settings
+    loader = settings.loader
+    if loader != "workers":
+        needed, free = resident_bytes(facts) * ranks_on(device, info), free_bytes(device)
+        if loader == "resident" and needed > free:
+            raise TrainError(
+                f"{info.node}: the data set takes {needed / 2**30:.1f} GiB on {device}, and {free / 2**30:.1f} GiB are "
+                "free: use loader=workers"
+            )
+        loader = "resident" if loader == "resident" or needed <= _PART_OF_MEMORY * free else "workers"
+    processes = loader_processes(settings.num_workers, info, device) if loader == "workers" else 0
+    return dataclasses.replace(settings, loader=loader, num_workers=processes)
+
+
+def resident_bytes(facts: DataSet) -> int:
+    """One rank's copy of the training and test images."""
+    return (facts.train_samples + facts.test_samples) * (math.prod(facts.shape) + 8)
+
+
+def ranks_on(device: torch.device, info: RankInfo) -> int:
+    """How many ranks hold a copy in the same memory."""
+    return info.local_world_size if device.type == "cpu" else -(-info.local_world_size // torch.cuda.device_count())
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of a GPU as its driver says; of a host what it could give without swapping, within the limit of our cgroup."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        free = 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+        return min(free, _cgroup_bytes())
+    return 0
+
+
+def _cgroup_bytes() -> float:
+    """Left of this process's cgroup (version 2); without a limit, infinite."""
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        name = Path("/proc/self/cgroup").read_text(encoding="utf-8").strip().split("::")[1]
+        group = Path("/sys/fs/cgroup", name.lstrip("/"))
+        limit, used = ((group / file).read_text(encoding="utf-8").strip() for file in ("memory.max", "memory.current"))
+        return int(limit) - int(used)
+    return math.inf
+
+
+def loader_processes(wanted: int, info: RankInfo, device: torch.device) -> int:
+    """On the CPU none by itself: they would only take the cores that ranks compute on. More than 4 rarely help."""
+    if wanted >= 0:
+        return wanted
+    return 0 if device.type == "cpu" else min(4, len(os.sched_getaffinity(0)) // info.local_world_size)
+
+
+def open_batches(
+    settings: Settings, facts: DataSet, order: RankBatches, info: RankInfo, device: torch.device
+) -> Opened:
+    """This rank's training batches of an epoch, and its part of the test data, opened anew for each evaluation.
+
+    All ranks of all hosts take part: one that fails, fails them all. A paced rank has blank batches and no test data.
+    """
+    with ranks.together(info.node):  # one rank of each host fetches and unpacks
+        if info.local_rank == 0 and not info.pace:
+            prepare(settings)
+    with ranks.together(info.node):
+        if not info.pace:
+            open_loader = _resident if settings.loader == "resident" else _workers
+            return open_loader(settings, facts, order, range(info.rank, facts.test_samples, info.world_size), device)
+    return BlankBatches(order.stream, info.rank, facts.shape), None
+
+
+def _resident(settings: Settings, facts: DataSet, order: RankBatches, own_test: range, device: torch.device) -> Opened:
+    train, test = (
+        resident.ResidentSet(*whole(pictures, samples), facts, device)
+        for pictures, samples in zip(open_data(settings, facts), (facts.train_samples, facts.test_samples), strict=True)
+    )
+    ahead = resident.in_stream if device.type == "cuda" else resident.in_turn
+    batches = resident.ResidentBatches(train, order, AUGMENTATIONS[settings.augment], settings.seed, ahead)
+    return batches, lambda: resident.test_batches(test, own_test, evaluated_at_once(facts, order))
+
+
+def _workers(settings: Settings, facts: DataSet, order: RankBatches, own_test: range, device: torch.device) -> Opened:
+    pictures, test_pictures = open_data(settings, facts)
+    train = workers.Samples(pictures, facts, AUGMENTATIONS[settings.augment], settings.seed)
+    test = workers.Samples(test_pictures, facts)
+    batches = workers.train_batches(train, order, facts.shape, settings.num_workers, device)
+    return batches, lambda: workers.test_batches(test, own_test, evaluated_at_once(facts, order), settings.num_workers)
+
+
+def evaluated_at_once(facts: DataSet, order: RankBatches) -> int:
+    """Test samples of one batch: 1 MiB of pixels, or the rank's share of a training batch, which fits as well."""
+    return max(order.stream.shares[order.rank], (1 << 20) // math.prod(facts.shape))
