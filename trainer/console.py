@@ -22,6 +22,7 @@ class Console:
         self.speaks = info.rank == 0
         self.warmup_steps = settings.warmup_steps if steps > settings.warmup_steps else 0
         self.steps = steps
+        self.first_step: int | None = None
         self.samples, self.train_s = 0, 0.0
         self.result: Evaluation | None = None
         self.started_s = time.monotonic()
@@ -29,18 +30,19 @@ class Console:
         ranks = f"{info.world_size} rank{'s' if info.world_size > 1 else ''}"
         self.paced = " (paced, not computed)" if info.pace else ""
         what = f"{settings.exp}: {settings.model} on {settings.data}"
-        self._say(f"{what}, batch {settings.batch} over {ranks}, strategy {settings.strategy}{self.paced}")
+        self.say(f"{what}, batch {settings.batch} over {ranks}, strategy {settings.strategy}{self.paced}")
 
     def step(self, step: int, epoch: int, batch: int, own: int, loss: float | None, times: Mapping[str, float]) -> None:
         """batch, own: samples of this step over all ranks and of this one; loss: the sum over its own; None: paced."""
-        if step >= self.warmup_steps:
+        self.first_step = step if self.first_step is None else self.first_step
+        if step - self.first_step >= self.warmup_steps:
             self.samples += batch
             self.train_s += times["t_ms"] / 1000
         if time.monotonic() < self.next_s and step + 1 < self.steps:
             return
         self.next_s = time.monotonic() + INTERVAL_S
         mean = f"loss {loss / own:.4f}" if own and loss is not None else "loss -"
-        self._say(
+        self.say(
             f"epoch {epoch + 1}  step {step + 1}/{self.steps}  {mean}  {batch / times['t_ms'] * 1000:.0f} samples/s  "
             f"(load {times['load_ms']:.1f}  compute {times['compute_ms']:.1f}  exposed {times['exposed_ms']:.1f}  "
             f"optimiser {times['optim_ms']:.1f} ms)"
@@ -48,7 +50,7 @@ class Console:
 
     def evaluation(self, epoch: int, train_loss: float, result: Evaluation) -> None:
         self.result = result
-        self._say(
+        self.say(
             f"epoch {epoch + 1}  train loss {train_loss:.4f}  test loss {result.loss:.4f}  "
             f"accuracy {result.accuracy:.2%} of {result.samples}"
         )
@@ -57,8 +59,8 @@ class Console:
         accuracy = f", accuracy {self.result.accuracy:.2%}" if self.result else ""
         speed = self.samples / self.train_s if self.train_s else 0.0
         total_s = time.monotonic() - self.started_s
-        self._say(f"done: {self.steps} steps in {total_s:.1f} s, {speed:.0f} samples/s{accuracy}")
+        self.say(f"done: {self.steps} steps in {total_s:.1f} s, {speed:.0f} samples/s{accuracy}")
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
         if self.speaks:
             print(line, flush=True)

@@ -20,7 +20,7 @@ A value that JSON cannot hold (NaN, infinity) is written as null. Every line als
 | start | settings | every setting, as `config.Settings` names them |
 | step | step, epoch | number of this update over the whole run; the epoch it belongs to |
 | step | samples | this rank's since its previous step line: over an epoch and all ranks they add up to the data set |
-| step | t_ms | end of the previous step to the end of this one; starts anew after an evaluation |
+| step | t_ms | end of the previous step to the end of this one; starts anew after an evaluation or checkpoint |
 | step | load_ms | until the batch lies on the device, what lies between two steps included |
 | step | compute_ms | then until this rank's own last gradient was ready |
 | step | exposed_ms | then until the summed gradient was there: the wire and the wait for slower ranks |
@@ -28,7 +28,7 @@ A value that JSON cannot hold (NaN, infinity) is written as null. Every line als
 | step | optim_ms | then until the weights were updated |
 | step | loss | SUM of the losses of this rank's samples of this step; null in a run with paced ranks |
 | step | wall | Unix time at the end of the step |
-| epoch | epoch, steps, samples, loss, epoch_s | updates; samples and mean loss over ALL ranks; duration |
+| epoch | epoch, steps, samples, loss, epoch_s | updates; samples and mean loss over ALL ranks; s since it, or `start` |
 | eval | epoch, step | after which epoch and update |
 | eval | samples, accuracy, per_class, loss | exact test samples over ALL ranks; 0..1; 0..1 or null each; mean loss |
 | eval | eval_s | duration |
@@ -36,6 +36,10 @@ A value that JSON cannot hold (NaN, infinity) is written as null. Every line als
 | collective | iterations, time_ms | times measured; median of each one's slowest rank; or 0 and null |
 | collective | algbw_gbps, busbw_gbps | decimal Gbit/s, as nccl-tests defines them (see `alpha_beta`) |
 | collective | error | why it was not measured, or null |
+| checkpoint | step | after which update; written by rank 0 alone |
+| checkpoint | name, bytes | of the file; 0 bytes where it could not be written |
+| checkpoint | write_ms | for which training stood still; part of no step |
+| checkpoint | failure | why it could not be written, else null; the run goes on |
 | end | status | `succeeded`, `failed` or `interrupted` |
 | end | message | one line of what failed, or null |
 | end | total_s | since the start of the process |
@@ -78,6 +82,7 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     "epoch": ("epoch", "steps", "samples", "loss", "epoch_s"),
     "eval": ("epoch", "step", "samples", "accuracy", "per_class", "loss", "eval_s"),
     "collective": ("step", "operation", "bytes", "iterations", "time_ms", "algbw_gbps", "busbw_gbps", "error"),
+    "checkpoint": ("step", "name", "bytes", "write_ms", "failure"),
     "end": ("status", "message", "total_s", "peak_memory_bytes", "lateness", "valid", "dropped"),
 }
 

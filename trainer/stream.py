@@ -53,10 +53,10 @@ class SampleStream:
     def indices(self, epoch: int, step: int, rank: int) -> list[int]:
         return self._cut(self.permutation(epoch), step, rank)
 
-    def epoch_of_rank(self, epoch: int, rank: int) -> Iterator[list[int]]:
+    def epoch_of_rank(self, epoch: int, rank: int, first_step: int = 0) -> Iterator[list[int]]:
         """The rank's samples of each step of an epoch; an empty list where its share is 0."""
         order = self.permutation(epoch)
-        for step in range(self.steps):
+        for step in range(first_step, self.steps):
             yield self._cut(order, step, rank)
 
     def _cut(self, order: list[int], step: int, rank: int) -> list[int]:
@@ -66,15 +66,18 @@ class SampleStream:
 
 
 class RankBatches(Sampler[list[tuple[int, int]]]):
-    """A batch sampler for DataLoader: the rank's own (epoch, index) pairs of each step. Set `epoch` before."""
+    """A batch sampler for DataLoader: the rank's own (epoch, index) pairs of each step. Set `epoch` before, and
+    `first_step` for an epoch that was interrupted.
+    """
 
     def __init__(self, stream: SampleStream, rank: int) -> None:
         self.stream = stream
         self.rank = rank
         self.epoch = 0
+        self.first_step = 0
 
     def __len__(self) -> int:
-        return self.stream.steps
+        return self.stream.steps - self.first_step
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for indices in self.indices():
@@ -82,4 +85,4 @@ class RankBatches(Sampler[list[tuple[int, int]]]):
 
     def indices(self) -> Iterator[list[int]]:
         """The same without the epoch."""
-        return self.stream.epoch_of_rank(self.epoch, self.rank)
+        return self.stream.epoch_of_rank(self.epoch, self.rank, self.first_step)

@@ -13,6 +13,7 @@ import dataclasses
 import time
 
 from trainer import ranks
+from trainer.checkpoint import CheckpointKeeper, Progress
 from trainer.config import Settings
 from trainer.env import RankInfo
 from trainer.evaluate import average_running_statistics, evaluate
@@ -27,41 +28,43 @@ def train(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
     """Trains, records, prints. Raises TrainError for what a person can mend."""
     run = set_up(settings, info, metrics)
     settings = run.settings  # as they turned out on this host
-    step = 0
-    samples_since_average = 0
-    for epoch in range(settings.epochs):
+    keeper = CheckpointKeeper(run)
+    progress = keeper.resume()
+    for epoch in range(progress.epoch, settings.epochs):
         started_s = time.monotonic()
-        loss_sum, own_samples, steps = train_epoch(run, epoch, step)
-        step += steps
-        total_loss, samples = ranks.sum_over_ranks([loss_sum, float(own_samples)])
+        train_epoch(run, progress, keeper)
+        total_loss, samples = ranks.sum_over_ranks([progress.loss_sum, float(progress.samples)])
         loss, epoch_s = total_loss / samples if run.learns else None, round(time.monotonic() - started_s, 6)
-        metrics.write("epoch", epoch=epoch, steps=steps, samples=int(samples), loss=loss, epoch_s=epoch_s)
+        metrics.write("epoch", epoch=epoch, steps=progress.step, samples=int(samples), loss=loss, epoch_s=epoch_s)
 
-        samples_since_average += own_samples
+        step = epoch * run.stream.steps + progress.step
         is_last = step == run.last_step
         if run.learns and settings.eval_every and (is_last or (epoch + 1) % settings.eval_every == 0):
             started_s = time.monotonic()
-            average_running_statistics(run.model, run.group, samples_since_average)
-            samples_since_average = 0
+            average_running_statistics(run.model, run.group, progress.unaveraged)
+            progress.unaveraged = 0
             result = evaluate(run.strategy.whole(), run.test_batches(), run.facts.classes, run.device)
             eval_s = round(time.monotonic() - started_s, 6)
             metrics.write("eval", epoch=epoch, step=step - 1, **dataclasses.asdict(result), eval_s=eval_s)
             run.console.evaluation(epoch, loss, result)
         if is_last:
             break
+        progress.begin_epoch()
     ranks.leave()
     metrics.end("succeeded")
     run.console.finished()
 
 
-def train_epoch(run: Run, epoch: int, first_step: int) -> tuple[float, int, int]:
-    """One pass over the data, or up to the last step: this rank's summed loss, its samples, and the steps taken."""
-    timer, loss_total, own_samples, taken = run.timer, 0.0, 0, 0
-    run.order.epoch = epoch
+def train_epoch(run: Run, progress: Progress, keeper: CheckpointKeeper) -> None:
+    """From where `progress` is in its epoch to the end of it, or to the last step."""
+    timer, epoch = run.timer, progress.epoch
+    run.order.epoch, run.order.first_step = epoch, progress.step
     begin = timer.mark()
-    for images, labels in run.batches:
+    batches = iter(run.batches)
+    progress.restore_random()
+    for images, labels in batches:
         images, labels = images.to(run.device, non_blocking=True), labels.to(run.device, non_blocking=True)
-        batch = run.stream.batch_at(taken)  # over all ranks
+        batch = run.stream.batch_at(progress.step)  # over all ranks
         loaded = timer.mark()
 
         run.brake.pause("start")
@@ -86,15 +89,16 @@ def train_epoch(run: Run, epoch: int, first_step: int) -> tuple[float, int, int]
         times["comm_ms"] = covered_ms(timer, begin, sending) + averaging_ms
         times = {name: round(ms, 3) for name, ms in times.items()}
         begin = end  # what follows counts as loading of the next step, so that the steps add up to the epoch
-        step, loss, samples = first_step + taken, loss_sum.item() if run.learns else None, len(labels)
+        step = epoch * run.stream.steps + progress.step
+        loss, samples = loss_sum.item() if run.learns else None, len(labels)
         run.metrics.write("step", step=step, epoch=epoch, samples=samples, **times, loss=loss, wall=time.time())
         run.console.step(step, epoch, batch, samples, loss, times)
-        loss_total += loss or 0.0
-        own_samples += samples
-        taken += 1
+        progress.advance(loss or 0.0, samples)
+        if keeper.is_due(step + 1):
+            keeper.save(progress)
+            begin = timer.mark()
         if step + 1 == run.last_step:
             break
-    return loss_total, own_samples, taken
 
 
 def hold_backward_up(run: Run) -> None:

@@ -1,0 +1,321 @@
+"""Checkpoints: all that a run needs to go on as if nobody had interrupted it, one file each.
+
+    keeper = CheckpointKeeper(run)                 rank 0 writes, the others send it what is their own
+    progress = keeper.resume()                     from `resume`; Progress() where nothing is to go on from
+    keeper.save(progress)                          on every rank, after an update
+
+With the world size, the shares and the settings of before, what follows is what would have followed, bit for bit on a
+CPU: the samples come from the stream's position, the ranks' own BatchNorm statistics and random states come back to
+them. (ddp over three ranks or more sums its first update in another order.) Other ranks, or other shares, go on with
+the same samples; BatchNorm then begins with the mean of the ranks' statistics.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer import ranks
+from trainer.checkpoint_file import (
+    SCHEMA,
+    Checkpoint,
+    forget_older,
+    name_of,
+    newest,
+    open_folder,
+    parse,
+    read_file,
+    reason,
+    write_file,
+)
+from trainer.config import Settings
+from trainer.errors import TrainError
+from trainer.models import running_statistics
+
+if TYPE_CHECKING:
+    from trainer.setup import Run
+
+_SAME = ("exp", "model", "data", "batch", "samples", "seed", "augment")
+"""Settings that a run must share with its checkpoint: of other data, the position in the stream would mean nothing."""
+_CHUNK = 1 << 26
+
+
+@dataclass
+class Progress:
+    """How far a run has come: what changes from update to update beside the network and its optimiser.
+
+    epoch, step: of the next update, the step within its epoch. loss_sum, samples: this rank's, of this epoch so far.
+    unaveraged: this rank's samples since BatchNorm's statistics were averaged. random: the generators' states, to be
+    taken back once the epoch's batches have been opened.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    loss_sum: float = 0.0
+    samples: int = 0
+    unaveraged: int = 0
+    random: Tensor | None = None
+
+    def advance(self, loss_sum: float, samples: int) -> None:
+        """After an update with so many samples of this rank."""
+        self.step += 1
+        self.loss_sum += loss_sum
+        self.samples += samples
+        self.unaveraged += samples
+
+    def begin_epoch(self) -> None:
+        self.epoch, self.step, self.loss_sum, self.samples = self.epoch + 1, 0, 0.0, 0
+
+    def restore_random(self) -> None:
+        """To open an epoch's batches draws from the generator, and that has been done before."""
+        if self.random is not None:
+            _set_random_state(self.random)
+            self.random = None
+
+
+class CheckpointKeeper:
+    """The checkpoints of one run. Raises TrainError where this kind of run can have none."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.folder = folder_of(run.settings)
+        self.every = run.settings.checkpoint_every
+        if self.every or run.settings.resume:
+            check_kind(run)
+
+    def is_due(self, updates: int) -> bool:
+        """updates: of the whole run so far."""
+        return self.every > 0 and (updates % self.every == 0 or updates == self.run.last_step)
+
+    # ---- writing ----------------------------------------------------------------------------------------------
+
+    def save(self, progress: Progress) -> None:
+        """On every rank, which all leave it together. What it costs is recorded, and counts into no step."""
+        began_s = time.perf_counter()
+        content = self._collect(progress)
+        if content is not None:
+            updates = self._updates(progress)
+            path = self.folder / name_of(updates)
+            size, failure = 0, None
+            try:
+                size = write_file(path, content)
+                forget_older(self.folder)
+            except (OSError, RuntimeError) as error:  # torch wraps the disk's own word
+                failure = reason(error)
+                sys.stderr.write(f"cannot write checkpoint {path}: {failure}; training goes on\n")
+            write_ms = round((time.perf_counter() - began_s) * 1000, 3)
+            fields = {"step": updates - 1, "name": path.name, "bytes": size, "write_ms": write_ms}
+            self.run.metrics.write("checkpoint", **fields, failure=failure)
+        dist.barrier()
+
+    def _collect(self, progress: Progress) -> Checkpoint | None:
+        """The whole content on rank 0, None on the others."""
+        run = self.run
+        network = run.strategy.whole()
+        names = ranks.gather_lines(f"{run.info.node}:{run.info.local_rank}")
+        sums = _gather(torch.tensor([progress.loss_sum, progress.samples, progress.unaveraged], dtype=torch.float64))
+        own = _gather(_flat(self._own_tensors()))
+        random = _gather(_random_state())
+        if run.info.rank != 0:
+            return None
+        return Checkpoint(
+            schema=SCHEMA,
+            settings=dataclasses.asdict(run.settings),
+            world_size=run.info.world_size,
+            names=names,
+            shares=list(run.stream.shares),
+            epoch=progress.epoch,
+            step=progress.step,
+            model={name: tensor.detach().cpu() for name, tensor in network.state_dict().items()},
+            momentum=[None if tensor is None else tensor.cpu() for tensor in _momentum(run.optimizer)],
+            scaler=scaler.state_dict() if (scaler := _scaler(run)) else {},
+            sums=[tensor.tolist() for tensor in sums],
+            own=own,
+            random=random,
+        )
+
+    def _own_tensors(self) -> list[Tensor]:
+        """What each rank has for itself: BatchNorm's statistics; momentum, where weights alone are averaged (and
+        `whole` has just averaged them).
+        """
+        tensors: list[Tensor] = [*running_statistics(self.run.model)]
+        if self.run.settings.strategy == "parameter_average":
+            tensors += [tensor for tensor in _momentum(self.run.optimizer) if tensor is not None]
+        return tensors
+
+    # ---- going on ---------------------------------------------------------------------------------------------
+
+    def resume(self) -> Progress:
+        """Rank 0 reads, and tells the others. Raises TrainError, on every rank the same."""
+        info, source, saved, content = self.run.info, None, None, b""
+        with ranks.together(info.node):
+            if info.rank == 0:
+                if source := source_of(self.run.settings):
+                    saved, content = read_file(source)
+                if self.every:
+                    open_folder(self.folder, updates=self._updates(saved) if saved else 0)
+        content = _broadcast(content)
+        if not content:
+            return Progress()
+        with ranks.together(info.node):
+            saved = saved or parse(content, "the checkpoint")
+            self._check(saved)
+            return self._restore(saved, source)
+
+    def _restore(self, saved: Checkpoint, source: Path | None) -> Progress:
+        run, rank = self.run, self.run.info.rank
+        run.model.load_state_dict(saved.model)
+        _restore_momentum(run.optimizer, saved.momentum)
+        if saved.scaler and (scaler := _scaler(run)):
+            scaler.load_state_dict(saved.scaler)
+        same = saved.world_size == run.info.world_size and saved.shares == list(run.stream.shares)
+        _fill(self._own_tensors(), saved.own[rank] if same else _mean(saved.own))
+        how = "" if same else (
+            f"; they were made by {saved.world_size} ranks with shares {','.join(map(str, saved.shares))}: the samples "
+            "stay the same, BatchNorm begins with the mean of the ranks' statistics"
+        )  # fmt: skip
+        run.console.say(f"going on from {source} after {self._updates(saved)} updates{how}")
+        if same:
+            loss_sum, samples, unaveraged = saved.sums[rank]
+            return Progress(saved.epoch, saved.step, loss_sum, int(samples), int(unaveraged), saved.random[rank])
+        # All ranks have the same statistics now, so that there is nothing to average yet.
+        loss_sum, samples = (sum(of_rank[part] for of_rank in saved.sums) if rank == 0 else 0.0 for part in (0, 1))
+        return Progress(saved.epoch, saved.step, loss_sum, int(samples))
+
+    def _check(self, saved: Checkpoint) -> None:
+        now = dataclasses.asdict(self.run.settings)
+        other = [name for name in _SAME if saved.settings.get(name) != now[name]]
+        if other:
+            told = ", ".join(f"{name}={saved.settings.get(name)} (now {now[name]})" for name in other)
+            raise TrainError(f"the checkpoint is of a run with {told}: go on with the same, or start anew")
+        updates = self._updates(saved)
+        if updates > self.run.last_step:
+            raise TrainError(
+                f"the checkpoint is at update {updates}, this run ends at {self.run.last_step}: raise epochs or steps"
+            )
+        wanted = {name: tensor.shape for name, tensor in self.run.model.state_dict().items()}
+        if wanted != {name: tensor.shape for name, tensor in saved.model.items()}:
+            raise TrainError(f"the checkpoint holds another network than {now['model']}: start anew")
+        shapes = [parameter.shape for parameter in self.run.model.parameters()]
+        if [tensor.shape for tensor in saved.momentum if tensor is not None] not in ([], shapes):
+            raise TrainError("the checkpoint's momentum does not fit its network: start anew")
+
+    def _updates(self, of: Progress | Checkpoint) -> int:
+        return of.epoch * self.run.stream.steps + of.step
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where checkpoints are, and whether there may be any
+
+
+def folder_of(settings: Settings) -> Path:
+    """The person's word, else the job's own folder, else one beside the person."""
+    named = settings.checkpoint_dir or os.environ.get("ORCH_CHECKPOINTS") or "checkpoints"
+    return Path(named).expanduser().absolute()
+
+
+def source_of(settings: Settings) -> Path | None:
+    """What to go on from: what the person names, and after a restart by torchrun the newest of this very job."""
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts.isdecimal() and int(restarts) > 0 and settings.checkpoint_every and newest(folder_of(settings)):
+        return folder_of(settings)
+    return Path(settings.resume).expanduser().absolute() if settings.resume else None
+
+
+def check_kind(run: Run) -> None:
+    if run.settings.strategy == "fsdp":
+        raise TrainError("checkpoint_every, resume: fsdp keeps the optimiser in pieces; use another strategy for these")
+    if not run.learns:
+        raise TrainError("checkpoint_every, resume: a run with paced ranks learns nothing that could be kept")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Between the ranks, over Gloo
+
+
+def _gather(own: Tensor) -> list[Tensor]:
+    """Every rank's tensor on rank 0, of whatever length; [] on the others."""
+    own = own.cpu()
+    lengths = [torch.zeros(1, dtype=torch.long) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, torch.tensor([own.numel()]))
+    longest = max(int(length) for length in lengths)
+    padded = torch.cat([own, own.new_zeros(longest - own.numel())])
+    found = [torch.empty_like(padded) for _ in lengths] if dist.get_rank() == 0 else None
+    dist.gather(padded, found)
+    return [tensor[: int(length)].clone() for tensor, length in zip(found or (), lengths, strict=False)]
+
+
+def _broadcast(content: bytes) -> bytes:
+    """Rank 0's bytes, on every rank."""
+    length = torch.tensor([len(content)])
+    dist.broadcast(length, src=0)
+    whole = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    if dist.get_rank() != 0:
+        whole = torch.empty(int(length), dtype=torch.uint8)
+    for part in whole.split(_CHUNK) if len(whole) else ():
+        dist.broadcast(part, src=0)
+    return content or whole.numpy().tobytes()
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().flatten().cpu() for tensor in tensors]) if tensors else torch.empty(0)
+
+
+def _fill(tensors: Sequence[Tensor], flat: Tensor) -> None:
+    """As far as it reaches: another way to synchronise keeps more, or less, beside the statistics."""
+    for tensor in tensors:
+        if tensor.numel() > flat.numel():
+            return
+        part, flat = flat[: tensor.numel()], flat[tensor.numel() :]
+        tensor.copy_(part.view_as(tensor))
+
+
+def _mean(of_ranks: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(of_ranks)).mean(0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parts of a run's state
+
+
+def _momentum(optimizer: Any) -> list[Tensor | None]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [optimizer.state.get(parameter, {}).get("momentum_buffer") for parameter in parameters]
+
+
+def _restore_momentum(optimizer: Any, momentum: Sequence[Tensor | None]) -> None:
+    """Not by load_state_dict: that would bring the old learning rate back, and a person may have set another."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter, kept in zip(parameters, momentum, strict=True):
+        if kept is not None:
+            optimizer.state[parameter]["momentum_buffer"] = kept.to(parameter.device, parameter.dtype)
+
+
+def _scaler(run: Run) -> Any:
+    """torch's gradient scaler, None where nothing is scaled."""
+    return getattr(getattr(run, "precision", None), "scaler", None)
+
+
+def _random_state() -> Tensor:
+    """torch's generator of the CPU, and of the GPU where there is one, in one tensor of bytes."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return torch.cat(states)
+
+
+def _set_random_state(state: Tensor) -> None:
+    own = torch.get_rng_state().numel()
+    torch.set_rng_state(state[:own].clone())
+    if state.numel() > own and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(state[own:].clone())

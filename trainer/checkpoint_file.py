@@ -1,0 +1,183 @@
+"""The file of a checkpoint and the folder of them: written whole or not at all, read without trust.
+
+    size = write_file(folder / name_of(120), checkpoint)        the newest two stay
+    checkpoint, content = read_file(folder)                     the newest there, and its bytes
+
+What torch.save writes, of plain containers and tensors: `torch.load(path, weights_only=True)` reads it.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import re
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.errors import TrainError
+
+SCHEMA = 1
+KEPT = 2
+"""The newest so many stay: should the disk damage one, there is another."""
+_NAME = re.compile(r"step-(\d{9})\.pt")
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The file's content. Of each rank: its name, its share, sums (as in Progress), statistics, random state.
+
+    momentum: as the optimiser orders its parameters; None where it has none.
+    """
+
+    schema: int
+    settings: dict[str, Any]
+    world_size: int
+    names: list[str]
+    shares: list[int]
+    epoch: int
+    step: int
+    model: dict[str, Tensor]
+    momentum: list[Tensor | None]
+    scaler: dict[str, Any]
+    sums: list[list[float]]
+    own: list[Tensor]
+    random: list[Tensor]
+
+
+def write_file(path: Path, checkpoint: Checkpoint) -> int:
+    """Beside its place first, synced, renamed: who reads meets a whole checkpoint or none. Returns its size in bytes.
+
+    Raises OSError or RuntimeError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.part")  # one writer a folder: what a killed one left is written over
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
+            torch.save(vars(checkpoint), file)
+            file.flush()
+            os.fsync(file.fileno())
+            size = file.tell()
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+    return size
+
+
+def read_file(source: Path) -> tuple[Checkpoint, bytes]:
+    """A checkpoint, or the newest in a folder, with its bytes. Raises TrainError."""
+    try:
+        path = newest(source) if source.is_dir() else source
+        if path is None:
+            raise TrainError(f"resume: no checkpoint in {source}; one is written every `checkpoint_every` updates")
+        content = path.read_bytes()
+    except OSError as error:
+        raise TrainError(
+            f"resume: cannot read {source} ({error.strerror}): name a checkpoint or their folder"
+        ) from error
+    return parse(content, str(path)), content
+
+
+def parse(content: bytes, name: str) -> Checkpoint:
+    """Raises TrainError for what is damaged, newer or no checkpoint of ours. Nothing in it is executed."""
+    try:
+        # The sums of each part: torch itself would take a flipped bit for a weight.
+        with zipfile.ZipFile(io.BytesIO(content)) as parts:
+            damaged = parts.testzip()
+        raw = {} if damaged else torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # zipfile and torch raise of many kinds for what is not theirs
+        raise TrainError(f"resume: {name} is damaged, or no checkpoint ({reason(error)})") from error
+    if damaged:
+        raise TrainError(f"resume: {name} is damaged: {damaged} in it is not as it was written")
+    if isinstance(raw, dict) and isinstance(raw.get("schema"), int) and raw["schema"] > SCHEMA:
+        raise TrainError(f"resume: {name} is of a newer version ({raw['schema']}, this one knows {SCHEMA}): update")
+    try:
+        checkpoint = Checkpoint(**raw)
+        _check_form(checkpoint)
+    except (TypeError, ValueError, AttributeError, IndexError) as error:
+        raise TrainError(f"resume: {name} is no checkpoint of this trainer ({reason(error)})") from error
+    return checkpoint
+
+
+def _check_form(saved: Checkpoint) -> None:
+    """Raises TypeError or ValueError where a part is not what its name says."""
+    size = saved.world_size
+    if not all(isinstance(number, int) and number >= 0 for number in (saved.schema, size, saved.epoch, saved.step)):
+        raise TypeError("a number is none")
+    for of_ranks, kind in (
+        (saved.names, str),
+        (saved.shares, int),
+        (saved.sums, list),
+        (saved.own, Tensor),
+        (saved.random, Tensor),
+    ):
+        if len(of_ranks) != size or size == 0 or not all(isinstance(one, kind) for one in of_ranks):
+            raise ValueError("the ranks' parts do not fit their number")
+    if any(len(sums) != 3 or not all(isinstance(one, float) for one in sums) for sums in saved.sums):
+        raise ValueError("a rank's sums are incomplete")
+    if len({tensor.shape for tensor in saved.own}) > 1:
+        raise ValueError("the ranks' statistics are not alike")
+    if not all(isinstance(tensor, Tensor) for tensor in saved.model.values()):
+        raise TypeError("a weight is none")
+    if not all(tensor is None or isinstance(tensor, Tensor) for tensor in saved.momentum):
+        raise TypeError("a momentum is none")
+    if not isinstance(saved.settings, dict) or not isinstance(saved.scaler, dict):
+        raise TypeError("the settings are none")
+
+
+def reason(error: BaseException) -> str:
+    """One line."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The folder
+
+
+def name_of(updates: int) -> str:
+    return f"step-{updates:09}.pt"
+
+
+def newest(folder: Path) -> Path | None:
+    return max(_checkpoints(folder), default=None)
+
+
+def open_folder(folder: Path, updates: int) -> None:
+    """For a run that begins after so many updates. Raises TrainError where the folder cannot be made, or holds the
+    checkpoints of another run, which would pass for this one's.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        found = newest(folder)
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            return  # said when the first one cannot be written
+        raise TrainError(f"checkpoint_dir: cannot use {folder} ({error.strerror}): name another") from error
+    if found and int(_NAME.fullmatch(found.name)[1]) > updates:  # type: ignore[index]
+        raise TrainError(
+            f"checkpoint_dir: {found} is of an earlier run and further than update {updates}, where this one begins: "
+            "go on from it with --resume, or name another folder"
+        )
+
+
+def forget_older(folder: Path) -> None:
+    for path in sorted(_checkpoints(folder))[:-KEPT]:
+        path.unlink()
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
