@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from trainer import ranks
 from trainer import setup as training
+from trainer.checkpoint import CheckpointKeeper, Progress
 from trainer.config import Settings, parse_settings
 from trainer.env import RankInfo
 from trainer.errors import TrainError
@@ -130,7 +131,7 @@ def braked_steps(group: Any, rank: int, folder: str, strategy: str, place: str) 
     run.strategy.model.register_forward_hook(lambda *_: events.append("forward"))
     for parameter in run.model.parameters():
         parameter.register_hook(lambda _: events.append("gradient"))
-    train_epoch(run, epoch=0, first_step=0)
+    train_epoch(run, Progress(), CheckpointKeeper(run))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [line for line in lines if line["event"] == "step"][2:], events[: events.index("sync") + 1]
 

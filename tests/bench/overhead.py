@@ -21,6 +21,7 @@ import torch
 from rack import ROOT, show_machine, spread
 from torch.nn.functional import cross_entropy
 
+from trainer.checkpoint import CheckpointKeeper, Progress
 from trainer.config import parse_settings
 from trainer.env import read_rank_info
 from trainer.loading import open_batches
@@ -50,9 +51,9 @@ def compare(exp: str, batch: int, steps: int, blocks: int) -> bool:
     with tempfile.TemporaryDirectory(dir=ROOT) as folder:
         run = set_up(settings, read_rank_info({}), MetricsWriter(Path(folder, "metrics.jsonl")))
         run.console.speaks = False
-        bare = BareLoop(run)
+        bare, keeper = BareLoop(run), CheckpointKeeper(run)
         times_s: dict[str, list[float]] = {"trainer": [], "bare loop": []}
-        turns = {"trainer": lambda epoch: train_epoch(run, epoch, epoch * steps), "bare loop": bare.epoch}
+        turns = {"trainer": lambda epoch: train_epoch(run, Progress(epoch), keeper), "bare loop": bare.epoch}
         for epoch in range(epochs):
             for name in list(turns) if epoch % 2 else reversed(list(turns)):
                 begin = time.perf_counter()
