@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ nodes:
   - {name: alpha, host: 10.77.1.1, ranks: 1}
   - {name: beta, host: 10.77.1.2, ranks: 2}
 """
+RANKS = {"alpha": (0,), "beta": (1, 2)}
 # Goes on until a file tells it with which code each rank is to exit. No torch: these tests count processes.
 WAITS = """
 import json, os, pathlib, sys, time
@@ -47,16 +49,25 @@ def person(tmp_path_factory):
 def begin(person: Person) -> str:
     """A job that waits, with all its ranks running; its id."""
     job = person.types("run", "--detach", "--", "waits/waits.py").stdout.strip()
-    until(lambda: hellos(person, job) == 3, "all ranks to run")
+    with person.starts("logs", "-f", "--job", job) as following:
+        until_all_speak(following)
+        os.kill(controller_pid(following.pid), signal.SIGKILL)
     return job
 
 
-def until_all_run(person: Person, run: subprocess.Popen[str]) -> tuple[str, str]:
-    """Reads an `orch run` until its three ranks have spoken: what it printed so far, and the job's id."""
+def until_all_speak(shows: subprocess.Popen[str]) -> str:
+    """Reads what a command shows until all three ranks have spoken; what it showed so far."""
     seen = ""
     while seen.count("hello from") < 3:
-        seen += run.stdout.readline()
-    return seen, person.asks("jobs")["jobs"][0]["id"]
+        line = shows.stdout.readline()
+        assert line, f"it ended before all ranks had spoken: {seen}"
+        seen += line
+    return seen
+
+
+def until_all_run(person: Person, run: subprocess.Popen[str]) -> tuple[str, str]:
+    """What an `orch run` printed until its three ranks had spoken, and the job's id."""
+    return until_all_speak(run), person.asks("jobs")["jobs"][0]["id"]
 
 
 def hellos(person: Person, job: str) -> int:
@@ -138,25 +149,34 @@ def test_one_interrupt_detaches_and_a_second_cancels(person):
     assert person.processes_of(job) == []
 
 
-@pytest.mark.parametrize("victim", ["rank", "torchrun", "supervisor"])
 @pytest.mark.parametrize("node", ["alpha", "beta"])
-def test_whatever_is_killed_nothing_is_left_and_the_first_cause_is_named(person, victim, node):
-    job = begin(person)
-    agent = person.agent(node, job)
-    rank = max(agent["ranks"])
-    pids = {"rank": agent["ranks"][rank]["pid"], "supervisor": agent["pid"]}
-    if victim == "torchrun":
-        stat = person.lab.host_exec(node, ["cat", f"/proc/{agent['ranks'][rank]['wrapper']}/stat"]).stdout
-        pids["torchrun"] = int(stat.rpartition(")")[2].split()[1])
+def test_whatever_is_killed_nothing_is_left_and_the_first_cause_is_named(person, node):
+    """Three jobs side by side, one a victim: most of an end is waiting."""
+    victims = ("rank", "torchrun", "supervisor")
+    with ThreadPoolExecutor(len(victims)) as pool:
+        jobs = dict(zip(victims, pool.map(lambda _: begin(person), victims), strict=True))
+    pids = {victim: pid_of(person, victim, node, job) for victim, job in jobs.items()}
     killed = time.monotonic()
-    person.lab.host_exec(node, ["kill", "-9", str(pids[victim])], check=True)
-    until(lambda: person.processes_of(job) == [], "the last process to end", within_s=30)
-    until(lambda: person.job(job)["state"] == "failed", "the verdict", within_s=30 - (time.monotonic() - killed))
-    first = person.job(job)["first_failure"]
-    assert first["node"] == node
-    assert victim in first["reason"]
-    if victim == "rank":
-        assert (first["rank"], first["signal"]) == (int(rank), "SIGKILL")
+    person.lab.host_exec(node, ["kill", "-9", *pids.values()], check=True)
+    for victim, job in jobs.items():
+        until(lambda job=job: person.processes_of(job) == [], "the last process to end", within_s=30)
+        left_s = 30 - (time.monotonic() - killed)
+        until(lambda job=job: person.job(job)["state"] == "failed", "the verdict", within_s=left_s)
+        first = person.job(job)["first_failure"]
+        assert first["node"] == node
+        assert victim in first["reason"]
+        if victim == "rank":
+            assert (first["rank"], first["signal"]) == (max(RANKS[node]), "SIGKILL")
+
+
+def pid_of(person: Person, victim: str, node: str, job: str) -> str:
+    """As its host numbers it; of the last rank there."""
+    agent = person.agent(node, job)
+    rank = agent["ranks"][max(agent["ranks"])]
+    if victim == "torchrun":
+        stat = person.lab.host_exec(node, ["cat", f"/proc/{rank['wrapper']}/stat"]).stdout
+        return stat.rpartition(")")[2].split()[1]
+    return str({"rank": rank, "supervisor": agent}[victim]["pid"])
 
 
 def test_a_dry_run_prints_what_a_run_executes_and_starts_nothing(person):

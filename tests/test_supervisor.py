@@ -89,16 +89,21 @@ def test_a_killed_launcher_is_named_and_its_ranks_go_with_it(tmp_path, node):
     assert left(job) == []
 
 
-@pytest.mark.parametrize("node", ["a", "b"])
-def test_a_killed_supervisor_takes_its_ranks_along_and_is_named(tmp_path, node):
-    with gang(tmp_path, WAITS) as job:
-        job.launch()
-        os.kill(job.wait_running()[node]["pid"], signal.SIGKILL)
-        record = job.wait()
-    assert record.state == "failed"
-    assert record.first_failure.node == node
-    assert "supervisor" in record.first_failure.reason
-    assert left(job) == []
+def test_a_killed_supervisor_takes_its_ranks_along_and_is_named(tmp_path):
+    def run(node):  # both at once: each waits for a lease to run out
+        (tmp_path / node).mkdir()
+        with gang(tmp_path / node, WAITS) as job:
+            job.launch()
+            os.kill(job.wait_running()[node]["pid"], signal.SIGKILL)
+            return job.wait(), left(job)
+
+    with ThreadPoolExecutor(2) as pool:
+        ends = dict(zip("ab", pool.map(run, "ab"), strict=True))
+    for node, (record, stayed) in ends.items():
+        assert record.state == "failed"
+        assert record.first_failure.node == node
+        assert "supervisor" in record.first_failure.reason
+        assert stayed == []
 
 
 def test_ranks_that_ignore_term_and_children_that_daemonise_end_too(tmp_path):

@@ -41,7 +41,8 @@ def main() -> int:
     with open(log, "a" if asked.resume or asked.only is not None else "w") as events, World(asked.cells) as world:
         outcomes = [*played.values(), *play(world, asked, rounds, events)]
     _conclude(outcomes, time.monotonic() - started, asked)
-    return 1 if any(outcome.wrong for outcome in outcomes) else 0
+    all_played = len(outcomes) == len(played) + len(rounds)  # a bug of ours ends a cell's thread with its traceback
+    return 0 if all_played and not any(outcome.wrong for outcome in outcomes) else 1
 
 
 def schedule(seed: int, kinds: list[str], count: int) -> Iterator[tuple[int, str]]:
