@@ -23,6 +23,7 @@ PURE = [
     "charts",
     "published",
     "collectives",
+    "studies",
     "frames",
     "lines",
     "live",
@@ -32,9 +33,33 @@ PURE = [
     "shell",
     "grammar",
 ]
-STAGES = ["inventory", "facts", "checks", "probe", "election", "plan", "job", "collect", "clusters", "provision"]
-STAGES += ["controller", "console", "cli.complete", "cli.common", "cli.boards", "cli.clusters", "cli.hosts"]
-STAGES += ["cli.jobs", "cli.results", "cli", "cli.__main__"]
+STAGES = [
+    "inventory",
+    "facts",
+    "checks",
+    "probe",
+    "election",
+    "plan",
+    "job",
+    "collect",
+    "clusters",
+    "provision",
+    "controller",
+    "sweep",
+]
+STAGES += [
+    "console",
+    "cli.complete",
+    "cli.common",
+    "cli.boards",
+    "cli.clusters",
+    "cli.hosts",
+    "cli.jobs",
+    "cli.results",
+    "cli.sweep",
+    "cli",
+    "cli.__main__",
+]
 TORCH_FREE = {"__init__", "__main__", "experiments", "config", "shares", "records", "env", "errors", "interrupt"}
 TORCH_FREE |= {"alpha_beta"}
 SHARED = {"experiments", "config", "shares", "records", "alpha_beta"}

@@ -15,6 +15,7 @@ from orchestrator.cli.common import Orch
 from orchestrator.cli.hosts import data, setup
 from orchestrator.cli.jobs import cancel, jobs, logs, run
 from orchestrator.cli.results import collect, report
+from orchestrator.cli.sweep import sweep
 
 
 @click.group(cls=Orch, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -32,5 +33,22 @@ def main() -> None:
     gc.set_threshold(50_000, 20, 50)  # imports make many objects and no garbage: looking for it took a tenth of them
 
 
-for command in (up, status, master, node, trust, setup, data, run, jobs, logs, cancel, collect, report, reap, down):
+for command in (
+    up,
+    status,
+    master,
+    node,
+    trust,
+    setup,
+    data,
+    run,
+    jobs,
+    logs,
+    cancel,
+    collect,
+    report,
+    sweep,
+    reap,
+    down,
+):
     main.add_command(command)

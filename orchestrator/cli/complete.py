@@ -64,3 +64,9 @@ def _jobs() -> list[str]:
 
 def _fitting(words: list[str], begun: str) -> list[str]:
     return [word for word in words if word.startswith(begun)]
+
+
+def studies(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
+    from orchestrator.studies import STUDIES
+
+    return _fitting(list(STUDIES), begun)

@@ -1,0 +1,83 @@
+"""`sweep`: a study's rows on this cluster, measured beside published."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from orchestrator.cli.common import cluster_option, json_option, open_controller, out_option
+from orchestrator.cli.complete import setting_pairs, studies
+from orchestrator.errors import UsageError
+
+if TYPE_CHECKING:
+    from orchestrator.call import Host
+    from orchestrator.records import LaunchPlan
+    from orchestrator.studies import Row
+
+
+@click.command()
+@click.argument("study", shell_complete=studies)
+@click.option(
+    *("--set", "settings"),
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="A setting for all rows, before their own; repeatable.",
+    shell_complete=setting_pairs,
+)
+@click.option("--rows", metavar="A,B", help="Only these rows (their names stand in --json).")
+@click.option("--again", is_flag=True, help="Measure rows anew that are done.")
+@out_option
+@cluster_option
+@json_option
+def sweep(
+    study: str,
+    settings: tuple[str, ...],
+    rows: str | None,
+    again: bool,
+    out: Path,
+    cluster: str | None,
+    as_json: bool,
+) -> None:
+    """Run the rows of a reference study that this cluster can run: mixed_clusters, bottlenecks, input.
+
+    Rows that are done are not run again, also after a Ctrl-C; rows of other clusters stay in the same table.
+
+    \b
+    orch sweep bottlenecks --set data_dir=/data
+    orch sweep mixed_clusters --cluster a16-v100
+    orch sweep input --set epochs=1 --json | jq '.rows[].measured.figures'
+    """
+    from orchestrator import console
+    from orchestrator.request import parse_pairs
+    from orchestrator.studies import STUDIES
+    from orchestrator.sweep import Sweep, document
+
+    if study not in STUDIES:
+        raise UsageError(f"{study!r} is no study", f"choose one of {', '.join(STUDIES)}")
+    only = [name for name in (rows or "").split(",") if name]
+    known = [row.name for row in STUDIES[study].rows]
+    for name in only:
+        if name not in known:
+            raise UsageError(f"{study} has no row {name!r}", f"its rows: {', '.join(known)}")
+    overrides = parse_pairs(settings, "--set KEY=VALUE")
+    outcomes = []
+    with open_controller() as controller:
+        one = Sweep(study, controller, controller.store.cluster(cluster), out, overrides)
+
+        def follow(row: Row, plan: LaunchPlan, hosts: Mapping[str, Host]) -> None:
+            console.say(f"{row.name}: {plan.job} on {', '.join(node.name for node in plan.nodes)}")
+            try:
+                console.print_events(controller.follow(plan, hosts), show=lambda line: False, stream=console.err)
+            except KeyboardInterrupt:
+                console.say(f"\nstopped watching; {plan.job} goes on, and the same command takes it up again")
+                console.say(f"cancel: orch cancel --job {plan.job}")
+                raise
+
+        for outcome in one.run(follow, only=only, again=again):
+            outcomes.append(outcome)
+            if outcome.why_not:
+                console.say(f"{outcome.row.name}: {outcome.why_not}")
+    console.print_json(document(study, outcomes)) if as_json else console.print_sweep(study, outcomes)

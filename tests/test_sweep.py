@@ -1,0 +1,156 @@
+"""Studies: every row is a run that can be made, and a sweep goes on where it was left."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+
+from orchestrator import studies, sweep
+from orchestrator.connections import Connections
+from orchestrator.controller import Controller
+from orchestrator.errors import OrchError, UsageError
+from orchestrator.inventory import load_inventory
+from orchestrator.paths import Home
+from orchestrator.records import NodePlan
+from orchestrator.store import Store
+from orchestrator.studies import STUDIES, Row, Study, choose_nodes
+from orchestrator.sweep import Sweep
+from trainer.config import parse_settings
+
+ROWS = [(study, row) for study in STUDIES.values() for row in study.rows]
+SHORT = {"data": "synthetic", "steps": "5", "warmup_steps": "1", "batch": "8", "eval_every": "0"}
+
+
+def node(name, gpu, ranks=1):
+    return NodePlan(
+        name=name, node_rank=0, first_rank=0, ranks=ranks, address="10.0.0.1", interface=None, device="cpu", gpu=gpu,
+        python="python", workdir="~", env={}, command=(), torchrun=(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("study, row", ROWS, ids=[row.name for _, row in ROWS])
+def test_every_row_is_a_complete_experiment_with_a_published_cell_for_each_column(study, row):
+    settings = parse_settings(row.exp, row.settings)
+    assert settings.exp == row.exp
+    assert (len(row.cells), len(row.published)) == (len(study.columns), len(study.published))
+    assert bool(row.hosts) != bool(row.ranks)
+
+
+@pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
+def test_a_studys_rows_have_names_of_their_own_and_figures_that_exist(study):
+    assert len({row.name for row in study.rows}) == len(study.rows)
+    assert set(study.figures) <= sweep.FIGURES.keys()
+
+
+def test_a_row_takes_the_hosts_that_it_names_and_no_others():
+    row = next(row for row in STUDIES["mixed_clusters"].rows if row.name == "a16_a16_a2000-ddp")
+    hosts = [node("spare", "Tesla V100-16GB"), node("small", "RTX A2000"), node("double", "NVIDIA A16", 2)]
+    assert choose_nodes(row, hosts) == ("small", "double")
+    assert choose_nodes(row, [node("single", "A16", 1), hosts[1]]) == (
+        "needs hosts with 2 x A16 and 1 x A2000; there are 1 x A16, 1 x RTX A2000"
+    )
+
+
+def test_a_row_that_needs_a_number_of_ranks_spreads_them_over_as_many_hosts_as_fit():
+    hosts = [node("one", None), node("two", None, 2), node("three", None)]
+    assert choose_nodes(Row("r", (), "mnist_lenet", ranks=2), hosts) == ("one", "three")
+    assert choose_nodes(Row("r", (), "mnist_lenet", ranks=1), hosts) == ("one",)
+    assert choose_nodes(Row("r", (), "mnist_lenet", ranks=2), hosts[1:2]) == ("two",)
+    assert "needs 7 ranks in all" in choose_nodes(Row("r", (), "mnist_lenet", ranks=7), hosts)
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    """A study of three short rows, and sweeps of it on two local nodes."""
+    rows = (
+        Row("pair", ("two",), "mnist_lenet", {**SHORT, "strategy": "ddp"}, ranks=2, published=("1.0",)),
+        Row("none-can", ("x",), "mnist_lenet", SHORT, hosts=(("3090", 2),), published=("2.0",)),
+        Row("alone", ("one",), "mnist_lenet", {**SHORT, "strategy": "none"}, ranks=1, published=("3.0",)),
+    )
+    study = Study("t", "s", ("ranks",), ("samples_per_s", "train_s"), ("seconds",), rows)
+    monkeypatch.setitem(studies.STUDIES, "short", study)
+    nodes = "".join(f"  - {{name: {n}, address: 127.0.0.1, workdir: {tmp_path}/{n}}}\n" for n in "ab")
+    file = tmp_path / "inventory.yaml"
+    env = 'env: {OMP_NUM_THREADS: "1"}'
+    file.write_text(
+        f"cluster: t\ndefaults: {{transport: local, device: cpu, python: {sys.executable}, {env}}}\nnodes:\n{nodes}"
+    )
+    home = Home(tmp_path / "home")
+    with Connections(home) as connections:
+        controller = Controller(Store(home), connections)
+        controller.clusters.up(load_inventory(file))
+
+        def made(**overrides):
+            return Sweep("short", controller, controller.store.cluster("t"), tmp_path / "out", overrides)
+
+        yield made
+
+
+class Watch:
+    """Follows jobs to their end, or leaves the one named as a person's Ctrl-C would."""
+
+    def __init__(self, controller, leave=None):
+        self.controller, self.leave, self.seen = controller, leave, []
+
+    def __call__(self, row, plan, hosts):
+        self.seen.append((row.name, plan.job))
+        if row.name == self.leave:
+            raise KeyboardInterrupt
+        for _ in self.controller.follow(plan, hosts):
+            pass
+
+
+@pytest.mark.slow
+def test_a_sweep_that_was_left_takes_up_its_own_job_again_and_runs_no_row_twice(bench):
+    first = bench()
+    leaving = Watch(first.controller, leave="pair")
+    with pytest.raises(KeyboardInterrupt):
+        list(first.run(leaving))
+    again = bench()
+    watch = Watch(again.controller)
+    outcomes = list(again.run(watch))
+    (left,) = leaving.seen
+    assert [outcome.row.name for outcome in outcomes] == ["pair", "none-can", "alone"]
+    assert outcomes[0].done.job == left[1], "the job that still ran was thrown away"
+    assert outcomes[0].done.figures["samples_per_s"] > 0
+    assert outcomes[1].why_not.startswith("needs hosts with 2 x 3090")
+    assert sum(name == "alone" for name, _ in watch.seen) == 1
+
+    idle = Watch(again.controller)
+    kept = list(bench().run(idle))
+    assert idle.seen == []
+    assert [outcome.done for outcome in kept] == [outcome.done for outcome in outcomes]
+    document = sweep.document("short", kept)
+    assert json.loads(json.dumps(document)) == document
+    assert [row["why_not"] is None for row in document["rows"]] == [True, False, True]
+
+    elsewhere = Watch(again.controller)
+    (only, *_) = bench(lr="0.01").run(elsewhere, only=["pair"])
+    assert [name for name, _ in elsewhere.seen] == ["pair"], "figures of other settings counted as done"
+    assert only.done.overrides == {"lr": "0.01"}
+
+
+@pytest.mark.slow
+def test_a_row_whose_job_fails_ends_the_sweep_with_its_name_and_is_run_anew_the_next_time(bench, monkeypatch):
+    study = studies.STUDIES["short"]
+    broken = replace(study.rows[0], settings={**study.rows[0].settings, "slow": "rank:7,at:start,ms:1"})
+    monkeypatch.setitem(studies.STUDIES, "short", replace(study, rows=(broken,)))
+    first = bench()
+    with pytest.raises(OrchError, match=r"^pair: mnist_lenet-\S+ did not succeed"):
+        list(first.run(Watch(first.controller)))
+    monkeypatch.setitem(studies.STUDIES, "short", replace(study, rows=study.rows[:1]))
+    second = bench()
+    (outcome,) = second.run(Watch(second.controller))
+    assert outcome.done.complete
+
+
+def test_a_table_of_somebody_elses_is_not_written_over(bench, tmp_path):
+    one = bench()
+    one.out.mkdir()
+    one.file.write_text("[]")
+    with pytest.raises(UsageError, match="no sweep of ours"):
+        list(one.run(Watch(one.controller)))
+    assert one.file.read_text() == "[]"
