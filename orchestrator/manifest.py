@@ -10,7 +10,6 @@ neither file nor folder. Names have to be printable: they are shown to people an
 from __future__ import annotations
 
 import hashlib
-import os
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -46,7 +45,7 @@ def read_manifest(root: Path, progress: Callable[[int, int], None] = lambda *_: 
     """progress: bytes hashed, and of how many. Raises UsageError for what is not to be sent."""
     if not root.is_dir():
         raise UsageError(f"{root} is no folder here", "name the folder that holds the data set")
-    names = sorted(_walk(root, root, (root.resolve(),)))
+    names = list(_walk(root, root, (root.resolve(),)))
     if not names:
         raise UsageError(f"{root} holds no files", "name the folder that holds the data set")
     total, done = sum((root / name).stat().st_size for name in names), 0
@@ -70,10 +69,9 @@ def read_pieces(path: Path, offset: int = 0, piece_bytes: int = CHUNK_BYTES) -> 
 
 def _walk(root: Path, folder: Path, above: tuple[Path, ...]) -> Iterator[str]:
     """Names of all files below, relative to root. above: the folders that this one is in, for links in a circle."""
-    for entry in os.scandir(folder):
-        path = Path(entry.path)
+    for path in sorted(folder.iterdir()):
         name = path.relative_to(root).as_posix()
-        if entry.name.startswith(OURS) or name == ".lock":  # of a push or a training that had this folder, too
+        if path.name.startswith(OURS) or name == ".lock":  # of a push or a training that had this folder, too
             continue
         if not name.isprintable():
             raise UsageError(f"{root}: the name {name!r} is not printable text", "rename it")

@@ -265,8 +265,10 @@ class _Way:
     def _transport(self, hop: Hop, sock: Any, deadline: Deadline, options: dict[str, Any]) -> paramiko.Transport:
         transport = SignalAwareTransport(sock, **options)
         transport.handshake_timeout = deadline.left()
-        # The type of key that we know comes first: a host with several keys must not look unknown.
         security = transport.get_security_options()
+        # Where a host has it: AES-GCM takes a third less of our processor than AES-CTR with an HMAC.
+        security.ciphers = tuple(sorted(security.ciphers, key=lambda name: "-gcm@" not in name))
+        # The type of key that we know comes first: a host with several keys must not look unknown.
         known = [name for name in self.host_keys.algorithms(hop.peer) if name in security.key_types]
         security.key_types = (*known, *(name for name in security.key_types if name not in known))
         return transport
