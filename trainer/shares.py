@@ -5,11 +5,18 @@ scale_shares((22, 21, 21), 10)   (4, 3, 3)
 
     wanted = parse_shares("v100=5,a2000=2")
     choose_shares(wanted, ranks=(("v100", 0), ("a2000", 0)), batch=64)      (46, 18)
+
+    v100, a2000 = Speed(fixed_ms=2, sample_ms=1.2), Speed(fixed_ms=3, sample_ms=3)
+    fastest_shares((v100, a2000), batch=64)                                 (46, 18)
+    v100.step_ms(46)                                                        57.2
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 Wanted = Mapping[tuple[str, int | None], int]
 """What is said of each (node, local rank), or of all ranks of a node (None)."""
@@ -77,3 +84,72 @@ def choose_shares(wanted: Wanted, ranks: Sequence[tuple[str, int]], batch: int) 
     if not any(parts):
         raise ValueError("all parts are 0: one rank at least has to take samples")
     return scale_shares(parts, batch)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How long a rank computes on m samples: t = a + b*m, the model of AdaptDL (Qiao et al., OSDI 2021).
+
+    cap: the most samples that fit in its memory at once; more are done one such micro-batch after the other, and each
+    costs fixed_ms. None: no limit is known.
+    """
+
+    fixed_ms: float
+    sample_ms: float
+    cap: int | None = None
+
+    def step_ms(self, samples: int) -> float:
+        """0 for no samples: such a rank computes nothing."""
+        return self.micro_batches(samples) * self.fixed_ms + samples * self.sample_ms
+
+    def micro_batches(self, samples: int) -> int:
+        return -(-samples // self.cap) if self.cap else min(samples, 1)
+
+
+def fastest_shares(speeds: Sequence[Speed], batch: int) -> tuple[int, ...]:
+    """`batch` samples over the ranks so that the slowest is done as early as whole samples allow; a tie goes to the
+    lower rank. A rank that would only make the step longer gets 0. Raises ValueError where no rank can take any.
+
+    A rank's time never falls as its samples grow. So giving each further sample to the rank that is done first with it
+    is optimal: the last one given sets the time, and had any other split been faster, this sample would have had a
+    better place. All but the last few are given at once, by bisecting the time.
+    """
+    able = [speed.cap != 0 for speed in speeds]
+    if batch > 0 and not any(able):
+        raise ValueError("no rank has memory for a single sample")
+    if any(not 0 <= speed.fixed_ms < math.inf or not 0 < speed.sample_ms < math.inf for speed in speeds):
+        raise ValueError("a rank's fixed_ms is at least 0 and its sample_ms more than 0")
+    shares = _surely(speeds, able, batch)
+    waiting = [(speed.step_ms(shares[rank] + 1), rank) for rank, speed in enumerate(speeds) if able[rank]]
+    heapq.heapify(waiting)
+    for _ in range(batch - sum(shares)):
+        _, rank = waiting[0]
+        shares[rank] += 1
+        heapq.heapreplace(waiting, (speeds[rank].step_ms(shares[rank] + 1), rank))
+    return tuple(shares)
+
+
+def _surely(speeds: Sequence[Speed], able: Sequence[bool], batch: int) -> list[int]:
+    """What all ranks manage within the longest time in which they do not manage the whole batch."""
+    low_ms, high_ms = 0.0, max((s.step_ms(batch) for s, can in zip(speeds, able, strict=True) if can), default=0.0)
+    shares = [0] * len(speeds)
+    while high_ms - low_ms > min(speed.sample_ms for speed in speeds) / 4:
+        middle_ms = (low_ms + high_ms) / 2
+        done = [_within(s, middle_ms, batch) if can else 0 for s, can in zip(speeds, able, strict=True)]
+        if sum(done) < batch:
+            low_ms, shares = middle_ms, done
+        else:
+            high_ms = middle_ms
+    return shares
+
+
+def _within(speed: Speed, time_ms: float, most: int) -> int:
+    """The most samples that the rank does in this time."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if speed.step_ms(middle) <= time_ms:
+            low = middle
+        else:
+            high = middle - 1
+    return low
