@@ -25,8 +25,8 @@ from trainer.models import build_model
 from trainer.pace import BACKWARD, FORWARD, OPTIMISER, Pace
 from trainer.records import MetricsWriter
 from trainer.standin import BlankBatches, StandIn, StandInOptimizer, Stopwatch, memory_needed
+from trainer.strategies import build_strategy, local_loss
 from trainer.stream import SampleStream
-from trainer.sync import build_strategy, local_loss
 from trainer.timing import CpuTimer
 
 SHAPE = (1, 28, 28)

@@ -27,8 +27,8 @@ from trainer.evaluate import average_running_statistics, evaluate
 from trainer.pace import Pace
 from trainer.records import MetricsWriter
 from trainer.slow import PLACES
+from trainer.strategies import build_strategy, local_loss, weighted
 from trainer.stream import SampleStream
-from trainer.sync import build_strategy, local_loss, weighted
 from trainer.timing import CpuTimer
 from trainer.train import train_epoch
 

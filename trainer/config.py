@@ -83,7 +83,7 @@ class Settings:
         "(none) or on all of its host's (dp).",
         choices=STRATEGIES,
     )
-    bucket_mib: float = _setting("Size of ddp's gradient buckets in MiB.", above=0)
+    bucket_mib: float = _setting("Size of ddp's gradient buckets, and most of fsdp's pieces, in MiB.", above=0)
     average_every: int = _setting(
         "Updates from one average of the weights to the next (parameter_average).", at_least=1
     )
@@ -131,6 +131,10 @@ class Settings:
         if self.shares != "equal" and self.strategy in ("none", "dp"):
             mistakes.append(
                 f"shares: strategy {self.strategy} is one process, which takes the whole batch; leave shares equal"
+            )
+        if self.sync_bn and self.strategy in ("parameter_average", "dp"):
+            mistakes.append(
+                f"sync_bn: strategy {self.strategy} has no one network that could see the whole batch; use ddp"
             )
         if not mistakes and MODEL_CHANNELS[self.model] not in (None, self.data_set.shape[0]):
             mistakes.append(

@@ -26,10 +26,11 @@ from trainer.experiments import DataSet
 from trainer.loading import Batches, agree_on_facts, choose_loader, open_batches
 from trainer.models import build_model, gradient_bytes, has_batch_norm, trainable
 from trainer.pace import Pace
+from trainer.precision import Full, build_precision
 from trainer.records import SCHEMA, MetricsWriter
 from trainer.standin import StandIn, StandInOptimizer, Stopwatch, keep_freed_memory, memory_needed
+from trainer.strategies import Strategy, build_strategy
 from trainer.stream import RankBatches, SampleStream
-from trainer.sync import Strategy, build_strategy
 from trainer.timing import Brake, Timer, timer_for
 
 
@@ -47,6 +48,7 @@ class Run:
     group: dist.ProcessGroup
     model: nn.Module
     strategy: Strategy
+    precision: Full
     optimizer: torch.optim.Optimizer | StandInOptimizer
     facts: DataSet
     stream: SampleStream
@@ -80,7 +82,8 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
             model = stand_in(settings, facts, info, metrics, info.pace, shares[info.rank])
         else:
             model = build_model(settings.model, facts.shape, facts.classes).to(device)
-            check_batch_norm(model, stream)
+            check_batch_norm(model, stream, settings.sync_bn)
+        precision = build_precision(settings.amp, device, group)
     learns = ranks.sum_over_ranks([float(info.pace is not None)])[0] == 0
     start = start_fields(settings, info, device, group, model)
     metrics.write("start", **start, batch_per_rank=shares[info.rank], steps=last_step)
@@ -98,6 +101,7 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
         group=group,
         model=model,
         strategy=strategy,
+        precision=precision,
         optimizer=build_optimizer(settings, model),
         facts=facts,
         stream=stream,
@@ -112,7 +116,14 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
 def stand_in(
     settings: Settings, facts: DataSet, info: RankInfo, metrics: MetricsWriter, pace: Pace, share: int
 ) -> StandIn:
-    """Raises TrainError where the share would not fit into the memory of the GPU that is stood in for."""
+    """Raises TrainError where the share would not fit into the memory of the GPU that is stood in for, and for what
+    would need its arithmetic.
+    """
+    asked = {"strategy=fsdp": settings.strategy == "fsdp", "sync_bn=true": settings.sync_bn}
+    asked[f"amp={settings.amp}"] = settings.amp != "none"
+    for setting, is_set in asked.items():
+        if is_set:
+            raise TrainError(f"{setting} needs ranks that compute, this one is paced: leave it out, or leave paced out")
     anatomy = dissect(settings.model, facts.shape, facts.classes)
     needed = memory_needed(anatomy, pace, share)
     stopwatch = Stopwatch(pace, seed=(settings.seed, info.rank))
@@ -141,13 +152,17 @@ def check_bottleneck(settings: Settings, info: RankInfo) -> None:
         raise TrainError(f"slow: {settings.slow} names a rank that is not there; the last one is {info.world_size - 1}")
 
 
-def check_batch_norm(model: nn.Module, stream: SampleStream) -> None:
-    """A single sample has no variance: torch's BatchNorm refuses it where the picture has shrunk to one point."""
+def check_batch_norm(model: nn.Module, stream: SampleStream, whole_batch: bool = False) -> None:
+    """A single sample has no variance: torch's BatchNorm refuses it where the picture has shrunk to one point.
+
+    whole_batch: does it see the samples of all ranks (sync_bn)?
+    """
     for step in {0, stream.steps - 1}:
-        if has_batch_norm(model) and 1 in stream.shares_at(step):
+        groups = (stream.batch_at(step),) if whole_batch else stream.shares_at(step)
+        if has_batch_norm(model) and 1 in groups:
             raise TrainError(
                 f"batch: of {stream.batch_at(step)} samples one rank gets a single one, and BatchNorm needs two; "
-                f"choose another batch than {stream.batch}"
+                f"choose another batch than {stream.batch}{'' if whole_batch else ', or sync_bn=true'}"
             )
 
 

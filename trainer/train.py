@@ -20,7 +20,7 @@ from trainer.evaluate import average_running_statistics, evaluate
 from trainer.records import MetricsWriter
 from trainer.setup import Run, set_up
 from trainer.standin import StandIn
-from trainer.sync import local_loss
+from trainer.strategies import local_loss
 from trainer.timing import covered_ms
 
 
@@ -69,12 +69,14 @@ def train_epoch(run: Run, progress: Progress, keeper: CheckpointKeeper) -> None:
 
         run.brake.pause("start")
         run.optimizer.zero_grad(set_to_none=True)
-        loss_sum = local_loss(run.strategy.model, images, labels)
+        with run.precision.autocast():
+            loss_sum = local_loss(run.strategy.model, images, labels)
         loss_sum.register_hook(lambda _: hold_backward_up(run))
-        exchange = run.strategy.backward(loss_sum, len(labels), batch)
+        exchange = run.strategy.backward(run.precision.scaled(loss_sum), len(labels), batch)
+        run.precision.unscale(run.optimizer)
         computed, summed = exchange.computed, timer.mark()
 
-        run.optimizer.step()
+        run.precision.step(run.optimizer)
         updated = timer.mark()
         run.strategy.after_update()
         end = timer.mark()

@@ -1,0 +1,73 @@
+"""Four real ranks over Gloo that stay, and serve one case after another: `gang.run(function, case)` on each of them.
+
+A test calls a function of its own module by every rank, with the same case, and gets each rank's answer: so that a
+property can be tried on hundreds of cases for one start of the processes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+RANKS = 4
+
+
+class Gang:
+    def __init__(self, folder: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "trainer.strategies", "torch.distributed.fsdp"])
+        self.pipes, self.processes = [], []
+        for rank in range(RANKS):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, f"file://{folder}/store", theirs), daemon=True)
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], case: Any, timeout_s: float = 60) -> list[Any]:
+        """function(rank, case) of every rank. Raises AssertionError with what a rank raised."""
+        for pipe in self.pipes:
+            pipe.send((function, case))
+        answers = []
+        for rank, pipe in enumerate(self.pipes):
+            assert pipe.poll(timeout_s), f"rank {rank} gives no answer"
+            answers.append(pipe.recv())
+        for answer in answers:
+            assert not isinstance(answer, Raised), answer.text
+        return answers
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+class Raised:
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def group_of(size: int) -> dist.ProcessGroup:
+    """Of the first so many ranks; made once, by all."""
+    return _groups[size]
+
+
+_groups: dict[int, Any] = {}
+
+
+def _serve(rank: int, store: str, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
+    _groups.update({size: dist.new_group(range(size)) for size in range(1, RANKS + 1)})
+    while True:
+        function, case = pipe.recv()
+        try:
+            pipe.send(function(rank, case))
+        except Exception:
+            pipe.send(Raised(traceback.format_exc()))

@@ -1,0 +1,107 @@
+"""Computing in 16 bits where that is safe: `amp=bf16` or `fp16`, by torch's autocast and gradient scaler.
+
+    precision = build_precision(settings.amp, device, group)
+    with precision.autocast():
+        loss_sum = local_loss(model, images, labels)
+    exchange = strategy.backward(precision.scaled(loss_sum), samples, batch)
+    precision.unscale(optimizer)
+    precision.step(optimizer)
+    loss_sum.item()                     the loss as it is
+
+Weights, gradients and sums over ranks stay in 32 bits (Micikevicius et al. 2018).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.errors import TrainError
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Full:
+    """32 bits (or 64) throughout: adds nothing to a step."""
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def unscale(self, optimizer: Any) -> None:
+        pass
+
+    def step(self, optimizer: Any) -> None:
+        optimizer.step()
+
+
+class Bf16(Full):
+    """bfloat16 has float32's range: nothing needs scaling."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, torch.bfloat16)
+
+
+class Fp16(Full):
+    """The loss is scaled up, so that small gradients do not vanish, as far as no gradient overflows.
+
+    An update with a gradient that is not finite is left out. Where each rank has gradients of its own (averaged
+    weights, sharded gradients) only some may see it: torch's scaler for shards asks all, and all leave it out.
+    """
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        self.device = device
+        try:
+            self.scaler = ShardedGradScaler(device=device.type, process_group=group)
+        except TypeError:  # before torch 2.3 it is for GPUs only
+            self.scaler = ShardedGradScaler(process_group=group)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, torch.float16)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return self.scaler.scale(loss)
+
+    def unscale(self, optimizer: Any) -> None:
+        """Called when the gradients are summed: ranks wait for each other here, too."""
+        with warnings.catch_warnings():  # of torch's, about its own scalars among sharded gradients
+            warnings.filterwarnings("ignore", message="Found a non-scalar tensor")
+            self.scaler.unscale_(optimizer)
+
+    def step(self, optimizer: Any) -> None:
+        self.scaler.step(optimizer)
+        self.scaler.update()
+
+
+def build_precision(amp: str, device: torch.device, group: dist.ProcessGroup) -> Full:
+    """Raises TrainError where the device, or this torch on it, cannot compute so."""
+    if amp == "none":
+        return Full()
+    if not _computes_in(DTYPES[amp], device):
+        raise TrainError(f"amp {amp}: torch {torch.__version__} cannot compute so on {device}; use amp=none or a GPU")
+    return Bf16(device) if amp == "bf16" else Fp16(device, group)
+
+
+def _computes_in(dtype: torch.dtype, device: torch.device) -> bool:
+    """Tries it: autocast itself only warns where it cannot, and then computes in 32 bits."""
+    images, weight = torch.ones((1, 1, 1, 1), device=device), torch.ones((1, 1, 1, 1), device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with torch.autocast(device.type, dtype):
+                return torch.nn.functional.conv2d(images, weight).dtype == dtype
+        except RuntimeError:
+            return False

@@ -1,0 +1,121 @@
+"""`fsdp`: torch's fully_shard (Zhao et al. 2023, after ZeRO stage 3): no rank holds all weights, gradients or momenta.
+
+A piece of the network is gathered before it is used and given up behind; its gradients are reduced to the rank that
+keeps that part of them, while backward goes on.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.batch_norm import SynchronisedBatchNorm
+from trainer.errors import TrainError
+from trainer.models import gradient_bytes
+from trainer.strategies.seam import Exchange, share_initial_state, weighted
+from trainer.timing import Brake, Timer
+
+
+class Fsdp:
+    """piece_mib: the largest part of the network that is gathered and reduced at once, in MiB.
+
+    The model's parameters become torch's DTensors, in the same order: an optimiser has to be built after this. Through
+    blocking collectives (Gloo) backward itself waits for slower ranks, in all pieces but the last; a rank cannot tell
+    that from computing.
+    """
+
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup, timer: Timer, brake: Brake, piece_mib: float
+    ) -> None:
+        make_mesh, fully_shard = _newest_fsdp()
+        self.model = model
+        self.group = group
+        self.timer = timer
+        self.brake = brake
+        self.computed: Any = None
+        self.collectives: list[tuple[Any, Any]] = []
+        share_initial_state(model, group)
+        self.hollow = _without_weights(model)
+        mesh = make_mesh(group, next(model.parameters()).device.type)
+        parts = list(_parts(model, piece_mib * 2**20))
+        has_rest = sum(gradient_bytes(part) for part in parts) < gradient_bytes(model)
+        self.reductions = len(parts) + has_rest
+        for module in (*parts, model):  # the whole comes last: it takes what no part has
+            fully_shard(module, mesh=mesh)
+            module.set_custom_reduce_scatter(self)
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        """The reduce-scatter of one piece, as fully_shard wants it called. Gloo knows no average."""
+        if len(self.collectives) == self.reductions - 1:
+            self.brake.pause("sync")
+        self.computed = self.timer.mark()
+        is_mean = op == dist.ReduceOp.AVG
+        work = dist.reduce_scatter_tensor(
+            output_tensor, input_tensor, op=dist.ReduceOp.SUM if is_mean else op, group=group, async_op=async_op
+        )
+        if is_mean:
+            output_tensor /= group.size()
+        self.collectives.append((self.computed, self.timer.mark()))
+        return work
+
+    def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
+        self.collectives.clear()
+        weighted(loss_sum, batch, self.group.size()).backward()
+        if not self.collectives:  # one rank alone reduces nothing
+            self.brake.pause("sync")
+            self.computed = self.timer.mark()
+        return Exchange(self.computed, tuple(self.collectives))
+
+    def after_update(self) -> None:
+        pass
+
+    def whole(self) -> nn.Module:
+        """A copy that lives as long as its user: every rank holds all weights meanwhile."""
+        network = copy.deepcopy(self.hollow, _groups(self.hollow)).to_empty(device=next(self.model.parameters()).device)
+        own = dict([*self.model.named_parameters(), *self.model.named_buffers()])
+        with torch.no_grad():
+            for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
+                kept = own[name]
+                tensor.copy_(kept.full_tensor() if hasattr(kept, "full_tensor") else kept)
+        return network
+
+
+def _newest_fsdp() -> tuple[Any, Any]:
+    """Imported only here: it would cost every run a second. Raises TrainError where torch is too old."""
+    try:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        if hasattr(FSDPModule, "set_custom_reduce_scatter"):
+            return DeviceMesh.from_group, fully_shard
+    except ImportError:
+        pass
+    raise TrainError(f"strategy fsdp needs torch 2.9 or newer, this is {torch.__version__}: use ddp")
+
+
+def _parts(module: nn.Module, most_bytes: float) -> Iterator[nn.Module]:
+    """The largest modules inside of it that have at most so many bytes of weights, or cannot be cut any further."""
+    for child in module.children():
+        if gradient_bytes(child) > most_bytes and any(child.children()):
+            yield from _parts(child, most_bytes)
+        elif gradient_bytes(child):
+            yield child
+
+
+def _without_weights(model: nn.Module) -> nn.Module:
+    """A copy that takes no memory."""
+    return copy.deepcopy(model, _groups(model)).to("meta")
+
+
+def _groups(model: nn.Module) -> dict[int, Any]:
+    """For deepcopy, which cannot copy groups of ranks: what it shall take for them, themselves."""
+    groups = [module.group for module in model.modules() if isinstance(module, SynchronisedBatchNorm)]
+    return {id(group): group for group in groups}

@@ -1,0 +1,76 @@
+"""What a strategy is, and how the samples of unequal ranks come to count alike.
+
+With l_j the mean loss over rank j's m_j samples of n, the gradient wanted is sum_j (m_j/n) grad l_j. Every strategy
+that exchanges gradients leaves the plain mean over the W ranks, so each rank's loss is first multiplied by m_j*W/n:
+this makes it W/n times the sum of its samples' losses. It stays exact for unequal shares, and for a share of 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from trainer.batch_norm import is_synchronised
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """computed: the mark of this rank's own last gradient. collectives: for each one that ran beside backward, the
+    marks of when this rank handed it over and when the sum was there, in the order of their ends.
+    """
+
+    computed: Any
+    collectives: tuple[tuple[Any, Any], ...] = ()
+
+
+class Strategy(Protocol):
+    model: nn.Module
+    """What the forward pass calls."""
+
+    def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
+        """Leaves in .grad what the optimiser shall use: the gradient of the mean loss over the whole batch, or of a
+        rank's own part where weights are averaged.
+
+        loss_sum: of this rank's `samples`, which are part of `batch` over all ranks.
+        """
+
+    def after_update(self) -> None:
+        """Called when the optimiser has moved the weights: what a strategy sends then counts as synchronisation."""
+
+    def whole(self) -> nn.Module:
+        """The network with the weights that all ranks share, for evaluations and checkpoints. Called by all ranks."""
+
+
+def local_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    """The sum of the losses of this rank's samples.
+
+    A rank without samples still takes part in every collective: it sends one image of zeros through the network and
+    multiplies the result by 0, so that each gradient exists and is 0. In eval mode, to leave BatchNorm's statistics be;
+    a BatchNorm over all ranks needs it in training mode instead, and can do with no image at all.
+    """
+    if len(labels) or is_synchronised(model):
+        return cross_entropy(model(images), labels, reduction="sum")
+    model.eval()
+    nothing = model(images.new_zeros((1, *images.shape[1:]))).sum() * 0
+    model.train()
+    return nothing
+
+
+def weighted(loss_sum: Tensor, batch: int, world_size: int) -> Tensor:
+    """The loss to differentiate, for a rank whose samples are part of `batch` over all ranks."""
+    return loss_sum * (world_size / batch)
+
+
+def share_initial_state(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Leaves rank 0's weights and buffers on every rank."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        dist.broadcast(tensor.detach(), src=first_rank(group), group=group)
+
+
+def first_rank(group: dist.ProcessGroup) -> int:
+    """The number, among all ranks, of the group's first one: collectives name their root so."""
+    return dist.get_global_rank(group, 0)
