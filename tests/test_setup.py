@@ -25,7 +25,9 @@ TORCH = """
 __version__ = "2.3.1"
 class version:
     cuda = None
+from . import cuda, distributed
 """
+CUDA = "is_available = lambda: False\nget_arch_list = list\n"
 DISTRIBUTED = "is_available = lambda: True\n"
 WANTED = Wanted("2.3.1", "0.18.1", any_torch=False)
 
@@ -48,7 +50,8 @@ def wheel(folder: Path, name: str, version: str, files: dict[str, str]) -> None:
 def wheels(tmp_path_factory):
     """Where pip is to look instead of an index: torch 2.3.1 with its torchvision, and a torch that does not load."""
     folder = tmp_path_factory.mktemp("wheels")
-    wheel(folder, "torch", "2.3.1", {"torch/__init__.py": TORCH, "torch/distributed/__init__.py": DISTRIBUTED})
+    parts = {"torch/distributed/__init__.py": DISTRIBUTED, "torch/cuda/__init__.py": CUDA}
+    wheel(folder, "torch", "2.3.1", {"torch/__init__.py": TORCH, **parts})
     wheel(folder, "torchvision", "0.18.1", {"torchvision/__init__.py": "__version__ = '0.18.1'\n"})
     wheel(folder, "torch", "2.4.0", {"torch/__init__.py": "raise ImportError('libnothing.so is missing')\n"})
     wheel(folder, "torchvision", "0.19.0", {"torchvision/__init__.py": "__version__ = '0.19.0'\n"})
@@ -196,7 +199,7 @@ def test_a_clusters_nodes_run_the_environment_and_get_their_own_python_back():
 @pytest.mark.timeout(300)
 def test_from_setup_to_down(wheels, tmp_path, tmp_path_factory):
     """One host finds the wheels, the other has no way out. `up` and `run` use the environment; `down` removes it."""
-    links = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "PIP_CONFIG_FILE": "/dev/null"}
+    links = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/home/lab/data/wheels", "PIP_CONFIG_FILE": "/dev/null"}
     inventory = f"""
 cluster: setup
 defaults: {{device: cpu, ranks: 1}}
@@ -205,9 +208,10 @@ nodes:
   - {{name: beta, host: 10.78.2.2}}
 """
     home = tmp_path_factory.mktemp("home")
-    with lab(inventory, binds=[str(wheels)]) as pair:
+    with lab(inventory) as pair:
         person = Person(pair, home, tmp_path)
         person.types("up", str(pair.inventory))
+        person.types("data", "push", str(wheels), "--to", "wheels", "--nodes", "alpha")
         own = person.asks("run", "--exp", "mnist_lenet", "--dry-run")["nodes"][0]["python"]
         refused = person.types("setup", "--torch", "2.3.1", exit_code=1)
         assert "Install torch 2.3.1 and torchvision 0.18.1" in refused.stderr
