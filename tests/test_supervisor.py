@@ -309,7 +309,8 @@ def test_a_cancel_during_prepare_is_a_cancel(tmp_path):
     assert left(job) == []
 
 
-def test_a_rank_that_aborts_after_a_lost_connection_is_not_the_cause(tmp_path):
+@pytest.mark.parametrize("ends_after_s", [0, 1], ids=["at once", "a second later"])
+def test_a_rank_that_aborts_after_a_lost_connection_is_not_the_cause(tmp_path, ends_after_s):
     script = """
 import os, pathlib, sys, time
 fell = pathlib.Path(os.environ["FELL"])
@@ -320,9 +321,11 @@ if os.environ["RANK"] == "0":
     os.abort()
 print("ValueError: the true one", file=sys.stderr, flush=True)
 fell.touch()
+time.sleep(float(os.environ["ENDS_AFTER_S"]))  # a large process may take as long to end
 os._exit(1)
 """
-    with gang(tmp_path, script, env={"FELL": str(tmp_path / "fell")}) as job:
+    environment = {"FELL": str(tmp_path / "fell"), "ENDS_AFTER_S": str(ends_after_s)}
+    with gang(tmp_path, script, env=environment) as job:
         job.launch()
         first = job.wait().first_failure
     assert (first.rank, first.log_line) == (1, "ValueError: the true one")

@@ -31,6 +31,8 @@ JOIN_S = 30.0
 LOOK_S = 2.0
 SETTLE_S = 0.3
 """When a peer failed: so long may a rank of ours, dying of the true cause this very moment, take to say so."""
+HEARSAY_S = 2.0
+"""The same, where all that is known so far is that a connection broke: the one who broke it may be slow to end."""
 NEW_PORT_S = 3.0
 """A torchrun that fails before any rank began may have met a stranger's port: so long may word of a new one take."""
 
@@ -193,9 +195,15 @@ class Supervisor:
         if order["do"] == "start" and self.phase in ("joined", "running"):
             self._meet_at(int(order["rendezvous_port"]))
         elif order["do"] == "stop":
-            self._stop(settle_s=0.0 if self.cancelled or order["state"] == "cancelled" else SETTLE_S)
+            self._stop(self._settle_s(order))
         elif order["do"] == "finish":
             self._spawn(self._finish(order["state"], order.get("first_failure")))
+
+    def _settle_s(self, order: Message) -> float:
+        if self.cancelled or order["state"] == "cancelled":
+            return 0.0
+        first = order.get("first_failure") or {}
+        return HEARSAY_S if first.get("secondary") else SETTLE_S
 
     def _stop(self, settle_s: float = 0.0) -> None:
         if self._stopping is None:
@@ -394,7 +402,7 @@ class Supervisor:
     @property
     def _ladder_s(self) -> float:
         """The longest that ending a host's ranks can take, and a little for the news to travel."""
-        return float(2 * self.node["grace_s"] + 2 * KILL_S)
+        return float(HEARSAY_S + 2 * self.node["grace_s"] + 2 * KILL_S)
 
     async def _watch_folder(self) -> None:
         """Somebody may remove the job's folder under us: then nobody can speak to us any more, so the job ends."""
