@@ -21,7 +21,7 @@ from orchestrator import collect, job, rescan
 from orchestrator.call import Host, understood, words_of
 from orchestrator.clusters import Clusters, now_utc
 from orchestrator.connections import Connections
-from orchestrator.errors import ConnectError, HostError, HostsError, OrchError, StateError
+from orchestrator.errors import ConnectError, HostError, HostsError, OrchError, StateError, UsageError
 from orchestrator.files import own_folder
 from orchestrator.frames import Agent, Piece
 from orchestrator.lines import Line, Splitter
@@ -29,7 +29,8 @@ from orchestrator.live import LiveView, Progress
 from orchestrator.paths import RunFolder
 from orchestrator.plan import build_plan
 from orchestrator.records import ENDED, FINAL_STATES, CodeFolder, JobRecord, LaunchPlan, write_record
-from orchestrator.request import RunRequest
+from orchestrator.request import RunRequest, Wish, read_wish
+from orchestrator.resume import last_checkpoint, settings_of
 from orchestrator.store import Cluster, Store
 from orchestrator.summary import Summary
 from orchestrator.text import one_line
@@ -85,6 +86,28 @@ class Controller:
         return build_plan(
             cluster.name, ready.nodes, ready.facts, ready.election, request, job=made, code=code, created=now_utc()
         )
+
+    def resume(
+        self, cluster: Cluster, wanted: str, settings: Sequence[str], only: Sequence[str] = ()
+    ) -> tuple[Cluster, Wish]:
+        """To go on from a job's last checkpoint: the cluster with the host that holds it as its master, and what to run
+        there. settings: KEY=VALUE that shall differ. Raises UsageError or HostsError where it cannot be had.
+        """
+        _, old = self.job(wanted)
+        exp, kept = settings_of(old)
+        holder = cluster.node(old.master)
+        if holder.name in cluster.released or (only and holder.name not in only):
+            raise UsageError(
+                f"{holder.name} holds the checkpoint of {old.job}, and takes no part",
+                f"`orch node restore {holder.name}`, or name it in --nodes",
+            )
+        found = self.connections.open([holder])
+        if errors(found):
+            raise HostsError(errors(found))
+        path = last_checkpoint(old, values(found)[holder.name])
+        pairs = {item.partition("=")[0].strip(): item for item in (*kept, *settings, f"resume={path}")}
+        pinned = cluster.model_copy(update={"master_pin": holder.name})
+        return pinned, read_wish(exp, list(pairs.values()), None, None, ())
 
     def launch(self, plan: LaunchPlan, blob: bytes) -> dict[str, Host]:
         """Starts the job on all its hosts or on none; remembers it first. Raises HostsError."""

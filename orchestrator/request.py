@@ -19,6 +19,9 @@ from orchestrator.errors import UsageError
 from orchestrator.records import CodeFolder
 from trainer.config import SettingsError, parse_settings
 
+LOCAL_RANK = "--local_rank={LOCAL_RANK}"
+"""Filled in by the rank wrapper: what torch.distributed.launch would give a script."""
+
 # Options that are named after a secret (not --pad-token or --tokenizer), and the forms of widespread keys.
 _SECRET_OPTION = re.compile(
     r"-{0,2}([\w.-]*[._-])?(passw(or)?d|secret([_-]access)?([_-]key)?|(api|access|private|auth)[_-]?key"
@@ -64,9 +67,11 @@ def read_wish(
     folder: Path | None,
     command: tuple[str, ...],
     batch: int | None = None,
+    pass_local_rank: bool = False,
 ) -> Wish:
     """settings: KEY=VALUE each. folder: what to ship; by default the script's folder, or this one for a module. batch:
-    samples of an update over all ranks of a script, to be split among them.
+    samples of an update over all ranks of a script, to be split among them. pass_local_rank: a script is given its
+    local rank as its first argument.
 
     Raises UsageError where it is not exactly one of the three kinds, and for any mistake in one.
     """
@@ -74,16 +79,21 @@ def read_wish(
         raise UsageError("say what to run, once", "orch run --exp NAME, orch run -- SCRIPT ARGS, or orch run -m MODULE")
     if exp and batch is not None:
         raise UsageError("--batch belongs to a script of your own", f"--set batch={batch}")
+    if exp and pass_local_rank:
+        raise UsageError(
+            "--pass-local-rank belongs to a script of your own", "leave it out: the trainer knows its rank"
+        )
     if exp:
         return _experiment(exp, parse_pairs(settings, "--set KEY=VALUE"))
     _refuse_secrets(command)
     if settings:
         raise UsageError("--set belongs to --exp", "give your script its own arguments after --")
     told = {} if batch is None else {"batch": batch}
+    first = (LOCAL_RANK,) if pass_local_rank else ()
     if module:
-        request = RunRequest("module", module, ("-m", module, *command), settings=told)
+        request = RunRequest("module", module, ("-m", module, *first, *command), settings=told)
         return Wish(request, *pack_folder(folder or Path()))
-    return _script(Path(command[0]), command[1:], folder, told)
+    return _script(Path(command[0]), (*first, *command[1:]), folder, told)
 
 
 def _refuse_secrets(command: Sequence[str]) -> None:

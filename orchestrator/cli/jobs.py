@@ -17,7 +17,7 @@ from orchestrator.cli.common import (
     json_option,
     open_controller,
 )
-from orchestrator.cli.complete import experiments, node_names, setting_pairs
+from orchestrator.cli.complete import experiments, job_ids, node_names, setting_pairs
 from orchestrator.errors import HostError, OrchError, UsageError
 
 if TYPE_CHECKING:
@@ -42,10 +42,16 @@ SECOND_CTRL_C_S = 3.0
     help="One setting of the experiment; repeatable. `python -m trainer --help` lists all.",
     shell_complete=setting_pairs,
 )
+@click.option(
+    "--resume", metavar="JOB", help="Go on from a job's last checkpoint, in a new job.", shell_complete=job_ids
+)
 @click.option("-m", "--module", metavar="MODULE", help="Run a Python module of your folder.")
 @click.option("--folder", type=click.Path(path_type=Path), help="The folder to ship. [default: the script's, or this]")
 @click.option(
     "--batch", type=click.IntRange(min=1), metavar="N", help="Split N samples an update: each rank's is in ORCH_SHARE."
+)
+@click.option(
+    "--pass-local-rank", is_flag=True, help="Give the script --local_rank=N, as torch.distributed.launch does."
 )
 @click.option("--nodes", metavar="A,B", help="Only these nodes.", shell_complete=node_names)
 @click.option("--detach", is_flag=True, help="Return once it runs.")
@@ -61,9 +67,11 @@ SECOND_CTRL_C_S = 3.0
 def run(
     exp: str | None,
     settings: tuple[str, ...],
+    resume: str | None,
     module: str | None,
     folder: Path | None,
     batch: int | None,
+    pass_local_rank: bool,
     nodes: str | None,
     detach: bool,
     dry_run: bool,
@@ -81,6 +89,8 @@ def run(
     \b
     orch run --exp mnist_lenet --set epochs=1
     orch run --exp resnet152_cifar --set strategy=allreduce --nodes a2000,v100 --detach
+    orch run --exp mnist_lenet --set checkpoint_every=500
+    orch run --resume latest --set epochs=20  goes on from that job's last checkpoint
     orch run -- train.py --lr 0.1             your own torchrun script; its folder is shipped
     orch run -m mypackage.train -- --lr 0.1   the same for a module
     """
@@ -89,11 +99,17 @@ def run(
     from orchestrator import console
     from orchestrator.request import read_wish
 
-    wish = read_wish(exp, settings, module, folder, command, batch)
-    request = replace(wish.request, share_gpus=share, grace_s=grace, time_limit_s=time_limit)
     only = [name for name in (nodes or "").split(",") if name]
+    if resume and any((exp, module, command, folder, batch, pass_local_rank)):
+        raise UsageError("--resume runs what the job ran", "give it --set alone")
     with open_controller() as controller:
-        plan = controller.plan(controller.store.cluster(cluster), request, wish.code, only)
+        if resume:
+            chosen, wish = controller.resume(controller.store.cluster(cluster), resume, settings, only)
+        else:
+            wish = read_wish(exp, settings, module, folder, command, batch, pass_local_rank)
+            chosen = controller.store.cluster(cluster)
+        request = replace(wish.request, share_gpus=share, grace_s=grace, time_limit_s=time_limit)
+        plan = controller.plan(chosen, request, wish.code, only)
         if dry_run:
             shown = plan.masked()
             as_document = shown.model_dump(mode="json", by_alias=True)

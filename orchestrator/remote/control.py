@@ -7,6 +7,7 @@ Requests, by `action`; what makes a job is a program of its own (`prepare`):
     cancel    ask the supervisor to end the job, everywhere
     fence     the same for a start that was left half done, and keep what of it is still under way from beginning
     status    the agent records of one job or of all, and whether their supervisors live
+    checkpoint the newest checkpoint of a job
     recall    the plans of jobs that the controller does not know, with their agent records
     reap      list, and on request end, what jobs without a living supervisor left behind
     down      remove everything of ours from the work folder, if nothing runs
@@ -19,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import time
@@ -39,7 +41,7 @@ RECALL_BYTES = 1 << 19
 
 
 def main(request: dict[str, Any]) -> None:
-    actions = (go, undo, cancel, fence, status, recall, reap, down)
+    actions = (go, undo, cancel, fence, status, checkpoint, recall, reap, down)
     reply(request, {action.__name__: action for action in actions}[request["action"]])
 
 
@@ -167,6 +169,14 @@ def status(request: dict[str, Any]) -> dict[str, Any]:
     work = Work(request["workdir"])
     jobs = [work.job(request["job"])] if request.get("job") else work.all_jobs()
     return {"jobs": {job.id: look(job) for job in jobs[-200:] if job.root.is_dir()}}
+
+
+def checkpoint(request: dict[str, Any]) -> dict[str, Any]:
+    """{"path"}: null where there is none. folder: where the job was told to put them, "" for its own."""
+    job = _job(request)
+    folder = job.src / Path(request["folder"]).expanduser() if request["folder"] else job.checkpoints
+    found = [path for path in folder.glob("step-*.pt") if re.fullmatch(r"step-\d{9}\.pt", path.name)]
+    return {"path": str(max(found)) if found else None}
 
 
 def recall(request: dict[str, Any]) -> dict[str, Any]:

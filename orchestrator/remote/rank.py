@@ -31,6 +31,8 @@ LOOK_S = 2.0
 STILL_S = 22.0
 """A supervisor without a pulse for this long has lost its lease (`hub`), and cannot end us: we end ourselves."""
 END_S = 5.0
+LOCAL_RANK = "--local_rank={LOCAL_RANK}"
+"""As the plan writes it for scripts that expect this argument from torch.distributed.launch."""
 
 
 def main() -> None:
@@ -60,11 +62,13 @@ def main() -> None:
 def _start(job: Job, node: dict[str, Any], rank: int) -> tuple[subprocess.Popen[bytes], list[Pump]]:
     folder = job.rank(rank)
     folder.mkdir(exist_ok=True)
-    environment = {**os.environ, "ORCH_METRICS": str(folder / "metrics.jsonl")}
+    told = {"ORCH_METRICS": str(folder / "metrics.jsonl"), "ORCH_CHECKPOINTS": str(job.checkpoints)}
+    environment = {**os.environ, **told}
     if node["shares"]:
         environment["ORCH_SHARE"] = str(node["shares"][int(os.environ["LOCAL_RANK"])])
         environment["ORCH_BATCH"] = str(node["settings"]["batch"])
     pumps = [Pump(folder / "stdout.log"), Pump(folder / "stderr.log")]
+    command = [LOCAL_RANK.format(**os.environ) if part == LOCAL_RANK else part for part in node["command"]]
     wrapper = os.getpid()
 
     def leave_no_orphan() -> None:
@@ -73,7 +77,7 @@ def _start(job: Job, node: dict[str, Any], rank: int) -> tuple[subprocess.Popen[
             os._exit(1)
 
     child = subprocess.Popen(
-        [sys.executable, *node["command"]],
+        [sys.executable, *command],
         stdin=subprocess.DEVNULL,
         stdout=pumps[0].entry,
         stderr=pumps[1].entry,
