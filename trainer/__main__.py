@@ -1,13 +1,16 @@
 """The door: `torchrun --standalone --nproc-per-node 2 -m trainer --exp mnist_lenet [--key value]...`
 
+Without torchrun: `python -m trainer --spawn 2 --exp mnist_lenet`.
+
 Exit codes: 0 done; 1 it failed; 2 wrong usage; 130 and 143 ended by SIGINT and SIGTERM.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from trainer import interrupt
 from trainer.config import AnySettings, CollectiveSettings, SettingsError, help_text, parse_arguments
@@ -18,24 +21,80 @@ from trainer.records import MetricsWriter
 
 def main(arguments: Sequence[str]) -> int:
     if "--help" in arguments or "-h" in arguments:
-        print(help_text())
+        print(f"{help_text()}\n\n{_STARTING}")
         return 0
     try:
+        ranks, arguments = starting(arguments)
         settings = parse_arguments(arguments)
     except SettingsError as error:
         for mistake in error.mistakes:
             _say(f"error: {mistake}")
         return 2
-    return run(settings)
+    if ranks is None:
+        return run(settings)
+    from trainer.spawn import spawn
+
+    return spawn(ranks, settings)
 
 
-def run(settings: AnySettings) -> int:
-    """Trains or measures; whatever goes wrong is told on standard error and in the last record."""
+_STARTING = """starting, beside torchrun:
+  --spawn N
+      Starts N ranks on this machine itself; gpu: one for each of its GPUs.
+  --local_rank N
+      What torch.distributed.launch adds; the environment's LOCAL_RANK counts.
+
+example: python -m trainer --spawn 2 --exp mnist_lenet --checkpoint_every 500
+         python -m trainer --spawn 2 --exp mnist_lenet --checkpoint_every 500 --resume checkpoints"""
+
+
+def starting(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
+    """The ranks to start, None where this is one of them or alone; and what is left for the settings.
+
+    Raises SettingsError.
+    """
+    found: dict[str, str] = {}
+    left: list[str] = []
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        key = name.replace("-", "_")
+        if key not in ("__spawn", "__local_rank"):
+            left.append(word)
+            continue
+        found[key] = value if equals or not rest else rest.pop(0)
+    if not found.get("__local_rank", "0").isdecimal():
+        raise SettingsError([f"local_rank: {found['__local_rank']!r} is not a number"])
+    if "__spawn" not in found:
+        return None, left
+    if "RANK" in os.environ:
+        raise SettingsError(["spawn: torchrun has started this rank already; leave --spawn out"])
+    return _how_many(found["__spawn"]), left
+
+
+def _how_many(text: str) -> int:
+    if text == "gpu":
+        import torch
+
+        if not torch.cuda.device_count():
+            raise SettingsError(["spawn: torch sees no GPU here; give a number of ranks, and --device cpu"])
+        return torch.cuda.device_count()
+    if not text.isdecimal() or not 1 <= int(text) <= 1024:
+        raise SettingsError([f"spawn: {text!r} is not gpu or a number of ranks from 1"])
+    return int(text)
+
+
+def run(settings: AnySettings, may_complain: Callable[[], bool] = lambda: True) -> int:
+    """Trains or measures; whatever goes wrong is told on standard error and in the last record.
+
+    may_complain: whether nobody else has said what goes wrong; of many ranks all but the first suffer from its end.
+    """
     try:
         info = read_rank_info()
         metrics = MetricsWriter(info.metrics_path)
     except TrainError as error:
-        _say(f"error: {error}")
+        if may_complain():
+            _say(f"error: {error}")
         return 1
     interrupt.watch(last_words=lambda: metrics.end("interrupted"))
     try:
@@ -48,15 +107,18 @@ def run(settings: AnySettings) -> int:
         work(settings, info, metrics)
     except interrupt.Interrupted as signal:
         metrics.end("interrupted", str(signal))
-        _say(f"interrupted by {signal}")
+        if may_complain():
+            _say(f"interrupted by {signal}")
         interrupt.leave(128 + signal.signum)
     except TrainError as error:
         metrics.end("failed", str(error))
-        _say(f"error: {error}")
+        if may_complain():
+            _say(f"error: {error}")
         interrupt.leave(1)
     except BaseException as error:
         metrics.end("failed", traceback.format_exception_only(error)[0].splitlines()[0][:300])
-        traceback.print_exc()
+        if may_complain():
+            traceback.print_exc()
         interrupt.leave(1)
     # Not through the interpreter's own end: a thread of torch's that is still there then may abort a finished run.
     return interrupt.leave(0)

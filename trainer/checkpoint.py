@@ -303,7 +303,7 @@ def _restore_momentum(optimizer: Any, momentum: Sequence[Tensor | None]) -> None
 
 def _scaler(run: Run) -> Any:
     """torch's gradient scaler, None where nothing is scaled."""
-    return getattr(getattr(run, "precision", None), "scaler", None)
+    return getattr(run.precision, "scaler", None)
 
 
 def _random_state() -> Tensor:

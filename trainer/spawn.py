@@ -1,0 +1,72 @@
+"""All ranks of one machine without torchrun: `python -m trainer --spawn 2 --exp mnist_lenet`.
+
+    return spawn(2, settings)               the exit code to end with
+
+One process a rank (torch.multiprocessing). The first that ends badly ends all, its error is the one a person sees, its
+exit code that of the whole. They meet at a store that this process keeps from the moment its port is chosen, so that
+nobody else can take that port in between.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from torch import multiprocessing
+
+from trainer.config import AnySettings
+
+_ADDRESS = "127.0.0.1"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def spawn(count: int, settings: AnySettings) -> int:
+    """Runs so many ranks and waits for them; a SIGINT or SIGTERM is passed on to them."""
+    store = dist.TCPStore(_ADDRESS, 0, is_master=True, wait_for_workers=False)
+    speaker = multiprocessing.get_context("spawn").Lock()
+    heard: list[int] = []
+    ranks = multiprocessing.spawn(_be_rank, (count, store.port, settings, speaker), count, join=False)
+
+    def pass_on(signum: int, frame: FrameType | None) -> None:
+        heard.append(signum)
+        for process in ranks.processes:
+            if process.is_alive():
+                os.kill(process.pid, signum)
+
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it would tell whom it ends
+    for signum in _SIGNALS:
+        signal.signal(signum, pass_on)
+    failure = _wait(ranks)
+    if heard:
+        return 128 + heard[0]
+    if failure is None:
+        return 0
+    how = f"was killed by {failure.signal_name}" if failure.signal_name else f"exited {failure.exit_code}"
+    sys.stderr.write(f"rank {failure.error_index} {how}; the others were ended\n")
+    return failure.exit_code if failure.exit_code > 0 else 128 - failure.exit_code
+
+
+def _wait(ranks: Any) -> multiprocessing.ProcessExitedException | None:
+    """Until all have ended: None, or how the first ended that did so badly; the others it then ends (SIGTERM)."""
+    try:
+        while not ranks.join():
+            continue
+    except multiprocessing.ProcessExitedException as failure:
+        return failure
+    return None
+
+
+def _be_rank(rank: int, count: int, port: int, settings: AnySettings, speaker: Any) -> None:
+    from trainer.__main__ import run
+
+    who = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    # torch's own words for a store that somebody else keeps: what torchrun's agent tells its workers.
+    store = {"MASTER_ADDR": _ADDRESS, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    store |= {"TORCHELASTIC_RUN_ID": "spawn", "TORCHELASTIC_RESTART_COUNT": 0}
+    os.environ.update({name: str(value) for name, value in {**who, **store}.items()})
+    sys.exit(run(settings, may_complain=lambda: speaker.acquire(block=False)))
