@@ -24,7 +24,7 @@ import torch
 from torchvision.datasets import CIFAR10
 from torchvision.transforms.functional import pil_to_tensor
 
-from trainer import fetch, loading, ranks
+from trainer import fetch, loading, ranks, resident
 from trainer.config import Settings, parse_settings
 from trainer.data import find_facts, open_data, whole
 from trainer.env import read_rank_info
@@ -293,6 +293,18 @@ def test_a_set_is_resident_where_all_ranks_copies_take_a_quarter_of_the_free_mem
 def test_a_resident_set_that_cannot_fit_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TrainError, match=r"takes 0\.1 GiB on cpu, and 0\.0 GiB are free: use loader=workers"):
         chosen(monkeypatch, "resident", 10**7)
+
+
+def test_a_thread_prepares_ahead_only_where_a_core_is_left_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    ways = {}
+    for threads, ranks_here in ((1, 1), (4, 1), (1, 4), (2, 2), (1, 2)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        info = read_rank_info({"LOCAL_WORLD_SIZE": str(ranks_here)})
+        ways[threads, ranks_here] = loading.prepare_ahead(info, CPU)
+    threaded = {key for key, way in ways.items() if way is resident.in_thread}
+    assert threaded == {(1, 1), (1, 2)}
+    assert set(ways.values()) == {resident.in_thread, resident.in_turn}
 
 
 def test_the_free_memory_of_this_host_is_found() -> None:

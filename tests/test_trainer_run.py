@@ -88,7 +88,8 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
 def run_of_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     """Two epochs over 203 samples in batches of 64: three full ones and one of 11, in shares of 6 and 5."""
     folder = tmp_path_factory.mktemp("run")
-    command = [*TORCHRUN, *SYNTHETIC, "--samples", "203", "--epochs", "2", "--num_workers", "1", "--eval_every", "2"]
+    command = [*TORCHRUN, *SYNTHETIC, "--samples", "203", "--epochs", "2", "--eval_every", "2"]
+    command += ["--loader", "workers", "--num_workers", "1"]
     result = subprocess.run(command, cwd=ROOT, env=environment(folder), capture_output=True, text=True)
     return result, folder
 
@@ -173,9 +174,14 @@ def test_absent_data_end_every_rank_with_the_same_line(tmp_path: Path) -> None:
     assert records(tmp_path, 1)[-1]["message"] == line.removeprefix("error: ")
 
 
-@pytest.mark.parametrize(("signum", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_a_run_with_a_record_and_its_exit_code(tmp_path: Path, signum: int, exit_code: int) -> None:
-    with started(tmp_path, [*SYNTHETIC, "--epochs", "100", "--num_workers", "1"]) as (process,):
+@pytest.mark.parametrize(
+    ("signum", "exit_code", "loader"), [(signal.SIGINT, 130, "workers"), (signal.SIGTERM, 143, "resident")]
+)
+def test_a_signal_ends_a_run_with_a_record_and_its_exit_code(
+    tmp_path: Path, signum: int, exit_code: int, loader: str
+) -> None:
+    arguments = [*SYNTHETIC, "--epochs", "100", "--loader", loader, "--num_workers", "1"]
+    with started(tmp_path, arguments) as (process,):
         wait_until(lambda: len(records(tmp_path, 0)) > 5)
         process.send_signal(signum)
         _, errors = process.communicate(timeout=60)

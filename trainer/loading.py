@@ -130,17 +130,35 @@ def open_batches(
             prepare(settings)
     with ranks.together(info.node):
         if not info.pace:
-            open_loader = _resident if settings.loader == "resident" else _workers
-            return open_loader(settings, facts, order, range(info.rank, facts.test_samples, info.world_size), device)
+            own_test = range(info.rank, facts.test_samples, info.world_size)
+            if settings.loader == "resident":
+                return _resident(settings, facts, order, own_test, device, prepare_ahead(info, device))
+            return _workers(settings, facts, order, own_test, device)
     return BlankBatches(order.stream, info.rank, facts.shape), None
 
 
-def _resident(settings: Settings, facts: DataSet, order: RankBatches, own_test: range, device: torch.device) -> Opened:
+def prepare_ahead(info: RankInfo, device: torch.device) -> resident.Ahead:
+    """On the CPU in a thread only where the rank's host has a core that no rank computes on: else it would take turns
+    with the thread that it is to relieve.
+    """
+    if device.type == "cuda":
+        return resident.in_stream
+    cores = len(os.sched_getaffinity(0)) // info.local_world_size
+    return resident.in_thread if cores > torch.get_num_threads() else resident.in_turn
+
+
+def _resident(
+    settings: Settings,
+    facts: DataSet,
+    order: RankBatches,
+    own_test: range,
+    device: torch.device,
+    ahead: resident.Ahead,
+) -> Opened:
     train, test = (
         resident.ResidentSet(*whole(pictures, samples), facts, device)
         for pictures, samples in zip(open_data(settings, facts), (facts.train_samples, facts.test_samples), strict=True)
     )
-    ahead = resident.in_stream if device.type == "cuda" else resident.in_turn
     batches = resident.ResidentBatches(train, order, AUGMENTATIONS[settings.augment], settings.seed, ahead)
     return batches, lambda: resident.test_batches(test, own_test, evaluated_at_once(facts, order))
 

@@ -158,13 +158,16 @@ def in_stream(jobs: Iterable[Job]) -> Iterator[list[Batch]]:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     coming: tuple[list[Batch], torch.cuda.Event] | None = None
-    for job in jobs:
-        with torch.cuda.stream(side):
-            done, coming = coming, (job(), side.record_event())
-        if done:
-            yield _take_over(*done)
-    if coming:
-        yield _take_over(*coming)
+    try:
+        for job in jobs:
+            with torch.cuda.stream(side):
+                done, coming = coming, (job(), side.record_event())
+            if done:
+                yield _take_over(*done)
+        if coming:
+            yield _take_over(*coming)
+    finally:  # what a job still reads must not be overwritten when nobody wants more
+        torch.cuda.current_stream().wait_stream(side)
 
 
 def _take_over(batches: list[Batch], prepared: torch.cuda.Event) -> list[Batch]:
