@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
+import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -336,3 +340,37 @@ def test_a_folder_that_cannot_be_made_is_told_before_training(tmp_path: Path) ->
     (tmp_path / "file").write_text("")
     with pytest.raises(TrainError, match=r"checkpoint_dir: cannot use .*/file/below"):
         open_folder(tmp_path / "file" / "below", 0)
+
+
+def test_ranks_that_torchrun_restarts_go_on_by_themselves(tmp_path: Path) -> None:
+    """Nobody names the checkpoint: after a restart it is the newest of this very run."""
+    metrics = f"{tmp_path}/{{rank}}.jsonl"
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m"]
+    slow = ["--slow", "rank:0,at:start,ms:50", "--checkpoint_every", "4", "--checkpoint_dir", str(tmp_path / "kept")]
+    command = [sys.executable, *launch, "trainer", *SMALL, *slow, "--eval_every", "0"]
+    environment = {**os.environ, "ORCH_METRICS": metrics, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=Path(__file__).parents[1], env=environment, stderr=subprocess.DEVNULL) as run:
+        try:
+            wait_until(lambda: len(losses(tmp_path, 1)) > 5)
+            (rank,) = (pid for pid in ranks_with(metrics) if b"\0RANK=1\0" in environment_of(pid))
+            os.kill(rank, signal.SIGKILL)
+            assert run.wait(120) == 0
+        finally:
+            run.terminate()
+    assert len(events(tmp_path, "start")) == 2
+    steps = [step["step"] for step in events(tmp_path, "step")]
+    again = next(index for index, (one, two) in enumerate(itertools.pairwise(steps)) if two <= one) + 1
+    assert steps[again] >= 4
+    assert steps[again] % 4 == 0
+    assert steps[again:] == list(range(steps[again], LAST))
+
+
+def environment_of(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+    return b""
+
+
+def ranks_with(metrics: str) -> list[int]:
+    found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+    return [pid for pid in found if f"\0ORCH_METRICS={metrics}\0".encode() in environment_of(pid)]

@@ -11,6 +11,7 @@ Small talk (this file) goes over Gloo between CPUs, whatever carries the gradien
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -50,7 +51,9 @@ def join(info: RankInfo, backend: str, device: torch.device) -> dist.ProcessGrou
         if info.master is None:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         else:
-            dist.init_process_group("gloo", timeout=TIMEOUT, rank=info.rank, world_size=info.world_size)
+            dist.init_process_group(
+                "gloo", store=_store(info), timeout=TIMEOUT, rank=info.rank, world_size=info.world_size
+            )
     except (RuntimeError, ValueError) as error:
         raise TrainError(
             f"{info.node}: rank {info.rank} cannot join {info.world_size} ranks at {info.master} "
@@ -64,6 +67,15 @@ def join(info: RankInfo, backend: str, device: torch.device) -> dist.ProcessGrou
     if backend == "nccl" or (backend == "auto" and ranks_with_gpu == info.world_size):
         return dist.new_group(backend="nccl", timeout=TIMEOUT)
     return dist.group.WORLD
+
+
+def _store(info: RankInfo) -> dist.Store:
+    """Where the ranks tell each other their addresses. A torchrun that starts all of one host's ranks anew keeps its
+    store, and those of the ranks that died are still in it: each start has a part of its own.
+    """
+    store, _, _ = next(dist.rendezvous("env://", info.rank, info.world_size, timeout=TIMEOUT))
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(restarts, store) if info.local_world_size == info.world_size else store
 
 
 def leave() -> None:
