@@ -147,6 +147,16 @@ def test_a_run_that_was_killed_between_checkpoints_goes_on_from_the_last_one(who
     assert_goes_on_like(whole, tmp_path / "resumed", first)
 
 
+def test_averaged_weights_go_on_with_each_ranks_own_momentum(tmp_path: Path) -> None:
+    """A checkpoint averages the weights, so both runs write theirs at the same updates."""
+    way = ["--strategy", "parameter_average", "--average_every", "3", "--checkpoint_every", "4", "--eval_every", "0"]
+    finished(tmp_path / "whole", way)
+    finished(tmp_path / "stopped", [*way, "--steps", "8"])
+    finished(tmp_path / "resumed", [*way, "--resume", "../stopped/checkpoints"])
+    for rank in range(2):
+        assert losses(tmp_path / "resumed", rank) == losses(tmp_path / "whole", rank, 8)
+
+
 def test_a_checkpoint_at_the_end_of_an_epoch_still_evaluates_it(whole: Path, tmp_path: Path) -> None:
     finished(tmp_path / "ended", ["--checkpoint_every", "7", "--steps", "14"])
     finished(tmp_path / "resumed", ["--resume", str(tmp_path / "ended/checkpoints")])
