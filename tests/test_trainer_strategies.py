@@ -29,6 +29,7 @@ from trainer.batch_norm import synchronise_batch_norm, whole_batch_statistics
 from trainer.config import SettingsError, parse_settings
 from trainer.errors import TrainError
 from trainer.precision import build_precision
+from trainer.setup import check_batch_norm
 from trainer.strategies import after_backward, build_strategy, ddp, fsdp, local_loss
 from trainer.stream import SampleStream
 from trainer.timing import CpuTimer
@@ -440,3 +441,12 @@ def test_gradients_weights_and_shards_train_alike_under_torchrun(tmp_path: Path)
     assert len(expected) == 4
     for strategy in ("reduce_scatter", "parameter_average", *(["fsdp"] if NEWEST_FSDP else [])):
         assert losses_under_torchrun(strategy, tmp_path) == pytest.approx(expected, rel=1e-5), strategy
+
+
+def test_over_all_ranks_only_the_whole_batch_needs_two_samples() -> None:
+    model, stream = network(replace(EXAMPLE, batch_norm=True), 0), EXAMPLE.stream
+    with pytest.raises(TrainError, match="or sync_bn=true"):
+        check_batch_norm(model, stream)
+    check_batch_norm(model, stream, whole_batch=True)
+    with pytest.raises(TrainError, match="of 1 samples"):
+        check_batch_norm(model, replace(EXAMPLE, last=1).stream, whole_batch=True)
