@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from orchestrator import job
 from orchestrator.call import Host
@@ -33,6 +33,9 @@ from orchestrator.paths import RunFolder
 from orchestrator.records import LaunchPlan, NodePlan
 from orchestrator.text import one_line
 
+ORPHAN_S = 0.5
+"""A collect that is killed just as it starts a program leaves its lock with a child that has not yet become another
+program (fork(2) shares it, execve(2) drops it): so long may that take."""
 MAX_GENERATIONS = 1000
 """Of one file, whatever its host says."""
 
@@ -62,18 +65,29 @@ def claimed(run: RunFolder) -> Iterator[None]:
     """
     run.root.mkdir(parents=True, exist_ok=True)
     with open(run.lock, "a+", errors="replace") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _locked_within(file, ORPHAN_S):
             file.seek(0)
             holder = one_line(file.read(300)) or "another program"
-            raise HeldError(f"{holder} is collecting into {run.root}", "collect again when it is done") from None
+            raise HeldError(f"{holder} is collecting into {run.root}", "collect again when it is done")
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')},")
         file.flush()
         for leftover in [*run.root.glob(".*.????????"), *run.nodes.glob("*/.*.????????")]:
             leftover.unlink(missing_ok=True)  # temporary files of `files.write_atomic`
         yield
+
+
+def _locked_within(file: IO[str], timeout_s: float) -> bool:
+    """Whether the lock could be had."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)  # flock(2) knows no time limit
 
 
 def collect(

@@ -1,7 +1,9 @@
 """Collecting from a torch-free gang on this machine: real supervisors, real files, links that break on purpose."""
 
+import fcntl
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -268,6 +270,15 @@ def test_a_folder_is_one_collects_at_a_time_and_the_other_hears_whose(run):
         pass
     with claimed(run):
         pass
+
+
+def test_a_lock_that_a_killed_collect_left_with_its_youngest_child_is_waited_for(run):
+    run.root.mkdir(parents=True)
+    with open(run.lock, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        child = subprocess.Popen(["sleep", "0.2"], pass_fds=[file.fileno()])
+    with claimed(run):
+        assert child.wait() == 0
 
 
 def test_what_a_killed_collect_left_half_written_is_removed(ended, run):
