@@ -154,10 +154,6 @@ class Settings:
         name = self.data if self.data in DATA_SETS else EXPERIMENTS[self.exp]["data"]
         return DATA_SETS[name]
 
-    @property
-    def train_samples(self) -> int:
-        return min(self.samples or self.data_set.train_samples, self.data_set.train_samples)
-
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveSettings:
