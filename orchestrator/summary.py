@@ -223,7 +223,7 @@ class Summary(Record):
     @property
     def overlapped(self) -> bool:
         """Does this strategy send gradients while backward still runs?"""
-        return self.settings.get("strategy") == "ddp"
+        return self.settings.get("strategy") in ("ddp", "fsdp")
 
     def share(self, node: NodeSummary) -> float | None:
         """The part of all samples that this host did, 0..1; None when some host's is not known."""
