@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import FIELDS, Settings, SettingsError, help_text, parse_arguments, parse_settings
+from trainer.config import FIELDS, SettingsError, help_text, parse_arguments, parse_settings
 from trainer.env import read_rank_info
 from trainer.errors import TrainError
 from trainer.experiments import EXPERIMENTS
@@ -40,11 +40,19 @@ def test_pairs_replace_the_experiments_values_with_their_own_types() -> None:
 
 def test_all_mistakes_are_told_at_once_and_the_nearest_right_name_with_them() -> None:
     mistakes = mistakes_of(
-        "mnist_lente", bacth="3", strategy="al_reduce", lr="fast", epochs="0", momentum="1", seed="1.5", exp="x", data_dir=" "
+        "mnist_lente",
+        bacth="3",
+        strategy="al_reduce",
+        lr="fast",
+        epochs="0",
+        momentum="1",
+        seed="1.5",
+        exp="x",
+        data_dir=" ",
     )
     assert len(mistakes) == 9
     text = "\n".join(mistakes)
-    assert "exp: 'mnist_lente' is not one of mnist_lenet, resnet152_cifar, collectives; did you mean mnist_lenet?" in text
+    assert "exp: 'mnist_lente' is not one of mnist_lenet, resnet152_cifar, collectives; did you mean mnist_le" in text
     assert "bacth: no such setting; did you mean batch?" in text
     assert "strategy: 'al_reduce' is not one of ddp, allreduce, allreduce_flat, " in text
     assert "did you mean allreduce?" in text
