@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from lab import lab
-from person import Person
-from rack import ROOT, show_machine
+from rack import ROOT, Person, lab, show_machine
 
 PACES = {"RTX 3090": 900, "RTX A2000": 333, "Tesla V100-16GB": 833, "A16": 220}
 """Samples of ResNet-152 at 32 x 32 a second and GPU."""
