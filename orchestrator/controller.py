@@ -28,6 +28,7 @@ from orchestrator.lines import Line, Splitter
 from orchestrator.live import LiveView, Progress
 from orchestrator.paths import RunFolder
 from orchestrator.plan import build_plan
+from orchestrator.profiles import kinds_of, with_speeds
 from orchestrator.records import ENDED, FINAL_STATES, CodeFolder, JobRecord, LaunchPlan, write_record
 from orchestrator.request import RunRequest, Wish, read_wish
 from orchestrator.resume import last_checkpoint, settings_of
@@ -83,9 +84,10 @@ class Controller:
         """only: the nodes to take; none means all that are not released. Raises HostsError for unusable ones."""
         ready = self.clusters.ready(cluster, only)
         made = _job_id(request.name)
-        return build_plan(
+        plan = build_plan(
             cluster.name, ready.nodes, ready.facts, ready.election, request, job=made, code=code, created=now_utc()
         )
+        return with_speeds(plan, self.store.profiles(kinds_of(plan, ready.facts), cluster.name))
 
     def resume(
         self, cluster: Cluster, wanted: str, settings: Sequence[str], only: Sequence[str] = ()

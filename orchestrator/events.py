@@ -31,6 +31,8 @@ LARGEST = 1e12
 
 _COUNTED = ("step", "samples")
 _TIMES = ("t_ms", "load_ms", "compute_ms", "exposed_ms", "comm_ms", "optim_ms")
+_KEPT = ("start", "epoch", "eval", "collective", "profile", "rebalance", "end")
+"""Events that are kept as they are."""
 _NOT_JSON = re.compile(rb"(?<=[:,\[\s])(?:NaN|[+-]?Infinity)(?=\s*[,}\]])")
 
 
@@ -215,7 +217,7 @@ WITH texts AS (
     FROM read_ndjson_objects($3, ignore_errors = true, maximum_object_size = {2 * LINE_LIMIT})),
 numbers AS (SELECT *, {_CASTS} FROM texts)
 SELECT $1, $2, line, event, event = 'step' AND ({_refusals()}),
-       CASE WHEN event IN ('start', 'epoch', 'eval', 'collective', 'end') THEN json::VARCHAR END, {", ".join(_NUMBERS)}
+       CASE WHEN event IN ({", ".join(f"'{name}'" for name in _KEPT)}) THEN json::VARCHAR END, {", ".join(_NUMBERS)}
 FROM numbers
 """  # noqa: S608 - names of our own
 

@@ -42,6 +42,14 @@ class Home:
     def jobs(self) -> Path:
         return self.root / "jobs"
 
+    @property
+    def profiles(self) -> Path:
+        return self.root / "profiles"
+
+    def profile(self, key: str) -> Path:
+        """How fast one kind of rank is; `profiles.Kind.key` names it."""
+        return self.profiles / f"{key}.json"
+
     def cluster(self, name: str) -> Path:
         return self.clusters / f"{name}.json"
 

@@ -64,6 +64,9 @@ class NodePlan(Record):
     """Added to the ranks' environment; it travels in a file of mode 0600, never in an argument."""
     shares: tuple[int, ...] = ()
     """Samples of a global batch for each of this host's ranks; empty for a script whose batch we do not know."""
+    solo_samples_per_s: float | None = None
+    """What this host does alone, by its profile: all its ranks together, each with the whole batch, or with as large a
+    part of it as its memory holds. None where it has none."""
     torchrun: tuple[str, ...]
     """Arguments after the interpreter; `{python}`, `{rendezvous_port}` and `{job_dir}` are filled in on the host."""
     command: tuple[str, ...]

@@ -32,6 +32,7 @@ from orchestrator.files import locked, make_folder, own_folder, write_atomic
 from orchestrator.grammar import NAME
 from orchestrator.inventory import Node
 from orchestrator.paths import Home
+from orchestrator.profiles import Kind, Profile, Rank
 from orchestrator.records import SCHEMA, JobRecord, LaunchPlan, Record, masked_env, write_record
 
 
@@ -230,6 +231,22 @@ class Store:
         if not known:
             raise UsageError("no job yet", "start one with `orch run`; `orch jobs --rescan` asks the hosts for others")
         raise UsageError(f"no job {wanted!r}", f"the latest: {', '.join(known[:5])} (`orch jobs` lists all)")
+
+    # ---- profiles ---------------------------------------------------------------------------------------------
+
+    def save_profile(self, profile: Profile) -> None:
+        with self._locked():
+            make_folder(self.home.profiles)
+            write_record(self.home.profile(profile.key), profile)
+
+    def profiles(self, kinds: Mapping[Rank, Kind], cluster: str) -> dict[Rank, Profile]:
+        """Of the ranks that have one: its host's own, else that of its kind. A damaged one counts as none."""
+        found = {}
+        for rank, kind in kinds.items():
+            for key in (kind.key, kind.of(f"{cluster}/{rank[0]}").key):
+                with suppress(OrchError):
+                    found[rank] = self._read(self.home.profile(key), Profile)
+        return found
 
     # ---- starts -----------------------------------------------------------------------------------------------
 

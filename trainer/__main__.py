@@ -101,6 +101,8 @@ def run(settings: AnySettings, may_complain: Callable[[], bool] = lambda: True) 
         # torch only now: a usage mistake is answered at once
         if isinstance(settings, CollectiveSettings):
             from trainer.collectives import measure as work
+        elif settings.profile_s:
+            from trainer.profile import profile as work
         else:
             from trainer.train import train as work
 

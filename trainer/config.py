@@ -18,7 +18,7 @@ from typing import Any
 
 from trainer.alpha_beta import BUS_FACTORS
 from trainer.experiments import DATA_SETS, EXPERIMENTS, TRAINING, DataSet
-from trainer.shares import parse_shares
+from trainer.shares import parse_shares, parse_speeds
 from trainer.slow import Slow, parse_slow
 
 STRATEGIES = (
@@ -88,8 +88,21 @@ class Settings:
         "Updates from one average of the weights to the next (parameter_average).", at_least=1
     )
     shares: str = _setting(
-        "How a batch is split over the ranks: equal, or in proportion to what is said of each node or rank, like "
-        "v100=5,a2000=2 or a16:0=1,a16:1=3; a part of 0 takes a rank out."
+        "How a batch is split over the ranks: equal; so that all are done at the same time by the speeds that `orch "
+        "profile` measured (measured), or that the run itself shows (auto); or in proportion to what is said of each "
+        "node or rank, like v100=5,a2000=2 or a16:0=1,a16:1=3; a part of 0 takes a rank out."
+    )
+    speeds: str = _setting(
+        "What is known of ranks, like v100:0=2+1.2/512: ms a micro-batch, ms a sample, and the most samples that fit "
+        "its memory at once; orch fills it in from its profiles."
+    )
+    accumulate: int = _setting(
+        "Micro-batches of each rank that make one update, its gradients summed before they travel; 0 is as few as its "
+        "memory asks for.",
+        at_least=0,
+    )
+    profile_s: float = _setting(
+        "Seconds in which to measure each rank alone, instead of training; 0 trains.", at_least=0
     )
     sync_bn: bool = _setting("BatchNorm over the whole batch of all ranks, not over each rank's own part.")
     amp: str = _setting(
@@ -123,7 +136,7 @@ class Settings:
         mistakes = [text for field in dataclasses.fields(self) for text in _bounds(field, getattr(self, field.name))]
         if not self.data_dir.strip() or not self.data_dir.isprintable():
             mistakes.append(f"data_dir: {self.data_dir!r} is not a folder's name")
-        for name, parse in (("slow", parse_slow), ("shares", parse_shares)):
+        for name, parse in (("slow", parse_slow), ("shares", parse_shares), ("speeds", parse_speeds)):
             try:
                 parse(getattr(self, name))
             except ValueError as error:

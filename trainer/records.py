@@ -36,6 +36,14 @@ A value that JSON cannot hold (NaN, infinity) is written as null. Every line als
 | collective | iterations, time_ms | times measured; median of each one's slowest rank; or 0 and null |
 | collective | algbw_gbps, busbw_gbps | decimal Gbit/s, as nccl-tests defines them (see `alpha_beta`) |
 | collective | error | why it was not measured, or null |
+| profile | samples, step_ms | of each batch size measured: its samples; median of forward, backward and optimiser |
+| profile | fixed_ms, sample_ms, worst_error | the line through the largest; the worst distance from it, as a part |
+| profile | largest | samples of the largest batch that was measured |
+| profile | cap | the most samples that fit into memory at once; null: it was not reached |
+| profile | forward_ms, optim_ms | medians at the largest size: of forward, of the optimiser |
+| rebalance | step | the first update with the new shares, over the whole run |
+| rebalance | shares, before | samples of a full batch for each rank, from then on and until then |
+| rebalance | spread | of the ranks' compute times before, (max - min) / mean |
 | checkpoint | step | after which update; written by rank 0 alone |
 | checkpoint | name, bytes | of the file; 0 bytes where it could not be written |
 | checkpoint | write_ms | for which training stood still; part of no step |
@@ -82,6 +90,10 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     "epoch": ("epoch", "steps", "samples", "loss", "epoch_s"),
     "eval": ("epoch", "step", "samples", "accuracy", "per_class", "loss", "eval_s"),
     "collective": ("step", "operation", "bytes", "iterations", "time_ms", "algbw_gbps", "busbw_gbps", "error"),
+    "profile": (
+        *("samples", "step_ms", "fixed_ms", "sample_ms", "worst_error", "largest", "cap", "forward_ms", "optim_ms"),
+    ),
+    "rebalance": ("step", "shares", "before", "spread"),
     "checkpoint": ("step", "name", "bytes", "write_ms", "failure"),
     "end": ("status", "message", "total_s", "peak_memory_bytes", "lateness", "valid", "dropped"),
 }

@@ -9,6 +9,9 @@ scale_shares((22, 21, 21), 10)   (4, 3, 3)
     v100, a2000 = Speed(fixed_ms=2, sample_ms=1.2), Speed(fixed_ms=3, sample_ms=3)
     fastest_shares((v100, a2000), batch=64)                                 (46, 18)
     v100.step_ms(46)                                                        57.2
+
+    speeds = parse_speeds("v100:0=2+1.2/512,a2000:0=3+3")
+    split_batch("measured", speeds, ranks=(("v100", 0), ("a2000", 0)), batch=64)    (46, 18)
 """
 
 from __future__ import annotations
@@ -20,6 +23,9 @@ from dataclasses import dataclass
 
 Wanted = Mapping[tuple[str, int | None], int]
 """What is said of each (node, local rank), or of all ranks of a node (None)."""
+
+BY_SPEED = ("measured", "auto")
+"""Ways to split a batch by how fast each rank is: as it was measured alone; and as it turns out in the run."""
 
 
 def equal_shares(batch: int, world_size: int) -> tuple[int, ...]:
@@ -43,15 +49,20 @@ def scale_shares(shares: Sequence[int], batch: int) -> tuple[int, ...]:
 
 
 def parse_shares(text: str) -> Wanted:
-    """`equal` is empty, else `<node>=<part>` or `<node>:<local rank>=<part>`, with commas. Raises ValueError."""
-    if text == "equal":
+    """`equal`, `measured` and `auto` are empty, else `<node>=<part>` or `<node>:<local rank>=<part>`, with commas.
+
+    Raises ValueError.
+    """
+    if text in ("equal", *BY_SPEED):
         return {}
     wanted: dict[tuple[str, int | None], int] = {}
     for item in text.split(","):
         name, equals, part = item.partition("=")
         node, colon, local_rank = name.strip().partition(":")
         if not (node and equals and part.isdecimal() and (local_rank.isdecimal() or not colon) and len(part) < 10):
-            raise ValueError(f"{item!r}: expected equal, or parts like v100=5,a2000=2 or a16:0=1,a16:1=3")
+            raise ValueError(
+                f"{item!r}: expected equal, measured, auto, or parts like v100=5,a2000=2 or a16:0=1,a16:1=3"
+            )
         key = (node, int(local_rank) if colon else None)
         if key in wanted:
             raise ValueError(f"{name.strip()} is given twice")
@@ -104,6 +115,69 @@ class Speed:
 
     def micro_batches(self, samples: int) -> int:
         return -(-samples // self.cap) if self.cap else min(samples, 1)
+
+
+Speeds = Mapping[tuple[str, int], Speed]
+"""What is known of each (node, local rank)."""
+
+
+def parse_speeds(text: str) -> dict[tuple[str, int], Speed]:
+    """`<node>:<local rank>=<fixed ms>+<ms a sample>`, where a limit is known with `/<most samples>`, with commas.
+
+    Raises ValueError.
+    """
+    speeds = {}
+    for item in filter(None, text.split(",")):
+        name, _, speed = item.partition("=")
+        node, _, local_rank = name.strip().rpartition(":")
+        fixed, _, rest = speed.partition("+")
+        sample, slash, cap = rest.partition("/")
+        try:
+            found = Speed(float(fixed), float(sample), int(cap) if slash else None)
+            key = (node, int(local_rank))
+        except ValueError:
+            raise ValueError(
+                f"{item!r}: expected fixed ms + ms a sample / most samples, like v100:0=2+1.2/512"
+            ) from None
+        if not node or key in speeds or not (0 <= found.fixed_ms < 1e9 and 0 < found.sample_ms < 1e9):
+            raise ValueError(f"{item!r}: a rank once, its fixed ms at least 0, its ms a sample more than 0")
+        if found.cap is not None and found.cap < 1:
+            raise ValueError(f"{item!r}: no sample fits; leave the rank out")
+        speeds[key] = found
+    return speeds
+
+
+def format_speeds(speeds: Speeds) -> str:
+    """What `parse_speeds` reads, to six digits."""
+    return ",".join(
+        f"{node}:{local_rank}={speed.fixed_ms:.6g}+{speed.sample_ms:.6g}{'' if speed.cap is None else f'/{speed.cap}'}"
+        for (node, local_rank), speed in speeds.items()
+    )
+
+
+def split_batch(text: str, speeds: Speeds, ranks: Sequence[tuple[str, int]], batch: int) -> tuple[int, ...]:
+    """Whole samples for each rank as the setting `shares` has it; `auto` begins equal where a speed is not known.
+
+    ranks: (node, local rank) of each. Raises ValueError where it does not fit the ranks, or a speed is missing.
+    """
+    if text not in BY_SPEED:
+        return choose_shares(parse_shares(text), ranks, batch)
+    unknown = [f"{node}:{local_rank}" for node, local_rank in ranks if (node, local_rank) not in speeds]
+    if not unknown:
+        return without_singles(fastest_shares([speeds[rank] for rank in ranks], batch))
+    if text == "auto":
+        return equal_shares(batch, len(ranks))
+    raise ValueError(f"the speed of {', '.join(unknown)} has not been measured; shares=auto finds it out as it goes")
+
+
+def without_singles(shares: Sequence[int]) -> tuple[int, ...]:
+    """A rank with a single sample gives it to the one with the most: BatchNorm can make nothing of one value."""
+    left = list(shares)
+    for rank, share in enumerate(left):
+        if share == 1 and max(left) > 1:
+            most = max(range(len(left)), key=left.__getitem__)
+            left[rank], left[most] = 0, left[most] + 1
+    return tuple(left)
 
 
 def fastest_shares(speeds: Sequence[Speed], batch: int) -> tuple[int, ...]:

@@ -160,13 +160,20 @@ def keep_freed_memory() -> None:
 def memory_needed(anatomy: Anatomy, pace: Pace, samples: int) -> int:
     """Bytes that training with so many samples would take on the GPU. Raises TrainError where it has fewer."""
     needed = anatomy.state_bytes + samples * anatomy.activation_bytes
-    if pace.memory_bytes is not None and needed > pace.memory_bytes:
-        fits = (pace.memory_bytes - anatomy.state_bytes) // anatomy.activation_bytes
+    fits = most_samples(anatomy, pace)
+    if fits is not None and pace.memory_bytes is not None and samples > fits:
         raise TrainError(
             f"out of memory: {samples} samples take {needed / 2**30:.1f} GiB, the GPU that this rank stands in for has "
-            f"{pace.memory_bytes / 2**30:.1f} GiB: at most {max(0, fits)} samples fit; use a smaller batch"
+            f"{pace.memory_bytes / 2**30:.1f} GiB: at most {fits} samples fit; use a smaller batch, or accumulate=N"
         )
     return needed
+
+
+def most_samples(anatomy: Anatomy, pace: Pace) -> int | None:
+    """That the GPU has memory for; None where its memory is not told."""
+    if pace.memory_bytes is None:
+        return None
+    return max(0, (pace.memory_bytes - anatomy.state_bytes) // anatomy.activation_bytes)
 
 
 class StandInOptimizer:

@@ -1,0 +1,64 @@
+"""`profile`: how fast each host is alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import click
+
+from orchestrator.cli.common import cluster_option, json_option, open_controller
+from orchestrator.cli.complete import experiments, node_names, setting_pairs
+
+if TYPE_CHECKING:
+    from orchestrator.call import Host
+    from orchestrator.records import LaunchPlan
+
+
+@click.command()
+@click.option(
+    "--exp", metavar="NAME", required=True, help="The experiment whose network is timed.", shell_complete=experiments
+)
+@click.option(
+    *("--set", "settings"),
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="One setting of the experiment; repeatable. profile_s is the time for each host.",
+    shell_complete=setting_pairs,
+)
+@click.option("--nodes", metavar="A,B", help="Only these nodes.", shell_complete=node_names)
+@click.option("--each", is_flag=True, help="Measure every host by itself, not one of each kind.")
+@click.option("--again", is_flag=True, help="Measure anew what is known.")
+@cluster_option
+@json_option
+def profile(
+    exp: str, settings: tuple[str, ...], nodes: str | None, each: bool, again: bool, cluster: str | None, as_json: bool
+) -> None:
+    """Measure how fast each host computes alone: about 15 s for each kind of host, different machines at once.
+
+    What is measured is remembered until the GPU, its driver, torch or the network's settings change. `--set
+    shares=measured` splits a batch by it, `shares=auto` begins with it, and efficiency is told against it.
+
+    \b
+    orch profile --exp resnet152_cifar
+    orch profile --exp resnet152_cifar --set amp=bf16 --each
+    orch run --exp resnet152_cifar --set shares=measured
+    """
+    from orchestrator import console
+    from orchestrator.profiling import Profiling, document
+    from trainer.shares import split_batch
+
+    only = [name for name in (nodes or "").split(",") if name]
+    with open_controller() as controller:
+        one = Profiling(controller, controller.store.cluster(cluster), exp, settings, only=only, each=each)
+
+        def follow(plan: LaunchPlan, hosts: Mapping[str, Host]) -> None:
+            console.say(f"measuring {plan.master} alone: {plan.job}")
+            console.print_events(controller.follow(plan, hosts), show=lambda line: False, stream=console.err)
+
+        found = one.run(follow, again=again)
+    speeds = {each.rank: each.profile.speed(one.batch) for each in found}
+    shares = dict(zip(speeds, split_batch("measured", speeds, list(speeds), one.batch), strict=True))
+    if as_json:
+        return console.print_json(document(exp, one.batch, found, shares))
+    return console.print_profiles(one.batch, found, shares)

@@ -1,0 +1,207 @@
+"""How fast ranks are alone: the record of a profile, whom it holds for, and a plan that makes use of it.
+
+    kinds = kinds_of(plan, facts)                          by (node, local rank): all that its speed depends on
+    plan = with_speeds(plan, {rank: profile, ...})         its shares, what its ranks are told, who does what alone
+
+A profile lies under $ORCH_HOME by its kind's key, so that a new driver, torch or pace asks for a new one. Hosts of one
+type share theirs, unless one was measured by itself (`orch profile --each`). Pure: `profiling` measures.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from orchestrator.errors import UsageError
+from orchestrator.facts import NodeFacts
+from orchestrator.records import SCHEMA, LaunchPlan, NodePlan, Record
+from trainer.experiments import DATA_SETS, EXPERIMENTS
+from trainer.shares import BY_SPEED, Speed, format_speeds, parse_speeds, split_batch
+
+Rank = tuple[str, int]
+"""Node and local rank."""
+Ms = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
+Samples = Annotated[int, Field(ge=1, lt=1 << 40)]
+
+
+class Kind(Record):
+    """All that the speed of a rank by itself depends on."""
+
+    exp: str
+    model: str
+    data: str
+    """The data set whose image shape counts; images made up, or from a folder, have that of the experiment's own."""
+    amp: str
+    device: str
+    gpu: str | None
+    """Its label."""
+    device_name: str
+    torch: str | None
+    driver: str | None
+    ranks: int
+    """Of its host: they compute at the same time."""
+    threads: str | None = None
+    """Of a rank that computes on the CPU."""
+    paced: dict[str, Any] | None = None
+    """The pace that it keeps, without its changes in the course of a run."""
+    host: str | None = None
+    """CLUSTER/NODE where this host was measured by itself; None: it holds for all hosts of this kind."""
+
+    @property
+    def key(self) -> str:
+        facts = {name: getattr(self, name) for name in Kind.model_fields}
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
+
+    def of(self, host: str | None) -> Kind:
+        return self.model_copy(update={"host": host})
+
+
+class Measurement(Record):
+    """The `profile` record of one rank, as its host tells it."""
+
+    samples: Annotated[tuple[Samples, ...], Field(min_length=1, max_length=64)]
+    step_ms: Annotated[tuple[Ms, ...], Field(min_length=1, max_length=64)]
+    """Forward, backward and optimiser: the median of each size, without any synchronisation."""
+    fixed_ms: Ms
+    sample_ms: Annotated[float, Field(gt=0, lt=1e9, allow_inf_nan=False)]
+    worst_error: Ms | None = None
+    largest: Samples
+    """The largest batch that was tried."""
+    cap: Samples | None = None
+    """The most samples that fit into memory at once; None: memory was not the limit."""
+    forward_ms: Ms
+    """Of the largest size, like optim_ms."""
+    optim_ms: Ms
+
+
+class Profile(Kind, Measurement):
+    """How fast one kind of rank is alone."""
+
+    schema_: int = Field(SCHEMA, alias="schema", serialization_alias="schema")
+    node: str
+    """Where it was measured."""
+    created: str
+    valid: bool = True
+    """False where a paced rank could not keep its pace."""
+
+    def speed(self, batch: int) -> Speed:
+        """For splitting a global batch. What was not tried is not counted on: it is done in smaller parts."""
+        cap = self.cap if self.cap is not None else self.largest if self.largest < batch else None
+        return Speed(self.fixed_ms, self.sample_ms, cap)
+
+    def samples_per_s(self, batch: int) -> float:
+        """Alone, with the whole batch, in parts as large as its memory holds."""
+        speed = self.speed(batch)
+        samples = min(batch, speed.cap or batch)
+        return 1000 * samples / speed.step_ms(samples)
+
+
+Profiles = Mapping[Rank, Profile]
+
+
+# ---- whom a profile holds for -------------------------------------------------------------------------------------
+
+
+def kinds_of(plan: LaunchPlan, facts: Mapping[str, NodeFacts]) -> dict[Rank, Kind]:
+    """By (node, local rank); empty for what is no training of ours."""
+    if "shares" not in plan.settings:
+        return {}
+    return {(node.name, i): _kind(plan, node, facts[node.name], i) for node in plan.nodes for i in range(node.ranks)}
+
+
+def _kind(plan: LaunchPlan, node: NodePlan, facts: NodeFacts, local_rank: int) -> Kind:
+    on_gpu, told = node.device == "cuda", plan.settings
+    gpu = facts.gpus[local_rank % len(facts.gpus)] if on_gpu and facts.gpus else None
+    pace = {key: value for key, value in node.paced.items() if key != "slowdown"} if node.paced else None
+    return Kind(
+        exp=plan.exp,
+        model=str(told["model"]),
+        data=str(told["data"] if told["data"] in DATA_SETS else EXPERIMENTS[plan.exp]["data"]),
+        amp=str(told["amp"]),
+        device=node.device,
+        gpu=node.gpu,
+        device_name=gpu.name if gpu else "paced" if pace else f"{facts.machine}, {facts.cores} cores",
+        torch=facts.torch.version if facts.torch else None,
+        driver=gpu.driver if gpu else None,
+        ranks=node.ranks,
+        threads=None if gpu or pace else node.env.get("OMP_NUM_THREADS"),
+        paced=pace,
+    )
+
+
+# ---- a plan that makes use of them --------------------------------------------------------------------------------
+
+
+def with_speeds(plan: LaunchPlan, profiles: Profiles) -> LaunchPlan:
+    """The same plan with every rank's share, and the speeds that are known told to the ranks.
+
+    Raises UsageError where the setting `shares` does not fit the ranks, or asks for a profile that is not there.
+    """
+    told = plan.settings
+    if "shares" not in told or told.get("profile_s"):
+        return plan
+    batch = int(told["batch"])
+    ranks = [(node.name, i) for node in plan.nodes for i in range(node.ranks)]
+    by_hand = parse_speeds(str(told["speeds"]))
+    speeds = {**{rank: profile.speed(batch) for rank, profile in profiles.items()}, **by_hand}
+    try:
+        shares = split_batch(str(told["shares"]), speeds, ranks, batch)
+    except ValueError as error:
+        raise UsageError(f"shares: {error}", _remedy(plan)) from error
+    split = dict(zip(ranks, shares, strict=True))
+    nodes = tuple(_told(node, plan, split, speeds, by_hand, profiles) for node in plan.nodes)
+    return plan.model_copy(update={"nodes": nodes, "notes": (*plan.notes, *_notes(plan, split, speeds, profiles))})
+
+
+def _remedy(plan: LaunchPlan) -> str:
+    if plan.settings["shares"] in BY_SPEED:
+        return f"measure it: `orch profile --exp {plan.exp}`, with the same --set"
+    return "name every node, or rank, that takes part"
+
+
+def _told(
+    node: NodePlan,
+    plan: LaunchPlan,
+    split: Mapping[Rank, int],
+    speeds: Mapping[Rank, Speed],
+    by_hand: Mapping[Rank, Speed],
+    profiles: Profiles,
+) -> NodePlan:
+    own = [(node.name, i) for i in range(node.ranks)]
+    command = list(node.command)
+    if plan.settings["shares"] == "measured":
+        explicit = ",".join(f"{name}:{i}={share}" for (name, i), share in split.items())
+        command = [f"--shares={explicit}" if word.startswith("--shares=") else word for word in command]
+    if speeds and not by_hand:
+        command.append(f"--speeds={format_speeds(speeds)}")
+    alone = [profiles[rank].samples_per_s(int(plan.settings["batch"])) for rank in own if rank in profiles]
+    update = {
+        "command": tuple(command),
+        "shares": tuple(split[rank] for rank in own),
+        "solo_samples_per_s": sum(alone) if len(alone) == node.ranks else None,
+    }
+    return node.model_copy(update=update)
+
+
+def _notes(
+    plan: LaunchPlan, split: Mapping[Rank, int], speeds: Mapping[Rank, Speed], profiles: Profiles
+) -> Iterator[str]:
+    if plan.settings["shares"] not in BY_SPEED:
+        return
+    if not speeds.keys() >= split.keys():
+        yield "shares=auto: not every rank's speed is known, so they begin equal (`orch profile` measures)"
+        return
+    longest_ms = max(speeds[rank].step_ms(share) for rank, share in split.items())
+    for (node, i), share in split.items():
+        if share == 0:
+            yield (
+                f"{node}:{i} is left out (share 0): two samples would take it {speeds[node, i].step_ms(2):.0f} ms, "
+                f"and without it the whole batch is computed in {longest_ms:.0f} ms"
+            )
+    bad = sorted({profile.node for profile in profiles.values() if not profile.valid})
+    if bad:
+        yield f"the profile of {', '.join(bad)} was made on a machine too slow for its pace"

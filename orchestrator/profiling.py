@@ -1,0 +1,195 @@
+"""Measures hosts alone, each by an ordinary job of its own, and remembers what came of it.
+
+    profiling = Profiling(controller, cluster, "resnet152_cifar", ["batch=512"], each=False)
+    for found in profiling.run(follow):
+        found.rank, found.profile.samples_per_s(512), found.fresh
+
+Hosts of one kind are measured once, unless `each`. Hosts on different machines are measured at the same time, those
+that share one (its boot id) one after the other, so that no measurement disturbs another.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from orchestrator import collect
+from orchestrator.call import Host
+from orchestrator.clusters import now_utc
+from orchestrator.controller import Controller
+from orchestrator.errors import OrchError, UsageError
+from orchestrator.events import Events, MetricsFile, read_events
+from orchestrator.paths import RunFolder
+from orchestrator.profiles import Kind, Measurement, Profile, Rank, kinds_of
+from orchestrator.records import FINAL_STATES, LaunchPlan, NodePlan
+from orchestrator.request import parse_pairs, read_wish
+from orchestrator.store import Cluster
+
+Follow = Callable[[LaunchPlan, Mapping[str, Host]], None]
+"""Shows a job until its end."""
+
+BUDGET_S = 15.0
+# What a rank does by itself depends on none of these.
+_LEFT_OUT = {"shares": "equal", "speeds": "", "accumulate": "0", "strategy": "ddp", "sync_bn": "false", "slow": ""}
+_LEFT_OUT |= {"resume": "", "checkpoint_every": "0"}
+
+
+@dataclass(frozen=True)
+class Found:
+    """One rank's profile. fresh: measured just now."""
+
+    rank: Rank
+    profile: Profile
+    fresh: bool
+
+
+class Profiling:
+    """Raises UsageError for an experiment or a setting that there is not, HostsError for hosts that are not usable."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        cluster: Cluster,
+        exp: str,
+        settings: Sequence[str],
+        *,
+        only: Sequence[str] = (),
+        each: bool = False,
+    ) -> None:
+        pairs = {**parse_pairs(settings, "--set KEY=VALUE"), **_LEFT_OUT}
+        pairs = {"profile_s": str(BUDGET_S), **pairs}
+        if exp == "collectives":
+            raise UsageError("collectives trains nothing that a host could do alone", "choose another --exp")
+        self.controller, self.cluster = controller, cluster
+        self.wish = read_wish(exp, [f"{key}={value}" for key, value in pairs.items()], None, None, ())
+        self.batch = int(self.wish.request.settings["batch"])
+        if not self.wish.request.settings["profile_s"]:
+            raise UsageError("profile_s=0 measures nothing", "leave it out")
+        facts = controller.clusters.ready(cluster, only).facts
+        self.whole = controller.plan(cluster, self.wish.request, self.wish.code, only)
+        self.machines = {name: fact.boot_id for name, fact in facts.items()}
+        kinds = kinds_of(self.whole, facts)
+        self.kinds = {
+            rank: kind.of(f"{cluster.name}/{rank[0]}") if each else kind for rank, kind in kinds.items()
+        }  # fmt: skip
+
+    def run(self, follow: Follow, *, again: bool = False) -> list[Found]:
+        """Every rank's profile, those that were not known measured. Raises HostsError or OrchError where that fails."""
+        store = self.controller.store
+        known = {} if again else self._known()
+        missing = {rank: kind for rank, kind in self.kinds.items() if kind.key not in known}
+        for nodes in self._rounds(missing):
+            for profile in self._measure(nodes, follow):
+                store.save_profile(profile)
+        found = self._known()
+        return [Found(rank, found[kind.key], rank in missing) for rank, kind in self.kinds.items()]
+
+    def _known(self) -> dict[str, Profile]:
+        """By key."""
+        found = self.controller.store.profiles(self.kinds, self.cluster.name)
+        return {profile.key: profile for rank, profile in found.items() if profile.key == self.kinds[rank].key}
+
+    def _rounds(self, missing: Mapping[Rank, Kind]) -> list[list[str]]:
+        """Which nodes to measure at the same time; of those whose ranks are of the same kinds, the first."""
+        by_kinds: dict[tuple[str, ...], str] = {}
+        for node in self.whole.nodes:
+            keys = tuple(self.kinds[node.name, i].key for i in range(node.ranks))
+            if any((node.name, i) in missing for i in range(node.ranks)):
+                by_kinds.setdefault(keys, node.name)
+        machines: dict[str, list[str]] = {}
+        for name in by_kinds.values():
+            machines.setdefault(self.machines[name], []).append(name)
+        most = max(map(len, machines.values()), default=0)
+        return [[names[turn] for names in machines.values() if turn < len(names)] for turn in range(most)]
+
+    def _measure(self, names: Sequence[str], follow: Follow) -> list[Profile]:
+        """One job a node, all at once."""
+        plans = [self._plan_of(name) for name in names]
+        launched: list[tuple[LaunchPlan, Mapping[str, Host]]] = []
+        try:
+            for plan in plans:
+                launched.append((plan, self.controller.launch(plan, self.wish.blob)))
+            for plan, hosts in launched:
+                follow(plan, hosts)
+            return [profile for plan, hosts in launched for profile in self._read(plan, hosts)]
+        except BaseException:  # a Ctrl-C, too: half a profile is of no use
+            for plan, _ in launched:
+                with suppress(OrchError):
+                    if self.controller.store.job(plan.job).state not in FINAL_STATES:
+                        self.controller.cancel(plan)
+            raise
+
+    def _plan_of(self, name: str) -> LaunchPlan:
+        """Of this node alone, its ranks with the threads that they have among all."""
+        plan = self.controller.plan(self.cluster, self.wish.request, self.wish.code, [name])
+        threads = {key: value for key, value in self.whole.node(name).env.items() if key == "OMP_NUM_THREADS"}
+        node = plan.nodes[0]
+        return plan.model_copy(update={"nodes": (node.model_copy(update={"env": {**node.env, **threads}}),)})
+
+    def _read(self, plan: LaunchPlan, hosts: Mapping[str, Host]) -> list[Profile]:
+        node = plan.nodes[0]
+        record = self.controller.store.job(plan.job)
+        if record.state != "succeeded":
+            why = record.first_failure
+            words = f": {why.log_line or why.reason}" if why else ""
+            raise OrchError(
+                f"{node.name} could not be measured ({plan.job} {record.state}{words})",
+                f"see `orch logs --job {plan.job}`",
+            )
+        with tempfile.TemporaryDirectory(prefix="orch-profile-") as folder:
+            run = RunFolder(Path(folder) / plan.job)
+            run.root.mkdir()
+            for error in collect.collect(plan, hosts, run).errors.values():
+                raise error
+            self.controller.store.nothing_to_collect(plan.job)
+            files = [MetricsFile(node.name, rank, run.metrics(node.name, rank)) for rank in node.rank_numbers]
+            with read_events(files) as events:
+                return self._profiles(plan, node, events)
+
+    def _profiles(self, plan: LaunchPlan, node: NodePlan, events: Events) -> list[Profile]:
+        """One of each kind: of ranks that are alike, the slowest one's, since the others wait for it."""
+        told, ends = events.latest("profile"), events.latest("end")
+        by_key: dict[str, Profile] = {}
+        for local_rank in range(node.ranks):
+            kind, end = self.kinds[node.name, local_rank], ends.get(local_rank, {})
+            try:
+                measured = Measurement.model_validate(told.get(local_rank))
+            except ValidationError as error:
+                raise OrchError(
+                    f"{node.name}: rank {local_rank} left no measurement", f"see `orch logs --job {plan.job}`"
+                ) from error
+            profile = Profile(
+                **dict(kind),
+                **dict(measured),
+                schema=1,
+                node=node.name,
+                created=now_utc(),
+                valid=end.get("valid") is not False,
+            )
+            other = by_key.setdefault(kind.key, profile)
+            if profile.samples_per_s(self.batch) < other.samples_per_s(self.batch):
+                by_key[kind.key] = profile
+        return list(by_key.values())
+
+
+def document(exp: str, batch: int, found: Sequence[Found], shares: Mapping[Rank, int]) -> dict[str, Any]:
+    """What `orch profile --json` prints."""
+    ranks = [
+        {
+            "node": each.rank[0],
+            "local_rank": each.rank[1],
+            "share": shares[each.rank],
+            "samples_per_s": each.profile.samples_per_s(batch),
+            "fresh": each.fresh,
+            **each.profile.model_dump(mode="json", by_alias=True, exclude={"schema_", "node"}),
+            "measured_on": each.profile.node,
+        }
+        for each in found
+    ]
+    return {"schema": 1, "exp": exp, "batch": batch, "ranks": ranks}

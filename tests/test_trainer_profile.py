@@ -1,0 +1,101 @@
+"""A rank alone: the sizes that are tried, the line through them, and the record of a real one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from trainer.errors import TrainError
+from trainer.profile import Ladder, NoMemory, Times, climb, record_of
+
+
+class Rank:
+    """Takes updates of a known length on a clock of its own."""
+
+    def __init__(self, fixed_ms=5.0, sample_ms=2.0, floor_ms=0.0, room=10**9):
+        self.fixed_ms, self.sample_ms, self.floor_ms, self.room = fixed_ms, sample_ms, floor_ms, room
+        self.now_s, self.tried = 0.0, []
+
+    def update(self, samples):
+        self.tried.append(samples)
+        if samples > self.room:
+            raise NoMemory
+        step_ms = max(self.floor_ms, self.fixed_ms + self.sample_ms * samples)
+        self.now_s += step_ms / 1000
+        return Times(step_ms, step_ms / 3, 0.1)
+
+    def climb(self, limit=512, budget_s=15.0):
+        return climb(self.update, limit, budget_s, now=lambda: self.now_s)
+
+
+def test_the_batch_doubles_up_to_the_limit_and_the_line_is_found():
+    ladder = Rank().climb()
+    found = record_of(ladder)
+    assert found["samples"] == [2, 4, 8, 16, 32, 64, 128, 256, 512]
+    assert (found["fixed_ms"], found["sample_ms"]) == (pytest.approx(5), pytest.approx(2))
+    assert (found["cap"], found["largest"]) == (None, 512)
+
+
+def test_the_time_is_kept_and_two_sizes_are_measured_whatever_they_take():
+    rank = Rank(sample_ms=10)
+    rank.climb(budget_s=15)
+    assert 5 < rank.now_s < 15.5
+    slow = Rank(fixed_ms=0, sample_ms=4000)
+    assert list(slow.climb(budget_s=1).times) == [2, 4]
+
+
+@pytest.mark.parametrize("room", [3, 100, 128, 300, 511])
+def test_the_most_that_fits_is_found_to_a_sixteenth(room):
+    rank = Rank(sample_ms=0.01, room=room)
+    cap = rank.climb().cap
+    assert room - max(1, room // 16) <= cap <= room
+    assert max(rank.climb().times) <= room
+
+
+def test_a_rank_without_memory_for_two_samples_says_so():
+    with pytest.raises(TrainError, match="out of memory: not even 2 samples"):
+        Rank(room=1).climb()
+
+
+def test_small_batches_that_leave_a_gpu_idle_do_not_bend_the_line():
+    found = record_of(Rank(fixed_ms=2, sample_ms=1, floor_ms=30).climb())
+    assert (found["fixed_ms"], found["sample_ms"]) == (pytest.approx(2, rel=0.01), pytest.approx(1, rel=0.01))
+
+
+def test_a_rank_that_is_flat_over_all_sizes_still_gives_no_share_for_nothing():
+    found = record_of(Ladder({2: Times(10, 3, 1), 4: Times(10, 3, 1)}, None))
+    assert found["fixed_ms"] == pytest.approx(10)
+    assert found["sample_ms"] > 0
+
+
+def measured(tmp_path, *arguments, paced=None):
+    """The profile record of a real rank."""
+    metrics = tmp_path / "metrics.jsonl"
+    environment = {**os.environ, "ORCH_METRICS": str(metrics), "OMP_NUM_THREADS": "1"}
+    if paced:
+        environment["ORCH_PACED"] = json.dumps(paced)
+    command = [sys.executable, "-m", "trainer", "--exp", "mnist_lenet", "--profile_s", "1.5", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [event["event"] for event in events] == ["start", "profile", "end"]
+    return events[1]
+
+
+def test_a_paced_rank_is_found_to_be_as_fast_as_its_pace_whatever_changes_that_has_planned(tmp_path):
+    state_bytes = 3 * 4 * 44_426
+    paced = {"samples_per_s": 1000, "fixed_ms": 4, "memory_bytes": state_bytes + 2**21}
+    found = measured(tmp_path, "--batch", "256", paced={**paced, "slowdown": [{"at_step": 1, "factor": 3}]})
+    assert found["sample_ms"] == pytest.approx(1, rel=0.05)
+    assert found["fixed_ms"] == pytest.approx(4, abs=1)
+    assert found["cap"] and found["cap"] < 256
+
+
+def test_a_rank_that_computes_is_measured_up_to_twice_the_batch(tmp_path):
+    found = measured(tmp_path, "--batch", "16", "--device", "cpu")
+    assert found["samples"] == [2, 4, 8, 16, 32]
+    assert found["step_ms"][-1] > found["step_ms"][0] > found["optim_ms"] > 0

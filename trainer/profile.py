@@ -1,0 +1,256 @@
+"""How fast this rank is alone, by the size of its batch: `profile(settings, rank_info, metrics)`.
+
+    python -m trainer --exp resnet152_cifar --profile_s 15
+
+Times whole updates without synchronisation (forward, backward, optimiser; on made-up images, so that no loader is
+measured) at batches of 2, 4, 8, ..., and writes one `profile` record: the medians, the line fixed_ms + sample_ms *
+samples through the largest of them (small batches leave a GPU partly idle and take as long as larger ones, which no
+line can show), and the largest batch that fits into memory. Ranks of one host are measured at the same moment, since
+that is how they will compute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer import ranks
+from trainer.alpha_beta import Line, fit
+from trainer.anatomy import dissect
+from trainer.config import Settings
+from trainer.env import RankInfo
+from trainer.errors import TrainError
+from trainer.experiments import DataSet
+from trainer.loading import agree_on_facts
+from trainer.models import build_model, gradient_bytes
+from trainer.pace import Pace
+from trainer.precision import Full, build_precision
+from trainer.records import MetricsWriter
+from trainer.setup import build_optimizer, stand_in, start_fields, use_threads
+from trainer.standin import StandIn, StandInOptimizer, most_samples
+from trainer.strategies import local_loss
+from trainer.timing import Timer, timer_for
+
+FIRST = 2
+"""Samples of the smallest batch: BatchNorm can make nothing of one."""
+FEWEST, MOST = 2, 15
+"""Timed updates of each size; one before them is not timed, of the first size as many again."""
+
+STRAIGHT = 0.02
+"""Times this close to a line, as a part of them, lie on it."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of one update, or their medians over several."""
+
+    step_ms: float
+    forward_ms: float
+    optim_ms: float
+
+
+class NoMemory(Exception):
+    """A batch of this size does not fit."""
+
+
+def profile(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
+    """Measures, records. Raises TrainError for what a person can mend."""
+    use_threads(info)
+    device = torch.device("cpu") if info.pace else ranks.choose_device(settings.device, settings.backend, info)
+    if device.type == "cuda":
+        metrics.peak_memory_bytes = lambda: torch.cuda.max_memory_allocated(device)
+    torch.manual_seed(settings.seed)
+    group = ranks.join(info, settings.backend, device)
+    facts = agree_on_facts(settings, info)
+    with ranks.together(info.node):
+        model, room = _subject(settings, facts, info, metrics, device)
+    precision = build_precision(settings.amp, device, _alone(info))
+    metrics.write("start", **start_fields(settings, info, device, group, model), batch_per_rank=None, steps=0)
+    subject = Subject(model, build_optimizer(settings, model), precision, facts, device, timer_for(device), room)
+    if info.rank == 0:
+        print(f"{settings.exp}: measuring {info.node} alone, {settings.profile_s:g} s", flush=True)
+    dist.barrier()
+    with ranks.together(info.node):
+        ladder = climb(subject.update, 2 * settings.batch, settings.profile_s)
+        metrics.write("profile", **record_of(ladder))
+    ranks.leave()
+    metrics.end("succeeded")
+
+
+def _subject(
+    settings: Settings, facts: DataSet, info: RankInfo, metrics: MetricsWriter, device: torch.device
+) -> tuple[nn.Module, int | None]:
+    """What is trained, and for how many samples a GPU that is stood in for has memory (None: no such limit)."""
+    if not info.pace:
+        return build_model(settings.model, facts.shape, facts.classes).to(device), None
+    pace = steady(info.pace)
+    model = stand_in(settings, facts, info, metrics, pace, share=FIRST)
+    return model, most_samples(dissect(settings.model, facts.shape, facts.classes), pace)
+
+
+def steady(pace: Pace) -> Pace:
+    """Without the changes of speed in the course of a run."""
+    return dataclasses.replace(pace, slowdown=())
+
+
+def _alone(info: RankInfo) -> dist.ProcessGroup:
+    """A group of this rank: ranks of a host take their updates as they come, and wait for no other."""
+    groups = [dist.new_group([rank], backend="gloo") for rank in range(info.world_size)]
+    return groups[info.rank]
+
+
+class Subject:
+    """A rank that takes updates of any size. room: samples for which a stand-in's GPU has memory."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | StandInOptimizer,
+        precision: Full,
+        facts: DataSet,
+        device: torch.device,
+        timer: Timer,
+        room: int | None,
+    ) -> None:
+        self.model, self.optimizer, self.precision, self.facts = model, optimizer, precision, facts
+        self.device, self.timer, self.room = device, timer, room
+        # Strategies keep gradients a second time, in what travels: what fits here has to fit there.
+        held = gradient_bytes(model) if device.type == "cuda" else 0
+        self.held = torch.empty(held, dtype=torch.uint8, device=device)
+
+    def update(self, samples: int) -> Times:
+        """Raises NoMemory."""
+        if self.room is not None and samples > self.room:
+            raise NoMemory
+        with _without_memory_errors(self.optimizer):
+            return self._update(*self._batch(samples))
+
+    def _batch(self, samples: int) -> tuple[Tensor, Tensor]:
+        labels = torch.zeros(samples, dtype=torch.long, device=self.device)
+        if isinstance(self.model, StandIn):
+            return torch.zeros(1).expand(samples, *self.facts.shape), labels
+        return torch.randn(samples, *self.facts.shape, device=self.device), labels
+
+    def _update(self, images: Tensor, labels: Tensor) -> Times:
+        begin = self.timer.mark()
+        self.optimizer.zero_grad(set_to_none=True)
+        with self.precision.autocast():
+            loss = local_loss(self.model, images, labels) / len(labels)
+        forwarded = self.timer.mark()
+        self.precision.scaled(loss).backward()
+        self.precision.unscale(self.optimizer)
+        computed = self.timer.mark()
+        self.precision.step(self.optimizer)
+        end = self.timer.mark()
+        self.timer.wait()
+        return Times(self.timer.ms(begin, end), self.timer.ms(begin, forwarded), self.timer.ms(computed, end))
+
+
+@contextlib.contextmanager
+def _without_memory_errors(optimizer: torch.optim.Optimizer | StandInOptimizer):
+    """torch has one error for its own allocator, and others for cuDNN's and cuBLAS's."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "out of memory" not in str(error) and "ALLOC_FAILED" not in str(error):
+            raise
+        optimizer.zero_grad(set_to_none=True)
+        no_memory = True
+    else:
+        return
+    if no_memory:  # only here the error, and with it what its frames hold, is gone
+        torch.cuda.empty_cache()
+        raise NoMemory
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which sizes to measure
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """times: of each size measured, ascending. cap: the most samples that fit, None where memory was no limit."""
+
+    times: dict[int, Times]
+    cap: int | None
+
+
+def climb(
+    update: Callable[[int], Times], limit: int, budget_s: float, now: Callable[[], float] = time.monotonic
+) -> Ladder:
+    """Doubles the batch until memory, the limit or the time ends it; two sizes at least. Raises TrainError where not
+    even the first fits.
+    """
+    deadline_s = now() + budget_s
+    times: dict[int, Times] = {}
+    samples = min(FIRST, limit)
+    while True:
+        try:
+            for _ in range(1 if times else 1 + FEWEST):
+                update(samples)
+            times[samples] = _median(update, samples, budget_s / 20, now)
+        except NoMemory:
+            if not times:
+                raise TrainError(f"out of memory: not even {samples} samples fit; use a smaller model") from None
+            return Ladder(times, _squeeze(update, max(times), samples))
+        following = min(2 * samples, limit)
+        needed_s = (1 + FEWEST) * times[samples].step_ms * following / samples / 1000
+        if following == samples or (len(times) > 1 and now() + needed_s > deadline_s):
+            return Ladder(times, None)
+        samples = following
+
+
+def _median(update: Callable[[int], Times], samples: int, budget_s: float, now: Callable[[], float]) -> Times:
+    began_s, found = now(), []
+    while len(found) < FEWEST or (len(found) < MOST and now() - began_s < budget_s):
+        found.append(update(samples))
+    names = (field.name for field in dataclasses.fields(Times))
+    return Times(*(statistics.median(getattr(one, name) for one in found) for name in names))
+
+
+def _squeeze(update: Callable[[int], Times], fits: int, too_large: int) -> int:
+    """Between a size that fits and one that does not, to a sixteenth."""
+    while too_large - fits > max(1, fits // 16):
+        middle = (fits + too_large) // 2
+        try:
+            update(middle)
+            fits = middle
+        except NoMemory:
+            too_large = middle
+    return fits
+
+
+def line_of(points: Sequence[tuple[float, float]]) -> Line | None:
+    """Through the largest sizes, as many as lie on a line, three at least. points: (samples, seconds), ascending."""
+    line = fit(points)
+    while line and line.worst_error > STRAIGHT and len(points) > 3:
+        points = points[1:]
+        line = fit(points)
+    return line
+
+
+def record_of(ladder: Ladder) -> dict[str, object]:
+    """The fields of the `profile` record."""
+    last = ladder.times[max(ladder.times)]
+    line = line_of([(samples, times.step_ms / 1000) for samples, times in ladder.times.items()])
+    slope_ms = 1000 * line.beta_s_per_byte if line else last.step_ms / max(ladder.times)
+    return {
+        "samples": list(ladder.times),
+        "step_ms": [round(times.step_ms, 4) for times in ladder.times.values()],
+        "fixed_ms": round(1000 * line.alpha_s, 6) if line else 0.0,
+        # A GPU that was flat over all sizes still gets slower at some: no share is ever free.
+        "sample_ms": max(slope_ms, 1e-3 * last.step_ms / max(ladder.times)),
+        "worst_error": round(line.worst_error, 6) if line else None,
+        "largest": max(*ladder.times, ladder.cap or 0),
+        "cap": ladder.cap,
+        "forward_ms": round(last.forward_ms, 4),
+        "optim_ms": round(last.optim_ms, 4),
+    }
