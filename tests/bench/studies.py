@@ -33,9 +33,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for study in wanted:
             clusters = [twin(name) for name in CLUSTERS] if study == "mixed_clusters" else [PAIR]
-            settings = [] if study == "mixed_clusters" else ["--set", f"data_dir={data}"]
             for cluster in clusters:
-                table = sweep(cluster, study, settings, Path(folder))
+                table = sweep(cluster, study, None if study == "mixed_clusters" else data, Path(folder))
             print(f"\n{table}", flush=True)
 
 
@@ -49,12 +48,14 @@ def twin(name: str) -> dict[str, Any]:
     return {"cluster": inventory["cluster"], "defaults": DEFAULTS, "nodes": nodes}
 
 
-def sweep(cluster: dict[str, Any], study: str, settings: list[str], folder: Path) -> str:
-    """Runs what this cluster can, and gives the table with all rows so far."""
+def sweep(cluster: dict[str, Any], study: str, data: Path | None, folder: Path) -> str:
+    """Runs what this cluster can, and gives the table with all rows so far. data: brought to its hosts before."""
     with lab(yaml.safe_dump(cluster)) as hosts:
         person = Person(hosts, folder / "home", folder)
         person.types("up", str(hosts.inventory))
-        done = person.types("sweep", study, *settings, "--out", str(folder / "runs"), timeout_s=3000)
+        if data:
+            person.types("data", "push", str(data))
+        done = person.types("sweep", study, "--out", str(folder / "runs"), timeout_s=3000)
         return done.stdout
 
 
