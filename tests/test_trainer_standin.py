@@ -26,7 +26,7 @@ from trainer.pace import BACKWARD, FORWARD, OPTIMISER, Pace
 from trainer.records import MetricsWriter
 from trainer.standin import BlankBatches, StandIn, StandInOptimizer, Stopwatch, memory_needed
 from trainer.strategies import build_strategy, local_loss
-from trainer.stream import SampleStream
+from trainer.stream import RankBatches, SampleStream
 from trainer.timing import CpuTimer
 
 SHAPE = (1, 28, 28)
@@ -218,7 +218,7 @@ def test_the_optimiser_leaves_the_weights_alone_and_frees_the_gradients() -> Non
 
 def test_blank_batches_are_as_large_as_the_ranks_shares() -> None:
     stream = SampleStream(size=203, batch=64, shares=(40, 24), seed=0)
-    batches = list(BlankBatches(stream, 1, SHAPE))
+    batches = list(BlankBatches(RankBatches(stream, 1), SHAPE))
     assert [len(images) for images, _ in batches] == [len(stream.indices(0, step, 1)) for step in range(4)]
     assert all(images.shape[1:] == SHAPE and len(images) == len(labels) for images, labels in batches)
 

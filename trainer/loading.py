@@ -134,7 +134,7 @@ def open_batches(
             if settings.loader == "resident":
                 return _resident(settings, facts, order, own_test, device, prepare_ahead(info, device))
             return _workers(settings, facts, order, own_test, device)
-    return BlankBatches(order.stream, info.rank, facts.shape), None
+    return BlankBatches(order, facts.shape), None
 
 
 def prepare_ahead(info: RankInfo, device: torch.device) -> resident.Ahead:

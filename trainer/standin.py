@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from trainer.anatomy import Anatomy
 from trainer.errors import TrainError
 from trainer.pace import BACKWARD, FORWARD, OPTIMISER, Pace
-from trainer.stream import SampleStream
+from trainer.stream import RankBatches
 
 
 class Clock:
@@ -44,8 +44,10 @@ class Stopwatch:
         self.pace, self.seed, self.clock = pace, seed, clock
         self.step = 0
         self.step_s = 0.0
+        self.update_s = 0.0  # of all micro-batches so far
         self.began_s = 0.0
         self.started = False
+        self.updating = False
         self.lateness: list[float] = []
 
     def start(self) -> None:
@@ -54,12 +56,17 @@ class Stopwatch:
         self.started = True
 
     def begin(self, samples: int) -> None:
-        """The forward pass begins."""
-        if not self.started:
-            self.start()
-        self.started = False
-        self.step_s = self.pace.step_s(samples, self.step, self.seed)
-        self.step += 1
+        """The forward pass begins; that of a further micro-batch of the update, when the one before is due."""
+        if self.updating and not self.started:
+            self.began_s += (FORWARD + BACKWARD) * self.step_s
+        else:
+            if not self.started:
+                self.start()
+            self.step += 1
+            self.update_s = 0.0
+        self.started, self.updating = False, True
+        self.step_s = self.pace.step_s(samples, self.step - 1, self.seed)
+        self.update_s += self.step_s
 
     def postpone(self, held_up_s: float) -> None:
         """What is left of this step is due so much later: otherwise it would make up for a pause made on purpose."""
@@ -75,7 +82,8 @@ class Stopwatch:
 
     def optimise(self) -> None:
         """The update begins when the gradients of all ranks are there, whenever that is."""
-        self._wait(self.clock.now() + OPTIMISER * self.step_s)
+        self.updating = False
+        self._wait(self.clock.now() + OPTIMISER * self.update_s)
 
     def median_lateness(self, warmup_steps: int) -> float | None:
         """Over the steps after the warm-up, as a part of a step; None where there was none."""
@@ -136,13 +144,14 @@ class _Layer(torch.autograd.Function):
 class BlankBatches:
     """As many images as the rank's share and nothing in them: a paced rank has no use for data."""
 
-    def __init__(self, stream: SampleStream, rank: int, shape: tuple[int, int, int]) -> None:
-        self.stream, self.rank, self.shape = stream, rank, shape
+    def __init__(self, order: RankBatches, shape: tuple[int, int, int]) -> None:
+        self.order, self.shape = order, shape
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         blank = torch.zeros(1)
-        for step in range(self.stream.steps):
-            samples = self.stream.shares_at(step)[self.rank]
+        stream = self.order.stream
+        for step in range(self.order.first_step, stream.steps):
+            samples = stream.shares_at(step)[self.order.rank]
             yield blank.expand(samples, *self.shape), torch.zeros(samples, dtype=torch.long)
 
 

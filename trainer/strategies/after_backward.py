@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from trainer.models import trainable
-from trainer.strategies.seam import Exchange, first_rank, share_initial_state, weighted
+from trainer.strategies.seam import Accumulating, Exchange, first_rank, share_initial_state, weighted
 from trainer.timing import Brake, Timer
 
 Gradients = Sequence[Tensor]
 Group = dist.ProcessGroup
 
 
-class AfterBackward:
+class AfterBackward(Accumulating):
     """Nothing travels before this rank's last gradient is there: what follows is the wire and the wait for others."""
 
     def __init__(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.strategies.seam import Exchange, weighted
+from trainer.strategies.seam import Accumulating, Exchange, weighted
 from trainer.timing import Brake, Timer
 
 # The name that newer torch gives to DDP's switch for overwriting buffers at each forward.
@@ -20,7 +21,7 @@ _BUFFER_OPTION = next(
 )
 
 
-class Ddp:
+class Ddp(Accumulating):
     """Buckets of gradients travel while backward still computes the next ones.
 
     Every rank keeps its own BatchNorm statistics (they are averaged before an evaluation): DDP would overwrite them
@@ -63,6 +64,9 @@ class Ddp:
         self.collectives.clear()
         weighted(loss_sum, batch, self.group.size()).backward()
         return Exchange(self.computed, tuple(self.collectives))
+
+    def without_sync(self) -> AbstractContextManager[object]:
+        return self.model.no_sync()
 
     def after_update(self) -> None:
         pass

@@ -6,6 +6,7 @@ keeps that part of them, while backward goes on.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator
 from typing import Any
@@ -17,11 +18,11 @@ from torch import Tensor, nn
 from trainer.batch_norm import SynchronisedBatchNorm
 from trainer.errors import TrainError
 from trainer.models import gradient_bytes
-from trainer.strategies.seam import Exchange, share_initial_state, weighted
+from trainer.strategies.seam import Accumulating, Exchange, share_initial_state, weighted
 from trainer.timing import Brake, Timer
 
 
-class Fsdp:
+class Fsdp(Accumulating):
     """piece_mib: the largest part of the network that is gathered and reduced at once, in MiB.
 
     The model's parameters become torch's DTensors, in the same order: an optimiser has to be built after this. Through
@@ -73,6 +74,13 @@ class Fsdp:
             self.brake.pause("sync")
             self.computed = self.timer.mark()
         return Exchange(self.computed, tuple(self.collectives))
+
+    @contextlib.contextmanager
+    def without_sync(self) -> Iterator[None]:
+        """The weights of a piece still travel: all ranks take as many micro-batches."""
+        self.model.set_requires_gradient_sync(False)
+        yield
+        self.model.set_requires_gradient_sync(True)
 
     def after_update(self) -> None:
         pass

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from trainer.models import trainable
 from trainer.strategies.after_backward import flatten, unflatten
-from trainer.strategies.seam import Exchange, share_initial_state
+from trainer.strategies.seam import Accumulating, Exchange, share_initial_state
 from trainer.timing import Brake, Timer
 
 
-class ParameterAverage:
+class ParameterAverage(Accumulating):
     """A rank counts by the samples it has trained on since the last average.
 
     An evaluation or checkpoint averages at once: what it sees is what training goes on with.
@@ -38,6 +38,9 @@ class ParameterAverage:
         self.samples_of_all += batch
         self.brake.pause("sync")
         return Exchange(self.timer.mark())
+
+    def accumulate(self, loss_sum: Tensor, samples: int, batch: int) -> None:
+        (loss_sum / max(1, samples)).backward()
 
     def after_update(self) -> None:
         self.updates += 1

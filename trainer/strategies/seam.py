@@ -7,6 +7,8 @@ this makes it W/n times the sum of its samples' losses. It stays exact for unequ
 
 from __future__ import annotations
 
+import contextlib
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,14 +37,33 @@ class Strategy(Protocol):
         """Leaves in .grad what the optimiser shall use: the gradient of the mean loss over the whole batch, or of a
         rank's own part where weights are averaged.
 
-        loss_sum: of this rank's `samples`, which are part of `batch` over all ranks.
+        loss_sum: of this rank's `samples`, which are part of `batch` over all ranks; of its last micro-batch, where
+        others went before it through `accumulate`. samples: of all of them.
         """
+
+    def without_sync(self) -> AbstractContextManager[object]:
+        """Around forward and `accumulate` of a micro-batch that another one follows: nothing travels."""
+
+    def accumulate(self, loss_sum: Tensor, samples: int, batch: int) -> None:
+        """Adds a micro-batch's gradient to .grad; `backward` sends the sum. samples: of this rank's whole update."""
 
     def after_update(self) -> None:
         """Called when the optimiser has moved the weights: what a strategy sends then counts as synchronisation."""
 
     def whole(self) -> nn.Module:
         """The network with the weights that all ranks share, for evaluations and checkpoints. Called by all ranks."""
+
+
+class Accumulating:
+    """Micro-batches, where ranks weigh their gradients as `weighted` does and nothing travels during backward."""
+
+    group: dist.ProcessGroup
+
+    def without_sync(self) -> AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def accumulate(self, loss_sum: Tensor, samples: int, batch: int) -> None:
+        weighted(loss_sum, batch, self.group.size()).backward()
 
 
 def local_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
