@@ -1,0 +1,237 @@
+"""Which way to run a job on a cluster, what it hangs on, and what would make it faster. Pure.
+
+    scene = Scene(job, hosts, wire)
+    best(scene, "exact").forecast.way.strategy          "ddp"
+    advise(scene).without                               hosts that cost more than they bring
+
+Every way that the trainer knows is foreseen with equal shares and with those that let all ranks end together; the
+fastest of each fidelity is kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
+
+from orchestrator.forecast import (
+    STRATEGIES,
+    Fidelity,
+    Forecast,
+    Host,
+    Job,
+    Way,
+    alone_samples_per_s,
+    predict,
+)
+from orchestrator.wire import Wire
+from trainer.shares import equal_shares, fastest_shares
+
+FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
+BUCKETS_MIB = (10.0, 25.0, 50.0, 100.0)
+LOCAL_STEPS = 32
+GAIN = 1.01
+"""What is less than one in a hundred faster is not worth a word."""
+FEW = 16
+"""More hosts than this are left out kind by kind."""
+Policy = Literal["equal", "measured"]
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A job on a cluster. hosts and wire.sites: the same hosts in the same order."""
+
+    job: Job
+    hosts: tuple[Host, ...]
+    wire: Wire
+
+    @cached_property
+    def equal(self) -> tuple[int, ...]:
+        return equal_shares(self.job.batch, self.wire.ranks)
+
+    @cached_property
+    def measured(self) -> tuple[int, ...]:
+        return fastest_shares([speed for host in self.hosts for speed in host.speeds], self.job.batch)
+
+    def shares(self, policy: Policy) -> tuple[int, ...]:
+        return self.equal if policy == "equal" else self.measured
+
+    @cached_property
+    def alone(self) -> dict[str, float]:
+        """samples/s of each host by itself with the whole batch."""
+        kinds = {host.speeds: host for host in self.hosts}
+        speeds = {kind: alone_samples_per_s(host, self.job.batch) for kind, host in kinds.items()}
+        return {host.name: speeds[host.speeds] for host in self.hosts}
+
+    def only(self, names: Iterable[str]) -> Scene:
+        kept = set(names)
+        sites = [site for site in self.wire.sites if site.name in kept]
+        hosts = tuple(host for host in self.hosts if host.name in kept)
+        return Scene(self.job, hosts, Wire(sites, self.wire.costs, self.wire.pairs))
+
+    def with_batch(self, batch: int) -> Scene:
+        return Scene(dataclasses.replace(self.job, batch=batch), self.hosts, self.wire)
+
+    def with_links(self, factor: float) -> Scene:
+        sites = [
+            dataclasses.replace(site, up_bps=factor * site.up_bps, down_bps=factor * site.down_bps)
+            for site in self.wire.sites
+        ]
+        pairs = {pair: factor * bps for pair, bps in self.wire.pairs.items()}
+        return Scene(self.job, self.hosts, Wire(sites, self.wire.costs, pairs))
+
+    def with_another(self, name: str) -> Scene:
+        """With a second host like this one."""
+        index = [host.name for host in self.hosts].index(name)
+        twin = f"{name}+"
+        host = dataclasses.replace(self.hosts[index], name=twin)
+        site = dataclasses.replace(self.wire.sites[index], name=twin)
+        return Scene(self.job, (*self.hosts, host), Wire([*self.wire.sites, site], self.wire.costs, self.wire.pairs))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """policy: how the batch is split."""
+
+    policy: Policy
+    forecast: Forecast
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.forecast.samples_per_s
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """change: in words. choice: the best way then."""
+
+    change: str
+    hosts: tuple[str, ...]
+    choice: Choice
+
+
+@dataclass(frozen=True)
+class Advice:
+    """best: by fidelity. choices: every way, the best bucket size of each alone. without: fewer hosts that are faster,
+    the fastest first. what_if: for the fidelity that is allowed.
+    """
+
+    fidelity: Fidelity
+    best: Mapping[Fidelity, Choice]
+    choices: tuple[Choice, ...]
+    alone: Mapping[str, float]
+    without: tuple[WhatIf, ...]
+    what_if: tuple[WhatIf, ...]
+
+    @property
+    def sum_of_parts(self) -> float:
+        return sum(self.alone.values())
+
+
+def ways(
+    fidelity: Fidelity, *, buckets_mib: Sequence[float] = BUCKETS_MIB, every: int = LOCAL_STEPS, hierarchical: bool
+) -> Iterator[Way]:
+    """hierarchical: also those that add up inside each host first, which only forecasts know."""
+    layouts = (False, True) if hierarchical else (False,)
+    if fidelity == "local":
+        for adaptive in (False, True):
+            yield Way("parameter_average", "local", every=every, adaptive=adaptive)
+        return
+    for layout in layouts:
+        for bucket_mib in buckets_mib:
+            yield Way("ddp", fidelity, bucket_mib, hierarchical=layout)
+        if fidelity != "compressed":
+            yield Way("allreduce_flat", fidelity, hierarchical=layout)
+    if fidelity == "half":
+        yield Way("allreduce", "half")
+    if fidelity == "exact":
+        others = [name for name in STRATEGIES if name not in ("ddp", "allreduce_flat", "parameter_average")]
+        yield from (Way(name) for name in others)
+
+
+def choices(scene: Scene, candidates: Iterable[Way], policies: Sequence[Policy] = POLICIES) -> list[Choice]:
+    """Fastest first; a tie goes to the simpler way, the one named first."""
+    found = [
+        Choice(policy, predict(scene.job, scene.hosts, scene.wire, way, scene.shares(policy)))
+        for policy in policies
+        for way in candidates
+        if not (way.adaptive and policy == "measured")
+    ]
+    return sorted(found, key=lambda choice: -choice.samples_per_s)
+
+
+def best(scene: Scene, fidelity: Fidelity, policies: Sequence[Policy] = POLICIES, hierarchical: bool = False) -> Choice:
+    return choices(scene, list(ways(fidelity, hierarchical=hierarchical)), policies)[0]
+
+
+def advise(
+    scene: Scene,
+    fidelity: Fidelity = "exact",
+    *,
+    every: int = LOCAL_STEPS,
+    buckets_mib: Sequence[float] = BUCKETS_MIB,
+    hierarchical: bool = False,
+) -> Advice:
+    """fidelity: what the person allows; leaving hosts out and changes are judged by it."""
+    found: list[Choice] = []
+    for each in FIDELITIES:
+        candidates = list(ways(each, buckets_mib=buckets_mib, every=every, hierarchical=hierarchical))
+        found += choices(scene, candidates)
+    by_fidelity = {each: next(one for one in found if one.forecast.way.fidelity == each) for each in FIDELITIES}
+
+    def at_best(changed: Scene) -> Choice:
+        candidates = list(ways(fidelity, buckets_mib=buckets_mib, every=every, hierarchical=hierarchical))
+        return choices(changed, candidates)[0]
+
+    now = by_fidelity[fidelity].samples_per_s
+    fewer = [WhatIf("without", tuple(h.name for h in kept.hosts), at_best(kept)) for kept in _fewer(scene)]
+    worth = [one for one in fewer if one.choice.samples_per_s > GAIN * now]
+    return Advice(
+        fidelity,
+        by_fidelity,
+        tuple(_one_a_kind(found)),
+        scene.alone,
+        tuple(sorted(worth, key=lambda one: -one.choice.samples_per_s)),
+        tuple(WhatIf(words, tuple(h.name for h in then.hosts), at_best(then)) for words, then in _changes(scene)),
+    )
+
+
+def _one_a_kind(found: Iterable[Choice]) -> Iterator[Choice]:
+    seen = set()
+    for choice in found:
+        way = choice.forecast.way
+        kind = way.strategy, way.fidelity, way.adaptive, way.hierarchical, choice.policy
+        if kind not in seen:
+            seen.add(kind)
+            yield choice
+
+
+def _fewer(scene: Scene) -> Iterator[Scene]:
+    """Without one host and each host alone; of many hosts, the same kind by kind."""
+    kinds: dict[object, list[str]] = {}
+    for number, host in enumerate(scene.hosts):
+        kinds.setdefault(host.name if len(scene.hosts) <= FEW else host.speeds, []).append(scene.hosts[number].name)
+    names = [host.name for host in scene.hosts]
+    if len(kinds) == 1:
+        yield from [scene.only(names[:1])] if len(names) > 1 else []
+        return
+    groups = list(kinds.values())
+    tried = [[name for name in names if name not in set(group)] for group in groups]
+    tried += groups if len(groups) > 2 else []
+    tried += [[max(scene.alone, key=lambda name: scene.alone[name])]] if len(names) > FEW else []
+    for kept in tried:
+        yield scene.only(kept)
+
+
+def _changes(scene: Scene) -> Iterator[tuple[str, Scene]]:
+    if len(scene.hosts) > 1:
+        yield "links four times as fast", scene.with_links(4)
+    fastest = max(scene.alone, key=lambda name: scene.alone[name])
+    if scene.wire.sites[0].up_bps < float("inf"):
+        yield f"one more host like {fastest}", scene.with_another(fastest)
+    batch = scene.job.batch
+    for larger in (2 * batch, 8 * batch):
+        yield f"batch {larger} instead of {batch}", scene.with_batch(larger)

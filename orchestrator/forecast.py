@@ -1,0 +1,271 @@
+"""How long a step will take, and what it hangs on, for each way to keep the ranks together. Pure: no clock, no files.
+
+    hosts = (Host("a2000", (Speed(0, 1000 / 333),)), Host("v100", (Speed(0, 1000 / 833),)))
+    job = Job(layers_of("resnet152", (3, 32, 32), 10), batch=256)
+    found = predict(job, hosts, wire, Way("ddp"), shares=(128, 128))
+    found.step_ms, found.samples_per_s, found.binds          948., 270., "wire"
+
+A rank computes a + b*m on its m samples (`trainer.shares.Speed`), divided over update, forward and backward as
+`trainer.pace` divides them. What runs after backward simply comes on top. Of `ddp`, whose buckets leave while backward
+still computes, with R_b the moment at which the last rank has bucket b and c_b what its exchange costs, the last sum
+is there at max over b of (R_b + c_b + c_b+1 + ...): the buckets stand in one queue. `simulate` plays the same out
+message by message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Literal
+
+from orchestrator.networks import FLOAT_BYTES, Layer, Shape, gradient_bytes
+from orchestrator.wire import Wire
+from trainer.shares import Speed, fastest_shares
+
+FORWARD, BACKWARD, OPTIMISER = 0.33, 0.66, 0.01
+"""How compute divides: as `trainer.pace` has it, which says why."""
+MIB = 2**20
+Fidelity = Literal["exact", "half", "compressed", "local"]
+Binds = Literal["wire", "compute"]
+
+
+@dataclass(frozen=True)
+class Host:
+    """speeds: of its ranks."""
+
+    name: str
+    speeds: tuple[Speed, ...]
+
+
+@dataclass(frozen=True)
+class Job:
+    """batch: samples of one update over all ranks."""
+
+    layers: tuple[Layer, ...]
+    batch: int
+
+
+@dataclass(frozen=True)
+class Way:
+    """How ranks stay together. every: local steps between two averages. rank: PowerSGD's. hierarchical: the ranks of a
+    host add up first. adaptive: a faster rank takes more local steps in the same time.
+    """
+
+    strategy: str
+    fidelity: Fidelity = "exact"
+    bucket_mib: float = 25.0
+    every: int = 1
+    rank: int = 2
+    hierarchical: bool = False
+    adaptive: bool = False
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """compute_ms ends with the last local gradient, exposed_ms runs from there to the sum; wait_ms is what of it is
+    spent on slower ranks. The names of a run's own metrics."""
+
+    compute_ms: float
+    optim_ms: float
+    exposed_ms: float
+    wait_ms: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """sync_ms: what every rank spends on the wire beside its compute. critical: the rank that waits least, binds: the
+    largest part of its step. wire_bytes: of one rank's gradient, as it travels, for one update.
+    """
+
+    way: Way
+    shares: tuple[int, ...]
+    step_ms: float
+    samples_per_s: float
+    sync_ms: float
+    wire_bytes: float
+    own_ms: tuple[float, ...]
+    """Of each rank: its compute, the update included."""
+    critical: int
+    binds: Binds
+    local_steps: tuple[int, ...] = ()
+    """Of each rank between two averages."""
+
+    @property
+    def ranks(self) -> tuple[RankTime, ...]:
+        slowest = max(self.own_ms)
+        return tuple(
+            RankTime((1 - OPTIMISER) * own_ms, OPTIMISER * own_ms, self.step_ms - own_ms, slowest - own_ms)
+            for own_ms in self.own_ms
+        )
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """bytes: of fp32. ready: the part of backward after which its last gradient is there, 0..1."""
+
+    bytes: int
+    ready: float
+    shapes: tuple[Shape, ...]
+
+
+@lru_cache(maxsize=64)
+def buckets_of(layers: tuple[Layer, ...], bucket_mib: float) -> tuple[Bucket, ...]:
+    """In the order in which they leave. As torch's DDP fills them: tensors from the last backwards, a bucket is closed
+    by the one with which it reaches its size.
+    """
+    total = sum(layer.work for layer in layers)
+    left, found, shapes, size = total, list[Bucket](), list[Shape](), 0
+    for layer in reversed(layers):
+        left -= layer.work
+        for shape in reversed(layer.shapes):
+            shapes.append(shape)
+            size += FLOAT_BYTES * prod(shape)
+            if size >= bucket_mib * MIB:
+                found.append(Bucket(size, 1 - left / total, tuple(shapes)))
+                shapes, size = [], 0
+    return (*found, Bucket(size, 1.0, tuple(shapes))) if shapes else tuple(found)
+
+
+@lru_cache(maxsize=64)
+def compressed_bytes(shapes: tuple[Shape, ...], rank: int) -> int:
+    """What PowerSGD (Vogels et al. 2019) sends of these: two thin matrices for each that becomes at least half as
+    large by it, all others as they are.
+    """
+    total = 0
+    for shape in shapes:
+        rows, columns = shape[0], prod(shape[1:])
+        thin = rank * (rows + columns)
+        total += thin if len(shape) > 1 and 2 * thin < rows * columns else rows * columns
+    return FLOAT_BYTES * total
+
+
+def predict(job: Job, hosts: Sequence[Host], wire: Wire, way: Way, shares: Sequence[int]) -> Forecast:
+    """shares: samples of each rank, host after host. Raises KeyError for a strategy that is not foreseen."""
+    speeds = [speed for host in hosts for speed in host.speeds]
+    if way.fidelity == "local":
+        return _local(job, speeds, wire, way, shares)
+    if way.strategy == "ddp" and len(speeds) > 1:
+        return _overlapped(job, speeds, wire, way, shares)
+    sync_ms = 1000 * exchange_s(job, wire, way) if len(speeds) > 1 else 0.0
+    ends = [speed.step_ms(samples) for speed, samples in zip(speeds, shares, strict=True)]
+    return _forecast(job, way, shares, ends, max(ends) + sync_ms, wire_bytes(job, way))
+
+
+def _overlapped(job: Job, speeds: Sequence[Speed], wire: Wire, way: Way, shares: Sequence[int]) -> Forecast:
+    ends = [speed.step_ms(samples) for speed, samples in zip(speeds, shares, strict=True)]
+    micro = [speed.micro_batches(samples) for speed, samples in zip(speeds, shares, strict=True)]
+    kinds = set(zip(ends, micro, strict=True))
+    done_ms = 0.0
+    for bucket in buckets_of(job.layers, way.bucket_mib):
+        ready_ms = max(release_ms(end, count, bucket.ready) for end, count in kinds)
+        done_ms = max(done_ms, ready_ms) + 1000 * bucket_s(bucket, wire, way)
+    return _forecast(job, way, shares, ends, done_ms, wire_bytes(job, way))
+
+
+def release_ms(step_ms: float, micro_batches: int, ready: float) -> float:
+    """When a rank has the gradients of a bucket, counted from its update: with the last of its micro-batches."""
+    last = 1 / max(1, micro_batches)
+    before = OPTIMISER + (FORWARD + BACKWARD) * (1 - last)
+    return step_ms * (before + last * (FORWARD + BACKWARD * ready))
+
+
+def bucket_s(bucket: Bucket, wire: Wire, way: Way) -> float:
+    """What the exchange of a bucket costs, with what has to be done to it before and after."""
+    costs = wire.costs
+    all_reduce = wire.hierarchical_all_reduce_s if way.hierarchical else wire.all_reduce_s
+    if way.fidelity == "half":
+        return all_reduce(bucket.bytes / 2) + 2 * bucket.bytes / costs.cast_bytes_per_s
+    if way.fidelity == "compressed":  # one call for each of the two factors, and one for what stays as it is
+        thin = compressed_bytes(bucket.shapes, way.rank)
+        return all_reduce(thin) + 2 * all_reduce(0) + bucket.bytes / costs.compress_bytes_per_s
+    return all_reduce(bucket.bytes)
+
+
+def wire_bytes(job: Job, way: Way) -> float:
+    whole = gradient_bytes(job.layers)
+    if way.fidelity == "compressed":
+        return compressed_bytes(tuple(shape for layer in job.layers for shape in layer.shapes), way.rank)
+    return whole / 2 if way.fidelity == "half" else whole / way.every
+
+
+Exchange = Callable[[Wire, float], float]
+EXCHANGES: dict[str, Exchange] = {
+    "allreduce_flat": lambda wire, size: wire.all_reduce_s(size),
+    "reduce_scatter": lambda wire, size: wire.reduce_scatter_s(size) + wire.all_gather_s(size / wire.ranks),
+    "reduce_broadcast": lambda wire, size: wire.reduce_s(size) + wire.broadcast_s(size),
+    "gather_scatter": lambda wire, size: wire.gather_s(size) + wire.scatter_s(size),
+    "allgather": lambda wire, size: wire.all_gather_s(size),
+    "parameter_average": lambda wire, size: wire.all_reduce_s(size),
+}
+"""What follows backward, with all gradients in one buffer of so many bytes."""
+STRATEGIES = ("ddp", "allreduce", *EXCHANGES)
+
+
+def exchange_s(job: Job, wire: Wire, way: Way) -> float:
+    """Of a strategy that sends nothing before backward is over."""
+    whole, part = gradient_bytes(job.layers), 0.5 if way.fidelity == "half" else 1.0
+    cast_s = 2 * whole / wire.costs.cast_bytes_per_s if way.fidelity == "half" else 0.0
+    if way.strategy == "allreduce":
+        sizes = [FLOAT_BYTES * prod(shape) for layer in job.layers for shape in layer.shapes]
+        return cast_s + len(sizes) * wire.all_reduce_s(0) + wire.all_reduce_s(part * whole) - wire.all_reduce_s(0)
+    copies = 2 + (wire.ranks if way.strategy in ("gather_scatter", "allgather") else 0)  # these add up by themselves
+    if way.hierarchical:
+        return cast_s + wire.hierarchical_all_reduce_s(part * whole) + copies * whole / wire.costs.copy_bytes_per_s
+    return cast_s + EXCHANGES[way.strategy](wire, part * whole) + copies * whole / wire.costs.copy_bytes_per_s
+
+
+def _local(job: Job, speeds: Sequence[Speed], wire: Wire, way: Way, shares: Sequence[int]) -> Forecast:
+    """`every` steps of the global batch, then one average. adaptive: each rank's steps stay as large as its share, and
+    their number is what it manages in the time that all take.
+    """
+    one_ms = [speed.step_ms(samples) for speed, samples in zip(speeds, shares, strict=True)]
+    steps = [way.every] * len(speeds)
+    if way.adaptive and len(set(shares)) == 1:
+        steps = list(fastest_shares([Speed(0.0, time_ms) for time_ms in one_ms], way.every * len(speeds)))
+    ends = [count * time_ms for count, time_ms in zip(steps, one_ms, strict=True)]
+    sync_ms = 1000 * exchange_s(job, wire, Way("parameter_average")) if len(speeds) > 1 else 0.0
+    per_step = [end / way.every for end in ends]
+    samples = sum(count * share for count, share in zip(steps, shares, strict=True)) / way.every
+    step_ms = (max(ends) + sync_ms) / way.every
+    return _forecast(job, way, shares, per_step, step_ms, wire_bytes(job, way), samples, tuple(steps))
+
+
+def _forecast(
+    job: Job,
+    way: Way,
+    shares: Sequence[int],
+    compute_ms: Sequence[float],
+    step_ms: float,
+    sent_bytes: float,
+    samples: float | None = None,
+    local_steps: tuple[int, ...] = (),
+) -> Forecast:
+    """compute_ms: of each rank, its update included. samples: of one step of all ranks, by default the batch."""
+    slowest = max(compute_ms)
+    sync_ms = step_ms - slowest
+    parts: dict[Binds, float] = {"wire": sync_ms, "compute": (1 - OPTIMISER) * slowest}
+    return Forecast(
+        way=way,
+        shares=tuple(shares),
+        step_ms=step_ms,
+        samples_per_s=1000 * (job.batch if samples is None else samples) / step_ms,
+        sync_ms=sync_ms,
+        wire_bytes=sent_bytes,
+        own_ms=tuple(compute_ms),
+        critical=compute_ms.index(slowest),
+        binds=max(parts, key=lambda part: parts[part]),
+        local_steps=local_steps,
+    )
+
+
+def alone_samples_per_s(host: Host, batch: int) -> float:
+    """What a host does by itself, with the whole batch on its ranks and no exchange."""
+    shares = fastest_shares(host.speeds, batch)
+    return 1000 * batch / max(speed.step_ms(samples) for speed, samples in zip(host.speeds, shares, strict=True))
+
+
+def ceiling_samples_per_s(speeds: Iterable[Speed]) -> float:
+    """No split and no strategy is faster: every rank at the batch that suits it best."""
+    return sum(1000 / (speed.sample_ms + (speed.fixed_ms / speed.cap if speed.cap else 0.0)) for speed in speeds)

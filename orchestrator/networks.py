@@ -1,0 +1,75 @@
+"""What the networks that we train are made of, as far as a forecast needs it: tensors, and each layer's work. Pure.
+
+    layers = layers_of("resnet152", (3, 32, 32), classes=10)
+    gradient_bytes(layers)                  232657192
+    layers[-1].shapes                       ((10, 2048), (10,))
+
+No torch is needed where plans are made, so the two networks are written down again here, as lists of their layers.
+A layer's work is its weights times the positions at which they are applied, in multiplications.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+FLOAT_BYTES = 4
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """shapes: of its parameters, in the order of `model.parameters()`. work: multiplications forward, for one image."""
+
+    shapes: tuple[Shape, ...]
+    work: float
+
+    @property
+    def bytes(self) -> int:
+        return FLOAT_BYTES * sum(prod(shape) for shape in self.shapes)
+
+
+def layers_of(model: str, image: tuple[int, int, int], classes: int) -> tuple[Layer, ...]:
+    """In the order in which forward visits them. Raises KeyError for a model that is not known here."""
+    return tuple({"lenet": _lenet, "resnet152": _resnet152}[model](*image[:2], classes))
+
+
+def gradient_bytes(layers: Sequence[Layer]) -> int:
+    return sum(layer.bytes for layer in layers)
+
+
+def _weights(shape: Shape, positions: int, bias: bool = True) -> Layer:
+    """A convolution or linear map, applied at so many positions."""
+    return Layer((shape, shape[:1]) if bias else (shape,), prod(shape) * positions)
+
+
+def _lenet(channels: int, size: int, classes: int) -> Iterator[Layer]:
+    """It sees 32x32: 28x28 positions for the first kernel, 10x10 for the second, after pooling by two."""
+    yield _weights((6, channels, 5, 5), 28 * 28)
+    yield _weights((16, 6, 5, 5), 10 * 10)
+    for outputs, inputs in ((120, 400), (84, 120), (classes, 84)):
+        yield _weights((outputs, inputs), 1)
+
+
+def _resnet152(channels: int, size: int, classes: int) -> Iterator[Layer]:
+    """He et al. 2016 as torchvision builds it: the stride is that of the 3x3 convolution."""
+    size = -(-size // 2)
+    yield from _convolution(channels, 64, 7, size)
+    size, inputs = -(-size // 2), 64
+    for width, blocks, stride in ((64, 3, 1), (128, 8, 2), (256, 36, 2), (512, 3, 2)):
+        for block in range(blocks):
+            outside, size = size, -(-size // stride) if block == 0 else size
+            yield from _convolution(inputs, width, 1, outside)
+            yield from _convolution(width, width, 3, size)
+            yield from _convolution(width, 4 * width, 1, size)
+            if block == 0:
+                yield from _convolution(inputs, 4 * width, 1, size)
+            inputs = 4 * width
+    yield _weights((classes, inputs), 1)
+
+
+def _convolution(inputs: int, outputs: int, kernel: int, size: int) -> Iterator[Layer]:
+    """With the BatchNorm behind it."""
+    yield _weights((outputs, inputs, kernel, kernel), size * size, bias=False)
+    yield Layer(((outputs,), (outputs,)), outputs * size * size)

@@ -1,0 +1,186 @@
+"""What it costs to exchange bytes between ranks: the links, and the overheads of what carries them. Pure.
+
+    wire = Wire((Site("a2000", 1, 2.35e9, 2.35e9), Site("v100", 1, 2.35e9, 2.35e9)), GLOO)
+    wire.all_reduce_s(232_657_192)          0.794
+
+All are alpha-beta costs of known algorithms. Of the ring (Patarasuk and Yuan 2009): n ranks pass pieces of S/n bytes in
+2(n-1) rounds, each as long as its slowest message, so that it takes 2(n-1)*alpha + 2(n-1)/n * S/B. Ranks follow one
+another in the order of their numbers, host by host: a host has one link's worth of traffic out and one in, however many
+ranks it has. `Costs` are parameters: `GLOO` and `NCCL` are starting points with their sources, `measured` replaces what
+was measured on the cluster itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+GOODPUT = 0.94
+"""Of a declared bandwidth, what TCP leaves for the payload: 0.94 to 0.956 (iperf3: 2.35 to 2.39 of 2.5 Gbps)."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """A host on the network. up_bps, down_bps: what its link carries of payload, in bits a second."""
+
+    name: str
+    ranks: int
+    up_bps: float
+    down_bps: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """message_s: what a message between hosts costs beside its bytes. call_s: a collective, however many messages.
+
+    local_*: between two ranks of one host. The rest is what a rank does to gradients before and after they travel, in
+    bytes of fp32 gradient a second: copies into one buffer, casts to 16 bits, PowerSGD. tree_broadcast: whole copies go
+    from rank to rank in log2(n) rounds; else in pieces, along a chain.
+    """
+
+    name: str
+    source: str
+    message_s: float
+    call_s: float
+    local_message_s: float
+    local_bps: float
+    copy_bytes_per_s: float
+    cast_bytes_per_s: float
+    compress_bytes_per_s: float
+    tree_broadcast: bool
+
+
+# One call a parameter beside one call for all 467: between two lab hosts 1.44 s and 0.785 s bare, 1.774 s in training;
+# between four at 1 Gbps 6.07 s and 3.14 s bare, 5.5 s in training. The difference over 467 * 2(n-1) messages.
+GLOO = Costs(
+    name="gloo",
+    source="1 ms a message, as 2 hosts at 2.5 Gbps and 4 at 1 Gbps showed (0.7 to 1.06); CPU costs are assumed",
+    message_s=1.0e-3,
+    call_s=0.0,
+    local_message_s=50e-6,
+    local_bps=16e9,
+    copy_bytes_per_s=4e9,
+    cast_bytes_per_s=4e9,
+    compress_bytes_per_s=0.5e9,
+    tree_broadcast=True,
+)
+NCCL = Costs(
+    name="nccl",
+    source="assumed, not measured: 50 us a message over TCP, PCIe 3 inside a host, 300 GB/s of GPU memory",
+    message_s=50e-6,
+    call_s=20e-6,
+    local_message_s=10e-6,
+    local_bps=80e9,
+    copy_bytes_per_s=150e9,
+    cast_bytes_per_s=150e9,
+    compress_bytes_per_s=30e9,
+    tree_broadcast=False,
+)
+
+
+def measured(costs: Costs, ranks: int, alpha_s: float, source: str) -> Costs:
+    """With the latency that an all_reduce over so many ranks showed in place of the assumed one."""
+    return dataclasses.replace(costs, message_s=alpha_s / max(1, 2 * (ranks - 1)), call_s=0.0, source=source)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """pairs: what the path from one host to another carries, in bits a second, where that was measured by itself."""
+
+    sites: Sequence[Site]
+    costs: Costs
+    pairs: Mapping[tuple[str, str], float] = field(default_factory=dict)
+
+    @cached_property
+    def ranks(self) -> int:
+        return sum(site.ranks for site in self.sites)
+
+    @cached_property
+    def site_of(self) -> tuple[Site, ...]:
+        """By rank."""
+        return tuple(site for site in self.sites for _ in range(site.ranks))
+
+    def path_bps(self, source: Site, target: Site) -> float:
+        return min(source.up_bps, target.down_bps, self.pairs.get((source.name, target.name), math.inf))
+
+    @cached_property
+    def _between(self) -> frozenset[float]:
+        """Speeds of the ring's edges between hosts, each once."""
+        after = (*self.sites[1:], *self.sites[:1])
+        return frozenset(self.path_bps(a, b) for a, b in zip(self.sites, after, strict=True) if a is not b)
+
+    @cached_property
+    def _most(self) -> int:
+        """Ranks of one host."""
+        return max(site.ranks for site in self.sites)
+
+    @property
+    def slowest_bps(self) -> float:
+        """Of the ring's links between hosts; infinite where there is one host."""
+        return min(self._between, default=math.inf)
+
+    def round_s(self, size_bytes: float) -> float:
+        """Every rank passes so much on to the next: as long as the slowest takes."""
+        costs = self.costs
+        times = [costs.message_s + 8 * size_bytes / bps for bps in self._between]
+        times += [costs.local_message_s + 8 * size_bytes / costs.local_bps] if self._most > 1 else []
+        return max(times, default=0.0)
+
+    # ---- collectives: size_bytes is the gradient of one rank -------------------------------------------------------
+
+    def all_reduce_s(self, size_bytes: float) -> float:
+        return self._called(2 * (self.ranks - 1) * self.round_s(size_bytes / self.ranks))
+
+    def hierarchical_all_reduce_s(self, size_bytes: float) -> float:
+        """Ranks of one host add up first, one of each host takes part in the ring, and its neighbours get the sum."""
+        most, costs, hosts = self._most, self.costs, len(self.sites)
+        inside = 2 * (most - 1) * (costs.local_message_s + 8 * size_bytes / most / costs.local_bps)
+        return self._called(inside + 2 * (hosts - 1) * self._heads.round_s(size_bytes / hosts))
+
+    @cached_property
+    def _heads(self) -> Wire:
+        """One rank of each host."""
+        return Wire([dataclasses.replace(site, ranks=1) for site in self.sites], self.costs, self.pairs)
+
+    def reduce_scatter_s(self, size_bytes: float) -> float:
+        return self._called((self.ranks - 1) * self.round_s(size_bytes / self.ranks))
+
+    def all_gather_s(self, size_bytes: float) -> float:
+        """Every rank's whole gradient to every rank."""
+        return self._called((self.ranks - 1) * self.round_s(size_bytes))
+
+    def gather_s(self, size_bytes: float) -> float:
+        """Every rank's whole gradient to rank 0: all of it has to come through its one link."""
+        return self._called(self._star_s(size_bytes))
+
+    scatter_s = gather_s
+
+    def reduce_s(self, size_bytes: float) -> float:
+        """Gloo's: a ring adds the pieces up, then rank 0 gathers them. NCCL's: along a chain, in pieces."""
+        if not self.costs.tree_broadcast:
+            return self._chain_s(size_bytes)
+        piece = size_bytes / self.ranks
+        return self._called((self.ranks - 1) * self.round_s(piece) + self._star_s(piece))
+
+    def broadcast_s(self, size_bytes: float) -> float:
+        if not self.costs.tree_broadcast:
+            return self._chain_s(size_bytes)
+        return self._called(math.ceil(math.log2(self.ranks)) * self.round_s(size_bytes))
+
+    def _called(self, time_s: float) -> float:
+        return time_s + self.costs.call_s if self.ranks > 1 else 0.0
+
+    def _chain_s(self, size_bytes: float) -> float:
+        return self._called((self.ranks - 2) * self.round_s(0) + self.round_s(size_bytes))
+
+    def _star_s(self, size_bytes: float) -> float:
+        root, costs = self.sites[0], self.costs
+        outside = self.ranks - root.ranks
+        slowest_bps = min((self.path_bps(site, root) for site in self.sites[1:]), default=math.inf)
+        if not outside:
+            return (self.ranks - 1) * (costs.local_message_s + 8 * size_bytes / costs.local_bps)
+        at_root_s = outside * (costs.message_s + 8 * size_bytes / min(root.down_bps, root.up_bps))
+        return max(at_root_s, costs.message_s + 8 * size_bytes / slowest_bps)
