@@ -1,78 +1,186 @@
-"""Unequal hosts on a slow link: what each way to synchronise makes of them, and what binds.
+"""Unequal hosts on a slow link: how near each way to stay together comes to the sum of the hosts' solo speeds.
 
-    .venv/bin/python tests/bench/heterogeneous.py [BLOCKS]
+    .venv/bin/python tests/bench/heterogeneous.py [--blocks 3] [--twins a2000_v100,...] [--batch 256,2048]
 
-Paced twins with ResNet-152's real gradient (232.7 MB), the global batch split equally. In each block every host runs
-alone once and every strategy once, in turn; medians over the blocks, spread beside them. `of the sum` is the cluster's
-speed over the sum of what its hosts did alone in the same run of this benchmark. Run ruler.py first. Needs root.
+Paced twins with ResNet-152's real gradient (232.7 MB). Each twin is one gang: every block goes through all rows in
+turn, the hosts alone among them; block 0 and each block's first steps are left out; medians over the blocks, least and
+largest beside them. `of the sum`: over the sum of what its hosts did alone in the same gang. `of the limit`: over the
+speed of a step of forward + max(backward, fewest bytes that have to cross between hosts / iperf3's goodput); with
+several updates between two averages, the bytes of one average after that many. Run ruler.py first. Needs root.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
+import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import yaml
-from rack import ROOT, Measured, Rack, rack, show_machine, spread
+from rack import ROOT, Rack, rack, show_machine, spread
 
-STRATEGIES = ("allreduce", "ddp")
-STEPS, WARMUP = 15, 3
-FOUR_AT_1_GBPS = """
-cluster: four
-defaults: {device: cpu, bandwidth: 1Gbps, env: {OMP_NUM_THREADS: "1"}}
-nodes:
-  - {name: a2000, host: 10.77.5.1, gpu: RTX A2000, paced: {samples_per_s: 333}}
-  - {name: v100, host: 10.77.5.2, gpu: Tesla V100-16GB, paced: {samples_per_s: 833}}
-  - {name: a16, host: 10.77.5.3, gpu: A16, paced: {samples_per_s: 220}}
-  - {name: a2000b, host: 10.77.5.4, gpu: RTX A2000, paced: {samples_per_s: 333}}
-"""
-PARTS = ("load_ms", "compute_ms", "sync_ms", "wait_ms", "optim_ms")
+from trainer.pace import BACKWARD, FORWARD
+from trainer.shares import Speed, fastest_shares
+
+GRADIENT_BYTES = 232_657_192
+PACES = {"a2000": 333.0, "v100": 833.0, "a16": 220.0}
+TWINS = {
+    "a2000_v100": (("a2000", 1), ("v100", 1)),
+    "a16_v100": (("a16", 1), ("v100", 1)),
+    "a2000_a2000": (("a2000", 1), ("a2000", 1)),
+    "a16_a16_a2000": (("a16", 2), ("a2000", 1)),
+}
+ROWS: dict[str, dict[str, Any]] = {
+    "alone": {"strategy": "none", "shares": "fastest"},
+    "allreduce": {"strategy": "allreduce"},
+    "ddp": {"strategy": "ddp"},
+    "ddp + shares": {"strategy": "ddp", "shares": "fastest"},
+}
+WARMUP = 2
+
+
+@dataclass(frozen=True)
+class Told:
+    """One rank's figures of one row and block."""
+
+    row: str
+    block: int
+    rank: int
+    t_ms: list[float]
+    compute_ms: list[float]
+    exposed_ms: list[float]
+    samples: list[int]
+    late: list[float]
+
+    @property
+    def measured_s(self) -> float:
+        return sum(self.t_ms[WARMUP:]) / 1000
 
 
 def main() -> None:
-    blocks = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    asked = arguments()
     show_machine()
-    for name, inventory in {"a2000 + v100, 2.5 Gbps": ROOT / "inventory" / "lab_a2000_v100.yaml",
-                            "a2000 + v100 + a16 + a2000, 1 Gbps": FOUR_AT_1_GBPS}.items():  # fmt: skip
-        print(f"\n{name}: global batch 256 in equal shares, {STEPS} steps a block, the first {WARMUP} left out")
-        compare(inventory, blocks)
+    for name in asked.twins.split(","):
+        for batch in map(int, asked.batch.split(",")):
+            compare(name, batch, asked)
 
 
-def compare(inventory: Path | str, blocks: int) -> None:
-    text = inventory.read_text() if isinstance(inventory, Path) else inventory
-    names = [node["name"] for node in yaml.safe_load(text)["nodes"]]
-    alone: dict[str, list[float]] = {name: [] for name in names}
-    together: dict[str, list[Measured]] = {strategy: [] for strategy in STRATEGIES}
-    with rack(inventory) as lab:
-        for _ in range(blocks):
-            for name in names:
-                alone[name].append(run(lab, [name], 256 // len(names), "none").samples_per_s)
-            for strategy in STRATEGIES:
-                together[strategy].append(run(lab, names, 256, strategy))
-    for name, speeds in alone.items():
-        print(f"  {name} alone, batch {256 // len(names)}: {spread(speeds)} samples/s")
-    whole = sum(statistics.median(speeds) for speeds in alone.values())
-    for strategy, runs in together.items():
-        show(strategy, runs, whole)
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--blocks", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--twins", default=",".join(TWINS))
+    parser.add_argument("--batch", default="256")
+    parser.add_argument("--link", default="2.5Gbps")
+    parser.add_argument("--rows", default=",".join(ROWS))
+    return parser.parse_args()
 
 
-def run(lab: Rack, nodes: list[str], batch: int, strategy: str) -> Measured:
-    return lab.run("resnet152_cifar", nodes, strategy=strategy, batch=batch, steps=STEPS, warmup_steps=WARMUP)
+def compare(name: str, batch: int, asked: argparse.Namespace) -> None:
+    hosts = TWINS[name]
+    speeds = [Speed(0.0, 1000 / PACES[gpu]) for gpu, count in hosts for _ in range(count)]
+    shares = fastest_shares(speeds, batch)
+    wanted = {row: ROWS[row] for row in ("alone", *asked.rows.split(",")) if row in ROWS}
+    rows = {row: settings_of(settings, batch, asked.steps, shares, hosts) for row, settings in wanted.items()}
+    with rack(inventory(hosts, asked.link)) as lab:
+        goodput = goodput_gbps(lab)
+        told = run(lab, {"exp": "resnet152_cifar", "blocks": asked.blocks, "rows": rows})
+    print(f"\n{name}, {asked.link} (iperf3 {goodput:.2f} Gbps), global batch {batch}, shares {shares}; {asked.blocks} "
+          f"blocks, the first {WARMUP} steps of each and one block before them left out")  # fmt: skip
+    alone = sum_of_solo(told, asked.blocks)
+    print(f"  sum of the hosts alone {alone:.0f} samples/s")
+    for row in rows:
+        if row != "alone":
+            show(row, [one for one in told if one.row == row], asked.blocks, rows[row], alone,
+                 limit(rows[row], speeds, shares, batch, goodput, len(hosts)))  # fmt: skip
 
 
-def show(strategy: str, runs: list[Measured], whole: float) -> None:
-    speeds = [run.samples_per_s for run in runs]
-    valid = "" if all(run.valid for run in runs) else ", NOT VALID: the CPU was the limit"
-    part = statistics.median(speeds) / whole
-    print(f"  {strategy}: {spread(speeds)} samples/s, {part:.3f} of the sum of {whole:.0f}{valid}")
-    for node in (node["name"] for node in runs[0].summary["nodes"]):
-        parts = (f"{p[:-3]} {statistics.median(run.node(node)[p] for run in runs):.1f}" for p in PARTS)
-        print(f"    {node:8} {'  '.join(parts)} ms")
-    bound, straggler = runs[-1].summary["bound"], runs[-1].summary["straggler"]
-    print(f"    binds: {bound['part']}, {bound['share']:.0%} of the step of {bound['node']}; the others wait for "
-          f"{straggler['node'] + ': ' + straggler['reason'] if straggler else 'nobody'}", flush=True)  # fmt: skip
+def settings_of(
+    settings: dict[str, Any], batch: int, steps: int, shares: Sequence[int], hosts: Sequence[tuple[str, int]]
+) -> dict[str, Any]:
+    names = [f"{gpu}{index}:{local}" for index, (gpu, count) in enumerate(hosts) for local in range(count)]
+    fastest = ",".join(f"{rank}={share}" for rank, share in zip(names, shares, strict=True))
+    every = int(settings.get("local_steps") or settings.get("average_every") or 1)
+    length = max(1, -(-steps // every)) * every if every > 1 else steps
+    found = {**settings, "batch": batch, "steps": length + WARMUP * (every == 1)}
+    return {**found, "shares": fastest} if settings.get("shares") == "fastest" else found
+
+
+def inventory(hosts: Sequence[tuple[str, int]], link: str) -> str:
+    nodes = [
+        {"name": f"{gpu}{index}", "host": f"10.77.5.{index + 1}", "gpu": gpu, "ranks": count,
+         "paced": {"samples_per_s": PACES[gpu]}} for index, (gpu, count) in enumerate(hosts)
+    ]  # fmt: skip
+    defaults = {"device": "cpu", "env": {"OMP_NUM_THREADS": "1"}}
+    return yaml.safe_dump({"cluster": "twin", "defaults": {**defaults, "bandwidth": link}, "nodes": nodes})
+
+
+def goodput_gbps(lab: Rack) -> float:
+    first, second = (node["name"] for node in lab.lab.nodes[:2])
+    server = lab.lab.host_popen(second, ["iperf3", "--server", "--one-off", "--json"], stdin=subprocess.DEVNULL)
+    client = ["iperf3", "--client", "10.77.5.2", "--time", "3", "--omit", "1", "--json"]
+    while "error" in (done := json.loads(lab.lab.host_exec(first, client).stdout)) and server.poll() is None:
+        continue
+    server.communicate()
+    return float(done["end"]["sum_received"]["bits_per_second"]) / 1e9
+
+
+def run(lab: Rack, told: dict[str, Any]) -> list[Told]:
+    file = ROOT / "tests" / "bench" / "rows.json"
+    file.write_text(json.dumps(told))
+    try:
+        lab.person.types("run", "--folder", str(ROOT), "--", str(ROOT / "tests/bench/gang_rows.py"),
+                         "tests/bench/rows.json", timeout_s=3000)  # fmt: skip
+    finally:
+        file.unlink()
+    summary = lab.person.asks("collect", "--job", "latest", "--out", str(lab.person.folder / "runs"))
+    logs = (lab.person.folder / "runs" / summary["job"]).glob("nodes/*/rank-*/stdout.log")
+    lines = [json.loads(line) for log in logs for line in log.read_text().splitlines()]
+    names = Told.__dataclass_fields__
+    return [Told(**{name: line[name] for name in names}) for line in lines if line["block"] > 0]
+
+
+def sum_of_solo(told: Sequence[Told], blocks: int) -> float:
+    ranks = sorted({one.rank for one in told})
+    alone = {rank: [one for one in told if one.row == "alone" and one.rank == rank] for rank in ranks}
+    return sum(statistics.median(sum(one.samples[WARMUP:]) / one.measured_s for one in alone[rank]) for rank in ranks)
+
+
+def limit(
+    row: dict[str, Any], speeds: Sequence[Speed], shares: Sequence[int], batch: int, goodput: float, hosts: int
+) -> float:
+    """Samples a second that no implementation of this row can exceed."""
+    own = shares if row.get("shares") else [batch / len(speeds)] * len(speeds)
+    compute_s = max(speed.sample_ms * share for speed, share in zip(speeds, own, strict=True)) / 1000
+    every = int(row.get("local_steps") or row.get("average_every") or 1)
+    half = row.get("fidelity") == "half" or row.get("wire") == "bf16"
+    wire_s = 2 * (hosts - 1) / hosts * GRADIENT_BYTES / (2 if half else 1) * 8 / (goodput * 1e9)
+    if every > 1:
+        return every * batch / (every * compute_s + wire_s)
+    return batch / (FORWARD * compute_s + max(BACKWARD * compute_s, wire_s))
+
+
+def show(row: str, told: Sequence[Told], blocks: int, settings: dict[str, Any], alone: float, most: float) -> None:
+    speeds = []
+    for block in range(1, blocks + 1):
+        ranks = [one for one in told if one.block == block]
+        samples = sum(sum(one.samples[WARMUP:]) for one in ranks)
+        speeds.append(samples / max(one.measured_s for one in ranks))
+    speed = statistics.median(speeds)
+    late = max(statistics.median(one.late) for one in told)
+    valid = "" if late <= 0.01 else f", NOT VALID: {late:.1%} late, the CPU was the limit"
+    print(f"  {row:22} {spread(speeds)} samples/s, {speed / alone:.3f} of the sum, {speed / most:.3f} of the limit "
+          f"{most:.0f} ({settings['steps']} steps){valid}")  # fmt: skip
+    for rank in sorted({one.rank for one in told}):
+        own = [one for one in told if one.rank == rank]
+        compute = statistics.median(ms for one in own for ms in one.compute_ms[WARMUP:])
+        exposed = statistics.median(ms for one in own for ms in one.exposed_ms[WARMUP:])
+        print(f"    rank {rank}: compute {compute:.1f}  exposed {exposed:.1f} ms", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

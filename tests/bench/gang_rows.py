@@ -1,0 +1,78 @@
+"""The ranks' side of `heterogeneous.py`: many ways to train, in turn, inside one gang.
+
+    orch run --folder . -- tests/bench/gang_rows.py ROWS_JSON
+
+ROWS_JSON: {"exp", "blocks", "rows": {name: settings}}. In each block every row trains its `steps` updates; block 0
+warms up. A row with strategy `none` has all ranks train alone at the same time, each on its share. Every rank prints a
+line of JSON a row and block: the times of each step, the samples that it did, and how late its pace was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, os.getcwd())  # the shipped folder, with the trainer in it
+
+import torch
+import torch.distributed as dist
+
+from trainer import interrupt, ranks
+from trainer.checkpoint import CheckpointKeeper, Progress
+from trainer.config import parse_settings
+from trainer.env import RankInfo, read_rank_info
+from trainer.records import MetricsWriter
+from trainer.setup import Run, set_up
+from trainer.train import train_epoch
+
+
+def main() -> None:
+    told = json.loads(Path(sys.argv[1]).read_text())
+    info = read_rank_info()
+    together = ranks.join(info, "gloo", torch.device("cpu"))
+    alone = [dist.new_group([rank]) for rank in range(info.world_size)][info.rank]
+    with tempfile.TemporaryDirectory() as folder:
+        runs: dict[str, tuple[Run, Path]] = {}
+        for name, settings in told["rows"].items():
+            group = alone if settings["strategy"] == "none" else together
+            file = Path(folder, f"{len(runs)}.jsonl")
+            runs[name] = prepared(told, settings, info, group, file), file
+        for block in range(told["blocks"] + 1):
+            for name, (run, file) in runs.items():
+                dist.barrier()
+                begin = file.stat().st_size
+                train_epoch(run, Progress(block), CheckpointKeeper(run))
+                with open(file, encoding="utf-8") as lines:
+                    lines.seek(begin)
+                    tell(name, block, run, [json.loads(line) for line in lines])
+    ranks.leave()
+    interrupt.leave(0)
+
+
+def prepared(told: dict[str, Any], settings: dict[str, Any], info: RankInfo, group: Any, file: Path) -> Run:
+    """An epoch of its stream is a block."""
+    steps = settings["steps"]
+    pairs = {key: str(value) for key, value in settings.items() if key != "steps"}
+    pairs |= {"data": "synthetic", "samples": str(steps * settings["batch"]), "epochs": str(told["blocks"] + 1)}
+    ranks.join = lambda *_: group  # type: ignore[assignment]  # all rows meet in the gang that is there
+    run = set_up(parse_settings(told["exp"], pairs), info, MetricsWriter(file))
+    run.console.speaks = False
+    return run
+
+
+def tell(name: str, block: int, run: Run, lines: list[dict[str, Any]]) -> None:
+    steps = [line for line in lines if line["event"] == "step"]
+    stopwatch = getattr(run.model, "stopwatch", None)
+    late = stopwatch.lateness[-len(steps) :] if stopwatch else []
+    columns = ("t_ms", "compute_ms", "exposed_ms", "comm_ms", "samples")
+    told = {column: [step[column] for step in steps] for column in columns}
+    print(json.dumps({"row": name, "block": block, "rank": run.info.rank, "node": run.info.node, "late": late, **told}))
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
