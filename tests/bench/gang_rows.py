@@ -3,7 +3,7 @@
     orch run --folder . -- tests/bench/gang_rows.py ROWS_JSON
 
 ROWS_JSON: {"exp", "blocks", "rows": {name: settings}}. In each block every row trains its `steps` updates; block 0
-warms up. A row with strategy `none` has all ranks train alone at the same time, each on its share. Every rank prints a
+warms up. A row with strategy `none` has all ranks train alone at the same time, on equal shares. Every rank prints a
 line of JSON a row and block: the times of each step, the samples that it did, and how late its pace was.
 """
 

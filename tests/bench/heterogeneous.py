@@ -35,7 +35,7 @@ TWINS = {
     "a16_a16_a2000": (("a16", 2), ("a2000", 1)),
 }
 ROWS: dict[str, dict[str, Any]] = {
-    "alone": {"strategy": "none", "shares": "fastest"},
+    "alone": {"strategy": "none"},
     "allreduce": {"strategy": "allreduce"},
     "ddp": {"strategy": "ddp"},
     "ddp + shares": {"strategy": "ddp", "shares": "fastest"},
