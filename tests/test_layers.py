@@ -65,7 +65,7 @@ STAGES += [
     "cli.__main__",
 ]
 TORCH_FREE = {"__init__", "__main__", "experiments", "config", "shares", "records", "env", "errors", "interrupt"}
-TORCH_FREE |= {"alpha_beta"}
+TORCH_FREE |= {"alpha_beta", "microbatches"}
 SHARED = {"experiments", "config", "shares", "records", "alpha_beta"}
 NOT_PURE = {"socket", "subprocess", "rich", "click", "paramiko", "fabric", "asyncio", "requests", "urllib"}
 

@@ -145,6 +145,11 @@ class Settings:
             mistakes.append(
                 f"shares: strategy {self.strategy} is one process, which takes the whole batch; leave shares equal"
             )
+        if self.shares == "auto" and (self.sync_bn or self.strategy == "fsdp"):
+            mistakes.append(
+                "shares: auto compares how long ranks compute, and with sync_bn or fsdp they wait for each other in "
+                "that time; use measured"
+            )
         if self.sync_bn and self.strategy in ("parameter_average", "dp"):
             mistakes.append(
                 f"sync_bn: strategy {self.strategy} has no one network that could see the whole batch; use ddp"

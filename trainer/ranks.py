@@ -21,7 +21,7 @@ import torch.distributed as dist
 from trainer.config import Settings
 from trainer.env import RankInfo
 from trainer.errors import TrainError
-from trainer.shares import choose_shares, parse_shares
+from trainer.shares import Speed, parse_speeds, split_batch
 
 TIMEOUT = timedelta(minutes=10)  # long enough for one host to fetch and unpack a data set while the others wait
 _LINE_BYTES = 1000
@@ -108,14 +108,19 @@ def gather_lines(own: str) -> list[str]:
     return [bytes(line.tolist()).rstrip(b"\0").decode(errors="replace") for line in lines]
 
 
-def shares_of_ranks(settings: Settings, info: RankInfo) -> tuple[int, ...]:
-    """Samples of a full batch for each rank. Raises TrainError where the setting does not fit the ranks there are."""
+def shares_of_ranks(settings: Settings, info: RankInfo) -> tuple[tuple[int, ...], list[Speed | None]]:
+    """Samples of a full batch for each rank, and what is known of its speed.
+
+    Raises TrainError where the setting does not fit the ranks there are.
+    """
     names = [line.rpartition(":") for line in gather_lines(f"{info.node}:{info.local_rank}")]
     ranks = [(node, int(local_rank)) for node, _, local_rank in names]
+    speeds = parse_speeds(settings.speeds)
     try:
-        return choose_shares(parse_shares(settings.shares), ranks, settings.batch)
+        shares = split_batch(settings.shares, speeds, ranks, settings.batch)
     except ValueError as error:
         raise TrainError(f"shares: {error}") from error
+    return shares, [speeds.get(rank) for rank in ranks]
 
 
 def sum_over_ranks(values: list[float]) -> list[float]:

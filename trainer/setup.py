@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +24,13 @@ from trainer.env import RankInfo
 from trainer.errors import TrainError
 from trainer.experiments import DataSet
 from trainer.loading import Batches, agree_on_facts, choose_loader, open_batches
+from trainer.microbatches import MicroBatches
 from trainer.models import build_model, gradient_bytes, has_batch_norm, trainable
 from trainer.pace import Pace
 from trainer.precision import Full, build_precision
+from trainer.rebalance import Balance, Rebalancer
 from trainer.records import SCHEMA, MetricsWriter
-from trainer.standin import StandIn, StandInOptimizer, Stopwatch, keep_freed_memory, memory_needed
+from trainer.standin import StandIn, StandInOptimizer, Stopwatch, keep_freed_memory, memory_needed, most_samples
 from trainer.strategies import Strategy, build_strategy
 from trainer.stream import RankBatches, SampleStream
 from trainer.timing import Brake, Timer, timer_for
@@ -51,12 +53,18 @@ class Run:
     precision: Full
     optimizer: torch.optim.Optimizer | StandInOptimizer
     facts: DataSet
-    stream: SampleStream
     order: RankBatches
+    micro_batches: MicroBatches
+    rebalancer: Rebalancer | None
     batches: Batches
     test_batches: Callable[[], Batches] | None
     last_step: int
     learns: bool
+
+    @property
+    def stream(self) -> SampleStream:
+        """As it is cut now."""
+        return self.order.stream
 
 
 def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
@@ -70,19 +78,23 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
     check_bottleneck(settings, info)
 
     group = ranks.join(info, settings.backend, device)
-    shares = ranks.shares_of_ranks(settings, info)
+    shares, speeds = ranks.shares_of_ranks(settings, info)
     facts = agree_on_facts(settings, info)
-    stream = SampleStream(facts.train_samples, settings.batch, shares, settings.seed)
+    stream = SampleStream(facts.train_samples, settings.batch, shares, settings.seed, pairs=settings.shares == "auto")
     order = RankBatches(stream, info.rank)
     whole = settings.epochs * stream.steps
     last_step = min(whole, settings.steps or whole)
+    # fsdp gathers weights in each micro-batch: no rank may take one more than another.
+    caps = [speed.cap if speed else None for speed in speeds]
+    micro_batches = MicroBatches(settings.accumulate, caps, together=settings.strategy == "fsdp")
     with ranks.together(info.node):  # paced ranks are refused for reasons of their own: the others must not wait
         settings = choose_loader(settings, facts, info, device)
         if info.pace:
-            model = stand_in(settings, facts, info, metrics, info.pace, shares[info.rank])
+            model = stand_in(settings, facts, info, metrics, info.pace, max(micro_batches.sizes(shares, info.rank)))
         else:
             model = build_model(settings.model, facts.shape, facts.classes).to(device)
             check_batch_norm(model, stream, settings.sync_bn)
+            check_whole_batch(settings, micro_batches, shares)
         precision = build_precision(settings.amp, device, group)
     learns = ranks.sum_over_ranks([float(info.pace is not None)])[0] == 0
     start = start_fields(settings, info, device, group, model)
@@ -90,11 +102,17 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
     brake = Brake(settings.bottleneck, info.rank, timer)
     strategy = build_strategy(settings, model, group, timer, brake)
     batches, test_batches = open_batches(settings, facts, order, info, device)
+    console = Console(info, settings, last_step)
+    rebalancer = None
+    if settings.shares == "auto" and info.world_size > 1:
+        balance = Balance(shares, speeds)
+        room = room_of(model, info, micro_batches, order, device)
+        rebalancer = Rebalancer(balance, order, micro_batches, metrics, settings.warmup_steps, room, console.say)
     return Run(
         settings=settings,
         info=info,
         metrics=metrics,
-        console=Console(info, settings, last_step),
+        console=console,
         device=device,
         timer=timer,
         brake=brake,
@@ -104,8 +122,9 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
         precision=precision,
         optimizer=build_optimizer(settings, model),
         facts=facts,
-        stream=stream,
         order=order,
+        micro_batches=micro_batches,
+        rebalancer=rebalancer,
         batches=batches,
         test_batches=test_batches,
         last_step=last_step,
@@ -131,6 +150,29 @@ def stand_in(
     metrics.peak_memory_bytes = lambda: needed
     metrics.lateness = lambda: stopwatch.median_lateness(settings.warmup_steps)
     return StandIn(anatomy, stopwatch, facts.classes)
+
+
+def room_of(
+    model: nn.Module, info: RankInfo, micro_batches: MicroBatches, order: RankBatches, device: torch.device
+) -> Callable[[], int | None]:
+    """The most samples that this rank's memory holds at once: of a GPU, by what the largest micro-batch so far took."""
+    if isinstance(model, StandIn) and info.pace:
+        room = most_samples(model.anatomy, info.pace)
+        return lambda: room
+    if device.type != "cuda":
+        return lambda: None
+    state_bytes = 4 * gradient_bytes(model)  # weights, gradients, those that travel, momentum
+
+    largest = 0
+
+    def estimate() -> int | None:
+        nonlocal largest
+        largest = max(largest, *micro_batches.sizes(order.stream.shares, info.rank))
+        taken = torch.cuda.max_memory_allocated(device) - state_bytes
+        free = 0.9 * torch.cuda.get_device_properties(device).total_memory - state_bytes
+        return int(largest * free / taken) if largest and taken > 0 else None
+
+    return estimate
 
 
 def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer | StandInOptimizer:
@@ -164,6 +206,11 @@ def check_batch_norm(model: nn.Module, stream: SampleStream, whole_batch: bool =
                 f"batch: of {stream.batch_at(step)} samples one rank gets a single one, and BatchNorm needs two; "
                 f"choose another batch than {stream.batch}{'' if whole_batch else ', or sync_bn=true'}"
             )
+
+
+def check_whole_batch(settings: Settings, micro_batches: MicroBatches, shares: Sequence[int]) -> None:
+    if settings.sync_bn and micro_batches.largest(shares) > 1:
+        raise TrainError("sync_bn sees the whole batch at once, in micro-batches it cannot: leave out one of the two")
 
 
 def start_fields(

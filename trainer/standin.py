@@ -101,6 +101,7 @@ class StandIn(nn.Module):
 
     def __init__(self, anatomy: Anatomy, stopwatch: Stopwatch, classes: int) -> None:
         super().__init__()
+        self.anatomy = anatomy
         self.stopwatch = stopwatch
         self.classes = classes
         like = [nn.Parameter(torch.empty(p.shape).normal_(std=1e-3)) for p in anatomy.model.parameters()]

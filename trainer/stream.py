@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.utils.data import Sampler
 
-from trainer.shares import scale_shares
+from trainer.shares import scale_shares, without_singles
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -27,12 +27,15 @@ def derive_seed(*parts: int | str) -> int:
 
 @dataclass(frozen=True)
 class SampleStream:
-    """shares: samples of a full batch for each rank; they add up to `batch`."""
+    """shares: samples of a full batch for each rank; they add up to `batch`. pairs: no rank is given a single sample,
+    not even of a short batch.
+    """
 
     size: int
     batch: int
     shares: Sequence[int]
     seed: int
+    pairs: bool = False
 
     @property
     def steps(self) -> int:
@@ -44,7 +47,8 @@ class SampleStream:
         return min(self.batch, self.size - step * self.batch)
 
     def shares_at(self, step: int) -> tuple[int, ...]:
-        return scale_shares(self.shares, self.batch_at(step))
+        shares = scale_shares(self.shares, self.batch_at(step))
+        return without_singles(shares) if self.pairs else shares
 
     def permutation(self, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))
@@ -82,6 +86,10 @@ class RankBatches(Sampler[list[tuple[int, int]]]):
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for indices in self.indices():
             yield [(self.epoch, index) for index in indices]
+
+    def reshare(self, shares: Sequence[int]) -> None:
+        """From the next time on that batches are drawn from the beginning, or from a `first_step`."""
+        self.stream = replace(self.stream, shares=tuple(shares))
 
     def indices(self) -> Iterator[list[int]]:
         """The same without the epoch."""

@@ -9,18 +9,23 @@ evaluation.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
+from collections.abc import Iterator
+
+from torch import Tensor
 
 from trainer import ranks
 from trainer.checkpoint import CheckpointKeeper, Progress
 from trainer.config import Settings
 from trainer.env import RankInfo
 from trainer.evaluate import average_running_statistics, evaluate
+from trainer.loading import Batch
 from trainer.records import MetricsWriter
 from trainer.setup import Run, set_up
 from trainer.standin import StandIn
-from trainer.strategies import local_loss
+from trainer.strategies import Exchange, local_loss
 from trainer.timing import covered_ms
 
 
@@ -50,6 +55,8 @@ def train(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
         if is_last:
             break
         progress.begin_epoch()
+    if run.rebalancer:
+        run.rebalancer.settle()
     ranks.leave()
     metrics.end("succeeded")
     run.console.finished()
@@ -58,21 +65,16 @@ def train(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
 def train_epoch(run: Run, progress: Progress, keeper: CheckpointKeeper) -> None:
     """From where `progress` is in its epoch to the end of it, or to the last step."""
     timer, epoch = run.timer, progress.epoch
-    run.order.epoch, run.order.first_step = epoch, progress.step
+    run.order.epoch = epoch
     begin = timer.mark()
-    batches = iter(run.batches)
-    progress.restore_random()
-    for images, labels in batches:
+    for images, labels in drawn(run, progress):
         images, labels = images.to(run.device, non_blocking=True), labels.to(run.device, non_blocking=True)
         batch = run.stream.batch_at(progress.step)  # over all ranks
         loaded = timer.mark()
 
         run.brake.pause("start")
         run.optimizer.zero_grad(set_to_none=True)
-        with run.precision.autocast():
-            loss_sum = local_loss(run.strategy.model, images, labels)
-        loss_sum.register_hook(lambda _: hold_backward_up(run))
-        exchange = run.strategy.backward(run.precision.scaled(loss_sum), len(labels), batch)
+        loss_sum, exchange = differentiate(run, images, labels, progress.step)
         run.precision.unscale(run.optimizer)
         computed, summed = exchange.computed, timer.mark()
 
@@ -96,11 +98,49 @@ def train_epoch(run: Run, progress: Progress, keeper: CheckpointKeeper) -> None:
         run.metrics.write("step", step=step, epoch=epoch, samples=samples, **times, loss=loss, wall=time.time())
         run.console.step(step, epoch, batch, samples, loss, times)
         progress.advance(loss or 0.0, samples)
+        if run.rebalancer:
+            run.rebalancer.after_update(step, times["compute_ms"], batch == run.stream.batch)
         if keeper.is_due(step + 1):
             keeper.save(progress)
             begin = timer.mark()
         if step + 1 == run.last_step:
             break
+
+
+def drawn(run: Run, progress: Progress) -> Iterator[Batch]:
+    """This rank's batches from where `progress` is to the end of the epoch; drawn anew where the shares have changed,
+    since what a loader has prepared by then is cut by the old ones.
+    """
+    while True:
+        run.order.first_step, stream = progress.step, run.stream
+        batches = iter(run.batches)
+        progress.restore_random()
+        for batch in batches:
+            yield batch
+            if run.stream is not stream:
+                break
+        if progress.step == run.stream.steps:
+            return
+
+
+def differentiate(run: Run, images: Tensor, labels: Tensor, step: int) -> tuple[Tensor, Exchange]:
+    """Forward and backward, micro-batch by micro-batch: this rank's sum of losses, and the exchange of the last one.
+
+    step: within its epoch.
+    """
+    batch, shares = run.stream.batch_at(step), run.stream.shares_at(step)
+    sizes = run.micro_batches.sizes(shares, run.info.rank)
+    total, last = 0.0, len(sizes) - 1
+    for number, part in enumerate(zip(images.split(sizes), labels.split(sizes), strict=True)):
+        with contextlib.nullcontext() if number == last else run.strategy.without_sync():
+            with run.precision.autocast():
+                loss_sum = local_loss(run.strategy.model, *part)
+            if number == 0:
+                loss_sum.register_hook(lambda _: hold_backward_up(run))
+            total, scaled = total + loss_sum.detach(), run.precision.scaled(loss_sum)
+            if number < last:
+                run.strategy.accumulate(scaled, len(labels), batch)
+    return total, run.strategy.backward(scaled, len(labels), batch)
 
 
 def hold_backward_up(run: Run) -> None:

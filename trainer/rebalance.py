@@ -1,0 +1,229 @@
+"""Shares that follow the ranks' speeds in the course of a run (`shares=auto`).
+
+    balance = Balance(shares=(128, 128), speeds=(None, None))
+    change = balance.observe([[400.0, 398.0, 401.0], [150.0, 151.0, 149.0]])       Change(shares=(70, 186), ...)
+
+`Balance` decides and knows neither clock nor network; `Rebalancer` brings it the ranks' compute times and puts its
+shares into effect. Only compute time is compared, which ends before a rank waits for others. All ranks decide by
+themselves, the same from the same numbers. The samples of each update stay what they are: the stream is only cut anew.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from trainer.microbatches import MicroBatches
+from trainer.records import MetricsWriter
+from trainer.shares import Speed, fastest_shares, without_singles
+from trainer.stream import RankBatches
+
+FRESH = 3
+"""Updates with the shares of now that each rank has to have taken before they are judged."""
+KEPT = 48
+SUDDEN = 0.15
+"""A rank whose latest FRESH times lie this far from those before has become another: what was before is forgotten."""
+NOISE = 0.05
+"""Of a rank's times, relative, as long as there are too few of them to tell."""
+UNEVEN = 0.03
+"""Compute times closer than this are left alone."""
+COST = 0.004
+"""The part of a step that comparing may take."""
+MOST_APART = 200
+SENT = 8
+"""A rank's latest times that travel at once."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """spread: of the ranks' compute times with the shares before, (max - min) / mean."""
+
+    shares: tuple[int, ...]
+    before: tuple[int, ...]
+    spread: float
+
+
+class Balance:
+    """speeds: as they were measured alone; None where that is not known. LBB's rule (do nothing, or solve again, by the
+    spread of compute times) with the noise taken from the times themselves, so that there is no threshold to set.
+
+    A rank's time is its model's (`Speed`; without one, a time a sample) times a factor, the median over its latest
+    times. Where the model lacks the fixed part, the factor depends on the share a little: a move then falls short
+    rather than too far, and the next one makes up for it.
+    """
+
+    def __init__(self, shares: Sequence[int], speeds: Sequence[Speed | None]) -> None:
+        self.shares = tuple(shares)
+        self.models = [speed or Speed(0.0, 1.0) for speed in speeds]
+        self.factors: list[float | None] = [1.0 if speed else None for speed in speeds]
+        self.noises = [NOISE] * len(self.shares)
+        self.latest: list[list[float]] = [[] for _ in self.shares]
+
+    def observe(self, times_ms: Sequence[Sequence[float]]) -> Change | None:
+        """times_ms: of each rank, its latest compute times with the shares of now; of one without samples they do not
+        count. Gives the shares from now on where others are worth it.
+        """
+        for rank, share in enumerate(self.shares):
+            if share:
+                self._learn(rank, times_ms[rank])
+        active = [rank for rank, share in enumerate(self.shares) if share]
+        if min(len(self.latest[rank]) for rank in active) < FRESH:
+            return None
+        now_ms = [self._expected_ms(rank, self.shares[rank]) for rank in active]
+        spread = (max(now_ms) - min(now_ms)) / (sum(now_ms) / len(now_ms))
+        least = max(UNEVEN, self._noise(active))
+        if spread <= least and len(active) == len(self.shares):
+            return None
+        shares = self._solve()
+        then_ms = max(self._expected_ms(rank, share) for rank, share in enumerate(shares) if share)
+        gain = 1 - then_ms / max(now_ms)
+        # An even run may only gain by a rank that was left out; an uneven one may be as even as whole samples allow.
+        if gain <= (UNEVEN / 4 if spread > least else least):
+            return None
+        change = Change(shares, self.shares, spread)
+        self.shares, self.latest = shares, [[] for _ in shares]
+        return change
+
+    def _learn(self, rank: int, times_ms: Sequence[float]) -> None:
+        expected_ms = self.models[rank].step_ms(self.shares[rank])
+        known = self.latest[rank] + [time_ms / expected_ms for time_ms in times_ms]
+        before, recent = known[:-FRESH], known[-FRESH:]
+        if len(before) >= FRESH:
+            moved = abs(_median(recent) / _median(before) - 1)
+            if moved > max(SUDDEN, 4 * self.noises[rank]):
+                known = recent
+        known = known[-KEPT:]
+        self.latest[rank] = known
+        if known:
+            self.factors[rank] = middle = _median(known)
+            if len(known) >= SENT:  # the median distance from the median, as the deviation of a normal distribution
+                self.noises[rank] = 1.4826 * _median([abs(factor / middle - 1) for factor in known])
+
+    def _noise(self, active: Sequence[int]) -> float:
+        """How far apart the ranks' medians may lie by chance: about five of their standard errors, by their number."""
+        error = max(1.25 * self.noises[rank] / math.sqrt(len(self.latest[rank])) for rank in active)
+        return error * (5 + 0.35 * math.log2(len(self.shares)))
+
+    def _expected_ms(self, rank: int, samples: int) -> float:
+        return (self.factors[rank] or 0.0) * self.models[rank].step_ms(samples)
+
+    def _solve(self) -> tuple[int, ...]:
+        """A rank that has never taken samples, and of which nothing is known, stays without."""
+        speeds = [
+            Speed(model.fixed_ms * factor, model.sample_ms * factor, model.cap) if factor else Speed(0.0, 1.0, 0)
+            for model, factor in zip(self.models, self.factors, strict=True)
+        ]
+        return without_singles(fastest_shares(speeds, sum(self.shares)))
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In a run
+
+
+class Rebalancer:
+    """Tells the ranks each other's compute times every few updates, beside the update that follows, and has all of
+    them take their new shares from one update on.
+
+    room: the most samples that this rank has memory for, None as long as that is not known. say: to people.
+    """
+
+    def __init__(
+        self,
+        balance: Balance,
+        order: RankBatches,
+        micro_batches: MicroBatches,
+        metrics: MetricsWriter,
+        warmup_steps: int,
+        room: Callable[[], int | None],
+        say: Callable[[str], None],
+    ) -> None:
+        self.balance, self.order, self.micro_batches = balance, order, micro_batches
+        self.metrics, self.room, self.say = metrics, room, say
+        self.times_ms: list[float] = []
+        self.to_skip = max(2, warmup_steps)
+        self.apart = FRESH
+        self.wait_steps = self.to_skip + FRESH
+        self.sent: tuple[dist.Work, list[torch.Tensor]] | None = None
+        self.cost_ms = _cost_ms(len(balance.shares))
+
+    def after_update(self, step: int, compute_ms: float, whole_batch: bool) -> None:
+        """On every rank, after each of the run's updates."""
+        if self.to_skip:
+            self.to_skip -= 1
+        elif whole_batch:
+            self.times_ms.append(compute_ms)
+        self.wait_steps -= 1
+        if self.sent:
+            self._decide(step)
+        elif self.wait_steps <= 0:
+            self._send()
+
+    def settle(self) -> None:
+        """Before the ranks part."""
+        if self.sent:
+            self.sent[0].wait()
+            self.sent = None
+
+    def _send(self) -> None:
+        own = torch.full((1 + SENT,), math.nan, dtype=torch.float64)
+        own[0] = self.room() or 0
+        newest = self.times_ms[-SENT:]
+        own[1 : 1 + len(newest)] = torch.tensor(newest, dtype=torch.float64)
+        self.times_ms, self.wait_steps = [], self.apart
+        found = [torch.empty_like(own) for _ in self.balance.shares]
+        self.sent = dist.all_gather(found, own, async_op=True), found
+
+    def _decide(self, step: int) -> None:
+        assert self.sent  # noqa: S101 - for the type checker
+        work, found = self.sent
+        self.sent = None
+        work.wait()
+        rows = [[value for value in row.tolist() if not math.isnan(value)] for row in found]
+        self._make_room([int(row[0]) for row in rows])
+        times_ms = [row[1:] for row in rows]
+        longest_ms = max((_median(times) for times in times_ms if times), default=0.0)
+        apart = math.ceil(self.cost_ms / (COST * longest_ms)) if longest_ms else FRESH
+        self.apart = min(max(FRESH, apart), MOST_APART)
+        change = self.balance.observe(times_ms)
+        if not change:
+            return
+        self.times_ms, self.wait_steps = [], self.apart  # what was timed since then had the old shares
+        self.order.reshare(change.shares)
+        shares, before = list(change.shares), list(change.before)
+        self.metrics.write("rebalance", step=step + 1, shares=shares, before=before, spread=round(change.spread, 6))
+        self.say(
+            f"step {step + 2}: shares {','.join(map(str, shares))} instead of {','.join(map(str, before))}, "
+            f"compute times were {change.spread:.0%} apart"
+        )
+
+    def _make_room(self, rooms: Sequence[int]) -> None:
+        """What a profile says goes before what the run itself shows."""
+        for rank, room in enumerate(rooms):
+            model = self.balance.models[rank]
+            if room and (model.cap is None or model.cap > room):
+                self.balance.models[rank] = Speed(model.fixed_ms, model.sample_ms, room)
+                self.micro_batches.caps[rank] = room
+
+
+def _cost_ms(world_size: int) -> float:
+    """What one exchange takes, at most: as measured, on the rank where it took longest."""
+    own = torch.zeros(1 + SENT, dtype=torch.float64)
+    found = [torch.empty_like(own) for _ in range(world_size)]
+    took_ms = []
+    for _ in range(10):
+        began_s = time.perf_counter()
+        dist.all_gather(found, own, async_op=True).wait()
+        took_ms.append(1000 * (time.perf_counter() - began_s))
+    slowest = torch.tensor([_median(took_ms)], dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.item()
