@@ -139,7 +139,7 @@ def run(lab: Rack, told: dict[str, Any]) -> list[Told]:
         file.unlink()
     summary = lab.person.asks("collect", "--job", "latest", "--out", str(lab.person.folder / "runs"))
     logs = (lab.person.folder / "runs" / summary["job"]).glob("nodes/*/rank-*/stdout.log")
-    lines = [json.loads(line) for log in logs for line in log.read_text().splitlines()]
+    lines = [json.loads(line) for log in logs for line in log.read_text().splitlines() if line.startswith("{")]
     names = Told.__dataclass_fields__
     return [Told(**{name: line[name] for name in names}) for line in lines if line["block"] > 0]
 
