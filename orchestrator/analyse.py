@@ -115,6 +115,7 @@ def _summarise(
         state=job.state if job else "unknown",
         world_size=plan.world_size,
         samples_per_s=speed,
+        prediction=plan.prediction,
         efficiency=efficiency,
         efficiency_basis=basis,
         nodes=nodes,

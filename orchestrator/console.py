@@ -219,6 +219,8 @@ def print_plan(plan: LaunchPlan) -> None:
         put(f"  env        {' '.join(f'{k}={v}' for k, v in node.env.items())}")
         put(f"  torchrun   {' '.join((node.python, *node.torchrun))}")
         put(f"  rank runs  {' '.join((node.python, *node.command))}")
+    if plan.prediction:
+        put(f"\n{plan.prediction.words}")
     for note in plan.notes:
         warn(note)
 
@@ -421,6 +423,8 @@ def _print_hosts(summary: Summary) -> None:
             "* " + ("measured with each host alone" if measured else "estimated: samples over compute time"),
             style="dim",
         )
+    if summary.prediction and summary.of_prediction:
+        put(f"{summary.prediction.words}; measured is {summary.of_prediction:.2f} of that")
     if summary.bound:
         put(summary.bound.words)
     if summary.straggler:

@@ -26,9 +26,10 @@ from orchestrator.files import own_folder
 from orchestrator.frames import Agent, Piece
 from orchestrator.lines import Line, Splitter
 from orchestrator.live import LiveView, Progress
-from orchestrator.paths import RunFolder
+from orchestrator.outlook import View, foreseen, look, read_network, with_best_way
+from orchestrator.paths import RUNS, RunFolder
 from orchestrator.plan import build_plan
-from orchestrator.profiles import kinds_of, with_speeds
+from orchestrator.profiles import Profiles, kinds_of, with_speeds
 from orchestrator.records import ENDED, FINAL_STATES, CodeFolder, JobRecord, LaunchPlan, write_record
 from orchestrator.request import RunRequest, Wish, read_wish
 from orchestrator.resume import last_checkpoint, settings_of
@@ -82,12 +83,35 @@ class Controller:
 
     def plan(self, cluster: Cluster, request: RunRequest, code: CodeFolder, only: Sequence[str] = ()) -> LaunchPlan:
         """only: the nodes to take; none means all that are not released. Raises HostsError for unusable ones."""
+        plan, profiles = self._drawn(cluster, request, code, only)
+        return _with_outlook(with_speeds(plan, profiles), profiles, request)
+
+    def outlook(
+        self,
+        cluster: Cluster,
+        request: RunRequest,
+        code: CodeFolder,
+        only: Sequence[str] = (),
+        *,
+        out: Path,
+        bandwidth_bps: float | None = None,
+    ) -> tuple[LaunchPlan, View]:
+        """What would run, and what is known of its speed. out: the folder of collected runs. Raises UsageError where
+        too little is known, HostsError for hosts that cannot take part.
+        """
+        plan, profiles = self._drawn(cluster, request, code, only)
+        return plan, look(plan, profiles, read_network(out, plan), bandwidth_bps)
+
+    def _drawn(
+        self, cluster: Cluster, request: RunRequest, code: CodeFolder, only: Sequence[str]
+    ) -> tuple[LaunchPlan, Profiles]:
+        """The plan with equal shares, and what is known of its ranks."""
         ready = self.clusters.ready(cluster, only)
         made = _job_id(request.name)
         plan = build_plan(
             cluster.name, ready.nodes, ready.facts, ready.election, request, job=made, code=code, created=now_utc()
         )
-        return with_speeds(plan, self.store.profiles(kinds_of(plan, ready.facts), cluster.name))
+        return plan, self.store.profiles(kinds_of(plan, ready.facts), cluster.name)
 
     def resume(
         self, cluster: Cluster, wanted: str, settings: Sequence[str], only: Sequence[str] = ()
@@ -345,6 +369,22 @@ class Controller:
         summary = analyse(run)
         write_report(run, summary)
         return summary
+
+
+def _with_outlook(plan: LaunchPlan, profiles: Profiles, request: RunRequest) -> LaunchPlan:
+    """The same plan with what it is foreseen to do, as far as speeds and links are known; where the person leaves the
+    strategy to us, with the best one. Raises UsageError where that asks for what is not known.
+    """
+    if plan.kind != "experiment" or plan.settings.get("profile_s"):
+        return plan
+    try:
+        view = look(plan, profiles, read_network(RUNS, plan))
+    except UsageError:
+        if request.best_way:
+            raise
+        return plan
+    plan = with_best_way(plan, view, request.chosen) if request.best_way else plan
+    return plan.model_copy(update={"prediction": foreseen(plan, view)})
 
 
 def _dropped(found: Mapping[str, Mapping[str, Any] | HostError]) -> Iterator[Notice]:

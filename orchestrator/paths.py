@@ -10,6 +10,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+RUNS = Path("runs")
+"""Where collected runs lie by default."""
+
 
 @dataclass(frozen=True)
 class Home:

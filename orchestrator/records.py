@@ -88,6 +88,23 @@ class CodeFolder(Record):
     size_bytes: int
 
 
+class Prediction(Record):
+    """What a job was foreseen to do before it ran."""
+
+    step_ms: float
+    samples_per_s: float
+    binds: str
+    is_estimate: bool
+    """Whether some speed came from the hardware catalogue."""
+    basis: tuple[str, ...] = ()
+    """What the figures rest on, a sentence each."""
+
+    @property
+    def words(self) -> str:
+        rough = "estimated" if self.is_estimate else "foreseen"
+        return f"{rough}: {self.samples_per_s:.4g} samples/s in steps of {self.step_ms:.4g} ms; {self.binds} binds"
+
+
 class LaunchPlan(Record):
     """One job, completely: `orch run --dry-run` prints exactly this, `orch run` executes exactly this."""
 
@@ -112,6 +129,8 @@ class LaunchPlan(Record):
     time_limit_s: float | None = None
     notes: tuple[str, ...] = ()
     """What a person should know before this runs, one line each."""
+    prediction: Prediction | None = None
+    """None where speeds or links are not known, or the strategy is not foreseen."""
 
     def node(self, name: str) -> NodePlan:
         return next(node for node in self.nodes if node.name == name)

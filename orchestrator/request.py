@@ -19,6 +19,8 @@ from orchestrator.errors import UsageError
 from orchestrator.records import CodeFolder
 from trainer.config import SettingsError, parse_settings
 
+AUTO = "auto"
+"""As the value of `strategy`: the fastest that is foreseen."""
 LOCAL_RANK = "--local_rank={LOCAL_RANK}"
 """Filled in by the rank wrapper: what torch.distributed.launch would give a script."""
 
@@ -46,6 +48,8 @@ class RunRequest:
     """An experiment's complete settings; of a script only the global batch, if it was told."""
     chosen: frozenset[str] = frozenset()
     """The settings that the person set by hand: the plan does not overrule them."""
+    best_way: bool = False
+    """strategy=auto: the plan chooses how the ranks stay together."""
     share_gpus: bool = False
     grace_s: float = 3.0
     time_limit_s: float | None = None
@@ -121,6 +125,9 @@ def parse_pairs(items: Sequence[str], form: str) -> dict[str, str]:
 
 
 def _experiment(exp: str, pairs: dict[str, str]) -> Wish:
+    best_way = pairs.get("strategy") == AUTO
+    if best_way:
+        pairs = {key: value for key, value in pairs.items() if key != "strategy"}
     try:
         checked = parse_settings(exp, pairs)
     except SettingsError as error:
@@ -129,7 +136,9 @@ def _experiment(exp: str, pairs: dict[str, str]) -> Wish:
     if found is None or found.origin is None:
         raise UsageError("the trainer package is not installed beside orch", "install this project again")
     command = ("-m", "trainer", f"--exp={exp}", *(f"--{key}={value}" for key, value in pairs.items()))
-    request = RunRequest("experiment", exp, command, settings=dataclasses.asdict(checked), chosen=frozenset(pairs))
+    request = RunRequest(
+        "experiment", exp, command, settings=dataclasses.asdict(checked), chosen=frozenset(pairs), best_way=best_way
+    )
     return Wish(request, *pack_folder(Path(found.origin).parent, prefix="trainer/"))
 
 

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 
 from orchestrator.errors import OrchError
 from orchestrator.paths import RunFolder
-from orchestrator.records import SCHEMA, FirstFailure, Record
+from orchestrator.records import SCHEMA, FirstFailure, Prediction, Record
 from orchestrator.text import one_line
 
 TEXT_LIMIT = 500
@@ -185,6 +185,8 @@ class Summary(Record):
     state: str
     world_size: int
     samples_per_s: float | None = None
+    prediction: Prediction | None = None
+    """What the plan foresaw, to stand beside what was measured."""
     efficiency: float | None = None
     efficiency_basis: Literal["solo", "estimated"] | None = None
     nodes: tuple[NodeSummary, ...] = ()
@@ -224,6 +226,13 @@ class Summary(Record):
     def overlapped(self) -> bool:
         """Does this strategy send gradients while backward still runs?"""
         return self.settings.get("strategy") in ("ddp", "fsdp")
+
+    @property
+    def of_prediction(self) -> float | None:
+        """Measured speed over the one foreseen; None where one of them is not known."""
+        if self.prediction is None or self.samples_per_s is None or self.prediction.samples_per_s <= 0:
+            return None
+        return self.samples_per_s / self.prediction.samples_per_s
 
     def share(self, node: NodeSummary) -> float | None:
         """The part of all samples that this host did, 0..1; None when some host's is not known."""

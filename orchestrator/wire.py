@@ -168,7 +168,25 @@ class Wire:
     def broadcast_s(self, size_bytes: float) -> float:
         if not self.costs.tree_broadcast:
             return self._chain_s(size_bytes)
-        return self._called(math.ceil(math.log2(self.ranks)) * self.round_s(size_bytes))
+        have, time_s = 1, 0.0
+        while have < self.ranks:  # those who have it give it to as many others
+            time_s += self._at_once_s([(rank, rank + have) for rank in range(min(have, self.ranks - have))], size_bytes)
+            have *= 2
+        return self._called(time_s)
+
+    def _at_once_s(self, pairs: Sequence[tuple[int, int]], size_bytes: float) -> float:
+        """Messages of one size between these ranks, all at the same time: as long as the busiest link."""
+        costs, busy_s = self.costs, dict[tuple[str, str], float]()
+        for source, target in pairs:
+            a, b = self.site_of[source], self.site_of[target]
+            if a is b:
+                each = {(a.name, f"{source}"): costs.local_message_s + 8 * size_bytes / costs.local_bps}
+            else:
+                time_s = costs.message_s + 8 * size_bytes / self.path_bps(a, b)
+                each = {(a.name, "up"): time_s, (b.name, "down"): time_s}
+            for link, time_s in each.items():
+                busy_s[link] = busy_s.get(link, 0.0) + time_s
+        return max(busy_s.values(), default=0.0)
 
     def _called(self, time_s: float) -> float:
         return time_s + self.costs.call_s if self.ranks > 1 else 0.0
@@ -179,8 +197,10 @@ class Wire:
     def _star_s(self, size_bytes: float) -> float:
         root, costs = self.sites[0], self.costs
         outside = self.ranks - root.ranks
-        slowest_bps = min((self.path_bps(site, root) for site in self.sites[1:]), default=math.inf)
         if not outside:
-            return (self.ranks - 1) * (costs.local_message_s + 8 * size_bytes / costs.local_bps)
+            return costs.local_message_s + 8 * size_bytes / costs.local_bps
         at_root_s = outside * (costs.message_s + 8 * size_bytes / min(root.down_bps, root.up_bps))
-        return max(at_root_s, costs.message_s + 8 * size_bytes / slowest_bps)
+        at_others_s = (
+            site.ranks * (costs.message_s + 8 * size_bytes / self.path_bps(site, root)) for site in self.sites[1:]
+        )
+        return max(at_root_s, *at_others_s)

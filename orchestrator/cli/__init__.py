@@ -14,6 +14,7 @@ from orchestrator.cli.clusters import down, master, node, reap, status, trust, u
 from orchestrator.cli.common import Orch
 from orchestrator.cli.hosts import data, setup
 from orchestrator.cli.jobs import cancel, jobs, logs, run
+from orchestrator.cli.plan import plan
 from orchestrator.cli.profile import profile
 from orchestrator.cli.results import collect, report
 from orchestrator.cli.sweep import sweep
@@ -49,6 +50,7 @@ for command in (
     collect,
     report,
     profile,
+    plan,
     sweep,
     reap,
     down,

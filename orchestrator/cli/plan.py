@@ -1,0 +1,128 @@
+"""`plan`: which way to run an experiment, before it runs; also on clusters that one does not have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from orchestrator.cli.common import cluster_option, json_option, open_controller, out_option
+from orchestrator.cli.complete import experiments, node_names, setting_pairs
+from orchestrator.errors import UsageError
+
+if TYPE_CHECKING:
+    from orchestrator.planview import Outlook
+
+
+class Bandwidth(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 alone
+    """As on a network panel; gives bits a second."""
+
+    name = "bandwidth"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        from orchestrator.units import parse_bandwidth
+
+        try:
+            return value if isinstance(value, float) else parse_bandwidth(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+@click.command()
+@click.option("--exp", required=True, metavar="NAME", help="A named experiment.", shell_complete=experiments)
+@click.option(
+    *("--set", "settings"),
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="One setting of the experiment; repeatable.",
+    shell_complete=setting_pairs,
+)
+@click.option(
+    "--nodes",
+    metavar="A,B",
+    help="Only these nodes; or hosts that you do not have: HOSTSxGPU or HOSTSxGPUSxGPU.",
+    shell_complete=node_names,
+)
+@click.option("--bandwidth", type=Bandwidth(), help="Of every host's link, in place of what is declared or measured.")
+@out_option
+@cluster_option
+@json_option
+def plan(
+    exp: str,
+    settings: tuple[str, ...],
+    nodes: str | None,
+    bandwidth: float | None,
+    out: Path,
+    cluster: str | None,
+    as_json: bool,
+) -> None:
+    """Predict step time and samples/s of every way to run an experiment; starts nothing and asks no host.
+
+    Shows the best way for each fidelity, what it hangs on, hosts that cost more than they bring, and what a faster
+    link, one more host or a larger batch would change. Speeds come from `orch profile`, links from a collected
+    `--exp collectives` run; what is missing is estimated, and said to be.
+
+    \b
+    orch plan --exp resnet152_cifar
+    orch plan --exp resnet152_cifar --set batch=2048 --nodes a2000,v100 --bandwidth 10Gbps
+    orch plan --exp resnet152_cifar --set batch=64000 --nodes 500xA2000,500xV100 --bandwidth 2.5Gbps
+    orch plan --exp mnist_lenet --json | jq '.best.exact'
+    """
+    from orchestrator import console
+    from orchestrator.imagined import is_imagined
+    from orchestrator.planview import document
+
+    if nodes and is_imagined(nodes):
+        found = _imagined(exp, settings, nodes, bandwidth)
+    else:
+        found = _own(exp, settings, nodes, bandwidth, out, cluster)
+    console.print_json(document(found)) if as_json else _show(found)
+
+
+def _own(
+    exp: str, settings: tuple[str, ...], nodes: str | None, bandwidth: float | None, out: Path, cluster: str | None
+) -> Outlook:
+    from orchestrator.planview import outlook_of
+    from orchestrator.request import read_wish
+
+    wish = read_wish(exp, settings, None, None, ())
+    only = [name for name in (nodes or "").split(",") if name]
+    with open_controller() as controller:
+        chosen = controller.store.cluster(cluster)
+        made, view = controller.outlook(chosen, wish.request, wish.code, only, out=out, bandwidth_bps=bandwidth)
+    return outlook_of(made, view, wish.request.chosen)
+
+
+def _imagined(exp: str, settings: tuple[str, ...], nodes: str, bandwidth: float | None) -> Outlook:
+    from orchestrator.imagined import parse_groups
+    from orchestrator.planview import imagined_outlook
+    from orchestrator.request import read_wish
+
+    groups = parse_groups(nodes)
+    if bandwidth is None:
+        raise UsageError("the links of hosts that you do not have are not known", "say --bandwidth 2.5Gbps")
+    request = read_wish(exp, settings, None, None, ()).request
+    if "strategy" not in request.settings:
+        raise UsageError(f"{exp} trains nothing that could be foreseen", "choose another --exp")
+    return imagined_outlook(groups, exp, request.settings, bandwidth, request.chosen)
+
+
+def _show(found: Outlook) -> None:
+    from rich.table import Table
+
+    from orchestrator import console
+    from orchestrator.planview import TITLES, changes, headline, rows
+
+    for sentence in headline(found):
+        console.put(sentence)
+    table = Table(header_style="bold", box=None, pad_edge=False)
+    for index, title in enumerate(TITLES):
+        table.add_column(title, justify="right" if 2 < index < 7 else "left", no_wrap=True)
+    for row in rows(found):
+        table.add_row(*map(console.plain, row))
+    console.out.print(table)
+    for sentence in changes(found):
+        console.put(sentence)
+    for sentence in found.basis:
+        console.out.print(console.plain(sentence, "dim"))

@@ -1,0 +1,311 @@
+"""A launch plan as the forecast sees it: how fast its ranks are, what its links carry, and where all that comes from.
+
+    view = look(plan, profiles, measured=read_network(Path("runs"), plan))
+    view.scene, view.basis                      what `advise` takes; a sentence for each figure that is not measured
+    foreseen(plan, view)                        Prediction(step_ms=949, samples_per_s=270, ...), kept in plan.json
+    with_best_way(plan, view)                   strategy=auto, resolved
+
+A rank's speed is its profile's; else the pace that it was given; else an estimate from the catalogue. Links are as the
+newest `--exp collectives` run of these hosts measured them, else as declared, times what TCP leaves of it. Pure but for
+`read_network`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.advice import BUCKETS_MIB, FIDELITIES, GAIN, LOCAL_STEPS, Scene, ways
+from orchestrator.catalogue import ERROR, activation_bytes, estimate_speed, find_gpu
+from orchestrator.errors import OrchError, UsageError
+from orchestrator.forecast import STRATEGIES, Fidelity, Forecast, Host, Job, Way, predict
+from orchestrator.networks import Layer, gradient_bytes, layers_of
+from orchestrator.paths import RunFolder
+from orchestrator.profiles import Profiles
+from orchestrator.records import LaunchPlan, NodePlan, Prediction
+from orchestrator.summary import Summary
+from orchestrator.units import format_bandwidth
+from orchestrator.wire import GLOO, GOODPUT, NCCL, Costs, Site, Wire, measured
+from trainer.alpha_beta import bus_factor
+from trainer.config import Settings, SettingsError, parse_settings
+from trainer.experiments import DATA_SETS, EXPERIMENTS
+from trainer.shares import Speed, parse_speeds
+
+SEEN_RUNS = 50
+"""Newest runs of collectives that are looked at for one of these hosts."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """What a run of collectives measured. message_s: alpha of its all_reduce, for each of its 2(n-1) messages. bps:
+    what the slowest link carried; declared_bps: what was said of that one.
+    """
+
+    job: str
+    message_s: float
+    bps: float
+    declared_bps: float | None
+
+
+@dataclass(frozen=True)
+class View:
+    """speeds_from: by host, profile, pace, by hand or catalogue. basis: what the figures rest on, a sentence each."""
+
+    scene: Scene
+    speeds_from: dict[str, str]
+    basis: tuple[str, ...]
+
+    @property
+    def is_estimate(self) -> bool:
+        return "catalogue" in self.speeds_from.values()
+
+
+def look(
+    plan: LaunchPlan, profiles: Profiles, network: Network | None = None, bandwidth_bps: float | None = None
+) -> View:
+    """bandwidth_bps: of every host, in place of what is declared or measured. Raises UsageError where a speed or a link
+    is not known, and for what is no training of ours.
+    """
+    settings = plan.settings
+    if plan.kind != "experiment" or "strategy" not in settings:
+        raise UsageError(f"{plan.exp} trains nothing that could be foreseen", "choose another --exp")
+    layers = network_of(plan.exp, settings)
+    told = {node.name: _speeds(node, plan, profiles, layers) for node in plan.nodes}
+    hosts = tuple(Host(name, speeds) for name, (speeds, _) in told.items())
+    speeds_from = {name: source for name, (_, source) in told.items()}
+    wire, words = wire_of(plan, network, bandwidth_bps)
+    scene = Scene(Job(layers, int(settings["batch"])), hosts, wire)
+    return View(scene, speeds_from, (*_speed_words(speeds_from), *words))
+
+
+def network_of(exp: str, settings: dict[str, Any]) -> tuple[Layer, ...]:
+    data = DATA_SETS[settings["data"] if settings["data"] in DATA_SETS else EXPERIMENTS[exp]["data"]]
+    return layers_of(str(settings["model"]), data.shape, data.classes)
+
+
+# ---- how fast the ranks are -----------------------------------------------------------------------------------------
+
+
+def _speeds(
+    node: NodePlan, plan: LaunchPlan, profiles: Profiles, layers: Sequence[Layer]
+) -> tuple[tuple[Speed, ...], str]:
+    """Of the node's ranks, and where they come from."""
+    ranks = [(node.name, local_rank) for local_rank in range(node.ranks)]
+    by_hand = parse_speeds(str(plan.settings.get("speeds", "")))
+    batch = int(plan.settings["batch"])
+    if all(rank in by_hand for rank in ranks):
+        return tuple(by_hand[rank] for rank in ranks), "by hand"
+    if all(rank in profiles for rank in ranks):
+        return tuple(profiles[rank].speed(batch) for rank in ranks), "profile"
+    if node.paced:
+        return (_pace(node.paced, layers),) * node.ranks, "pace"
+    gpu = find_gpu(node.gpu or "") if node.device == "cuda" else None
+    if gpu:
+        return (estimate_speed(gpu, layers),) * node.ranks, "catalogue"
+    what = f"its GPU, {node.gpu}," if node.device == "cuda" else "a CPU"
+    raise UsageError(
+        f"{node.name}: how fast it is is not known: no profile, and {what} is not in the catalogue",
+        f"measure it: `orch profile --exp {plan.exp}`, with the same --set",
+    )
+
+
+def _pace(paced: dict[str, Any], layers: Sequence[Layer]) -> Speed:
+    memory, cap = paced.get("memory_bytes"), None
+    if memory:
+        cap = max(0, int((memory - 3 * gradient_bytes(layers)) // activation_bytes(layers)))
+    return Speed(float(paced.get("fixed_ms") or 0.0), 1000 / float(paced["samples_per_s"]), cap)
+
+
+def _speed_words(speeds_from: dict[str, str]) -> Iterator[str]:
+    words = {
+        "profile": "as profiled alone",
+        "pace": "the pace that the inventory sets, which nobody has measured",
+        "by hand": "the setting `speeds`",
+        "catalogue": f"an estimate from the hardware catalogue ({ERROR}); `orch profile` measures",
+    }
+    for source, meaning in words.items():
+        names = [name for name, found in speeds_from.items() if found == source]
+        if names:
+            yield f"speed of {', '.join(names)}: {meaning}"
+
+
+# ---- what the links carry -------------------------------------------------------------------------------------------
+
+
+def wire_of(plan: LaunchPlan, network: Network | None, bandwidth_bps: float | None) -> tuple[Wire, tuple[str, ...]]:
+    """The wire, and what is to be said of it."""
+    costs = NCCL if {node.device for node in plan.nodes} == {"cuda"} else GLOO
+    if plan.settings.get("backend") in ("gloo", "nccl"):
+        costs = GLOO if plan.settings["backend"] == "gloo" else NCCL
+    if len(plan.nodes) == 1:
+        node = plan.nodes[0]
+        return Wire((Site(node.name, node.ranks, float("inf"), float("inf")),), costs), (_costs_words(costs),)
+    if network and bandwidth_bps is None:
+        costs = measured(costs, 2, 2 * network.message_s, f"latency as {network.job} measured it")
+    sites = tuple(_site(node, network, bandwidth_bps) for node in plan.nodes)
+    return Wire(sites, costs), (_links_words(plan, network, bandwidth_bps), _costs_words(costs))
+
+
+def _site(node: NodePlan, network: Network | None, bandwidth_bps: float | None) -> Site:
+    declared = bandwidth_bps or node.bandwidth_bps
+    if network and bandwidth_bps is None:
+        part = network.bps / network.declared_bps if network.declared_bps else None
+        bps = part * declared if part and declared else network.bps
+    elif declared:
+        bps = GOODPUT * declared
+    elif node.address.startswith("127."):
+        bps = GLOO.local_bps
+    else:
+        raise UsageError(
+            f"{node.name}: what its link carries is not known",
+            "declare its `bandwidth`, give --bandwidth 2.5Gbps, or measure: `orch run --exp collectives`, then collect",
+        )
+    return Site(node.name, node.ranks, bps, bps)
+
+
+def _links_words(plan: LaunchPlan, network: Network | None, bandwidth_bps: float | None) -> str:
+    if bandwidth_bps:
+        return f"links: {format_bandwidth(bandwidth_bps)} for every host, as you say, times {GOODPUT} of payload"
+    if network:
+        return f"links: {format_bandwidth(network.bps)} on the slowest, measured by {network.job}"
+    known = [node.bandwidth_bps for node in plan.nodes if node.bandwidth_bps]
+    slowest = format_bandwidth(min(known)) if known else "loopback, assumed"
+    return f"links: as declared (slowest {slowest}), times {GOODPUT} of payload; `orch run --exp collectives` measures"
+
+
+def _costs_words(costs: Costs) -> str:
+    return f"{costs.name}: {costs.source}"
+
+
+def read_network(out: Path, plan: LaunchPlan) -> Network | None:
+    """The newest collected run of collectives over (at least) these hosts, in the folder of collected runs."""
+    runs = sorted(
+        (RunFolder(path) for path in out.glob("collectives-*") if path.is_dir()), key=lambda run: run.root.name
+    )
+    for run in list(reversed(runs))[:SEEN_RUNS]:
+        try:
+            summary = Summary.load(run)
+        except OrchError:
+            continue
+        found = network_from(summary)
+        if (
+            found
+            and summary.cluster == plan.cluster
+            and {n.name for n in plan.nodes} <= {n.name for n in summary.nodes}
+        ):
+            return found
+    return None
+
+
+def network_from(summary: Summary) -> Network | None:
+    """None where no line could be laid through its all_reduce, or no link was used."""
+    ranks = summary.world_size
+    line = summary.collectives.operation("all_reduce") if summary.collectives else None
+    if ranks < 2 or len(summary.nodes) < 2 or not line or line.alpha_us is None or not line.beta_gbps:
+        return None
+    declared = summary.collectives.declared_gbps if summary.collectives else None
+    return Network(
+        job=summary.job,
+        message_s=line.alpha_us / 1e6 / (2 * (ranks - 1)),
+        bps=1e9 * line.beta_gbps * bus_factor("all_reduce", ranks),
+        declared_bps=1e9 * declared if declared else None,
+    )
+
+
+# ---- what a plan will do --------------------------------------------------------------------------------------------
+
+
+def way_of(settings: dict[str, Any]) -> Way | None:
+    """The way that these settings ask for. None: one that is not foreseen."""
+    strategy = str(settings["strategy"])
+    fidelity = allowed(settings)
+    every = int(settings.get("average_every", 1))
+    if strategy in ("none", "dp"):
+        return Way("ddp")  # one rank, which exchanges nothing
+    if strategy == "parameter_average" or fidelity == "local":
+        return Way("parameter_average", "local", every=every)
+    return Way(strategy, fidelity, float(settings["bucket_mib"])) if strategy in STRATEGIES else None
+
+
+def allowed(settings: dict[str, Any]) -> Fidelity:
+    told = settings.get("fidelity", "exact")
+    return next((each for each in FIDELITIES if each == told), "exact")
+
+
+def forecast_of(plan: LaunchPlan, view: View, way: Way) -> Forecast:
+    """With the plan's own shares and micro-batches."""
+    shares = [share for node in plan.nodes for share in node.shares]
+    micro = int(plan.settings.get("accumulate", 0))
+    hosts, first = [], 0
+    for host in view.scene.hosts:
+        own = shares[first : first + len(host.speeds)]
+        first += len(own)
+        speeds = (_in_parts(speed, share, micro) for speed, share in zip(host.speeds, own, strict=True))
+        hosts.append(dataclasses.replace(host, speeds=tuple(speeds)))
+    return predict(view.scene.job, hosts, view.scene.wire, way, shares)
+
+
+def _in_parts(speed: Speed, share: int, micro: int) -> Speed:
+    if micro < 1 or share < 1:
+        return speed
+    part = -(-share // micro)
+    return dataclasses.replace(speed, cap=part if speed.cap is None else min(part, speed.cap))
+
+
+def foreseen(plan: LaunchPlan, view: View) -> Prediction | None:
+    """None where the strategy is not foreseen."""
+    way = way_of(plan.settings)
+    if way is None:
+        return None
+    forecast = forecast_of(plan, view, way)
+    return Prediction(
+        step_ms=forecast.step_ms,
+        samples_per_s=forecast.samples_per_s,
+        binds=forecast.binds,
+        is_estimate=view.is_estimate,
+        basis=view.basis,
+    )
+
+
+def with_best_way(plan: LaunchPlan, view: View, chosen: frozenset[str]) -> LaunchPlan:
+    """The same plan by the fastest way that its fidelity allows and the trainer knows, with its shares; it says so.
+
+    chosen: settings that the person made, which stay. Raises UsageError where none fits them.
+    """
+    fidelity = allowed(plan.settings)
+    buckets_mib = (float(plan.settings["bucket_mib"]),) if "bucket_mib" in chosen else BUCKETS_MIB
+    every = int(plan.settings["average_every"]) if "average_every" in chosen else LOCAL_STEPS
+    candidates = ways(fidelity, buckets_mib=buckets_mib, every=every, hierarchical=False)
+    known = [(way, pairs) for way in candidates if (pairs := runnable(plan, way, chosen))]
+    if not known:
+        raise UsageError(f"strategy=auto: no strategy fits fidelity {fidelity} and these settings", "name one")
+    way, pairs = max(known, key=lambda each: forecast_of(plan, view, each[0]).samples_per_s)
+    forecast = forecast_of(plan, view, way)
+    words = ", ".join(f"{key}={value}" for key, value in pairs.items())
+    notes = [f"strategy=auto: {words} ({fidelity}), foreseen at {forecast.samples_per_s:.4g} samples/s"]
+    fastest, alone = max(view.scene.alone.items(), key=lambda each: each[1])
+    if len(plan.nodes) > 1 and alone > GAIN * forecast.samples_per_s:
+        notes.append(f"{fastest} alone is foreseen at {alone:.4g} samples/s: --nodes {fastest}")
+    added = tuple(f"--{key}={value}" for key, value in pairs.items())
+    nodes = tuple(node.model_copy(update={"command": (*node.command, *added)}) for node in plan.nodes)
+    update = {"settings": {**plan.settings, **pairs}, "nodes": nodes, "notes": (*plan.notes, *notes)}
+    return plan.model_copy(update=update)
+
+
+def runnable(plan: LaunchPlan, way: Way, chosen: frozenset[str]) -> dict[str, Any] | None:
+    """The settings that make a run go this way. None where the trainer would refuse them."""
+    if way.hierarchical or way.adaptive:
+        return None
+    pairs: dict[str, Any] = {"strategy": way.strategy}
+    pairs |= {"bucket_mib": way.bucket_mib} if way.strategy == "ddp" else {}
+    pairs |= {"average_every": way.every} if way.fidelity == "local" else {}
+    fields = {field.name for field in dataclasses.fields(Settings)}
+    everything = {key: value for key, value in {**plan.settings, **pairs}.items() if key in fields and key != "exp"}
+    try:
+        parse_settings(plan.exp, {key: str(value) for key, value in everything.items()})
+    except SettingsError:
+        return None
+    return {key: value for key, value in pairs.items() if key not in chosen}

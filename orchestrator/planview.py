@@ -1,0 +1,256 @@
+"""What `orch plan` shows: rows, sentences and the JSON document of an outlook. Pure.
+
+found = outlook_of(plan, view, chosen=frozenset())
+rows(found)            the best way of each fidelity
+changes(found)         hosts to leave out, what a faster link would bring, ...
+document(found)        `orch plan --json`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from orchestrator.advice import BUCKETS_MIB, FIDELITIES, LOCAL_STEPS, Advice, Choice, Scene, WhatIf, advise
+from orchestrator.catalogue import ERROR, HOST_DAYS, RESTART_S, Failures, failures
+from orchestrator.imagined import Group, imagine
+from orchestrator.networks import gradient_bytes
+from orchestrator.outlook import View, allowed, network_of
+from orchestrator.records import LaunchPlan
+from orchestrator.units import format_bandwidth, format_duration
+from orchestrator.wire import GOODPUT
+
+TITLES = ("fidelity", "way", "shares", "step", "samples/s", "of sum", "wire", "binds")
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """cluster: in words. failures: of a cluster that one does not have."""
+
+    cluster: str
+    exp: str
+    scene: Scene
+    advice: Advice
+    basis: tuple[str, ...]
+    speeds_from: Mapping[str, str]
+    failures: Failures | None = None
+
+
+def outlook_of(plan: LaunchPlan, view: View, chosen: Collection[str]) -> Outlook:
+    """chosen: the settings that the person made; a bucket size or a number of local steps among them stays."""
+    advice = advise(view.scene, allowed(plan.settings), **_kept(plan.settings, chosen))
+    return Outlook(plan.cluster, plan.exp, view.scene, advice, view.basis, view.speeds_from)
+
+
+def imagined_outlook(
+    groups: Sequence[Group], exp: str, settings: Mapping[str, Any], bandwidth_bps: float, chosen: Collection[str]
+) -> Outlook:
+    layers = network_of(exp, dict(settings))
+    scene = imagine(groups, layers, int(settings["batch"]), bandwidth_bps)
+    advice = advise(scene, allowed(dict(settings)), hierarchical=True, **_kept(settings, chosen))
+    gpus = {group.gpu.name: group.gpu for group in groups}.values()
+    return Outlook(
+        cluster=", ".join(group.words for group in groups),
+        exp=exp,
+        scene=scene,
+        advice=advice,
+        basis=(
+            f"speeds: estimates by memory bandwidth ({ERROR})",
+            *(f"{gpu.name}: {gpu.gb_per_s:.0f} GB/s, {gpu.memory_gib:.0f} GiB ({_trust(gpu.unsure)})" for gpu in gpus),
+            f"links: {format_bandwidth(bandwidth_bps)} for every host, as you say, times {GOODPUT} of payload",
+            f"{scene.wire.costs.name}: {scene.wire.costs.source}",
+            f"failures: one a host every {HOST_DAYS:.0f} days and {RESTART_S:.0f} s to start again, both assumed",
+        ),
+        speeds_from={group.gpu.name: "catalogue" for group in groups},
+        failures=failures(len(scene.hosts), 2 * gradient_bytes(layers)),
+    )
+
+
+def _trust(unsure: Collection[str]) -> str:
+    return "not verified" if "memory_gib" in unsure else "bandwidth not verified" if "gb_per_s" in unsure else "read"
+
+
+def _kept(settings: Mapping[str, Any], chosen: Collection[str]) -> dict[str, Any]:
+    every = int(settings["average_every"]) if "average_every" in chosen else LOCAL_STEPS
+    buckets_mib = (float(settings["bucket_mib"]),) if "bucket_mib" in chosen else BUCKETS_MIB
+    return {"every": every, "buckets_mib": buckets_mib}
+
+
+# ---- for people -----------------------------------------------------------------------------------------------------
+
+
+def headline(found: Outlook) -> tuple[str, ...]:
+    job, wire = found.scene.job, found.scene.wire
+    tensors = sum(len(layer.shapes) for layer in job.layers)
+    sent = f"{gradient_bytes(job.layers) / 1e6:.4g} MB of gradient in {tensors} tensors"
+    return (
+        f"{found.exp} on {found.cluster}: {_many(len(wire.sites), 'host')}, {_many(wire.ranks, 'rank')}",
+        f"batch {job.batch}, {sent}; all of this is foreseen, not measured",
+    )
+
+
+def rows(found: Outlook) -> list[tuple[str, ...]]:
+    """Below TITLES. The fidelity that the settings allow is marked."""
+    return [_row(found, found.advice.best[fidelity]) for fidelity in FIDELITIES]
+
+
+def _row(found: Outlook, choice: Choice) -> tuple[str, ...]:
+    forecast, fidelity = choice.forecast, choice.forecast.way.fidelity
+    critical = forecast.ranks[forecast.critical]
+    of_step = {"wire": forecast.sync_ms, "compute": critical.compute_ms}[forecast.binds] / forecast.step_ms
+    return (
+        f"{fidelity}{' *' if fidelity == found.advice.fidelity else ''}",
+        way_words(choice),
+        share_words(choice),
+        f"{forecast.step_ms:.4g} ms",
+        f"{choice.samples_per_s:.4g}" if choice.samples_per_s < 1e4 else f"{choice.samples_per_s:.0f}",
+        f"{choice.samples_per_s / found.advice.sum_of_parts:.2f}",
+        f"{forecast.sync_ms:.0f} ms",
+        f"{forecast.binds}, {100 * of_step:.0f} %",
+    )
+
+
+def way_words(choice: Choice) -> str:
+    way = choice.forecast.way
+    if len(choice.forecast.shares) == 1:
+        return "one rank"
+    words = way.strategy
+    if way.strategy == "ddp":
+        words += f", {way.bucket_mib:g} MiB buckets"
+    if way.fidelity == "compressed":
+        words += f", rank {way.rank}"
+    if way.fidelity == "local":
+        words = f"average every {way.every} steps"
+    return words + (", by host first" if way.hierarchical else "")
+
+
+def share_words(choice: Choice) -> str:
+    """`73+183`, or in a word where there are many."""
+    forecast = choice.forecast
+    if forecast.way.adaptive:
+        counts = forecast.local_steps
+        return f"{'+'.join(map(str, counts))} steps" if len(counts) <= 4 else "steps by speed"
+    if len(forecast.shares) <= 4:
+        return "+".join(map(str, forecast.shares))
+    return "equal" if choice.policy == "equal" else "by speed"
+
+
+def changes(found: Outlook) -> Iterator[str]:
+    """Sentences: who is better left out, and what would bring how much."""
+    advice = found.advice
+    now = advice.best[advice.fidelity].samples_per_s
+    whole = _count(advice.sum_of_parts)
+    yield f"* the fidelity that the settings allow; the sum of all hosts alone is {whole} samples/s"
+    for better in advice.without[:1]:
+        yield f"better: {_hosts(better, found)}, {_gain(better, now)}"
+    if not advice.without:
+        yield "no host is better left out"
+    for change in advice.what_if:
+        yield f"{change.change}: {_gain(change, now)}"
+    yield from _rings(found)
+    if found.failures:
+        yield _failure_words(found.failures)
+
+
+def _hosts(change: WhatIf, found: Outlook) -> str:
+    if len(change.hosts) == 1:
+        return f"{change.hosts[0]} alone"
+    if len(change.hosts) <= 8:
+        return f"only {', '.join(change.hosts)} (--nodes {','.join(change.hosts)})"
+    return f"only the {len(change.hosts)} hosts like {change.hosts[0]}"
+
+
+def _gain(change: WhatIf, now: float) -> str:
+    choice = change.choice
+    rate = f"{_count(choice.samples_per_s)} samples/s, {choice.samples_per_s / now:.2f} times as many"
+    return f"{rate} ({way_words(choice)}; {choice.forecast.binds} binds)"
+
+
+def _rings(found: Outlook) -> Iterator[str]:
+    """A flat ring beside one that adds up inside each host first, where hosts have several ranks."""
+    wire = found.scene.wire
+    if wire.ranks > len(wire.sites) > 1:
+        size = gradient_bytes(found.scene.job.layers)
+        flat, by_host = wire.all_reduce_s(size), wire.hierarchical_all_reduce_s(size)
+        yield f"one ring through all ranks: {1000 * flat:.0f} ms; inside each host first: {1000 * by_host:.0f} ms"
+
+
+def _failure_words(told: Failures) -> str:
+    return (
+        f"failures: {told.a_day:.2g} a day; with a checkpoint every {format_duration(told.every_s)} (each takes "
+        f"{format_duration(told.checkpoint_s)}) {100 * told.lost:.2g} % of the time is lost"
+    )
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+# ---- for programs ---------------------------------------------------------------------------------------------------
+
+MOST_LISTED = 100
+
+
+def document(found: Outlook) -> dict[str, Any]:
+    """The document of `orch plan --json`. Hosts and shares are listed where there are at most MOST_LISTED."""
+    advice, scene = found.advice, found.scene
+    return {
+        "schema": 1,
+        "cluster": found.cluster,
+        "exp": found.exp,
+        "batch": scene.job.batch,
+        "gradient_bytes": gradient_bytes(scene.job.layers),
+        "fidelity": advice.fidelity,
+        "sum_of_parts_samples_per_s": advice.sum_of_parts,
+        "hosts": _host_list(found),
+        "best": {fidelity: _choice(choice, advice) for fidelity, choice in advice.best.items()},
+        "ways": [_choice(choice, advice) for choice in advice.choices],
+        "without": [_what_if(change, advice) for change in advice.without],
+        "what_if": [_what_if(change, advice) for change in advice.what_if],
+        "failures": asdict(found.failures) if found.failures else None,
+        "basis": list(found.basis),
+    }
+
+
+def _host_list(found: Outlook) -> list[dict[str, Any]] | None:
+    scene = found.scene
+    if len(scene.hosts) > MOST_LISTED:
+        return None
+    return [
+        {
+            "name": host.name,
+            "ranks": [asdict(speed) for speed in host.speeds],
+            "speed_from": found.speeds_from.get(host.name, "catalogue"),
+            "solo_samples_per_s": found.advice.alone[host.name],
+            "link_bps": site.up_bps if site.up_bps < float("inf") else None,
+        }
+        for host, site in zip(scene.hosts, scene.wire.sites, strict=True)
+    ]
+
+
+def _choice(choice: Choice, advice: Advice) -> dict[str, Any]:
+    forecast = choice.forecast
+    few = len(forecast.shares) <= MOST_LISTED
+    return {
+        "way": asdict(forecast.way),
+        "policy": choice.policy,
+        "shares": list(forecast.shares) if few else None,
+        "local_steps": list(forecast.local_steps) if few and forecast.local_steps else None,
+        "step_ms": forecast.step_ms,
+        "samples_per_s": forecast.samples_per_s,
+        "of_sum": forecast.samples_per_s / advice.sum_of_parts,
+        "sync_ms": forecast.sync_ms,
+        "binds": forecast.binds,
+        "wire_bytes": forecast.wire_bytes,
+        "ranks": [asdict(rank) for rank in forecast.ranks] if few else None,
+    }
+
+
+def _what_if(change: WhatIf, advice: Advice) -> dict[str, Any]:
+    hosts = list(change.hosts) if len(change.hosts) <= MOST_LISTED else len(change.hosts)
+    return {"change": change.change, "hosts": hosts, "choice": _choice(change.choice, advice)}

@@ -1,0 +1,295 @@
+"""The model of a step: its bounds, its directions, and the same played out message by message."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.advice import Scene, advise, best, ways
+from orchestrator.forecast import (
+    STRATEGIES,
+    Host,
+    Job,
+    Way,
+    alone_samples_per_s,
+    buckets_of,
+    ceiling_samples_per_s,
+    compressed_bytes,
+    predict,
+)
+from orchestrator.networks import Layer, gradient_bytes, layers_of
+from orchestrator.simulate import simulate_step_ms
+from orchestrator.wire import GLOO, GOODPUT, NCCL, Site, Wire, measured
+from trainer.models import build_model
+from trainer.shares import Speed, equal_shares, fastest_shares
+
+RESNET = layers_of("resnet152", (3, 32, 32), 10)
+SMALL = tuple(Layer(((size, 40), (size,)), work) for size, work in ((400, 5.0), (900, 9.0), (90, 2.0), (2000, 1.0)))
+GPUS = {"a2000": 333.0, "v100": 833.0, "a16": 220.0}
+EVERY_WAY = [
+    *(Way(strategy) for strategy in STRATEGIES if strategy != "parameter_average"),
+    *(Way(strategy, "half") for strategy in ("ddp", "allreduce", "allreduce_flat")),
+    *(Way("ddp", "exact", 0.1), Way("ddp", "compressed", 0.1), Way("ddp", "half", 0.1)),
+    *(Way("parameter_average", "local", every=8), Way("parameter_average", "local", every=8, adaptive=True)),
+]
+
+
+def paced(names, gbps, batch, layers=RESNET, costs=GLOO):
+    """One rank a host, at the speeds that the lab's twins assume."""
+    hosts = tuple(Host(f"{name}{i}", (Speed(0, 1000 / GPUS[name]),)) for i, name in enumerate(names))
+    bps = GOODPUT * 1e9 * gbps
+    return Scene(Job(layers, batch), hosts, Wire([Site(host.name, 1, bps, bps) for host in hosts], costs))
+
+
+def forecast(scene, way, policy="equal"):
+    return predict(scene.job, scene.hosts, scene.wire, way, scene.shares(policy))
+
+
+# ---- the networks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("resnet152", (3, 32, 32)), ("lenet", (1, 28, 28)), ("lenet", (3, 32, 32))]
+)
+def test_a_network_has_the_tensors_and_the_work_of_the_real_one(name, shape):
+    with torch.device("meta"):
+        model = build_model(name, shape, 10)
+    layers = layers_of(name, shape, 10)
+    assert [s for layer in layers for s in layer.shapes] == [tuple(p.shape) for p in model.parameters()]
+    done: list[float] = []
+    for module in model.modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            module.register_forward_hook(
+                lambda m, _, out: done.append(max(p.numel() for p in m.parameters()) * out[0].numel() / out.shape[1])
+            )
+    model(torch.zeros(2, *shape, device="meta"))
+    assert [layer.work for layer in layers] == pytest.approx(done)
+
+
+def test_buckets_hold_every_tensor_once_and_the_last_waits_for_all_of_backward():
+    for bucket_mib in (0.001, 1.0, 25.0, 1000.0):
+        buckets = buckets_of(RESNET, bucket_mib)
+        assert sum(bucket.bytes for bucket in buckets) == gradient_bytes(RESNET)
+        shapes = [shape for bucket in buckets for shape in bucket.shapes]
+        assert shapes == [shape for layer in reversed(RESNET) for shape in reversed(layer.shapes)]
+        ready = [bucket.ready for bucket in buckets]
+        assert ready == sorted(ready)
+        assert ready[-1] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("rank", "factor"), [(1, 147), (2, 91), (4, 51)])
+def test_powersgd_makes_resnet152_so_much_smaller(rank, factor):
+    shapes = tuple(shape for layer in RESNET for shape in layer.shapes)
+    assert gradient_bytes(RESNET) / compressed_bytes(shapes, rank) == pytest.approx(factor, rel=0.02)
+
+
+# ---- known figures --------------------------------------------------------------------------------------------------
+
+
+def test_a_ring_costs_what_patarasuk_and_yuan_prove():
+    wire = Wire([Site(str(i), 1, 2.5e9, 2.5e9) for i in range(4)], dataclasses.replace(GLOO, message_s=0.001))
+    assert wire.all_reduce_s(232.7e6) == pytest.approx(6 * 0.001 + 1.5 * 232.7e6 * 8 / 2.5e9)
+
+
+def test_ranks_of_one_host_add_up_first_only_where_that_is_asked_for():
+    sites = [Site("two", 2, 1e9, 1e9), Site("one", 1, 1e9, 1e9)]
+    wire = Wire(sites, dataclasses.replace(GLOO, message_s=0, local_message_s=0, local_bps=1e15))
+    assert wire.all_reduce_s(1e9) == pytest.approx(4 / 3 * 8)
+    assert wire.hierarchical_all_reduce_s(1e9) == pytest.approx(8.0, rel=1e-4)
+
+
+MEASURED = [
+    (("a2000", "v100"), 2.5, "allreduce", 2157),
+    (("a2000", "v100"), 2.5, "ddp", 977),
+    (("a2000", "v100", "a16", "a2000"), 1.0, "allreduce", 5818),
+    (("a2000", "v100", "a16", "a2000"), 1.0, "ddp", 3122),
+]
+"""Steps of 256 samples in equal shares on lab twins, in ms."""
+
+
+@pytest.mark.parametrize(("names", "gbps", "strategy", "step_ms"), MEASURED)
+def test_a_step_takes_what_was_measured_on_a_lab(names, gbps, strategy, step_ms):
+    assert forecast(paced(names, gbps, 256), Way(strategy)).step_ms == pytest.approx(step_ms, rel=0.05)
+
+
+def test_the_parts_of_a_step_add_up_for_every_rank():
+    for way in EVERY_WAY:
+        told = forecast(paced(("a2000", "v100", "a16"), 1.0, 256), way)
+        for rank in told.ranks:
+            assert rank.compute_ms + rank.optim_ms + rank.exposed_ms == pytest.approx(told.step_ms)
+            assert rank.exposed_ms == pytest.approx(rank.wait_ms + told.sync_ms)
+        assert told.ranks[told.critical].wait_ms == pytest.approx(0)
+
+
+def test_accumulated_micro_batches_leave_before_the_last_one_nothing_on_the_wire():
+    whole, parts = (Host("one", (Speed(0, 1.0, cap),)) for cap in (None, 16))
+    sites = [Site("one", 1, 1e9, 1e9), Site("two", 1, 1e9, 1e9)]
+    times = []
+    for host in (whole, parts):
+        hosts = (host, Host("two", (Speed(0, 0.001),)))
+        times.append(predict(Job(RESNET, 65), hosts, Wire(sites, GLOO), Way("ddp"), (64, 1)).step_ms)
+    assert times[1] > times[0]
+
+
+# ---- the model beside the simulator ---------------------------------------------------------------------------------
+
+speeds = st.builds(Speed, st.floats(0, 20), st.floats(0.01, 5), st.none() | st.integers(1, 64))
+links = st.floats(5e7, 1e10)
+
+
+@st.composite
+def scenes(draw, alike=False):
+    ranks = draw(st.lists(st.just(1) if alike else st.integers(1, 2), min_size=2, max_size=4))
+    hosts = tuple(Host(str(i), tuple(draw(speeds) for _ in range(n))) for i, n in enumerate(ranks))
+    bps = draw(links)
+    sites = [
+        Site(host.name, n, *((bps, bps) if alike else (draw(links), draw(links))))
+        for host, n in zip(hosts, ranks, strict=True)
+    ]
+    costs = dataclasses.replace(draw(st.sampled_from([GLOO, NCCL])), message_s=draw(st.floats(0, 2e-3)))
+    return Scene(Job(SMALL, draw(st.integers(1, 600))), hosts, Wire(sites, costs))
+
+
+@settings(max_examples=60, deadline=None)
+@given(scenes(alike=True), st.sampled_from(EVERY_WAY))
+def test_on_links_alike_the_simulator_says_the_same(scene, way):
+    told = forecast(scene, way)
+    exact = way.strategy not in ("gather_scatter", "reduce_broadcast")
+    played = simulate_step_ms(scene.job, scene.hosts, scene.wire, way, scene.equal)
+    assert played == pytest.approx(told.step_ms, rel=1e-9 if exact else 0.12)
+
+
+RINGS = [way for way in EVERY_WAY if way.strategy not in ("gather_scatter", "reduce_broadcast")]
+
+
+@settings(max_examples=60, deadline=None)
+@given(scenes(), st.sampled_from(RINGS))
+def test_on_unlike_links_the_forecast_is_a_bound(scene, way):
+    """Pieces of early ranks pass slow links before the last rank joins: a step may be that much shorter."""
+    told = forecast(scene, way)
+    played = simulate_step_ms(scene.job, scene.hosts, scene.wire, way, scene.equal)
+    assert 0.6 * told.step_ms <= played <= told.step_ms * (1 + 1e-9)
+
+
+def test_on_racks_of_odd_hosts_the_simulator_says_nearly_the_same():
+    chance = random.Random(1)
+    misses = []
+    for _ in range(60):
+        ranks = [chance.choice([1, 1, 1, 2]) for _ in range(chance.randint(2, 5))]
+        rates = [1000 / chance.choice(list(GPUS.values())) for _ in ranks]
+        hosts = tuple(Host(str(i), (Speed(chance.uniform(0, 20), rates[i]),) * n) for i, n in enumerate(ranks))
+        bps = [GOODPUT * chance.choice([1e9, 2.5e9, 10e9]) for _ in ranks]
+        wire = Wire([Site(str(i), n, bps[i], bps[i]) for i, n in enumerate(ranks)], GLOO)
+        scene = Scene(Job(RESNET, chance.choice([64, 256, 1024])), hosts, wire)
+        for way in (Way("ddp"), Way("allreduce_flat"), Way("ddp", "half"), Way("parameter_average", "local", every=8)):
+            played = simulate_step_ms(scene.job, scene.hosts, scene.wire, way, scene.equal)
+            misses.append(abs(played / forecast(scene, way).step_ms - 1))
+    misses.sort()
+    assert misses[len(misses) // 2] < 1e-6
+    assert misses[int(0.95 * len(misses))] < 0.03
+    assert misses[-1] < 0.2
+
+
+def test_the_simulator_says_the_same_twice():
+    scene = paced(("a2000", "v100", "a16"), 1.0, 256)
+    first, second = (simulate_step_ms(scene.job, scene.hosts, scene.wire, Way("ddp"), scene.equal) for _ in "ab")
+    assert first == second
+
+
+def test_a_rank_sends_nothing_to_one_that_is_not_there_yet():
+    """A slow root keeps all senders of a gather, however early they are."""
+    hosts = (Host("slow", (Speed(0, 10.0),)), Host("fast", (Speed(0, 0.1),)))
+    scene = Scene(Job(SMALL, 20), hosts, Wire([Site(h.name, 1, 1e9, 1e9) for h in hosts], GLOO))
+    played = simulate_step_ms(scene.job, scene.hosts, scene.wire, Way("gather_scatter"), scene.equal)
+    assert played > 100 + 1000 * 8 * gradient_bytes(SMALL) / 1e9
+
+
+# ---- directions -----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(scenes(), st.sampled_from(EVERY_WAY), st.floats(1, 20))
+def test_a_faster_link_is_never_slower(scene, way, factor):
+    assert forecast(scene.with_links(factor), way).step_ms <= forecast(scene, way).step_ms * (1 + 1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(scenes(), st.sampled_from(EVERY_WAY))
+def test_no_forecast_exceeds_the_sum_of_what_ranks_do_alone(scene, way):
+    ceiling = ceiling_samples_per_s(speed for host in scene.hosts for speed in host.speeds)
+    for policy in ("equal", "measured"):
+        assert forecast(scene, way, policy).samples_per_s <= ceiling * (1 + 1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(scenes(), st.sampled_from([way for way in EVERY_WAY if way.strategy != "ddp"]))
+def test_shares_by_speed_are_never_slower_where_nothing_overlaps(scene, way):
+    if not way.adaptive:
+        assert forecast(scene, way, "measured").step_ms <= forecast(scene, way, "equal").step_ms * (1 + 1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(scenes())
+def test_shares_hold_the_whole_batch(scene):
+    assert sum(scene.equal) == sum(scene.measured) == scene.job.batch
+
+
+@settings(max_examples=40, deadline=None)
+@given(scenes(), st.sampled_from(EVERY_WAY))
+def test_a_step_is_never_shorter_than_its_slowest_rank(scene, way):
+    told = forecast(scene, way)
+    assert told.sync_ms >= -1e-9 * told.step_ms
+    assert told.samples_per_s > 0
+
+
+def test_local_steps_by_speed_fill_the_same_time():
+    told = forecast(paced(("a2000", "v100"), 2.5, 256), Way("parameter_average", "local", every=32, adaptive=True))
+    assert sum(told.local_steps) == 64
+    assert max(told.own_ms) / min(told.own_ms) < 1.1
+
+
+def test_a_measured_latency_takes_the_place_of_the_assumed_one():
+    wire = Wire([Site(str(i), 1, 1e9, 1e9) for i in range(4)], measured(GLOO, 4, 0.012, "lab"))
+    assert wire.all_reduce_s(0) == pytest.approx(0.012)
+
+
+# ---- advice ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_best_way_of_each_fidelity_is_the_fastest_of_all():
+    scene = paced(("a2000", "v100"), 2.5, 256)
+    told = advise(scene)
+    for fidelity in ("exact", "half", "compressed", "local"):
+        tried = [
+            forecast(scene, way, policy).samples_per_s
+            for way, policy in itertools.product(ways(fidelity, hierarchical=False), ("equal", "measured"))
+        ]
+        assert told.best[fidelity].samples_per_s == pytest.approx(max(tried))
+        assert told.best[fidelity].forecast.way.fidelity == fidelity
+
+
+def test_a_host_that_costs_more_than_it_brings_is_named():
+    told = advise(paced(("a2000", "v100"), 2.5, 256))
+    assert told.without[0].hosts == ("v1001",)
+    assert told.without[0].choice.samples_per_s == pytest.approx(833)
+    assert advise(paced(("a2000", "v100"), 2.5, 256), "local").without == ()
+
+
+def test_more_of_everything_is_foreseen_for_the_fidelity_that_is_allowed():
+    scene = paced(("a2000", "v100"), 2.5, 256)
+    told = {change.change: change.choice.samples_per_s for change in advise(scene).what_if}
+    assert told["links four times as fast"] == best(scene.with_links(4), "exact").samples_per_s
+    assert told["one more host like v1001"] < best(scene, "exact").samples_per_s
+    assert told["batch 2048 instead of 256"] > told["batch 512 instead of 256"]
+
+
+def test_a_host_alone_takes_the_whole_batch_on_its_ranks():
+    host = Host("two", (Speed(1.0, 1.0), Speed(1.0, 1.0)))
+    assert alone_samples_per_s(host, 100) == pytest.approx(100 / 0.051)
+    assert fastest_shares(host.speeds, 100) == equal_shares(100, 2)

@@ -1,0 +1,278 @@
+"""`orch plan`, `strategy=auto`, and the prediction that stands beside the measurement."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import pytest
+from click.testing import CliRunner
+from run_folders import two_hosts
+from test_plan import INVENTORY, host
+
+from orchestrator.analyse import analyse
+from orchestrator.cli import main
+from orchestrator.inventory import load_inventory
+from orchestrator.outlook import foreseen, look, network_from, read_network
+from orchestrator.paths import Home
+from orchestrator.profiles import Profile, kinds_of
+from orchestrator.records import LaunchPlan
+from orchestrator.report import render_report
+from orchestrator.store import Cluster, Store
+from orchestrator.summary import Summary
+
+RESNET = ("--exp", "resnet152_cifar")
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A2000 and V100 of the lab, probed, nothing measured."""
+    monkeypatch.setenv("ORCH_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    return remember(tmp_path, "lab_a2000_v100.yaml", gpus=0)
+
+
+def remember(tmp_path, name, **facts):
+    found = load_inventory(INVENTORY / name)
+    cluster = Cluster(
+        name=found.cluster,
+        file=str(INVENTORY / name),
+        nodes=found.nodes,
+        facts={"a2000": host(41, **facts), "v100": host(42, **facts)},
+    )
+    store = Store(Home(tmp_path / "home"))
+    store.save_cluster(cluster, current=True)
+    return store
+
+
+def orch(*words, code=0):
+    done = CliRunner().invoke(main, words, catch_exceptions=False)
+    assert done.exit_code == code, done.output
+    return done
+
+
+def planned(*words):
+    return json.loads(orch("plan", *RESNET, *words, "--json").stdout)
+
+
+def collectives(alpha_us=2000.0, beta_gbps=2.2, **changes):
+    """A collected run that measured the network, as `orch collect` leaves it."""
+    line = {"operation": "all_reduce", "smallest_bytes": 1024, "latency_us": 900.0, "largest_bytes": 2**28}
+    line |= {"busbw_gbps": 2.2, "alpha_us": alpha_us, "beta_gbps": beta_gbps, "worst_error": 0.1}
+    nodes = [{"name": name, "gpu": "x", "ranks": 1} for name in ("a2000", "v100", "third")]
+    found = {"schema": 1, "job": "collectives-20261121-0912-abc", "experiment": "collectives", "state": "succeeded"}
+    found |= {"cluster": "lab-a2000-v100", "world_size": 3, "nodes": nodes}
+    return found | {"collectives": {"declared_gbps": 2.5, "operations": [line]}} | changes
+
+
+def write_collectives(folder, **changes):
+    found = collectives(**changes)
+    (folder / found["job"]).mkdir(parents=True)
+    (folder / found["job"] / "summary.json").write_text(json.dumps(found))
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_the_best_of_each_fidelity_fits_a_hundred_columns(home):
+    shown = orch("plan", *RESNET).stdout.splitlines()
+    table = [line for line in shown if re.match(r"(fidelity|exact|half|compressed|local)\b", line)]
+    assert len(table) == 5
+    assert all(len(line.rstrip()) <= 100 for line in table)
+    assert any(line.startswith("exact *") and "ddp" in line and "wire" in line for line in table)
+    assert any("v100 alone, 833 samples/s" in line for line in shown)
+    assert any("the pace that the inventory sets" in line for line in shown)
+
+
+def test_the_document_tells_every_way_and_what_it_rests_on(home):
+    told = planned()
+    assert told["best"]["exact"]["samples_per_s"] == max(
+        way["samples_per_s"] for way in told["ways"] if way["way"]["fidelity"] == "exact"
+    )
+    assert {way["way"]["strategy"] for way in told["ways"]} >= {"ddp", "allreduce", "gather_scatter"}
+    assert [(h["name"], h["speed_from"], h["link_bps"]) for h in told["hosts"]] == [
+        ("v100", "pace", 0.94 * 2.5e9),
+        ("a2000", "pace", 0.94 * 2.5e9),
+    ]
+    assert {change["change"] for change in told["what_if"]} >= {"links four times as fast", "one more host like v100"}
+    assert told["failures"] is None
+
+
+def test_the_same_plan_twice_says_the_same(home):
+    assert planned() == planned()
+
+
+def test_a_bandwidth_that_is_given_beats_what_is_declared(home):
+    fast, slow = planned("--bandwidth", "10Gbps"), planned("--bandwidth", "1Gbps")
+    assert fast["best"]["exact"]["step_ms"] < planned()["best"]["exact"]["step_ms"] < slow["best"]["exact"]["step_ms"]
+    assert fast["hosts"][0]["link_bps"] == 0.94 * 10e9
+
+
+def test_fewer_nodes_are_foreseen_alone(home):
+    told = planned("--nodes", "v100")
+    assert told["best"]["exact"]["samples_per_s"] == pytest.approx(833)
+    assert told["without"] == []
+
+
+def test_links_are_as_the_newest_run_of_collectives_measured_them(home, tmp_path):
+    write_collectives(tmp_path / "runs", job="collectives-20261120-0912-old", alpha_us=9e6)
+    write_collectives(tmp_path / "runs")
+    write_collectives(tmp_path / "runs", job="collectives-20261122-0912-oth", cluster="another")
+    told = planned()
+    assert told["hosts"][0]["link_bps"] == pytest.approx(2.2e9 * 4 / 3)
+    assert any("measured by collectives-20261121-0912-abc" in words for words in told["basis"])
+    assert any("latency as collectives-20261121-0912-abc" in words for words in told["basis"])
+
+
+def test_a_run_of_collectives_gives_the_latency_of_one_message():
+    found = network_from(Summary.model_validate(collectives()))
+    assert found.message_s == pytest.approx(2000e-6 / 4)
+    assert network_from(Summary.model_validate(collectives(world_size=1))) is None
+
+
+def test_a_damaged_run_is_passed_over(home, tmp_path):
+    (tmp_path / "runs" / "collectives-9").mkdir(parents=True)
+    (tmp_path / "runs" / "collectives-9" / "summary.json").write_text("{")
+    assert any("as declared" in words for words in planned()["basis"])
+
+
+def test_a_profile_beats_the_pace(home):
+    plan = dry_run()
+    facts = home.cluster().facts
+    for (name, _), kind in kinds_of(plan, facts).items():
+        measured = {"samples": (8, 16), "step_ms": (11.0, 12.0), "fixed_ms": 10.0, "sample_ms": 1.0, "largest": 512}
+        home.save_profile(
+            Profile(
+                **kind.model_dump(), **measured, cap=100, forward_ms=1.0, optim_ms=1.0, node=name,
+                created="2026-11-21T09:00:00+00:00",
+            )
+        )  # fmt: skip
+    told = planned()
+    assert {h["speed_from"] for h in told["hosts"]} == {"profile"}
+    assert told["hosts"][0]["ranks"] == [{"fixed_ms": 10.0, "sample_ms": 1.0, "cap": 100}]
+
+
+def test_gpus_without_a_profile_are_estimated_and_said_to_be(home, tmp_path):
+    remember(tmp_path, "a2000_v100.yaml")
+    told = planned()
+    assert {h["speed_from"] for h in told["hosts"]} == {"catalogue"}
+    assert any("estimate" in words and "orch profile" in words for words in told["basis"])
+
+
+def test_a_cpu_whose_speed_nobody_measured_is_an_error_with_its_remedy(home, tmp_path):
+    remember(tmp_path, "a2000_v100.yaml")
+    done = orch("plan", *RESNET, "--set", "device=cpu", code=2)
+    assert "orch profile --exp resnet152_cifar" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--exp", "collectives"), "trains nothing"),
+        (("--exp", "resnet152_cifar", "--nodes", "500xA2000"), "--bandwidth"),
+        (("--exp", "resnet152_cifar", "--nodes", "5xB2000", "--bandwidth", "1Gbps"), "not in the catalogue"),
+        (("--exp", "resnet152_cifar", "--bandwidth", "fast"), "2.5Gbps"),
+        (("--exp", "resnet152_cifar", "--nodes", "nowhere"), "no such node"),
+        (("--exp", "resnet", "--nodes", "5xA2000", "--bandwidth", "1Gbps"), "resnet152_cifar"),
+    ],
+)
+def test_wrong_usage_is_told(home, words, said):
+    assert said in orch("plan", *words, code=2).stderr
+
+
+def test_a_thousand_hosts_that_one_does_not_have(tmp_path, monkeypatch):
+    monkeypatch.setenv("ORCH_HOME", str(tmp_path))
+    words = ("--nodes", "500xA2000,500xV100", "--bandwidth", "2.5Gbps")
+    told = planned(*words)
+    assert told["failures"]["a_day"] == pytest.approx(1000 / 365)
+    assert told["best"]["exact"]["binds"] == "wire"
+    shown = orch("plan", *RESNET, *words).stdout
+    assert "500 hosts A2000, 500 hosts V100" in shown
+    assert "failures: 2.7 a day" in shown
+    assert "estimates by memory bandwidth" in shown
+
+
+def test_rings_of_hosts_with_several_gpus_are_shown_beside_each_other(tmp_path, monkeypatch):
+    monkeypatch.setenv("ORCH_HOME", str(tmp_path))
+    shown = orch("plan", *RESNET, "--nodes", "2x4xA16", "--bandwidth", "2.5Gbps").stdout
+    flat, by_host = map(
+        float, re.findall(r"one ring through all ranks: (\d+) ms; inside each host first: (\d+)", shown)[0]
+    )
+    assert by_host < flat
+
+
+# ---- strategy=auto and predictions ----------------------------------------------------------------------------------
+
+
+def dry_run(*words):
+    told = orch("run", *RESNET, *words, "--dry-run", "--json").stdout
+    return LaunchPlan.model_validate_json(told)
+
+
+def test_auto_takes_the_fastest_that_is_foreseen_and_says_so(home):
+    plan = dry_run("--set", "strategy=auto")
+    assert plan.settings["strategy"] == "ddp"
+    for node in plan.nodes:
+        assert node.command[-2:] == ("--strategy=ddp", f"--bucket_mib={plan.settings['bucket_mib']}")
+        assert not any("auto" in word for word in node.command if "strategy" in word)
+    assert any(note.startswith("strategy=auto: strategy=ddp") for note in plan.notes)
+    assert any("v100 alone is foreseen at 833 samples/s" in note for note in plan.notes)
+    assert plan.prediction.samples_per_s >= dry_run().prediction.samples_per_s
+
+
+def test_auto_keeps_what_a_person_chose(home):
+    plan = dry_run("--set", "strategy=auto", "--set", "bucket_mib=7")
+    assert plan.settings["bucket_mib"] == 7
+    assert sum("bucket_mib" in word for word in plan.nodes[0].command) == 1
+
+
+def test_auto_needs_speeds_and_links(home, tmp_path):
+    remember(tmp_path, "a2000_v100.yaml")
+    words = ("--set", "device=cpu", "--dry-run")
+    assert "orch profile" in orch("run", *RESNET, "--set", "strategy=auto", *words, code=2).stderr
+    orch("run", *RESNET, *words)
+
+
+def test_a_plan_foresees_its_own_strategy_and_shares(home):
+    equal, split = dry_run(), dry_run("--set", "shares=v100=5,a2000=2")
+    assert equal.prediction.step_ms == pytest.approx(977, rel=0.05)
+    assert split.prediction.step_ms < equal.prediction.step_ms
+    assert dry_run("--set", "strategy=allreduce").prediction.step_ms == pytest.approx(2157, rel=0.05)
+    assert dry_run("--set", "strategy=fsdp").prediction is None
+    assert "in steps of 949" in orch("run", *RESNET, "--dry-run").stdout
+
+
+def test_micro_batches_that_are_asked_for_cost_their_fixed_part(home):
+    plan = dry_run()
+    view = look(plan, {})
+    slow = tuple(
+        dataclasses.replace(h, speeds=tuple(dataclasses.replace(s, fixed_ms=50.0) for s in h.speeds))
+        for h in view.scene.hosts
+    )
+    view = dataclasses.replace(view, scene=dataclasses.replace(view.scene, hosts=slow))
+    parts = plan.model_copy(update={"settings": {**plan.settings, "accumulate": 4}})
+    assert foreseen(parts, view).step_ms > foreseen(plan, view).step_ms + 100
+
+
+def test_the_prediction_stands_beside_the_measurement(tmp_path):
+    run = two_hosts(tmp_path / "run")
+    plan = json.loads(run.plan.read_text())
+    plan["prediction"] = {"step_ms": 95.0, "samples_per_s": 1000.0, "binds": "wire", "is_estimate": True}
+    run.plan.write_text(json.dumps(plan))
+    summary = analyse(run)
+    assert summary.of_prediction == pytest.approx(960 / 1000)
+    assert json.loads(run.summary.read_text())["prediction"]["step_ms"] == 95.0
+    page = render_report(summary)
+    assert "estimated: 1000 samples/s in steps of 95 ms" in page
+    assert "0.96 of that" in page
+
+
+def test_a_run_without_a_prediction_has_none_to_show(tmp_path):
+    summary = analyse(two_hosts(tmp_path / "run"))
+    assert summary.prediction is None
+    assert "Before it ran" not in render_report(summary)
+
+
+def test_a_folder_without_runs_has_no_network(home, tmp_path):
+    assert read_network(tmp_path / "nowhere", dry_run()) is None
