@@ -106,9 +106,11 @@ class Balance:
                 self.noises[rank] = 1.4826 * _median([abs(factor / middle - 1) for factor in known])
 
     def _noise(self, active: Sequence[int]) -> float:
-        """How far apart the ranks' medians may lie by chance: about five of their standard errors, by their number."""
+        """How far apart the ranks' medians lie by chance and hardly ever, however often one looks: six of their standard
+        errors, a little more the more ranks there are.
+        """
         error = max(1.25 * self.noises[rank] / math.sqrt(len(self.latest[rank])) for rank in active)
-        return error * (5 + 0.35 * math.log2(len(self.shares)))
+        return error * (6 + 0.5 * math.log2(len(self.shares)))
 
     def _expected_ms(self, rank: int, samples: int) -> float:
         return (self.factors[rank] or 0.0) * self.models[rank].step_ms(samples)
