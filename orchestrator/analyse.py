@@ -25,6 +25,7 @@ from orchestrator.files import write_json
 from orchestrator.gpu_use import read_gpu_use
 from orchestrator.measure import Figures, gpu_label, measure, write_steps
 from orchestrator.paths import RunFolder
+from orchestrator.rebalances import read_rebalances
 from orchestrator.records import SCHEMA, FirstFailure, JobRecord, LaunchPlan, NodePlan, Record
 from orchestrator.straggler import find_bound, find_straggler
 from orchestrator.summary import GpuSummary, NodeSummary, RankEnd, Summary
@@ -39,7 +40,7 @@ AnyRecord = TypeVar("AnyRecord", bound=Record)
 def analyse(run: RunFolder, solo: Mapping[str, float] | None = None) -> Summary:
     """Figures of the run in this folder; writes steps.parquet and summary.json there.
 
-    solo: samples/s that a node did alone, by node, where a solo run is known. Raises OrchError when there is no plan
+    solo: samples/s that a node did alone, by node, in place of what the plan says by its profiles. Raises OrchError when there is no plan
     to read; what else is absent or damaged is told in the summary's `missing` and `warnings`.
     """
     plan = _read_record(run.plan, LaunchPlan)
@@ -57,7 +58,8 @@ def analyse(run: RunFolder, solo: Mapping[str, float] | None = None) -> Summary:
     with read_events(files) as events:
         figures = measure(events, plan)
         write_steps(events, plan, run.steps)
-        summary = _summarise(plan, job, figures, events, dict(solo or {}), missing)
+        alone = {node.name: node.solo_samples_per_s for node in plan.nodes if node.solo_samples_per_s}
+        summary = _summarise(plan, job, figures, events, {**alone, **(solo or {})}, missing)
     nodes = tuple(_as_seen_by_its_host(node, plan, run) for node in summary.nodes)
     summary = summary.model_copy(update={"nodes": nodes})
     write_json(run.summary, summary.to_json())
@@ -136,6 +138,7 @@ def _summarise(
         accuracy=_ratio(evaluation.get("accuracy")),
         accuracy_per_class=_per_class(evaluation.get("per_class")),
         loss=None if paced else figures.loss,
+        rebalances=read_rebalances(events, plan),
         collectives=collectives,
     )
 
@@ -239,7 +242,7 @@ def _missing(plan: LaunchPlan, events: Events, figures: Figures) -> Iterable[str
         for rank in node.rank_numbers:
             if rank in events.absent:
                 yield f"{node.name}: no metrics of rank {rank} ({events.absent[rank]})."
-            elif rank not in figures.reported and not measures_collectives(plan):
+            elif rank not in figures.reported and not measures_collectives(plan) and not plan.settings.get("profile_s"):
                 yield f"{node.name}: rank {rank} reported no step."
     if figures.reported and len(figures.reported) < plan.world_size:
         yield (

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,7 @@ def render_report(summary: Summary, chart: str | None = None, logs: tuple[LogEnd
             headline=headline(summary),
             efficiency_words=efficiency_words(summary),
             parts=_parts(summary),
+            shares_over_steps=tuple(_shares_over_steps(summary)),
             published=published_for(summary),
             conditions=conditions(summary),
         )
@@ -161,6 +163,20 @@ def _parts(summary: Summary) -> tuple[tuple[str, str], ...]:
         ("wait_ms", f"{exposed}wait"),
         ("optim_ms", "optimiser"),
     )
+
+
+def _shares_over_steps(summary: Summary) -> Iterator[dict[str, Any]]:
+    """A row for the shares at the beginning, and one for each time that they changed."""
+    if not summary.rebalances:
+        return
+    rows: list[tuple[int, tuple[int, ...], float | None]] = [(0, summary.rebalances[0].before, None)]
+    rows += [(change.step, change.shares, change.spread) for change in summary.rebalances]
+    for step, shares, spread in rows:
+        left, by_node = iter(shares), []
+        for node in summary.nodes:
+            by_node.append(tuple(itertools.islice(left, node.ranks)))
+        percents = [100 * share / sum(shares) for share in shares if share]
+        yield {"step": step + 1, "by_node": by_node, "percents": percents, "spread": spread}
 
 
 def _part_shares(node: NodeSummary, parts: tuple[tuple[str, str], ...]) -> list[tuple[str, float]]:

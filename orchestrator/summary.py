@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 from orchestrator.errors import OrchError
 from orchestrator.paths import RunFolder
 from orchestrator.records import SCHEMA, FirstFailure, Prediction, Record
+from orchestrator.rebalances import Rebalance
 from orchestrator.text import one_line
 
 TEXT_LIMIT = 500
@@ -215,6 +216,8 @@ class Summary(Record):
     accuracy_per_class: dict[str, float] = Field(default_factory=dict)
     loss: float | None = None
     """Of the last step that every rank reported, each rank counted by its samples; None when paced."""
+    rebalances: tuple[Rebalance, ...] = ()
+    """How the shares followed the ranks' speeds (`shares=auto`), in the order of steps."""
     collectives: Collectives | None = None
     """Of a run that measured the network and trained nothing."""
 
