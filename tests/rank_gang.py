@@ -30,13 +30,14 @@ class Gang:
             self.pipes.append(ours)
             self.processes.append(process)
 
-    def run(self, function: Callable[..., Any], case: Any, timeout_s: float = 60) -> list[Any]:
+    def run(self, function: Callable[..., Any], case: Any, timeout_s: float = 30) -> list[Any]:
         """function(rank, case) of every rank. Raises AssertionError with what a rank raised."""
         for pipe in self.pipes:
             pipe.send((function, case))
         answers = []
         for rank, pipe in enumerate(self.pipes):
-            assert pipe.poll(timeout_s), f"rank {rank} gives no answer"
+            told = "; ".join(answer.text for answer in answers if isinstance(answer, Raised))
+            assert pipe.poll(timeout_s), f"rank {rank} gives no answer; {told}"
             answers.append(pipe.recv())
         for answer in answers:
             assert not isinstance(answer, Raised), answer.text

@@ -149,7 +149,7 @@ def test_a_run_that_was_killed_between_checkpoints_goes_on_from_the_last_one(who
 
 def test_averaged_weights_go_on_with_each_ranks_own_momentum(tmp_path: Path) -> None:
     """A checkpoint averages the weights, so both runs write theirs at the same updates."""
-    way = ["--strategy", "parameter_average", "--average_every", "3", "--checkpoint_every", "4", "--eval_every", "0"]
+    way = ["--fidelity", "local", "--local_steps", "3", "--checkpoint_every", "4", "--eval_every", "0"]
     finished(tmp_path / "whole", way)
     finished(tmp_path / "stopped", [*way, "--steps", "8"])
     finished(tmp_path / "resumed", [*way, "--resume", "../stopped/checkpoints"])

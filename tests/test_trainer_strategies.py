@@ -62,7 +62,7 @@ class Case:
     batch_norm: bool = False
     strategies: tuple[str, ...] = GRADIENTS
     optimizer: Any = None
-    average_every: int = 1
+    local_steps: int = 1
     weight: bool = True
 
     @property
@@ -104,7 +104,8 @@ def settings_for(case: Case, name: str) -> Any:
             "strategy": name,
             "bucket_mib": "0.0001",
             "sync_bn": str(sync_bn).lower(),
-            "average_every": str(case.average_every),
+            "fidelity": "local" if case.local_steps > 1 and name == "parameter_average" else "exact",
+            "local_steps": str(case.local_steps),
         },
     )
 
@@ -134,7 +135,7 @@ def train(case: Case, name: str, group: Any, rank: int, seed: int) -> Trained:
         own = case.stream.indices(epoch, step, rank)
         optimizer.zero_grad()
         loss = local_loss(strategy.model, images[own], labels[own])
-        with contextlib.nullcontext() if case.weight else weight_of_one(len(own)):
+        with contextlib.nullcontext() if case.weight else weight_of_one(len(own), len(case.shares)):
             strategy.backward(loss, len(own), case.stream.batch_at(step))
         optimizer.step()
         strategy.after_update()
@@ -144,11 +145,12 @@ def train(case: Case, name: str, group: Any, rank: int, seed: int) -> Trained:
 
 
 @contextlib.contextmanager
-def weight_of_one(samples: int) -> Iterator[None]:
-    """m_j*W/n becomes 1: each rank's mean loss counts alike."""
+def weight_of_one(samples: int, world_size: int) -> Iterator[None]:
+    """m_j/n becomes 1/W: each rank's mean loss counts alike."""
     with contextlib.ExitStack() as stack:
+        alike = max(1, samples) * world_size
         for module in (after_backward, ddp, fsdp):
-            stack.enter_context(patch.object(module, "weighted", lambda loss_sum, *_: loss_sum / max(1, samples)))
+            stack.enter_context(patch.object(module, "weighted", lambda loss_sum, _: loss_sum / alike))
         yield
 
 
@@ -245,12 +247,12 @@ def test_ranks_that_all_count_alike_give_another_update(gang: Gang) -> None:
 def test_weights_averaged_after_every_update_of_plain_sgd_are_the_exact_ones(gang: Gang) -> None:
     case = replace(EXAMPLE, strategies=("parameter_average",), optimizer=PLAIN)
     assert worst(gang, case)["parameter_average"] <= 1e-12
-    assert worst(gang, replace(case, average_every=2))["parameter_average"] > 1e-6
+    assert worst(gang, replace(case, local_steps=2))["parameter_average"] > 1e-6
 
 
 def averaged_and_expected(rank: int, case: Case) -> float:
     """Ten updates, averaged after three, six, nine, and at the end; beside the same in one process, rank by rank."""
-    group, every = group_of(len(case.shares)), case.average_every
+    group, every = group_of(len(case.shares)), case.local_steps
     trained = train(case, "parameter_average", group, rank, seed=rank)
     weights, samples = [trained.before] * len(case.shares), [0] * len(case.shares)
     networks = [network(case, 0) for _ in case.shares]
@@ -273,7 +275,7 @@ def averaged_and_expected(rank: int, case: Case) -> float:
 
 
 def test_an_average_counts_each_rank_by_its_samples_since_the_last_one(gang: Gang) -> None:
-    assert max(gang.run(averaged_and_expected, replace(EXAMPLE, average_every=3))) <= 1e-12
+    assert max(gang.run(averaged_and_expected, replace(EXAMPLE, local_steps=3))) <= 1e-12
 
 
 def without_gloos_reduce_scatter(rank: int, case: Case) -> Any:

@@ -267,7 +267,7 @@ def test_a_rank_without_samples_leaves_batch_norm_and_every_gradient_alone() -> 
     model(torch.randn(4, 1, 2, 2))
     before = [buffer.clone() for buffer in model.buffers()]
     loss = local_loss(model, torch.empty((0, 1, 2, 2)), torch.empty(0, dtype=torch.long))
-    weighted(loss, 5, 2).backward()
+    weighted(loss, 5).backward()
     assert loss.item() == 0
     assert all(torch.equal(parameter.grad, torch.zeros_like(parameter)) for parameter in model.parameters())
     assert all(torch.equal(buffer, old) for buffer, old in zip(model.buffers(), before, strict=True))

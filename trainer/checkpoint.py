@@ -145,11 +145,11 @@ class CheckpointKeeper:
         )
 
     def _own_tensors(self) -> list[Tensor]:
-        """What each rank has for itself: BatchNorm's statistics; momentum, where weights alone are averaged (and
-        `whole` has just averaged them).
+        """What each rank has for itself: BatchNorm's statistics; what its strategy keeps; momentum, where weights alone
+        are averaged (and `whole` has just averaged them).
         """
-        tensors: list[Tensor] = [*running_statistics(self.run.model)]
-        if self.run.settings.strategy == "parameter_average":
+        tensors: list[Tensor] = [*running_statistics(self.run.model), *self.run.strategy.own_state()]
+        if self.run.settings.strategy == "parameter_average" or self.run.settings.fidelity == "local":
             tensors += [tensor for tensor in _momentum(self.run.optimizer) if tensor is not None]
         return tensors
 
@@ -227,7 +227,9 @@ def folder_of(settings: Settings) -> Path:
 def source_of(settings: Settings) -> Path | None:
     """What to go on from: what the person names, and after a restart by torchrun the newest of this very job."""
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if restarts.isdecimal() and int(restarts) > 0 and settings.checkpoint_every and newest(folder_of(settings)):
+    # torchrun does not count a start that another host asked for; the launcher tells of each.
+    again = (restarts.isdecimal() and int(restarts) > 0) or os.environ.get("ORCH_RESTARTED") == "1"
+    if again and settings.checkpoint_every and newest(folder_of(settings)):
         return folder_of(settings)
     return Path(settings.resume).expanduser().absolute() if settings.resume else None
 

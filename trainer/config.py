@@ -25,6 +25,13 @@ STRATEGIES = (
     *("ddp", "allreduce", "allreduce_flat", "reduce_broadcast", "gather_scatter", "allgather", "reduce_scatter"),
     *("parameter_average", "fsdp", "none", "dp"),
 )
+FIDELITIES = {
+    "exact": STRATEGIES,
+    "half": ("ddp", "allreduce_flat", "allreduce"),
+    "compressed": ("ddp", "allreduce_flat"),
+    "local": ("ddp", "parameter_average"),
+}
+"""How faithful the sums are, and the strategies that can be so."""
 MODEL_CHANNELS = {"lenet": None, "resnet152": 3}
 """Channels of an image that a model insists on; None: any."""
 
@@ -83,9 +90,32 @@ class Settings:
         "(none) or on all of its host's (dp).",
         choices=STRATEGIES,
     )
-    bucket_mib: float = _setting("Size of ddp's gradient buckets, and most of fsdp's pieces, in MiB.", above=0)
-    average_every: int = _setting(
-        "Updates from one average of the weights to the next (parameter_average).", at_least=1
+    fidelity: str = _setting(
+        "What synchronisation may lose: nothing but the order of sums (exact); gradients travel in 16 bits (half), or "
+        "as thin matrices, with what that leaves out sent later (compressed); or ranks train by themselves for "
+        "local_steps updates, then their weights are averaged (local). Nothing else lowers it.",
+        choices=FIDELITIES,
+    )
+    wire: str = _setting(
+        "What numbers travel in; auto is bf16 for half, fp32 otherwise. local may have 16 bits, too.",
+        choices=["auto", "fp32", "bf16", "fp16"],
+    )
+    compress_rank: int = _setting("Columns of compressed's thin matrices (PowerSGD's rank).", at_least=1, below=1025)
+    compress_after: int = _setting(
+        "Updates before compressed begins to compress; -1 is a tenth of the run.", at_least=-1
+    )
+    local_steps: int = _setting("Updates of each rank from one average of local's weights to the next.", at_least=1)
+    outer_lr: float = _setting(
+        "How far local's weights go towards the ranks' mean: 1 is to the mean itself.", above=0, below=10
+    )
+    outer_momentum: float = _setting(
+        "Nesterov momentum of local's averages; 0 is the plain mean, DiLoCo has 0.9 with outer_lr=0.7.",
+        at_least=0,
+        below=1,
+    )
+    bucket_mib: float = _setting(
+        "Size of ddp's gradient buckets, and most of fsdp's pieces, in MiB; 0 fits ddp's to the link as measured.",
+        at_least=0,
     )
     shares: str = _setting(
         "How a batch is split over the ranks: equal; so that all are done at the same time by the speeds that `orch "
@@ -150,10 +180,9 @@ class Settings:
                 "shares: auto compares how long ranks compute, and with sync_bn or fsdp they wait for each other in "
                 "that time; use measured"
             )
-        if self.sync_bn and self.strategy in ("parameter_average", "dp"):
-            mistakes.append(
-                f"sync_bn: strategy {self.strategy} has no one network that could see the whole batch; use ddp"
-            )
+        mistakes += self._mistakes_of_fidelity()
+        if self.sync_bn and (self.strategy in ("parameter_average", "dp") or self.fidelity == "local"):
+            mistakes.append(f"sync_bn: {self._way} has no one network that could see the whole batch; use ddp")
         if not mistakes and MODEL_CHANNELS[self.model] not in (None, self.data_set.shape[0]):
             mistakes.append(
                 f"model: {self.model} takes images of {MODEL_CHANNELS[self.model]} channels, "
@@ -161,6 +190,33 @@ class Settings:
             )
         if mistakes:
             raise SettingsError(mistakes)
+
+    def _mistakes_of_fidelity(self) -> list[str]:
+        if self.fidelity not in FIDELITIES:
+            return []  # said already
+        mistakes = []
+        if self.strategy in STRATEGIES and self.strategy not in FIDELITIES[self.fidelity]:
+            known = ", ".join(FIDELITIES[self.fidelity])
+            mistakes.append(f"fidelity: {self.fidelity} goes with strategy {known}, not with {self.strategy}")
+        fitting = {"exact": ("auto", "fp32"), "compressed": ("auto", "fp32"), "half": ("auto", "bf16", "fp16")}
+        if self.wire not in fitting.get(self.fidelity, (self.wire,)):
+            mistakes.append(f"wire: fidelity {self.fidelity} goes with {' or '.join(fitting[self.fidelity])}")
+        if self.fidelity == "compressed" and self.amp == "fp16":
+            mistakes.append("amp: fp16 leaves out updates that overflow, compressed would remember them; use bf16")
+        if not self.bucket_mib and self.strategy == "fsdp":
+            mistakes.append("bucket_mib: 0 is for ddp; fsdp needs the size of its pieces")
+        return mistakes
+
+    @property
+    def _way(self) -> str:
+        return "fidelity local" if self.fidelity == "local" else f"strategy {self.strategy}"
+
+    @property
+    def sent_as(self) -> str:
+        """fp32, bf16 or fp16."""
+        if self.wire == "auto":
+            return "bf16" if self.fidelity == "half" else "fp32"
+        return self.wire
 
     @property
     def bottleneck(self) -> Slow | None:

@@ -100,7 +100,8 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
     start = start_fields(settings, info, device, group, model)
     metrics.write("start", **start, batch_per_rank=shares[info.rank], steps=last_step)
     brake = Brake(settings.bottleneck, info.rank, timer)
-    strategy = build_strategy(settings, model, group, timer, brake)
+    nodes = ranks.gather_lines(info.node)
+    strategy = build_strategy(settings, model, group, timer, brake, nodes=nodes, updates=last_step)
     batches, test_batches = open_batches(settings, facts, order, info, device)
     console = Console(info, settings, last_step)
     rebalancer = None

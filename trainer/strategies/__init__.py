@@ -12,11 +12,20 @@
 | ddp | gradients in buckets, while backward still computes |
 | allreduce | gradients after backward, one call a parameter |
 | allreduce_flat, reduce_broadcast, gather_scatter, allgather, reduce_scatter | gradients after backward, all at once |
-| parameter_average | weights, every few updates |
+| parameter_average | weights, after every update |
 | fsdp | weights before they are used, gradients as they come, in pieces; no rank holds them all |
+
+| fidelity | how faithfully |
+| --- | --- |
+| exact | as it is: the update of one process with the whole batch |
+| half | gradients in 16 bits (ddp, allreduce, allreduce_flat) |
+| compressed | gradients as thin matrices, what that leaves out later (ddp, allreduce_flat) |
+| local | no gradients: weights, every `local_steps` updates (ddp, parameter_average) |
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import nn
@@ -25,11 +34,13 @@ from trainer.batch_norm import synchronise_batch_norm
 from trainer.config import Settings
 from trainer.errors import TrainError
 from trainer.strategies.after_backward import EXCHANGES, AfterBackward
+from trainer.strategies.compressed import Compressed
 from trainer.strategies.ddp import Ddp
 from trainer.strategies.fsdp import Fsdp
 from trainer.strategies.parameter_average import ParameterAverage
 from trainer.strategies.seam import Exchange, Strategy, local_loss, weighted
 from trainer.strategies.single import Alone
+from trainer.strategies.wire import DTYPES, Wire
 from trainer.timing import Brake, Timer
 
 __all__ = ["Exchange", "Strategy", "build_strategy", "local_loss", "weighted"]
@@ -38,22 +49,47 @@ NO_BRAKE = Brake()
 
 
 def build_strategy(
-    settings: Settings, model: nn.Module, group: dist.ProcessGroup, timer: Timer, brake: Brake = NO_BRAKE
+    settings: Settings,
+    model: nn.Module,
+    group: dist.ProcessGroup,
+    timer: Timer,
+    brake: Brake = NO_BRAKE,
+    *,
+    nodes: Sequence[str] = (),
+    updates: int = 0,
 ) -> Strategy:
-    """Gives every rank rank 0's weights. Raises TrainError where the strategy does not fit ranks, devices or torch."""
-    name = settings.strategy
-    if name in ("none", "dp"):
+    """Gives every rank rank 0's weights. nodes: each rank's host, where ranks of one shall add up among themselves
+    first. updates: of the whole run.
+
+    Raises TrainError where the strategy does not fit ranks, devices or torch.
+    """
+    if settings.strategy in ("none", "dp"):
         if group.size() > 1:
             raise TrainError(
-                f"strategy {name} is for a process alone, there are {group.size()} ranks: use ddp or allreduce"
+                f"strategy {settings.strategy} is for a process alone, there are {group.size()} ranks: "
+                "use ddp or allreduce"
             )
-        return Alone(model, timer, brake, all_devices=name == "dp")
+        return Alone(model, timer, brake, all_devices=settings.strategy == "dp")
     if settings.sync_bn:
         synchronise_batch_norm(model, group)
+    wire = Wire(group, nodes, DTYPES[settings.sent_as])
+    if settings.fidelity == "local":
+        outer = (settings.outer_lr, settings.outer_momentum)
+        return ParameterAverage(model, wire, timer, brake, settings.local_steps, *outer)
+    if settings.fidelity == "compressed":
+        after = settings.compress_after if settings.compress_after >= 0 else updates // 10
+        exact = _exact(settings, model, wire, timer, brake) if after else None
+        return Compressed(model, wire, timer, brake, exact, settings.compress_rank, after)
+    return _exact(settings, model, wire, timer, brake)
+
+
+def _exact(settings: Settings, model: nn.Module, wire: Wire, timer: Timer, brake: Brake) -> Strategy:
+    """As far as the wire is."""
+    name = settings.strategy
     if name == "ddp":
-        return Ddp(model, group, timer, brake, settings.bucket_mib)
+        return Ddp(model, wire, timer, brake, settings.bucket_mib)
     if name == "fsdp":
-        return Fsdp(model, group, timer, brake, settings.bucket_mib)
+        return Fsdp(model, wire.group, timer, brake, settings.bucket_mib)
     if name == "parameter_average":
-        return ParameterAverage(model, group, timer, brake, settings.average_every)
-    return AfterBackward(model, group, timer, brake, EXCHANGES[name])
+        return ParameterAverage(model, wire, timer, brake, every=1)
+    return AfterBackward(model, wire, timer, brake, EXCHANGES[name])

@@ -1,9 +1,9 @@
 """Gradients exchanged when backward is done, by blocking collectives in one fixed order.
 
-    strategy = AfterBackward(model, group, timer, brake, EXCHANGES["reduce_broadcast"])
+    strategy = AfterBackward(model, wire, timer, brake, EXCHANGES["reduce_broadcast"])
 
 Each exchange is one function: it takes this rank's gradients, in the order of the model's parameters, and leaves in
-them the mean over all ranks.
+them the sum over all ranks.
 """
 
 from __future__ import annotations
@@ -16,109 +16,102 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from trainer.models import trainable
-from trainer.strategies.seam import Accumulating, Exchange, first_rank, share_initial_state, weighted
+from trainer.strategies.seam import Base, Exchange, first_rank, share_initial_state, weighted
+from trainer.strategies.wire import Wire
 from trainer.timing import Brake, Timer
 
 Gradients = Sequence[Tensor]
-Group = dist.ProcessGroup
+Swap = Callable[[Gradients, Wire], None]
 
 
-class AfterBackward(Accumulating):
+class AfterBackward(Base):
     """Nothing travels before this rank's last gradient is there: what follows is the wire and the wait for others."""
 
-    def __init__(
-        self, model: nn.Module, group: Group, timer: Timer, brake: Brake, exchange: Callable[[Gradients, Group], None]
-    ) -> None:
+    def __init__(self, model: nn.Module, wire: Wire, timer: Timer, brake: Brake, exchange: Swap) -> None:
         self.model = model
-        self.group = group
+        self.wire = wire
         self.timer = timer
         self.brake = brake
         self.exchange = exchange
-        share_initial_state(model, group)
+        share_initial_state(model, wire.group)
 
     def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
-        weighted(loss_sum, batch, self.group.size()).backward()
+        weighted(loss_sum, batch).backward()
         self.brake.pause("sync")
         computed = self.timer.mark()
-        self.exchange([parameter.grad for parameter in trainable(self.model)], self.group)
+        self.exchange([parameter.grad for parameter in trainable(self.model)], self.wire)
         return Exchange(computed)
-
-    def after_update(self) -> None:
-        pass
 
     def whole(self) -> nn.Module:
         return self.model
 
 
-def allreduce(gradients: Gradients, group: Group) -> None:
-    """One all_reduce(SUM) a parameter, then a division: the loop of the studies."""
+def allreduce(gradients: Gradients, wire: Wire) -> None:
+    """One all_reduce(SUM) a parameter: the loop of the studies, less its division."""
     for gradient in gradients:
-        dist.all_reduce(gradient, group=group)
-        gradient /= group.size()
+        wire.sum(gradient)
 
 
-def allreduce_flat(gradients: Gradients, group: Group) -> None:
+def allreduce_flat(gradients: Gradients, wire: Wire) -> None:
     """One all_reduce(SUM) of all gradients in one buffer: one latency instead of one a parameter (the "tensor fusion"
     of Horovod, Sergeev and Del Balso 2018, with a buffer for everything).
     """
     flat = flatten(gradients)
-    dist.all_reduce(flat, group=group)
-    unflatten(flat / group.size(), gradients)
+    wire.sum(flat)
+    unflatten(flat, gradients)
 
 
-def reduce_broadcast(gradients: Gradients, group: Group) -> None:
-    """The sum to rank 0, the mean from there to all: the second primitive of the studies, and a parameter server's
+def reduce_broadcast(gradients: Gradients, wire: Wire) -> None:
+    """The sum to rank 0, and from there to all: the second primitive of the studies, and a parameter server's
     traffic (Li et al. 2014) with rank 0 as the server.
     """
-    flat = flatten(gradients)
+    flat, group = flatten(gradients), wire.group
     dist.reduce(flat, dst=first_rank(group), group=group)
-    flat /= group.size()
     dist.broadcast(flat, src=first_rank(group), group=group)
     unflatten(flat, gradients)
 
 
-def gather_scatter(gradients: Gradients, group: Group) -> None:
-    """Every rank's gradients to rank 0, which adds them up and scatters a copy of the mean to each: the exercise of the
+def gather_scatter(gradients: Gradients, wire: Wire) -> None:
+    """Every rank's gradients to rank 0, which adds them up and scatters a copy of the sum to each: the exercise of the
     studies. Rank 0's link carries everything, twice.
     """
-    flat = flatten(gradients)
+    flat, group = flatten(gradients), wire.group
     is_first = dist.get_rank(group) == 0
     gathered = [torch.empty_like(flat) for _ in range(group.size())] if is_first else None
     dist.gather(flat, gathered, dst=first_rank(group), group=group)
-    means = [sum_in_order(gathered) / group.size()] * group.size() if gathered else None
-    dist.scatter(flat, means, src=first_rank(group), group=group)
+    sums = [sum_in_order(gathered)] * group.size() if gathered else None
+    dist.scatter(flat, sums, src=first_rank(group), group=group)
     unflatten(flat, gradients)
 
 
-def allgather(gradients: Gradients, group: Group) -> None:
+def allgather(gradients: Gradients, wire: Wire) -> None:
     """Every rank's gradients to every rank, each adds them up itself: W times the bytes, and a sum whose order does not
     depend on the collective's algorithm.
     """
-    flat = flatten(gradients)
+    flat, group = flatten(gradients), wire.group
     gathered = [torch.empty_like(flat) for _ in range(group.size())]
     dist.all_gather(gathered, flat, group=group)
-    unflatten(sum_in_order(gathered) / group.size(), gradients)
+    unflatten(sum_in_order(gathered), gradients)
 
 
-def reduce_scatter(gradients: Gradients, group: Group) -> None:
+def reduce_scatter(gradients: Gradients, wire: Wire) -> None:
     """Each rank adds up one piece of the gradients and gives it to all: the two halves of a ring all-reduce
     (Patarasu and Yuan 2009), which sharded optimisers split apart (ZeRO, Rajbhandari et al. 2020).
     """
-    flat = flatten(gradients)
+    flat, group = flatten(gradients), wire.group
     flat = pad(flat, (0, -len(flat) % group.size()))  # pieces of one length
     pieces = list(flat.chunk(group.size()))
-    own = reduced_piece(flat, pieces, group) / group.size()
-    dist.all_gather(pieces, own, group=group)
+    dist.all_gather(pieces, reduced_piece(flat, pieces, group), group=group)
     unflatten(flat, gradients)
 
 
-EXCHANGES: dict[str, Callable[[Gradients, Group], None]] = {
+EXCHANGES: dict[str, Swap] = {
     exchange.__name__: exchange
     for exchange in (allreduce, allreduce_flat, reduce_broadcast, gather_scatter, allgather, reduce_scatter)
 }
 
 
-def reduced_piece(flat: Tensor, pieces: Sequence[Tensor], group: Group) -> Tensor:
+def reduced_piece(flat: Tensor, pieces: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
     """The sum over all ranks of the piece that is this rank's own. An older torch's Gloo has no reduce_scatter and says
     so before it sends anything; there it is one reduce to each rank.
     """

@@ -6,11 +6,12 @@ import inspect
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.strategies.seam import Accumulating, Exchange, weighted
+from trainer.models import gradient_bytes
+from trainer.strategies.seam import Base, Exchange, weighted
+from trainer.strategies.wire import Wire, fitted_bucket_bytes
 from trainer.timing import Brake, Timer
 
 # The name that newer torch gives to DDP's switch for overwriting buffers at each forward.
@@ -21,24 +22,24 @@ _BUFFER_OPTION = next(
 )
 
 
-class Ddp(Accumulating):
+class Ddp(Base):
     """Buckets of gradients travel while backward still computes the next ones.
 
-    Every rank keeps its own BatchNorm statistics (they are averaged before an evaluation): DDP would overwrite them
-    with rank 0's at each step.
+    bucket_mib: their size; 0 fits it to the link. Every rank keeps its own BatchNorm statistics (they are averaged
+    before an evaluation): DDP would overwrite them with rank 0's at each step.
     """
 
-    def __init__(
-        self, model: nn.Module, group: dist.ProcessGroup, timer: Timer, brake: Brake, bucket_mib: float
-    ) -> None:
-        self.group = group
+    def __init__(self, model: nn.Module, wire: Wire, timer: Timer, brake: Brake, bucket_mib: float) -> None:
+        self.wire = wire
         self.timer = timer
         self.brake = brake
         self.computed: Any = None
         self.collectives: list[tuple[Any, Any]] = []
+        device = next(model.parameters()).device
+        bucket_mib = bucket_mib or fitted_bucket_bytes(wire, gradient_bytes(model), device) / 2**20
         self.model = DistributedDataParallel(
             model,
-            process_group=group,
+            process_group=wire.group,
             bucket_cap_mb=bucket_mib,
             gradient_as_bucket_view=True,
             **{_BUFFER_OPTION: False},
@@ -51,25 +52,20 @@ class Ddp(Accumulating):
             self.brake.pause("sync")
             self.computed = self.timer.mark()
         handed_over = self.timer.mark()
-        mean = bucket.buffer().div_(self.group.size())
-        sent = dist.all_reduce(mean, group=self.group, async_op=True).get_future()
 
         def summed(future):
             self.collectives.append((handed_over, self.timer.mark()))
-            return future.value()[0]
+            return future.value()
 
-        return sent.then(summed)
+        return self.wire.begin(bucket.buffer()).then(summed)
 
     def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
         self.collectives.clear()
-        weighted(loss_sum, batch, self.group.size()).backward()
+        weighted(loss_sum, batch).backward()
         return Exchange(self.computed, tuple(self.collectives))
 
     def without_sync(self) -> AbstractContextManager[object]:
         return self.model.no_sync()
-
-    def after_update(self) -> None:
-        pass
 
     def whole(self) -> nn.Module:
         return self.model.module

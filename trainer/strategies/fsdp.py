@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from trainer.batch_norm import SynchronisedBatchNorm
 from trainer.errors import TrainError
 from trainer.models import gradient_bytes
-from trainer.strategies.seam import Accumulating, Exchange, share_initial_state, weighted
+from trainer.strategies.seam import Base, Exchange, share_initial_state, weighted
 from trainer.timing import Brake, Timer
 
 
-class Fsdp(Accumulating):
+class Fsdp(Base):
     """piece_mib: the largest part of the network that is gathered and reduced at once, in MiB.
 
     The model's parameters become torch's DTensors, in the same order: an optimiser has to be built after this. Through
@@ -67,9 +67,13 @@ class Fsdp(Accumulating):
         self.collectives.append((self.computed, self.timer.mark()))
         return work
 
+    def accumulate(self, loss_sum: Tensor, samples: int, batch: int) -> None:
+        """fully_shard leaves the mean over the ranks, not the sum."""
+        (weighted(loss_sum, batch) * self.group.size()).backward()
+
     def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
         self.collectives.clear()
-        weighted(loss_sum, batch, self.group.size()).backward()
+        self.accumulate(loss_sum, samples, batch)
         if not self.collectives:  # one rank alone reduces nothing
             self.brake.pause("sync")
             self.computed = self.timer.mark()
@@ -81,9 +85,6 @@ class Fsdp(Accumulating):
         self.model.set_requires_gradient_sync(False)
         yield
         self.model.set_requires_gradient_sync(True)
-
-    def after_update(self) -> None:
-        pass
 
     def whole(self) -> nn.Module:
         """A copy that lives as long as its user: every rank holds all weights meanwhile."""

@@ -1,8 +1,9 @@
 """What a strategy is, and how the samples of unequal ranks come to count alike.
 
 With l_j the mean loss over rank j's m_j samples of n, the gradient wanted is sum_j (m_j/n) grad l_j. Every strategy
-that exchanges gradients leaves the plain mean over the W ranks, so each rank's loss is first multiplied by m_j*W/n:
-this makes it W/n times the sum of its samples' losses. It stays exact for unequal shares, and for a share of 0.
+that exchanges gradients adds them up, so each rank's loss is first multiplied by m_j/n: this makes it 1/n times the sum
+of its samples' losses. It stays exact for unequal shares, and for a share of 0; no pass over the gradients is spent on
+it, and what is rounded or compressed on its way has its weight already.
 """
 
 from __future__ import annotations
@@ -50,20 +51,29 @@ class Strategy(Protocol):
     def after_update(self) -> None:
         """Called when the optimiser has moved the weights: what a strategy sends then counts as synchronisation."""
 
+    def own_state(self) -> list[Tensor]:
+        """What this rank needs to go on beside weights and momentum, to be kept and written into again."""
+
     def whole(self) -> nn.Module:
         """The network with the weights that all ranks share, for evaluations and checkpoints. Called by all ranks."""
 
 
-class Accumulating:
-    """Micro-batches, where ranks weigh their gradients as `weighted` does and nothing travels during backward."""
-
-    group: dist.ProcessGroup
+class Base:
+    """What most strategies have alike: ranks weigh their gradients as `weighted` does, nothing travels during backward
+    or after the update, and nothing has to be kept.
+    """
 
     def without_sync(self) -> AbstractContextManager[object]:
         return contextlib.nullcontext()
 
     def accumulate(self, loss_sum: Tensor, samples: int, batch: int) -> None:
-        weighted(loss_sum, batch, self.group.size()).backward()
+        weighted(loss_sum, batch).backward()
+
+    def after_update(self) -> None:
+        pass
+
+    def own_state(self) -> list[Tensor]:
+        return []
 
 
 def local_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
@@ -81,9 +91,9 @@ def local_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return nothing
 
 
-def weighted(loss_sum: Tensor, batch: int, world_size: int) -> Tensor:
+def weighted(loss_sum: Tensor, batch: int) -> Tensor:
     """The loss to differentiate, for a rank whose samples are part of `batch` over all ranks."""
-    return loss_sum * (world_size / batch)
+    return loss_sum / batch
 
 
 def share_initial_state(model: nn.Module, group: dist.ProcessGroup) -> None:

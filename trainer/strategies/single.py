@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from trainer.strategies.seam import Accumulating, Exchange, weighted
+from trainer.strategies.seam import Base, Exchange, weighted
 from trainer.timing import Brake, Timer
 
 
-class Alone(Accumulating):
+class Alone(Base):
     """No synchronisation between processes.
 
     all_devices: torch's DataParallel copies the network to every GPU at each step, cuts the batch evenly, and brings
@@ -23,15 +23,12 @@ class Alone(Accumulating):
         self.brake = brake
 
     def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
-        weighted(loss_sum, batch, 1).backward()
+        weighted(loss_sum, batch).backward()
         self.brake.pause("sync")
         return Exchange(self.timer.mark())
 
     def accumulate(self, loss_sum: Tensor, samples: int, batch: int) -> None:
-        weighted(loss_sum, batch, 1).backward()
-
-    def after_update(self) -> None:
-        pass
+        weighted(loss_sum, batch).backward()
 
     def whole(self) -> nn.Module:
         return self.network

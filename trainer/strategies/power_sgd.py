@@ -1,0 +1,96 @@
+"""PowerSGD (Vogels, Karimireddy and Jaggi, NeurIPS 2019): gradients travel as thin matrices, what that leaves out is
+remembered and sent later.
+
+    exchange = PowerSgd(trainable(model), rank=2)
+    exchange(gradients, wire)            on every rank, in place: each rank's part becomes about the sum of all
+
+A gradient M of n x m numbers becomes P Q^T with `rank` columns. Q is that of the update before (warm start), so that
+one multiplication a side follows the largest singular vectors. Each rank's part must already count by its samples:
+the sum of the parts is compressed, whatever their sizes. All P travel in one sum and all Q in another, in one order on
+every rank, with what is too small to compress as it is beside the P.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from trainer.strategies.wire import Wire
+
+_SEED = 20_191_208
+"""Any number, the same on every rank: the first Q must be."""
+
+
+class Stack:
+    """Matrices of one shape, so that one call multiplies all of them.
+
+    memory: what this rank has not been able to send yet. q: on every rank the same.
+    """
+
+    def __init__(self, positions: Sequence[int], like: Tensor, rank: int, generator: torch.Generator) -> None:
+        rows, columns = like.shape[0], like[0].numel()
+        self.positions = tuple(positions)
+        self.memory = like.new_zeros(len(positions), rows, columns)
+        rank = min(rank, rows, columns)
+        self.q = torch.randn(len(positions), columns, rank, generator=generator).to(like)
+        self.p = like.new_zeros(len(positions), rows, rank)
+
+    def project(self, gradients: Sequence[Tensor]) -> None:
+        """p becomes this rank's part of the new P."""
+        for matrix, position in zip(self.memory, self.positions, strict=True):
+            matrix += gradients[position].reshape(matrix.shape)
+        torch.bmm(self.memory, self.q, out=self.p)
+
+    def project_back(self) -> None:
+        """Takes the sum of all P; q becomes this rank's part of the new Q, and leaves the memory."""
+        self.p = torch.linalg.qr(self.p).Q
+        torch.bmm(self.memory.transpose(1, 2), self.p, out=self.q)
+        self.memory.baddbmm_(self.p, self.q.transpose(1, 2), alpha=-1)
+
+    def write(self, gradients: Sequence[Tensor]) -> None:
+        """Takes the sum of all Q."""
+        for p, q, position in zip(self.p, self.q, self.positions, strict=True):
+            gradients[position].copy_((p @ q.T).view(gradients[position].shape))
+
+
+class PowerSgd:
+    """parameters: like the gradients in number and shape. Those that would not shrink travel as they are."""
+
+    def __init__(self, parameters: Sequence[Tensor] | Sequence[nn.Parameter], rank: int) -> None:
+        generator = torch.Generator().manual_seed(_SEED)
+        of_shape: dict[tuple[int, int], list[int]] = {}
+        self.small: list[int] = []
+        for position, parameter in enumerate(parameters):
+            shape = (len(parameter), parameter[0].numel()) if parameter.dim() > 1 else (1, 1)
+            shrinks = rank * sum(shape) < math.prod(shape)
+            (of_shape.setdefault(shape, []) if shrinks else self.small).append(position)
+        self.stacks = [Stack(own, parameters[own[0]].detach(), rank, generator) for own in of_shape.values()]
+
+    @torch.no_grad()
+    def __call__(self, gradients: Sequence[Tensor], wire: Wire) -> None:
+        gradients = [gradient.detach() for gradient in gradients]
+        for stack in self.stacks:
+            stack.project(gradients)
+        _sum_all([*(stack.p for stack in self.stacks), *(gradients[position] for position in self.small)], wire)
+        for stack in self.stacks:
+            stack.project_back()
+        _sum_all([stack.q for stack in self.stacks], wire)
+        for stack in self.stacks:
+            stack.write(gradients)
+
+    def state(self) -> list[Tensor]:
+        """What the next update needs; the first of each pair is this rank's own."""
+        return [tensor for stack in self.stacks for tensor in (stack.memory, stack.q)]
+
+
+def _sum_all(tensors: Sequence[Tensor], wire: Wire) -> None:
+    """In one buffer: one latency for all of them."""
+    if not tensors:
+        return
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    wire.sum(flat)
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))

@@ -1,0 +1,150 @@
+"""Sums over all ranks, by the way that costs the slow link least: `wire.sum(tensor)`.
+
+    wire = Wire(group, nodes=["a16", "a16", "a2000"], dtype=torch.bfloat16)
+    wire.sum(gradient)                       in place, blocking: travels in 16 bits, once between the two hosts
+    wire.begin(bucket).then(...)             the same beside other work; sums go out in the order in which they began
+
+Every rank has to begin the same sums in the same order.
+"""
+
+from __future__ import annotations
+
+import queue
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.errors import TrainError
+from trainer.strategies.seam import first_rank
+
+Group = dist.ProcessGroup
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Wire:
+    """nodes: of each rank its host, where those of one host shall add up among themselves first (Gloo; NCCL finds out
+    by itself which ranks share one). dtype: what numbers travel in; None: what they are.
+
+    Raises TrainError where this torch cannot add up such numbers.
+    """
+
+    def __init__(self, group: Group, nodes: Sequence[str] = (), dtype: torch.dtype | None = None) -> None:
+        self.group = group
+        self.dtype = dtype
+        self.relay: Relay | None = None
+        if dtype and not _adds_up(dtype, group):
+            name = next(name for name, known in DTYPES.items() if known == dtype)
+            other = "fp16" if name == "bf16" else "bf16"
+            raise TrainError(f"wire {name}: torch {torch.__version__} cannot add it up; use wire={other}")
+        is_shared = 1 < len(set(nodes)) < len(nodes)
+        if is_shared and dist.get_backend(group) == "gloo":
+            self.relay = Relay(group, nodes)
+
+    def begin(self, tensor: Tensor) -> Any:
+        """A future of the tensor, which by then holds the sum; nobody may touch it before."""
+        sent = tensor if self.dtype is None else tensor.to(self.dtype)
+        if self.relay and tensor.device.type == "cpu":
+            summed = self.relay.begin(sent)
+        else:
+            summed = dist.all_reduce(sent, group=self.group, async_op=True).get_future()
+        if sent is tensor:
+            return summed.then(lambda _: tensor)
+        return summed.then(lambda _: tensor.copy_(sent))
+
+    def sum(self, tensor: Tensor) -> None:
+        self.begin(tensor).wait()
+
+
+class Relay:
+    """Each host adds up its own ranks' numbers, one rank a host carries the sum to the others, and gives it to its own.
+
+    With n ranks on h hosts a link carries 2(h-1)/h of the bytes each way instead of a ring's 2(n-1)/n (hierarchical
+    all-reduce, as in Horovod). Three threads, one a leg, each with connections of its own: while one sum is between
+    the hosts, the next is added up inside of them. Each leg keeps the order, so that all hosts have the same one.
+    """
+
+    def __init__(self, group: Group, nodes: Sequence[str]) -> None:
+        ranks = [dist.get_global_rank(group, rank) for rank in range(group.size())]
+        of_hosts = [[r for r, n in zip(ranks, nodes, strict=True) if n == node] for node in dict.fromkeys(nodes)]
+        leaders = _own_group([[host[0] for host in of_hosts]])
+        inward, outward = _own_group(of_hosts), _own_group(of_hosts)
+        legs: list[Callable[[Tensor], Any]] = []
+        if inward.size() > 1:
+            legs.append(lambda tensor: dist.reduce(tensor, first_rank(inward), group=inward))
+        if leaders is not None:
+            legs.append(lambda tensor: dist.all_reduce(tensor, group=leaders))
+        if outward.size() > 1:
+            legs.append(lambda tensor: dist.broadcast(tensor, first_rank(outward), group=outward))
+        self.queues: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in legs]
+        for number, leg in enumerate(legs):
+            following = self.queues[number + 1] if number + 1 < len(legs) else None
+            threading.Thread(target=_serve, args=(leg, self.queues[number], following), daemon=True).start()
+
+    def begin(self, tensor: Tensor) -> Any:
+        future: Any = torch.futures.Future()
+        self.queues[0].put((tensor, future))
+        return future
+
+
+def _serve(leg: Callable[[Tensor], Any], waiting: Any, following: Any) -> None:
+    while True:
+        tensor, future = waiting.get()
+        try:
+            leg(tensor)
+        except Exception as error:  # whoever waits for the sum shall have it
+            future.set_exception(error)
+            continue
+        if following:
+            following.put((tensor, future))
+        else:
+            future.set_result(tensor)
+
+
+def _own_group(of_ranks: Sequence[Sequence[int]]) -> Any:
+    """One group for each list, made by all ranks; the one that this rank is in, or None."""
+    made = [dist.new_group(list(ranks), backend="gloo") for ranks in of_ranks]
+    return next((group for group, ranks in zip(made, of_ranks, strict=True) if dist.get_rank() in ranks), None)
+
+
+def _adds_up(dtype: torch.dtype, group: Group) -> bool:
+    """Gloo says so before it sends anything: on every rank the same."""
+    try:
+        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+        dist.all_reduce(torch.ones(1, dtype=dtype, device=device), group=group)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return True
+
+
+_SMALL, _LARGE, _TIMES = 1 << 8, 1 << 20, 5
+
+
+def fitted_bucket_bytes(wire: Wire, gradient_bytes: int, device: torch.device) -> int:
+    """The size of bucket with which a gradient's S bytes are through first, by t = alpha + beta * bytes, measured now.
+
+    Beside S * beta, k buckets cost k * alpha, and one bucket's S/k * beta lies before or behind all computing: the sum
+    is least for buckets of sqrt(S * alpha / beta) bytes. On every rank the same: the slowest one's.
+    """
+    small_s, large_s = (_seconds(wire, torch.zeros(elements, device=device)) for elements in (_SMALL, _LARGE))
+    beta = max(large_s - small_s, 1e-9) / (4 * (_LARGE - _SMALL))
+    fitted = torch.tensor([(gradient_bytes * small_s / beta) ** 0.5], dtype=torch.float64)
+    dist.all_reduce(fitted, op=dist.ReduceOp.MAX)
+    return int(min(max(fitted.item(), 1 << 20), 1 << 28))
+
+
+def _seconds(wire: Wire, tensor: Tensor) -> float:
+    """The median, which leaves out the first one, with the connecting."""
+    taken = []
+    for _ in range(_TIMES):
+        began_s = time.perf_counter()
+        wire.sum(tensor)
+        if tensor.is_cuda:
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - began_s)
+    return statistics.median(taken)
