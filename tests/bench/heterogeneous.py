@@ -39,7 +39,14 @@ ROWS: dict[str, dict[str, Any]] = {
     "allreduce": {"strategy": "allreduce"},
     "ddp": {"strategy": "ddp"},
     "ddp + shares": {"strategy": "ddp", "shares": "fastest"},
-}
+    "fitted + shares": {"strategy": "ddp", "shares": "fastest", "bucket_mib": 0},
+    "half + shares": {"strategy": "ddp", "shares": "fastest", "bucket_mib": 0, "fidelity": "half"},
+    "compressed + shares": {"strategy": "ddp", "shares": "fastest", "fidelity": "compressed", "compress_after": 0},
+    "local + shares": {"strategy": "ddp", "shares": "fastest", "fidelity": "local", "local_steps": 32},
+    "local, half + shares": {
+        "strategy": "ddp", "shares": "fastest", "fidelity": "local", "local_steps": 32, "wire": "bf16",
+    },
+}  # fmt: skip
 WARMUP = 2
 
 
@@ -56,9 +63,13 @@ class Told:
     samples: list[int]
     late: list[float]
 
+    def measured(self, column: str) -> list[float]:
+        """Without the first steps; but of a row that averages now and then the whole round counts."""
+        return list(getattr(self, column)[0 if "local" in self.row else WARMUP :])
+
     @property
     def measured_s(self) -> float:
-        return sum(self.t_ms[WARMUP:]) / 1000
+        return sum(self.measured("t_ms")) / 1000
 
 
 def main() -> None:
@@ -104,9 +115,8 @@ def settings_of(
 ) -> dict[str, Any]:
     names = [f"{gpu}{index}:{local}" for index, (gpu, count) in enumerate(hosts) for local in range(count)]
     fastest = ",".join(f"{rank}={share}" for rank, share in zip(names, shares, strict=True))
-    every = int(settings.get("local_steps") or settings.get("average_every") or 1)
-    length = max(1, -(-steps // every)) * every if every > 1 else steps
-    found = {**settings, "batch": batch, "steps": length + WARMUP * (every == 1)}
+    every = settings.get("local_steps", 1)
+    found = {**settings, "batch": batch, "steps": every if every > 1 else steps + WARMUP}
     return {**found, "shares": fastest} if settings.get("shares") == "fastest" else found
 
 
@@ -147,7 +157,9 @@ def run(lab: Rack, told: dict[str, Any]) -> list[Told]:
 def sum_of_solo(told: Sequence[Told], blocks: int) -> float:
     ranks = sorted({one.rank for one in told})
     alone = {rank: [one for one in told if one.row == "alone" and one.rank == rank] for rank in ranks}
-    return sum(statistics.median(sum(one.samples[WARMUP:]) / one.measured_s for one in alone[rank]) for rank in ranks)
+    return sum(
+        statistics.median(sum(one.measured("samples")) / one.measured_s for one in alone[rank]) for rank in ranks
+    )
 
 
 def limit(
@@ -156,7 +168,7 @@ def limit(
     """Samples a second that no implementation of this row can exceed."""
     own = shares if row.get("shares") else [batch / len(speeds)] * len(speeds)
     compute_s = max(speed.sample_ms * share for speed, share in zip(speeds, own, strict=True)) / 1000
-    every = int(row.get("local_steps") or row.get("average_every") or 1)
+    every = row.get("local_steps", 1)
     half = row.get("fidelity") == "half" or row.get("wire") == "bf16"
     wire_s = 2 * (hosts - 1) / hosts * GRADIENT_BYTES / (2 if half else 1) * 8 / (goodput * 1e9)
     if every > 1:
@@ -168,7 +180,7 @@ def show(row: str, told: Sequence[Told], blocks: int, settings: dict[str, Any], 
     speeds = []
     for block in range(1, blocks + 1):
         ranks = [one for one in told if one.block == block]
-        samples = sum(sum(one.samples[WARMUP:]) for one in ranks)
+        samples = sum(sum(one.measured("samples")) for one in ranks)
         speeds.append(samples / max(one.measured_s for one in ranks))
     speed = statistics.median(speeds)
     late = max(statistics.median(one.late) for one in told)
@@ -177,8 +189,8 @@ def show(row: str, told: Sequence[Told], blocks: int, settings: dict[str, Any], 
           f"{most:.0f} ({settings['steps']} steps){valid}")  # fmt: skip
     for rank in sorted({one.rank for one in told}):
         own = [one for one in told if one.rank == rank]
-        compute = statistics.median(ms for one in own for ms in one.compute_ms[WARMUP:])
-        exposed = statistics.median(ms for one in own for ms in one.exposed_ms[WARMUP:])
+        compute = statistics.median(ms for one in own for ms in one.measured("compute_ms"))
+        exposed = statistics.mean(ms for one in own for ms in one.measured("exposed_ms"))
         print(f"    rank {rank}: compute {compute:.1f}  exposed {exposed:.1f} ms", flush=True)
 
 
