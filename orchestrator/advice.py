@@ -132,19 +132,19 @@ class Advice:
 
 
 def ways(
-    fidelity: Fidelity, *, buckets_mib: Sequence[float] = BUCKETS_MIB, every: int = LOCAL_STEPS, hierarchical: bool
+    fidelity: Fidelity, *, buckets_mib: Sequence[float] = BUCKETS_MIB, every: int = LOCAL_STEPS, rank: int = 2
 ) -> Iterator[Way]:
-    """hierarchical: also those that add up inside each host first, which only forecasts know."""
-    layouts = (False, True) if hierarchical else (False,)
+    """rank: of PowerSGD."""
     if fidelity == "local":
-        for adaptive in (False, True):
-            yield Way("parameter_average", "local", every=every, adaptive=adaptive)
+        for half_wire in (False, True):
+            yield Way("parameter_average", "local", every=every, half_wire=half_wire)
         return
-    for layout in layouts:
-        for bucket_mib in buckets_mib:
-            yield Way("ddp", fidelity, bucket_mib, hierarchical=layout)
-        if fidelity != "compressed":
-            yield Way("allreduce_flat", fidelity, hierarchical=layout)
+    if fidelity == "compressed":
+        yield Way("allreduce_flat", "compressed", rank=rank)
+        return
+    for bucket_mib in buckets_mib:
+        yield Way("ddp", fidelity, bucket_mib)
+    yield Way("allreduce_flat", fidelity)
     if fidelity == "half":
         yield Way("allreduce", "half")
     if fidelity == "exact":
@@ -158,13 +158,12 @@ def choices(scene: Scene, candidates: Iterable[Way], policies: Sequence[Policy] 
         Choice(policy, predict(scene.job, scene.hosts, scene.wire, way, scene.shares(policy)))
         for policy in policies
         for way in candidates
-        if not (way.adaptive and policy == "measured")
     ]
     return sorted(found, key=lambda choice: -choice.samples_per_s)
 
 
-def best(scene: Scene, fidelity: Fidelity, policies: Sequence[Policy] = POLICIES, hierarchical: bool = False) -> Choice:
-    return choices(scene, list(ways(fidelity, hierarchical=hierarchical)), policies)[0]
+def best(scene: Scene, fidelity: Fidelity, policies: Sequence[Policy] = POLICIES) -> Choice:
+    return choices(scene, list(ways(fidelity)), policies)[0]
 
 
 def advise(
@@ -173,17 +172,17 @@ def advise(
     *,
     every: int = LOCAL_STEPS,
     buckets_mib: Sequence[float] = BUCKETS_MIB,
-    hierarchical: bool = False,
+    rank: int = 2,
 ) -> Advice:
     """fidelity: what the person allows; leaving hosts out and changes are judged by it."""
     found: list[Choice] = []
     for each in FIDELITIES:
-        candidates = list(ways(each, buckets_mib=buckets_mib, every=every, hierarchical=hierarchical))
+        candidates = list(ways(each, buckets_mib=buckets_mib, every=every, rank=rank))
         found += choices(scene, candidates)
     by_fidelity = {each: next(one for one in found if one.forecast.way.fidelity == each) for each in FIDELITIES}
 
     def at_best(changed: Scene) -> Choice:
-        candidates = list(ways(fidelity, buckets_mib=buckets_mib, every=every, hierarchical=hierarchical))
+        candidates = list(ways(fidelity, buckets_mib=buckets_mib, every=every, rank=rank))
         return choices(changed, candidates)[0]
 
     now = by_fidelity[fidelity].samples_per_s
@@ -203,7 +202,7 @@ def _one_a_kind(found: Iterable[Choice]) -> Iterator[Choice]:
     seen = set()
     for choice in found:
         way = choice.forecast.way
-        kind = way.strategy, way.fidelity, way.adaptive, way.hierarchical, choice.policy
+        kind = way.strategy, way.fidelity, way.half_wire, choice.policy
         if kind not in seen:
             seen.add(kind)
             yield choice

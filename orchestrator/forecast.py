@@ -49,8 +49,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Way:
-    """How ranks stay together. every: local steps between two averages. rank: PowerSGD's. hierarchical: the ranks of a
-    host add up first. adaptive: a faster rank takes more local steps in the same time.
+    """How ranks stay together. every: local steps between two averages. rank: PowerSGD's. adaptive: a faster rank takes
+    more local steps in the same time. half_wire: local's averages travel in 16 bits.
     """
 
     strategy: str
@@ -58,8 +58,8 @@ class Way:
     bucket_mib: float = 25.0
     every: int = 1
     rank: int = 2
-    hierarchical: bool = False
     adaptive: bool = False
+    half_wire: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,14 +130,14 @@ def buckets_of(layers: tuple[Layer, ...], bucket_mib: float) -> tuple[Bucket, ..
 
 @lru_cache(maxsize=64)
 def compressed_bytes(shapes: tuple[Shape, ...], rank: int) -> int:
-    """What PowerSGD (Vogels et al. 2019) sends of these: two thin matrices for each that becomes at least half as
-    large by it, all others as they are.
+    """What PowerSGD (Vogels et al. 2019) sends of these: two thin matrices for each that is smaller by it, all others
+    as they are.
     """
     total = 0
     for shape in shapes:
         rows, columns = shape[0], prod(shape[1:])
         thin = rank * (rows + columns)
-        total += thin if len(shape) > 1 and 2 * thin < rows * columns else rows * columns
+        total += thin if len(shape) > 1 and thin < rows * columns else rows * columns
     return FLOAT_BYTES * total
 
 
@@ -146,7 +146,7 @@ def predict(job: Job, hosts: Sequence[Host], wire: Wire, way: Way, shares: Seque
     speeds = [speed for host in hosts for speed in host.speeds]
     if way.fidelity == "local":
         return _local(job, speeds, wire, way, shares)
-    if way.strategy == "ddp" and len(speeds) > 1:
+    if way.strategy == "ddp" and way.fidelity != "compressed" and len(speeds) > 1:
         return _overlapped(job, speeds, wire, way, shares)
     sync_ms = 1000 * exchange_s(job, wire, way) if len(speeds) > 1 else 0.0
     ends = [speed.step_ms(samples) for speed, samples in zip(speeds, shares, strict=True)]
@@ -157,11 +157,12 @@ def _overlapped(job: Job, speeds: Sequence[Speed], wire: Wire, way: Way, shares:
     ends = [speed.step_ms(samples) for speed, samples in zip(speeds, shares, strict=True)]
     micro = [speed.micro_batches(samples) for speed, samples in zip(speeds, shares, strict=True)]
     kinds = set(zip(ends, micro, strict=True))
-    done_ms = 0.0
+    legs = [0.0] * len(bucket_legs_s(Bucket(0, 0.0, ()), wire, way))
     for bucket in buckets_of(job.layers, way.bucket_mib):
-        ready_ms = max(release_ms(end, count, bucket.ready) for end, count in kinds)
-        done_ms = max(done_ms, ready_ms) + 1000 * bucket_s(bucket, wire, way)
-    return _forecast(job, way, shares, ends, done_ms, wire_bytes(job, way))
+        done_ms = max(release_ms(end, count, bucket.ready) for end, count in kinds)
+        for number, leg_s in enumerate(bucket_legs_s(bucket, wire, way)):
+            legs[number] = done_ms = max(done_ms, legs[number]) + 1000 * leg_s
+    return _forecast(job, way, shares, ends, legs[-1], wire_bytes(job, way))
 
 
 def release_ms(step_ms: float, micro_batches: int, ready: float) -> float:
@@ -171,33 +172,29 @@ def release_ms(step_ms: float, micro_batches: int, ready: float) -> float:
     return step_ms * (before + last * (FORWARD + BACKWARD * ready))
 
 
-def bucket_s(bucket: Bucket, wire: Wire, way: Way) -> float:
-    """What the exchange of a bucket costs, with what has to be done to it before and after."""
-    costs = wire.costs
-    all_reduce = wire.hierarchical_all_reduce_s if way.hierarchical else wire.all_reduce_s
+def bucket_legs_s(bucket: Bucket, wire: Wire, way: Way) -> tuple[float, ...]:
+    """What a bucket goes through; while it is in one leg, the next bucket is in the one before."""
     if way.fidelity == "half":
-        return all_reduce(bucket.bytes / 2) + 2 * bucket.bytes / costs.cast_bytes_per_s
-    if way.fidelity == "compressed":  # one call for each of the two factors, and one for what stays as it is
-        thin = compressed_bytes(bucket.shapes, way.rank)
-        return all_reduce(thin) + 2 * all_reduce(0) + bucket.bytes / costs.compress_bytes_per_s
-    return all_reduce(bucket.bytes)
+        cast_s = bucket.bytes / wire.costs.cast_bytes_per_s
+        return (cast_s, *wire.sum_legs_s(bucket.bytes / 2), cast_s)
+    return wire.sum_legs_s(bucket.bytes)
 
 
 def wire_bytes(job: Job, way: Way) -> float:
     whole = gradient_bytes(job.layers)
     if way.fidelity == "compressed":
         return compressed_bytes(tuple(shape for layer in job.layers for shape in layer.shapes), way.rank)
-    return whole / 2 if way.fidelity == "half" else whole / way.every
+    return (whole / 2 if way.fidelity == "half" or way.half_wire else whole) / way.every
 
 
 Exchange = Callable[[Wire, float], float]
 EXCHANGES: dict[str, Exchange] = {
-    "allreduce_flat": lambda wire, size: wire.all_reduce_s(size),
+    "allreduce_flat": lambda wire, size: wire.sum_s(size),
     "reduce_scatter": lambda wire, size: wire.reduce_scatter_s(size) + wire.all_gather_s(size / wire.ranks),
     "reduce_broadcast": lambda wire, size: wire.reduce_s(size) + wire.broadcast_s(size),
     "gather_scatter": lambda wire, size: wire.gather_s(size) + wire.scatter_s(size),
     "allgather": lambda wire, size: wire.all_gather_s(size),
-    "parameter_average": lambda wire, size: wire.all_reduce_s(size),
+    "parameter_average": lambda wire, size: wire.sum_s(size),
 }
 """What follows backward, with all gradients in one buffer of so many bytes."""
 STRATEGIES = ("ddp", "allreduce", *EXCHANGES)
@@ -205,15 +202,25 @@ STRATEGIES = ("ddp", "allreduce", *EXCHANGES)
 
 def exchange_s(job: Job, wire: Wire, way: Way) -> float:
     """Of a strategy that sends nothing before backward is over."""
-    whole, part = gradient_bytes(job.layers), 0.5 if way.fidelity == "half" else 1.0
-    cast_s = 2 * whole / wire.costs.cast_bytes_per_s if way.fidelity == "half" else 0.0
+    whole, costs = gradient_bytes(job.layers), wire.costs
+    if way.fidelity == "compressed":  # a sum of one thin factor, and one of the other; what stays as it is goes along
+        return 2 * wire.sum_s(wire_bytes(job, way) / 2) + whole / costs.compress_bytes_per_s
+    half = way.fidelity == "half" or way.half_wire
+    sent, cast_s = (whole / 2, 2 * whole / costs.cast_bytes_per_s) if half else (whole, 0.0)
     if way.strategy == "allreduce":
-        sizes = [FLOAT_BYTES * prod(shape) for layer in job.layers for shape in layer.shapes]
-        return cast_s + len(sizes) * wire.all_reduce_s(0) + wire.all_reduce_s(part * whole) - wire.all_reduce_s(0)
-    copies = 2 + (wire.ranks if way.strategy in ("gather_scatter", "allgather") else 0)  # these add up by themselves
-    if way.hierarchical:
-        return cast_s + wire.hierarchical_all_reduce_s(part * whole) + copies * whole / wire.costs.copy_bytes_per_s
-    return cast_s + EXCHANGES[way.strategy](wire, part * whole) + copies * whole / wire.costs.copy_bytes_per_s
+        tensors = sum(len(layer.shapes) for layer in job.layers)
+        return cast_s + (tensors - 1) * wire.sum_s(0) + wire.sum_s(sent)
+    return cast_s + EXCHANGES[way.strategy](wire, sent) + copies(wire, way) * whole / costs.copy_bytes_per_s
+
+
+def copies(wire: Wire, way: Way) -> int:
+    """Into one buffer and back; of two strategies all ranks' gradients, which they add up by themselves."""
+    return 2 + (wire.ranks if way.strategy in ("gather_scatter", "allgather") else 0)
+
+
+def averaging(way: Way) -> Way:
+    """What happens at each of local's averages."""
+    return Way("parameter_average", half_wire=way.half_wire)
 
 
 def _local(job: Job, speeds: Sequence[Speed], wire: Wire, way: Way, shares: Sequence[int]) -> Forecast:
@@ -225,7 +232,7 @@ def _local(job: Job, speeds: Sequence[Speed], wire: Wire, way: Way, shares: Sequ
     if way.adaptive and len(set(shares)) == 1:
         steps = list(fastest_shares([Speed(0.0, time_ms) for time_ms in one_ms], way.every * len(speeds)))
     ends = [count * time_ms for count, time_ms in zip(steps, one_ms, strict=True)]
-    sync_ms = 1000 * exchange_s(job, wire, Way("parameter_average")) if len(speeds) > 1 else 0.0
+    sync_ms = 1000 * exchange_s(job, wire, averaging(way)) if len(speeds) > 1 else 0.0
     per_step = [end / way.every for end in ends]
     samples = sum(count * share for count, share in zip(steps, shares, strict=True)) / way.every
     step_ms = (max(ends) + sync_ms) / way.every

@@ -34,6 +34,8 @@ from trainer.config import Settings, SettingsError, parse_settings
 from trainer.experiments import DATA_SETS, EXPERIMENTS
 from trainer.shares import Speed, parse_speeds
 
+FITTED_MIB = 25.0
+"""About what `bucket_mib=0` comes to on a slow link."""
 SEEN_RUNS = 50
 """Newest runs of collectives that are looked at for one of these hosts."""
 
@@ -222,12 +224,20 @@ def way_of(settings: dict[str, Any]) -> Way | None:
     """The way that these settings ask for. None: one that is not foreseen."""
     strategy = str(settings["strategy"])
     fidelity = allowed(settings)
-    every = int(settings.get("average_every", 1))
+    half_wire = settings.get("wire") in ("bf16", "fp16")
     if strategy in ("none", "dp"):
         return Way("ddp")  # one rank, which exchanges nothing
-    if strategy == "parameter_average" or fidelity == "local":
-        return Way("parameter_average", "local", every=every)
-    return Way(strategy, fidelity, float(settings["bucket_mib"])) if strategy in STRATEGIES else None
+    if fidelity == "local":
+        return Way("parameter_average", "local", every=local_steps(settings), half_wire=half_wire)
+    if strategy == "parameter_average":
+        return Way(strategy, "local", every=int(settings.get("average_every", 1)), half_wire=half_wire)
+    bucket_mib = float(settings["bucket_mib"]) or FITTED_MIB
+    rank = int(settings.get("compress_rank", 2))
+    return Way(strategy, fidelity, bucket_mib, rank=rank) if strategy in STRATEGIES else None
+
+
+def local_steps(settings: dict[str, Any]) -> int:
+    return int(settings.get("local_steps", LOCAL_STEPS))
 
 
 def allowed(settings: dict[str, Any]) -> Fidelity:
@@ -276,9 +286,10 @@ def with_best_way(plan: LaunchPlan, view: View, chosen: frozenset[str]) -> Launc
     chosen: settings that the person made, which stay. Raises UsageError where none fits them.
     """
     fidelity = allowed(plan.settings)
-    buckets_mib = (float(plan.settings["bucket_mib"]),) if "bucket_mib" in chosen else BUCKETS_MIB
-    every = int(plan.settings["average_every"]) if "average_every" in chosen else LOCAL_STEPS
-    candidates = ways(fidelity, buckets_mib=buckets_mib, every=every, hierarchical=False)
+    own_mib = float(plan.settings["bucket_mib"]) if "bucket_mib" in chosen else 0.0
+    rank = int(plan.settings.get("compress_rank", 2))
+    buckets_mib = (own_mib,) if own_mib else BUCKETS_MIB
+    candidates = ways(fidelity, buckets_mib=buckets_mib, every=local_steps(plan.settings), rank=rank)
     known = [(way, pairs) for way in candidates if (pairs := runnable(plan, way, chosen))]
     if not known:
         raise UsageError(f"strategy=auto: no strategy fits fidelity {fidelity} and these settings", "name one")
@@ -297,11 +308,10 @@ def with_best_way(plan: LaunchPlan, view: View, chosen: frozenset[str]) -> Launc
 
 def runnable(plan: LaunchPlan, way: Way, chosen: frozenset[str]) -> dict[str, Any] | None:
     """The settings that make a run go this way. None where the trainer would refuse them."""
-    if way.hierarchical or way.adaptive:
-        return None
     pairs: dict[str, Any] = {"strategy": way.strategy}
     pairs |= {"bucket_mib": way.bucket_mib} if way.strategy == "ddp" else {}
-    pairs |= {"average_every": way.every} if way.fidelity == "local" else {}
+    if way.half_wire and plan.settings.get("wire") not in ("bf16", "fp16"):
+        return None  # a person's word
     fields = {field.name for field in dataclasses.fields(Settings)}
     everything = {key: value for key, value in {**plan.settings, **pairs}.items() if key in fields and key != "exp"}
     try:

@@ -12,11 +12,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from orchestrator.advice import BUCKETS_MIB, FIDELITIES, LOCAL_STEPS, Advice, Choice, Scene, WhatIf, advise
+from orchestrator.advice import BUCKETS_MIB, FIDELITIES, Advice, Choice, Scene, WhatIf, advise
 from orchestrator.catalogue import ERROR, HOST_DAYS, RESTART_S, Failures, failures
 from orchestrator.imagined import Group, imagine
 from orchestrator.networks import gradient_bytes
-from orchestrator.outlook import View, allowed, network_of
+from orchestrator.outlook import View, allowed, local_steps, network_of
 from orchestrator.records import LaunchPlan
 from orchestrator.units import format_bandwidth, format_duration
 from orchestrator.wire import GOODPUT
@@ -48,7 +48,7 @@ def imagined_outlook(
 ) -> Outlook:
     layers = network_of(exp, dict(settings))
     scene = imagine(groups, layers, int(settings["batch"]), bandwidth_bps)
-    advice = advise(scene, allowed(dict(settings)), hierarchical=True, **_kept(settings, chosen))
+    advice = advise(scene, allowed(dict(settings)), **_kept(settings, chosen))
     gpus = {group.gpu.name: group.gpu for group in groups}.values()
     return Outlook(
         cluster=", ".join(group.words for group in groups),
@@ -72,9 +72,9 @@ def _trust(unsure: Collection[str]) -> str:
 
 
 def _kept(settings: Mapping[str, Any], chosen: Collection[str]) -> dict[str, Any]:
-    every = int(settings["average_every"]) if "average_every" in chosen else LOCAL_STEPS
-    buckets_mib = (float(settings["bucket_mib"]),) if "bucket_mib" in chosen else BUCKETS_MIB
-    return {"every": every, "buckets_mib": buckets_mib}
+    buckets_mib = (float(settings["bucket_mib"]),) if "bucket_mib" in chosen and settings["bucket_mib"] else BUCKETS_MIB
+    told = {"every": local_steps(dict(settings)), "rank": int(settings.get("compress_rank", 2))}
+    return {**told, "buckets_mib": buckets_mib}
 
 
 # ---- for people -----------------------------------------------------------------------------------------------------
@@ -119,18 +119,15 @@ def way_words(choice: Choice) -> str:
     if way.strategy == "ddp":
         words += f", {way.bucket_mib:g} MiB buckets"
     if way.fidelity == "compressed":
-        words += f", rank {way.rank}"
+        words = f"PowerSGD, rank {way.rank}"
     if way.fidelity == "local":
-        words = f"average every {way.every} steps"
-    return words + (", by host first" if way.hierarchical else "")
+        words = f"every {way.every} steps{', 16 bits' if way.half_wire else ''}"
+    return words
 
 
 def share_words(choice: Choice) -> str:
     """`73+183`, or in a word where there are many."""
     forecast = choice.forecast
-    if forecast.way.adaptive:
-        counts = forecast.local_steps
-        return f"{'+'.join(map(str, counts))} steps" if len(counts) <= 4 else "steps by speed"
     if len(forecast.shares) <= 4:
         return "+".join(map(str, forecast.shares))
     return "equal" if choice.policy == "equal" else "by speed"
@@ -170,9 +167,9 @@ def _gain(change: WhatIf, now: float) -> str:
 def _rings(found: Outlook) -> Iterator[str]:
     """A flat ring beside one that adds up inside each host first, where hosts have several ranks."""
     wire = found.scene.wire
-    if wire.ranks > len(wire.sites) > 1:
+    if wire.is_shared:
         size = gradient_bytes(found.scene.job.layers)
-        flat, by_host = wire.all_reduce_s(size), wire.hierarchical_all_reduce_s(size)
+        flat, by_host = wire.all_reduce_s(size), sum(wire.relay_s(size))
         yield f"one ring through all ranks: {1000 * flat:.0f} ms; inside each host first: {1000 * by_host:.0f} ms"
 
 

@@ -11,14 +11,24 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 
-from orchestrator.forecast import Bucket, Host, Job, Way, buckets_of, compressed_bytes, predict, release_ms
+from orchestrator.forecast import (
+    Bucket,
+    Host,
+    Job,
+    Way,
+    averaging,
+    buckets_of,
+    copies,
+    predict,
+    release_ms,
+    wire_bytes,
+)
 from orchestrator.networks import FLOAT_BYTES, gradient_bytes
 from orchestrator.wire import Wire
 
@@ -29,20 +39,30 @@ Round = tuple[Message, ...]
 
 
 @dataclass(frozen=True)
+class Leg:
+    """work_s: what every rank does by itself before; called: whether it is a collective, with what a call costs."""
+
+    rounds: tuple[Round, ...] = ()
+    work_s: float = 0.0
+    called: bool = True
+
+
+@dataclass(frozen=True)
 class Transfer:
-    """One collective. ready: by rank, the time in a step at which it can begin there. work_s: what a rank does to the
-    bytes before and again after it.
+    """One sum of gradients, or part of one. ready: by rank, the time in a step at which it can begin there. Each rank
+    has one thread for each leg, so that the next transfer enters the first while this one is in the second; but a
+    blocking transfer waits for the whole of the one before.
     """
 
     ready_s: tuple[float, ...]
-    rounds: tuple[Round, ...]
-    work_s: float = 0.0
+    legs: tuple[Leg, ...]
+    blocking: bool = True
 
 
 def simulate_step_ms(
     job: Job, hosts: Sequence[Host], wire: Wire, way: Way, shares: Sequence[int], steps: int = 3
 ) -> float:
-    """Mean length of the steps after the first. Two ranks at least; not for hierarchical ways."""
+    """Mean length of the steps after the first. Two ranks at least."""
     transfers = tuple(_transfers(job, hosts, wire, way, shares))
     ends = _Play(wire, transfers, steps).run()
     return 1000 * (ends[-1] - ends[0]) / (steps - 1) / way.every
@@ -76,19 +96,44 @@ def tree_broadcast(ranks: int, size_bytes: float) -> Iterator[Round]:
         have *= 2
 
 
-def collectives_of(strategy: str, ranks: int, size_bytes: float) -> tuple[tuple[Round, ...], ...]:
-    """The rounds of each collective that a strategy calls with all gradients in one buffer."""
-    piece = size_bytes / ranks
+def sum_legs(wire: Wire, size_bytes: float) -> tuple[Leg, ...]:
+    """As `Wire.sum_legs_s` counts them."""
+    if not (wire.costs.relays and wire.is_shared):
+        return (Leg(tuple(all_reduce(wire.ranks, size_bytes))),)
+    first, hosts = 0, list[range]()
+    for site in wire.sites:
+        hosts.append(range(first, first + site.ranks))
+        first += site.ranks
+    inward = [_inside(host, (*ring(len(host), len(host) - 1, size_bytes / len(host)),
+                             *gather(len(host), size_bytes / len(host)))) for host in hosts]  # fmt: skip
+    outward = [_inside(host, tree_broadcast(len(host), size_bytes)) for host in hosts]
+    heads = [host[0] for host in hosts]
+    between = tuple(tuple((heads[a], heads[b], size) for a, b, size in r) for r in all_reduce(len(hosts), size_bytes))
+    return Leg(_together(inward), called=False), Leg(between), Leg(_together(outward), called=False)
+
+
+def _inside(host: range, rounds: Iterable[Round]) -> list[Round]:
+    return [tuple((host[a], host[b], size) for a, b, size in messages) for messages in rounds] if len(host) > 1 else []
+
+
+def _together(of_hosts: Sequence[Sequence[Round]]) -> tuple[Round, ...]:
+    """All hosts' first rounds at once, then their second ones."""
+    return tuple(tuple(itertools.chain(*rounds)) for rounds in itertools.zip_longest(*of_hosts, fillvalue=()))
+
+
+def collectives_of(wire: Wire, strategy: str, size_bytes: float) -> tuple[Leg, ...]:
+    """What a strategy calls with all gradients in one buffer."""
+    ranks, piece = wire.ranks, size_bytes / wire.ranks
+    if strategy in ("allreduce_flat", "parameter_average"):
+        return sum_legs(wire, size_bytes)
     half_ring = tuple(ring(ranks, ranks - 1, piece))
     calls: dict[str, tuple[Iterable[Round], ...]] = {
-        "allreduce_flat": (all_reduce(ranks, size_bytes),),
-        "parameter_average": (all_reduce(ranks, size_bytes),),
         "reduce_scatter": (half_ring, half_ring),
         "reduce_broadcast": ((*half_ring, *gather(ranks, piece)), tree_broadcast(ranks, size_bytes)),
         "gather_scatter": (gather(ranks, size_bytes), scatter(ranks, size_bytes)),
         "allgather": (ring(ranks, ranks - 1, size_bytes),),
     }
-    return tuple(tuple(rounds) for rounds in calls[strategy])
+    return tuple(Leg(tuple(rounds)) for rounds in calls[strategy])
 
 
 def _transfers(job: Job, hosts: Sequence[Host], wire: Wire, way: Way, shares: Sequence[int]) -> Iterator[Transfer]:
@@ -98,29 +143,27 @@ def _transfers(job: Job, hosts: Sequence[Host], wire: Wire, way: Way, shares: Se
     if way.fidelity == "local":
         steps = predict(job, hosts, wire, way, shares).local_steps
         ends_s = tuple(count * end_s for count, end_s in zip(steps, ends_s, strict=True))
-        yield from _at_once(job, wire, Way("parameter_average"), ends_s)
+        yield _at_once(job, wire, averaging(way), ends_s)
+    elif way.fidelity == "compressed":
+        thin = sum_legs(wire, wire_bytes(job, way) / 2)
+        work = Leg(work_s=gradient_bytes(job.layers) / wire.costs.compress_bytes_per_s, called=False)
+        yield Transfer(ends_s, (work, *thin, *thin))
     elif way.strategy == "ddp":
         micro = [speed.micro_batches(samples) for speed, samples in zip(speeds, shares, strict=True)]
         for bucket in buckets_of(job.layers, way.bucket_mib):
             ready_s = tuple(release_ms(*rank, bucket.ready) for rank in zip(ends_s, micro, strict=True))
-            yield from _bucket(bucket, wire, way, ready_s)
+            yield Transfer(ready_s, _bucket(bucket, wire, way), blocking=False)
     elif way.strategy == "allreduce":
         yield from _each(job, wire, way, ends_s)
     else:
-        yield from _at_once(job, wire, way, ends_s)
+        yield _at_once(job, wire, way, ends_s)
 
 
-def _bucket(bucket: Bucket, wire: Wire, way: Way, ready_s: tuple[float, ...]) -> Iterator[Transfer]:
-    costs = wire.costs
-    if way.fidelity == "compressed":
-        thin = tuple(all_reduce(wire.ranks, compressed_bytes(bucket.shapes, way.rank)))
-        yield Transfer(ready_s, thin, bucket.bytes / costs.compress_bytes_per_s / 2)
-        yield from [Transfer(ready_s, tuple(all_reduce(wire.ranks, 0)))] * 2
-    elif way.fidelity == "half":
-        rounds = tuple(all_reduce(wire.ranks, bucket.bytes / 2))
-        yield Transfer(ready_s, rounds, bucket.bytes / costs.cast_bytes_per_s)
-    else:
-        yield Transfer(ready_s, tuple(all_reduce(wire.ranks, bucket.bytes)))
+def _bucket(bucket: Bucket, wire: Wire, way: Way) -> tuple[Leg, ...]:
+    if way.fidelity != "half":
+        return sum_legs(wire, bucket.bytes)
+    cast = Leg(work_s=bucket.bytes / wire.costs.cast_bytes_per_s, called=False)
+    return cast, *sum_legs(wire, bucket.bytes / 2), cast
 
 
 def _each(job: Job, wire: Wire, way: Way, ends_s: tuple[float, ...]) -> Iterator[Transfer]:
@@ -129,27 +172,26 @@ def _each(job: Job, wire: Wire, way: Way, ends_s: tuple[float, ...]) -> Iterator
     for layer in job.layers:
         for shape in layer.shapes:
             size = FLOAT_BYTES * prod(shape)
-            work_s = size / wire.costs.cast_bytes_per_s if way.fidelity == "half" else 0.0
-            yield Transfer(ends_s, tuple(all_reduce(wire.ranks, part * size)), work_s)
+            cast = Leg(work_s=2 * size / wire.costs.cast_bytes_per_s if way.fidelity == "half" else 0.0, called=False)
+            yield Transfer(ends_s, (cast, *sum_legs(wire, part * size)))
 
 
-def _at_once(job: Job, wire: Wire, way: Way, ends_s: tuple[float, ...]) -> Iterator[Transfer]:
+def _at_once(job: Job, wire: Wire, way: Way, ends_s: tuple[float, ...]) -> Transfer:
     """All gradients in one buffer, by one collective or two."""
-    costs, whole, half = wire.costs, gradient_bytes(job.layers), way.fidelity == "half"
-    copies = 2 + (wire.ranks if way.strategy in ("gather_scatter", "allgather") else 0)
-    work_s = copies * whole / costs.copy_bytes_per_s + (2 * whole / costs.cast_bytes_per_s if half else 0.0)
-    calls = collectives_of(way.strategy, wire.ranks, whole / 2 if half else whole)
-    for rounds in calls:
-        yield Transfer(ends_s, rounds, work_s / 2 / len(calls))
+    costs, whole = wire.costs, gradient_bytes(job.layers)
+    half = way.fidelity == "half" or way.half_wire
+    work_s = copies(wire, way) * whole / costs.copy_bytes_per_s + (2 * whole / costs.cast_bytes_per_s if half else 0.0)
+    work = Leg(work_s=work_s / 2, called=False)
+    return Transfer(ends_s, (work, *collectives_of(wire, way.strategy, whole / 2 if half else whole), work))
 
 
 # ---- the play -------------------------------------------------------------------------------------------------------
 
-Program = Generator[float, None, None]
-"""What a rank does next; it gives the time until which it is busy, FOREVER when it waits for others."""
-FOREVER = math.inf
-Key = tuple[int, int, int, int]
-"""Step, transfer, round and rank."""
+Key = tuple[int, ...]
+"""Step, transfer and leg, then the rank that is through with it; or a round of it, or THERE, and the rank."""
+THERE = -1
+Program = Generator["float | Key", None, None]
+"""What a rank's thread does next: it gives the time until which it is busy, or what it waits for."""
 
 
 class _Play:
@@ -162,17 +204,18 @@ class _Play:
         self.order = itertools.count()
         self.up_s = dict.fromkeys((site.name for site in wire.sites), 0.0)
         self.down_s = dict(self.up_s)
-        self.entered: set[tuple[int, int, int]] = set()
-        self.held: defaultdict[tuple[int, int, int], list[Callable[[], None]]] = defaultdict(list)
-        self.done: Counter[Key] = Counter()
-        self.awaited: dict[Key, int] = {}
+        self.held: defaultdict[Key, list[Callable[[], None]]] = defaultdict(list)
+        self.missing: Counter[Key] = Counter()
+        self.reached: set[Key] = set()
+        self.waiting: defaultdict[Key, list[Program]] = defaultdict(list)
+        self.began_s: dict[tuple[int, int], float] = {}
         self.ends = [0.0] * steps
-        self.programs = [self._program(rank) for rank in range(wire.ranks)]
 
     def run(self) -> list[float]:
         """When the last rank ended each step."""
-        for rank in range(self.wire.ranks):
-            self._at(0.0, partial(self._go_on, rank))
+        for leg in range(max(len(transfer.legs) for transfer in self.transfers)):
+            for rank in range(self.wire.ranks):
+                self._at(0.0, partial(self._go_on, self._thread(rank, leg)))
         while self.due:
             self.now_s, _, happens = heapq.heappop(self.due)
             happens()
@@ -181,45 +224,66 @@ class _Play:
     def _at(self, time_s: float, happens: Callable[[], None]) -> None:
         heapq.heappush(self.due, (time_s, next(self.order), happens))
 
-    def _go_on(self, rank: int) -> None:
-        until_s = next(self.programs[rank], FOREVER)
-        if until_s < FOREVER:
-            self._at(max(until_s, self.now_s), partial(self._go_on, rank))
+    def _go_on(self, program: Program) -> None:
+        wants = next(program, None)
+        while isinstance(wants, tuple) and wants in self.reached:
+            wants = next(program, None)
+        if isinstance(wants, tuple):
+            self.waiting[wants].append(program)
+        elif wants is not None:
+            self._at(max(wants, self.now_s), partial(self._go_on, program))
 
-    def _program(self, rank: int) -> Program:
+    def _reach(self, key: Key) -> None:
+        self.reached.add(key)
+        for program in self.waiting.pop(key, ()):
+            self._go_on(program)
+
+    def _thread(self, rank: int, leg: int) -> Program:
         for step in range(self.steps):
-            began_s = self.now_s
             for which, transfer in enumerate(self.transfers):
-                yield began_s + transfer.ready_s[rank]
-                yield self.now_s + transfer.work_s
-                self._enter((step, which, rank))
-                for number, messages in enumerate(transfer.rounds):
-                    yield from self._take_part(rank, messages, (step, which, number, rank))
-                yield self.now_s + transfer.work_s + self.wire.costs.call_s
-            self.ends[step] = max(self.ends[step], self.now_s)
+                if leg < len(transfer.legs):
+                    yield from self._begin(rank, leg, step, which)
+                    yield self.now_s + transfer.legs[leg].work_s
+                    yield from self._exchange(rank, transfer.legs[leg].rounds, (step, which, leg))
+                    yield self.now_s + self.wire.costs.call_s * transfer.legs[leg].called
+                    self._reach((step, which, leg, rank))
+                    self.ends[step] = max(self.ends[step], self.now_s)
 
-    def _enter(self, place: tuple[int, int, int]) -> None:
+    def _begin(self, rank: int, leg: int, step: int, which: int) -> Program:
+        """A leg with the end of the one before it; a step with the end of the step before."""
+        last = len(self.transfers) - 1
+        if leg:
+            yield (step, which, leg - 1, rank)
+            return
+        if which == 0:
+            if step:
+                yield (step - 1, last, len(self.transfers[last].legs) - 1, rank)
+            self.began_s[rank, step] = self.now_s
+        elif self.transfers[which].blocking:
+            yield (step, which - 1, len(self.transfers[which - 1].legs) - 1, rank)
+        yield self.began_s[rank, step] + self.transfers[which].ready_s[rank]
+
+    def _exchange(self, rank: int, rounds: Sequence[Round], place: tuple[int, int, int]) -> Program:
         """Nothing is sent to a rank before it takes part: as Gloo and NCCL have it, its buffer has to be there."""
-        self.entered.add(place)
-        for send in self.held.pop(place, ()):
+        here = (*place, THERE, rank)
+        self.reached.add(here)
+        for send in self.held.pop(here, ()):
             send()
-
-    def _take_part(self, rank: int, messages: Round, key: Key) -> Program:
-        """Until all that this rank sends has left and all that it gets has come."""
-        for message in messages:
-            if message[0] == rank:
-                place = (*key[:2], message[1])
-                send = partial(self._send, key, message)
-                send() if place in self.entered else self.held[place].append(send)
-        missing = sum((message[0] == rank) + (message[1] == rank) for message in messages)
-        if self.done[key] < missing:
-            self.awaited[key] = missing
-            yield FOREVER
+        for number, messages in enumerate(rounds):
+            key = (*place, number, rank)
+            for message in messages:
+                if message[0] == rank:
+                    there = (*place, THERE, message[1])
+                    send = partial(self._send, key, message)
+                    send() if there in self.reached else self.held[there].append(send)
+            self.missing[key] += sum((message[0] == rank) + (message[1] == rank) for message in messages)
+            if self.missing[key]:
+                yield key
 
     def _send(self, key: Key, message: Message) -> None:
         source, target, size = message
         costs, a, b = self.wire.costs, self.wire.site_of[source], self.wire.site_of[target]
-        left, came = partial(self._count, key), partial(self._count, (*key[:3], target))
+        left, came = partial(self._count, key), partial(self._count, (*key[:-1], target))
         if a is b:
             there_s = self.now_s + costs.local_message_s + 8 * size / costs.local_bps
             self._at(there_s, left)
@@ -232,7 +296,7 @@ class _Play:
         self._at(begins_s + costs.message_s + 8 * size / self.wire.path_bps(a, b), came)
 
     def _count(self, key: Key) -> None:
-        self.done[key] += 1
-        if self.done[key] == self.awaited.get(key):
-            del self.awaited[key]
-            self._go_on(key[3])
+        """One message less that a rank waits for in a round; it may have come before the rank."""
+        self.missing[key] -= 1
+        if self.missing[key] == 0:
+            self._reach(key)

@@ -35,8 +35,9 @@ GPUS = {"a2000": 333.0, "v100": 833.0, "a16": 220.0}
 EVERY_WAY = [
     *(Way(strategy) for strategy in STRATEGIES if strategy != "parameter_average"),
     *(Way(strategy, "half") for strategy in ("ddp", "allreduce", "allreduce_flat")),
-    *(Way("ddp", "exact", 0.1), Way("ddp", "compressed", 0.1), Way("ddp", "half", 0.1)),
+    *(Way("ddp", "exact", 0.1), Way("allreduce_flat", "compressed"), Way("ddp", "half", 0.1)),
     *(Way("parameter_average", "local", every=8), Way("parameter_average", "local", every=8, adaptive=True)),
+    Way("parameter_average", "local", every=8, half_wire=True),
 ]
 
 
@@ -97,11 +98,15 @@ def test_a_ring_costs_what_patarasuk_and_yuan_prove():
     assert wire.all_reduce_s(232.7e6) == pytest.approx(6 * 0.001 + 1.5 * 232.7e6 * 8 / 2.5e9)
 
 
-def test_ranks_of_one_host_add_up_first_only_where_that_is_asked_for():
+def test_ranks_of_one_host_add_up_first_where_the_trainer_has_them_do_so():
     sites = [Site("two", 2, 1e9, 1e9), Site("one", 1, 1e9, 1e9)]
     wire = Wire(sites, dataclasses.replace(GLOO, message_s=0, local_message_s=0, local_bps=1e15))
     assert wire.all_reduce_s(1e9) == pytest.approx(4 / 3 * 8)
-    assert wire.hierarchical_all_reduce_s(1e9) == pytest.approx(8.0, rel=1e-4)
+    assert sum(wire.relay_s(1e9)) == pytest.approx(8.0, rel=1e-4)
+    assert wire.sum_s(1e9) == sum(wire.relay_s(1e9))
+    assert dataclasses.replace(wire, costs=dataclasses.replace(wire.costs, relays=False)).sum_s(1e9) == pytest.approx(
+        4 / 3 * 8
+    )
 
 
 MEASURED = [
@@ -180,7 +185,7 @@ def test_on_unlike_links_the_forecast_is_a_bound(scene, way):
 def test_on_racks_of_odd_hosts_the_simulator_says_nearly_the_same():
     chance = random.Random(1)
     misses = []
-    for _ in range(60):
+    for _ in range(40):
         ranks = [chance.choice([1, 1, 1, 2]) for _ in range(chance.randint(2, 5))]
         rates = [1000 / chance.choice(list(GPUS.values())) for _ in ranks]
         hosts = tuple(Host(str(i), (Speed(chance.uniform(0, 20), rates[i]),) * n) for i, n in enumerate(ranks))
@@ -192,8 +197,8 @@ def test_on_racks_of_odd_hosts_the_simulator_says_nearly_the_same():
             misses.append(abs(played / forecast(scene, way).step_ms - 1))
     misses.sort()
     assert misses[len(misses) // 2] < 1e-6
-    assert misses[int(0.95 * len(misses))] < 0.03
-    assert misses[-1] < 0.2
+    assert misses[int(0.95 * len(misses))] < 0.08
+    assert misses[-1] < 0.25
 
 
 def test_the_simulator_says_the_same_twice():
@@ -268,7 +273,7 @@ def test_the_best_way_of_each_fidelity_is_the_fastest_of_all():
     for fidelity in ("exact", "half", "compressed", "local"):
         tried = [
             forecast(scene, way, policy).samples_per_s
-            for way, policy in itertools.product(ways(fidelity, hierarchical=False), ("equal", "measured"))
+            for way, policy in itertools.product(ways(fidelity), ("equal", "measured"))
         ]
         assert told.best[fidelity].samples_per_s == pytest.approx(max(tried))
         assert told.best[fidelity].forecast.way.fidelity == fidelity

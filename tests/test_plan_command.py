@@ -221,6 +221,28 @@ def test_auto_takes_the_fastest_that_is_foreseen_and_says_so(home):
     assert plan.prediction.samples_per_s >= dry_run().prediction.samples_per_s
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (("fidelity=half",), {"strategy": "ddp", "fidelity": "half"}),
+        (("fidelity=compressed", "compress_rank=4"), {"strategy": "allreduce_flat", "compress_rank": 4}),
+        (("fidelity=local", "local_steps=8"), {"strategy": "parameter_average", "local_steps": 8}),
+    ],
+)
+def test_auto_stays_within_the_fidelity_that_is_allowed(home, settings, expected):
+    words = [word for setting in ("strategy=auto", *settings) for word in ("--set", setting)]
+    plan = dry_run(*words)
+    assert {key: plan.settings[key] for key in expected} == expected
+    assert f"--strategy={expected['strategy']}" in plan.nodes[0].command
+    assert any(f"({plan.settings['fidelity']})" in note for note in plan.notes)
+
+
+def test_local_in_16_bits_is_foreseen_where_a_person_asks_for_it(home):
+    local = ("--set", "fidelity=local", "--set", "shares=v100=5,a2000=2")
+    whole, half = dry_run(*local).prediction, dry_run(*local, "--set", "wire=bf16").prediction
+    assert half.step_ms < whole.step_ms
+
+
 def test_auto_keeps_what_a_person_chose(home):
     plan = dry_run("--set", "strategy=auto", "--set", "bucket_mib=7")
     assert plan.settings["bucket_mib"] == 7

@@ -55,6 +55,8 @@ def setting_pairs(context: click.Context, parameter: click.Parameter, begun: str
     if not equals:
         return [f"{name}=" for name in _fitting([name for name in fields if name != "exp"], key)]
     choices = fields[key].metadata["choices"] if key in fields else ()
+    if key == "strategy":
+        choices = (*choices, "auto")  # strategy=auto is orch's own
     return [f"{key}={choice}" for choice in _fitting(list(choices), value)]
 
 
