@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from orchestrator.collectives import measures_collectives, not_measured, read_collectives, unpaced
 from orchestrator.errors import OrchError
 from orchestrator.events import Events, MetricsFile, count, number, read_events, text
+from orchestrator.faults import lost_nodes
 from orchestrator.files import write_json
 from orchestrator.gpu_use import read_gpu_use
 from orchestrator.measure import Figures, gpu_label, measure, write_steps
@@ -35,6 +36,7 @@ METRICS_SCHEMA = 1
 RECORD_LIMIT = 64 * 2**20
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
+AnyFailure = TypeVar("AnyFailure", bound=FirstFailure)
 
 
 def analyse(run: RunFolder, solo: Mapping[str, float] | None = None) -> Summary:
@@ -52,6 +54,7 @@ def analyse(run: RunFolder, solo: Mapping[str, float] | None = None) -> Summary:
         job = _read_record(run.job, JobRecord)
     except OrchError as error:
         missing.append(f"The job's record is not here ({error.message}), so how it ended is not known.")
+    plan = _without_lost(plan, job)
     files = [
         MetricsFile(node.name, rank, run.metrics(node.name, rank)) for node in plan.nodes for rank in node.rank_numbers
     ]
@@ -64,6 +67,13 @@ def analyse(run: RunFolder, solo: Mapping[str, float] | None = None) -> Summary:
     summary = summary.model_copy(update={"nodes": nodes})
     write_json(run.summary, summary.to_json())
     return summary
+
+
+def _without_lost(plan: LaunchPlan, job: JobRecord | None) -> LaunchPlan:
+    """The plan as it was carried out in the end: of an elastic job, without the hosts that it went on without."""
+    lost = lost_nodes(job.faults) if job else frozenset[str]()
+    left = tuple(node for node in plan.nodes if node.name not in lost)
+    return plan.model_copy(update={"nodes": left, "world_size": sum(node.ranks for node in left)}) if lost else plan
 
 
 def _read_record(path: Path, kind: type[AnyRecord]) -> AnyRecord:
@@ -101,6 +111,7 @@ def _summarise(
     efficiency, basis = _efficiency(speed, nodes) if whole else (None, None)
     first_start = next(iter(starts.values()), {})
     paced = any(node.paced for node in nodes)
+    restarts = max(events.starts().values(), default=1) - 1
     collectives = read_collectives(events, plan) if measures_collectives(plan) else None
     evaluation = {} if paced else next(iter(events.latest("eval").values()), {})
     return Summary(
@@ -127,6 +138,8 @@ def _summarise(
         missing=(*missing, *_missing(plan, events, figures), *(not_measured(collectives) if collectives else ())),
         warnings=tuple(_warnings(plan, events, figures, nodes)),
         first_failure=_cleaned(job.first_failure) if job and job.first_failure else None,
+        faults=tuple(_cleaned(fault) for fault in job.faults) if job else (),
+        restarts=restarts,
         metrics=len(events.absent) < plan.world_size,
         steps=figures.steps,
         warmup_steps_left_out=figures.warmup_steps,
@@ -253,6 +266,9 @@ def _missing(plan: LaunchPlan, events: Events, figures: Figures) -> Iterable[str
 
 def _warnings(plan: LaunchPlan, events: Events, figures: Figures, nodes: tuple[NodeSummary, ...]) -> Iterable[str]:
     node_of = {rank: node.name for node in plan.nodes for rank in node.rank_numbers}
+    starts = events.starts()
+    if times := max(starts.values(), default=1) - 1:
+        yield f"The ranks were started anew {_times(times)}; speeds and times are those after the last start."
     for rank, rejects in sorted(events.rejects.items()):
         where = f"{node_of[rank]}: metrics of rank {rank}"
         if rejects.malformed:
@@ -261,7 +277,7 @@ def _warnings(plan: LaunchPlan, events: Events, figures: Figures, nodes: tuple[N
             yield f"{where}: {_lines(rejects.too_long)} too long, left out."
         if rejects.refused:
             yield f"{where}: {_lines(rejects.refused)} with an impossible number (negative, infinite, none), left out."
-        if rejects.repeated:
+        if rejects.repeated and starts.get(rank, 0) < 2:
             yield f"{where}: {_lines(rejects.repeated)} with a step number seen before; the last line of a step counts."
         if rejects.truncated:
             yield f"{where}: the last line is cut off, left out."
@@ -297,6 +313,10 @@ def _why_no_figures(figures: Figures) -> str:
     return "No step could be measured: step lines without times, or none that every rank reported."
 
 
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
 def _lines(count: int) -> str:
     return f"{count} line" if count == 1 else f"{count} lines"
 
@@ -316,7 +336,7 @@ def _per_class(value: Any) -> dict[str, float]:
     return {name: ratio for name, ratio in ratios if ratio is not None}
 
 
-def _cleaned(failure: FirstFailure) -> FirstFailure:
+def _cleaned(failure: AnyFailure) -> AnyFailure:
     line = failure.log_line
     return failure.model_copy(
         update={

@@ -25,6 +25,7 @@ from rich.text import Text
 
 from orchestrator.controller import Notice
 from orchestrator.errors import OrchError
+from orchestrator.faults import fault_words
 from orchestrator.lines import Line
 from orchestrator.live import Progress, Row
 from orchestrator.profiling import Found
@@ -177,7 +178,7 @@ def print_jobs(jobs: Sequence[JobRecord]) -> None:
 
 
 def jobs_json(jobs: Sequence[JobRecord]) -> dict[str, Any]:
-    keys = ("id", "state", "exp", "nodes", "started", "ended", "exit_code", "first_failure")
+    keys = ("id", "state", "exp", "nodes", "started", "ended", "exit_code", "first_failure", "faults")
     return {"schema": 1, "jobs": [{key: job.model_dump(mode="json")[key] for key in keys} for job in jobs]}
 
 
@@ -185,6 +186,8 @@ def print_end(job: JobRecord) -> None:
     """How a job ended; the failing rank's own code is on the last line."""
     colour = _STATE_COLOURS.get(job.state, "default")
     err.print(Text.assemble((job.state, colour), " ", plain(job.id)))
+    for fault in job.faults:
+        say(fault_words(fault))
     if job.first_failure:
         say(failure_words(job.first_failure))
     if job.exit_code:
@@ -203,7 +206,10 @@ def print_plan(plan: LaunchPlan) -> None:
     """The whole plan as text: exactly what would run."""
     rendezvous = f"{plan.master_address}:{plan.rendezvous_port}"
     put(f"job {plan.job} on cluster {plan.cluster}: {plan.world_size} ranks")
-    put(f"master {plan.master}, rendezvous {rendezvous} (static)")
+    put(f"master {plan.master}, rendezvous {rendezvous} ({'c10d' if plan.elastic else 'static'})")
+    if plan.elastic:
+        nodes = f"{plan.elastic.min_nodes} to {plan.elastic.max_nodes} nodes"
+        put(f"elastic: {nodes}, at most {plan.elastic.max_restarts} restarts of a host's ranks")
     size = format_bytes(plan.code.size_bytes)
     put(f"ships {plan.code.files} files, {size}, from {plan.code.source} (sha256 {plan.code.sha256[:12]})")
     for node in plan.nodes:

@@ -22,6 +22,7 @@ from orchestrator.call import Host, understood, words_of
 from orchestrator.clusters import Clusters, now_utc
 from orchestrator.connections import Connections
 from orchestrator.errors import ConnectError, HostError, HostsError, OrchError, StateError, UsageError
+from orchestrator.faults import fault_words
 from orchestrator.files import own_folder
 from orchestrator.frames import Agent, Piece
 from orchestrator.lines import Line, Splitter
@@ -184,6 +185,7 @@ class Controller:
         """
         splitter, found, broken = Splitter(), dict[str, Mapping[str, Any] | HostError](), set[str]()
         refused: list[HostError] = []
+        told = 0
         view, has_news, progress_due = LiveView(plan), False, 0.0
         ended_at: float | None = None
         dial = self.connections.reopen if until_end else None
@@ -208,6 +210,9 @@ class Controller:
             elif isinstance(item, Agent):
                 found[name] = item.record
                 record = self._remember(plan, found)
+                for fault in record.faults[told:]:
+                    yield Notice(fault_words(fault))
+                told = len(record.faults)
                 if record.state in FINAL_STATES and ended_at is None:
                     ended_at = time.monotonic()
             if has_news and time.monotonic() > progress_due:

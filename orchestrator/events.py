@@ -5,8 +5,9 @@ Takes `nodes/<node>/rank-<r>/metrics.jsonl` of a run folder, gives an open `Even
     with read_events(files) as events:
         events.connection.sql("SELECT rank, count(*) FROM steps GROUP BY rank")
 
-`steps` has one row per rank and step; `others` holds the rare events as JSON text. Which rank a line belongs to is
-told by its file, never by its content. Nothing in these files is trusted: what cannot be used is counted, not raised.
+`steps` has one row per rank and step, the one told last, and says whether it came after the last start of its rank that
+led to any; `others` holds the rare events as JSON text. Which rank a line belongs to is told by its file, never by its
+content. Nothing in these files is trusted: what cannot be used is counted, not raised.
 """
 
 from __future__ import annotations
@@ -70,6 +71,10 @@ class Events:
             "SELECT rank, arg_max(content, line) FROM others WHERE event = ? GROUP BY rank ORDER BY rank", [event]
         ).fetchall()
         return {rank: content for rank, text in rows if (content := _parse_object(text)) is not None}
+
+    def starts(self) -> dict[int, int]:
+        """How often each rank was started and took a step: again in an elastic job, or by torchrun's --max-restarts."""
+        return dict(self.connection.execute("SELECT rank, times FROM starts").fetchall())
 
     def of_rank(self, rank: int, event: str, limit: int) -> list[dict[str, Any]]:
         """The first events of this name in the rank's file, in their order."""
@@ -223,16 +228,21 @@ FROM numbers
 
 # A script that writes only the time of day still tells its step's length: the difference on one host's clock.
 _STEPS = f"""
+CREATE TABLE starts AS
+WITH ends AS (SELECT rank, max(line) AS last_step FROM lines WHERE event = 'step' AND NOT refused GROUP BY rank)
+SELECT rank, max(line) AS started, count(*) AS times
+FROM lines JOIN ends USING (rank) WHERE event = 'start' AND line < last_step GROUP BY rank;
 CREATE TABLE steps AS
 WITH latest AS (
     SELECT * FROM lines WHERE event = 'step' AND NOT refused
     QUALIFY row_number() OVER (PARTITION BY rank, step ORDER BY line DESC) = 1),
 walls AS (SELECT *, 1000 * (wall - lag(wall) OVER (PARTITION BY rank ORDER BY step)) AS wall_ms FROM latest)
-SELECT node, rank, step::BIGINT AS step, CASE WHEN epoch BETWEEN 0 AND {LARGEST} THEN epoch::BIGINT END AS epoch,
+SELECT node, rank, step::BIGINT AS step, line > coalesce(started, 0) AS last_start,
+       CASE WHEN epoch BETWEEN 0 AND {LARGEST} THEN epoch::BIGINT END AS epoch,
        samples::BIGINT AS samples,
        coalesce(t_ms, CASE WHEN wall_ms > 0 AND wall_ms < {LARGEST} THEN wall_ms END) AS t_ms,
        load_ms, compute_ms, exposed_ms, coalesce(comm_ms, exposed_ms) AS comm_ms, optim_ms,
        CASE WHEN isfinite(loss) AND abs(loss) < {LARGEST} THEN loss END AS loss,
        CASE WHEN isfinite(wall) THEN wall END AS wall
-FROM walls
+FROM walls LEFT JOIN starts USING (rank)
 """  # noqa: S608 - names of our own

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from orchestrator import call
 from orchestrator.call import Host
 from orchestrator.errors import ConnectError, HostError, HostsError
+from orchestrator.faults import faults_of, own_loss
 from orchestrator.frames import Beat, End, Frame, Held, read_frames
 from orchestrator.records import ENDED, FirstFailure, JobRecord, JobState, LaunchPlan, NodePlan
 from orchestrator.transport.fanout import errors, for_each, values
@@ -118,7 +119,14 @@ def node_request(plan: LaunchPlan, node: NodePlan, token: str) -> dict[str, Any]
         "grace_s": plan.grace_s,
         "time_limit_s": plan.time_limit_s,
         "prepare": node.prepare,
+        "elastic": _elastic(plan),
     }
+
+
+def _elastic(plan: LaunchPlan) -> dict[str, Any] | None:
+    if plan.elastic is None:
+        return None
+    return {"min_nodes": plan.elastic.min_nodes, "ranks": {node.name: node.ranks for node in plan.nodes}}
 
 
 def cancel(
@@ -269,12 +277,20 @@ def combine(
 
     The master's last word counts for all. Without it: a host that ended on its own account, else a record whose
     supervisor is gone means lost; a host that we cannot reach says nothing. What is known to have ended stays so,
-    whatever an older answer says, or a host whose files are gone (`orch down`).
+    whatever an older answer says, or a host whose files are gone (`orch down`). A host that an elastic job went on
+    without speaks of its own end alone.
     """
     if known.state in ENDED:
         return known
     records = {name: dict(record) for name, record in found.items() if isinstance(record, Mapping)}
-    final = [record for record in records.values() if record.get("state") in ("succeeded", "failed", "cancelled")]
+    if plan.elastic:
+        known = known.model_copy(update={"faults": faults_of(plan, records, known.faults)})
+    final = [
+        record
+        for name, record in records.items()
+        if record.get("state") in ("succeeded", "failed", "cancelled")
+        and not (plan.elastic and name != plan.master and own_loss(name, record))
+    ]
     alive = [record for record in records.values() if record.get("alive")]
     if records.get(plan.master) in final:
         return _ended(known, records[plan.master])

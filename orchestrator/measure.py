@@ -11,7 +11,8 @@ the time with a gradient under way: the rank that arrives last at an exchange wa
 spends is the wire. Where nothing overlaps, comm is exposed, wait is exposed_j - min_k exposed_k and sync is min_k
 exposed_k. Where backward runs on beside the exchange, a late rank costs the others only what the wire, busy with
 earlier gradients, does not hide; exposed alone would blame it for all. Only durations enter: hosts share no clock. A
-measured step is one that every reporting rank reported, with its time, after the warm-up. The time of them all is the
+measured step is one that every reporting rank reported, with its time, after the warm-up; where ranks were started
+anew, after their last start (with fewer hosts, steps are other ones). The time of them all is the
 longest of the ranks' own sums: ranks that meet in every step take equally long over many of them, whereas summing
 each step's slowest rank would count twice what one host loses after a step and the others wait for in the next.
 """
@@ -104,13 +105,13 @@ WITH together AS (
            count(exposed_ms) OVER step_ AS with_exposed,
            least(exposed_ms, comm_ms - min(comm_ms) OVER step_) AS waited_ms
     FROM steps WINDOW step_ AS (PARTITION BY step)),
-ranks AS (SELECT count(DISTINCT rank) AS reporting, min(step) AS first_step FROM steps)
-SELECT together.* EXCLUDE (present, with_time, with_exposed, waited_ms),
+ranks AS (SELECT count(DISTINCT rank) AS reporting, min(step) FILTER (last_start) AS first_step FROM steps)
+SELECT together.* EXCLUDE (last_start, present, with_time, with_exposed, waited_ms),
        CASE WHEN with_exposed = {world_size} THEN waited_ms END AS wait_ms,
        CASE WHEN with_exposed = {world_size} THEN exposed_ms - waited_ms END AS sync_ms,
        present = reporting AS complete,
-       step - first_step < {warmup} AS warmup,
-       present = reporting AND with_time = reporting AND step - first_step >= {warmup} AS measured
+       last_start AND step - first_step < {warmup} AS warmup,
+       last_start AND present = reporting AND with_time = reporting AND step - first_step >= {warmup} AS measured
 FROM together, ranks
 """
 

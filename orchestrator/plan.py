@@ -12,11 +12,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from orchestrator.elastic import ENVIRONMENT, check_elastic, elastic_arguments, elastic_notes
 from orchestrator.election import Election
 from orchestrator.errors import UsageError
 from orchestrator.facts import NodeFacts
 from orchestrator.inventory import Node
-from orchestrator.records import CodeFolder, LaunchPlan, NodePlan
+from orchestrator.records import CodeFolder, Elastic, LaunchPlan, NodePlan
 from orchestrator.request import RunRequest
 from trainer.shares import equal_shares
 
@@ -34,8 +35,13 @@ def build_plan(
     code: CodeFolder,
     created: str,
 ) -> LaunchPlan:
-    """nodes: those that take part, all with facts. Raises UsageError where no training address can be found."""
-    ordered = sorted(nodes, key=lambda node: node.name != election.master)
+    """nodes: those that take part, all with facts. Raises UsageError where no training address can be found, or the
+    nodes do not do for the elastic job that is wanted.
+    """
+    ordered, left_out = sorted(nodes, key=lambda node: node.name != election.master), []
+    if request.elastic:
+        check_elastic(request.elastic, {node.name: facts[node.name] for node in ordered})
+        ordered, left_out = ordered[: request.elastic.max_nodes], ordered[request.elastic.max_nodes :]
     master = ordered[0]
     addresses = {node.name: _address(node, facts[node.name], ordered) for node in ordered}
     devices = {node.name: _device(node, facts[node.name], request) for node in ordered}
@@ -55,11 +61,16 @@ def build_plan(
         world_size=world_size,
         created=created,
         code=code,
-        nodes=_node_plans(ordered, facts, request, addresses, devices, ranks, shares),
+        nodes=_node_plans(ordered, facts, request, addresses, devices, ranks, shares, job),
         share_gpus=request.share_gpus,
         grace_s=request.grace_s,
         time_limit_s=request.time_limit_s,
-        notes=(*_public(addresses), *_notes(ordered, devices, shares)),
+        elastic=request.elastic,
+        notes=(
+            *_public(addresses),
+            *_notes(ordered, devices, shares),
+            *(elastic_notes(request.elastic, request, [node.name for node in left_out]) if request.elastic else ()),
+        ),
     )
 
 
@@ -71,9 +82,12 @@ def _node_plans(
     devices: Mapping[str, Literal["cuda", "cpu"]],
     ranks: Mapping[str, int],
     shares: tuple[int, ...],
+    job: str,
 ) -> tuple[NodePlan, ...]:
     """nodes: in node-rank order, the master first."""
     backend = "nccl" if set(devices.values()) == {"cuda"} else "gloo"
+    elastic, master_address = request.elastic, addresses[nodes[0].name]
+    ours = ENVIRONMENT if elastic else {}
     planned, first_rank = [], 0
     for node_rank, node in enumerate(nodes):
         count = ranks[node.name]
@@ -93,9 +107,9 @@ def _node_plans(
                 python=node.python,
                 activate=node.activate,
                 workdir=node.workdir,
-                env=_environment(node, facts, nodes, addresses, devices, ranks),
+                env={**ours, **_environment(node, facts, nodes, addresses, devices, ranks)},
                 shares=shares[first_rank : first_rank + count],
-                torchrun=torchrun_arguments(len(nodes), node_rank, count, addresses[nodes[0].name]),
+                torchrun=torchrun_arguments(len(nodes), node_rank, count, master_address, elastic, job),
                 command=_command(request, devices[node.name], backend),
                 prepare=node.prepare,
             )
@@ -104,11 +118,13 @@ def _node_plans(
     return tuple(planned)
 
 
-def torchrun_arguments(nodes: int, node_rank: int, ranks: int, master_address: str) -> tuple[str, ...]:
-    """torchrun's arguments. Rendezvous is `static`: with `c10d` the node rank is ignored, workers open a second, random
-    port, and the hosts' wall clocks are compared.
+def torchrun_arguments(
+    nodes: int, node_rank: int, ranks: int, master_address: str, elastic: Elastic | None = None, job: str = ""
+) -> tuple[str, ...]:
+    """torchrun's arguments. Rendezvous is `static`, unless the job is to be elastic: with `c10d` the node rank is
+    ignored, workers open a second, random port, and the hosts' wall clocks are compared.
     """
-    options = {
+    options: dict[str, str | int] = {
         "--nnodes": nodes,
         "--node-rank": node_rank,
         "--nproc-per-node": ranks,
@@ -116,8 +132,11 @@ def torchrun_arguments(nodes: int, node_rank: int, ranks: int, master_address: s
         "--master-addr": master_address,
         "--master-port": "{rendezvous_port}",
         "--max-restarts": 0,
-        "--log-dir": "{job_dir}/torchrun",  # else each run leaves a folder in the host's /tmp
     }
+    if elastic:
+        options = elastic_arguments(elastic, node_rank, ranks, master_address, job)
+    # Else each run leaves a folder in the host's /tmp.
+    options["--log-dir"] = "{job_dir}/torchrun"
     flags = tuple(str(part) for option in options.items() for part in option)
     # torchrun starts our wrapper, not the script: only the wrapper knows the rank's true exit code.
     return ("-m", "torch.distributed.run", *flags, "--no-python", "{python}", "-m", "orch_remote.rank", "{job_dir}")

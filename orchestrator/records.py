@@ -79,6 +79,16 @@ class NodePlan(Record):
         return range(self.first_rank, self.first_rank + self.ranks)
 
 
+class Elastic(Record):
+    """How a job goes on when ranks die or hosts are lost."""
+
+    min_nodes: int
+    """With fewer hosts it fails."""
+    max_nodes: int
+    max_restarts: int
+    """So often torchrun starts a host's ranks anew after one of them died."""
+
+
 class CodeFolder(Record):
     """Files to ship, addressed by content."""
 
@@ -127,6 +137,8 @@ class LaunchPlan(Record):
     grace_s: float = 3.0
     """How long ranks have after INT, and again after TERM, before the next step of the stop ladder."""
     time_limit_s: float | None = None
+    elastic: Elastic | None = None
+    """None: the first failure ends the job everywhere."""
     notes: tuple[str, ...] = ()
     """What a person should know before this runs, one line each."""
     prediction: Prediction | None = None
@@ -164,6 +176,15 @@ class FirstFailure(Record):
     """The line of the rank's error log that says why, if one does."""
 
 
+class Fault(FirstFailure):
+    """A rank that died, or a host that was lost (no rank), and an elastic job went on."""
+
+    after_s: float = Field(ge=0, allow_inf_nan=False)
+    """Since the word to start, as the host that tells it counts."""
+    restart: int | None = None
+    """How often the rank had been started anew before."""
+
+
 class JobRecord(Record):
     """A job as `orch jobs --json` lists it and as `job.json` stores it."""
 
@@ -177,3 +198,5 @@ class JobRecord(Record):
     ended: str | None = None
     exit_code: int | None = None
     first_failure: FirstFailure | None = None
+    faults: tuple[Fault, ...] = ()
+    """What an elastic job went on after, in the order of time."""

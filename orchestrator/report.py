@@ -20,6 +20,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from orchestrator.charts import draw_throughput
+from orchestrator.faults import fault_words
 from orchestrator.files import write_atomic
 from orchestrator.paths import RunFolder
 from orchestrator.published import conditions, published_for
@@ -225,6 +226,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {
+        "fault": fault_words,
         "figure": figure,
         "percent": _percent,
         "moment": _moment,

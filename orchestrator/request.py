@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from orchestrator.code import pack_folder
 from orchestrator.errors import UsageError
-from orchestrator.records import CodeFolder
+from orchestrator.records import CodeFolder, Elastic
 from trainer.config import SettingsError, parse_settings
 
 AUTO = "auto"
@@ -53,6 +53,7 @@ class RunRequest:
     share_gpus: bool = False
     grace_s: float = 3.0
     time_limit_s: float | None = None
+    elastic: Elastic | None = None
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from pydantic import BeforeValidator, Field, ValidationError
 
 from orchestrator.errors import OrchError
 from orchestrator.paths import RunFolder
-from orchestrator.records import SCHEMA, FirstFailure, Prediction, Record
 from orchestrator.rebalances import Rebalance
+from orchestrator.records import SCHEMA, Fault, FirstFailure, Prediction, Record
 from orchestrator.text import one_line
 
 TEXT_LIMIT = 500
@@ -199,6 +199,10 @@ class Summary(Record):
     warnings: tuple[str, ...] = ()
     """What is here and could not be used, or must be read with care, a sentence each."""
     first_failure: FirstFailure | None = None
+    faults: tuple[Fault, ...] = ()
+    """What an elastic job went on after, in the order of time; hosts that were lost are not among `nodes`."""
+    restarts: int = 0
+    """How often the ranks were started anew."""
     metrics: bool = True
     """Whether any rank wrote metrics; without them there are logs, exit codes and GPU use."""
     steps: int = 0

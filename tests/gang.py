@@ -15,8 +15,9 @@ from pathlib import Path
 from orchestrator import job
 from orchestrator.call import Host
 from orchestrator.code import pack_folder
+from orchestrator.elastic import ENVIRONMENT
 from orchestrator.plan import torchrun_arguments
-from orchestrator.records import JobRecord, LaunchPlan, NodePlan
+from orchestrator.records import Elastic, JobRecord, LaunchPlan, NodePlan
 from orchestrator.transport.local import LocalTransport
 
 LAUNCHER = Path(__file__).with_name("gang_launcher.py")
@@ -82,6 +83,8 @@ def gang(
     *,
     ranks: Sequence[int] = (1, 1),
     torch_free: bool = True,
+    elastic: Elastic | None = None,
+    command: Sequence[str] = ("script.py",),
     env: Mapping[str, str] | None = None,
     **plan_changes: object,
 ) -> Iterator[Gang]:
@@ -90,11 +93,12 @@ def gang(
     folder.mkdir()
     (folder / "script.py").write_text(script)
     code, blob = pack_folder(folder)
+    job_id, more = f"test-{tmp_path.name}"[:100], ENVIRONMENT if elastic else {}
     nodes, first = [], 0
     for index, count in enumerate(ranks):
         torchrun = launcher_arguments(str(LAUNCHER), ranks, index, "127.0.0.1")
         if not torch_free:
-            torchrun = torchrun_arguments(len(ranks), index, count, "127.0.0.1")
+            torchrun = torchrun_arguments(len(ranks), index, count, "127.0.0.1", elastic, job_id)
         nodes.append(
             NodePlan(
                 name="abcdefgh"[index],
@@ -107,16 +111,16 @@ def gang(
                 gpu=None,
                 python=sys.executable,
                 workdir=str(tmp_path / f"work-{index}"),
-                env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **(env or {})},
+                env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **more, **(env or {})},
                 torchrun=torchrun,
-                command=("script.py",),
+                command=tuple(command),
             )
         )
         first += count
     plan = LaunchPlan(
-        schema=1, job=f"test-{tmp_path.name}"[:100], exp="script.py", kind="script", cluster="test", master="a",
+        schema=1, job=job_id, exp="script.py", kind="script", cluster="test", master="a",
         master_address="127.0.0.1", rendezvous_port=29500, world_size=sum(ranks), created="2026-01-01T00:00:00+00:00",
-        code=code, nodes=tuple(nodes),
+        code=code, nodes=tuple(nodes), elastic=elastic,
     ).model_copy(update={"grace_s": 1.0, **plan_changes})  # fmt: skip
     made = Gang(plan, blob)
     try:

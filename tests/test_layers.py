@@ -13,6 +13,8 @@ PURE = [
     "inventory",
     "facts",
     "election",
+    "elastic",
+    "faults",
     "plan",
     "analyse",
     "measure",

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from trainer.config import Settings
 from trainer.env import RankInfo
 from trainer.errors import TrainError
-from trainer.shares import Speed, parse_speeds, split_batch
+from trainer.shares import Speed, parse_speeds, split_batch, without_absent
 
 TIMEOUT = timedelta(minutes=10)  # long enough for one host to fetch and unpack a data set while the others wait
 _LINE_BYTES = 1000
@@ -116,8 +116,10 @@ def shares_of_ranks(settings: Settings, info: RankInfo) -> tuple[tuple[int, ...]
     names = [line.rpartition(":") for line in gather_lines(f"{info.node}:{info.local_rank}")]
     ranks = [(node, int(local_rank)) for node, _, local_rank in names]
     speeds = parse_speeds(settings.speeds)
+    # In an elastic job, which alone sets this variable, a node that is spoken of may have been lost.
+    wanted = without_absent(settings.shares, ranks) if "ORCH_RESTARTED" in os.environ else settings.shares
     try:
-        shares = split_batch(settings.shares, speeds, ranks, settings.batch)
+        shares = split_batch(wanted, speeds, ranks, settings.batch)
     except ValueError as error:
         raise TrainError(f"shares: {error}") from error
     return shares, [speeds.get(rank) for rank in ranks]

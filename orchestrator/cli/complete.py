@@ -24,13 +24,15 @@ def cluster_names(context: click.Context, parameter: click.Parameter, begun: str
 
 def node_names(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
     """Of the cluster chosen in this line, else of the current one; after a comma the next of several."""
-    home = Home.default()
     before, comma, last = begun.rpartition(",")
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        cluster = context.params.get("cluster") or home.current_cluster.read_text().strip()
-        nodes = json.loads(home.cluster(cluster).read_text())["nodes"]
-        return [before + comma + name for name in _fitting([node["name"] for node in nodes], last)]
-    return []
+    return [before + comma + name for name in _fitting(_nodes(context), last)]
+
+
+def node_ranges(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
+    """`2:3` and the like: up to the number of nodes chosen in this line, else of all."""
+    chosen = str(context.params.get("nodes") or "").split(",")
+    most = len([name for name in chosen if name] or _nodes(context))
+    return _fitting([f"{least}:{most}" for least in range(1, most + 1)], begun)
 
 
 def experiments(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
@@ -58,6 +60,14 @@ def setting_pairs(context: click.Context, parameter: click.Parameter, begun: str
     if key == "strategy":
         choices = (*choices, "auto")  # strategy=auto is orch's own
     return [f"{key}={choice}" for choice in _fitting(list(choices), value)]
+
+
+def _nodes(context: click.Context) -> list[str]:
+    home = Home.default()
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        cluster = context.params.get("cluster") or home.current_cluster.read_text().strip()
+        return [node["name"] for node in json.loads(home.cluster(cluster).read_text())["nodes"]]
+    return []
 
 
 def _jobs() -> list[str]:

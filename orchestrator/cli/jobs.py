@@ -17,7 +17,7 @@ from orchestrator.cli.common import (
     json_option,
     open_controller,
 )
-from orchestrator.cli.complete import experiments, job_ids, node_names, setting_pairs
+from orchestrator.cli.complete import experiments, job_ids, node_names, node_ranges, setting_pairs
 from orchestrator.errors import HostError, OrchError, UsageError
 
 if TYPE_CHECKING:
@@ -60,6 +60,18 @@ SECOND_CTRL_C_S = 3.0
 @click.option(
     "--grace", type=Duration(), default="3s", show_default=True, help="What ranks have between INT, TERM and KILL."
 )
+@click.option(
+    "--elastic",
+    metavar="MIN:MAX",
+    help="Go on when ranks die or hosts other than the master are lost, with MIN to MAX nodes.",
+    shell_complete=node_ranges,
+)
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="With --elastic: start a host's ranks anew so often after one of them died. [default: 3]",
+)
 @click.option("--time-limit", type=Duration(), help="End the job after this time: 90s, 30m, 12h.")
 @cluster_option
 @json_option
@@ -77,6 +89,8 @@ def run(
     dry_run: bool,
     share: bool,
     grace: float,
+    elastic: str | None,
+    max_restarts: int | None,
     time_limit: float | None,
     cluster: str | None,
     as_json: bool,
@@ -90,6 +104,7 @@ def run(
     orch run --exp mnist_lenet --set epochs=1
     orch run --exp resnet152_cifar --set strategy=allreduce --nodes a2000,v100 --detach
     orch run --exp mnist_lenet --set checkpoint_every=500
+    orch run --exp mnist_lenet --set checkpoint_every=500 --elastic 2:3  goes on when a third node is lost
     orch run --resume latest --set epochs=20  goes on from that job's last checkpoint
     orch run -- train.py --lr 0.1             your own torchrun script; its folder is shipped
     orch run -m mypackage.train -- --lr 0.1   the same for a module
@@ -97,8 +112,12 @@ def run(
     from dataclasses import replace
 
     from orchestrator import console
+    from orchestrator.elastic import DEFAULT_MAX_RESTARTS, parse_elastic
     from orchestrator.request import read_wish
 
+    if max_restarts is not None and not elastic:
+        raise UsageError("--max-restarts belongs to --elastic", "--elastic MIN:MAX, numbers of nodes")
+    restarts = DEFAULT_MAX_RESTARTS if max_restarts is None else max_restarts
     only = [name for name in (nodes or "").split(",") if name]
     if resume and any((exp, module, command, folder, batch, pass_local_rank)):
         raise UsageError("--resume runs what the job ran", "give it --set alone")
@@ -108,7 +127,10 @@ def run(
         else:
             wish = read_wish(exp, settings, module, folder, command, batch, pass_local_rank)
             chosen = controller.store.cluster(cluster)
-        request = replace(wish.request, share_gpus=share, grace_s=grace, time_limit_s=time_limit)
+        request = replace(
+            wish.request, share_gpus=share, grace_s=grace, time_limit_s=time_limit,
+            elastic=parse_elastic(elastic, restarts) if elastic else None,
+        )  # fmt: skip
         plan = controller.plan(chosen, request, wish.code, only)
         if dry_run:
             shown = plan.masked()

@@ -38,7 +38,7 @@ class Children:
     def __init__(self, job: Job, node: dict[str, Any]) -> None:
         self._job, self._node = job, node
         self._exits: dict[int, asyncio.Future[int]] = {}
-        self._gpu_watch = self._killed_group = 0
+        self._gpu_watch = self._killed_group = self._held = 0
 
     def start(
         self, argv: list[str], log: Any, folder: Path, environment: dict[str, str] | None = None
@@ -82,6 +82,13 @@ class Children:
             self._killed_group = self._gpu_watch
             os.killpg(self._killed_group, signal.SIGKILL)
 
+    def hold(self, ended: asyncio.Future[int]) -> None:
+        """Stops this child where it stands until `end_all_of_it` kills it, as the last: it shall start nothing more."""
+        for pid, future in self._exits.items():
+            if future is ended:  # not reaped, so the pid is still its own
+                self._held = pid
+                os.kill(pid, signal.SIGSTOP)
+
     def reap(self) -> None:
         """Collects every child that ended, adopted ones too. Called on SIGCHLD."""
         with contextlib.suppress(ChildProcessError):
@@ -107,6 +114,8 @@ class Children:
             ranks = [process for process in self._left() if process.pid in first]
             end_all(ranks if signum == signal.SIGINT and ranks else self._left(), signum)
             await until(lambda: not self._left(), wait_s, self._kill if signum == signal.SIGKILL else None)
+        if self._held in self._exits:
+            os.kill(self._held, signal.SIGKILL)
         await until(lambda: not below_or_marked(self._job.root), GPU_WATCH_S)
         return [describe(process) for process in below_or_marked(self._job.root)]
 
@@ -119,8 +128,11 @@ class Children:
         end_all(self._left(), signal.SIGKILL)
 
     def _left(self) -> list[Identity]:
-        """What the ladder has to end. The GPU watch was killed before it, and a sick driver may hold that for long."""
-        return [found for found in below_or_marked(self._job.root) if process_group(found.pid) != self._killed_group]
+        """What the ladder has to end. The GPU watch was killed before it, and a sick driver may hold that for long;
+        what is held is killed behind it.
+        """
+        found = [one for one in below_or_marked(self._job.root) if process_group(one.pid) != self._killed_group]
+        return [one for one in found if one.pid != self._held]
 
 
 async def until(condition: Callable[[], bool], timeout_s: float, meanwhile: Callable[[], None] | None = None) -> bool:

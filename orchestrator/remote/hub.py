@@ -130,6 +130,7 @@ class Hub:
         self._links: dict[str, Link] = {}
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._heard_at: dict[str, float] = {}
+        self._dismissed: dict[str, Message] = {}
 
     async def listen(self, address: str) -> int:
         """Binds a free port on the training address; returns it."""
@@ -146,6 +147,18 @@ class Hub:
         for link in self._links.values():
             link.send(self._order())
 
+    def is_dismissed(self, node: str) -> bool:
+        return node in self._dismissed
+
+    def dismiss(self, node: str, farewell: Message) -> None:
+        """It has no part in this any more, and should it come back, this is all that it hears."""
+        self._dismissed[node] = farewell
+        if node in self._deadlines:
+            self._deadlines.pop(node).cancel()
+        if link := self._links.pop(node, None):
+            link.send(farewell)
+            link.close()
+
     @property
     def connected(self) -> int:
         return len(self._links)
@@ -154,7 +167,8 @@ class Hub:
     def is_cut_off(self) -> bool:
         """Whether all of several hosts fell silent at once: then it is rather we who cannot be reached."""
         since = asyncio.get_running_loop().time() - (LEASE_S - 2 * BEAT_S)
-        return len(self._members) > 1 and all(self._heard_at.get(node, since + 1) < since for node in self._members)
+        present = self._members - self._dismissed.keys()
+        return len(present) > 1 and all(self._heard_at.get(node, since + 1) < since for node in present)
 
     def close(self) -> None:
         self._beats.cancel()
@@ -175,7 +189,9 @@ class Hub:
         except (OSError, ValueError, KeyError, TypeError, RecursionError, asyncio.TimeoutError):
             writer.close()  # whoever it is has no token yet: nothing that it says may harm us
             return
-        if node not in self._members:
+        if node not in self._members or node in self._dismissed:
+            if node in self._dismissed:
+                link.send(self._dismissed[node])
             writer.close()
             return
         previous = self._links.get(node)
@@ -191,6 +207,8 @@ class Hub:
             self._broken(node, link, silent=isinstance(error, asyncio.TimeoutError))
 
     def _heard(self, node: str, status: Message) -> None:
+        if node in self._dismissed:
+            return
         self._heard_at[node] = asyncio.get_running_loop().time()
         self._set_deadline(node, LEASE_S, f"no word for {LEASE_S:.0f} s: host down, frozen or cut off")
         if self.statuses.get(node) != status:

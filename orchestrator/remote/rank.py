@@ -39,7 +39,9 @@ def main() -> None:
     parent = os.getppid()
     job = Job(Path(sys.argv[1]))
     node = json.loads(job.node.read_text())
-    rank = int(os.environ["RANK"])
+    # As planned, also where torchrun, meeting anew with fewer hosts, has given it another number: this host's logs and
+    # metrics stay in their own places.
+    rank = int(node["rank_numbers"][int(os.environ["LOCAL_RANK"])])
     wakeup = _catch_signals()
     die_with_parent(PARENT_DIED)
     adopt_orphans()
@@ -47,7 +49,8 @@ def main() -> None:
     if os.getppid() != parent:
         sys.exit(1)
     child, pumps = _start(job, node, rank)
-    _tell(job, {"rank": rank, "event": "started", "pid": child.pid, "wrapper": os.getpid()})
+    _tell(job, {"rank": rank, "event": "started", "pid": child.pid, "wrapper": os.getpid(),
+                "world_size": int(os.environ["WORLD_SIZE"])})  # fmt: skip
     cause = _watch(child, wakeup, alive, int(job.read_agent().get("pid", 0)))
     end = _describe(child.wait(), cause)
     _end_all_below(child)
@@ -61,12 +64,15 @@ def main() -> None:
 
 def _start(job: Job, node: dict[str, Any], rank: int) -> tuple[subprocess.Popen[bytes], list[Pump]]:
     folder = job.rank(rank)
+    again = folder.is_dir()
     folder.mkdir(exist_ok=True)
     told = {"ORCH_METRICS": str(folder / "metrics.jsonl"), "ORCH_CHECKPOINTS": str(job.checkpoints)}
     environment = {**os.environ, **told}
     if node["shares"]:
-        environment["ORCH_SHARE"] = str(node["shares"][int(os.environ["LOCAL_RANK"])])
+        environment["ORCH_SHARE"] = str(_share(node))
         environment["ORCH_BATCH"] = str(node["settings"]["batch"])
+    if node.get("elastic"):
+        environment["ORCH_RESTARTED"] = str(int(again))
     pumps = [Pump(folder / "stdout.log"), Pump(folder / "stderr.log")]
     command = [LOCAL_RANK.format(**os.environ) if part == LOCAL_RANK else part for part in node["command"]]
     wrapper = os.getpid()
@@ -89,6 +95,14 @@ def _start(job: Job, node: dict[str, Any], rank: int) -> tuple[subprocess.Popen[
     for pump in pumps:  # after the fork: a forked child of a process with threads is not to be trusted
         pump.start()
     return child, pumps
+
+
+def _share(node: dict[str, Any]) -> int:
+    """This rank's samples of the batch: of an elastic job, with the ranks that there are now."""
+    if not node.get("elastic"):
+        return int(node["shares"][int(os.environ["LOCAL_RANK"])])
+    whole, rest = divmod(int(node["settings"]["batch"]), int(os.environ["WORLD_SIZE"]))
+    return whole + (int(os.environ["RANK"]) < rest)
 
 
 def _catch_signals() -> int:

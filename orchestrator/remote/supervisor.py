@@ -19,6 +19,7 @@ from typing import Any
 
 from . import verdict
 from .children import KILL_S, Children, until
+from .elastic import Elastic
 from .hub import LEASE_S, Hub, Membership, Message, Pulse
 from .layout import Job, write_last_word, write_record
 from .logs import advice, is_secondary, log_tail, says_port_is_taken, telling_line
@@ -47,6 +48,7 @@ class Supervisor:
         self.failures: list[dict[str, Any]] = []
         self.leftovers: list[str] = []
         self.ranks: dict[str, dict[str, Any]] = {str(rank): {} for rank in node["rank_numbers"]}
+        self.elastic = Elastic(node, self.ranks) if node.get("elastic") else None
         self.order: Message = {"do": "wait"}
         self.hub: Hub | None = None
         self.membership: Membership | None = None
@@ -60,6 +62,7 @@ class Supervisor:
             "started": time.time(),
         }
         self.children, self.pulse = Children(job, node), Pulse()
+        self._torchrun: asyncio.Future[int] | None = None
         self._claim: Claim | None = None
         self._memory_kills = out_of_memory_kills()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -93,6 +96,8 @@ class Supervisor:
     async def _take_part(self) -> None:
         assert self.go is not None
         self.record["go"] = time.time()
+        if self.elastic:
+            self.elastic.begin()
         if limit_s := self.node.get("time_limit_s"):
             asyncio.get_running_loop().call_later(limit_s, self._time_is_up, limit_s)
         if self.hub:
@@ -128,7 +133,9 @@ class Supervisor:
     # ---- what others see --------------------------------------------------------------------------------------
 
     def status(self) -> Message:
+        faults = {"faults": self.elastic.present()[-8:]} if self.elastic else {}
         return {
+            **faults,
             "phase": self.phase,
             "begun": self._has_begun,
             "failures": self.failures[:8],
@@ -146,6 +153,8 @@ class Supervisor:
     def _write(self, **more: Any) -> None:
         """A full disk or a removed folder must not keep the job from ending: the hub knows what the file cannot say."""
         shown = {"phase": self.phase, "ranks": self.ranks, "failures": self.failures, "leftovers": self.leftovers}
+        if self.elastic:
+            shown["faults"] = self.elastic.faults
         self.record.update(shown, **more)
         try:
             (write_last_word if "ended" in self.record else write_record)(self.job, self.record)
@@ -164,7 +173,7 @@ class Supervisor:
         statuses[self.node["name"]] = self.status()
         for one in (failure for status in statuses.values() for failure in status.get("failures", ())):
             one.setdefault("order", self._arrival(one))
-        order = verdict.decide(statuses, self._lost(), settled)
+        order = self._verdict(statuses, settled)
         if order["do"] == "start":
             order["rendezvous_port"] = self.order.get("rendezvous_port") or self._claim_port()
             if order["rendezvous_port"] is None:
@@ -175,6 +184,23 @@ class Supervisor:
             self.order = order
             self.hub.announce()
             self.obey(order)
+
+    def _verdict(self, statuses: dict[str, Message], settled: bool) -> Message:
+        """In an elastic job, who is spared is a fault, and out for good."""
+        assert self.hub
+        if self.elastic is None:
+            return verdict.decide(statuses, self._lost(), settled)
+        for node in self.hub.statuses:  # a host that shuts down says so, and is as good as gone
+            leaves = [one for one in statuses[node].get("failures", ()) if one["kind"] == "supervisor"]
+            if leaves:
+                self.hub.lost.setdefault(node, leaves[0]["reason"])
+        lost = self._lost()
+        for node in verdict.spare(list(statuses), list(lost), self.elastic.minimum):
+            if not self.hub.is_dismissed(node):
+                loss = failure("lost", node, lost[node])
+                self.hub.dismiss(node, {"do": "finish", "state": "failed", "first_failure": loss})
+                self.elastic.add(loss)
+        return verdict.decide(statuses, lost, settled, self.elastic.minimum)
 
     def _lost(self) -> dict[str, str]:
         """Who is gone, and why, as the hub sees it; ourselves first where we are the one that is cut off."""
@@ -194,10 +220,19 @@ class Supervisor:
         self.order = order
         if order["do"] == "start" and self.phase in ("joined", "running"):
             self._meet_at(int(order["rendezvous_port"]))
+            self._go_on_without(order.get("lost", []))
         elif order["do"] == "stop":
             self._stop(self._settle_s(order))
         elif order["do"] == "finish":
             self._spawn(self._finish(order["state"], order.get("first_failure")))
+
+    def _go_on_without(self, lost: list[str]) -> None:
+        if not self.elastic or not lost:
+            return
+        self.elastic.go_on_without(lost)
+        if self.phase == "running" and all(rank.get("exit_code") == 0 for rank in self.ranks.values()):
+            self.phase = "done"  # our torchrun would still wait for the lost one's to be done
+            self.changed()
 
     def _settle_s(self, order: Message) -> float:
         if self.cancelled or order["state"] == "cancelled":
@@ -208,6 +243,8 @@ class Supervisor:
     def _stop(self, settle_s: float = 0.0) -> None:
         if self._stopping is None:
             self._drain()  # what already happened here is a cause, what happens from now on is our doing
+            if self.elastic and self._torchrun:
+                self.children.hold(self._torchrun)  # else it would start anew what we end
             self._stopping = self._spawn(self._end_ranks(settle_s))
 
     def _left_behind(self) -> bool:
@@ -263,7 +300,7 @@ class Supervisor:
         fill = {"rendezvous_port": str(port), "job_dir": str(self.job.root), "python": sys.executable}
         argv = [sys.executable, *(_fill(part, fill) for part in self.node["torchrun"])]
         with open(self.job.torchrun_log, "wb") as log:
-            ended = self.children.start(argv, log, self.job.bin)
+            self._torchrun = ended = self.children.start(argv, log, self.job.bin)
         self.children.watch_gpus()
         code = await ended
         if port != self.record["rendezvous_port"]:
@@ -277,6 +314,8 @@ class Supervisor:
         if code == 0:
             self.phase = "done"
             self.changed()
+        elif not self.failures and self.elastic and code > 0 and (cause := self.elastic.cause()):
+            self._failed(cause)
         elif not self.failures:
             self._fail("torchrun", f"torchrun {_how(code)}", log=self.job.torchrun_log, code=code)
 
@@ -347,24 +386,33 @@ class Supervisor:
     def _rank_event(self, event: dict[str, Any]) -> None:
         rank = self.ranks[str(event["rank"])]
         if event["event"] == "started":
-            rank.update(pid=event["pid"], wrapper=event.get("wrapper"), started=time.time())
+            again = {"restarts": rank.get("restarts", 0) + 1} if rank else {}
+            rank.clear()
+            rank.update(pid=event["pid"], wrapper=event.get("wrapper"), started=time.time(), **again)
+            if self.elastic:
+                self.elastic.started(event)
             self.changed()
             return
         rank |= {key: event[key] for key in ("exit_code", "signal", "cause", "dropped_bytes") if key in event}
         rank["ended"] = time.time()
-        failed = event["exit_code"] != 0 and event["cause"] is None
+        asked = event["cause"] is not None or (self.elastic is not None and self.elastic.was_asked(event["rank"]))
+        failed = event["exit_code"] != 0 and not asked
         if failed and self.phase == "running":
             how = f"was killed by {event['signal']}" if event["signal"] else f"exited {event['exit_code']}"
             if event["signal"] == "SIGKILL" and out_of_memory_kills() > self._memory_kills:
                 how += ": this host ran out of memory, and its kernel ended a process"
             log = self.job.rank(event["rank"]) / "stderr.log"
-            self._fail("rank", f"rank {event['rank']} {how}", log=log, rank=event["rank"],
-                       exit_code=event["exit_code"], signal=event["signal"])  # fmt: skip
+            found = self._found("rank", f"rank {event['rank']} {how}", log, None, rank=event["rank"],
+                                exit_code=event["exit_code"], signal=event["signal"])  # fmt: skip
+            self._died(found)
         else:
             self.changed()
 
     def _fail(self, kind: str, reason: str, *, log: Path | None = None, code: int | None = None, **more: Any) -> None:
         """log: where the reason may stand. code: a child's exit code, negative for a signal."""
+        self._failed(self._found(kind, reason, log, code, **more))
+
+    def _found(self, kind: str, reason: str, log: Path | None, code: int | None, **more: Any) -> dict[str, Any]:
         found = {**failure(kind, self.node["name"], reason), **more}
         if code is not None:
             found |= {"exit_code": code if code > 0 else None, "signal": signal_name(-code) if code < 0 else None}
@@ -374,6 +422,17 @@ class Supervisor:
             found |= {"log_line": telling_line(lines), "secondary": is_secondary(lines)}
             if known := advice(lines):
                 found["reason"] += f": {known}"
+        return found
+
+    def _died(self, found: dict[str, Any]) -> None:
+        """One of our ranks. In an elastic job torchrun starts it anew, until it has enough."""
+        if self.elastic is None:
+            self._failed(found)
+        else:
+            self.elastic.add(found)
+            self.changed()
+
+    def _failed(self, found: dict[str, Any]) -> None:
         self.failures.append(found)
         if self.go is None:
             self.told.set()

@@ -12,16 +12,22 @@ Status = dict[str, Any]
 Failure = dict[str, Any]
 
 
-def decide(statuses: dict[str, Status], lost: dict[str, str], settled: bool) -> dict[str, Any]:
+def decide(
+    statuses: dict[str, Status], lost: dict[str, str], settled: bool, minimum: int | None = None
+) -> dict[str, Any]:
     """The order that follows. statuses: every member's latest, in node-rank order (a member not heard of yet has {}).
-    lost: nodes that are gone, and why. settled: whether the time for stragglers to report after a stop is over.
+    lost: nodes that are gone, and why, in the order of their loss. settled: whether the time for stragglers to report
+    after a stop is over. minimum: with so many hosts an elastic job goes on; a start says without whom.
     """
-    failures = [f for status in statuses.values() for f in status.get("failures", ())]
-    failures += [_loss(node, why) for node, why in lost.items()]
+    spared = spare(list(statuses), list(lost), minimum)
+    failures = [f for node, status in statuses.items() if node not in spared for f in status.get("failures", ())]
+    failures += [_loss(node, why) for node, why in lost.items() if node not in spared]
     cancelled = any(status.get("cancelled") for status in statuses.values())
     phases = [status.get("phase") for node, status in statuses.items() if node not in lost]
     if failures or cancelled:
         first = first_cause(failures)
+        if first and first.get("secondary"):  # torchrun may give up first where the cause does not lie
+            first = _newest_fault(statuses) or first
         if cancelled and (first is None or first.get("secondary")):
             first = None
         state = "failed" if first else "cancelled"
@@ -30,8 +36,23 @@ def decide(statuses: dict[str, Status], lost: dict[str, str], settled: bool) -> 
     if all(phase in ("done", "ended") for phase in phases):
         return {"do": "finish", "state": "succeeded", "first_failure": None}
     if all(phase not in (None, "joining") for phase in phases):
-        return {"do": "start"}
+        return {"do": "start", "lost": spared} if spared else {"do": "start"}
     return {"do": "wait"}
+
+
+def spare(members: list[str], lost: list[str], minimum: int | None) -> list[str]:
+    """The lost hosts that an elastic job goes on without: as long as `minimum` are left and the master, which holds the
+    rendezvous, is one of them. members: the master first. lost: the first to be lost first.
+    """
+    if minimum is None or members[0] in lost:
+        return []
+    return lost[: max(0, len(members) - minimum)]
+
+
+def _newest_fault(statuses: dict[str, Status]) -> Failure | None:
+    """Of all ranks that died of a cause of their own and were not started again."""
+    faults = [fault for status in statuses.values() for fault in status.get("faults", ()) if not fault["secondary"]]
+    return max(faults, key=lambda fault: fault["after_s"], default=None)
 
 
 def first_cause(failures: list[Failure]) -> Failure | None:
