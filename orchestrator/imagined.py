@@ -61,11 +61,13 @@ def parse_groups(text: str) -> tuple[Group, ...]:
 
 
 def imagine(groups: Sequence[Group], layers: tuple[Layer, ...], batch: int, bandwidth_bps: float) -> Scene:
-    """bandwidth_bps: of every host's link, as declared."""
+    """bandwidth_bps: of every host's link, as declared. Raises UsageError where a GPU is too small."""
     hosts, sites = list[Host](), list[Site]()
     bps = GOODPUT * bandwidth_bps
     for group in groups:
         speeds = (estimate_speed(group.gpu, layers),) * group.gpus
+        if speeds[0].cap == 0:
+            raise UsageError(f"not one sample fits into the {group.gpu.memory_gib:g} GiB of an {group.gpu.name}")
         for _ in range(group.hosts):
             name = f"{group.gpu.name}-{len(hosts)}"
             hosts.append(Host(name, speeds))

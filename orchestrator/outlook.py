@@ -1,6 +1,6 @@
 """A launch plan as the forecast sees it: how fast its ranks are, what its links carry, and where all that comes from.
 
-    view = look(plan, profiles, measured=read_network(Path("runs"), plan))
+    view = look(plan, profiles, read_network(Path("runs"), plan))
     view.scene, view.basis                      what `advise` takes; a sentence for each figure that is not measured
     foreseen(plan, view)                        Prediction(step_ms=949, samples_per_s=270, ...), kept in plan.json
     with_best_way(plan, view)                   strategy=auto, resolved
@@ -76,6 +76,9 @@ def look(
         raise UsageError(f"{plan.exp} trains nothing that could be foreseen", "choose another --exp")
     layers = network_of(plan.exp, settings)
     told = {node.name: _speeds(node, plan, profiles, layers) for node in plan.nodes}
+    for name, (speeds, _) in told.items():
+        if any(speed.cap == 0 for speed in speeds):
+            raise UsageError(f"{name}: not one sample fits into its memory", "leave it out with --nodes")
     hosts = tuple(Host(name, speeds) for name, (speeds, _) in told.items())
     speeds_from = {name: source for name, (_, source) in told.items()}
     wire, words = wire_of(plan, network, bandwidth_bps)

@@ -9,7 +9,7 @@ import pytest
 from orchestrator.catalogue import CATALOGUE, activation_bytes, estimate_speed, failures, find_gpu
 from orchestrator.errors import UsageError
 from orchestrator.imagined import imagine, is_imagined, parse_groups
-from orchestrator.networks import layers_of
+from orchestrator.networks import Layer, layers_of
 
 RESNET = layers_of("resnet152", (3, 32, 32), 10)
 
@@ -85,6 +85,12 @@ def test_hosts_that_are_not_there_are_written_as_groups():
 def test_what_is_no_group_is_refused(text):
     with pytest.raises(UsageError):
         parse_groups(text)
+
+
+def test_a_network_too_large_for_a_gpu_is_refused():
+    huge = (Layer(((100_000, 20_000),), 1e9),)
+    with pytest.raises(UsageError, match="not one sample fits into the 16 GiB of an A16"):
+        imagine(parse_groups("1xA16"), huge, 64, 1e9)
 
 
 def test_names_of_nodes_are_no_groups():

@@ -166,6 +166,15 @@ def test_a_cpu_whose_speed_nobody_measured_is_an_error_with_its_remedy(home, tmp
     assert "orch profile --exp resnet152_cifar" in done.stderr
 
 
+def test_a_host_whose_memory_holds_no_sample_is_named(home):
+    cluster = home.cluster()
+    small = [
+        n.model_copy(update={"paced": n.paced.model_copy(update={"memory_bytes": 1 << 20})}) for n in cluster.nodes
+    ]
+    home.save_cluster(cluster.model_copy(update={"nodes": tuple(small)}), current=True)
+    assert "not one sample fits into its memory" in orch("plan", *RESNET, code=2).stderr
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
