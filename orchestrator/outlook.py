@@ -187,20 +187,15 @@ def _costs_words(costs: Costs) -> str:
 
 def read_network(out: Path, plan: LaunchPlan) -> Network | None:
     """The newest collected run of collectives over (at least) these hosts, in the folder of collected runs."""
-    runs = sorted(
-        (RunFolder(path) for path in out.glob("collectives-*") if path.is_dir()), key=lambda run: run.root.name
-    )
-    for run in list(reversed(runs))[:SEEN_RUNS]:
+    wanted = {node.name for node in plan.nodes}
+    newest = sorted(out.glob("collectives-*"), reverse=True)  # their names tell when
+    for folder in newest[:SEEN_RUNS]:
         try:
-            summary = Summary.load(run)
+            summary = Summary.load(RunFolder(folder))
         except OrchError:
             continue
-        found = network_from(summary)
-        if (
-            found
-            and summary.cluster == plan.cluster
-            and {n.name for n in plan.nodes} <= {n.name for n in summary.nodes}
-        ):
+        here = summary.cluster == plan.cluster and wanted <= {node.name for node in summary.nodes}
+        if here and (found := network_from(summary)):
             return found
     return None
 
