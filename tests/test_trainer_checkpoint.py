@@ -157,6 +157,16 @@ def test_averaged_weights_go_on_with_each_ranks_own_momentum(tmp_path: Path) -> 
         assert losses(tmp_path / "resumed", rank) == losses(tmp_path / "whole", rank, 8)
 
 
+def test_what_compressing_has_left_out_goes_on_with_each_rank(tmp_path: Path) -> None:
+    """Rank 0's weights are kept, and all ranks' are the same on CPUs of one kind."""
+    way = ["--fidelity", "compressed", "--compress_rank", "1", "--compress_after", "2", "--eval_every", "0"]
+    finished(tmp_path / "whole", way)
+    finished(tmp_path / "stopped", [*way, "--checkpoint_every", "8", "--steps", "8"])
+    finished(tmp_path / "resumed", [*way, "--resume", "../stopped/checkpoints"])
+    for rank in range(2):
+        assert losses(tmp_path / "resumed", rank) == losses(tmp_path / "whole", rank, 8)
+
+
 def test_a_checkpoint_at_the_end_of_an_epoch_still_evaluates_it(whole: Path, tmp_path: Path) -> None:
     finished(tmp_path / "ended", ["--checkpoint_every", "7", "--steps", "14"])
     finished(tmp_path / "resumed", ["--resume", str(tmp_path / "ended/checkpoints")])

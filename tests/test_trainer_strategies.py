@@ -49,7 +49,7 @@ PLAIN = {"lr": 0.1}
 @dataclass(frozen=True)
 class Case:
     """shares: of a full batch, one a rank. last: samples of the short batch that ends each epoch of `steps` updates.
-    weight: False leaves out what makes unequal ranks count right.
+    weight: False leaves out what makes unequal ranks count right. asked: further settings. nodes: of each rank.
     """
 
     shares: tuple[int, ...]
@@ -64,6 +64,8 @@ class Case:
     optimizer: Any = None
     local_steps: int = 1
     weight: bool = True
+    asked: tuple[tuple[str, str], ...] = ()
+    nodes: tuple[str, ...] = ()
 
     @property
     def stream(self) -> SampleStream:
@@ -106,6 +108,7 @@ def settings_for(case: Case, name: str) -> Any:
             "sync_bn": str(sync_bn).lower(),
             "fidelity": "local" if case.local_steps > 1 and name == "parameter_average" else "exact",
             "local_steps": str(case.local_steps),
+            **(dict(case.asked) if name != "none" else {}),
         },
     )
 
@@ -126,7 +129,7 @@ def vector(model: nn.Module) -> torch.Tensor:
 
 def train(case: Case, name: str, group: Any, rank: int, seed: int) -> Trained:
     model = network(case, seed)
-    strategy = build_strategy(settings_for(case, name), model, group, CpuTimer())
+    strategy = build_strategy(settings_for(case, name), model, group, CpuTimer(), nodes=case.nodes)
     optimizer = torch.optim.SGD(model.parameters(), **(case.optimizer or TENTH))
     before = vector(strategy.whole())
     images, labels = data_of(case)

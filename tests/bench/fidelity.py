@@ -1,0 +1,98 @@
+"""What less faithful sums save and cost: bytes of a step on the wire, and MNIST's test accuracy.
+
+    .venv/bin/python tests/bench/fidelity.py bytes
+    .venv/bin/python tests/bench/fidelity.py accuracy DATA_DIR [EPOCHS]
+
+bytes: of ResNet-152 between two hosts, by the counters of one host's interface, headers, acknowledgements and logs
+included: what a long run has sent less what a short one has, so that the start does not count. BatchNorm's statistics
+travel once an evaluation, not in a step. Needs root. accuracy: three seeds; two ranks with shares of 5 to 2, in every
+run the same samples in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rack import ROOT, Rack, rack, show_machine
+
+ROWS: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "half": {"fidelity": "half"},
+    "compressed": {"fidelity": "compressed"},
+    "local": {"fidelity": "local"},
+    "local, bf16": {"fidelity": "local", "wire": "bf16"},
+}
+FEW, MANY = 4, 36
+"""Updates of the two runs: 32 lie between them, two of local's rounds."""
+SEEDS = (0, 1, 2)
+
+
+def main() -> None:
+    show_machine()
+    if sys.argv[1:2] == ["bytes"]:
+        show_bytes()
+    else:
+        show_accuracy(sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else 3)
+
+
+def show_bytes() -> None:
+    with rack(ROOT / "inventory" / "lab_a2000_v100.yaml") as lab:
+        exact = 0.0
+        for name, settings in ROWS.items():
+            few, many = FEW, FEW + (MANY - FEW if name.startswith("local") else 8)
+            sent = (sent_by(lab, many, settings) - sent_by(lab, few, settings)) / (many - few)
+            exact = exact or sent
+            print(f"{name:12} {sent / 1e6:8.2f} MB a step sent by a host, {exact / sent:6.1f} times fewer", flush=True)
+
+
+def sent_by(lab: Rack, steps: int, settings: dict[str, Any]) -> int:
+    """Bytes that the V100's host has sent in a run of so many updates."""
+    more = {"compress_after": 0} if settings.get("fidelity") == "compressed" else {}
+    before = counter(lab)
+    lab.run("resnet152_cifar", strategy="ddp", batch=256, steps=steps, shares="a2000=2,v100=5", **settings, **more)
+    return counter(lab) - before
+
+
+def counter(lab: Rack) -> int:
+    links = json.loads(lab.lab.host_exec("v100", ["ip", "-json", "-statistics", "link"]).stdout)
+    return sum(link["stats64"]["tx"]["bytes"] for link in links if link["ifname"] != "lo")
+
+
+def show_accuracy(data_dir: str, epochs: int) -> None:
+    found: dict[str, list[float]] = {name: [] for name in ROWS}
+    for seed in SEEDS:  # the rows in turn
+        for name, settings in ROWS.items():
+            found[name].append(trained(data_dir, epochs, seed, settings))
+            print(f"  seed {seed} {name:12} {100 * found[name][-1]:.2f} %", flush=True)
+    exact = statistics.mean(found["exact"])
+    for name, values in found.items():
+        mean = statistics.mean(values)
+        print(f"{name:12} {100 * mean:.2f} % ({100 * min(values):.2f} to {100 * max(values):.2f}), "
+              f"{100 * (mean - exact):+.2f} points of exact, {epochs} epochs", flush=True)  # fmt: skip
+
+
+def trained(data_dir: str, epochs: int, seed: int, settings: dict[str, Any]) -> float:
+    asked = {"exp": "mnist_lenet", "data_dir": data_dir, "epochs": epochs, "eval_every": epochs, "seed": seed}
+    asked |= {"device": "cpu", "shares": f"{os.uname().nodename}:0=5,{os.uname().nodename}:1=2", **settings}
+    words = [f"--{key}={value}" for key, value in asked.items()]
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(
+            [sys.executable, "-m", "trainer", "--spawn", "2", *words],
+            cwd=ROOT,
+            env={**os.environ, "ORCH_METRICS": f"{folder}/{{rank}}.jsonl", "OMP_NUM_THREADS": "1"},
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        lines = [json.loads(line) for line in Path(folder, "0.jsonl").read_text().splitlines()]
+    return next(line["accuracy"] for line in reversed(lines) if line["event"] == "eval")
+
+
+if __name__ == "__main__":
+    main()

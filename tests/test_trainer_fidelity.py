@@ -1,0 +1,231 @@
+"""What a run may lose on the wire, and what not: 16 bits, PowerSGD, local steps, sums inside hosts, over real Gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+import torch
+import torch.distributed as dist
+from rank_gang import RANKS, Gang, group_of
+from test_trainer_strategies import EXAMPLE, PLAIN, UPDATES, Case, network, settings_for, train, worst
+
+from trainer.config import SettingsError, parse_settings
+from trainer.strategies import build_strategy
+from trainer.strategies.power_sgd import PowerSgd
+from trainer.strategies.wire import Wire, fitted_bucket_bytes
+from trainer.timing import CpuTimer
+
+SHAPES = ((6, 8), (5,), (6, 2, 4), (40, 30), (30, 10, 4))
+HALF = 2**-8
+"""bfloat16 keeps eight bits of a number."""
+
+
+@pytest.fixture(scope="module")
+def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
+    made = Gang(tmp_path_factory.mktemp("gang"))
+    yield made
+    made.end()
+
+
+def asking(case: Case, *strategies: str, **settings: str) -> Case:
+    return replace(case, strategies=strategies, asked=tuple(settings.items()))
+
+
+@pytest.mark.parametrize(("wire", "bound"), [("auto", HALF), ("fp16", HALF / 8)])
+def test_half_rounds_each_ranks_weighted_part(gang: Gang, wire: str, bound: float) -> None:
+    found = worst(gang, asking(EXAMPLE, "ddp", "allreduce", "allreduce_flat", fidelity="half", wire=wire))
+    assert all(1e-6 < distance < bound for distance in found.values()), found
+
+
+def test_sums_inside_each_host_first_are_the_same_sums(gang: Gang) -> None:
+    for nodes in (("a", "a", "b", "a"), ("a", "b", "b", "c")):
+        found = worst(gang, replace(asking(EXAMPLE, "ddp", "allreduce_flat", bucket_mib="0.0001"), nodes=nodes))
+        assert all(distance < 1e-12 for distance in found.values()), found
+        half = worst(gang, replace(asking(EXAMPLE, "ddp", fidelity="half"), nodes=nodes))
+        assert 1e-6 < half["ddp"] < 2 * HALF
+
+
+def relayed(rank: int, _: None) -> list[float]:
+    """Thirty sums of other sizes, all begun before the first is waited for."""
+    wire = Wire(group_of(RANKS), ["a", "b", "b", "a"])
+    tensors = [torch.full((1 + 997 * (number % 3),), float(rank * number)) for number in range(30)]
+    sums = [future.wait() for future in [wire.begin(tensor) for tensor in tensors]]
+    assert all(summed is tensor for summed, tensor in zip(sums, tensors, strict=True))
+    return [float(summed.mean()) for summed in sums]
+
+
+def test_many_sums_at_once_are_not_mixed_up(gang: Gang) -> None:
+    assert gang.run(relayed, None) == [[6.0 * number for number in range(30)]] * RANKS
+
+
+def fitted(_: int, __: None) -> int:
+    return fitted_bucket_bytes(Wire(group_of(RANKS)), 232_000_000, torch.device("cpu"))
+
+
+def test_buckets_fitted_to_the_link_are_the_same_on_all_ranks(gang: Gang) -> None:
+    found = gang.run(fitted, None)
+    assert len(set(found)) == 1
+    assert 2**20 <= found[0] <= 2**28
+    assert worst(gang, asking(EXAMPLE, "ddp", bucket_mib="0"))["ddp"] < 1e-12
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# compressed
+
+
+def gradients_of(rank: int, step: int, columns: int | None = None) -> list[torch.Tensor]:
+    """Of one rank; columns: the rank of the SUM of all ranks' matrices, None for any."""
+    common = torch.Generator().manual_seed(step)
+    own = torch.Generator().manual_seed(1000 * step + rank)
+    found = []
+    for shape in SHAPES:
+        rows, rest = shape[0], torch.Size(shape[1:]).numel()
+        if columns is None or len(shape) == 1:
+            matrix = torch.randn(rows, rest, generator=own, dtype=torch.float64)
+        else:
+            left = torch.randn(rows, columns, generator=common, dtype=torch.float64)
+            matrix = left @ torch.randn(columns, rest, generator=own, dtype=torch.float64)
+        found.append((matrix * (rank + 1) ** 2).view(shape))
+    return found
+
+
+def compressed_beside_exact(rank: int, columns: int | None) -> tuple[float, float, float]:
+    """Of ten updates (one where gradients are thin): how far the last sum is from the exact one; how far all that was
+    sent and all that is still remembered is from the exact sums; and how far the ranks are from rank 0.
+    """
+    wire = Wire(group_of(RANKS))
+    exchange = PowerSgd(gradients_of(0, 0), rank=2)
+    sent, exact = ([torch.zeros(shape, dtype=torch.float64) for shape in SHAPES] for _ in range(2))
+    for step in range(1 if columns else 10):
+        gradients = gradients_of(rank, step, columns)
+        exchange(gradients, wire)
+        truth = [sum(parts) for parts in zip(*(gradients_of(r, step, columns) for r in range(RANKS)), strict=True)]
+        for total, one in (*zip(sent, gradients, strict=True), *zip(exact, truth, strict=True)):
+            total += one
+    last = max(float((g - t).norm() / t.norm()) for g, t in zip(gradients, truth, strict=True))
+    assert [stack.positions for stack in exchange.stacks] == [(0, 2), (3,), (4,)]
+    for stack in exchange.stacks:
+        dist.all_reduce(stack.memory, group=wire.group)
+        for matrix, position in zip(stack.memory, stack.positions, strict=True):
+            sent[position] += matrix.view(SHAPES[position])
+    kept = max(float((s - e).norm() / e.norm()) for s, e in zip(sent, exact, strict=True))
+    firsts = [gradient.clone() for gradient in gradients]
+    for first in firsts:
+        dist.broadcast(first, src=0, group=wire.group)
+    return last, kept, max(float((f - g).norm()) for f, g in zip(firsts, gradients, strict=True))
+
+
+def test_a_gradient_of_low_rank_travels_whole(gang: Gang) -> None:
+    for last, kept, apart in gang.run(compressed_beside_exact, 2):
+        assert last < 1e-12
+        assert kept < 1e-12
+        assert apart == 0
+
+
+def test_what_compressing_leaves_out_is_remembered_to_the_last_digit(gang: Gang) -> None:
+    for last, kept, apart in gang.run(compressed_beside_exact, None):
+        assert last > 0.1
+        assert kept < 1e-12
+        assert apart == 0
+
+
+def test_the_first_updates_of_compressed_are_exact(gang: Gang) -> None:
+    case = replace(EXAMPLE, channels=3, side=6)
+    for strategy in ("ddp", "allreduce_flat"):
+        ask = {"fidelity": "compressed", "compress_rank": "1"}
+        assert worst(gang, asking(case, strategy, **ask, compress_after=str(UPDATES)))[strategy] < 1e-12
+        assert 1e-3 < worst(gang, asking(case, strategy, **ask, compress_after="5"))[strategy] < 1
+        assert 1e-3 < worst(gang, asking(case, strategy, **ask, compress_after="0"))[strategy] < 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# local
+
+
+def outer_steps(rank: int, how: tuple[float, float]) -> float:
+    """Averages after every update of plain SGD are updates of SGD, with the outer learning rate and momentum."""
+    outer_lr, momentum = how
+    ask = asking(EXAMPLE, fidelity="local", outer_lr=str(outer_lr), outer_momentum=str(momentum))
+    found = train(replace(ask, optimizer=PLAIN), "ddp", group_of(4), rank, seed=rank)
+    alone = replace(EXAMPLE, shares=(sum(EXAMPLE.shares),))
+    optimizer = {"lr": 0.1 * outer_lr, "momentum": momentum, "nesterov": momentum > 0}
+    wanted = train(replace(alone, optimizer=optimizer), "allreduce", group_of(1), 0, seed=0) if rank == 0 else found
+    return float((found.after - wanted.after).norm() / (found.after - found.before).norm())
+
+
+@pytest.mark.parametrize("how", [(1.0, 0.0), (0.5, 0.0), (0.7, 0.9)])
+def test_an_average_is_a_step_of_the_outer_optimiser(gang: Gang, how: tuple[float, float]) -> None:
+    assert max(gang.run(outer_steps, how)) < 1e-12
+
+
+def test_ways_averaged_in_16_bits_are_rounded_ways(gang: Gang) -> None:
+    case = replace(EXAMPLE, optimizer=PLAIN)
+    rounded = worst(gang, asking(case, "parameter_average", fidelity="local", local_steps="1", wire="bf16"))
+    assert 1e-6 < rounded["parameter_average"] < HALF
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what is refused, and what a stand-in sends
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"fidelity": "hlaf"}, "fidelity: 'hlaf' is not one of exact, half, compressed, local; did you mean half?"),
+        (
+            {"fidelity": "half", "strategy": "gather_scatter"},
+            "fidelity: half goes with strategy ddp, allreduce_flat, allreduce, not with gather_scatter",
+        ),
+        ({"fidelity": "exact", "wire": "bf16"}, "wire: fidelity exact goes with auto or fp32"),
+        (
+            {"fidelity": "compressed", "amp": "fp16"},
+            "amp: fp16 leaves out updates that overflow, compressed would remember them; use bf16",
+        ),
+        (
+            {"fidelity": "local", "sync_bn": "true"},
+            "sync_bn: fidelity local has no one network that could see the whole batch; use ddp",
+        ),
+        ({"strategy": "fsdp", "bucket_mib": "0"}, "bucket_mib: 0 is for ddp; fsdp needs the size of its pieces"),
+    ],
+)
+def test_what_does_not_go_together_is_told(settings: dict[str, str], told: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        parse_settings("mnist_lenet", settings)
+    assert refused.value.mistakes == (told,)
+
+
+def test_nothing_is_lost_unless_asked_for() -> None:
+    settings = parse_settings("resnet152_cifar", {})
+    assert (settings.fidelity, settings.sent_as) == ("exact", "fp32")
+    assert parse_settings("resnet152_cifar", {"fidelity": "half"}).sent_as == "bf16"
+
+
+def without_bf16(_: int, __: Any) -> str:
+    """As an older torch's Gloo would."""
+    plain = dist.all_reduce
+
+    def old(tensor: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        if tensor.dtype == torch.bfloat16:
+            raise RuntimeError("Invalid scalar type")
+        return plain(tensor, *rest, **more)
+
+    dist.all_reduce = old
+    try:
+        build_strategy(
+            settings_for(asking(EXAMPLE, fidelity="half"), "ddp"), network(EXAMPLE, 0), group_of(RANKS), CpuTimer()
+        )
+    except Exception as error:
+        return str(error)
+    finally:
+        dist.all_reduce = plain
+    return "no failure"
+
+
+def test_half_says_what_to_use_where_gloo_knows_no_bf16(gang: Gang) -> None:
+    told = f"wire bf16: torch {torch.__version__} cannot add it up; use wire=fp16"
+    assert gang.run(without_bf16, None) == [told] * RANKS
