@@ -219,8 +219,10 @@ def _environment(
     environment = {"OMP_NUM_THREADS": str(max(1, own.cores // together))}
     interface = _interface(node, own, nodes, addresses)
     if interface:
-        # NCCL takes names as prefixes unless they begin with "=" (NCCL manual, NCCL_SOCKET_IFNAME).
-        environment |= {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
+        # NCCL takes names as prefixes unless they begin with "=" (NCCL manual, NCCL_SOCKET_IFNAME). Gloo opens one
+        # connection a pair of ranks for each name, and spreads buckets over them: one alone leaves a slow link idle
+        # between two buckets.
+        environment |= {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": f"{interface},{interface}"}
     if devices[node.name] == "cuda":
         environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # torch then counts GPUs as nvidia-smi does
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu.index) for gpu in own.gpus[: ranks[node.name]])

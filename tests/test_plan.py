@@ -121,15 +121,15 @@ def test_each_host_names_its_own_interface_for_nccl_exactly():
     nodes, found = pair(host(41, interface="eth0"), host(42, interface="eth01"))
     first, second = plan(nodes, found).nodes
     assert (first.interface, second.interface) == ("eth0", "eth01")
-    assert (first.env["NCCL_SOCKET_IFNAME"], first.env["GLOO_SOCKET_IFNAME"]) == ("=eth0", "eth0")
-    assert (second.env["NCCL_SOCKET_IFNAME"], second.env["GLOO_SOCKET_IFNAME"]) == ("=eth01", "eth01")
+    assert (first.env["NCCL_SOCKET_IFNAME"], first.env["GLOO_SOCKET_IFNAME"]) == ("=eth0", "eth0,eth0")
+    assert (second.env["NCCL_SOCKET_IFNAME"], second.env["GLOO_SOCKET_IFNAME"]) == ("=eth01", "eth01,eth01")
 
 
 def test_a_declared_address_and_interface_beat_what_was_found():
     there = Route(peer="10.9.0.1", interface="eno1", source="192.168.1.42")
     nodes, found = pair(second=host(42, routes=(there,)), address="10.9.0.1", interface="ib0")
     first = plan(nodes, found, master="n41").nodes[0]
-    assert (first.address, first.interface, first.env["GLOO_SOCKET_IFNAME"]) == ("10.9.0.1", "ib0", "ib0")
+    assert (first.address, first.interface, first.env["GLOO_SOCKET_IFNAME"]) == ("10.9.0.1", "ib0", "ib0,ib0")
 
 
 def test_an_interface_is_found_by_the_route_where_none_has_the_address():
@@ -159,7 +159,7 @@ def test_the_inventorys_environment_wins_over_ours():
     nodes, found = pair(env=wanted)
     first = plan(nodes, found).node("n41")
     assert first.env.items() >= wanted.items()
-    assert first.env["GLOO_SOCKET_IFNAME"] == "eno1"
+    assert first.env["GLOO_SOCKET_IFNAME"] == "eno1,eno1"
 
 
 def test_hosts_with_unequal_numbers_of_gpus_get_as_many_ranks():
