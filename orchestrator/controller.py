@@ -212,6 +212,8 @@ class Controller:
                 record = self._remember(plan, found)
                 for fault in record.faults[told:]:
                     yield Notice(fault_words(fault))
+                    if fault.rank is None:
+                        view.lose(fault.node)
                 told = len(record.faults)
                 if record.state in FINAL_STATES and ended_at is None:
                     ended_at = time.monotonic()

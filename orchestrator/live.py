@@ -70,6 +70,12 @@ class LiveView:
             self._ranks[piece.rank] = _Rank()
         return self._ranks[piece.rank].take(piece.offset, piece.data)
 
+    def lose(self, node: str) -> None:
+        """The job goes on without this host."""
+        if gone := self._nodes.pop(node, None):
+            for rank in gone.rank_numbers:
+                del self._ranks[rank]
+
     def progress(self) -> Progress:
         waits = _wait_shares(self._ranks)
         rows = (self._row(node, waits) for node in self._nodes.values())

@@ -15,6 +15,7 @@ from run_folders import Host, end, lines, start, step, two_hosts, write_run
 from orchestrator.analyse import analyse
 from orchestrator.errors import OrchError
 from orchestrator.paths import RunFolder
+from orchestrator.report import render_report
 from orchestrator.summary import Summary
 
 ONE = [Host("v100", 1, "Tesla V100-16GB")]
@@ -118,6 +119,32 @@ def test_of_a_repeated_step_the_last_line_counts(tmp_path: Path) -> None:
     summary = analyse(write_run(tmp_path / "run", ONE, {0: [*ten_steps(), *again]}))
     assert (summary.samples_per_s, summary.samples_total) == (pytest.approx(1280), 640)
     assert "10 lines with a step number seen before" in summary.warnings[0]
+
+
+def test_of_ranks_that_were_started_anew_the_last_start_is_measured(tmp_path: Path) -> None:
+    """Six steps, a death, and from step 4 on twelve more that take half as long."""
+    first = [step(n, 32, 2, 80, 16, 2) for n in range(6)]
+    second = [step(n, 32, 2, 40, 6, 2) for n in range(4, 16)]
+    metrics = {rank: [start(), *first, start(), *second, end()] for rank in (0, 1)}
+    summary = analyse(write_run(tmp_path / "run", TWO, metrics))
+    assert (summary.restarts, summary.steps, summary.warmup_steps_left_out) == (1, 9, 3)
+    assert summary.samples_per_s == pytest.approx(64 / 0.05)
+    assert summary.samples_total == 64 * 16
+    assert summary.warnings == ("The ranks were started anew once; speeds and times are those after the last start.",)
+
+
+def test_figures_are_of_the_hosts_that_went_on_and_the_page_says_who_was_lost(tmp_path: Path) -> None:
+    lost = {"node": "v100", "rank": None, "reason": "no word for 20 s", "after_s": 61.2}
+    died = {"node": "a2000", "rank": 0, "exit_code": 7, "reason": "rank 0 exited 7", "after_s": 12.0, "restart": 0}
+    metrics = {0: [start(), *ten_steps(16), start(), *ten_steps(), end()], 1: [start(), *ten_steps(16)]}
+    run = write_run(tmp_path / "run", TWO, metrics, faults=[died, lost])
+    summary = analyse(run)
+    assert ([one.name for one in summary.nodes], summary.world_size) == (["a2000"], 1)
+    assert (summary.samples_per_s, summary.missing) == (pytest.approx(32 / 0.05), ())
+    assert [fault.node for fault in summary.faults] == ["a2000", "v100"]
+    page = render_report(summary)
+    assert "v100: lost after 61 s: no word for 20 s; the job goes on without it" in page
+    assert "a2000: rank 0 exited 7 after 12 s; the ranks start anew" in page
 
 
 def test_a_host_slow_at_loading_is_named_with_that_reason(tmp_path: Path) -> None:

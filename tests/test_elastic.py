@@ -26,6 +26,7 @@ from orchestrator.faults import fault_words, faults_of, lost_nodes
 from orchestrator.plan import build_plan
 from orchestrator.records import Elastic, Fault, JobRecord
 from orchestrator.remote import processes
+from trainer.shares import without_absent
 
 TWO_OF_THREE = Elastic(min_nodes=2, max_nodes=3, max_restarts=3)
 CLUSTER = (41, 42, 43)
@@ -174,9 +175,23 @@ def test_a_job_of_an_earlier_version_has_no_faults():
     assert isinstance(Fault(node="a", reason="because", after_s=0.0), Fault)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ("a=5,b=2,c=1", "a=5,b=2"),
+        ("a:0=5, b=2,c:0=1,c:1=3", "a:0=5, b=2"),
+        ("c=1", "equal"),
+        ("equal", "equal"),
+        ("auto", "auto"),
+    ],
+)
+def test_a_batch_is_split_without_the_parts_of_hosts_that_are_gone(wanted, expected):
+    assert without_absent(wanted, [("a", 0), ("b", 0)]) == expected
+
+
 # ---- jobs that lose something, with real torchrun and Gloo ----------------------------------------------------------
 
-BATCH, EVERY, LAST = 12, 5, 60
+BATCH, EVERY, LAST = 12, 5, 40
 AB = (("a", "0"), ("b", "1"))
 TRAINS = {
     "exp": "mnist_lenet",
@@ -231,12 +246,12 @@ def power_off(made: Gang, agents: dict, name: str) -> None:
 
 
 def check_that_it_went_on(made: Gang, left: str) -> None:
-    """On the hosts that are left a second start begins at a checkpoint, with the losses of before, to the end."""
+    """On the hosts that are left a second start begins at a checkpoint, with the losses of before."""
     firsts, seconds = [runs(made, name)[0] for name in "abc"], [runs(made, name)[1] for name in left]
     begun = min(seconds[0])
     assert begun > 0
     assert begun % EVERY == 0
-    assert all(list(second) == list(range(begun, LAST)) for second in seconds)
+    assert all(list(second) == list(range(begun, begun + len(second))) for second in seconds)
     done_twice = range(begun, min(max(first) for first in firsts) + 1)
     assert len(done_twice) > 0
     for step in done_twice:
@@ -257,40 +272,31 @@ def test_a_killed_rank_starts_anew_from_the_last_checkpoint(tmp_path, victim):
         faults = [(one.node, one.rank, one.signal, one.restart) for one in record.faults]
         assert faults == [(victim, int(rank), "SIGKILL", 0)]
         check_that_it_went_on(made, "abc")
+        assert all(max(runs(made, name)[1]) == LAST - 1 for name in "abc")
     assert left(made) == []
 
 
 @pytest.mark.slow
 def test_two_hosts_go_on_without_a_third_and_fail_without_the_second(tmp_path):
-    settings = [part for part in TRAINER if not part.startswith("--steps")]
-    with trains(tmp_path, command=[*settings, "--steps=100000"]) as made:
+    endless = [part for part in TRAINER if not part.startswith("--steps")]
+    with trains(tmp_path, command=endless) as made:
         made.launch()
         agents = until_step(made, 17)
         power_off(made, agents, "c")
         began = time.monotonic()
         met = made.wait_for(lambda found: all(found[name]["ranks"][rank].get("world_size") == 2 for name, rank in AB))
-        assert time.monotonic() - began < 60
-        assert [one["node"] for one in met["a"]["faults"] if one["rank"] is None] == ["c"]
+        while len(runs(made, "a")) < 2 or len(runs(made, "a")[1]) < 10:
+            assert time.monotonic() - began < 60, "the others did not go on"
+            time.sleep(0.1)
+        assert [(one["node"], one["rank"]) for one in met["a"]["faults"]] == [("c", None)]
 
         power_off(made, met, "b")
         record = made.wait()
-        assert time.monotonic() - began < 120
         assert (record.state, record.exit_code, record.first_failure.node) == ("failed", 1, "b")
         assert "its supervisor is gone" in record.first_failure.reason
         assert lost_nodes(record.faults) == {"c"}
-    assert left(made) == []
-
-
-@pytest.mark.slow
-def test_a_lost_hosts_work_is_done_by_the_others_from_the_last_checkpoint(tmp_path):
-    with trains(tmp_path) as made:
-        made.launch()
-        agents = until_step(made, 17)
-        power_off(made, agents, "c")
-        record = made.wait()
-        assert (record.state, record.exit_code, record.first_failure) == ("succeeded", 0, None)
-        assert [(one.node, one.rank) for one in record.faults] == [("c", None)]
         check_that_it_went_on(made, "ab")
+        assert time.monotonic() - began < 90
     assert left(made) == []
 
 

@@ -73,6 +73,18 @@ def line(**fields: object) -> bytes:
 # ---- the fold -------------------------------------------------------------------------------------------------
 
 
+def test_a_lost_host_is_shown_no_more_and_the_others_waiting_is_told_without_it():
+    feed = Feed(a=1, b=1, c=1)
+    for rank in range(3):
+        feed.step(rank, 0, exposed_ms=10.0 * (rank + 1))
+    feed.view.lose("c")
+    for rank in range(2):
+        feed.step(rank, 1, exposed_ms=10.0 * (rank + 1))
+    assert not feed.step(2, 1)
+    assert {name: (row.step, row.wait_share) for name, row in feed.rows().items()} == {"a": (2, 0.0), "b": (2, 0.1)}
+    feed.view.lose("c")
+
+
 def test_a_host_shows_its_step_its_ranks_speeds_together_and_their_mean_loss():
     feed = Feed(a=1, b=2)
     feed.send(0, line(event="start", schema=1, steps=938))
