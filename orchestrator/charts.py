@@ -133,6 +133,6 @@ def _short(text: str) -> str:
 
 
 def _title(summary: Summary) -> str:
-    known = [f"{key} {summary.settings[key]}" for key in ("strategy", "batch") if key in summary.settings]
+    known = [f"{key} {summary.settings[key]}" for key in ("strategy", "fidelity", "batch") if key in summary.settings]
     paced = ["paced, not real GPUs"] if summary.paced else []
     return " · ".join([_short(summary.experiment), *(_short(text) for text in known), *paced])

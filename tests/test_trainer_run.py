@@ -100,7 +100,7 @@ def test_torchrun_trains_and_says_so_without_a_warning(run_of_two: Any) -> None:
     trainer_words = [line for line in result.stderr.splitlines() if "master_addr is only used" not in line]
     assert trainer_words == []
     first, *_, last = result.stdout.splitlines()
-    assert first == "mnist_lenet: lenet on synthetic, batch 64 over 2 ranks, strategy ddp"
+    assert first == "mnist_lenet: lenet on synthetic, batch 64 over 2 ranks, strategy ddp, fidelity exact"
     assert last.startswith("done: 8 steps in ")
     assert "samples/s, accuracy " in last
 

@@ -30,7 +30,8 @@ class Console:
         ranks = f"{info.world_size} rank{'s' if info.world_size > 1 else ''}"
         self.paced = " (paced, not computed)" if info.pace else ""
         what = f"{settings.exp}: {settings.model} on {settings.data}"
-        self.say(f"{what}, batch {settings.batch} over {ranks}, strategy {settings.strategy}{self.paced}")
+        how = f"strategy {settings.strategy}, fidelity {settings.fidelity}"
+        self.say(f"{what}, batch {settings.batch} over {ranks}, {how}{self.paced}")
 
     def step(self, step: int, epoch: int, batch: int, own: int, loss: float | None, times: Mapping[str, float]) -> None:
         """batch, own: samples of this step over all ranks and of this one; loss: the sum over its own; None: paced."""

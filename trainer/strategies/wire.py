@@ -24,6 +24,7 @@ from trainer.errors import TrainError
 from trainer.strategies.seam import first_rank
 
 Group = dist.ProcessGroup
+Leg = Callable[[Tensor], Any]
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -65,8 +66,9 @@ class Relay:
     """Each host adds up its own ranks' numbers, one rank a host carries the sum to the others, and gives it to its own.
 
     With n ranks on h hosts a link carries 2(h-1)/h of the bytes each way instead of a ring's 2(n-1)/n (hierarchical
-    all-reduce, as in Horovod). Three threads, one a leg, each with connections of its own: while one sum is between
-    the hosts, the next is added up inside of them. Each leg keeps the order, so that all hosts have the same one.
+    all-reduce, as in Horovod). A thread begins each leg, on connections of its own, when the leg before has arrived:
+    while one sum is between the hosts, the next is added up inside of them. All keep the order, so that it is the same
+    on every host.
     """
 
     def __init__(self, group: Group, nodes: Sequence[str]) -> None:
@@ -74,36 +76,46 @@ class Relay:
         of_hosts = [[r for r, n in zip(ranks, nodes, strict=True) if n == node] for node in dict.fromkeys(nodes)]
         leaders = _own_group([[host[0] for host in of_hosts]])
         inward, outward = _own_group(of_hosts), _own_group(of_hosts)
-        legs: list[Callable[[Tensor], Any]] = []
+        legs: list[Leg] = []
         if inward.size() > 1:
-            legs.append(lambda tensor: dist.reduce(tensor, first_rank(inward), group=inward))
+            legs.append(lambda tensor: dist.reduce(tensor, first_rank(inward), group=inward, async_op=True))
         if leaders is not None:
-            legs.append(lambda tensor: dist.all_reduce(tensor, group=leaders))
+            legs.append(lambda tensor: dist.all_reduce(tensor, group=leaders, async_op=True))
         if outward.size() > 1:
-            legs.append(lambda tensor: dist.broadcast(tensor, first_rank(outward), group=outward))
-        self.queues: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in legs]
-        for number, leg in enumerate(legs):
-            following = self.queues[number + 1] if number + 1 < len(legs) else None
-            threading.Thread(target=_serve, args=(leg, self.queues[number], following), daemon=True).start()
+            legs.append(lambda tensor: dist.broadcast(tensor, first_rank(outward), group=outward, async_op=True))
+        self.first: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        arriving = self.first
+        for leg in legs:
+            leaving: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            threading.Thread(target=_carry, args=(arriving, leg, leaving), daemon=True).start()
+            arriving = leaving
+        threading.Thread(target=_deliver, args=(arriving,), daemon=True).start()
 
     def begin(self, tensor: Tensor) -> Any:
         future: Any = torch.futures.Future()
-        self.queues[0].put((tensor, future))
+        self.first.put((tensor, None, future))
         return future
 
 
-def _serve(leg: Callable[[Tensor], Any], waiting: Any, following: Any) -> None:
+def _carry(arriving: Any, leg: Leg, leaving: Any) -> None:
     while True:
-        tensor, future = waiting.get()
+        tensor, work, future = arriving.get()
         try:
-            leg(tensor)
+            if work:
+                work.wait()
+            leaving.put((tensor, leg(tensor), future))
         except Exception as error:  # whoever waits for the sum shall have it
             future.set_exception(error)
-            continue
-        if following:
-            following.put((tensor, future))
-        else:
+
+
+def _deliver(arriving: Any) -> None:
+    while True:
+        tensor, work, future = arriving.get()
+        try:
+            work.wait()
             future.set_result(tensor)
+        except Exception as error:
+            future.set_exception(error)
 
 
 def _own_group(of_ranks: Sequence[Sequence[int]]) -> Any:
