@@ -65,9 +65,9 @@ class Balance:
         self.noises = [NOISE] * len(self.shares)
         self.latest: list[list[float]] = [[] for _ in self.shares]
 
-    def observe(self, times_ms: Sequence[Sequence[float]]) -> Change | None:
+    def observe(self, times_ms: Sequence[Sequence[float]], least_gain: float = 0.0) -> Change | None:
         """times_ms: of each rank, its latest compute times with the shares of now; of one without samples they do not
-        count. Gives the shares from now on where others are worth it.
+        count. Gives the shares from now on where others pay: the longest compute time has to fall by `least_gain`.
         """
         for rank, share in enumerate(self.shares):
             if share:
@@ -84,7 +84,7 @@ class Balance:
         then_ms = max(self._expected_ms(rank, share) for rank, share in enumerate(shares) if share)
         gain = 1 - then_ms / max(now_ms)
         # An even run may only gain by a rank that was left out; an uneven one may be as even as whole samples allow.
-        if gain <= (UNEVEN / 4 if spread > least else least):
+        if gain <= max(least_gain, UNEVEN / 4 if spread > least else least):
             return None
         change = Change(shares, self.shares, spread)
         self.shares, self.latest = shares, [[] for _ in shares]
@@ -106,7 +106,7 @@ class Balance:
                 self.noises[rank] = 1.4826 * _median([abs(factor / middle - 1) for factor in known])
 
     def _noise(self, active: Sequence[int]) -> float:
-        """How far apart the ranks' medians lie by chance and hardly ever, however often one looks: six of their standard
+        """So far apart the ranks' medians hardly ever lie by chance, however often one looks: six of their standard
         errors, a little more the more ranks there are.
         """
         error = max(1.25 * self.noises[rank] / math.sqrt(len(self.latest[rank])) for rank in active)
@@ -137,6 +137,9 @@ class Rebalancer:
     them take their new shares from one update on.
 
     room: the most samples that this rank has memory for, None as long as that is not known. say: to people.
+
+    New shares throw away what loaders have prepared. So they have to save more time than that costs, over as many
+    updates as have passed since the last ones; what it costs is seen when an epoch, or a split, begins.
     """
 
     def __init__(
@@ -155,11 +158,16 @@ class Rebalancer:
         self.to_skip = max(2, warmup_steps)
         self.apart = FRESH
         self.wait_steps = self.to_skip + FRESH
+        self.redraw_ms = 0.0
+        self.updates = 0
         self.sent: tuple[dist.Work, list[torch.Tensor]] | None = None
         self.cost_ms = _cost_ms(len(balance.shares))
 
-    def after_update(self, step: int, compute_ms: float, whole_batch: bool) -> None:
+    def after_update(self, step: int, compute_ms: float, load_ms: float, whole_batch: bool) -> None:
         """On every rank, after each of the run's updates."""
+        if self.updates == 0:
+            self.redraw_ms = load_ms
+        self.updates += 1
         if self.to_skip:
             self.to_skip -= 1
         elif whole_batch:
@@ -177,10 +185,10 @@ class Rebalancer:
             self.sent = None
 
     def _send(self) -> None:
-        own = torch.full((1 + SENT,), math.nan, dtype=torch.float64)
-        own[0] = self.room() or 0
+        own = torch.full((2 + SENT,), math.nan, dtype=torch.float64)
+        own[0], own[1] = self.room() or 0, self.redraw_ms
         newest = self.times_ms[-SENT:]
-        own[1 : 1 + len(newest)] = torch.tensor(newest, dtype=torch.float64)
+        own[2 : 2 + len(newest)] = torch.tensor(newest, dtype=torch.float64)
         self.times_ms, self.wait_steps = [], self.apart
         found = [torch.empty_like(own) for _ in self.balance.shares]
         self.sent = dist.all_gather(found, own, async_op=True), found
@@ -192,13 +200,15 @@ class Rebalancer:
         work.wait()
         rows = [[value for value in row.tolist() if not math.isnan(value)] for row in found]
         self._make_room([int(row[0]) for row in rows])
-        times_ms = [row[1:] for row in rows]
+        times_ms = [row[2:] for row in rows]
         longest_ms = max((_median(times) for times in times_ms if times), default=0.0)
         apart = math.ceil(self.cost_ms / (COST * longest_ms)) if longest_ms else FRESH
         self.apart = min(max(FRESH, apart), MOST_APART)
-        change = self.balance.observe(times_ms)
+        redraw_ms = max(row[1] for row in rows)
+        change = self.balance.observe(times_ms, redraw_ms / (self.updates * longest_ms) if longest_ms else 0.0)
         if not change:
             return
+        self.updates = 0
         self.times_ms, self.wait_steps = [], self.apart  # what was timed since then had the old shares
         self.order.reshare(change.shares)
         shares, before = list(change.shares), list(change.before)
@@ -219,7 +229,7 @@ class Rebalancer:
 
 def _cost_ms(world_size: int) -> float:
     """What one exchange takes, at most: as measured, on the rank where it took longest."""
-    own = torch.zeros(1 + SENT, dtype=torch.float64)
+    own = torch.zeros(2 + SENT, dtype=torch.float64)
     found = [torch.empty_like(own) for _ in range(world_size)]
     took_ms = []
     for _ in range(10):

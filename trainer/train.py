@@ -99,7 +99,8 @@ def train_epoch(run: Run, progress: Progress, keeper: CheckpointKeeper) -> None:
         run.console.step(step, epoch, batch, samples, loss, times)
         progress.advance(loss or 0.0, samples)
         if run.rebalancer:
-            run.rebalancer.after_update(step, times["compute_ms"], batch == run.stream.batch)
+            whole_batch = batch == run.stream.batch
+            run.rebalancer.after_update(step, times["compute_ms"], times["load_ms"], whole_batch)
         if keeper.is_due(step + 1):
             keeper.save(progress)
             begin = timer.mark()
