@@ -51,6 +51,7 @@ def torch_versions(context: click.Context, parameter: click.Parameter, begun: st
 def setting_pairs(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
     """`KEY=`, then the values of a key that has a choice."""
     from trainer.config import fields_of
+    from trainer.shares import BY_SPEED
 
     fields = fields_of(context.params.get("exp") or "")
     key, equals, value = begun.partition("=")
@@ -59,6 +60,8 @@ def setting_pairs(context: click.Context, parameter: click.Parameter, begun: str
     choices = fields[key].metadata["choices"] if key in fields else ()
     if key == "strategy":
         choices = (*choices, "auto")  # strategy=auto is orch's own
+    if key == "shares":
+        choices = ("equal", *BY_SPEED)
     return [f"{key}={choice}" for choice in _fitting(list(choices), value)]
 
 
