@@ -230,7 +230,7 @@ def until_step(made: Gang, step: int) -> dict:
     """Until the master's rank has written this step; the agents by node."""
     agents = made.wait_running()
     path = made.folder("a") / "rank-0" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while f'"step": {step},' not in (path.read_text() if path.exists() else ""):
         assert time.monotonic() < deadline, "no step came"
         time.sleep(0.05)
@@ -288,7 +288,7 @@ def test_two_hosts_go_on_without_a_third_and_fail_without_the_second(tmp_path):
         while len(runs(made, "a")) < 2 or len(runs(made, "a")[1]) < 10:
             assert time.monotonic() - began < 60, "the others did not go on"
             time.sleep(0.1)
-        assert [(one["node"], one["rank"]) for one in met["a"]["faults"]] == [("c", None)]
+        assert [one["node"] for one in met["a"]["faults"] if one["rank"] is None] == ["c"]
 
         power_off(made, met, "b")
         record = made.wait()

@@ -15,8 +15,8 @@ from typing import Any
 
 from .processes import Identity, identify
 
-KEPT = 100
-"""Of all faults, the newest so many."""
+KEPT = 20
+"""Of all faults, the newest so many: the record has to fit into `layout.RESERVE_BYTES`."""
 
 
 class Elastic:
