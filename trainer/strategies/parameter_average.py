@@ -47,16 +47,16 @@ class ParameterAverage(Base):
         self.samples = 0
         self.samples_of_all = 0
         share_initial_state(model, wire.group)
-        self.start = flatten(trainable(model))
-        self.velocity = torch.zeros_like(self.start) if outer_momentum else self.start[:0]
+        self.start: Tensor | None = None  # of the round: a checkpoint may still be read before the first one
+        self.velocity = torch.zeros_like(flatten(trainable(model))) if outer_momentum else torch.empty(0)
 
     def accumulate(self, loss_sum: Tensor, samples: int, batch: int) -> None:
         (loss_sum / max(1, samples)).backward()
 
     def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
         self.accumulate(loss_sum, samples, batch)
-        if not self.updates:
-            self.start = flatten(trainable(self.model))  # a checkpoint may have been read since the last average
+        if self.start is None:
+            self.start = flatten(trainable(self.model))
         self.samples += samples
         self.samples_of_all += batch
         self.brake.pause("sync")
@@ -76,7 +76,7 @@ class ParameterAverage(Base):
         return self.model
 
     def _average(self) -> None:
-        way = (flatten(trainable(self.model)) - self.start) * (self.samples / self.samples_of_all)
+        way = flatten(trainable(self.model)).sub_(self.start).mul_(self.samples / self.samples_of_all)
         self.wire.sum(way)
         if self.outer_momentum:  # as Nesterov has it
             self.velocity.mul_(self.outer_momentum).add_(way)

@@ -25,6 +25,8 @@ from trainer.strategies.seam import first_rank
 
 Group = dist.ProcessGroup
 Leg = Callable[[Tensor], Any]
+_PIECE = 1 << 22
+"""Elements: 16 MiB of float32."""
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -59,7 +61,10 @@ class Wire:
         return summed.then(lambda _: tensor.copy_(sent))
 
     def sum(self, tensor: Tensor) -> None:
-        self.begin(tensor).wait()
+        """A large one goes in pieces, so that every connection has one, and one is rounded while another travels."""
+        pieces = tensor.view(-1).split(_PIECE) if tensor.is_contiguous() else (tensor,)
+        for sent in [self.begin(piece) for piece in pieces]:
+            sent.wait()
 
 
 class Relay:
