@@ -31,9 +31,7 @@ CLOCKS_S = 5.0
 """c10d takes an agent for dead by comparing the hosts' times of day."""
 
 ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""The ranks of each start get a store of their own. In the agents' (torch 2.4 on) what dead ranks have left would be
-found, under the number of restarts, which is not the same on every host.
-"""
+"""The ranks of each start get a store of their own: in the agents' (torch 2.4 on) lies what dead ranks left."""
 
 
 def parse_elastic(text: str, max_restarts: int) -> Elastic:
