@@ -118,6 +118,7 @@ def run(
     if max_restarts is not None and not elastic:
         raise UsageError("--max-restarts belongs to --elastic", "--elastic MIN:MAX, numbers of nodes")
     restarts = DEFAULT_MAX_RESTARTS if max_restarts is None else max_restarts
+    nodes_wanted = parse_elastic(elastic, restarts) if elastic else None
     only = [name for name in (nodes or "").split(",") if name]
     if resume and any((exp, module, command, folder, batch, pass_local_rank)):
         raise UsageError("--resume runs what the job ran", "give it --set alone")
@@ -129,7 +130,7 @@ def run(
             chosen = controller.store.cluster(cluster)
         request = replace(
             wish.request, share_gpus=share, grace_s=grace, time_limit_s=time_limit,
-            elastic=parse_elastic(elastic, restarts) if elastic else None,
+            elastic=nodes_wanted,
         )  # fmt: skip
         plan = controller.plan(chosen, request, wish.code, only)
         if dry_run:
