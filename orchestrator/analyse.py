@@ -42,7 +42,9 @@ AnyFailure = TypeVar("AnyFailure", bound=FirstFailure)
 def analyse(run: RunFolder, solo: Mapping[str, float] | None = None) -> Summary:
     """Figures of the run in this folder; writes steps.parquet and summary.json there.
 
-    solo: samples/s that a node did alone, by node, in place of what the plan says by its profiles. Raises OrchError when there is no plan
+    solo: samples/s that a node did alone, by node, in place of what its profile in the plan says.
+
+    Raises OrchError when there is no plan
     to read; what else is absent or damaged is told in the summary's `missing` and `warnings`.
     """
     plan = _read_record(run.plan, LaunchPlan)
