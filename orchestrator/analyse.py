@@ -44,8 +44,8 @@ def analyse(run: RunFolder, solo: Mapping[str, float] | None = None) -> Summary:
 
     solo: samples/s that a node did alone, by node, in place of what its profile in the plan says.
 
-    Raises OrchError when there is no plan
-    to read; what else is absent or damaged is told in the summary's `missing` and `warnings`.
+    Raises OrchError when there is no plan to read; what else is absent or damaged is told in the summary's `missing`
+    and `warnings`.
     """
     plan = _read_record(run.plan, LaunchPlan)
     if measures_collectives(plan):
