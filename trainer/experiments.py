@@ -40,7 +40,7 @@ _COMMON: dict[str, Any] = {
     "wire": "auto",
     "compress_rank": 2,
     "compress_after": -1,
-    "local_steps": 16,
+    "local_steps": 32,
     "outer_lr": 1.0,
     "outer_momentum": 0.0,
     "shares": "equal",

@@ -30,7 +30,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "local, bf16": {"fidelity": "local", "wire": "bf16"},
 }
 FEW, MANY = 4, 36
-"""Updates of the two runs: 32 lie between them, two of local's rounds."""
+"""Updates of the two runs: 32 lie between them, one of local's rounds."""
 SEEDS = (0, 1, 2)
 
 
