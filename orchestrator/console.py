@@ -28,7 +28,6 @@ from orchestrator.errors import OrchError
 from orchestrator.faults import fault_words
 from orchestrator.lines import Line
 from orchestrator.live import Progress, Row
-from orchestrator.profiling import Found
 from orchestrator.records import FirstFailure, JobRecord, LaunchPlan
 from orchestrator.store import Cluster
 from orchestrator.studies import STUDIES
@@ -460,27 +459,8 @@ def print_sweep(name: str, outcomes: Sequence[Outcome]) -> None:
             )
 
 
-def print_profiles(batch: int, found: Sequence[Found], shares: Mapping[tuple[str, int], int]) -> None:
-    """How fast each rank is alone, and its part of a batch that is split by it."""
-    columns = ("host", "GPU", "fixed ms", "ms/sample", "samples/s", "most at once", f"share of {batch}", "measured")
-    rows = []
-    for each in found:
-        (node, local_rank), known = each.rank, each.profile
-        rows.append(
-            (
-                node if known.ranks == 1 else f"{node}:{local_rank}",
-                known.gpu or known.device_name,
-                _figure(known.fixed_ms),
-                _figure(known.sample_ms),
-                _figure(known.samples_per_s(batch)),
-                str(known.cap) if known.cap else f"> {known.largest}",
-                str(shares[each.rank]),
-                ("now" if each.fresh else known.created[:16].replace("T", " ")) + f" on {known.node}",
-            )
-        )
-    out.print(_table(None, columns, rows, right_from=2))
-    for node in sorted({each.profile.node for each in found if not each.profile.valid}):
-        warn(f"{node}: this machine was too slow for the pace that it stood in for; its profile does not count")
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right_from: int) -> None:
+    out.print(_table(None, columns, rows, right_from=right_from))
 
 
 def print_answers(answers: Mapping[str, Any], words: Any) -> None:

@@ -178,6 +178,25 @@ class Profiling:
         return list(by_key.values())
 
 
+def titles(batch: int) -> tuple[str, ...]:
+    return ("host", "GPU", "fixed ms", "ms/sample", "samples/s", "most at once", f"share of {batch}", "measured")
+
+
+def cells(batch: int, each: Found, share: int) -> tuple[str, ...]:
+    """A line of the table: how fast a rank is alone, and its part of a batch that is split by it."""
+    (node, local_rank), known = each.rank, each.profile
+    return (
+        node if known.ranks == 1 else f"{node}:{local_rank}",
+        known.gpu or known.device_name,
+        f"{known.fixed_ms:.3g}",
+        f"{known.sample_ms:.3g}",
+        f"{known.samples_per_s(batch):.1f}",
+        str(known.cap) if known.cap else f"> {known.largest}",
+        str(share),
+        ("now" if each.fresh else known.created[:16].replace("T", " ")) + f" on {known.node}",
+    )
+
+
 def document(exp: str, batch: int, found: Sequence[Found], shares: Mapping[Rank, int]) -> dict[str, Any]:
     """What `orch profile --json` prints."""
     ranks = [

@@ -45,7 +45,7 @@ def profile(
     orch run --exp resnet152_cifar --set shares=measured
     """
     from orchestrator import console
-    from orchestrator.profiling import Profiling, document
+    from orchestrator.profiling import Profiling, cells, document, titles
     from trainer.shares import split_batch
 
     only = [name for name in (nodes or "").split(",") if name]
@@ -61,4 +61,7 @@ def profile(
     shares = dict(zip(speeds, split_batch("measured", speeds, list(speeds), one.batch), strict=True))
     if as_json:
         return console.print_json(document(exp, one.batch, found, shares))
-    return console.print_profiles(one.batch, found, shares)
+    console.print_table(titles(one.batch), [cells(one.batch, each, shares[each.rank]) for each in found], right_from=2)
+    for node in sorted({each.profile.node for each in found if not each.profile.valid}):
+        console.warn(f"{node}: this machine was too slow for the pace that it stood in for; its profile does not count")
+    return None
