@@ -14,7 +14,8 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,19 +47,16 @@ class Wire:
             other = "fp16" if name == "bf16" else "bf16"
             raise TrainError(f"wire {name}: torch {torch.__version__} cannot add it up; use wire={other}")
         is_shared = 1 < len(set(nodes)) < len(nodes)
-        if is_shared and dist.get_backend(group) == "gloo":
-            self.relay = Relay(group, nodes)
+        if (is_shared or dtype) and dist.get_backend(group) == "gloo":
+            self.relay = Relay(group, nodes if is_shared else (), dtype)
 
     def begin(self, tensor: Tensor) -> Any:
         """A future of the tensor, which by then holds the sum; nobody may touch it before."""
-        sent = tensor if self.dtype is None else tensor.to(self.dtype)
         if self.relay and tensor.device.type == "cpu":
-            summed = self.relay.begin(sent)
-        else:
-            summed = dist.all_reduce(sent, group=self.group, async_op=True).get_future()
-        if sent is tensor:
-            return summed.then(lambda _: tensor)
-        return summed.then(lambda _: tensor.copy_(sent))
+            return self.relay.begin(tensor)
+        sent = tensor if self.dtype is None else tensor.to(self.dtype)
+        summed = dist.all_reduce(sent, group=self.group, async_op=True).get_future()
+        return summed.then(lambda _: tensor if sent is tensor else tensor.copy_(sent))
 
     def sum(self, tensor: Tensor) -> None:
         """A large one goes in pieces, so that every connection has one, and one is rounded while another travels."""
@@ -68,59 +66,79 @@ class Wire:
 
 
 class Relay:
-    """Each host adds up its own ranks' numbers, one rank a host carries the sum to the others, and gives it to its own.
+    """Sums on CPUs in several legs, with a thread for each, which begins it when the leg before has arrived: while one
+    tensor is between the hosts, the next is rounded or added up inside of them, and backward goes on. All keep the
+    order, so that it is the same on every host.
 
-    With n ranks on h hosts a link carries 2(h-1)/h of the bytes each way instead of a ring's 2(n-1)/n (hierarchical
-    all-reduce, as in Horovod). A thread begins each leg, on connections of its own, when the leg before has arrived:
-    while one sum is between the hosts, the next is added up inside of them. All keep the order, so that it is the same
-    on every host.
+    nodes: each host adds up its own ranks' numbers, one rank a host carries the sum to the others, and gives it to its
+    own. With n ranks on h hosts a link carries 2(h-1)/h of the bytes each way instead of a ring's 2(n-1)/n
+    (hierarchical all-reduce, as in Horovod). Without nodes it is one all-reduce.
     """
 
-    def __init__(self, group: Group, nodes: Sequence[str]) -> None:
-        ranks = [dist.get_global_rank(group, rank) for rank in range(group.size())]
-        of_hosts = [[r for r, n in zip(ranks, nodes, strict=True) if n == node] for node in dict.fromkeys(nodes)]
-        leaders = _own_group([[host[0] for host in of_hosts]])
-        inward, outward = _own_group(of_hosts), _own_group(of_hosts)
-        legs: list[Leg] = []
-        if inward.size() > 1:
-            legs.append(lambda tensor: dist.reduce(tensor, first_rank(inward), group=inward, async_op=True))
-        if leaders is not None:
-            legs.append(lambda tensor: dist.all_reduce(tensor, group=leaders, async_op=True))
-        if outward.size() > 1:
-            legs.append(lambda tensor: dist.broadcast(tensor, first_rank(outward), group=outward, async_op=True))
+    def __init__(self, group: Group, nodes: Sequence[str], dtype: torch.dtype | None) -> None:
+        legs = _hosts_first(group, nodes) if nodes else [lambda t: dist.all_reduce(t, group=group, async_op=True)]
         self.first: queue.SimpleQueue[Any] = queue.SimpleQueue()
         arriving = self.first
-        for leg in legs:
+        for leg in ([partial(_round, dtype=dtype)] if dtype else []) + [partial(_travel, leg=leg) for leg in legs]:
             leaving: queue.SimpleQueue[Any] = queue.SimpleQueue()
-            threading.Thread(target=_carry, args=(arriving, leg, leaving), daemon=True).start()
+            threading.Thread(target=_carry, args=(arriving, leg, leaving.put), daemon=True).start()
             arriving = leaving
-        threading.Thread(target=_deliver, args=(arriving,), daemon=True).start()
+        threading.Thread(target=_carry, args=(arriving, _deliver, lambda _: None), daemon=True).start()
 
     def begin(self, tensor: Tensor) -> Any:
-        future: Any = torch.futures.Future()
-        self.first.put((tensor, None, future))
-        return future
+        parcel = Parcel(tensor, tensor, None, torch.futures.Future())
+        self.first.put(parcel)
+        return parcel.future
 
 
-def _carry(arriving: Any, leg: Leg, leaving: Any) -> None:
+class Parcel(NamedTuple):
+    """tensor: where the sum is wanted. sent: what travels. work: its leg that is not over, or None."""
+
+    tensor: Tensor
+    sent: Tensor
+    work: Any
+    future: Any
+
+
+def _carry(arriving: Any, leg: Callable[[Parcel], Parcel], hand_on: Callable[[Parcel], None]) -> None:
     while True:
-        tensor, work, future = arriving.get()
+        parcel = arriving.get()
         try:
-            if work:
-                work.wait()
-            leaving.put((tensor, leg(tensor), future))
+            if parcel.work:
+                parcel.work.wait()
+            hand_on(leg(parcel))
         except Exception as error:  # whoever waits for the sum shall have it
-            future.set_exception(error)
+            parcel.future.set_exception(error)
 
 
-def _deliver(arriving: Any) -> None:
-    while True:
-        tensor, work, future = arriving.get()
-        try:
-            work.wait()
-            future.set_result(tensor)
-        except Exception as error:
-            future.set_exception(error)
+def _round(parcel: Parcel, dtype: torch.dtype) -> Parcel:
+    return parcel._replace(sent=parcel.tensor.to(dtype))
+
+
+def _travel(parcel: Parcel, leg: Leg) -> Parcel:
+    return parcel._replace(work=leg(parcel.sent))
+
+
+def _deliver(parcel: Parcel) -> Parcel:
+    if parcel.sent is not parcel.tensor:
+        parcel.tensor.copy_(parcel.sent)
+    parcel.future.set_result(parcel.tensor)
+    return parcel
+
+
+def _hosts_first(group: Group, nodes: Sequence[str]) -> list[Leg]:
+    ranks = [dist.get_global_rank(group, rank) for rank in range(group.size())]
+    of_hosts = [[r for r, n in zip(ranks, nodes, strict=True) if n == node] for node in dict.fromkeys(nodes)]
+    leaders = _own_group([[host[0] for host in of_hosts]])
+    inward, outward = _own_group(of_hosts), _own_group(of_hosts)
+    legs: list[Leg] = []
+    if inward.size() > 1:
+        legs.append(lambda tensor: dist.reduce(tensor, first_rank(inward), group=inward, async_op=True))
+    if leaders is not None:
+        legs.append(lambda tensor: dist.all_reduce(tensor, group=leaders, async_op=True))
+    if outward.size() > 1:
+        legs.append(lambda tensor: dist.broadcast(tensor, first_rank(outward), group=outward, async_op=True))
+    return legs
 
 
 def _own_group(of_ranks: Sequence[Sequence[int]]) -> Any:
