@@ -28,6 +28,8 @@ from orchestrator.records import Elastic, Fault, JobRecord
 from orchestrator.remote import processes
 from trainer.shares import without_absent
 
+LONG = pytest.mark.skipif(not os.environ.get("ORCH_LONG"), reason="minutes of torchrun meeting anew: ORCH_LONG=1")
+
 TWO_OF_THREE = Elastic(min_nodes=2, max_nodes=3, max_restarts=3)
 CLUSTER = (41, 42, 43)
 
@@ -260,7 +262,7 @@ def check_that_it_went_on(made: Gang, left: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["a", "c"])
+@pytest.mark.parametrize("victim", [pytest.param("a", marks=LONG), "c"])
 def test_a_killed_rank_starts_anew_from_the_last_checkpoint(tmp_path, victim):
     with trains(tmp_path) as made:
         made.launch()
@@ -300,6 +302,7 @@ def test_two_hosts_go_on_without_a_third_and_fail_without_the_second(tmp_path):
     assert left(made) == []
 
 
+@LONG
 @pytest.mark.slow
 def test_a_rank_that_always_fails_is_the_cause_when_torchrun_gives_up(tmp_path):
     fails = """
@@ -320,6 +323,7 @@ dist.barrier()
     assert left(made) == []
 
 
+@LONG
 @pytest.mark.slow
 def test_a_cancel_starts_nothing_anew(tmp_path):
     says = "import os, signal, time\nprint('began', flush=True)\ntime.sleep(600)\n"

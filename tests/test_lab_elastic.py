@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 
 import pytest
@@ -24,6 +25,7 @@ SETTINGS += ["checkpoint_every=5", "slow=rank:0,at:start,ms:100", "shares=alpha=
 BOUND_S = 60.0
 
 
+@pytest.mark.skipif(not os.environ.get("ORCH_LONG"), reason="a minute and a half of lost links: ORCH_LONG=1")
 def test_two_hosts_go_on_when_the_link_of_a_third_is_cut(tmp_path):
     with lab(INVENTORY) as three:
         (tmp_path / "work").mkdir()
