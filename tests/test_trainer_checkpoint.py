@@ -7,6 +7,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -174,6 +175,18 @@ def test_a_checkpoint_at_the_end_of_an_epoch_still_evaluates_it(whole: Path, tmp
     for rank in range(2):
         assert losses(tmp_path / "resumed", rank) == losses(whole, rank, 14)
     assert events(tmp_path / "resumed", "eval")[0]["loss"] == events(whole, "eval")[1]["loss"]
+
+
+def test_a_run_that_had_ended_by_its_steps_trains_no_further(stopped: Path, tmp_path: Path) -> None:
+    """Neither does it write a checkpoint, before which its good ones would go."""
+    kept = shutil.copytree(stopped / "checkpoints", tmp_path / "checkpoints")
+    names = sorted(path.name for path in kept.iterdir())
+    finished(tmp_path, ["--checkpoint_every", "4", "--steps", "10", "--resume", str(kept)])
+    assert [events(tmp_path, event) for event in ("step", "checkpoint")] == [[], []]
+    assert sorted(path.name for path in kept.iterdir()) == names
+    assert events(tmp_path, "end")[0]["status"] == "succeeded"
+    (again,), told = events(tmp_path, "eval"), events(stopped, "eval")[-1]
+    assert (again["step"], again["loss"]) == (told["step"], told["loss"])
 
 
 def test_another_number_of_ranks_goes_on_with_the_same_samples(stopped: Path, tmp_path: Path) -> None:

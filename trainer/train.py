@@ -43,7 +43,7 @@ def train(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
         metrics.write("epoch", epoch=epoch, steps=progress.step, samples=int(samples), loss=loss, epoch_s=epoch_s)
 
         step = epoch * run.stream.steps + progress.step
-        is_last = step == run.last_step
+        is_last = step >= run.last_step
         if run.learns and settings.eval_every and (is_last or (epoch + 1) % settings.eval_every == 0):
             started_s = time.monotonic()
             average_running_statistics(run.model, run.group, progress.unaveraged)
@@ -109,10 +109,11 @@ def train_epoch(run: Run, progress: Progress, keeper: CheckpointKeeper) -> None:
 
 
 def drawn(run: Run, progress: Progress) -> Iterator[Batch]:
-    """This rank's batches from where `progress` is to the end of the epoch; drawn anew where the shares have changed,
-    since what a loader has prepared by then is cut by the old ones.
+    """This rank's batches from where `progress` is to the end of the epoch, or of the run; drawn anew where the shares
+    have changed, since what a loader has prepared by then is cut by the old ones.
     """
-    while True:
+    epoch_ends = min(run.stream.steps, run.last_step - progress.epoch * run.stream.steps)
+    while progress.step < epoch_ends:
         run.order.first_step, stream = progress.step, run.stream
         batches = iter(run.batches)
         progress.restore_random()
@@ -120,8 +121,7 @@ def drawn(run: Run, progress: Progress) -> Iterator[Batch]:
             yield batch
             if run.stream is not stream:
                 break
-        if progress.step == run.stream.steps:
-            return
+    progress.restore_random()  # where the checkpoint was written at the very end
 
 
 def differentiate(run: Run, images: Tensor, labels: Tensor, step: int) -> tuple[Tensor, Exchange]:
