@@ -2,7 +2,7 @@
 
     listing = list_folder(Path("/data/flowers"))
     listing.classes, len(listing.train)                     ("daisy", "rose"), 3200
-    image, label = FolderImages(listing.train, (3, 32, 32))[0]
+    image, label = FolderImages(Path("/data/flowers"), listing.train, (3, 32, 32))[0]
 
 The classes are the names of train's folders, in the order of the alphabet; images may lie deeper within them.
 """

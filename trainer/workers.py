@@ -1,6 +1,7 @@
 """The `workers` loader: sample by sample with PIL, in the rank or in processes beside it (torch's DataLoader).
 
-    for images, labels in train_loader(pictures, order, AUGMENTATIONS["affine"], settings, facts, device): ...
+    samples = Samples(pictures, facts, augment, seed)
+    for images, labels in train_batches(samples, order, facts.shape, num_workers, device): ...
 
 Gives the same numbers as `resident`; for sets that do not fit on the device, and to compare.
 """
