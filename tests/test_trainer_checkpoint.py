@@ -25,6 +25,7 @@ pytest.importorskip("torchvision")
 import torch
 from checkpoint_driver import run_rank
 
+from trainer.checkpoint import for_other_ranks
 from trainer.checkpoint_file import Checkpoint, newest, open_folder, parse, read_file, write_file
 from trainer.errors import TrainError
 
@@ -168,6 +169,30 @@ def test_what_compressing_has_left_out_goes_on_with_each_rank(tmp_path: Path) ->
         assert losses(tmp_path / "resumed", rank) == losses(tmp_path / "whole", rank, 8)
 
 
+def test_what_one_way_to_synchronise_keeps_is_not_poured_into_another(tmp_path: Path) -> None:
+    """The outer momentum stands before the ranks' own; it matters first when weights are averaged again."""
+    way = ["--fidelity", "local", "--local_steps", "3", "--checkpoint_every", "8", "--eval_every", "0"]
+    finished(tmp_path / "stopped", [*way, "--steps", "8", "--outer_momentum", "0.5"])
+    resume = [*way, "--resume", "../stopped/checkpoints", "--steps", "11", "--outer_momentum"]
+    finished(tmp_path / "with", [*resume, "0.5"])
+    assert "after 8 updates; velocity: left out\n" in finished(tmp_path / "without", [*resume, "0"])
+    for rank in range(2):
+        assert losses(tmp_path / "without", rank) == losses(tmp_path / "with", rank)
+    compressed = ["--fidelity", "compressed", "--steps", "9", "--resume", "../stopped/checkpoints"]
+    said = finished(tmp_path / "compressed", compressed)
+    assert "; memory, q, updates: not in the checkpoint, begun anew; velocity: left out\n" in said
+
+
+def test_other_ranks_begin_with_a_mean_by_samples_and_owe_as_much_as_before(tmp_path: Path) -> None:
+    names = ("statistics.0", "memory.1x2", "updates")
+    of_ranks = [{name: torch.full((2,), value) for name in names} for value in (1.0, 5.0)]
+    saved = read_file(written(tmp_path, own=of_ranks, sums=[[0.0, 9.0, 3.0], [0.0, 9.0, 1.0]]))[0]
+    found = for_other_ranks(saved, world_size=4)
+    assert [found[name].tolist() for name in names] == [[2.0] * 2, [6.0 / 4] * 2, [3.0] * 2]
+    averaged = read_file(written(tmp_path, own=[of_ranks[1]] * 2, sums=[[0.0, 9.0, 0.0]] * 2))[0]
+    assert for_other_ranks(averaged, world_size=1)["statistics.0"].tolist() == [5.0] * 2
+
+
 def test_a_checkpoint_at_the_end_of_an_epoch_still_evaluates_it(whole: Path, tmp_path: Path) -> None:
     finished(tmp_path / "ended", ["--checkpoint_every", "7", "--steps", "14"])
     finished(tmp_path / "resumed", ["--resume", str(tmp_path / "ended/checkpoints")])
@@ -196,7 +221,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples(stopped: Path, tm
     assert [one["samples"] for one in events(tmp_path, "epoch")] == [203, 203]
     assert [step["samples"] for step in events(tmp_path, "step")] == [32] * 3 + [11] + [32] * 6 + [11]
     saved, _ = read_file(stopped / "checkpoints")
-    assert not torch.equal(saved.own[0], saved.own[1])
+    assert not torch.equal(saved.own[0]["statistics.0"], saved.own[1]["statistics.0"])
 
 
 def test_without_batch_norm_other_ranks_give_the_same_losses(tmp_path: Path) -> None:
@@ -293,9 +318,9 @@ def test_what_cannot_go_on_is_one_line(
 
 
 def written(folder: Path, **changed: Any) -> Path:
-    own = [torch.zeros(2), torch.ones(2)]
+    random = [torch.zeros(2), torch.ones(2)]
     parts: dict[str, Any] = {
-        "schema": 1,
+        "schema": 2,
         "settings": {"lr": 0.1},
         "world_size": 2,
         "names": ["a:0", "b:0"],
@@ -306,8 +331,8 @@ def written(folder: Path, **changed: Any) -> Path:
         "momentum": [None],
         "scaler": {},
         "sums": [[1.0, 2.0, 3.0]] * 2,
-        "own": own,
-        "random": own,
+        "own": [{"statistics.0": tensor} for tensor in random],
+        "random": random,
     }
     write_file(folder / "step-000000009.pt", Checkpoint(**{**parts, **changed}))
     return folder / "step-000000009.pt"
@@ -340,11 +365,13 @@ def test_a_file_that_was_cut_is_one_line(tmp_path: Path, part: float) -> None:
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ({"schema": 2}, "is of a newer version \\(2, this one knows 1\\): update"),
+        ({"schema": 3}, "is of a newer version \\(3, this one knows 2\\): update"),
+        ({"schema": 1}, "is of an older version \\(1, this one knows 2\\): start anew"),
         ({"epoch": "one"}, "is no checkpoint of this trainer"),
         ({"world_size": 3}, "is no checkpoint of this trainer"),
         ({"sums": [[1.0], [1.0]]}, "is no checkpoint of this trainer"),
-        ({"own": [torch.zeros(1), torch.zeros(2)]}, "is no checkpoint of this trainer"),
+        ({"own": [{"a": torch.zeros(1)}, {"a": torch.zeros(2)}]}, "is no checkpoint of this trainer"),
+        ({"own": [{"a": 1}, {"a": 1}]}, "is no checkpoint of this trainer"),
         ({"momentum": ["fast"]}, "is no checkpoint of this trainer"),
     ],
 )

@@ -7,7 +7,8 @@
 With the world size, the shares and the settings of before, what follows is what would have followed, bit for bit on a
 CPU: the samples come from the stream's position, the ranks' own BatchNorm statistics and random states come back to
 them. (ddp over three ranks or more sums its first update in another order.) Other ranks, or other shares, go on with
-the same samples; BatchNorm then begins with the mean of the ranks' statistics.
+the same samples; BatchNorm then begins with the mean of the ranks' statistics, each counted by its samples. Another way
+to synchronise finds what it has in common with the one before, and begins the rest anew.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,8 @@ from trainer.checkpoint_file import (
 from trainer.config import Settings
 from trainer.errors import TrainError
 from trainer.models import running_statistics
+from trainer.strategies.compressed import Compressed
+from trainer.strategies.seam import Strategy
 
 if TYPE_CHECKING:
     from trainer.setup import Run
@@ -124,7 +127,8 @@ class CheckpointKeeper:
         network = run.strategy.whole()
         names = ranks.gather_lines(f"{run.info.node}:{run.info.local_rank}")
         sums = _gather(torch.tensor([progress.loss_sum, progress.samples, progress.unaveraged], dtype=torch.float64))
-        own = _gather(_flat(self._own_tensors()))
+        of_this_rank = self._own_tensors()
+        own = [_apart(flat, of_this_rank) for flat in _gather(_flat(of_this_rank.values()))]
         random = _gather(_random_state())
         if run.info.rank != 0:
             return None
@@ -144,14 +148,15 @@ class CheckpointKeeper:
             random=random,
         )
 
-    def _own_tensors(self) -> list[Tensor]:
+    def _own_tensors(self) -> dict[str, Tensor]:
         """What each rank has for itself: BatchNorm's statistics; what its strategy keeps; momentum, where weights alone
         are averaged (and `whole` has just averaged them).
         """
-        tensors: list[Tensor] = [*running_statistics(self.run.model), *self.run.strategy.own_state()]
-        if self.run.settings.strategy == "parameter_average" or self.run.settings.fidelity == "local":
-            tensors += [tensor for tensor in _momentum(self.run.optimizer) if tensor is not None]
-        return tensors
+        run = self.run
+        own = _numbered("statistics", running_statistics(run.model)) | _kept_by(run.strategy)
+        if run.settings.strategy == "parameter_average" or run.settings.fidelity == "local":
+            own |= _numbered("momentum", [tensor for tensor in _momentum(run.optimizer) if tensor is not None])
+        return {name: tensor for name, tensor in own.items() if tensor.numel()}
 
     # ---- going on ---------------------------------------------------------------------------------------------
 
@@ -179,12 +184,13 @@ class CheckpointKeeper:
         if saved.scaler and (scaler := _scaler(run)):
             scaler.load_state_dict(saved.scaler)
         same = saved.world_size == run.info.world_size and saved.shares == list(run.stream.shares)
-        _fill(self._own_tensors(), saved.own[rank] if same else _mean(saved.own))
+        own = saved.own[rank] if same else for_other_ranks(saved, run.info.world_size)
+        change = _fill(self._own_tensors(), own)
         how = "" if same else (
             f"; they were made by {saved.world_size} ranks with shares {','.join(map(str, saved.shares))}: the samples "
             "stay the same, BatchNorm begins with the mean of the ranks' statistics"
         )  # fmt: skip
-        run.console.say(f"going on from {source} after {self._updates(saved)} updates{how}")
+        run.console.say(f"going on from {source} after {self._updates(saved)} updates{how}{change}")
         if same:
             loss_sum, samples, unaveraged = saved.sums[rank]
             return Progress(saved.epoch, saved.step, loss_sum, int(samples), int(unaveraged), saved.random[rank])
@@ -269,21 +275,62 @@ def _broadcast(content: bytes) -> bytes:
     return content or whole.numpy().tobytes()
 
 
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.detach().flatten().cpu() for tensor in tensors]) if tensors else torch.empty(0)
+def _flat(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([torch.empty(0), *(tensor.detach().flatten().cpu() for tensor in tensors)])
 
 
-def _fill(tensors: Sequence[Tensor], flat: Tensor) -> None:
-    """As far as it reaches: another way to synchronise keeps more, or less, beside the statistics."""
-    for tensor in tensors:
-        if tensor.numel() > flat.numel():
-            return
-        part, flat = flat[: tensor.numel()], flat[tensor.numel() :]
-        tensor.copy_(part.view_as(tensor))
+def _apart(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What `_flat` made of tensors that were like these."""
+    parts = flat.split([tensor.numel() for tensor in like.values()]) if like else ()
+    return {name: part.view(like[name].shape) for name, part in zip(like, parts, strict=True)}
 
 
-def _mean(of_ranks: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(of_ranks)).mean(0)
+# ---------------------------------------------------------------------------------------------------------------------
+# What each rank has for itself, by name: KIND or KIND.WHICH
+
+
+def _numbered(kind: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {f"{kind}.{number}": tensor for number, tensor in enumerate(tensors)}
+
+
+def _kept_by(strategy: Strategy) -> dict[str, Tensor]:
+    own = strategy.own_state()
+    if not isinstance(strategy, Compressed):
+        return _numbered("velocity", own)
+    updates, *pairs = own
+    named = {"updates": updates}
+    for memory, q in zip(pairs[::2], pairs[1::2], strict=True):
+        of = "x".join(map(str, memory.shape))  # there is one stack of a shape
+        named |= {f"memory.{of}": memory, f"q.{of}": q}
+    return named
+
+
+def _fill(tensors: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> str:
+    """Where name and shape are the same. Gives the words to say what was not there, and what was there in vain."""
+    fits = {name for name, tensor in tensors.items() if name in kept and kept[name].shape == tensor.shape}
+    for name in fits:
+        tensors[name].copy_(kept[name])
+    # Momentum is no rank's own where gradients travel: it comes and goes with the optimiser's.
+    anew, dropped = ({name.partition(".")[0] for name in {*of} - fits} - {"momentum"} for of in (tensors, kept))
+    told = f"; {', '.join(sorted(anew))}: not in the checkpoint, begun anew" if anew else ""
+    return told + (f"; {', '.join(sorted(dropped - anew))}: left out" if dropped - anew else "")
+
+
+def for_other_ranks(saved: Checkpoint, world_size: int) -> dict[str, Tensor]:
+    """What each of so many ranks begins with: of BatchNorm's statistics the mean by samples since the ranks last had
+    the same, of what compressing still owes an equal part of the sum, of all else the mean.
+    """
+    samples = torch.tensor([of_rank[2] for of_rank in saved.sums])
+    parts = samples / samples.sum() if samples.sum() > 0 else torch.eye(saved.world_size)[0]
+    found = {}
+    for name in saved.own[0]:
+        of_ranks = torch.stack([own[name] for own in saved.own])
+        kind = name.partition(".")[0]
+        if kind == "statistics":
+            found[name] = torch.tensordot(parts.to(of_ranks.dtype), of_ranks, dims=1)
+        else:
+            found[name] = of_ranks.sum(0) / (world_size if kind == "memory" else saved.world_size)
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from trainer.errors import TrainError
 
-SCHEMA = 1
+SCHEMA = 2
 KEPT = 2
 """The newest so many stay: should the disk damage one, there is another."""
 _NAME = re.compile(r"step-(\d{9})\.pt")
@@ -32,7 +32,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The file's content. Of each rank: its name, its share, sums (as in Progress), statistics, random state.
+    """The file's content. Of each rank: its name, its share, sums (as in Progress), own tensors, random state.
 
     momentum: as the optimiser orders its parameters; None where it has none.
     """
@@ -48,7 +48,7 @@ class Checkpoint:
     momentum: list[Tensor | None]
     scaler: dict[str, Any]
     sums: list[list[float]]
-    own: list[Tensor]
+    own: list[dict[str, Tensor]]
     random: list[Tensor]
 
 
@@ -104,8 +104,10 @@ def parse(content: bytes, name: str) -> Checkpoint:
         raise TrainError(f"resume: {name} is damaged, or no checkpoint ({reason(error)})") from error
     if damaged:
         raise TrainError(f"resume: {name} is damaged: {damaged} in it is not as it was written")
-    if isinstance(raw, dict) and isinstance(raw.get("schema"), int) and raw["schema"] > SCHEMA:
-        raise TrainError(f"resume: {name} is of a newer version ({raw['schema']}, this one knows {SCHEMA}): update")
+    schema = raw.get("schema") if isinstance(raw, dict) else None
+    if isinstance(schema, int) and schema != SCHEMA:
+        age, remedy = ("a newer", "update") if schema > SCHEMA else ("an older", "start anew")
+        raise TrainError(f"resume: {name} is of {age} version ({schema}, this one knows {SCHEMA}): {remedy}")
     try:
         checkpoint = Checkpoint(**raw)
         _check_form(checkpoint)
@@ -123,21 +125,27 @@ def _check_form(saved: Checkpoint) -> None:
         (saved.names, str),
         (saved.shares, int),
         (saved.sums, list),
-        (saved.own, Tensor),
+        (saved.own, dict),
         (saved.random, Tensor),
     ):
         if len(of_ranks) != size or size == 0 or not all(isinstance(one, kind) for one in of_ranks):
             raise ValueError("the ranks' parts do not fit their number")
     if any(len(sums) != 3 or not all(isinstance(one, float) for one in sums) for sums in saved.sums):
         raise ValueError("a rank's sums are incomplete")
-    if len({tensor.shape for tensor in saved.own}) > 1:
-        raise ValueError("the ranks' statistics are not alike")
+    if not all(isinstance(one, Tensor) and one.is_floating_point() for own in saved.own for one in own.values()):
+        raise TypeError("what a rank has for itself is none")
+    if any(_shapes(own) != _shapes(saved.own[0]) for own in saved.own):
+        raise ValueError("what the ranks have for themselves is not alike")
     if not all(isinstance(tensor, Tensor) for tensor in saved.model.values()):
         raise TypeError("a weight is none")
     if not all(tensor is None or isinstance(tensor, Tensor) for tensor in saved.momentum):
         raise TypeError("a momentum is none")
     if not isinstance(saved.settings, dict) or not isinstance(saved.scaler, dict):
         raise TypeError("the settings are none")
+
+
+def _shapes(tensors: dict[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def reason(error: BaseException) -> str:
