@@ -3,7 +3,7 @@
     view = look(plan, profiles, read_network(Path("runs"), plan))
     view.scene, view.basis                      what `advise` takes; a sentence for each figure that is not measured
     foreseen(plan, view)                        Prediction(step_ms=949, samples_per_s=270, ...), kept in plan.json
-    with_best_way(plan, view)                   strategy=auto, resolved
+    with_best_way(plan, view, chosen)           strategy=auto, resolved
 
 A rank's speed is its profile's; else the pace that it was given; else an estimate from the catalogue. Links are as the
 newest `--exp collectives` run of these hosts measured them, else as declared, times what TCP leaves of it. Pure but for
@@ -100,11 +100,10 @@ def _speeds(
     """Of the node's ranks, and where they come from."""
     ranks = [(node.name, local_rank) for local_rank in range(node.ranks)]
     by_hand = parse_speeds(str(plan.settings.get("speeds", "")))
-    batch = int(plan.settings["batch"])
     if all(rank in by_hand for rank in ranks):
         return tuple(by_hand[rank] for rank in ranks), "by hand"
     if all(rank in profiles for rank in ranks):
-        return tuple(profiles[rank].speed(batch) for rank in ranks), "profile"
+        return tuple(profiles[rank].speed for rank in ranks), "profile"
     if node.paced:
         return (_pace(node.paced, layers),) * node.ranks, "pace"
     gpu = find_gpu(node.gpu or "") if node.device == "cuda" else None
@@ -228,7 +227,7 @@ def way_of(settings: dict[str, Any]) -> Way | None:
     if fidelity == "local":
         return Way("parameter_average", "local", every=local_steps(settings), half_wire=half_wire)
     if strategy == "parameter_average":
-        return Way(strategy, "local", every=int(settings.get("average_every", 1)), half_wire=half_wire)
+        return Way(strategy, "local", half_wire=half_wire)  # after every update
     bucket_mib = float(settings["bucket_mib"]) or FITTED_MIB
     rank = int(settings.get("compress_rank", 2))
     return Way(strategy, fidelity, bucket_mib, rank=rank) if strategy in STRATEGIES else None

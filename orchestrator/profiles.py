@@ -88,16 +88,21 @@ class Profile(Kind, Measurement):
     valid: bool = True
     """False where a paced rank could not keep its pace."""
 
-    def speed(self, batch: int) -> Speed:
-        """For splitting a global batch. What was not tried is not counted on: it is done in smaller parts."""
-        cap = self.cap if self.cap is not None else self.largest if self.largest < batch else None
-        return Speed(self.fixed_ms, self.sample_ms, cap)
+    @property
+    def speed(self) -> Speed:
+        """For splitting a global batch. Only memory sets a cap: where the time for measuring ended it, the line goes on
+        beyond the largest batch that was tried, since smaller parts would change what BatchNorm sees.
+        """
+        return Speed(self.fixed_ms, self.sample_ms, self.cap)
+
+    def is_extrapolated(self, samples: int) -> bool:
+        """Whether so many samples at once are more than were tried."""
+        return self.cap is None and samples > self.largest
 
     def samples_per_s(self, batch: int) -> float:
         """Alone, with the whole batch, in parts as large as its memory holds."""
-        speed = self.speed(batch)
-        samples = min(batch, speed.cap or batch)
-        return 1000 * samples / speed.step_ms(samples)
+        samples = min(batch, self.cap or batch)
+        return 1000 * samples / self.speed.step_ms(samples)
 
 
 Profiles = Mapping[Rank, Profile]
@@ -147,13 +152,13 @@ def with_speeds(plan: LaunchPlan, profiles: Profiles) -> LaunchPlan:
     batch = int(told["batch"])
     ranks = [(node.name, i) for node in plan.nodes for i in range(node.ranks)]
     by_hand = parse_speeds(str(told["speeds"]))
-    speeds = {**{rank: profile.speed(batch) for rank, profile in profiles.items()}, **by_hand}
+    speeds = {**{rank: profile.speed for rank, profile in profiles.items()}, **by_hand}
     try:
         shares = split_batch(str(told["shares"]), speeds, ranks, batch)
     except ValueError as error:
         raise UsageError(f"shares: {error}", _remedy(plan)) from error
     split = dict(zip(ranks, shares, strict=True))
-    nodes = tuple(_told(node, plan, split, speeds, by_hand, profiles) for node in plan.nodes)
+    nodes = tuple(_told(node, plan, split, speeds, profiles) for node in plan.nodes)
     return plan.model_copy(update={"nodes": nodes, "notes": (*plan.notes, *_notes(plan, split, speeds, profiles))})
 
 
@@ -168,7 +173,6 @@ def _told(
     plan: LaunchPlan,
     split: Mapping[Rank, int],
     speeds: Mapping[Rank, Speed],
-    by_hand: Mapping[Rank, Speed],
     profiles: Profiles,
 ) -> NodePlan:
     own = [(node.name, i) for i in range(node.ranks)]
@@ -176,7 +180,8 @@ def _told(
     if plan.settings["shares"] == "measured":
         explicit = ",".join(f"{name}:{i}={share}" for (name, i), share in split.items())
         command = [f"--shares={explicit}" if word.startswith("--shares=") else word for word in command]
-    if speeds and not by_hand:
+    if speeds:  # those of a person, who may speak of some ranks alone, among them
+        command = [word for word in command if not word.startswith("--speeds=")]
         command.append(f"--speeds={format_speeds(speeds)}")
     alone = [profiles[rank].samples_per_s(int(plan.settings["batch"])) for rank in own if rank in profiles]
     update = {
@@ -202,6 +207,13 @@ def _notes(
                 f"{node}:{i} is left out (share 0): two samples would take it {speeds[node, i].step_ms(2):.0f} ms, "
                 f"and without it the whole batch is computed in {longest_ms:.0f} ms"
             )
+    beyond = sorted(
+        f"{node}:{i} (beyond {profiles[node, i].largest})"
+        for (node, i), share in split.items()
+        if (node, i) in profiles and profiles[node, i].is_extrapolated(share)
+    )
+    if beyond:
+        yield f"extrapolated, since their shares are larger than what the profile tried: {', '.join(beyond)}"
     bad = sorted({profile.node for profile in profiles.values() if not profile.valid})
     if bad:
         yield f"the profile of {', '.join(bad)} was made on a machine too slow for its pace"

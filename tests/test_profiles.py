@@ -193,6 +193,26 @@ def test_measured_shares_are_those_that_are_done_first_and_the_ranks_are_told(co
         assert node.solo_samples_per_s == pytest.approx(64_000 / alone_ms)
 
 
+def test_a_profile_that_its_time_ended_early_is_told_as_a_line_that_goes_on(controller):
+    remember_all(controller, largest=8)
+    plan = planned(controller, "shares=measured", "batch=64")
+    (told,) = {word for node in plan.nodes for word in node.command if word.startswith("--speeds=")}
+    assert all(speed.cap is None for speed in parse_speeds(told.removeprefix("--speeds=")).values())
+    assert any("extrapolated" in note and "v100a:0 (beyond 8)" in note for note in plan.notes)
+    remember_all(controller, largest=64)
+    assert not any("extrapolated" in note for note in planned(controller, "shares=measured", "batch=64").notes)
+
+
+def test_speeds_of_some_ranks_by_hand_are_told_with_those_that_were_measured(controller):
+    remember_all(controller)
+    plan = planned(controller, "shares=measured", "batch=64", "speeds=v100a:0=5+9")
+    for node in plan.nodes:
+        (told,) = (word for word in node.command if word.startswith("--speeds="))
+        speeds = parse_speeds(told.removeprefix("--speeds="))
+        assert speeds["v100a", 0] == parse_speeds("v100a:0=5+9")["v100a", 0]
+        assert speeds["a2000a", 0] == speeds["a2000b", 0] == remembered_speed("a2000")
+
+
 def remembered_speed(name):
     return parse_speeds("x:0=4+3.003" if name.startswith("a2000") else "x:0=3+1.2")["x", 0]
 
@@ -222,11 +242,12 @@ def test_a_share_of_which_no_node_knows_is_refused_before_anything_starts(contro
     assert shares == {"v100a": (32,), "a2000a": (16,), "a2000b": (16,)}
 
 
-def test_what_memory_holds_is_told_and_what_was_not_tried_is_not_counted_on(controller):
+def test_only_memory_that_was_measured_cuts_a_share_into_parts(controller):
     kind = kinds(controller)["v100a", 0]
-    assert remembered(kind, 3, 1.2, cap=48).speed(256).cap == 48
-    assert remembered(kind, 3, 1.2).speed(256).cap == 64  # the largest that was tried
-    assert remembered(kind, 3, 1.2).speed(64).cap is None
+    assert remembered(kind, 3, 1.2, cap=48).speed.cap == 48
+    ended_by_time = remembered(kind, 3, 1.2, largest=8)
+    assert ended_by_time.speed.cap is None
+    assert ended_by_time.samples_per_s(100) == pytest.approx(100_000 / 123)
     assert remembered(kind, 10, 1, cap=40).samples_per_s(100) == pytest.approx(40_000 / 50)
 
 

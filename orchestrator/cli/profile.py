@@ -57,7 +57,7 @@ def profile(
             console.print_events(controller.follow(plan, hosts), show=lambda line: False, stream=console.err)
 
         found = one.run(follow, again=again)
-    speeds = {each.rank: each.profile.speed(one.batch) for each in found}
+    speeds = {each.rank: each.profile.speed for each in found}
     shares = dict(zip(speeds, split_batch("measured", speeds, list(speeds), one.batch), strict=True))
     if as_json:
         return console.print_json(document(exp, one.batch, found, shares))
