@@ -24,6 +24,7 @@ pytest.importorskip("torchvision")
 
 import torch
 from checkpoint_driver import run_rank
+from PIL import Image
 
 from trainer.checkpoint import for_other_ranks
 from trainer.checkpoint_file import Checkpoint, newest, open_folder, parse, read_file, write_file
@@ -45,13 +46,14 @@ def started(folder: Path, arguments: list[str], world_size: int, **more: str) ->
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
+    usual = [word for pair in zip(SMALL[::2], SMALL[1::2], strict=True) if pair[0] not in arguments for word in pair]
     processes = []
     for rank in range(world_size):
         who = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ORCH_NODE": f"node{rank}", "OMP_NUM_THREADS": "1"}
         environment = {name: str(value) for name, value in who.items()} | where | more
         environment["ORCH_METRICS"] = str(folder / "{rank}.jsonl")
-        process = FORKS.Process(target=run_rank, args=(folder, str(rank), environment, [*SMALL, *arguments]))
+        process = FORKS.Process(target=run_rank, args=(folder, str(rank), environment, [*usual, *arguments]))
         process.start()
         processes.append(process)
     try:
@@ -220,7 +222,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples(stopped: Path, tm
     assert "made by 2 ranks with shares 16,16: the samples stay the same, BatchNorm begins with the mean" in line
     assert [one["samples"] for one in events(tmp_path, "epoch")] == [203, 203]
     assert [step["samples"] for step in events(tmp_path, "step")] == [32] * 3 + [11] + [32] * 6 + [11]
-    saved, _ = read_file(stopped / "checkpoints")
+    saved = read_file(stopped / "checkpoints").checkpoint
     assert not torch.equal(saved.own[0]["statistics.0"], saved.own[1]["statistics.0"])
 
 
@@ -317,11 +319,30 @@ def test_what_cannot_go_on_is_one_line(
     assert expected in refused(tmp_path, more, **variables)
 
 
+def test_a_folder_of_images_that_has_changed_is_refused(tmp_path: Path) -> None:
+    """One file more would be another permutation, another name another image at the same place."""
+    trained_on = [f"train/{name}/{number}" for name in ("cat", "dog") for number in (1, 2, 3)]
+    for name in [*trained_on, "val/cat/1", "val/dog/1"]:
+        path = tmp_path / "images" / f"{name}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (28, 28), len(name)).save(path)
+    way = ["--data", "folder", "--data_dir", str(tmp_path / "images"), "--samples", "0", "--batch", "2"]
+    finished(tmp_path / "stopped", [*way, "--checkpoint_every", "2", "--steps", "2", "--eval_every", "0"], 1)
+    (tmp_path / "images/train/dog/2.png").rename(tmp_path / "images/train/dog/0.png")
+    resume = [*way, "--resume", "../stopped/checkpoints"]
+    assert "of other data: 6 images for training, now there are 6, or others" in refused(tmp_path / "renamed", resume)
+    (tmp_path / "images/train/cat/3.png").unlink()
+    (tmp_path / "images/train/cat/2.png").unlink()
+    assert "of other data: 6 images for training, now there are 4" in refused(tmp_path / "fewer", resume)
+
+
 def written(folder: Path, **changed: Any) -> Path:
     random = [torch.zeros(2), torch.ones(2)]
     parts: dict[str, Any] = {
         "schema": 2,
         "settings": {"lr": 0.1},
+        "data": "synthetic",
+        "train_samples": 203,
         "world_size": 2,
         "names": ["a:0", "b:0"],
         "shares": [3, 2],
@@ -341,7 +362,7 @@ def written(folder: Path, **changed: Any) -> Path:
 def test_a_checkpoint_is_read_without_trust_in_torchs_own_words(tmp_path: Path) -> None:
     path = written(tmp_path)
     assert torch.load(path, weights_only=True)["shares"] == [3, 2]
-    saved, content = read_file(tmp_path)
+    saved, content, _ = read_file(tmp_path)
     assert torch.equal(saved.model["w"], torch.arange(1000.0))
     assert content == path.read_bytes()
 
@@ -352,6 +373,19 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
     content[content.index(torch.arange(500.0, 510.0).numpy().tobytes())] ^= 1
     with pytest.raises(TrainError, match=r"^resume: .*step-000000009.pt is damaged: .* is not as it was written$"):
         parse(bytes(content), str(path))
+
+
+def test_the_one_before_a_damaged_checkpoint_is_gone_on_from(whole: Path, stopped: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(stopped / "checkpoints", tmp_path / "checkpoints")
+    (folder / "step-000000010.pt").write_bytes((folder / "step-000000010.pt").read_bytes()[:-100])
+    said = finished(tmp_path, ["--resume", str(folder), "--checkpoint_every", "20"])
+    (line,) = [line for line in said.splitlines() if " is damaged" in line]
+    assert line.startswith(f"resume: {folder}/step-000000010.pt is damaged")
+    assert line.endswith("; trying the one before it")
+    assert "after 8 updates" in said
+    assert_goes_on_like(whole, tmp_path, first=8)
+    kept = ["step-000000010.pt.damaged", "step-000000020.pt", "step-000000021.pt"]
+    assert sorted(path.name for path in folder.iterdir()) == kept
 
 
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.99])

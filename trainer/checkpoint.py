@@ -40,6 +40,7 @@ from trainer.checkpoint_file import (
     write_file,
 )
 from trainer.config import Settings
+from trainer.data import find_facts
 from trainer.errors import TrainError
 from trainer.models import running_statistics
 from trainer.strategies.compressed import Compressed
@@ -95,6 +96,8 @@ class CheckpointKeeper:
         self.every = run.settings.checkpoint_every
         if self.every or run.settings.resume:
             check_kind(run)
+            # Listed once more where it is a folder; all hosts have agreed on it by now.
+            self.data = find_facts(run.settings)[1] if run.info.rank == 0 else ""
 
     def is_due(self, updates: int) -> bool:
         """updates: of the whole run so far."""
@@ -135,6 +138,8 @@ class CheckpointKeeper:
         return Checkpoint(
             schema=SCHEMA,
             settings=dataclasses.asdict(run.settings),
+            data=self.data,
+            train_samples=run.facts.train_samples,
             world_size=run.info.world_size,
             names=names,
             shares=list(run.stream.shares),
@@ -163,18 +168,21 @@ class CheckpointKeeper:
     def resume(self) -> Progress:
         """Rank 0 reads, and tells the others. Raises TrainError, on every rank the same."""
         info, source, saved, content = self.run.info, None, None, b""
+        passed_over: dict[Path, str] = {}
         with ranks.together(info.node):
             if info.rank == 0:
                 if source := source_of(self.run.settings):
-                    saved, content = read_file(source)
+                    saved, content, passed_over = read_file(source)
+                    for line in passed_over.values():
+                        self.run.console.say(f"{line}; trying the one before it")
+                    self._check(saved)
                 if self.every:
-                    open_folder(self.folder, updates=self._updates(saved) if saved else 0)
+                    open_folder(self.folder, self._updates(saved) if saved else 0, passed_over)
         content = _broadcast(content)
         if not content:
             return Progress()
         with ranks.together(info.node):
             saved = saved or parse(content, "the checkpoint")
-            self._check(saved)
             return self._restore(saved, source)
 
     def _restore(self, saved: Checkpoint, source: Path | None) -> Progress:
@@ -199,11 +207,17 @@ class CheckpointKeeper:
         return Progress(saved.epoch, saved.step, loss_sum, int(samples))
 
     def _check(self, saved: Checkpoint) -> None:
+        """On rank 0. Raises TrainError."""
         now = dataclasses.asdict(self.run.settings)
         other = [name for name in _SAME if saved.settings.get(name) != now[name]]
         if other:
             told = ", ".join(f"{name}={saved.settings.get(name)} (now {now[name]})" for name in other)
             raise TrainError(f"the checkpoint is of a run with {told}: go on with the same, or start anew")
+        if (saved.data, saved.train_samples) != (self.data, self.run.facts.train_samples):
+            raise TrainError(
+                f"the checkpoint is of other data: {saved.train_samples} images for training, now there are "
+                f"{self.run.facts.train_samples}, or others by name; bring the same back, or start anew"
+            )
         updates = self._updates(saved)
         if updates > self.run.last_step:
             raise TrainError(

@@ -1,7 +1,7 @@
 """The file of a checkpoint and the folder of them: written whole or not at all, read without trust.
 
     size = write_file(folder / name_of(120), checkpoint)        the newest two stay
-    checkpoint, content = read_file(folder)                     the newest there, and its bytes
+    found = read_file(folder)                                   the newest there that is whole: found.checkpoint
 
 What torch.save writes, of plain containers and tensors: `torch.load(path, weights_only=True)` reads it.
 """
@@ -14,9 +14,10 @@ import os
 import re
 import warnings
 import zipfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from trainer.errors import TrainError
 SCHEMA = 2
 KEPT = 2
 """The newest so many stay: should the disk damage one, there is another."""
+_SET_ASIDE = ".damaged"
 _NAME = re.compile(r"step-(\d{9})\.pt")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -34,11 +36,14 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 class Checkpoint:
     """The file's content. Of each rank: its name, its share, sums (as in Progress), own tensors, random state.
 
-    momentum: as the optimiser orders its parameters; None where it has none.
+    data, train_samples: a word that tells different data apart, and how many samples an epoch has. momentum: as the
+    optimiser orders its parameters; None where it has none.
     """
 
     schema: int
     settings: dict[str, Any]
+    data: str
+    train_samples: int
     world_size: int
     names: list[str]
     shares: list[int]
@@ -77,18 +82,44 @@ def write_file(path: Path, checkpoint: Checkpoint) -> int:
     return size
 
 
-def read_file(source: Path) -> tuple[Checkpoint, bytes]:
-    """A checkpoint, or the newest in a folder, with its bytes. Raises TrainError."""
+class DamagedError(TrainError):
+    """What was a checkpoint once, perhaps."""
+
+
+class Found(NamedTuple):
+    """content: the file's bytes. passed_over: what is damaged in the same folder and would have come first, with the
+    line that says so.
+    """
+
+    checkpoint: Checkpoint
+    content: bytes
+    passed_over: dict[Path, str]
+
+
+def read_file(source: Path) -> Found:
+    """A checkpoint, or of a folder the newest that is not damaged. Raises TrainError."""
+    damaged: dict[Path, str] = {}
     try:
-        path = newest(source) if source.is_dir() else source
-        if path is None:
-            raise TrainError(f"resume: no checkpoint in {source}; one is written every `checkpoint_every` updates")
-        content = path.read_bytes()
+        paths = sorted(_checkpoints(source), reverse=True) if source.is_dir() else [source]
     except OSError as error:
-        raise TrainError(
-            f"resume: cannot read {source} ({error.strerror}): name a checkpoint or their folder"
-        ) from error
-    return parse(content, str(path)), content
+        raise TrainError(f"resume: cannot list {source} ({error.strerror})") from error
+    for path in paths:
+        try:
+            content = _read(path)
+            return Found(parse(content, str(path)), content, damaged)
+        except DamagedError as error:
+            damaged[path] = str(error)
+    if damaged:
+        raise TrainError(next(iter(damaged.values())))
+    raise TrainError(f"resume: no checkpoint in {source}; one is written every `checkpoint_every` updates")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        problem = f"resume: cannot read {path} ({error.strerror}): name a checkpoint or their folder"
+        raise DamagedError(problem) from error
 
 
 def parse(content: bytes, name: str) -> Checkpoint:
@@ -101,9 +132,9 @@ def parse(content: bytes, name: str) -> Checkpoint:
             warnings.simplefilter("ignore")  # torch 2.0 about itself
             raw = {} if damaged else torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # zipfile and torch raise of many kinds for what is not theirs
-        raise TrainError(f"resume: {name} is damaged, or no checkpoint ({reason(error)})") from error
+        raise DamagedError(f"resume: {name} is damaged, or no checkpoint ({reason(error)})") from error
     if damaged:
-        raise TrainError(f"resume: {name} is damaged: {damaged} in it is not as it was written")
+        raise DamagedError(f"resume: {name} is damaged: {damaged} in it is not as it was written")
     schema = raw.get("schema") if isinstance(raw, dict) else None
     if isinstance(schema, int) and schema != SCHEMA:
         age, remedy = ("a newer", "update") if schema > SCHEMA else ("an older", "start anew")
@@ -119,7 +150,9 @@ def parse(content: bytes, name: str) -> Checkpoint:
 def _check_form(saved: Checkpoint) -> None:
     """Raises TypeError or ValueError where a part is not what its name says."""
     size = saved.world_size
-    if not all(isinstance(number, int) and number >= 0 for number in (saved.schema, size, saved.epoch, saved.step)):
+    if not all(
+        isinstance(number, int) and number >= 0 for number in (saved.train_samples, size, saved.epoch, saved.step)
+    ):
         raise TypeError("a number is none")
     for of_ranks, kind in (
         (saved.names, str),
@@ -140,7 +173,7 @@ def _check_form(saved: Checkpoint) -> None:
         raise TypeError("a weight is none")
     if not all(tensor is None or isinstance(tensor, Tensor) for tensor in saved.momentum):
         raise TypeError("a momentum is none")
-    if not isinstance(saved.settings, dict) or not isinstance(saved.scaler, dict):
+    if not isinstance(saved.settings, dict) or not isinstance(saved.scaler, dict) or not isinstance(saved.data, str):
         raise TypeError("the settings are none")
 
 
@@ -167,12 +200,17 @@ def newest(folder: Path) -> Path | None:
     return max(_checkpoints(folder), default=None)
 
 
-def open_folder(folder: Path, updates: int) -> None:
-    """For a run that begins after so many updates. Raises TrainError where the folder cannot be made, or holds the
-    checkpoints of another run, which would pass for this one's.
+def open_folder(folder: Path, updates: int, damaged: Iterable[Path] = ()) -> None:
+    """For a run that begins after so many updates; what it passed over is set aside under another name.
+
+    Raises TrainError where the folder cannot be made, or holds another run's checkpoints, which would pass for this
+    one's.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        for path in damaged:
+            if path.parent.samefile(folder):
+                path.replace(path.with_name(path.name + _SET_ASIDE))
         found = newest(folder)
     except OSError as error:
         if error.errno in _NO_ROOM:
