@@ -226,6 +226,18 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples(stopped: Path, tm
     assert not torch.equal(saved.own[0]["statistics.0"], saved.own[1]["statistics.0"])
 
 
+def test_shares_that_a_run_had_come_to_by_itself_go_on_with_the_same_ranks(tmp_path: Path) -> None:
+    """Not one of the updates is left to judge the ranks by: only their speeds decide what a run begins with."""
+    way = ["--shares", "auto", "--warmup_steps", "30", "--speeds"]
+    uneven, even = ([*way, f"node0:0=0+1,node1:1=0+{sample_ms}"] for sample_ms in (3, 1))
+    finished(tmp_path / "whole", uneven)
+    finished(tmp_path / "stopped", [*uneven, "--checkpoint_every", "10", "--steps", "10"])
+    finished(tmp_path / "resumed", [*even, "--resume", "../stopped/checkpoints"])
+    assert_goes_on_like(tmp_path / "whole", tmp_path / "resumed", first=10)
+    (told,) = events(tmp_path / "resumed", "rebalance")
+    assert (told["step"], told["shares"], told["before"]) == (10, [24, 8], [16, 16])
+
+
 def test_without_batch_norm_other_ranks_give_the_same_losses(tmp_path: Path) -> None:
     """What the epoch had summed up before counts once."""
     plain = {"LENET": "1"}

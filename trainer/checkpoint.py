@@ -128,7 +128,7 @@ class CheckpointKeeper:
         """The whole content on rank 0, None on the others."""
         run = self.run
         network = run.strategy.whole()
-        names = ranks.gather_lines(f"{run.info.node}:{run.info.local_rank}")
+        names = ranks.gather_lines(_name(run))
         sums = _gather(torch.tensor([progress.loss_sum, progress.samples, progress.unaveraged], dtype=torch.float64))
         of_this_rank = self._own_tensors()
         own = [_apart(flat, of_this_rank) for flat in _gather(_flat(of_this_rank.values()))]
@@ -181,9 +181,24 @@ class CheckpointKeeper:
         content = _broadcast(content)
         if not content:
             return Progress()
+        names = ranks.gather_lines(_name(self.run))
         with ranks.together(info.node):
             saved = saved or parse(content, "the checkpoint")
+            if saved.names == names:
+                self._take_shares(saved)
             return self._restore(saved, source)
+
+    def _take_shares(self, saved: Checkpoint) -> None:
+        """Those that the run had come to by itself (`shares=auto`), whatever a new one of these ranks begins with."""
+        run, before = self.run, self.run.stream.shares
+        if not run.rebalancer or saved.settings.get("shares") != "auto" or saved.shares == list(before):
+            return
+        if sum(saved.shares) != run.stream.batch or min(saved.shares) < 0:
+            return  # not what a trainer writes
+        run.order.reshare(saved.shares)
+        run.rebalancer.balance.shares = tuple(saved.shares)
+        updates = self._updates(saved)
+        run.metrics.write("rebalance", step=updates, shares=saved.shares, before=list(before), spread=0.0)
 
     def _restore(self, saved: Checkpoint, source: Path | None) -> Progress:
         run, rank = self.run, self.run.info.rank
@@ -362,6 +377,11 @@ def _restore_momentum(optimizer: Any, momentum: Sequence[Tensor | None]) -> None
     for parameter, kept in zip(parameters, momentum, strict=True):
         if kept is not None:
             optimizer.state[parameter]["momentum_buffer"] = kept.to(parameter.device, parameter.dtype)
+
+
+def _name(run: Run) -> str:
+    """Of this rank, that tells it from all others in whatever order they come."""
+    return f"{run.info.node}:{run.info.local_rank}"
 
 
 def _scaler(run: Run) -> Any:
