@@ -43,7 +43,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "half + shares": {"strategy": "ddp", "shares": "fastest", "bucket_mib": 0, "fidelity": "half"},
     "compressed + shares": {"strategy": "ddp", "shares": "fastest", "fidelity": "compressed", "compress_after": 0},
     "local + shares": {"strategy": "ddp", "shares": "fastest", "fidelity": "local", "local_steps": 32},
-    "local, half + shares": {
+    "local half + shares": {
         "strategy": "ddp", "shares": "fastest", "fidelity": "local", "local_steps": 32, "wire": "bf16",
     },
 }  # fmt: skip
