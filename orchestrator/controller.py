@@ -115,13 +115,17 @@ class Controller:
         return plan, self.store.profiles(kinds_of(plan, ready.facts), cluster.name)
 
     def resume(
-        self, cluster: Cluster, wanted: str, settings: Sequence[str], only: Sequence[str] = ()
+        self, wanted: str, settings: Sequence[str], only: Sequence[str] = (), *, named: str | None = None
     ) -> tuple[Cluster, Wish]:
-        """To go on from a job's last checkpoint: the cluster with the host that holds it as its master, and what to run
-        there. settings: KEY=VALUE that shall differ. Raises UsageError or HostsError where it cannot be had.
+        """To go on from a job's last checkpoint: its cluster with the host that holds it as the master, and what to run
+        there. settings: KEY=VALUE that shall differ. named: the cluster that the person named. Raises UsageError or
+        HostsError where it cannot be had.
         """
         _, old = self.job(wanted)
         exp, kept = settings_of(old)
+        if named not in (None, old.cluster):
+            raise UsageError(f"{old.job} ran on cluster {old.cluster}, not on {named}", "leave --cluster out")
+        cluster = self.store.cluster(old.cluster)
         holder = cluster.node(old.master)
         if holder.name in cluster.released or (only and holder.name not in only):
             raise UsageError(
@@ -185,7 +189,7 @@ class Controller:
         """
         splitter, found, broken = Splitter(), dict[str, Mapping[str, Any] | HostError](), set[str]()
         refused: list[HostError] = []
-        told = 0
+        told = set[tuple[str, int | None, int]]()  # hosts tell in their own time: a later one may come to stand first
         view, has_news, progress_due = LiveView(plan), False, 0.0
         ended_at: float | None = None
         dial = self.connections.reopen if until_end else None
@@ -210,11 +214,14 @@ class Controller:
             elif isinstance(item, Agent):
                 found[name] = item.record
                 record = self._remember(plan, found)
-                for fault in record.faults[told:]:
+                for fault in record.faults:
+                    key = (fault.node, fault.rank, fault.restart)
+                    if key in told:
+                        continue
+                    told.add(key)
                     yield Notice(fault_words(fault))
                     if fault.rank is None:
                         view.lose(fault.node)
-                told = len(record.faults)
                 if record.state in FINAL_STATES and ended_at is None:
                     ended_at = time.monotonic()
             if has_news and time.monotonic() > progress_due:

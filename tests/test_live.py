@@ -24,10 +24,11 @@ from hypothesis import strategies as st
 
 from orchestrator import console, controller
 from orchestrator.controller import Controller
-from orchestrator.frames import Piece
+from orchestrator.faults import fault_words
+from orchestrator.frames import Agent, Piece
 from orchestrator.lines import Line
 from orchestrator.live import KEPT_STEPS, MAX_LINE_BYTES, LiveView, Progress, Row
-from orchestrator.records import CodeFolder, LaunchPlan, NodePlan
+from orchestrator.records import CodeFolder, Fault, LaunchPlan, NodePlan
 
 ORCH = [sys.executable, "-m", "orchestrator.cli"]
 ROW = Row("a2000", 120, 938, 333.3, 0.3124, 0.41)
@@ -290,6 +291,18 @@ def test_a_burst_of_news_gives_its_first_and_its_last_value(monkeypatch):
     monkeypatch.setattr(controller, "PROGRESS_S", 60.0)
     followed = Controller(None, SimpleNamespace(reopen=None)).follow(plan_of(a=1), {})
     assert [event.rows[0].step for event in followed] == [1, 50]
+
+
+def test_each_fault_of_an_elastic_job_is_told_once_wherever_it_comes_to_stand(monkeypatch):
+    later, earlier = Fault(node="b", reason="lost", after_s=9.0), Fault(node="a", rank=0, reason="died", after_s=4.0)
+    records = [
+        SimpleNamespace(state="running", faults=faults) for faults in ((later,), (earlier, later), (earlier, later))
+    ]
+    monkeypatch.setattr(controller.job, "watch", lambda *_, **__: iter([("a", Agent({}))] * 3))
+    monkeypatch.setattr(Controller, "_remember", lambda *_: records.pop(0))
+    followed = Controller(None, SimpleNamespace(reopen=None)).follow(plan_of(a=1, b=1), {})
+    told = [event.text for event in followed if isinstance(event, controller.Notice)]
+    assert told == [fault_words(later), fault_words(earlier)]
 
 
 # ---- on a pipe ------------------------------------------------------------------------------------------------

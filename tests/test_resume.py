@@ -37,6 +37,7 @@ def orch(tmp_path_factory: pytest.TempPathFactory) -> Orch:
     folder = tmp_path_factory.mktemp("two")
     text = INVENTORY.replace("WORK", str(folder)).replace("PYTHON", sys.executable)
     (folder / "two.yaml").write_text(text)
+    (folder / "other.yaml").write_text(text.replace("cluster: two", "cluster: other").replace("name: one", "name: uno"))
     (folder / "tells.py").write_text("import os, sys\nprint(sys.argv[1:], os.environ['ORCH_CHECKPOINTS'])\n")
 
     def types(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
@@ -107,6 +108,16 @@ def test_a_script_of_the_old_launcher_is_given_its_local_rank(orch: Orch) -> Non
 def test_resume_takes_no_other_experiment(orch: Orch) -> None:
     assert "give it --set alone" in orch("run", "--resume", "latest", "--exp", "mnist_lenet", code=2).stderr
     assert "no job" in orch("run", "--resume", "nothing", code=2).stderr.lower()
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_in_its_own_cluster_whichever_is_the_current_one(orch: Orch) -> None:
+    job = experiment(orch, "checkpoint_every=4", "steps=4")
+    orch("up", "other.yaml")
+    assert plan_of(orch, "--resume", job)["cluster"] == "two"
+    refused = orch("run", "--dry-run", "--resume", job, "--cluster", "other", code=2).stderr
+    assert f"{job} ran on cluster two, not on other" in refused
+    orch("up", "two.yaml")
 
 
 # ---- without a job --------------------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ def run(
         raise UsageError("--resume runs what the job ran", "give it --set alone")
     with open_controller() as controller:
         if resume:
-            chosen, wish = controller.resume(controller.store.cluster(cluster), resume, settings, only)
+            chosen, wish = controller.resume(resume, settings, only, named=cluster)
         else:
             wish = read_wish(exp, settings, module, folder, command, batch, pass_local_rank)
             chosen = controller.store.cluster(cluster)
