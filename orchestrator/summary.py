@@ -231,8 +231,9 @@ class Summary(Record):
 
     @property
     def overlapped(self) -> bool:
-        """Does this strategy send gradients while backward still runs?"""
-        return self.settings.get("strategy") in ("ddp", "fsdp")
+        """Do gradients travel while backward still runs? local sends none, compressed sends all of them after it."""
+        fidelity = self.settings.get("fidelity", "exact")
+        return self.settings.get("strategy") in ("ddp", "fsdp") and fidelity in ("exact", "half")
 
     @property
     def of_prediction(self) -> float | None:

@@ -231,3 +231,22 @@ def test_a_real_browser_draws_the_page_offline(tmp_path: Path, scheme: int, page
     assert tuple(pixels[2, 2]) == page_colour
     blue_of_a_bar = (pixels == (0, 0x72, 0xB2)).all(axis=2).sum()
     assert blue_of_a_bar > 1000
+
+
+@pytest.mark.parametrize(
+    ("settings", "overlapped"),
+    [
+        ({"strategy": "ddp"}, True),
+        ({"strategy": "fsdp", "fidelity": "exact"}, True),
+        ({"strategy": "ddp", "fidelity": "half"}, True),
+        ({"strategy": "ddp", "fidelity": "local"}, False),
+        ({"strategy": "ddp", "fidelity": "compressed"}, False),
+        ({"strategy": "allreduce", "fidelity": "exact"}, False),
+    ],
+)
+def test_only_what_travels_beside_backward_is_called_exposed(
+    tmp_path: Path, settings: dict[str, str], overlapped: bool
+) -> None:
+    summary = analyse(two_hosts(tmp_path)).model_copy(update={"settings": settings})
+    assert summary.overlapped == overlapped
+    assert ("exposed" in render_report(summary)) == overlapped
