@@ -77,6 +77,37 @@ def test_a_model_is_refused_data_of_the_wrong_number_of_channels() -> None:
     assert parse_settings("mnist_lenet", {"model": "resnet152", "data": "cifar10"}).data_set.shape == (3, 32, 32)
 
 
+@pytest.mark.parametrize("name", ["batch", "seed", "num_workers", "steps"])
+def test_a_whole_number_that_nothing_can_hold_is_one_line(name: str) -> None:
+    (mistake,) = mistakes_of("mnist_lenet", **{name: "1" + 310 * "0"})
+    assert mistake == f"{name}: a number of 311 digits; expected less than 2**63"
+    assert len(mistakes_of("mnist_lenet", **{name: str(2**63)})) == 1
+    assert parse_settings("mnist_lenet", {"seed": str(2**63 - 1)}).seed == 2**63 - 1
+
+
+@pytest.mark.parametrize(
+    ("pairs", "said"),
+    [
+        ({"strategy": "parameter_average", "local_steps": "8"}, "local_steps: does nothing with fidelity exact"),
+        ({"outer_lr": "0.7"}, "outer_lr: does nothing with fidelity exact"),
+        ({"fidelity": "local", "compress_rank": "4"}, "compress_rank: does nothing with fidelity local"),
+        ({"fidelity": "half", "compress_after": "0"}, "compress_after: does nothing with fidelity half"),
+        ({"profile_s": "5", "checkpoint_every": "3"}, "checkpoint_every: does nothing with profile_s"),
+        ({"strategy": "parameter_average", "shares": "auto"}, "shares: auto changes what each rank's own momentum"),
+    ],
+)
+def test_what_would_do_nothing_or_not_what_it_says_is_refused(pairs: dict[str, str], said: str) -> None:
+    (mistake,) = mistakes_of("mnist_lenet", **pairs)
+    assert mistake.startswith(said)
+
+
+def test_weights_may_be_averaged_every_few_updates_and_shares_may_follow_where_nothing_is_called_exact() -> None:
+    asked = {"strategy": "parameter_average", "fidelity": "local", "local_steps": "8", "shares": "auto"}
+    assert parse_settings("mnist_lenet", asked).local_steps == 8
+    plain = {"strategy": "parameter_average", "shares": "auto", "momentum": "0"}
+    assert parse_settings("mnist_lenet", plain).momentum == 0
+
+
 def test_arguments_are_taken_with_blanks_equal_signs_and_dashes() -> None:
     settings = parse_arguments(["--exp", "mnist_lenet", "--data-dir=/data", "--batch", "32", "--weight_decay", "0.1"])
     assert (settings.data_dir, settings.batch, settings.weight_decay) == ("/data", 32, 0.1)

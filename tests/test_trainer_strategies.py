@@ -100,17 +100,13 @@ def data_of(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 
 def settings_for(case: Case, name: str) -> Any:
     sync_bn = case.batch_norm and name not in ("none", "parameter_average")
-    return parse_settings(
-        "mnist_lenet",
-        {
-            "strategy": name,
-            "bucket_mib": "0.0001",
-            "sync_bn": str(sync_bn).lower(),
-            "fidelity": "local" if case.local_steps > 1 and name == "parameter_average" else "exact",
-            "local_steps": str(case.local_steps),
-            **(dict(case.asked) if name != "none" else {}),
-        },
-    )
+    asked = dict(case.asked) if name != "none" else {}
+    if case.local_steps > 1 and name == "parameter_average":
+        asked = {"fidelity": "local", **asked}
+    if asked.get("fidelity") == "local":
+        asked = {"local_steps": str(case.local_steps), **asked}
+    pairs = {"strategy": name, "bucket_mib": "0.0001", "sync_bn": str(sync_bn).lower()}
+    return parse_settings("mnist_lenet", {**pairs, **asked})
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,13 @@ FIDELITIES = {
     "local": ("ddp", "parameter_average"),
 }
 """How faithful the sums are, and the strategies that can be so."""
+_OF_FIDELITY = {
+    "compressed": ("compress_rank", "compress_after"),
+    "local": ("local_steps", "outer_lr", "outer_momentum"),
+}
+"""Settings that one fidelity alone looks at."""
+INT_BELOW = 2**63
+"""What torch and every record of ours can hold."""
 MODEL_CHANNELS = {"lenet": None, "resnet152": 3}
 """Channels of an image that a model insists on; None: any."""
 
@@ -181,6 +188,14 @@ class Settings:
                 "that time; use measured"
             )
         mistakes += self._mistakes_of_fidelity()
+        if self.profile_s and self.checkpoint_every:
+            mistakes.append("checkpoint_every: does nothing with profile_s, which trains nothing; leave one out")
+        averages = self.strategy == "parameter_average" and self.fidelity == "exact"
+        if averages and self.shares == "auto" and self.momentum:
+            mistakes.append(
+                "shares: auto changes what each rank's own momentum counts for, so parameter_average is not exact; "
+                "use ddp, shares=measured, momentum=0 or fidelity=local"
+            )
         if self.sync_bn and (self.strategy in ("parameter_average", "dp") or self.fidelity == "local"):
             mistakes.append(f"sync_bn: {self._way} has no one network that could see the whole batch; use ddp")
         if not mistakes and MODEL_CHANNELS[self.model] not in (None, self.data_set.shape[0]):
@@ -205,6 +220,11 @@ class Settings:
             mistakes.append("amp: fp16 leaves out updates that overflow, compressed would remember them; use bf16")
         if not self.bucket_mib and self.strategy == "fsdp":
             mistakes.append("bucket_mib: 0 is for ddp; fsdp needs the size of its pieces")
+        own = EXPERIMENTS[self.exp] if self.exp in TRAINING else {}
+        for fidelity, names in _OF_FIDELITY.items():
+            changed = [name for name in names if getattr(self, name) != own.get(name, getattr(self, name))]
+            if changed and fidelity != self.fidelity:
+                mistakes += [f"{name}: does nothing with fidelity {self.fidelity}; use {fidelity}" for name in changed]
         return mistakes
 
     @property
@@ -403,6 +423,8 @@ def _bounds(field: dataclasses.Field[Any], value: Any) -> list[str]:
         return [] if right else [f"{field.name}: {_not_among(value, limits['choices'])}"]
     if isinstance(value, bool):
         return []
+    if _kind(field) == "int" and abs(value) >= INT_BELOW:
+        return [f"{field.name}: a number of {len(str(abs(value)))} digits; expected less than 2**63"]
     if not math.isfinite(value):
         return [f"{field.name}: {value} is not a finite number"]
     if value < limits["at_least"]:
