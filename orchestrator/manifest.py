@@ -9,6 +9,7 @@ neither file nor folder. Names have to be printable: they are shown to people an
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import stat
 from collections.abc import Callable, Iterator
@@ -75,7 +76,7 @@ def _walk(root: Path, folder: Path, above: tuple[Path, ...]) -> Iterator[str]:
             continue
         if not name.isprintable():
             raise UsageError(f"{root}: the name {name!r} is not printable text", "rename it")
-        real = path.resolve()
+        real = _resolved(path)
         if not real.is_relative_to(above[0]):
             raise UsageError(f"{path} leads outside of {root}", "copy what it leads to, or remove the link")
         kind = _kind(path)
@@ -86,6 +87,16 @@ def _walk(root: Path, folder: Path, above: tuple[Path, ...]) -> Iterator[str]:
         else:
             what = "leads to a folder that it is in" if stat.S_ISDIR(kind) else "is neither a file nor a folder"
             raise UsageError(f"{path} {what}", "remove it from the data set")
+
+
+def _resolved(path: Path) -> Path:
+    """`resolve` alone says something else of a circle in every Python."""
+    try:
+        path.stat()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise UsageError(f"{path} leads in a circle", "remove it from the data set") from None
+    return path.resolve()
 
 
 def _kind(path: Path) -> int:

@@ -1,7 +1,7 @@
 """Runs a study's rows one after the other and keeps what came of each, so that a sweep goes on where it stopped.
 
     sweep = Sweep(study_name, controller, cluster, out, overrides={})
-    for outcome in sweep.run(sweep.rows(), follow):
+    for outcome in sweep.run(follow, only=["3090x2-ddp"]):
         outcome.row.name, outcome.figures["samples_per_s"], outcome.why_not
 
 A row is remembered before its job starts. After an interruption its job is found again: followed if it still runs,
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,18 +129,21 @@ class Sweep:
         return plan
 
     def _find_again(self, row: Row, begun: Done | None, follow: Follow) -> LaunchPlan | None:
-        """The job that an interrupted sweep left for this row, at its end; None where it has to be run anew."""
+        """The job that an interrupted sweep left for this row, at its end; None where it has to be run anew. Raises
+        OrchError where it still runs and cannot be followed.
+        """
         if begun is None or begun.cluster != self.cluster.name:
             return None
-        with suppress(OrchError):
+        try:
             record = self.controller.refresh(self.controller.store.job(begun.job))
             plan = self.controller.store.plan(begun.job)
-            if record.state not in FINAL_STATES:
-                hosts, _ = self.controller.hosts_of(plan)
-                follow(row, plan, hosts)
-                record = self.controller.store.job(begun.job)
-            return plan if record.state == "succeeded" else None
-        return None
+        except OrchError:  # forgotten or damaged
+            return None
+        if record.state not in FINAL_STATES:
+            hosts, _ = self.controller.hosts_of(plan)
+            follow(row, plan, hosts)  # where this fails, the job runs on: another one beside it would disturb both
+            record = self.controller.store.job(begun.job)
+        return None if record.state in FINAL_STATES - {"succeeded"} else plan
 
     def _kept(self, row: Row) -> Done | None:
         done = self._ledger().rows.get(row.name)

@@ -183,11 +183,12 @@ def test_a_broken_link_is_dialled_again_while_the_push_gets_on(here, tmp_path):
         (lambda root: (root / "x").symlink_to("/etc"), "leads outside"),
         (lambda root: (root / "x").symlink_to(root / "gone"), "link to nothing"),
         (lambda root: (root / RAW / "x").symlink_to(root), "folder that it is in"),
+        (lambda root: (root / "x").symlink_to(root / "x"), "leads in a circle"),
         (lambda root: os.mkfifo(root / "x"), "neither a file nor a folder"),
         (lambda root: (root / "x\ny").touch(), "not printable"),
         (lambda root: (root / os.fsdecode(b"\xff")).touch(), "not printable"),
     ],
-    ids=["link outside", "folder outside", "dead link", "circle", "fifo", "line break", "no UTF-8"],
+    ids=["link outside", "folder outside", "dead link", "circle", "itself", "fifo", "line break", "no UTF-8"],
 )
 def test_what_is_no_plain_file_of_this_folder_is_refused(here, make, words):
     make(here)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from orchestrator import studies, sweep
 from orchestrator.connections import Connections
 from orchestrator.controller import Controller
-from orchestrator.errors import OrchError, UsageError
+from orchestrator.errors import HostError, HostsError, OrchError, UsageError
 from orchestrator.inventory import load_inventory
 from orchestrator.paths import Home
 from orchestrator.records import NodePlan
@@ -145,6 +146,23 @@ def test_a_row_whose_job_fails_ends_the_sweep_with_its_name_and_is_run_anew_the_
     second = bench()
     (outcome,) = second.run(Watch(second.controller))
     assert outcome.done.complete
+
+
+def test_a_job_that_runs_on_but_cannot_be_followed_is_not_started_a_second_time(bench, monkeypatch):
+    one = bench()
+    (row, *_) = one.study.rows
+    begun = sweep.Done(job="j", cluster="t")
+    running = SimpleNamespace(state="running")
+    store = SimpleNamespace(job=lambda job: running, plan=lambda job: "its plan")
+    found = SimpleNamespace(store=store, refresh=lambda record: record, hosts_of=lambda plan: ({}, {}))
+    monkeypatch.setattr(one, "controller", found)
+
+    def refused(*_):
+        raise HostsError([HostError("a", "its key changed", "")])
+
+    with pytest.raises(HostsError, match="its key changed"):
+        one._find_again(row, begun, refused)
+    assert one._find_again(row, begun, lambda *_: None) == "its plan"
 
 
 def test_a_table_of_somebody_elses_is_not_written_over(bench, tmp_path):
