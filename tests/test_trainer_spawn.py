@@ -74,7 +74,8 @@ def test_ranks_train_together_and_the_end_is_theirs(tmp_path: Path) -> None:
     with spawned(tmp_path, "--samples", "100", "--epochs", "1", "--eval_every", "0") as process:
         said, errors = process.communicate(timeout=120)
         assert (process.returncode, errors) == (0, "")
-    assert said.splitlines()[0] == "mnist_lenet: lenet on synthetic, batch 64 over 2 ranks, strategy ddp, fidelity exact"
+    first = "mnist_lenet: lenet on synthetic, batch 64 over 2 ranks, strategy ddp, fidelity exact"
+    assert said.splitlines()[0] == first
     steps = [[line["samples"] for line in records(tmp_path, rank) if line["event"] == "step"] for rank in range(2)]
     assert steps == [[32, 18], [32, 18]]
     assert [records(tmp_path, rank)[0]["local_rank"] for rank in range(2)] == [0, 1]
