@@ -400,6 +400,13 @@ def test_the_one_before_a_damaged_checkpoint_is_gone_on_from(whole: Path, stoppe
     assert sorted(path.name for path in folder.iterdir()) == kept
 
 
+def test_a_damaged_checkpoint_that_was_named_names_the_one_before_it(tmp_path: Path) -> None:
+    before = written(tmp_path)
+    (tmp_path / "step-000000012.pt").write_bytes(b"")
+    with pytest.raises(TrainError, match=rf"12\.pt is damaged.*; the one before it is {before}$"):
+        read_file(tmp_path / "step-000000012.pt")
+
+
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.99])
 def test_a_file_that_was_cut_is_one_line(tmp_path: Path, part: float) -> None:
     content = written(tmp_path).read_bytes()

@@ -96,8 +96,8 @@ class CheckpointKeeper:
         self.every = run.settings.checkpoint_every
         if self.every or run.settings.resume:
             check_kind(run)
-            # Listed once more where it is a folder; all hosts have agreed on it by now.
-            self.data = find_facts(run.settings)[1] if run.info.rank == 0 else ""
+            with ranks.together(run.info.node):  # lists a folder once more; the hosts have agreed on it by now
+                self.data = find_facts(run.settings)[1] if run.info.rank == 0 else ""
 
     def is_due(self, updates: int) -> bool:
         """updates: of the whole run so far."""

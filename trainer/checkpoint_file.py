@@ -110,7 +110,8 @@ def read_file(source: Path) -> Found:
         except DamagedError as error:
             damaged[path] = str(error)
     if damaged:
-        raise TrainError(next(iter(damaged.values())))
+        before = [path for path in _checkpoints(source.parent) if path.name < source.name]
+        raise TrainError(next(iter(damaged.values())) + (f"; the one before it is {max(before)}" if before else ""))
     raise TrainError(f"resume: no checkpoint in {source}; one is written every `checkpoint_every` updates")
 
 
