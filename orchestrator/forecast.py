@@ -14,7 +14,7 @@ message by message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -49,8 +49,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Way:
-    """How ranks stay together. every: local steps between two averages. rank: PowerSGD's. adaptive: a faster rank takes
-    more local steps in the same time. half_wire: local's averages travel in 16 bits.
+    """How ranks stay together. every: local steps between two averages. rank: PowerSGD's. half_wire: local's
+    averages travel in 16 bits.
     """
 
     strategy: str
@@ -58,7 +58,6 @@ class Way:
     bucket_mib: float = 25.0
     every: int = 1
     rank: int = 2
-    adaptive: bool = False
     half_wire: bool = False
 
 
@@ -224,19 +223,11 @@ def averaging(way: Way) -> Way:
 
 
 def _local(job: Job, speeds: Sequence[Speed], wire: Wire, way: Way, shares: Sequence[int]) -> Forecast:
-    """`every` steps of the global batch, then one average. adaptive: each rank's steps stay as large as its share, and
-    their number is what it manages in the time that all take.
-    """
-    one_ms = [speed.step_ms(samples) for speed, samples in zip(speeds, shares, strict=True)]
-    steps = [way.every] * len(speeds)
-    if way.adaptive and len(set(shares)) == 1:
-        steps = list(fastest_shares([Speed(0.0, time_ms) for time_ms in one_ms], way.every * len(speeds)))
-    ends = [count * time_ms for count, time_ms in zip(steps, one_ms, strict=True)]
+    """`every` steps of the global batch, then one average."""
+    own_ms = [speed.step_ms(samples) for speed, samples in zip(speeds, shares, strict=True)]
     sync_ms = 1000 * exchange_s(job, wire, averaging(way)) if len(speeds) > 1 else 0.0
-    per_step = [end / way.every for end in ends]
-    samples = sum(count * share for count, share in zip(steps, shares, strict=True)) / way.every
-    step_ms = (max(ends) + sync_ms) / way.every
-    return _forecast(job, way, shares, per_step, step_ms, wire_bytes(job, way), samples, tuple(steps))
+    step_ms = max(own_ms) + sync_ms / way.every
+    return _forecast(job, way, shares, own_ms, step_ms, wire_bytes(job, way), (way.every,) * len(speeds))
 
 
 def _forecast(
@@ -246,10 +237,9 @@ def _forecast(
     compute_ms: Sequence[float],
     step_ms: float,
     sent_bytes: float,
-    samples: float | None = None,
     local_steps: tuple[int, ...] = (),
 ) -> Forecast:
-    """compute_ms: of each rank, its update included. samples: of one step of all ranks, by default the batch."""
+    """compute_ms: of each rank, its update included."""
     slowest = max(compute_ms)
     sync_ms = step_ms - slowest
     parts: dict[Binds, float] = {"wire": sync_ms, "compute": (1 - OPTIMISER) * slowest}
@@ -257,7 +247,7 @@ def _forecast(
         way=way,
         shares=tuple(shares),
         step_ms=step_ms,
-        samples_per_s=1000 * (job.batch if samples is None else samples) / step_ms,
+        samples_per_s=1000 * job.batch / step_ms,
         sync_ms=sync_ms,
         wire_bytes=sent_bytes,
         own_ms=tuple(compute_ms),
@@ -271,8 +261,3 @@ def alone_samples_per_s(host: Host, batch: int) -> float:
     """What a host does by itself, with the whole batch on its ranks and no exchange."""
     shares = fastest_shares(host.speeds, batch)
     return 1000 * batch / max(speed.step_ms(samples) for speed, samples in zip(host.speeds, shares, strict=True))
-
-
-def ceiling_samples_per_s(speeds: Iterable[Speed]) -> float:
-    """No split and no strategy is faster: every rank at the batch that suits it best."""
-    return sum(1000 / (speed.sample_ms + (speed.fixed_ms / speed.cap if speed.cap else 0.0)) for speed in speeds)

@@ -19,7 +19,6 @@ from orchestrator.forecast import (
     Way,
     alone_samples_per_s,
     buckets_of,
-    ceiling_samples_per_s,
     compressed_bytes,
     predict,
 )
@@ -36,8 +35,7 @@ EVERY_WAY = [
     *(Way(strategy) for strategy in STRATEGIES if strategy != "parameter_average"),
     *(Way(strategy, "half") for strategy in ("ddp", "allreduce", "allreduce_flat")),
     *(Way("ddp", "exact", 0.1), Way("allreduce_flat", "compressed"), Way("ddp", "half", 0.1)),
-    *(Way("parameter_average", "local", every=8), Way("parameter_average", "local", every=8, adaptive=True)),
-    Way("parameter_average", "local", every=8, half_wire=True),
+    *(Way("parameter_average", "local", every=8), Way("parameter_average", "local", every=8, half_wire=True)),
 ]
 
 
@@ -227,7 +225,8 @@ def test_a_faster_link_is_never_slower(scene, way, factor):
 @settings(max_examples=60, deadline=None)
 @given(scenes(), st.sampled_from(EVERY_WAY))
 def test_no_forecast_exceeds_the_sum_of_what_ranks_do_alone(scene, way):
-    ceiling = ceiling_samples_per_s(speed for host in scene.hosts for speed in host.speeds)
+    speeds = [speed for host in scene.hosts for speed in host.speeds]
+    ceiling = sum(1000 / (speed.sample_ms + (speed.fixed_ms / speed.cap if speed.cap else 0)) for speed in speeds)
     for policy in ("equal", "measured"):
         assert forecast(scene, way, policy).samples_per_s <= ceiling * (1 + 1e-9)
 
@@ -235,8 +234,7 @@ def test_no_forecast_exceeds_the_sum_of_what_ranks_do_alone(scene, way):
 @settings(max_examples=40, deadline=None)
 @given(scenes(), st.sampled_from([way for way in EVERY_WAY if way.strategy != "ddp"]))
 def test_shares_by_speed_are_never_slower_where_nothing_overlaps(scene, way):
-    if not way.adaptive:
-        assert forecast(scene, way, "measured").step_ms <= forecast(scene, way, "equal").step_ms * (1 + 1e-12)
+    assert forecast(scene, way, "measured").step_ms <= forecast(scene, way, "equal").step_ms * (1 + 1e-12)
 
 
 @settings(max_examples=40, deadline=None)
@@ -253,10 +251,11 @@ def test_a_step_is_never_shorter_than_its_slowest_rank(scene, way):
     assert told.samples_per_s > 0
 
 
-def test_local_steps_by_speed_fill_the_same_time():
-    told = forecast(paced(("a2000", "v100"), 2.5, 256), Way("parameter_average", "local", every=32, adaptive=True))
-    assert sum(told.local_steps) == 64
-    assert max(told.own_ms) / min(told.own_ms) < 1.1
+def test_an_average_costs_each_of_its_local_steps_the_same_part():
+    scene = paced(("a2000", "v100"), 2.5, 256)
+    once, often = (forecast(scene, Way("parameter_average", "local", every=every)) for every in (32, 1))
+    assert once.local_steps == (32, 32)
+    assert once.step_ms - max(once.own_ms) == pytest.approx((often.step_ms - max(often.own_ms)) / 32)
 
 
 def test_a_measured_latency_takes_the_place_of_the_assumed_one():
