@@ -70,8 +70,8 @@ def test_whatever_was_measured_neither_end_of_the_line_is_negative(points: list[
     if line is None:
         return
     assert line.alpha_s >= 0
-    assert line.beta_s_per_byte >= 0
-    assert line.alpha_s or line.beta_s_per_byte
+    assert line.slope_s >= 0
+    assert line.alpha_s or line.slope_s
 
 
 def test_one_size_makes_no_line() -> None:

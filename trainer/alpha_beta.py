@@ -2,7 +2,7 @@
 
     algorithm_gbps(2**20, 0.004)                     # 2.097: bytes over time
     bus_factor("all_reduce", ranks=4)                # 1.5
-    fit([(2**10, 1.1e-4), (2**28, 0.92)])            # Line(alpha_s=..., beta_s_per_byte=..., worst_error=...)
+    fit([(2**10, 1.1e-4), (2**28, 0.92)])            # Line(alpha_s=..., slope_s=..., worst_error=...)
 
 A bus bandwidth is the algorithm bandwidth times the operation's factor. It is what a link has to carry each way where
 the work is spread over all ranks as well as can be, so that it compares with the link's own speed whatever the number
@@ -56,23 +56,25 @@ def algorithm_gbps(size_bytes: float, time_s: float) -> float:
 
 @dataclass(frozen=True)
 class Line:
-    """time = alpha + beta * bytes. worst_error: the largest difference to a measured time, as a part of that time."""
+    """time = alpha + slope * size, in bytes (whose slope is beta) or whatever else it was fitted over. worst_error:
+    the largest difference to a measured time, as a part of that time.
+    """
 
     alpha_s: float
-    beta_s_per_byte: float
+    slope_s: float
     worst_error: float
 
-    def time_s(self, size_bytes: float) -> float:
-        return self.alpha_s + self.beta_s_per_byte * size_bytes
+    def time_s(self, size: float) -> float:
+        return self.alpha_s + self.slope_s * size
 
     @property
     def gbps(self) -> float | None:
-        """The algorithm bandwidth that ever larger sizes approach."""
-        return 8e-9 / self.beta_s_per_byte if self.beta_s_per_byte else None
+        """The algorithm bandwidth that ever larger sizes, in bytes, approach."""
+        return 8e-9 / self.slope_s if self.slope_s else None
 
 
 def fit(points: Sequence[tuple[float, float]]) -> Line | None:
-    """points: (bytes, seconds), all above 0. None where they are of fewer than two sizes.
+    """points: (size, seconds), all above 0. None where they are of fewer than two sizes.
 
     Least squares of the relative error: a plain fit would only see the largest sizes, whose times are a thousand times
     longer. Neither alpha nor beta is ever negative: where the best line would have one, the best without it is taken.

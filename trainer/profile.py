@@ -241,7 +241,7 @@ def record_of(ladder: Ladder) -> dict[str, object]:
     """The fields of the `profile` record."""
     last = ladder.times[max(ladder.times)]
     line = line_of([(samples, times.step_ms / 1000) for samples, times in ladder.times.items()])
-    slope_ms = 1000 * line.beta_s_per_byte if line else last.step_ms / max(ladder.times)
+    slope_ms = 1000 * line.slope_s if line else last.step_ms / max(ladder.times)
     return {
         "samples": list(ladder.times),
         "step_ms": [round(times.step_ms, 4) for times in ladder.times.values()],
