@@ -50,7 +50,10 @@ class Found:
 
 
 class Profiling:
-    """Raises UsageError for an experiment or a setting that there is not, HostsError for hosts that are not usable."""
+    """left_out: settings that were asked for and change nothing that a rank does alone.
+
+    Raises UsageError for an experiment or a setting that there is not, HostsError for hosts that are not usable.
+    """
 
     def __init__(
         self,
@@ -62,7 +65,11 @@ class Profiling:
         only: Sequence[str] = (),
         each: bool = False,
     ) -> None:
-        pairs = {**parse_pairs(settings, "--set KEY=VALUE"), **_LEFT_OUT}
+        asked = parse_pairs(settings, "--set KEY=VALUE")
+        self.left_out = tuple(
+            f"{key}={asked[key]}" for key in _LEFT_OUT if asked.get(key, _LEFT_OUT[key]) != _LEFT_OUT[key]
+        )
+        pairs = {**asked, **_LEFT_OUT}
         pairs = {"profile_s": str(BUDGET_S), **pairs}
         if exp == "collectives":
             raise UsageError("collectives trains nothing that a host could do alone", "choose another --exp")

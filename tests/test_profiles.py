@@ -141,6 +141,16 @@ def test_the_command_shows_what_is_known_and_measures_nothing_anew(controller):
     assert "2026-11-21" in table.output and "v100a" in table.output
 
 
+def test_settings_that_a_host_alone_does_nothing_with_are_named(controller):
+    remember_all(controller)
+    asked = ["--set", "strategy=allreduce", "--set", "accumulate=4", "--set", "shares=equal", "--set", "batch=64"]
+    done = CliRunner().invoke(main, ["profile", "--exp", "mnist_lenet", "--json", *asked])
+    assert done.exit_code == 0, done.output
+    assert "does nothing with it: accumulate=4, strategy=allreduce\n" in done.stderr
+    plain = CliRunner().invoke(main, ["profile", "--exp", "mnist_lenet", "--json"])
+    assert "left out" not in plain.stderr
+
+
 # ---- for whom a profile holds -------------------------------------------------------------------------------------
 
 

@@ -52,6 +52,9 @@ def profile(
     with open_controller() as controller:
         one = Profiling(controller, controller.store.cluster(cluster), exp, settings, only=only, each=each)
 
+        if one.left_out:
+            console.warn(f"left out, since a host alone does nothing with it: {', '.join(one.left_out)}")
+
         def follow(plan: LaunchPlan, hosts: Mapping[str, Host]) -> None:
             console.say(f"measuring {plan.master} alone: {plan.job}")
             console.print_events(controller.follow(plan, hosts), show=lambda line: False, stream=console.err)
