@@ -189,7 +189,7 @@ class Controller:
         """
         splitter, found, broken = Splitter(), dict[str, Mapping[str, Any] | HostError](), set[str]()
         refused: list[HostError] = []
-        told = set[tuple[str, int | None, int]]()  # hosts tell in their own time: a later one may come to stand first
+        told = set[tuple[str, int | None, int | None]]()  # hosts tell in their own time: a later one may come to stand first
         view, has_news, progress_due = LiveView(plan), False, 0.0
         ended_at: float | None = None
         dial = self.connections.reopen if until_end else None
