@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,7 +17,7 @@ from rank_gang import RANKS, Gang, group_of
 from test_trainer_strategies import EXAMPLE, PLAIN, UPDATES, Case, network, settings_for, train, worst
 
 from trainer.config import SettingsError, parse_settings
-from trainer.strategies import build_strategy
+from trainer.strategies import build_strategy, compressed, local_loss
 from trainer.strategies.power_sgd import PowerSgd
 from trainer.strategies.wire import Wire, fitted_bucket_bytes
 from trainer.timing import CpuTimer
@@ -143,6 +145,37 @@ def test_the_first_updates_of_compressed_are_exact(gang: Gang) -> None:
         assert 1e-3 < worst(gang, asking(case, strategy, **ask, compress_after="0"))[strategy] < 1
 
 
+def left_of_ddp(rank: int, _: None) -> tuple[bool, float]:
+    """Is anything of it there after the exact updates? And how far the ranks are from rank 0, having been pushed apart,
+    once they were brought together.
+    """
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 9))
+    asked = {"strategy": "ddp", "fidelity": "compressed", "compress_after": "2", "compress_rank": "1"}
+    strategy = build_strategy(parse_settings("mnist_lenet", asked), model, group_of(RANKS), CpuTimer())
+    gone = [weakref.ref(strategy.exact), weakref.ref(strategy.model)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    usual, compressed.TOGETHER = compressed.TOGETHER, 4
+    for update in range(4):
+        optimizer.zero_grad()
+        labels = torch.tensor([rank, update])
+        strategy.backward(local_loss(strategy.model, torch.randn(2, 1, 3, 4), labels), 2, 2 * RANKS)
+        optimizer.step()
+        if update == 3:
+            with torch.no_grad():
+                model[1].bias += rank
+        strategy.after_update()
+    compressed.TOGETHER = usual
+    gc.collect()
+    first = model[1].bias.detach().clone()
+    dist.broadcast(first, src=0, group=strategy.wire.group)
+    return all(reference() is None for reference in gone), float((first - model[1].bias).norm())
+
+
+def test_compressed_keeps_nothing_of_ddp_and_brings_the_ranks_together(gang: Gang) -> None:
+    assert gang.run(left_of_ddp, None) == [(True, 0.0)] * RANKS
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # local
 
@@ -224,6 +257,27 @@ def without_bf16(_: int, __: Any) -> str:
     finally:
         dist.all_reduce = plain
     return "no failure"
+
+
+def with_a_lost_peer(_: int, __: Any) -> str:
+    plain = dist.all_reduce
+
+    def lost(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]:1234")
+
+    group = group_of(RANKS)
+    dist.all_reduce = lost
+    try:
+        Wire(group, dtype=torch.bfloat16)
+    except Exception as error:
+        return str(error)
+    finally:
+        dist.all_reduce = plain
+    return "no failure"
+
+
+def test_a_lost_peer_is_not_taken_for_a_kind_of_number(gang: Gang) -> None:
+    assert all("Connection closed by peer" in told for told in gang.run(with_a_lost_peer, None))
 
 
 def test_half_says_what_to_use_where_gloo_knows_no_bf16(gang: Gang) -> None:

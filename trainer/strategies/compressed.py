@@ -18,6 +18,11 @@ from trainer.strategies.seam import Base, Exchange, Strategy, first_rank
 from trainer.strategies.wire import Wire
 from trainer.timing import Brake, Timer
 
+TOGETHER = 500
+"""Updates after which all ranks take rank 0's weights: so seldom that they add less to an update than one more exchange
+of P would, which would leave the rounding of P Q^T in place besides.
+"""
+
 
 class Compressed(Base):
     """exact: the strategy of the first `after` updates; None where there are none.
@@ -54,13 +59,15 @@ class Compressed(Base):
 
     def after_update(self) -> None:
         self.updates += 1
+        if self.updates > self.after and self.updates % TOGETHER == 0:
+            self.whole()
 
     def own_state(self) -> list[Tensor]:
         return [self.updates, *self.power_sgd.state()]
 
     def whole(self) -> nn.Module:
-        """With rank 0's weights: GPUs of different kinds round P Q^T differently, and nothing else would bring the
-        ranks together again.
+        """With rank 0's weights: devices of different kinds orthogonalise P and round P Q^T differently, and nothing
+        else would bring the ranks together again.
         """
         for parameter in trainable(self.network):
             dist.broadcast(parameter.detach(), src=first_rank(self.wire.group), group=self.wire.group)

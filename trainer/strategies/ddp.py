@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -44,7 +45,8 @@ class Ddp(Base):
             gradient_as_bucket_view=True,
             **{_BUFFER_OPTION: False},
         )
-        self.model.register_comm_hook(self, Ddp._send)
+        # torch keeps what the hook gets where Python's collector cannot look: held strongly, all would stay for good.
+        self.model.register_comm_hook(weakref.proxy(self), Ddp._send)
 
     def _send(self, bucket):  # no annotations: DDP compares them with classes, ours are text
         """DDP hands over buckets in order, so with the last one this rank has computed all its gradients."""

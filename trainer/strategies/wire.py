@@ -10,6 +10,7 @@ Every rank has to begin the same sums in the same order.
 from __future__ import annotations
 
 import queue
+import re
 import statistics
 import threading
 import time
@@ -26,6 +27,10 @@ from trainer.strategies.seam import first_rank
 
 Group = dist.ProcessGroup
 Leg = Callable[[Tensor], Any]
+_UNKNOWN_TYPE = re.compile(
+    r"(unsupported|invalid|unconvertible|not support).*type|type.*(unsupported|not support)", re.I | re.S
+)
+"""What torch says of a kind of number that it cannot add up, and of no broken connection."""
 _PIECE = 1 << 22
 """Elements: 16 MiB of float32."""
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -148,11 +153,13 @@ def _own_group(of_ranks: Sequence[Sequence[int]]) -> Any:
 
 
 def _adds_up(dtype: torch.dtype, group: Group) -> bool:
-    """Gloo says so before it sends anything: on every rank the same."""
+    """Gloo says so before it sends anything: on every rank the same. Raises what else goes wrong."""
     try:
         device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
         dist.all_reduce(torch.ones(1, dtype=dtype, device=device), group=group)
-    except (RuntimeError, TypeError, ValueError):
+    except (RuntimeError, TypeError, ValueError) as error:
+        if not _UNKNOWN_TYPE.search(str(error)):
+            raise
         return False
     return True
 
