@@ -183,6 +183,8 @@ def test_a_job_of_an_earlier_version_has_no_faults():
         ("a=5,b=2,c=1", "a=5,b=2"),
         ("a:0=5, b=2,c:0=1,c:1=3", "a:0=5, b=2"),
         ("c=1", "equal"),
+        ("a=0,c=1", "equal"),
+        ("a=0,b=2,c=1", "a=0,b=2"),
         ("equal", "equal"),
         ("auto", "auto"),
     ],

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -17,12 +18,13 @@ pytest.importorskip("torchvision")
 import torch
 
 from trainer.checkpoint_file import read_file
-from trainer.config import parse_arguments
+from trainer.config import parse_arguments, parse_settings
 from trainer.env import read_rank_info
 from trainer.microbatches import MicroBatches
 from trainer.models import build_model
 from trainer.rebalance import FRESH, Balance
 from trainer.records import MetricsWriter
+from trainer.setup import needs_pairs
 from trainer.shares import Speed, equal_shares, fastest_shares
 from trainer.stream import RankBatches, SampleStream
 from trainer.train import train
@@ -157,7 +159,8 @@ def test_micro_batches_hold_every_sample_and_fit(shares, accumulate, cap, togeth
     cut = MicroBatches(accumulate, [cap] * len(shares), together)
     parts = [cut.sizes(shares, rank) for rank in range(len(shares))]
     assert [sum(sizes) for sizes in parts] == shares
-    assert all(size <= cap for sizes in parts for size in sizes if cap)
+    assert all(size <= max(cap, 3) for sizes in parts for size in sizes if cap)
+    assert all(1 not in sizes for sizes, share in zip(parts, shares, strict=True) if share > 1)
     if together:
         assert len({len(sizes) for sizes in parts}) == 1
     else:
@@ -187,6 +190,17 @@ def test_a_stream_cut_anew_gives_the_same_updates():
 def test_no_rank_of_an_auto_run_gets_a_single_sample():
     stream = SampleStream(size=64 + 10, batch=64, shares=(58, 6), seed=0, pairs=True)
     assert stream.shares_at(1) == (10, 0)
+    assert replace(stream, size=64 + 2, shares=(32, 32)).shares_at(1) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("setting", "model", "expected"),
+    [("shares", "lenet", False), ("shares", "resnet152", True), ("sync_bn", "resnet152", False)],
+)
+def test_pairs_are_for_batch_norm_that_sees_one_rank(setting, model, expected):
+    asked = {"model": model, "sync_bn": "true"} if setting == "sync_bn" else {"model": model, "shares": "a=5,b=2"}
+    wanted = parse_settings("resnet152_cifar", asked)
+    assert needs_pairs(wanted, wanted.data_set) is expected
 
 
 def two_ranks(folder, *arguments, paces=None):

@@ -270,6 +270,9 @@ def test_a_lone_sample_for_batch_norm_is_refused_before_training() -> None:
     for stream in (SampleStream(101, 10, (10,), seed=0), SampleStream(100, 10, (9, 1), seed=0)):
         with pytest.raises(TrainError, match="choose another batch than 10"):
             check_batch_norm(model, stream)
+    check_batch_norm(model, SampleStream(102, 10, (5, 5), seed=0, pairs=True))
+    with pytest.raises(TrainError, match="choose another batch than 10"):  # a share that was asked for is not changed
+        check_batch_norm(model, SampleStream(100, 10, (9, 1), seed=0, pairs=True))
 
 
 @pytest.mark.slow

@@ -24,13 +24,19 @@ class MicroBatches:
     def sizes(self, shares: Sequence[int], rank: int) -> tuple[int, ...]:
         """Of one rank, as even as whole samples allow; without samples it is one empty micro-batch."""
         counts = [self._count(share, cap) for share, cap in zip(shares, self.caps, strict=True)]
-        return equal_shares(shares[rank], max(counts) if self.together else counts[rank])
+        count = max(counts) if self.together else counts[rank]
+        filled = max(counts[rank], min(count, shares[rank] // 2))
+        return equal_shares(shares[rank], filled) + (0,) * (count - filled)
 
     def largest(self, shares: Sequence[int]) -> int:
         """How many micro-batches the rank with most of them takes."""
         return max(len(self.sizes(shares, rank)) for rank in range(len(shares)))
 
     def _count(self, share: int, cap: int | None) -> int:
-        """Of two samples at least where memory does not force less: BatchNorm can make nothing of one."""
+        """Of two samples at least where memory holds two: BatchNorm can make nothing of one. Where it holds just two,
+        an odd share has one micro-batch of three.
+        """
         forced = -(-share // cap) if cap else 1
+        if cap != 1:
+            forced = min(forced, share // 2)
         return max(1, forced, min(self.accumulate, share // 2))

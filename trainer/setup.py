@@ -80,7 +80,7 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
     group = ranks.join(info, settings.backend, device)
     shares, speeds = ranks.shares_of_ranks(settings, info)
     facts = agree_on_facts(settings, info)
-    stream = SampleStream(facts.train_samples, settings.batch, shares, settings.seed, pairs=settings.shares == "auto")
+    stream = SampleStream(facts.train_samples, settings.batch, shares, settings.seed, needs_pairs(settings, facts))
     order = RankBatches(stream, info.rank)
     whole = settings.epochs * stream.steps
     last_step = min(whole, settings.steps or whole)
@@ -89,12 +89,7 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
     micro_batches = MicroBatches(settings.accumulate, caps, together=settings.strategy == "fsdp")
     with ranks.together(info.node):  # paced ranks are refused for reasons of their own: the others must not wait
         settings = choose_loader(settings, facts, info, device)
-        if info.pace:
-            model = stand_in(settings, facts, info, metrics, info.pace, max(micro_batches.sizes(shares, info.rank)))
-        else:
-            model = build_model(settings.model, facts.shape, facts.classes).to(device)
-            check_batch_norm(model, stream, settings.sync_bn)
-            check_whole_batch(settings, micro_batches, shares)
+        model = network(settings, facts, info, metrics, stream, micro_batches).to(device)
         precision = build_precision(settings.amp, device, group)
     learns = ranks.sum_over_ranks([float(info.pace is not None)])[0] == 0
     start = start_fields(settings, info, device, group, model)
@@ -131,6 +126,32 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
         last_step=last_step,
         learns=learns,
     )
+
+
+def network(
+    settings: Settings,
+    facts: DataSet,
+    info: RankInfo,
+    metrics: MetricsWriter,
+    stream: SampleStream,
+    micro_batches: MicroBatches,
+) -> nn.Module:
+    """With real weights, or a stand-in where the rank is paced. Raises TrainError where its BatchNorm can make nothing
+    of how the batch is split.
+    """
+    if info.pace:
+        share = max(micro_batches.sizes(stream.shares, info.rank))
+        return stand_in(settings, facts, info, metrics, info.pace, share)
+    model = build_model(settings.model, facts.shape, facts.classes)
+    check_batch_norm(model, stream, settings.sync_bn)
+    check_whole_batch(settings, micro_batches, stream.shares)
+    return model
+
+
+def needs_pairs(settings: Settings, facts: DataSet) -> bool:
+    """Would a rank with a single sample be refused? Paced ranks, which have no network, must say the same."""
+    with torch.device("meta"):
+        return not settings.sync_bn and has_batch_norm(build_model(settings.model, facts.shape, facts.classes))
 
 
 def stand_in(
@@ -201,7 +222,8 @@ def check_batch_norm(model: nn.Module, stream: SampleStream, whole_batch: bool =
     whole_batch: does it see the samples of all ranks (sync_bn)?
     """
     for step in {0, stream.steps - 1}:
-        groups = (stream.batch_at(step),) if whole_batch else stream.shares_at(step)
+        split = stream.shares_at(step) if stream.batch_at(step) < stream.batch else stream.shares
+        groups = (stream.batch_at(step),) if whole_batch else split
         if has_batch_norm(model) and 1 in groups:
             raise TrainError(
                 f"batch: of {stream.batch_at(step)} samples one rank gets a single one, and BatchNorm needs two; "

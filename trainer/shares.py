@@ -73,10 +73,12 @@ def parse_shares(text: str) -> Wanted:
 
 
 def without_absent(text: str, ranks: Sequence[tuple[str, int]]) -> str:
-    """The setting `shares` less the parts of nodes that none of these ranks is on."""
+    """The setting `shares` less the parts of nodes that none of these ranks is on; equal where no sample is left."""
     present = {node for node, _ in ranks}
     parts = [item for item in text.split(",") if item.partition("=")[0].strip().partition(":")[0] in present]
-    return (",".join(parts) or "equal") if "=" in text else text
+    if "=" not in text:
+        return text
+    return ",".join(parts) if any(int(part.partition("=")[2]) for part in parts) else "equal"
 
 
 def choose_shares(wanted: Wanted, ranks: Sequence[tuple[str, int]], batch: int) -> tuple[int, ...]:
@@ -178,11 +180,11 @@ def split_batch(text: str, speeds: Speeds, ranks: Sequence[tuple[str, int]], bat
 
 
 def without_singles(shares: Sequence[int]) -> tuple[int, ...]:
-    """A rank with a single sample gives it to the one with the most: BatchNorm can make nothing of one value."""
+    """A rank with a single sample gives it to the other with the most: BatchNorm can make nothing of one value."""
     left = list(shares)
-    for rank, share in enumerate(left):
-        if share == 1 and max(left) > 1:
-            most = max(range(len(left)), key=left.__getitem__)
+    for rank in range(len(left)):
+        most = max((other for other in range(len(left)) if other != rank), key=left.__getitem__, default=rank)
+        if left[rank] == 1 and left[most] > 0:
             left[rank], left[most] = 0, left[most] + 1
     return tuple(left)
 
