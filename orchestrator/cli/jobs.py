@@ -23,7 +23,7 @@ from orchestrator.errors import HostError, OrchError, UsageError
 if TYPE_CHECKING:
     from orchestrator.call import Host
     from orchestrator.controller import Controller
-    from orchestrator.records import LaunchPlan
+    from orchestrator.records import Elastic, LaunchPlan
 
 SECOND_CTRL_C_S = 3.0
 
@@ -112,13 +112,9 @@ def run(
     from dataclasses import replace
 
     from orchestrator import console
-    from orchestrator.elastic import DEFAULT_MAX_RESTARTS, parse_elastic
     from orchestrator.request import read_wish
 
-    if max_restarts is not None and not elastic:
-        raise UsageError("--max-restarts belongs to --elastic", "--elastic MIN:MAX, numbers of nodes")
-    restarts = DEFAULT_MAX_RESTARTS if max_restarts is None else max_restarts
-    nodes_wanted = parse_elastic(elastic, restarts) if elastic else None
+    nodes_wanted = _nodes_wanted(elastic, max_restarts)
     only = [name for name in (nodes or "").split(",") if name]
     if resume and any((exp, module, command, folder, batch, pass_local_rank)):
         raise UsageError("--resume runs what the job ran", "give it --set alone")
@@ -137,12 +133,28 @@ def run(
             shown = plan.masked()
             as_document = shown.model_dump(mode="json", by_alias=True)
             return console.print_json(as_document) if as_json else console.print_plan(shown)
-        hosts = _launch(controller, plan, wish.blob)
-        if not detach:
-            stream = console.err if as_json else console.out
-            _follow(controller, plan, lambda: console.print_events(controller.follow(plan, hosts), stream=stream))
-        _finish(controller, plan, as_json, detached=detach)
+        _run(controller, plan, wish.blob, as_json, detach=detach)
     return None
+
+
+def _nodes_wanted(elastic: str | None, max_restarts: int | None) -> Elastic | None:
+    from orchestrator.elastic import DEFAULT_MAX_RESTARTS, parse_elastic
+
+    if max_restarts is not None and not elastic:
+        raise UsageError("--max-restarts belongs to --elastic", "--elastic MIN:MAX, numbers of nodes")
+    restarts = DEFAULT_MAX_RESTARTS if max_restarts is None else max_restarts
+    return parse_elastic(elastic, restarts) if elastic else None
+
+
+def _run(controller: Controller, plan: LaunchPlan, blob: bytes, as_json: bool, *, detach: bool) -> None:
+    """To its end, or until it runs."""
+    from orchestrator import console
+
+    hosts = _launch(controller, plan, blob)
+    if not detach:
+        stream = console.err if as_json else console.out
+        _follow(controller, plan, lambda: console.print_events(controller.follow(plan, hosts), stream=stream))
+    _finish(controller, plan, as_json, detached=detach)
 
 
 def _launch(controller: Controller, plan: LaunchPlan, blob: bytes) -> dict[str, Host]:
