@@ -189,7 +189,8 @@ class Controller:
         """
         splitter, found, broken = Splitter(), dict[str, Mapping[str, Any] | HostError](), set[str]()
         refused: list[HostError] = []
-        told = set[tuple[str, int | None, int | None]]()  # hosts tell in their own time: a later one may come to stand first
+        # Hosts tell in their own time: a later fault may come to stand first.
+        told = set[tuple[str, int | None, int | None]]()
         view, has_news, progress_due = LiveView(plan), False, 0.0
         ended_at: float | None = None
         dial = self.connections.reopen if until_end else None
