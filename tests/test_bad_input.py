@@ -232,7 +232,9 @@ def test_any_terminal_will_do(term, columns):
     screen, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 5, columns, 0, 0))
     streams = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
-    process = subprocess.Popen([*ORCH, "status"], env={**os.environ, "TERM": term}, start_new_session=True, **streams)
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    environment["TERM"] = term
+    process = subprocess.Popen([*ORCH, "status"], env=environment, start_new_session=True, **streams)
     os.close(terminal)
     shown = b""
     try:
