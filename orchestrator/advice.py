@@ -31,7 +31,7 @@ from trainer.shares import equal_shares, fastest_shares
 
 FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
 BUCKETS_MIB = (10.0, 25.0, 50.0, 100.0)
-LOCAL_STEPS = 32
+LOCAL_STEPS, LOCAL_OVERLAP = 32, 8
 GAIN = 1.01
 """What is less than one in a hundred faster is not worth a word."""
 FEW = 16
@@ -132,12 +132,17 @@ class Advice:
 
 
 def ways(
-    fidelity: Fidelity, *, buckets_mib: Sequence[float] = BUCKETS_MIB, every: int = LOCAL_STEPS, rank: int = 2
+    fidelity: Fidelity,
+    *,
+    buckets_mib: Sequence[float] = BUCKETS_MIB,
+    every: int = LOCAL_STEPS,
+    overlap: int = LOCAL_OVERLAP,
+    rank: int = 2,
 ) -> Iterator[Way]:
     """rank: of PowerSGD."""
     if fidelity == "local":
         for half_wire in (False, True):
-            yield Way("parameter_average", "local", every=every, half_wire=half_wire)
+            yield Way("parameter_average", "local", every=every, half_wire=half_wire, overlap=overlap)
         return
     if fidelity == "compressed":
         yield Way("allreduce_flat", "compressed", rank=rank)
@@ -171,18 +176,19 @@ def advise(
     fidelity: Fidelity = "exact",
     *,
     every: int = LOCAL_STEPS,
+    overlap: int = LOCAL_OVERLAP,
     buckets_mib: Sequence[float] = BUCKETS_MIB,
     rank: int = 2,
 ) -> Advice:
     """fidelity: what the person allows; leaving hosts out and changes are judged by it."""
     found: list[Choice] = []
     for each in FIDELITIES:
-        candidates = list(ways(each, buckets_mib=buckets_mib, every=every, rank=rank))
+        candidates = list(ways(each, buckets_mib=buckets_mib, every=every, overlap=overlap, rank=rank))
         found += choices(scene, candidates)
     by_fidelity = {each: next(one for one in found if one.forecast.way.fidelity == each) for each in FIDELITIES}
 
     def at_best(changed: Scene) -> Choice:
-        candidates = list(ways(fidelity, buckets_mib=buckets_mib, every=every, rank=rank))
+        candidates = list(ways(fidelity, buckets_mib=buckets_mib, every=every, overlap=overlap, rank=rank))
         return choices(changed, candidates)[0]
 
     now = by_fidelity[fidelity].samples_per_s

@@ -50,7 +50,7 @@ class Job:
 @dataclass(frozen=True)
 class Way:
     """How ranks stay together. every: local steps between two averages. rank: PowerSGD's. half_wire: local's
-    averages travel in 16 bits.
+    averages travel in 16 bits. overlap: steps that go on meanwhile.
     """
 
     strategy: str
@@ -59,6 +59,7 @@ class Way:
     every: int = 1
     rank: int = 2
     half_wire: bool = False
+    overlap: int = 0
 
 
 @dataclass(frozen=True)
@@ -209,12 +210,16 @@ def exchange_s(job: Job, wire: Wire, way: Way) -> float:
     if way.strategy == "allreduce":
         tensors = sum(len(layer.shapes) for layer in job.layers)
         return cast_s + (tensors - 1) * wire.sum_s(0) + wire.sum_s(sent)
-    return cast_s + EXCHANGES[way.strategy](wire, sent) + copies(wire, way) * whole / costs.copy_bytes_per_s
+    return cast_s + EXCHANGES[way.strategy](wire, sent) + copies_s(job, wire, way)
 
 
 def copies(wire: Wire, way: Way) -> int:
     """Into one buffer and back; of two strategies all ranks' gradients, which they add up by themselves."""
     return 2 + (wire.ranks if way.strategy in ("gather_scatter", "allgather") else 0)
+
+
+def copies_s(job: Job, wire: Wire, way: Way) -> float:
+    return copies(wire, way) * gradient_bytes(job.layers) / wire.costs.copy_bytes_per_s
 
 
 def averaging(way: Way) -> Way:
@@ -223,9 +228,13 @@ def averaging(way: Way) -> Way:
 
 
 def _local(job: Job, speeds: Sequence[Speed], wire: Wire, way: Way, shares: Sequence[int]) -> Forecast:
-    """`every` steps of the global batch, then one average."""
+    """`every` steps of the global batch to an average; what it takes beside copies, `overlap` of them hide."""
     own_ms = [speed.step_ms(samples) for speed, samples in zip(speeds, shares, strict=True)]
-    sync_ms = 1000 * exchange_s(job, wire, averaging(way)) if len(speeds) > 1 else 0.0
+    sync_ms = 0.0
+    if len(speeds) > 1:
+        copies_ms = 1000 * copies_s(job, wire, averaging(way))
+        travel_ms = 1000 * exchange_s(job, wire, averaging(way)) - copies_ms
+        sync_ms = copies_ms + max(0.0, travel_ms - way.overlap * max(own_ms))
     step_ms = max(own_ms) + sync_ms / way.every
     return _forecast(job, way, shares, own_ms, step_ms, wire_bytes(job, way), (way.every,) * len(speeds))
 

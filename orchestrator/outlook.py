@@ -13,7 +13,7 @@ newest `--exp collectives` run of these hosts measured them, else as declared, t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,9 @@ from orchestrator.summary import Summary
 from orchestrator.units import format_bandwidth
 from orchestrator.wire import GLOO, GOODPUT, NCCL, Costs, Site, Wire, measured
 from trainer.alpha_beta import bus_factor
-from trainer.config import Settings, SettingsError, parse_settings
+from trainer.config import Settings, SettingsError, overlap_of, parse_settings
 from trainer.experiments import DATA_SETS, EXPERIMENTS
-from trainer.shares import Speed, parse_speeds
+from trainer.shares import Speed, at_most, parse_speeds
 
 FITTED_MIB = 25.0
 """About what `bucket_mib=0` comes to on a slow link."""
@@ -98,6 +98,13 @@ def _speeds(
     node: NodePlan, plan: LaunchPlan, profiles: Profiles, layers: Sequence[Layer]
 ) -> tuple[tuple[Speed, ...], str]:
     """Of the node's ranks, and where they come from."""
+    speeds, source = _speeds_alone(node, plan, profiles, layers)
+    return tuple(at_most(speed, int(plan.settings.get("local_batch", 0))) for speed in speeds), source
+
+
+def _speeds_alone(
+    node: NodePlan, plan: LaunchPlan, profiles: Profiles, layers: Sequence[Layer]
+) -> tuple[tuple[Speed, ...], str]:
     ranks = [(node.name, local_rank) for local_rank in range(node.ranks)]
     by_hand = parse_speeds(str(plan.settings.get("speeds", "")))
     if all(rank in by_hand for rank in ranks):
@@ -225,7 +232,7 @@ def way_of(settings: dict[str, Any]) -> Way | None:
     if strategy in ("none", "dp"):
         return Way("ddp")  # one rank, which exchanges nothing
     if fidelity == "local":
-        return Way("parameter_average", "local", every=local_steps(settings), half_wire=half_wire)
+        return Way("parameter_average", "local", half_wire=half_wire, **rounds_of(settings))
     if strategy == "parameter_average":
         return Way(strategy, "local", half_wire=half_wire)  # after every update
     bucket_mib = float(settings["bucket_mib"]) or FITTED_MIB
@@ -233,8 +240,10 @@ def way_of(settings: dict[str, Any]) -> Way | None:
     return Way(strategy, fidelity, bucket_mib, rank=rank) if strategy in STRATEGIES else None
 
 
-def local_steps(settings: dict[str, Any]) -> int:
-    return int(settings.get("local_steps", LOCAL_STEPS))
+def rounds_of(settings: Mapping[str, Any]) -> dict[str, int]:
+    """Of local steps, as `Way` names them."""
+    every = int(settings.get("local_steps", LOCAL_STEPS))
+    return {"every": every, "overlap": overlap_of(every, int(settings.get("local_overlap", -1)))}
 
 
 def allowed(settings: dict[str, Any]) -> Fidelity:
@@ -286,7 +295,7 @@ def with_best_way(plan: LaunchPlan, view: View, chosen: frozenset[str]) -> Launc
     own_mib = float(plan.settings["bucket_mib"]) if "bucket_mib" in chosen else 0.0
     rank = int(plan.settings.get("compress_rank", 2))
     buckets_mib = (own_mib,) if own_mib else BUCKETS_MIB
-    candidates = ways(fidelity, buckets_mib=buckets_mib, every=local_steps(plan.settings), rank=rank)
+    candidates = ways(fidelity, buckets_mib=buckets_mib, rank=rank, **rounds_of(plan.settings))
     known = [(way, pairs) for way in candidates if (pairs := runnable(plan, way, chosen))]
     if not known:
         raise UsageError(f"strategy=auto: no strategy fits fidelity {fidelity} and these settings", "name one")

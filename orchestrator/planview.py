@@ -16,7 +16,7 @@ from orchestrator.advice import BUCKETS_MIB, FIDELITIES, Advice, Choice, Scene, 
 from orchestrator.catalogue import ERROR, HOST_DAYS, RESTART_S, Failures, failures
 from orchestrator.imagined import Group, imagine
 from orchestrator.networks import gradient_bytes
-from orchestrator.outlook import View, allowed, local_steps, network_of
+from orchestrator.outlook import View, allowed, network_of, rounds_of
 from orchestrator.records import LaunchPlan
 from orchestrator.units import format_bandwidth, format_duration
 from orchestrator.wire import GOODPUT
@@ -73,8 +73,8 @@ def _trust(unsure: Collection[str]) -> str:
 
 def _kept(settings: Mapping[str, Any], chosen: Collection[str]) -> dict[str, Any]:
     buckets_mib = (float(settings["bucket_mib"]),) if "bucket_mib" in chosen and settings["bucket_mib"] else BUCKETS_MIB
-    told = {"every": local_steps(dict(settings)), "rank": int(settings.get("compress_rank", 2))}
-    return {**told, "buckets_mib": buckets_mib}
+    rank = int(settings.get("compress_rank", 2))
+    return {**rounds_of(settings), "rank": rank, "buckets_mib": buckets_mib}
 
 
 # ---- for people -----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from orchestrator.errors import UsageError
 from orchestrator.facts import NodeFacts
 from orchestrator.records import SCHEMA, LaunchPlan, NodePlan, Record
 from trainer.experiments import DATA_SETS, EXPERIMENTS
-from trainer.shares import BY_SPEED, Speed, format_speeds, parse_speeds, split_batch
+from trainer.shares import BY_SPEED, Speed, at_most, format_speeds, parse_speeds, split_batch
 
 Rank = tuple[str, int]
 """Node and local rank."""
@@ -152,7 +152,8 @@ def with_speeds(plan: LaunchPlan, profiles: Profiles) -> LaunchPlan:
     batch = int(told["batch"])
     ranks = [(node.name, i) for node in plan.nodes for i in range(node.ranks)]
     by_hand = parse_speeds(str(told["speeds"]))
-    speeds = {**{rank: profile.speed for rank, profile in profiles.items()}, **by_hand}
+    known = {**{rank: profile.speed for rank, profile in profiles.items()}, **by_hand}
+    speeds = {rank: at_most(speed, int(told["local_batch"])) for rank, speed in known.items()}
     try:
         shares = split_batch(str(told["shares"]), speeds, ranks, batch)
     except ValueError as error:

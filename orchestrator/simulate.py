@@ -24,8 +24,7 @@ from orchestrator.forecast import (
     Way,
     averaging,
     buckets_of,
-    copies,
-    predict,
+    copies_s,
     release_ms,
     wire_bytes,
 )
@@ -40,10 +39,13 @@ Round = tuple[Message, ...]
 
 @dataclass(frozen=True)
 class Leg:
-    """work_s: what every rank does by itself before; called: whether it is a collective, with what a call costs."""
+    """work_s: what every rank does by itself before, compute_s: what each rank does besides; called: whether it is a
+    collective, with what a call costs.
+    """
 
     rounds: tuple[Round, ...] = ()
     work_s: float = 0.0
+    compute_s: tuple[float, ...] = ()
     called: bool = True
 
 
@@ -141,9 +143,7 @@ def _transfers(job: Job, hosts: Sequence[Host], wire: Wire, way: Way, shares: Se
     speeds = [speed for host in hosts for speed in host.speeds]
     ends_s = tuple(speed.step_ms(samples) / 1000 for speed, samples in zip(speeds, shares, strict=True))
     if way.fidelity == "local":
-        steps = predict(job, hosts, wire, way, shares).local_steps
-        ends_s = tuple(count * end_s for count, end_s in zip(steps, ends_s, strict=True))
-        yield _at_once(job, wire, averaging(way), ends_s)
+        yield from _averaged(job, wire, way, ends_s)
     elif way.fidelity == "compressed":
         thin = sum_legs(wire, wire_bytes(job, way) / 2)
         work = Leg(work_s=gradient_bytes(job.layers) / wire.costs.compress_bytes_per_s, called=False)
@@ -157,6 +157,21 @@ def _transfers(job: Job, hosts: Sequence[Host], wire: Wire, way: Way, shares: Se
         yield from _each(job, wire, way, ends_s)
     else:
         yield _at_once(job, wire, way, ends_s)
+
+
+def _averaged(job: Job, wire: Wire, way: Way, ends_s: tuple[float, ...]) -> Iterator[Transfer]:
+    """A round of local steps. Where they overlap, it begins as the ways leave."""
+    steps_s = tuple(way.every * end_s for end_s in ends_s)
+    average = _at_once(job, wire, averaging(way), steps_s)
+    if not way.overlap:
+        yield average
+        return
+    copy = Leg(work_s=copies_s(job, wire, averaging(way)) / 2, called=False)
+    cast = Leg(work_s=average.legs[0].work_s - copy.work_s, called=False)
+    yield Transfer((0.0,) * len(ends_s), (copy, cast, *average.legs[1:-1], cast))
+    meanwhile_s = tuple(copy.work_s + way.overlap * end_s for end_s in ends_s)
+    after_s = tuple((way.every - way.overlap) * end_s for end_s in ends_s)
+    yield Transfer(meanwhile_s, (Leg(work_s=copy.work_s, compute_s=after_s, called=False),))
 
 
 def _bucket(bucket: Bucket, wire: Wire, way: Way) -> tuple[Leg, ...]:
@@ -180,7 +195,7 @@ def _at_once(job: Job, wire: Wire, way: Way, ends_s: tuple[float, ...]) -> Trans
     """All gradients in one buffer, by one collective or two."""
     costs, whole = wire.costs, gradient_bytes(job.layers)
     half = way.fidelity == "half" or way.half_wire
-    work_s = copies(wire, way) * whole / costs.copy_bytes_per_s + (2 * whole / costs.cast_bytes_per_s if half else 0.0)
+    work_s = copies_s(job, wire, way) + (2 * whole / costs.cast_bytes_per_s if half else 0.0)
     work = Leg(work_s=work_s / 2, called=False)
     return Transfer(ends_s, (work, *collectives_of(wire, way.strategy, whole / 2 if half else whole), work))
 
@@ -243,7 +258,8 @@ class _Play:
             for which, transfer in enumerate(self.transfers):
                 if leg < len(transfer.legs):
                     yield from self._begin(rank, leg, step, which)
-                    yield self.now_s + transfer.legs[leg].work_s
+                    own_s = transfer.legs[leg].compute_s
+                    yield self.now_s + transfer.legs[leg].work_s + (own_s[rank] if own_s else 0.0)
                     yield from self._exchange(rank, transfer.legs[leg].rounds, (step, which, leg))
                     yield self.now_s + self.wire.costs.call_s * transfer.legs[leg].called
                     self._reach((step, which, leg, rank))

@@ -35,7 +35,8 @@ EVERY_WAY = [
     *(Way(strategy) for strategy in STRATEGIES if strategy != "parameter_average"),
     *(Way(strategy, "half") for strategy in ("ddp", "allreduce", "allreduce_flat")),
     *(Way("ddp", "exact", 0.1), Way("allreduce_flat", "compressed"), Way("ddp", "half", 0.1)),
-    *(Way("parameter_average", "local", every=8), Way("parameter_average", "local", every=8, half_wire=True)),
+    *(Way("parameter_average", "local", every=8, overlap=wait) for wait in (0, 1, 7)),
+    Way("parameter_average", "local", every=8, half_wire=True, overlap=2),
 ]
 
 

@@ -247,7 +247,7 @@ def test_auto_stays_within_the_fidelity_that_is_allowed(home, settings, expected
 
 
 def test_local_in_16_bits_is_foreseen_where_a_person_asks_for_it(home):
-    local = ("--set", "fidelity=local", "--set", "shares=v100=5,a2000=2")
+    local = ("--set", "fidelity=local", "--set", "local_overlap=0", "--set", "shares=v100=5,a2000=2")
     whole, half = dry_run(*local).prediction, dry_run(*local, "--set", "wire=bf16").prediction
     assert half.step_ms < whole.step_ms
 

@@ -223,6 +223,10 @@ def test_ways_averaged_in_16_bits_are_rounded_ways(gang: Gang) -> None:
             {"fidelity": "local", "sync_bn": "true"},
             "sync_bn: fidelity local has no one network that could see the whole batch; use ddp",
         ),
+        (
+            {"fidelity": "local", "local_steps": "4", "local_overlap": "4"},
+            "local_overlap: 4 is too large; less than local_steps, 4",
+        ),
         ({"strategy": "fsdp", "bucket_mib": "0"}, "bucket_mib: 0 is for ddp; fsdp needs the size of its pieces"),
     ],
 )

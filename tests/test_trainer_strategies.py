@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -250,10 +250,14 @@ def test_weights_averaged_after_every_update_of_plain_sgd_are_the_exact_ones(gan
 
 
 def averaged_and_expected(rank: int, case: Case) -> float:
-    """Ten updates, averaged after three, six, nine, and at the end; beside the same in one process, rank by rank."""
-    group, every = group_of(len(case.shares)), case.local_steps
+    """Ten updates, averaged after three, six, nine, and at the end; beside the same in one process, rank by rank.
+
+    A mean is taken over where it was made, or `local_overlap` updates later, with what each rank came since on top.
+    """
+    group, every, overlap = group_of(len(case.shares)), case.local_steps, int(dict(case.asked)["local_overlap"])
     trained = train(case, "parameter_average", group, rank, seed=rank)
-    weights, samples = [trained.before] * len(case.shares), [0] * len(case.shares)
+    start, samples = trained.before, [0] * len(case.shares)
+    left, mean = list[torch.Tensor](), start  # the weights of which a mean is under way
     networks = [network(case, 0) for _ in case.shares]
     optimizers = [torch.optim.SGD(model.parameters(), **TENTH) for model in networks]
     images, labels = data_of(case)
@@ -265,16 +269,29 @@ def averaged_and_expected(rank: int, case: Case) -> float:
             (local_loss(model, images[own], labels[own]) / max(1, len(own))).backward()
             optimizer.step()
             samples[number] += len(own)
-        if (update + 1) % every == 0 or update + 1 == UPDATES:
-            mean = sum(vector(model) * (own / sum(samples)) for model, own in zip(networks, samples, strict=True))
-            for model in networks:
-                nn.utils.vector_to_parameters(mean.clone(), model.parameters())
-            weights, samples = [vector(model) for model in networks], [0] * len(case.shares)
-    return float((trained.after - weights[0]).norm() / (trained.after - trained.before).norm())
+        done, is_last = update + 1, update + 1 == UPDATES
+        if left and (done % every == overlap or is_last):
+            start = take_over(mean, left, networks)
+        if done % every == 0 or is_last:
+            left = [vector(model) for model in networks]
+            ways = [(own - start) * (count / sum(samples)) for own, count in zip(left, samples, strict=True)]
+            mean, samples = start + sum(ways), [0] * len(case.shares)
+        if left and (not overlap or is_last):
+            start = take_over(mean, left, networks)
+    return float((trained.after - start).norm() / (trained.after - trained.before).norm())
 
 
-def test_an_average_counts_each_rank_by_its_samples_since_the_last_one(gang: Gang) -> None:
-    assert max(gang.run(averaged_and_expected, replace(EXAMPLE, local_steps=3))) <= 1e-12
+def take_over(mean: torch.Tensor, left: list[torch.Tensor], networks: Sequence[nn.Module]) -> torch.Tensor:
+    for model, own in zip(networks, left, strict=True):
+        nn.utils.vector_to_parameters(vector(model) + mean - own, model.parameters())
+    left.clear()
+    return mean
+
+
+@pytest.mark.parametrize("overlap", ["0", "1", "2"])
+def test_an_average_counts_each_rank_by_its_samples_since_the_last_one(gang: Gang, overlap: str) -> None:
+    case = replace(EXAMPLE, local_steps=3, asked=(("local_overlap", overlap),))
+    assert max(gang.run(averaged_and_expected, case)) <= 1e-12
 
 
 def without_gloos_reduce_scatter(rank: int, case: Case) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import time
@@ -106,6 +107,27 @@ def paced_steps(group: Any, rank: int, folder: str, strategy: str) -> list[Any]:
     return [line["loss"] for line in map(json.loads, path.read_text().splitlines()) if line["event"] == "step"]
 
 
+def local_updates(group: Any, rank: int) -> tuple[list[int], int, float]:
+    """Sizes of this rank's own updates in two global batches of which it takes 8, 2 or 2 samples; what it counts as
+    trained on; and how far it is from plain SGD on the same samples in pieces of so many.
+    """
+    asked = {"shares": "node0=8,node1=2,node2=2", "fidelity": "local", "local_batch": "3", "augment": "none"}
+    run = set_up(group, rank, strategy="ddp", steps="2", **asked)
+    alone = copy.deepcopy(run.model)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=run.settings.lr, momentum=run.settings.momentum)
+    sizes = [size for _ in range(2) for size in run.micro_batches.sizes(run.stream.shares, rank)]
+    batches = [(images.clone(), labels) for images, labels in run.batches][:2]
+    begun = torch.nn.utils.parameters_to_vector(alone.parameters())
+    train_epoch(run, Progress(), CheckpointKeeper(run))
+    images, labels = (torch.cat(parts).split(sizes) for parts in zip(*batches, strict=True))
+    for part in zip(images, labels, strict=True):
+        optimizer.zero_grad()
+        (local_loss(alone, *part) / len(part[1])).backward()
+        optimizer.step()
+    came, expected = (torch.nn.utils.parameters_to_vector(model.parameters()) - begun for model in (run.model, alone))
+    return sizes, run.strategy.samples, float((came - expected).norm() / expected.norm())
+
+
 def refusal(group: Any, rank: int, pace: Pace | None = None, **more: str) -> str:
     try:
         set_up(group, rank, pace=pace, **more)
@@ -168,6 +190,7 @@ def run_rank(rank: int, folder: str) -> None:
     result["own share"] = refusal(group, rank, pace=for_four if rank == 1 else None, batch="13")
     result["no such rank"] = refusal(group, rank, slow="rank:3,at:start,ms:1")
     result["paced"] = {strategy: paced_steps(group, rank, folder, strategy) for strategy in PACED}
+    result["local"] = local_updates(group, rank)
     paced = Pace(samples_per_s=1e4) if rank == 1 else None
     asked = {"strategy": "fsdp"}, {"sync_bn": "true"}, {"amp": "bf16"}
     result["not paced"] = [refusal(group, rank, paced, **settings) for settings in asked]
@@ -272,3 +295,10 @@ def test_a_rank_without_samples_leaves_batch_norm_and_every_gradient_alone() -> 
     assert all(torch.equal(parameter.grad, torch.zeros_like(parameter)) for parameter in model.parameters())
     assert all(torch.equal(buffer, old) for buffer, old in zip(model.buffers(), before, strict=True))
     assert model.training
+
+
+def test_with_local_batch_a_rank_with_more_samples_makes_more_updates(results: list[Any]) -> None:
+    sizes, counted, distances = zip(*(result["local"] for result in results), strict=True)
+    assert sizes == ([3, 3, 2, 3, 3, 2], [2, 2], [2, 2])
+    assert counted == (16, 4, 4)
+    assert max(distances) < 1e-5

@@ -34,7 +34,7 @@ FIDELITIES = {
 """How faithful the sums are, and the strategies that can be so."""
 _OF_FIDELITY = {
     "compressed": ("compress_rank", "compress_after"),
-    "local": ("local_steps", "outer_lr", "outer_momentum"),
+    "local": ("local_steps", "local_overlap", "local_batch", "outer_lr", "outer_momentum"),
 }
 """Settings that one fidelity alone looks at."""
 INT_BELOW = 2**63
@@ -63,6 +63,11 @@ def _setting(
     return dataclasses.field(
         metadata={"help": help, "choices": tuple(choices), "at_least": at_least, "below": below, "above": above}
     )
+
+
+def overlap_of(local_steps: int, asked: int) -> int:
+    """asked: the setting `local_overlap`."""
+    return local_steps // 4 if asked < 0 else asked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +117,16 @@ class Settings:
         "Updates before compressed begins to compress; -1 is a tenth of the run.", at_least=-1
     )
     local_steps: int = _setting("Updates of each rank from one average of local's weights to the next.", at_least=1)
+    local_overlap: int = _setting(
+        "Updates that go on while local's ways travel, before the average is taken over; 0 waits for it, -1 is a "
+        "quarter of local_steps.",
+        at_least=-1,
+    )
+    local_batch: int = _setting(
+        "Samples of a local update, at most: a rank whose share is larger makes several updates of it, so that a fast "
+        "one takes more local steps in the same time; 0 makes one.",
+        at_least=0,
+    )
     outer_lr: float = _setting(
         "How far local's weights go towards the ranks' mean: 1 is to the mean itself.", above=0, below=10
     )
@@ -220,6 +235,13 @@ class Settings:
             mistakes.append("amp: fp16 leaves out updates that overflow, compressed would remember them; use bf16")
         if not self.bucket_mib and self.strategy == "fsdp":
             mistakes.append("bucket_mib: 0 is for ddp; fsdp needs the size of its pieces")
+        if self.local_batch and self.amp == "fp16":
+            mistakes.append("local_batch: with amp=fp16 ranks agree on every update; use bf16")
+        if self.local_batch and self.accumulate:
+            mistakes.append("accumulate: adds up what local_batch takes apart; leave one out")
+        if self.local_overlap >= self.local_steps:
+            limit = f"less than local_steps, {self.local_steps}"
+            mistakes.append(f"local_overlap: {self.local_overlap} is too large; {limit}")
         own = EXPERIMENTS[self.exp] if self.exp in TRAINING else {}
         for fidelity, names in _OF_FIDELITY.items():
             changed = [name for name in names if getattr(self, name) != own.get(name, getattr(self, name))]
@@ -237,6 +259,11 @@ class Settings:
         if self.wire == "auto":
             return "bf16" if self.fidelity == "half" else "fp32"
         return self.wire
+
+    @property
+    def overlap(self) -> int:
+        """Updates that go on while local's ways travel."""
+        return overlap_of(self.local_steps, self.local_overlap)
 
     @property
     def bottleneck(self) -> Slow | None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from trainer.config import Settings
 from trainer.env import RankInfo
 from trainer.errors import TrainError
-from trainer.shares import Speed, parse_speeds, split_batch, without_absent
+from trainer.shares import Speed, at_most, parse_speeds, split_batch, without_absent
 
 TIMEOUT = timedelta(minutes=10)  # long enough for one host to fetch and unpack a data set while the others wait
 _LINE_BYTES = 1000
@@ -115,7 +115,7 @@ def shares_of_ranks(settings: Settings, info: RankInfo) -> tuple[tuple[int, ...]
     """
     names = [line.rpartition(":") for line in gather_lines(f"{info.node}:{info.local_rank}")]
     ranks = [(node, int(local_rank)) for node, _, local_rank in names]
-    speeds = parse_speeds(settings.speeds)
+    speeds = {rank: at_most(speed, settings.local_batch) for rank, speed in parse_speeds(settings.speeds).items()}
     # In an elastic job, which alone sets this variable, a node that is spoken of may have been lost.
     wanted = without_absent(settings.shares, ranks) if "ORCH_RESTARTED" in os.environ else settings.shares
     try:

@@ -24,7 +24,7 @@ A value that JSON cannot hold (NaN, infinity) is written as null. Every line als
 | step | load_ms | until the batch lies on the device, what lies between two steps included |
 | step | compute_ms | then until this rank's own last gradient was ready |
 | step | exposed_ms | then until the summed gradient was there: the wire and the wait for slower ranks |
-| step | comm_ms | with a gradient handed over and not yet summed; beside backward, or equal to exposed_ms |
+| step | comm_ms | with a gradient handed over and not yet summed, beside backward, or all exposed; local: exposed |
 | step | optim_ms | then until the weights were updated |
 | step | loss | SUM of the losses of this rank's samples of this step; null in a run with paced ranks |
 | step | wall | Unix time at the end of the step |

@@ -85,7 +85,7 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
     whole = settings.epochs * stream.steps
     last_step = min(whole, settings.steps or whole)
     # fsdp gathers weights in each micro-batch: no rank may take one more than another.
-    caps = [speed.cap if speed else None for speed in speeds]
+    caps = [speed.cap if speed else settings.local_batch or None for speed in speeds]
     micro_batches = MicroBatches(settings.accumulate, caps, together=settings.strategy == "fsdp")
     with ranks.together(info.node):  # paced ranks are refused for reasons of their own: the others must not wait
         settings = choose_loader(settings, facts, info, device)

@@ -16,6 +16,7 @@ scale_shares((22, 21, 21), 10)   (4, 3, 3)
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import math
 from collections.abc import Mapping, Sequence
@@ -128,6 +129,12 @@ class Speed:
 
 Speeds = Mapping[tuple[str, int], Speed]
 """What is known of each (node, local rank)."""
+
+
+def at_most(speed: Speed, samples: int) -> Speed:
+    """With no more samples at once, whatever memory would hold; 0 is no limit."""
+    limits = [limit for limit in (speed.cap, samples or None) if limit is not None]
+    return dataclasses.replace(speed, cap=min(limits, default=None))
 
 
 def parse_speeds(text: str) -> dict[tuple[str, int], Speed]:

@@ -26,6 +26,7 @@ from trainer.records import MetricsWriter
 from trainer.setup import Run, set_up
 from trainer.standin import StandIn
 from trainer.strategies import Exchange, local_loss
+from trainer.strategies.parameter_average import ParameterAverage
 from trainer.timing import covered_ms
 
 
@@ -126,6 +127,7 @@ def drawn(run: Run, progress: Progress) -> Iterator[Batch]:
 
 def differentiate(run: Run, images: Tensor, labels: Tensor, step: int) -> tuple[Tensor, Exchange]:
     """Forward and backward, micro-batch by micro-batch: this rank's sum of losses, and the exchange of the last one.
+    With `local_batch` each but the last is an update, too.
 
     step: within its epoch.
     """
@@ -139,9 +141,18 @@ def differentiate(run: Run, images: Tensor, labels: Tensor, step: int) -> tuple[
             if number == 0:
                 loss_sum.register_hook(lambda _: hold_backward_up(run))
             total, scaled = total + loss_sum.detach(), run.precision.scaled(loss_sum)
-            if number < last:
+            if number < last and run.settings.local_batch:
+                update_alone(run, scaled, len(part[1]))
+            elif number < last:
                 run.strategy.accumulate(scaled, len(labels), batch)
-    return total, run.strategy.backward(scaled, len(labels), batch)
+    return total, run.strategy.backward(scaled, len(part[1] if run.settings.local_batch else labels), batch)
+
+
+def update_alone(run: Run, loss_sum: Tensor, samples: int) -> None:
+    assert isinstance(run.strategy, ParameterAverage)  # noqa: S101 - for the type checker
+    run.strategy.backward_alone(loss_sum, samples)
+    run.precision.step(run.optimizer)
+    run.optimizer.zero_grad(set_to_none=True)
 
 
 def hold_backward_up(run: Run) -> None:

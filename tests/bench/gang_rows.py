@@ -46,6 +46,7 @@ def main() -> None:
                 dist.barrier()
                 begin = file.stat().st_size
                 train_epoch(run, Progress(block), CheckpointKeeper(run))
+                run.strategy.whole()  # an average that is still under way is not left to the next row
                 with open(file, encoding="utf-8") as lines:
                     lines.seek(begin)
                     tell(name, block, run, [json.loads(line) for line in lines])

@@ -5,8 +5,10 @@
 Paced twins with ResNet-152's real gradient (232.7 MB). Each twin is one gang: every block goes through all rows in
 turn, the hosts alone among them; block 0 and each block's first steps are left out; medians over the blocks, least and
 largest beside them. `of the sum`: over the sum of what its hosts did alone in the same gang. `of the limit`: over the
-speed of a step of forward + max(backward, fewest bytes that have to cross between hosts / iperf3's goodput); with
-several updates between two averages, the bytes of one average after that many. Run ruler.py first. Needs root.
+speed of a step of forward + max(backward, fewest bytes that have to cross between hosts / iperf3's goodput); where an
+average travels beside the next updates, as many of those as it takes. Of a row that averages now and then two rounds
+are run and the second is measured, so that it has both the sending of an average and the arrival of the one before.
+Run ruler.py first. Needs root.
 """
 
 from __future__ import annotations
@@ -64,8 +66,8 @@ class Told:
     late: list[float]
 
     def measured(self, column: str) -> list[float]:
-        """Without the first steps; but of a row that averages now and then the whole round counts."""
-        return list(getattr(self, column)[0 if "local" in self.row else WARMUP :])
+        values = getattr(self, column)
+        return list(values[len(values) // 2 if "local" in self.row else WARMUP :])
 
     @property
     def measured_s(self) -> float:
@@ -101,7 +103,7 @@ def compare(name: str, batch: int, asked: argparse.Namespace) -> None:
         goodput = goodput_gbps(lab)
         told = run(lab, {"exp": "resnet152_cifar", "blocks": asked.blocks, "rows": rows})
     print(f"\n{name}, {asked.link} (iperf3 {goodput:.2f} Gbps), global batch {batch}, shares {shares}; {asked.blocks} "
-          f"blocks, the first {WARMUP} steps of each and one block before them left out")  # fmt: skip
+          f"blocks, the first {WARMUP} steps of each (local: its first round) and a block before left out")  # fmt: skip
     alone = sum_of_solo(told, asked.blocks)
     print(f"  sum of the hosts alone {alone:.0f} samples/s")
     for row in rows:
@@ -116,7 +118,7 @@ def settings_of(
     names = [f"{gpu}{index}:{local}" for index, (gpu, count) in enumerate(hosts) for local in range(count)]
     fastest = ",".join(f"{rank}={share}" for rank, share in zip(names, shares, strict=True))
     every = settings.get("local_steps", 1)
-    found = {**settings, "batch": batch, "steps": every if every > 1 else steps + WARMUP}
+    found = {**settings, "batch": batch, "steps": 2 * every if every > 1 else steps + WARMUP}
     return {**found, "shares": fastest} if settings.get("shares") == "fastest" else found
 
 
@@ -172,7 +174,7 @@ def limit(
     half = row.get("fidelity") == "half" or row.get("wire") == "bf16"
     wire_s = 2 * (hosts - 1) / hosts * GRADIENT_BYTES / (2 if half else 1) * 8 / (goodput * 1e9)
     if every > 1:
-        return every * batch / (every * compute_s + wire_s)
+        return every * batch / max(every * compute_s, wire_s)
     return batch / (FORWARD * compute_s + max(BACKWARD * compute_s, wire_s))
 
 

@@ -75,7 +75,7 @@ def build_strategy(
     wire = Wire(group, nodes, DTYPES[settings.sent_as])
     if settings.fidelity == "local":
         outer = (settings.outer_lr, settings.outer_momentum)
-        return ParameterAverage(model, wire, timer, brake, settings.local_steps, *outer)
+        return ParameterAverage(model, wire, timer, brake, settings.local_steps, settings.overlap, *outer)
     if settings.fidelity == "compressed":
         after = settings.compress_after if settings.compress_after >= 0 else updates // 10
         exact = _exact(settings, model, wire, timer, brake) if after else None

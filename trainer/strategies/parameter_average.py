@@ -6,9 +6,15 @@ SGD it is the exact gradient: w - lr * sum_j (m_j/n) g_j. The ranks' momenta sta
 What travels is how far each rank came since the last average, so that it may be rounded to 16 bits: the weights
 themselves would lose their last digits. The mean of these ways is a step of an outer optimiser (DiLoCo,
 Douillard et al. 2023): with a learning rate of 1 and no momentum it leads to the mean of the weights.
+
+With `overlap` the ranks train on while the ways travel, and take the mean over so many updates later: what they came
+since then is put on top of it, and is part of the next way (CoCoD-SGD, Shen et al. 2019; Streaming DiLoCo, Douillard
+et al. 2025). Nothing is lost or counted twice; a mean is only that much older.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +29,8 @@ from trainer.timing import Brake, Timer
 class ParameterAverage(Base):
     """A rank counts by the samples it has trained on since the last average.
 
-    every: updates from one average to the next. An evaluation or checkpoint averages at once: what it sees is what
-    training goes on with.
+    every: updates from one average to the next. overlap: those that go on while it travels, fewer than `every`. An
+    evaluation or checkpoint averages at once: what it sees is what training goes on with.
     """
 
     def __init__(
@@ -34,6 +40,7 @@ class ParameterAverage(Base):
         timer: Timer,
         brake: Brake,
         every: int,
+        overlap: int = 0,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
     ) -> None:
@@ -41,45 +48,74 @@ class ParameterAverage(Base):
         self.wire = wire
         self.timer = timer
         self.brake = brake
-        self.every = every
+        self.every, self.overlap = every, overlap
         self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
         self.updates = 0
         self.samples = 0
         self.samples_of_all = 0
         share_initial_state(model, wire.group)
         self.start: Tensor | None = None  # of the round: a checkpoint may still be read before the first one
+        self.sent_from: Tensor | None = None  # the weights of which the ways under way are, None with none under way
+        self.ways: tuple[Tensor, list[Any]]
         self.velocity = torch.zeros_like(flatten(trainable(model))) if outer_momentum else torch.empty(0)
 
     def accumulate(self, loss_sum: Tensor, samples: int, batch: int) -> None:
         (loss_sum / max(1, samples)).backward()
 
-    def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
-        self.accumulate(loss_sum, samples, batch)
+    def backward_alone(self, loss_sum: Tensor, samples: int) -> None:
+        """For an update of this rank's own, between two that all ranks make."""
+        self.accumulate(loss_sum, samples, samples)
         if self.start is None:
             self.start = flatten(trainable(self.model))
         self.samples += samples
+
+    def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
+        self.backward_alone(loss_sum, samples)
         self.samples_of_all += batch
         self.brake.pause("sync")
         return Exchange(self.timer.mark())
 
     def after_update(self) -> None:
         self.updates += 1
+        if self.sent_from is not None and self.updates == self.overlap:
+            self._receive()
         if self.updates == self.every:
-            self._average()
+            self._send()
+            if not self.overlap:
+                self._receive()
 
     def own_state(self) -> list[Tensor]:
         return [self.velocity]
 
     def whole(self) -> nn.Module:
+        if self.sent_from is not None:
+            self._receive()
         if self.updates:
-            self._average()
+            self._send()
+            self._receive()
         return self.model
 
-    def _average(self) -> None:
-        way = flatten(trainable(self.model)).sub_(self.start).mul_(self.samples / self.samples_of_all)
-        self.wire.sum(way)
+    def _send(self) -> None:
+        self.sent_from = flatten(trainable(self.model))
+        way = (self.sent_from - self.start).mul_(self.samples / self.samples_of_all)
+        self.ways = way, self.wire.begin_in_pieces(way)
+        self.updates = self.samples = self.samples_of_all = 0
+
+    def _receive(self) -> None:
+        way, pieces = self.ways
+        for piece in pieces:
+            piece.wait()
         if self.outer_momentum:  # as Nesterov has it
             self.velocity.mul_(self.outer_momentum).add_(way)
             way.add_(self.velocity, alpha=self.outer_momentum)
-        unflatten(self.start.add_(way, alpha=self.outer_lr), trainable(self.model))
-        self.updates = self.samples = self.samples_of_all = 0
+        self.start.add_(way, alpha=self.outer_lr)
+        if self.updates:
+            move(trainable(self.model), torch.sub(self.start, self.sent_from, out=way))
+        else:  # to the same bits on every rank
+            unflatten(self.start, trainable(self.model))
+        self.sent_from = None
+
+
+def move(tensors: list[Tensor], way: Tensor) -> None:
+    for tensor, part in zip(tensors, way.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.detach().add_(part.view_as(tensor))

@@ -63,11 +63,14 @@ class Wire:
         summed = dist.all_reduce(sent, group=self.group, async_op=True).get_future()
         return summed.then(lambda _: tensor if sent is tensor else tensor.copy_(sent))
 
-    def sum(self, tensor: Tensor) -> None:
-        """A large one goes in pieces, so that every connection has one, and one is rounded while another travels."""
+    def begin_in_pieces(self, tensor: Tensor) -> list[Any]:
+        """Their futures: every connection has one, and one is rounded while another travels."""
         pieces = tensor.view(-1).split(_PIECE) if tensor.is_contiguous() else (tensor,)
-        for sent in [self.begin(piece) for piece in pieces]:
-            sent.wait()
+        return [self.begin(piece) for piece in pieces]
+
+    def sum(self, tensor: Tensor) -> None:
+        for piece in self.begin_in_pieces(tensor):
+            piece.wait()
 
 
 class Relay:
@@ -81,7 +84,7 @@ class Relay:
     """
 
     def __init__(self, group: Group, nodes: Sequence[str], dtype: torch.dtype | None) -> None:
-        legs = _hosts_first(group, nodes) if nodes else [lambda t: dist.all_reduce(t, group=group, async_op=True)]
+        legs = _hosts_first(group, nodes) if nodes else [_sum_of(group)]
         self.first: queue.SimpleQueue[Any] = queue.SimpleQueue()
         arriving = self.first
         for leg in ([partial(_round, dtype=dtype)] if dtype else []) + [partial(_travel, leg=leg) for leg in legs]:
@@ -129,6 +132,12 @@ def _deliver(parcel: Parcel) -> Parcel:
         parcel.tensor.copy_(parcel.sent)
     parcel.future.set_result(parcel.tensor)
     return parcel
+
+
+def _sum_of(group: Group) -> Leg:
+    """Apart from what else the ranks sum up meanwhile, in whatever order a thread gets to it."""
+    own = _own_group([[dist.get_global_rank(group, rank) for rank in range(group.size())]])
+    return lambda tensor: dist.all_reduce(tensor, group=own, async_op=True)
 
 
 def _hosts_first(group: Group, nodes: Sequence[str]) -> list[Leg]:
