@@ -30,11 +30,7 @@ from orchestrator.lines import Line
 from orchestrator.live import Progress, Row
 from orchestrator.records import FirstFailure, JobRecord, LaunchPlan
 from orchestrator.store import Cluster
-from orchestrator.studies import STUDIES
 from orchestrator.summary import Collectives, Summary
-from orchestrator.sweep import Outcome
-from orchestrator.sweep import cells as sweep_cells
-from orchestrator.sweep import titles as sweep_titles
 from orchestrator.text import clean_lines, one_line
 from orchestrator.units import format_bandwidth, format_bytes
 
@@ -438,29 +434,10 @@ def _print_hosts(summary: Summary) -> None:
         out.print(f"test accuracy: {summary.accuracy:.2%}")
 
 
-def print_sweep(name: str, outcomes: Sequence[Outcome]) -> None:
-    """A study's rows, measured beside published, and what stands in the way of those that were not run."""
-    study = STUDIES[name]
-    left = len(study.columns)
-    out.print(
-        _table(study.title, sweep_titles(study), [sweep_cells(study, each) for each in outcomes], right_from=left)
-    )
-    measured_on = sorted({outcome.done.hosts for outcome in outcomes if outcome.done})
-    put(f"measured on: {'; '.join(measured_on) or 'nothing yet'}")
-    put(f"published: {study.source}")
-    if study.note:
-        out.print(study.note, style="dim")
-    for outcome in outcomes:
-        if outcome.why_not:
-            put(f"{outcome.row.name}: not run, {outcome.why_not}")
-        elif outcome.done and not outcome.done.valid:
-            warn(
-                f"{outcome.row.name}: the machine was too slow for the paces it stood in for; its figures do not count"
-            )
-
-
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right_from: int) -> None:
-    out.print(_table(None, columns, rows, right_from=right_from))
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], right_from: int, title: str | None = None
+) -> None:
+    out.print(_table(title, columns, rows, right_from=right_from))
 
 
 def print_answers(answers: Mapping[str, Any], words: Any) -> None:

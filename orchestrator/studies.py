@@ -9,7 +9,7 @@ Published figures are their authors', on their machines: a reference, never a ta
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
@@ -46,6 +46,10 @@ class Study:
     note: str = ""
 
 
+def hosts_words(nodes: Iterable[NodePlan]) -> str:
+    return ", ".join(f"{node.ranks} x {node.gpu or 'CPU'}" for node in nodes)
+
+
 def choose_nodes(row: Row, nodes: Sequence[NodePlan]) -> tuple[str, ...] | str:
     """The nodes that run this row, the most hosts that fit; or why none of these can."""
     wanted = len(row.hosts) or min(row.ranks, len(nodes))
@@ -53,7 +57,7 @@ def choose_nodes(row: Row, nodes: Sequence[NodePlan]) -> tuple[str, ...] | str:
         for some in combinations(nodes, count):
             if _fits(row, some):
                 return tuple(node.name for node in some)
-    there = ", ".join(f"{node.ranks} x {node.gpu or 'CPU'}" for node in nodes)
+    there = hosts_words(nodes)
     if row.hosts:
         return f"needs hosts with {' and '.join(f'{ranks} x {gpu}' for gpu, ranks in row.hosts)}; there are {there}"
     return (

@@ -25,7 +25,7 @@ from orchestrator.files import locked, own_folder, write_atomic
 from orchestrator.records import FINAL_STATES, SCHEMA, LaunchPlan, NodePlan, Record
 from orchestrator.request import read_wish
 from orchestrator.store import Cluster
-from orchestrator.studies import STUDIES, Row, Study, choose_nodes
+from orchestrator.studies import STUDIES, Row, Study, choose_nodes, hosts_words
 from orchestrator.summary import Summary
 
 Follow = Callable[[Row, LaunchPlan, Mapping[str, Host]], None]
@@ -111,7 +111,7 @@ class Sweep:
         done = Done(
             job=plan.job,
             cluster=plan.cluster,
-            hosts=", ".join(f"{node.ranks} x {node.gpu or 'CPU'}" for node in plan.nodes),
+            hosts=hosts_words(plan.nodes),
             overrides=self.overrides,
             figures={name: FIGURES[name].of(summary) for name in self.study.figures},
             complete=True,

@@ -7,11 +7,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import click
 
-from orchestrator.cli.complete import cluster_names, job_ids
+from orchestrator.cli.complete import cluster_names, job_ids, node_names, setting_pairs
 from orchestrator.errors import HostsError, OrchError
 
 if TYPE_CHECKING:
@@ -37,18 +37,32 @@ job_option: Decorator = click.option(
 out_option: Decorator = click.option(
     "--out", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Folder of collected runs."
 )
+nodes_option: Decorator = click.option("--nodes", metavar="A,B", help="Only these nodes.", shell_complete=node_names)
 
 
-class Duration(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 alone
-    """A time as people write it; gives seconds."""
+def settings_option(help: str) -> Decorator:
+    return click.option(
+        *("--set", "settings"), multiple=True, metavar="KEY=VALUE", help=help, shell_complete=setting_pairs
+    )
 
-    name = "time"
+
+def names_of(listed: str | None) -> list[str]:
+    """Of an option like --nodes; none where it was not given."""
+    return [name for name in (listed or "").split(",") if name]
+
+
+class Quantity(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 alone
+    """As people write it, with its unit: `time` gives seconds, `bandwidth` bits a second."""
+
+    def __init__(self, name: Literal["time", "bandwidth"]) -> None:
+        self.name = name
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        from orchestrator.units import parse_duration
+        from orchestrator.units import parse_bandwidth, parse_duration
 
+        parse = parse_duration if self.name == "time" else parse_bandwidth
         try:
-            return value if isinstance(value, float) else parse_duration(value)
+            return value if isinstance(value, float) else parse(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
 

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from orchestrator.cli.common import cluster_option, json_option, open_controller
-from orchestrator.cli.complete import node_names, torch_versions
+from orchestrator.cli.common import cluster_option, json_option, names_of, nodes_option, open_controller
+from orchestrator.cli.complete import torch_versions
 from orchestrator.errors import HostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-nodes_option = click.option("--nodes", metavar="A,B", help="Only these nodes.", shell_complete=node_names)
 
 
 @click.group()
@@ -53,7 +51,7 @@ def data_push(folder: Path, to: str | None, nodes: str | None, cluster: str | No
     from orchestrator.units import format_bytes
 
     with open_controller() as controller:
-        wanted = chosen(controller.store.cluster(cluster), _names(nodes))
+        wanted = chosen(controller.store.cluster(cluster), names_of(nodes))
         target = data_folder(to)
         with hash_board(str(folder)) as show_hashed:
             manifest = read_manifest(folder, show_hashed)
@@ -105,7 +103,7 @@ def setup(
     wanted = choose(torch, torchvision)
     with open_controller() as controller:
         known = controller.store.cluster(cluster)
-        picked = chosen(known, _names(nodes))
+        picked = chosen(known, names_of(nodes))
         names = [node.name for node in picked]
         versions = f"torch {wanted.torch} and torchvision {wanted.torchvision}"
         if not yes:
@@ -124,10 +122,6 @@ def setup(
         {"torch": wanted.torch, "torchvision": wanted.torchvision} if as_json else None,
         found.up.problems if found.up else {},
     )
-
-
-def _names(nodes: str | None) -> list[str]:
-    return [name for name in (nodes or "").split(",") if name]
 
 
 def _show(

@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING
 import click
 
 from orchestrator.cli.common import (
-    Duration,
+    Quantity,
     busy,
     cluster_option,
     job_option,
     json_option,
+    names_of,
+    nodes_option,
     open_controller,
+    settings_option,
 )
-from orchestrator.cli.complete import experiments, job_ids, node_names, node_ranges, setting_pairs
+from orchestrator.cli.complete import experiments, job_ids, node_names, node_ranges
 from orchestrator.errors import HostError, OrchError, UsageError
 
 if TYPE_CHECKING:
@@ -35,13 +38,7 @@ SECOND_CTRL_C_S = 3.0
     help="A named experiment: mnist_lenet, resnet152_cifar.",
     shell_complete=experiments,
 )
-@click.option(
-    *("--set", "settings"),
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="One setting of the experiment; repeatable. `python -m trainer --help` lists all.",
-    shell_complete=setting_pairs,
-)
+@settings_option("One setting of the experiment; repeatable. `python -m trainer --help` lists all.")
 @click.option(
     "--resume", metavar="JOB", help="Go on from a job's last checkpoint, in a new job.", shell_complete=job_ids
 )
@@ -53,12 +50,16 @@ SECOND_CTRL_C_S = 3.0
 @click.option(
     "--pass-local-rank", is_flag=True, help="Give the script --local_rank=N, as torch.distributed.launch does."
 )
-@click.option("--nodes", metavar="A,B", help="Only these nodes.", shell_complete=node_names)
+@nodes_option
 @click.option("--detach", is_flag=True, help="Return once it runs.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and start nothing.")
 @click.option("--share", is_flag=True, help="Use GPUs even if another job of ours holds them.")
 @click.option(
-    "--grace", type=Duration(), default="3s", show_default=True, help="What ranks have between INT, TERM and KILL."
+    "--grace",
+    type=Quantity("time"),
+    default="3s",
+    show_default=True,
+    help="What ranks have between INT, TERM and KILL.",
 )
 @click.option(
     "--elastic",
@@ -72,7 +73,7 @@ SECOND_CTRL_C_S = 3.0
     metavar="N",
     help="With --elastic: start a host's ranks anew so often after one of them died. [default: 3]",
 )
-@click.option("--time-limit", type=Duration(), help="End the job after this time: 90s, 30m, 12h.")
+@click.option("--time-limit", type=Quantity("time"), help="End the job after this time: 90s, 30m, 12h.")
 @cluster_option
 @json_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
@@ -115,7 +116,7 @@ def run(
     from orchestrator.request import read_wish
 
     nodes_wanted = _nodes_wanted(elastic, max_restarts)
-    only = [name for name in (nodes or "").split(",") if name]
+    only = names_of(nodes)
     if resume and any((exp, module, command, folder, batch, pass_local_rank)):
         raise UsageError("--resume runs what the job ran", "give it --set alone")
     with open_controller() as controller:

@@ -3,48 +3,38 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from orchestrator.cli.common import cluster_option, json_option, open_controller, out_option
-from orchestrator.cli.complete import experiments, node_names, setting_pairs
+from orchestrator.cli.common import (
+    Quantity,
+    cluster_option,
+    json_option,
+    names_of,
+    open_controller,
+    out_option,
+    settings_option,
+)
+from orchestrator.cli.complete import experiments, node_names
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
     from orchestrator.planview import Outlook
 
 
-class Bandwidth(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 alone
-    """As on a network panel; gives bits a second."""
-
-    name = "bandwidth"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        from orchestrator.units import parse_bandwidth
-
-        try:
-            return value if isinstance(value, float) else parse_bandwidth(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
 @click.command()
 @click.option("--exp", required=True, metavar="NAME", help="A named experiment.", shell_complete=experiments)
-@click.option(
-    *("--set", "settings"),
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="One setting of the experiment; repeatable.",
-    shell_complete=setting_pairs,
-)
+@settings_option("One setting of the experiment; repeatable.")
 @click.option(
     "--nodes",
     metavar="A,B",
     help="Only these nodes; or hosts that you do not have: HOSTSxGPU or HOSTSxGPUSxGPU.",
     shell_complete=node_names,
 )
-@click.option("--bandwidth", type=Bandwidth(), help="Of every host's link, in place of what is declared or measured.")
+@click.option(
+    "--bandwidth", type=Quantity("bandwidth"), help="Of every host's link, in place of what is declared or measured."
+)
 @out_option
 @cluster_option
 @json_option
@@ -87,7 +77,7 @@ def _own(
     from orchestrator.request import read_wish
 
     wish = read_wish(exp, settings, None, None, ())
-    only = [name for name in (nodes or "").split(",") if name]
+    only = names_of(nodes)
     with open_controller() as controller:
         chosen = controller.store.cluster(cluster)
         made, view = controller.outlook(chosen, wish.request, wish.code, only, out=out, bandwidth_bps=bandwidth)

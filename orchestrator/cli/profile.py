@@ -7,8 +7,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from orchestrator.cli.common import cluster_option, json_option, open_controller
-from orchestrator.cli.complete import experiments, node_names, setting_pairs
+from orchestrator.cli.common import (
+    cluster_option,
+    json_option,
+    names_of,
+    nodes_option,
+    open_controller,
+    settings_option,
+)
+from orchestrator.cli.complete import experiments
 
 if TYPE_CHECKING:
     from orchestrator.call import Host
@@ -19,14 +26,8 @@ if TYPE_CHECKING:
 @click.option(
     "--exp", metavar="NAME", required=True, help="The experiment whose network is timed.", shell_complete=experiments
 )
-@click.option(
-    *("--set", "settings"),
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="One setting of the experiment; repeatable. profile_s is the time for each host.",
-    shell_complete=setting_pairs,
-)
-@click.option("--nodes", metavar="A,B", help="Only these nodes.", shell_complete=node_names)
+@settings_option("One setting of the experiment; repeatable. profile_s is the time for each host.")
+@nodes_option
 @click.option("--each", is_flag=True, help="Measure every host by itself, not one of each kind.")
 @click.option("--again", is_flag=True, help="Measure anew what is known.")
 @cluster_option
@@ -48,7 +49,7 @@ def profile(
     from orchestrator.profiling import Profiling, cells, document, titles
     from trainer.shares import split_batch
 
-    only = [name for name in (nodes or "").split(",") if name]
+    only = names_of(nodes)
     with open_controller() as controller:
         one = Profiling(controller, controller.store.cluster(cluster), exp, settings, only=only, each=each)
 

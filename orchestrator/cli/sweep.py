@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from orchestrator.cli.common import cluster_option, json_option, open_controller, out_option
-from orchestrator.cli.complete import setting_pairs, studies
+from orchestrator.cli.common import (
+    cluster_option,
+    json_option,
+    names_of,
+    open_controller,
+    out_option,
+    settings_option,
+)
+from orchestrator.cli.complete import studies
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
     from orchestrator.call import Host
     from orchestrator.records import LaunchPlan
-    from orchestrator.studies import Row
+    from orchestrator.studies import Row, Study
+    from orchestrator.sweep import Outcome
 
 
 @click.command()
 @click.argument("study", shell_complete=studies)
-@click.option(
-    *("--set", "settings"),
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="A setting for all rows, before their own; repeatable.",
-    shell_complete=setting_pairs,
-)
+@settings_option("A setting for all rows, before their own; repeatable.")
 @click.option("--rows", metavar="A,B", help="Only these rows (their names stand in --json).")
 @click.option("--again", is_flag=True, help="Measure rows anew that are done.")
 @out_option
@@ -57,7 +59,7 @@ def sweep(
 
     if study not in STUDIES:
         raise UsageError(f"{study!r} is no study", f"choose one of {', '.join(STUDIES)}")
-    only = [name for name in (rows or "").split(",") if name]
+    only = names_of(rows)
     known = [row.name for row in STUDIES[study].rows]
     for name in only:
         if name not in known:
@@ -80,4 +82,25 @@ def sweep(
             outcomes.append(outcome)
             if outcome.why_not:
                 console.say(f"{outcome.row.name}: {outcome.why_not}")
-    console.print_json(document(study, outcomes)) if as_json else console.print_sweep(study, outcomes)
+    console.print_json(document(study, outcomes)) if as_json else _show(STUDIES[study], outcomes)
+
+
+def _show(study: Study, outcomes: Sequence[Outcome]) -> None:
+    """The rows, measured beside published, and what stands in the way of those that were not run."""
+    from orchestrator import console
+    from orchestrator.sweep import cells, titles
+
+    rows = [cells(study, outcome) for outcome in outcomes]
+    console.print_table(titles(study), rows, right_from=len(study.columns), title=study.title)
+    measured_on = sorted({outcome.done.hosts for outcome in outcomes if outcome.done})
+    console.put(f"measured on: {'; '.join(measured_on) or 'nothing yet'}")
+    console.put(f"published: {study.source}")
+    if study.note:
+        console.out.print(study.note, style="dim")
+    for outcome in outcomes:
+        if outcome.why_not:
+            console.put(f"{outcome.row.name}: not run, {outcome.why_not}")
+        elif outcome.done and not outcome.done.valid:
+            console.warn(
+                f"{outcome.row.name}: the machine was too slow for the paces it stood in for; its figures do not count"
+            )
