@@ -297,6 +297,25 @@ def test_a_removed_job_folder_ends_the_job(tmp_path):
         assert job.wait().first_failure.reason.startswith("the job's folder was removed")
 
 
+def test_what_fails_because_the_job_folder_was_removed_does_not_hide_it(tmp_path):
+    """A rank notices before the supervisor looks."""
+    script = """
+import os, time
+print("ready", flush=True)
+while os.environ["RANK"] == "0" or os.path.exists(os.environ["THERE"]):
+    time.sleep(0.001)
+raise SystemExit(3)
+"""
+    (tmp_path / "there").touch()
+    with gang(tmp_path, script, env={"THERE": str(tmp_path / "there")}) as job:
+        job.launch()
+        job.wait_running()
+        wait_for_files(job, "ready")
+        job.folder("b").rename(tmp_path / "elsewhere")
+        (tmp_path / "there").unlink()
+        assert job.wait().first_failure.reason.startswith("the job's folder was removed")
+
+
 def test_a_cancel_during_prepare_is_a_cancel(tmp_path):
     with gang(tmp_path, "print('ran')", grace_s=0.2) as job:
         nodes = tuple(node.model_copy(update={"prepare": "touch begun; sleep 1000"}) for node in job.plan.nodes)

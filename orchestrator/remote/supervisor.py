@@ -433,6 +433,8 @@ class Supervisor:
             self.changed()
 
     def _failed(self, found: dict[str, Any]) -> None:
+        if not self.job.control.exists():  # whatever else fails then fails of it
+            found = failure("folder", self.node["name"], f"the job's folder was removed ({self.job.root})")
         self.failures.append(found)
         if self.go is None:
             self.told.set()
@@ -467,7 +469,7 @@ class Supervisor:
         """Somebody may remove the job's folder under us: then nobody can speak to us any more, so the job ends."""
         while self.job.control.exists():
             await asyncio.sleep(LOOK_S)
-        self._fail("folder", f"the job's folder was removed ({self.job.root})")
+        self._fail("folder", "the job's folder was removed")
 
     def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)
