@@ -1,10 +1,10 @@
-"""The ranks' side of `heterogeneous.py`: many ways to train, in turn, inside one gang.
+"""The ranks' side of `rows.py`: many ways to train, in turn, inside one gang.
 
     orch run --folder . -- tests/bench/gang_rows.py ROWS_JSON
 
-ROWS_JSON: {"exp", "blocks", "rows": {name: settings}}. In each block every row trains its `steps` updates; block 0
-warms up. A row with strategy `none` has all ranks train alone at the same time, on equal shares. Every rank prints a
-line of JSON a row and block: the times of each step, the samples that it did, and how late its pace was.
+ROWS_JSON: {"exp", "blocks", "rows": {name: settings}}. In each block every row trains its `steps` updates. A row with
+strategy `none` has all ranks train alone at the same time, on equal shares. Every rank prints a line of JSON a row and
+block: the times of each step, the samples that it did, and how late its pace was.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
             group = alone if settings["strategy"] == "none" else together
             file = Path(folder, f"{len(runs)}.jsonl")
             runs[name] = prepared(told, settings, info, group, file), file
-        for block in range(told["blocks"] + 1):
+        for block in range(told["blocks"]):
             for name, (run, file) in runs.items():
                 dist.barrier()
                 begin = file.stat().st_size
@@ -58,7 +58,7 @@ def prepared(told: dict[str, Any], settings: dict[str, Any], info: RankInfo, gro
     """An epoch of its stream is a block."""
     steps = settings["steps"]
     pairs = {key: str(value) for key, value in settings.items() if key != "steps"}
-    pairs |= {"data": "synthetic", "samples": str(steps * settings["batch"]), "epochs": str(told["blocks"] + 1)}
+    pairs |= {"data": "synthetic", "samples": str(steps * settings["batch"]), "epochs": str(told["blocks"])}
     ranks.join = lambda *_: group  # type: ignore[assignment]  # all rows meet in the gang that is there
     run = set_up(parse_settings(told["exp"], pairs), info, MetricsWriter(file))
     run.console.speaks = False

@@ -13,13 +13,12 @@ Exits 1 where one of these does not hold. Needs root, as the lab does.
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
 import sys
 
 import yaml
 from rack import ROOT, Rack, rack, show_machine, spread
+from rows import goodput_gbps
 
 BATCH, STEPS, WARMUP = 128, 23, 3
 LINKS_BPS = {"2.5Gbps": 2.5e9, "1Gbps": 1e9}
@@ -51,13 +50,7 @@ def measure_link(rate: str, bps: float) -> bool:
     measured = []
     with rack(inventory) as lab:
         for direction in ([], ["--reverse"], [], ["--reverse"]):
-            server = lab.lab.host_popen("n2", ["iperf3", "--server", "--one-off", "--json"], stdin=subprocess.DEVNULL)
-            client = ["iperf3", "--client", "10.77.4.2", "--time", "3", "--omit", "1", "--json", *direction]
-            # With --json it exits 0 whatever happens; as long as the server does not listen yet, it says so.
-            while "error" in (done := json.loads(lab.lab.host_exec("n1", client).stdout)) and server.poll() is None:
-                continue
-            server.communicate()
-            measured.append(done["end"]["sum_received"]["bits_per_second"])
+            measured.append(1e9 * goodput_gbps(lab, "n1", "n2", *direction))
     part = statistics.median(measured) / bps
     gbps = spread([value / 1e9 for value in measured], 3)
     print(f"link shaped to {rate:8} iperf3 {gbps} Gbps, {part:.3f} of it", flush=True)

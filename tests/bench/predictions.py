@@ -1,0 +1,124 @@
+"""What `orch plan` foresees beside what happens, on racks made up at random.
+
+    .venv/bin/python tests/bench/predictions.py [--clusters 30] [--seed 1] [--out runs/predictions.jsonl]
+
+Each rack has two or three hosts of one rank or two, with paces, fixed times and links drawn at random, and ResNet-152's
+real gradient. Its links are measured as a person would (`--exp collectives`); then the rows run in turn inside one
+gang, and `orch run --dry-run` says what it foresees of the same settings. At the end: errors over all rows, and of how
+many pairs of rows of one rack the order was right. Rows in which the CPU was the limit, not the pace, are left out and
+counted. Racks that stand in the file already are not measured again. Needs root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from rack import rack, show_machine
+from rows import Host, foreseen, inventory, measure, measure_links
+
+from trainer.shares import Speed, fastest_shares
+
+ROWS: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp"},
+    "ddp+shares": {"strategy": "ddp", "shares": "fastest"},
+    "flat+shares": {"strategy": "allreduce_flat", "shares": "fastest"},
+    "half+shares": {"strategy": "ddp", "shares": "fastest", "fidelity": "half"},
+    "local+shares": {"strategy": "ddp", "shares": "fastest", "fidelity": "local", "local_steps": 8, "local_overlap": 0},
+}
+CLOSE = 0.03
+"""Rows nearer to each other than this cannot be told apart by two blocks of five steps."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--clusters", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("runs/predictions.jsonl"))
+    asked = parser.parse_args()
+    show_machine()
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
+    done = [json.loads(line) for line in asked.out.read_text().splitlines()] if asked.out.exists() else []
+    known = {one["seed"]: one for one in done}
+    for seed in range(asked.seed, asked.seed + asked.clusters):
+        if seed not in known:
+            known[seed] = try_one(seed)
+            with open(asked.out, "a", encoding="utf-8") as file:
+                file.write(json.dumps(known[seed]) + "\n")
+        show(known[seed])
+    judge([known[seed] for seed in range(asked.seed, asked.seed + asked.clusters)])
+
+
+def try_one(seed: int) -> dict[str, Any]:
+    chance = random.Random(seed)
+    hosts = random_hosts(chance)
+    batch = chance.choice([64, 128, 256, 512])
+    speeds = [Speed(host.fixed_ms, 1000 / host.samples_per_s) for host in hosts for _ in range(host.ranks)]
+    names = [f"{host.name}:{local}" for host in hosts for local in range(host.ranks)]
+    shares = fastest_shares(speeds, batch)
+    fastest = ",".join(f"{rank}={share}" for rank, share in zip(names, shares, strict=True))
+    rows = {name: {**row, "shares": fastest} if "shares" in row else row for name, row in ROWS.items()}
+    with rack(inventory(hosts)) as lab:
+        measure_links(lab, budget_s=12)
+        measured = measure(lab, rows, batch=batch, blocks=2, steps=5, warmup_blocks=0)
+        told = {
+            name: {"measured": row.samples_per_s, "foreseen": foreseen(lab, row), "late": row.late, "valid": row.valid}
+            for name, row in measured.items()
+        }
+    return {"seed": seed, "batch": batch, "shares": shares, "hosts": [asdict(host) for host in hosts], "rows": told}
+
+
+def random_hosts(chance: random.Random) -> list[Host]:
+    """Two cores carry about 4 Gbps in all."""
+    count = chance.choice([2, 2, 3])
+    links = ["0.5Gbps", "1Gbps"] if count == 3 else ["0.5Gbps", "1Gbps", "1.5Gbps", "2Gbps"]
+    return [
+        Host(
+            name=f"n{number}",
+            ranks=chance.choice([1, 1, 1, 2]) if count == 2 else 1,
+            samples_per_s=round(math.exp(chance.uniform(math.log(60), math.log(900)))),
+            bandwidth=chance.choice(links),
+            fixed_ms=round(chance.uniform(0, 20), 1),
+        )
+        for number in range(count)
+    ]
+
+
+def show(one: dict[str, Any]) -> None:
+    hosts = ", ".join(
+        f"{h['ranks']} x {h['samples_per_s']:.0f}/s + {h['fixed_ms']:.0f} ms on {h['bandwidth']}" for h in one["hosts"]
+    )
+    print(f"{one['seed']}: {hosts}; batch {one['batch']}, shares {','.join(map(str, one['shares']))}")
+    words = (
+        f"{name} {row['measured']:.0f}, plan {row['foreseen']:.0f} ({row['foreseen'] / row['measured'] - 1:+.1%})"
+        + ("" if row["valid"] else f" NOT VALID {row['late']:.1%} late")
+        for name, row in one["rows"].items()
+    )
+    print(f"   {';  '.join(words)}", flush=True)
+
+
+def judge(found: Sequence[dict[str, Any]]) -> None:
+    of_racks = [[row for row in one["rows"].values() if row["valid"]] for one in found]
+    left_out = sum(len(one["rows"]) for one in found) - sum(map(len, of_racks))
+    errors = sorted(abs(row["foreseen"] / row["measured"] - 1) for rows in of_racks for row in rows)
+    print(f"{len(found)} racks, {len(errors)} rows ({left_out} left out: the CPU was the limit)")
+    print(f"error: median {statistics.median(errors):.1%}, 95th percentile {errors[int(0.95 * len(errors))]:.1%}, "
+          f"worst {errors[-1]:.1%}")  # fmt: skip
+    pairs = [pair for rows in of_racks for pair in combinations(rows, 2)]
+    clear = [pair for pair in pairs if abs(math.log(pair[0]["measured"] / pair[1]["measured"])) > CLOSE]
+    for what, some in (("all pairs", pairs), (f"pairs more than {CLOSE:.0%} apart", clear)):
+        right = sum((a["measured"] < b["measured"]) == (a["foreseen"] < b["foreseen"]) for a, b in some)
+        print(f"order right in {right} of {len(some)} {what}, {right / len(some):.1%}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""Many ways to train, in turn, inside one gang: the controller's side of `gang_rows.py`.
+
+with rack(inventory(hosts, "2.5Gbps")) as lab:
+    rows = measure(lab, {"alone": {...}, "ddp": {...}}, batch=256, blocks=3, steps=8)
+    rows["ddp"].speeds                              samples/s of each block
+    foreseen(lab, rows["ddp"])                      what `orch run --dry-run` says of the same settings
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import yaml
+from rack import ROOT, Rack
+
+WARMUP = 2
+"""Steps at the begin of each block that are left out."""
+MOST_LATE = 0.01
+"""Beyond this the CPU was the limit, not the pace."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """bandwidth: as in an inventory."""
+
+    name: str
+    ranks: int
+    samples_per_s: float
+    bandwidth: str = "2.5Gbps"
+    fixed_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class Told:
+    """One rank's figures of one row and block."""
+
+    row: str
+    block: int
+    rank: int
+    t_ms: list[float]
+    compute_ms: list[float]
+    exposed_ms: list[float]
+    samples: list[int]
+    late: list[float]
+
+    @property
+    def measured(self) -> slice:
+        """Without the first steps. Of a row that averages now and then the second of its two rounds: it has the
+        sending of an average, and the arrival of the one before.
+        """
+        return slice(len(self.t_ms) // 2 if "local" in self.row else WARMUP, None)
+
+    @property
+    def samples_per_s(self) -> float:
+        return 1000 * sum(self.samples[self.measured]) / sum(self.t_ms[self.measured])
+
+
+@dataclass(frozen=True)
+class Row:
+    """told: of the measured blocks."""
+
+    name: str
+    settings: Mapping[str, Any]
+    told: Sequence[Told]
+
+    @cached_property
+    def ranks(self) -> dict[int, list[Told]]:
+        return {rank: [one for one in self.told if one.rank == rank] for rank in sorted({t.rank for t in self.told})}
+
+    @cached_property
+    def speeds(self) -> list[float]:
+        """samples/s of each block: of all ranks, in the time of the slowest."""
+        found = []
+        for block in sorted({one.block for one in self.told}):
+            ranks = [one for one in self.told if one.block == block]
+            samples = sum(sum(one.samples[one.measured]) for one in ranks)
+            found.append(1000 * samples / max(sum(one.t_ms[one.measured]) for one in ranks))
+        return found
+
+    @property
+    def samples_per_s(self) -> float:
+        return statistics.median(self.speeds)
+
+    @property
+    def late(self) -> float:
+        return max(statistics.median(one.late) for one in self.told)
+
+    @property
+    def valid(self) -> bool:
+        return self.late <= MOST_LATE
+
+    @property
+    def alone_samples_per_s(self) -> float:
+        """Of a row whose ranks train alone: the sum of what each did."""
+        return sum(statistics.median(one.samples_per_s for one in told) for told in self.ranks.values())
+
+    def milliseconds(self, rank: int, column: str) -> float:
+        """A mean: of rounds of local steps, one step in many has nearly all of it."""
+        return statistics.mean(ms for one in self.ranks[rank] for ms in getattr(one, column)[one.measured])
+
+
+def inventory(hosts: Sequence[Host]) -> str:
+    nodes = [
+        {"name": host.name, "host": f"10.77.5.{number}", "gpu": "paced", "ranks": host.ranks,
+         "bandwidth": host.bandwidth, "paced": {"samples_per_s": host.samples_per_s, "fixed_ms": host.fixed_ms}}
+        for number, host in enumerate(hosts, start=1)
+    ]  # fmt: skip
+    defaults = {"device": "cpu", "env": {"OMP_NUM_THREADS": "1"}}
+    return yaml.safe_dump({"cluster": "twin", "defaults": defaults, "nodes": nodes})
+
+
+def measure(
+    lab: Rack, rows: Mapping[str, Mapping[str, Any]], *, batch: int, blocks: int, steps: int, warmup_blocks: int = 1
+) -> dict[str, Row]:
+    """ResNet-152 on CIFAR-10's shape. steps: measured ones of a block, of a row that does not average now and then."""
+    asked = {}
+    for name, settings in rows.items():
+        is_local = settings.get("fidelity") == "local"
+        count = 2 * int(settings.get("local_steps", 32)) if is_local else steps + WARMUP
+        asked[name] = {**settings, "batch": batch, "steps": count}
+    file = ROOT / "tests" / "bench" / "rows.json"
+    file.write_text(json.dumps({"exp": "resnet152_cifar", "blocks": warmup_blocks + blocks, "rows": asked}))
+    try:
+        lab.person.types("run", "--folder", str(ROOT), "--", str(ROOT / "tests/bench/gang_rows.py"),
+                         "tests/bench/rows.json", timeout_s=3000)  # fmt: skip
+    finally:
+        file.unlink()
+    summary = lab.person.asks("collect", "--job", "latest", "--out", str(lab.person.folder / "runs"))
+    logs = (lab.person.folder / "runs" / summary["job"]).glob("nodes/*/rank-*/stdout.log")
+    lines = [json.loads(line) for log in logs for line in log.read_text().splitlines() if line.startswith("{")]
+    names = Told.__dataclass_fields__
+    told = [Told(**{name: line[name] for name in names}) for line in lines if line["block"] >= warmup_blocks]
+    return {name: Row(name, asked[name], [one for one in told if one.row == name]) for name in rows}
+
+
+def measure_links(lab: Rack, budget_s: float = 20.0) -> None:
+    """As a person would before `orch plan`, which then knows what a message costs and what the links carry."""
+    settings = {"operations": "all_reduce", "budget_s": budget_s, "max_bytes": 2**26}
+    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    lab.person.types("run", "--exp", "collectives", *words)
+    lab.person.asks("collect", "--job", "latest", "--out", str(lab.person.folder / "runs"))
+
+
+def planned(lab: Rack, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The plan of `orch run --exp resnet152_cifar` with these settings."""
+    words = [word for key, value in settings.items() if key != "steps" for word in ("--set", f"{key}={value}")]
+    return lab.person.asks("run", "--exp", "resnet152_cifar", *words, "--dry-run")
+
+
+def foreseen(lab: Rack, row: Row) -> float:
+    """samples/s"""
+    return float(planned(lab, row.settings)["prediction"]["samples_per_s"])
+
+
+def goodput_gbps(lab: Rack, first: str, second: str, *options: str) -> float:
+    """What iperf3 brings from one host to the other."""
+    address = next(node["host"] for node in lab.lab.nodes if node["name"] == second)
+    server = lab.lab.host_popen(second, ["iperf3", "--server", "--one-off", "--json"], stdin=subprocess.DEVNULL)
+    client = ["iperf3", "--client", address, "--time", "3", "--omit", "1", "--json", *options]
+    # With --json it exits 0 whatever happens; as long as the server does not listen yet, it says so.
+    while "error" in (done := json.loads(lab.lab.host_exec(first, client).stdout)) and server.poll() is None:
+        continue
+    server.communicate()
+    return float(done["end"]["sum_received"]["bits_per_second"]) / 1e9
