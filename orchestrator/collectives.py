@@ -10,12 +10,12 @@ Bandwidths and lines are computed anew from bytes and times, as `trainer.alpha_b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from orchestrator.events import Events, count, number, text
 from orchestrator.records import LaunchPlan
-from orchestrator.summary import CollectiveOperation, Collectives, CollectiveTime
+from orchestrator.summary import CollectiveOperation, Collectives, CollectiveTime, LinkSpeed
 from orchestrator.units import format_bytes
 from trainer.alpha_beta import BUS_FACTORS, algorithm_gbps, bus_factor, fit
 
@@ -41,7 +41,12 @@ def read_collectives(events: Events, plan: LaunchPlan) -> Collectives:
     slowest = min(declared, default=None) if len(plan.nodes) > 1 else None  # within one host no link is used
     names = dict.fromkeys(time.operation for time in times)
     operations = (_operation([time for time in times if time.operation == name], plan, slowest) for name in names)
-    return Collectives(declared_gbps=slowest, times=times, operations=tuple(each for each in operations if each))
+    return Collectives(
+        declared_gbps=slowest,
+        times=times,
+        operations=tuple(each for each in operations if each),
+        links=tuple(_links(events, plan)),
+    )
 
 
 def not_measured(found: Collectives) -> Iterable[str]:
@@ -54,6 +59,15 @@ def not_measured(found: Collectives) -> Iterable[str]:
         if missing:
             least = min(missing, key=lambda time: time.bytes)
             yield f"{name}, {format_bytes(least.bytes)} and more: {least.error or 'not measured'}."
+
+
+def _links(events: Events, plan: LaunchPlan) -> Iterator[LinkSpeed]:
+    node_of = {rank: node.name for node in plan.nodes for rank in node.rank_numbers}
+    for event in events.of_rank(0, "link", LIMIT):
+        source, target = (node_of.get(count(event, end)) for end in ("source", "target"))  # type: ignore[arg-type]
+        size, time_ms = count(event, "bytes"), number(event, "time_ms")
+        if source and target and size and time_ms is not None and 1e-6 < time_ms < 1e12:
+            yield LinkSpeed(source=source, target=target, gbps=algorithm_gbps(size, time_ms / 1000))
 
 
 def _time(event: Mapping[str, Any], world_size: int) -> CollectiveTime | None:

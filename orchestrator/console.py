@@ -30,7 +30,7 @@ from orchestrator.lines import Line
 from orchestrator.live import Progress, Row
 from orchestrator.records import FirstFailure, JobRecord, LaunchPlan
 from orchestrator.store import Cluster
-from orchestrator.summary import Collectives, Summary
+from orchestrator.summary import Collectives, Summary, link_matrix
 from orchestrator.text import clean_lines, one_line
 from orchestrator.units import format_bandwidth, format_bytes
 
@@ -389,6 +389,10 @@ def _print_network(found: Collectives) -> None:
         rows.append((each.operation, *ends, _figure(each.busbw_gbps), *line))
     declared = f", declared {_figure(found.declared_gbps)} Gbps" if found.declared_gbps else ""
     out.print(_table(f"collectives{declared}", columns, rows, right_from=1))
+    if found.links:
+        names, speeds = link_matrix(found)
+        matrix = [(a, *(_figure(speeds.get((a, b))) for b in names)) for a in names]
+        out.print(_table("Gbps from one host to another, by itself", ["from / to", *names], matrix, right_from=1))
 
 
 def _print_hosts(summary: Summary) -> None:

@@ -32,7 +32,7 @@ LARGEST = 1e12
 
 _COUNTED = ("step", "samples")
 _TIMES = ("t_ms", "load_ms", "compute_ms", "exposed_ms", "comm_ms", "optim_ms")
-_KEPT = ("start", "epoch", "eval", "collective", "profile", "rebalance", "end")
+_KEPT = ("start", "epoch", "eval", "collective", "link", "profile", "rebalance", "end")
 """Events that are kept as they are."""
 _NOT_JSON = re.compile(rb"(?<=[:,\[\s])(?:NaN|[+-]?Infinity)(?=\s*[,}\]])")
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from orchestrator.networks import Layer, gradient_bytes, layers_of
 from orchestrator.paths import RunFolder
 from orchestrator.profiles import Profiles
 from orchestrator.records import LaunchPlan, NodePlan, Prediction
-from orchestrator.summary import Summary
+from orchestrator.summary import Collectives, Summary, link_matrix
 from orchestrator.units import format_bandwidth
 from orchestrator.wire import GLOO, GOODPUT, NCCL, Costs, Site, Wire, measured
 from trainer.alpha_beta import bus_factor
@@ -43,13 +43,15 @@ SEEN_RUNS = 50
 @dataclass(frozen=True)
 class Network:
     """What a run of collectives measured. message_s: alpha of its all_reduce, for each of its 2(n-1) messages. bps:
-    what the slowest link carried; declared_bps: what was said of that one.
+    what the slowest link carried; declared_bps: what was said of that one. pairs: what each path carries in a
+    collective: as it does by itself, times what all_reduce makes of the slowest one that it takes.
     """
 
     job: str
     message_s: float
     bps: float
     declared_bps: float | None
+    pairs: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -157,11 +159,15 @@ def wire_of(plan: LaunchPlan, network: Network | None, bandwidth_bps: float | No
     if network and bandwidth_bps is None:
         costs = measured(costs, 2, 2 * network.message_s, f"latency as {network.job} measured it")
     sites = tuple(_site(node, network, bandwidth_bps) for node in plan.nodes)
-    return Wire(sites, costs), (_links_words(plan, network, bandwidth_bps), _costs_words(costs))
+    pairs = network.pairs if network and bandwidth_bps is None else {}
+    return Wire(sites, costs, pairs), (_links_words(plan, network, bandwidth_bps), _costs_words(costs))
 
 
 def _site(node: NodePlan, network: Network | None, bandwidth_bps: float | None) -> Site:
     declared = bandwidth_bps or node.bandwidth_bps
+    if network and bandwidth_bps is None and any(node.name in pair for pair in network.pairs):
+        up_bps, down_bps = (max(bps for pair, bps in network.pairs.items() if pair[end] == node.name) for end in (0, 1))
+        return Site(node.name, node.ranks, up_bps, down_bps)
     if network and bandwidth_bps is None:
         part = network.bps / network.declared_bps if network.declared_bps else None
         bps = part * declared if part and declared else network.bps
@@ -208,17 +214,27 @@ def read_network(out: Path, plan: LaunchPlan) -> Network | None:
 
 def network_from(summary: Summary) -> Network | None:
     """None where no line could be laid through its all_reduce, or no link was used."""
-    ranks = summary.world_size
-    line = summary.collectives.operation("all_reduce") if summary.collectives else None
-    if ranks < 2 or len(summary.nodes) < 2 or not line or line.alpha_us is None or not line.beta_gbps:
+    ranks, found = summary.world_size, summary.collectives
+    line = found.operation("all_reduce") if found else None
+    if ranks < 2 or len(summary.nodes) < 2 or not found or not line or line.alpha_us is None or not line.beta_gbps:
         return None
-    declared = summary.collectives.declared_gbps if summary.collectives else None
+    declared, bps = found.declared_gbps, 1e9 * line.beta_gbps * bus_factor("all_reduce", ranks)
     return Network(
         job=summary.job,
         message_s=line.alpha_us / 1e6 / (2 * (ranks - 1)),
-        bps=1e9 * line.beta_gbps * bus_factor("all_reduce", ranks),
+        bps=bps,
         declared_bps=1e9 * declared if declared else None,
+        pairs=_pairs(found, [node.name for node in summary.nodes], bps),
     )
+
+
+def _pairs(found: Collectives, names: Sequence[str], bps: float) -> dict[tuple[str, str], float]:
+    """None where not every path was measured."""
+    _, alone_gbps = link_matrix(found)
+    if len(alone_gbps) < len(names) * (len(names) - 1):
+        return {}
+    slowest_gbps = min(alone_gbps[pair] for pair in zip(names, [*names[1:], names[0]], strict=True))
+    return {pair: gbps / slowest_gbps * bps for pair, gbps in alone_gbps.items()}
 
 
 # ---- what a plan will do --------------------------------------------------------------------------------------------

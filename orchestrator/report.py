@@ -24,7 +24,7 @@ from orchestrator.faults import fault_words
 from orchestrator.files import write_atomic
 from orchestrator.paths import RunFolder
 from orchestrator.published import conditions, published_for
-from orchestrator.summary import Collectives, CollectiveTime, NodeSummary, RankEnd, Summary
+from orchestrator.summary import Collectives, CollectiveTime, NodeSummary, RankEnd, Summary, link_matrix
 from orchestrator.text import clean, clean_lines, one_line
 from orchestrator.units import format_bandwidth, format_bytes, format_duration
 
@@ -234,6 +234,7 @@ def _environment() -> Environment:
         "ratio": _or_nothing("{:.2f}".format),
         "part_shares": _part_shares,
         "times_by_size": _times_by_size,
+        "link_matrix": link_matrix,
         "size": _or_nothing(format_bytes),
         "bandwidth": _or_nothing(format_bandwidth),
         "duration": _or_nothing(format_duration),

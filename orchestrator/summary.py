@@ -158,6 +158,14 @@ class CollectiveOperation(Record):
     """The largest distance of a measured time from the line, as a part of that time."""
 
 
+class LinkSpeed(Record):
+    """From one node to another, by itself."""
+
+    source: str
+    target: str
+    gbps: float
+
+
 class Collectives(Record):
     """What a run that measures the network found."""
 
@@ -165,9 +173,16 @@ class Collectives(Record):
     """Bandwidth of the slowest host, as the inventory says; None within one host."""
     times: tuple[CollectiveTime, ...] = ()
     operations: tuple[CollectiveOperation, ...] = ()
+    links: tuple[LinkSpeed, ...] = ()
 
     def operation(self, name: str) -> CollectiveOperation | None:
         return next((each for each in self.operations if each.operation == name), None)
+
+
+def link_matrix(found: Collectives) -> tuple[list[str], dict[tuple[str, str], float]]:
+    """The nodes, and Gbps from one to another."""
+    names = list(dict.fromkeys(end for link in found.links for end in (link.source, link.target)))
+    return names, {(link.source, link.target): link.gbps for link in found.links}
 
 
 class Summary(Record):

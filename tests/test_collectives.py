@@ -12,6 +12,7 @@ from test_report import PNG, Page, assert_self_contained
 
 from orchestrator import console
 from orchestrator.analyse import analyse
+from orchestrator.outlook import network_from
 from orchestrator.paths import RunFolder
 from orchestrator.report import headline, write_report
 from orchestrator.summary import Summary
@@ -158,6 +159,36 @@ def test_the_terminal_shows_a_line_an_operation(tmp_path: Path, capsys: pytest.C
         "%",
     ]
     assert len(lines) == 2
+
+
+def link_of(source: int, target: int, gbps: float) -> dict[str, Any]:
+    return {"event": "link", "source": source, "target": target, "bytes": 2**23, "time_ms": 8e-6 * 2**23 / gbps}
+
+
+LINKS = (link_of(0, 1, 2.0), link_of(1, 0, 0.5))
+
+
+def test_paths_between_hosts_are_told_by_name_each_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    strange = ({**LINKS[0], "source": 7}, {**LINKS[0], "time_ms": 0}, {**LINKS[0], "bytes": -1}, {"event": "link"})
+    run = run_of_two(tmp_path / "run", *LINKS, *strange)
+    summary = analyse(run)
+    found = [(link.source, link.target, round(link.gbps, 3)) for link in summary.collectives.links]  # type: ignore[union-attr]
+    assert found == [("a2000", "v100", 2.0), ("v100", "a2000", 0.5)]
+    console.print_summary(summary)
+    *_, head, first, second = capsys.readouterr().out.splitlines()
+    assert head.split() == ["from", "/", "to", "a2000", "v100"]
+    assert (first.split(), second.split()) == (["a2000", "-", "2"], ["v100", "0.5", "-"])
+    assert "Host to host" in write_report(run, summary).read_text()
+    assert "Host to host" not in write_report(run_of_two(tmp_path / "plain")).read_text()
+
+
+def test_a_plan_takes_each_path_as_measured_and_as_slow_as_all_reduce_found_the_slowest(tmp_path: Path) -> None:
+    network = network_from(analyse(run_of_two(tmp_path / "run", *LINKS)))
+    assert network is not None
+    assert network.bps == pytest.approx(2.25e9)
+    assert network.pairs == {("a2000", "v100"): pytest.approx(9e9), ("v100", "a2000"): pytest.approx(2.25e9)}
+    lacks_one = network_from(analyse(run_of_two(tmp_path / "less", LINKS[0])))
+    assert lacks_one is not None and lacks_one.pairs == {}
 
 
 def test_a_summary_of_an_older_orch_still_loads(tmp_path: Path) -> None:

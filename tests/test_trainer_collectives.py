@@ -113,7 +113,7 @@ def test_every_operation_is_measured_and_told_under_torchrun(two: Any) -> None:
         assert line["algbw_gbps"] == pytest.approx(8e-6 * line["bytes"] / line["time_ms"], rel=1e-3)
         assert line["busbw_gbps"] == pytest.approx(line["algbw_gbps"] * bus_factor(line["operation"], 2))
     lines = result.stdout.splitlines()
-    assert len(lines) == 36 + 9
+    assert len(lines) == 36 + 9  # both ranks are on one host: no path between hosts
     assert "36/36  all_to_all" in lines[35]
     assert " us + bytes at " in lines[36]
 
@@ -142,6 +142,14 @@ def test_what_a_back_end_cannot_do_is_recorded_and_the_rest_goes_on(three: Path)
     assert [line["error"] for line in refused] == [f"torch {torch.__version__}, gloo: no such thing"] * 3
     assert {(line["iterations"], line["time_ms"], line["busbw_gbps"]) for line in refused} == {(0, None, None)}
     assert all(line["time_ms"] > 0 for line in found if line["operation"] == "scatter")
+
+
+def test_every_path_from_one_host_to_another_is_measured(three: Path) -> None:
+    found = records(three / "all-0.jsonl", "link")
+    assert [(line["source"], line["target"]) for line in found] == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
+    for line in found:
+        assert line["gbps"] == pytest.approx(8e-6 * line["bytes"] / line["time_ms"], rel=1e-3)
+    assert records(three / "all-1.jsonl", "link") == records(three / "short-0.jsonl", "link") == []
 
 
 def test_without_time_only_the_smallest_size_is_measured_and_the_rest_said(three: Path) -> None:

@@ -24,6 +24,8 @@ from trainer.alpha_beta import algorithm_gbps, bus_factor, fit
 from trainer.config import CollectiveSettings
 from trainer.env import RankInfo
 from trainer.errors import TrainError
+from trainer.links import measure_links
+from trainer.ranks import agreed
 from trainer.records import MetricsWriter
 from trainer.setup import start_fields, use_threads
 from trainer.timing import Timer, timer_for
@@ -82,6 +84,8 @@ def measure(settings: CollectiveSettings, info: RankInfo, metrics: MetricsWriter
         report(info, metrics, f"{step + 1}/{len(cells)}", step, operation, result)
     for operation, results in found.items():
         report_line(info, operation, results)
+    if settings.links:
+        measure_links(ranks.gather_lines(info.node), group, device, bench.timer, deadline_s, metrics)
     ranks.leave()
     metrics.end("succeeded")
 
@@ -151,13 +155,6 @@ def timed_here(bench: Bench, exchange: Exchange) -> float:
     end = bench.timer.mark()
     bench.timer.wait()
     return bench.timer.ms(begin, end) / 1000
-
-
-def agreed(values: list[float], how: dist.ReduceOp) -> list[float]:
-    """The least or largest over all ranks, value by value."""
-    told = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(told, op=how)
-    return told.tolist()
 
 
 class Exchange:

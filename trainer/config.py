@@ -290,6 +290,7 @@ class CollectiveSettings:
     budget_s: float = _setting(
         "Seconds for all of it; what would take longer is left out, the largest sizes first.", above=0
     )
+    links: bool = _setting("Whether each path from one host to another is measured by itself, too.")
     iterations: int = _setting(
         "Times that an operation of one size is timed, at most; 3 where it takes long.", at_least=1
     )

@@ -97,6 +97,7 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
         "max_bytes": 2**28,
         "factor": 4,
         "budget_s": 60.0,
+        "links": True,
         "iterations": 50,
         "dtype": "float32",
         "device": "auto",

@@ -125,6 +125,13 @@ def shares_of_ranks(settings: Settings, info: RankInfo) -> tuple[tuple[int, ...]
     return shares, [speeds.get(rank) for rank in ranks]
 
 
+def agreed(values: list[float], how: dist.ReduceOp) -> list[float]:
+    """The least or largest over all ranks, value by value."""
+    told = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(told, op=how)
+    return told.tolist()
+
+
 def sum_over_ranks(values: list[float]) -> list[float]:
     """Each value added up over all ranks, in double precision."""
     total = torch.tensor(values, dtype=torch.float64)

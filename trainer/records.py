@@ -36,6 +36,8 @@ A value that JSON cannot hold (NaN, infinity) is written as null. Every line als
 | collective | iterations, time_ms | times measured; median of each one's slowest rank; or 0 and null |
 | collective | algbw_gbps, busbw_gbps | decimal Gbit/s, as nccl-tests defines them (see `alpha_beta`) |
 | collective | error | why it was not measured, or null |
+| link | source, target | ranks, of two hosts; one sends to the other while all else is quiet |
+| link | bytes, time_ms, gbps | sent; median; algorithm bandwidth |
 | profile | samples, step_ms | of each batch size measured: its samples; median of forward, backward and optimiser |
 | profile | fixed_ms, sample_ms, worst_error | the line through the largest; the worst distance from it, as a part |
 | profile | largest | samples of the largest batch that was measured |
@@ -90,6 +92,7 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     "epoch": ("epoch", "steps", "samples", "loss", "epoch_s"),
     "eval": ("epoch", "step", "samples", "accuracy", "per_class", "loss", "eval_s"),
     "collective": ("step", "operation", "bytes", "iterations", "time_ms", "algbw_gbps", "busbw_gbps", "error"),
+    "link": ("source", "target", "bytes", "time_ms", "gbps"),
     "profile": (
         *("samples", "step_ms", "fixed_ms", "sample_ms", "worst_error", "largest", "cap", "forward_ms", "optim_ms"),
     ),

@@ -27,13 +27,23 @@ MOST_LATE = 0.01
 
 @dataclass(frozen=True)
 class Host:
-    """bandwidth: as in an inventory."""
+    """bandwidth, slowdown: as in an inventory. Without samples_per_s its ranks compute."""
 
     name: str
     ranks: int
-    samples_per_s: float
+    samples_per_s: float | None = None
     bandwidth: str = "2.5Gbps"
     fixed_ms: float = 0.0
+    jitter: float = 0.0
+    slowdown: tuple[Mapping[str, float], ...] = ()
+
+    @property
+    def as_node(self) -> dict[str, Any]:
+        node = {"name": self.name, "ranks": self.ranks, "bandwidth": self.bandwidth}
+        if self.samples_per_s is None:
+            return node
+        paced = {"samples_per_s": self.samples_per_s, "fixed_ms": self.fixed_ms, "jitter": self.jitter}
+        return {**node, "gpu": "paced", "paced": {**paced, "slowdown": [dict(change) for change in self.slowdown]}}
 
 
 @dataclass(frozen=True)
@@ -106,26 +116,29 @@ class Row:
 
 
 def inventory(hosts: Sequence[Host]) -> str:
-    nodes = [
-        {"name": host.name, "host": f"10.77.5.{number}", "gpu": "paced", "ranks": host.ranks,
-         "bandwidth": host.bandwidth, "paced": {"samples_per_s": host.samples_per_s, "fixed_ms": host.fixed_ms}}
-        for number, host in enumerate(hosts, start=1)
-    ]  # fmt: skip
+    nodes = [{**host.as_node, "host": f"10.77.5.{number}"} for number, host in enumerate(hosts, start=1)]
     defaults = {"device": "cpu", "env": {"OMP_NUM_THREADS": "1"}}
     return yaml.safe_dump({"cluster": "twin", "defaults": defaults, "nodes": nodes})
 
 
 def measure(
-    lab: Rack, rows: Mapping[str, Mapping[str, Any]], *, batch: int, blocks: int, steps: int, warmup_blocks: int = 1
+    lab: Rack,
+    rows: Mapping[str, Mapping[str, Any]],
+    *,
+    batch: int,
+    blocks: int,
+    steps: int,
+    exp: str = "resnet152_cifar",
+    warmup_blocks: int = 1,
 ) -> dict[str, Row]:
-    """ResNet-152 on CIFAR-10's shape. steps: measured ones of a block, of a row that does not average now and then."""
+    """steps: measured ones of a block, of a row that does not average now and then."""
     asked = {}
     for name, settings in rows.items():
         is_local = settings.get("fidelity") == "local"
         count = 2 * int(settings.get("local_steps", 32)) if is_local else steps + WARMUP
         asked[name] = {**settings, "batch": batch, "steps": count}
     file = ROOT / "tests" / "bench" / "rows.json"
-    file.write_text(json.dumps({"exp": "resnet152_cifar", "blocks": warmup_blocks + blocks, "rows": asked}))
+    file.write_text(json.dumps({"exp": exp, "blocks": warmup_blocks + blocks, "rows": asked}))
     try:
         lab.person.types("run", "--folder", str(ROOT), "--", str(ROOT / "tests/bench/gang_rows.py"),
                          "tests/bench/rows.json", timeout_s=3000)  # fmt: skip

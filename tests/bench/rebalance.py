@@ -1,0 +1,102 @@
+"""Shares that follow the hosts' speeds: how soon after a host slows down, how quiet under noise, and what they cost.
+
+    .venv/bin/python tests/bench/rebalance.py [--runs 3] [--pairs 40]
+
+Two paced hosts on a lab's link, LeNet's small gradient. `recovers`: the faster host takes twice as long from one step
+on; its best possible is the step that the solver finds for the new speeds. `noise`: 500 steps whose times vary by 5 %.
+`costs`: real ranks without pace, in one gang, with and without; a pair is two neighbouring blocks. Needs root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from rack import Rack, rack, show_machine
+from rows import Host, inventory, measure
+
+from trainer.shares import Speed, fastest_shares
+
+SLOW, FAST = 333.0, 833.0
+AT_STEP, STEPS, BATCH = 40, 90, 256
+WITHIN = 1.05
+NOISY_STEPS, NOISY_BATCH, NOISE = 500, 64, 0.05
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--pairs", type=int, default=40)
+    asked = parser.parse_args()
+    show_machine()
+    recovers(asked.runs)
+    noise()
+    costs(asked.pairs)
+
+
+def recovers(runs: int) -> None:
+    slowdown = ({"at_step": AT_STEP, "factor": 2.0},)
+    hosts = [Host("slow", 1, SLOW), Host("fast", 1, FAST, slowdown=slowdown)]
+    then = [Speed(0, 1000 / SLOW), Speed(0, 2 * 1000 / FAST)]
+    shares = fastest_shares(then, BATCH)
+    best_ms = max(speed.step_ms(share) for speed, share in zip(then, shares, strict=True))
+    with rack(inventory(hosts)) as lab:
+        for _ in range(runs):
+            steps = run(lab, BATCH, STEPS)
+            times_ms = [max(row["t_ms"] for row in rows) for rows in steps]
+            after = times_ms[AT_STEP:]
+            back = next((i for i in range(len(after)) if all(ms <= WITHIN * best_ms for ms in after[i : i + 10])), None)
+            rest = statistics.median(after[10:])
+            print(f"twice as slow from step {AT_STEP} on: back within 5 % of the best possible "
+                  f"{1000 * BATCH / best_ms:.0f} samples/s after {back} steps; steps 10 to {len(after)} after it at "
+                  f"{best_ms / rest:.3f} of it; steps then {', '.join(f'{ms:.0f}' for ms in after[:12])} ms; "
+                  f"{told(lab)}", flush=True)  # fmt: skip
+
+
+def noise() -> None:
+    hosts = [Host("slow", 1, SLOW, jitter=NOISE), Host("fast", 1, FAST, jitter=NOISE)]
+    with rack(inventory(hosts)) as lab:
+        run(lab, NOISY_BATCH, NOISY_STEPS)
+        print(f"{NOISY_STEPS} steps of batch {NOISY_BATCH} under {NOISE:.0%} noise: {told(lab)}", flush=True)
+
+
+def run(lab: Rack, batch: int, steps: int) -> list[list[dict[str, Any]]]:
+    """Each step's rows, one a rank."""
+    lab.person.types("run", "--exp", "mnist_lenet", "--set", f"batch={batch}", "--set", f"steps={steps}",
+                     "--set", "shares=auto", "--set", "data=synthetic", timeout_s=600)  # fmt: skip
+    folder = collected(lab)
+    of_ranks = []
+    for file in sorted(folder.glob("nodes/*/rank-*/metrics.jsonl")):
+        lines = map(json.loads, file.read_text().splitlines())
+        of_ranks.append([line for line in lines if line["event"] == "step"])
+    return [list(rows) for rows in zip(*of_ranks, strict=True)]
+
+
+def collected(lab: Rack) -> Path:
+    runs = lab.person.folder / "runs"
+    return runs / lab.person.asks("collect", "--job", "latest", "--out", str(runs))["job"]
+
+
+def told(lab: Rack) -> str:
+    changes = json.loads((collected(lab) / "summary.json").read_text())["rebalances"]
+    words = (f"step {one['step']} to {'/'.join(map(str, one['shares']))}" for one in changes)
+    return f"{len(changes)} changes ({'; '.join(words)})"
+
+
+def costs(pairs: int) -> None:
+    known = {"strategy": "ddp", "shares": "a:0=1,b:0=1", "data": "synthetic"}
+    rows = {"fixed": known, "auto": {**known, "shares": "auto"}}
+    with rack(inventory([Host("a", 1), Host("b", 1)])) as lab:
+        found = measure(lab, rows, exp="mnist_lenet", batch=256, blocks=pairs, steps=50)
+    ratios = [off / on for on, off in zip(found["auto"].speeds, found["fixed"].speeds, strict=True)]
+    print(f"LeNet, batch 256, two ranks that compute: {found['fixed'].samples_per_s:.0f} samples/s; with shares=auto "
+          f"a step takes {statistics.median(ratios) - 1:+.2%} (median of {pairs} pairs of 50 steps, "
+          f"{min(ratios) - 1:+.1%} to {max(ratios) - 1:+.1%})")  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
