@@ -179,7 +179,8 @@ def test_paths_between_hosts_are_told_by_name_each_way(tmp_path: Path, capsys: p
     assert head.split() == ["from", "/", "to", "a2000", "v100"]
     assert (first.split(), second.split()) == (["a2000", "-", "2"], ["v100", "0.5", "-"])
     assert "Host to host" in write_report(run, summary).read_text()
-    assert "Host to host" not in write_report(run_of_two(tmp_path / "plain")).read_text()
+    plain = run_of_two(tmp_path / "plain")
+    assert "Host to host" not in write_report(plain, analyse(plain)).read_text()
 
 
 def test_a_plan_takes_each_path_as_measured_and_as_slow_as_all_reduce_found_the_slowest(tmp_path: Path) -> None:
