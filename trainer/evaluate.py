@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from trainer.flat import flatten, unflatten
 from trainer.models import running_statistics
 from trainer.ranks import sum_over_ranks
 
@@ -38,10 +39,9 @@ def average_running_statistics(model: nn.Module, group: dist.ProcessGroup, sampl
     total = sum_over_ranks([float(samples)])[0]
     if not statistics or total == 0:
         return
-    flat = torch.cat([buffer.flatten() for buffer in statistics]) * (samples / total)
+    flat = flatten(statistics) * (samples / total)
     dist.all_reduce(flat, group=group)
-    for buffer, mean in zip(statistics, flat.split([b.numel() for b in statistics]), strict=True):
-        buffer.copy_(mean.view_as(buffer))
+    unflatten(flat, statistics)
 
 
 @torch.no_grad()

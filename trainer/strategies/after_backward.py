@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from trainer.flat import flatten, unflatten
 from trainer.models import trainable
 from trainer.strategies.seam import Base, Exchange, first_rank, share_initial_state, weighted
 from trainer.strategies.wire import Wire
@@ -132,15 +133,3 @@ def sum_in_order(tensors: Sequence[Tensor]) -> Tensor:
     for tensor in tensors[1:]:
         total += tensor
     return total
-
-
-def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.detach().flatten() for tensor in tensors])
-
-
-def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Writes the parts of `flat` (what is left at its end is padding) into the tensors."""
-    begin = 0
-    for tensor in tensors:
-        tensor.detach().copy_(flat[begin : begin + tensor.numel()].view_as(tensor))
-        begin += tensor.numel()

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.flat import flatten, parts_of, unflatten
 from trainer.models import trainable
-from trainer.strategies.after_backward import flatten, unflatten
 from trainer.strategies.seam import Base, Exchange, share_initial_state
 from trainer.strategies.wire import Wire
 from trainer.timing import Brake, Timer
@@ -110,12 +110,8 @@ class ParameterAverage(Base):
             way.add_(self.velocity, alpha=self.outer_momentum)
         self.start.add_(way, alpha=self.outer_lr)
         if self.updates:
-            move(trainable(self.model), torch.sub(self.start, self.sent_from, out=way))
+            for weight, part in parts_of(torch.sub(self.start, self.sent_from, out=way), trainable(self.model)):
+                weight.add_(part)
         else:  # to the same bits on every rank
             unflatten(self.start, trainable(self.model))
         self.sent_from = None
-
-
-def move(tensors: list[Tensor], way: Tensor) -> None:
-    for tensor, part in zip(tensors, way.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.detach().add_(part.view_as(tensor))

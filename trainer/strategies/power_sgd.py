@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from trainer.flat import flatten, unflatten
 from trainer.strategies.wire import Wire
 
 _SEED = 20_191_208
@@ -90,7 +91,6 @@ def _sum_all(tensors: Sequence[Tensor], wire: Wire) -> None:
     """In one buffer: one latency for all of them."""
     if not tensors:
         return
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    flat = flatten(tensors)
     wire.sum(flat)
-    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(part.view_as(tensor))
+    unflatten(flat, tensors)
