@@ -1,0 +1,26 @@
+"""Many tensors as one, and back: one buffer travels with one latency."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Writes the parts of `flat` (what is left at its end is padding) into the tensors."""
+    for tensor, part in parts_of(flat, tensors):
+        tensor.copy_(part)
+
+
+def parts_of(flat: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each tensor, without its history, with its part of `flat` in its own shape."""
+    begin = 0
+    for tensor in tensors:
+        yield tensor.detach(), flat[begin : begin + tensor.numel()].view_as(tensor)
+        begin += tensor.numel()
