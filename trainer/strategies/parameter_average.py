@@ -55,8 +55,9 @@ class ParameterAverage(Base):
         self.samples_of_all = 0
         share_initial_state(model, wire.group)
         self.start: Tensor | None = None  # of the round: a checkpoint may still be read before the first one
-        self.sent_from: Tensor | None = None  # the weights of which the ways under way are, None with none under way
-        self.ways: tuple[Tensor, list[Any]]
+        self.sent_from: Tensor  # the weights that the way which travels has led to
+        self.way: Tensor
+        self.pieces: list[Any] = []  # of it, none where nothing travels
         self.velocity = torch.zeros_like(flatten(trainable(model))) if outer_momentum else torch.empty(0)
 
     def accumulate(self, loss_sum: Tensor, samples: int, batch: int) -> None:
@@ -67,6 +68,7 @@ class ParameterAverage(Base):
         self.accumulate(loss_sum, samples, samples)
         if self.start is None:
             self.start = flatten(trainable(self.model))
+            self.sent_from, self.way = torch.empty_like(self.start), torch.empty_like(self.start)
         self.samples += samples
 
     def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
@@ -77,7 +79,7 @@ class ParameterAverage(Base):
 
     def after_update(self) -> None:
         self.updates += 1
-        if self.sent_from is not None and self.updates == self.overlap:
+        if self.pieces and self.updates == self.overlap:
             self._receive()
         if self.updates == self.every:
             self._send()
@@ -88,7 +90,7 @@ class ParameterAverage(Base):
         return [self.velocity]
 
     def whole(self) -> nn.Module:
-        if self.sent_from is not None:
+        if self.pieces:
             self._receive()
         if self.updates:
             self._send()
@@ -96,15 +98,16 @@ class ParameterAverage(Base):
         return self.model
 
     def _send(self) -> None:
-        self.sent_from = flatten(trainable(self.model))
-        way = (self.sent_from - self.start).mul_(self.samples / self.samples_of_all)
-        self.ways = way, self.wire.begin_in_pieces(way)
+        flatten(trainable(self.model), out=self.sent_from)
+        torch.sub(self.sent_from, self.start, out=self.way).mul_(self.samples / self.samples_of_all)
+        self.pieces = self.wire.begin_in_pieces(self.way)
         self.updates = self.samples = self.samples_of_all = 0
 
     def _receive(self) -> None:
-        way, pieces = self.ways
-        for piece in pieces:
+        way = self.way
+        for piece in self.pieces:
             piece.wait()
+        self.pieces = []
         if self.outer_momentum:  # as Nesterov has it
             self.velocity.mul_(self.outer_momentum).add_(way)
             way.add_(self.velocity, alpha=self.outer_momentum)
@@ -114,4 +117,3 @@ class ParameterAverage(Base):
                 weight.add_(part)
         else:  # to the same bits on every rank
             unflatten(self.start, trainable(self.model))
-        self.sent_from = None
