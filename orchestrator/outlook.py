@@ -13,6 +13,7 @@ newest `--exp collectives` run of these hosts measured them, else as declared, t
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +30,7 @@ from orchestrator.records import LaunchPlan, NodePlan, Prediction
 from orchestrator.summary import Collectives, Summary, link_matrix
 from orchestrator.units import format_bandwidth
 from orchestrator.wire import GLOO, GOODPUT, NCCL, Costs, Site, Wire, measured
-from trainer.alpha_beta import bus_factor
+from trainer.alpha_beta import algorithm_gbps, bus_factor
 from trainer.config import Settings, SettingsError, overlap_of, parse_settings
 from trainer.experiments import DATA_SETS, EXPERIMENTS
 from trainer.shares import Speed, at_most, parse_speeds
@@ -42,7 +43,7 @@ SEEN_RUNS = 50
 
 @dataclass(frozen=True)
 class Network:
-    """What a run of collectives measured. message_s: alpha of its all_reduce, for each of its 2(n-1) messages. bps:
+    """What a run of collectives measured. message_s: latency of its all_reduce, for each of its 2(n-1) messages. bps:
     what the slowest link carried; declared_bps: what was said of that one. pairs: what each path carries in a
     collective: as it does by itself, times what all_reduce makes of the slowest one that it takes.
     """
@@ -213,19 +214,32 @@ def read_network(out: Path, plan: LaunchPlan) -> Network | None:
 
 
 def network_from(summary: Summary) -> Network | None:
-    """None where no line could be laid through its all_reduce, or no link was used."""
+    """None where its all_reduce was not measured at several sizes, or no link was used."""
     ranks, found = summary.world_size, summary.collectives
-    line = found.operation("all_reduce") if found else None
-    if ranks < 2 or len(summary.nodes) < 2 or not found or not line or line.alpha_us is None or not line.beta_gbps:
+    times = [time for time in found.times if time.operation == "all_reduce" and time.time_ms] if found else []
+    if ranks < 2 or len(summary.nodes) < 2 or not found or len({time.bytes for time in times}) < 2:
         return None
-    declared, bps = found.declared_gbps, 1e9 * line.beta_gbps * bus_factor("all_reduce", ranks)
+    latency_ms, gbps = latency_and_bandwidth({time.bytes: time.time_ms for time in times if time.time_ms})
+    declared, bps = found.declared_gbps, 1e9 * gbps * bus_factor("all_reduce", ranks)
     return Network(
         job=summary.job,
-        message_s=line.alpha_us / 1e6 / (2 * (ranks - 1)),
+        message_s=latency_ms / 1000 / (2 * (ranks - 1)),
         bps=bps,
         declared_bps=1e9 * declared if declared else None,
         pairs=_pairs(found, [node.name for node in summary.nodes], bps),
     )
+
+
+def latency_and_bandwidth(times_ms: Mapping[int, float]) -> tuple[float, float]:
+    """ms, and Gbps, of times by bytes: the bandwidth of the largest size; and what small sizes take beyond it, in
+    the median. The line that fits all of them best would let the noise of small ones move its slope, and with it what
+    a gradient's time is foreseen to be.
+    """
+    largest = max(times_ms)
+    ms_a_byte = times_ms[largest] / largest
+    small = [ms - size * ms_a_byte for size, ms in times_ms.items() if 2 * size * ms_a_byte < ms]
+    latency_ms = min(statistics.median(small), times_ms[largest] / 2) if small else 0.0
+    return latency_ms, algorithm_gbps(largest, (times_ms[largest] - latency_ms) / 1000)
 
 
 def _pairs(found: Collectives, names: Sequence[str], bps: float) -> dict[tuple[str, str], float]:

@@ -56,14 +56,18 @@ def planned(*words):
     return json.loads(orch("plan", *RESNET, *words, "--json").stdout)
 
 
-def collectives(alpha_us=2000.0, beta_gbps=2.2, **changes):
-    """A collected run that measured the network, as `orch collect` leaves it."""
-    line = {"operation": "all_reduce", "smallest_bytes": 1024, "latency_us": 900.0, "largest_bytes": 2**28}
-    line |= {"busbw_gbps": 2.2, "alpha_us": alpha_us, "beta_gbps": beta_gbps, "worst_error": 0.1}
+def collectives(alpha_ms=2.0, gbps=2.2, noise_ms=0.0, **changes):
+    """A collected run that measured the network, as `orch collect` leaves it. noise_ms: by which small sizes differ."""
+    sizes = [2**power for power in range(10, 29, 2)]
+    times = [
+        {"operation": "all_reduce", "bytes": size, "iterations": 5,
+         "time_ms": alpha_ms + (-1) ** number * noise_ms * (size <= 2**14) + 8e-6 * size / gbps}
+        for number, size in enumerate(sizes)
+    ]  # fmt: skip
     nodes = [{"name": name, "gpu": "x", "ranks": 1} for name in ("a2000", "v100", "third")]
     found = {"schema": 1, "job": "collectives-20261121-0912-abc", "experiment": "collectives", "state": "succeeded"}
     found |= {"cluster": "lab-a2000-v100", "world_size": 3, "nodes": nodes}
-    return found | {"collectives": {"declared_gbps": 2.5, "operations": [line]}} | changes
+    return found | {"collectives": {"declared_gbps": 2.5, "times": times}} | changes
 
 
 def write_collectives(folder, **changes):
@@ -116,7 +120,7 @@ def test_fewer_nodes_are_foreseen_alone(home):
 
 
 def test_links_are_as_the_newest_run_of_collectives_measured_them(home, tmp_path):
-    write_collectives(tmp_path / "runs", job="collectives-20261120-0912-old", alpha_us=9e6)
+    write_collectives(tmp_path / "runs", job="collectives-20261120-0912-old", alpha_ms=9e3)
     write_collectives(tmp_path / "runs")
     write_collectives(tmp_path / "runs", job="collectives-20261122-0912-oth", cluster="another")
     told = planned()
@@ -127,7 +131,11 @@ def test_links_are_as_the_newest_run_of_collectives_measured_them(home, tmp_path
 
 def test_a_run_of_collectives_gives_the_latency_of_one_message():
     found = network_from(Summary.model_validate(collectives()))
-    assert found.message_s == pytest.approx(2000e-6 / 4)
+    assert found.message_s == pytest.approx(2000e-6 / 4, rel=0.001)
+    assert found.bps == pytest.approx(2.2e9 * 4 / 3)
+    noisy = network_from(Summary.model_validate(collectives(noise_ms=1.8)))
+    assert noisy.bps == pytest.approx(found.bps, rel=0.001)
+    assert noisy.message_s == pytest.approx(found.message_s, rel=0.2)
     assert network_from(Summary.model_validate(collectives(world_size=1))) is None
 
 

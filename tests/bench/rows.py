@@ -152,7 +152,7 @@ def measure(
     return {name: Row(name, asked[name], [one for one in told if one.row == name]) for name in rows}
 
 
-def measure_links(lab: Rack, budget_s: float = 20.0) -> None:
+def measure_links(lab: Rack, budget_s: float = 12.0) -> None:
     """As a person would before `orch plan`, which then knows what a message costs and what the links carry."""
     settings = {"operations": "all_reduce", "budget_s": budget_s, "max_bytes": 2**26}
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
