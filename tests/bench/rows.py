@@ -136,7 +136,7 @@ def measure(
     for name, settings in rows.items():
         is_local = settings.get("fidelity") == "local"
         count = 2 * int(settings.get("local_steps", 32)) if is_local else steps + WARMUP
-        asked[name] = {**settings, "batch": batch, "steps": count}
+        asked[name] = {"batch": batch, **settings, "steps": count}
     file = ROOT / "tests" / "bench" / "rows.json"
     file.write_text(json.dumps({"exp": exp, "blocks": warmup_blocks + blocks, "rows": asked}))
     try:
