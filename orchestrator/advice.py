@@ -27,11 +27,13 @@ from orchestrator.forecast import (
     predict,
 )
 from orchestrator.wire import Wire
+from trainer.config import overlap_of
 from trainer.shares import equal_shares, fastest_shares
 
 FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
 BUCKETS_MIB = (10.0, 25.0, 50.0, 100.0)
-LOCAL_STEPS, LOCAL_OVERLAP = 32, 8
+LOCAL_STEPS = 32
+LOCAL_OVERLAP = overlap_of(LOCAL_STEPS, -1)
 GAIN = 1.01
 """What is less than one in a hundred faster is not worth a word."""
 FEW = 16
@@ -181,15 +183,15 @@ def advise(
     rank: int = 2,
 ) -> Advice:
     """fidelity: what the person allows; leaving hosts out and changes are judged by it."""
-    found: list[Choice] = []
-    for each in FIDELITIES:
-        candidates = list(ways(each, buckets_mib=buckets_mib, every=every, overlap=overlap, rank=rank))
-        found += choices(scene, candidates)
+
+    def candidates(fidelity: Fidelity) -> list[Way]:
+        return list(ways(fidelity, buckets_mib=buckets_mib, every=every, overlap=overlap, rank=rank))
+
+    found = [choice for each in FIDELITIES for choice in choices(scene, candidates(each))]
     by_fidelity = {each: next(one for one in found if one.forecast.way.fidelity == each) for each in FIDELITIES}
 
     def at_best(changed: Scene) -> Choice:
-        candidates = list(ways(fidelity, buckets_mib=buckets_mib, every=every, overlap=overlap, rank=rank))
-        return choices(changed, candidates)[0]
+        return choices(changed, candidates(fidelity))[0]
 
     now = by_fidelity[fidelity].samples_per_s
     fewer = [WhatIf("without", tuple(h.name for h in kept.hosts), at_best(kept)) for kept in _fewer(scene)]

@@ -157,19 +157,21 @@ def wire_of(plan: LaunchPlan, network: Network | None, bandwidth_bps: float | No
     if len(plan.nodes) == 1:
         node = plan.nodes[0]
         return Wire((Site(node.name, node.ranks, float("inf"), float("inf")),), costs), (_costs_words(costs),)
-    if network and bandwidth_bps is None:
+    if bandwidth_bps is not None:
+        network = None  # a person's word goes before what was measured
+    if network:
         costs = measured(costs, 2, 2 * network.message_s, f"latency as {network.job} measured it")
     sites = tuple(_site(node, network, bandwidth_bps) for node in plan.nodes)
-    pairs = network.pairs if network and bandwidth_bps is None else {}
-    return Wire(sites, costs, pairs), (_links_words(plan, network, bandwidth_bps), _costs_words(costs))
+    wire = Wire(sites, costs, network.pairs if network else {})
+    return wire, (_links_words(plan, network, bandwidth_bps), _costs_words(costs))
 
 
 def _site(node: NodePlan, network: Network | None, bandwidth_bps: float | None) -> Site:
     declared = bandwidth_bps or node.bandwidth_bps
-    if network and bandwidth_bps is None and any(node.name in pair for pair in network.pairs):
+    if network and any(node.name in pair for pair in network.pairs):
         up_bps, down_bps = (max(bps for pair, bps in network.pairs.items() if pair[end] == node.name) for end in (0, 1))
         return Site(node.name, node.ranks, up_bps, down_bps)
-    if network and bandwidth_bps is None:
+    if network:
         part = network.bps / network.declared_bps if network.declared_bps else None
         bps = part * declared if part and declared else network.bps
     elif declared:
@@ -243,7 +245,7 @@ def latency_and_bandwidth(times_ms: Mapping[int, float]) -> tuple[float, float]:
 
 
 def _pairs(found: Collectives, names: Sequence[str], bps: float) -> dict[tuple[str, str], float]:
-    """None where not every path was measured."""
+    """Empty where not every path was measured."""
     _, alone_gbps = link_matrix(found)
     if len(alone_gbps) < len(names) * (len(names) - 1):
         return {}

@@ -25,7 +25,7 @@ from trainer.config import CollectiveSettings
 from trainer.env import RankInfo
 from trainer.errors import TrainError
 from trainer.links import measure_links
-from trainer.ranks import agreed
+from trainer.ranks import agreed, timed_together
 from trainer.records import MetricsWriter
 from trainer.setup import start_fields, use_threads
 from trainer.timing import Timer, timer_for
@@ -130,7 +130,7 @@ def try_first(bench: Bench, exchange: Exchange) -> float | str:
     """The time of a call whose result is right, or why this operation cannot be had here."""
     refusal, seconds = "", 0.0
     try:
-        seconds = timed_here(bench, exchange)
+        seconds = timed_together(bench.timer, exchange.run)
     except (RuntimeError, NotImplementedError, ValueError) as error:
         refusal = f"torch {torch.__version__}, {dist.get_backend(bench.group)}: {first_line(error)}"
     refused = next((line for line in ranks.gather_lines(refusal) if line), "")
@@ -144,17 +144,7 @@ def try_first(bench: Bench, exchange: Exchange) -> float | str:
 
 def timed(bench: Bench, exchange: Exchange, iterations: int) -> list[float]:
     """Seconds of each call, of the rank that was slowest in it."""
-    return agreed([timed_here(bench, exchange) for _ in range(iterations)], dist.ReduceOp.MAX)
-
-
-def timed_here(bench: Bench, exchange: Exchange) -> float:
-    bench.timer.wait()
-    dist.barrier()  # over Gloo, between the hosts' programs
-    begin = bench.timer.mark()
-    exchange.run()
-    end = bench.timer.mark()
-    bench.timer.wait()
-    return bench.timer.ms(begin, end) / 1000
+    return agreed([timed_together(bench.timer, exchange.run) for _ in range(iterations)], dist.ReduceOp.MAX)
 
 
 class Exchange:

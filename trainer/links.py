@@ -11,13 +11,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import permutations
 
 import torch
 import torch.distributed as dist
 
 from trainer.alpha_beta import algorithm_gbps
-from trainer.ranks import agreed
+from trainer.ranks import agreed, timed_together
 from trainer.records import MetricsWriter
 from trainer.timing import Timer
 
@@ -40,8 +41,8 @@ def measure_links(
             if speaks:
                 print(f"{len(paths) - done} of {len(paths)} paths between hosts left out: budget_s is over", flush=True)
             return
-        _passed_on(buffer[:256], source, target, group, timer)  # sets the connection up
-        taken_s = [_passed_on(buffer, source, target, group, timer) for _ in range(TIMES)]
+        timed_together(timer, partial(pass_on, buffer[:256], source, target, group))  # sets the connection up
+        taken_s = [timed_together(timer, partial(pass_on, buffer, source, target, group)) for _ in range(TIMES)]
         time_s = statistics.median(agreed(taken_s, dist.ReduceOp.MAX))
         gbps = algorithm_gbps(LINK_BYTES, time_s)
         if speaks:
@@ -50,17 +51,9 @@ def measure_links(
             print(f"{nodes[source]} -> {nodes[target]}  {1000 * time_s:10.3f} ms  {gbps:7.3f} Gbps", flush=True)
 
 
-def _passed_on(buffer: torch.Tensor, source: int, target: int, group: dist.ProcessGroup, timer: Timer) -> float:
-    """Seconds on this rank; 0 where it takes no part."""
-    timer.wait()
-    dist.barrier()
-    begin = timer.mark()
+def pass_on(buffer: torch.Tensor, source: int, target: int, group: dist.ProcessGroup) -> None:
+    """Nothing to do for all other ranks."""
     if dist.get_rank() == source:
         dist.send(buffer, target, group=group)
     elif dist.get_rank() == target:
         dist.recv(buffer, source, group=group)
-    else:
-        return 0.0
-    end = timer.mark()
-    timer.wait()
-    return timer.ms(begin, end) / 1000

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch
@@ -22,6 +22,7 @@ from trainer.config import Settings
 from trainer.env import RankInfo
 from trainer.errors import TrainError
 from trainer.shares import Speed, at_most, parse_speeds, split_batch, without_absent
+from trainer.timing import Timer
 
 TIMEOUT = timedelta(minutes=10)  # long enough for one host to fetch and unpack a data set while the others wait
 _LINE_BYTES = 1000
@@ -126,17 +127,25 @@ def shares_of_ranks(settings: Settings, info: RankInfo) -> tuple[tuple[int, ...]
 
 
 def agreed(values: list[float], how: dist.ReduceOp) -> list[float]:
-    """The least or largest over all ranks, value by value."""
+    """The least, largest or sum over all ranks, value by value, in double precision."""
     told = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(told, op=how)
     return told.tolist()
 
 
 def sum_over_ranks(values: list[float]) -> list[float]:
-    """Each value added up over all ranks, in double precision."""
-    total = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(total)
-    return total.tolist()
+    return agreed(values, dist.ReduceOp.SUM)
+
+
+def timed_together(timer: Timer, work: Callable[[], object]) -> float:
+    """Seconds of this rank's work, which all ranks begin at once."""
+    timer.wait()
+    dist.barrier()  # over Gloo, between the hosts' programs
+    begin = timer.mark()
+    work()
+    end = timer.mark()
+    timer.wait()
+    return timer.ms(begin, end) / 1000
 
 
 def _first_line(error: BaseException) -> str:

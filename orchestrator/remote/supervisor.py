@@ -434,7 +434,7 @@ class Supervisor:
 
     def _failed(self, found: dict[str, Any]) -> None:
         if not self.job.control.exists():  # whatever else fails then fails of it
-            found = failure("folder", self.node["name"], f"the job's folder was removed ({self.job.root})")
+            found = self._folder_removed
         self.failures.append(found)
         if self.go is None:
             self.told.set()
@@ -445,6 +445,10 @@ class Supervisor:
     @property
     def _token(self) -> bytes:
         return bytes.fromhex(self.node["token"])
+
+    @property
+    def _folder_removed(self) -> dict[str, Any]:
+        return failure("folder", self.node["name"], f"the job's folder was removed ({self.job.root})")
 
     @property
     def _has_begun(self) -> bool:
@@ -469,7 +473,7 @@ class Supervisor:
         """Somebody may remove the job's folder under us: then nobody can speak to us any more, so the job ends."""
         while self.job.control.exists():
             await asyncio.sleep(LOOK_S)
-        self._fail("folder", "the job's folder was removed")
+        self._failed(self._folder_removed)
 
     def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)

@@ -21,10 +21,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rack import Rack, rack, show_machine, spread
-from rows import WARMUP, Host, Row, foreseen, goodput_gbps, inventory, measure, measure_links, planned
+from rows import (
+    WARMUP,
+    Host,
+    Row,
+    fastest,
+    foreseen,
+    goodput_gbps,
+    inventory,
+    measure,
+    measure_links,
+    planned,
+    with_shares,
+)
 
 from trainer.pace import BACKWARD, FORWARD
-from trainer.shares import Speed, fastest_shares
+from trainer.shares import Speed
 
 GRADIENT_BYTES = 232_657_192
 PACES = {"a2000": 333.0, "v100": 833.0, "a16": 220.0}
@@ -85,9 +97,7 @@ def hosts_of(twin: str, link: str) -> list[Host]:
 def compare(name: str, batch: int, asked: argparse.Namespace) -> None:
     hosts = hosts_of(name, asked.link)
     speeds = [Speed(0.0, 1000 / host.samples_per_s) for host in hosts for _ in range(host.ranks)]
-    shares = fastest_shares(speeds, batch)
-    names = [f"{host.name}:{local}" for host in hosts for local in range(host.ranks)]
-    fastest = ",".join(f"{rank}={share}" for rank, share in zip(names, shares, strict=True))
+    shares, told = fastest(hosts, batch)
     alone_batch = {"batch": 64} if name.startswith("skew_") else {}  # of which each takes half, however slow
     chosen = {
         "alone": {"strategy": "none", **alone_batch},
@@ -97,10 +107,9 @@ def compare(name: str, batch: int, asked: argparse.Namespace) -> None:
         goodput = statistics.median(goodput_gbps(lab, hosts[0].name, hosts[1].name) for _ in range(3))
         measure_links(lab)
         chosen |= {
-            f"auto-{fidelity}": auto(lab, fidelity, batch, fastest) for fidelity in asked.auto.split(",") if fidelity
+            f"auto-{fidelity}": auto(lab, fidelity, batch, told) for fidelity in asked.auto.split(",") if fidelity
         }
-        rows = {row: {**one, "shares": fastest} if "shares" in one else one for row, one in chosen.items()}
-        measured = measure(lab, rows, batch=batch, blocks=asked.blocks, steps=asked.steps)
+        measured = measure(lab, with_shares(chosen, told), batch=batch, blocks=asked.blocks, steps=asked.steps)
         plans = {row: foreseen(lab, one) for row, one in measured.items() if row != "alone"}
     print(f"\n{name}, {asked.link} (iperf3 {goodput:.2f} Gbps), global batch {batch}, shares {shares}; {asked.blocks} "
           f"blocks, the first {WARMUP} steps of each (local: its first round) and a block before left out")  # fmt: skip
@@ -111,8 +120,8 @@ def compare(name: str, batch: int, asked: argparse.Namespace) -> None:
             show(one, alone, limit(one.settings, speeds, shares, batch, goodput, len(hosts)), plans[row])
 
 
-def auto(lab: Rack, fidelity: str, batch: int, fastest: str) -> dict[str, Any]:
-    asked = {"fidelity": fidelity, "batch": batch, "shares": fastest, **FIDELITIES[fidelity]}
+def auto(lab: Rack, fidelity: str, batch: int, shares: str) -> dict[str, Any]:
+    asked = {"fidelity": fidelity, "batch": batch, "shares": shares, **FIDELITIES[fidelity]}
     chosen = planned(lab, {**asked, "strategy": "auto"})["settings"]
     return {**asked, "strategy": chosen["strategy"], "bucket_mib": chosen["bucket_mib"]}
 

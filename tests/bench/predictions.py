@@ -24,9 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rack import rack, show_machine
-from rows import Host, foreseen, inventory, measure
-
-from trainer.shares import Speed, fastest_shares
+from rows import Host, fastest, foreseen, inventory, measure, with_shares
 
 ROWS: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
@@ -62,13 +60,9 @@ def try_one(seed: int) -> dict[str, Any]:
     hosts = random_hosts(chance)
     # Shorter steps than this, the two cores that stand in for all hosts cannot keep.
     batch = round(chance.uniform(0.25, 0.6) * sum(host.samples_per_s for host in hosts))
-    speeds = [Speed(host.fixed_ms, 1000 / host.samples_per_s) for host in hosts for _ in range(host.ranks)]
-    names = [f"{host.name}:{local}" for host in hosts for local in range(host.ranks)]
-    shares = fastest_shares(speeds, batch)
-    fastest = ",".join(f"{rank}={share}" for rank, share in zip(names, shares, strict=True))
-    rows = {name: {**row, "shares": fastest} if "shares" in row else row for name, row in ROWS.items()}
+    shares, told_shares = fastest(hosts, batch)
     with rack(inventory(hosts)) as lab:
-        measured = measure(lab, rows, batch=batch, blocks=1, steps=3, warmup_blocks=0)
+        measured = measure(lab, with_shares(ROWS, told_shares), batch=batch, blocks=1, steps=3, warmup_blocks=0)
         told = {
             name: {"measured": row.samples_per_s, "foreseen": foreseen(lab, row), "late": row.late, "valid": row.valid}
             for name, row in measured.items()

@@ -61,12 +61,19 @@ class Rack:
         words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
         only = ["--nodes", ",".join(nodes)] if nodes else []
         self.person.types("run", "--exp", exp, *words, *only, timeout_s=900)
-        summary = self.person.asks("collect", "--job", "latest", "--out", str(self.person.folder / "runs"))
-        file = self.person.folder / "runs" / summary["job"] / "steps.parquet"
+        summary, folder = self.collect()
         with duckdb.connect() as connection:
-            rows = connection.execute("SELECT * FROM read_parquet(?) WHERE measured ORDER BY step, rank", [str(file)])
+            rows = connection.execute(
+                "SELECT * FROM read_parquet(?) WHERE measured ORDER BY step, rank", [str(folder / "steps.parquet")]
+            )
             names = [column[0] for column in rows.description]
             return Measured(summary, [dict(zip(names, row, strict=True)) for row in rows.fetchall()])
+
+    def collect(self) -> tuple[dict[str, Any], Path]:
+        """The latest job's summary, and its folder; where `orch plan` looks for what was measured, too."""
+        runs = self.person.folder / "runs"
+        summary = self.person.asks("collect", "--job", "latest", "--out", str(runs))
+        return summary, runs / summary["job"]
 
 
 @contextlib.contextmanager

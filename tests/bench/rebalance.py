@@ -13,7 +13,7 @@ import argparse
 import json
 import statistics
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from rack import Rack, rack, show_machine
@@ -46,7 +46,7 @@ def recovers(runs: int) -> None:
     best_ms = max(speed.step_ms(share) for speed, share in zip(then, shares, strict=True))
     with rack(inventory(hosts)) as lab:
         for _ in range(runs):
-            steps = run(lab, BATCH, STEPS)
+            steps, changes = run(lab, BATCH, STEPS)
             times_ms = [max(row["t_ms"] for row in rows) for rows in steps]
             after = times_ms[AT_STEP:]
             back = next((i for i in range(len(after)) if all(ms <= WITHIN * best_ms for ms in after[i : i + 10])), None)
@@ -54,35 +54,29 @@ def recovers(runs: int) -> None:
             print(f"twice as slow from step {AT_STEP} on: back within 5 % of the best possible "
                   f"{1000 * BATCH / best_ms:.0f} samples/s after {back} steps; steps 10 to {len(after)} after it at "
                   f"{best_ms / rest:.3f} of it; steps then {', '.join(f'{ms:.0f}' for ms in after[:12])} ms; "
-                  f"{told(lab)}", flush=True)  # fmt: skip
+                  f"{changes}", flush=True)  # fmt: skip
 
 
 def noise() -> None:
     hosts = [Host("slow", 1, SLOW, jitter=NOISE), Host("fast", 1, FAST, jitter=NOISE)]
     with rack(inventory(hosts)) as lab:
-        run(lab, NOISY_BATCH, NOISY_STEPS)
-        print(f"{NOISY_STEPS} steps of batch {NOISY_BATCH} under {NOISE:.0%} noise: {told(lab)}", flush=True)
+        _, changes = run(lab, NOISY_BATCH, NOISY_STEPS)
+        print(f"{NOISY_STEPS} steps of batch {NOISY_BATCH} under {NOISE:.0%} noise: {changes}", flush=True)
 
 
-def run(lab: Rack, batch: int, steps: int) -> list[list[dict[str, Any]]]:
-    """Each step's rows, one a rank."""
+def run(lab: Rack, batch: int, steps: int) -> tuple[list[list[dict[str, Any]]], str]:
+    """Each step's rows, one a rank; and the changes of shares in words."""
     lab.person.types("run", "--exp", "mnist_lenet", "--set", f"batch={batch}", "--set", f"steps={steps}",
                      "--set", "shares=auto", "--set", "data=synthetic", timeout_s=600)  # fmt: skip
-    folder = collected(lab)
+    summary, folder = lab.collect()
     of_ranks = []
     for file in sorted(folder.glob("nodes/*/rank-*/metrics.jsonl")):
         lines = map(json.loads, file.read_text().splitlines())
         of_ranks.append([line for line in lines if line["event"] == "step"])
-    return [list(rows) for rows in zip(*of_ranks, strict=True)]
+    return [list(rows) for rows in zip(*of_ranks, strict=True)], words_of(summary["rebalances"])
 
 
-def collected(lab: Rack) -> Path:
-    runs = lab.person.folder / "runs"
-    return runs / lab.person.asks("collect", "--job", "latest", "--out", str(runs))["job"]
-
-
-def told(lab: Rack) -> str:
-    changes = json.loads((collected(lab) / "summary.json").read_text())["rebalances"]
+def words_of(changes: Sequence[dict[str, Any]]) -> str:
     words = (f"step {one['step']} to {'/'.join(map(str, one['shares']))}" for one in changes)
     return f"{len(changes)} changes ({'; '.join(words)})"
 

@@ -19,6 +19,8 @@ from typing import Any
 import yaml
 from rack import ROOT, Rack
 
+from trainer.shares import Speed, fastest_shares
+
 WARMUP = 2
 """Steps at the begin of each block that are left out."""
 MOST_LATE = 0.01
@@ -121,6 +123,19 @@ def inventory(hosts: Sequence[Host]) -> str:
     return yaml.safe_dump({"cluster": "twin", "defaults": defaults, "nodes": nodes})
 
 
+def fastest(hosts: Sequence[Host], batch: int) -> tuple[tuple[int, ...], str]:
+    """The shares of paced hosts with which all ranks are done at the same time, and as the setting `shares`."""
+    speeds = [Speed(host.fixed_ms, 1000 / host.samples_per_s) for host in hosts for _ in range(host.ranks)]
+    names = [f"{host.name}:{local}" for host in hosts for local in range(host.ranks)]
+    shares = fastest_shares(speeds, batch)
+    return shares, ",".join(f"{rank}={share}" for rank, share in zip(names, shares, strict=True))
+
+
+def with_shares(rows: Mapping[str, Mapping[str, Any]], shares: str) -> dict[str, Mapping[str, Any]]:
+    """In place of those that a row has."""
+    return {name: {**row, "shares": shares} if "shares" in row else row for name, row in rows.items()}
+
+
 def measure(
     lab: Rack,
     rows: Mapping[str, Mapping[str, Any]],
@@ -144,8 +159,7 @@ def measure(
                          "tests/bench/rows.json", timeout_s=3000)  # fmt: skip
     finally:
         file.unlink()
-    summary = lab.person.asks("collect", "--job", "latest", "--out", str(lab.person.folder / "runs"))
-    logs = (lab.person.folder / "runs" / summary["job"]).glob("nodes/*/rank-*/stdout.log")
+    logs = lab.collect()[1].glob("nodes/*/rank-*/stdout.log")
     lines = [json.loads(line) for log in logs for line in log.read_text().splitlines() if line.startswith("{")]
     names = Told.__dataclass_fields__
     told = [Told(**{name: line[name] for name in names}) for line in lines if line["block"] >= warmup_blocks]
@@ -157,7 +171,7 @@ def measure_links(lab: Rack, budget_s: float = 12.0) -> None:
     settings = {"operations": "all_reduce", "budget_s": budget_s, "max_bytes": 2**26}
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     lab.person.types("run", "--exp", "collectives", *words)
-    lab.person.asks("collect", "--job", "latest", "--out", str(lab.person.folder / "runs"))
+    lab.collect()
 
 
 def planned(lab: Rack, settings: Mapping[str, Any]) -> dict[str, Any]:

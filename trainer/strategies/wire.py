@@ -136,13 +136,12 @@ def _deliver(parcel: Parcel) -> Parcel:
 
 def _sum_of(group: Group) -> Leg:
     """Apart from what else the ranks sum up meanwhile, in whatever order a thread gets to it."""
-    own = _own_group([[dist.get_global_rank(group, rank) for rank in range(group.size())]])
+    own = _own_group([_ranks_of(group)])
     return lambda tensor: dist.all_reduce(tensor, group=own, async_op=True)
 
 
 def _hosts_first(group: Group, nodes: Sequence[str]) -> list[Leg]:
-    ranks = [dist.get_global_rank(group, rank) for rank in range(group.size())]
-    of_hosts = [[r for r, n in zip(ranks, nodes, strict=True) if n == node] for node in dict.fromkeys(nodes)]
+    of_hosts = [[r for r, n in zip(_ranks_of(group), nodes, strict=True) if n == node] for node in dict.fromkeys(nodes)]
     leaders = _own_group([[host[0] for host in of_hosts]])
     inward, outward = _own_group(of_hosts), _own_group(of_hosts)
     legs: list[Leg] = []
@@ -153,6 +152,11 @@ def _hosts_first(group: Group, nodes: Sequence[str]) -> list[Leg]:
     if outward.size() > 1:
         legs.append(lambda tensor: dist.broadcast(tensor, first_rank(outward), group=outward, async_op=True))
     return legs
+
+
+def _ranks_of(group: Group) -> list[int]:
+    """By their numbers among all ranks."""
+    return [dist.get_global_rank(group, rank) for rank in range(group.size())]
 
 
 def _own_group(of_ranks: Sequence[Sequence[int]]) -> Any:
