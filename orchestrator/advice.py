@@ -139,12 +139,13 @@ def ways(
     buckets_mib: Sequence[float] = BUCKETS_MIB,
     every: int = LOCAL_STEPS,
     overlap: int = LOCAL_OVERLAP,
+    local_batch: int = 0,
     rank: int = 2,
 ) -> Iterator[Way]:
     """rank: of PowerSGD."""
     if fidelity == "local":
-        for half_wire in (False, True):
-            yield Way("parameter_average", "local", every=every, half_wire=half_wire, overlap=overlap)
+        each = Way("parameter_average", "local", every=every, overlap=overlap, local_batch=local_batch)
+        yield from (each, dataclasses.replace(each, half_wire=True))
         return
     if fidelity == "compressed":
         yield Way("allreduce_flat", "compressed", rank=rank)
@@ -179,13 +180,15 @@ def advise(
     *,
     every: int = LOCAL_STEPS,
     overlap: int = LOCAL_OVERLAP,
+    local_batch: int = 0,
     buckets_mib: Sequence[float] = BUCKETS_MIB,
     rank: int = 2,
 ) -> Advice:
     """fidelity: what the person allows; leaving hosts out and changes are judged by it."""
+    rounds = {"every": every, "overlap": overlap, "local_batch": local_batch}
 
     def candidates(fidelity: Fidelity) -> list[Way]:
-        return list(ways(fidelity, buckets_mib=buckets_mib, every=every, overlap=overlap, rank=rank))
+        return list(ways(fidelity, buckets_mib=buckets_mib, rank=rank, **rounds))
 
     found = [choice for each in FIDELITIES for choice in choices(scene, candidates(each))]
     by_fidelity = {each: next(one for one in found if one.forecast.way.fidelity == each) for each in FIDELITIES}

@@ -50,7 +50,8 @@ class Job:
 @dataclass(frozen=True)
 class Way:
     """How ranks stay together. every: local steps between two averages. rank: PowerSGD's. half_wire: local's
-    averages travel in 16 bits. overlap: steps that go on meanwhile.
+    averages travel in 16 bits. overlap: steps that go on meanwhile. local_batch: of a rank's own updates; 0 where it
+    makes one a step.
     """
 
     strategy: str
@@ -60,6 +61,7 @@ class Way:
     rank: int = 2
     half_wire: bool = False
     overlap: int = 0
+    local_batch: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Forecast:
     critical: int
     binds: Binds
     local_steps: tuple[int, ...] = ()
-    """Of each rank between two averages."""
+    """Updates of each rank between two averages."""
 
     @property
     def ranks(self) -> tuple[RankTime, ...]:
@@ -236,7 +238,8 @@ def _local(job: Job, speeds: Sequence[Speed], wire: Wire, way: Way, shares: Sequ
         travel_ms = 1000 * exchange_s(job, wire, averaging(way)) - copies_ms
         sync_ms = copies_ms + max(0.0, travel_ms - way.overlap * max(own_ms))
     step_ms = max(own_ms) + sync_ms / way.every
-    return _forecast(job, way, shares, own_ms, step_ms, wire_bytes(job, way), (way.every,) * len(speeds))
+    a_step = [speed.micro_batches(share) if way.local_batch else 1 for speed, share in zip(speeds, shares, strict=True)]
+    return _forecast(job, way, shares, own_ms, step_ms, wire_bytes(job, way), tuple(way.every * own for own in a_step))
 
 
 def _forecast(

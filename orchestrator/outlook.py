@@ -275,7 +275,8 @@ def way_of(settings: dict[str, Any]) -> Way | None:
 def rounds_of(settings: Mapping[str, Any]) -> dict[str, int]:
     """Of local steps, as `Way` names them."""
     every = int(settings.get("local_steps", LOCAL_STEPS))
-    return {"every": every, "overlap": overlap_of(every, int(settings.get("local_overlap", -1)))}
+    overlap = overlap_of(every, int(settings.get("local_overlap", -1)))
+    return {"every": every, "overlap": overlap, "local_batch": int(settings.get("local_batch", 0))}
 
 
 def allowed(settings: dict[str, Any]) -> Fidelity:

@@ -26,7 +26,7 @@ from orchestrator.networks import Layer, gradient_bytes, layers_of
 from orchestrator.simulate import simulate_step_ms
 from orchestrator.wire import GLOO, GOODPUT, NCCL, Site, Wire, measured
 from trainer.models import build_model
-from trainer.shares import Speed, equal_shares, fastest_shares
+from trainer.shares import Speed, at_most, equal_shares, fastest_shares
 
 RESNET = layers_of("resnet152", (3, 32, 32), 10)
 SMALL = tuple(Layer(((size, 40), (size,)), work) for size, work in ((400, 5.0), (900, 9.0), (90, 2.0), (2000, 1.0)))
@@ -263,6 +263,15 @@ def test_an_average_costs_each_of_its_local_steps_the_same_part():
     once, often = (forecast(scene, Way("parameter_average", "local", every=every)) for every in (32, 1))
     assert once.local_steps == (32, 32)
     assert once.step_ms - max(once.own_ms) == pytest.approx((often.step_ms - max(often.own_ms)) / 32)
+
+
+def test_with_a_local_batch_a_rank_makes_an_update_of_each_part_of_its_share():
+    scene = paced(("a2000", "v100"), 2.5, 256)
+    parts = [Host(host.name, tuple(at_most(speed, 32) for speed in host.speeds)) for host in scene.hosts]
+    way = Way("parameter_average", "local", every=4, local_batch=32)
+    one_a_step = dataclasses.replace(way, local_batch=0)
+    found = [predict(scene.job, parts, scene.wire, each, (64, 192)).local_steps for each in (way, one_a_step)]
+    assert found == [(8, 24), (4, 4)]
 
 
 def test_a_measured_latency_takes_the_place_of_the_assumed_one():

@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,11 +34,13 @@ NOISE = 0.05
 """Of a rank's times, relative, as long as there are too few of them to tell."""
 UNEVEN = 0.03
 """Compute times closer than this are left alone."""
-COST = 0.004
+COST = 0.002
 """The part of a step that comparing may take."""
 MOST_APART = 200
 SENT = 8
 """A rank's latest times that travel at once."""
+HEAD = 3
+"""What goes before them: samples that it has room for, or 0; ms to prepare a batch, and to compare."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ class Balance:
         return without_singles(fastest_shares(speeds, sum(self.shares)))
 
 
-def _median(values: Sequence[float]) -> float:
+def _median(values: Iterable[float]) -> float:
     return statistics.median(values)
 
 
@@ -136,7 +139,8 @@ class Rebalancer:
     """Tells the ranks each other's compute times every few updates, beside the update that follows, and has all of
     them take their new shares from one update on.
 
-    room: the most samples that this rank has memory for, None as long as that is not known. say: to people.
+    room: the most samples that this rank has memory for, None as long as that is not known. say: to people. How often
+    they are told follows from what telling and deciding have taken so far, on the rank where they take longest.
 
     New shares throw away what loaders have prepared. So they have to save more time than that costs, over as many
     updates as have passed since the last ones; what it costs is seen when an epoch, or a split, begins.
@@ -160,8 +164,11 @@ class Rebalancer:
         self.wait_steps = self.to_skip + FRESH
         self.redraw_ms = 0.0
         self.updates = 0
-        self.sent: tuple[dist.Work, list[torch.Tensor]] | None = None
-        self.cost_ms = _cost_ms(len(balance.shares))
+        self.sent: dist.Work | None = None
+        self.found = torch.empty(len(balance.shares), HEAD + SENT, dtype=torch.float64)
+        self.gather_ms = _gather_ms(self.found)
+        self.sending_ms = 0.0
+        self.costs_ms: deque[float] = deque(maxlen=SENT)
 
     def after_update(self, step: int, compute_ms: float, load_ms: float, whole_batch: bool) -> None:
         """On every rank, after each of the run's updates."""
@@ -173,38 +180,39 @@ class Rebalancer:
         elif whole_batch:
             self.times_ms.append(compute_ms)
         self.wait_steps -= 1
+        began_s = time.perf_counter()
         if self.sent:
             self._decide(step)
+            self.costs_ms.append(self.sending_ms + _ms_since(began_s))
         elif self.wait_steps <= 0:
             self._send()
+            self.sending_ms = _ms_since(began_s)
 
     def settle(self) -> None:
         """Before the ranks part."""
         if self.sent:
-            self.sent[0].wait()
+            self.sent.wait()
             self.sent = None
 
     def _send(self) -> None:
-        own = torch.full((2 + SENT,), math.nan, dtype=torch.float64)
-        own[0], own[1] = self.room() or 0, self.redraw_ms
+        cost_ms = self.gather_ms + (_median(self.costs_ms) if self.costs_ms else 0.0)
         newest = self.times_ms[-SENT:]
-        own[2 : 2 + len(newest)] = torch.tensor(newest, dtype=torch.float64)
+        missing = [math.nan] * (SENT - len(newest))
+        own = torch.tensor([self.room() or 0, self.redraw_ms, cost_ms, *newest, *missing], dtype=torch.float64)
         self.times_ms, self.wait_steps = [], self.apart
-        found = [torch.empty_like(own) for _ in self.balance.shares]
-        self.sent = dist.all_gather(found, own, async_op=True), found
+        self.sent = dist.all_gather(list(self.found), own, async_op=True)
 
     def _decide(self, step: int) -> None:
         assert self.sent  # noqa: S101 - for the type checker
-        work, found = self.sent
+        self.sent.wait()
         self.sent = None
-        work.wait()
-        rows = [[value for value in row.tolist() if not math.isnan(value)] for row in found]
+        rows = self.found.tolist()
         self._make_room([int(row[0]) for row in rows])
-        times_ms = [row[2:] for row in rows]
+        times_ms = [[value for value in row[HEAD:] if not math.isnan(value)] for row in rows]
         longest_ms = max((_median(times) for times in times_ms if times), default=0.0)
-        apart = math.ceil(self.cost_ms / (COST * longest_ms)) if longest_ms else FRESH
+        redraw_ms, cost_ms = (max(row[place] for row in rows) for place in (1, 2))
+        apart = math.ceil(cost_ms / (COST * longest_ms)) if longest_ms else FRESH
         self.apart = min(max(FRESH, apart), MOST_APART)
-        redraw_ms = max(row[1] for row in rows)
         change = self.balance.observe(times_ms, redraw_ms / (self.updates * longest_ms) if longest_ms else 0.0)
         if not change:
             return
@@ -227,15 +235,15 @@ class Rebalancer:
                 self.micro_batches.caps[rank] = room
 
 
-def _cost_ms(world_size: int) -> float:
-    """What one exchange takes, at most: as measured, on the rank where it took longest."""
-    own = torch.zeros(2 + SENT, dtype=torch.float64)
-    found = [torch.empty_like(own) for _ in range(world_size)]
-    took_ms = []
+def _gather_ms(found: torch.Tensor) -> float:
+    """What travels takes so long, here."""
+    own, took_ms = torch.zeros_like(found[0]), []
     for _ in range(10):
         began_s = time.perf_counter()
-        dist.all_gather(found, own, async_op=True).wait()
-        took_ms.append(1000 * (time.perf_counter() - began_s))
-    slowest = torch.tensor([_median(took_ms)], dtype=torch.float64)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.item()
+        dist.all_gather(list(found), own, async_op=True).wait()
+        took_ms.append(_ms_since(began_s))
+    return _median(took_ms)
+
+
+def _ms_since(began_s: float) -> float:
+    return 1000 * (time.perf_counter() - began_s)

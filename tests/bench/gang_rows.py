@@ -3,8 +3,9 @@
     orch run --folder . -- tests/bench/gang_rows.py ROWS_JSON
 
 ROWS_JSON: {"exp", "blocks", "rows": {name: settings}}. In each block every row trains its `steps` updates. A row with
-strategy `none` has all ranks train alone at the same time, on equal shares. Every rank prints a line of JSON a row and
-block: the times of each step, the samples that it did, and how late its pace was.
+strategy `none` has all ranks train alone at the same time, on equal shares; one with `metrics` false writes no metrics.
+Every rank prints a line of JSON a row and block: how long it took, the times of each step, the samples that it did, and
+how late its pace was.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,28 +38,28 @@ def main() -> None:
     together = ranks.join(info, "gloo", torch.device("cpu"))
     alone = [dist.new_group([rank]) for rank in range(info.world_size)][info.rank]
     with tempfile.TemporaryDirectory() as folder:
-        runs: dict[str, tuple[Run, Path]] = {}
+        runs: dict[str, tuple[Run, Path | None]] = {}
         for name, settings in told["rows"].items():
             group = alone if settings["strategy"] == "none" else together
-            file = Path(folder, f"{len(runs)}.jsonl")
+            file = Path(folder, f"{len(runs)}.jsonl") if settings.get("metrics", True) else None
             runs[name] = prepared(told, settings, info, group, file), file
         for block in range(told["blocks"]):
             for name, (run, file) in runs.items():
                 dist.barrier()
-                begin = file.stat().st_size
+                begin = file.stat().st_size if file else 0
+                began_s = time.perf_counter()
                 train_epoch(run, Progress(block), CheckpointKeeper(run))
+                block_s = time.perf_counter() - began_s
                 run.strategy.whole()  # an average that is still under way is not left to the next row
-                with open(file, encoding="utf-8") as lines:
-                    lines.seek(begin)
-                    tell(name, block, run, [json.loads(line) for line in lines])
+                tell({"row": name, "block": block, "block_s": block_s}, run, lines_from(file, begin))
     ranks.leave()
     interrupt.leave(0)
 
 
-def prepared(told: dict[str, Any], settings: dict[str, Any], info: RankInfo, group: Any, file: Path) -> Run:
+def prepared(told: dict[str, Any], settings: dict[str, Any], info: RankInfo, group: Any, file: Path | None) -> Run:
     """An epoch of its stream is a block."""
     steps = settings["steps"]
-    pairs = {key: str(value) for key, value in settings.items() if key != "steps"}
+    pairs = {key: str(value) for key, value in settings.items() if key not in ("steps", "metrics")}
     pairs |= {"data": "synthetic", "samples": str(steps * settings["batch"]), "epochs": str(told["blocks"])}
     ranks.join = lambda *_: group  # type: ignore[assignment]  # all rows meet in the gang that is there
     run = set_up(parse_settings(told["exp"], pairs), info, MetricsWriter(file))
@@ -65,13 +67,21 @@ def prepared(told: dict[str, Any], settings: dict[str, Any], info: RankInfo, gro
     return run
 
 
-def tell(name: str, block: int, run: Run, lines: list[dict[str, Any]]) -> None:
+def lines_from(file: Path | None, begin: int) -> list[dict[str, Any]]:
+    if file is None:
+        return []
+    with open(file, encoding="utf-8") as lines:
+        lines.seek(begin)
+        return [json.loads(line) for line in lines]
+
+
+def tell(facts: dict[str, Any], run: Run, lines: list[dict[str, Any]]) -> None:
     steps = [line for line in lines if line["event"] == "step"]
     stopwatch = getattr(run.model, "stopwatch", None)
-    late = stopwatch.lateness[-len(steps) :] if stopwatch else []
+    late = stopwatch.lateness[len(stopwatch.lateness) - len(steps) :] if stopwatch else []
     columns = ("t_ms", "compute_ms", "exposed_ms", "comm_ms", "samples")
     told = {column: [step[column] for step in steps] for column in columns}
-    print(json.dumps({"row": name, "block": block, "rank": run.info.rank, "node": run.info.node, "late": late, **told}))
+    print(json.dumps({**facts, "rank": run.info.rank, "node": run.info.node, "late": late, **told}))
     sys.stdout.flush()
 
 

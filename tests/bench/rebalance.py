@@ -4,7 +4,9 @@
 
 Two paced hosts on a lab's link, LeNet's small gradient. `recovers`: the faster host takes twice as long from one step
 on; its best possible is the step that the solver finds for the new speeds. `noise`: 500 steps whose times vary by 5 %.
-`costs`: real ranks without pace, in one gang, with and without; a pair is two neighbouring blocks. Needs root.
+`costs`: what a step takes longer with metrics, and with rebalancing besides, which finds nothing to do; blocks take
+turns in one gang, a pair is two neighbouring ones. A pace holds compute to its time, so that what comes on top stands
+out, where the speed of a CPU that computes varies by more. Needs root.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rack import Rack, rack, show_machine
-from rows import Host, inventory, measure
+from rows import WARMUP, Host, fastest, inventory, measure
 
 from trainer.shares import Speed, fastest_shares
 
@@ -25,6 +27,7 @@ SLOW, FAST = 333.0, 833.0
 AT_STEP, STEPS, BATCH = 40, 90, 256
 WITHIN = 1.05
 NOISY_STEPS, NOISY_BATCH, NOISE = 500, 64, 0.05
+COST_STEPS, COST_BATCH = 18, 64
 
 
 def main() -> None:
@@ -82,14 +85,28 @@ def words_of(changes: Sequence[dict[str, Any]]) -> str:
 
 
 def costs(pairs: int) -> None:
-    known = {"strategy": "ddp", "shares": "a:0=1,b:0=1", "data": "synthetic"}
-    rows = {"fixed": known, "auto": {**known, "shares": "auto"}}
-    with rack(inventory([Host("a", 1), Host("b", 1)])) as lab:
-        found = measure(lab, rows, exp="mnist_lenet", batch=256, blocks=pairs, steps=50)
-    ratios = [off / on for on, off in zip(found["auto"].speeds, found["fixed"].speeds, strict=True)]
-    print(f"LeNet, batch 256, two ranks that compute: {found['fixed'].samples_per_s:.0f} samples/s; with shares=auto "
-          f"a step takes {statistics.median(ratios) - 1:+.2%} (median of {pairs} pairs of 50 steps, "
-          f"{min(ratios) - 1:+.1%} to {max(ratios) - 1:+.1%})")  # fmt: skip
+    hosts = [Host("slow", 1, SLOW), Host("fast", 1, FAST)]
+    rows = {
+        "nothing": {"metrics": False},
+        "metrics": {},
+        "metrics and rebalancing": {"shares": "auto", "speeds": speeds_of(hosts)},
+    }
+    known = {"strategy": "ddp", "shares": fastest(hosts, COST_BATCH)[1]}
+    with rack(inventory(hosts)) as lab:
+        found = measure(lab, {name: known | row for name, row in rows.items()}, exp="mnist_lenet",
+                        batch=COST_BATCH, blocks=pairs, steps=COST_STEPS)  # fmt: skip
+    bare = found.pop("nothing").blocks_s
+    steps = COST_STEPS + WARMUP
+    step_ms = 1000 * statistics.median(bare) / steps
+    for name, row in found.items():
+        ratios = [on / off - 1 for on, off in zip(row.blocks_s, bare, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        print(f"{name}: a step of {step_ms:.1f} ms takes {middle:+.3%} ({1000 * middle * step_ms:+.0f} us; median "
+              f"of {pairs} pairs of {steps} steps, half of them {low:+.3%} to {high:+.3%})", flush=True)  # fmt: skip
+
+
+def speeds_of(hosts: Sequence[Host]) -> str:
+    return ",".join(f"{host.name}:0=0+{1000 / host.samples_per_s}" for host in hosts if host.samples_per_s)
 
 
 if __name__ == "__main__":

@@ -50,10 +50,11 @@ class Host:
 
 @dataclass(frozen=True)
 class Told:
-    """One rank's figures of one row and block."""
+    """One rank's figures of one row and block, which took block_s. Of a row without metrics there are no others."""
 
     row: str
     block: int
+    block_s: float
     rank: int
     t_ms: list[float]
     compute_ms: list[float]
@@ -94,6 +95,12 @@ class Row:
             samples = sum(sum(one.samples[one.measured]) for one in ranks)
             found.append(1000 * samples / max(sum(one.t_ms[one.measured]) for one in ranks))
         return found
+
+    @cached_property
+    def blocks_s(self) -> list[float]:
+        """Of each block: as long as its slowest rank took."""
+        blocks = sorted({one.block for one in self.told})
+        return [max(one.block_s for one in self.told if one.block == block) for block in blocks]
 
     @property
     def samples_per_s(self) -> float:
