@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 pytest.importorskip("torch")
 pytest.importorskip("torchvision")
 import torch
+from rank_gang import RANKS, Gang
 
 from trainer.checkpoint_file import read_file
 from trainer.config import parse_arguments, parse_settings
 from trainer.env import read_rank_info
 from trainer.microbatches import MicroBatches
 from trainer.models import build_model
-from trainer.rebalance import FRESH, Balance
+from trainer.rebalance import FRESH, MOST_APART, Balance, Rebalancer
 from trainer.records import MetricsWriter
 from trainer.setup import needs_pairs
 from trainer.shares import Speed, equal_shares, fastest_shares
@@ -226,6 +227,31 @@ def two_ranks(folder, *arguments, paces=None):
         processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
     assert [process.wait(60) for process in processes] == [0, 0]
     return [[json.loads(line) for line in (folder / f"{rank}.jsonl").read_text().splitlines()] for rank in (0, 1)]
+
+
+def far_apart(rank, gather_ms):
+    """How many updates lie between two comparisons after 30 updates of 10 ms, where telling costs rank 1 so much."""
+    order = RankBatches(SampleStream(640, 32, (8,) * RANKS, seed=0), rank)
+    balance, micro_batches = Balance((8,) * RANKS, [Speed(0, 1)] * RANKS), MicroBatches(0, [None] * RANKS, False)
+    said = []
+    rebalancer = Rebalancer(balance, order, micro_batches, MetricsWriter(None), 0, lambda: None, said.append)
+    rebalancer.gather_ms = gather_ms if rank == 1 else 0.0
+    for step in range(30):
+        rebalancer.after_update(step, compute_ms=10.0, load_ms=0.0, whole_batch=True)
+    rebalancer.settle()
+    assert not said
+    return rebalancer.apart
+
+
+def test_ranks_compare_their_speeds_as_seldom_as_it_costs_on_the_slowest_of_them(tmp_path):
+    gang = Gang(tmp_path)
+    try:
+        for gather_ms, least in ((0.0, FRESH), (2.0, 100), (50.0, MOST_APART)):
+            apart = gang.run(far_apart, gather_ms)
+            assert len(set(apart)) == 1
+            assert least <= apart[0] <= MOST_APART
+    finally:
+        gang.end()
 
 
 def named(events, name):

@@ -14,7 +14,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -127,7 +127,7 @@ class Balance:
         return without_singles(fastest_shares(speeds, sum(self.shares)))
 
 
-def _median(values: Iterable[float]) -> float:
+def _median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
 
@@ -195,7 +195,7 @@ class Rebalancer:
             self.sent = None
 
     def _send(self) -> None:
-        cost_ms = self.gather_ms + (_median(self.costs_ms) if self.costs_ms else 0.0)
+        cost_ms = self.gather_ms + min(self.costs_ms, default=0.0)
         newest = self.times_ms[-SENT:]
         missing = [math.nan] * (SENT - len(newest))
         own = torch.tensor([self.room() or 0, self.redraw_ms, cost_ms, *newest, *missing], dtype=torch.float64)
@@ -236,13 +236,13 @@ class Rebalancer:
 
 
 def _gather_ms(found: torch.Tensor) -> float:
-    """What travels takes so long, here."""
+    """What travelling takes; undisturbed, as all costs here."""
     own, took_ms = torch.zeros_like(found[0]), []
     for _ in range(10):
         began_s = time.perf_counter()
         dist.all_gather(list(found), own, async_op=True).wait()
         took_ms.append(_ms_since(began_s))
-    return _median(took_ms)
+    return min(took_ms)
 
 
 def _ms_since(began_s: float) -> float:

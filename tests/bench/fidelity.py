@@ -28,6 +28,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "compressed": {"fidelity": "compressed"},
     "local": {"fidelity": "local"},
     "local, bf16": {"fidelity": "local", "wire": "bf16"},
+    "local, parts": {"fidelity": "local", "local_batch": 16},
 }
 FEW, MANY = 4, 36
 """Updates of the two runs: 32 lie between them, one of local's rounds."""

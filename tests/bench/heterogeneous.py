@@ -60,6 +60,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "local+shares": {**SHARED, "fidelity": "local", "local_steps": 32},
     "local-waiting+shares": {**SHARED, "fidelity": "local", "local_steps": 32, "local_overlap": 0},
     "local-half+shares": {**SHARED, "fidelity": "local", "local_steps": 32, "wire": "bf16"},
+    "local-parts-half+shares": {**SHARED, "fidelity": "local", "local_steps": 32, "local_batch": 64, "wire": "bf16"},
     "local-8-half+shares": {**SHARED, "fidelity": "local", "local_steps": 8, "wire": "bf16"},
 }
 FIDELITIES = {"exact": {}, "half": {}, "compressed": {"compress_after": 0}, "local": {}}
