@@ -124,7 +124,7 @@ class Settings:
     )
     local_batch: int = _setting(
         "Samples of a local update, at most: a rank whose share is larger makes several updates of it, so that a fast "
-        "one takes more local steps in the same time; 0 makes one.",
+        "one takes more local steps in the same time, with an lr that suits updates of so many; 0 makes one.",
         at_least=0,
     )
     outer_lr: float = _setting(
