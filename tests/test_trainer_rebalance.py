@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 pytest.importorskip("torch")
 pytest.importorskip("torchvision")
 import torch
+import torch.distributed as dist
 from rank_gang import RANKS, Gang
 
 from trainer.checkpoint_file import read_file
@@ -31,6 +32,13 @@ from trainer.stream import RankBatches, SampleStream
 from trainer.train import train
 
 A2000, V100 = Speed(4.0, 3.003), Speed(3.0, 1.2)
+
+
+@pytest.fixture(scope="module")
+def gang(tmp_path_factory):
+    made = Gang(tmp_path_factory.mktemp("gang"))
+    yield made
+    made.end()
 
 
 class Cluster:
@@ -191,7 +199,7 @@ def test_a_stream_cut_anew_gives_the_same_updates():
 def test_no_rank_of_an_auto_run_gets_a_single_sample():
     stream = SampleStream(size=64 + 10, batch=64, shares=(58, 6), seed=0, pairs=True)
     assert stream.shares_at(1) == (10, 0)
-    assert replace(stream, size=64 + 2, shares=(32, 32)).shares_at(1) == (0, 2)
+    assert replace(stream, size=64 + 2, shares=(32, 32)).shares_at(1) == (2, 0)
 
 
 @pytest.mark.parametrize(
@@ -229,29 +237,66 @@ def two_ranks(folder, *arguments, paces=None):
     return [[json.loads(line) for line in (folder / f"{rank}.jsonl").read_text().splitlines()] for rank in (0, 1)]
 
 
+def rebalancer_of(rank, caps, room):
+    """Of four ranks with equal shares of 8, whose speeds nobody knows."""
+    order = RankBatches(SampleStream(640, 32, (8,) * RANKS, seed=0), rank)
+    balance, micro_batches = Balance((8,) * RANKS, [None] * RANKS), MicroBatches(0, caps, False)
+    return Rebalancer(balance, order, micro_batches, MetricsWriter(None), 0, room, lambda _: None)
+
+
 def far_apart(rank, gather_ms):
     """How many updates lie between two comparisons after 30 updates of 10 ms, where telling costs rank 1 so much."""
-    order = RankBatches(SampleStream(640, 32, (8,) * RANKS, seed=0), rank)
-    balance, micro_batches = Balance((8,) * RANKS, [Speed(0, 1)] * RANKS), MicroBatches(0, [None] * RANKS, False)
-    said = []
-    rebalancer = Rebalancer(balance, order, micro_batches, MetricsWriter(None), 0, lambda: None, said.append)
+    rebalancer = rebalancer_of(rank, [None] * RANKS, lambda: None)
     rebalancer.gather_ms = gather_ms if rank == 1 else 0.0
     for step in range(30):
         rebalancer.after_update(step, compute_ms=10.0, load_ms=0.0, whole_batch=True)
     rebalancer.settle()
-    assert not said
     return rebalancer.apart
 
 
-def test_ranks_compare_their_speeds_as_seldom_as_it_costs_on_the_slowest_of_them(tmp_path):
-    gang = Gang(tmp_path)
-    try:
-        for gather_ms, least in ((0.0, FRESH), (2.0, 100), (50.0, MOST_APART)):
-            apart = gang.run(far_apart, gather_ms)
-            assert len(set(apart)) == 1
-            assert least <= apart[0] <= MOST_APART
-    finally:
-        gang.end()
+def test_ranks_compare_their_speeds_as_seldom_as_it_costs_on_the_slowest_of_them(gang):
+    for gather_ms, least in ((0.0, FRESH), (2.0, 66), (50.0, MOST_APART)):
+        apart = gang.run(far_apart, gather_ms)
+        assert len(set(apart)) == 1
+        assert least <= apart[0] <= MOST_APART
+
+
+def caps_with_room(rank, case):
+    """Of all ranks after each of the words that rank 2 has of its memory."""
+    asked, rooms = case
+    words, found = iter(rooms), []
+    rebalancer = rebalancer_of(rank, [asked] * RANKS, lambda: next(words) if rank == 2 else None)
+    for step in range(len(rooms)):
+        rebalancer._send()
+        rebalancer._decide(step)
+        found.append(list(rebalancer.micro_batches.caps))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("asked", "rooms", "expected"),
+    [(None, (62, 40, 300), (62, 40, 300)), (8, (62, 5), (8, 5)), (8, (None,), (8,))],
+)
+def test_memory_shows_in_a_run_how_much_it_holds_and_a_person_may_ask_for_less(gang, asked, rooms, expected):
+    found = gang.run(caps_with_room, (asked, rooms))
+    assert found == [[[asked, asked, cap, asked] for cap in expected]] * RANKS
+
+
+def hold_sums_up(rank, _):
+    """Is a comparison over while a sum of all ranks, begun before it, waits for rank 0?"""
+    rebalancer = rebalancer_of(rank, [None] * RANKS, lambda: None)
+    if rank:
+        held_up = dist.all_reduce(torch.ones(1), async_op=True)
+    rebalancer._send()
+    rebalancer._decide(0)
+    if not rank:
+        held_up = dist.all_reduce(torch.ones(1), async_op=True)
+    held_up.wait()
+    return True
+
+
+def test_a_comparison_waits_for_nothing_else_that_travels(gang):
+    assert all(gang.run(hold_sums_up, None))
 
 
 def named(events, name):
@@ -260,7 +305,7 @@ def named(events, name):
 
 def test_a_host_slowed_in_a_run_is_relieved_within_10_steps(tmp_path):
     slowdown = {"slowdown": [{"at_step": 25, "factor": 2}]}
-    paces = [{"samples_per_s": 833, "fixed_ms": 3}, {"samples_per_s": 333, "fixed_ms": 4, **slowdown}]
+    paces = [{"samples_per_s": 416.5, "fixed_ms": 6}, {"samples_per_s": 166.5, "fixed_ms": 8, **slowdown}]
     first, second = two_ranks(tmp_path, "--batch", "96", "--steps", "42", "--shares", "auto", paces=paces)
     changes = named(first, "rebalance")
     assert changes and [change["shares"] for change in changes] == [c["shares"] for c in named(second, "rebalance")]
@@ -268,7 +313,7 @@ def test_a_host_slowed_in_a_run_is_relieved_within_10_steps(tmp_path):
     assert named(first, "step")[0]["samples"] == 48
     steps = list(zip(named(first, "step"), named(second, "step"), strict=True))
     assert all(one["samples"] + other["samples"] == 96 for one, other in steps)
-    speeds = [Speed(3, 1.2), slowed(Speed(4, 3.003), 2)]
+    speeds = [Speed(6, 2.4), slowed(Speed(8, 6.006), 2)]
     best = fastest_shares(speeds, 96)
     best_ms = max(speed.step_ms(share) for speed, share in zip(speeds, best, strict=True))
     late = sorted(max(one["compute_ms"], other["compute_ms"]) for one, other in steps[35:])

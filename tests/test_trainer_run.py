@@ -26,9 +26,10 @@ from trainer.config import parse_settings
 from trainer.env import read_rank_info
 from trainer.errors import TrainError
 from trainer.loading import loader_processes
+from trainer.microbatches import MicroBatches
 from trainer.models import build_model
 from trainer.records import EVENT_FIELDS
-from trainer.setup import check_batch_norm
+from trainer.setup import check_batch_norm, check_pairs
 from trainer.stream import SampleStream
 
 ROOT = Path(__file__).parents[1]
@@ -273,6 +274,14 @@ def test_a_lone_sample_for_batch_norm_is_refused_before_training() -> None:
     check_batch_norm(model, SampleStream(102, 10, (5, 5), seed=0, pairs=True))
     with pytest.raises(TrainError, match="choose another batch than 10"):  # a share that was asked for is not changed
         check_batch_norm(model, SampleStream(100, 10, (9, 1), seed=0, pairs=True))
+
+
+def test_a_lone_sample_in_a_micro_batch_is_refused_for_batch_norm_alone() -> None:
+    parts = MicroBatches(0, (None, 1), together=False)
+    with pytest.raises(TrainError, match="local_batch=2"):
+        check_pairs(build_model("resnet152", (3, 32, 32), 10), parts, (8, 2))
+    check_pairs(build_model("lenet", (1, 28, 28), 10), parts, (8, 2))
+    check_pairs(build_model("resnet152", (3, 32, 32), 10), parts, (10, 0))
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ class Bench:
     deadline_s: float
 
     @property
-    def others_patterns(self) -> Tensor:
+    def sum_of_patterns(self) -> Tensor:
         """The sum over all ranks."""
         return torch.stack(self.patterns).sum(0, dtype=torch.float32).to(self.patterns[0].dtype)
 
@@ -213,9 +213,9 @@ class Exchange:
         if self.operation in ("reduce", "gather") and not self.root:
             return True
         if self.operation in ("reduce", "all_reduce"):
-            return repeats(self.taken, self.bench.others_patterns)
+            return repeats(self.taken, self.bench.sum_of_patterns)
         if self.operation == "reduce_scatter":
-            return repeats(self.taken, self.bench.others_patterns, rank * part)
+            return repeats(self.taken, self.bench.sum_of_patterns, rank * part)
         if self.operation in ("broadcast", "send_recv"):
             return repeats(self.taken, patterns[0 if self.operation == "broadcast" else rank - 1])
         if self.operation == "scatter":

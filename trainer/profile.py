@@ -29,7 +29,7 @@ from trainer.config import Settings
 from trainer.env import RankInfo
 from trainer.errors import TrainError
 from trainer.experiments import DataSet
-from trainer.loading import agree_on_facts
+from trainer.loading import agree_on_facts, choose_loader, resident_bytes
 from trainer.models import build_model, gradient_bytes
 from trainer.pace import Pace
 from trainer.precision import Full, build_precision
@@ -43,6 +43,10 @@ FIRST = 2
 """Samples of the smallest batch: BatchNorm can make nothing of one."""
 FEWEST, MOST = 2, 15
 """Timed updates of each size; one before them is not timed, of the first size as many again."""
+
+HELD = 4
+"""Times the size of all gradients: the most that a way to stay together keeps beside gradients and momentum, which is
+local's start, sent weights, way and velocity."""
 
 STRAIGHT = 0.02
 """Times this close to a line, as a part of them, lie on it."""
@@ -72,9 +76,10 @@ def profile(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
     facts = agree_on_facts(settings, info)
     with ranks.together(info.node):
         model, room = _subject(settings, facts, info, metrics, device)
+        held = _held(model, facts, choose_loader(settings, facts, info, device), device)
     precision = build_precision(settings.amp, device, _alone(info))
     metrics.write("start", **start_fields(settings, info, device, group, model), batch_per_rank=None, steps=0)
-    subject = Subject(model, build_optimizer(settings, model), precision, facts, device, timer_for(device), room)
+    subject = Subject(model, build_optimizer(settings, model), precision, facts, device, timer_for(device), room, held)
     if info.rank == 0:
         print(f"{settings.exp}: measuring {info.node} alone, {settings.profile_s:g} s", flush=True)
     dist.barrier()
@@ -96,6 +101,14 @@ def _subject(
     return model, most_samples(dissect(settings.model, facts.shape, facts.classes), pace)
 
 
+def _held(model: nn.Module, facts: DataSet, settings: Settings, device: torch.device) -> Tensor:
+    """Of a GPU's memory as much as a run takes beside the training itself: what fits here has to fit there."""
+    if device.type != "cuda":
+        return torch.empty(0)
+    images = resident_bytes(facts) if settings.loader == "resident" else 0
+    return torch.empty(HELD * gradient_bytes(model) + images, dtype=torch.uint8, device=device)
+
+
 def steady(pace: Pace) -> Pace:
     """Without the changes of speed in the course of a run."""
     return dataclasses.replace(pace, slowdown=())
@@ -108,7 +121,9 @@ def _alone(info: RankInfo) -> dist.ProcessGroup:
 
 
 class Subject:
-    """A rank that takes updates of any size. room: samples for which a stand-in's GPU has memory."""
+    """A rank that takes updates of any size. room: samples for which a stand-in's GPU has memory. held: takes the place
+    of what a run keeps besides.
+    """
 
     def __init__(
         self,
@@ -119,12 +134,10 @@ class Subject:
         device: torch.device,
         timer: Timer,
         room: int | None,
+        held: Tensor,
     ) -> None:
         self.model, self.optimizer, self.precision, self.facts = model, optimizer, precision, facts
-        self.device, self.timer, self.room = device, timer, room
-        # Strategies keep gradients a second time, in what travels: what fits here has to fit there.
-        held = gradient_bytes(model) if device.type == "cuda" else 0
-        self.held = torch.empty(held, dtype=torch.uint8, device=device)
+        self.device, self.timer, self.room, self.held = device, timer, room, held
 
     def update(self, samples: int) -> Times:
         """Raises NoMemory."""

@@ -34,7 +34,7 @@ NOISE = 0.05
 """Of a rank's times, relative, as long as there are too few of them to tell."""
 UNEVEN = 0.03
 """Compute times closer than this are left alone."""
-COST = 0.002
+COST = 0.003
 """The part of a step that comparing may take."""
 MOST_APART = 200
 SENT = 8
@@ -139,11 +139,13 @@ class Rebalancer:
     """Tells the ranks each other's compute times every few updates, beside the update that follows, and has all of
     them take their new shares from one update on.
 
-    room: the most samples that this rank has memory for, None as long as that is not known. say: to people. How often
-    they are told follows from what telling and deciding have taken so far, on the rank where they take longest.
+    room: the most samples that this rank's memory holds, as the run itself shows it; None where that is not known, or
+    a profile has told. say: to people. How often they are told follows from what telling and deciding have taken so
+    far, on the rank where they take longest; in a group of their own, since a sum of theirs would otherwise have to
+    wait for whatever travels.
 
     New shares throw away what loaders have prepared. So they have to save more time than that costs, over as many
-    updates as have passed since the last ones; what it costs is seen when an epoch, or a split, begins.
+    updates as have passed since the last ones; what it costs is seen when the run, or a split, begins.
     """
 
     def __init__(
@@ -158,6 +160,8 @@ class Rebalancer:
     ) -> None:
         self.balance, self.order, self.micro_batches = balance, order, micro_batches
         self.metrics, self.room, self.say = metrics, room, say
+        self.asked_caps = tuple(micro_batches.caps)
+        self.group = dist.new_group(backend="gloo")
         self.times_ms: list[float] = []
         self.to_skip = max(2, warmup_steps)
         self.apart = FRESH
@@ -166,7 +170,7 @@ class Rebalancer:
         self.updates = 0
         self.sent: dist.Work | None = None
         self.found = torch.empty(len(balance.shares), HEAD + SENT, dtype=torch.float64)
-        self.gather_ms = _gather_ms(self.found)
+        self.gather_ms = self._measure_gather_ms()
         self.sending_ms = 0.0
         self.costs_ms: deque[float] = deque(maxlen=SENT)
 
@@ -200,7 +204,19 @@ class Rebalancer:
         missing = [math.nan] * (SENT - len(newest))
         own = torch.tensor([self.room() or 0, self.redraw_ms, cost_ms, *newest, *missing], dtype=torch.float64)
         self.times_ms, self.wait_steps = [], self.apart
-        self.sent = dist.all_gather(list(self.found), own, async_op=True)
+        self.sent = self._gather(own)
+
+    def _gather(self, own: torch.Tensor) -> dist.Work:
+        return dist.all_gather(list(self.found), own, group=self.group, async_op=True)
+
+    def _measure_gather_ms(self) -> float:
+        """What travelling takes; undisturbed, as all costs here."""
+        own, took_ms = torch.zeros_like(self.found[0]), []
+        for _ in range(10):
+            began_s = time.perf_counter()
+            self._gather(own).wait()
+            took_ms.append(_ms_since(began_s))
+        return min(took_ms)
 
     def _decide(self, step: int) -> None:
         assert self.sent  # noqa: S101 - for the type checker
@@ -227,22 +243,10 @@ class Rebalancer:
         )
 
     def _make_room(self, rooms: Sequence[int]) -> None:
-        """What a profile says goes before what the run itself shows."""
-        for rank, room in enumerate(rooms):
-            model = self.balance.models[rank]
-            if room and (model.cap is None or model.cap > room):
-                self.balance.models[rank] = Speed(model.fixed_ms, model.sample_ms, room)
-                self.micro_batches.caps[rank] = room
-
-
-def _gather_ms(found: torch.Tensor) -> float:
-    """What travelling takes; undisturbed, as all costs here."""
-    own, took_ms = torch.zeros_like(found[0]), []
-    for _ in range(10):
-        began_s = time.perf_counter()
-        dist.all_gather(list(found), own, async_op=True).wait()
-        took_ms.append(_ms_since(began_s))
-    return min(took_ms)
+        """The newest word counts: it comes from larger micro-batches. Never more at once than a person asked for."""
+        for rank, (room, asked) in enumerate(zip(rooms, self.asked_caps, strict=True)):
+            if room:
+                self.micro_batches.caps[rank] = min(room, asked or room)
 
 
 def _ms_since(began_s: float) -> float:

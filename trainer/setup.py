@@ -102,7 +102,8 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
     rebalancer = None
     if settings.shares == "auto" and info.world_size > 1:
         balance = Balance(shares, speeds)
-        room = room_of(model, info, micro_batches, order, device)
+        is_profiled = speeds[info.rank] is not None
+        room = (lambda: None) if is_profiled else room_of(model, info, micro_batches, order, device)
         rebalancer = Rebalancer(balance, order, micro_batches, metrics, settings.warmup_steps, room, console.say)
     return Run(
         settings=settings,
@@ -144,6 +145,7 @@ def network(
         return stand_in(settings, facts, info, metrics, info.pace, share)
     model = build_model(settings.model, facts.shape, facts.classes)
     check_batch_norm(model, stream, settings.sync_bn)
+    check_pairs(model, micro_batches, stream.shares)
     check_whole_batch(settings, micro_batches, stream.shares)
     return model
 
@@ -183,13 +185,14 @@ def room_of(
         return lambda: room
     if device.type != "cuda":
         return lambda: None
-    state_bytes = 4 * gradient_bytes(model)  # weights, gradients, those that travel, momentum
 
     largest = 0
 
     def estimate() -> int | None:
+        """Between two updates, when all that is held is what stays: weights, gradients, momentum, images, ..."""
         nonlocal largest
         largest = max(largest, *micro_batches.sizes(order.stream.shares, info.rank))
+        state_bytes = torch.cuda.memory_allocated(device)
         taken = torch.cuda.max_memory_allocated(device) - state_bytes
         free = 0.9 * torch.cuda.get_device_properties(device).total_memory - state_bytes
         return int(largest * free / taken) if largest and taken > 0 else None
@@ -229,6 +232,13 @@ def check_batch_norm(model: nn.Module, stream: SampleStream, whole_batch: bool =
                 f"batch: of {stream.batch_at(step)} samples one rank gets a single one, and BatchNorm needs two; "
                 f"choose another batch than {stream.batch}{'' if whole_batch else ', or sync_bn=true'}"
             )
+
+
+def check_pairs(model: nn.Module, micro_batches: MicroBatches, shares: Sequence[int]) -> None:
+    """The same for what a rank takes at once."""
+    sizes = {size for rank in range(len(shares)) for size in micro_batches.sizes(shares, rank)}
+    if has_batch_norm(model) and 1 in sizes:
+        raise TrainError("a micro-batch has a single sample, and BatchNorm needs two: local_batch=2, or more memory")
 
 
 def check_whole_batch(settings: Settings, micro_batches: MicroBatches, shares: Sequence[int]) -> None:

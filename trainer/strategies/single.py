@@ -27,8 +27,5 @@ class Alone(Base):
         self.brake.pause("sync")
         return Exchange(self.timer.mark())
 
-    def accumulate(self, loss_sum: Tensor, samples: int, batch: int) -> None:
-        weighted(loss_sum, batch).backward()
-
     def whole(self) -> nn.Module:
         return self.network
