@@ -1,7 +1,7 @@
 """Which way to run a job on a cluster, what it hangs on, and what would make it faster. Pure.
 
     scene = Scene(job, hosts, wire)
-    best(scene, "exact").forecast.way.strategy          "ddp"
+    advise(scene).best["exact"].forecast.way.strategy   "ddp"
     advise(scene).without                               hosts that cost more than they bring
 
 Every way that the trainer knows is foreseen with equal shares and with those that let all ranks end together; the
@@ -28,7 +28,7 @@ from orchestrator.forecast import (
 )
 from orchestrator.wire import Wire
 from trainer.config import overlap_of
-from trainer.shares import equal_shares, fastest_shares
+from trainer.shares import at_most, equal_shares, fastest_shares, without_singles
 
 FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
 BUCKETS_MIB = (10.0, 25.0, 50.0, 100.0)
@@ -56,10 +56,26 @@ class Scene:
 
     @cached_property
     def measured(self) -> tuple[int, ...]:
-        return fastest_shares([speed for host in self.hosts for speed in host.speeds], self.job.batch)
+        return self._by_speed(0)
 
-    def shares(self, policy: Policy) -> tuple[int, ...]:
-        return self.equal if policy == "equal" else self.measured
+    def _by_speed(self, local_batch: int) -> tuple[int, ...]:
+        """As `trainer.shares.split_batch` has it."""
+        speeds = [at_most(speed, local_batch) for host in self.hosts for speed in host.speeds]
+        return without_singles(fastest_shares(speeds, self.job.batch))
+
+    def shares(self, policy: Policy, local_batch: int = 0) -> tuple[int, ...]:
+        """local_batch: of the way that they are for."""
+        if policy == "equal":
+            return self.equal
+        return self._by_speed(local_batch) if local_batch else self.measured
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[str, ...], ...]:
+        """Names of hosts that are alike, in their ranks and in their links."""
+        alike: dict[object, list[str]] = {}
+        for host, site in zip(self.hosts, self.wire.sites, strict=True):
+            alike.setdefault((host.speeds, site.up_bps, site.down_bps), []).append(host.name)
+        return tuple(map(tuple, alike.values()))
 
     @cached_property
     def alone(self) -> dict[str, float]:
@@ -141,11 +157,13 @@ def ways(
     overlap: int = LOCAL_OVERLAP,
     local_batch: int = 0,
     rank: int = 2,
+    wire: str = "auto",
 ) -> Iterator[Way]:
-    """rank: of PowerSGD."""
+    """rank: of PowerSGD. wire: what local's averages travel in; auto tries both."""
     if fidelity == "local":
         each = Way("parameter_average", "local", every=every, overlap=overlap, local_batch=local_batch)
-        yield from (each, dataclasses.replace(each, half_wire=True))
+        halves = {"auto": (False, True), "fp32": (False,)}.get(wire, (True,))
+        yield from (dataclasses.replace(each, half_wire=half_wire) for half_wire in halves)
         return
     if fidelity == "compressed":
         yield Way("allreduce_flat", "compressed", rank=rank)
@@ -160,18 +178,24 @@ def ways(
         yield from (Way(name) for name in others)
 
 
-def choices(scene: Scene, candidates: Iterable[Way], policies: Sequence[Policy] = POLICIES) -> list[Choice]:
+def choices(scene: Scene, candidates: Sequence[Way]) -> list[Choice]:
     """Fastest first; a tie goes to the simpler way, the one named first."""
+    splits = {local_batch: _splits(scene, local_batch) for local_batch in {way.local_batch for way in candidates}}
     found = [
-        Choice(policy, predict(scene.job, scene.hosts, scene.wire, way, scene.shares(policy)))
-        for policy in policies
+        Choice(policy, predict(scene.job, scene.hosts, scene.wire, way, splits[way.local_batch][policy]))
+        for policy in POLICIES
         for way in candidates
+        if policy in splits[way.local_batch]
     ]
     return sorted(found, key=lambda choice: -choice.samples_per_s)
 
 
-def best(scene: Scene, fidelity: Fidelity, policies: Sequence[Policy] = POLICIES) -> Choice:
-    return choices(scene, list(ways(fidelity)), policies)[0]
+def _splits(scene: Scene, local_batch: int) -> dict[Policy, tuple[int, ...]]:
+    """Without equal shares where they give a rank a single sample, of which BatchNorm can make nothing."""
+    splits = {policy: scene.shares(policy, local_batch) for policy in POLICIES}
+    if 1 in splits["equal"] and splits["measured"] != splits["equal"]:
+        del splits["equal"]
+    return splits
 
 
 def advise(
@@ -183,12 +207,15 @@ def advise(
     local_batch: int = 0,
     buckets_mib: Sequence[float] = BUCKETS_MIB,
     rank: int = 2,
+    wire: str = "auto",
 ) -> Advice:
-    """fidelity: what the person allows; leaving hosts out and changes are judged by it."""
+    """fidelity: what the person allows; leaving hosts out and changes are judged by it. The others: as `ways` has
+    them.
+    """
     rounds = {"every": every, "overlap": overlap, "local_batch": local_batch}
 
     def candidates(fidelity: Fidelity) -> list[Way]:
-        return list(ways(fidelity, buckets_mib=buckets_mib, rank=rank, **rounds))
+        return list(ways(fidelity, buckets_mib=buckets_mib, rank=rank, wire=wire, **rounds))
 
     found = [choice for each in FIDELITIES for choice in choices(scene, candidates(each))]
     by_fidelity = {each: next(one for one in found if one.forecast.way.fidelity == each) for each in FIDELITIES}
@@ -221,17 +248,14 @@ def _one_a_kind(found: Iterable[Choice]) -> Iterator[Choice]:
 
 def _fewer(scene: Scene) -> Iterator[Scene]:
     """Without one host and each host alone; of many hosts, the same kind by kind."""
-    kinds: dict[object, list[str]] = {}
-    for number, host in enumerate(scene.hosts):
-        kinds.setdefault(host.name if len(scene.hosts) <= FEW else host.speeds, []).append(scene.hosts[number].name)
     names = [host.name for host in scene.hosts]
-    if len(kinds) == 1:
+    groups = scene.kinds if len(names) > FEW else tuple((name,) for name in names)
+    if len(groups) == 1:
         yield from [scene.only(names[:1])] if len(names) > 1 else []
         return
-    groups = list(kinds.values())
-    tried = [[name for name in names if name not in set(group)] for group in groups]
-    tried += groups if len(groups) > 2 else []
-    tried += [[max(scene.alone, key=lambda name: scene.alone[name])]] if len(names) > FEW else []
+    tried = [tuple(name for name in names if name not in set(group)) for group in groups]
+    tried += groups if len(groups) > 2 else ()
+    tried += [(max(scene.alone, key=lambda name: scene.alone[name]),)] if len(names) > FEW else []
     for kept in tried:
         yield scene.only(kept)
 
@@ -241,7 +265,8 @@ def _changes(scene: Scene) -> Iterator[tuple[str, Scene]]:
         yield "links four times as fast", scene.with_links(4)
     fastest = max(scene.alone, key=lambda name: scene.alone[name])
     if scene.wire.sites[0].up_bps < float("inf"):
-        yield f"one more host like {fastest}", scene.with_another(fastest)
+        kind = next(host.kind for host in scene.hosts if host.name == fastest)
+        yield f"one more {kind} host" if kind else f"one more host like {fastest}", scene.with_another(fastest)
     batch = scene.job.batch
     for larger in (2 * batch, 8 * batch):
         yield f"batch {larger} instead of {batch}", scene.with_batch(larger)

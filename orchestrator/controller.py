@@ -27,7 +27,7 @@ from orchestrator.files import own_folder
 from orchestrator.frames import Agent, Piece
 from orchestrator.lines import Line, Splitter
 from orchestrator.live import LiveView, Progress
-from orchestrator.outlook import View, foreseen, look, read_network, with_best_way
+from orchestrator.outlook import View, foreseen, look, memory_notes, read_network, with_best_way
 from orchestrator.paths import RUNS, RunFolder
 from orchestrator.plan import build_plan
 from orchestrator.profiles import Profiles, kinds_of, with_speeds
@@ -399,7 +399,8 @@ def _with_outlook(plan: LaunchPlan, profiles: Profiles, request: RunRequest) -> 
             raise
         return plan
     plan = with_best_way(plan, view, request.chosen) if request.best_way else plan
-    return plan.model_copy(update={"prediction": foreseen(plan, view)})
+    notes = (*plan.notes, *memory_notes(plan, view))
+    return plan.model_copy(update={"prediction": foreseen(plan, view), "notes": notes})
 
 
 def _dropped(found: Mapping[str, Mapping[str, Any] | HostError]) -> Iterator[Notice]:

@@ -22,7 +22,7 @@ from typing import Literal
 
 from orchestrator.networks import FLOAT_BYTES, Layer, Shape, gradient_bytes
 from orchestrator.wire import Wire
-from trainer.shares import Speed, fastest_shares
+from trainer.shares import Speed, at_most, fastest_shares
 
 FORWARD, BACKWARD, OPTIMISER = 0.33, 0.66, 0.01
 """How compute divides: as `trainer.pace` has it, which says why."""
@@ -33,10 +33,11 @@ Binds = Literal["wire", "compute"]
 
 @dataclass(frozen=True)
 class Host:
-    """speeds: of its ranks."""
+    """speeds: of its ranks. kind: what hosts of its kind are called where one has no name of its own, like 4xA16."""
 
     name: str
     speeds: tuple[Speed, ...]
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class Job:
 @dataclass(frozen=True)
 class Way:
     """How ranks stay together. every: local steps between two averages. rank: PowerSGD's. half_wire: local's
-    averages travel in 16 bits. overlap: steps that go on meanwhile. local_batch: of a rank's own updates; 0 where it
-    makes one a step.
+    averages travel in 16 bits. overlap: steps that go on meanwhile. local_batch: of local's own updates, at most; 0
+    where a rank makes one a step.
     """
 
     strategy: str
@@ -143,9 +144,14 @@ def compressed_bytes(shapes: tuple[Shape, ...], rank: int) -> int:
     return FLOAT_BYTES * total
 
 
+def speeds_of(hosts: Sequence[Host], way: Way) -> list[Speed]:
+    """Of all ranks, as they compute on this way."""
+    return [at_most(speed, way.local_batch) for host in hosts for speed in host.speeds]
+
+
 def predict(job: Job, hosts: Sequence[Host], wire: Wire, way: Way, shares: Sequence[int]) -> Forecast:
     """shares: samples of each rank, host after host. Raises KeyError for a strategy that is not foreseen."""
-    speeds = [speed for host in hosts for speed in host.speeds]
+    speeds = speeds_of(hosts, way)
     if way.fidelity == "local":
         return _local(job, speeds, wire, way, shares)
     if way.strategy == "ddp" and way.fidelity != "compressed" and len(speeds) > 1:

@@ -30,6 +30,11 @@ class Group:
     gpu: Gpu
 
     @property
+    def kind(self) -> str:
+        """Of each of its hosts, as `parse_groups` reads it after their number."""
+        return f"{self.gpus}x{self.gpu.name}" if self.gpus > 1 else self.gpu.name
+
+    @property
     def words(self) -> str:
         each = f" of {self.gpus}" if self.gpus > 1 else ""
         return f"{self.hosts} host{'s' if self.hosts > 1 else ''}{each} {self.gpu.name}"
@@ -70,6 +75,6 @@ def imagine(groups: Sequence[Group], layers: tuple[Layer, ...], batch: int, band
             raise UsageError(f"not one sample fits into the {group.gpu.memory_gib:g} GiB of an {group.gpu.name}")
         for _ in range(group.hosts):
             name = f"{group.gpu.name}-{len(hosts)}"
-            hosts.append(Host(name, speeds))
+            hosts.append(Host(name, speeds, group.kind))
             sites.append(Site(name, group.gpus, bps, bps))
     return Scene(Job(layers, batch), tuple(hosts), Wire(tuple(sites), NCCL))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,14 @@ from orchestrator.wire import GLOO, GOODPUT, NCCL, Costs, Site, Wire, measured
 from trainer.alpha_beta import algorithm_gbps, bus_factor
 from trainer.config import Settings, SettingsError, overlap_of, parse_settings
 from trainer.experiments import DATA_SETS, EXPERIMENTS
-from trainer.shares import Speed, at_most, parse_speeds
+from trainer.shares import Speed, parse_speeds
 
 FITTED_MIB = 25.0
 """About what `bucket_mib=0` comes to on a slow link."""
 SEEN_RUNS = 50
 """Newest runs of collectives that are looked at for one of these hosts."""
+UNTOLD = ("pace", "catalogue")
+"""Whence speeds come that a run's ranks are not told, nor what their memory holds."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +103,6 @@ def _speeds(
     node: NodePlan, plan: LaunchPlan, profiles: Profiles, layers: Sequence[Layer]
 ) -> tuple[tuple[Speed, ...], str]:
     """Of the node's ranks, and where they come from."""
-    speeds, source = _speeds_alone(node, plan, profiles, layers)
-    return tuple(at_most(speed, int(plan.settings.get("local_batch", 0))) for speed in speeds), source
-
-
-def _speeds_alone(
-    node: NodePlan, plan: LaunchPlan, profiles: Profiles, layers: Sequence[Layer]
-) -> tuple[tuple[Speed, ...], str]:
     ranks = [(node.name, local_rank) for local_rank in range(node.ranks)]
     by_hand = parse_speeds(str(plan.settings.get("speeds", "")))
     if all(rank in by_hand for rank in ranks):
@@ -160,7 +155,7 @@ def wire_of(plan: LaunchPlan, network: Network | None, bandwidth_bps: float | No
     if bandwidth_bps is not None:
         network = None  # a person's word goes before what was measured
     if network:
-        costs = measured(costs, 2, 2 * network.message_s, f"latency as {network.job} measured it")
+        costs = measured(costs, network.message_s, f"latency as {network.job} measured it")
     sites = tuple(_site(node, network, bandwidth_bps) for node in plan.nodes)
     wire = Wire(sites, costs, network.pairs if network else {})
     return wire, (_links_words(plan, network, bandwidth_bps), _costs_words(costs))
@@ -279,6 +274,13 @@ def rounds_of(settings: Mapping[str, Any]) -> dict[str, int]:
     return {"every": every, "overlap": overlap, "local_batch": int(settings.get("local_batch", 0))}
 
 
+def kept(settings: Mapping[str, Any], chosen: Collection[str]) -> dict[str, Any]:
+    """What every way that is tried has, as `ways` names it. chosen: settings that the person made."""
+    own_mib = float(settings["bucket_mib"]) if "bucket_mib" in chosen else 0.0
+    rank, wire = int(settings.get("compress_rank", 2)), str(settings.get("wire", "auto"))
+    return {**rounds_of(settings), "rank": rank, "wire": wire, "buckets_mib": (own_mib,) if own_mib else BUCKETS_MIB}
+
+
 def allowed(settings: dict[str, Any]) -> Fidelity:
     told = settings.get("fidelity", "exact")
     return next((each for each in FIDELITIES if each == told), "exact")
@@ -286,7 +288,7 @@ def allowed(settings: dict[str, Any]) -> Fidelity:
 
 def forecast_of(plan: LaunchPlan, view: View, way: Way) -> Forecast:
     """With the plan's own shares and micro-batches."""
-    shares = [share for node in plan.nodes for share in node.shares]
+    shares = _shares_of(plan)
     micro = int(plan.settings.get("accumulate", 0))
     hosts, first = [], 0
     for host in view.scene.hosts:
@@ -297,11 +299,52 @@ def forecast_of(plan: LaunchPlan, view: View, way: Way) -> Forecast:
     return predict(view.scene.job, hosts, view.scene.wire, way, shares)
 
 
+def _shares_of(plan: LaunchPlan) -> list[int]:
+    return [share for node in plan.nodes for share in node.shares]
+
+
 def _in_parts(speed: Speed, share: int, micro: int) -> Speed:
     if micro < 1 or share < 1:
         return speed
     part = -(-share // micro)
     return dataclasses.replace(speed, cap=part if speed.cap is None else min(part, speed.cap))
+
+
+def memory_words(
+    scene: Scene, shares: Sequence[int], speeds_from: Mapping[str, str], settings: Mapping[str, Any]
+) -> Iterator[str]:
+    """Of hosts that will do more at once than their memory holds: nobody tells their ranks what is estimated here."""
+    local_batch = int(settings.get("local_batch", 0))
+    found: dict[int, list[tuple[str, int]]] = {}
+    for name, cap, share in _too_large(scene, shares, speeds_from, settings):
+        found.setdefault(cap, []).append((name, share))
+    parts = max((-(-share // cap) for cap, ranks in found.items() for _, share in ranks), default=0)
+    remedy = f"local_batch={min(found, default=0)}" if local_batch else f"accumulate={parts}"
+    for cap, ranks in found.items():
+        names, most = ", ".join(dict(ranks)), max(share for _, share in ranks)
+        what = f"a local batch of {local_batch}" if local_batch else f"a share of {most}"
+        yield (
+            f"{names}: {what} will not fit into its memory at once ({cap} samples, estimated); `orch profile`, "
+            f"or --set {remedy}"
+        )
+
+
+def memory_notes(plan: LaunchPlan, view: View) -> tuple[str, ...]:
+    return tuple(memory_words(view.scene, _shares_of(plan), view.speeds_from, plan.settings))
+
+
+def _too_large(
+    scene: Scene, shares: Sequence[int], speeds_from: Mapping[str, str], settings: Mapping[str, Any]
+) -> Iterator[tuple[str, int, int]]:
+    """Name, cap and share, in samples, of each rank that is told no cap and would need one."""
+    micro, local_batch = max(1, int(settings.get("accumulate", 0))), int(settings.get("local_batch", 0))
+    split = iter(shares)
+    for host in scene.hosts:
+        untold = speeds_from.get(host.name, "catalogue") in UNTOLD
+        for speed, share in zip(host.speeds, split, strict=False):
+            at_once = min(-(-share // micro), local_batch or share)
+            if untold and speed.cap and at_once > speed.cap:
+                yield host.kind or host.name, speed.cap, share
 
 
 def foreseen(plan: LaunchPlan, view: View) -> Prediction | None:
@@ -325,10 +368,7 @@ def with_best_way(plan: LaunchPlan, view: View, chosen: frozenset[str]) -> Launc
     chosen: settings that the person made, which stay. Raises UsageError where none fits them.
     """
     fidelity = allowed(plan.settings)
-    own_mib = float(plan.settings["bucket_mib"]) if "bucket_mib" in chosen else 0.0
-    rank = int(plan.settings.get("compress_rank", 2))
-    buckets_mib = (own_mib,) if own_mib else BUCKETS_MIB
-    candidates = ways(fidelity, buckets_mib=buckets_mib, rank=rank, **rounds_of(plan.settings))
+    candidates = ways(fidelity, **kept(plan.settings, chosen))
     known = [(way, pairs) for way in candidates if (pairs := runnable(plan, way, chosen))]
     if not known:
         raise UsageError(f"strategy=auto: no strategy fits fidelity {fidelity} and these settings", "name one")

@@ -8,20 +8,42 @@ document(found)        `orch plan --json`
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import shlex
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from orchestrator.advice import BUCKETS_MIB, FIDELITIES, Advice, Choice, Scene, WhatIf, advise
+from orchestrator.advice import FIDELITIES, Advice, Choice, Scene, WhatIf, advise
 from orchestrator.catalogue import ERROR, HOST_DAYS, RESTART_S, Failures, failures
+from orchestrator.forecast import STRATEGIES, Host
 from orchestrator.imagined import Group, imagine
 from orchestrator.networks import gradient_bytes
-from orchestrator.outlook import View, allowed, network_of, rounds_of
+from orchestrator.outlook import View, allowed, kept, memory_words, network_of
 from orchestrator.records import LaunchPlan
 from orchestrator.units import format_bandwidth, format_duration
 from orchestrator.wire import GOODPUT
 
 TITLES = ("fidelity", "way", "shares", "step", "samples/s", "of sum", "wire", "binds")
+FEW_NAMES = 8
+"""More hosts than this are not named one by one."""
+UNSEEN: dict[str, tuple[object, ...]] = {
+    "strategy": (*STRATEGIES, "auto"),
+    "shares": ("equal", "measured", "auto"),
+    "accumulate": (0, 1),
+    "sync_bn": (False,),
+    "loader": ("auto", "resident"),
+    "num_workers": (-1,),
+    "slow": ("",),
+}
+"""Settings that change how fast a run is and not what is foreseen, with the values for which that is right."""
+UNSEEN_OF_CATALOGUE: dict[str, tuple[object, ...]] = {"amp": ("none",)}
+"""The same where speeds are estimates; a profile is of its own amp."""
+UNSEEN_OF_IMAGINED: dict[str, tuple[object, ...]] = {
+    "device": ("auto", "cuda"),
+    "backend": ("auto", "nccl"),
+    "speeds": ("",),
+}
 
 
 @dataclass(frozen=True)
@@ -39,8 +61,16 @@ class Outlook:
 
 def outlook_of(plan: LaunchPlan, view: View, chosen: Collection[str]) -> Outlook:
     """chosen: the settings that the person made; a bucket size or a number of local steps among them stays."""
-    advice = advise(view.scene, allowed(plan.settings), **_kept(plan.settings, chosen))
-    return Outlook(plan.cluster, plan.exp, view.scene, advice, view.basis, view.speeds_from)
+    settings = plan.settings
+    advice = advise(view.scene, allowed(settings), **kept(settings, chosen))
+    unseen = {**UNSEEN, **(UNSEEN_OF_CATALOGUE if view.is_estimate else {})}
+    shares = advice.best[advice.fidelity].forecast.shares
+    basis = (
+        *view.basis,
+        *memory_words(view.scene, shares, view.speeds_from, settings),
+        *_unseen_words(settings, chosen, unseen),
+    )
+    return Outlook(plan.cluster, plan.exp, view.scene, advice, basis, view.speeds_from)
 
 
 def imagined_outlook(
@@ -48,7 +78,7 @@ def imagined_outlook(
 ) -> Outlook:
     layers = network_of(exp, dict(settings))
     scene = imagine(groups, layers, int(settings["batch"]), bandwidth_bps)
-    advice = advise(scene, allowed(dict(settings)), **_kept(settings, chosen))
+    advice = advise(scene, allowed(dict(settings)), **kept(settings, chosen))
     gpus = {group.gpu.name: group.gpu for group in groups}.values()
     return Outlook(
         cluster=", ".join(group.words for group in groups),
@@ -61,6 +91,8 @@ def imagined_outlook(
             f"links: {format_bandwidth(bandwidth_bps)} for every host, as you say, times {GOODPUT} of payload",
             f"{scene.wire.costs.name}: {scene.wire.costs.source}",
             f"failures: one a host every {HOST_DAYS:.0f} days and {RESTART_S:.0f} s to start again, both assumed",
+            *memory_words(scene, advice.best[advice.fidelity].forecast.shares, {}, settings),
+            *_unseen_words(settings, chosen, {**UNSEEN, **UNSEEN_OF_CATALOGUE, **UNSEEN_OF_IMAGINED}),
         ),
         speeds_from={group.gpu.name: "catalogue" for group in groups},
         failures=failures(len(scene.hosts), 2 * gradient_bytes(layers)),
@@ -71,10 +103,12 @@ def _trust(unsure: Collection[str]) -> str:
     return "not verified" if "memory_gib" in unsure else "bandwidth not verified" if "gb_per_s" in unsure else "read"
 
 
-def _kept(settings: Mapping[str, Any], chosen: Collection[str]) -> dict[str, Any]:
-    buckets_mib = (float(settings["bucket_mib"]),) if "bucket_mib" in chosen and settings["bucket_mib"] else BUCKETS_MIB
-    rank = int(settings.get("compress_rank", 2))
-    return {**rounds_of(settings), "rank": rank, "buckets_mib": buckets_mib}
+def _unseen_words(
+    settings: Mapping[str, Any], chosen: Collection[str], unseen: Mapping[str, tuple[object, ...]]
+) -> Iterator[str]:
+    names = [name for name, harmless in unseen.items() if name in chosen and settings[name] not in harmless]
+    if names:
+        yield f"not looked at: {', '.join(f'{name}={settings[name]}' for name in names)}"
 
 
 # ---- for people -----------------------------------------------------------------------------------------------------
@@ -151,11 +185,33 @@ def changes(found: Outlook) -> Iterator[str]:
 
 
 def _hosts(change: WhatIf, found: Outlook) -> str:
-    if len(change.hosts) == 1:
+    """Who stays, or who is left out, whichever is soon said."""
+    stay, scene = set(change.hosts), found.scene
+    if all(host.kind for host in scene.hosts):
+        return _imagined_hosts(stay, scene.hosts)
+    if len(stay) == 1:
         return f"{change.hosts[0]} alone"
-    if len(change.hosts) <= 8:
+    if len(stay) <= FEW_NAMES:
         return f"only {', '.join(change.hosts)} (--nodes {','.join(change.hosts)})"
-    return f"only the {len(change.hosts)} hosts like {change.hosts[0]}"
+    out = [host.name for host in scene.hosts if host.name not in stay]
+    if len(out) <= FEW_NAMES:
+        return f"without {', '.join(out)}"
+    kinds = [kind for names in scene.kinds if (kind := [name for name in names if name not in stay])]
+    return "without " + " and ".join(f"the {_many(len(kind), 'host')} like {kind[0]}" for kind in kinds)
+
+
+def _imagined_hosts(stay: Collection[str], hosts: Sequence[Host]) -> str:
+    """In groups: their hosts have no names."""
+    groups = _groups(host for host in hosts if host.name in stay)
+    hint = f"(--nodes {shlex.quote(groups)})"
+    if len(stay) == 1:
+        return f"one {groups.removeprefix('1x')} host alone {hint}"
+    return f"without {_groups(host for host in hosts if host.name not in stay)} {hint}"
+
+
+def _groups(hosts: Iterable[Host]) -> str:
+    """As `parse_groups` reads them."""
+    return ",".join(f"{count}x{kind}" for kind, count in Counter(host.kind for host in hosts).items())
 
 
 def _gain(change: WhatIf, now: float) -> str:

@@ -87,9 +87,9 @@ NCCL = Costs(
 )
 
 
-def measured(costs: Costs, ranks: int, alpha_s: float, source: str) -> Costs:
-    """With the latency that an all_reduce over so many ranks showed in place of the assumed one."""
-    return dataclasses.replace(costs, message_s=alpha_s / max(1, 2 * (ranks - 1)), call_s=0.0, source=source)
+def measured(costs: Costs, message_s: float, source: str) -> Costs:
+    """With what a message costs as an all_reduce showed it, its call included, in place of what is assumed."""
+    return dataclasses.replace(costs, message_s=message_s, call_s=0.0, source=source)
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,6 @@ class Wire:
     def _most(self) -> int:
         """Ranks of one host."""
         return max(site.ranks for site in self.sites)
-
-    @property
-    def slowest_bps(self) -> float:
-        """Of the ring's links between hosts; infinite where there is one host."""
-        return min(self._between, default=math.inf)
 
     def round_s(self, size_bytes: float) -> float:
         """Every rank passes so much on to the next: as long as the slowest takes."""

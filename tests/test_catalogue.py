@@ -78,7 +78,9 @@ def test_hosts_that_are_not_there_are_written_as_groups():
     ]
     scene = imagine(groups, RESNET, 1000, 2.5e9)
     assert (len(scene.hosts), scene.wire.ranks) == (503, 509)
-    assert scene.wire.slowest_bps == pytest.approx(0.94 * 2.5e9)
+    assert {site.up_bps for site in scene.wire.sites} == {0.94 * 2.5e9}
+    assert [scene.hosts[number].kind for number in (0, 500, 502)] == ["A2000", "4xA16", "3090"]
+    assert [group.kind for group in parse_groups("7x4xA16")] == ["4xA16"]
 
 
 @pytest.mark.parametrize("text", ["500xB1000", "x", "0xA16", "2x0xA16", "3xA16,", "30000xA16", "-1xA16", "1xA16;ls"])

@@ -11,16 +11,21 @@ from click.testing import CliRunner
 from run_folders import two_hosts
 from test_plan import INVENTORY, host
 
+from orchestrator.advice import Scene, WhatIf
 from orchestrator.analyse import analyse
 from orchestrator.cli import main
+from orchestrator.forecast import Host, Job
 from orchestrator.inventory import load_inventory
 from orchestrator.outlook import foreseen, look, network_from, read_network
 from orchestrator.paths import Home
+from orchestrator.planview import Outlook, _hosts
 from orchestrator.profiles import Profile, kinds_of
 from orchestrator.records import LaunchPlan
 from orchestrator.report import render_report
 from orchestrator.store import Cluster, Store
 from orchestrator.summary import Summary
+from orchestrator.wire import GLOO, Site, Wire
+from trainer.shares import Speed
 
 RESNET = ("--exp", "resnet152_cifar")
 
@@ -208,6 +213,111 @@ def test_a_thousand_hosts_that_one_does_not_have(tmp_path, monkeypatch):
     assert "500 hosts A2000, 500 hosts V100" in shown
     assert "failures: 2.7 a day" in shown
     assert "estimates by memory bandwidth" in shown
+
+
+def imagined(*words):
+    return orch("plan", *RESNET, "--bandwidth", "2.5Gbps", *words).stdout
+
+
+def test_hosts_that_one_does_not_have_are_spoken_of_by_kind():
+    """Names that are made up help nobody."""
+    many = imagined("--nodes", "500xA2000,500xV100", "--set", "batch=64000")
+    assert "better: without 500xA2000 (--nodes 500xV100), " in many
+    assert "one more V100 host: " in many
+    few = imagined("--nodes", "1xA2000,2x4xV100")
+    assert "better: one 4xV100 host alone (--nodes 1x4xV100), " in few
+    assert "one more 4xV100 host: " in few
+    assert "V100-" not in many + few
+
+
+def what_if(hosts, stay):
+    """What `plan` says of leaving out all but some of these hosts."""
+    wire = Wire([Site(host.name, 1, 1e9, 1e9) for host in hosts], GLOO)
+    scene = Scene(Job((), 64), hosts, wire)
+    found = Outlook("lab", "x", scene, advice=None, basis=(), speeds_from={})
+    return _hosts(WhatIf("without", tuple(stay), choice=None), found)
+
+
+def test_it_is_said_who_is_left_out():
+    hosts = tuple(Host(f"gpu{i}", (Speed(0, 1.0 + i // 10),)) for i in range(30))
+    names = [host.name for host in hosts]
+    assert what_if(hosts, names[:1]) == "gpu0 alone"
+    assert what_if(hosts, names[:2]) == "only gpu0, gpu1 (--nodes gpu0,gpu1)"
+    assert what_if(hosts, [*names[:3], *names[4:]]) == "without gpu3"
+    assert what_if(hosts, names[10:]) == "without the 10 hosts like gpu0"
+    assert what_if(hosts, names[:10]) == "without the 10 hosts like gpu10 and the 10 hosts like gpu20"
+    groups = tuple(Host(f"A2000 6GB-{i}", (Speed(0, 1.0),), "A2000 6GB") for i in range(3))
+    assert what_if(groups, ["A2000 6GB-1"]) == "one A2000 6GB host alone (--nodes '1xA2000 6GB')"
+
+
+def test_a_local_batch_is_foreseen_where_it_holds_and_nowhere_else():
+    words = ("--nodes", "2xA2000,2xV100", "--bandwidth", "2.5Gbps", "--set", "batch=2048", "--set", "fidelity=local")
+    without, with_it = planned(*words), planned(*words, "--set", "local_batch=16")
+    assert with_it["best"]["local"]["step_ms"] > 1.5 * without["best"]["local"]["step_ms"]
+    assert with_it["best"]["exact"] == without["best"]["exact"]
+    assert with_it["sum_of_parts_samples_per_s"] == without["sum_of_parts_samples_per_s"]
+
+
+def test_of_hosts_that_one_has_a_local_batch_leaves_the_speeds_alone(home):
+    told = planned("--set", "fidelity=local", "--set", "local_batch=16")
+    assert {rank["cap"] for host in told["hosts"] for rank in host["ranks"]} == {None}
+    assert told["best"]["local"]["local_steps"][0] > 32
+    assert told["sum_of_parts_samples_per_s"] == planned()["sum_of_parts_samples_per_s"]
+
+
+def test_a_share_beyond_what_memory_is_thought_to_hold_is_said(home, tmp_path):
+    """Without a profile nobody tells the ranks."""
+    remember(tmp_path, "a2000_v100.yaml")
+    words = ("--set", "batch=16384")
+    remedy = "`orch profile`, or --set accumulate=3"
+    assert fit(dry_run(*words).notes) == [
+        f"a2000: a share of 8192 will not fit into its memory at once (3017 samples, estimated); {remedy}",
+        f"v100: a share of 8192 will not fit into its memory at once (4184 samples, estimated); {remedy}",
+    ]
+    assert fit(dry_run(*words, "--set", "accumulate=3").notes) == []
+    assert fit(dry_run(*words, "--set", "speeds=a2000:0=1+1/300,v100:0=1+1/300").notes) == []
+    local = dry_run(*words, "--set", "fidelity=local", "--set", "local_batch=4000")
+    assert [words.rpartition(" ")[2] for words in fit(local.notes)] == ["local_batch=3017"]
+    assert fit(planned()["basis"]) == []
+    assert fit(planned("--set", "batch=32768")["basis"])
+    kinds = planned("--nodes", "2xA2000,2xV100", "--bandwidth", "1Gbps", "--set", "batch=65536")["basis"]
+    assert [words.partition(":")[0] for words in fit(kinds)] == ["A2000", "V100"]
+
+
+def fit(sentences):
+    return [sentence for sentence in sentences if "will not fit into its memory" in sentence]
+
+
+THOUSAND = ("--nodes", "500xA2000,500xV100", "--bandwidth", "2.5Gbps")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (("sync_bn=true", "strategy=fsdp"), "strategy=fsdp, sync_bn=True"),
+        (("shares=v100=5,a2000=2", "num_workers=0"), "shares=v100=5,a2000=2, num_workers=0"),
+        (("amp=bf16", "strategy=allreduce", "shares=measured", "epochs=3", "bucket_mib=10", "loader=auto"), None),
+    ],
+)
+def test_what_a_plan_does_not_look_at_is_said(home, settings, said):
+    words = [word for setting in settings for word in ("--set", setting)]
+    found = [sentence for sentence in planned(*words)["basis"] if sentence.startswith("not looked at")]
+    assert found == ([f"not looked at: {said}"] if said else [])
+
+
+def test_an_estimate_looks_at_no_amp(home, tmp_path):
+    assert (
+        "not looked at: amp=bf16, backend=gloo"
+        in planned(*THOUSAND, "--set", "amp=bf16", "--set", "backend=gloo")["basis"]
+    )
+    remember(tmp_path, "a2000_v100.yaml")
+    assert "not looked at: amp=bf16" in planned("--set", "amp=bf16")["basis"]
+
+
+def test_local_in_32_bits_is_shown_no_other(home):
+    words = ("--set", "fidelity=local", "--set", "wire=fp32")
+    assert {way["way"]["half_wire"] for way in planned()["ways"]} == {False, True}
+    assert {way["way"]["half_wire"] for way in planned(*words)["ways"]} == {False}
 
 
 def test_rings_of_hosts_with_several_gpus_are_shown_beside_each_other(tmp_path, monkeypatch):
