@@ -86,7 +86,7 @@ class Profile(Kind, Measurement):
     """Where it was measured."""
     created: str
     valid: bool = True
-    """False where a paced rank could not keep its pace."""
+    """False where a paced rank could not keep its pace: it is shown, and counts for nothing else."""
 
     @property
     def speed(self) -> Speed:
@@ -215,6 +215,3 @@ def _notes(
     )
     if beyond:
         yield f"extrapolated, since their shares are larger than what the profile tried: {', '.join(beyond)}"
-    bad = sorted({profile.node for profile in profiles.values() if not profile.valid})
-    if bad:
-        yield f"the profile of {', '.join(bad)} was made on a machine too slow for its pace"

@@ -4,8 +4,9 @@
     for found in profiling.run(follow):
         found.rank, found.profile.samples_per_s(512), found.fresh
 
-Hosts of one kind are measured once, unless `each`. Hosts on different machines are measured at the same time, those
-that share one (its boot id) one after the other, so that no measurement disturbs another.
+Hosts of one kind are measured once, unless `each`; one that has a profile of its own keeps to that. Hosts on different
+machines are measured at the same time, those that share one (its boot id) one after the other, so that no measurement
+disturbs another.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from orchestrator.profiles import Kind, Measurement, Profile, Rank, kinds_of
 from orchestrator.records import FINAL_STATES, LaunchPlan, NodePlan
 from orchestrator.request import parse_pairs, read_wish
 from orchestrator.store import Cluster
+from trainer.shares import split_batch
 
 Follow = Callable[[LaunchPlan, Mapping[str, Host]], None]
 """Shows a job until its end."""
@@ -81,26 +83,35 @@ class Profiling:
         facts = controller.clusters.ready(cluster, only).facts
         self.whole = controller.plan(cluster, self.wish.request, self.wish.code, only)
         self.machines = {name: fact.boot_id for name, fact in facts.items()}
-        kinds = kinds_of(self.whole, facts)
-        self.kinds = {
-            rank: kind.of(f"{cluster.name}/{rank[0]}") if each else kind for rank, kind in kinds.items()
-        }  # fmt: skip
+        self.kinds = self._kinds(kinds_of(self.whole, facts), each)
+
+    def _kinds(self, shared: Mapping[Rank, Kind], each: bool) -> dict[Rank, Kind]:
+        """Each rank's kind as its profile is kept: its host's own where every host is asked for, or where it has such a
+        profile already. Splits go by that one before all others, so it is the one to show, and to measure again.
+        """
+        if each:
+            return {rank: kind.of(f"{self.cluster.name}/{rank[0]}") for rank, kind in shared.items()}
+        known = self.controller.store.profiles(shared, self.cluster.name)
+        return {rank: kind.of(known[rank].host) if rank in known else kind for rank, kind in shared.items()}
 
     def run(self, follow: Follow, *, again: bool = False) -> list[Found]:
-        """Every rank's profile, those that were not known measured. Raises HostsError or OrchError where that fails."""
+        """Every rank's profile, those that were not known measured. Raises HostsError or OrchError where that fails.
+
+        One that is not valid is told and not kept: a rank goes on by what was known of it.
+        """
         store = self.controller.store
-        known = {} if again else self._known()
-        missing = {rank: kind for rank, kind in self.kinds.items() if kind.key not in known}
+        known = {} if again else store.profiles(self.kinds, self.cluster.name)
+        missing = {rank: kind for rank, kind in self.kinds.items() if rank not in known}
+        measured: dict[str, Profile] = {}  # by key
         for nodes in self._rounds(missing):
             for profile in self._measure(nodes, follow):
-                store.save_profile(profile)
-        found = self._known()
-        return [Found(rank, found[kind.key], rank in missing) for rank, kind in self.kinds.items()]
-
-    def _known(self) -> dict[str, Profile]:
-        """By key."""
-        found = self.controller.store.profiles(self.kinds, self.cluster.name)
-        return {profile.key: profile for rank, profile in found.items() if profile.key == self.kinds[rank].key}
+                measured[profile.key] = profile
+                if profile.valid:
+                    store.save_profile(profile)
+        return [
+            Found(rank, measured[kind.key], True) if kind.key in measured else Found(rank, known[rank], False)
+            for rank, kind in self.kinds.items()
+        ]
 
     def _rounds(self, missing: Mapping[Rank, Kind]) -> list[list[str]]:
         """Which nodes to measure at the same time; of those whose ranks are of the same kinds, the first."""
@@ -189,8 +200,16 @@ def titles(batch: int) -> tuple[str, ...]:
     return ("host", "GPU", "fixed ms", "ms/sample", "samples/s", "most at once", f"share of {batch}", "measured")
 
 
-def cells(batch: int, each: Found, share: int) -> tuple[str, ...]:
-    """A line of the table: how fast a rank is alone, and its part of a batch that is split by it."""
+def measured_shares(batch: int, found: Sequence[Found]) -> dict[Rank, int]:
+    """Each rank's part of a batch that is split by these; empty where one of them is not valid."""
+    if not all(each.profile.valid for each in found):
+        return {}
+    speeds = {each.rank: each.profile.speed for each in found}
+    return dict(zip(speeds, split_batch("measured", speeds, list(speeds), batch), strict=True))
+
+
+def cells(batch: int, each: Found, share: int | None) -> tuple[str, ...]:
+    """A line of the table: how fast a rank is alone, and its part of a batch that is split by it, if it is known."""
     (node, local_rank), known = each.rank, each.profile
     return (
         node if known.ranks == 1 else f"{node}:{local_rank}",
@@ -199,18 +218,18 @@ def cells(batch: int, each: Found, share: int) -> tuple[str, ...]:
         f"{known.sample_ms:.3g}",
         f"{known.samples_per_s(batch):.1f}",
         str(known.cap) if known.cap else f"> {known.largest}",
-        str(share),
+        "-" if share is None else str(share),
         ("now" if each.fresh else known.created[:16].replace("T", " ")) + f" on {known.node}",
     )
 
 
 def document(exp: str, batch: int, found: Sequence[Found], shares: Mapping[Rank, int]) -> dict[str, Any]:
-    """What `orch profile --json` prints."""
+    """What `orch profile --json` prints. shares: see `measured_shares`."""
     ranks = [
         {
             "node": each.rank[0],
             "local_rank": each.rank[1],
-            "share": shares[each.rank],
+            "share": shares.get(each.rank),
             "samples_per_s": each.profile.samples_per_s(batch),
             "fresh": each.fresh,
             **each.profile.model_dump(mode="json", by_alias=True, exclude={"schema_", "node"}),

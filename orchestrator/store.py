@@ -240,12 +240,16 @@ class Store:
             write_record(self.home.profile(profile.key), profile)
 
     def profiles(self, kinds: Mapping[Rank, Kind], cluster: str) -> dict[Rank, Profile]:
-        """Of the ranks that have one: its host's own, else that of its kind. A damaged one counts as none."""
+        """Of the ranks that have one: its host's own, else that of its kind. One that is damaged, or not valid, counts
+        as none.
+        """
         found = {}
         for rank, kind in kinds.items():
             for key in (kind.key, kind.of(f"{cluster}/{rank[0]}").key):
                 with suppress(OrchError):
-                    found[rank] = self._read(self.home.profile(key), Profile)
+                    profile = self._read(self.home.profile(key), Profile)
+                    if profile.valid:
+                        found[rank] = profile
         return found
 
     # ---- starts -----------------------------------------------------------------------------------------------

@@ -90,8 +90,13 @@ def remember_all(controller, **more):
 
 
 @pytest.mark.slow
-def test_each_kind_of_host_is_measured_once_and_then_known(controller):
-    followed = []
+def test_each_kind_of_host_is_measured_once_and_then_known(controller, monkeypatch):
+    followed, profiles_of = [], Profiling._profiles
+    # On a busy machine stand-ins are late for their pace, and such a profile would be measured anew.
+    in_time = {"valid": True}
+    monkeypatch.setattr(
+        Profiling, "_profiles", lambda *job: [profile.model_copy(update=in_time) for profile in profiles_of(*job)]
+    )
 
     def follow(plan, hosts):
         followed.append(plan.master)
@@ -108,6 +113,73 @@ def test_each_kind_of_host_is_measured_once_and_then_known(controller):
     assert len(followed) == 2 and not any(each.fresh for each in again)
     shares = {node.name: node.shares for node in planned(controller, "shares=measured", "batch=32").nodes}
     assert shares["v100a"] > shares["a2000a"]
+
+
+class Stopwatch:
+    """Measures in place of jobs. measured: of each profile the node, and CLUSTER/NODE, or None for its kind."""
+
+    def __init__(self, monkeypatch, sample_ms, *, valid=True):
+        self.measured, self.sample_ms, self.valid = [], sample_ms, valid
+        monkeypatch.setattr(Profiling, "_measure", lambda one, names, follow: [self._one(one, name) for name in names])
+
+    def _one(self, one, name):
+        kind = one.kinds[name, 0]
+        self.measured.append((name, kind.host))
+        return remembered(kind, 4, self.sample_ms, valid=self.valid)
+
+
+def profiled(controller, *, each=False, again=False):
+    """By node: its ms a sample, and whether it was measured just now."""
+    one = Profiling(controller, controller.store.cluster("t"), "mnist_lenet", SHORT, each=each)
+    found = one.run(lambda plan, hosts: None, again=again)
+    return {each.rank[0]: (each.profile.sample_ms, each.fresh) for each in found}
+
+
+def test_a_host_that_was_measured_by_itself_is_known_where_one_of_each_kind_is_asked_for(controller, monkeypatch):
+    watch = Stopwatch(monkeypatch, 3)
+    assert set(profiled(controller, each=True).values()) == {(3, True)}
+    assert profiled(controller) == dict.fromkeys(("a2000a", "a2000b", "v100a"), (3, False))
+    assert len(watch.measured) == 3
+
+
+def test_a_host_without_a_profile_of_its_own_is_measured_for_its_kind(controller, monkeypatch):
+    watch = Stopwatch(monkeypatch, 3)
+    controller.store.save_profile(remembered(kinds(controller)["a2000a", 0].of("t/a2000a"), 4, 9))
+    assert profiled(controller) == {"a2000a": (9, False), "a2000b": (3, True), "v100a": (3, True)}
+    assert sorted(watch.measured) == [("a2000b", None), ("v100a", None)]
+
+
+def test_what_splits_go_by_is_what_is_measured_again(controller, monkeypatch):
+    Stopwatch(monkeypatch, 9)
+    profiled(controller)
+    controller.store.save_profile(remembered(kinds(controller)["a2000b", 0].of("t/a2000b"), 4, 9))
+    watch = Stopwatch(monkeypatch, 3)
+    assert set(profiled(controller, again=True).values()) == {(3, True)}
+    assert sorted(watch.measured, key=str) == [("a2000a", None), ("a2000b", "t/a2000b"), ("v100a", None)]
+    known = controller.store.profiles(kinds(controller), "t")
+    assert {profile.sample_ms for profile in known.values()} == {3}
+
+
+def test_a_profile_that_is_not_valid_is_told_and_does_not_count(controller, monkeypatch):
+    Stopwatch(monkeypatch, 9, valid=False)
+    assert set(profiled(controller).values()) == {(9, True)}
+    assert controller.store.profiles(kinds(controller), "t") == {}
+    with pytest.raises(UsageError, match="not been measured"):
+        planned(controller, "shares=measured")
+    assert all(node.solo_samples_per_s is None for node in planned(controller).nodes)
+    done = CliRunner().invoke(main, ["profile", "--exp", "mnist_lenet"])
+    assert done.exit_code == 0, done.output
+    assert "its profile does not count" in done.stderr
+    told = json.loads(CliRunner().invoke(main, ["profile", "--exp", "mnist_lenet", "--json"]).stdout)
+    assert [(rank["valid"], rank["share"]) for rank in told["ranks"]] == [(False, None)] * 3
+
+
+def test_a_valid_profile_outlives_a_later_one_that_is_not(controller, monkeypatch):
+    Stopwatch(monkeypatch, 3)
+    profiled(controller)
+    Stopwatch(monkeypatch, 9, valid=False)
+    assert set(profiled(controller, again=True).values()) == {(9, True)}
+    assert set(profiled(controller).values()) == {(3, False)}
 
 
 def test_hosts_that_share_a_machine_are_measured_one_after_the_other(controller):
@@ -183,6 +255,15 @@ def test_a_damaged_profile_is_as_good_as_none(controller):
     for path in controller.store.home.profiles.iterdir():
         path.write_text("{")
     assert controller.store.profiles(kinds(controller), "t") == {}
+
+
+def test_a_profile_that_was_kept_although_it_is_not_valid_is_as_good_as_none(controller):
+    remember_all(controller, valid=False)
+    kind = kinds(controller)["a2000a", 0]
+    controller.store.save_profile(remembered(kind, 4, 3))
+    controller.store.save_profile(remembered(kind.of("t/a2000b"), 4, 9, valid=False))
+    found = controller.store.profiles(kinds(controller), "t")
+    assert {rank[0]: profile.sample_ms for rank, profile in found.items()} == {"a2000a": 3, "a2000b": 3}
 
 
 # ---- what a plan makes of them ------------------------------------------------------------------------------------

@@ -85,6 +85,11 @@ def test_a_whole_number_that_nothing_can_hold_is_one_line(name: str) -> None:
     assert parse_settings("mnist_lenet", {"seed": str(2**63 - 1)}).seed == 2**63 - 1
 
 
+def test_a_batch_has_an_upper_bound() -> None:
+    assert mistakes_of("mnist_lenet", batch=str(2**40)) == (f"batch: {2**40} is too large; less than {2**40}",)
+    assert parse_settings("mnist_lenet", {"batch": str(2**40 - 1)}).batch == 2**40 - 1
+
+
 @pytest.mark.parametrize(
     ("pairs", "said"),
     [

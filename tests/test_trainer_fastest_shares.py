@@ -70,6 +70,19 @@ def test_speeds_that_no_rank_can_have_are_refused(speeds: tuple[Speed, ...]) -> 
         fastest_shares(speeds, 4)
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("speeds", "batch"),
+    [((Speed(2, 1), Speed(3, 2)), 10**16), ((Speed(0, 1), Speed(0, 3)), 2**62), ((Speed(9e8, 1e-8),) * 3, 64)],
+)
+def test_an_end_is_found_where_a_sample_is_less_than_the_spacing_of_floats(
+    speeds: tuple[Speed, ...], batch: int
+) -> None:
+    shares = fastest_shares(speeds, batch)
+    assert sum(shares) == batch
+    assert min(shares) >= 0
+
+
 def test_a_thousand_ranks_and_a_large_batch_take_no_time_worth_naming() -> None:
     speeds = [Speed(2 + rank % 3, 1 + rank % 7, cap=64) for rank in range(1000)]
     assert sum(fastest_shares(speeds, 100_000)) == 100_000

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.shares import equal_shares, scale_shares
+from trainer.shares import equal_shares, scale_shares, without_singles
 
 pytest.importorskip("torch")
 from trainer.stream import RankBatches, SampleStream, derive_seed
@@ -37,6 +37,30 @@ def test_scaled_shares_add_up_and_stay_within_one_sample_of_their_exact_part(sha
 @given(shares=shares_lists)
 def test_a_full_batch_is_not_rescaled(shares: list[int]) -> None:
     assert scale_shares(shares, sum(shares)) == tuple(shares)
+
+
+@given(shares=st.lists(st.integers(0, 3) | st.integers(0, 200), max_size=12))
+def test_no_rank_keeps_a_single_sample_and_none_is_lost(shares: list[int]) -> None:
+    left = without_singles(shares)
+    assert sum(left) == sum(shares)
+    assert 1 not in left or sum(shares) == 1
+    assert all(after == 0 for before, after in zip(shares, left, strict=True) if before == 0)
+    assert all(after >= before for before, after in zip(shares, left, strict=True) if before != 1)
+
+
+@pytest.mark.parametrize(
+    ("shares", "left"),
+    [
+        ((1,) * 8, (2, 0) * 4),
+        ((1,) * 5, (3, 0, 2, 0, 0)),
+        ((1, 0, 9, 1, 9), (2, 0, 9, 0, 9)),
+        ((2, 1, 9, 9), (2, 0, 10, 9)),
+        ((1,), (1,)),
+        ((0, 1), (0, 1)),
+    ],
+)
+def test_singles_are_put_together_and_pile_up_on_no_rank(shares: tuple[int, ...], left: tuple[int, ...]) -> None:
+    assert without_singles(shares) == left
 
 
 @settings(deadline=None)

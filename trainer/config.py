@@ -82,7 +82,7 @@ class Settings:
         choices=[*DATA_SETS, "folder", "synthetic"],
     )
     data_dir: str = _setting("The folder on each host that holds the data sets, or receives them.")
-    batch: int = _setting("Samples of one update, over all ranks together.", at_least=1)
+    batch: int = _setting("Samples of one update, over all ranks together.", at_least=1, below=1 << 40)
     epochs: int = _setting("Passes over the training data.", at_least=1)
     steps: int = _setting("Updates after which to stop, if the epochs last longer; 0 is no limit.", at_least=0)
     samples: int = _setting("Train on only the first so many samples of the data; 0 is all of them.", at_least=0)

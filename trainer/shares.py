@@ -187,12 +187,19 @@ def split_batch(text: str, speeds: Speeds, ranks: Sequence[tuple[str, int]], bat
 
 
 def without_singles(shares: Sequence[int]) -> tuple[int, ...]:
-    """A rank with a single sample gives it to the other with the most: BatchNorm can make nothing of one value."""
+    """No rank has a single sample, unless that is the whole batch: BatchNorm can make nothing of one value.
+
+    Two singles become a pair, of the lower rank; one that is left over goes to the rank with the most, the lowest such,
+    which it delays least. A rank with 0 stays without.
+    """
     left = list(shares)
-    for rank in range(len(left)):
-        most = max((other for other in range(len(left)) if other != rank), key=left.__getitem__, default=rank)
-        if left[rank] == 1 and left[most] > 0:
-            left[rank], left[most] = 0, left[most] + 1
+    singles = [rank for rank, share in enumerate(left) if share == 1]
+    for taker, giver in zip(singles[::2], singles[1::2], strict=False):
+        left[taker], left[giver] = 2, 0
+    most = max(range(len(left)), key=left.__getitem__, default=0)
+    if len(singles) % 2 and left[most] > 1:
+        left[singles[-1]] = 0
+        left[most] += 1
     return tuple(left)
 
 
@@ -225,6 +232,8 @@ def _surely(speeds: Sequence[Speed], able: Sequence[bool], batch: int) -> list[i
     shares = [0] * len(speeds)
     while high_ms - low_ms > min(speed.sample_ms for speed in speeds) / 4:
         middle_ms = (low_ms + high_ms) / 2
+        if middle_ms in (low_ms, high_ms):  # no float lies between them: a sample is less than their spacing
+            break
         done = [_within(s, middle_ms, batch) if can else 0 for s, can in zip(speeds, able, strict=True)]
         if sum(done) < batch:
             low_ms, shares = middle_ms, done

@@ -46,8 +46,7 @@ def profile(
     orch run --exp resnet152_cifar --set shares=measured
     """
     from orchestrator import console
-    from orchestrator.profiling import Profiling, cells, document, titles
-    from trainer.shares import split_batch
+    from orchestrator.profiling import Profiling, cells, document, measured_shares, titles
 
     only = names_of(nodes)
     with open_controller() as controller:
@@ -61,11 +60,11 @@ def profile(
             console.print_events(controller.follow(plan, hosts), show=lambda line: False, stream=console.err)
 
         found = one.run(follow, again=again)
-    speeds = {each.rank: each.profile.speed for each in found}
-    shares = dict(zip(speeds, split_batch("measured", speeds, list(speeds), one.batch), strict=True))
+    shares = measured_shares(one.batch, found)
     if as_json:
         return console.print_json(document(exp, one.batch, found, shares))
-    console.print_table(titles(one.batch), [cells(one.batch, each, shares[each.rank]) for each in found], right_from=2)
+    lines = [cells(one.batch, each, shares.get(each.rank)) for each in found]
+    console.print_table(titles(one.batch), lines, right_from=2)
     for node in sorted({each.profile.node for each in found if not each.profile.valid}):
         console.warn(f"{node}: this machine was too slow for the pace that it stood in for; its profile does not count")
     return None
