@@ -40,7 +40,7 @@ demo: $(READY)
 
 # Four at a time, each file's tests in their order: most of the time they wait for processes, links and leases.
 test: $(READY) packages
-	$(BIN)/python -m pytest -n 4 --dist loadfile $(TESTS)
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 chaos: $(READY) packages
 	$(BIN)/python -m tests.chaos --resume --faults $(or $(FAULTS),60) --seed $(or $(SEED),1)

@@ -7,11 +7,14 @@ steer the terminal or be taken for markup.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -241,15 +244,32 @@ def print_events(
     notices = stream if _is_screen(stream) and _is_screen(err) else err
     try:
         for event in events:
-            if isinstance(event, Notice):
-                warn(event.text, notices)
-            elif isinstance(event, Progress):
-                board.show(event)
-            elif text := "".join([words.of(line) for line in event if show(line)]):
-                # One segment as it is: laying out each line would cost a flood of them ten times what they cost us.
-                stream.print(Segments([Segment(text)]), end="")
+            with board.whole():
+                if isinstance(event, Notice):
+                    warn(event.text, notices)
+                elif isinstance(event, Progress):
+                    board.show(event)
+                elif text := "".join([words.of(line) for line in event if show(line)]):
+                    # One segment as it is: laying out each line would cost a flood of them ten times what they cost us.
+                    stream.print(Segments([Segment(text)]), end="")
     finally:
         board.close()
+
+
+@contextlib.contextmanager
+def _ctrl_c_waits() -> Iterator[None]:
+    """Until what is under way is done."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[object] = []
+    before = signal.signal(signal.SIGINT, lambda *_: came.append(None))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        signal.raise_signal(signal.SIGINT)
 
 
 class _LineWords:
@@ -288,6 +308,10 @@ class _Table:
         self._stream = stream
         self._live: Live | None = None
 
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        """Around whatever is drawn: what a Ctrl-C tears would stand on the screen beside the next drawing of it."""
+        return _ctrl_c_waits()
+
     def show(self, progress: Progress) -> None:
         if self._live is None:
             self._live = Live(
@@ -312,6 +336,10 @@ class _Sentences:
     def __init__(self) -> None:
         self._due: float | None = None
         self._latest: Progress | None = None
+
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        """A pipe that nobody reads shall not hold a Ctrl-C up."""
+        return contextlib.nullcontext()
 
     def show(self, progress: Progress) -> None:
         now = time.monotonic()

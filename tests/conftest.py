@@ -3,11 +3,22 @@
 import signal
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# Beside other tests nothing takes as long as it does alone: what a property takes is no failure of it.
+settings.register_profile("beside-others", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("beside-others")
 
 # Started in the background, a test run inherits an ignored SIGINT, and so would everything that it starts: the tests of
 # Ctrl-C would wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items):
+    """Files with the longest tests first, so that none of them is left to run alone at the end."""
+    long_files = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("lab")}
+    items.sort(key=lambda item: item.path not in long_files)
 
 
 @pytest.fixture(autouse=True)

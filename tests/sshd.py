@@ -71,8 +71,9 @@ class Sshd:
         wait_for(self._listens, f"sshd to listen ({self.folder / 'sshd.log'})")
 
     def stop(self) -> None:
-        """Ends the server and its open connections."""
+        """Ends the server and its open connections, none of which can say any more that its command has ended."""
         if self.process:
+            self.freeze()
             for child in _children(self.process.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)

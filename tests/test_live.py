@@ -10,6 +10,7 @@ import math
 import os
 import pty
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -511,6 +512,15 @@ with open(os.environ["ORCH_METRICS"], "a", buffering=1) as metrics:
             while not pathlib.Path("go").exists():
                 time.sleep(0.02)
 """
+
+
+def test_a_ctrl_c_waits_until_a_table_is_drawn():
+    before, drawn = signal.getsignal(signal.SIGINT), []
+    with pytest.raises(KeyboardInterrupt), console._ctrl_c_waits():
+        signal.raise_signal(signal.SIGINT)
+        drawn.append("whole")
+    assert drawn
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.fixture
