@@ -38,9 +38,9 @@ demo: $(READY)
 	$(BIN)/orch collect --job latest --out runs/demo; \
 	echo "look around: export ORCH_HOME=$$ORCH_HOME; remove it from ~/.orch: $(BIN)/orch down"
 
-# Four at a time, each file's tests in their order: most of the time they wait for processes, links and leases.
+# Three at a time, each file's tests in their order: most of the time they wait for processes, links and leases.
 test: $(READY) packages
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(TESTS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 chaos: $(READY) packages
 	$(BIN)/python -m tests.chaos --resume --faults $(or $(FAULTS),60) --seed $(or $(SEED),1)

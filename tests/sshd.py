@@ -85,7 +85,8 @@ class Sshd:
         """The server and its connections stay, and answer nothing any more."""
         assert self.process
         for pid in [self.process.pid, *_children(self.process.pid)]:
-            os.kill(pid, signal.SIGSTOP)
+            with contextlib.suppress(ProcessLookupError):  # a connection may just have ended
+                os.kill(pid, signal.SIGSTOP)
 
     def _listens(self) -> bool:
         with socket.socket() as probe:

@@ -195,7 +195,7 @@ def test_a_batch_is_split_without_the_parts_of_hosts_that_are_gone(wanted, expec
 
 # ---- jobs that lose something, with real torchrun and Gloo ----------------------------------------------------------
 
-BATCH, EVERY, LAST = 12, 5, 40
+BATCH, EVERY, LAST = 12, 10, 40
 AB = (("a", "0"), ("b", "1"))
 TRAINS = {
     "exp": "mnist_lenet",
@@ -268,7 +268,7 @@ def check_that_it_went_on(made: Gang, left: str) -> None:
 def test_a_killed_rank_starts_anew_from_the_last_checkpoint(tmp_path, victim):
     with trains(tmp_path) as made:
         made.launch()
-        agents = until_step(made, 17)
+        agents = until_step(made, 12)
         (rank,) = agents[victim]["ranks"]
         os.kill(agents[victim]["ranks"][rank]["pid"], signal.SIGKILL)
         record = made.wait()
@@ -285,7 +285,7 @@ def test_two_hosts_go_on_without_a_third_and_fail_without_the_second(tmp_path):
     endless = [part for part in TRAINER if not part.startswith("--steps")]
     with trains(tmp_path, command=endless) as made:
         made.launch()
-        agents = until_step(made, 17)
+        agents = until_step(made, 12)
         power_off(made, agents, "c")
         began = time.monotonic()
         met = made.wait_for(lambda found: all(found[name]["ranks"][rank].get("world_size") == 2 for name, rank in AB))
