@@ -38,7 +38,7 @@ demo: $(READY)
 	$(BIN)/orch collect --job latest --out runs/demo; \
 	echo "look around: export ORCH_HOME=$$ORCH_HOME; remove it from ~/.orch: $(BIN)/orch down"
 
-# Three at a time, each file's tests in their order: most of the time they wait for processes, links and leases.
+# Three at a time, each file's tests in their order: with two the cores stood half idle, more of them disturb each other.
 test: $(READY) packages
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(TESTS)
 

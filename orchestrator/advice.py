@@ -25,10 +25,11 @@ from orchestrator.forecast import (
     Way,
     alone_samples_per_s,
     predict,
+    speeds_of,
 )
 from orchestrator.wire import Wire
 from trainer.config import overlap_of
-from trainer.shares import at_most, equal_shares, fastest_shares, without_singles
+from trainer.shares import equal_shares, fastest_shares, without_singles
 
 FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
 BUCKETS_MIB = (10.0, 25.0, 50.0, 100.0)
@@ -60,8 +61,7 @@ class Scene:
 
     def _by_speed(self, local_batch: int) -> tuple[int, ...]:
         """As `trainer.shares.split_batch` has it."""
-        speeds = [at_most(speed, local_batch) for host in self.hosts for speed in host.speeds]
-        return without_singles(fastest_shares(speeds, self.job.batch))
+        return without_singles(fastest_shares(speeds_of(self.hosts, local_batch), self.job.batch))
 
     def shares(self, policy: Policy, local_batch: int = 0) -> tuple[int, ...]:
         """local_batch: of the way that they are for."""

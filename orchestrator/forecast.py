@@ -144,14 +144,14 @@ def compressed_bytes(shapes: tuple[Shape, ...], rank: int) -> int:
     return FLOAT_BYTES * total
 
 
-def speeds_of(hosts: Sequence[Host], way: Way) -> list[Speed]:
-    """Of all ranks, as they compute on this way."""
-    return [at_most(speed, way.local_batch) for host in hosts for speed in host.speeds]
+def speeds_of(hosts: Sequence[Host], local_batch: int) -> list[Speed]:
+    """Of all ranks, as they compute with updates of so many samples; 0 is no limit."""
+    return [at_most(speed, local_batch) for host in hosts for speed in host.speeds]
 
 
 def predict(job: Job, hosts: Sequence[Host], wire: Wire, way: Way, shares: Sequence[int]) -> Forecast:
     """shares: samples of each rank, host after host. Raises KeyError for a strategy that is not foreseen."""
-    speeds = speeds_of(hosts, way)
+    speeds = speeds_of(hosts, way.local_batch)
     if way.fidelity == "local":
         return _local(job, speeds, wire, way, shares)
     if way.strategy == "ddp" and way.fidelity != "compressed" and len(speeds) > 1:

@@ -141,7 +141,7 @@ def collectives_of(wire: Wire, strategy: str, size_bytes: float) -> tuple[Leg, .
 
 def _transfers(job: Job, hosts: Sequence[Host], wire: Wire, way: Way, shares: Sequence[int]) -> Iterator[Transfer]:
     """In the order in which every rank takes part in them."""
-    speeds = speeds_of(hosts, way)
+    speeds = speeds_of(hosts, way.local_batch)
     ends_s = tuple(speed.step_ms(samples) / 1000 for speed, samples in zip(speeds, shares, strict=True))
     if way.fidelity == "local":
         yield from _averaged(job, wire, way, ends_s)
