@@ -163,14 +163,14 @@ def scenes(draw, alike=False):
 RINGS = [way for way in EVERY_WAY if way.strategy not in ("gather_scatter", "reduce_broadcast")]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(scenes(alike=True), st.sampled_from(RINGS))
 def test_on_links_alike_the_simulator_says_the_same(scene, way):
     played = simulate_step_ms(scene.job, scene.hosts, scene.wire, way, scene.equal)
     assert played == pytest.approx(forecast(scene, way).step_ms, rel=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(scenes(alike=True), st.sampled_from([way for way in EVERY_WAY if way not in RINGS]))
 def test_where_one_rank_is_the_root_the_simulator_is_no_further_than_twice(scene, way):
     """Its links serve one message after the other, the forecast lets them overlap."""
@@ -178,7 +178,7 @@ def test_where_one_rank_is_the_root_the_simulator_is_no_further_than_twice(scene
     assert 0.5 <= played / forecast(scene, way).step_ms <= 2
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(scenes(), st.sampled_from(RINGS))
 def test_on_unlike_links_the_forecast_is_a_bound(scene, way):
     """Pieces of early ranks pass slow links before the last rank joins: a step may be that much shorter."""
@@ -223,13 +223,13 @@ def test_a_rank_sends_nothing_to_one_that_is_not_there_yet():
 # ---- directions -----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(scenes(), st.sampled_from(EVERY_WAY), st.floats(1, 20))
 def test_a_faster_link_is_never_slower(scene, way, factor):
     assert forecast(scene.with_links(factor), way).step_ms <= forecast(scene, way).step_ms * (1 + 1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(scenes(), st.sampled_from(EVERY_WAY))
 def test_no_forecast_exceeds_the_sum_of_what_ranks_do_alone(scene, way):
     speeds = [speed for host in scene.hosts for speed in host.speeds]
@@ -238,20 +238,20 @@ def test_no_forecast_exceeds_the_sum_of_what_ranks_do_alone(scene, way):
         assert forecast(scene, way, policy).samples_per_s <= ceiling * (1 + 1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(scenes(), st.sampled_from([way for way in EVERY_WAY if way.strategy != "ddp"]))
 def test_shares_by_speed_are_never_slower_where_nothing_overlaps(scene, way):
     assume(1 not in fastest_shares([speed for host in scene.hosts for speed in host.speeds], scene.job.batch))
     assert forecast(scene, way, "measured").step_ms <= forecast(scene, way, "equal").step_ms * (1 + 1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(scenes())
 def test_shares_hold_the_whole_batch(scene):
     assert sum(scene.equal) == sum(scene.measured) == scene.job.batch
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(scenes(), st.sampled_from(EVERY_WAY))
 def test_a_step_is_never_shorter_than_its_slowest_rank(scene, way):
     told = forecast(scene, way)

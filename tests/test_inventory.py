@@ -609,7 +609,7 @@ def accepted(file: Path, content: bytes) -> Inventory | None:
         return None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     defaults=NODE | ODD,
     nodes=st.lists(NODE | NODE.map(lambda odd: odd | GOOD) | NODE.map(lambda odd: GOOD | odd) | ODD, max_size=3) | ODD,
@@ -625,7 +625,7 @@ def test_any_values_give_an_inventory_or_clear_mistakes(
         json.dumps(inventory.model_dump(mode="json"), allow_nan=False)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     start=st.integers(0, 400),
     length=st.integers(0, 20),

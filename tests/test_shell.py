@@ -43,7 +43,7 @@ NASTY = [
 ]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(ARGUMENT, min_size=1, max_size=100))
 @example(NASTY)
 def test_a_real_shell_hands_on_exactly_the_arguments_given(argv: list[str]) -> None:

@@ -86,7 +86,7 @@ def splitmix64(position: int) -> int:
 
 
 @given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 2**32 - 1), max_size=20))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_random_words_are_splitmix64s_by_position(key: int, counters: list[int]) -> None:
     words = random_words(key, torch.tensor(counters, dtype=torch.long))
     assert [word % (1 << 64) for word in words.tolist()] == [splitmix64((key << 32) + number) for number in counters]

@@ -83,7 +83,7 @@ def slowed(speed, factor):
 # ---- what is decided ----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     speeds=st.lists(st.builds(Speed, st.floats(0, 20), st.floats(0.2, 8)), min_size=2, max_size=6),
     seed=st.integers(0, 1000),

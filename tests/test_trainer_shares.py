@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.shares import equal_shares, scale_shares, without_singles
@@ -63,7 +63,6 @@ def test_singles_are_put_together_and_pile_up_on_no_rank(shares: tuple[int, ...]
     assert without_singles(shares) == left
 
 
-@settings(deadline=None)
 @given(size=st.integers(1, 300), shares=st.lists(st.integers(0, 20), min_size=1, max_size=5).filter(sum))
 def test_every_sample_is_used_once_an_epoch_whatever_the_split(size: int, shares: list[int]) -> None:
     split = SampleStream(size, sum(shares), shares, seed=3)

@@ -213,7 +213,6 @@ def cases(draw: st.DrawFn, batch_norm: bool) -> Case:
 EXAMPLE = Case(shares=(4, 0, 2, 1), last=3)
 property_of_equality = settings(
     max_examples=EXAMPLES,
-    deadline=None,
     derandomize=EXAMPLES < 100,  # a long run is there to find what is new
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     phases=[Phase.explicit, Phase.generate],  # to shrink a failure would take minutes, and tell little more

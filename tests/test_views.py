@@ -34,7 +34,7 @@ HOSTILE = (
     "{", "ü", "€", "$x$", "<b>", "&",
 )  # fmt: skip
 hostile = st.lists(st.sampled_from(HOSTILE), min_size=1, max_size=12).map("".join)
-quickly = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quickly = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 CHOICES = {"kind", "part", "device", "efficiency_basis"}
 """Fields of which a record takes only its own words."""
 

@@ -263,7 +263,7 @@ PIECES = [
 # fmt: on
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=200) | st.lists(st.sampled_from(PIECES), max_size=40).map("".join).map(str.encode))
 def test_any_bytes_give_a_document_or_mistakes(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     file = tmp_path_factory.getbasetemp() / "fuzz.yaml"
