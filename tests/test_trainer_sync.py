@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from trainer.train import train_epoch
 WORLD_SIZE = 3
 CPU = torch.device("cpu")
 SLOW_S = 0.5
-BRAKED_MS = 120
+BRAKED_MS = 200
 NEWEST_FSDP = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
 TIMED = ("ddp", "allreduce", "reduce_scatter", "parameter_average", *(["fsdp"] if NEWEST_FSDP else []))
 BRAKED = ("ddp", "allreduce", "parameter_average")
@@ -87,7 +88,7 @@ def braked_steps(group: Any, rank: int, folder: str, strategy: str, place: str) 
     """
     path = Path(folder) / f"{strategy}-{place}-{rank}.jsonl"
     slow = f"rank:1,at:{place},ms:{BRAKED_MS}"
-    run = set_up(group, rank, path, strategy=strategy, slow=slow, bucket_mib="0.01", steps="4")
+    run = set_up(group, rank, path, strategy=strategy, slow=slow, bucket_mib="0.01", samples="72")
     events: list[str] = []
     pause = run.brake.pause
     run.brake.pause = lambda where: (events.append(where), pause(where))[1]
@@ -220,22 +221,27 @@ def test_a_slow_ranks_compute_shows_as_waiting_on_the_others(results: list[dict[
         assert compute_s + exposed_s >= SLOW_S * 0.9
 
 
+def calmest(steps: Iterable[tuple[Any, Any, Any]]) -> tuple[Any, Any, Any]:
+    """Rank 1's line, then the others', of the step in which whatever else runs on this machine disturbed them least."""
+    swapped = [(braked, first, last) for first, braked, last in steps]
+    return min(swapped, key=lambda of: of[0]["exposed_ms"] + of[1]["compute_ms"] + of[2]["compute_ms"])
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("strategy", BRAKED)
 def test_a_brake_shows_as_compute_of_its_rank_and_as_waiting_of_the_others(
     results: list[dict[str, Any]], strategy: str, place: str
 ) -> None:
-    steps = [result["braked"][f"{strategy} {place}"][0] for result in results]
-    assert [len(lines) for lines in steps] == [2, 2, 2]
-    least = [{name: min(line[name] for line in lines) for name in ("compute_ms", "exposed_ms")} for lines in steps]
-    assert least[1]["compute_ms"] >= BRAKED_MS
-    assert least[1]["exposed_ms"] < BRAKED_MS / 2
-    for other in (0, 2):
-        assert least[other]["compute_ms"] < BRAKED_MS / 2
-        assert least[other]["exposed_ms"] > BRAKED_MS / 2
-        for own, brakeds in zip(steps[other], steps[1], strict=True):
-            assert own["comm_ms"] - brakeds["comm_ms"] > BRAKED_MS / 4
-            assert strategy == "ddp" or own["comm_ms"] == pytest.approx(own["exposed_ms"], abs=0.002)
+    of_ranks = [result["braked"][f"{strategy} {place}"][0] for result in results]
+    assert [len(lines) for lines in of_ranks] == [4, 4, 4]
+    braked, *others = calmest(zip(*of_ranks, strict=True))
+    assert braked["compute_ms"] >= BRAKED_MS
+    assert braked["exposed_ms"] < BRAKED_MS / 2
+    for other in others:
+        assert other["compute_ms"] < BRAKED_MS / 2
+        assert other["exposed_ms"] > BRAKED_MS / 2
+        assert other["comm_ms"] - braked["comm_ms"] > BRAKED_MS / 4
+        assert strategy == "ddp" or other["comm_ms"] == pytest.approx(other["exposed_ms"], abs=0.002)
 
 
 @pytest.mark.parametrize("strategy", BRAKED)
