@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from free_port import free_port
 
 from orchestrator.transport.hostkeys import HostKeys
 from orchestrator.transport.ssh import Target
@@ -129,12 +130,6 @@ def make_key(path: Path, kind: str = "ed25519", passphrase: str = "") -> Path:
     path.unlink(missing_ok=True)
     _output("ssh-keygen", "-q", "-t", kind, "-N", passphrase, "-C", "test", "-f", path)
     return path
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_for(condition: Any, what: str, timeout_s: float = 10.0) -> None:

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from free_port import free_port
 
 pytest.importorskip("torch")
 pytest.importorskip("torchvision")
@@ -43,9 +43,7 @@ FORKS.set_forkserver_preload(["trainer.train"])  # torch, once for all ranks
 def started(folder: Path, arguments: list[str], world_size: int, **more: str) -> Iterator[list[Any]]:
     """One process a rank, with its records in `folder`; killed at the end."""
     folder.mkdir(exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     usual = [word for pair in zip(SMALL[::2], SMALL[1::2], strict=True) if pair[0] not in arguments for word in pair]
     processes = []
     for rank in range(world_size):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from free_port import free_port
 
 pytest.importorskip("torch")
 import torch
@@ -80,13 +80,7 @@ def rank_of_three(rank: int, ports: list[int], folder: str) -> None:
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("three")
-    probes = [socket.socket() for _ in range(4)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    mp.spawn(rank_of_three, (ports, str(folder)), nprocs=3)
+    mp.spawn(rank_of_three, ([free_port() for _ in range(4)], str(folder)), nprocs=3)
     return folder
 
 

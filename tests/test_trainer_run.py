@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from free_port import free_port
 
 pytest.importorskip("torch")
 pytest.importorskip("torchvision")
@@ -58,9 +59,7 @@ def of_event(lines: list[dict[str, Any]], event: str) -> list[dict[str, Any]]:
 @contextlib.contextmanager
 def started(folder: Path, arguments: list[str], world_size: int = 1) -> Iterator[list[subprocess.Popen[str]]]:
     """One process a rank, started as torchrun would; killed at the end."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     processes = []
     for rank in range(world_size):
         info = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from free_port import free_port
 
 pytest.importorskip("torch")
 import torch
@@ -202,10 +203,7 @@ def run_rank(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = store.port
-    del store
-    (folder / "port").write_text(str(port))
+    (folder / "port").write_text(str(free_port()))
     mp.spawn(run_rank, args=(str(folder),), nprocs=WORLD_SIZE)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
 

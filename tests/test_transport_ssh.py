@@ -13,7 +13,8 @@ from pathlib import Path
 
 import paramiko
 import pytest
-from sshd import Sshd, free_port, make_key, needs_sshd, running_sshd, wait_for
+from free_port import free_port
+from sshd import Sshd, make_key, needs_sshd, running_sshd, wait_for
 
 from orchestrator.errors import AuthError, ConnectError, HostError, HostKeyError, ProbeError, UsageError
 from orchestrator.transport import ssh
