@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 from free_port import free_port
 
+from orchestrator.files import write_atomic
 from orchestrator.transport.hostkeys import HostKeys
 from orchestrator.transport.ssh import Target
 
@@ -57,7 +58,7 @@ class Sshd:
     def host_keys(self, kind: str = "ed25519") -> HostKeys:
         """Host keys among which this server's is known, in a file of the person's."""
         users = self.folder / "users_known_hosts"
-        users.write_text(self.known_hosts_line(kind))
+        write_atomic(users, self.known_hosts_line(kind))  # another thread may be reading it
         return HostKeys(self.folder / "recorded", [users])
 
     def log(self) -> str:
