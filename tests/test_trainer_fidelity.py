@@ -53,16 +53,40 @@ def test_sums_inside_each_host_first_are_the_same_sums(gang: Gang) -> None:
 
 
 def relayed(rank: int, _: None) -> list[float]:
-    """Thirty sums of other sizes, all begun before the first is waited for."""
+    """Thirty sums of other sizes, one of them in three pieces, all begun before the first is waited for."""
     wire = Wire(group_of(RANKS), ["a", "b", "b", "a"])
-    tensors = [torch.full((1 + 997 * (number % 3),), float(rank * number)) for number in range(30)]
+    tensors = [torch.full((1 + 997 * (number % 3),), float(rank * number)) for number in range(29)]
+    tensors.append(torch.full((2 * wire.relay.piece + 1,), float(rank * 29)))
     sums = [future.wait() for future in [wire.begin(tensor) for tensor in tensors]]
     assert all(summed is tensor for summed, tensor in zip(sums, tensors, strict=True))
-    return [float(summed.mean()) for summed in sums]
+    return [float(summed.double().mean()) for summed in sums]
 
 
 def test_many_sums_at_once_are_not_mixed_up(gang: Gang) -> None:
     assert gang.run(relayed, None) == [[6.0 * number for number in range(30)]] * RANKS
+
+
+def with_a_lost_piece(_: int, __: None) -> str:
+    wire, reduce, begun = Wire(group_of(RANKS), ["a", "b", "b", "a"]), dist.reduce, []
+
+    def loses_the_second(*arguments: Any, **options: Any) -> Any:
+        begun.append(arguments)
+        if len(begun) == 2:
+            raise RuntimeError("Connection closed by peer")
+        return reduce(*arguments, **options)
+
+    dist.reduce = loses_the_second
+    try:
+        wire.sum(torch.ones(3 * wire.relay.piece))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        dist.reduce = reduce
+    return "no failure"
+
+
+def test_a_piece_that_is_lost_fails_the_sum(gang: Gang) -> None:
+    assert all("Connection closed by peer" in told for told in gang.run(with_a_lost_piece, None))
 
 
 def fitted(_: int, __: None) -> int:

@@ -33,6 +33,8 @@ _UNKNOWN_TYPE = re.compile(
 """What torch says of a kind of number that it cannot add up, and of no broken connection."""
 _PIECE = 1 << 22
 """Elements: 16 MiB of float32."""
+_MESSAGE = 1 << 18
+"""Elements: 1 MiB of float32, in which Gloo cuts its rings' messages anyway."""
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -65,8 +67,7 @@ class Wire:
 
     def begin_in_pieces(self, tensor: Tensor) -> list[Any]:
         """Their futures: every connection has one, and one is rounded while another travels."""
-        pieces = tensor.view(-1).split(_PIECE) if tensor.is_contiguous() else (tensor,)
-        return [self.begin(piece) for piece in pieces]
+        return [self.begin(piece) for piece in _pieces_of(tensor, _PIECE)]
 
     def sum(self, tensor: Tensor) -> None:
         for piece in self.begin_in_pieces(tensor):
@@ -80,11 +81,14 @@ class Relay:
 
     nodes: each host adds up its own ranks' numbers, one rank a host carries the sum to the others, and gives it to its
     own. With n ranks on h hosts a link carries 2(h-1)/h of the bytes each way instead of a ring's 2(n-1)/n
-    (hierarchical all-reduce, as in Horovod). Without nodes it is one all-reduce.
+    (hierarchical all-reduce, as in Horovod). A tensor goes in pieces, of which a message between hosts is 1 MiB: their
+    link is idle for as long as the first piece takes to get to it, and all ranks for as long as the last takes from it.
+    Without nodes it is one all-reduce.
     """
 
     def __init__(self, group: Group, nodes: Sequence[str], dtype: torch.dtype | None) -> None:
         legs = _hosts_first(group, nodes) if nodes else [_sum_of(group)]
+        self.piece = _MESSAGE * len(set(nodes))
         self.first: queue.SimpleQueue[Any] = queue.SimpleQueue()
         arriving = self.first
         for leg in ([partial(_round, dtype=dtype)] if dtype else []) + [partial(_travel, leg=leg) for leg in legs]:
@@ -94,7 +98,14 @@ class Relay:
         threading.Thread(target=_carry, args=(arriving, _deliver, lambda _: None), daemon=True).start()
 
     def begin(self, tensor: Tensor) -> Any:
-        parcel = Parcel(tensor, tensor, None, torch.futures.Future())
+        """A future of the tensor."""
+        if not self.piece or tensor.numel() <= self.piece:
+            return self._begin(tensor)
+        futures = [self._begin(piece) for piece in _pieces_of(tensor, self.piece)]
+        return torch.futures.collect_all(futures).then(partial(_whole, tensor=tensor))
+
+    def _begin(self, piece: Tensor) -> Any:
+        parcel = Parcel(piece, piece, None, torch.futures.Future())
         self.first.put(parcel)
         return parcel.future
 
@@ -106,6 +117,16 @@ class Parcel(NamedTuple):
     sent: Tensor
     work: Any
     future: Any
+
+
+def _pieces_of(tensor: Tensor, elements: int) -> Sequence[Tensor]:
+    return tensor.view(-1).split(elements) if tensor.is_contiguous() else (tensor,)
+
+
+def _whole(pieces: Any, tensor: Tensor) -> Tensor:
+    for piece in pieces.value():
+        piece.wait()  # raises what went wrong with it
+    return tensor
 
 
 def _carry(arriving: Any, leg: Callable[[Parcel], Parcel], hand_on: Callable[[Parcel], None]) -> None:
