@@ -91,7 +91,7 @@ def look(
     return View(scene, speeds_from, (*_speed_words(speeds_from), *words))
 
 
-def network_of(exp: str, settings: dict[str, Any]) -> tuple[Layer, ...]:
+def network_of(exp: str, settings: Mapping[str, Any]) -> tuple[Layer, ...]:
     data = DATA_SETS[settings["data"] if settings["data"] in DATA_SETS else EXPERIMENTS[exp]["data"]]
     return layers_of(str(settings["model"]), data.shape, data.classes)
 
@@ -281,7 +281,7 @@ def kept(settings: Mapping[str, Any], chosen: Collection[str]) -> dict[str, Any]
     return {**rounds_of(settings), "rank": rank, "wire": wire, "buckets_mib": (own_mib,) if own_mib else BUCKETS_MIB}
 
 
-def allowed(settings: dict[str, Any]) -> Fidelity:
+def allowed(settings: Mapping[str, Any]) -> Fidelity:
     told = settings.get("fidelity", "exact")
     return next((each for each in FIDELITIES if each == told), "exact")
 

@@ -61,24 +61,18 @@ class Outlook:
 
 def outlook_of(plan: LaunchPlan, view: View, chosen: Collection[str]) -> Outlook:
     """chosen: the settings that the person made; a bucket size or a number of local steps among them stays."""
-    settings = plan.settings
-    advice = advise(view.scene, allowed(settings), **kept(settings, chosen))
     unseen = {**UNSEEN, **(UNSEEN_OF_CATALOGUE if view.is_estimate else {})}
-    shares = advice.best[advice.fidelity].forecast.shares
-    basis = (
-        *view.basis,
-        *memory_words(view.scene, shares, view.speeds_from, settings),
-        *_unseen_words(settings, chosen, unseen),
-    )
-    return Outlook(plan.cluster, plan.exp, view.scene, advice, basis, view.speeds_from)
+    advice, limits = _advised(view.scene, plan.settings, chosen, view.speeds_from, unseen)
+    return Outlook(plan.cluster, plan.exp, view.scene, advice, (*view.basis, *limits), view.speeds_from)
 
 
 def imagined_outlook(
     groups: Sequence[Group], exp: str, settings: Mapping[str, Any], bandwidth_bps: float, chosen: Collection[str]
 ) -> Outlook:
-    layers = network_of(exp, dict(settings))
+    layers = network_of(exp, settings)
     scene = imagine(groups, layers, int(settings["batch"]), bandwidth_bps)
-    advice = advise(scene, allowed(dict(settings)), **kept(settings, chosen))
+    unseen = {**UNSEEN, **UNSEEN_OF_CATALOGUE, **UNSEEN_OF_IMAGINED}
+    advice, limits = _advised(scene, settings, chosen, {}, unseen)
     gpus = {group.gpu.name: group.gpu for group in groups}.values()
     return Outlook(
         cluster=", ".join(group.words for group in groups),
@@ -91,12 +85,24 @@ def imagined_outlook(
             f"links: {format_bandwidth(bandwidth_bps)} for every host, as you say, times {GOODPUT} of payload",
             f"{scene.wire.costs.name}: {scene.wire.costs.source}",
             f"failures: one a host every {HOST_DAYS:.0f} days and {RESTART_S:.0f} s to start again, both assumed",
-            *memory_words(scene, advice.best[advice.fidelity].forecast.shares, {}, settings),
-            *_unseen_words(settings, chosen, {**UNSEEN, **UNSEEN_OF_CATALOGUE, **UNSEEN_OF_IMAGINED}),
+            *limits,
         ),
         speeds_from={group.gpu.name: "catalogue" for group in groups},
         failures=failures(len(scene.hosts), 2 * gradient_bytes(layers)),
     )
+
+
+def _advised(
+    scene: Scene,
+    settings: Mapping[str, Any],
+    chosen: Collection[str],
+    speeds_from: Mapping[str, str],
+    unseen: Mapping[str, tuple[object, ...]],
+) -> tuple[Advice, list[str]]:
+    """The advice, and what it does not look at: memory that nobody measured, settings of which it knows nothing."""
+    advice = advise(scene, allowed(settings), **kept(settings, chosen))
+    shares = advice.best[advice.fidelity].forecast.shares
+    return advice, [*memory_words(scene, shares, speeds_from, settings), *_unseen_words(settings, chosen, unseen)]
 
 
 def _trust(unsure: Collection[str]) -> str:
