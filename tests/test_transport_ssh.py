@@ -455,6 +455,31 @@ def test_a_link_that_goes_silent_behind_a_jump_host_is_noticed(
         transport.close()
 
 
+class SilentAndCutOff:
+    """A connection behind a jump host that is gone: nothing answers, and closing it writes to what is closed."""
+
+    active = True
+
+    def is_active(self) -> bool:
+        return self.active
+
+    def global_request(self, *_: object, **__: object) -> None:
+        raise EOFError
+
+    def close(self) -> None:
+        self.active = False
+        raise EOFError
+
+
+def test_a_jump_host_that_goes_away_while_a_silent_link_is_closed_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ssh, "USER_TIMEOUT_S", 0.01)
+    lost = SilentAndCutOff()
+    ssh._heartbeat(lost)
+    assert not lost.active
+
+
 def test_the_ssh_configuration_is_honoured_and_the_inventory_wins(
     server: Sshd, nobodys_home: Path, tmp_path: Path
 ) -> None:

@@ -343,7 +343,8 @@ def _heartbeat(transport: paramiko.Transport) -> None:
         answered = threading.Event()
         threading.Thread(target=_ask_alive, args=(transport, answered), name="orch-heartbeat", daemon=True).start()
         if not answered.wait(USER_TIMEOUT_S):
-            transport.close()
+            with contextlib.suppress(Exception):  # the jump host may be gone by now, and with it what close() writes to
+                transport.close()
         ended = time.monotonic() + _HEARTBEAT_S
         while transport.is_active() and time.monotonic() < ended:
             transport.join(0.5)
