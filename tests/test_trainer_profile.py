@@ -86,17 +86,36 @@ def measured(tmp_path, *arguments, paced=None):
     return events[1]
 
 
+def measured_in_calm(tmp_path, is_right, *arguments, **options):
+    """The first of three profiles that is right: other work on this machine may disturb one, a mistake is in all."""
+    for _ in range(3):
+        (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
+        found = measured(tmp_path, *arguments, **options)
+        if is_right(found):
+            break
+    return found
+
+
 def test_a_paced_rank_is_found_to_be_as_fast_as_its_pace_whatever_changes_that_has_planned(tmp_path):
     state_bytes = 3 * 4 * 44_426
     paced = {"samples_per_s": 1000, "fixed_ms": 4, "memory_bytes": state_bytes + 2**21}
-    found = measured(tmp_path, "--batch", "256", paced={**paced, "slowdown": [{"at_step": 1, "factor": 3}]})
+
+    def is_right(found):  # with the change a sample would take 3 ms; how near it comes is the benchmarks' to say
+        return 0.8 < found["sample_ms"] < 2 and 1 < found["fixed_ms"] < 10
+
+    changing = {**paced, "slowdown": [{"at_step": 1, "factor": 3}]}
+    found = measured_in_calm(tmp_path, is_right, "--batch", "256", paced=changing)
+    assert is_right(found), found
     of_pace = [ms / (4 + samples) for samples, ms in zip(found["samples"], found["step_ms"], strict=True)]
     assert min(of_pace) > 0.95
-    assert of_pace[-1] < 2  # with the change it would be 3; how near it comes is the benchmarks' to say
+    assert of_pace[-1] < 2
     assert found["cap"] and found["cap"] < 256
 
 
 def test_a_rank_that_computes_is_measured_up_to_twice_the_batch(tmp_path):
-    found = measured(tmp_path, "--batch", "16", "--device", "cpu")
+    def is_right(found):
+        return found["step_ms"][-1] > found["step_ms"][0] > found["optim_ms"] > 0
+
+    found = measured_in_calm(tmp_path, is_right, "--batch", "16", "--device", "cpu")
     assert found["samples"] == [2, 4, 8, 16, 32]
-    assert min(*found["step_ms"], found["optim_ms"]) > 0  # which of them is longer, other work here may turn round
+    assert is_right(found), found
