@@ -28,6 +28,7 @@ from orchestrator.frames import Agent, Piece
 from orchestrator.lines import Line, Splitter
 from orchestrator.live import LiveView, Progress
 from orchestrator.outlook import View, foreseen, look, memory_notes, read_network, with_best_way
+from orchestrator.owner import read_owner
 from orchestrator.paths import RUNS, RunFolder
 from orchestrator.plan import build_plan
 from orchestrator.profiles import Profiles, kinds_of, with_speeds
@@ -142,6 +143,7 @@ class Controller:
 
     def launch(self, plan: LaunchPlan, blob: bytes) -> dict[str, Host]:
         """Starts the job on all its hosts or on none; remembers it first. Raises HostsError."""
+        plan = plan.model_copy(update={"owner": read_owner(self.store.home)})
         cluster = self.store.cluster(plan.cluster)
         record = JobRecord(
             schema=1,

@@ -98,6 +98,7 @@ def node_request(plan: LaunchPlan, node: NodePlan, token: str) -> dict[str, Any]
         "job": plan.job,
         "exp": plan.exp,
         "cluster": plan.cluster,
+        "owner": plan.owner.model_dump() if plan.owner else None,
         "created": plan.created,
         "settings": plan.settings,
         "name": node.name,

@@ -38,6 +38,11 @@ class Home:
         return self.root / "current"
 
     @property
+    def owner(self) -> Path:
+        """Who this home is to the hosts: see `owner`."""
+        return self.root / "owner.json"
+
+    @property
     def clusters(self) -> Path:
         return self.root / "clusters"
 

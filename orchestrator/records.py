@@ -39,6 +39,13 @@ def write_record(path: Path, record: Record) -> None:
     write_atomic(path, record.model_dump_json(by_alias=True, indent=1) + "\n")
 
 
+class Owner(Record):
+    """One $ORCH_HOME, as hosts know it; see `owner`. Only the id counts, the name is for people."""
+
+    id: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    name: Annotated[str, Field(max_length=200)]
+
+
 class NodePlan(Record):
     """What one host is asked to do."""
 
@@ -123,6 +130,8 @@ class LaunchPlan(Record):
     exp: str
     kind: Literal["experiment", "script", "module"]
     cluster: str
+    owner: Owner | None = None
+    """Who starts it. None in plans of an older orch."""
     settings: dict[str, Any] = Field(default_factory=dict)
     master: str
     master_address: str

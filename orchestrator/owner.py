@@ -1,0 +1,42 @@
+"""Whose a job is: the identity of one $ORCH_HOME, so that two people with one login never touch each other's work.
+
+    owner = read_owner(home)            # made on first need, then always the same
+    owner.id, owner.name                # "5f0c...", "ada@desk": only the id counts, the name is for people
+
+A job on a host belongs to (owner id, cluster name); `node.json` there carries both.
+"""
+
+from __future__ import annotations
+
+import getpass
+import secrets
+import socket
+
+from orchestrator.errors import StateError
+from orchestrator.files import locked, own_folder, write_json
+from orchestrator.paths import Home
+from orchestrator.records import SCHEMA, Owner
+
+
+def read_owner(home: Home) -> Owner:
+    """Raises StateError where the file is damaged: another identity would no longer own what this one started."""
+    if not home.owner.exists():
+        own_folder(home.root)
+        with locked(home.root / ".lock"):
+            if not home.owner.exists():
+                write_json(home.owner, {"schema": SCHEMA, "id": secrets.token_hex(16), "name": _name()})
+    try:
+        return Owner.model_validate_json(home.owner.read_bytes())
+    except (OSError, ValueError) as error:
+        raise StateError(
+            f"{home.owner} is damaged ({str(error).splitlines()[0]})",
+            "bring it back; or remove it, and `orch jobs --rescan --adopt` makes your jobs yours again",
+        ) from error
+
+
+def _name() -> str:
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # a user that no passwd file knows
+        user = "somebody"
+    return f"{user}@{socket.gethostname()}"[:200]
