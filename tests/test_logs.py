@@ -1,8 +1,19 @@
 """What the end of a rank's log says: the line to show, and whether it is cause or effect."""
 
+import os
+import time
+
 import pytest
 
-from orchestrator.remote.logs import advice, is_secondary, log_tail, says_port_is_taken, telling_line
+from orchestrator.remote.logs import (
+    LINE_CHARS,
+    TAIL_BYTES,
+    advice,
+    is_secondary,
+    log_tail,
+    says_port_is_taken,
+    telling_line,
+)
 
 NCCL = [
     "[rank0]: Traceback (most recent call last):",
@@ -83,3 +94,26 @@ def test_torchruns_words_about_a_taken_port_are_known():
     assert says_port_is_taken(list(KNOWN)[-1:])
     assert says_port_is_taken(["The server socket has failed to bind (errno: 98 - Address already in use)."])
     assert not says_port_is_taken(["RuntimeError: Connection refused"])
+
+
+# Each begins a pattern again and again that goes on for the rest of the line.
+GREEDY = ["ibv_reg_mr ", "collective ", "mismatch between ", "timed out after 1 seconds waiting for ", "connection "]
+
+
+@pytest.mark.parametrize("word", GREEDY)
+@pytest.mark.parametrize("lines", [1, 130], ids=["one line", "many lines"])
+def test_a_log_of_long_lines_is_read_in_no_time(tmp_path, word, lines):
+    """The supervisor's event loop waits for it, and its heartbeats with it."""
+    log = tmp_path / "stderr.log"
+    log.write_text(f"{word * (TAIL_BYTES // len(word) // lines)}\n" * lines)
+    began = time.process_time()
+    tail = log_tail(log)
+    assert (advice(tail), is_secondary(tail), says_port_is_taken(tail)) == (None, False, False)
+    assert time.process_time() - began < 0.5  # 2026-11-22: 0.03 s at most; uncut, 2 to 11 s
+    assert telling_line(tail).startswith(word.strip())
+    assert max(map(len, tail)) <= LINE_CHARS
+
+
+def test_what_a_script_puts_in_the_place_of_its_log_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "stderr.log")
+    assert log_tail(tmp_path / "stderr.log") == []

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from pathlib import Path
 
 TAIL_BYTES = 1 << 16
+LINE_CHARS = 500
+"""What is longer is cut before any pattern sees it: some take the square of its length, and an event loop waits."""
 _LAST_WORDS = 20
 
 # What the survivors of somebody else's death print (Gloo, NCCL, TCPStore): an effect, never the cause.
@@ -96,14 +99,17 @@ def is_secondary(lines: list[str]) -> bool:
 
 
 def log_tail(log: Path) -> list[str]:
-    """The last lines of a log that are not empty."""
+    """The last lines of a log that are not empty, each cut to LINE_CHARS."""
     try:
-        with open(log, "rb") as file:
-            file.seek(max(0, os.path.getsize(log) - TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
+        with open(os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):  # a script put something else there: reading it might never end
+                return []
+            file.seek(max(0, found.st_size - TAIL_BYTES))
+            lines = file.read(TAIL_BYTES).decode(errors="replace").splitlines()
     except OSError:
         return []
-    return [line.strip() for line in lines if line.strip()]
+    return [line.strip()[:LINE_CHARS] for line in lines if line.strip()]
 
 
 def telling_line(lines: list[str]) -> str | None:
