@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -39,6 +40,7 @@ class Children:
         self._job, self._node = job, node
         self._exits: dict[int, asyncio.Future[int]] = {}
         self._gpu_watch = self._killed_group = self._held = 0
+        self._descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)  # the host's own limits: ours grow (`door`)
 
     def start(
         self, argv: list[str], log: Any, folder: Path, environment: dict[str, str] | None = None
@@ -52,11 +54,16 @@ class Children:
             cwd=folder,
             env=environment or self.environment(),
             start_new_session=True,
-            preexec_fn=lambda: die_with_parent(signal.SIGKILL),
+            preexec_fn=self._prepare,
         )
         child.returncode = 0  # `reap` hears of its end; Popen must not wait for it, too
         ended = self._exits[child.pid] = asyncio.get_running_loop().create_future()
         return ended
+
+    def _prepare(self) -> None:
+        """In the child, before its program."""
+        die_with_parent(signal.SIGKILL)
+        resource.setrlimit(resource.RLIMIT_NOFILE, self._descriptors)
 
     def environment(self) -> dict[str, str]:
         inherited = {

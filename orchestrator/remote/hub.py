@@ -25,6 +25,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from .door import MAX_LINE, Door
+
 BEAT_S = 2.0
 LEASE_S = 20.0
 """No word for this long, either way, and the other side counts as gone."""
@@ -34,7 +36,6 @@ before it tries again, and the wait after a cut of 10 s may well outlast the lea
 BROKEN_S = 5.0
 """The lease of a member whose connection was closed, and of a hub that refuses one: a live peer is back at once."""
 HANDSHAKE_S = 3.0
-MAX_LINE = 1 << 16
 
 Message = dict[str, Any]
 
@@ -89,10 +90,10 @@ class Link:
 
 
 async def greet_member(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes) -> tuple[str, Link]:
-    """The hub's side of the handshake: the member's name and the link to it."""
+    """The hub's side of the handshake: the member's name and the link to it. The `door` says how long it may take."""
     ours = secrets.token_hex(16)
     writer.write(ours.encode() + b"\n")
-    answer = json.loads(await _read_line(reader, HANDSHAKE_S))
+    answer = json.loads(await _read_line(reader, None))
     node, theirs = str(answer["node"]), str(answer["nonce"])
     key = _session_key(token, ours, theirs, node)
     if not hmac.compare_digest(str(answer["mac"]).encode(), _mac(key, b"join", 0, node.encode())):
@@ -134,9 +135,10 @@ class Hub:
 
     async def listen(self, address: str) -> int:
         """Binds a free port on the training address; returns it."""
-        self._server = await asyncio.start_server(self._serve, address, 0, limit=MAX_LINE)
+        self._door = Door(self._serve)
+        port = await self._door.open(address)
         self._beats = asyncio.create_task(self._beat())
-        return int(self._server.sockets[0].getsockname()[1])
+        return port
 
     def expect(self, within_s: float) -> None:
         """From now on every member has to be heard, first within this time."""
@@ -172,7 +174,7 @@ class Hub:
 
     def close(self) -> None:
         self._beats.cancel()
-        self._server.close()
+        self._door.close()
         for deadline in self._deadlines.values():
             deadline.cancel()
         for link in self._links.values():
@@ -183,16 +185,14 @@ class Hub:
             self.announce()
             await asyncio.sleep(BEAT_S)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            node, link = await greet_member(reader, writer, self._token)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError, asyncio.TimeoutError):
-            writer.close()  # whoever it is has no token yet: nothing that it says may harm us
-            return
+    async def _serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, known: Callable[[], None]
+    ) -> None:
+        node, link = await greet_member(reader, writer, self._token)  # what a stranger says ends no more than its visit
+        known()
         if node not in self._members or node in self._dismissed:
             if node in self._dismissed:
                 link.send(self._dismissed[node])
-            writer.close()
             return
         previous = self._links.get(node)
         if previous:
@@ -326,7 +326,7 @@ class Membership:
             link.close()
 
 
-async def _read_line(reader: asyncio.StreamReader, timeout_s: float) -> bytes:
+async def _read_line(reader: asyncio.StreamReader, timeout_s: float | None) -> bytes:
     line = await asyncio.wait_for(reader.readline(), timeout_s)
     if not line.endswith(b"\n"):
         raise ConnectionError("the connection was closed")

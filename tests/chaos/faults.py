@@ -28,6 +28,7 @@ Fault = Callable[[Round], Generator[bool, None, Expected]]
 FAULTS: dict[str, Fault] = {}
 TORCH_FREE = {"mixed_exits"}
 """Where ranks meet in collectives, one that is done ends all others before they come to their own end."""
+STRANGERS = Path(__file__).parents[1] / "strangers.py"
 LEASE = {"detected_s": 30.0, "gone_s": 15.0}
 """Promised for what only silence tells."""
 
@@ -255,6 +256,22 @@ def sshd_restart(r: Round) -> Generator[bool, None, Expected]:
     r.cell.close()
     time.sleep(2.5)  # process 1 of a lab host starts it again after a second
     return Expected(state="succeeded", survives=True)
+
+
+@fault
+def strangers_at_the_hub(r: Round) -> Generator[bool, None, Expected]:
+    """They knock hundreds of times a second and have no token; with few descriptors, a rank that dies is the cause."""
+    yield True
+    for name in r.cell.names:
+        few = ("prlimit", f"--pid={r.agent(name)['pid']}", "--nofile=256:256")
+        subprocess.run(r.world.on_host(name, *few), check=True)
+    place = (r.plan.master_address, str(r.agent(r.master)["hub_port"]))
+    knocks = [sys.executable, "-c", STRANGERS.read_text(), *place, "600", "60"]
+    crowd = r.afterwards.enter_context(subprocess.Popen(r.world.on_host(r.rng.choice(r.cell.names), *knocks)))
+    r.afterwards.callback(crowd.terminate)
+    r.pause(3.0)
+    r.kill("rank")
+    return Expected(node=r.victim, says="was killed by SIGKILL", exit_code=137)
 
 
 # ---- the controller -------------------------------------------------------------------------------------------------
