@@ -25,6 +25,7 @@ from orchestrator.errors import ConnectError, HostError, HostsError, OrchError, 
 from orchestrator.faults import fault_words
 from orchestrator.files import own_folder
 from orchestrator.frames import Agent, Piece
+from orchestrator.heard import Heard
 from orchestrator.lines import Line, Splitter
 from orchestrator.live import LiveView, Progress
 from orchestrator.outlook import View, foreseen, look, memory_notes, read_network, with_best_way
@@ -189,7 +190,7 @@ class Controller:
 
         until_end: until the job has ended, with its progress a few times a second; else only what is there now.
         """
-        splitter, found, broken = Splitter(), dict[str, Mapping[str, Any] | HostError](), set[str]()
+        splitter, heard, broken = Splitter(), Heard(), set[str]()
         refused: list[HostError] = []
         # Hosts tell in their own time: a later fault may come to stand first.
         told = set[tuple[str, int | None, int | None]]()
@@ -197,6 +198,7 @@ class Controller:
         ended_at: float | None = None
         dial = self.connections.reopen if until_end else None
         for name, item in job.watch(plan, hosts, offsets={}, follow=until_end, reconnect=dial):
+            has_word = heard.take(name, item, now_s := time.monotonic())
             if isinstance(item, HostError) and not (until_end and isinstance(item, ConnectError)):
                 refused.append(item)  # its key changed, say: what it prints is not shown any more
                 yield Notice(f"{item}; the job does not depend on this link and goes on")
@@ -214,9 +216,8 @@ class Controller:
                     yield lines
                 has_news |= until_end and view.take(name, item)
                 ended_at = ended_at and time.monotonic()  # who still has something to show is not late
-            elif isinstance(item, Agent):
-                found[name] = item.record
-                record = self._remember(plan, found)
+            if has_word:
+                record = self._remember(plan, heard.found(now_s))
                 for fault in record.faults:
                     key = (fault.node, fault.rank, fault.restart)
                     if key in told:
@@ -225,8 +226,10 @@ class Controller:
                     yield Notice(fault_words(fault))
                     if fault.rank is None:
                         view.lose(fault.node)
-                if record.state in FINAL_STATES and ended_at is None:
-                    ended_at = time.monotonic()
+                is_over = record.state in FINAL_STATES
+                if is_over and ended_at is None and (missed := heard.missed(now_s)):
+                    yield Notice(f"{', '.join(sorted(missed))}: no word any more; what the other hosts know counts")
+                ended_at = (ended_at or time.monotonic()) if is_over else None
             if has_news and time.monotonic() > progress_due:
                 has_news, progress_due = False, time.monotonic() + PROGRESS_S
                 yield view.progress()
@@ -234,7 +237,7 @@ class Controller:
                 break
         if lines := tuple(splitter.rest()):
             yield lines
-        yield from _dropped(found)
+        yield from _dropped(heard.records)
         if has_news:
             yield view.progress()
         if until_end and refused and ended_at is None:
@@ -405,10 +408,10 @@ def _with_outlook(plan: LaunchPlan, profiles: Profiles, request: RunRequest) -> 
     return plan.model_copy(update={"prediction": foreseen(plan, view), "notes": notes})
 
 
-def _dropped(found: Mapping[str, Mapping[str, Any] | HostError]) -> Iterator[Notice]:
+def _dropped(records: Mapping[str, Mapping[str, Any]]) -> Iterator[Notice]:
     """What the ranks printed and a full disk did not take."""
-    for name, record in found.items():
-        ranks = record.get("ranks") if isinstance(record, Mapping) else None
+    for name, record in records.items():
+        ranks = record.get("ranks")
         for rank, told in ranks.items() if isinstance(ranks, dict) else ():
             size = told.get("dropped_bytes") if isinstance(told, dict) else None
             if isinstance(size, int) and size > 0:

@@ -279,7 +279,8 @@ def combine(
     The master's last word counts for all. Without it: a host that ended on its own account, else a record whose
     supervisor is gone means lost; a host that we cannot reach says nothing. What is known to have ended stays so,
     whatever an older answer says, or a host whose files are gone (`orch down`). A host that an elastic job went on
-    without speaks of its own end alone.
+    without speaks of its own end alone; while its master and enough others cannot be asked, such a job counts as lost,
+    which a later answer may mend.
     """
     if known.state in ENDED:
         return known
@@ -296,7 +297,9 @@ def combine(
     if records.get(plan.master) in final:
         return _ended(known, records[plan.master])
     if final and not alive:
-        return _ended(known, min(final, key=lambda record: record["state"] == "succeeded"))
+        word = min(final, key=lambda record: record["state"] == "succeeded")
+        ended = _ended(known, word)
+        return ended.model_copy(update={"state": "lost"}) if _may_go_on(plan, records, word) else ended
     if alive:
         running = any(record.get("state") != "starting" for record in alive)
         return known.model_copy(update={"state": "running" if running else "starting"})
@@ -308,6 +311,17 @@ def combine(
         gone = FirstFailure(node=plan.master, reason="no supervisor and no final record on any host")
         return known.model_copy(update={"state": "lost", "first_failure": gone, "exit_code": 1})
     return known
+
+
+def _may_go_on(plan: LaunchPlan, records: Mapping[str, Mapping[str, Any]], word: Mapping[str, Any]) -> bool:
+    """Whether hosts that we cannot ask may be an elastic job that went on without those that we can. word: the last
+    of one of these; all that it tells of may be that it heard nothing of the master any more.
+    """
+    failure = word.get("first_failure")
+    if plan.elastic is None or not isinstance(failure, Mapping) or failure.get("kind") != "lost":
+        return False
+    silent = [node.name for node in plan.nodes if node.name not in records]
+    return failure.get("node") == plan.master in silent and len(silent) >= plan.elastic.min_nodes
 
 
 def _is_young(known: JobRecord, now: datetime) -> bool:

@@ -38,6 +38,7 @@ PURE = [
     "planview",
     "studies",
     "frames",
+    "heard",
     "lines",
     "live",
     "checks",
