@@ -63,17 +63,24 @@ def claimed(run: RunFolder) -> Iterator[None]:
 
     Raises HeldError, which says who is there; the lock goes with its holder, however that ends.
     """
-    run.root.mkdir(parents=True, exist_ok=True)
-    with open(run.lock, "a+", errors="replace") as file:
+    with alone(run.lock, f"is collecting into {run.root}", "collect again when it is done"):
+        for leftover in [*run.root.glob(".*.????????"), *run.nodes.glob("*/.*.????????")]:
+            leftover.unlink(missing_ok=True)  # temporary files of `files.write_atomic`
+        yield
+
+
+@contextlib.contextmanager
+def alone(lock: Path, doing: str, remedy: str) -> Iterator[None]:
+    """Holds this lock file. Raises HeldError: who holds it, and what that one is doing."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with open(lock, "a+", errors="replace") as file:
         if not _locked_within(file, ORPHAN_S):
             file.seek(0)
             holder = one_line(file.read(300)) or "another program"
-            raise HeldError(f"{holder} is collecting into {run.root}", "collect again when it is done")
+            raise HeldError(f"{holder} {doing}", remedy)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')},")
         file.flush()
-        for leftover in [*run.root.glob(".*.????????"), *run.nodes.glob("*/.*.????????")]:
-            leftover.unlink(missing_ok=True)  # temporary files of `files.write_atomic`
         yield
 
 
@@ -128,8 +135,8 @@ def _pull(
                 collected.errors[name] = item
             elif isinstance(item, Piece):
                 collected.notices += pulls[name].add(item)
-                collected.new_bytes += len(item.data)
-                progress(name, len(item.data))
+                collected.new_bytes += item.end - item.offset
+                progress(name, item.end - item.offset)
             elif isinstance(item, Agent):
                 collected.agents[name] = item.record
                 if item.record.get("state") != "lost" or not run.agent(name).exists():
@@ -176,6 +183,8 @@ class _Pull:
             write_json(self._note, self._inodes)
         with open(path, "ab") as file:
             file.write(piece.data)
+            if piece.hole:
+                file.truncate(piece.end)
         self._grown.add(path)
         return notices
 

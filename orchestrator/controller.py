@@ -12,12 +12,12 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from orchestrator import collect, job, rescan
+from orchestrator import collect, job, pull, rescan
 from orchestrator.call import Host, understood, words_of
 from orchestrator.clusters import Clusters, now_utc
 from orchestrator.connections import Connections
@@ -33,6 +33,7 @@ from orchestrator.owner import read_owner
 from orchestrator.paths import RUNS, RunFolder
 from orchestrator.plan import build_plan
 from orchestrator.profiles import Profiles, kinds_of, with_speeds
+from orchestrator.pull import Listing, Output, Pulled, list_outputs
 from orchestrator.records import ENDED, FINAL_STATES, CodeFolder, JobRecord, LaunchPlan, write_record
 from orchestrator.request import RunRequest, Wish, read_wish
 from orchestrator.resume import last_checkpoint, settings_of
@@ -62,6 +63,14 @@ class Notice:
     """Something a person who follows a job should know."""
 
     text: str
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """By node, what a job wrote beside its logs; and the hosts that could not be asked."""
+
+    found: Mapping[str, Listing]
+    errors: Mapping[str, HostError]
 
 
 @dataclass(frozen=True)
@@ -247,12 +256,13 @@ class Controller:
         found = self.store.find_job(wanted)
         return self.store.job(found), self.store.plan(found)
 
-    def hosts_of(self, plan: LaunchPlan) -> tuple[dict[str, Host], dict[str, HostError]]:
-        """The job's hosts that can be reached now, and the errors of those that cannot."""
+    def hosts_of(self, plan: LaunchPlan, only: Sequence[str] = ()) -> tuple[dict[str, Host], dict[str, HostError]]:
+        """The job's hosts that can be reached now, and the errors of those that cannot. only: none means all."""
         cluster = self.store.cluster(plan.cluster)
         known = {node.name: node for node in cluster.nodes}
-        found = self.connections.open([known[node.name] for node in plan.nodes if node.name in known])
-        gone = [node.name for node in plan.nodes if node.name not in known]
+        names = [node.name for node in plan.nodes if not only or node.name in only]
+        found = self.connections.open([known[name] for name in names if name in known])
+        gone = [name for name in names if name not in known]
         again = f"`orch up {cluster.file}` after adding it again"
         removed = {name: HostError(name, f"is no longer in cluster {cluster.name}", again) for name in gone}
         return values(found), {**errors_by_node(found), **removed}
@@ -355,6 +365,46 @@ class Controller:
             plan.job, lambda known: job.combine(plan, found, known, datetime.now(timezone.utc))
         )
 
+    # ---- files ------------------------------------------------------------------------------------------------
+
+    def outputs(self, plan: LaunchPlan, only: Sequence[str] = ()) -> Outputs:
+        """What the job wrote beside its logs, as its hosts list it now. only: of these nodes; none means all."""
+        hosts, unreachable = self._own_hosts(plan, only)
+        listed = list_outputs(hosts, {name: [plan.job] for name in hosts})
+        found = {name: listings[plan.job] for name, listings in values(listed).items()}
+        return Outputs(found, {**unreachable, **errors_by_node(listed)})
+
+    def pull(
+        self,
+        plan: LaunchPlan,
+        wanted: Mapping[str, Sequence[Output]],
+        out: Path,
+        show: Callable[[pull.Progress], None] = lambda _: None,
+    ) -> dict[str, Pulled | HostError]:
+        """Brings these files of these nodes into `out/<job>/`. Raises HeldError while somebody else does."""
+        run = RunFolder(out / plan.job)
+        own_folder(run.root)
+        with collect.alone(run.pull_lock, f"is pulling into {run.root}", "pull again when it is done"):
+            self.store.remember_run(plan.job, run.root)
+            hosts, unreachable = self._own_hosts(plan, list(wanted))
+            pulled = pull.pull(
+                plan, hosts, run, wanted, show, lambda name: self._at(plan, self.connections.reopen(name))
+            )
+        return {**pulled, **unreachable}
+
+    def _own_hosts(self, plan: LaunchPlan, only: Sequence[str]) -> tuple[dict[str, Host], dict[str, HostError]]:
+        """Of the job, these of its nodes; each with the work folder that the job has there."""
+        known = [node.name for node in plan.nodes]
+        for name in only:
+            if name not in known:
+                raise UsageError(f"{name}: no node of {plan.job}", f"its nodes: {', '.join(known)}")
+        hosts, unreachable = self.hosts_of(plan, only)
+        return {name: self._at(plan, host) for name, host in hosts.items()}, unreachable
+
+    @staticmethod
+    def _at(plan: LaunchPlan, host: Host) -> Host:
+        return replace(host, workdir=plan.node(host.node).workdir)
+
     # ---- results ----------------------------------------------------------------------------------------------
 
     def collect(self, plan: LaunchPlan, out: Path, progress: Callable[[str, int], None] = lambda *_: None) -> Report:
@@ -366,6 +416,7 @@ class Controller:
         own_folder(run.root)
         try:
             with collect.claimed(run):
+                self.store.remember_run(plan.job, run.root)
                 write_record(run.plan, plan)
                 hosts, unreachable = self.hosts_of(plan)
                 collected = collect.collect(plan, hosts, run, progress)

@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,27 @@ def sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def folder_beneath(top: Path, parts: Sequence[str]) -> Iterator[int]:
+    """The open folder `top/part/part...`, made where it is not there. Below `top` no link is followed.
+
+    Raises OSError where something else than a folder is in the way.
+    """
+    make_folder(top)
+    handle = os.open(top, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for part in parts:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(part, dir_fd=handle)
+                os.fsync(handle)
+            below = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=handle)
+            os.close(handle)
+            handle = below
+        yield handle
     finally:
         os.close(handle)
 

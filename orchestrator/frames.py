@@ -4,9 +4,9 @@
     for frame in read_frames("v100", chunks, frozenset({0, 1}), held):  # `held` follows what has come
         ...
 
-A host is not trusted to name files: only the names that this job can have are let through, a piece has to go on where
-the one before it ended (or begin its file anew), and lines and pieces have a largest size. Anything else ends the
-stream with a ProbeError.
+A host is not trusted to name files: only the names that this job's logs can have are let through (or those that were
+asked for: `remote/sender.py`), a piece has to go on where the one before it ended (or begin its file anew), and lines
+and pieces have a largest size. Anything else ends the stream with a ProbeError.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from orchestrator.errors import ConnectError, ProbeError
+from orchestrator.text import one_line
 
 MAX_LINE_BYTES = 1 << 20
 MAX_PIECE_BYTES = 1 << 18
+MAX_HOLE_BYTES = 1 << 44
 HEAD_BYTES = 1 << 12
 """A file is known by its inode and by how it begins."""
 RANK_FILES = ("stdout.log", "stderr.log", "metrics.jsonl")
@@ -34,6 +37,7 @@ class Piece:
     """New bytes of one file. rank: None for a file of the node itself. inode: the file's on its host.
 
     anew: the file was cut, replaced or rotated on its host: what came before belongs to an older generation of it.
+    hole: so many zeros in place of bytes, which take no room on its disk.
     """
 
     file: str
@@ -42,6 +46,12 @@ class Piece:
     data: bytes
     inode: int | None = None
     anew: bool = False
+    hole: int = 0
+
+    @property
+    def end(self) -> int:
+        """Where the next piece goes on."""
+        return self.offset + len(self.data) + self.hole
 
 
 @dataclass(frozen=True)
@@ -61,8 +71,9 @@ class Held:
 
     def plus(self, piece: Piece) -> Held:
         """With this piece, which goes on where this ends."""
-        head = self.head + piece.data[: HEAD_BYTES - len(self.head)]
-        return Held(self.offset + len(piece.data), piece.inode, head)
+        room = HEAD_BYTES - len(self.head)
+        head = self.head + (bytes(min(room, piece.hole)) if piece.hole else piece.data[:room])
+        return Held(piece.end, piece.inode, head)
 
 
 @dataclass(frozen=True)
@@ -80,11 +91,29 @@ class End:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """All bytes of this file have come. sha256: of all of them, by the host."""
+
+    file: str
+    size: int
+    mtime_ns: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Left:
+    """This file does not come, and why."""
+
+    file: str
+    why: str
+
+
+@dataclass(frozen=True)
 class Beat:
     """Nothing new, and the link lives."""
 
 
-Frame = Piece | Agent | End | Beat
+Frame = Piece | Agent | Whole | Left | End | Beat
 
 
 def names_of(ranks: Iterable[int]) -> list[str]:
@@ -93,14 +122,21 @@ def names_of(ranks: Iterable[int]) -> list[str]:
 
 
 def read_frames(
-    node: str, chunks: Iterable[bytes], ranks: frozenset[int], held: MutableMapping[str, Held] | None = None
+    node: str,
+    chunks: Iterable[bytes],
+    ranks: frozenset[int],
+    held: MutableMapping[str, Held] | None = None,
+    *,
+    asked: frozenset[str] | None = None,
 ) -> Iterator[Frame]:
     """chunks: as a transport's stream yields them (b"" gives a Beat). ranks: the ranks that live on this node.
 
     held: by file, what is here already; brought up to date with every piece, before it is given out. A piece is given
-    out part by part, as its bytes come: a link that breaks takes none of them along.
+    out part by part, as its bytes come: a link that breaks takes none of them along. asked: the only files that may
+    come, in place of the job's logs.
     """
     held = {} if held is None else held
+    rank_of = partial(_rank_of, ranks=ranks) if asked is None else partial(_none_of, asked=asked)
     coming: Piece | None = None
     buffer, due = bytearray(), 0  # so many bytes of the piece `coming` are still on their way
     for chunk in chunks:
@@ -117,8 +153,10 @@ def read_frames(
             line = _take_line(node, buffer)
             if line is None:
                 break
-            frame, due = _frame(node, line, ranks)
-            if isinstance(frame, Piece):
+            frame, due = _frame(node, line, rank_of)
+            if isinstance(frame, Piece) and frame.hole:
+                yield _follow_on(node, frame, held)
+            elif isinstance(frame, Piece):
                 coming = frame
             else:
                 yield frame
@@ -148,33 +186,48 @@ def _take_line(node: str, buffer: bytearray) -> bytes | None:
     return line
 
 
-def _frame(node: str, line: bytes, ranks: frozenset[int]) -> tuple[Frame, int]:
+def _frame(node: str, line: bytes, rank_of: Callable[[str], int | None]) -> tuple[Frame, int]:
     """A frame, and how many bytes of a piece follow it."""
     try:
         header = json.loads(line)
         if "file" in header:
-            return _piece(header, ranks)
+            return _piece(header, rank_of)
         if "agent" in header:
             return Agent(dict(header["agent"])), 0
         if "end" in header:
             files = {str(name): (int(f["size"]), str(f["sha256"])) for name, f in header["end"].items()}
             for name in files:
-                _rank_of(name, ranks)
+                rank_of(name)
             return End(files), 0
+        if "whole" in header:
+            rank_of(header["whole"])
+            whole = Whole(header["whole"], int(header["size"]), int(header["mtime_ns"]), str(header["sha256"]))
+            return whole, 0
+        if "left" in header:
+            rank_of(header["left"])
+            return Left(header["left"], one_line(header["why"])), 0
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ProbeError(node, f"sent a frame that is none ({error.__class__.__name__}: {str(error)[:80]})") from error
     return Beat(), 0
 
 
-def _piece(header: dict[str, Any], ranks: frozenset[int]) -> tuple[Piece, int]:
-    size, offset, inode = header["size"], header["offset"], header["inode"]
-    if not isinstance(size, int) or not 0 < size <= MAX_PIECE_BYTES:
+def _piece(header: dict[str, Any], rank_of: Callable[[str], int | None]) -> tuple[Piece, int]:
+    size, offset, inode, hole = header["size"], header["offset"], header["inode"], header.get("hole", 0)
+    if not isinstance(hole, int) or not 0 <= hole <= MAX_HOLE_BYTES:
+        raise ValueError(f"a hole of {hole!r} bytes")
+    if not isinstance(size, int) or not (size == 0 if hole else 0 < size <= MAX_PIECE_BYTES):
         raise ValueError(f"a piece of {size!r} bytes")
     if not isinstance(offset, int) or offset < 0:
         raise ValueError(f"offset {offset!r}")
     if inode is not None and not isinstance(inode, int):
         raise ValueError(f"inode {inode!r}")
-    return Piece(header["file"], _rank_of(header["file"], ranks), offset, b"", inode), size
+    return Piece(header["file"], rank_of(header["file"]), offset, b"", inode, hole=hole), size
+
+
+def _none_of(name: str, asked: frozenset[str]) -> None:
+    """Raises ValueError for any name that nobody asked for."""
+    if name not in asked:
+        raise ValueError(f"file name {name!r}")
 
 
 def _rank_of(name: str, ranks: frozenset[int]) -> int | None:

@@ -68,6 +68,10 @@ class Home:
         """There as long as the hosts may hold files of this job that nobody has collected since its end."""
         return self.job(job) / "uncollected"
 
+    def collected(self, job: str) -> Path:
+        """Into which run folders this job was collected or pulled, newest first."""
+        return self.job(job) / "collected.json"
+
     def launching(self, job: str) -> Path:
         """There from the intent to start a job until every host has been told to go, and locked all the while."""
         return self.job(job) / "launching"
@@ -82,6 +86,10 @@ class RunFolder:
     @property
     def lock(self) -> Path:
         return self.root / ".lock"
+
+    @property
+    def pull_lock(self) -> Path:
+        return self.root / ".pull.lock"
 
     @property
     def plan(self) -> Path:
@@ -116,6 +124,14 @@ class RunFolder:
 
     def agent(self, node: str) -> Path:
         return self.node(node) / "agent.json"
+
+    def files(self, node: str) -> Path:
+        """What the job wrote there beside its logs, under the names that it has in the job's folder."""
+        return self.node(node) / "files"
+
+    def incoming(self, node: str) -> Path:
+        """Files of `files` that have come in part."""
+        return self.node(node) / ".incoming"
 
     def gpu(self, node: str) -> Path:
         return self.node(node) / "gpu.jsonl"

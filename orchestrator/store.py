@@ -28,7 +28,7 @@ from pydantic import ConfigDict, Field
 
 from orchestrator.errors import OrchError, StateError, UsageError
 from orchestrator.facts import NodeFacts
-from orchestrator.files import locked, make_folder, own_folder, write_atomic
+from orchestrator.files import locked, make_folder, own_folder, write_atomic, write_json
 from orchestrator.grammar import NAME
 from orchestrator.inventory import Node
 from orchestrator.paths import Home
@@ -107,6 +107,9 @@ class Cluster(Record):
 def _masked(node: Node) -> Node:
     return node.model_copy(update={"env": masked_env(node.env)})
 
+
+MAX_RUN_FOLDERS = 20
+"""Of one job: so many are remembered."""
 
 RecordT = TypeVar("RecordT", bound=Record)
 
@@ -216,6 +219,21 @@ class Store:
     def nothing_to_collect(self, job: str) -> None:
         """Its files are here since it ended, or its hosts hold none any more."""
         self.home.uncollected(job).unlink(missing_ok=True)
+
+    def remember_run(self, job: str, folder: Path) -> None:
+        """This run folder holds files of the job."""
+        here = folder.absolute()
+        folders = [here, *(known for known in self.run_folders(job) if known != here)][:MAX_RUN_FOLDERS]
+        with self._locked():
+            if self.home.job(job).is_dir():  # else the job has been forgotten meanwhile
+                write_json(self.home.collected(job), {"schema": SCHEMA, "folders": [str(one) for one in folders]})
+
+    def run_folders(self, job: str) -> list[Path]:
+        """Those that hold files of the job and are still there; newest first. A damaged note counts as none."""
+        with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+            told = json.loads(self.home.collected(job).read_text())["folders"]
+            return [Path(folder) for folder in told if Path(folder).is_dir()]
+        return []
 
     def find_job(self, wanted: str) -> str:
         """The id meant by an id, a unique prefix of one, or `latest`. Raises UsageError where none or several fit."""

@@ -16,6 +16,7 @@ from orchestrator.cli.hosts import data, setup
 from orchestrator.cli.jobs import cancel, jobs, logs, run
 from orchestrator.cli.plan import plan
 from orchestrator.cli.profile import profile
+from orchestrator.cli.pull import pull
 from orchestrator.cli.results import collect, report
 from orchestrator.cli.sweep import sweep
 
@@ -48,6 +49,7 @@ for command in (
     logs,
     cancel,
     collect,
+    pull,
     report,
     profile,
     plan,

@@ -6,7 +6,7 @@ with push_board(["a2000", "v100"], manifest.size_bytes) as show:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.progress import (
@@ -20,7 +20,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from orchestrator import console, datapush, venvs
+from orchestrator import console, datapush, pull, venvs
 from orchestrator.text import one_line
 
 
@@ -46,6 +46,24 @@ def push_board(nodes: Sequence[str], total_bytes: int) -> Iterator[Callable[[dat
                 sending.add(progress.node)
                 board.reset(tasks[progress.node], completed=done, total=total_bytes)
             board.update(tasks[progress.node], completed=min(done, total_bytes), phase=progress.phase)
+
+        yield show
+
+
+@contextmanager
+def pull_board(totals: Mapping[str, int]) -> Iterator[Callable[[pull.Progress], None]]:
+    """The same for what comes from each host. totals: bytes, by node."""
+    figures = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with _progress(_words("node"), _words("phase"), *figures) as board:
+        tasks = {node: board.add_task("", node=node, phase="connects", total=total) for node, total in totals.items()}
+        pulling = set[str]()
+
+        def show(progress: pull.Progress) -> None:
+            done = min(progress.here_bytes, progress.total_bytes)
+            if progress.phase == "pulls" and progress.node not in pulling:  # what was here came at no speed
+                pulling.add(progress.node)
+                board.reset(tasks[progress.node], completed=done, total=progress.total_bytes)
+            board.update(tasks[progress.node], completed=done, phase=progress.phase)
 
         yield show
 

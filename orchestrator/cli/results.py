@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,18 +17,25 @@ from orchestrator.cli.common import (
 )
 from orchestrator.errors import UsageError
 
+if TYPE_CHECKING:
+    from orchestrator.records import LaunchPlan
+
 
 @click.command()
 @job_option
+@click.option(
+    "--checkpoints", is_flag=True, help="Then pull the job's checkpoints, too; `orch pull` brings other files."
+)
 @out_option
 @json_option
-def collect(wanted: str, out: Path, as_json: bool) -> None:
+def collect(wanted: str, checkpoints: bool, out: Path, as_json: bool) -> None:
     """Pull a job's logs and metrics, compare its hosts, write the report.
 
     Only what is new is pulled; works while the job runs, too.
 
     \b
     orch collect --job latest
+    orch collect --job latest --checkpoints
     orch collect --job mnist_lenet-20261121 --out ~/results
     """
     from orchestrator import console
@@ -46,8 +54,29 @@ def collect(wanted: str, out: Path, as_json: bool) -> None:
     for notice in report.notices:
         console.warn(notice)
     console.fail_each(report.errors.values())
+    if checkpoints:
+        _pull_checkpoints(plan, out)
     if report.errors:
         sys.exit(3)
+
+
+def _pull_checkpoints(plan: LaunchPlan, out: Path) -> None:
+    from orchestrator import console
+    from orchestrator.cli.pull import bring, leave, lines
+    from orchestrator.paths import RunFolder
+    from orchestrator.pull import checkpoint_globs, matching
+
+    with open_controller() as controller:
+        outputs = controller.outputs(plan)
+        globs = checkpoint_globs(plan)
+        chosen = {node: matching(listing.files, globs) for node, listing in outputs.found.items()}
+        chosen = {node: files for node, files in chosen.items() if files}
+        found = bring(controller, plan, chosen, out) if chosen else {}
+    for line in lines(RunFolder(out / plan.job), chosen, found):
+        console.say(line)
+    if not chosen:
+        console.say(f"{plan.job} has no checkpoint on its hosts")
+    leave(outputs.errors, found)
 
 
 @click.command()

@@ -10,6 +10,7 @@
                     /reserve               room for the last word in agent.json on a disk that is full
                     /bin/orch_remote/         these programs
                     /src/                  this job's own copy of the code
+                    /shipped.json          what each file in src/ was when it was shipped: all else there, the job wrote
                     /rank-<r>/             stdout.log stderr.log metrics.jsonl exit.json
                     /gpu.jsonl             use and memory of the job's GPUs, every few seconds
                     /control               FIFO: requests and rank events, one JSON line each
@@ -91,6 +92,7 @@ class Job:
         self.reserve = root / "reserve"
         self.bin = root / "bin"
         self.src = root / "src"
+        self.shipped = root / "shipped.json"
         self.control = root / "control"
         self.alive = root / "alive"
         self.checkpoints = root / "checkpoints"

@@ -26,6 +26,7 @@ from typing import Any
 from .agent import lives
 from .answer import Refused, reply
 from .layout import READY_S, RESERVE_BYTES, Job, Work, write_json
+from .outputs import mark
 
 FREE_BYTES = 64 << 20
 
@@ -115,19 +116,22 @@ def _unpack(tar: tarfile.TarFile, member: tarfile.TarInfo, into: Path) -> None:
 def fill_folder(job: Job, node: dict[str, Any], code: Path) -> None:
     write_json(job.node, node)
     job.src.mkdir()
+    shipped = {}
     for source in code.rglob("*"):
-        target = job.src / source.relative_to(code)
+        name = source.relative_to(code)
+        target = job.src / name
         if source.is_dir():
             target.mkdir(parents=True, exist_ok=True)
         else:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, target)
             target.chmod(0o600 | source.stat().st_mode & 0o100)
+            shipped[f"{job.src.name}/{name.as_posix()}"] = mark(target.stat())
+    write_json(job.shipped, shipped)
     package = job.bin / "orch_remote"
     package.mkdir(parents=True)
-    shipped = sys.modules["orch_remote"].SOURCES
-    for name, text in shipped.items():
-        (package / f"{name.rpartition('.')[2] if '.' in name else '__init__'}.py").write_text(text)
+    for module, text in sys.modules["orch_remote"].SOURCES.items():
+        (package / f"{module.rpartition('.')[2] if '.' in module else '__init__'}.py").write_text(text)
     job.checkpoints.mkdir()
     with open(job.reserve, "wb") as reserve:
         os.posix_fallocate(reserve.fileno(), 0, RESERVE_BYTES)

@@ -1,0 +1,138 @@
+"""What jobs wrote on this host beside their logs: names and sizes of what is in `checkpoints/`, and of every file in
+`src/`, the script's working folder, that is new or not as it was shipped.
+
+Request: {"workdir", "jobs": [ids]}. It tells (see `talk`), in parts:
+
+    {"job": ID, "files": [[name, size, mtime_ns, inode, disk_bytes], ...]}     names relative to the job's folder
+    {"job": ID, "skipped": {"links": 1, ...}}                                  what is no file to be handed out
+    {"job": ID, "gone": 1}                                                     this host has no such job
+    {"end": {}}
+
+Where the job was told to put its checkpoints into another folder (`checkpoint_dir`), those have names that begin with
+`checkpoint_dir/`. Links are never followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .beneath import folder
+from .layout import Job, Work
+from .talk import Talk, tell
+
+ELSEWHERE = "checkpoint_dir"
+CHECKPOINT = re.compile(r"step-\d{9}\.pt")
+UNFINISHED = re.compile(r"\.step-\d{9}\.pt\.part")
+MAX_FILES = 100_000
+MAX_DEPTH = 64
+MAX_NAME = 1024
+PART_BYTES = 1 << 17
+NICE = 10
+
+
+def main(request: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):
+        os.nice(NICE)
+    tell(request, list_all)
+
+
+def list_all(request: dict[str, Any], talk: Talk) -> dict[str, Any]:
+    work = Work(request["workdir"])
+    for job in [work.job(name) for name in request["jobs"]]:
+        if not job.root.is_dir():
+            talk.say({"job": job.id, "gone": 1})
+            continue
+        found = Found(job)
+        part, size = [], 0
+        for row in found.files():
+            part.append(row)
+            size += 6 * len(row[0]) + 80  # as JSON at its longest
+            if size > PART_BYTES:
+                talk.say({"job": job.id, "files": part})
+                part, size = [], 0
+        talk.say({"job": job.id, "files": part})
+        talk.say({"job": job.id, "skipped": {why: count for why, count in found.skipped.items() if count}})
+    return {}
+
+
+class Found:
+    """The files that one job wrote, and how many things that are none, by kind."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._shipped = read_shipped(job)
+        self._count = 0
+        self.skipped = {"links": 0, "special": 0, "foreign": 0, "odd_names": 0, "more": 0}
+
+    def files(self) -> Iterator[list[Any]]:
+        for part in ("checkpoints", "src"):
+            with contextlib.suppress(OSError), folder(self._job.root) as root, folder(part, root) as top:
+                yield from self._below(top, part)
+        elsewhere = checkpoint_folder(self._job)
+        if elsewhere:
+            with contextlib.suppress(OSError), folder(elsewhere) as top:
+                yield from self._below(top, ELSEWHERE, only=CHECKPOINT)
+
+    def _below(self, top: int, prefix: str, only: re.Pattern[str] | None = None) -> Iterator[list[Any]]:
+        """only: files of this folder itself whose names have this form, and nothing is said of the others."""
+        with os.scandir(top) as entries:
+            for entry in entries:
+                name = f"{prefix}/{entry.name}"
+                if only and not only.fullmatch(entry.name):
+                    continue
+                try:
+                    found = entry.stat(follow_symlinks=False)
+                except OSError:  # gone since
+                    continue
+                if why := self._not_ours(name, found):
+                    self.skipped[why] += 1
+                elif stat.S_ISDIR(found.st_mode):
+                    if entry.name != "__pycache__":
+                        with contextlib.suppress(OSError), folder(entry.name, top) as below:
+                            yield from self._below(below, name)
+                elif not UNFINISHED.fullmatch(entry.name) and self._shipped.get(name) != mark(found):
+                    self._count += 1
+                    if self._count > MAX_FILES:
+                        self.skipped["more"] += 1
+                        continue
+                    yield [name, found.st_size, found.st_mtime_ns, found.st_ino, found.st_blocks * 512]
+
+    def _not_ours(self, name: str, found: os.stat_result) -> str | None:
+        if stat.S_ISLNK(found.st_mode):
+            return "links"
+        if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+            return "special"
+        if found.st_uid != os.getuid():
+            return "foreign"
+        is_odd = len(name) > MAX_NAME or name.count("/") >= MAX_DEPTH or not name.isprintable()
+        return "odd_names" if is_odd else None
+
+
+def mark(found: os.stat_result) -> list[int]:
+    """What changes with a file's content."""
+    return [found.st_size, found.st_mtime_ns, found.st_ino]
+
+
+def read_shipped(job: Job) -> dict[str, list[int]]:
+    """By name, the mark of every file as it was shipped; {} where nobody noted it."""
+    try:
+        return dict(json.loads(job.shipped.read_text()))
+    except (OSError, ValueError):
+        return {}
+
+
+def checkpoint_folder(job: Job) -> Path | None:
+    """Where the job was told to put its checkpoints, if that is none of its own folders."""
+    settings = job.read_node().get("settings") or {}
+    named = settings.get("checkpoint_dir")
+    if not named or not isinstance(named, str):
+        return None
+    path = Path(os.path.normpath(job.src / Path(named).expanduser()))
+    return None if path.is_relative_to(job.root) else path

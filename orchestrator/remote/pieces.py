@@ -1,0 +1,46 @@
+"""The contents of files on their way to the controller: frames (see `reader`), and what is next of a file.
+
+A hole of a sparse file travels as its length: what takes no room here takes none there.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+from typing import Any
+
+CHUNK_BYTES = 1 << 18
+HOLE_BYTES = 1 << 20
+"""Shorter holes travel as the zeros that they read as."""
+ZEROS = bytes(1 << 20)
+
+
+def frame(header: dict[str, Any], payload: bytes = b"") -> None:
+    sys.stdout.buffer.write(json.dumps(header).encode() + b"\n" + payload)
+    sys.stdout.buffer.flush()
+
+
+def next_piece(handle: int, offset: int, limit: int) -> tuple[int, bytes]:
+    """(length of a hole, b"") or (0, bytes), from here on and not beyond the limit; (0, b"") where there is no more."""
+    hole = min(_data_after(handle, offset, limit), limit) - offset
+    if hole >= HOLE_BYTES:
+        return hole, b""
+    return 0, os.pread(handle, min(CHUNK_BYTES, max(0, limit - offset)), offset)
+
+
+def _data_after(handle: int, offset: int, limit: int) -> int:
+    """Where the next bytes lie that take room on the disk; the limit where none do."""
+    if offset >= limit:
+        return offset
+    try:
+        return os.lseek(handle, offset, os.SEEK_DATA)
+    except OSError as error:
+        return limit if error.errno == errno.ENXIO else offset  # or this file system knows of no holes
+
+
+def add_zeros(digest: Any, count: int) -> None:
+    while count > 0:
+        digest.update(ZEROS[: min(count, len(ZEROS))])
+        count -= len(ZEROS)
