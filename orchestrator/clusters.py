@@ -20,11 +20,11 @@ from orchestrator.election import Election, elect
 from orchestrator.errors import HostError, HostsError, InventoryError, OrchError, StateError, UsageError
 from orchestrator.facts import NodeFacts
 from orchestrator.inventory import Inventory, Node, load_inventory
-from orchestrator.probe import probe_all
+from orchestrator.probe import probe
 from orchestrator.records import MASK
 from orchestrator.store import Cluster, Problem, Store, Venv
 from orchestrator.text import one_line
-from orchestrator.transport.fanout import errors, errors_by_node, for_each, values
+from orchestrator.transport.fanout import errors, errors_by_node, values
 
 PROBE_S = 90.0
 
@@ -120,10 +120,13 @@ class Clusters:
 
     def _look(self, cluster: Cluster, nodes: Sequence[Node]) -> Up:
         """Connects to these nodes, probes them, elects among all, remembers."""
-        hosts = self.connections.open(nodes)
         peers = {node.name: _peers(node, cluster.nodes) for node in nodes}
-        probed = probe_all(values(hosts), peers, torch=True, deadline_s=PROBE_S)
-        facts, problems = values(probed), errors_by_node({**hosts, **probed})
+
+        def look(host: Host) -> NodeFacts:
+            return probe(host, peers[host.node], torch=True, timeout_s=PROBE_S)
+
+        probed = self.connections.each(nodes, look, deadline_s=PROBE_S + 5)
+        facts, problems = values(probed), errors_by_node(probed)
         for node in nodes:
             if node.name in facts and (blocked := checks.unusable(node, facts[node.name])):
                 problems[node.name] = blocked
@@ -190,14 +193,11 @@ class Clusters:
     def _on_each(
         self, cluster: Cluster, request: Mapping[str, Any], read: Callable[[dict[str, Any]], dict[str, Any]]
     ) -> dict[str, dict[str, Any] | HostError]:
-        found = self.connections.open(cluster.nodes)
-
         def one(host: Host) -> dict[str, Any]:
             answer = ask(host, "control", {**request, "workdir": host.workdir}, timeout_s=job.ASK_S)
             return understood(host.node, lambda: read(answer))
 
-        answers = for_each(values(found), one, deadline_s=job.ASK_S + 5)
-        return {**answers, **errors_by_node(found)}
+        return self.connections.each(cluster.nodes, one, deadline_s=job.ASK_S + 5)
 
 
 def with_env(cluster: Cluster, nodes: Sequence[Node]) -> list[Node]:

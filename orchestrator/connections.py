@@ -1,14 +1,16 @@
 """One open connection a host, for the length of one command.
 
 with Connections(home) as connections:
-    hosts = connections.open(cluster.nodes)        # name -> Host, or that host's error
+    hosts = connections.open(cluster.nodes)             # name -> Host, or that host's error
+    facts = connections.each(cluster.nodes, probe, deadline_s=90)   # the same, and what `probe(host)` gives
 """
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from orchestrator.call import Host
 from orchestrator.errors import HostError
@@ -22,6 +24,10 @@ if TYPE_CHECKING:  # paramiko is slow to import and a cluster of local nodes doe
     from orchestrator.transport.route import Target
 
 CONNECT_S = 10.0
+FILES_PER_HOST = 12
+"""A connection, and what its commands take."""
+
+R = TypeVar("R")
 
 
 class Connections:
@@ -49,10 +55,21 @@ class Connections:
 
     def open(self, nodes: Sequence[Node]) -> dict[str, Host | HostError]:
         """All at once; every node has its answer within the time for connecting."""
+        return self.each(nodes, lambda host: host, deadline_s=5)
+
+    def each(
+        self, nodes: Sequence[Node], action: Callable[[Host], R], *, deadline_s: float
+    ) -> dict[str, R | HostError]:
+        """Connects to all at once and does this there as soon as a host answers, however long others stay silent.
+
+        deadline_s: for the action, besides the time for connecting.
+        """
         self._nodes |= {node.name: node for node in nodes}
+        _allow_files(FILES_PER_HOST * len(nodes))
         if self._ask:
             self._unlock_keys(nodes, self._ask)
-        return for_each({node.name: node.name for node in nodes}, self.reopen, deadline_s=CONNECT_S + 5)
+        names = {node.name: node.name for node in nodes}
+        return for_each(names, lambda name: action(self.reopen(name)), deadline_s=CONNECT_S + deadline_s)
 
     def reopen(self, name: str) -> Host:
         """A fresh connection to a node of `open`. Raises HostError."""
@@ -84,6 +101,14 @@ class Connections:
                 from orchestrator.transport import ssh
 
                 ssh.unlock(target_of(node), ask)
+
+
+def _allow_files(wanted: int) -> None:
+    """Many systems let a program open 1024 files unless it asks for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        more = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, more), hard))
 
 
 def target_of(node: Node) -> Target:

@@ -40,7 +40,7 @@ from orchestrator.resume import last_checkpoint, settings_of
 from orchestrator.store import Cluster, Store
 from orchestrator.summary import Summary
 from orchestrator.text import one_line
-from orchestrator.transport.fanout import errors, errors_by_node, for_each, values
+from orchestrator.transport.fanout import errors, errors_by_node, values
 
 LATE_S = 10.0
 """After the job's last word, so long do we wait for hosts that have not ended their stream."""
@@ -345,10 +345,11 @@ class Controller:
     def _rescan(self, cluster: Cluster, problems: dict[str, OrchError]) -> list[JobRecord]:
         sound = [job_id for job_id in self.store.job_ids() if job_id not in self.store.damaged()]
         newer = [job_id for job_id, error in self.store.damaged().items() if not isinstance(error, StateError)]
-        found = self.connections.open(cluster.nodes)
-        asked = for_each(values(found), lambda host: job.recall(host, [*sound, *newer]), deadline_s=job.ASK_S + 5)
+        known = [*sound, *newer]
+        deadline_s = job.MAX_RECALLS * job.ASK_S
+        asked = self.connections.each(cluster.nodes, lambda host: job.recall(host, known), deadline_s=deadline_s)
         answers = values(asked)
-        problems |= {**errors_by_node(found), **errors_by_node(asked)}
+        problems |= errors_by_node(asked)
         plans, left_out = rescan.recall(answers, cluster)
         for number, words in enumerate(left_out):
             problems[f"{cluster.name} {number}"] = OrchError(words, "it stays on its host, untouched")

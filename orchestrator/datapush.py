@@ -73,7 +73,7 @@ def push(
             session.host = reopen(host.node)
 
     try:
-        return for_each(hosts, one, deadline_s=FOREVER_S, workers=max(1, len(hosts)))
+        return for_each(hosts, one, deadline_s=FOREVER_S, at_once=max(1, len(hosts)))
     finally:
         over.set()
 

@@ -152,7 +152,7 @@ def set_up(
                 show(progress)
         raise ProbeError(host.node, "its answer has no end", "try again")
 
-    return for_each(hosts, one, deadline_s=LIMIT_S + 60, workers=max(1, len(hosts)))
+    return for_each(hosts, one, deadline_s=LIMIT_S + 60, at_once=max(1, len(hosts)))
 
 
 def _made(end: Mapping[str, str]) -> Made:

@@ -12,8 +12,9 @@ import pytest
 from orchestrator.call import Host, ask
 from orchestrator.errors import ConnectError, HostError, ProbeError
 from orchestrator.facts import parse_facts
-from orchestrator.probe import probe_all
+from orchestrator.probe import probe as probe_host
 from orchestrator.remote import probe
+from orchestrator.transport.fanout import for_each
 from orchestrator.transport.local import LocalTransport
 
 REQUEST = {"workdir": "~/.orch", "peers": [], "torch": False}
@@ -22,6 +23,12 @@ LOADER = Path(probe.__file__).with_name("loader.py").read_text()
 
 def host(name="here", python=sys.executable, activate=None, workdir="~/.orch"):
     return Host(LocalTransport(name), python, activate, str(workdir))
+
+
+def probe_all(hosts, peers=(), *, torch=False, timeout_s):
+    return for_each(
+        hosts, lambda one: probe_host(one, peers, torch=torch, timeout_s=timeout_s), deadline_s=timeout_s + 1
+    )
 
 
 @pytest.fixture
@@ -45,7 +52,7 @@ def gathered(**changes):
 
 
 def test_this_machine_tells_what_it_is(tmp_path):
-    answers = probe_all({"here": host(workdir=tmp_path)}, {"here": ("127.0.0.1",)}, torch=False, deadline_s=30)
+    answers = probe_all({"here": host(workdir=tmp_path)}, ["127.0.0.1"], timeout_s=30)
     facts = answers["here"]
     assert facts.python_executable == sys.executable
     assert facts.python_version == ".".join(str(part) for part in sys.version_info[:3])
@@ -62,7 +69,7 @@ def test_this_machine_tells_what_it_is(tmp_path):
 @pytest.mark.slow
 def test_torch_is_asked_in_a_process_of_its_own():
     torch = pytest.importorskip("torch")
-    facts = probe_all({"here": host()}, {}, torch=True, deadline_s=90)["here"]
+    facts = probe_all({"here": host()}, torch=True, timeout_s=90)["here"]
     assert facts.torch.version == str(torch.__version__)
     assert facts.torch.cuda == torch.version.cuda
     assert facts.torch.gloo
@@ -91,7 +98,7 @@ def test_each_host_has_its_own_answer_within_the_deadline(tmp_path):
         "liar": host("liar", activate="echo nothing; exit"),
     }
     started = time.monotonic()
-    answers = probe_all(hosts, {}, torch=False, deadline_s=4)
+    answers = probe_all(hosts, timeout_s=4)
     assert time.monotonic() - started < 8
     assert answers["good"].node == "good"
     assert isinstance(answers["bare"], ProbeError)
@@ -219,4 +226,4 @@ def test_a_python_that_is_too_old_is_answered_in_words():
 
 def test_a_host_that_refuses_is_a_host_error():
     old = host(activate="exec sh -c 'cat >/dev/null; exit 3'")
-    assert isinstance(probe_all({"old": old}, {}, torch=False, deadline_s=10)["old"], HostError)
+    assert isinstance(probe_all({"old": old}, timeout_s=10)["old"], HostError)

@@ -18,8 +18,10 @@ from sshd import Sshd, make_key, needs_sshd, running_sshd, wait_for
 
 from orchestrator.errors import AuthError, ConnectError, HostError, HostKeyError, ProbeError, UsageError
 from orchestrator.transport import ssh
+from orchestrator.transport.deadline import Deadline
+from orchestrator.transport.fanout import errors, for_each, values
 from orchestrator.transport.hostkeys import HostKeys
-from orchestrator.transport.login import Deadline, Login
+from orchestrator.transport.login import Login
 from orchestrator.transport.route import find_route, read_ssh_config
 from orchestrator.transport.ssh import SshTransport, Target, connect, fetch_host_key, unlock
 
@@ -435,6 +437,54 @@ def test_a_jump_host_that_cannot_reach_the_host_says_so(tmp_path: Path) -> None:
         target = gate.target(port=free_port(), proxy_jump=f"{gate.target().user}@127.0.0.1:{gate.port}")
         with pytest.raises(ConnectError, match=r"a channel was refused.*AllowTcpForwarding"):
             connect(target, host_keys=gate.host_keys())
+
+
+@pytest.fixture
+def mute() -> Iterator[socket.socket]:
+    """Takes every connection to any address of this machine, and never says a word."""
+    with socket.create_server(("", 0), backlog=400) as server:
+        yield server
+
+
+def test_a_dead_jump_host_is_not_dialled_for_each_host_behind_it(mute: socket.socket, tmp_path: Path) -> None:
+    gate = f"me@127.0.0.1:{mute.getsockname()[1]}"
+    behind = {f"n{n}": Target(f"n{n}", f"10.0.0.{n}", 22, "me", proxy_jump=gate) for n in range(1, 101)}
+    keys = HostKeys(tmp_path / "recorded")
+    outcomes = for_each(behind, lambda target: connect(target, host_keys=keys, timeout_s=1), deadline_s=3)
+    assert len(outcomes) == len(errors(outcomes)) == 100
+    for node, error in outcomes.items():
+        assert str(error).startswith(f"{node}: jump host 127.0.0.1:") and "no SSH login within 1 s" in str(error)
+    mute.settimeout(0)
+    dialled = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            mute.accept()[0].close()
+            dialled += 1
+    assert 1 <= dialled <= ssh._HANDSHAKES_PER_SERVER
+
+
+def test_servers_that_never_greet_take_no_turns_from_one_that_does(
+    server: Sshd, mute: socket.socket, tmp_path: Path
+) -> None:
+    port, all_silent = mute.getsockname()[1], threading.Event()
+    silent = {f"s{n}": Target(f"s{n}", f"127.0.1.{n}", port, "me") for n in range(1, 201)}
+    ended: list[str] = []
+
+    def dial(target: Target) -> str:
+        if target.node == server.node:
+            assert all_silent.wait(30)
+            connect(target, host_keys=server.host_keys()).close()
+        else:
+            if target.node == "s200":
+                all_silent.set()
+            with contextlib.suppress(ConnectError):
+                connect(target, host_keys=HostKeys(tmp_path / "recorded"), timeout_s=8)
+        ended.append(target.node)
+        return target.node
+
+    outcomes = for_each({**silent, server.node: server.target()}, dial, deadline_s=30)
+    assert len(values(outcomes)) == 201
+    assert ended[0] == server.node
 
 
 def test_a_link_that_goes_silent_behind_a_jump_host_is_noticed(

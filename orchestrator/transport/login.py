@@ -13,7 +13,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeAlias
@@ -22,31 +21,12 @@ import paramiko
 
 from orchestrator import shell
 from orchestrator.errors import AuthError
+from orchestrator.transport.deadline import Deadline
 from orchestrator.transport.route import Hop
 
 AskPassphrase: TypeAlias = Callable[[str], "str | None"]
 
 _KEY_CLASSES: tuple[type[paramiko.PKey], ...] = (paramiko.Ed25519Key, paramiko.ECDSAKey, paramiko.RSAKey)
-
-
-class Deadline:
-    """A moment on the monotonic clock. Time that a person needs for an answer does not count."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self._end = time.monotonic() + timeout_s
-
-    def left(self) -> float:
-        """Seconds left, never below zero."""
-        return max(0.0, self._end - time.monotonic())
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self._end += time.monotonic() - began
 
 
 class KeyUnusableError(Exception):
@@ -91,14 +71,23 @@ _RING = KeyRing()
 class Login:
     """Logs in over one connection. Has the shape of paramiko's AuthStrategy."""
 
-    def __init__(self, hop: Hop, deadline: Deadline, ask_passphrase: AskPassphrase | None) -> None:
+    def __init__(
+        self,
+        hop: Hop,
+        deadline: Deadline,
+        ask_passphrase: AskPassphrase | None,
+        begins: Callable[[], None] = lambda: None,
+    ) -> None:
+        """begins: called when the keys are exchanged and the login begins."""
         self._hop = hop
         self._deadline = deadline
         self._ask_passphrase = ask_passphrase
+        self._begins = begins
         self._tried: list[str] = []
 
     def authenticate(self, transport: paramiko.Transport) -> None:
         """Raises AuthError when no key is taken, TimeoutError when the host gives no answer in time."""
+        self._begins()
         with _agent() as agent:
             for label, key in self._keys(agent):
                 self._tried.append(label)

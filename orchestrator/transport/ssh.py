@@ -9,6 +9,9 @@ fabric and sockets raise becomes our ConnectError, HostKeyError or AuthError.
 Left to themselves, fabric accepts any host key, also one that changed, and paramiko waits for ever on a link that
 swallows packets. So every key goes through `HostKeys`, and every wait has an end: TCP_USER_TIMEOUT for what was sent, a
 heartbeat for the way behind a jump host, a deadline for each call.
+
+Hundreds of hosts are dialled at once. Key exchanges cost our processor some 50 ms each, so few are under way at a time;
+a host has its turn when its server has greeted us, and never waits behind one that is silent.
 """
 
 from __future__ import annotations
@@ -16,23 +19,25 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import selectors
 import socket
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import fabric
 import paramiko
 
-from orchestrator.errors import ConnectError, ProbeError
+from orchestrator.errors import AuthError, ConnectError, ProbeError
 from orchestrator.text import one_line
 from orchestrator.transport import MAX_OUTPUT_BYTES, Result
+from orchestrator.transport.deadline import Deadline
 from orchestrator.transport.hostkeys import HostKeys, OfferedKey, Peer, UnknownHostKeyError
-from orchestrator.transport.login import AskPassphrase, Deadline, Login
+from orchestrator.transport.login import AskPassphrase, Login
 from orchestrator.transport.login import unlock as _unlock
 from orchestrator.transport.route import Hop, Target, find_route, read_ssh_config
 from orchestrator.transport.session import STDERR, STDOUT, LinkLostError, RemoteCommand, SignalAwareTransport
@@ -42,6 +47,7 @@ __all__ = ["SshTransport", "Target", "connect", "fetch_host_key", "unlock"]
 USER_TIMEOUT_S = 20.0  # unanswered bytes older than this mean that the link is gone
 _HEARTBEAT_S = 5.0
 _HANDSHAKES_PER_SERVER = 8  # sshd's MaxStartups drops logins at random from 10 on; matters most for a jump host
+_KEY_EXCHANGES = 16  # at once, over all hosts: more of them only make each last longer
 _BANNER_FAULT = "Error reading SSH protocol banner"
 
 # What is out of use: CBC modes, MACs on MD5 and SHA-1, key exchange and signatures on SHA-1 (RFC 9142, RFC 8332).
@@ -56,7 +62,8 @@ _DISABLED = {
 # paramiko logs what servers say, and tracebacks; whatever matters reaches the person as an error of ours.
 logging.getLogger("paramiko").setLevel(logging.CRITICAL + 1)
 
-_slots: dict[tuple[str, int], threading.Semaphore] = {}
+_servers: dict[tuple[str, int], _Server] = {}
+_key_exchanges = threading.Semaphore(_KEY_EXCHANGES)
 
 
 def connect(
@@ -224,31 +231,48 @@ class _Way:
 
     def _dial(self, deadline: Deadline) -> _Connection:
         with ExitStack() as resources:
-            gateway: Any = False  # fabric's word for "none, whatever a configuration says"
+            transport = None
             for hop in self.route:
                 late = f"no SSH login within {deadline.timeout_s:g} s"
-                with _translated(hop, late, deadline), _slot(hop, deadline):
-                    gateway = self._open_hop(hop, gateway, deadline, resources)
-            transport = gateway.client.get_transport()
+                with _slot(hop, deadline), _translated(hop, late, deadline):
+                    transport = self._open_hop(hop, transport, deadline, resources)
+            assert transport  # noqa: S101 - for the type checker: a route has hops
             if len(self.route) > 1:
                 threading.Thread(target=_heartbeat, args=(transport,), name="orch-heartbeat", daemon=True).start()
             return _Connection(transport, resources.pop_all())
 
-    def _open_hop(self, hop: Hop, gateway: Any, deadline: Deadline, resources: ExitStack) -> Any:
+    def _open_hop(
+        self, hop: Hop, jump: paramiko.Transport | None, deadline: Deadline, resources: ExitStack
+    ) -> paramiko.Transport:
+        """jump: the open connection to the hop before it."""
+        sock = _through(jump, hop, deadline) if jump else resources.enter_context(_dial_tcp(hop, deadline))
+        _await_greeting(sock, deadline)
+        with ExitStack() as turn:
+            with deadline.paused():
+                turn.enter_context(_key_exchanges)
+            return self._log_in(hop, sock, deadline, resources, turn.close)
+
+    def _log_in(
+        self, hop: Hop, sock: Any, deadline: Deadline, resources: ExitStack, keys_exchanged: Callable[[], None]
+    ) -> paramiko.Transport:
         settings = {
+            "sock": sock,
             "timeout": deadline.left(),
             "banner_timeout": deadline.left(),
             "channel_timeout": deadline.left(),
             "disabled_algorithms": _DISABLED,
             "transport_factory": lambda sock, **options: self._transport(hop, sock, deadline, options),
-            "auth_strategy": Login(hop, deadline, self.ask_passphrase),
+            "auth_strategy": Login(hop, deadline, self.ask_passphrase, keys_exchanged),
         }
-        if not gateway:
-            settings["sock"] = resources.enter_context(_dial_tcp(hop, deadline))
         # An own, empty configuration: neither ~/.fabric.yaml nor fabric's reading of ~/.ssh/config has a say here.
         config = fabric.Config(lazy=True, ssh_config=paramiko.SSHConfig())
         connection = fabric.Connection(
-            hop.host, user=hop.user, port=hop.port, config=config, gateway=gateway, connect_kwargs=settings
+            hop.host,
+            user=hop.user,
+            port=hop.port,
+            config=config,
+            gateway=False,  # fabric's word for "none, whatever a configuration says"
+            connect_kwargs=settings,
         )
         connection.client.set_missing_host_key_policy(self._policy(hop))  # in place of fabric's "add any"
         resources.callback(connection.client.close)
@@ -256,7 +280,8 @@ class _Way:
             connection.open()
         except paramiko.ssh_exception.IncompatiblePeer as error:
             raise paramiko.ssh_exception.IncompatiblePeer(f"{error}{_offer(connection.client, error)}") from error
-        return connection
+        transport: paramiko.Transport = connection.client.get_transport()
+        return transport
 
     def _policy(self, hop: Hop) -> paramiko.MissingHostKeyPolicy:
         look_only = self.look_only and hop is self.route[-1]
@@ -289,16 +314,39 @@ class _StrictPolicy(paramiko.MissingHostKeyPolicy):
         self._host_keys.check(self._peer, key, accept_new=self._accept_new)
 
 
+class _Server:
+    """An SSH server, which many hosts share when it is their jump host.
+
+    failures: by hop, when we last failed to get through, and why.
+    """
+
+    def __init__(self) -> None:
+        self.slots = threading.Semaphore(_HANDSHAKES_PER_SERVER)
+        self.failures: dict[Hop, tuple[float, ConnectError | AuthError]] = {}
+
+
 @contextlib.contextmanager
 def _slot(hop: Hop, deadline: Deadline) -> Iterator[None]:
-    """At most so many handshakes with one server at once."""
-    slot = _slots.setdefault((hop.host, hop.port), threading.Semaphore(_HANDSHAKES_PER_SERVER))
-    if not slot.acquire(timeout=deadline.left()):
-        raise TimeoutError
+    """At most so many handshakes with one server at once. What a jump host did to one who stood before us in the queue
+    it would do to us: a dead one is not dialled for each host behind it.
+    """
+    server = _servers.setdefault((hop.host, hop.port), _Server())
+    anybodys = replace(hop, peer=replace(hop.peer, node=""))
+    came_at = time.monotonic()
+    with deadline.paused():
+        server.slots.acquire()
     try:
-        yield
+        failed_at, failure = server.failures.get(anybodys, (0.0, None))
+        if failure and failed_at > came_at:
+            raise type(failure)(hop.peer.node, failure.message.removeprefix(f"{failure.node}: "), failure.remedy)
+        try:
+            yield
+        except (ConnectError, AuthError) as error:
+            if hop.peer.jump and not _hung_up_early(error.__cause__):
+                server.failures[anybodys] = (time.monotonic(), error)
+            raise
     finally:
-        slot.release()
+        server.slots.release()
 
 
 @contextlib.contextmanager
@@ -319,6 +367,20 @@ def _dial_tcp(hop: Hop, deadline: Deadline) -> Iterator[socket.socket]:
             _tune(sock)
             yield sock
         return
+
+
+def _through(jump: paramiko.Transport, hop: Hop, deadline: Deadline) -> paramiko.Channel:
+    """A connection that the jump host opens for us."""
+    place, ours = (hop.host, hop.port), ("", 0)
+    return jump.open_channel("direct-tcpip", place, ours, timeout=max(0.01, deadline.left()))
+
+
+def _await_greeting(sock: socket.socket | paramiko.Channel, deadline: Deadline) -> None:
+    """A server speaks first (RFC 4253, 4.2): until it does, it takes none of our turns. Raises TimeoutError."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(sock, selectors.EVENT_READ)
+        if not selector.select(deadline.left()):
+            raise TimeoutError
 
 
 def _tune(sock: socket.socket) -> None:
