@@ -241,7 +241,7 @@ def pull(
             {name: hosts[name] for name in wanted if name in hosts},
             one,
             deadline_s=FOREVER_S,
-            workers=max(1, len(hosts)),
+            at_once=max(1, len(hosts)),
         )
     finally:
         over.set()
