@@ -214,6 +214,106 @@ def test_a_folder_in_the_place_of_a_file_stays(here, tmp_path):
     assert "labels is no plain file" in failed.message
 
 
+# ---- another user's folders and links -------------------------------------------------------------------------
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="makes folders of another user")
+
+
+@pytest.fixture
+def victim(tmp_path):
+    """A folder of ours that an attacker wants to be written to, and that has to stay empty."""
+    folder = tmp_path / "victim" / ".ssh"
+    folder.mkdir(parents=True)
+    yield folder
+    assert list(folder.iterdir()) == []
+
+
+def theirs(path):
+    os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+
+
+def plant(there, link, victim):
+    """`link` in the data folder leads to the victim."""
+    (there / link).parent.mkdir(parents=True, exist_ok=True)
+    (there / link).symlink_to(victim)
+
+
+@as_root
+@pytest.mark.parametrize("link", ["MNIST", "MNIST/raw"])
+def test_a_link_that_another_user_planted_in_the_folder_is_refused(here, tmp_path, victim, link):
+    there = tmp_path / "sets" / "data"
+    plant(there, link, victim)
+    for path in (there, there / link):
+        theirs(path)
+    failed, _ = push(here, there)
+    assert "belongs to another user" in failed.message
+    assert str(failed).isprintable()
+
+
+@as_root
+@pytest.mark.parametrize("link", ["MNIST", "MNIST/raw"])
+@pytest.mark.parametrize("mode", [0o700, 0o1777])
+def test_so_is_one_in_a_folder_of_our_own(here, tmp_path, victim, link, mode):
+    there = tmp_path / "data"
+    plant(there, link, victim)
+    theirs(there / link)
+    for path in (there, (there / link).parent):
+        path.chmod(mode)
+    failed, _ = push(here, there)
+    assert f"{there}/{link} is a link" in failed.message
+
+
+@as_root
+@pytest.mark.parametrize("planted", ["a link", "a folder", "an own link"])
+def test_a_way_to_the_folder_in_which_another_user_has_a_say_is_refused(here, tmp_path, victim, planted):
+    way = tmp_path / "way"
+    if planted == "a folder":
+        way.mkdir()
+    else:
+        way.symlink_to(victim.parent)
+    if planted == "an own link":
+        tmp_path.chmod(0o777)  # not ours for long: anybody may put another one there
+    else:
+        theirs(way)
+    failed, _ = push(here, way / "data")
+    assert ("everybody may write" if planted == "an own link" else "belongs to another user") in failed.message
+    assert not (way / "data").exists()
+
+
+def test_a_folder_in_which_everybody_may_write_is_refused_at_any_depth(here, tmp_path):
+    there = tmp_path / "data"
+    (there / RAW).mkdir(parents=True)
+    (there / RAW).chmod(0o777)
+    failed, _ = push(here, there)
+    assert f"{there}/{RAW} is a folder in which everybody may write" in failed.message
+    assert list((there / RAW).iterdir()) == []
+
+
+@as_root
+@pytest.mark.parametrize("name", ["images", ".orch-part"])
+def test_a_file_of_another_user_in_the_place_of_ours_is_neither_believed_nor_written(here, tmp_path, name):
+    there = tmp_path / "data"
+    path = partial(here, there, f"{RAW}/images", b"")
+    if name == "images":
+        path = path.rename(path.with_name("images"))
+        path.write_bytes((here / RAW / "images").read_bytes())
+    theirs(path)
+    before = path.read_bytes()
+    failed, _ = push(here, there)
+    assert "belongs to another user" in failed.message
+    assert path.read_bytes() == before
+
+
+def test_a_link_of_ours_on_the_way_to_the_folder_is_followed(here, tmp_path):
+    disk = tmp_path / "large disk"
+    disk.mkdir()
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "data").symlink_to("../large disk")
+    assert push(here, tmp_path / "home" / "data")[0].files == 4
+    assert contents(disk) == contents(here)
+
+
 def test_a_file_that_changes_on_its_way_does_not_arrive(here, tmp_path):
     there, manifest = tmp_path / "there", read_manifest(here)
     (here / RAW / "labels").write_bytes(b"x" * 1000)
@@ -326,7 +426,7 @@ def test_ctrl_c_in_the_middle_loses_nothing(person, here):
 def test_a_disk_that_is_too_small_is_told_before_anything_is_sent(person, here):
     person.lab.host_exec("alpha", ["mkdir", "-p", "/home/lab/small"], check=True)
     person.lab.host_exec(
-        "alpha", ["mount", "-t", "tmpfs", "-o", "size=40m,mode=777", "small", "/home/lab/small"], check=True
+        "alpha", ["mount", "-t", "tmpfs", "-o", "size=40m,mode=1777", "small", "/home/lab/small"], check=True
     )
     done = person.types("data", "push", str(here), "--to", "~/small", "--nodes", "alpha", exit_code=3)
     assert "needs 67 MiB more, and 40 MiB are free there" in done.stderr

@@ -10,12 +10,15 @@ Request: {"folder", "files": [[name, size, sha256], ...]}, names relative to the
 
 A file comes under another name beside its place (`.orch-<hash>.part`), where a broken link leaves what has arrived: the
 next push goes on from there, and the hash over all of it decides in the end. The name tells which content it is to be.
+Beneath the folder no link is followed, and where another user has a say in what lies there nothing is written.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
+import io
 import os
 import select
 import shutil
@@ -26,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from .answer import Refused
+from .beneath import READ, UnsafeError, chosen_folder, holder, is_trusted
 from .talk import STDIN, Left, Talk, alone_at, tell
 
 CHUNK_BYTES = 1 << 20
@@ -53,30 +57,35 @@ class Incoming:
     name: str
     size: int
     digest: str
-    target: Path
     at: int = 0
     sha256: Any = field(default_factory=hashlib.sha256)
 
     @property
-    def partial(self) -> Path:
-        return self.target.with_name(
-            f"{PARTIAL}{hashlib.sha256(f'{self.name}:{self.digest}'.encode()).hexdigest()[:32]}.part"
-        )
+    def partial(self) -> str:
+        """Beside its place."""
+        mark = hashlib.sha256(f"{self.name}:{self.digest}".encode()).hexdigest()[:32]
+        above, slash, _ = self.name.rpartition("/")
+        return f"{above}{slash}{PARTIAL}{mark}.part"
 
 
 def receive(request: dict[str, Any], talk: Talk) -> dict[str, Any]:
     folder = Path(request["folder"]).expanduser().absolute()
-    files = [Incoming(name, size, digest, folder / checked(name)) for name, size, digest in request["files"]]
-    folder.mkdir(parents=True, exist_ok=True)
-    with alone_at(folder / LOCK, talk):
-        lacking = {index: file for index, file in look(files, talk)}
-        refuse_if_full(folder, sum(file.size - file.at for file in lacking.values()))
-        told = [[index, file.at] for index, file in lacking.items()]
-        for start in range(0, len(told), 1000):
-            talk.say({"lacks": told[start : start + 1000]})
-        talk.say({"go": 1})
-        settle_all(take(file) for file in lacking.values())
-        remove_partials({file.target.parent for file in lacking.values()})
+    files = [Incoming(checked(name), size, digest) for name, size, digest in request["files"]]
+    try:
+        with chosen_folder(folder) as top, alone_at(LOCK, talk, dir_fd=top):
+            lacking = {index: file for index, file in look(top, files, talk)}
+            refuse_if_full(folder, top, sum(file.size - file.at for file in lacking.values()))
+            told = [[index, file.at] for index, file in lacking.items()]
+            for start in range(0, len(told), 1000):
+                talk.say({"lacks": told[start : start + 1000]})
+            talk.say({"go": 1})
+            settle_all(top, (take(top, file) for file in lacking.values()))
+            remove_partials(top, {file.name.rpartition("/")[0] for file in lacking.values()})
+    except UnsafeError as error:
+        raise Refused(
+            f"{folder / error.filename} {error.strerror}",
+            "choose a folder in which nobody but you may write (`chmod o-w`, or `--to /path`)",
+        ) from error
     return {"folder": str(folder), "received": len(lacking)}
 
 
@@ -91,51 +100,56 @@ def checked(name: str) -> str:
 # ---- what is here ---------------------------------------------------------------------------------------------
 
 
-def look(files: Iterable[Incoming], talk: Talk) -> Iterator[tuple[int, Incoming]]:
+def look(top: int, files: Iterable[Incoming], talk: Talk) -> Iterator[tuple[int, Incoming]]:
     """The files that this host lacks, by their place in the request; each knows how much of it came before."""
     looked = 0
     buffer = memoryview(bytearray(CHUNK_BYTES))
     for index, file in enumerate(files):
-        found = _size_of(file.target)
-        if found == file.size:
-            present = hashlib.sha256()
-            with open(file.target, "rb", buffering=0) as content:
+        with opened(top, file.name) as content:
+            if content and os.fstat(content.fileno()).st_size == file.size:
+                present = hashlib.sha256()
                 while count := content.readinto(buffer):
                     present.update(buffer[:count])
                     looked += count
                     talk.mention({"looked": looked})
-            if present.hexdigest() == file.digest:
-                continue
-        _look_at_partial(file, buffer, talk)
+                if present.hexdigest() == file.digest:
+                    continue
+        with opened(top, file.partial) as content:
+            if content and os.fstat(content.fileno()).st_size <= file.size:
+                while count := content.readinto(buffer):
+                    file.sha256.update(buffer[:count])
+                    file.at += count
+                    talk.mention({"beat": 1})
         yield index, file
 
 
-def _size_of(target: Path) -> int | None:
-    try:
-        found = target.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    if not stat.S_ISREG(found.st_mode):
-        raise Refused(f"{target} is no plain file", "move it out of the way, or push to another folder (`--to`)")
-    return found.st_size
-
-
-def _look_at_partial(file: Incoming, buffer: memoryview, talk: Talk) -> None:
-    try:
-        handle = os.open(file.partial, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    with open(handle, "rb", buffering=0) as content:
-        if os.fstat(handle).st_size > file.size:
+@contextlib.contextmanager
+def opened(top: int, name: str) -> Iterator[io.FileIO | None]:
+    """None where there is no such file. Raises Refused where something else is in its place."""
+    with contextlib.ExitStack() as stack:
+        try:
+            at, last = stack.enter_context(holder(top, name))
+            handle = os.open(last, READ, dir_fd=at)
+        except (FileNotFoundError, NotADirectoryError):
+            yield None
             return
-        while count := content.readinto(buffer):
-            file.sha256.update(buffer[:count])
-            file.at += count
-            talk.mention({"beat": 1})
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise UnsafeError(name, "is a link, and links are not followed there") from error
+        stack.callback(os.close, handle)
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode):
+            raise Refused(
+                f"{name} is no plain file there", "move it out of the way, or push to another folder (`--to`)"
+            )
+        if not is_trusted(found.st_uid):
+            raise UnsafeError(name, "belongs to another user")
+        yield stack.enter_context(open(handle, "rb", buffering=0, closefd=False))
 
 
-def refuse_if_full(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
+def refuse_if_full(folder: Path, top: int, needed: int) -> None:
+    free = shutil.disk_usage(top).free
     if needed and needed + SPARE_BYTES > free:
         raise Refused(
             f"{folder} needs {_mebibytes(needed + SPARE_BYTES)} more, and {_mebibytes(free)} are free there",
@@ -150,21 +164,23 @@ def _mebibytes(count: int) -> str:
 # ---- what comes -----------------------------------------------------------------------------------------------
 
 
-def take(file: Incoming) -> tuple[Incoming, int]:
+def take(top: int, file: Incoming) -> tuple[Incoming, int]:
     """Receives the rest of one file into its partial file; gives that one's handle, still open."""
-    file.target.parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    handle = os.open(file.partial, flags, 0o600)
+    with holder(top, file.partial, make=True) as (at, last):
+        handle = os.open(last, flags, 0o600, dir_fd=at)
     try:
-        if os.fstat(handle).st_uid != os.getuid():
-            raise Refused(f"{file.partial} belongs to another user", "push to a folder of your own: `--to`")
+        found = os.fstat(handle)
+        if found.st_uid != os.getuid() or found.st_nlink != 1:
+            raise UnsafeError(file.partial, "belongs to another user")
         os.ftruncate(handle, file.at)
         os.lseek(handle, file.at, os.SEEK_SET)
         for piece in _bytes_from_controller(file.size - file.at):
             file.sha256.update(piece)
             _write_all(handle, piece)
         if file.sha256.hexdigest() != file.digest:
-            file.partial.unlink()
+            with holder(top, file.partial) as (at, last):
+                os.unlink(last, dir_fd=at)
             raise Refused(f"{file.name} arrived damaged, or changed while it was sent", "push again")
     except BaseException:
         os.close(handle)
@@ -189,33 +205,35 @@ def _write_all(handle: int, piece: memoryview) -> None:
         piece = piece[os.write(handle, piece) :]
 
 
-def settle_all(taken: Iterable[tuple[Incoming, int]]) -> None:
+def settle_all(top: int, taken: Iterable[tuple[Incoming, int]]) -> None:
     """Brings files to the disk, group by group, and gives them their names: what has a name survives a power cut."""
     group: list[tuple[Incoming, int]] = []
     try:
         for file, handle in taken:
             group.append((file, handle))
             if len(group) >= SETTLE_FILES or sum(file.size for file, _ in group) >= SETTLE_BYTES:
-                _settle(group)
+                _settle(top, group)
     finally:
-        _settle(group)
+        _settle(top, group)
 
 
-def _settle(group: list[tuple[Incoming, int]]) -> None:
+def _settle(top: int, group: list[tuple[Incoming, int]]) -> None:
     for _, handle in group:
         os.fsync(handle)
     for file, handle in group:
         os.close(handle)
-        file.partial.rename(file.target)
-    for folder in {file.target.parent for file, _ in group}:
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        os.fsync(handle)
-        os.close(handle)
+        with holder(top, file.name) as (at, last):
+            os.rename(file.partial.rpartition("/")[2], last, src_dir_fd=at, dst_dir_fd=at)
+    for above in {file.name.rpartition("/")[0] for file, _ in group}:
+        with holder(top, f"{above}/" if above else "") as (at, _):
+            os.fsync(at)
     group.clear()
 
 
-def remove_partials(folders: Iterable[Path]) -> None:
+def remove_partials(top: int, folders: Iterable[str]) -> None:
     """Of contents that nobody asks for any more: with our lock held, nobody else is writing one."""
-    for folder in folders:
-        for partial in folder.glob(f"{PARTIAL}*.part"):
-            partial.unlink(missing_ok=True)
+    for above in folders:
+        with holder(top, f"{above}/" if above else "") as (at, _):
+            for name in os.listdir(at):
+                if name.startswith(PARTIAL) and name.endswith(".part"):
+                    os.unlink(name, dir_fd=at)

@@ -99,9 +99,9 @@ def gone(timeout_s: float) -> bool:
 
 
 @contextlib.contextmanager
-def alone_at(lock: Path, talk: Talk) -> Iterator[None]:
+def alone_at(lock: Path | str, talk: Talk, dir_fd: int | None = None) -> Iterator[None]:
     """Holds this lock file; waits, and says so, while another program has it: here, or where this disk is shared."""
-    handle = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    handle = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
     try:
         while not try_lock(handle):
             talk.mention({"waits": 1})
