@@ -3,9 +3,9 @@
     answer = ask(host, "probe", {"peers": ["192.168.1.42"]}, timeout_s=20)
 
 Nothing is installed for it: the whole small package travels with each request, behind `remote/loader.py`, which makes
-it importable. The request names a random marker; the answer stands between two such markers, so that a shell that
-prints a banner spoils nothing. What comes back is untrusted: its size is capped, it is parsed as JSON and nothing else,
-and it must be an object.
+it importable. The request names a random marker; the answer stands between two such markers, and a stream begins with
+one, so that a shell that prints a banner spoils nothing (`noise`). What comes back is untrusted: its size is capped, it
+is parsed as JSON and nothing else, and it must be an object.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import resources
@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from orchestrator import shell
 from orchestrator.errors import ConnectError, HostError, ProbeError
+from orchestrator.noise import Listener, explained
 from orchestrator.text import one_line
 from orchestrator.transport import Result, Transport
 
@@ -60,10 +61,12 @@ def ask(host: Host, program: str, request: Mapping[str, Any], *, blob: bytes = b
     """The program's answer. Raises ConnectError when the host does not answer in time, ProbeError when its Python or
     its shell does not, and HostError with the host's own words when the program refuses.
     """
-    marker = secrets.token_hex(16)
-    result = host.transport.run(
-        _command(host, program), stdin=_input(program, request, marker, blob), timeout_s=timeout_s
-    )
+    marker = new_marker()
+    stdin = _input(program, request, marker, blob)
+    try:
+        result = host.transport.run(_command(host, program), stdin=stdin, timeout_s=timeout_s)
+    except HostError as error:
+        raise (error if marker.encode() in error.said else explained(error, error.said)) from error
     answer = _parse(host, result, marker)
     if "error" in answer:
         raise HostError(host.node, one_line(answer["error"]), one_line(answer.get("remedy", "")))
@@ -79,9 +82,18 @@ def understood(node: str, read: Callable[[], T]) -> T:
         raise ProbeError(node, f"its answer makes no sense ({why})", "is another version of orch in use?") from error
 
 
-def open_stream(host: Host, program: str, request: Mapping[str, Any]) -> AbstractContextManager[Iterator[bytes]]:
-    """Starts a program that answers with a stream of bytes of its own form (see `remote/reader.py`)."""
-    return host.transport.stream(_command(host, program), stdin=_input(program, request, "", b""))
+def new_marker() -> str:
+    """What a program's words are told apart by from all else that a host prints."""
+    return secrets.token_hex(16)
+
+
+@contextmanager
+def open_stream(host: Host, program: str, request: Mapping[str, Any], marker: str) -> Iterator[Iterator[bytes]]:
+    """Starts a program that answers with a stream of bytes of its own form (see `remote/reader.py`), which begins with
+    the marker; b"" comes at least once a second. The iterator raises as `exchange` has it.
+    """
+    with _started(host, program, _input(program, request, marker, b""), marker) as said:
+        yield said
 
 
 @contextmanager
@@ -94,21 +106,41 @@ def exchange(
     The iterator raises ConnectError when the host falls silent or the link breaks, HostError with the host's own words
     when the program refuses, ProbeError when what it says makes no sense.
     """
-    marker = secrets.token_hex(16)
+    marker = new_marker()
     pieces = chain([_input(program, request, marker, b"")], more)
-    with (
-        host.transport.stream(_command(host, program), stdin=pieces) as chunks,
-        closing(_words(host.node, chunks, marker.encode())) as words,
-    ):
+    with _started(host, program, pieces, marker) as said, closing(_words(host.node, said, marker.encode())) as words:
         yield words
 
 
+@contextmanager
+def _started(host: Host, program: str, stdin: bytes | Iterable[bytes], marker: str) -> Iterator[Iterator[bytes]]:
+    with (
+        host.transport.stream(_command(host, program), stdin=stdin) as chunks,
+        closing(_said(host.node, chunks, marker.encode())) as said,
+    ):
+        yield said
+
+
+def _said(node: str, chunks: Iterable[bytes], marker: bytes) -> Generator[bytes, None, None]:
+    """The stream from its first marker on. Raises ConnectError where SILENT_S pass without a word."""
+    listener, heard_at = Listener(node, marker), time.monotonic()
+    try:
+        for chunk in chunks:
+            said = listener.take(chunk)
+            heard_at = time.monotonic() if said else heard_at
+            if time.monotonic() > heard_at + SILENT_S:
+                raise ConnectError(node, f"said nothing for {SILENT_S:.0f} s", "check that the host is not overloaded")
+            yield said
+        if not listener.has_begun:
+            remedy = "check that python starts there, and that the shell's start-up files neither exec nor exit"
+            raise ConnectError(node, "its program ended before it had said a word", remedy)
+    except HostError as error:
+        raise listener.explained(error) from error
+
+
 def _words(node: str, chunks: Iterable[bytes], marker: bytes) -> Generator[dict[str, Any], None, None]:
-    buffer, heard_at = b"", time.monotonic()
+    buffer = b""
     for chunk in chunks:
-        if not chunk and time.monotonic() > heard_at + SILENT_S:
-            raise ConnectError(node, f"said nothing for {SILENT_S:.0f} s", "check that the host is not overloaded")
-        heard_at = time.monotonic() if chunk else heard_at
         yield {}
         said, buffer = _between(buffer + chunk, marker)
         if len(buffer) > MAX_ANSWER_BYTES:

@@ -24,7 +24,7 @@ from orchestrator.connections import Connections
 from orchestrator.errors import ConnectError, HostError, HostsError, OrchError, StateError, UsageError
 from orchestrator.faults import fault_words
 from orchestrator.files import own_folder
-from orchestrator.frames import Agent, Piece
+from orchestrator.frames import Agent, Beat, Piece
 from orchestrator.heard import Heard
 from orchestrator.lines import Line, Splitter
 from orchestrator.live import LiveView, Progress
@@ -215,7 +215,7 @@ class Controller:
                 if name not in broken:
                     yield Notice(f"{item}; the job does not depend on this link, trying again")
                 broken.add(name)
-            elif name in broken:
+            elif name in broken and item != Beat():  # its program spoke, not our own clock
                 broken.discard(name)
                 yield Notice(f"{name}: connected again")
             if isinstance(item, Piece):

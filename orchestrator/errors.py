@@ -64,9 +64,11 @@ class InventoryError(UsageError):
 
 
 class HostError(OrchError):
-    """node: the node's name in the inventory."""
+    """node: the node's name in the inventory. said: what a command printed that did not
+    come to its end."""
 
     exit_code = 3
+    said: bytes = b""
 
     def __init__(self, node: str, message: str, remedy: str = "") -> None:
         super().__init__(f"{node}: {message}", remedy)

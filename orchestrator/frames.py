@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from orchestrator.errors import ConnectError, ProbeError
+from orchestrator.noise import MAX_NOISE_BYTES, endless
 from orchestrator.text import one_line
 
 MAX_LINE_BYTES = 1 << 20
@@ -110,7 +111,9 @@ class Left:
 
 @dataclass(frozen=True)
 class Beat:
-    """Nothing new, and the link lives."""
+    """Nothing new. from_host: its program says so; else only our own clock."""
+
+    from_host: bool = False
 
 
 Frame = Piece | Agent | Whole | Left | End | Beat
@@ -127,9 +130,11 @@ def read_frames(
     ranks: frozenset[int],
     held: MutableMapping[str, Held] | None = None,
     *,
+    marker: bytes = b"",
     asked: frozenset[str] | None = None,
 ) -> Iterator[Frame]:
-    """chunks: as a transport's stream yields them (b"" gives a Beat). ranks: the ranks that live on this node.
+    """chunks: as a transport's stream yields them (b"" gives a Beat). ranks: the ranks that live on this node. marker:
+    stands before each frame; what stands between two frames is skipped.
 
     held: by file, what is here already; brought up to date with every piece, before it is given out. A piece is given
     out part by part, as its bytes come: a link that breaks takes none of them along. asked: the only files that may
@@ -139,6 +144,7 @@ def read_frames(
     rank_of = partial(_rank_of, ranks=ranks) if asked is None else partial(_none_of, asked=asked)
     coming: Piece | None = None
     buffer, due = bytearray(), 0  # so many bytes of the piece `coming` are still on their way
+    skipped = 0
     for chunk in chunks:
         buffer += chunk
         if not chunk:
@@ -150,9 +156,13 @@ def read_frames(
                 del buffer[: len(part.data)]
                 yield _follow_on(node, part, held)
                 continue
-            line = _take_line(node, buffer)
+            skipped += _skip_noise(buffer, marker)
+            if skipped > MAX_NOISE_BYTES:
+                raise endless(node, buffer)
+            line = _take_line(node, buffer, marker)
             if line is None:
                 break
+            skipped = 0
             frame, due = _frame(node, line, rank_of)
             if isinstance(frame, Piece) and frame.hole:
                 yield _follow_on(node, frame, held)
@@ -174,14 +184,24 @@ def _follow_on(node: str, piece: Piece, held: MutableMapping[str, Held]) -> Piec
     return piece
 
 
-def _take_line(node: str, buffer: bytearray) -> bytes | None:
-    """Removes one whole line from the front of the buffer; None where it is not there yet."""
+def _skip_noise(buffer: bytearray, marker: bytes) -> int:
+    """Removes what stands before the next marker, but for what may be the beginning of one; how many bytes that was."""
+    at = buffer.find(marker)
+    size = at if at >= 0 else max(0, len(buffer) - len(marker) + 1)
+    del buffer[:size]
+    return size
+
+
+def _take_line(node: str, buffer: bytearray, marker: bytes) -> bytes | None:
+    """Removes one whole line from the front of the buffer, its marker too; None where it is not there yet."""
+    if not buffer.startswith(marker):
+        return None
     end = buffer.find(b"\n", 0, MAX_LINE_BYTES)
     if end < 0:
         if len(buffer) >= MAX_LINE_BYTES:
             raise ProbeError(node, "sent a line longer than any frame's")
         return None
-    line = bytes(buffer[:end])
+    line = bytes(buffer[len(marker) : end])
     del buffer[: end + 1]
     return line
 
@@ -208,7 +228,7 @@ def _frame(node: str, line: bytes, rank_of: Callable[[str], int | None]) -> tupl
             return Left(header["left"], one_line(header["why"])), 0
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ProbeError(node, f"sent a frame that is none ({error.__class__.__name__}: {str(error)[:80]})") from error
-    return Beat(), 0
+    return Beat(from_host=True), 0
 
 
 def _piece(header: dict[str, Any], rank_of: Callable[[str], int | None]) -> tuple[Piece, int]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.errors import ConnectError, HostError
-from orchestrator.frames import Agent, Frame
+from orchestrator.frames import Agent, Beat, Frame
 
 SILENT_S = 30.0
 """Longer than the lease of `remote/hub.py`: by then the other hosts have noticed, too, if it is more than our link."""
@@ -36,7 +36,7 @@ class Heard:
         if not name:
             for silent in self.records:
                 self._silent_since_s.setdefault(silent, now_s)
-        elif isinstance(item, ConnectError):
+        elif isinstance(item, ConnectError) or item == Beat():  # our own clock's beat: nothing came
             self._silent_since_s.setdefault(name, now_s)
         elif isinstance(item, HostError):  # nobody dials there any more
             self._refused[name] = item

@@ -242,8 +242,9 @@ def _listen(
     while not leaving.is_set():
         try:
             offsets = {file: have.request() for file, have in held.items()}
-            with call.open_stream(host, "reader", {**request, "offsets": offsets}) as chunks:
-                for frame in read_frames(name, chunks, frozenset(request["ranks"]), held):
+            marker = call.new_marker()
+            with call.open_stream(host, "reader", {**request, "offsets": offsets}, marker) as chunks:
+                for frame in read_frames(name, chunks, frozenset(request["ranks"]), held, marker=marker.encode()):
                     if leaving.is_set():
                         return
                     put((name, frame))

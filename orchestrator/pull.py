@@ -21,8 +21,7 @@ import os
 import shutil
 import stat
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -42,7 +41,6 @@ from orchestrator.units import format_bytes
 
 FOREVER_S = 30 * 24 * 3600.0
 """A pull has no limit of time: its bytes, or the host's beats, say that it goes on."""
-SILENT_S = 60.0
 LIST_S = 120.0
 MAX_FILES = 100_000
 MAX_NAME, MAX_PART_BYTES, MAX_DEPTH = 1024, 255, 64
@@ -315,8 +313,9 @@ class _Session:
         ]
         request = {"workdir": self.host.workdir, "job": self._job, "files": rows}
         node, asked = self.host.node, frozenset(self._lacking)
-        with call.open_stream(self.host, "sender", request) as chunks:
-            for frame in read_frames(node, _lively(node, chunks), frozenset(), held, asked=asked):
+        marker = call.new_marker()
+        with call.open_stream(self.host, "sender", request, marker) as chunks:
+            for frame in read_frames(node, chunks, frozenset(), held, marker=marker.encode(), asked=asked):
                 if isinstance(frame, End):
                     return
                 if isinstance(frame, Piece):
@@ -447,14 +446,3 @@ def _partial_size(path: Path) -> int:
     except OSError:
         return 0
     return found.st_size if stat.S_ISREG(found.st_mode) else 0
-
-
-def _lively(node: str, chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Raises ConnectError once nothing has come for a while."""
-    heard_at = time.monotonic()
-    for chunk in chunks:
-        if chunk:
-            heard_at = time.monotonic()
-        elif time.monotonic() > heard_at + SILENT_S:
-            raise ConnectError(node, f"said nothing for {SILENT_S:.0f} s", "check that the host is not overloaded")
-        yield chunk

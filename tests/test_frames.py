@@ -32,7 +32,7 @@ STREAM = (
 FRAMES = [
     Agent({"state": "running"}),
     Piece("rank-1/stdout.log", 1, 0, b"abc\n\x00\xff{", 9),
-    Beat(),
+    Beat(from_host=True),
     End({"rank-1/stdout.log": (7, "ab")}),
 ]
 

@@ -44,7 +44,7 @@ def test_a_job_that_the_other_hosts_know_to_have_succeeded_has_although_its_mast
 
 
 def test_a_link_that_broke_ends_no_job_that_another_host_says_to_run():
-    heard = told(*RUNNING, (1.0, "a", BROKE), (1.0, "b", BROKE), (100.0, "c", Beat()))
+    heard = told(*RUNNING, (1.0, "a", BROKE), (1.0, "b", BROKE), (100.0, "c", Beat(from_host=True)))
     assert state(heard, 100.0) == "running"
     assert state(told(*RUNNING, (1.0, "a", BROKE), (2.0, "b", GONE)), 100.0) == "running"
 
@@ -59,13 +59,13 @@ def test_a_host_that_is_heard_again_counts_again():
     heard = told(*RUNNING, (20.0, "a", BROKE), (21.0, "b", NO_WORD), (22.0, "c", NO_WORD))
     assert heard.take("", Beat(), LATE_S)
     assert heard.missed(LATE_S) == {"a"}
-    assert heard.take("a", Beat(), LATE_S)
+    assert heard.take("a", Beat(from_host=True), LATE_S)
     assert state(heard, LATE_S) == "running"
 
 
 def test_a_host_that_falls_silent_without_a_broken_link_is_missed_too():
     beats = [(float(second), "", Beat()) for second in range(5, 60)]
-    heard = told(*RUNNING, (1.0, "b", NO_WORD), (2.0, "c", NO_WORD), (4.0, "a", Beat()), *beats)
+    heard = told(*RUNNING, (1.0, "b", NO_WORD), (2.0, "c", NO_WORD), (4.0, "a", Beat(from_host=True)), *beats)
     assert state(heard, 5.0 + SILENT_S - 1) == "running"
     assert state(heard, 5.1 + SILENT_S) == "failed"
 
@@ -79,11 +79,11 @@ def test_frames_that_waited_while_nobody_looked_make_no_host_silent():
 def test_the_word_changes_with_a_record_and_with_who_is_missed_and_with_nothing_else():
     heard = Heard()
     assert heard.take("a", Agent(alive()), 0.0)
-    assert not heard.take("a", Beat(), 1.0)
+    assert not heard.take("a", Beat(from_host=True), 1.0)
     assert not heard.take("a", BROKE, 2.0)
     assert heard.take("", Beat(), 3.0 + SILENT_S)
     assert not heard.take("", Beat(), 4.0 + SILENT_S)
-    assert heard.take("a", Beat(), 5.0 + SILENT_S)
+    assert heard.take("a", Beat(from_host=True), 5.0 + SILENT_S)
 
 
 def test_a_host_that_nobody_dials_any_more_speaks_of_its_end_alone():

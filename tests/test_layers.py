@@ -39,6 +39,7 @@ PURE = [
     "studies",
     "frames",
     "heard",
+    "noise",
     "lines",
     "live",
     "checks",

@@ -9,17 +9,32 @@ import errno
 import json
 import os
 import sys
+import time
 from typing import Any
 
+BEAT_S = 1.0
 CHUNK_BYTES = 1 << 18
 HOLE_BYTES = 1 << 20
 """Shorter holes travel as the zeros that they read as."""
 ZEROS = bytes(1 << 20)
 
 
-def frame(header: dict[str, Any], payload: bytes = b"") -> None:
-    sys.stdout.buffer.write(json.dumps(header).encode() + b"\n" + payload)
-    sys.stdout.buffer.flush()
+class Out:
+    """The way to the controller. marker: begins each frame, since a shell may print beside us."""
+
+    def __init__(self, marker: str) -> None:
+        self._marker = marker.encode()
+        self._beat_due = 0.0
+
+    def frame(self, header: dict[str, Any], payload: bytes = b"") -> None:
+        sys.stdout.buffer.write(self._marker + json.dumps(header).encode() + b"\n" + payload)
+        sys.stdout.buffer.flush()
+
+    def beat(self) -> None:
+        """At most once in BEAT_S."""
+        if time.monotonic() > self._beat_due:
+            self._beat_due = time.monotonic() + BEAT_S
+            self.frame({"beat": 1})
 
 
 def next_piece(handle: int, offset: int, limit: int) -> tuple[int, bytes]:

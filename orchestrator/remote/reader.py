@@ -2,8 +2,8 @@
 
 Request: {"workdir", "job", "ranks": [numbers of this host], "offsets": {name: {"offset", "inode", "head"}}, "follow",
 "files"}; without `files` only the record is told. Of each file the controller has the first `offset` bytes, `inode` (or
-null) is which file they came from, and `head` the SHA-256 of the first HEAD_BYTES of them. Each frame is one JSON line,
-followed by `size` raw bytes where it says so:
+null) is which file they came from, and `head` the SHA-256 of the first HEAD_BYTES of them. Each frame is the request's
+marker and one JSON line, followed by `size` raw bytes where it says so:
 
     {"file": "rank-0/stdout.log", "inode": 77, "offset": 0, "size": 4096}   and 4096 bytes
     {"agent": {...}}                                            whenever the supervisor's record changed
@@ -23,22 +23,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import select
 import stat
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from .agent import look
 from .layout import Job, Work
+from .pieces import Out
 
 CHUNK_BYTES = 1 << 18
 HEAD_BYTES = 1 << 12
 LOOK_S = 0.1
-BEAT_S = 1.0
 NICE = 10
 RANK_FILES = ("stdout.log", "stderr.log", "metrics.jsonl")
 NODE_FILES = ("supervisor.log", "torchrun.log", "prepare.log", "gpu.jsonl")
@@ -48,25 +46,27 @@ def main(request: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
         os.nice(NICE)
     job = Work(request["workdir"]).job(request["job"])
+    out = Out(request["marker"])
     names = [f"rank-{rank}/{name}" for rank in request["ranks"] for name in RANK_FILES] + list(NODE_FILES)
-    files = [LogFile(job.root, name, request["offsets"].get(name)) for name in names if request["files"]]
+    files = [LogFile(out, job.root, name, request["offsets"].get(name)) for name in names if request["files"]]
     with contextlib.suppress(BrokenPipeError):
         if request["follow"]:
-            _follow(job, files)
-            _frame({"end": {}})
+            _follow(out, job, files)
+            out.frame({"end": {}})
         else:
-            _hand_out(job, files)
+            _hand_out(out, job, files)
             found = {file.name: file.fingerprint() for file in files}
-            _frame({"end": {name: told for name, told in found.items() if told}})
+            out.frame({"end": {name: told for name, told in found.items() if told}})
 
 
 class LogFile:
     """One file on its way to the controller: how far it is, and whether it is still the same file."""
 
-    def __init__(self, root: Path, name: str, have: dict[str, Any] | None) -> None:
+    def __init__(self, out: Out, root: Path, name: str, have: dict[str, Any] | None) -> None:
         """have: what the controller has of it, as the request says."""
         have = have or {"offset": 0, "inode": None, "head": None}
         self.name = name
+        self._out = out
         self.offset = int(have["offset"])
         self._path = root / name
         self._inode: int | None = have["inode"]
@@ -87,7 +87,7 @@ class LogFile:
             self._inode = found.st_ino
             piece = os.pread(handle, min(CHUNK_BYTES, max(0, self._limit - self.offset)), self.offset)
         if piece:
-            _frame({"file": self.name, "inode": self._inode, "offset": self.offset, "size": len(piece)}, piece)
+            self._out.frame({"file": self.name, "inode": self._inode, "offset": self.offset, "size": len(piece)}, piece)
             self._head = (self._head or b"") + piece[: max(0, HEAD_BYTES - self.offset)]
             self.offset += len(piece)
         return bool(piece)
@@ -97,16 +97,14 @@ class LogFile:
 
         None where it has none, or where the file is no longer the one that they came from.
         """
-        digest, at, beat_due = hashlib.sha256(), 0, time.monotonic() + BEAT_S
+        digest, at = hashlib.sha256(), 0
         with _opened(self._path) as handle:
             if handle is None or not self.offset or not self._is_same(handle, os.fstat(handle)):
                 return None
             while piece := os.pread(handle, min(1 << 20, self.offset - at), at):
                 digest.update(piece)
                 at += len(piece)
-                if time.monotonic() > beat_due:
-                    beat_due = time.monotonic() + BEAT_S
-                    _frame({"beat": 1})
+                self._out.beat()
         return {"size": at, "sha256": digest.hexdigest()}
 
     def _is_same(self, handle: int, found: os.stat_result) -> bool:
@@ -140,31 +138,25 @@ def _opened(path: Path) -> Any:
         os.close(handle)
 
 
-def _hand_out(job: Job, files: list[LogFile]) -> None:
+def _hand_out(out: Out, job: Job, files: list[LogFile]) -> None:
     """What is there now. The record is read once, before the files: what it calls final has nothing left to write."""
-    _frame({"agent": _look(job)})
-    beat_due = time.monotonic() + BEAT_S
+    out.frame({"agent": _look(job)})
     while any([file.send_new(only_present=True) for file in files]):
-        if time.monotonic() > beat_due:
-            beat_due = time.monotonic() + BEAT_S
-            _frame({"beat": 1})
+        out.beat()
 
 
-def _follow(job: Job, files: list[LogFile]) -> None:
+def _follow(out: Out, job: Job, files: list[LogFile]) -> None:
     agent: dict[str, Any] = {}
-    beat_due = 0.0
     while True:
         latest = _look(job)
         sent = [file.send_new() for file in files]
         if latest != agent:
             agent = latest
-            _frame({"agent": agent})
+            out.frame({"agent": agent})
         # A final record alone is not the end: while supervisor or keeper lives, a process of the job is there.
         if not any(sent) and not agent.get("alive"):
             return
-        if time.monotonic() > beat_due:
-            beat_due = time.monotonic() + BEAT_S
-            _frame({"beat": 1})
+        out.beat()
         if not any(sent) and _controller_left(LOOK_S):
             return
 
@@ -176,8 +168,3 @@ def _look(job: Job) -> dict[str, Any]:
 def _controller_left(wait_s: float) -> bool:
     ready, _, _ = select.select([sys.stdin.buffer], [], [], wait_s)
     return bool(ready) and not os.read(sys.stdin.fileno(), 1)
-
-
-def _frame(header: dict[str, Any], payload: bytes = b"") -> None:
-    sys.stdout.buffer.write(json.dumps(header).encode() + b"\n" + payload)
-    sys.stdout.buffer.flush()

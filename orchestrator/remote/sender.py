@@ -1,7 +1,8 @@
 """Hands files that a job wrote to the controller, one after the other, as a stream of frames.
 
 Request: {"workdir", "job", "files": [[name, size, mtime_ns, inode, offset], ...]}: names, sizes and marks as `outputs`
-told them; the first `offset` bytes are at the controller. Each frame is one JSON line, followed by `size` raw bytes:
+told them; the first `offset` bytes are at the controller. Each frame is the request's marker and one JSON line,
+followed by `size` raw bytes:
 
     {"file": NAME, "inode": 77, "offset": 0, "size": 4096}      and 4096 bytes
     {"file": NAME, "inode": 77, "offset": 0, "size": 0, "hole": 1048576}      so many zeros that take no room
@@ -27,9 +28,8 @@ from typing import Any
 from .beneath import READ, folder, holder
 from .layout import Job, Work
 from .outputs import ELSEWHERE, checkpoint_folder, mark
-from .pieces import add_zeros, frame, next_piece
+from .pieces import Out, add_zeros, next_piece
 
-BEAT_S = 1.0
 TRIES = 3
 AGAIN_S = 0.2
 NICE = 10
@@ -39,19 +39,20 @@ def main(request: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
         os.nice(NICE)
     job = Work(request["workdir"]).job(request["job"])
+    out = Out(request["marker"])
     with contextlib.suppress(BrokenPipeError):
         for name, size, mtime_ns, inode, offset in request["files"]:
             try:
-                send(job, name, [size, mtime_ns, inode], offset)
+                send(out, job, name, [size, mtime_ns, inode], offset)
             except BrokenPipeError:
                 raise
             except OSError as error:
                 gone = isinstance(error, FileNotFoundError)
-                frame({"left": name, "why": "is gone" if gone else f"cannot be read: {error.strerror or error}"})
-        frame({"end": {}})
+                out.frame({"left": name, "why": "is gone" if gone else f"cannot be read: {error.strerror or error}"})
+        out.frame({"end": {}})
 
 
-def send(job: Job, name: str, told: list[int], offset: int) -> None:
+def send(out: Out, job: Job, name: str, told: list[int], offset: int) -> None:
     """Raises OSError where the file cannot be opened or read."""
     top, _, below = name.partition("/")
     where: Path | None = checkpoint_folder(job) if top == ELSEWHERE else job.root
@@ -64,31 +65,28 @@ def send(job: Job, name: str, told: list[int], offset: int) -> None:
                 found = os.fstat(handle)
                 if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
                     raise PermissionError(1, "it is no plain file of this user", name)
-                sha256 = send_bytes(name, handle, found, offset if mark(found) == told else 0)
+                sha256 = send_bytes(out, name, handle, found, offset if mark(found) == told else 0)
                 if mark(os.fstat(handle)) == mark(found):
-                    frame({"whole": name, "size": found.st_size, "mtime_ns": found.st_mtime_ns, "sha256": sha256})
+                    out.frame({"whole": name, "size": found.st_size, "mtime_ns": found.st_mtime_ns, "sha256": sha256})
                     return
             finally:
                 os.close(handle)
             time.sleep(AGAIN_S)  # whoever writes it may be done then
-    frame({"left": name, "why": "changes while it is read: pull again when the job is at rest"})
+    out.frame({"left": name, "why": "changes while it is read: pull again when the job is at rest"})
 
 
-def send_bytes(name: str, handle: int, found: os.stat_result, offset: int) -> str:
+def send_bytes(out: Out, name: str, handle: int, found: os.stat_result, offset: int) -> str:
     """All bytes from the offset on, as many as there were at the first look. Gives the SHA-256 of the whole file."""
     digest, at = hashlib.sha256(), 0
-    beat_due = time.monotonic() + BEAT_S
     while at < found.st_size:
         hole, piece = next_piece(handle, at, offset if at < offset else found.st_size)
         if not hole and not piece:
             return ""  # it became shorter
         if at >= offset:
             header = {"file": name, "inode": found.st_ino, "offset": at, "size": len(piece)}
-            frame({**header, "hole": hole} if hole else header, piece)
+            out.frame({**header, "hole": hole} if hole else header, piece)
         digest.update(piece)
         add_zeros(digest, hole)
         at += hole + len(piece)
-        if time.monotonic() > beat_due:
-            beat_due = time.monotonic() + BEAT_S
-            frame({"beat": 1})
+        out.beat()
     return digest.hexdigest()

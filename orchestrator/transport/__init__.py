@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-MAX_OUTPUT_BYTES = 64 << 20
+MAX_OUTPUT_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class Transport(Protocol):
     def run(self, command: str, *, stdin: bytes = b"", timeout_s: float) -> Result:
         """Runs one line of POSIX shell to its end: until it has exited and nobody holds its outputs open.
 
-        Output above MAX_OUTPUT_BYTES is a ProbeError, never a full memory.
+        Output above MAX_OUTPUT_BYTES is a ProbeError, never a full memory. An error carries what
+        came of standard output as `said`.
         """
         ...
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 
-from orchestrator.errors import ConnectError, ProbeError
+from orchestrator.errors import ConnectError, HostError, ProbeError
 from orchestrator.transport import MAX_OUTPUT_BYTES, Result
 
 _TICK_S = 1.0
@@ -45,16 +45,20 @@ class LocalTransport:
         end = time.monotonic() + timeout_s
         output: dict[str, list[bytes]] = {"stdout": [], "stderr": []}
         size = 0
-        with _started(command, stdin, hold_stdin=False) as process:
-            for name, data in self._pieces(process, lambda: end - time.monotonic()):
-                output[name].append(data)
-                size += len(data)
-                if size > MAX_OUTPUT_BYTES:
-                    raise ProbeError(self.node, f"its answer is longer than {MAX_OUTPUT_BYTES} bytes")
-            try:
-                code = process.wait(max(0.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired as error:
-                raise self._late() from error
+        try:
+            with _started(command, stdin, hold_stdin=False) as process:
+                for name, data in self._pieces(process, lambda: end - time.monotonic()):
+                    output[name].append(data)
+                    size += len(data)
+                    if size > MAX_OUTPUT_BYTES:
+                        raise ProbeError(self.node, f"its answer is longer than {MAX_OUTPUT_BYTES} bytes")
+                try:
+                    code = process.wait(max(0.0, end - time.monotonic()))
+                except subprocess.TimeoutExpired as error:
+                    raise self._late() from error
+        except HostError as error:
+            error.said = b"".join(output["stdout"])
+            raise
         return Result(code if code >= 0 else 128 - code, b"".join(output["stdout"]), b"".join(output["stderr"]))
 
     @contextlib.contextmanager

@@ -32,7 +32,7 @@ from typing import Any
 import fabric
 import paramiko
 
-from orchestrator.errors import AuthError, ConnectError, ProbeError
+from orchestrator.errors import AuthError, ConnectError, HostError, ProbeError
 from orchestrator.text import one_line
 from orchestrator.transport import MAX_OUTPUT_BYTES, Result
 from orchestrator.transport.deadline import Deadline
@@ -149,16 +149,20 @@ class SshTransport:
         deadline = Deadline(timeout_s)
         output: dict[int, list[bytes]] = {STDOUT: [], STDERR: []}
         size = 0
-        with (
-            self._translated(f"the command did not end within {timeout_s:g} s"),
-            RemoteCommand(self.open(timeout_s), command, stdin, open_s=timeout_s) as running,
-        ):
-            for stream, data in running.pieces(deadline.left):
-                output[stream].append(data)
-                size += len(data)
-                if size > MAX_OUTPUT_BYTES:
-                    raise ProbeError(self.node, f"its answer is longer than {MAX_OUTPUT_BYTES} bytes")
-            code = running.exit_code(deadline.left)
+        try:
+            with (
+                self._translated(f"the command did not end within {timeout_s:g} s"),
+                RemoteCommand(self.open(timeout_s), command, stdin, open_s=timeout_s) as running,
+            ):
+                for stream, data in running.pieces(deadline.left):
+                    output[stream].append(data)
+                    size += len(data)
+                    if size > MAX_OUTPUT_BYTES:
+                        raise ProbeError(self.node, f"its answer is longer than {MAX_OUTPUT_BYTES} bytes")
+                code = running.exit_code(deadline.left)
+        except HostError as error:
+            error.said = b"".join(output[STDOUT])
+            raise
         return Result(code, b"".join(output[STDOUT]), b"".join(output[STDERR]))
 
     @contextlib.contextmanager
