@@ -19,6 +19,8 @@ OLDEST_TORCH = (2, 0, 1)
 CLOCK_S = 30.0
 SHM_BYTES = 1 << 30
 DISK_BYTES = 1 << 30
+INODES = 10_000
+"""A job takes about a hundred, and two for each file of its code."""
 
 # What is wrong and what to try; "" where nothing is.
 Finding = tuple[str, str]
@@ -82,6 +84,8 @@ def _workdir(node: Node, facts: NodeFacts) -> Finding:
     if not facts.workdir_error:
         return FINE
     problem = f"its work folder {facts.workdir or node.workdir} cannot be written ({facts.workdir_error})"
+    if facts.disk_free_inodes == 0:
+        return f"{problem}: no inode is free there", "delete files there (`df -i` counts them), or move `workdir:`"
     return problem, f"give user {facts.user} that folder, or set `workdir:` to another one"
 
 
@@ -158,6 +162,9 @@ def _system_warnings(node: Node, facts: NodeFacts) -> Iterator[str]:
         yield f"/dev/shm holds only {size}, data loader workers may die of it: give its container more"  # noqa: S108
     if not facts.workdir_error and facts.disk_free_bytes < DISK_BYTES:
         yield f"only {format_bytes(facts.disk_free_bytes)} free for {facts.workdir}: free some, or move `workdir:`"
+    inodes = facts.disk_free_inodes
+    if not facts.workdir_error and inodes is not None and inodes < INODES:
+        yield f"only {inodes} inodes free for {facts.workdir} (`df -i`): delete files there, or move `workdir:`"
     broken = facts.gpu_error and not facts.gpu_error.endswith("command not found")
     if broken and node.device == "auto" and not node.paced and not wants_cuda(node, facts):
         yield f"it will train on its CPU: nvidia-smi failed ({facts.gpu_error})"

@@ -27,7 +27,7 @@ from typing import IO, Any
 from orchestrator import job
 from orchestrator.call import Host
 from orchestrator.errors import HostError, OrchError, ProbeError
-from orchestrator.files import sync, write_json
+from orchestrator.files import flock, sync, write_json
 from orchestrator.frames import HEAD_BYTES, Agent, End, Held, Piece, names_of
 from orchestrator.paths import RunFolder
 from orchestrator.records import LaunchPlan, NodePlan
@@ -89,7 +89,7 @@ def _locked_within(file: IO[str], timeout_s: float) -> bool:
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
             if time.monotonic() > deadline:

@@ -113,6 +113,8 @@ class NodeFacts(Fact):
     memory_bytes: Count
     disk_free_bytes: Count
     """Free for us on the file system of the work folder."""
+    disk_free_inodes: Count | None = None
+    """The same; None where that file system makes inodes as it goes."""
     shm_bytes: Count
     clock_offset_s: float
     """The host's clock minus ours; right to half the asymmetry of the round trip."""
@@ -366,7 +368,8 @@ def parse_workdir(command: Command | None) -> dict[str, Any]:
     path, error = found["path"], _text_or_none(found["error"])
     if not isinstance(path, str) or not path.startswith("/") or not path.isprintable():
         raise ValueError("no absolute path")
-    return {"workdir": path, "disk_free_bytes": found["free"], "workdir_error": error}
+    free = {"disk_free_bytes": found["free"], "disk_free_inodes": found.get("inodes")}
+    return {"workdir": path, **free, "workdir_error": error}
 
 
 def parse_process(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from orchestrator.errors import UsageError
 
@@ -88,5 +88,13 @@ def locked(path: Path) -> Iterator[None]:
     """Holds an exclusive flock on `path` (made when absent); waits for it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        flock(file, fcntl.LOCK_EX)
         yield
+
+
+def flock(file: IO[Any], operation: int) -> None:
+    """flock(2), whose error names the file, too. Raises BlockingIOError where it is taken."""
+    try:
+        fcntl.flock(file, operation)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, file.name) from error

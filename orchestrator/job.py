@@ -281,11 +281,11 @@ def combine(
     supervisor is gone means lost; a host that we cannot reach says nothing. What is known to have ended stays so,
     whatever an older answer says, or a host whose files are gone (`orch down`). A host that an elastic job went on
     without speaks of its own end alone; while its master and enough others cannot be asked, such a job counts as lost,
-    which a later answer may mend.
+    which a later answer may mend. Of a host that the others only miss, its own word tells why, also when it comes late.
     """
-    if known.state in ENDED:
-        return known
     records = {name: dict(record) for name, record in found.items() if isinstance(record, Mapping)}
+    if known.state in ENDED:
+        return _in_its_own_words(known, records)
     if plan.elastic:
         known = known.model_copy(update={"faults": faults_of(plan, records, known.faults)})
     final = [
@@ -296,10 +296,10 @@ def combine(
     ]
     alive = [record for record in records.values() if record.get("alive")]
     if records.get(plan.master) in final:
-        return _ended(known, records[plan.master])
+        return _in_its_own_words(_ended(known, records[plan.master]), records)
     if final and not alive:
         word = min(final, key=lambda record: record["state"] == "succeeded")
-        ended = _ended(known, word)
+        ended = _in_its_own_words(_ended(known, word), records)
         return ended.model_copy(update={"state": "lost"}) if _may_go_on(plan, records, word) else ended
     if alive:
         running = any(record.get("state") != "starting" for record in alive)
@@ -335,9 +335,7 @@ def _is_young(known: JobRecord, now: datetime) -> bool:
 
 def _ended(known: JobRecord, record: Mapping[str, Any]) -> JobRecord:
     """record: as `remote/supervisor.py` wrote it on a host, so nothing in it is taken on trust."""
-    failure = None
-    with contextlib.suppress(ValidationError):
-        failure = FirstFailure.model_validate(record.get("first_failure"))
+    failure = _first_failure(record)
     state: JobState = record["state"]
     ended = known.ended
     with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError, OSError):
@@ -345,6 +343,24 @@ def _ended(known: JobRecord, record: Mapping[str, Any]) -> JobRecord:
     return known.model_copy(
         update={"state": state, "first_failure": failure, "exit_code": _exit_code(state, failure), "ended": ended}
     )
+
+
+def _in_its_own_words(known: JobRecord, records: Mapping[str, Mapping[str, Any]]) -> JobRecord:
+    """The same, with the end of a host that was lost to the others as that host itself, or its keeper, tells it."""
+    lost = known.first_failure
+    if lost is None or lost.kind != "lost":
+        return known
+    record = records.get(lost.node, {})
+    own = _first_failure(record) if record.get("state") == "failed" else None
+    if own is None or own.node != lost.node:
+        return known
+    return known.model_copy(update={"first_failure": own, "exit_code": _exit_code(known.state, own)})
+
+
+def _first_failure(record: Mapping[str, Any]) -> FirstFailure | None:
+    with contextlib.suppress(ValidationError):
+        return FirstFailure.model_validate(record.get("first_failure"))
+    return None
 
 
 def _exit_code(state: str, failure: FirstFailure | None) -> int | None:

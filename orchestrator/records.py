@@ -175,6 +175,8 @@ Words = Annotated[str, AfterValidator(lambda text: one_line(text, 500))]
 class FirstFailure(Record):
     """The first cause of a failed job."""
 
+    kind: Words = ""
+    """ "rank", "torchrun", "prepare", "supervisor", ...; "lost" where others only miss the host."""
     node: Words
     rank: int | None = None
     exit_code: int | None = None

@@ -28,7 +28,7 @@ from pydantic import ConfigDict, Field
 
 from orchestrator.errors import OrchError, StateError, UsageError
 from orchestrator.facts import NodeFacts
-from orchestrator.files import locked, make_folder, own_folder, write_atomic, write_json
+from orchestrator.files import flock, locked, make_folder, own_folder, write_atomic, write_json
 from orchestrator.grammar import NAME
 from orchestrator.inventory import Node
 from orchestrator.paths import Home
@@ -329,7 +329,7 @@ def _is_free(marker: Path) -> bool:
     """Whether the marker is there and nobody holds it: its controller is dead, or gave up."""
     try:
         with open(marker, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return marker.exists()
     except (FileNotFoundError, BlockingIOError):
         return False

@@ -58,6 +58,12 @@ CPU_TORCH = torch(version="2.0.1+cpu", cuda=None, arch_list=(), devices=0, nccl_
 
 BLOCKED = {
     "old python": (node(), facts(python_version="3.8.10"), "python 3.8.10", "`python:`"),
+    "no inodes": (
+        node(),
+        facts(workdir_error="No space left on device", disk_free_inodes=0),
+        "no inode is free",
+        "`df -i`",
+    ),
     "work folder": (node(), facts(workdir_error="/srv: Permission denied"), "Permission denied", "`workdir:`"),
     "no torch": (node(), facts(torch=None, torch_error="No module named 'torch'"), "No module named", "`python:`"),
     "old torch": (node(), facts(torch=torch(version="1.12.1")), "1.12.1", "`python:`"),
@@ -138,6 +144,7 @@ WARNED = {
     "clock behind": (node(), facts(clock_offset_s=-31.0), "31.0s behind"),
     "small shm": (node(), facts(shm_bytes=64 << 20), "64.0MiB"),
     "full disk": (node(), facts(disk_free_bytes=10 << 20), "only 10.0MiB free for /home/ubuntu/.orch"),
+    "few inodes": (node(), facts(disk_free_inodes=312), "only 312 inodes free for /home/ubuntu/.orch (`df -i`)"),
     "slow link": (node(bandwidth_bps=1e10), facts(), "eno1 runs at 2.5Gbps, below the 10Gbps declared"),
     "no such interface": (node(interface="eth9"), facts(), "no interface eth9"),
     "another image": (node(image="pytorch-2.1"), facts(), "image pytorch-2.1, but torch 2.0.1"),
@@ -161,6 +168,8 @@ def test_a_host_is_warned_about_in_one_line(case):
         (node(image="pytorch-2.0.1", bandwidth_bps=2.5e9), facts(hostname_addresses=("127.0.1.1",))),
         (node(image="pytorch-2.0"), facts(clock_offset_s=-29.0)),
         (node(image="our own"), facts(torch=None)),
+        (node(), facts(disk_free_inodes=None)),
+        (node(), facts(disk_free_inodes=1 << 20)),
         (node(paced=PACED, gpus=1), facts(**NO_GPU, torch=CPU_TORCH)),
         (node(gpu=None, gpus=None), facts(**NO_GPU, torch=CPU_TORCH)),
     ],

@@ -202,3 +202,33 @@ def test_the_token_travels_in_the_request_of_each_host_with_its_own_ranks():
     assert [request["rank_numbers"] for request in requests] == [[0], [1], [2]]
     assert [request["is_master"] for request in requests] == [True, False, False]
     assert {request["token"] for request in requests} == {"70ce"}
+
+
+def test_of_a_host_that_others_miss_its_own_word_tells_why_also_when_it_comes_later():
+    missed = over("failed", **failure(kind="lost", reason="no word for 20 s"))
+    own = over("failed", **failure(kind="supervisor", reason="was killed", signal="SIGKILL"))
+    at_first = combine({"a": missed, "b": UNREACHABLE}, known())
+    assert (at_first.first_failure.reason, at_first.exit_code) == ("no word for 20 s", 1)
+    for told in (combine({"a": missed, "b": own}, known()), combine({"b": own}, at_first)):
+        assert (told.first_failure.reason, told.exit_code) == ("was killed", 137)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        over("failed", **failure(node="a", kind="lost", reason="no word from the master")),
+        over("failed", first_failure={"node": ["b"], "reason": 3}),
+        over("failed"),
+        over("cancelled", **failure(kind="rank", reason="of another time")),
+        alive(**failure(kind="rank", reason="not its last word")),
+    ],
+)
+def test_a_word_that_is_not_about_its_own_end_explains_nothing(own):
+    missed = over("failed", **failure(kind="lost", reason="no word for 20 s"))
+    assert combine({"a": missed, "b": own}, known()).first_failure.reason == "no word for 20 s"
+
+
+def test_a_host_that_failed_later_does_not_take_the_place_of_the_first_cause():
+    first = over("failed", **failure(node="c", kind="rank", reason="the true one"))
+    own = over("failed", **failure(kind="supervisor", reason="was killed"))
+    assert combine({"a": first, "b": own}, known()).first_failure.reason == "the true one"

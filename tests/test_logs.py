@@ -72,6 +72,8 @@ KNOWN = {
     "Failed to initialize NVML: Driver/library version mismatch": "reboot",
     "RuntimeError: DataLoader worker is killed by signal: Bus error. It is possible that (shm) is low": "/dev/shm",
     "OSError: [Errno 24] Too many open files": "ulimit -n",
+    "libgomp: Thread creation failed: Resource temporarily unavailable": "ulimit -u",
+    "RuntimeError: can't start new thread": "ulimit -u",
     "NCCL WARN Call to ibv_create_cq failed with error Cannot allocate memory": "NCCL_IB_DISABLE=1",
     "ModuleNotFoundError: No module named 'timm'": "lacks a module",
     "DistNetworkError: The client socket has timed out after 60000ms while trying to connect": "firewall",

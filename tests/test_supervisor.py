@@ -95,14 +95,15 @@ def test_a_killed_supervisor_takes_its_ranks_along_and_is_named(tmp_path):
         with gang(tmp_path / node, WAITS) as job:
             job.launch()
             os.kill(job.wait_running()[node]["pid"], signal.SIGKILL)
-            return job.wait(), left(job)
+            return job.wait(), left(job), job.agents()["a"]["first_failure"]
 
     with ThreadPoolExecutor(2) as pool:
         ends = dict(zip("ab", pool.map(run, "ab"), strict=True))
-    for node, (record, stayed) in ends.items():
-        assert record.state == "failed"
-        assert record.first_failure.node == node
-        assert "supervisor" in record.first_failure.reason
+    for node, (record, stayed, masters) in ends.items():
+        assert (record.state, record.exit_code) == ("failed", 128 + signal.SIGKILL)
+        assert (record.first_failure.node, record.first_failure.kind) == (node, "supervisor")
+        assert record.first_failure.reason == "the supervisor was killed by SIGKILL"
+        assert masters["kind"] == ("supervisor" if node == "a" else "lost")  # of b the hub can but guess
         assert stayed == []
 
 

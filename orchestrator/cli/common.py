@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,18 @@ if TYPE_CHECKING:
     from orchestrator.controller import Controller
 
 INTERRUPTED = 130
+_REMEDIES = {
+    errno.ENOSPC: "free space there (`df`, and `df -i` for inodes), or choose another folder",
+    errno.EDQUOT: "your quota there is used up: free some of it, or choose another folder",
+    errno.EROFS: "it is mounted read-only: choose another folder",
+    errno.ENOLCK: "that file system has no locks (NFS without a lock server?): choose a folder on another one",
+    errno.EIO: "that disk or its server fails (see `dmesg`): choose a folder on another one",
+    errno.ESTALE: "that disk or its server fails (see `dmesg`): choose a folder on another one",
+    errno.EMFILE: "raise `ulimit -n`",
+    errno.EAGAIN: "you may start no further process or thread: end some, or raise `ulimit -u`",
+    errno.ENOMEM: "too little memory is free on this machine",
+}
+"""What to try when this machine itself refuses; hosts have their own (`remote/trouble.py`)."""
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 cluster_option: Decorator = click.option(
@@ -85,7 +98,9 @@ class Orch(click.Group):
             from orchestrator import console
 
             where = error.filename or "this machine"
-            console.fail(f"{where}: {error.strerror or error}", "free space there, or choose another folder")
+            console.fail(
+                f"{where}: {error.strerror or error}", _REMEDIES.get(error.errno or 0, "choose another folder")
+            )
             ctx.exit(OrchError.exit_code)
         except KeyboardInterrupt:
             ctx.exit(INTERRUPTED)

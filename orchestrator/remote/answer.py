@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from . import trouble
+
 
 class Refused(Exception):
     """message, remedy: one line each."""
@@ -22,13 +24,16 @@ def reply(request: dict[str, Any], action: Callable[[dict[str, Any]], dict[str, 
     os.umask(0o077)
     try:
         answer = action(request)
-    except Refused as refusal:
-        answer = {"error": refusal.args[0], "remedy": refusal.args[1]}
-    except ValueError as error:
-        answer = {"error": f"{request['action']}: {error}", "remedy": ""}
-    except OSError as error:
-        answer = {
-            "error": f"{request['action']}: {error.strerror or error} ({error.filename or request['workdir']})",
-            "remedy": "see `orch up` for this host's work folder and free space; `workdir:` in the inventory moves it",
-        }
+    except (OSError, ValueError, Refused) as error:
+        answer = refusal(error, f"{request['action']}: ", request.get("workdir", ""))
     sys.stdout.write(request["marker"] + json.dumps(answer) + request["marker"])
+
+
+def refusal(error: OSError | ValueError | Refused, doing: str = "", where: str = "") -> dict[str, str]:
+    """The answer in an error's place. where: the folder that it is about, should the system not say."""
+    if isinstance(error, Refused):
+        return {"error": error.args[0], "remedy": error.args[1]}
+    if isinstance(error, OSError):
+        other = f"see `orch up` for this host's work folder, or {trouble.WORKDIR}"
+        return {"error": doing + trouble.words(error, where), "remedy": trouble.remedy(error, where) or other}
+    return {"error": f"{doing}{error}", "remedy": ""}

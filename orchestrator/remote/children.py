@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from . import trouble
 from .layout import Job
 from .processes import MARK, Identity, below_or_marked, describe, die_with_parent, end_all, process_group
 
@@ -81,8 +82,13 @@ class Children:
         if self._node["gpu_uuids"]:
             argv = [sys.executable, "-m", "orch_remote.gpus", str(self._job.root)]
             # Nothing of the job's own code is to be found before the standard library.
-            self.start(argv, sys.stderr, self._job.bin, {**self.environment(), "PYTHONPATH": str(self._job.bin)})
-            self._gpu_watch = next(reversed(self._exits))
+            environment = {**self.environment(), "PYTHONPATH": str(self._job.bin)}
+            try:
+                self.start(argv, sys.stderr, self._job.bin, environment)
+            except OSError as error:  # the job goes on unwatched
+                sys.stderr.write(f"GPU use is not known: {trouble.words(error)}\n")
+            else:
+                self._gpu_watch = next(reversed(self._exits))
 
     def end_gpu_watch(self) -> None:
         if self._gpu_watch in self._exits:  # not reaped, so the group is still its own

@@ -3,7 +3,8 @@
     python -m orch_remote.keeper <job folder> <descriptor for the answer>
 
 It does nothing but wait. Should the supervisor itself be killed, every process of the job falls back to the keeper (a
-subreaper), which ends it and writes down why. The answer is one JSON object: {"pid", "hub_port"} or {"error"}.
+subreaper), which ends it and writes down why. The answer is one JSON object: {"pid", "hub_port"}, or {"error",
+"remedy"}.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from .answer import Refused, refusal
 from .children import KILL_S
 from .layout import Job, Work, write_last_word
 from .logs import log_tail, telling_line
@@ -35,13 +37,14 @@ from .supervisor import Supervisor, failure
 
 def main() -> None:
     job, answer = Job(Path(sys.argv[1])), int(sys.argv[2])
-    node = json.loads(job.node.read_text())
-    adopt_orphans()
-    refusal = claim_gpus(Work(node["workdir"]), job.id, node["gpu_uuids"], node["share_gpus"])
-    if refusal:
-        os.write(answer, json.dumps({"error": refusal}).encode())
+    try:
+        node = json.loads(job.node.read_text())
+        adopt_orphans()
+        claim_gpus(Work(node["workdir"]), job.id, node["gpu_uuids"], node["share_gpus"])
+        child = os.fork()
+    except (OSError, Refused) as error:
+        os.write(answer, json.dumps(refusal(error)).encode())
         return
-    child = os.fork()
     if child:
         os.close(answer)
         keep(job, node, child)
@@ -51,21 +54,24 @@ def main() -> None:
     asyncio.run(Supervisor(job, node).run(answer))
 
 
-def claim_gpus(work: Work, job: str, uuids: list[str], share: bool) -> str | None:
-    """Locks every GPU for as long as keeper or supervisor lives. Returns the refusal, None where all is ours."""
+def claim_gpus(work: Work, job: str, uuids: list[str], share: bool) -> None:
+    """Locks every GPU for as long as keeper or supervisor lives. Raises Refused where one is another job's."""
     work.locks.mkdir(parents=True, exist_ok=True)
     for uuid in uuids:
-        lock = os.open(work.locks / f"gpu-{uuid}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        path = work.locks / f"gpu-{uuid}.lock"
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(lock, (fcntl.LOCK_SH if share else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             if share:
                 continue  # beside a job that has it for itself: this one was asked to
             holder = os.read(lock, 200).decode(errors="replace").strip() or "another job"
-            return f"GPU {uuid} is in use by job {holder}"
+            remedy = "wait for it, cancel it, take other hosts (`--nodes`), or `--share` the GPU"
+            raise Refused(f"GPU {uuid} is in use by job {holder}", remedy) from None
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error  # the system does not say which file
         os.ftruncate(lock, 0)
         os.write(lock, job.encode())
-    return None
 
 
 def keep(job: Job, node: dict[str, Any], supervisor: int) -> None:
@@ -76,18 +82,24 @@ def keep(job: Job, node: dict[str, Any], supervisor: int) -> None:
     while pid != supervisor:
         pid, status = os.wait()
     leftovers = kill_all(job, time.monotonic() + KILL_S)
-    if job.is_final() or not job.root.is_dir():
-        return
+    with contextlib.suppress(OSError):  # a full disk, or one that fails: the ranks are ended all the same
+        if job.root.is_dir() and not job.is_final():
+            record = {**job.read_agent(), "state": "failed", "leftovers": leftovers, "ended": time.time()}
+            write_last_word(job, {**record, "first_failure": cause_of(job, node, record, status)})
+
+
+def cause_of(job: Job, node: dict[str, Any], record: dict[str, Any], status: int) -> dict[str, Any]:
+    """What the supervisor itself recorded before it died, else its death. status: as of wait(2)."""
+    for one in record.get("failures", ()):
+        if not one["secondary"]:
+            return dict(one)
     name = signal_name(os.WTERMSIG(status)) if os.WIFSIGNALED(status) else None
     how = f"was killed by {name}" if name else f"exited {os.waitstatus_to_exitcode(status)}"
-    cause = {
+    return {
         **failure("supervisor", node["name"], f"the supervisor {how}"),
         "signal": name,
         "log_line": telling_line(log_tail(job.supervisor_log)) if not name else None,
     }
-    record = {**job.read_agent(), "state": "failed", "first_failure": cause, "leftovers": leftovers}
-    with contextlib.suppress(OSError):  # a full disk: the ranks are ended all the same
-        write_last_word(job, {**record, "ended": time.time()})
 
 
 def kill_all(job: Job, deadline: float) -> list[str]:

@@ -58,6 +58,10 @@ _KNOWN = [
         "too few open files are allowed (`ulimit -n`); lower `num_workers`, or raise the limit",
     ),
     (
+        r"Resource temporarily unavailable|can't start new thread",
+        "this user may start no further process or thread (`ulimit -u`); end some, or raise the limit",
+    ),
+    (
         r"ibv_(reg_mr|create_cq|create_qp).*(Cannot allocate memory|ENOMEM)",
         "too little memory may be locked for InfiniBand; raise `ulimit -l`, or set NCCL_IB_DISABLE=1 in `env:`",
     ),

@@ -164,7 +164,7 @@ def start_supervisor(job: Job) -> dict[str, Any]:
     answer = dict(json.loads(said))
     if "error" in answer:
         child.wait()
-        raise Refused(answer["error"], "wait for it, cancel it, take other hosts (`--nodes`), or `--share` the GPU")
+        raise Refused(answer["error"], answer["remedy"])
     child.returncode = 0  # it stays: Popen must not warn that it still runs
     return answer
 

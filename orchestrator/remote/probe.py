@@ -48,8 +48,9 @@ FILES = (
 # Tools that an SSH session's short PATH often misses.
 PATHS = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin:/usr/lib/wsl/lib:/usr/local/nvidia/bin"
 
-# Prints {"path", "free", "error"}: the work folder as an absolute path, free bytes for us there, and why it cannot be
-# written, if so. What it makes for the trial it removes again, and what an earlier one was kept from removing.
+# Prints {"path", "free", "inodes", "error"}: the work folder as an absolute path, bytes and inodes that are free for us
+# there (null where its file system makes inodes as it goes, as btrfs does), and why it cannot be written, if so. What
+# it makes for the trial it removes again, and what an earlier one was kept from removing.
 WORKDIR = """
 import json, os, re, secrets, sys, time
 path = os.path.abspath(os.path.expanduser(sys.argv[1]))
@@ -85,7 +86,8 @@ try:
                 os.unlink(entry)
 except OSError:
     pass
-print(json.dumps({"path": path, "free": space.f_bavail * space.f_frsize, "error": error}))
+inodes = space.f_favail if space.f_files else None
+print(json.dumps({"path": path, "free": space.f_bavail * space.f_frsize, "inodes": inodes, "error": error}))
 """
 
 # Prints the numeric addresses that this host's own name leads to: a resolver may take its time.

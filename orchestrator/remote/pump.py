@@ -100,7 +100,10 @@ class Pump(threading.Thread):
         return True
 
     def _has_room(self) -> bool:
-        disk = os.fstatvfs(self._file)
+        try:
+            disk = os.fstatvfs(self._file)
+        except OSError:  # a disk that fails: what is printed is dropped and counted, and the script goes on
+            return False
         return disk.f_bavail * disk.f_frsize >= ROOM_BYTES
 
 

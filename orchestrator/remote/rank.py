@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from . import trouble
 from .layout import Job, write_json
 from .processes import adopt_orphans, descendants, die_with_parent, end_all, pulse, signal_name
 from .pump import Pump
@@ -48,7 +49,12 @@ def main() -> None:
     alive = os.open(job.alive, os.O_RDONLY | os.O_NONBLOCK)
     if os.getppid() != parent:
         sys.exit(1)
-    child, pumps = _start(job, node, rank)
+    try:
+        child, pumps = _start(job, node, rank)
+    except (OSError, RuntimeError) as error:  # RuntimeError: no further thread may start
+        told = trouble.told(error) if isinstance(error, OSError) else f"{error}: see `ulimit -u` on that host"
+        _tell(job, {"rank": rank, "event": "ended", **_describe(1, None), "trouble": told})
+        sys.exit(f"rank {rank} did not start: {told}")
     _tell(job, {"rank": rank, "event": "started", "pid": child.pid, "wrapper": os.getpid(),
                 "world_size": int(os.environ["WORLD_SIZE"])})  # fmt: skip
     cause = _watch(child, wakeup, alive, int(job.read_agent().get("pid", 0)))

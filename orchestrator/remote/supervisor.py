@@ -15,9 +15,9 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from . import verdict
+from . import trouble, verdict
 from .children import KILL_S, Children, until
 from .elastic import Elastic
 from .hub import LEASE_S, Hub, Membership, Message, Pulse
@@ -34,6 +34,8 @@ SETTLE_S = 0.3
 """When a peer failed: so long may a rank of ours, dying of the true cause this very moment, take to say so."""
 HEARSAY_S = 2.0
 """The same, where all that is known so far is that a connection broke: the one who broke it may be slow to end."""
+TOLD = 8
+"""So many of a host's failures are told and kept."""
 NEW_PORT_S = 3.0
 """A torchrun that fails before any rank began may have met a stranger's port: so long may word of a new one take."""
 
@@ -76,6 +78,7 @@ class Supervisor:
         self.told, self.finished = asyncio.Event(), asyncio.Event()
         self.go: dict[str, Any] | None = None
         self._stopping: asyncio.Task[None] | None = None
+        loop.set_exception_handler(self._callback_failed)
         loop.add_signal_handler(signal.SIGCHLD, self.children.reap)
         loop.add_signal_handler(signal.SIGTERM, self._keeper_died)
         self._open_fifos(loop)
@@ -124,10 +127,12 @@ class Supervisor:
         """Runs the inventory's `prepare` command, once a host and job, before any rank starts."""
         if not self.node.get("prepare"):
             return True
-        with open(self.job.prepare_log, "wb") as log:
-            code = await self.children.start(["sh", "-c", self.node["prepare"]], log, self.job.src)
+        ended = self._start("prepare", ["sh", "-c", self.node["prepare"]], self.job.prepare_log, self.job.src)
+        if ended is None:
+            return False
+        code = await ended
         if code != 0 and self._stopping is None:
-            self._fail("prepare", f"the `prepare` command {_how(code)}", log=self.job.prepare_log, code=code)
+            self._fail("prepare", f"{_name('prepare')} {_how(code)}", log=self.job.prepare_log, code=code)
         return code == 0
 
     # ---- what others see --------------------------------------------------------------------------------------
@@ -138,7 +143,7 @@ class Supervisor:
             **faults,
             "phase": self.phase,
             "begun": self._has_begun,
-            "failures": self.failures[:8],
+            "failures": self._told_failures,
             "cancelled": self.cancelled,
             "leftovers": self.leftovers[:20],
         }
@@ -152,7 +157,7 @@ class Supervisor:
 
     def _write(self, **more: Any) -> None:
         """A full disk or a removed folder must not keep the job from ending: the hub knows what the file cannot say."""
-        shown = {"phase": self.phase, "ranks": self.ranks, "failures": self.failures, "leftovers": self.leftovers}
+        shown = {"phase": self.phase, "ranks": self.ranks, "failures": self._told_failures, "leftovers": self.leftovers}
         if self.elastic:
             shown["faults"] = self.elastic.faults
         self.record.update(shown, **more)
@@ -272,7 +277,8 @@ class Supervisor:
 
     def _hub_gone(self, why: str) -> None:
         if not self._left_behind():
-            self._give_up(failure("lost", self.node["master"], why))
+            lost = failure("lost", self.node["master"], why)
+            self._give_up(verdict.first_cause([*self.failures, lost]) or lost)
 
     def _keeper_died(self) -> None:
         self._fail("supervisor", "the supervisor was asked to end (SIGTERM, or its keeper died)")
@@ -299,8 +305,9 @@ class Supervisor:
                 return  # a stop came meanwhile, and what it finds it ends: nothing may begin behind it
         fill = {"rendezvous_port": str(port), "job_dir": str(self.job.root), "python": sys.executable}
         argv = [sys.executable, *(_fill(part, fill) for part in self.node["torchrun"])]
-        with open(self.job.torchrun_log, "wb") as log:
-            self._torchrun = ended = self.children.start(argv, log, self.job.bin)
+        if not (ended := self._start("torchrun", argv, self.job.torchrun_log, self.job.bin)):
+            return
+        self._torchrun = ended
         self.children.watch_gpus()
         code = await ended
         if port != self.record["rendezvous_port"]:
@@ -318,6 +325,15 @@ class Supervisor:
             self._failed(cause)
         elif not self.failures:
             self._fail("torchrun", f"torchrun {_how(code)}", log=self.job.torchrun_log, code=code)
+
+    def _start(self, kind: str, argv: list[str], log: Path, folder: Path) -> asyncio.Future[int] | None:
+        """A child whose output goes to this log; None where this host cannot start it, which is told as a failure."""
+        try:
+            with open(log, "wb") as output:
+                return self.children.start(argv, output, folder)
+        except OSError as error:
+            self._fail(kind, f"{_name(kind)} did not start: {trouble.told(error)}")
+            return None
 
     async def _other_port(self, port: int) -> bool:
         """Whether the ranks are to meet elsewhere: somebody took the port between our look and torchrun's.
@@ -368,7 +384,8 @@ class Supervisor:
         *lines, self._unread = self._unread.split(b"\n")
         for line in lines:
             with contextlib.suppress(ValueError, KeyError):
-                self._event(json.loads(line))
+                if isinstance(event := json.loads(line), dict):
+                    self._event(event)
 
     def _event(self, event: dict[str, Any]) -> None:
         if "rank" in event:
@@ -397,7 +414,10 @@ class Supervisor:
         rank["ended"] = time.time()
         asked = event["cause"] is not None or (self.elastic is not None and self.elastic.was_asked(event["rank"]))
         failed = event["exit_code"] != 0 and not asked
-        if failed and self.phase == "running":
+        if failed and self.phase == "running" and "trouble" in event:
+            self._died(self._found("rank", f"rank {event['rank']} did not start: {event['trouble']}", None, None,
+                                   rank=event["rank"], exit_code=event["exit_code"]))  # fmt: skip
+        elif failed and self.phase == "running":
             how = f"was killed by {event['signal']}" if event["signal"] else f"exited {event['exit_code']}"
             if event["signal"] == "SIGKILL" and out_of_memory_kills() > self._memory_kills:
                 how += ": this host ran out of memory, and its kernel ended a process"
@@ -433,7 +453,7 @@ class Supervisor:
             self.changed()
 
     def _failed(self, found: dict[str, Any]) -> None:
-        if not self.job.control.exists():  # whatever else fails then fails of it
+        if not self._folder_is_there:  # whatever else fails then fails of it
             found = self._folder_removed
         self.failures.append(found)
         if self.go is None:
@@ -447,8 +467,20 @@ class Supervisor:
         return bytes.fromhex(self.node["token"])
 
     @property
+    def _told_failures(self) -> list[dict[str, Any]]:
+        """As many as a message and the record hold: causes before what only followed from another's death."""
+        return sorted(self.failures, key=lambda one: bool(one["secondary"]))[:TOLD]
+
+    @property
     def _folder_removed(self) -> dict[str, Any]:
         return failure("folder", self.node["name"], f"the job's folder was removed ({self.job.root})")
+
+    @property
+    def _folder_is_there(self) -> bool:
+        try:
+            return self.job.control.exists()
+        except OSError:  # a disk that fails does not say that it is gone
+            return True
 
     @property
     def _has_begun(self) -> bool:
@@ -471,7 +503,7 @@ class Supervisor:
 
     async def _watch_folder(self) -> None:
         """Somebody may remove the job's folder under us: then nobody can speak to us any more, so the job ends."""
-        while self.job.control.exists():
+        while self._folder_is_there:
             await asyncio.sleep(LOOK_S)
         self._failed(self._folder_removed)
 
@@ -483,8 +515,22 @@ class Supervisor:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception():
-            raise SystemExit(f"supervisor: {task.exception()!r}") from task.exception()
+        if not task.cancelled() and (error := task.exception()):
+            self._crash(error)
+
+    def _crash(self, error: BaseException) -> NoReturn:
+        """What nobody foresaw: the hub and the record learn of it, and the keeper ends what is left."""
+        with contextlib.suppress(Exception):
+            how = trouble.told(error) if isinstance(error, OSError) else repr(error)
+            self.failures.append(failure("supervisor", self.node["name"], f"the supervisor failed: {how[:400]}"))
+            self.changed()
+        raise SystemExit(f"supervisor: {error!r}") from error
+
+    def _callback_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What is no task of ours but a callback: `_decide` in its time, an event from the FIFO."""
+        if "handle" in context and isinstance(context.get("exception"), Exception):
+            self._crash(context["exception"])
+        loop.default_exception_handler(context)
 
 
 def failure(kind: str, node: str, reason: str) -> dict[str, Any]:
@@ -497,6 +543,10 @@ def _fill(part: str, values: dict[str, str]) -> str:
     for name, value in values.items():
         part = part.replace("{" + name + "}", value)
     return part
+
+
+def _name(kind: str) -> str:
+    return "the `prepare` command" if kind == "prepare" else kind
 
 
 def _how(code: int) -> str:

@@ -9,7 +9,6 @@ that the controller has left is a closed standard input (`gone`), or an output t
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -21,19 +20,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from . import trouble
 from .answer import Refused
 
 BEAT_S = 1.0
 TELL_S = 0.25
 LOCK_S = 0.2
 STDIN = 0
-REMEDIES = {
-    errno.EACCES: "choose a folder that this host's user may write",
-    errno.EROFS: "choose a folder that this host's user may write",
-    errno.ENOSPC: "free space on that host, or choose a folder on a larger disk",
-    errno.EDQUOT: "this user's quota on that host is used up: free some of it, or choose another disk",
-    errno.ENOLCK: "that file system has no locks: choose a folder on another one",
-}
 
 
 class Talk:
@@ -87,9 +80,10 @@ def _outcome(
         return {"error": refusal.args[0], "remedy": refusal.args[1]}
     except BrokenPipeError:
         raise
-    except (OSError, ValueError) as error:
-        words = f"{error.strerror} ({error.filename})" if isinstance(error, OSError) and error.filename else str(error)
-        return {"error": words, "remedy": REMEDIES.get(getattr(error, "errno", 0), "")}
+    except OSError as error:
+        return {"error": trouble.words(error), "remedy": trouble.remedy(error, elsewhere="choose another folder")}
+    except ValueError as error:
+        return {"error": str(error), "remedy": ""}
 
 
 def gone(timeout_s: float) -> bool:
