@@ -13,10 +13,10 @@ import ipaddress
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from typing_extensions import Self
 
 from orchestrator.errors import ProbeError
@@ -24,8 +24,8 @@ from orchestrator.text import one_line
 
 MAX_GPUS = 64
 MAX_INTERFACES = 256
-MAX_ROUTES = 256
-MAX_ADDRESSES = 64
+MAX_PEERS = 2048
+MAX_ADDRESSES = 1024
 MAX_TEXT = 200
 NOT_FOUND = 127
 MIB = 1 << 20
@@ -34,6 +34,8 @@ UP, RUNNING = 0x1, 0x40
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
+Peer = Annotated[str, Field(max_length=300)]
+"""An address or a name, from the inventory."""
 Command = Mapping[str, Any]
 Found = TypeVar("Found")
 
@@ -73,11 +75,20 @@ class Interface(Fact):
 
 
 class Route(Fact):
-    """peer: as it was asked for. source: this host's own address on the way there."""
+    """One way from this host to others. source: its own address on that way."""
 
-    peer: Text
     interface: Text
     source: Text
+    peers: tuple[Peer, ...] = ()
+    """Who is reached on it, as was asked; empty on the way to all that no other route names."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_one_peer(cls, fields: Any) -> Any:
+        """Once there was a route for each peer."""
+        if isinstance(fields, dict) and "peer" in fields:
+            return {"peers": (fields["peer"],), **fields}
+        return fields
 
 
 class TorchFacts(Fact):
@@ -131,6 +142,9 @@ class NodeFacts(Fact):
     """Why there is no torch; None as well as `torch` when it was not asked for."""
     interfaces: tuple[Interface, ...] = ()
     routes: tuple[Route, ...] = ()
+    """The ways to the other hosts; first the one to the first of them."""
+    unrouted: tuple[Peer, ...] = ()
+    """The other hosts, as was asked, that this one knows no way to."""
     workdir: Annotated[str, Field(max_length=4096)]
     """Absolute path on the host."""
     workdir_error: Text | None = None
@@ -145,9 +159,19 @@ class NodeFacts(Fact):
                 return interface
         return by_name.get(self.routes[0].interface) if self.routes else None
 
+    def way_to(self, peer: str) -> Route | None:
+        """peer: an address or a name, as was asked."""
+        named = next((route for route in self.routes if peer in route.peers), None)
+        if named or peer in self.unrouted:
+            return named
+        return next((route for route in self.routes if not route.peers), None)
 
-def parse_facts(node: str, raw: Mapping[str, Any], sent_at: float, received_at: float) -> NodeFacts:
+
+def parse_facts(
+    node: str, raw: Mapping[str, Any], sent_at: float, received_at: float, peers: Sequence[str] = ()
+) -> NodeFacts:
     """node: its name in the inventory. raw: the probe's answer. sent_at, received_at: our wall clock around the probe.
+    peers: those that it was asked the route to.
 
     Raises ProbeError naming the node and the fact that makes no sense.
     """
@@ -162,6 +186,7 @@ def parse_facts(node: str, raw: Mapping[str, Any], sent_at: float, received_at: 
     gpus, gpu_error = fact("GPUs", parse_gpus, commands.get("nvidia-smi"))
     torch, torch_error = fact("torch", parse_torch, commands.get("torch"))
     interfaces = fact("interfaces", parse_interfaces, commands.get("ip addr"), files, values)
+    routes, unrouted = fact("routes", parse_routes, commands, values, interfaces, peers)
     found = {
         "node": node,
         "hostname_addresses": fact("its own name", parse_own_name, commands.get("own name")),
@@ -175,7 +200,8 @@ def parse_facts(node: str, raw: Mapping[str, Any], sent_at: float, received_at: 
         "torch": torch,
         "torch_error": torch_error,
         "interfaces": interfaces,
-        "routes": fact("routes", parse_routes, commands, values, interfaces),
+        "routes": routes,
+        "unrouted": unrouted,
         **fact("its work folder", parse_workdir, commands.get("workdir")),
         **fact("its system", parse_process, values),
     }
@@ -295,26 +321,34 @@ def _socket_interfaces(sockets: Any, if_inet6: str, speeds: Mapping[str, Any]) -
 
 
 def parse_routes(
-    commands: Mapping[str, Any], values: Mapping[str, Any], interfaces: tuple[Interface, ...]
-) -> tuple[Route, ...]:
-    """Where `ip route get` knew a way to a peer; without `ip`, by the source address of a socket towards it."""
+    commands: Mapping[str, Any], values: Mapping[str, Any], interfaces: tuple[Interface, ...], peers: Sequence[str]
+) -> tuple[tuple[Route, ...], tuple[str, ...]]:
+    """The ways out, and the peers that none leads to.
+
+    A socket told the source address towards each peer. Its interface is the one that `ip route get` named for that
+    source, else the one that has the address. The way to most peers names none of them: in a cluster of hundreds, lists
+    of peers on every host would be most of what is remembered.
+    """
     sources = _mapping(values.get("sources", {}))
-    if len(commands) > MAX_ROUTES + 16 or len(sources) > MAX_ROUTES:
+    if len(sources) > MAX_PEERS:
         raise ValueError("too many routes")
-    asked = [(name.removeprefix("ip route "), command) for name, command in commands.items() if "ip route " in name]
-    found = [_route(clean(peer), _loads(command["out"])) for peer, command in asked if not _failure(command)]
-    owners = {own.partition("/")[0]: one.name for one in interfaces for own in one.addresses}
-    guessed = [
-        Route.of(peer=clean(peer), interface=owners[source], source=source)
-        for peer, source in sources.items()
-        if source in owners
+    interface_of = {own.partition("/")[0]: one.name for one in interfaces for own in one.addresses}
+    for peer, source in sources.items():
+        way = commands.get(f"ip route {peer}")
+        if way and not _failure(way):
+            interface_of[source] = clean(_some(_loads(way["out"]), MAX_INTERFACES)[0]["dev"])
+    found: dict[str, list[str]] = {}
+    for peer in peers:
+        source = str(ipaddress.ip_address(sources[peer])) if peer in sources else None
+        if source in interface_of:
+            found.setdefault(source, []).append(peer)
+    most = max(found, key=lambda source: len(found[source]), default=None)
+    routes = [
+        Route.of(interface=interface_of[source], source=source, peers=() if source == most else tuple(reached))
+        for source, reached in found.items()
     ]
-    return tuple(found or guessed)
-
-
-def _route(peer: str, answer: Any) -> Route:
-    first = _some(answer, MAX_ROUTES)[0]
-    return Route.of(peer=peer, interface=clean(first["dev"]), source=str(ipaddress.ip_address(first["prefsrc"])))
+    routed = {peer for reached in found.values() for peer in reached}
+    return tuple(routes), tuple(peer for peer in peers if peer not in routed)
 
 
 def parse_own_name(command: Command | None) -> tuple[str, ...]:

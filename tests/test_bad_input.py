@@ -208,7 +208,7 @@ def test_a_dry_run_over_a_thousand_nodes_takes_seconds(orch, tmp_path):
         address = f"10.1.{number // 250}.{number % 250 + 1}"
         nodes.append(Node(name=f"n{number}", host=address, gpus=1, gpu="A2000"))
         link = Interface(name="eno1", addresses=(f"{address}/16",), mtu=1500, up=True)
-        routes = (Route(peer="10.1.0.1" if number else "10.1.0.2", interface="eno1", source=address),)
+        routes = (Route(peers=("10.1.0.1" if number else "10.1.0.2",), interface="eno1", source=address),)
         found[f"n{number}"] = facts(node=f"n{number}", boot_id=f"b{number}", interfaces=(link,), routes=routes)
     Store(Home.default()).save_cluster(Cluster(name="c", file="f", nodes=tuple(nodes), facts=found), current=True)
     (tmp_path / "x.py").touch()

@@ -47,7 +47,7 @@ def facts(**changes):
         "gpus": (gpu(),),
         "torch": torch(),
         "interfaces": (Interface(name="eno1", addresses=("192.168.1.42/24",), mtu=1500, speed_bps=2.5e9, up=True),),
-        "routes": (Route(peer="192.168.1.41", interface="eno1", source="192.168.1.42"),),
+        "routes": (Route(peers=("192.168.1.41",), interface="eno1", source="192.168.1.42"),),
         "workdir": "/home/ubuntu/.orch",
     }
     return NodeFacts(**{**fields, **changes})

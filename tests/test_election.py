@@ -131,7 +131,7 @@ def test_without_a_usable_host_every_hosts_reason_is_told():
 
 def test_the_speed_of_the_link_counts_where_no_bandwidth_is_declared():
     link = Interface(name="eno1", addresses=("10.0.0.2/24",), mtu=1500, speed_bps=1e10, up=True)
-    fast = found(interfaces=(link,), routes=(Route(peer="10.0.0.1", interface="eno1", source="10.0.0.2"),))
+    fast = found(interfaces=(link,), routes=(Route(peers=("10.0.0.1",), interface="eno1", source="10.0.0.2"),))
     nodes = [node("a", "10.0.0.1", bandwidth_bps=2.5e9), node("b", "b.lab")]
     election = elect(nodes, {"a": found(), "b": fast})
     assert election.master == "b"

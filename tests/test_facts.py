@@ -15,6 +15,7 @@ from orchestrator.facts import MAX_TEXT, NodeFacts, parse_facts
 
 DATA = Path(__file__).parent / "data" / "facts"
 PLAIN = json.loads((DATA / "rtx_a2000.json").read_text())["raw"]
+PEERS = ("192.168.1.42",)
 SENT_AT, RECEIVED_AT = 1795233448.0, 1795233454.0
 
 
@@ -27,14 +28,14 @@ def answer_with(changes):
     return raw
 
 
-def parse(raw, node="n"):
-    return parse_facts(node, raw, SENT_AT, RECEIVED_AT)
+def parse(raw, node="n", peers=PEERS):
+    return parse_facts(node, raw, SENT_AT, RECEIVED_AT, peers)
 
 
 @pytest.mark.parametrize("case", sorted(path.stem for path in DATA.glob("*.json")))
 def test_a_recorded_answer_becomes_these_facts(case):
     recorded = json.loads((DATA / f"{case}.json").read_text())
-    found = parse(answer_with(recorded["raw"])).model_dump(mode="json")
+    found = parse(answer_with(recorded["raw"]), peers=recorded.get("peers", PEERS)).model_dump(mode="json")
     assert {name: found[name] for name in recorded["expect"]} == recorded["expect"]
 
 
@@ -42,6 +43,30 @@ def test_facts_survive_being_stored_as_json():
     facts = parse(PLAIN)
     assert NodeFacts.model_validate_json(facts.model_dump_json()) == facts
     assert NodeFacts.model_validate(json.loads(facts.model_dump_json())) == facts
+
+
+def test_the_way_to_most_hosts_names_none_of_them():
+    lan, vpn = "192.168.1.41", "10.8.0.2"
+    near, far = [f"192.168.1.{n}" for n in range(50, 250)], ["10.8.0.5", "gate.example"]
+    sources = {**dict.fromkeys(near, lan), **dict.fromkeys(far, vpn)}
+    told = {"ip route 10.8.0.5": {"rc": 0, "out": f'[{{"dev": "tun0", "prefsrc": "{vpn}"}}]', "err": ""}}
+    peers = [*near[:9], *far, "nowhere.example", *near[9:]]
+    facts = parse(answer_with({"commands": told, "values": {"sources": sources}}), peers=peers)
+    assert [(way.interface, way.source, way.peers) for way in facts.routes] == [
+        ("eno1", lan, ()),
+        ("tun0", vpn, ("10.8.0.5", "gate.example")),
+    ]
+    assert facts.unrouted == ("nowhere.example",)
+    assert [facts.way_to(peer).interface for peer in (near[0], near[-1], *far)] == ["eno1", "eno1", "tun0", "tun0"]
+    assert facts.way_to("nowhere.example") is None
+    assert len(facts.model_dump_json()) < 5000
+
+
+def test_routes_remembered_by_an_older_version_are_understood():
+    old = {**json.loads(parse(PLAIN).model_dump_json())}
+    old["routes"] = [{"peer": "192.168.1.42", "interface": "eno1", "source": "192.168.1.41"}]
+    facts = NodeFacts.model_validate(old)
+    assert facts.way_to("192.168.1.42").interface == "eno1" and facts.way_to("192.168.1.43") is None
 
 
 def test_the_clock_offset_leaves_out_the_time_that_the_probe_took():

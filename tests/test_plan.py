@@ -55,7 +55,7 @@ def host(number, *, interface="eno1", gpus=1, cores=16, peers=(41, 42), **change
             Interface(name=interface, addresses=(f"{address}/24",), mtu=1500, up=True),
         ),
         "routes": tuple(
-            Route(peer=f"192.168.1.{peer}", interface=interface, source=address) for peer in peers if peer != number
+            Route(peers=(f"192.168.1.{peer}",), interface=interface, source=address) for peer in peers if peer != number
         ),
     }
     return facts(**{**fields, **changes})
@@ -126,7 +126,7 @@ def test_each_host_names_its_own_interface_for_nccl_exactly():
 
 
 def test_a_declared_address_and_interface_beat_what_was_found():
-    there = Route(peer="10.9.0.1", interface="eno1", source="192.168.1.42")
+    there = Route(peers=("10.9.0.1",), interface="eno1", source="192.168.1.42")
     nodes, found = pair(second=host(42, routes=(there,)), address="10.9.0.1", interface="ib0")
     first = plan(nodes, found, master="n41").nodes[0]
     assert (first.address, first.interface, first.env["GLOO_SOCKET_IFNAME"]) == ("10.9.0.1", "ib0", "ib0,ib0")
@@ -264,7 +264,7 @@ def test_a_thousand_hosts_are_planned_within_a_second():
     found = {}
     for index, (name, address) in enumerate(names):
         peer = names[index - 1][1]
-        routes = (Route(peer=peer, interface="eno1", source=address),)
+        routes = (Route(peers=(peer,), interface="eno1", source=address),)
         interfaces = (Interface(name="eno1", addresses=(f"{address}/16",), mtu=1500, up=True),)
         found[name] = facts(node=name, boot_id=name, routes=routes, interfaces=interfaces)
     election = elect(nodes, found)

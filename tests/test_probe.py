@@ -48,7 +48,7 @@ def tool(tmp_path, monkeypatch):
 def gathered(**changes):
     started = time.time()
     raw = probe.gather({**REQUEST, **changes})
-    return parse_facts("here", raw, started, time.time())
+    return parse_facts("here", raw, started, time.time(), changes.get("peers", ()))
 
 
 def test_this_machine_tells_what_it_is(tmp_path):
@@ -161,6 +161,28 @@ def test_an_ip_command_without_json_is_made_up_for_by_sockets(tool):
 
     assert ipv4(by_sockets) == ipv4(by_ip)
     assert ipv4(by_ip)
+
+
+def test_the_routes_to_hundreds_of_peers_take_one_question_for_each_way(tool, tmp_path):
+    tool("ip", f'echo "$*" >> {tmp_path}/asked; exec /sbin/ip "$@"')
+    peers = [f"127.0.{n // 200}.{1 + n % 200}" for n in range(600)]
+    facts = gathered(peers=peers)
+    assert [(way.interface, way.source) for way in facts.routes] == [("lo", "127.0.0.1")]
+    assert facts.unrouted == ()
+    assert len((tmp_path / "asked").read_text().splitlines()) <= 1 + probe.MAX_WAYS
+
+
+def test_names_of_peers_are_looked_up_all_at_once_and_what_takes_too_long_is_left_out(tool, monkeypatch):
+    slow = """
+import socket, time
+def find(name, *more, found=socket.getaddrinfo, **settings):
+    return time.sleep(60) if "slow" in name else found(name, *more, **settings)
+socket.getaddrinfo = find
+"""
+    monkeypatch.setattr(probe, "NAMES", slow + probe.NAMES)
+    facts = gathered(peers=[*(f"slow-{n}" for n in range(50)), "localhost"], limit_s=3)
+    assert facts.way_to("localhost").interface == "lo"
+    assert facts.unrouted == tuple(f"slow-{n}" for n in range(50))
 
 
 def test_a_peer_is_an_argument_and_never_shell(tool, tmp_path):

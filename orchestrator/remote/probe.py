@@ -4,9 +4,11 @@ Request: {"workdir", "peers": [addresses or names], "torch": bool, "limit_s"}. T
 
     {"commands": {name: {"rc", "out", "err"}}, "files": {path: text}, "values": {...}}
 
-Every command has its own limit of time and they run side by side, so that a driver that hangs or a dead NFS mount
-costs one fact and never the answer. Whatever may block without end runs in a process of its own for that reason.
-rc is 127 where a command is missing and 124 where it was too slow, as a shell and timeout(1) have it.
+The routes to hundreds of peers cost no process each: a socket tells our own address on the way to a peer, and `ip` is
+asked once for each such address. Every command has its own limit of time and they run side by side, so that a driver
+that hangs or a dead NFS mount costs one fact and never the answer. Whatever may block without end runs in a process of
+its own for that reason. rc is 127 where a command is missing and 124 where it was too slow, as a shell and timeout(1)
+have it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ COMMAND_S = 15.0
 TORCH_S = 60.0
 OUT_BYTES = 1 << 18
 ERR_BYTES = 1 << 12
-MAX_PEERS = 256
+MAX_PEERS = 2048
+MAX_LINKS = 256
+MAX_WAYS = 16
 AT_ONCE = 8
 NOT_FOUND, TOO_SLOW = 127, 124
 
@@ -97,11 +101,29 @@ found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
 print(json.dumps(sorted({entry[4][0] for entry in found})))
 """
 
-# `ip route get` towards a name: it wants a number, and to find that one may take a resolver's time.
-ROUTE = """
-import os, socket, sys
-address = socket.getaddrinfo(sys.argv[1], None, type=socket.SOCK_STREAM)[0][4][0]
-os.execvp("ip", ["ip", "-j", "route", "get", address])
+# Prints {name: numeric address} of what was found in time. All at once: a dead resolver takes its time for each.
+NAMES = """
+import json, os, queue, socket, sys, threading, time
+end = time.monotonic() + float(sys.argv[1])
+todo, found = queue.SimpleQueue(), {}
+def look_up():
+    while True:
+        try:
+            name = todo.get_nowait()
+            found[name] = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
+        except queue.Empty:
+            return
+        except (OSError, ValueError):
+            pass
+for name in sys.argv[2:]:
+    todo.put(name)
+threads = [threading.Thread(target=look_up, daemon=True) for _ in sys.argv[2:][:256]]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join(max(0, end - time.monotonic()))
+print(json.dumps(dict(found)), flush=True)
+os._exit(0)
 """
 
 # Prints what this torch is. A part that this build or version lacks is null, never a failure of the whole.
@@ -145,36 +167,52 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
     started = time.time()
     limit_s = min(float(request.get("limit_s", LIMIT_S)), TORCH_S)
     peers = [str(peer) for peer in request["peers"][:MAX_PEERS]]
-    commands = run_all(command_lines(request["workdir"], peers, request["torch"]), limit_s)
+    commands = run_all(command_lines(request["workdir"], peers, request["torch"], limit_s), limit_s)
     if commands["nvidia-smi"]["rc"] not in (0, NOT_FOUND, TOO_SLOW):
         commands["nvidia-smi"] = ask_old_driver(commands["nvidia-smi"], limit_s)
     files = {path: text for path in FILES if (text := read_text(path)) is not None}
-    values = {**about_process(), "links": read_links(), "wall_start": started}
+    addresses = addresses_of(peers, commands.pop("names"))
+    sources = {peer: source for peer in peers if (source := source_towards(addresses.get(peer, "")))}
+    values = {**about_process(), "links": read_links(), "sources": sources, "wall_start": started}
     if commands["ip addr"]["rc"] != 0:
         values["sockets"] = socket_interfaces()
-        values["sources"] = {peer: source for peer in peers if (source := source_towards(peer))}
+    else:
+        commands |= run_all(route_lines(addresses, sources), limit_s)
     return {"commands": commands, "files": files, "values": {**values, "wall_end": time.time()}}
 
 
 # ---- commands -------------------------------------------------------------------------------------------------
 
 
-def command_lines(workdir: str, peers: list[str], torch: bool) -> dict[str, list[str]]:
+def command_lines(workdir: str, peers: list[str], torch: bool, limit_s: float) -> dict[str, list[str]]:
     """Name -> argument list. torch comes first: it takes longest."""
     python = [sys.executable, "-c"]
     lines = {"torch": [*python, TORCH]} if torch else {}
+    names = [peer for peer in peers if not is_numeric(peer)]
+    names_s = 0.8 * min(COMMAND_S, limit_s)  # so that it tells what it has before it is killed
     return {
         **lines,
         "nvidia-smi": smi(GPU_FIELDS + ",compute_cap"),
         "workdir": [*python, WORKDIR, workdir],
         "own name": [*python, OWN_NAME],
         "ip addr": ["ip", "-j", "addr"],
-        **{f"ip route {peer}": ask_route(python, peer) for peer in peers},
+        "names": [*python, NAMES, str(names_s), *names] if names else ["true"],
     }
 
 
-def ask_route(python: list[str], peer: str) -> list[str]:
-    return ["ip", "-j", "route", "get", peer] if is_numeric(peer) else [*python, ROUTE, peer]
+def addresses_of(peers: list[str], names: dict[str, Any]) -> dict[str, str]:
+    """Peer -> its numeric address; a name that leads nowhere is left out."""
+    found = json.loads(names["out"] or "{}") if names["rc"] == 0 else {}
+    return {peer: peer if is_numeric(peer) else found[peer] for peer in peers if is_numeric(peer) or peer in found}
+
+
+def route_lines(addresses: dict[str, str], sources: dict[str, str]) -> dict[str, list[str]]:
+    """One question for each way out of this host: its device need not be the one that has the address."""
+    firsts: dict[str, str] = {}
+    for peer, source in sources.items():
+        firsts.setdefault(source, peer)
+    asked = list(firsts.values())[:MAX_WAYS]
+    return {f"ip route {peer}": ["ip", "-j", "route", "get", addresses[peer]] for peer in asked}
 
 
 def is_numeric(peer: str) -> bool:
@@ -281,7 +319,7 @@ def read_text(path: str) -> str | None:
 
 def read_links() -> dict[str, str]:
     """Interface -> its speed as the kernel writes it, in Mbit/s; virtual, wireless and idle ones have none."""
-    links = sorted(Path("/sys/class/net").glob("*"))[:MAX_PEERS]
+    links = sorted(Path("/sys/class/net").glob("*"))[:MAX_LINKS]
     return {link.name: speed for link in links if (speed := read_text(f"{link}/speed")) is not None}
 
 
