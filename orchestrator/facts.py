@@ -13,7 +13,7 @@ import ipaddress
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -159,12 +159,13 @@ class NodeFacts(Fact):
                 return interface
         return by_name.get(self.routes[0].interface) if self.routes else None
 
-    def way_to(self, peer: str) -> Route | None:
-        """peer: an address or a name, as was asked."""
-        named = next((route for route in self.routes if peer in route.peers), None)
-        if named or peer in self.unrouted:
-            return named
-        return next((route for route in self.routes if not route.peers), None)
+    def way_to(self, peers: Iterable[str]) -> Route | None:
+        """The first way that leads to one of these, addresses or names as were asked."""
+        wanted = set(peers)
+        rest = wanted.difference(self.unrouted, *(route.peers for route in self.routes))
+        return next(
+            (route for route in self.routes if (wanted.intersection(route.peers) if route.peers else rest)), None
+        )
 
 
 def parse_facts(

@@ -181,9 +181,8 @@ def _address(node: Node, facts: NodeFacts, nodes: Sequence[Node]) -> str:
     """The training address: declared, else the source of this host's own route to one of the others."""
     if node.address:
         return node.address
-    for other in nodes:
-        if other is not node and (route := facts.way_to(other.address or other.host)):
-            return route.source
+    if way := facts.way_to(other.address or other.host for other in nodes if other is not node):
+        return way.source
     if len(nodes) == 1 or node.transport == "local":
         return "127.0.0.1"
     raise UsageError(
@@ -199,8 +198,8 @@ def _interface(node: Node, facts: NodeFacts, nodes: Sequence[Node], addresses: M
     for interface in facts.interfaces:
         if addresses[node.name] in (address.partition("/")[0] for address in interface.addresses):
             return interface.name
-    ways = (facts.way_to(addresses[other.name]) for other in nodes if other is not node)
-    return next((way.interface for way in ways if way), None)
+    way = facts.way_to(addresses[other.name] for other in nodes if other is not node)
+    return way.interface if way else None
 
 
 def _environment(

@@ -57,8 +57,8 @@ def test_the_way_to_most_hosts_names_none_of_them():
         ("tun0", vpn, ("10.8.0.5", "gate.example")),
     ]
     assert facts.unrouted == ("nowhere.example",)
-    assert [facts.way_to(peer).interface for peer in (near[0], near[-1], *far)] == ["eno1", "eno1", "tun0", "tun0"]
-    assert facts.way_to("nowhere.example") is None
+    assert [facts.way_to([peer]).interface for peer in (near[0], near[-1], *far)] == ["eno1", "eno1", "tun0", "tun0"]
+    assert facts.way_to(["nowhere.example"]) is None
     assert len(facts.model_dump_json()) < 5000
 
 
@@ -66,7 +66,8 @@ def test_routes_remembered_by_an_older_version_are_understood():
     old = {**json.loads(parse(PLAIN).model_dump_json())}
     old["routes"] = [{"peer": "192.168.1.42", "interface": "eno1", "source": "192.168.1.41"}]
     facts = NodeFacts.model_validate(old)
-    assert facts.way_to("192.168.1.42").interface == "eno1" and facts.way_to("192.168.1.43") is None
+    assert facts.way_to(["192.168.1.43", "192.168.1.42"]).interface == "eno1"
+    assert facts.way_to(["192.168.1.43"]) is None
 
 
 def test_the_clock_offset_leaves_out_the_time_that_the_probe_took():

@@ -21,4 +21,6 @@ def test_healthy_hosts_behind_64_silent_ones_are_heard_and_each_silent_one_is_na
     assert heard == 8
     assert errors == [f"s{n}" for n in range(1, 65)]
     assert done.stderr.count("no SSH login within 10 s") == 64
-    assert [name for name, status in status.items() if status in ("connected", "master")] == [f"h{n}" for n in range(1, 9)]
+    assert [name for name, status in status.items() if status in ("connected", "master")] == [
+        f"h{n}" for n in range(1, 9)
+    ]

@@ -181,7 +181,7 @@ socket.getaddrinfo = find
 """
     monkeypatch.setattr(probe, "NAMES", slow + probe.NAMES)
     facts = gathered(peers=[*(f"slow-{n}" for n in range(50)), "localhost"], limit_s=3)
-    assert facts.way_to("localhost").interface == "lo"
+    assert facts.way_to(["localhost"]).interface == "lo"
     assert facts.unrouted == tuple(f"slow-{n}" for n in range(50))
 
 
