@@ -139,7 +139,7 @@ def torchrun_arguments(
     options["--log-dir"] = "{job_dir}/torchrun"
     flags = tuple(str(part) for option in options.items() for part in option)
     # torchrun starts our wrapper, not the script: only the wrapper knows the rank's true exit code.
-    return ("-m", "torch.distributed.run", *flags, "--no-python", "{python}", "-m", "orch_remote.rank", "{job_dir}")
+    return ("-m", "orch_remote.launch", *flags, "--no-python", "{python}", "-m", "orch_remote.rank", "{job_dir}")
 
 
 def _command(request: RunRequest, device: str, backend: str) -> tuple[str, ...]:

@@ -10,19 +10,16 @@ import subprocess
 import sys
 import time
 
+from orch_remote.ports import listen
+
 MEET_S = 30.0
 
 
 def meet(nodes, address, port, job):
     """As torchrun's static rendezvous: the first host listens, and nobody goes on before all are there."""
     if int(sys.argv[2]) == 0:
-        server = socket.socket()
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            server.bind(("", port))
-            server.listen()
-        except OSError:
-            sys.exit(f"RuntimeError: the server socket has failed to listen on port {port}: EADDRINUSE")
+        server = socket.socket(fileno=int(os.environ.pop("ORCH_STORE")))
+        listen(server)
         server.settimeout(MEET_S)
         guests = [server.accept()[0] for _ in range(nodes - 1)]
         if strangers := [said for guest in guests if (said := guest.recv(200).decode()) != job]:

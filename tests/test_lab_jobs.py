@@ -189,7 +189,7 @@ def test_a_dry_run_prints_what_a_run_executes_and_starts_nothing(person):
     assert plan["nodes"][1]["env"]["GLOO_SOCKET_IFNAME"] == "eth0,eth0"
     assert "--rdzv-backend" in plan["nodes"][0]["torchrun"]
     assert sum(sum(node["shares"]) for node in plan["nodes"]) == plan["settings"]["batch"]
-    assert "torch.distributed.run" in person.types("run", "--exp", "mnist_lenet", "--dry-run").stdout
+    assert "orch_remote.launch" in person.types("run", "--exp", "mnist_lenet", "--dry-run").stdout
     assert len(person.asks("jobs")["jobs"]) == before
 
 

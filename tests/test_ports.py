@@ -1,5 +1,6 @@
-"""The port to meet at: nobody else gets it, torchrun does."""
+"""The port to meet at: nobody else gets it, and only the job's hosts reach what listens there."""
 
+import contextlib
 import socket
 import subprocess
 import sys
@@ -7,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from orchestrator.remote.ports import claim_port, holder
+from orchestrator.remote.ports import admit, claim_port, listen
 
+HERE = "127.0.0.1"
 LISTENS = "import socket, sys; s = socket.create_server(('', 0)); print(s.getsockname()[1], flush=True); input()"
 
 
@@ -27,54 +29,95 @@ def server():
     child.communicate("\n")
 
 
-def release(claim):
-    for kept in claim.kept_by:
-        kept.close()
+@contextlib.contextmanager
+def claimed(port, address=HERE):
+    claim = claim_port(address, port)
+    try:
+        yield claim
+    finally:
+        claim.close()
 
 
 def test_the_port_that_is_wanted_is_claimed_where_it_is_free(port):
-    claim = claim_port(port)
-    assert claim.number == port
-    release(claim)
+    with claimed(port) as claim:
+        assert claim.number == port
+        assert claim.store.getsockname() == (HERE, port)
 
 
 def test_of_many_that_want_one_port_in_the_same_moment_one_gets_it_and_the_others_another(port):
     with ThreadPoolExecutor(8) as pool:
-        claims = list(pool.map(claim_port, [port] * 8))
+        claims = list(pool.map(lambda _: claim_port(HERE, port), range(8)))
     numbers = [claim.number for claim in claims]
     assert len(set(numbers)) == 8
     assert numbers.count(port) == 1
     for claim in claims:
-        release(claim)
+        claim.close()
 
 
 def test_another_program_of_ours_does_not_get_a_claimed_port_and_gets_it_when_its_holder_is_gone(port):
-    claim = claim_port(port)
-    program = f"from orchestrator.remote.ports import claim_port; print(claim_port({port}).number)"
+    program = f"from orchestrator.remote.ports import claim_port; print(claim_port('{HERE}', {port}).number)"
     ask = [sys.executable, "-c", program]
-    assert int(subprocess.check_output(ask)) != port
-    release(claim)
+    with claimed(port):
+        assert int(subprocess.check_output(ask)) != port
     assert int(subprocess.check_output(ask)) == port
 
 
 def test_a_port_that_somebody_listens_on_is_not_claimed(server):
-    claim = claim_port(server[1])
-    assert claim.number != server[1]
-    release(claim)
+    with claimed(server[1]) as claim:
+        assert claim.number != server[1]
 
 
-def test_a_claimed_port_is_torchruns_to_listen_on_and_nobodys_who_wants_it_for_himself(port):
-    claim = claim_port(port)
-    with socket.socket() as greedy, pytest.raises(OSError):
-        greedy.bind(("", claim.number))
-    for family, address in ((socket.AF_INET, ""), (socket.AF_INET6, "::")):
-        with socket.socket(family) as torchrun:
-            torchrun.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            torchrun.bind((address, port))
-            torchrun.listen()
-    release(claim)
+@pytest.mark.parametrize("place", ["", HERE])
+def test_between_our_look_and_torchruns_nobody_takes_a_claimed_port(port, place):
+    with claimed(port) as claim:
+        for reuse in (0, 1):
+            with socket.socket() as thief, pytest.raises(OSError):
+                thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+                thief.bind((place, port))
+                thief.listen()
+        listen(claim.store)
 
 
-def test_who_has_a_port_is_named(server, port):
-    assert holder(server[1]).startswith(f"pid {server[0].pid} ({sys.executable} -c import socket")
-    assert holder(port) == "a process that has left again"
+def test_a_port_whose_last_connections_are_only_waiting_to_go_is_claimed_again(port):
+    for _ in range(2):
+        with claimed(port) as claim:
+            assert claim.number == port
+            listen(claim.store)
+            with socket.create_connection((HERE, port)) as caller:
+                claim.store.accept()[0].close()  # who closes first keeps the port waiting (TIME_WAIT)
+                assert caller.recv(1) == b""
+
+
+def test_an_address_that_is_not_this_hosts_is_no_place_to_meet():
+    with pytest.raises(OSError):
+        claim_port("192.0.2.1", 29500)
+
+
+MANY = {f"10.{high}.{low}.1" for high in range(4) for low in range(250)}
+
+
+@pytest.mark.parametrize(
+    ("address", "admitted", "caller", "expected"),
+    [
+        (HERE, {HERE}, HERE, True),
+        (HERE, {HERE}, "127.0.0.2", False),
+        (HERE, {HERE, "127.0.0.2", "::1"}, "127.0.0.2", True),
+        (HERE, {"::1"}, HERE, False),
+        (HERE, MANY | {"127.0.0.2"}, "127.0.0.2", True),
+        (HERE, MANY, "127.0.0.2", False),
+        ("::1", {"::1", "fe80::1%eth0"}, "::1", True),
+        ("::1", {"::2", "fd00::1"}, "::1", False),
+    ],
+)
+def test_only_from_the_addresses_of_the_jobs_hosts_can_anybody_connect(address, admitted, caller, expected):
+    with claimed(0, address) as claim, socket.socket(claim.store.family) as other:
+        admit(claim.store, admitted)
+        listen(claim.store)
+        other.bind((caller, 0))
+        other.settimeout(5.0 if expected else 0.5)
+        try:
+            other.connect(claim.store.getsockname()[:2])
+        except TimeoutError:
+            assert not expected
+        else:
+            assert expected

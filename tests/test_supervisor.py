@@ -11,12 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import permutations
 
 import pytest
-from gang import LAUNCHER, gang, launcher_arguments
+from gang import gang
 
 from orchestrator import job as jobs
 from orchestrator.errors import HostsError
 from orchestrator.frames import Piece
-from orchestrator.plan import torchrun_arguments
 from orchestrator.remote import processes
 
 WAITS = "import time\ntime.sleep(120)\n"
@@ -377,77 +376,18 @@ def test_pythonpath_of_the_inventory_reaches_the_ranks(tmp_path):
         assert outputs(job) == ["found\n"]
 
 
-# Before torchrun: says which port that is to listen on, and waits until it may.
-ASKS_FIRST = """
-import os, pathlib, sys, time
-place = pathlib.Path(os.environ["PLACE"])
-if not (place / "enough").exists():
-    (place / f"{os.environ['ORCH_NODE']}-{sys.argv[1]}").touch()
-    while not (place / f"{sys.argv[1]}.taken").exists():
-        time.sleep(0.01)
-os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
-"""
-
-
-class Thief:
-    """Takes the port that the master's torchrun is about to listen on, so many times."""
-
-    def __init__(self, place, times):
-        self._place, self._times, self.sockets = place, times, []
-        self.over = threading.Event()
-
-    def __call__(self):
-        while not self.over.wait(0.01) and len(self.sockets) < self._times:
-            taken = {taken.getsockname()[1] for taken in self.sockets}
-            for wanted in {int(path.name.partition("-")[2]) for path in self._place.glob("a-*")} - taken:
-                self.sockets.append(socket.socket())
-                self.sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                self.sockets[-1].bind(("", wanted))
-                self.sockets[-1].listen()
-                if len(self.sockets) == self._times:
-                    (self._place / "enough").touch()
-                (self._place / f"{wanted}.taken").touch()
-
-
-def run_with_thief(tmp_path, times, torch_free):
-    place = tmp_path / "place"
-    place.mkdir()
-    (tmp_path / "asks_first.py").write_text(ASKS_FIRST)
-    with gang(tmp_path, "print('ran', flush=True)", env={"PLACE": str(place)}) as job:
-        nodes = []
-        for index, node in enumerate(job.plan.nodes):
-            argv = launcher_arguments(str(LAUNCHER), (1, 1), index, "127.0.0.1")
-            argv = argv if torch_free else torchrun_arguments(2, index, 1, "127.0.0.1")
-            first = (str(tmp_path / "asks_first.py"), "{rendezvous_port}")
-            nodes.append(node.model_copy(update={"torchrun": (*first, *argv)}))
-        job.plan = job.plan.model_copy(update={"nodes": tuple(nodes)})
-        thief = Thief(place, times)
-        thread = threading.Thread(target=thief)
-        thread.start()
-        try:
+@pytest.mark.parametrize("torch_free", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_where_a_stranger_has_the_port_the_ranks_meet_at_another(tmp_path, torch_free):
+    with socket.create_server(("", 0)) as stranger:
+        taken = stranger.getsockname()[1]
+        with gang(tmp_path, "print('ran', flush=True)", torch_free=torch_free, rendezvous_port=taken) as job:
             job.launch()
             record = job.wait()
-        finally:
-            thief.over.set()
-            thread.join()
-            for taken in thief.sockets:
-                taken.close()
+            ports = {agent["rendezvous_port"] for agent in job.agents().values()}
+            assert (record.state, record.first_failure) == ("succeeded", None)
+            assert len(ports - {taken}) == len(ports) == 1
+            assert outputs(job) == ["ran\n", "ran\n"]
         assert left(job) == []
-        return record, outputs(job)
-
-
-@pytest.mark.parametrize("torch_free", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_port_taken_between_check_and_start_is_replaced_everywhere_once(tmp_path, torch_free):
-    record, said = run_with_thief(tmp_path, 1, torch_free)
-    assert (record.state, record.first_failure) == ("succeeded", None)
-    assert said == ["ran\n", "ran\n"]
-
-
-def test_a_port_taken_twice_is_an_error_that_names_who_has_it(tmp_path):
-    record, said = run_with_thief(tmp_path, 2, True)
-    assert record.state == "failed"
-    assert f"was taken by pid {os.getpid()} (" in record.first_failure.reason
-    assert said == []
 
 
 def test_jobs_that_start_on_one_machine_in_the_same_moment_do_not_meet_each_other(tmp_path):

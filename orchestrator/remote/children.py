@@ -16,7 +16,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,17 @@ class Children:
         self._descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)  # the host's own limits: ours grow (`door`)
 
     def start(
-        self, argv: list[str], log: Any, folder: Path, environment: dict[str, str] | None = None
+        self,
+        argv: list[str],
+        log: Any,
+        folder: Path,
+        environment: dict[str, str] | None = None,
+        handles: Sequence[int] = (),
     ) -> asyncio.Future[int]:
-        """A child in a session of its own that dies with us: its exit code to come, negative for a signal."""
+        """A child in a session of its own that dies with us: its exit code to come, negative for a signal.
+
+        handles: descriptors that it shall have, by the same numbers.
+        """
         child = subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
@@ -56,6 +64,7 @@ class Children:
             env=environment or self.environment(),
             start_new_session=True,
             preexec_fn=self._prepare,
+            pass_fds=handles,
         )
         child.returncode = 0  # `reap` hears of its end; Popen must not wait for it, too
         ended = self._exits[child.pid] = asyncio.get_running_loop().create_future()

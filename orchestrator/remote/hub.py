@@ -127,6 +127,8 @@ class Hub:
     ) -> None:
         self.statuses: dict[str, Message] = {}
         self.lost: dict[str, str] = {}
+        self.addresses: dict[str, str] = {}
+        """Where each member was last heard from."""
         self._members, self._token, self._order, self._changed = members, token, order, changed
         self._links: dict[str, Link] = {}
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
@@ -198,6 +200,7 @@ class Hub:
         if previous:
             previous.close()
         self._links[node] = link
+        self.addresses[node] = str(writer.get_extra_info("peername")[0])
         link.send(self._order())
         try:
             while True:

@@ -87,10 +87,6 @@ def advice(lines: list[str]) -> str | None:
     return next(known, None)
 
 
-def says_port_is_taken(lines: list[str]) -> bool:
-    return any(_PORT_TAKEN.search(line) for line in lines)
-
-
 def last_words(lines: list[str]) -> list[str]:
     """From a log's last traceback on, where there is one."""
     starts = [index for index, line in enumerate(lines) if line.endswith("Traceback (most recent call last):")]

@@ -1,69 +1,105 @@
-"""The port that the ranks meet at: one that nobody has, kept for its job until torchrun listens on it.
+"""The port that the ranks meet at: one of the training address that nobody has, the job's own until it ends.
 
-    claim = claim_port(29500)      # that port where it is free, else another; kept for as long as `claim` lives
-    holder(29500)                  # "pid 4711 (python -m http.server 29500)"
+    claim = claim_port("10.0.0.1", 29500)      # that port where it is free, else another
+    admit(claim.store, {"10.0.0.1", "10.0.0.2"})
+    listen(claim.store)                        # in `launch`, which torchrun is started by
+    claim.close()
 
-Two things keep it. A name among the abstract Unix sockets, which Linux has once a network, as it has TCP ports
-(unix(7)): no other job of ours takes the port in the same moment, whatever its user and work folder. And a socket that
-is bound and does not listen: the kernel hands the port to nobody who asks for any port, and to no server that wants it
-for itself; torchrun sets SO_REUSEADDR, and may listen on it (socket(7)).
+Nobody takes it in between. A socket may share its port with one that is only waiting to go (TIME_WAIT) if both have
+SO_REUSEADDR set, and with another one that does not listen, too (socket(7)). So it is set while we bind and when we
+listen, for the sake of what an earlier job left there, and not in between. A name among the abstract Unix sockets,
+which Linux has once a network, as it has TCP ports (unix(7)), keeps two jobs of ours apart that bind at once.
+
+torch's store asks nobody who he is. So the kernel does, as far as it can: a filter on the socket lets in packets from
+the addresses of the job's hosts alone (classic BPF, which needs no rights: socket(7), SO_ATTACH_FILTER).
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
+import ctypes
+import ipaddress
 import socket
-from pathlib import Path
+import struct
+from collections.abc import Collection
 from typing import NamedTuple
 
-from .processes import describe, identify
-
 TRIES = 20
-_LISTENS = "0A"
+BACKLOG = 4096
+ATTACH_FILTER = 26
+"""SO_ATTACH_FILTER of <asm-generic/socket.h>; Python's `socket` does not name it."""
+_LOAD, _IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
+_NETWORK_HEADER = 0xFFF00000
+"""SKF_NET_OFF of <linux/filter.h>: from here on offsets count from the IP header."""
+_SOURCE_AT = {4: 12, 6: 8}
 
 
 class Claim(NamedTuple):
     number: int
-    kept_by: tuple[socket.socket, socket.socket]
+    store: socket.socket
+    name: socket.socket
+
+    def close(self) -> None:
+        self.store.close()
+        self.name.close()
 
 
-def claim_port(wanted: int) -> Claim:
-    """Raises OSError where this host has no free port."""
+def claim_port(address: str, wanted: int) -> Claim:
+    """Raises OSError where this host does not have the address, or no free port."""
     for port in (wanted, *[0] * TRIES):
-        with contextlib.suppress(OSError):
-            return _claim(port)
-    raise OSError("no free TCP port")
+        try:
+            return _claim(address, port)
+        except OSError as error:
+            refused = error
+    raise refused
 
 
-def _claim(port: int) -> Claim:
-    bound, name = socket.socket(), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+def _claim(address: str, port: int) -> Claim:
+    family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    store, name = socket.socket(family, socket.SOCK_STREAM), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(("", port))  # on every address, as torchrun will
-        number = int(bound.getsockname()[1])
+        store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        store.bind(place)
+        store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        number = int(store.getsockname()[1])
         name.bind(f"\0orch-rendezvous-{number}")
     except OSError:
-        bound.close()
+        store.close()
         name.close()
         raise
-    return Claim(number, (bound, name))
+    return Claim(number, store, name)
 
 
-def holder(port: int) -> str:
-    """Who listens on this port, as far as we may see it."""
-    sockets = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in _listening(table, port)}
-    for pid in os.listdir("/proc") if sockets else ():
-        with contextlib.suppress(OSError):  # another user's, or gone
-            folder = f"/proc/{int(pid)}/fd" if pid.isdigit() else ""
-            if folder and any(os.readlink(f"{folder}/{fd}") in sockets for fd in os.listdir(folder)):
-                return describe(identify(int(pid)))
-    return "a process of another user" if sockets else "a process that has left again"
+def listen(store: socket.socket) -> None:
+    """Raises OSError."""
+    store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the connections have it from here, too
+    store.listen(BACKLOG)
 
 
-def _listening(table: str, port: int) -> list[str]:
-    """Inodes of the listening sockets on this port (proc(5), /proc/net/tcp)."""
+def admit(store: socket.socket, addresses: Collection[str]) -> None:
+    """Who connects from another address than these gets no answer; on a kernel without such filters, anybody does."""
+    version = 6 if store.family == socket.AF_INET6 else 4
+    code = b"".join(_passes(ipaddress.ip_address(one.partition("%")[0]), version) for one in sorted(addresses))
+    code += _instruction(_RETURN, 0, 0, 0)
+    kept = ctypes.create_string_buffer(code, len(code))
+    program = struct.pack("HL", len(code) // 8, ctypes.addressof(kept))
     with contextlib.suppress(OSError):
-        rows = [line.split() for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
-        return [row[9] for row in rows if row[3] == _LISTENS and int(row[1].rpartition(":")[2], 16) == port]
-    return []
+        store.setsockopt(socket.SOL_SOCKET, ATTACH_FILTER, program)
+
+
+def _passes(address: ipaddress.IPv4Address | ipaddress.IPv6Address, version: int) -> bytes:
+    """A packet from this address passes; what comes from another one goes on behind these instructions."""
+    if address.version != version:
+        return b""
+    words = struct.unpack(f"!{len(address.packed) // 4}I", address.packed)
+    code = b""
+    for number, word in enumerate(words):
+        behind = 2 * (len(words) - number) - 1
+        code += _instruction(_LOAD, 0, 0, _NETWORK_HEADER + _SOURCE_AT[version] + 4 * number)
+        code += _instruction(_IF_EQUAL, 0, behind, word)
+    return code + _instruction(_RETURN, 0, 0, 0xFFFFFFFF)
+
+
+def _instruction(code: int, if_true: int, if_false: int, value: int) -> bytes:
+    """struct sock_filter of <linux/filter.h>."""
+    return struct.pack("HBBI", code, if_true, if_false, value)

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,8 +23,8 @@ from .children import KILL_S, Children, until
 from .elastic import Elastic
 from .hub import LEASE_S, Hub, Membership, Message, Pulse
 from .layout import Job, write_last_word, write_record
-from .logs import advice, is_secondary, log_tail, says_port_is_taken, telling_line
-from .ports import Claim, claim_port, holder
+from .logs import advice, is_secondary, log_tail, telling_line
+from .ports import Claim, admit, claim_port
 from .processes import identify, out_of_memory_kills, signal_name
 
 GO_S = 300.0
@@ -36,8 +37,6 @@ HEARSAY_S = 2.0
 """The same, where all that is known so far is that a connection broke: the one who broke it may be slow to end."""
 TOLD = 8
 """So many of a host's failures are told and kept."""
-NEW_PORT_S = 3.0
-"""A torchrun that fails before any rank began may have met a stranger's port: so long may word of a new one take."""
 
 
 class Supervisor:
@@ -224,7 +223,8 @@ class Supervisor:
             return
         self.order = order
         if order["do"] == "start" and self.phase in ("joined", "running"):
-            self._meet_at(int(order["rendezvous_port"]))
+            if self.phase == "joined":
+                self._meet_at(int(order["rendezvous_port"]))
             self._go_on_without(order.get("lost", []))
         elif order["do"] == "stop":
             self._stop(self._settle_s(order))
@@ -290,32 +290,20 @@ class Supervisor:
     # ---- ranks ------------------------------------------------------------------------------------------------
 
     def _meet_at(self, port: int) -> None:
-        if port != self.record.get("rendezvous_port"):
-            again, self.phase = self.phase == "running", "running"
-            self._write(state="running", rendezvous_port=port)
-            if again and self._has_begun:
-                self._fail("port", "a rank had begun when its port turned out to be a stranger's")
-            else:
-                self._spawn(self._run_torchrun(port, again))
+        self.phase = "running"
+        self._write(state="running", rendezvous_port=port)
+        self._spawn(self._run_torchrun(port))
 
-    async def _run_torchrun(self, port: int, again: bool) -> None:
-        if again:
-            await self.children.kill_all_of_it()
-            if self._stopping:
-                return  # a stop came meanwhile, and what it finds it ends: nothing may begin behind it
+    async def _run_torchrun(self, port: int) -> None:
         fill = {"rendezvous_port": str(port), "job_dir": str(self.job.root), "python": sys.executable}
         argv = [sys.executable, *(_fill(part, fill) for part in self.node["torchrun"])]
-        if not (ended := self._start("torchrun", argv, self.job.torchrun_log, self.job.bin)):
+        if not (ended := self._launch(argv)):
             return
         self._torchrun = ended
         self.children.watch_gpus()
         code = await ended
-        if port != self.record["rendezvous_port"]:
-            return  # killed, to run again elsewhere
         self.children.end_gpu_watch()
         self._drain()
-        if code and not self._has_begun and await self._other_port(port):
-            return
         if self.phase != "running":
             return
         if code == 0:
@@ -326,35 +314,30 @@ class Supervisor:
         elif not self.failures:
             self._fail("torchrun", f"torchrun {_how(code)}", log=self.job.torchrun_log, code=code)
 
-    def _start(self, kind: str, argv: list[str], log: Path, folder: Path) -> asyncio.Future[int] | None:
+    def _launch(self, argv: list[str]) -> asyncio.Future[int] | None:
+        """torchrun. The master's gets the socket that its store is to listen on, and we keep none of it."""
+        if not self._claim:
+            return self._start("torchrun", argv, self.job.torchrun_log, self.job.bin)
+        with self._claim.store as store:
+            environment = {**self.children.environment(), "ORCH_STORE": str(store.fileno())}
+            return self._start("torchrun", argv, self.job.torchrun_log, self.job.bin, environment, [store.fileno()])
+
+    def _start(
+        self,
+        kind: str,
+        argv: list[str],
+        log: Path,
+        folder: Path,
+        environment: dict[str, str] | None = None,
+        handles: Sequence[int] = (),
+    ) -> asyncio.Future[int] | None:
         """A child whose output goes to this log; None where this host cannot start it, which is told as a failure."""
         try:
             with open(log, "wb") as output:
-                return self.children.start(argv, output, folder)
+                return self.children.start(argv, output, folder, environment, handles)
         except OSError as error:
             self._fail(kind, f"{_name(kind)} did not start: {trouble.told(error)}")
             return None
-
-    async def _other_port(self, port: int) -> bool:
-        """Whether the ranks are to meet elsewhere: somebody took the port between our look and torchrun's.
-
-        It happens before any rank begins. The hub decides it, once a job; the others may fail first, and wait for it.
-        """
-        if not self.hub:
-            return await until(lambda: self.phase != "running" or self.record["rendezvous_port"] != port, NEW_PORT_S)
-        statuses = self.hub.statuses.values()
-        if not says_port_is_taken(log_tail(self.job.torchrun_log)) or any(one.get("begun") for one in statuses):
-            return False
-        taken = f"port {port} was taken by {holder(port)} before torchrun could listen on it"
-        if self.record.get("taken_ports"):
-            self._fail("port", f"{taken}, as was {self.record['taken_ports'][0]} before")
-            return True
-        self._write(taken_ports=[port])
-        if (number := self._claim_port()) and self.order["do"] == "start":
-            self.order = {**self.order, "rendezvous_port": number}
-            self.hub.announce()
-            self._meet_at(number)
-        return True
 
     async def _end_ranks(self, settle_s: float) -> None:
         await asyncio.sleep(settle_s)
@@ -489,11 +472,13 @@ class Supervisor:
 
     def _claim_port(self) -> int | None:
         """The port that the plan names if nobody has it, else another, ours until the job ends."""
+        assert self.hub
         try:
-            self._claim = claim_port(self.node["rendezvous_port"])
+            self._claim = claim_port(self.node["address"], self.node["rendezvous_port"])
         except OSError as error:
             self._fail("port", f"no port to meet at: {error}")
             return None
+        admit(self._claim.store, {self.node["address"], *self.hub.addresses.values()})
         return self._claim.number
 
     @property

@@ -20,6 +20,7 @@ from lab_net import Link
 
 from orchestrator import call, job
 from orchestrator.errors import OrchError
+from orchestrator.plan import RENDEZVOUS_PORT
 
 from .rounds import Expected, Round, at_once
 from .world import Process, small_disk
@@ -387,44 +388,17 @@ def time_limit(r: Round) -> Generator[bool, None, Expected]:
 
 @fault
 def port_taken(r: Round) -> Generator[bool, None, Expected]:
-    """Between our look and torchrun's: once is mended, twice names who has it."""
-    twice = r.rng.random() < 0.3
-    r.env["THEFTS"] = "1"
-    r.behaviour["daemons"] = False
-    r.victim = r.master
-    yield False
-    at_once(r.launch, lambda: _steal(r, 2 if twice else 1))
-    if twice:
-        return Expected(node=r.master, says=r"port \d+ was taken by pid \d+ \(", detected_s=0.0, gone_s=60.0)
-    r.wait_running()
+    """A stranger on the master listens where the ranks are to meet: they meet elsewhere."""
+    listen = (
+        f"import socket, time; s = socket.create_server(('', {RENDEZVOUS_PORT})); print(flush=True); time.sleep(600)"
+    )
+    argv = r.world.on_host(r.master, sys.executable, "-c", listen)
+    stranger = r.afterwards.enter_context(subprocess.Popen(argv, stdout=subprocess.PIPE))
+    r.afterwards.callback(stranger.kill)
+    assert stranger.stdout
+    stranger.stdout.readline()
+    yield True
     return Expected(state="succeeded", survives=True)
-
-
-def _steal(r: Round, times: int) -> None:
-    listen = "import socket, sys, time; s = socket.socket(); s.setsockopt(1, 2, 1); s.bind(('', int(sys.argv[1]))); "
-    listen += "s.listen(); print(flush=True); time.sleep(600)"
-    src, stolen = r.on_disk(r.master) / "src", set[str]()
-    deadline = time.monotonic() + 60
-    while len(stolen) < times and time.monotonic() < deadline:
-        for wanted in sorted(src.glob("wants-*")) if src.is_dir() else []:
-            port = wanted.name.partition("-")[2]
-            if port not in stolen:
-                stolen.add(port)
-                argv = r.world.on_host(r.master, sys.executable, "-c", listen, port, "a-stranger")
-                thief = r.afterwards.enter_context(subprocess.Popen(argv, stdout=subprocess.PIPE))
-                r.afterwards.callback(thief.kill)
-                thief.stdout.readline()
-                _allow(r, port, enough=len(stolen) == times)
-        time.sleep(0.02)
-
-
-def _allow(r: Round, port: str, *, enough: bool) -> None:
-    """The other hosts' launchers have nothing to fear from a thief on the master."""
-    for name in r.cell.names:
-        src = r.on_disk(name) / "src"
-        if enough:
-            (src / "enough").touch()
-        (src / f"taken-{port}").touch()
 
 
 @fault

@@ -23,7 +23,7 @@ from orchestrator.code import pack_folder
 from orchestrator.collect import Collected, claimed, collect
 from orchestrator.errors import OrchError
 from orchestrator.paths import RunFolder
-from orchestrator.plan import torchrun_arguments
+from orchestrator.plan import RENDEZVOUS_PORT, torchrun_arguments
 from orchestrator.records import JobRecord, LaunchPlan, NodePlan
 
 from . import invariants
@@ -98,7 +98,7 @@ class Round:
         """The plan, from what the fault has asked for so far."""
         code = self.folder / "code"
         code.mkdir(parents=True)
-        for source in (TESTS_OF_CHAOS / "script.py", TESTS_OF_CHAOS / "thief.py", LAUNCHER):
+        for source in (TESTS_OF_CHAOS / "script.py", LAUNCHER):
             (code / source.name).write_bytes(source.read_bytes())
         packed, self.blob = pack_folder(code)
         ranks = [1] * len(self.cell.names)
@@ -121,15 +121,14 @@ class Round:
         ]  # fmt: skip
         self.plan = LaunchPlan(
             schema=1, job=self.job, exp="script.py", kind="script", cluster="chaos", master=self.master,
-            master_address=addresses[self.master], rendezvous_port=29500, world_size=len(nodes),
+            master_address=addresses[self.master], rendezvous_port=RENDEZVOUS_PORT, world_size=len(nodes),
             created="2026-01-01T00:00:00+00:00", code=packed, nodes=tuple(nodes),
         ).model_copy(update=self.changes)  # fmt: skip
 
     def _torchrun(self, ranks: list[int], index: int, master: str) -> tuple[str, ...]:
-        argv = launcher_arguments("{job_dir}/src/gang_launcher.py", ranks, index, master)
         if self.torch:
-            argv = torchrun_arguments(len(ranks), index, 1, master)
-        return ("{job_dir}/src/thief.py", "{rendezvous_port}", *argv) if "THEFTS" in self.env else argv
+            return torchrun_arguments(len(ranks), index, 1, master)
+        return launcher_arguments("{job_dir}/src/gang_launcher.py", ranks, index, master)
 
     def launch(self) -> None:
         job.launch(self.plan, self.cell.connect(), self.blob)
