@@ -268,7 +268,9 @@ def strangers_at_the_hub(r: Round) -> Generator[bool, None, Expected]:
         subprocess.run(r.world.on_host(name, *few), check=True)
     place = (r.plan.master_address, str(r.agent(r.master)["hub_port"]))
     knocks = [sys.executable, "-c", STRANGERS.read_text(), *place, "600", "60"]
-    crowd = r.afterwards.enter_context(subprocess.Popen(r.world.on_host(r.rng.choice(r.cell.names), *knocks)))
+    crowd = r.afterwards.enter_context(
+        subprocess.Popen(r.world.on_host(r.rng.choice(r.cell.names), *knocks), stdout=subprocess.DEVNULL)
+    )
     r.afterwards.callback(crowd.terminate)
     r.pause(3.0)
     r.kill("rank")
