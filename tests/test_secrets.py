@@ -7,6 +7,7 @@ import os
 import random
 import secrets
 import shutil
+import signal
 import stat
 import subprocess
 from contextlib import contextmanager
@@ -18,8 +19,10 @@ from gang import gang
 from sshd import needs_sshd, running_sshd, wait_for
 
 from orchestrator import shell
+from orchestrator.call import ask
 from orchestrator.cli import main
 from orchestrator.errors import UsageError
+from orchestrator.job import agents, cancel, node_request
 from orchestrator.records import masked_env
 from orchestrator.request import read_wish
 from orchestrator.transport import ssh
@@ -184,11 +187,49 @@ def test_a_secret_of_the_inventory_is_nowhere_but_in_files_for_its_owner_alone(t
         typist.types("collect", "--job", "latest")
         typist.types("report", "--job", "latest", "--json")
         typist.types("reap")
-        assert holding(home, canary) == holding(runs, canary) == []
+        assert holding(home, canary) == holding(runs, canary) == holding(work, canary) == []
         for path in (*home.rglob("*"), home, runs / started, *(runs / started).rglob("*")):
             assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 or path.is_symlink(), path
     assert canary not in typist.printed and "Traceback" not in typist.printed
     assert "not collected" not in typist.printed  # `down` takes nothing that was not collected
+
+
+def test_what_a_job_was_given_in_secret_lies_nowhere_on_its_host_once_it_is_over(tmp_path):
+    """However it ended: by itself, cancelled, its supervisor killed, before it was told to go, everything killed."""
+    waits = "import time\nprint('ready', flush=True)\ntime.sleep(120)\n"
+    canary = secrets.token_hex(16)
+    ways = {"ends": "pass", "cancelled": waits, "supervisor-killed": waits, "undone": waits, "all-killed": waits}
+    for way, script in ways.items():
+        (tmp_path / way).mkdir()
+        with gang(tmp_path / way, script, ranks=(1,), env={"MY_TOKEN": canary}) as made:
+            node, token = made.plan.nodes[0], bytes(32).hex()
+            work = Path(node.workdir)
+            if way == "undone":
+                request = {"action": "prepare", "workdir": node.workdir, "plan": {}, "blob_bytes": len(made.blob)}
+                told = node_request(made.plan, node, token)
+                ask(made.hosts["a"], "prepare", {**request, "node": told}, blob=made.blob, timeout_s=60)
+            else:
+                made.launch()
+            assert canary in (made.folder("a") / "node.json").read_text()
+            if way != "ends" and way != "undone":
+                agent = made.wait_running()["a"]
+            if way == "cancelled":
+                cancel(made.plan, made.hosts)
+            elif way == "undone":  # nobody ever says go: it gives up by itself, here a little sooner
+                (made.folder("a") / "control").write_text('{"request": "cancel"}\n')
+            elif way.endswith("killed"):
+                for pid in (agent["keeper"]["pid"], agent["pid"])[way == "supervisor-killed" :]:
+                    os.kill(pid, signal.SIGKILL)
+            made.wait()
+            agents(made.plan, made.hosts)  # `orch jobs` asks this: where all were killed, it is the first to know
+            assert holding(work, canary) == [], way
+            told = json.loads((made.folder("a") / "node.json").read_text())
+            assert (told["env"], told["token"], told["cluster"]) == ({}, "", "test")
+            if way == "undone":  # the undo that comes late still knows its own
+                ask(made.hosts["a"], "control",
+                    {"action": "undo", "workdir": node.workdir, "job": made.plan.job, "token": token, "fence": False},
+                    timeout_s=60)  # fmt: skip
+                assert not made.folder("a").exists()
 
 
 @pytest.mark.parametrize(

@@ -206,9 +206,10 @@ def test_leftover_torchrun_variables_of_a_profile_do_not_reach_the_ranks(tmp_pat
 
 
 def test_the_token_stands_in_files_of_mode_0600_alone(tmp_path):
-    with gang(tmp_path, "import os, json\nprint(json.dumps(dict(os.environ)))", ranks=(1,)) as job:
+    script = "import os, json\nprint(json.dumps(dict(os.environ)), flush=True)\n" + WAITS
+    with gang(tmp_path, script, ranks=(1,)) as job:
         job.launch()
-        job.wait()
+        wait_for_files(job, "ORCH_JOB")
         node = job.folder("a") / "node.json"
         token = json.loads(node.read_text())["token"]
         assert node.stat().st_mode & 0o777 == 0o600

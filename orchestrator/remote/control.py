@@ -31,7 +31,7 @@ from typing import Any
 from . import processes
 from .agent import identity, lives, look
 from .answer import Refused, reply
-from .layout import READY_S, Job, Work, write_json
+from .layout import READY_S, Job, Work, write_last_word
 from .talk import try_lock
 
 UNDO_S = 10.0
@@ -66,7 +66,7 @@ def undo(request: dict[str, Any]) -> dict[str, Any]:
     if request["fence"]:
         _close_folder(job)
     agent = job.read_agent()
-    if job.read_node().get("token") != request["token"]:
+    if not job.has_token(request["token"]):
         return {}
     # Not "undo": a `go` may lie unread before this line, and then the job has to be stopped.
     _tell(job, {"request": "cancel"})
@@ -106,7 +106,7 @@ def _close_folder(job: Job) -> None:
 
 
 def _write_undone(job: Job) -> None:
-    write_json(job.agent, {"schema": 1, "job": job.id, "state": "undone", "ended": time.time()})
+    write_last_word(job, {"schema": 1, "job": job.id, "state": "undone", "ended": time.time()})
 
 
 def reap(request: dict[str, Any]) -> dict[str, Any]:
@@ -168,7 +168,12 @@ def _no_setup(work: Work) -> Iterator[None]:
 def status(request: dict[str, Any]) -> dict[str, Any]:
     work = Work(request["workdir"])
     jobs = [work.job(request["job"])] if request.get("job") else work.all_jobs()
-    return {"jobs": {job.id: look(job) for job in jobs[-200:] if job.root.is_dir()}}
+    found = {job.id: look(job) for job in jobs[-200:] if job.root.is_dir()}
+    for job in jobs:
+        # Where supervisor and keeper were killed, nobody else will; one that is being made has no record yet.
+        if "pid" in found.get(job.id, {}) and not found[job.id]["alive"]:
+            job.forget_secrets()
+    return {"jobs": found}
 
 
 def checkpoint(request: dict[str, Any]) -> dict[str, Any]:

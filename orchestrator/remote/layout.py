@@ -4,7 +4,7 @@
 <workdir>/locks/gpu-<uuid>.lock            held by the supervisor that uses this GPU
                /venv.lock                  held while an environment is made
 <workdir>/venv/torch-<version>/            environments of `orch setup`; whole once orch-venv.json is there
-<workdir>/jobs/<job>/node.json             what this host was asked to do (mode 0600)
+<workdir>/jobs/<job>/node.json             what this host was asked to do (mode 0600); its secrets end with the job
                     /plan.json             the whole job's plan, less its secrets: for a controller that lost its own
                     /agent.json            what became of it, written by the supervisor alone
                     /reserve               room for the last word in agent.json on a disk that is full
@@ -19,6 +19,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -122,6 +123,29 @@ class Job:
         except (OSError, ValueError):
             return {}
 
+    def has_token(self, token: str) -> bool:
+        """Whether this is the very job that was given this token, also after its end."""
+        node = self.read_node()
+        return node.get("token") == token or node.get("token_sha256") == _sha256(token)
+
+    def forget_secrets(self) -> None:
+        """Of a job that is over: blanks what only its ranks needed and nobody else may read. A disk that is full takes
+        it, too; one that fails keeps what it holds.
+        """
+        with contextlib.suppress(OSError):
+            for half in self.root.glob(f".{self.node.name}.*"):  # of a `prepare` that was killed
+                half.unlink()
+            node = self.read_node()
+            if not node.get("token"):
+                return
+            blank = {**node, "env": {}, "token": "", "token_sha256": _sha256(node["token"])}
+            try:
+                write_json(self.node, blank)
+            except OSError:
+                with open(self.node, "r+b") as file:
+                    file.write(json.dumps(blank).encode())
+                    file.truncate()
+
     def is_final(self) -> bool:
         return self.read_agent().get("state") in FINAL_STATES
 
@@ -131,12 +155,19 @@ def write_record(job: Job, record: dict[str, Any]) -> None:
 
 
 def write_last_word(job: Job, record: dict[str, Any]) -> None:
-    """The record that says how the job ended: for that there is room even on a full disk."""
+    """The record that says how the job ended: for that there is room even on a full disk. Its secrets end before it."""
+    job.forget_secrets()
     try:
         write_record(job, record)
     except OSError:
         job.reserve.unlink()
         write_record(job, record)
+
+
+def _sha256(text: str) -> str:
+    import hashlib  # slow to import, and `go` is waited for
+
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def write_json(path: Path, value: Any) -> None:
