@@ -31,6 +31,7 @@ from orchestrator.records import SCHEMA, FirstFailure, JobRecord, LaunchPlan, No
 from orchestrator.straggler import find_bound, find_straggler
 from orchestrator.summary import GpuSummary, NodeSummary, RankEnd, Summary
 from orchestrator.text import one_line
+from orchestrator.units import format_bytes
 
 METRICS_SCHEMA = 1
 RECORD_LIMIT = 64 * 2**20
@@ -57,6 +58,7 @@ def analyse(run: RunFolder, solo: Mapping[str, float] | None = None) -> Summary:
     except OrchError as error:
         missing.append(f"The job's record is not here ({error.message}), so how it ended is not known.")
     plan = _without_lost(plan, job)
+    missing += [words for node in plan.nodes for words in _left_on_host(node.name, run)]
     files = [
         MetricsFile(node.name, rank, run.metrics(node.name, rank)) for node in plan.nodes for rank in node.rank_numbers
     ]
@@ -247,6 +249,13 @@ def _by_gpu(nodes: tuple[NodeSummary, ...], plan: LaunchPlan, figures: Figures) 
 
 
 # ---- what is missing, what to be careful with ---------------------------------------------------------------------
+
+
+def _left_on_host(node: str, run: RunFolder) -> Iterable[str]:
+    """What `collect` did not take of logs that are too long."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        for file, size in json.loads(run.left(node).read_text()).items():
+            yield f"{node}: the last {format_bytes(size)} of {file} were not collected (--max-log)."
 
 
 def _missing(plan: LaunchPlan, events: Events, figures: Figures) -> Iterable[str]:

@@ -13,10 +13,12 @@ that was cut, replaced or rotated on its host begins anew here too, and what the
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
 import os
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -32,10 +34,14 @@ from orchestrator.frames import HEAD_BYTES, Agent, End, Held, Piece, names_of
 from orchestrator.paths import RunFolder
 from orchestrator.records import LaunchPlan, NodePlan
 from orchestrator.text import one_line
+from orchestrator.units import format_bytes
 
 ORPHAN_S = 0.5
 """A collect that is killed just as it starts a program leaves its lock with a child that has not yet become another
 program (fork(2) shares it, execve(2) drops it): so long may that take."""
+MAX_LOG_BYTES = 1 << 30
+SPARE_BYTES, LOOK_BYTES = 16 << 20, 4 << 20
+"""So much is left free on the disk here; it is looked at after so many new bytes, and again."""
 MAX_GENERATIONS = 1000
 """Of one file, whatever its host says."""
 
@@ -102,16 +108,20 @@ def collect(
     hosts: Mapping[str, Host],
     run: RunFolder,
     progress: Callable[[str, int], None] = lambda node, size: None,
+    *,
+    limit_bytes: int = MAX_LOG_BYTES,
 ) -> Collected:
-    """progress(node, bytes) is called for every piece that comes. The folder should be `claimed`.
+    """progress(node, bytes) is called for every piece that comes. limit_bytes: of a file no more than its first so
+    many. The folder should be `claimed`. Raises OSError where the disk here is all but full.
 
     A host that fails, or has nothing of the job any more, leaves what was there before.
     """
     collected = Collected()
     pulls = {node.name: _Pull(node, run.node(node.name)) for node in plan.nodes if node.name in hosts}
-    damaged = _pull(plan, {name: hosts[name] for name in pulls}, run, pulls, collected, progress)
+    damaged = _pull(plan, {name: hosts[name] for name in pulls}, run, pulls, collected, progress, limit_bytes)
     if damaged:
-        damaged = _pull(plan, {name: hosts[name] for name in damaged}, run, pulls, collected, progress)
+        again = {name: hosts[name] for name in damaged}
+        damaged = _pull(plan, again, run, pulls, collected, progress, limit_bytes)
     for name, files in damaged.items():
         words = f"arrived damaged twice: {', '.join(files)}"
         collected.errors[name] = ProbeError(name, words, "look at this host's disk, then collect again")
@@ -125,30 +135,43 @@ def _pull(
     pulls: Mapping[str, _Pull],
     collected: Collected,
     progress: Callable[[str, int], None],
+    limit_bytes: int,
 ) -> dict[str, list[str]]:
     """One stream of every host to its end. Returns, by node, the files that were set aside as damaged."""
     damaged: dict[str, list[str]] = {}
+    look_at = LOOK_BYTES
     offsets = {name: pulls[name].held() for name in hosts}
     try:
-        for name, item in job.watch(plan, hosts, offsets=offsets, follow=False):
+        for name, item in job.watch(plan, hosts, offsets=offsets, follow=False, limit_bytes=limit_bytes):
             if isinstance(item, HostError):
                 collected.errors[name] = item
             elif isinstance(item, Piece):
                 collected.notices += pulls[name].add(item)
                 collected.new_bytes += item.end - item.offset
                 progress(name, item.end - item.offset)
+                if collected.new_bytes > look_at:
+                    look_at = collected.new_bytes + LOOK_BYTES
+                    refuse_if_full(run.root)
             elif isinstance(item, Agent):
                 collected.agents[name] = item.record
                 if item.record.get("state") != "lost" or not run.agent(name).exists():
                     write_json(run.agent(name), item.record)
-            elif isinstance(item, End) and (found := pulls[name].check(item.files)):
-                damaged[name] = found
-                words = "did not agree with its host's any more; set aside as damaged, pulled anew"
-                collected.notices += [f"{name}: {file} {words}" for file in found]
+            elif isinstance(item, End):
+                collected.notices += pulls[name].note_left(run.left(name), item.left)
+                if found := pulls[name].check(item.files):
+                    damaged[name] = found
+                    words = "did not agree with its host's any more; set aside as damaged, pulled anew"
+                    collected.notices += [f"{name}: {file} {words}" for file in found]
     finally:
         for name in hosts:
             pulls[name].sync()
     return damaged
+
+
+def refuse_if_full(folder: Path) -> None:
+    """Raises OSError before the disk of this folder is full to the last byte: others need it, too."""
+    if shutil.disk_usage(folder).free < SPARE_BYTES:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
 class _Pull:
@@ -195,6 +218,15 @@ class _Pull:
             if path.exists():
                 self._set_aside(path, "damaged-")
         return damaged
+
+    def note_left(self, note: Path, left: Mapping[str, int]) -> list[str]:
+        """Remembers, and tells, of which files more lies on the host than was asked for."""
+        if left or note.exists():
+            write_json(note, left)
+        return [
+            f"{self._node.name}: the last {format_bytes(size)} of {file} stayed on the host: --max-log brings more"
+            for file, size in left.items()
+        ]
 
     def sync(self) -> None:
         """Makes what has come outlast a power cut."""

@@ -408,8 +408,15 @@ class Controller:
 
     # ---- results ----------------------------------------------------------------------------------------------
 
-    def collect(self, plan: LaunchPlan, out: Path, progress: Callable[[str, int], None] = lambda *_: None) -> Report:
-        """Pulls what is new into `out/<job>/`, analyses it, writes the report.
+    def collect(
+        self,
+        plan: LaunchPlan,
+        out: Path,
+        progress: Callable[[str, int], None] = lambda *_: None,
+        *,
+        limit_bytes: int = collect.MAX_LOG_BYTES,
+    ) -> Report:
+        """Pulls what is new into `out/<job>/`, analyses it, writes the report. limit_bytes: of a log, no more.
 
         While somebody else collects into that folder, it is only read. Raises HeldError where there is nothing yet.
         """
@@ -420,7 +427,7 @@ class Controller:
                 self.store.remember_run(plan.job, run.root)
                 write_record(run.plan, plan)
                 hosts, unreachable = self.hosts_of(plan)
-                collected = collect.collect(plan, hosts, run, progress)
+                collected = collect.collect(plan, hosts, run, progress, limit_bytes=limit_bytes)
                 record, failed = self._remember(plan, collected.agents), {**unreachable, **collected.errors}
                 write_record(run.job, record)
                 summary = self.report(run)

@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -86,9 +86,13 @@ class Agent:
 
 @dataclass(frozen=True)
 class End:
-    """What the controller now has of every file, by the host: name -> (size in bytes, SHA-256)."""
+    """What the controller now has of every file, by the host: name -> (size in bytes, SHA-256).
+
+    left: of files with more than was to be handed out, the rest in bytes.
+    """
 
     files: dict[str, tuple[int, str]]
+    left: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -218,7 +222,8 @@ def _frame(node: str, line: bytes, rank_of: Callable[[str], int | None]) -> tupl
             files = {str(name): (int(f["size"]), str(f["sha256"])) for name, f in header["end"].items()}
             for name in files:
                 rank_of(name)
-            return End(files), 0
+            left = {str(name): int(f.get("left", 0)) for name, f in header["end"].items()}
+            return End(files, {name: size for name, size in left.items() if size > 0}), 0
         if "whole" in header:
             rank_of(header["whole"])
             whole = Whole(header["whole"], int(header["size"]), int(header["mtime_ns"]), str(header["sha256"]))

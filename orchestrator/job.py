@@ -178,11 +178,13 @@ def watch(
     offsets: Mapping[str, Mapping[str, Held]],
     follow: bool,
     files: bool = True,
+    limit_bytes: int | None = None,
     reconnect: Callable[[str], Host] | None = None,
 ) -> Iterator[tuple[str, Frame | HostError]]:
     """What the job's hosts have to say, as it comes: (node, frame), and (node, error) where a link broke.
 
-    offsets: per node and file, what is here already. files: False for the supervisors' records alone. A broken link
+    offsets: per node and file, what is here already. files: False for the supervisors' records alone. limit_bytes: of a
+    file no more than its first so many; None for all. A broken link
     is dialled again by `reconnect`, for as long as it takes, and goes on where it stopped: every byte comes once and in
     order, and the job does not depend on it. Without `reconnect` the host's part ends there. Ends when every host has
     ended; a ("", Beat) comes when nobody has said a thing for a second.
@@ -195,6 +197,7 @@ def watch(
             node = plan.node(name)
             ranks = list(node.rank_numbers)
             request = {"workdir": node.workdir, "job": plan.job, "ranks": ranks, "follow": follow, "files": files}
+            request["limit_bytes"] = limit_bytes
             _listen(hosts[name], request, dict(offsets.get(name, {})), reconnect, put, leaving)
         except BaseException as error:  # a bug of ours: the main thread has to raise it
             put((name, error))

@@ -125,6 +125,10 @@ class RunFolder:
     def agent(self, node: str) -> Path:
         return self.node(node) / "agent.json"
 
+    def left(self, node: str) -> Path:
+        """Of which logs not all was collected: file -> bytes that stayed on the host."""
+        return self.node(node) / "left.json"
+
     def files(self, node: str) -> Path:
         """What the job wrote there beside its logs, under the names that it has in the job's folder."""
         return self.node(node) / "files"

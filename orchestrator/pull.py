@@ -30,6 +30,7 @@ from typing import Any, Literal
 
 from orchestrator import call
 from orchestrator.call import Host
+from orchestrator.collect import SPARE_BYTES, refuse_if_full
 from orchestrator.errors import ConnectError, HostError, OrchError, ProbeError
 from orchestrator.files import folder_beneath, make_folder, sync
 from orchestrator.frames import End, Held, Left, Piece, Whole, read_frames
@@ -45,8 +46,6 @@ LIST_S = 120.0
 MAX_FILES = 100_000
 MAX_NAME, MAX_PART_BYTES, MAX_DEPTH = 1024, 255, 64
 MAX_SIZE_BYTES = 1 << 50
-SPARE_BYTES = 64 << 20
-"""Left free on the disk here."""
 LOOK_BYTES = 16 << 20
 """After so many bytes the free space is looked at again."""
 SETTLE_FILES, SETTLE_BYTES = 64, 64 << 20
@@ -220,7 +219,7 @@ def pull(
 
     Raises OrchError where this disk has too little room.
     """
-    _refuse_if_full(run, wanted)
+    _refuse_too_much(run, wanted)
     over = threading.Event()
 
     def one(host: Host) -> Pulled:
@@ -245,7 +244,7 @@ def pull(
         over.set()
 
 
-def _refuse_if_full(run: RunFolder, wanted: Mapping[str, Sequence[Output]]) -> None:
+def _refuse_too_much(run: RunFolder, wanted: Mapping[str, Sequence[Output]]) -> None:
     lacking = [(node, output) for node, outputs in wanted.items() for output in outputs]
     needed = sum(
         max(0, min(output.size, output.disk_bytes) - _partial_size(_partial(run, node, output)))
@@ -344,8 +343,7 @@ class _Session:
         self._unlooked_bytes += len(piece.data)
         if self._unlooked_bytes > LOOK_BYTES:
             self._unlooked_bytes = 0
-            if shutil.disk_usage(self._run.root).free < SPARE_BYTES:
-                raise OrchError(f"{self._run.root}: the disk here is full", "free space there, then pull again")
+            refuse_if_full(self._run.root)
         self.most_bytes = max(self.most_bytes, self._here_bytes)
         self._tell("pulls")
 

@@ -4,6 +4,7 @@ import fcntl
 import os
 import shutil
 import subprocess
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ from breaking import breaking
 from gang import Gang, gang
 
 from orchestrator import collect as collecting
+from orchestrator.analyse import analyse
 from orchestrator.collect import HeldError, claimed, collect
 from orchestrator.errors import OrchError
 from orchestrator.paths import RunFolder
+from orchestrator.records import write_record
 
 SAYS = """
 import os
@@ -332,3 +335,52 @@ def wait_for_first_line(job):
     for _, item in jobs.watch(job.plan, job.hosts, offsets={}, follow=True):
         if isinstance(item, Piece) and b"first" in item.data:
             return
+
+
+# ---- logs that would fill the disk here -----------------------------------------------------------------------
+
+
+def test_the_holes_of_a_sparse_log_take_no_room_here(ended, run):
+    log = ended.folder("a") / "rank-0" / "stdout.log"
+    with open(log, "ab") as file:
+        file.truncate(600 << 20)
+        file.seek(0, os.SEEK_END)
+        file.write(b"after the hole\n")
+    collected = pull(ended, run)
+    assert collected.errors == {} and collected.notices == []
+    found = run.rank("a", 0) / "stdout.log"
+    assert found.stat().st_size == (600 << 20) + 15
+    assert found.stat().st_blocks * 512 < 1 << 20
+    with open(found, "rb") as file:
+        assert file.readline() == b"rank 0\n"
+        file.seek(600 << 20)
+        assert file.read() == b"after the hole\n"
+    assert pull(ended, run).new_bytes == 0  # it is known by its beginning, and agrees by its hash
+
+
+def test_of_a_log_no_more_is_collected_than_asked_for_and_what_stayed_is_told(ended, run):
+    log = ended.folder("a") / "rank-0" / "stdout.log"
+    log.write_bytes(b"0123456789" * 1000)
+    hosts = ended.hosts
+    collected = collect(ended.plan, hosts, run, limit_bytes=4000)
+    assert (run.rank("a", 0) / "stdout.log").read_bytes() == log.read_bytes()[:4000]
+    [words] = [words for words in collected.notices if "stdout.log" in words]
+    assert words == "a: the last 5.9KiB of rank-0/stdout.log stayed on the host: --max-log brings more"
+    write_record(run.plan, ended.plan)
+    assert "a: the last 5.9KiB of rank-0/stdout.log were not collected (--max-log)." in analyse(run).missing
+    assert collect(ended.plan, hosts, run).notices == []  # the rest comes behind it
+    assert (run.rank("a", 0) / "stdout.log").read_bytes() == log.read_bytes()
+    assert not [words for words in analyse(run).missing if "--max-log" in words]
+
+
+def test_before_the_disk_here_is_full_collect_ends_in_words(ended, run, monkeypatch):
+    log = ended.folder("a") / "rank-0" / "stdout.log"
+    log.write_bytes(b"x" * (9 << 20))
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 40, 1 << 40, 15 << 20))
+    with pytest.raises(OSError, match="No space left on device"):
+        pull(ended, run)
+    assert 0 < (run.rank("a", 0) / "stdout.log").stat().st_size < 9 << 20
+    monkeypatch.undo()
+    pull(ended, run)
+    assert (run.rank("a", 0) / "stdout.log").read_bytes() == log.read_bytes()

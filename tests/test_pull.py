@@ -371,8 +371,8 @@ def test_a_link_in_the_run_folder_is_not_followed_either(wrote, run, tmp_path):
 
 def test_a_disk_that_is_too_small_here_is_told_before_anything_comes(wrote, run, monkeypatch):
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 40, 0, 65 << 20))
-    with pytest.raises(OrchError, match=r"MiB are to come, and 65.0MiB are free there"):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 40, 0, 17 << 20))
+    with pytest.raises(OrchError, match=r"MiB are to come, and 17.0MiB are free there"):
         bring(wrote, run, ["src/snapshot.pt"])
     assert not run.nodes.exists()
     bring(wrote, run, ["src/sparse"])  # for its bytes there is room

@@ -65,17 +65,17 @@ def names_of(listed: str | None) -> list[str]:
 
 
 class Quantity(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 alone
-    """As people write it, with its unit: `time` gives seconds, `bandwidth` bits a second."""
+    """As people write it, with its unit: `time` gives seconds, `bandwidth` bits a second, `size` bytes."""
 
-    def __init__(self, name: Literal["time", "bandwidth"]) -> None:
+    def __init__(self, name: Literal["time", "bandwidth", "size"]) -> None:
         self.name = name
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        from orchestrator.units import parse_bandwidth, parse_duration
+        from orchestrator.units import parse_bandwidth, parse_bytes, parse_duration
 
-        parse = parse_duration if self.name == "time" else parse_bandwidth
+        parse = {"time": parse_duration, "bandwidth": parse_bandwidth, "size": parse_bytes}[self.name]
         try:
-            return value if isinstance(value, float) else parse(value)
+            return value if isinstance(value, float) else float(parse(value))
         except ValueError as error:
             self.fail(str(error), param, ctx)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from orchestrator.cli.common import (
+    Quantity,
     busy,
     job_option,
     json_option,
@@ -26,9 +27,12 @@ if TYPE_CHECKING:
 @click.option(
     "--checkpoints", is_flag=True, help="Then pull the job's checkpoints, too; `orch pull` brings other files."
 )
+@click.option(
+    "--max-log", type=Quantity("size"), default="1GiB", show_default=True, help="Of each log no more than this."
+)
 @out_option
 @json_option
-def collect(wanted: str, checkpoints: bool, out: Path, as_json: bool) -> None:
+def collect(wanted: str, checkpoints: bool, max_log: float, out: Path, as_json: bool) -> None:
     """Pull a job's logs and metrics, compare its hosts, write the report.
 
     Only what is new is pulled; works while the job runs, too.
@@ -44,7 +48,7 @@ def collect(wanted: str, checkpoints: bool, out: Path, as_json: bool) -> None:
     with open_controller() as controller:
         _, plan = controller.job(wanted)
         with busy(f"collecting {plan.job}"):
-            report = controller.collect(plan, out)
+            report = controller.collect(plan, out, limit_bytes=int(max_log))
     if as_json:
         console.print_json(report.summary.to_json())
     else:

@@ -1,14 +1,17 @@
 """Hands a job's files back as a stream of frames, from where the controller already has them.
 
 Request: {"workdir", "job", "ranks": [numbers of this host], "offsets": {name: {"offset", "inode", "head"}}, "follow",
-"files"}; without `files` only the record is told. Of each file the controller has the first `offset` bytes, `inode` (or
-null) is which file they came from, and `head` the SHA-256 of the first HEAD_BYTES of them. Each frame is the request's
-marker and one JSON line, followed by `size` raw bytes where it says so:
+"files", "limit_bytes"}; without `files` only the record is told, and of a file no more than its first `limit_bytes`
+(null: all) are handed out. Of each file the controller has the first `offset` bytes, `inode` (or null) is which file
+they came from, and `head` the SHA-256 of the first HEAD_BYTES of them. Each frame is the request's marker and one JSON
+line, followed by `size` raw bytes where it says so:
 
     {"file": "rank-0/stdout.log", "inode": 77, "offset": 0, "size": 4096}   and 4096 bytes
+    {"file": ..., "size": 0, "hole": 1048576}                   in place of bytes: so many zeros that take no room
     {"agent": {...}}                                            whenever the supervisor's record changed
     {"beat": 1}                                                 at least every second
-    {"end": {name: {"size", "sha256"}}}                         of all that was handed out, ever; the last frame
+    {"end": {name: {"size", "sha256", "left"}}}                 of all that was handed out, ever, and how many bytes lie
+                                                                beyond the limit; the last frame
 
 A file that was cut, replaced or rotated since is another file: it comes again from offset 0. What tells is its size,
 its inode and its beginning; a file rewritten in place with the same beginning, and longer again before anybody looked,
@@ -32,9 +35,8 @@ from typing import Any
 
 from .agent import look
 from .layout import Job, Work
-from .pieces import Out
+from .pieces import Out, next_piece
 
-CHUNK_BYTES = 1 << 18
 HEAD_BYTES = 1 << 12
 LOOK_S = 0.1
 NICE = 10
@@ -48,7 +50,8 @@ def main(request: dict[str, Any]) -> None:
     job = Work(request["workdir"]).job(request["job"])
     out = Out(request["marker"])
     names = [f"rank-{rank}/{name}" for rank in request["ranks"] for name in RANK_FILES] + list(NODE_FILES)
-    files = [LogFile(out, job.root, name, request["offsets"].get(name)) for name in names if request["files"]]
+    limit, offsets = request["limit_bytes"], request["offsets"]
+    files = [LogFile(out, job.root, name, offsets.get(name), limit) for name in names if request["files"]]
     with contextlib.suppress(BrokenPipeError):
         if request["follow"]:
             _follow(out, job, files)
@@ -62,8 +65,8 @@ def main(request: dict[str, Any]) -> None:
 class LogFile:
     """One file on its way to the controller: how far it is, and whether it is still the same file."""
 
-    def __init__(self, out: Out, root: Path, name: str, have: dict[str, Any] | None) -> None:
-        """have: what the controller has of it, as the request says."""
+    def __init__(self, out: Out, root: Path, name: str, have: dict[str, Any] | None, limit_bytes: int | None) -> None:
+        """have: what the controller has of it, as the request says. limit_bytes: no more than these are handed out."""
         have = have or {"offset": 0, "inode": None, "head": None}
         self.name = name
         self._out = out
@@ -72,6 +75,7 @@ class LogFile:
         self._inode: int | None = have["inode"]
         self._head_sha256: str | None = have["head"]
         self._head: bytes | None = None if self.offset else b""
+        self._limit_bytes = limit_bytes
         self._limit: int | None = None
 
     def send_new(self, *, only_present: bool = False) -> bool:
@@ -83,14 +87,20 @@ class LogFile:
             if not self._is_same(handle, found):
                 self.offset, self._head, self._limit = 0, b"", None
             if self._limit is None or not only_present:
-                self._limit = found.st_size
+                self._limit = self._limited(found.st_size)
             self._inode = found.st_ino
-            piece = os.pread(handle, min(CHUNK_BYTES, max(0, self._limit - self.offset)), self.offset)
-        if piece:
-            self._out.frame({"file": self.name, "inode": self._inode, "offset": self.offset, "size": len(piece)}, piece)
-            self._head = (self._head or b"") + piece[: max(0, HEAD_BYTES - self.offset)]
-            self.offset += len(piece)
-        return bool(piece)
+            hole, piece = next_piece(handle, self.offset, self._limit)
+        if not piece and not hole:
+            return False
+        header = {"file": self.name, "inode": self._inode, "offset": self.offset, "size": len(piece)}
+        self._out.frame({**header, "hole": hole} if hole else header, piece)
+        room = max(0, HEAD_BYTES - self.offset)
+        self._head = (self._head or b"") + (piece[:room] or bytes(min(hole, room)))
+        self.offset += len(piece) + hole
+        return True
+
+    def _limited(self, size: int) -> int:
+        return size if self._limit_bytes is None else min(size, self._limit_bytes)
 
     def fingerprint(self) -> dict[str, Any] | None:
         """Of exactly the bytes that the controller now has: a file that still grows can be checked too.
@@ -99,13 +109,13 @@ class LogFile:
         """
         digest, at = hashlib.sha256(), 0
         with _opened(self._path) as handle:
-            if handle is None or not self.offset or not self._is_same(handle, os.fstat(handle)):
+            if handle is None or not self.offset or not self._is_same(handle, found := os.fstat(handle)):
                 return None
             while piece := os.pread(handle, min(1 << 20, self.offset - at), at):
                 digest.update(piece)
                 at += len(piece)
                 self._out.beat()
-        return {"size": at, "sha256": digest.hexdigest()}
+        return {"size": at, "sha256": digest.hexdigest(), "left": found.st_size - max(at, self._limited(found.st_size))}
 
     def _is_same(self, handle: int, found: os.stat_result) -> bool:
         """Whether what was handed out came from this very file."""
