@@ -298,10 +298,9 @@ def test_nor_one_that_never_ends(monkeypatch):
     assert "makes no sense" in str(list_outputs({"a": lies(b"MARKER" + rows + b"MARKER")}, {"a": ["j"]})["a"])
 
 
-def frames(*items):
-    return b"".join(
-        json.dumps(item).encode() + b"\n" + (b"x" * item.get("size", 0)) * ("file" in item) for item in items
-    )
+def frames(*items, marker=b"MARKER"):
+    lines = [(marker + json.dumps(item).encode() + b"\n", item) for item in items]
+    return b"".join(line + (b"x" * item.get("size", 0)) * ("file" in item) for line, item in lines)
 
 
 PIECE = {"file": "src/x", "inode": 1, "offset": 0, "size": 4}
@@ -332,7 +331,7 @@ def test_a_host_that_sends_what_nobody_asked_for_writes_nothing(wrote, run, sent
 
 
 def test_frames_about_a_file_are_read_only_where_it_was_asked_for():
-    stream = [frames(WHOLE, {"left": "src/x", "why": "\x1b[2Jis\ngone"})]
+    stream = [frames(WHOLE, {"left": "src/x", "why": "\x1b[2Jis\ngone"}, marker=b"")]
     assert list(read_frames("a", stream, frozenset(), asked=frozenset({"src/x"}))) == [
         Whole("src/x", 4, 1, "0" * 64),
         Left("src/x", "is gone"),
