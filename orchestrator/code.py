@@ -1,7 +1,7 @@
 """The files a job takes along: one folder packed into one reproducible tar, addressed by its SHA-256.
 
-`.gitignore` and `.orchignore` of the folder are honoured (gitignore patterns, by `pathspec`), `.git` and caches stay at
-home. The same files give the same bytes on every machine: names sorted, times and owners left out.
+What git would take (`wanted`), less what looks like a secret (`secret_files`), and never a home folder. The same files
+give the same bytes on every machine: names sorted, times and owners left out.
 """
 
 from __future__ import annotations
@@ -10,71 +10,67 @@ import hashlib
 import io
 import os
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
-
-import pathspec
 
 from orchestrator.errors import UsageError
 from orchestrator.records import CodeFolder
+from orchestrator.secret_files import is_secret, left_out_words, refuse_home
 from orchestrator.units import format_bytes
+from orchestrator.wanted import wanted_files
 
 MAX_BYTES = 100 << 20
-ALWAYS_LEFT = (
-    ".git/",
-    "__pycache__/",
-    "*.pyc",
-    ".venv/",
-    "venv/",
-    ".mypy_cache/",
-    ".pytest_cache/",
-    "node_modules/",
-    "/runs/",
-)
-IGNORE_FILES = (".gitignore", ".orchignore")
+MAX_NAMED = 100
+"""So many of the files left out are kept by name."""
 
 
 def pack_folder(folder: Path, *, prefix: str = "") -> tuple[CodeFolder, bytes]:
     """The folder's description and its tar. prefix: a folder name put before every file name.
 
-    Raises UsageError for a missing folder, and above MAX_BYTES, naming the largest files.
+    Raises UsageError for a missing folder, for a home folder, for a file that cannot be read, and above MAX_BYTES,
+    naming the largest files.
     """
+    folder = folder.absolute()
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder", "name the folder that holds your script with --folder")
-    files = sorted(_wanted(folder))
-    sizes = {file: (folder / file).stat().st_size for file in files}
-    if sum(sizes.values()) > MAX_BYTES:
-        largest = sorted(sizes, key=lambda file: -sizes[file])[:5]
-        named = ", ".join(f"{file} ({format_bytes(sizes[file])})" for file in largest)
+    refuse_home(folder, "make a folder for the script (`mkdir ~/project`) and run it there, or name one with --folder")
+    found = wanted_files(folder)
+    try:
+        secret = [name for name in found.names if name not in found.named and is_secret(folder, name)]
+        files = [name for name in found.names if name not in set(secret)]
+        sizes = {file: (folder / file).stat().st_size for file in files}
+        _refuse_too_much(folder, sizes)
+        blob = _tar(folder, files, prefix)
+    except OSError as error:
         raise UsageError(
-            f"{folder} holds {format_bytes(sum(sizes.values()))} to ship, more than {format_bytes(MAX_BYTES)}; "
-            f"the largest: {named}",
-            "list what the job does not need in .orchignore",
-        )
-    blob = _tar(folder, files, prefix)
-    digest = hashlib.sha256(blob).hexdigest()
-    return CodeFolder(sha256=digest, source=str(folder), files=len(files), size_bytes=sum(sizes.values())), blob
+            f"{error.filename}: {error.strerror}", "make it readable, or name it in .orchignore to leave it at home"
+        ) from error
+    described = CodeFolder(
+        sha256=hashlib.sha256(blob).hexdigest(),
+        source=str(folder),
+        files=len(files),
+        size_bytes=sum(sizes.values()),
+        left_out=tuple(secret[:MAX_NAMED]),
+        notes=tuple(filter(None, (found.note, left_out_words(secret)))),
+    )
+    return described, blob
 
 
-def _wanted(folder: Path) -> Iterator[str]:
-    patterns = list(ALWAYS_LEFT)
-    for name in IGNORE_FILES:
-        file = folder / name
-        if file.is_file():
-            patterns += file.read_text(errors="replace").splitlines()
-    ignored = pathspec.PathSpec.from_lines("gitignore", patterns)
-    for root, folders, names in os.walk(folder):
-        base = Path(root).relative_to(folder)
-        folders[:] = [name for name in folders if not ignored.match_file(f"{base / name}/")]
-        for name in names:
-            relative = (base / name).as_posix()
-            # Links are left at home: what they point to may not exist, or not be meant for another host.
-            if (
-                not ignored.match_file(relative)
-                and (folder / relative).is_file()
-                and not (folder / relative).is_symlink()
-            ):
-                yield relative
+def names_in(blob: bytes) -> list[str]:
+    """The files of a packed folder."""
+    with tarfile.open(fileobj=io.BytesIO(blob)) as tar:
+        return tar.getnames()
+
+
+def _refuse_too_much(folder: Path, sizes: dict[str, int]) -> None:
+    if sum(sizes.values()) <= MAX_BYTES:
+        return
+    largest = sorted(sizes, key=lambda file: -sizes[file])[:5]
+    named = ", ".join(f"{file} ({format_bytes(sizes[file])})" for file in largest)
+    raise UsageError(
+        f"{folder} holds {format_bytes(sum(sizes.values()))} to ship, more than {format_bytes(MAX_BYTES)}; "
+        f"the largest: {named}",
+        "list what the job does not need in .orchignore",
+    )
 
 
 def _tar(folder: Path, files: list[str], prefix: str) -> bytes:

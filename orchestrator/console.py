@@ -52,6 +52,7 @@ err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 _RANK_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta", "bright_yellow")
 PROGRESS_LINE_S = 10.0
+FILES_SHOWN = 40
 _STATE_COLOURS = {"succeeded": "green", "failed": "red", "lost": "red", "cancelled": "yellow", "running": "cyan"}
 
 
@@ -200,8 +201,8 @@ def failure_words(failure: FirstFailure) -> str:
 # ---- a plan ---------------------------------------------------------------------------------------------------
 
 
-def print_plan(plan: LaunchPlan) -> None:
-    """The whole plan as text: exactly what would run."""
+def print_plan(plan: LaunchPlan, files: Sequence[str] = ()) -> None:
+    """The whole plan as text: exactly what would run. files: what it ships; the first FILES_SHOWN are named."""
     rendezvous = f"{plan.master_address}:{plan.rendezvous_port}"
     put(f"job {plan.job} on cluster {plan.cluster}: {plan.world_size} ranks")
     put(f"master {plan.master}, rendezvous {rendezvous} ({'c10d' if plan.elastic else 'static'})")
@@ -210,6 +211,10 @@ def print_plan(plan: LaunchPlan) -> None:
         put(f"elastic: {nodes}, at most {plan.elastic.max_restarts} restarts of a host's ranks")
     size = format_bytes(plan.code.size_bytes)
     put(f"ships {plan.code.files} files, {size}, from {plan.code.source} (sha256 {plan.code.sha256[:12]})")
+    for name in files[:FILES_SHOWN]:
+        put(f"  {one_line(name)}")
+    if len(files) > FILES_SHOWN:
+        put(f"  and {len(files) - FILES_SHOWN} more (`--json` names all)")
     for node in plan.nodes:
         ranks = f"ranks {node.first_rank}..{node.first_rank + node.ranks - 1}"
         rest = f" node rank {node.node_rank}, {ranks} on {node.device}"

@@ -4,7 +4,8 @@
     manifest.files[0]          # File(name="MNIST/raw/train-images-idx3-ubyte", size=47040016, sha256="ba891046...")
 
 A link that stays inside the folder is sent as what it leads to; one that leads outside is refused, as is whatever is
-neither file nor folder. Names have to be printable: they are shown to people and written on other machines.
+neither file nor folder; so are a home folder, and what looks like a login or a private key. Names have to be printable:
+they are shown to people and written on other machines.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.errors import UsageError
+from orchestrator.secret_files import LOGINS, is_secret, refuse_home
 
 CHUNK_BYTES = 1 << 20
 OURS = ".orch-"
@@ -46,9 +48,13 @@ def read_manifest(root: Path, progress: Callable[[int, int], None] = lambda *_: 
     """progress: bytes hashed, and of how many. Raises UsageError for what is not to be sent."""
     if not root.is_dir():
         raise UsageError(f"{root} is no folder here", "name the folder that holds the data set")
+    refuse_home(root, "name the folder that holds the data set, and nothing else")
     names = list(_walk(root, root, (root.resolve(),)))
     if not names:
         raise UsageError(f"{root} holds no files", "name the folder that holds the data set")
+    if secret := [name for name in names if is_secret(root, name, LOGINS)]:
+        more = f" and {len(secret) - 1} more" if len(secret) > 1 else ""
+        raise UsageError(f"{root / secret[0]}{more}: looks like a secret, not like data", "move it out of the data set")
     total, done = sum((root / name).stat().st_size for name in names), 0
     files = []
     for name in names:

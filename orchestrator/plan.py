@@ -68,6 +68,7 @@ def build_plan(
         elastic=request.elastic,
         notes=(
             *_public(addresses),
+            *code.notes,
             *_notes(ordered, devices, shares),
             *(elastic_notes(request.elastic, request, [node.name for node in left_out]) if request.elastic else ()),
         ),

@@ -97,12 +97,16 @@ class Elastic(Record):
 
 
 class CodeFolder(Record):
-    """Files to ship, addressed by content."""
+    """Files to ship, addressed by content. left_out: what looks like a secret, the first hundred. notes: what a person
+    should know of the choice.
+    """
 
     sha256: str
     source: str
     files: int
     size_bytes: int
+    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class Prediction(Record):

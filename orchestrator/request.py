@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from orchestrator.code import pack_folder
+from orchestrator.code import names_in, pack_folder
 from orchestrator.errors import UsageError
 from orchestrator.records import CodeFolder, Elastic
 from trainer.config import SettingsError, parse_settings
@@ -103,7 +103,7 @@ def read_wish(
 
 def _refuse_secrets(command: Sequence[str]) -> None:
     """Every user of a host can read the arguments of its programs, and plans and reports repeat them."""
-    for position, (argument, following) in enumerate(zip(command, (*command[1:], "-"), strict=True)):
+    for position, (argument, following) in enumerate(zip(command, (*command[1:], "-"), strict=False)):
         option, equals, value = argument.partition("=")
         given = bool(value) if equals else option.startswith("-") and not following.startswith("-")
         if (given and _SECRET_OPTION.fullmatch(option)) or _SECRET_VALUE.search(argument):
@@ -150,4 +150,10 @@ def _script(script: Path, arguments: tuple[str, ...], folder: Path | None, setti
     if not script.resolve().is_relative_to(root):
         raise UsageError(f"{script} is not inside {root}", "choose a --folder that holds the script")
     inside = script.resolve().relative_to(root).as_posix()
-    return Wish(RunRequest("script", script.name, (inside, *arguments), settings=settings), *pack_folder(root))
+    code, blob = pack_folder(root)
+    if inside not in names_in(blob):
+        raise UsageError(
+            f"{script} itself would stay here: .gitignore or .orchignore leaves it out, or it looks like a secret",
+            f"take it out of there, or add a line `!{inside}` to {root / '.orchignore'}",
+        )
+    return Wish(RunRequest("script", script.name, (inside, *arguments), settings=settings), code, blob)

@@ -113,6 +113,7 @@ def run(
     from dataclasses import replace
 
     from orchestrator import console
+    from orchestrator.code import names_in
     from orchestrator.request import read_wish
 
     nodes_wanted = _nodes_wanted(elastic, max_restarts)
@@ -132,8 +133,10 @@ def run(
         plan = controller.plan(chosen, request, wish.code, only)
         if dry_run:
             shown = plan.masked()
-            as_document = shown.model_dump(mode="json", by_alias=True)
-            return console.print_json(as_document) if as_json else console.print_plan(shown)
+            files = names_in(wish.blob)
+            if as_json:
+                return console.print_json(shown.model_dump(mode="json", by_alias=True) | {"files": files})
+            return console.print_plan(shown, files)
         _run(controller, plan, wish.blob, as_json, detach=detach)
     return None
 

@@ -1,0 +1,66 @@
+"""Files that look like secrets: known by their names, or by beginning with a private key. They stay at home.
+
+    is_secret(Path("proj"), "certs/a.pem")      # True
+    refuse_home(Path.home())                    # UsageError: a home folder is never sent
+
+What looks like one and is none is sent where a line of `.orchignore` names it exactly: `!certs/a.pem`.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import pathspec
+
+from orchestrator.errors import UsageError
+
+LOGINS = (
+    *(".ssh/", ".gnupg/", ".aws/", ".azure/", ".kube/", ".config/gcloud/", ".config/gh/", ".password-store/"),
+    *(".netrc", "_netrc", ".git-credentials", ".pgpass", ".my.cnf", ".pypirc", ".vault-token", "kubeconfig"),
+    *(".docker/config.json", ".huggingface/token", ".cache/huggingface/token", ".kaggle/kaggle.json", "kaggle.json"),
+    *(".env", ".env.*", "!.env.example", "!.env.sample", "!.env.template", "!.env.dist"),
+    *("id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "id_ecdsa_sk", "id_ed25519_sk"),
+    *("credentials.json", "client_secret*.json", "service[-_]account*.json"),
+    *("secret.yaml", "secret.yml", "secrets.yaml", "secrets.yml", "secrets.json", "secrets.toml"),
+)
+KEYS = ("*.pem", "*.key", "*.ppk", "*.p12", "*.pfx", "*.jks", "*.keystore", "*.kdbx")
+"""Beside code these are keys; a data set may well hold something else under such a name."""
+_PRIVATE_KEY = re.compile(rb"\s*(-----BEGIN [A-Z0-9 ]*PRIVATE KEY|PuTTY-User-Key-File-)")
+_SHOWN = 5
+
+
+def is_secret(folder: Path, name: str, names: tuple[str, ...] = (*LOGINS, *KEYS)) -> bool:
+    """name: relative to the folder. Reads the file's beginning. Raises OSError where it cannot be read."""
+    if _patterns(names).match_file(name.lower()):
+        return True
+    with open(folder / name, "rb") as content:
+        return bool(_PRIVATE_KEY.match(content.read(256)))
+
+
+@cache
+def _patterns(names: tuple[str, ...]) -> pathspec.GitIgnoreSpec:
+    return pathspec.GitIgnoreSpec.from_lines(names)
+
+
+def refuse_home(folder: Path, what: str) -> None:
+    """Raises UsageError for a person's home folder, and for a folder that holds it. what: where else to go."""
+    home = Path(pwd.getpwuid(os.getuid()).pw_dir)
+    for own in {home.resolve(), Path.home().resolve()}:
+        if own.is_relative_to(folder.resolve()):
+            raise UsageError(f"{folder.resolve()} is your home folder, or holds it: it is never sent to hosts", what)
+
+
+def left_out_words(names: Sequence[str]) -> str:
+    """One line for a person; "" where nothing was left out."""
+    if not names:
+        return ""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    shown = f"{', '.join(names[:_SHOWN])}{more}"
+    return (
+        f"left out: {shown}; what looks like a secret stays here (a line `!{names[0]}` in .orchignore sends that file)"
+    )
