@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import json
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
+import warnings
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -485,3 +490,56 @@ def environment_of(pid: int) -> bytes:
 def ranks_with(metrics: str) -> list[int]:
     found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
     return [pid for pid in found if f"\0ORCH_METRICS={metrics}\0".encode() in environment_of(pid)]
+
+
+class Ran:
+    """Unpickled, it leaves a file behind."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, (str(self.path),))
+
+
+def legacy_tar(ran: Path) -> bytes:
+    """What torch before 2.6 reads as a checkpoint of its first versions, whatever `weights_only` says."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name in ("sys_info", "pickle", "storages", "tensors"):
+            content = pickle.dumps(Ran(ran))
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def with_part(whole: bytes, name: str, content: bytes) -> bytes:
+    """The zip with one more part."""
+    buffer = io.BytesIO(whole)
+    with zipfile.ZipFile(buffer, "a") as parts, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parts.writestr(name, content)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["tar in front, zip behind", "a tar", "a second pickle", "code", "another folder"])
+def test_torch_is_shown_nothing_but_the_parts_that_it_writes_itself(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, ran = written(tmp_path).read_bytes(), tmp_path / "ran"
+    top = zipfile.ZipFile(io.BytesIO(whole)).namelist()[0].partition("/")[0]
+    content = {
+        "tar in front, zip behind": lambda: legacy_tar(ran) + whole,
+        "a tar": lambda: legacy_tar(ran),
+        "a second pickle": lambda: with_part(whole, f"{top}/data.pkl", pickle.dumps(Ran(ran))),
+        "code": lambda: with_part(whole, f"{top}/code/x.py", b""),
+        "another folder": lambda: with_part(whole, "other/data.pkl", pickle.dumps(Ran(ran))),
+    }[kind]()
+    if kind == "tar in front, zip behind":
+        assert zipfile.ZipFile(io.BytesIO(content)).testzip() is None  # to `zipfile` it is whole
+    shown = []
+    monkeypatch.setattr(torch, "load", lambda *words, **options: shown.append(words))
+    with pytest.raises(TrainError, match="is damaged, or no checkpoint"):
+        parse(content, "it")
+    assert shown == [] and not ran.exists()

@@ -29,6 +29,8 @@ KEPT = 2
 """The newest so many stay: should the disk damage one, there is another."""
 _SET_ASIDE = ".damaged"
 _NAME = re.compile(r"step-(\d{9})\.pt")
+_ZIP = b"PK\x03\x04"
+_PART = re.compile(r"data\.pkl|version|byteorder|\.format_version|\.storage_alignment|\.data/serialization_id|data/\d+")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -124,10 +126,17 @@ def _read(path: Path) -> bytes:
 
 
 def parse(content: bytes, name: str) -> Checkpoint:
-    """Raises TrainError for what is damaged, newer or no checkpoint of ours. Nothing in it is executed."""
+    """Raises TrainError for what is damaged, newer or no checkpoint of ours. Nothing in it is executed.
+
+    Before 2.6 torch reads a tar in the old way whatever `weights_only` says (CVE-2025-32434), and a zip may have
+    anything before it. So torch is shown only what begins as a zip and has the parts of torch.save, each once.
+    """
+    if not content.startswith(_ZIP):
+        raise DamagedError(f"resume: {name} is damaged, or no checkpoint (it does not begin as a zip)")
     try:
         # The sums of each part: torch itself would take a flipped bit for a weight.
         with zipfile.ZipFile(io.BytesIO(content)) as parts:
+            _check_parts(parts.namelist())
             damaged = parts.testzip()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch 2.0 about itself
@@ -146,6 +155,15 @@ def parse(content: bytes, name: str) -> Checkpoint:
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         raise TrainError(f"resume: {name} is no checkpoint of this trainer ({reason(error)})") from error
     return checkpoint
+
+
+def _check_parts(names: list[str]) -> None:
+    """Raises ValueError where they are not those of torch.save: one folder with a pickle, numbers and nothing else."""
+    tops = {name.partition("/")[0] for name in names}
+    parts = [name.partition("/")[2] for name in names]
+    strange = next((part for part in parts if not _PART.fullmatch(part)), None)
+    if len(tops) != 1 or strange is not None or "data.pkl" not in parts or len(set(parts)) != len(parts):
+        raise ValueError("it is not of the parts that torch.save writes")
 
 
 def _check_form(saved: Checkpoint) -> None:
