@@ -31,6 +31,7 @@ from orchestrator.paths import Home, RunFolder
 from orchestrator.remote.processes import MARK
 from orchestrator.store import Cluster, Store
 from orchestrator.transport import Result
+from orchestrator.transport.fanout import for_each
 from orchestrator.transport.local import LocalTransport
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -142,6 +143,9 @@ class Reaching:
     def open(self, nodes):
         return {node.name: self.host for node in nodes}
 
+    def each(self, nodes, action, *, deadline_s):
+        return for_each({node.name: self.host for node in nodes}, action, deadline_s=deadline_s)
+
 
 ODD = [
     {}, {"found": 5}, {"found": [7]}, {"found": [{"job": "x", "processes": 3}]}, {"found": {"job": "x"}},
@@ -181,7 +185,7 @@ def test_whatever_a_host_answers_to_a_request_it_is_an_error_of_ours(answer, tmp
 def test_fuzzing_finds_nothing(target):
     """A moment of it; `python tests/fuzz.py all --minutes 10` goes on for longer."""
     count = fuzz.fuzz(target, seed=0, seconds=2.0)
-    assert count.crashes == {} and count.cases > 10
+    assert count.crashes == {} and count.cases > 0  # how many fit into the time is the machine's load
 
 
 # ---- files of a host ------------------------------------------------------------------------------------------
