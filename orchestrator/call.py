@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from orchestrator import shell
 from orchestrator.errors import ConnectError, HostError, ProbeError
 from orchestrator.noise import Listener, explained
-from orchestrator.text import one_line
+from orchestrator.text import message, one_line
 from orchestrator.transport import Result, Transport
 
 MAX_ANSWER_BYTES = 1 << 20
@@ -69,7 +69,7 @@ def ask(host: Host, program: str, request: Mapping[str, Any], *, blob: bytes = b
         raise (error if marker.encode() in error.said else explained(error, error.said)) from error
     answer = _parse(host, result, marker)
     if "error" in answer:
-        raise HostError(host.node, one_line(answer["error"]), one_line(answer.get("remedy", "")))
+        raise HostError(host.node, message(answer["error"]), one_line(answer.get("remedy", "")))
     return answer
 
 
@@ -148,7 +148,7 @@ def _words(node: str, chunks: Iterable[bytes], marker: bytes) -> Generator[dict[
         for text in said:
             word: dict[str, Any] = understood(node, partial(_object, text))
             if "error" in word:
-                raise HostError(node, one_line(word["error"]), one_line(word.get("remedy", "")))
+                raise HostError(node, message(word["error"]), one_line(word.get("remedy", "")))
             yield word
             if "end" in word:
                 return
@@ -198,6 +198,21 @@ def _parse(host: Host, result: Result, marker: str) -> dict[str, Any]:
     return answer
 
 
+# What a shell or a Python that may not start prints, and what that means: (what is wrong, what to try).
+_REFUSED = {
+    sign: (
+        "its user may start no further process or thread there",
+        "end some of this user's processes on that host, or raise `ulimit -u` (or its cgroup's pids.max)",
+    )
+    for sign in (b"Resource temporarily unavailable", b"can't start new thread", b"fork: retry", b"Cannot fork")
+} | {
+    b"Cannot allocate memory": ("too little memory is free there", "end something on that host that takes memory"),
+    b"MemoryError": ("its user may take too little memory there", "raise `ulimit -v`, or free memory on that host"),
+    b"Input/output error": ("its disk fails", "look at `dmesg` on that host"),
+    b"Stale file handle": ("its network disk fails", "look at `dmesg` and the mounts on that host"),
+}
+
+
 def _no_answer(host: Host, result: Result) -> ProbeError:
     said = one_line(_last_line(result.stderr) or _last_line(result.stdout))
     if result.exit_code in (126, 127):
@@ -208,6 +223,9 @@ def _no_answer(host: Host, result: Result) -> ProbeError:
             if "/venv/torch-" not in host.python
             else "`orch setup` makes this environment anew",
         )
+    if refused := next((words for sign, words in _REFUSED.items() if sign in result.stderr), None):
+        what, remedy = refused
+        return ProbeError(host.node, f"{what} ({said})" if said else what, remedy)
     return ProbeError(
         host.node,
         f"no answer from {host.python!r} (exit {result.exit_code}{': ' + said if said else ''})",

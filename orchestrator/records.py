@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from orchestrator.files import write_atomic
-from orchestrator.text import one_line
+from orchestrator.text import message, one_line
 
 SCHEMA = 1
 
@@ -185,7 +185,7 @@ class FirstFailure(Record):
     rank: int | None = None
     exit_code: int | None = None
     signal: Words | None = None
-    reason: Words
+    reason: Annotated[str, AfterValidator(lambda text: message(text, 500))]
     """In plain words."""
     log_line: Words | None = None
     """The line of the rank's error log that says why, if one does."""

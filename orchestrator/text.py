@@ -1,7 +1,7 @@
 """Words from a host, made fit for a person's terminal and page.
 
 What a host prints may be anything: escape sequences (ECMA-48: CSI, and the OSC, DCS, APC, PM and SOS strings), other
-control characters, text that turns around the reading direction (Unicode bidirectional controls).
+control characters, characters that show nothing or turn around the reading direction (Unicode's format characters).
 """
 
 from __future__ import annotations
@@ -9,12 +9,19 @@ from __future__ import annotations
 import re
 
 _ESCAPES = re.compile(r"\x1b[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b\[[0-?]*[ -/]*[@-~]?|\x1b[ -/]*[0-~]?")
-# C0 but for the tab, DEL and C1, the bidirectional controls, the invisible joiners, lone surrogates.
-_CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+# C0 but for the tab, DEL and C1, line and paragraph separators, lone surrogates, and all that Unicode calls a format
+# character (category Cf): soft hyphens, joiners, bidirectional controls, tags. A joined emoji falls into its parts.
+_CONTROLS = re.compile(
+    "[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff"
+    "\xad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff"
+    "\ufff9-\ufffb\U000110bd\U000110cd\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
+    "\U000e0001\U000e0020-\U000e007f]"
+)
+NOTHING = "(its message holds no printable character)"
 
 
 def clean(text: str) -> str:
-    """Without escape sequences, control characters (a tab stays) and direction overrides."""
+    """Without escape sequences, control characters (a tab stays) and format characters."""
     return _CONTROLS.sub("", _ESCAPES.sub("", text))
 
 
@@ -28,3 +35,8 @@ def one_line(text: object, limit: int = 300) -> str:
     spaced = re.sub(r"\s+", " ", str(text)[: 4 * limit])
     line = "".join(char for char in clean(spaced) if char.isprintable()).strip()
     return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def message(text: object, limit: int = 300) -> str:
+    """What a host says in place of an answer: as `one_line`, and never empty."""
+    return one_line(text, limit) or NOTHING

@@ -1,6 +1,7 @@
 """One question to one host: what a real shell and a real Python answer, and what a bad host might."""
 
 import json
+import os
 import re
 import sys
 
@@ -93,3 +94,31 @@ def test_an_old_python_answers_in_words(tmp_path):
     old.chmod(0o755)
     with pytest.raises(HostError, match=r"here: python 3\.8\.18 .* is too old: .*Python 3\.10 or newer"):
         status(local(tmp_path, python=old))
+
+
+def test_an_error_of_escapes_alone_says_that_it_cannot_be_read():
+    with pytest.raises(HostError) as caught:
+        asked(lambda m: m + b'{"error": "\\u001b[2J\\u202e", "remedy": "\\u001b[0m"}' + m)
+    assert str(caught.value) == "v100: (its message holds no printable character)"
+
+
+AS_NOBODY = """#!/usr/bin/python3
+import os, resource
+resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+os.chdir("/")
+os.setgid(65534)
+os.setuid(65534)
+os.execvp("bash", ["bash", "-c", {line!r}])
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become a user whom `ulimit -u` binds")
+@pytest.mark.parametrize("line", ["ls; exit 1", "/usr/bin/python3 -c 'import threading as t; t.Thread().start()'"])
+def test_a_host_where_its_user_may_start_no_process_is_told_so(tmp_path, line):
+    """`ulimit -u` as bash and Python meet it; start-up files have nothing to do with it."""
+    (tmp_path / "python").write_text(AS_NOBODY.format(line=line))
+    (tmp_path / "python").chmod(0o755)
+    with pytest.raises(ProbeError, match="may start no further process or thread") as caught:
+        status(local(tmp_path, tmp_path / "python"))
+    assert "`ulimit -u`" in caught.value.remedy
+    assert "start-up files" not in caught.value.remedy

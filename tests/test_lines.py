@@ -1,6 +1,8 @@
 """The view of a log: whole lines, and nothing that a terminal obeys."""
 
 import itertools
+import sys
+import unicodedata
 
 import pytest
 from hypothesis import given
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 
 from orchestrator.frames import Piece
 from orchestrator.lines import MAX_LINE_CHARS, Splitter
-from orchestrator.text import clean, one_line
+from orchestrator.text import clean, clean_lines, message, one_line
 
 
 def split(*pieces, file="rank-0/stdout.log"):
@@ -112,3 +114,25 @@ def test_one_line_is_one_printable_line_of_its_length(text, limit):
 )
 def test_text_of_a_host_becomes_one_harmless_line(hostile: str, shown: str) -> None:
     assert one_line(hostile) == shown
+
+
+FORMAT = [chr(code) for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code)) == "Cf"]
+
+
+def test_no_format_character_of_unicode_reaches_a_terminal_or_a_page():
+    assert len(FORMAT) >= 160
+    hostile = "".join(f"a{char}" for char in FORMAT)
+    assert clean(hostile) == clean_lines(hostile) == "a" * len(FORMAT)
+    assert split(f"{hostile}\n".encode()) == ["a" * len(FORMAT)]
+    assert one_line(hostile, 1000) == "a" * len(FORMAT)
+
+
+def test_what_can_be_seen_stays():
+    seen = "Straße 東京 العربية עברית हिन्दी 🎈👩 é\té"
+    assert clean(seen) == seen
+
+
+@pytest.mark.parametrize("said", ["\x1b[2J", "\u202e\u00ad", ""])
+def test_a_message_without_a_printable_character_says_so(said):
+    assert message(said) == "(its message holds no printable character)"
+    assert message("no disk") == "no disk"
