@@ -2,6 +2,8 @@
 
 import errno
 import os
+import re
+import signal
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -13,7 +15,7 @@ from gang import LAUNCHER, gang, launcher_arguments
 from orchestrator.call import Host
 from orchestrator.errors import HostsError
 from orchestrator.probe import probe
-from orchestrator.remote import processes, trouble
+from orchestrator.remote import memory, processes, trouble
 from orchestrator.transport.local import LocalTransport
 
 WAITS = "import time\ntime.sleep(120)\n"
@@ -165,3 +167,117 @@ def test_what_nobody_foresaw_in_a_supervisor_is_told_by_that_host(tmp_path):
     first = record.first_failure
     assert (record.state, first.node, first.kind) == ("failed", "b", "supervisor")
     assert first.reason == "the supervisor failed: ValueError('embedded null byte')"
+
+
+# ---- memory -------------------------------------------------------------------------------------------------------
+
+EATS = "eaten = []\nwhile True:\n    eaten.append(bytearray(1 << 20))\n"
+
+
+@contextmanager
+def memory_limit(name, size):
+    """A cgroup beside our own that may use so much memory."""
+    own = next(line for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line)
+    place = Path(f"/sys/fs/cgroup/memory/{own.rpartition(':')[2]}/orch-test-{name}-{os.getpid()}")
+    try:
+        place.mkdir()
+        (place / "memory.limit_in_bytes").write_text(str(size))
+    except OSError:
+        pytest.skip("needs root and the memory controller of cgroup v1")
+    try:
+        yield place / "cgroup.procs"
+    finally:
+        place.rmdir()
+
+
+def test_a_rank_that_outgrows_its_cgroup_is_told_as_out_of_memory_and_its_launcher_lives_to_tell(tmp_path):
+    with memory_limit("own", 400 << 20) as members, gang(tmp_path, EATS, ranks=(1,)) as job:
+        change(job, "a", prepare=f"echo $PPID > {members}")
+        job.launch()
+        record = job.wait()
+    first = record.first_failure
+    assert (record.state, record.exit_code, first.kind, first.rank) == ("failed", 137, "rank", 0)
+    assert first.reason.startswith("rank 0 was killed by SIGKILL: this host, or the cgroup that it runs in, ran out of")
+
+
+def test_a_cgroup_of_others_that_runs_out_of_memory_explains_no_kill_of_ours(tmp_path):
+    with (
+        memory_limit("ours", 1 << 30) as ours,
+        memory_limit("theirs", 50 << 20) as theirs,
+        gang(tmp_path, WAITS, ranks=(1,)) as job,
+    ):
+        change(job, "a", prepare=f"echo $PPID > {ours}")
+        job.launch()
+        agent = job.wait_running()["a"]
+        before = host_wide_kills()
+        died = subprocess.run(["sh", "-c", f"echo $$ > {theirs}; exec {sys.executable} -c '{EATS}'"])
+        assert (died.returncode, host_wide_kills() > before) == (-signal.SIGKILL, True)
+        os.kill(agent["ranks"]["0"]["pid"], signal.SIGKILL)
+        record = job.wait()
+    assert record.first_failure.reason == "rank 0 was killed by SIGKILL"
+
+
+def host_wide_kills():
+    return int(re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)[1])
+
+
+SAYS_ITS_SCORE = """
+import os, time
+def score(pid):
+    return int(open(f"/proc/{pid}/oom_score_adj").read())
+while score("self") == score(os.getppid()):
+    time.sleep(0.01)
+print(score("self"), score(os.getppid()))
+"""
+
+
+def test_a_rank_goes_before_its_launcher_where_memory_runs_out(tmp_path):
+    with gang(tmp_path, SAYS_ITS_SCORE, ranks=(1,), time_limit_s=60) as job:
+        job.launch()
+        job.wait()
+        own, launchers = map(int, (job.folder("a") / "rank-0" / "stdout.log").read_text().split())
+    assert own == min(1000, launchers + memory.RANKS_FIRST)
+
+
+CGROUPS = {
+    "v2": (
+        "0::/user.slice/session-3.scope",
+        "/ {at} rw - cgroup2 cgroup rw",
+        "user.slice/session-3.scope",
+        "memory.events",
+    ),
+    "v2, counted above": (
+        "0::/user.slice/session-3.scope",
+        "/ {at} rw - cgroup2 cgroup rw",
+        "user.slice",
+        "memory.events",
+    ),
+    "v1": ("9:cpu:/x\n4:memory:/job", "/ {at} rw - cgroup cgroup rw,memory", "job", "memory.oom_control"),
+    "a container's v1": (
+        "4:memory:/docker/ab",
+        "/docker/ab {at} rw - cgroup cgroup rw,memory",
+        "",
+        "memory.oom_control",
+    ),
+    "a container's v2": ("0::/", "/ {at} rw - cgroup2 cgroup rw", "", "memory.events"),
+    "no cgroup counts": ("0::/", "/ {at} rw - cgroup2 cgroup rw", None, None),
+}
+
+
+@pytest.mark.parametrize("case", CGROUPS)
+def test_the_kernels_count_of_kills_is_that_of_our_own_cgroup(tmp_path, case):
+    cgroup, mount, folder, name = CGROUPS[case]
+    proc, at = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    at.mkdir()
+    (proc / "self/cgroup").write_text(cgroup + "\n")
+    (proc / "self/mountinfo").write_text(f"30 23 0:26 {mount.format(at=at)},nsdelegate\n")
+    (proc / "vmstat").write_text("nr_free_pages 9\noom_kill 7\n")
+    if name:
+        (at / folder).mkdir(parents=True, exist_ok=True)
+        content = (
+            "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n" if "oom" in name else "low 0\nmax 5\noom 4\noom_kill 3\n"
+        )
+        (at / folder / name).write_text(content)
+    assert memory.out_of_memory_kills(proc) == (3 if name else 7)
+    assert memory.out_of_memory_kills(tmp_path / "none") == 0

@@ -107,11 +107,3 @@ def until_it_beats(pid):
     while processes.pulse(pid) <= before:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def test_the_kernels_count_of_processes_ended_for_want_of_memory_is_read(tmp_path):
-    vmstat = tmp_path / "vmstat"
-    vmstat.write_text("oom_kill_disable 9\noom_kill 3\npgfault 7\n")
-    assert processes.out_of_memory_kills(vmstat) == 3
-    assert processes.out_of_memory_kills(tmp_path / "none") == 0
-    assert processes.out_of_memory_kills() >= 0

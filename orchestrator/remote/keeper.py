@@ -24,6 +24,7 @@ from .answer import Refused, refusal
 from .children import KILL_S
 from .layout import Job, Work, write_last_word
 from .logs import log_tail, telling_line
+from .memory import out_of_memory_kills
 from .processes import (
     adopt_orphans,
     below_or_marked,
@@ -32,7 +33,7 @@ from .processes import (
     end_all,
     signal_name,
 )
-from .supervisor import Supervisor, failure
+from .supervisor import OUT_OF_MEMORY, Supervisor, failure
 
 
 def main() -> None:
@@ -78,6 +79,7 @@ def keep(job: Job, node: dict[str, Any], supervisor: int) -> None:
     """The keeper: waits for the supervisor; ends what is left if it died without a final word."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
+    memory_kills = out_of_memory_kills()
     pid, status = os.wait()
     while pid != supervisor:
         pid, status = os.wait()
@@ -85,16 +87,20 @@ def keep(job: Job, node: dict[str, Any], supervisor: int) -> None:
     with contextlib.suppress(OSError):  # a full disk, or one that fails: the ranks are ended all the same
         if job.root.is_dir() and not job.is_final():
             record = {**job.read_agent(), "state": "failed", "leftovers": leftovers, "ended": time.time()}
-            write_last_word(job, {**record, "first_failure": cause_of(job, node, record, status)})
+            write_last_word(job, {**record, "first_failure": cause_of(job, node, record, status, memory_kills)})
 
 
-def cause_of(job: Job, node: dict[str, Any], record: dict[str, Any], status: int) -> dict[str, Any]:
-    """What the supervisor itself recorded before it died, else its death. status: as of wait(2)."""
+def cause_of(job: Job, node: dict[str, Any], record: dict[str, Any], status: int, memory_kills: int) -> dict[str, Any]:
+    """What the supervisor itself recorded before it died, else its death. status: as of wait(2). memory_kills: those
+    of the kernel when the job began.
+    """
     for one in record.get("failures", ()):
         if not one["secondary"]:
             return dict(one)
     name = signal_name(os.WTERMSIG(status)) if os.WIFSIGNALED(status) else None
     how = f"was killed by {name}" if name else f"exited {os.waitstatus_to_exitcode(status)}"
+    if name == "SIGKILL" and out_of_memory_kills() > memory_kills:
+        how += f": {OUT_OF_MEMORY}"
     return {
         **failure("supervisor", node["name"], f"the supervisor {how}"),
         "signal": name,

@@ -114,14 +114,6 @@ def pulse(pid: int) -> int:
     return -1
 
 
-def out_of_memory_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
-    """So many processes has this host's kernel killed since it started, for want of memory (proc(5))."""
-    with contextlib.suppress(OSError, ValueError):
-        lines = vmstat.read_text().splitlines()
-        return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
-    return 0
-
-
 def end_all(processes: Iterable[Identity], signum: int) -> None:
     """SIGKILL spares the rank wrappers as long as there is anything else: they carry their ranks' last words into the
     logs, then end by themselves. Who has to be sure calls again until nothing is left.

@@ -23,6 +23,7 @@ from typing import Any
 
 from . import trouble
 from .layout import Job, write_json
+from .memory import let_go_first
 from .processes import adopt_orphans, descendants, die_with_parent, end_all, pulse, signal_name
 from .pump import Pump
 
@@ -98,6 +99,7 @@ def _start(job: Job, node: dict[str, Any], rank: int) -> tuple[subprocess.Popen[
         start_new_session=True,
         preexec_fn=leave_no_orphan,
     )
+    let_go_first(child.pid)
     for pump in pumps:  # after the fork: a forked child of a process with threads is not to be trusted
         pump.start()
     return child, pumps

@@ -24,8 +24,9 @@ from .elastic import Elastic
 from .hub import LEASE_S, Hub, Membership, Message, Pulse
 from .layout import Job, write_last_word, write_record
 from .logs import advice, is_secondary, log_tail, telling_line
+from .memory import out_of_memory_kills
 from .ports import Claim, admit, claim_port
-from .processes import identify, out_of_memory_kills, signal_name
+from .processes import identify, signal_name
 
 GO_S = 300.0
 """Prepared but not told to go for this long: the controller is gone, undo. Longer than the slowest upload may take."""
@@ -35,6 +36,7 @@ SETTLE_S = 0.3
 """When a peer failed: so long may a rank of ours, dying of the true cause this very moment, take to say so."""
 HEARSAY_S = 2.0
 """The same, where all that is known so far is that a connection broke: the one who broke it may be slow to end."""
+OUT_OF_MEMORY = "this host, or the cgroup that it runs in, ran out of memory, and the kernel ended a process"
 TOLD = 8
 """So many of a host's failures are told and kept."""
 
@@ -132,6 +134,7 @@ class Supervisor:
         code = await ended
         if code != 0 and self._stopping is None:
             self._fail("prepare", f"{_name('prepare')} {_how(code)}", log=self.job.prepare_log, code=code)
+        self._memory_kills = out_of_memory_kills()  # from here on they are the ranks'
         return code == 0
 
     # ---- what others see --------------------------------------------------------------------------------------
@@ -402,8 +405,6 @@ class Supervisor:
                                    rank=event["rank"], exit_code=event["exit_code"]))  # fmt: skip
         elif failed and self.phase == "running":
             how = f"was killed by {event['signal']}" if event["signal"] else f"exited {event['exit_code']}"
-            if event["signal"] == "SIGKILL" and out_of_memory_kills() > self._memory_kills:
-                how += ": this host ran out of memory, and its kernel ended a process"
             log = self.job.rank(event["rank"]) / "stderr.log"
             found = self._found("rank", f"rank {event['rank']} {how}", log, None, rank=event["rank"],
                                 exit_code=event["exit_code"], signal=event["signal"])  # fmt: skip
@@ -419,6 +420,8 @@ class Supervisor:
         found = {**failure(kind, self.node["name"], reason), **more}
         if code is not None:
             found |= {"exit_code": code if code > 0 else None, "signal": signal_name(-code) if code < 0 else None}
+        if found["signal"] == "SIGKILL" and out_of_memory_kills() > self._memory_kills:
+            found["reason"] += f": {OUT_OF_MEMORY}"
         lines = log_tail(log) if log else []
         # Nobody who is killed from outside says why; one who aborts (NCCL's watchdog does) has said it before.
         if found["signal"] in (None, "SIGABRT"):

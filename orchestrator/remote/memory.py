@@ -1,0 +1,59 @@
+"""Whether the kernel ended a process of ours for want of memory, and who is to go first.
+
+    before = out_of_memory_kills()
+    ...                                   # somebody was killed by SIGKILL
+    out_of_memory_kills() > before        # then most likely for that
+
+Counted where our own processes are: a cgroup that ran out of its own memory says nothing about the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+RANKS_FIRST = 500
+"""Added to the ranks' score: a rank that is ended is told as what it is; launcher and supervisor tell it."""
+_FILES = ("memory.events", "memory.oom_control")  # of cgroup v2 and v1
+
+
+def out_of_memory_kills(proc: Path = Path("/proc")) -> int:
+    """So many processes of our cgroup has the kernel ended for want of memory; where no cgroup counts them, of the
+    whole host since it started (proc(5), vmstat).
+    """
+    for file in (*_counters(proc), proc / "vmstat"):
+        with contextlib.suppress(OSError, ValueError):
+            counts = [line.split()[1] for line in file.read_text().splitlines() if line.startswith("oom_kill ")]
+            if counts:
+                return int(counts[0])
+    return 0
+
+
+def let_go_first(pid: int) -> None:
+    """Has the kernel choose this process, and what it starts, before its launcher. Any user may, of their own."""
+    with contextlib.suppress(OSError, ValueError):
+        score = Path(f"/proc/{pid}/oom_score_adj")
+        score.write_text(str(min(1000, int(score.read_text()) + RANKS_FIRST)))
+
+
+def _counters(proc: Path) -> list[Path]:
+    """Where our cgroup's kills may be counted, the nearest first: its own file, else that of one above it."""
+    with contextlib.suppress(OSError, ValueError):
+        places = dict[str, str]()
+        for line in (proc / "self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if "memory" in controllers.split(",") or not controllers:
+                places["cgroup" if controllers else "cgroup2"] = path
+        found = []
+        for line in (proc / "self/mountinfo").read_text().splitlines():
+            about, _, kind = line.partition(" - ")
+            root, point = about.split()[3:5]
+            fstype, _, options = kind.split()[:3]
+            if fstype in places and (fstype == "cgroup2" or "memory" in options.split(",")):
+                # A container may be shown its own cgroup as the root, and know its path from outside.
+                inside = places[fstype].removeprefix(root if root != "/" else "").strip("/")
+                here = Path(point, "" if inside.startswith("..") else inside)
+                above = [here, *(folder for folder in here.parents if folder.is_relative_to(point))]
+                found += [folder / name for folder in above for name in _FILES]
+        return found
+    return []
