@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.controller import Notice
-from orchestrator.errors import OrchError
+from orchestrator.errors import HostError, OrchError
 from orchestrator.faults import fault_words
 from orchestrator.lines import Line
 from orchestrator.live import Progress, Row
@@ -176,9 +176,21 @@ def print_jobs(jobs: Sequence[JobRecord]) -> None:
     out.print(_table(None, ("job", "state", "exp", "nodes", "started", "ended", "exit", "first failure"), rows))
 
 
-def jobs_json(jobs: Sequence[JobRecord]) -> dict[str, Any]:
+def jobs_json(
+    jobs: Sequence[JobRecord], unheard: Mapping[str, Mapping[str, HostError]] | None = None
+) -> dict[str, Any]:
+    """unheard: by job that may still run, the hosts that gave no answer."""
     keys = ("id", "state", "exp", "nodes", "started", "ended", "exit_code", "first_failure", "faults")
-    return {"schema": 1, "jobs": [{key: job.model_dump(mode="json")[key] for key in keys} for job in jobs]}
+    rows = [{key: job.model_dump(mode="json")[key] for key in keys} for job in jobs]
+    return {"schema": 1, "jobs": [{**row, "unheard": list((unheard or {}).get(row["id"], ()))} for row in rows]}
+
+
+def warn_unheard(unheard: Mapping[str, Mapping[str, HostError]]) -> None:
+    """That a job's state is not what all its hosts say now."""
+    for job, errors in unheard.items():
+        names = ", ".join(list(errors)[:5]) + (f" and {len(errors) - 5} more" if len(errors) > 5 else "")
+        why = next(iter(errors.values())).message.partition(": ")[2]
+        warn(f"{job}: no answer from {names} ({why}); its state is what the others say, else what was last known")
 
 
 def print_end(job: JobRecord) -> None:

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -52,10 +52,15 @@ _ID_LETTERS = "abcdefghijkmnpqrstuvwxyz23456789"
 
 @dataclass(frozen=True)
 class Jobs:
-    """records: newest first. problems: by job, cluster or host, what could not be read or asked."""
+    """records: newest first. problems: by job, cluster or host, what could not be read or asked.
+
+    unheard: by job that may still run, its hosts that gave no answer. Its record is what the others say, or what was
+    known before.
+    """
 
     records: tuple[JobRecord, ...]
     problems: Mapping[str, OrchError]
+    unheard: Mapping[str, Mapping[str, HostError]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -272,23 +277,30 @@ class Controller:
         record.
         """
         problems: dict[str, OrchError] = dict(self.store.damaged())
-        found = []
+        found, unheard = [], dict[str, Mapping[str, HostError]]()
         for record in self.store.jobs():
             if cluster in (None, record.cluster):
                 try:
-                    found.append(record if record.id in problems else self.refresh(record))
+                    now, silent = (record, {}) if record.id in problems else self._asked(record)
+                    if silent and now.state not in ENDED:
+                        unheard[now.id] = silent
+                    found.append(now)
                 except OrchError as error:  # its cluster is damaged or forgotten
                     found.append(record)
                     problems[record.id] = error
-        return Jobs(tuple(found), problems)
+        return Jobs(tuple(found), problems, unheard)
 
     def refresh(self, record: JobRecord) -> JobRecord:
         """The record as the hosts have it now; unchanged where none answers or it has ended.
 
         A start that its controller left half done is undone first.
         """
+        return self._asked(record)[0]
+
+    def _asked(self, record: JobRecord) -> tuple[JobRecord, dict[str, HostError]]:
+        """The same, and the hosts that gave no answer."""
         if record.state in ENDED:
-            return record
+            return record, {}
         plan = self.store.plan(record.id)
         hosts, unreachable = self.hosts_of(plan)
         found: dict[str, Mapping[str, Any] | HostError] = {**unreachable, **job.agents(plan, hosts)}
@@ -297,7 +309,7 @@ class Controller:
                 found = {**unreachable, **self._end(plan, hosts, fence=True)}
             if not errors_by_node(found):
                 self.store.start_is_over(record.id)
-        return self._remember(plan, found)
+        return self._remember(plan, found), errors_by_node(found)
 
     def cancel(self, plan: LaunchPlan) -> tuple[JobRecord, list[str]]:
         """Ends the job everywhere, whatever we remember of it, and waits for it. Returns its record and, host by host,

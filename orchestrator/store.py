@@ -115,8 +115,12 @@ RecordT = TypeVar("RecordT", bound=Record)
 
 
 class Store:
+    """unwritten: why something that a reading command learned could not be remembered; such a command goes on."""
+
     def __init__(self, home: Home) -> None:
         self.home = home
+        self.unwritten: OSError | None = None
+        self._held: dict[str, JobRecord] = {}  # for the length of this command, where they could not be written
 
     # ---- clusters ---------------------------------------------------------------------------------------------
 
@@ -167,15 +171,25 @@ class Store:
             write_record(folder / "job.json", record)
 
     def change_job(self, job: str, change: Callable[[JobRecord], JobRecord]) -> JobRecord:
-        """Reads, changes and writes a job's record under the lock: two commands at once do not undo each other."""
-        with self._locked():
-            known = self.job(job)
-            record = change(known)
-            if record != known:
-                write_record(self.home.job(job) / "job.json", record)
+        """Reads, changes and writes a job's record under the lock: two commands at once do not undo each other.
+
+        Where nothing can be written (a full disk, a read-only one) this command alone goes by the new record.
+        """
+        try:
+            with self._locked():
+                known = self.job(job)
+                record = change(known)
+                if record != known or job in self._held:
+                    write_record(self.home.job(job) / "job.json", record)
+                    self._held.pop(job, None)
+        except OSError as error:
+            self.unwritten = error
+            record = self._held[job] = change(self.job(job))
         return record
 
     def job(self, job: str) -> JobRecord:
+        if job in self._held:
+            return self._held[job]
         path = self.home.job(job) / "job.json"
         record = self._read(path, JobRecord)
         if record.id != job:
@@ -218,13 +232,14 @@ class Store:
 
     def nothing_to_collect(self, job: str) -> None:
         """Its files are here since it ended, or its hosts hold none any more."""
-        self.home.uncollected(job).unlink(missing_ok=True)
+        with self._if_writable():
+            self.home.uncollected(job).unlink(missing_ok=True)
 
     def remember_run(self, job: str, folder: Path) -> None:
         """This run folder holds files of the job."""
         here = folder.absolute()
         folders = [here, *(known for known in self.run_folders(job) if known != here)][:MAX_RUN_FOLDERS]
-        with self._locked():
+        with self._if_writable(), self._locked():
             if self.home.job(job).is_dir():  # else the job has been forgotten meanwhile
                 write_json(self.home.collected(job), {"schema": SCHEMA, "folders": [str(one) for one in folders]})
 
@@ -289,7 +304,8 @@ class Store:
         return _is_free(self.home.launching(job))
 
     def start_is_over(self, job: str) -> None:
-        Launch(self.home.launching(job)).over()
+        with self._if_writable():
+            Launch(self.home.launching(job)).over()
 
     # ---- files ------------------------------------------------------------------------------------------------
 
@@ -299,6 +315,14 @@ class Store:
         os.chmod(self.home.root, 0o700)
         with locked(self.home.root / ".lock"):
             yield
+
+    @contextmanager
+    def _if_writable(self) -> Iterator[None]:
+        """For what is worth remembering, and not worth failing for."""
+        try:
+            yield
+        except OSError as error:
+            self.unwritten = error
 
     def _read(self, path: Path, form: type[RecordT]) -> RecordT:
         try:

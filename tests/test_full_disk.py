@@ -215,13 +215,18 @@ def test_a_full_disk_of_the_controller_is_one_line_and_afterwards_collect_comple
 
 
 @pytest.mark.lab
-def test_where_the_home_is_full_following_says_so_in_one_line_and_the_job_goes_on(tmp_path):
-    script = "import os, pathlib, time\nprint('hello', flush=True)\n" + (
-        "while not pathlib.Path(os.environ['END']).exists():\n    time.sleep(0.02)\n"
-    )
+@pytest.mark.parametrize("why", ["No space left on device", "Read-only file system"])
+def test_where_the_home_cannot_be_written_all_is_read_and_cancelled_all_the_same(tmp_path, why):
+    script = """
+import os, pathlib, time
+print("hello", flush=True)
+pathlib.Path(os.environ["SAID"]).touch()
+time.sleep(600)
+"""
+    said = tmp_path / "said"
     with (
         small_disk(tmp_path / "disk", "1m") as disk,
-        gang(tmp_path, script, ranks=(1,), env={"END": str(tmp_path / "end")}) as job,
+        gang(tmp_path, script, ranks=(1,), env={"SAID": str(said)}) as job,
     ):
         nodes = [
             Node(name=n.name, host="127.0.0.1", transport="local", python=sys.executable, workdir=n.workdir)
@@ -231,19 +236,37 @@ def test_where_the_home_is_full_following_says_so_in_one_line_and_the_job_goes_o
         store.save_cluster(Cluster(name="test", file="test.yaml", nodes=tuple(nodes)), current=True)
         store.save_job(job.record(), job.plan)
         job.launch()
+        until(said)
         ballast = fill(disk)
+        if why == "Read-only file system":
+            subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         before = (store.home.job(job.plan.job) / "job.json").read_bytes()
-        words = [sys.executable, "-m", "orchestrator.cli", "logs", "-f", "--job", "latest"]
-        environment = {**os.environ, "ORCH_HOME": str(disk)}
-        done = subprocess.run(words, capture_output=True, text=True, env=environment)
-        assert done.returncode == 1, done.stderr
-        assert done.stderr.count("No space left on device") == 1
-        assert "Traceback" not in done.stderr
+
+        def types(*words):
+            """Runs it to its end, which is a good one, with one word about the home; gives what it printed."""
+            line = [sys.executable, "-m", "orchestrator.cli", *words]
+            environment = {**os.environ, "ORCH_HOME": str(disk)}
+            done = subprocess.run(line, capture_output=True, text=True, env=environment, cwd=tmp_path)
+            assert done.returncode == 0, done.stderr
+            assert done.stderr.count(why) <= 1 and "Traceback" not in done.stderr
+            return done
+
+        runs = str(tmp_path / "runs")
+        listed = types("jobs", "--json")
+        assert json.loads(listed.stdout)["jobs"][0]["state"] == "running"
+        assert f"note: what this found is not remembered: {disk} cannot be written ({why})" in listed.stderr
+        types("collect", "--job", "latest", "--out", runs)
+        if why == "Read-only file system":
+            assert json.loads(types("status", "--json").stdout)["jobs"][0]["state"] == "running"
+            assert "hello" in types("logs", "--job", "latest").stdout
+            types("report", "--job", "latest", "--out", runs)
+        assert "hello" in Path(runs, job.plan.job, "nodes", "a", "rank-0", "stdout.log").read_text()
+        cancelled = types("cancel", "--job", "latest", "--json")
+        assert json.loads(cancelled.stdout)["state"] == "cancelled"
+        assert cancelled.stderr.index("ended on every host") < cancelled.stderr.index(why)
+        assert types("jobs", "--json").stderr.count(why) == 1
         assert (store.home.job(job.plan.job) / "job.json").read_bytes() == before
-        (tmp_path / "end").touch()
-        assert job.wait().state == "succeeded"
+        subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
         ballast.unlink()
-        listed = subprocess.run(
-            [*words[:3], "jobs", "--json"], capture_output=True, text=True, env=environment, check=True
-        )
-        assert json.loads(listed.stdout)["jobs"][0]["state"] == "succeeded"
+        assert why not in types("jobs").stderr
+        assert store.job(job.plan.job).state == "cancelled"

@@ -24,6 +24,7 @@ nodes:
   - {name: alpha, host: 10.77.1.1, ranks: 1}
   - {name: beta, host: 10.77.1.2, ranks: 2}
 """
+HOSTS = {"alpha": "10.77.1.1", "beta": "10.77.1.2"}
 RANKS = {"alpha": (0,), "beta": (1, 2)}
 # Goes on until a file tells it with which code each rank is to exit. No torch: these tests count processes.
 WAITS = """
@@ -128,8 +129,20 @@ def test_a_job_outlives_its_killed_controller_and_a_new_one_learns_the_true_exit
     assert person.processes_of(job) == []
 
 
-def test_cancel_from_a_new_process_leaves_nothing(person):
+def test_hosts_without_an_answer_are_named_and_a_cancel_from_a_new_process_leaves_nothing(person):
     job = begin(person)
+    away = [["ip", "route", change, "unreachable", host] for change in ("add", "del") for host in HOSTS.values()]
+    for line in away[:2]:
+        person.lab.controller_exec(line, check=True)
+    listed, status = person.types("jobs", "--json"), person.types("status", "--json")
+    for line in away[2:]:
+        person.lab.controller_exec(line, check=True)
+    for told in (listed, status):
+        row = json.loads(told.stdout)["jobs"][0]
+        assert (row["id"], row["state"], row["unheard"]) == (job, "running", ["alpha", "beta"])
+        assert f"note: {job}: no answer from alpha, beta (" in told.stderr
+    again = person.types("jobs", "--json")
+    assert json.loads(again.stdout)["jobs"][0]["unheard"] == [] and "no answer" not in again.stderr
     person.types("cancel", "--job", job)
     assert person.job(job)["state"] == "cancelled"
     assert person.processes_of(job) == []

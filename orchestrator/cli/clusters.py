@@ -58,15 +58,18 @@ def status(cluster: str | None, as_json: bool) -> None:
 
     with open_controller() as controller:
         found = controller.store.cluster(cluster)
-        jobs = controller.jobs(found.name).records[:10]
+        told = controller.jobs(found.name)
+        jobs = told.records[:10]
     if as_json:
-        document = {"cluster": console.cluster_json(found), "jobs": console.jobs_json(jobs)["jobs"]}
-        return console.print_json({"schema": 1, **document})
+        document = {"cluster": console.cluster_json(found), "jobs": console.jobs_json(jobs, told.unheard)["jobs"]}
+        console.print_json({"schema": 1, **document})
+        return console.warn_unheard(told.unheard)
     console.print_cluster(found)
     for name, problem in found.problems.items():
         console.fail(f"{name}: {problem.message}", problem.remedy)
     if jobs:
         console.print_jobs(jobs)
+    console.warn_unheard(told.unheard)
     return None
 
 

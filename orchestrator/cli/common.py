@@ -124,7 +124,19 @@ def open_controller(accept_new_host_keys: bool = False) -> Iterator[Controller]:
     home = Home.default()
     ask = _ask_passphrase if sys.stdin and sys.stdin.isatty() else None
     with Connections(home, accept_new_host_keys=accept_new_host_keys, ask_passphrase=ask) as connections:
-        yield Controller(Store(home), connections)
+        store = Store(home)
+        try:
+            yield Controller(store, connections)
+        finally:
+            if store.unwritten:
+                _say_unwritten(home.root, store.unwritten)
+
+
+def _say_unwritten(home: Path, error: OSError) -> None:
+    from orchestrator import console
+
+    why = error.strerror or str(error)
+    console.warn(f"what this found is not remembered: {home} cannot be written ({why}); free space, or set ORCH_HOME")
 
 
 def _ask_passphrase(key_file: str) -> str | None:

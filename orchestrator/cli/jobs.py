@@ -218,6 +218,8 @@ def _finish(controller: Controller, plan: LaunchPlan, as_json: bool, *, detached
 def jobs(rescan: bool, cluster: str | None, as_json: bool) -> None:
     """All remembered jobs, newest first; those not ended are asked after on their hosts.
 
+    Hosts that give no answer are named on standard error, and as `unheard` in the JSON.
+
     \b
     orch jobs
     orch jobs --rescan                    after $ORCH_HOME was lost or damaged
@@ -234,7 +236,11 @@ def jobs(rescan: bool, cluster: str | None, as_json: bool) -> None:
             console.say(f"rebuilt from the hosts: {', '.join(job.id for job in rebuilt.records) or 'nothing'}")
             problems |= rebuilt.problems
         found = controller.jobs(cluster)
-    console.print_json(console.jobs_json(found.records)) if as_json else console.print_jobs(found.records)
+    if as_json:
+        console.print_json(console.jobs_json(found.records, found.unheard))
+    else:
+        console.print_jobs(found.records)
+    console.warn_unheard(found.unheard)
     problems = {**found.problems, **problems}
     console.fail_each(problems.values())
     if any(isinstance(error, HostError) for error in problems.values()):
