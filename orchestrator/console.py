@@ -217,7 +217,7 @@ def print_plan(plan: LaunchPlan, files: Sequence[str] = ()) -> None:
     """The whole plan as text: exactly what would run. files: what it ships; the first FILES_SHOWN are named."""
     rendezvous = f"{plan.master_address}:{plan.rendezvous_port}"
     put(f"job {plan.job} on cluster {plan.cluster}: {plan.world_size} ranks")
-    put(f"master {plan.master}, rendezvous {rendezvous} ({'c10d' if plan.elastic else 'static'})")
+    put(f"master {plan.master}, rendezvous {rendezvous} (static)")
     if plan.elastic:
         nodes = f"{plan.elastic.min_nodes} to {plan.elastic.max_nodes} nodes"
         put(f"elastic: {nodes}, at most {plan.elastic.max_restarts} restarts of a host's ranks")

@@ -127,7 +127,7 @@ def node_request(plan: LaunchPlan, node: NodePlan, token: str) -> dict[str, Any]
 def _elastic(plan: LaunchPlan) -> dict[str, Any] | None:
     if plan.elastic is None:
         return None
-    return {"min_nodes": plan.elastic.min_nodes, "ranks": {node.name: node.ranks for node in plan.nodes}}
+    return {"min_nodes": plan.elastic.min_nodes, "max_restarts": plan.elastic.max_restarts}
 
 
 def cancel(

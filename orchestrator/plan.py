@@ -12,12 +12,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from orchestrator.elastic import ENVIRONMENT, check_elastic, elastic_arguments, elastic_notes
+from orchestrator.elastic import check_elastic, elastic_notes
 from orchestrator.election import Election
 from orchestrator.errors import UsageError
 from orchestrator.facts import NodeFacts
 from orchestrator.inventory import Node
-from orchestrator.records import CodeFolder, Elastic, LaunchPlan, NodePlan
+from orchestrator.records import CodeFolder, LaunchPlan, NodePlan
 from orchestrator.request import RunRequest
 from trainer.shares import equal_shares
 
@@ -40,7 +40,7 @@ def build_plan(
     """
     ordered, left_out = sorted(nodes, key=lambda node: node.name != election.master), []
     if request.elastic:
-        check_elastic(request.elastic, {node.name: facts[node.name] for node in ordered})
+        check_elastic(request.elastic, len(ordered))
         ordered, left_out = ordered[: request.elastic.max_nodes], ordered[request.elastic.max_nodes :]
     master = ordered[0]
     addresses = {node.name: _address(node, facts[node.name], ordered) for node in ordered}
@@ -61,7 +61,7 @@ def build_plan(
         world_size=world_size,
         created=created,
         code=code,
-        nodes=_node_plans(ordered, facts, request, addresses, devices, ranks, shares, job),
+        nodes=_node_plans(ordered, facts, request, addresses, devices, ranks, shares),
         share_gpus=request.share_gpus,
         grace_s=request.grace_s,
         time_limit_s=request.time_limit_s,
@@ -83,12 +83,10 @@ def _node_plans(
     devices: Mapping[str, Literal["cuda", "cpu"]],
     ranks: Mapping[str, int],
     shares: tuple[int, ...],
-    job: str,
 ) -> tuple[NodePlan, ...]:
     """nodes: in node-rank order, the master first."""
     backend = "nccl" if set(devices.values()) == {"cuda"} else "gloo"
-    elastic, master_address = request.elastic, addresses[nodes[0].name]
-    ours = ENVIRONMENT if elastic else {}
+    elastic, master_address = request.elastic is not None, addresses[nodes[0].name]
     planned, first_rank = [], 0
     for node_rank, node in enumerate(nodes):
         count = ranks[node.name]
@@ -108,9 +106,9 @@ def _node_plans(
                 python=node.python,
                 activate=node.activate,
                 workdir=node.workdir,
-                env={**ours, **_environment(node, facts, nodes, addresses, devices, ranks)},
+                env=_environment(node, facts, nodes, addresses, devices, ranks),
                 shares=shares[first_rank : first_rank + count],
-                torchrun=torchrun_arguments(len(nodes), node_rank, count, master_address, elastic, job),
+                torchrun=torchrun_arguments(len(nodes), node_rank, count, master_address, elastic=elastic),
                 command=_command(request, devices[node.name], backend),
                 prepare=node.prepare,
             )
@@ -120,22 +118,22 @@ def _node_plans(
 
 
 def torchrun_arguments(
-    nodes: int, node_rank: int, ranks: int, master_address: str, elastic: Elastic | None = None, job: str = ""
+    nodes: int, node_rank: int, ranks: int, master_address: str, *, elastic: bool = False
 ) -> tuple[str, ...]:
-    """torchrun's arguments. Rendezvous is `static`, unless the job is to be elastic: with `c10d` the node rank is
-    ignored, workers open a second, random port, and the hosts' wall clocks are compared.
+    """torchrun's arguments. Rendezvous is `static`: with `c10d` the node rank is ignored, workers open a second, random
+    port, the hosts' wall clocks are compared, and what anybody lays into the store is unpickled.
+
+    elastic: how many hosts there are, and which of them this is, is filled in on the host at each start.
     """
     options: dict[str, str | int] = {
-        "--nnodes": nodes,
-        "--node-rank": node_rank,
+        "--nnodes": "{nodes}" if elastic else nodes,
+        "--node-rank": "{node_rank}" if elastic else node_rank,
         "--nproc-per-node": ranks,
         "--rdzv-backend": "static",
         "--master-addr": master_address,
         "--master-port": "{rendezvous_port}",
         "--max-restarts": 0,
     }
-    if elastic:
-        options = elastic_arguments(elastic, node_rank, ranks, master_address, job)
     # Else each run leaves a folder in the host's /tmp.
     options["--log-dir"] = "{job_dir}/torchrun"
     flags = tuple(str(part) for option in options.items() for part in option)

@@ -75,7 +75,8 @@ class NodePlan(Record):
     """What this host does alone, by its profile: all its ranks together, each with the whole batch, or with as large a
     part of it as its memory holds. None where it has none."""
     torchrun: tuple[str, ...]
-    """Arguments after the interpreter; `{python}`, `{rendezvous_port}` and `{job_dir}` are filled in on the host."""
+    """Arguments after the interpreter; `{python}`, `{rendezvous_port}` and `{job_dir}` are filled in on the host, as
+    are `{nodes}` and `{node_rank}` of an elastic job."""
     command: tuple[str, ...]
     """What the rank wrapper runs: arguments after the interpreter."""
     prepare: str | None = None

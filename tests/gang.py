@@ -15,7 +15,6 @@ from pathlib import Path
 from orchestrator import job
 from orchestrator.call import Host
 from orchestrator.code import pack_folder
-from orchestrator.elastic import ENVIRONMENT
 from orchestrator.plan import torchrun_arguments
 from orchestrator.records import Elastic, JobRecord, LaunchPlan, NodePlan
 from orchestrator.transport.local import LocalTransport
@@ -93,12 +92,12 @@ def gang(
     folder.mkdir()
     (folder / "script.py").write_text(script)
     code, blob = pack_folder(folder)
-    job_id, more = f"test-{tmp_path.name}"[:100], ENVIRONMENT if elastic else {}
+    job_id = f"test-{tmp_path.name}"[:100]
     nodes, first = [], 0
     for index, count in enumerate(ranks):
         torchrun = launcher_arguments(str(LAUNCHER), ranks, index, "127.0.0.1")
         if not torch_free:
-            torchrun = torchrun_arguments(len(ranks), index, count, "127.0.0.1", elastic, job_id)
+            torchrun = torchrun_arguments(len(ranks), index, count, "127.0.0.1", elastic=bool(elastic))
         nodes.append(
             NodePlan(
                 name="abcdefgh"[index],
@@ -111,7 +110,7 @@ def gang(
                 gpu=None,
                 python=sys.executable,
                 workdir=str(tmp_path / f"work-{index}"),
-                env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **more, **(env or {})},
+                env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **(env or {})},
                 torchrun=torchrun,
                 command=tuple(command),
             )

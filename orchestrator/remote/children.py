@@ -27,6 +27,7 @@ from .processes import MARK, Identity, below_or_marked, describe, die_with_paren
 KILL_S = 5.0
 GPU_WATCH_S = 1.0
 """So long may what a sick driver holds, though it was killed, keep a job from its end."""
+LAST_WORDS_S = 2.0
 LOOK_S = 0.05
 
 # What a host's profile may have left behind and torchrun would obey (it reads PET_* as its own options).
@@ -40,7 +41,7 @@ class Children:
     def __init__(self, job: Job, node: dict[str, Any]) -> None:
         self._job, self._node = job, node
         self._exits: dict[int, asyncio.Future[int]] = {}
-        self._gpu_watch = self._killed_group = self._held = 0
+        self._gpu_watch = self._killed_group = 0
         self._descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)  # the host's own limits: ours grow (`door`)
 
     def start(
@@ -104,13 +105,6 @@ class Children:
             self._killed_group = self._gpu_watch
             os.killpg(self._killed_group, signal.SIGKILL)
 
-    def hold(self, ended: asyncio.Future[int]) -> None:
-        """Stops this child where it stands until `end_all_of_it` kills it, as the last: it shall start nothing more."""
-        for pid, future in self._exits.items():
-            if future is ended:  # not reaped, so the pid is still its own
-                self._held = pid
-                os.kill(pid, signal.SIGSTOP)
-
     def reap(self) -> None:
         """Collects every child that ended, adopted ones too. Called on SIGCHLD."""
         with contextlib.suppress(ChildProcessError):
@@ -136,25 +130,25 @@ class Children:
             ranks = [process for process in self._left() if process.pid in first]
             end_all(ranks if signum == signal.SIGINT and ranks else self._left(), signum)
             await until(lambda: not self._left(), wait_s, self._kill if signum == signal.SIGKILL else None)
-        if self._held in self._exits:
-            os.kill(self._held, signal.SIGKILL)
         await until(lambda: not below_or_marked(self._job.root), GPU_WATCH_S)
         return [describe(process) for process in below_or_marked(self._job.root)]
 
-    async def kill_all_of_it(self) -> bool:
-        """At once, with no grace: for what has not begun. Whether all of it is gone."""
-        self._kill()
+    async def kill_all_of_it(self, scripts: Sequence[Identity]) -> bool:
+        """With no grace: for ranks that wait in a collective, where they hear nothing. Whether all of it is gone.
+
+        scripts: what the ranks run. They go first: then their wrappers carry their last words into the logs.
+        """
+        self.end_gpu_watch()
+        end_all(scripts, signal.SIGKILL)
+        await until(lambda: not self._left(), LAST_WORDS_S)
         return await until(lambda: not self._left(), KILL_S, self._kill)
 
     def _kill(self) -> None:
         end_all(self._left(), signal.SIGKILL)
 
     def _left(self) -> list[Identity]:
-        """What the ladder has to end. The GPU watch was killed before it, and a sick driver may hold that for long;
-        what is held is killed behind it.
-        """
-        found = [one for one in below_or_marked(self._job.root) if process_group(one.pid) != self._killed_group]
-        return [one for one in found if one.pid != self._held]
+        """What the ladder has to end. The GPU watch was killed before it, and a sick driver may hold that for long."""
+        return [one for one in below_or_marked(self._job.root) if process_group(one.pid) != self._killed_group]
 
 
 async def until(condition: Callable[[], bool], timeout_s: float, meanwhile: Callable[[], None] | None = None) -> bool:

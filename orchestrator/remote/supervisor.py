@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from . import trouble, verdict
 from .children import KILL_S, Children, until
 from .elastic import Elastic
+from .generations import Generations
 from .hub import LEASE_S, Hub, Membership, Message, Pulse
 from .layout import Job, write_last_word, write_record
 from .logs import advice, is_secondary, log_tail, telling_line
@@ -52,6 +53,7 @@ class Supervisor:
         self.leftovers: list[str] = []
         self.ranks: dict[str, dict[str, Any]] = {str(rank): {} for rank in node["rank_numbers"]}
         self.elastic = Elastic(node, self.ranks) if node.get("elastic") else None
+        self.generations = Generations(node["elastic"]["max_restarts"]) if node.get("elastic") else None
         self.order: Message = {"do": "wait"}
         self.hub: Hub | None = None
         self.membership: Membership | None = None
@@ -65,7 +67,6 @@ class Supervisor:
             "started": time.time(),
         }
         self.children, self.pulse = Children(job, node), Pulse()
-        self._torchrun: asyncio.Future[int] | None = None
         self._claim: Claim | None = None
         self._memory_kills = out_of_memory_kills()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -140,11 +141,9 @@ class Supervisor:
     # ---- what others see --------------------------------------------------------------------------------------
 
     def status(self) -> Message:
-        faults = {"faults": self.elastic.present()[-8:]} if self.elastic else {}
         return {
-            **faults,
+            **(self.elastic.status() if self.elastic else {}),
             "phase": self.phase,
-            "begun": self._has_begun,
             "failures": self._told_failures,
             "cancelled": self.cancelled,
             "leftovers": self.leftovers[:20],
@@ -181,8 +180,11 @@ class Supervisor:
         for one in (failure for status in statuses.values() for failure in status.get("failures", ())):
             one.setdefault("order", self._arrival(one))
         order = self._verdict(statuses, settled)
+        if order["do"] == "give up":
+            self._failed(order["cause"])
+            return
         if order["do"] == "start":
-            order["rendezvous_port"] = self.order.get("rendezvous_port") or self._claim_port()
+            order["rendezvous_port"] = self._port_of(order)
             if order["rendezvous_port"] is None:
                 return  # that is a failure, which has been decided on
         if order["do"] == "stop" and self.order["do"] != "stop":
@@ -207,7 +209,10 @@ class Supervisor:
                 loss = failure("lost", node, lost[node])
                 self.hub.dismiss(node, {"do": "finish", "state": "failed", "first_failure": loss})
                 self.elastic.add(loss)
-        return verdict.decide(statuses, lost, settled, self.elastic.minimum)
+        order = verdict.decide(statuses, lost, settled, self.elastic.minimum)
+        if order["do"] != "start" or not self.generations:
+            return order
+        return self.generations.order({node: status for node, status in statuses.items() if node not in lost})
 
     def _lost(self) -> dict[str, str]:
         """Who is gone, and why, as the hub sees it; ourselves first where we are the one that is cut off."""
@@ -225,22 +230,15 @@ class Supervisor:
         if self._left_behind():
             return
         self.order = order
-        if order["do"] == "start" and self.phase in ("joined", "running"):
-            if self.phase == "joined":
-                self._meet_at(int(order["rendezvous_port"]))
-            self._go_on_without(order.get("lost", []))
+        if order["do"] == "start" and self.phase == "joined" and order.get("generation", 0) == self.generation:
+            self._meet_at(order)
+        elif order["do"] == "regroup" and self.elastic and order["generation"] > self.elastic.wanted:
+            self.elastic.wanted = order["generation"]
+            self._spawn(self._regroup(HEARSAY_S if order["hearsay"] else SETTLE_S))
         elif order["do"] == "stop":
             self._stop(self._settle_s(order))
         elif order["do"] == "finish":
             self._spawn(self._finish(order["state"], order.get("first_failure")))
-
-    def _go_on_without(self, lost: list[str]) -> None:
-        if not self.elastic or not lost:
-            return
-        self.elastic.go_on_without(lost)
-        if self.phase == "running" and all(rank.get("exit_code") == 0 for rank in self.ranks.values()):
-            self.phase = "done"  # our torchrun would still wait for the lost one's to be done
-            self.changed()
 
     def _settle_s(self, order: Message) -> float:
         if self.cancelled or order["state"] == "cancelled":
@@ -251,8 +249,6 @@ class Supervisor:
     def _stop(self, settle_s: float = 0.0) -> None:
         if self._stopping is None:
             self._drain()  # what already happened here is a cause, what happens from now on is our doing
-            if self.elastic and self._torchrun:
-                self.children.hold(self._torchrun)  # else it would start anew what we end
             self._stopping = self._spawn(self._end_ranks(settle_s))
 
     def _left_behind(self) -> bool:
@@ -292,30 +288,63 @@ class Supervisor:
 
     # ---- ranks ------------------------------------------------------------------------------------------------
 
-    def _meet_at(self, port: int) -> None:
+    def _meet_at(self, order: Message) -> None:
+        members = order.get("members", self.node["members"])
+        fill = {
+            "rendezvous_port": str(order["rendezvous_port"]),
+            "job_dir": str(self.job.root),
+            "python": sys.executable,
+            "nodes": str(len(members)),
+            "node_rank": str(members.index(self.node["name"])),
+        }
         self.phase = "running"
-        self._write(state="running", rendezvous_port=port)
-        self._spawn(self._run_torchrun(port))
+        self._write(state="running", rendezvous_port=order["rendezvous_port"])
+        self._spawn(self._run_torchrun([sys.executable, *(_fill(part, fill) for part in self.node["torchrun"])]))
 
-    async def _run_torchrun(self, port: int) -> None:
-        fill = {"rendezvous_port": str(port), "job_dir": str(self.job.root), "python": sys.executable}
-        argv = [sys.executable, *(_fill(part, fill) for part in self.node["torchrun"])]
+    async def _run_torchrun(self, argv: list[str]) -> None:
+        generation = self.generation
         if not (ended := self._launch(argv)):
             return
-        self._torchrun = ended
         self.children.watch_gpus()
         code = await ended
+        if generation != self.generation:
+            return  # we ended it, and the next one may run already
         self.children.end_gpu_watch()
         self._drain()
-        if self.phase != "running":
+        if self.phase != "running" or (self.elastic and self.elastic.has_fallen()):
             return
         if code == 0:
             self.phase = "done"
             self.changed()
-        elif not self.failures and self.elastic and code > 0 and (cause := self.elastic.cause()):
-            self._failed(cause)
         elif not self.failures:
-            self._fail("torchrun", f"torchrun {_how(code)}", log=self.job.torchrun_log, code=code)
+            self._torchrun_failed(code)
+
+    def _torchrun_failed(self, code: int) -> None:
+        found = self._found("torchrun", f"torchrun {_how(code)}", self.job.torchrun_log, code)
+        if self.elastic and found["secondary"]:  # another host's fell while they met
+            self._died({**found, "rank": self.node["rank_numbers"][0]})
+        else:
+            self._failed(found)
+
+    async def _regroup(self, settle_s: float) -> None:
+        """Ends what is left of this generation, and is ready for the next one."""
+        assert self.elastic
+        await asyncio.sleep(settle_s)
+        if self._stopping:
+            return
+        self._drain()
+        self.phase = "regrouping"
+        self.changed()
+        gone = await self.children.kill_all_of_it(self.elastic.leave())
+        self._drain()
+        if self._stopping:
+            return
+        if not gone:
+            self._fail("supervisor", "what its ranks left does not end, though it was killed")
+            return
+        self.elastic.enter(self.elastic.wanted)
+        self.phase = "joined"
+        self.changed()
 
     def _launch(self, argv: list[str]) -> asyncio.Future[int] | None:
         """torchrun. The master's gets the socket that its store is to listen on, and we keep none of it."""
@@ -398,8 +427,7 @@ class Supervisor:
             return
         rank |= {key: event[key] for key in ("exit_code", "signal", "cause", "dropped_bytes") if key in event}
         rank["ended"] = time.time()
-        asked = event["cause"] is not None or (self.elastic is not None and self.elastic.was_asked(event["rank"]))
-        failed = event["exit_code"] != 0 and not asked
+        failed = event["exit_code"] != 0 and event["cause"] is None
         if failed and self.phase == "running" and "trouble" in event:
             self._died(self._found("rank", f"rank {event['rank']} did not start: {event['trouble']}", None, None,
                                    rank=event["rank"], exit_code=event["exit_code"]))  # fmt: skip
@@ -409,8 +437,10 @@ class Supervisor:
             found = self._found("rank", f"rank {event['rank']} {how}", log, None, rank=event["rank"],
                                 exit_code=event["exit_code"], signal=event["signal"])  # fmt: skip
             self._died(found)
-        else:
-            self.changed()
+            return
+        if self.elastic and self.phase == "running" and self.elastic.is_through():
+            self.phase = "done"  # torchrun would still wait for the others' to be done
+        self.changed()
 
     def _fail(self, kind: str, reason: str, *, log: Path | None = None, code: int | None = None, **more: Any) -> None:
         """log: where the reason may stand. code: a child's exit code, negative for a signal."""
@@ -431,7 +461,7 @@ class Supervisor:
         return found
 
     def _died(self, found: dict[str, Any]) -> None:
-        """One of our ranks. In an elastic job torchrun starts it anew, until it has enough."""
+        """One of our ranks. In an elastic job the hub has all of them start anew, until it has enough."""
         if self.elastic is None:
             self._failed(found)
         else:
@@ -469,13 +499,20 @@ class Supervisor:
             return True
 
     @property
-    def _has_begun(self) -> bool:
-        """Whether any rank of ours runs the job's own code, or did."""
-        return any(self.ranks.values())
+    def generation(self) -> int:
+        return self.elastic.generation if self.elastic else 0
+
+    def _port_of(self, start: Message) -> int | None:
+        """Each generation has a port of its own; None where there is none."""
+        if self.order["do"] == "start" and self.order.get("generation") == start.get("generation"):
+            return int(self.order["rendezvous_port"])
+        return self._claim_port()
 
     def _claim_port(self) -> int | None:
         """The port that the plan names if nobody has it, else another, ours until the job ends."""
         assert self.hub
+        if self._claim:
+            self._claim.close()
         try:
             self._claim = claim_port(self.node["address"], self.node["rendezvous_port"])
         except OSError as error:

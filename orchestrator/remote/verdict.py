@@ -2,6 +2,7 @@
 
 A status: {"phase": "joining" | "joined" | "running" | "done" | "stopping" | "ended", "failures": [...], "cancelled":
 bool, "leftovers": [...]}. An order: {"do": "wait" | "start" | "stop" | "finish", "state": ..., "first_failure": ...}.
+In an elastic job a start may be the start of another generation (`generations`), for which hosts are "regrouping".
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ def decide(
 ) -> dict[str, Any]:
     """The order that follows. statuses: every member's latest, in node-rank order (a member not heard of yet has {}).
     lost: nodes that are gone, and why, in the order of their loss. settled: whether the time for stragglers to report
-    after a stop is over. minimum: with so many hosts an elastic job goes on; a start says without whom.
+    after a stop is over. minimum: with so many hosts an elastic job goes on.
     """
     spared = spare(list(statuses), list(lost), minimum)
     failures = [f for node, status in statuses.items() if node not in spared for f in status.get("failures", ())]
@@ -26,8 +27,6 @@ def decide(
     phases = [status.get("phase") for node, status in statuses.items() if node not in lost]
     if failures or cancelled:
         first = first_cause(failures)
-        if first and first.get("secondary"):  # torchrun may give up first where the cause does not lie
-            first = _newest_fault(statuses) or first
         if cancelled and (first is None or first.get("secondary")):
             first = None
         state = "failed" if first else "cancelled"
@@ -36,7 +35,7 @@ def decide(
     if all(phase in ("done", "ended") for phase in phases):
         return {"do": "finish", "state": "succeeded", "first_failure": None}
     if all(phase not in (None, "joining") for phase in phases):
-        return {"do": "start", "lost": spared} if spared else {"do": "start"}
+        return {"do": "start"}
     return {"do": "wait"}
 
 
@@ -47,12 +46,6 @@ def spare(members: list[str], lost: list[str], minimum: int | None) -> list[str]
     if minimum is None or members[0] in lost:
         return []
     return lost[: max(0, len(members) - minimum)]
-
-
-def _newest_fault(statuses: dict[str, Status]) -> Failure | None:
-    """Of all ranks that died of a cause of their own and were not started again."""
-    faults = [fault for status in statuses.values() for fault in status.get("faults", ()) if not fault["secondary"]]
-    return max(faults, key=lambda fault: fault["after_s"], default=None)
 
 
 def first_cause(failures: list[Failure]) -> Failure | None:
