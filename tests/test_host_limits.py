@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from gang import LAUNCHER, gang, launcher_arguments
 
-from orchestrator.call import Host
+from orchestrator.call import Host, ask
 from orchestrator.errors import HostsError
 from orchestrator.probe import probe
 from orchestrator.remote import memory, processes, trouble
@@ -281,3 +281,27 @@ def test_the_kernels_count_of_kills_is_that_of_our_own_cgroup(tmp_path, case):
         (at / folder / name).write_text(content)
     assert memory.out_of_memory_kills(proc) == (3 if name else 7)
     assert memory.out_of_memory_kills(tmp_path / "none") == 0
+
+
+# ---- a keeper that stands still -----------------------------------------------------------------------------------
+
+
+def test_a_stopped_keeper_is_listed_by_reap_and_goes_on_by_it(tmp_path):
+    with gang(tmp_path, WAITS, ranks=(1,)) as job:
+
+        def reap(end):
+            request = {"action": "reap", "workdir": job.plan.nodes[0].workdir, "end": end}
+            return ask(job.hosts["a"], "control", request, timeout_s=60)["found"]
+
+        job.launch()
+        agent = job.wait_running()["a"]
+        assert reap(end=False) == []
+        keeper = processes.Identity(**agent["keeper"])
+        keeper.signal(signal.SIGSTOP)
+        os.kill(agent["pid"], signal.SIGKILL)
+        (left_there,) = reap(end=False)
+        assert left_there["processes"][0].startswith(f"its keeper is stopped, pid {keeper.pid} (")
+        assert keeper.is_alive()
+        (ended,) = reap(end=True)
+        assert (ended["stayed"], keeper.is_alive(), reap(end=False)) == ([], False, [])
+        assert job.wait().first_failure.reason == "the supervisor was killed by SIGKILL"

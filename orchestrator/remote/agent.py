@@ -30,5 +30,12 @@ def lives(agent: dict[str, Any]) -> bool:
     return any(identity(one).is_alive() for one in found if "start_time" in one)
 
 
+def stopped(agent: dict[str, Any]) -> dict[str, processes.Identity]:
+    """Of supervisor and keeper, who is there and stands still by a signal (state T): they hold the job's GPU locks."""
+    found = {"supervisor": agent, "keeper": agent.get("keeper") or {}}
+    there = {role: identity(one) for role, one in found.items() if "start_time" in one}
+    return {role: one for role, one in there.items() if one.is_alive() and processes.is_stopped(one.pid)}
+
+
 def identity(record: dict[str, Any]) -> processes.Identity:
     return processes.Identity(int(record["pid"]), int(record["start_time"]), str(record["boot_id"]))

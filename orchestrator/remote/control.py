@@ -9,7 +9,7 @@ Requests, by `action`; what makes a job is a program of its own (`prepare`):
     status    the agent records of one job or of all, and whether their supervisors live
     checkpoint the newest checkpoint of a job
     recall    the plans of jobs that the controller does not know, with their agent records
-    reap      list, and on request end, what jobs without a living supervisor left behind
+    reap      list, and on request end, what jobs without a living supervisor left behind; who is stopped, to go on
     down      remove everything of ours from the work folder, if nothing runs
 
 The answer is one JSON object; {"error", "remedy"} where the host refuses.
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from . import processes
-from .agent import identity, lives, look
+from .agent import identity, lives, look, stopped
 from .answer import Refused, reply
 from .layout import READY_S, Job, Work, write_last_word
 from .talk import try_lock
@@ -113,12 +113,31 @@ def reap(request: dict[str, Any]) -> dict[str, Any]:
     found = []
     for job in Work(request["workdir"]).all_jobs():
         agent = job.read_agent()
+        still = stopped(agent)
         pids = [] if lives(agent) else processes.marked(job.root)
-        if pids:
-            found.append({"job": job.id, "processes": [processes.describe(pid) for pid in pids][:50]})
+        told = [f"its {role} is stopped, {processes.describe(one)}" for role, one in still.items()]
+        told += [processes.describe(pid) for pid in pids]
+        if told:
+            found.append({"job": job.id, "processes": told[:50]})
             if request["end"]:
-                found[-1]["stayed"] = _end(job)
+                found[-1]["stayed"] = _wake(job, still) if still else _end(job)
     return {"found": found}
+
+
+def _wake(job: Job, still: dict[str, processes.Identity]) -> list[str]:
+    """Has who was stopped go on: a supervisor sees for itself whether its lease is over, a keeper without one ends what
+    is left, and itself. What did not.
+    """
+    for one in still.values():
+        one.signal(signal.SIGCONT)
+    deadline = time.monotonic() + UNDO_S
+    while (asleep := stopped(job.read_agent())) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    agent = job.read_agent()
+    if not identity(agent).is_alive():
+        _wait_gone(agent.get("keeper"), UNDO_S)
+        return _end(job) + [processes.describe(one) for one in asleep.values()]
+    return [processes.describe(one) for one in asleep.values()]
 
 
 def _end(job: Job) -> list[str]:

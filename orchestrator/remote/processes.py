@@ -114,6 +114,11 @@ def pulse(pid: int) -> int:
     return -1
 
 
+def is_stopped(pid: int) -> bool:
+    """By SIGSTOP or a terminal (T), or held by a debugger (t)."""
+    return _stat(pid)[:1] in (["T"], ["t"])
+
+
 def end_all(processes: Iterable[Identity], signum: int) -> None:
     """SIGKILL spares the rank wrappers as long as there is anything else: they carry their ranks' last words into the
     logs, then end by themselves. Who has to be sure calls again until nothing is left.
