@@ -30,6 +30,10 @@ from orchestrator.transport import Result, Transport
 MAX_ANSWER_BYTES = 1 << 20
 SILENT_S = 60.0
 """A program that tells how it gets on has a beat every second."""
+STUCK_S = 120
+"""As `remote/watchdog.py` has it."""
+LATE_S = 60.0
+"""So long after we have stopped to wait a program may still be at work on its host."""
 
 T = TypeVar("T")
 
@@ -62,7 +66,7 @@ def ask(host: Host, program: str, request: Mapping[str, Any], *, blob: bytes = b
     its shell does not, and HostError with the host's own words when the program refuses.
     """
     marker = new_marker()
-    stdin = _input(program, request, marker, blob)
+    stdin = _input(program, request, marker, blob, int(timeout_s + LATE_S))
     try:
         result = host.transport.run(_command(host, program), stdin=stdin, timeout_s=timeout_s)
     except HostError as error:
@@ -176,9 +180,10 @@ def _command(host: Host, program: str) -> str:
     return shell.python_on_stdin(host.python, host.activate, f"orch-{program}")
 
 
-def _input(program: str, request: Mapping[str, Any], marker: str, blob: bytes) -> bytes:
+def _input(program: str, request: Mapping[str, Any], marker: str, blob: bytes, limit_s: int = STUCK_S) -> bytes:
+    """limit_s: then it ends itself on the host, whoever still waits; one that speaks winds it up again."""
     loader = resources.files("orchestrator.remote").joinpath("loader.py").read_bytes()
-    shipped = json.dumps({"program": program, "sources": shipped_sources()}).encode()
+    shipped = json.dumps({"program": program, "limit_s": limit_s, "sources": shipped_sources()}).encode()
     line = json.dumps({**request, "marker": marker}).encode()
     return b"%d\n%s%s\n%s\n%s" % (len(loader), loader, shipped, line, blob)
 

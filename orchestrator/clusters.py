@@ -177,7 +177,9 @@ class Clusters:
     # ---- cleaning up ------------------------------------------------------------------------------------------
 
     def reap(self, cluster: Cluster, *, end: bool) -> dict[str, dict[str, Any] | HostError]:
-        """Per node: {"found": [{"job", "processes", "stayed"?}]}: what jobs without a supervisor left."""
+        """Per node: {"found": [{"job", "processes", "stayed"?}], "programs": [...]}: what jobs without a supervisor
+        left, and programs of ours that a silent link left.
+        """
         return self._on_each(cluster, {"action": "reap", "end": end}, _found_left)
 
     def down(self, cluster: Cluster) -> dict[str, dict[str, Any] | HostError]:
@@ -245,7 +247,7 @@ def _found_left(answer: Mapping[str, Any]) -> dict[str, Any]:
     lists = ("processes", "stayed")
     jobs = [{"job": one_line(job["job"]), **{key: words_of(job[key]) for key in lists if key in job}}
             for job in answer["found"]]  # fmt: skip
-    return {"found": jobs}
+    return {"found": jobs, "programs": words_of(answer["programs"])}
 
 
 def _peers(node: Node, nodes: Sequence[Node]) -> tuple[str, ...]:

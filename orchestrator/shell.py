@@ -10,8 +10,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
+ARRIVE_S = 300
+"""A program that has not come whole by then ends: its link fell silent while it was on its way."""
 # Reads "<length>\n<that many bytes of Python>" from standard input and runs it; the rest of the input is its request.
-_BOOTSTRAP = "import sys;i=sys.stdin.buffer;exec(compile(i.read(int(i.readline())),sys.argv[1],sys.argv[2]))"
+_BOOTSTRAP = (
+    "import sys,signal;signal.alarm(%d);"
+    "i=sys.stdin.buffer;exec(compile(i.read(int(i.readline())),sys.argv[1],sys.argv[2]))"
+)
 
 
 def join(argv: Sequence[str]) -> str:
@@ -27,7 +32,7 @@ def python_on_stdin(python: str, activate: str | None, program: str) -> str:
     """
     home, _, rest = python.partition("/")
     interpreter = f'"$HOME"/{shlex.quote(rest)}' if home == "~" and rest else shlex.quote(python)
-    line = f"exec {interpreter} -uc {shlex.quote(_BOOTSTRAP)} {shlex.quote(program)} exec"
+    line = f"exec {interpreter} -uc {shlex.quote(_BOOTSTRAP % ARRIVE_S)} {shlex.quote(program)} exec"
     if activate:
         line = f"eval {shlex.quote(activate)} </dev/null && {line}"  # eval: a comment at its end must not hide the rest
     return line if not activate and home != "~" else f"exec sh -c {shlex.quote(line)}"

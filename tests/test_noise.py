@@ -99,7 +99,15 @@ def stream_of(host):
         return list(read_frames("here", chunks, frozenset({0}), {}, marker=marker.encode()))
 
 
-READS = {"workdir": "/nowhere", "job": "j", "ranks": [0], "offsets": {}, "follow": False, "files": True}
+READS = {
+    "workdir": "/nowhere",
+    "job": "j",
+    "ranks": [0],
+    "offsets": {},
+    "follow": False,
+    "files": True,
+    "limit_bytes": None,
+}
 
 
 def test_noise_up_to_its_limit_is_skipped_on_every_channel():

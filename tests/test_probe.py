@@ -240,7 +240,7 @@ def test_the_home_folder_is_the_hosts_own(tmp_path, monkeypatch):
 def test_a_python_that_is_too_old_is_answered_in_words():
     ast.parse(LOADER, feature_version=(3, 6))
     program = f"import sys; sys.version_info = (3, 8, 10, 'final', 0); exec({LOADER!r})"
-    request = b'{"program": "probe", "sources": {}}\n{"marker": "MARK"}\n'
+    request = b'{"program": "probe", "limit_s": 0, "sources": {}}\n{"marker": "MARK"}\n'
     answer = subprocess.run([sys.executable, "-c", program], input=request, capture_output=True, check=True).stdout
     assert answer.startswith(b'MARK{"error": "python 3.8.10 ')
     assert b"is too old" in answer

@@ -226,10 +226,13 @@ def reap(yes: bool, cluster: str | None, as_json: bool) -> None:
         found = [f"{job['job']}: {', '.join(job['processes'])}" for job in answer["found"]]
         stayed = [process for job in answer["found"] for process in job.get("stayed", ())]
         ended = f" — still there: {', '.join(stayed)}" if stayed else " — ended" if yes else ""
-        return "; ".join(found) + ended if found else "nothing left"
+        stuck = [f"stuck since a link fell silent: {program}" for program in answer["programs"]]
+        return "; ".join([*found, *stuck]) + ended if found or stuck else "nothing left"
 
     _show_answers(answers, words, as_json)
-    if not yes and any(isinstance(answer, dict) and answer["found"] for answer in answers.values()):
+    if not yes and any(
+        isinstance(answer, dict) and (answer["found"] or answer["programs"]) for answer in answers.values()
+    ):
         console.say("`orch reap --yes` ends them")
 
 

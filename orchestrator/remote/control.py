@@ -32,6 +32,7 @@ from . import processes
 from .agent import identity, lives, look, stopped
 from .answer import Refused, reply
 from .layout import READY_S, Job, Work, write_last_word
+from .leftovers import forgotten
 from .talk import try_lock
 
 UNDO_S = 10.0
@@ -121,7 +122,15 @@ def reap(request: dict[str, Any]) -> dict[str, Any]:
             found.append({"job": job.id, "processes": told[:50]})
             if request["end"]:
                 found[-1]["stayed"] = _wake(job, still) if still else _end(job)
-    return {"found": found}
+    return {"found": found, **_reap_programs(end=request["end"])}
+
+
+def _reap_programs(*, end: bool) -> dict[str, Any]:
+    """Those that a silent link left: of this user, whatever job they were about."""
+    programs = forgotten()
+    if end:
+        processes.end_all(programs, signal.SIGKILL)
+    return {"programs": [processes.describe(program) for program in programs][:50]}
 
 
 def _wake(job: Job, still: dict[str, processes.Identity]) -> list[str]:

@@ -1,11 +1,13 @@
 """The first thing that runs on a host: makes the shipped sources the importable package `orch_remote`, then calls one.
 
-Standard input holds, after this file: one JSON line {"program": NAME, "sources": {module: text}}, one JSON line that is
-the request, and whatever bytes the request announces. This file must be readable by any Python 3, so that an old one
+Standard input holds, after this file: one JSON line {"program": NAME, "limit_s": whole seconds, "sources": {module:
+text}}, one JSON line that is the request, and whatever bytes the request announces. After the limit the kernel ends us:
+by then nobody waits for the answer. This file must be readable by any Python 3, so that an old one
 gets an answer in words and not a SyntaxError.
 """
 
 import json
+import signal
 import sys
 from importlib import import_module
 from importlib.util import spec_from_loader
@@ -32,6 +34,7 @@ class Shipped:
 def main():
     shipped = json.loads(sys.stdin.buffer.readline().decode())
     request = json.loads(sys.stdin.buffer.readline().decode())
+    signal.alarm(shipped["limit_s"])  # in place of the one that watched over our way here
     if sys.version_info < (3, 10):  # noqa: UP036 - this file alone is read by whatever Python a host has
         found = "python {}.{}.{} ({}) is too old".format(*sys.version_info[:3], sys.executable)
         answer = {"error": found, "remedy": "set `python:` or `activate:` to a Python 3.10 or newer on this host"}

@@ -12,6 +12,8 @@ import sys
 import time
 from typing import Any
 
+from .watchdog import wind
+
 BEAT_S = 1.0
 CHUNK_BYTES = 1 << 18
 HOLE_BYTES = 1 << 20
@@ -27,6 +29,7 @@ class Out:
         self._beat_due = 0.0
 
     def frame(self, header: dict[str, Any], payload: bytes = b"") -> None:
+        wind()
         sys.stdout.buffer.write(self._marker + json.dumps(header).encode() + b"\n" + payload)
         sys.stdout.buffer.flush()
 

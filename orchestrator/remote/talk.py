@@ -22,6 +22,7 @@ from typing import Any
 
 from . import trouble
 from .answer import Refused
+from .watchdog import wind
 
 BEAT_S = 1.0
 TELL_S = 0.25
@@ -41,6 +42,7 @@ class Talk:
         """Raises BrokenPipeError where nobody listens any more."""
         line = f"{self._marker}{json.dumps(word)}{self._marker}\n"
         with self._lock:
+            wind()
             sys.stdout.write(line)
             sys.stdout.flush()
 
