@@ -173,11 +173,13 @@ def test_prepare_runs_once_a_host_before_the_ranks_and_its_failure_is_the_cause(
         nodes = tuple(node.model_copy(update={"prepare": line}) for node in job.plan.nodes)
         job.plan = job.plan.model_copy(update={"nodes": nodes})
 
-    with gang(tmp_path / "good", "print(open('prepared').read())") as job:
-        preparing(job, "echo yes >> prepared")
+    script = "print(open('prepared').read(), 'Bearer' in open('seen').read())"
+    with gang(tmp_path / "good", script) as job:
+        # What it says stands in no command line, nor in the environment of what it starts.
+        preparing(job, "cat /proc/$$/cmdline >seen; env >>seen; : Bearer; echo yes >> prepared")
         job.launch()
         assert job.wait().state == "succeeded"
-        assert outputs(job) == ["yes\n\n", "yes\n\n"]
+        assert outputs(job) == ["yes\n False\n"] * 2
     with gang(tmp_path / "bad", "print('ran')") as job:
         preparing(job, "echo Error: no such disk; exit 3")
         job.launch()

@@ -33,6 +33,7 @@ GO_S = 300.0
 """Prepared but not told to go for this long: the controller is gone, undo. Longer than the slowest upload may take."""
 JOIN_S = 30.0
 LOOK_S = 2.0
+PREPARE = "ORCH_PREPARE"
 SETTLE_S = 0.3
 """When a peer failed: so long may a rank of ours, dying of the true cause this very moment, take to say so."""
 HEARSAY_S = 2.0
@@ -129,7 +130,10 @@ class Supervisor:
         """Runs the inventory's `prepare` command, once a host and job, before any rank starts."""
         if not self.node.get("prepare"):
             return True
-        ended = self._start("prepare", ["sh", "-c", self.node["prepare"]], self.job.prepare_log, self.job.src)
+        # Every user of this host can read a command line, and only its owner an environment.
+        environment = {**self.children.environment(), PREPARE: self.node["prepare"]}
+        line = f'line=${PREPARE}; unset {PREPARE}; eval "$line"'
+        ended = self._start("prepare", ["sh", "-c", line], self.job.prepare_log, self.job.src, environment)
         if ended is None:
             return False
         code = await ended
