@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from orchestrator.errors import ConnectError, ProbeError
+from orchestrator.errors import ConnectError, HostError, ProbeError
 from orchestrator.noise import MAX_NOISE_BYTES, endless
-from orchestrator.text import one_line
+from orchestrator.text import message, one_line
 
 MAX_LINE_BYTES = 1 << 20
 MAX_PIECE_BYTES = 1 << 18
@@ -218,6 +218,8 @@ def _frame(node: str, line: bytes, rank_of: Callable[[str], int | None]) -> tupl
             return _piece(header, rank_of)
         if "agent" in header:
             return Agent(dict(header["agent"])), 0
+        if "error" in header:
+            raise HostError(node, message(header["error"]), one_line(header.get("remedy", "")))
         if "end" in header:
             files = {str(name): (int(f["size"]), str(f["sha256"])) for name, f in header["end"].items()}
             for name in files:

@@ -1,15 +1,19 @@
 """What a host may send, and what it may not."""
 
+import errno
 import itertools
 import json
+import os
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.errors import ConnectError, ProbeError
+from orchestrator.errors import ConnectError, HostError, ProbeError
 from orchestrator.frames import HEAD_BYTES, MAX_LINE_BYTES, Agent, Beat, End, Held, Piece, read_frames
+from orchestrator.remote import reader
+from orchestrator.remote.layout import Work
 
 RANKS = frozenset({0, 1})
 
@@ -136,3 +140,20 @@ def test_any_bytes_give_frames_or_a_probe_error(data):
         read(data)
     except (ProbeError, ConnectError) as error:
         assert "\n" not in str(error)
+
+
+def test_a_disk_that_fails_on_its_host_is_told_in_words_and_ends_the_stream(tmp_path, monkeypatch, capfdbinary):
+    job = Work(str(tmp_path)).job("j")
+    (job.root / "rank-0").mkdir(parents=True)
+    (job.root / "rank-0" / "stdout.log").write_bytes(b"printed")
+
+    def fails(*words):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pread", fails)
+    monkeypatch.setattr("orchestrator.remote.pieces.wind", lambda: None)
+    asked = {"workdir": str(tmp_path), "job": "j", "ranks": [0], "offsets": {}, "follow": True, "files": True}
+    reader.main({**asked, "limit_bytes": None, "marker": "M"})
+    with pytest.raises(HostError, match=r"a: cannot read .*/jobs/j: Input/output error \(EIO\)") as error:
+        list(read_frames("a", [capfdbinary.readouterr().out], RANKS, marker=b"M"))
+    assert not isinstance(error.value, ConnectError)  # which would be dialled again, each second

@@ -10,6 +10,7 @@ line, followed by `size` raw bytes where it says so:
     {"file": ..., "size": 0, "hole": 1048576}                   in place of bytes: so many zeros that take no room
     {"agent": {...}}                                            whenever the supervisor's record changed
     {"beat": 1}                                                 at least every second
+    {"error", "remedy"}                                         the disk fails; the last frame
     {"end": {name: {"size", "sha256", "left"}}}                 of all that was handed out, ever, and how many bytes lie
                                                                 beyond the limit; the last frame
 
@@ -25,11 +26,13 @@ controller leaves (standard input closes), and yields the processor to the job.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import select
 import stat
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +55,7 @@ def main(request: dict[str, Any]) -> None:
     names = [f"rank-{rank}/{name}" for rank in request["ranks"] for name in RANK_FILES] + list(NODE_FILES)
     limit, offsets = request["limit_bytes"], request["offsets"]
     files = [LogFile(out, job.root, name, offsets.get(name), limit) for name in names if request["files"]]
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(BrokenPipeError), _told(out, job):
         if request["follow"]:
             _follow(out, job, files)
             out.frame({"end": {}})
@@ -60,6 +63,19 @@ def main(request: dict[str, Any]) -> None:
             _hand_out(out, job, files)
             found = {file.name: file.fingerprint() for file in files}
             out.frame({"end": {name: told for name, told in found.items() if told}})
+
+
+@contextlib.contextmanager
+def _told(out: Out, job: Job) -> Iterator[None]:
+    """A disk that fails here is told in words: to read again would only fail again."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        name = errno.errorcode.get(error.errno or 0, "OSError")
+        words = f"cannot read {error.filename or job.root}: {error.strerror or error} ({name})"
+        out.frame({"error": words, "remedy": "look at this host's disk (`dmesg`); what its ranks print is not seen"})
 
 
 class LogFile:
@@ -138,7 +154,9 @@ def _opened(path: Path) -> Any:
             handle = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
         finally:
             os.close(folder)
-    except OSError:
+    except OSError as error:
+        if error.errno == errno.EIO:
+            raise
         yield None
         return
     try:
