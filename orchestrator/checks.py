@@ -154,9 +154,10 @@ def _kernels(node: Node, facts: NodeFacts) -> Finding:
 
 
 def _system_warnings(node: Node, facts: NodeFacts) -> Iterator[str]:
-    if abs(facts.clock_offset_s) > CLOCK_S:
+    if abs(facts.clock_offset_s) - facts.clock_error_s > CLOCK_S:
         side = "ahead" if facts.clock_offset_s > 0 else "behind"
-        yield f"its clock is {format_duration(abs(facts.clock_offset_s))} {side}: enable NTP there"
+        error = f" (give or take {format_duration(facts.clock_error_s)})" if facts.clock_error_s >= 1 else ""
+        yield f"its clock is {format_duration(abs(facts.clock_offset_s))} {side}{error}: enable NTP there"
     if facts.shm_bytes < SHM_BYTES:
         size = format_bytes(facts.shm_bytes)
         yield f"/dev/shm holds only {size}, data loader workers may die of it: give its container more"  # noqa: S108

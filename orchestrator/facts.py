@@ -128,7 +128,8 @@ class NodeFacts(Fact):
     """The same; None where that file system makes inodes as it goes."""
     shm_bytes: Count
     clock_offset_s: float
-    """The host's clock minus ours; right to half the asymmetry of the round trip."""
+    """The host's clock minus ours, give or take `clock_error_s`."""
+    clock_error_s: Annotated[float, Field(ge=0)] = 0.0
     boot_id: Text
     machine_id: Text
     user: Text
@@ -193,7 +194,7 @@ def parse_facts(
         "hostname_addresses": fact("its own name", parse_own_name, commands.get("own name")),
         "os": fact("its system", parse_os_release, files.get("/etc/os-release", "")),
         "memory_bytes": fact("memory", parse_meminfo, files.get("/proc/meminfo", "")),
-        "clock_offset_s": fact("its clock", parse_clock, values, sent_at, received_at),
+        **fact("its clock", parse_clock, values, sent_at, received_at),
         "boot_id": fact("its boot", clean, files.get("/proc/sys/kernel/random/boot_id", "")),
         "machine_id": fact("its machine id", clean, files.get("/etc/machine-id", "")),
         "gpus": gpus,
@@ -375,12 +376,20 @@ def _speed_bps(text: Any) -> float | None:
 # ---- the system -----------------------------------------------------------------------------------------------
 
 
-def parse_clock(values: Mapping[str, Any], sent_at: float, received_at: float) -> float:
-    """Offset between two clocks from four readings (NTP, RFC 5905 section 8): the probe's own time falls out."""
+def parse_clock(values: Mapping[str, Any], sent_at: float, received_at: float) -> dict[str, float]:
+    """Offset between two clocks from four readings (NTP, RFC 5905 section 8): the probe's own time falls out.
+
+    What is left of the round trip may lie on one side: what a start-up file of the shell takes comes before the probe.
+    So the offset is right to half of it.
+    """
     remote: list[float] = [values["wall_start"], values["wall_end"]]
     if not all(isinstance(value, float) and math.isfinite(value) for value in remote):
         raise ValueError("no time")
-    return round(sum(remote) / 2 - (sent_at + received_at) / 2, 3)
+    on_the_way_s = (received_at - sent_at) - (remote[1] - remote[0])
+    return {
+        "clock_offset_s": round(sum(remote) / 2 - (sent_at + received_at) / 2, 3),
+        "clock_error_s": round(max(0.0, on_the_way_s / 2), 3),
+    }
 
 
 def parse_meminfo(text: str) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -22,6 +23,7 @@ from orchestrator.request import RunRequest
 from trainer.shares import equal_shares
 
 RENDEZVOUS_PORT = 29500
+MAX_NAMED = 5
 
 
 def build_plan(
@@ -67,7 +69,7 @@ def build_plan(
         time_limit_s=request.time_limit_s,
         elastic=request.elastic,
         notes=(
-            *_public(addresses),
+            *_public(ordered, facts, addresses),
             *code.notes,
             *_notes(ordered, devices, shares),
             *(elastic_notes(request.elastic, request, [node.name for node in left_out]) if request.elastic else ()),
@@ -88,6 +90,10 @@ def _node_plans(
     backend = "nccl" if set(devices.values()) == {"cuda"} else "gloo"
     elastic, master_address = request.elastic is not None, addresses[nodes[0].name]
     planned, first_rank = [], 0
+    # Two nodes of an inventory may be one machine (`transport: local`): they share its cores.
+    on_machine = Counter[str]()
+    for node in nodes:
+        on_machine[facts[node.name].boot_id] += ranks[node.name]
     for node_rank, node in enumerate(nodes):
         count = ranks[node.name]
         planned.append(
@@ -106,7 +112,7 @@ def _node_plans(
                 python=node.python,
                 activate=node.activate,
                 workdir=node.workdir,
-                env=_environment(node, facts, nodes, addresses, devices, ranks),
+                env=_environment(node, facts, nodes, addresses, devices, ranks, on_machine),
                 shares=shares[first_rank : first_rank + count],
                 torchrun=torchrun_arguments(len(nodes), node_rank, count, master_address, elastic=elastic),
                 command=_command(request, devices[node.name], backend),
@@ -208,12 +214,11 @@ def _environment(
     addresses: Mapping[str, str],
     devices: Mapping[str, str],
     ranks: Mapping[str, int],
+    on_machine: Mapping[str, int],
 ) -> dict[str, str]:
-    """Our own settings first: what the inventory's `env` says wins."""
+    """Our own settings first: what the inventory's `env` says wins. on_machine: ranks by boot id."""
     own = facts[node.name]
-    # Two nodes of an inventory may be one machine (`transport: local`): they share its cores.
-    together = sum(ranks[other.name] for other in nodes if facts[other.name].boot_id == own.boot_id)
-    environment = {"OMP_NUM_THREADS": str(max(1, own.cores // together))}
+    environment = {"OMP_NUM_THREADS": str(max(1, own.cores // on_machine[own.boot_id]))}
     interface = _interface(node, own, nodes, addresses)
     if interface:
         # NCCL takes names as prefixes unless they begin with "=" (NCCL manual, NCCL_SOCKET_IFNAME). Gloo opens one
@@ -228,13 +233,21 @@ def _environment(
     return {**environment, **node.env}
 
 
-def _public(addresses: Mapping[str, str]) -> tuple[str, ...]:
-    """What torch and NCCL listen for is for anybody who can reach it."""
-    found = [f"{name} ({address})" for name, address in addresses.items() if ipaddress.ip_address(address).is_global]
-    if not found:
+def _public(nodes: Sequence[Node], facts: Mapping[str, NodeFacts], addresses: Mapping[str, str]) -> tuple[str, ...]:
+    """What torch and NCCL listen for is for anybody who can reach it, on any address of the host."""
+    found = {node.name: _public_addresses(addresses[node.name], facts[node.name]) for node in nodes}
+    named = [f"{name} ({', '.join(public)})" for name, public in found.items() if public]
+    if not named:
         return ()
-    words = "training traffic is neither encrypted nor authenticated, and public addresses carry it"
-    return (f"{words}: {', '.join(found)}; set a private `address:`, or let a firewall admit these hosts alone",)
+    more = f" and {len(named) - MAX_NAMED} more hosts" if len(named) > MAX_NAMED else ""
+    words = "training traffic is neither encrypted nor authenticated, and public addresses lead to its ports"
+    remedy = "let a firewall admit these hosts alone to each other"
+    return (f"{words}: {', '.join(named[:MAX_NAMED])}{more}; {remedy}",)
+
+
+def _public_addresses(training: str, facts: NodeFacts) -> list[str]:
+    own = [address.partition("/")[0] for interface in facts.interfaces for address in interface.addresses]
+    return [address for address in dict.fromkeys([training, *own]) if ipaddress.ip_address(address).is_global]
 
 
 def _notes(nodes: Sequence[Node], devices: Mapping[str, str], shares: tuple[int, ...]) -> tuple[str, ...]:

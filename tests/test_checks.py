@@ -142,6 +142,11 @@ def test_code_runs_where_nvidia_says_it_does(arch_list, capability, runs):
 WARNED = {
     "clock ahead": (node(), facts(clock_offset_s=61.0), "1m01s ahead"),
     "clock behind": (node(), facts(clock_offset_s=-31.0), "31.0s behind"),
+    "clock behind, by a slow shell": (
+        node(),
+        facts(clock_offset_s=-61.0, clock_error_s=10.0),
+        "1m01s behind (give or take 10.0s)",
+    ),
     "small shm": (node(), facts(shm_bytes=64 << 20), "64.0MiB"),
     "full disk": (node(), facts(disk_free_bytes=10 << 20), "only 10.0MiB free for /home/ubuntu/.orch"),
     "few inodes": (node(), facts(disk_free_inodes=312), "only 312 inodes free for /home/ubuntu/.orch (`df -i`)"),
@@ -167,6 +172,7 @@ def test_a_host_is_warned_about_in_one_line(case):
     [
         (node(image="pytorch-2.0.1", bandwidth_bps=2.5e9), facts(hostname_addresses=("127.0.1.1",))),
         (node(image="pytorch-2.0"), facts(clock_offset_s=-29.0)),
+        (node(), facts(clock_offset_s=-40.0, clock_error_s=40.0)),
         (node(image="our own"), facts(torch=None)),
         (node(), facts(disk_free_inodes=None)),
         (node(), facts(disk_free_inodes=1 << 20)),

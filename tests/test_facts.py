@@ -75,6 +75,12 @@ def test_the_clock_offset_leaves_out_the_time_that_the_probe_took():
     assert parse_facts("n", raw, 939.0, 1001.0).clock_offset_s == 60.0
 
 
+def test_a_slow_shell_makes_the_clock_uncertain_and_not_wrong():
+    raw = answer_with({"values": {"wall_start": 1000.0, "wall_end": 1001.0}})
+    facts = parse_facts("n", raw, 940.0, 1001.5)  # the clocks agree; a start-up file slept for a minute
+    assert (facts.clock_offset_s, facts.clock_error_s) == (29.75, 30.25)
+
+
 ROW = "0, A16, GPU-1, 15356, 2, 525.1, 0:B1:0.0, 8.6\n"
 ROWS_65 = "".join(ROW.replace("GPU-1", f"GPU-{number}") for number in range(65))
 NONSENSE = {

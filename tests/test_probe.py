@@ -90,6 +90,12 @@ def test_a_shell_that_prints_a_banner_spoils_nothing():
     assert ask(banner, "probe", REQUEST, timeout_s=30)["values"]["executable"] == sys.executable
 
 
+def test_a_shell_that_takes_its_time_says_nothing_about_the_clock():
+    facts = probe_all({"slow": host("slow", activate="sleep 2")}, timeout_s=60)["slow"]
+    assert facts.clock_error_s >= 1
+    assert abs(facts.clock_offset_s) <= facts.clock_error_s + 0.1
+
+
 def test_each_host_has_its_own_answer_within_the_deadline(tmp_path):
     hosts = {
         "good": host("good", workdir=tmp_path),

@@ -26,6 +26,7 @@ from orchestrator.call import Host
 from orchestrator.collect import collect
 from orchestrator.controller import Controller
 from orchestrator.errors import HostError, OrchError, ProbeError, UsageError
+from orchestrator.facts import Interface
 from orchestrator.frames import read_frames
 from orchestrator.paths import Home, RunFolder
 from orchestrator.remote.processes import MARK
@@ -348,6 +349,14 @@ def test_a_public_training_address_is_warned_of():
     ]
     (note,) = [note for note in plan(nodes, found).notes if "public" in note]
     assert "n41 (8.8.8.8)" in note and "n42" not in note and "neither encrypted nor authenticated" in note
+
+
+def test_a_public_address_beside_a_private_training_address_is_warned_of():
+    nodes, found = pair()
+    second = Interface(name="wan0", addresses=("9.9.9.9/24", "fe80::1/64"), mtu=1500, up=True)
+    found["n42"] = found["n42"].model_copy(update={"interfaces": (*found["n42"].interfaces, second)})
+    (note,) = [note for note in plan(nodes, found).notes if "public" in note]
+    assert "n42 (9.9.9.9)" in note and "n41" not in note and "firewall" in note
 
 
 # ---- folders --------------------------------------------------------------------------------------------------
