@@ -187,6 +187,9 @@ class Clusters:
         bare = cluster.with_venvs({})  # no environment is asked to remove itself
         answers = self._on_each(bare, {"action": "down"}, lambda told: {"removed": words_of(told["removed"])})
         self.store.save_cluster(cluster.with_venvs(_without(cluster.venvs, set(values(answers)))))
+        for record in self.store.jobs():
+            if record.cluster == cluster.name:
+                self.store.files_removed(record.id, now_utc(), list(values(answers)))
         if not errors(answers):
             for cleared in self.store.uncollected(cluster.name):
                 self.store.nothing_to_collect(cleared)

@@ -154,6 +154,8 @@ def _pull(
                     refuse_if_full(run.root)
             elif isinstance(item, Agent):
                 collected.agents[name] = item.record
+                if item.record.get("gone") is True:  # what is known of this host's part is as good as it gets
+                    continue
                 if item.record.get("state") != "lost" or not run.agent(name).exists():
                     write_json(run.agent(name), item.record)
             elif isinstance(item, End):

@@ -21,6 +21,7 @@ from orchestrator import collect, job, pull, rescan
 from orchestrator.call import Host, understood, words_of
 from orchestrator.clusters import Clusters, now_utc
 from orchestrator.connections import Connections
+from orchestrator.copies import is_removed, nothing_left
 from orchestrator.errors import ConnectError, HostError, HostsError, OrchError, StateError, UsageError
 from orchestrator.faults import fault_words
 from orchestrator.files import own_folder
@@ -28,7 +29,7 @@ from orchestrator.frames import Agent, Beat, Piece
 from orchestrator.heard import Heard
 from orchestrator.lines import Line, Splitter
 from orchestrator.live import LiveView, Progress
-from orchestrator.outlook import View, foreseen, look, memory_notes, read_network, with_best_way
+from orchestrator.outlook import COLLECTIVES, View, foreseen, look, memory_notes, read_network, with_best_way
 from orchestrator.owner import read_owner
 from orchestrator.paths import RUNS, RunFolder
 from orchestrator.plan import build_plan
@@ -71,6 +72,14 @@ class Notice:
 
 
 @dataclass(frozen=True)
+class Unpulled:
+    """By job, what would be lost with its files on its hosts: (node, file). errors: hosts that could not be asked."""
+
+    files: Mapping[str, Sequence[tuple[str, Output]]]
+    errors: Mapping[str, HostError]
+
+
+@dataclass(frozen=True)
 class Outputs:
     """By node, what a job wrote beside its logs; and the hosts that could not be asked."""
 
@@ -101,7 +110,7 @@ class Controller:
     def plan(self, cluster: Cluster, request: RunRequest, code: CodeFolder, only: Sequence[str] = ()) -> LaunchPlan:
         """only: the nodes to take; none means all that are not released. Raises HostsError for unusable ones."""
         plan, profiles = self._drawn(cluster, request, code, only)
-        return _with_outlook(with_speeds(plan, profiles), profiles, request)
+        return _with_outlook(with_speeds(plan, profiles), profiles, request, self.store.runs_of(COLLECTIVES))
 
     def outlook(
         self,
@@ -110,14 +119,16 @@ class Controller:
         code: CodeFolder,
         only: Sequence[str] = (),
         *,
-        out: Path,
+        out: Path | None = None,
         bandwidth_bps: float | None = None,
     ) -> tuple[LaunchPlan, View]:
-        """What would run, and what is known of its speed. out: the folder of collected runs. Raises UsageError where
-        too little is known, HostsError for hosts that cannot take part.
+        """What would run, and what is known of its speed. out: a folder of collected runs; None means the usual one,
+        and all others that are remembered. Raises UsageError where too little is known, HostsError for hosts that
+        cannot take part.
         """
         plan, profiles = self._drawn(cluster, request, code, only)
-        return plan, look(plan, profiles, read_network(out, plan), bandwidth_bps)
+        network = read_network(out, plan) if out else read_network(RUNS, plan, self.store.runs_of(COLLECTIVES))
+        return plan, look(plan, profiles, network, bandwidth_bps)
 
     def _drawn(
         self, cluster: Cluster, request: RunRequest, code: CodeFolder, only: Sequence[str]
@@ -200,7 +211,7 @@ class Controller:
         self, plan: LaunchPlan, hosts: Mapping[str, Host], *, until_end: bool = True
     ) -> Iterator[tuple[Line, ...] | Notice | Progress]:
         """Every line of every rank from the first on, those together that came together; keeps the job's record up to
-        date.
+        date. Raises OrchError where no host holds anything of the job any more.
 
         until_end: until the job has ended, with its progress a few times a second; else only what is there now.
         """
@@ -251,6 +262,8 @@ class Controller:
                 break
         if lines := tuple(splitter.rest()):
             yield lines
+        if _is_gone(plan, heard.records) and self.store.job(plan.job).state != "starting":
+            raise nothing_left(self.store, plan)
         yield from _dropped(heard.records)
         if has_news:
             yield view.progress()
@@ -381,11 +394,40 @@ class Controller:
     # ---- files ------------------------------------------------------------------------------------------------
 
     def outputs(self, plan: LaunchPlan, only: Sequence[str] = ()) -> Outputs:
-        """What the job wrote beside its logs, as its hosts list it now. only: of these nodes; none means all."""
+        """What the job wrote beside its logs, as its hosts list it now. only: of these nodes; none means all. Raises
+        OrchError where no host holds anything of the job any more.
+        """
+        if is_removed(self.store, plan):
+            raise nothing_left(self.store, plan)
         hosts, unreachable = self._own_hosts(plan, only)
         listed = list_outputs(hosts, {name: [plan.job] for name in hosts})
         found = {name: listings[plan.job] for name, listings in values(listed).items()}
+        if len(found) == len(plan.nodes) and all(listing.gone for listing in found.values()):
+            raise nothing_left(self.store, plan)
         return Outputs(found, {**unreachable, **errors_by_node(listed)})
+
+    def unpulled(self, cluster: Cluster) -> Unpulled:
+        """Of the jobs that `down` would remove: what they wrote and no remembered run folder has."""
+        plans = {}
+        for record in self.store.jobs():
+            with suppress(OrchError):  # one that is damaged
+                plan = self.store.plan(record.id)
+                if record.cluster == cluster.name and not is_removed(self.store, plan):
+                    plans[record.id] = plan
+        known = [node.name for node in cluster.nodes]
+        asked = {
+            name: [job_id for job_id, plan in plans.items() if name in {node.name for node in plan.nodes}]
+            for name in known
+        }
+        found = self.connections.open([cluster.node(name) for name, jobs in asked.items() if jobs])
+        listed = list_outputs(values(found), asked)
+        files: dict[str, list[tuple[str, Output]]] = {}
+        for name, listings in values(listed).items():
+            for job_id, listing in listings.items():
+                runs = [RunFolder(folder) for folder in self.store.run_folders(job_id)]
+                if lacking := pull.nowhere(runs, name, listing.files):
+                    files.setdefault(job_id, []).extend((name, output) for output in lacking)
+        return Unpulled(files, {**errors_by_node(found), **errors_by_node(listed)})
 
     def pull(
         self,
@@ -432,15 +474,19 @@ class Controller:
 
         While somebody else collects into that folder, it is only read. Raises HeldError where there is nothing yet.
         """
+        if is_removed(self.store, plan):
+            raise nothing_left(self.store, plan)
         run = RunFolder(out / plan.job)
         own_folder(run.root)
         try:
             with collect.claimed(run):
-                self.store.remember_run(plan.job, run.root)
-                write_record(run.plan, plan)
                 hosts, unreachable = self.hosts_of(plan)
                 collected = collect.collect(plan, hosts, run, progress, limit_bytes=limit_bytes)
                 record, failed = self._remember(plan, collected.agents), {**unreachable, **collected.errors}
+                if record.state != "starting" and _is_gone(plan, collected.agents):
+                    raise nothing_left(self.store, plan)
+                self.store.remember_run(plan.job, run.root)
+                write_record(run.plan, plan)
                 write_record(run.job, record)
                 summary = self.report(run)
             if record.state in FINAL_STATES and not failed:
@@ -462,14 +508,21 @@ class Controller:
         return summary
 
 
-def _with_outlook(plan: LaunchPlan, profiles: Profiles, request: RunRequest) -> LaunchPlan:
+def _is_gone(plan: LaunchPlan, agents: Mapping[str, Mapping[str, Any] | HostError]) -> bool:
+    """Whether all hosts of the job say that they hold nothing of it."""
+    gone = [isinstance(agent, Mapping) and agent.get("gone") is True for agent in agents.values()]
+    return len(gone) == len(plan.nodes) and all(gone)
+
+
+def _with_outlook(plan: LaunchPlan, profiles: Profiles, request: RunRequest, measured: Sequence[Path]) -> LaunchPlan:
     """The same plan with what it is foreseen to do, as far as speeds and links are known; where the person leaves the
-    strategy to us, with the best one. Raises UsageError where that asks for what is not known.
+    strategy to us, with the best one. measured: run folders of collectives, beside those of the usual folder. Raises
+    UsageError where that asks for what is not known.
     """
     if plan.kind != "experiment" or plan.settings.get("profile_s"):
         return plan
     try:
-        view = look(plan, profiles, read_network(RUNS, plan))
+        view = look(plan, profiles, read_network(RUNS, plan, measured))
     except UsageError:
         if request.best_way:
             raise

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ from trainer.shares import Speed, parse_speeds
 FITTED_MIB = 25.0
 """About what `bucket_mib=0` comes to on a slow link."""
 SEEN_RUNS = 50
+COLLECTIVES = "collectives-"
+"""How the ids of jobs begin that measure the network."""
 """Newest runs of collectives that are looked at for one of these hosts."""
 UNTOLD = ("pace", "catalogue")
 """Whence speeds come that a run's ranks are not told, nor what their memory holds."""
@@ -195,10 +197,13 @@ def _costs_words(costs: Costs) -> str:
     return f"{costs.name}: {costs.source}"
 
 
-def read_network(out: Path, plan: LaunchPlan) -> Network | None:
-    """The newest collected run of collectives over (at least) these hosts, in the folder of collected runs."""
+def read_network(out: Path, plan: LaunchPlan, elsewhere: Iterable[Path] = ()) -> Network | None:
+    """The newest collected run of collectives over (at least) these hosts: in the folder of collected runs, or among
+    run folders elsewhere.
+    """
     wanted = {node.name for node in plan.nodes}
-    newest = sorted(out.glob("collectives-*"), reverse=True)  # their names tell when
+    found_runs = [*out.glob(f"{COLLECTIVES}*"), *elsewhere]
+    newest = sorted(found_runs, key=lambda folder: folder.name, reverse=True)  # their names tell when
     for folder in newest[:SEEN_RUNS]:
         try:
             summary = Summary.load(RunFolder(folder))

@@ -68,6 +68,10 @@ class Home:
         """There as long as the hosts may hold files of this job that nobody has collected since its end."""
         return self.job(job) / "uncollected"
 
+    def removed(self, job: str) -> Path:
+        """There once `orch down` has removed files of this job from its hosts."""
+        return self.job(job) / "removed.json"
+
     def collected(self, job: str) -> Path:
         """Into which run folders this job was collected or pulled, newest first."""
         return self.job(job) / "collected.json"

@@ -203,6 +203,12 @@ def is_here(run: RunFolder, node: str, output: Output) -> bool:
     return stat.S_ISREG(found.st_mode) and found.st_size == output.size and same_time
 
 
+def nowhere(runs: Sequence[RunFolder], node: str, files: Iterable[Output]) -> list[Output]:
+    """Those that none of these run folders has. What lies in a folder of the person's own is not the job's to lose."""
+    own = [output for output in files if not output.name.startswith("checkpoint_dir/")]
+    return [output for output in own if not any(is_here(run, node, output) for run in runs)]
+
+
 # ---- bringing it home -----------------------------------------------------------------------------------------
 
 

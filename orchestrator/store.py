@@ -19,7 +19,7 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,6 +41,16 @@ class Problem(Record):
 
     message: str
     remedy: str = ""
+
+
+class Removal(Record):
+    """That `orch down` removed a job's files."""
+
+    schema_: int = Field(SCHEMA, alias="schema", serialization_alias="schema")
+    at: str
+    """When, ISO 8601."""
+    nodes: tuple[str, ...]
+    """From which hosts."""
 
 
 class Venv(Record):
@@ -235,6 +245,18 @@ class Store:
         with self._if_writable():
             self.home.uncollected(job).unlink(missing_ok=True)
 
+    def files_removed(self, job: str, at: str, nodes: Sequence[str]) -> None:
+        """Notes that `orch down` removed the job's files from these hosts."""
+        with self._locked():
+            before = self.removal(job)
+            every = sorted({*nodes, *(before.nodes if before else ())})
+            write_record(self.home.removed(job), Removal(schema=1, at=at, nodes=tuple(every)))
+
+    def removal(self, job: str) -> Removal | None:
+        """None where `orch down` has removed nothing of this job. Raises StateError where the note is damaged."""
+        path = self.home.removed(job)
+        return self._read(path, Removal) if path.exists() else None
+
     def remember_run(self, job: str, folder: Path) -> None:
         """This run folder holds files of the job."""
         here = folder.absolute()
@@ -249,6 +271,10 @@ class Store:
             told = json.loads(self.home.collected(job).read_text())["folders"]
             return [Path(folder) for folder in told if Path(folder).is_dir()]
         return []
+
+    def runs_of(self, begins: str) -> list[Path]:
+        """The run folders of all jobs whose ids begin so."""
+        return [folder for job in self.job_ids() if job.startswith(begins) for folder in self.run_folders(job)]
 
     def find_job(self, wanted: str) -> str:
         """The id meant by an id, a unique prefix of one, or `latest`. Raises UsageError where none or several fit."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,11 @@ from orchestrator.cli.common import (
 from orchestrator.cli.complete import node_names
 from orchestrator.errors import UsageError
 
+SHOWN_JOBS, SHOWN_FILES = 5, 3
+
 if TYPE_CHECKING:
     from orchestrator.clusters import Up
+    from orchestrator.controller import Unpulled
 
 
 @click.command()
@@ -254,6 +257,10 @@ def down(yes: bool, cluster: str | None, as_json: bool) -> None:
         found = controller.store.cluster(cluster)
         if jobs := controller.store.uncollected(found.name):
             console.warn(f"jobs not collected: {len(jobs)} ({', '.join(jobs[:3])}); their files go, too")
+        with busy(f"looking at what jobs wrote on {len(found.nodes)} hosts"):
+            lost = controller.unpulled(found)
+        for line in _unpulled_words(lost):
+            console.warn(line)
         question = f"End the jobs of {found.name} and remove our files from {len(found.nodes)} hosts?"
         if not yes:
             click.confirm(question, abort=True, err=True)
@@ -262,6 +269,23 @@ def down(yes: bool, cluster: str | None, as_json: bool) -> None:
     _show_answers(
         answers, lambda answer: f"removed {', '.join(answer['removed'])}" if answer["removed"] else "clean", as_json
     )
+
+
+def _unpulled_words(lost: Unpulled) -> Iterator[str]:
+    """What goes with `down` and is nowhere here, a line a job."""
+    from orchestrator.units import format_bytes
+
+    for job, files in list(lost.files.items())[:SHOWN_JOBS]:
+        largest = sorted(files, key=lambda pair: pair[1].size, reverse=True)[:SHOWN_FILES]
+        some = ", ".join(f"{file.name} {format_bytes(file.size)} on {node}" for node, file in largest)
+        more = f" and {len(files) - len(largest)} more" if len(files) > len(largest) else ""
+        size = format_bytes(sum(file.size for _, file in files))
+        yield f"never pulled of {job}: {len(files)} files, {size} ({some}{more}); `orch pull {job}` brings them home"
+    if others := list(lost.files.values())[SHOWN_JOBS:]:
+        size = format_bytes(sum(file.size for files in others for _, file in files))
+        yield f"never pulled of {len(others)} older jobs: {size}"
+    for error in lost.errors.values():
+        yield f"not asked what its jobs wrote: {error}"
 
 
 def _show_up(found: Up, as_json: bool) -> None:

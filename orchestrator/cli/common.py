@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import click
+from click.core import ParameterSource
 
 from orchestrator.cli.complete import cluster_names, job_ids, node_names, setting_pairs
 from orchestrator.errors import HostsError, OrchError
@@ -51,6 +52,12 @@ out_option: Decorator = click.option(
     "--out", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Folder of collected runs."
 )
 nodes_option: Decorator = click.option("--nodes", metavar="A,B", help="Only these nodes.", shell_complete=node_names)
+
+
+def given_out(out: Path) -> Path | None:
+    """The folder that a person chose with --out; None where nobody did."""
+    source = click.get_current_context().get_parameter_source("out")
+    return None if source in (None, ParameterSource.DEFAULT) else out
 
 
 def settings_option(help: str) -> Decorator:

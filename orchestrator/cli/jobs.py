@@ -255,11 +255,14 @@ def jobs(rescan: bool, cluster: str | None, as_json: bool) -> None:
 def logs(wanted: str, follow: bool, only_node: str | None, only_rank: int | None) -> None:
     """What the ranks printed, each line with its node and rank.
 
+    After `orch down`, what was collected of it.
+
     \b
     orch logs --job latest -f
     orch logs --job resnet152 --node v100 --rank 0
     """
     from orchestrator import console
+    from orchestrator.copies import copied_lines, is_removed, newest_copy, nothing_left
     from orchestrator.lines import Line
 
     def chosen(line: Line) -> bool:
@@ -271,11 +274,18 @@ def logs(wanted: str, follow: bool, only_node: str | None, only_rank: int | None
             controller.store.cluster(plan.cluster).node(only_node)
         if only_rank is not None and not 0 <= only_rank < plan.world_size:
             raise UsageError(f"{plan.job} has no rank {only_rank}", f"its ranks: 0 to {plan.world_size - 1}")
+        if is_removed(controller.store, plan):
+            why, copy = nothing_left(controller.store, plan), newest_copy(controller.store, plan.job)
+            if copy is None:
+                raise why
+            console.say(f"{why.message}; these are the lines that were collected into {copy.root}")
+            return console.print_events(copied_lines(plan, copy), chosen)
         hosts, errors = controller.hosts_of(plan)
         console.fail_each(errors.values())
         console.print_events(controller.follow(plan, hosts, until_end=follow), chosen)
         if errors:
             sys.exit(3)
+    return None
 
 
 @click.command()

@@ -10,6 +10,7 @@ import click
 from orchestrator.cli.common import (
     Quantity,
     cluster_option,
+    given_out,
     json_option,
     names_of,
     open_controller,
@@ -80,7 +81,9 @@ def _own(
     only = names_of(nodes)
     with open_controller() as controller:
         chosen = controller.store.cluster(cluster)
-        made, view = controller.outlook(chosen, wish.request, wish.code, only, out=out, bandwidth_bps=bandwidth)
+        made, view = controller.outlook(
+            chosen, wish.request, wish.code, only, out=given_out(out), bandwidth_bps=bandwidth
+        )
     return outlook_of(made, view, wish.request.chosen)
 
 

@@ -11,6 +11,7 @@ import click
 from orchestrator.cli.common import (
     Quantity,
     busy,
+    given_out,
     job_option,
     json_option,
     open_controller,
@@ -90,17 +91,22 @@ def _pull_checkpoints(plan: LaunchPlan, out: Path) -> None:
 def report(wanted: str, out: Path, as_json: bool) -> None:
     """The comparison of a collected run once more; asks no host.
 
+    A run that is not in ./runs is found where it was collected last.
+
     \b
     orch report --job latest
     orch report --job latest --json | jq .efficiency
     """
     from orchestrator import console
+    from orchestrator.copies import newest_copy
     from orchestrator.paths import RunFolder
 
     with open_controller() as controller:
         # A folder of last month's run needs no memory of it.
         job = wanted if (out / wanted).is_dir() else controller.store.find_job(wanted)
         run_folder = RunFolder(out / job)
+        if not run_folder.plan.is_file() and not given_out(out):
+            run_folder = newest_copy(controller.store, job) or run_folder
         if not run_folder.plan.is_file():
             raise UsageError(f"{run_folder.root} holds no collected run", f"`orch collect --job {job}` first")
         summary = controller.report(run_folder)

@@ -190,7 +190,7 @@ def _follow(out: Out, job: Job, files: list[LogFile]) -> None:
 
 
 def _look(job: Job) -> dict[str, Any]:
-    return look(job) if job.root.is_dir() else {"state": "lost", "alive": False}
+    return look(job) if job.root.is_dir() else {"state": "lost", "alive": False, "gone": True}
 
 
 def _controller_left(wait_s: float) -> bool:
