@@ -176,8 +176,9 @@ def test_pure_modules_know_no_network_process_or_screen(name):
     assert {found for found in ours(HERE[name]) if found.startswith(("transport", "remote"))} == set()
 
 
-def test_the_verdict_on_a_host_is_pure_too():
-    assert tops(REMOTE["remote.verdict"]) <= {"__future__", "re", "typing"}
+@pytest.mark.parametrize("name", ["remote.verdict", "remote.generations"])
+def test_what_the_hub_decides_is_pure_too(name):
+    assert tops(REMOTE[name]) <= {"__future__", "collections", "re", "typing"}
 
 
 @pytest.mark.parametrize("name", sorted(GROUND))

@@ -11,7 +11,8 @@ listen, for the sake of what an earlier job left there, and not in between. A na
 which Linux has once a network, as it has TCP ports (unix(7)), keeps two jobs of ours apart that bind at once.
 
 torch's store asks nobody who he is. So the kernel does, as far as it can: a filter on the socket lets in packets from
-the addresses of the job's hosts alone (classic BPF, which needs no rights: socket(7), SO_ATTACH_FILTER).
+the addresses of the job's hosts alone (classic BPF: socket(7), SO_ATTACH_FILTER). Most kernels take one of any user;
+some of late take it of root alone (seen with 6.18.44), and there the store answers whoever reaches it.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def listen(store: socket.socket) -> None:
 
 
 def admit(store: socket.socket, addresses: Collection[str]) -> None:
-    """Who connects from another address than these gets no answer; on a kernel without such filters, anybody does."""
+    """Who connects from another address than these gets no answer, where the kernel lets us have it so."""
     version = 6 if store.family == socket.AF_INET6 else 4
     code = b"".join(_passes(ipaddress.ip_address(one.partition("%")[0]), version) for one in sorted(addresses))
     code += _instruction(_RETURN, 0, 0, 0)
