@@ -36,7 +36,7 @@ demo: $(READY)
 	$(BIN)/orch up inventory/local.yaml; \
 	$(BIN)/orch run --exp resnet152_cifar --set data=synthetic --set steps=8 --set batch=8 --set lr=0.001 --set eval_every=0; \
 	$(BIN)/orch collect --job latest --out runs/demo; \
-	echo "look around: export ORCH_HOME=$$ORCH_HOME; remove it from ~/.orch: $(BIN)/orch down"
+	echo "look around: export ORCH_HOME=$$ORCH_HOME; remove it from ~/.orch-local: $(BIN)/orch down"
 
 # Three at a time, each file's tests in their order: with two the cores stood half idle, more of them disturb each other.
 test: $(READY) packages

@@ -81,6 +81,9 @@ def _python(node: Node, facts: NodeFacts) -> Finding:
 
 
 def _workdir(node: Node, facts: NodeFacts) -> Finding:
+    if facts.workdir_unfit:
+        problem, remedy = facts.workdir_unfit
+        return f"its work folder: {problem}", remedy
     if not facts.workdir_error:
         return FINE
     problem = f"its work folder {facts.workdir or node.workdir} cannot be written ({facts.workdir_error})"

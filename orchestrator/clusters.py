@@ -10,23 +10,27 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from orchestrator import checks, job
-from orchestrator.call import Host, ask, understood, words_of
+from orchestrator import belongings, checks
+from orchestrator.belongings import Cleared, Reaped, Survey, Who
+from orchestrator.call import Host
 from orchestrator.connections import Connections
 from orchestrator.election import Election, elect
 from orchestrator.errors import HostError, HostsError, InventoryError, OrchError, StateError, UsageError
 from orchestrator.facts import NodeFacts
 from orchestrator.inventory import Inventory, Node, load_inventory
+from orchestrator.owner import read_owner
 from orchestrator.probe import probe
-from orchestrator.records import MASK
+from orchestrator.records import ENDED, MASK
 from orchestrator.store import Cluster, Problem, Store, Venv
-from orchestrator.text import one_line
 from orchestrator.transport.fanout import errors, errors_by_node, values
 
 PROBE_S = 90.0
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -59,11 +63,13 @@ class Clusters:
             known = self.store.known_cluster(inventory.cluster)
         except StateError as error:
             forgotten = (f"{error.message}: what `orch node` and `orch master` had changed is forgotten",)
-        nodes = inventory.nodes
+        nodes, file = inventory.nodes, os.path.abspath(inventory.file)
+        if known and known.file != file:
+            forgotten += self._takes_over(known, inventory)
         if known:
             nodes = tuple(node for node in nodes if node.name not in known.removed)
             nodes += tuple(node for node in known.extra if node.name not in {n.name for n in nodes})
-        cluster = Cluster(schema=1, name=inventory.cluster, file=os.path.abspath(inventory.file), nodes=nodes)
+        cluster = Cluster(schema=1, name=inventory.cluster, file=file, nodes=nodes)
         if known:
             kept = ("added", "released", "removed", "extra", "master_pin")
             cluster = cluster.model_copy(update={name: getattr(known, name) for name in kept})
@@ -74,6 +80,23 @@ class Clusters:
             )
         up = self._look(cluster, cluster.nodes)
         return replace(up, warnings=(*forgotten, *inventory.warnings, *up.warnings))
+
+    def _takes_over(self, known: Cluster, inventory: Inventory) -> tuple[str, ...]:
+        """What to say where another file takes the place of a cluster that is known by the same name. Raises UsageError
+        where that would put jobs out of reach that have not ended.
+        """
+        here = {_place(node) for node in inventory.nodes}
+        elsewhere = [node.name for node in known.nodes if _place(node) not in here]
+        if not elsewhere:
+            return ()
+        whose = f"cluster {known.name} is that of {known.file} until now, with other hosts ({', '.join(elsewhere)})"
+        running = [job.id for job in self.store.jobs() if job.cluster == known.name and job.state not in ENDED]
+        if running:
+            raise UsageError(
+                f"{whose} and jobs that have not ended: {', '.join(running[:3])}",
+                f"give {inventory.file} another `cluster:` name, or first `orch down --cluster {known.name}`",
+            )
+        return (f"{whose}: this file takes its place",)
 
     def add_node(self, cluster: Cluster, node: Node) -> Up:
         if node.name in {other.name for other in cluster.nodes}:
@@ -176,33 +199,28 @@ class Clusters:
 
     # ---- cleaning up ------------------------------------------------------------------------------------------
 
-    def reap(self, cluster: Cluster, *, end: bool) -> dict[str, dict[str, Any] | HostError]:
-        """Per node: {"found": [{"job", "processes", "stayed"?}], "programs": [...]}: what jobs without a supervisor
-        left, and programs of ours that a silent link left.
-        """
-        return self._on_each(cluster, {"action": "reap", "end": end}, _found_left)
+    def look(self, cluster: Cluster) -> dict[str, Survey | HostError]:
+        """What lies in each node's work folder, and whose it is."""
+        return self._on_each(cluster, belongings.look)
 
-    def down(self, cluster: Cluster) -> dict[str, dict[str, Any] | HostError]:
-        """Per node: {"removed": [folders]}."""
+    def reap(self, cluster: Cluster, *, end: bool) -> dict[str, Reaped | HostError]:
+        """What jobs without a supervisor, and silent links, left on each node; `end` ends ours."""
+        return self._on_each(cluster, partial(belongings.reap, end=end))
+
+    def down(self, cluster: Cluster) -> dict[str, Cleared | HostError]:
+        """Ends and removes what is this cluster's, and ours, on each node."""
         bare = cluster.with_venvs({})  # no environment is asked to remove itself
-        answers = self._on_each(bare, {"action": "down"}, lambda told: {"removed": words_of(told["removed"])})
+        answers = self._on_each(bare, belongings.down)
         self.store.save_cluster(cluster.with_venvs(_without(cluster.venvs, set(values(answers)))))
-        for record in self.store.jobs():
-            if record.cluster == cluster.name:
-                self.store.files_removed(record.id, now_utc(), list(values(answers)))
-        if not errors(answers):
-            for cleared in self.store.uncollected(cluster.name):
-                self.store.nothing_to_collect(cleared)
         return answers
 
-    def _on_each(
-        self, cluster: Cluster, request: Mapping[str, Any], read: Callable[[dict[str, Any]], dict[str, Any]]
-    ) -> dict[str, dict[str, Any] | HostError]:
-        def one(host: Host) -> dict[str, Any]:
-            answer = ask(host, "control", {**request, "workdir": host.workdir}, timeout_s=job.ASK_S)
-            return understood(host.node, lambda: read(answer))
+    def adopt(self, cluster: Cluster, jobs: Sequence[str]) -> dict[str, tuple[str, ...] | HostError]:
+        """Makes these jobs of the cluster ours on each node, whoever started them."""
+        return self._on_each(cluster, partial(belongings.adopt, jobs=jobs))
 
-        return self.connections.each(cluster.nodes, one, deadline_s=job.ASK_S + 5)
+    def _on_each(self, cluster: Cluster, action: Callable[[Host, Who], Answer]) -> dict[str, Answer | HostError]:
+        who = Who(read_owner(self.store.home), cluster.name)
+        return self.connections.each(cluster.nodes, lambda host: action(host, who), deadline_s=belongings.CLEAR_S + 5)
 
 
 def with_env(cluster: Cluster, nodes: Sequence[Node]) -> list[Node]:
@@ -246,11 +264,9 @@ def _with_election(cluster: Cluster, election: Election | None) -> Cluster:
     return cluster.model_copy(update=update)
 
 
-def _found_left(answer: Mapping[str, Any]) -> dict[str, Any]:
-    lists = ("processes", "stayed")
-    jobs = [{"job": one_line(job["job"]), **{key: words_of(job[key]) for key in lists if key in job}}
-            for job in answer["found"]]  # fmt: skip
-    return {"found": jobs, "programs": words_of(answer["programs"])}
+def _place(node: Node) -> tuple[Any, ...]:
+    """Which folder of which machine a node is, as far as an inventory tells."""
+    return node.transport, node.host, node.port, node.user, node.proxy_jump, node.workdir
 
 
 def _peers(node: Node, nodes: Sequence[Node]) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator import collect, job, pull, rescan
+from orchestrator.belongings import Cleared
 from orchestrator.call import Host, understood, words_of
 from orchestrator.clusters import Clusters, now_utc
 from orchestrator.connections import Connections
@@ -35,7 +36,7 @@ from orchestrator.paths import RUNS, RunFolder
 from orchestrator.plan import build_plan
 from orchestrator.profiles import Profiles, kinds_of, with_speeds
 from orchestrator.pull import Listing, Output, Pulled, list_outputs
-from orchestrator.records import ENDED, FINAL_STATES, CodeFolder, JobRecord, LaunchPlan, write_record
+from orchestrator.records import ENDED, FINAL_STATES, CodeFolder, JobRecord, LaunchPlan, Owner, write_record
 from orchestrator.request import RunRequest, Wish, read_wish
 from orchestrator.resume import last_checkpoint, settings_of
 from orchestrator.store import Cluster, Store
@@ -315,6 +316,7 @@ class Controller:
         if record.state in ENDED:
             return record, {}
         plan = self.store.plan(record.id)
+        launched = not self.store.home.launching(record.id).exists()  # before the hosts are asked
         hosts, unreachable = self.hosts_of(plan)
         found: dict[str, Mapping[str, Any] | HostError] = {**unreachable, **job.agents(plan, hosts)}
         if self.store.is_half_started(record.id):
@@ -322,12 +324,17 @@ class Controller:
                 found = {**unreachable, **self._end(plan, hosts, fence=True)}
             if not errors_by_node(found):
                 self.store.start_is_over(record.id)
-        return self._remember(plan, found), errors_by_node(found)
+        return self._remember(plan, found, launched=launched), errors_by_node(found)
 
     def cancel(self, plan: LaunchPlan) -> tuple[JobRecord, list[str]]:
         """Ends the job everywhere, whatever we remember of it, and waits for it. Returns its record and, host by host,
-        what would not end or cannot be seen.
+        what would not end or cannot be seen. Raises UsageError for a job that is somebody else's.
         """
+        if plan.owner and plan.owner != read_owner(self.store.home):
+            raise UsageError(
+                f"{plan.job} belongs to {plan.owner.name}",
+                "it is theirs to end; if that was you, `orch jobs --rescan --adopt` makes it yours",
+            )
         hosts, unreachable = self.hosts_of(plan)
         half = self.store.is_half_started(plan.job)
         found = {**unreachable, **self._end(plan, hosts, fence=half)}
@@ -383,13 +390,59 @@ class Controller:
             agents: dict[str, Mapping[str, Any] | HostError] = {**rescan.agents_of(job_id, plan, answers)}
             record = job.combine(plan, agents, rescan.record_of(plan), datetime.now(timezone.utc))
             self.store.save_job(record, plan)
+            if plan.owner != read_owner(self.store.home):  # `orch down` takes it from nobody
+                self.store.nothing_to_collect(record.id)
             rebuilt.append(record)
         return rebuilt
 
-    def _remember(self, plan: LaunchPlan, found: Mapping[str, Mapping[str, Any] | HostError]) -> JobRecord:
-        return self.store.change_job(
-            plan.job, lambda known: job.combine(plan, found, known, datetime.now(timezone.utc))
-        )
+    def not_ours(self, clusters: Sequence[str]) -> dict[Owner | None, list[str]]:
+        """The remembered jobs of these clusters that another home started; None: an older orch, which left no name."""
+        found, own = dict[Owner | None, list[str]](), read_owner(self.store.home)
+        for record in self.store.jobs():
+            with suppress(OrchError):
+                owner = self.store.plan(record.id).owner
+                if record.cluster in clusters and owner != own:
+                    found.setdefault(owner, []).append(record.id)
+        return found
+
+    def adopt(self, jobs: Sequence[str]) -> dict[str, HostError]:
+        """Makes these remembered jobs ours, on every host of theirs; gives the hosts where that could not be done."""
+        owner, failed = read_owner(self.store.home), dict[str, HostError]()
+        plans = [self.store.plan(wanted) for wanted in jobs]
+        for name in {plan.cluster for plan in plans}:
+            ours = [plan for plan in plans if plan.cluster == name]
+            missed = errors_by_node(self.clusters.adopt(self.store.cluster(name), [plan.job for plan in ours]))
+            failed |= missed
+            for plan in ours:
+                if not missed.keys() & {node.name for node in plan.nodes}:
+                    self.store.save_job(self.store.job(plan.job), plan.model_copy(update={"owner": owner}))
+        return failed
+
+    def _remember(
+        self, plan: LaunchPlan, found: Mapping[str, Mapping[str, Any] | HostError], *, launched: bool = False
+    ) -> JobRecord:
+        now = datetime.now(timezone.utc)
+        return self.store.change_job(plan.job, lambda known: job.combine(plan, found, known, now, launched=launched))
+
+    # ---- cleaning up ------------------------------------------------------------------------------------------
+
+    def down(self, cluster: Cluster) -> dict[str, Cleared | HostError]:
+        """Ends this cluster's jobs and removes what is ours from its hosts; remembers how they ended, and that their
+        files are gone.
+        """
+        answers = self.clusters.down(cluster)
+        cleared, now = values(answers), now_utc()
+        for wanted in {job_id for answer in cleared.values() for job_id in answer.jobs} & {*self.store.job_ids()}:
+            last = {name: answer.jobs[wanted] for name, answer in cleared.items() if wanted in answer.jobs}
+            self.store.files_removed(wanted, now, list(last))
+            with suppress(OrchError):  # its record is damaged
+                self._remember(self.store.plan(wanted), last)
+        if not errors(answers):
+            held = {there.job for answer in cleared.values() for there in answer.left}
+            for wanted in self.store.uncollected(cluster.name):
+                if wanted not in held:
+                    self.store.nothing_to_collect(wanted)
+        return answers
 
     # ---- files ------------------------------------------------------------------------------------------------
 
@@ -408,11 +461,11 @@ class Controller:
 
     def unpulled(self, cluster: Cluster) -> Unpulled:
         """Of the jobs that `down` would remove: what they wrote and no remembered run folder has."""
-        plans = {}
+        plans, own = {}, read_owner(self.store.home)
         for record in self.store.jobs():
             with suppress(OrchError):  # one that is damaged
                 plan = self.store.plan(record.id)
-                if record.cluster == cluster.name and not is_removed(self.store, plan):
+                if record.cluster == cluster.name and plan.owner == own and not is_removed(self.store, plan):
                     plans[record.id] = plan
         known = [node.name for node in cluster.nodes]
         asked = {

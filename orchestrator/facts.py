@@ -27,6 +27,7 @@ MAX_INTERFACES = 256
 MAX_PEERS = 2048
 MAX_ADDRESSES = 1024
 MAX_TEXT = 200
+MAX_WORDS = 1000
 NOT_FOUND = 127
 MIB = 1 << 20
 # Flags of an interface that is up and has a carrier: IFF_UP and IFF_RUNNING of netdevice(7).
@@ -149,6 +150,11 @@ class NodeFacts(Fact):
     workdir: Annotated[str, Field(max_length=4096)]
     """Absolute path on the host."""
     workdir_error: Text | None = None
+    """Why it cannot be written."""
+    workdir_unfit: (
+        tuple[Annotated[str, Field(max_length=MAX_WORDS)], Annotated[str, Field(max_length=MAX_WORDS)]] | None
+    ) = None
+    """Why it may not be used, and what to try: others may write there, or it is not ours."""
 
     def training_interface(self, name: str | None, address: str | None) -> Interface | None:
         """The interface that a job would use: the named one, the one that carries `address`, else the first routed."""
@@ -413,7 +419,8 @@ def parse_workdir(command: Command | None) -> dict[str, Any]:
     if not isinstance(path, str) or not path.startswith("/") or not path.isprintable():
         raise ValueError("no absolute path")
     free = {"disk_free_bytes": found["free"], "disk_free_inodes": found.get("inodes")}
-    return {"workdir": path, **free, "workdir_error": error}
+    unfit = tuple(clean(words, MAX_WORDS) for words in _some(told, 2)) if (told := found.get("unfit")) else None
+    return {"workdir": path, **free, "workdir_error": error, "workdir_unfit": unfit}
 
 
 def parse_process(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ PREPARE_S = 120.0
 START_S = 2 * PREPARE_S + 30
 """A job that no host knows of may still be on its way for this long."""
 ASK_S = 30.0
+_NO_WORD = "no supervisor and no final record on any host"
 MAX_RECALLS = 20
 """Answers, of at most a megabyte each, that one host may give to one rescan."""
 RETRY_S = 1.0
@@ -71,7 +72,7 @@ def launch(plan: LaunchPlan, hosts: Mapping[str, Host], blob: bytes, undone: Cal
         return answer
 
     def undo(name: str) -> dict[str, Any]:
-        return _ask(hosts[name], plan, "undo", token=token, fence=name not in answered)
+        return _ask(hosts[name], plan, "undo", token=token, fence=name not in answered, **_whose(plan))
 
     def prepare_with_code(name: str) -> dict[str, Any]:
         answer = prepare(name, blob if len(blob) <= SMALL_BYTES else b"")
@@ -97,8 +98,7 @@ def node_request(plan: LaunchPlan, node: NodePlan, token: str) -> dict[str, Any]
         "schema": 1,
         "job": plan.job,
         "exp": plan.exp,
-        "cluster": plan.cluster,
-        "owner": plan.owner.model_dump() if plan.owner else None,
+        **_whose(plan),
         "created": plan.created,
         "settings": plan.settings,
         "name": node.name,
@@ -137,7 +137,8 @@ def cancel(
 
     fence: of a start that was left half done; where nothing of it has arrived yet, nothing will begin any more.
     """
-    return _on_all(plan, lambda name: _ask(hosts[name], plan, "fence" if fence else "cancel"), ASK_S, only=hosts)
+    action = "fence" if fence else "cancel"
+    return _on_all(plan, lambda name: _ask(hosts[name], plan, action, **_whose(plan)), ASK_S, only=hosts)
 
 
 def is_half_started(found: Mapping[str, Mapping[str, Any] | HostError]) -> bool:
@@ -276,7 +277,12 @@ def _dial(name: str, host: Host, reconnect: Callable[[str], Host], leaving: thre
 
 
 def combine(
-    plan: LaunchPlan, found: Mapping[str, Mapping[str, Any] | HostError], known: JobRecord, now: datetime
+    plan: LaunchPlan,
+    found: Mapping[str, Mapping[str, Any] | HostError],
+    known: JobRecord,
+    now: datetime,
+    *,
+    launched: bool = False,
 ) -> JobRecord:
     """The job's state from its hosts' records; `known` is what we knew before. Pure.
 
@@ -285,6 +291,7 @@ def combine(
     whatever an older answer says, or a host whose files are gone (`orch down`). A host that an elastic job went on
     without speaks of its own end alone; while its master and enough others cannot be asked, such a job counts as lost,
     which a later answer may mend. Of a host that the others only miss, its own word tells why, also when it comes late.
+    launched: every host had been told to go when they were asked, so that none of it can be on its way.
     """
     records = {name: dict(record) for name, record in found.items() if isinstance(record, Mapping)}
     if known.state in ENDED:
@@ -311,8 +318,9 @@ def combine(
     if any(undone) and len(records) == len(plan.nodes) and not any("go" in record for record in records.values()):
         return known.model_copy(update={"state": "cancelled"})  # one host undone, nobody told to go: nothing ran
     unheard_of = all(record.get("state") in (None, "lost") for record in records.values())
-    if len(records) == len(plan.nodes) and not (unheard_of and _is_young(known, now)):
-        gone = FirstFailure(node=plan.master, reason="no supervisor and no final record on any host")
+    if len(records) == len(plan.nodes) and not (unheard_of and not launched and _is_young(known, now)):
+        reason = "its files are gone from every host" if not any(records.values()) else _NO_WORD
+        gone = FirstFailure(node=plan.master, reason=reason)
         return known.model_copy(update={"state": "lost", "first_failure": gone, "exit_code": 1})
     return known
 
@@ -383,6 +391,10 @@ def _signal_number(name: str) -> int:
         return signal.Signals[name].value
     number = name.removeprefix("SIG")
     return int(number) if number.isdecimal() and len(number) < 3 else 0
+
+
+def _whose(plan: LaunchPlan) -> dict[str, Any]:
+    return {"owner": plan.owner.model_dump() if plan.owner else None, "cluster": plan.cluster}
 
 
 def _ask(host: Host, plan: LaunchPlan, action: str, **more: Any) -> dict[str, Any]:

@@ -76,6 +76,10 @@ class Home:
         """Into which run folders this job was collected or pulled, newest first."""
         return self.job(job) / "collected.json"
 
+    def allowed(self, digest: str) -> Path:
+        """There once a person has allowed these commands of an inventory to run on this machine."""
+        return self.root / "allowed" / digest
+
     def launching(self, job: str) -> Path:
         """There from the intent to start a job until every host has been told to go, and locked all the while."""
         return self.job(job) / "launching"

@@ -18,6 +18,7 @@ from orchestrator.errors import HostError, UsageError
 from orchestrator.grammar import NAME, folder_of_ours
 from orchestrator.inventory import Node
 from orchestrator.manifest import Manifest
+from orchestrator.owner import read_owner
 from orchestrator.store import Cluster, Store, Venv
 from orchestrator.transport.fanout import errors_by_node, values
 from orchestrator.venvs import Made, Wanted
@@ -66,7 +67,9 @@ class Provision:
         own = {node.name: node for node in with_env(cluster, [bare.node(node.name) for node in nodes])}
         found = self._connections.open(list(own.values()))
         envs = {name: node.env for name, node in own.items()}
-        outcomes = {**venvs.set_up(values(found), wanted, envs, show), **errors_by_node(found)}
+        owner = read_owner(self._store.home)
+        made_there = venvs.set_up(values(found), wanted, envs, show, owner=owner, cluster=cluster.name)
+        outcomes = {**made_there, **errors_by_node(found)}
         changed = {name: _venv(made, own[name].python) for name, made in values(outcomes).items()}
         return Setup(outcomes, self._clusters.set_venvs(cluster.name, changed) if changed else None)
 

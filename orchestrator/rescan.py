@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
-from orchestrator.records import SCHEMA, JobRecord, LaunchPlan
+from orchestrator.records import SCHEMA, JobRecord, LaunchPlan, Owner
 from orchestrator.store import Cluster
 from orchestrator.text import clean
 
@@ -33,7 +33,8 @@ def recall(answers: Mapping[str, Mapping[str, Any]], cluster: Cluster) -> tuple[
             if job in plans:
                 continue
             try:
-                plans[job] = adopt(told["plan"], cluster, node=node, job=job)
+                plan = adopt(told["plan"], cluster, node=node, job=job)
+                plans[job] = plan.model_copy(update={"owner": _owner(told["agent"])})
             except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
                 left_out.append(
                     f"{node}: what it remembers of job {clean(str(job))[:128]} does not fit ({_why(error)})"
@@ -82,6 +83,12 @@ def agents_of(job: str, plan: LaunchPlan, answers: Mapping[str, Mapping[str, Any
             agent = told.get("agent") if isinstance(told, Mapping) else None
             found[node.name] = agent if isinstance(agent, Mapping) else {}
     return found
+
+
+def _owner(agent: Mapping[str, Any]) -> Owner | None:
+    """Whose it is by node.json, which tells when it was taken over; the plan beside it does not."""
+    told = agent.get("owner")
+    return Owner.model_validate(_cleaned(told)) if told else None
 
 
 def _check_numbers(plan: LaunchPlan) -> None:

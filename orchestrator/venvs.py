@@ -17,6 +17,7 @@ from typing import Any, Literal
 from orchestrator import grammar
 from orchestrator.call import Host, exchange, understood
 from orchestrator.errors import HostError, ProbeError, UsageError
+from orchestrator.records import Owner
 from orchestrator.text import one_line
 from orchestrator.transport.fanout import for_each
 
@@ -124,10 +125,20 @@ def _own_pair() -> tuple[str, str]:
 
 
 def set_up(
-    hosts: Mapping[str, Host], wanted: Wanted, envs: Mapping[str, Mapping[str, str]], show: Callable[[Progress], None]
+    hosts: Mapping[str, Host],
+    wanted: Wanted,
+    envs: Mapping[str, Mapping[str, str]],
+    show: Callable[[Progress], None],
+    *,
+    owner: Owner,
+    cluster: str,
 ) -> dict[str, Made | HostError]:
-    """All hosts at once. envs: by node, what pip is to have in its environment. show: called from several threads."""
+    """All hosts at once. envs: by node, what pip is to have in its environment. show: called from several threads.
+    owner, cluster: who will use it.
+    """
     request = {
+        "owner": owner.model_dump(),
+        "cluster": cluster,
         "torch": wanted.torch,
         "torchvision": wanted.torchvision,
         "requirements": wanted.requirements,

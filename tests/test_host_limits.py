@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 from gang import LAUNCHER, gang, launcher_arguments
 
-from orchestrator.call import Host, ask
+from orchestrator import belongings
+from orchestrator.belongings import Who
+from orchestrator.call import Host
 from orchestrator.errors import HostsError
 from orchestrator.probe import probe
+from orchestrator.records import Owner
 from orchestrator.remote import memory, processes, trouble
 from orchestrator.transport.local import LocalTransport
 
@@ -290,18 +293,19 @@ def test_a_stopped_keeper_is_listed_by_reap_and_goes_on_by_it(tmp_path):
     with gang(tmp_path, WAITS, ranks=(1,)) as job:
 
         def reap(end):
-            request = {"action": "reap", "workdir": job.plan.nodes[0].workdir, "end": end}
-            return ask(job.hosts["a"], "control", request, timeout_s=60)["found"]
+            return belongings.reap(job.hosts["a"], ada, end=end)
 
+        ada = Who(Owner(id="a" * 32, name="ada@desk"), job.plan.cluster)
+        job.plan = job.plan.model_copy(update={"owner": ada.owner})
         job.launch()
         agent = job.wait_running()["a"]
-        assert reap(end=False) == []
+        assert reap(end=False) == ()
         keeper = processes.Identity(**agent["keeper"])
         keeper.signal(signal.SIGSTOP)
         os.kill(agent["pid"], signal.SIGKILL)
         (left_there,) = reap(end=False)
-        assert left_there["processes"][0].startswith(f"its keeper is stopped, pid {keeper.pid} (")
+        assert left_there.processes[0].startswith(f"its keeper is stopped, pid {keeper.pid} (")
         assert keeper.is_alive()
         (ended,) = reap(end=True)
-        assert (ended["stayed"], keeper.is_alive(), reap(end=False)) == ([], False, [])
+        assert (ended.stayed, keeper.is_alive(), reap(end=False)) == ((), False, ())
         assert job.wait().first_failure.reason == "the supervisor was killed by SIGKILL"

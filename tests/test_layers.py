@@ -61,6 +61,8 @@ STAGES = [
     "job",
     "collect",
     "pull",
+    "belongings",
+    "consent",
     "clusters",
     "provision",
     "controller",
@@ -229,8 +231,10 @@ def test_what_runs_on_hosts_needs_the_standard_library_and_its_siblings(name):
     siblings = {found for found in imports(REMOTE[name]) if found.startswith(".")}
     assert not [found for found in siblings if found.startswith("..")]
     assert tops(REMOTE[name]) - ({"torch"} if name in LAUNCHES else set()) <= set(sys.stdlib_module_names)
-    if name in ("remote.loader", "remote.probe"):
+    if name in ("remote.loader", "remote.workfolder"):
         assert siblings == set()
+    if name == "remote.probe":
+        assert siblings <= {".", ".workfolder"}
 
 
 @pytest.mark.parametrize("name", [*ORCHESTRATOR, *(f"trainer.{name}" for name in TRAINER)])

@@ -163,7 +163,7 @@ def test_a_secret_of_the_inventory_is_nowhere_but_in_files_for_its_owner_alone(t
     env = {"PLAIN_WORD": canary, "API_TOKEN": canary, "OMP_NUM_THREADS": "1"}
     home, work, runs = Path(os.environ["ORCH_HOME"]), tmp_path / "work", tmp_path / "runs"
     with local_cluster(tmp_path, typist, env) as inventory:
-        typist.types("up", "inventory.yaml")
+        typist.types("up", "inventory.yaml", "--allow-local")
         typist.types("status", "--json")
         assert "OMP_NUM_THREADS=1" in typist.types("run", "--dry-run", "--", "code/says.py")
         typist.types("run", "--dry-run", "--json", "--", "code/says.py")

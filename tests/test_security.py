@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import fuzz
@@ -176,7 +177,9 @@ def test_whatever_a_host_answers_to_a_request_it_is_an_error_of_ours(answer, tmp
     record = controller.refresh(store.job("fuzz"))
     said += [str(error) for error in found if isinstance(error, HostError)]
     assert all(text.isprintable() and len(text) < 800 for text in said)
-    words = [word for answer in found if isinstance(answer, dict) for word in fuzz.strings(answer.get("found", []))]
+    told = [answer for answer in found if not isinstance(answer, (HostError, dict))]
+    shown = [one for answer in told for one in (answer if isinstance(answer, tuple) else [replace(answer, jobs={})])]
+    words = [word for one in shown for word in fuzz.strings(asdict(one))]
     if record.first_failure:
         words += [record.first_failure.node, record.first_failure.reason]
     assert all(word.isprintable() and len(word) <= 500 for word in words)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,18 +23,24 @@ from orchestrator.errors import UsageError
 SHOWN_JOBS, SHOWN_FILES = 5, 3
 
 if TYPE_CHECKING:
+    from orchestrator.belongings import Cleared, Leftover, Reaped, Survey
     from orchestrator.clusters import Up
     from orchestrator.controller import Unpulled
+    from orchestrator.inventory import Inventory
+    from orchestrator.paths import Home
+    from orchestrator.store import Cluster
 
 
 @click.command()
 @click.argument("inventory", type=click.Path(path_type=Path))
 @accept_option
+@click.option("--allow-local", is_flag=True, help="Do not ask about what the file has run on this very machine.")
 @json_option
-def up(inventory: Path, accept_new_host_keys: bool, as_json: bool) -> None:
+def up(inventory: Path, accept_new_host_keys: bool, allow_local: bool, as_json: bool) -> None:
     """Connect to every host, probe it, elect the master and say why.
 
-    The cluster is remembered as the current one. Exit code 3 if a host cannot be used; the others still can.
+    The cluster is remembered as the current one. Exit code 3 if a host cannot be used; the others still can. Commands
+    that the file has run on this machine (`transport: local`) are shown and asked about once.
 
     \b
     orch up inventory/a2000_v100.yaml
@@ -42,9 +49,28 @@ def up(inventory: Path, accept_new_host_keys: bool, as_json: bool) -> None:
     from orchestrator.inventory import load_inventory
 
     loaded = load_inventory(inventory)
-    with open_controller(accept_new_host_keys) as controller, busy(f"probing {len(loaded.nodes)} hosts"):
-        found = controller.clusters.up(loaded)
+    with open_controller(accept_new_host_keys) as controller:
+        _ask_about_local(controller.store.home, loaded, allow_local)
+        with busy(f"probing {len(loaded.nodes)} hosts"):
+            found = controller.clusters.up(loaded)
     _show_up(found, as_json)
+
+
+def _ask_about_local(home: Home, inventory: Inventory, yes: bool) -> None:
+    """Raises UsageError where its person does not want it, or is not there to be asked."""
+    from orchestrator import console
+    from orchestrator.consent import allow, is_allowed, local_commands
+
+    commands = local_commands(inventory)
+    if not commands or is_allowed(home, commands):
+        return
+    console.say(f"{inventory.file} would have this machine run, as you:")
+    for told in commands:
+        console.say(f"  {told}")
+    can_ask = sys.stdin is not None and sys.stdin.isatty()
+    if not yes and not (can_ask and click.confirm("Do you trust this file?", default=False, err=True)):
+        raise UsageError(f"{inventory.file}: nothing of it was run", "read it, then `orch up --allow-local` with it")
+    allow(home, commands)
 
 
 @click.command()
@@ -210,11 +236,13 @@ def trust(name: str, inventory: Path | None, yes: bool, cluster: str | None) -> 
 
 
 @click.command()
-@click.option("--yes", is_flag=True, help="End them.")
+@click.option("--yes", is_flag=True, help="End ours.")
 @cluster_option
 @json_option
 def reap(yes: bool, cluster: str | None, as_json: bool) -> None:
-    """List, and with --yes end, what our earlier jobs left on the hosts. Never touches a foreign process.
+    """List what jobs without a supervisor left on the hosts, and with --yes end what is ours.
+
+    Ours are the jobs of this cluster that were started with this $ORCH_HOME. Of others it says whose they are.
 
     \b
     orch reap
@@ -224,19 +252,27 @@ def reap(yes: bool, cluster: str | None, as_json: bool) -> None:
 
     with open_controller() as controller:
         answers = controller.clusters.reap(controller.store.cluster(cluster), end=yes)
+    found = [one for answer in answers.values() if not isinstance(answer, Exception) for one in answer.found]
 
-    def words(answer: dict[str, Any]) -> str:
-        found = [f"{job['job']}: {', '.join(job['processes'])}" for job in answer["found"]]
-        stayed = [process for job in answer["found"] for process in job.get("stayed", ())]
-        ended = f" — still there: {', '.join(stayed)}" if stayed else " — ended" if yes else ""
-        stuck = [f"stuck since a link fell silent: {program}" for program in answer["programs"]]
-        return "; ".join([*found, *stuck]) + ended if found or stuck else "nothing left"
+    def words(answer: Reaped) -> str:
+        ended = " — ended" if yes else ""
+        programs = [f"stuck since a link fell silent: {program}{ended}" for program in answer.programs]
+        return "; ".join([*map(_leftover_words, answer.found), *programs]) or "nothing left"
 
     _show_answers(answers, words, as_json)
-    if not yes and any(
-        isinstance(answer, dict) and (answer["found"] or answer["programs"]) for answer in answers.values()
-    ):
+    if not yes and any(one.mine for one in found):
+        console.say("`orch reap --yes` ends " + ("them" if all(one.mine for one in found) else "ours"))
+    elif not yes and any(answer.programs for answer in answers.values() if not isinstance(answer, Exception)):
         console.say("`orch reap --yes` ends them")
+
+
+def _leftover_words(left: Leftover) -> str:
+    said = f"{left.there.job}: {', '.join(left.processes)}"
+    if not left.mine:
+        return f"{said} — not ours: cluster {left.there.cluster} of {left.there.owner or 'an older orch'}"
+    if left.stayed is None:
+        return said
+    return f"{said} — still there: {', '.join(left.stayed)}" if left.stayed else f"{said} — ended"
 
 
 @click.command()
@@ -245,6 +281,9 @@ def reap(yes: bool, cluster: str | None, as_json: bool) -> None:
 @json_option
 def down(yes: bool, cluster: str | None, as_json: bool) -> None:
     """End this cluster's jobs and remove what we put on its hosts. Collected runs stay.
+
+    Only what was started with this $ORCH_HOME on this cluster goes, and what nobody else needs. Jobs of other clusters
+    and people, and files that orch did not make, are named and left alone.
 
     \b
     orch down --yes
@@ -261,13 +300,35 @@ def down(yes: bool, cluster: str | None, as_json: bool) -> None:
             lost = controller.unpulled(found)
         for line in _unpulled_words(lost):
             console.warn(line)
-        question = f"End the jobs of {found.name} and remove our files from {len(found.nodes)} hosts?"
         if not yes:
-            click.confirm(question, abort=True, err=True)
+            with busy(f"looking at {len(found.nodes)} hosts"):
+                surveys = controller.clusters.look(found)
+            _say_what_goes(found, [seen for seen in surveys.values() if not isinstance(seen, Exception)])
+            click.confirm(f"Do this on {len(found.nodes)} hosts?", abort=True, err=True)
         with busy(f"clearing {len(found.nodes)} hosts"):
-            answers = controller.clusters.down(found)
-    _show_answers(
-        answers, lambda answer: f"removed {', '.join(answer['removed'])}" if answer["removed"] else "clean", as_json
+            answers = controller.down(found)
+    _show_answers(answers, _cleared_words, as_json)
+
+
+def _say_what_goes(cluster: Cluster, surveys: Sequence[Survey]) -> None:
+    from orchestrator import console
+
+    mine = {there.job: there for survey in surveys for there in survey.mine}
+    running = sorted({there.job for survey in surveys for there in survey.mine if there.alive})
+    others = sorted({str(there) for survey in surveys for there in survey.others})
+    strange = sorted({name for survey in surveys for name in survey.strange})
+    console.say(f"ends: {', '.join(running) or 'nothing, no job of ' + cluster.name + ' runs'}")
+    console.say(f"removes: {_some(sorted(mine)) or 'no job'}; code and environments that nobody else needs")
+    if others or strange:
+        console.say(f"leaves alone: {_some([*others, *strange])}")
+
+
+def _cleared_words(answer: Cleared) -> str:
+    gone = [f"{len(answer.jobs)} jobs"] * bool(answer.jobs) + list(answer.removed)
+    said = [f"ended {', '.join(answer.ended)}"] * bool(answer.ended) + [f"removed {', '.join(gone)}"] * bool(gone)
+    stays = [*map(str, answer.left), *answer.strange, *answer.why]
+    return "; ".join(said or ["clean" if not stays else "removed nothing"]) + (
+        f"; left alone: {_some(stays)}" if stays else ""
     )
 
 
@@ -288,6 +349,10 @@ def _unpulled_words(lost: Unpulled) -> Iterator[str]:
         yield f"not asked what its jobs wrote: {error}"
 
 
+def _some(names: Sequence[str], count: int = 10) -> str:
+    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
+
+
 def _show_up(found: Up, as_json: bool) -> None:
     from orchestrator import console
 
@@ -302,11 +367,19 @@ def _show_up(found: Up, as_json: bool) -> None:
         sys.exit(3)
 
 
-def _show_answers(answers: dict[str, Any], words: Callable[[dict[str, Any]], str], as_json: bool) -> None:
+def _show_answers(
+    answers: Mapping[str, Any],
+    words: Callable[[Any], str],
+    as_json: bool,
+    document: Callable[[Any], dict[str, Any]] = asdict,
+) -> None:
     from orchestrator import console
 
     if as_json:
-        nodes = {name: a if isinstance(a, dict) else {"error": str(a)} for name, a in answers.items()}
+        nodes = {
+            name: {"error": str(answer)} if isinstance(answer, Exception) else document(answer)
+            for name, answer in answers.items()
+        }
         console.print_json({"schema": 1, "nodes": nodes})
     else:
         console.print_answers(answers, words)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -213,28 +213,35 @@ def _finish(controller: Controller, plan: LaunchPlan, as_json: bool, *, detached
 
 @click.command()
 @click.option("--rescan", is_flag=True, help="First ask the hosts for jobs that are unknown or damaged here.")
+@click.option("--adopt", is_flag=True, help="With --rescan: make jobs that another $ORCH_HOME started yours.")
+@click.option("--yes", is_flag=True, help="With --adopt: do not ask.")
 @cluster_option
 @json_option
-def jobs(rescan: bool, cluster: str | None, as_json: bool) -> None:
+def jobs(rescan: bool, adopt: bool, yes: bool, cluster: str | None, as_json: bool) -> None:
     """All remembered jobs, newest first; those not ended are asked after on their hosts.
 
     Hosts that give no answer are named on standard error, and as `unheard` in the JSON.
+    Found jobs that another $ORCH_HOME started can be looked at. Only that one can end or remove them, unless you say
+    with --adopt that it was yours.
 
     \b
     orch jobs
-    orch jobs --rescan                    after $ORCH_HOME was lost or damaged
+    orch jobs --rescan                    after $ORCH_HOME was damaged
+    orch jobs --rescan --adopt            after it was lost
     orch jobs --json | jq -r '.jobs[0].id'
     """
     from orchestrator import console
 
     problems: dict[str, OrchError] = {}
+    if adopt and not rescan:
+        raise UsageError("--adopt belongs to --rescan", "orch jobs --rescan --adopt")
     with open_controller() as controller:
         if rescan:
             names = [cluster] if cluster else controller.store.cluster_names() or [controller.store.cluster().name]
             with busy(f"asking the hosts of {', '.join(names)}"):
                 rebuilt = controller.rescan(names)
             console.say(f"rebuilt from the hosts: {', '.join(job.id for job in rebuilt.records) or 'nothing'}")
-            problems |= rebuilt.problems
+            problems |= {**rebuilt.problems, **_others(controller, names, adopt, yes)}
         found = controller.jobs(cluster)
     if as_json:
         console.print_json(console.jobs_json(found.records, found.unheard))
@@ -245,6 +252,22 @@ def jobs(rescan: bool, cluster: str | None, as_json: bool) -> None:
     console.fail_each(problems.values())
     if any(isinstance(error, HostError) for error in problems.values()):
         sys.exit(HostError.exit_code)
+
+
+def _others(controller: Controller, clusters: list[str], adopt: bool, yes: bool) -> Mapping[str, OrchError]:
+    """Says whose the jobs are that another home started, and makes them ours where that is wanted."""
+    from orchestrator import console
+
+    problems: dict[str, OrchError] = {}
+    for owner, found in controller.not_ours(clusters).items():
+        whose = owner.name if owner else "an older orch"
+        console.say(f"of {whose}: {', '.join(found)}")
+        question = f"Make these yours? {whose} can then neither end nor remove them."
+        if adopt and (yes or click.confirm(question, default=False, err=True)):
+            problems |= {f"adopt {name}": error for name, error in controller.adopt(found).items()}
+        elif not adopt:
+            console.say("to be looked at alone; `orch jobs --rescan --adopt` makes them yours")
+    return problems
 
 
 @click.command()

@@ -1,9 +1,11 @@
-"""What a supervisor's record (agent.json) says, and whether somebody still stands behind it."""
+"""A job's supervisor from outside: what its record (agent.json) says, whether it lives, and a word to it."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import select
 from typing import Any
 
 from . import processes
@@ -16,6 +18,7 @@ def look(job: Job) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
         node = json.loads(job.node.read_text())
         agent["plan"] = {key: node[key] for key in ("exp", "members", "is_master", "cluster", "created")}
+        agent["owner"] = node.get("owner")
     agent["alive"] = lives(agent)
     if not agent["alive"] and agent.get("state") not in FINAL_STATES:
         agent |= job.read_agent()  # it may have spoken its last word between the two looks
@@ -39,3 +42,24 @@ def stopped(agent: dict[str, Any]) -> dict[str, processes.Identity]:
 
 def identity(record: dict[str, Any]) -> processes.Identity:
     return processes.Identity(int(record["pid"]), int(record["start_time"]), str(record["boot_id"]))
+
+
+def tell(job: Job, message: dict[str, Any]) -> bool:
+    """One line into the supervisor's FIFO; False where nobody reads it."""
+    try:
+        handle = os.open(job.control, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        os.write(handle, json.dumps(message).encode() + b"\n")
+    finally:
+        os.close(handle)
+    return True
+
+
+def wait_gone(record: dict[str, Any] | None, timeout_s: float) -> None:
+    if record and identity(record).is_alive():
+        with contextlib.suppress(ProcessLookupError):
+            handle = os.pidfd_open(int(record["pid"]))
+            select.select([handle], [], [], timeout_s)
+            os.close(handle)

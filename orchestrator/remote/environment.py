@@ -1,7 +1,8 @@
 """Makes a virtual environment with a torch in the work folder of a host whose own Python lacks it, once.
 
 Request: {"workdir", "torch", "torchvision", "requirements": what pip is to install, "any_torch": whether a torch of
-another version will do, "env": variables for pip, "limit_s"}. It tells (see `talk`):
+another version will do, "env": variables for pip, "limit_s", "owner", "cluster": who will use it}. It
+tells (see `talk`):
 
     {"waits": 1}                                   another setup is at work in this work folder
     {"phase": "asks python" | "makes venv" | "pip installs" | "tries torch"}
@@ -9,8 +10,8 @@ another version will do, "env": variables for pip, "limit_s"}. It tells (see `ta
     {"end": {"python", "torch", "torchvision", "state"}}
 
 state: `own` where this Python has a fitting torch by itself, `kept` where the environment was here, `made`. Its marker
-file is written last: an environment without one is half made, and made anew. pip lives no longer than the controller's
-interest in it, and not beyond the limit of time.
+file says who uses it, and what it holds once it is whole: one that says nothing of that is half made, and made anew.
+pip lives no longer than the controller's interest in it, and not beyond the limit of time.
 """
 
 from __future__ import annotations
@@ -30,12 +31,11 @@ from typing import Any
 
 from .agent import lives
 from .answer import Refused
-from .layout import Work, write_json
-from .prepare import refuse_foreign
+from .claim import claimed
+from .layout import VENV_MARKER, Work, read_json, write_json
 from .processes import die_with_parent
 from .talk import STDIN, Left, Talk, alone_at, gone, tell
 
-MARKER = "orch-venv.json"
 TRY_S = 180.0
 MAX_LINE = 300
 # Prints {"torch", "torchvision"}: what really loads.
@@ -59,24 +59,28 @@ def set_up(request: dict[str, Any], talk: Talk) -> dict[str, Any]:
     found, _ = ask_versions(sys.executable, talk, deadline)
     if found and (request["any_torch"] or fits(found, wanted)):
         return {**found, "python": sys.executable, "state": "own"}
-    for folder in (work.root, work.venvs, work.locks):
-        refuse_foreign(folder)
-    work.locks.mkdir(parents=True, exist_ok=True)
-    with alone_at(work.venv_lock, talk):
-        venv = work.venv(request["torch"])
-        python = venv / "bin" / "python"
-        marker = read_marker(venv)
-        if marker.get("requirements") == request["requirements"] and python.exists():
-            return {**marker["found"], "python": str(python), "state": "kept"}
-        if marker:
-            refuse_in_use(work)
-        shutil.rmtree(venv, ignore_errors=True)
-        make(venv, request, talk, deadline)
-        talk.say({"phase": "tries torch"})
-        found, said = ask_versions(str(python), talk, deadline)
-        if not found or not fits(found, wanted):
-            raise Refused(f"what pip installed does not load ({said or found})", "choose another --torch for this host")
-        write_json(venv / MARKER, {"requirements": request["requirements"], "found": found})
+    user = {"owner": request["owner"], "cluster": request["cluster"]}
+    with claimed(work):
+        work.locks.mkdir(exist_ok=True)
+        with alone_at(work.venv_lock, talk):
+            venv = work.venv(request["torch"])
+            python = venv / "bin" / "python"
+            marker = read_json(venv / VENV_MARKER)
+            users = [*others(marker, user), user]
+            if "found" in marker and marker.get("requirements") == request["requirements"] and python.exists():
+                write_json(venv / VENV_MARKER, {**marker, "users": users})
+                return {**marker["found"], "python": str(python), "state": "kept"}
+            refuse_to_replace(work, venv, marker, users[:-1])
+            shutil.rmtree(venv, ignore_errors=True)
+            venv.mkdir(parents=True)
+            write_json(venv / VENV_MARKER, {"users": users})
+            make(venv, request, talk, deadline)
+            talk.say({"phase": "tries torch"})
+            found, said = ask_versions(str(python), talk, deadline)
+            if not found or not fits(found, wanted):
+                words = f"what pip installed does not load ({said or found})"
+                raise Refused(words, "choose another --torch for this host")
+            write_json(venv / VENV_MARKER, {"requirements": request["requirements"], "found": found, "users": users})
     return {**found, "python": str(python), "state": "made"}
 
 
@@ -85,14 +89,24 @@ def fits(found: dict[str, str], wanted: dict[str, str]) -> bool:
     return all(found[name].partition("+")[0] == version.partition("+")[0] for name, version in wanted.items())
 
 
-def read_marker(venv: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads((venv / MARKER).read_text()))
-    except (OSError, ValueError):
-        return {}
+def others(marker: dict[str, Any], user: dict[str, Any]) -> list[dict[str, Any]]:
+    """Who uses an environment, less this one: each {"owner": {"id", "name"}, "cluster"}."""
+    mine = (user["owner"]["id"], user["cluster"])
+    return [known for known in marker.get("users", []) if (known["owner"]["id"], known["cluster"]) != mine]
 
 
-def refuse_in_use(work: Work) -> None:
+def refuse_to_replace(work: Work, venv: Path, marker: dict[str, Any], rest: list[dict[str, Any]]) -> None:
+    """Where what lies there is not ours, or somebody else needs it. rest: its other users."""
+    if not marker and venv.is_dir() and any(venv.iterdir()):
+        raise Refused(f"{venv} is there, and `orch setup` did not make it", "move it away, or choose another --torch")
+    if "found" in marker and rest:
+        whose = ", ".join(f"cluster {user['cluster']} of {user['owner']['name']}" for user in rest)
+        raise Refused(
+            f"{venv} holds other versions, which {whose} uses",
+            "choose another --torch, the same --torchvision, or a `workdir:` of your own",
+        )
+    if "found" not in marker:
+        return
     running = [job.id for job in work.all_jobs() if lives(job.read_agent())]
     if running:
         raise Refused(

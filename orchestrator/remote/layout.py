@@ -1,9 +1,10 @@
 """Every file name on a host, in one place.
 
-<workdir>/code/<sha256>/                   code as shipped, verified, read-only
+<workdir>/.orch-work                       the mark of a work folder; who makes or removes things there locks it
+         /code/<sha256>/                   code as shipped, verified, read-only
 <workdir>/locks/gpu-<uuid>.lock            held by the supervisor that uses this GPU
                /venv.lock                  held while an environment is made
-<workdir>/venv/torch-<version>/            environments of `orch setup`; whole once orch-venv.json is there
+<workdir>/venv/torch-<version>/            environments of `orch setup`; orch-venv.json tells whose, and if whole
 <workdir>/jobs/<job>/node.json             what this host was asked to do (mode 0600); its secrets end with the job
                     /plan.json             the whole job's plan, less its secrets: for a controller that lost its own
                     /agent.json            what became of it, written by the supervisor alone
@@ -23,10 +24,14 @@ import contextlib
 import json
 import os
 import re
+import secrets
 from pathlib import Path
 from typing import Any
 
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+GONE = ".orch-gone-"
+"""How the names of folders begin that are being removed."""
+VENV_MARKER = "orch-venv.json"
 VERSION = re.compile(r"\d[A-Za-z0-9.+]{0,63}")
 READY_S = 20.0
 """So long may a `prepare` that is at work take from the job's folder to its supervisor's first word."""
@@ -118,10 +123,7 @@ class Job:
 
     def read_node(self) -> dict[str, Any]:
         """What this host was asked to do; {} where it was asked nothing."""
-        try:
-            return dict(json.loads(self.node.read_text()))
-        except (OSError, ValueError):
-            return {}
+        return read_json(self.node)
 
     def has_token(self, token: str) -> bool:
         """Whether this is the very job that was given this token, also after its end."""
@@ -168,6 +170,23 @@ def _sha256(text: str) -> str:
     import hashlib  # slow to import, and `go` is waited for
 
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def remove(folder: Path) -> None:
+    """Takes its name away first: nobody meets half of it, and what a crash leaves is told by that name."""
+    import shutil  # slow to import, and most programs remove nothing
+
+    aside = folder.with_name(f"{GONE}{secrets.token_hex(8)}")
+    folder.rename(aside)
+    shutil.rmtree(aside)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """{} where there is no such file, or it is damaged."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return {}
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -24,6 +24,9 @@ class Shipped:
             return None
         return spec_from_loader(name, self, is_package=name == "orch_remote")
 
+    def get_source(self, name):
+        return self.sources[name]
+
     def create_module(self, spec):
         return None
 

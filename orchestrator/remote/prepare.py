@@ -25,8 +25,10 @@ from typing import Any
 
 from .agent import lives
 from .answer import Refused, reply
-from .layout import READY_S, RESERVE_BYTES, Job, Work, write_json
+from .claim import claimed
+from .layout import READY_S, RESERVE_BYTES, Job, Work, remove, write_json
 from .outputs import mark
+from .workfolder import danger
 
 FREE_BYTES = 64 << 20
 
@@ -40,30 +42,26 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
     work = Work(request["workdir"])
     job = work.job(node["job"])
     blob = sys.stdin.buffer.read(request["blob_bytes"])
-    for folder in (work.root, work.jobs, work.codes, work.locks):
-        refuse_foreign(folder)
-    if not work.code(node["code"]).is_dir():
-        if not blob:
-            return {"need_code": True}
-        store_code(work, node["code"], blob)
-    work.jobs.mkdir(parents=True, exist_ok=True)
-    try:
-        job.root.mkdir()
-    except FileExistsError:
-        return same_job(job, node)
-    try:
-        write_json(job.plan, request["plan"])
-        fill_folder(job, {**node, "workdir": str(work.root)}, work.code(node["code"]))
-        return start_supervisor(job)
-    except BaseException:
-        shutil.rmtree(job.root, ignore_errors=True)
-        raise
-
-
-def refuse_foreign(folder: Path) -> None:
-    """Whoever owns the folder of a job, or a link in its place, could replace what we run there."""
-    if os.path.lexists(folder) and {folder.lstat().st_uid, folder.stat().st_uid} != {os.getuid()}:
-        raise Refused(f"{folder} belongs to another user", "set `workdir:` to a folder of your own")
+    with claimed(work):
+        code = work.code(node["code"])
+        if found := danger(code):
+            raise Refused(*found)
+        if not code.is_dir():
+            if not blob:
+                return {"need_code": True}
+            store_code(work, node["code"], blob)
+        work.jobs.mkdir(exist_ok=True)
+        try:
+            job.root.mkdir()
+        except FileExistsError:
+            return same_job(job, node)
+        try:
+            fill_folder(job, {**node, "workdir": str(work.root), "python": sys.executable}, request["plan"], code)
+            return start_supervisor(job)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                remove(job.root)
+            raise
 
 
 def same_job(job: Job, node: dict[str, Any]) -> dict[str, Any]:
@@ -113,8 +111,9 @@ def _unpack(tar: tarfile.TarFile, member: tarfile.TarInfo, into: Path) -> None:
     target.chmod(0o500 if member.mode & 0o100 else 0o400)
 
 
-def fill_folder(job: Job, node: dict[str, Any], code: Path) -> None:
-    write_json(job.node, node)
+def fill_folder(job: Job, node: dict[str, Any], plan: dict[str, Any], code: Path) -> None:
+    write_json(job.node, node)  # first: it tells whose the folder is
+    write_json(job.plan, plan)
     job.src.mkdir()
     shipped = {}
     for source in code.rglob("*"):

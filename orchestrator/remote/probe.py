@@ -30,6 +30,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from . import workfolder
+
 LIMIT_S = 60.0
 COMMAND_S = 15.0
 TORCH_S = 60.0
@@ -51,48 +53,6 @@ FILES = (
 )
 # Tools that an SSH session's short PATH often misses.
 PATHS = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin:/usr/lib/wsl/lib:/usr/local/nvidia/bin"
-
-# Prints {"path", "free", "inodes", "error"}: the work folder as an absolute path, bytes and inodes that are free for us
-# there (null where its file system makes inodes as it goes, as btrfs does), and why it cannot be written, if so. What
-# it makes for the trial it removes again, and what an earlier one was kept from removing.
-WORKDIR = """
-import json, os, re, secrets, sys, time
-path = os.path.abspath(os.path.expanduser(sys.argv[1]))
-found = path
-while not os.path.isdir(found) and found != os.path.dirname(found):
-    found = os.path.dirname(found)
-space = os.statvfs(found)
-error, made = None, []
-try:
-    folder = path
-    while not os.path.lexists(folder):
-        made.append(folder)
-        folder = os.path.dirname(folder)
-    for folder in reversed(made):
-        os.makedirs(folder, 0o700, exist_ok=True)
-    trial = os.path.join(path, ".probe-" + secrets.token_hex(8))
-    with open(trial, "xb") as file:
-        made.insert(0, trial)
-        file.write(b"x" * 4096)
-        file.flush()
-        os.fsync(file.fileno())
-except OSError as problem:
-    error = "%s: %s" % (problem.filename or path, problem.strerror)
-for name in made:
-    try:
-        os.unlink(name) if name.rpartition("/")[2].startswith(".probe-") else os.rmdir(name)
-    except OSError:
-        pass
-try:
-    for entry in os.scandir(path):
-        if re.fullmatch("[.]probe-[0-9a-f]{16}", entry.name) and entry.is_file(follow_symlinks=False):
-            if entry.stat().st_mtime < time.time() - 600:  # none that is at work takes so long
-                os.unlink(entry)
-except OSError:
-    pass
-inodes = space.f_favail if space.f_files else None
-print(json.dumps({"path": path, "free": space.f_bavail * space.f_frsize, "inodes": inodes, "error": error}))
-"""
 
 # Prints the numeric addresses that this host's own name leads to: a resolver may take its time.
 OWN_NAME = """
@@ -193,7 +153,7 @@ def command_lines(workdir: str, peers: list[str], torch: bool, limit_s: float) -
     return {
         **lines,
         "nvidia-smi": smi(GPU_FIELDS + ",compute_cap"),
-        "workdir": [*python, WORKDIR, workdir],
+        "workdir": [*python, workdir_trial(), workdir],
         "own name": [*python, OWN_NAME],
         "ip addr": ["ip", "-j", "addr"],
         "names": [*python, NAMES, str(names_s), *names] if names else ["true"],
@@ -213,6 +173,12 @@ def route_lines(addresses: dict[str, str], sources: dict[str, str]) -> dict[str,
         firsts.setdefault(source, peer)
     asked = list(firsts.values())[:MAX_WAYS]
     return {f"ip route {peer}": ["ip", "-j", "route", "get", addresses[peer]] for peer in asked}
+
+
+def workdir_trial() -> str:
+    """The text of `workfolder`, wherever this package was loaded from: a dead mount must cost a process, not us."""
+    get_source = getattr(workfolder.__loader__, "get_source")  # noqa: B009 - all loaders of text have it (PEP 302)
+    return str(get_source(workfolder.__name__))
 
 
 def is_numeric(peer: str) -> bool:

@@ -110,7 +110,8 @@ def _strangers(round_: Round) -> Iterator[str]:
 
 def _token(path: Path) -> list[str]:
     try:
-        return [str(json.loads(path.read_text())["token"])]
+        token = str(json.loads(path.read_text())["token"])
+        return [token] if token else []  # it ends with the job
     except (OSError, ValueError, KeyError):
         return []
 

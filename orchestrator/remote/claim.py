@@ -1,0 +1,104 @@
+"""Holding a work folder while something is made or removed there. Its mark is the lock, too.
+
+with claimed(work):                 # makes and marks the folder where there is none; several may hold it
+    ...
+with alone_in(work, 10) as alone:   # False where others were at work all that time
+    ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from .answer import Refused
+from .layout import Work
+from .workfolder import MARK, content, danger, unfit
+
+CLAIM_S = 30.0
+"""So long is an `orch down` waited for that removes its things."""
+_PAUSE_S = 0.02
+
+
+@contextlib.contextmanager
+def claimed(work: Work) -> Iterator[None]:
+    """While this is held, nobody removes what several jobs share. Raises Refused where the folder may not be used."""
+    handle = _hold(work, fcntl.LOCK_SH, CLAIM_S)
+    if handle is None:
+        raise Refused(f"`orch down` is at work in {work.root}", "try again")
+    try:
+        for folder in (work.jobs, work.codes, work.venvs, work.locks):
+            if found := danger(folder):
+                raise Refused(*found)
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def alone_in(work: Work, wait_s: float) -> Iterator[bool]:
+    """Whether nobody else is at work there, and nobody begins while this is held. The folder has to be ours."""
+    handle = _hold(work, fcntl.LOCK_EX, wait_s) if content(work.root) == "ours" else None
+    try:
+        yield handle is not None
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _hold(work: Work, kind: int, wait_s: float) -> int | None:
+    """A handle of the mark, locked; None where others hold it for all of that time."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        handle = _open_mark(work)
+        try:
+            if _lock(handle, kind, deadline) and _is_at(handle, work.root / MARK):
+                _refuse_unfit(work)
+                return handle
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+        if time.monotonic() > deadline:
+            return None
+
+
+def _open_mark(work: Work) -> int:
+    while True:
+        _refuse_unfit(work)  # before anything is written there
+        with contextlib.suppress(FileNotFoundError):  # `orch down` removed it this very moment
+            work.root.mkdir(parents=True, exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            handle = os.open(work.root / MARK, flags, 0o600)
+            if not os.fstat(handle).st_size:
+                os.write(handle, json.dumps({"schema": 1, "what": "work folder of orch"}).encode() + b"\n")
+            return handle
+
+
+def _refuse_unfit(work: Work) -> None:
+    if found := unfit(work.root):
+        raise Refused(*found)
+
+
+def _lock(handle: int, kind: int, deadline: float) -> bool:
+    while True:
+        try:
+            fcntl.flock(handle, kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_PAUSE_S)
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    """Whether this open file is still the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(handle), os.lstat(path))
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,209 @@
+"""What a work folder is before anything is done in it: who may write there, what lies there, and whether it is ours.
+
+    danger(Path("/srv/orch"))      # None, or what is wrong with it and what to try
+    content(Path("/srv/orch"))     # "absent", "empty", "ours" or "other"
+
+Whoever may write into a work folder, or may replace it, runs code as its user. So it has to be the user's own and
+closed to others, and every folder above it has to belong to the user or to root and be closed to others or sticky, as
+/tmp is (StrictModes of sshd_config(5)). Ours is a folder that bears our mark, a file; `touch` makes one, too.
+
+Imports nothing of ours: the probe runs this text in a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import grp
+import json
+import os
+import pwd
+import re
+import secrets
+import shlex
+import stat
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+MARK = ".orch-work"
+MAX_LINKS = 40
+"""As many links as Linux itself follows on the way to a file (path_resolution(7))."""
+_TRIAL = re.compile(r"\.probe-[0-9a-f]{16}")
+
+
+def danger(root: Path) -> tuple[str, str] | None:
+    """Why others could write into this folder or replace it, and what to try; None where they cannot. What is not there
+    yet is no danger.
+    """
+    elsewhere = "set `workdir:` to a folder of your own"
+    for path, found in way_to(root):
+        is_root = path == os.path.realpath(root)
+        if found.st_uid != os.getuid() and (is_root or found.st_uid != 0):
+            return f"{path} belongs to {_user(found.st_uid)}", elsewhere
+        is_sticky = bool(found.st_mode & stat.S_ISVTX) and not is_root
+        if not stat.S_ISLNK(found.st_mode) and not is_sticky and (others := _writers(found)):
+            mode = stat.S_IMODE(found.st_mode)
+            change = "go-w" if mode & stat.S_IWOTH else "g-w"
+            words = (
+                f"{path} (mode {mode:04o}) may be written by {others}, who could have code run as {_user(os.getuid())}"
+            )
+            return words, f"`chmod {change} {shlex.quote(path)}` there, or {elsewhere}"
+    return None
+
+
+def way_to(root: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Every folder and link that leads to `root`, and itself, from / on, as far as it is there."""
+    at, todo, links = "/", [part for part in root.parts if part != "/"], 0
+    yield at, os.lstat(at)
+    while todo:
+        part = todo.pop(0)
+        if part == "..":
+            at = os.path.dirname(at)
+            continue
+        step = os.path.join(at, part)
+        try:
+            found = os.lstat(step)
+        except FileNotFoundError:
+            return
+        yield step, found
+        if not stat.S_ISLNK(found.st_mode):
+            at = step
+            continue
+        links += 1
+        if links > MAX_LINKS:
+            return  # whoever opens it is told so
+        target = os.readlink(step)
+        at = "/" if target.startswith("/") else at
+        todo = [part for part in target.split("/") if part not in ("", ".")] + todo
+
+
+def content(root: Path) -> str:
+    """`absent`, `empty`, `ours` (it bears our mark) or `other`."""
+    if not root.is_dir():
+        return "absent"
+    if is_marked(root):
+        return "ours"
+    # Another program of ours may make its mark between the two looks.
+    return "empty" if not names(root) else "ours" if is_marked(root) else "other"
+
+
+def is_marked(root: Path) -> bool:
+    try:
+        found = os.lstat(root / MARK)
+    except OSError:
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
+
+
+def names(root: Path) -> list[str]:
+    """What lies there, less what a probe has under way."""
+    return sorted(entry.name for entry in os.scandir(root) if not _TRIAL.fullmatch(entry.name))
+
+
+def unfit(root: Path) -> tuple[str, str] | None:
+    """Why this may not be a work folder, and what to try; None where it may."""
+    if found := danger(root):
+        return found
+    if content(root) != "other":
+        return None
+    there = names(root)
+    shown = ", ".join(there[:3]) + (", ..." if len(there) > 3 else "")
+    mark = f"if an older orch made this one: `touch {shlex.quote(str(root / MARK))}` there"
+    return f"{root} is no work folder of orch and holds {shown}", f"set `workdir:` to another folder; {mark}"
+
+
+def _writers(found: os.stat_result) -> str:
+    """Who besides its owner and root may write there; "" where nobody may."""
+    if found.st_mode & stat.S_IWOTH:
+        return "every user"
+    if found.st_mode & stat.S_IWGRP and not _is_private(found.st_gid):
+        return f"group {_group(found.st_gid)}"
+    return ""
+
+
+def _is_private(gid: int) -> bool:
+    """Whether a group has no member but this user and root: on Debian each user has such a one, and files that they
+    make are group-writable.
+    """
+    try:
+        members = set(grp.getgrgid(gid).gr_mem)
+    except KeyError:
+        return False
+    members |= {entry.pw_name for entry in pwd.getpwall() if entry.pw_gid == gid}
+    return bool(members) and members <= {_user(os.getuid()), "root"}
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
+
+
+def _group(gid: int) -> str:
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
+
+
+# ---- the probe's trial ----------------------------------------------------------------------------------------
+
+
+def trial(workdir: str) -> dict[str, Any]:
+    """{"path", "free", "inodes", "error", "unfit"}: the folder as an absolute path, bytes and inodes that are free for
+    us there (null where its file system makes inodes as it goes, as btrfs does), why it cannot be written, and why it
+    may not be used, if so. What this makes it removes again.
+    """
+    root = Path(workdir).expanduser().absolute()
+    problem = _written(root)
+    _remove_old_trials(root)
+    there = root
+    while not there.is_dir() and there != there.parent:
+        there = there.parent
+    space = os.statvfs(there)
+    free = {"free": space.f_bavail * space.f_frsize, "inodes": space.f_favail if space.f_files else None}
+    return {"path": str(root), **free, "error": problem, "unfit": unfit(root)}
+
+
+def _written(root: Path) -> str | None:
+    """Why the folder cannot be written, or holds no locks; None where it does."""
+    made: list[Path] = []
+    try:
+        folder = root
+        while not os.path.lexists(folder):
+            made.append(folder)
+            folder = folder.parent
+        for folder in reversed(made):
+            os.makedirs(folder, 0o700, exist_ok=True)
+        file = root / f".probe-{secrets.token_hex(8)}"
+        with open(file, "xb") as handle:
+            made.insert(0, file)
+            handle.write(b"x" * 4096)
+            handle.flush()
+            os.fsync(handle.fileno())
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as problem:
+        return f"{problem.filename or root}: {problem.strerror}"
+    finally:
+        for path in made:
+            with contextlib.suppress(OSError):
+                os.unlink(path) if _TRIAL.fullmatch(path.name) else os.rmdir(path)
+    return None
+
+
+def _remove_old_trials(root: Path) -> None:
+    """What an earlier probe was kept from removing."""
+    long_ago = time.time() - 600  # none that is at work takes so long
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(root):
+            is_trial = _TRIAL.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
+            if is_trial and entry.stat().st_mtime < long_ago:
+                os.unlink(entry)
+
+
+if __name__ == "__main__":  # as the probe runs it
+    sys.stdout.write(json.dumps(trial(sys.argv[1])) + "\n")
