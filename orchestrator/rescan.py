@@ -34,7 +34,7 @@ def recall(answers: Mapping[str, Mapping[str, Any]], cluster: Cluster) -> tuple[
                 continue
             try:
                 plan = adopt(told["plan"], cluster, node=node, job=job)
-                plans[job] = plan.model_copy(update={"owner": _owner(told["agent"])})
+                plans[job] = plan.model_copy(update={"owner": _owner(told.get("agent"))})
             except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
                 left_out.append(
                     f"{node}: what it remembers of job {clean(str(job))[:128]} does not fit ({_why(error)})"
@@ -85,9 +85,9 @@ def agents_of(job: str, plan: LaunchPlan, answers: Mapping[str, Mapping[str, Any
     return found
 
 
-def _owner(agent: Mapping[str, Any]) -> Owner | None:
+def _owner(agent: Any) -> Owner | None:
     """Whose it is by node.json, which tells when it was taken over; the plan beside it does not."""
-    told = agent.get("owner")
+    told = agent.get("owner") if isinstance(agent, Mapping) else None
     return Owner.model_validate(_cleaned(told)) if told else None
 
 

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,10 +43,11 @@ def here(workdir, name="here"):
 
 
 def hashes(folder):
-    """Every file below, by its content; FIFOs and what a live supervisor writes itself left out."""
+    """Every file below, by its content; but for what a job that runs writes itself."""
     found = {}
     for path in sorted(Path(folder).rglob("*")):
-        if path.is_file() and not path.is_symlink():
+        live = path.name in ("agent.json", "gpu.jsonl", "supervisor.log") or path.suffix == ".pyc"
+        if path.is_file() and not path.is_symlink() and not live and not path.name.startswith("."):
             found[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
     return found
 
@@ -75,8 +77,22 @@ def two_jobs(tmp_path, homes):
         for controller, job_ in ((ada, one), (bob, other)):
             controller.store.save_cluster(local_cluster(job_), current=True)
             controller.launch(job_.plan, job_.blob)
+        for job_ in (one, other):
             job_.wait_running()
+            wait_for(lambda job_=job_: all(said(job_.folder(node)) for node in "ab"))
         yield one, other
+
+
+def said(folder):
+    """Whether the rank there has printed its line: from then on it writes nothing."""
+    return any(log.read_text() for log in folder.glob("rank-*/stdout.log"))
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 # ---- two people, two clusters ---------------------------------------------------------------------------------

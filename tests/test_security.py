@@ -22,7 +22,8 @@ import pytest
 from gang import gang
 from test_plan import pair, plan
 
-from orchestrator import call, job
+from orchestrator import belongings, job
+from orchestrator.belongings import Who
 from orchestrator.call import Host
 from orchestrator.collect import collect
 from orchestrator.controller import Controller
@@ -30,6 +31,7 @@ from orchestrator.errors import HostError, OrchError, ProbeError, UsageError
 from orchestrator.facts import Interface
 from orchestrator.frames import read_frames
 from orchestrator.paths import Home, RunFolder
+from orchestrator.records import Owner
 from orchestrator.remote.processes import MARK
 from orchestrator.store import Cluster, Store
 from orchestrator.transport import Result
@@ -411,6 +413,8 @@ def test_a_planted_folder_on_a_host_is_refused(name, tmp_path):
 def test_a_stranger_with_the_same_command_line_is_spared(tmp_path):
     folder = tmp_path / "work" / "jobs" / "gone-1"
     folder.mkdir(parents=True)
+    ada = Who(Owner(id="a" * 32, name="ada@desk"), "rack")
+    (folder / "node.json").write_text(json.dumps({"job": "gone-1", **ada.request}))
     argv = [sys.executable, "-c", "import time; time.sleep(60)", str(folder)]
     left = subprocess.Popen(argv, env={**os.environ, MARK: str(folder)}, start_new_session=True)
     strangers = [
@@ -419,9 +423,7 @@ def test_a_stranger_with_the_same_command_line_is_spared(tmp_path):
     ]
     try:
         host = Host(LocalTransport("here"), sys.executable, None, str(tmp_path / "work"))
-        request = {"action": "reap", "workdir": host.workdir, "end": True}
-        answer = call.ask(host, "control", request, timeout_s=30)
-        assert [found["job"] for found in answer["found"]] == ["gone-1"]
+        assert [found.there.job for found in belongings.reap(host, ada, end=True)] == ["gone-1"]
         assert left.wait(10) == -9
         assert [stranger.poll() for stranger in strangers] == [None, None]
     finally:

@@ -17,6 +17,7 @@ from person import Person
 from orchestrator import venvs
 from orchestrator.call import Host
 from orchestrator.errors import HostError, UsageError
+from orchestrator.records import Owner
 from orchestrator.store import Cluster, Venv
 from orchestrator.transport.local import LocalTransport
 from orchestrator.venvs import PAIRS, Made, Wanted, choose
@@ -59,11 +60,20 @@ def wheels(tmp_path_factory):
     return folder
 
 
+OWNER = Owner(id="a" * 32, name="ada@desk")
+
+
 def set_up(workdir, env, wanted=WANTED):
     seen = []
     host = Host(LocalTransport("here"), sys.executable, None, str(workdir))
     offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": "/dev/null"}
-    return venvs.set_up({"here": host}, wanted, {"here": {**offline, **env}}, seen.append)["here"], seen
+    envs = {"here": {**offline, **env}}
+    return venvs.set_up({"here": host}, wanted, envs, seen.append, owner=OWNER, cluster="rack")["here"], seen
+
+
+def whole(workdir):
+    """The markers of environments that are not half made."""
+    return [path for path in workdir.glob("venv/*/orch-venv.json") if "found" in json.loads(path.read_text())]
 
 
 def asked(python):
@@ -127,17 +137,18 @@ def test_an_environment_is_made_once_kept_and_made_anew_where_it_is_half_done(wh
     assert phases == ["asks python", "makes venv", "pip installs", "tries torch"]
     nothing = {"PIP_FIND_LINKS": "/nowhere"}
     assert set_up(tmp_path, nothing)[0] == Made(made.python, "2.3.1", "0.18.1", "kept")
-    (tmp_path / "venv/torch-2.3.1/orch-venv.json").unlink()
+    marker = tmp_path / "venv/torch-2.3.1/orch-venv.json"
+    marker.write_text(json.dumps({"users": json.loads(marker.read_text())["users"]}))
     failed, _ = set_up(tmp_path, nothing)
     assert isinstance(failed, HostError)
     assert "No matching distribution found for torch==2.3.1" in failed.message
-    assert not (tmp_path / "venv/torch-2.3.1/orch-venv.json").exists()
+    assert whole(tmp_path) == []
 
 
 def test_a_torch_that_does_not_load_is_told_and_not_kept(wheels, tmp_path):
     failed, _ = set_up(tmp_path, {"PIP_FIND_LINKS": str(wheels)}, choose("2.4.0", None))
     assert "libnothing.so is missing" in failed.message
-    assert not list(tmp_path.glob("venv/*/orch-venv.json"))
+    assert whole(tmp_path) == []
 
 
 def test_a_host_that_has_the_torch_itself_is_left_alone(tmp_path):
@@ -161,7 +172,7 @@ def test_leaving_ends_pip(tmp_path):
 
         def until_interrupted():
             with pytest.raises(KeyboardInterrupt):
-                venvs.set_up({"here": host}, WANTED, {"here": env}, show)
+                venvs.set_up({"here": host}, WANTED, {"here": env}, show, owner=OWNER, cluster="rack")
 
         setting_up = threading.Thread(target=until_interrupted)
         setting_up.start()
@@ -173,7 +184,7 @@ def test_leaving_ends_pip(tmp_path):
                 pass
         setting_up.join(30)
         assert not setting_up.is_alive()
-    assert not list(tmp_path.glob("venv/*/orch-venv.json"))
+    assert whole(tmp_path) == []
 
 
 # ---- what is remembered ---------------------------------------------------------------------------------------

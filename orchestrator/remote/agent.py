@@ -15,8 +15,8 @@ from .layout import FINAL_STATES, Job
 def look(job: Job) -> dict[str, Any]:
     """The agent's record, its node's place in the job, and whether somebody still stands behind it."""
     agent = job.read_agent()
-    with contextlib.suppress(OSError, ValueError):
-        node = json.loads(job.node.read_text())
+    with contextlib.suppress(KeyError):  # none, or that of another version
+        node = job.read_node()
         agent["plan"] = {key: node[key] for key in ("exp", "members", "is_master", "cluster", "created")}
         agent["owner"] = node.get("owner")
     agent["alive"] = lives(agent)

@@ -7,23 +7,28 @@ Every choice comes from the round's own random numbers, so that a round is the s
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import lab_net
 from lab_net import Link
 
-from orchestrator import call, job
+from orchestrator import belongings, call, job
+from orchestrator.belongings import Who
+from orchestrator.call import Host
 from orchestrator.errors import OrchError
 from orchestrator.plan import RENDEZVOUS_PORT
+from orchestrator.records import Owner
 
-from .rounds import Expected, Round, at_once
-from .world import Process, small_disk
+from .rounds import US, Expected, Round, at_once
+from .world import Process, remove, small_disk
 
 Fault = Callable[[Round], Generator[bool, None, Expected]]
 FAULTS: dict[str, Fault] = {}
@@ -479,11 +484,35 @@ def stale_record(r: Round) -> Generator[bool, None, Expected]:
     old.mkdir()
     identity = f'"pid": {inner}, "start_time": {start_time - 1}, "boot_id": "{boot_id}"'
     (old / "agent.json").write_text(f'{{"state": "running", {identity}, "keeper": {{{identity}}}}}')
-    for path in (old, old / "agent.json"):
+    (old / "node.json").write_text(json.dumps({"job": old.name, **US.request}))
+    for path in (old, old / "agent.json", old / "node.json"):
         os.chown(path, 1000, 1000)
     host = r.cell.connect()[r.victim]
-    for request in ({"action": "status"}, {"action": "reap", "end": True}, {"action": "cancel", "job": old.name}):
+    for request in ({"action": "status"}, {"action": "cancel", "job": old.name}):
         call.ask(host, "control", {"workdir": r.workdir[r.victim], **request}, timeout_s=30)
-    (old / "agent.json").unlink()
-    old.rmdir()
+    belongings.reap(host, US, end=True)
+    remove(old)
     return Expected(state="succeeded", survives=True)
+
+
+# ---- others on the same hosts ---------------------------------------------------------------------------------
+
+
+@fault
+def down_of_others(r: Round) -> Generator[bool, None, Expected]:
+    """Another cluster of ours, a colleague's cluster of the same name, and a stranger clear and reap the hosts."""
+    yield True
+    colleague = Owner(id="d" * 32, name="dora@desk")
+    others = [Who(US.owner, "another"), Who(colleague, US.cluster), Who(colleague, "another")]
+    r.rng.shuffle(others)
+    hosts = r.cell.connect().values()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(_clear, *zip(*((host, who) for host in hosts for who in others), strict=True)))
+    return Expected(state="succeeded", survives=True)
+
+
+def _clear(host: Host, who: Who) -> None:
+    belongings.reap(host, who, end=True)
+    cleared = belongings.down(host, who)
+    if cleared.ended or cleared.jobs or not cleared.left:
+        raise RuntimeError(f"{host.node}: {who.cluster} of {who.owner.name} cleared {cleared}")

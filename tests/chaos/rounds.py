@@ -19,12 +19,13 @@ from typing import Any
 from gang import LAUNCHER, launcher_arguments
 
 from orchestrator import job
+from orchestrator.belongings import Who
 from orchestrator.code import pack_folder
 from orchestrator.collect import Collected, claimed, collect
 from orchestrator.errors import OrchError
 from orchestrator.paths import RunFolder
 from orchestrator.plan import RENDEZVOUS_PORT, torchrun_arguments
-from orchestrator.records import JobRecord, LaunchPlan, NodePlan
+from orchestrator.records import JobRecord, LaunchPlan, NodePlan, Owner
 
 from . import invariants
 from .world import TESTS_OF_CHAOS, Cell, Process, remove
@@ -33,6 +34,7 @@ RUNNING_S = 60.0
 OVER_S = 30.0
 """An ordinary end, with the whole ladder for workers that ignore all but KILL."""
 HOME = "/home/lab"
+US = Who(Owner(id="c" * 32, name="chaos@controller"), "chaos")
 
 
 @dataclass(frozen=True)
@@ -120,9 +122,9 @@ class Round:
             for index, name in enumerate(self.cell.names)
         ]  # fmt: skip
         self.plan = LaunchPlan(
-            schema=1, job=self.job, exp="script.py", kind="script", cluster="chaos", master=self.master,
-            master_address=addresses[self.master], rendezvous_port=RENDEZVOUS_PORT, world_size=len(nodes),
-            created="2026-01-01T00:00:00+00:00", code=packed, nodes=tuple(nodes),
+            schema=1, job=self.job, exp="script.py", kind="script", cluster=US.cluster, owner=US.owner,
+            master=self.master, master_address=addresses[self.master], rendezvous_port=RENDEZVOUS_PORT,
+            world_size=len(nodes), created="2026-01-01T00:00:00+00:00", code=packed, nodes=tuple(nodes),
         ).model_copy(update=self.changes)  # fmt: skip
 
     def _torchrun(self, ranks: list[int], index: int, master: str) -> tuple[str, ...]:
