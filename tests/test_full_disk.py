@@ -39,8 +39,12 @@ for word in ("before", "during", "after"):
 def small_disk(place, size):
     """A disk of this size, as tmpfs has them; only root may make one."""
     place.mkdir(exist_ok=True)
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", place]).returncode:
+    if (
+        os.geteuid() != 0
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "none", place]).returncode
+    ):
         pytest.skip("needs root, to mount a small disk")
+    (place / ".orch-work").touch()  # it is filled before a job comes
     try:
         yield place
     finally:
