@@ -294,7 +294,7 @@ def test_a_stopped_keeper_is_listed_by_reap_and_goes_on_by_it(tmp_path):
     with gang(tmp_path, WAITS, ranks=(1,)) as job:
 
         def reap(end):
-            return belongings.reap(job.hosts["a"], ada, end=end)
+            return belongings.reap(job.hosts["a"], ada, end=end).found
 
         ada = Who(Owner(id="a" * 32, name="ada@desk"), job.plan.cluster)
         job.plan = job.plan.model_copy(update={"owner": ada.owner})

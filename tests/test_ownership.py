@@ -150,7 +150,7 @@ def test_reap_ends_what_is_ours_and_says_whose_the_rest_is(homes, two_jobs):
             folder.mkdir()
             owner = read_owner(controller.store.home).model_dump()
             (folder / "node.json").write_text(json.dumps({"job": name, "owner": owner, "cluster": "test"}))
-        found = ada.clusters.reap(ada.store.cluster(), end=True)["a"]
+        found = ada.clusters.reap(ada.store.cluster(), end=True)["a"].found
         assert {(one.there.job, one.mine, one.stayed) for one in found} == {
             ("gone-ada", True, ()),
             ("gone-bob", False, None),

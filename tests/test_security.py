@@ -23,7 +23,7 @@ from gang import gang
 from test_plan import pair, plan
 
 from orchestrator import belongings, job
-from orchestrator.belongings import Who
+from orchestrator.belongings import Cleared, Who
 from orchestrator.call import Host
 from orchestrator.collect import collect
 from orchestrator.controller import Controller
@@ -180,7 +180,7 @@ def test_whatever_a_host_answers_to_a_request_it_is_an_error_of_ours(answer, tmp
     said += [str(error) for error in found if isinstance(error, HostError)]
     assert all(text.isprintable() and len(text) < 800 for text in said)
     told = [answer for answer in found if not isinstance(answer, (HostError, dict))]
-    shown = [one for answer in told for one in (answer if isinstance(answer, tuple) else [replace(answer, jobs={})])]
+    shown = [replace(answer, jobs={}) if isinstance(answer, Cleared) else answer for answer in told]
     words = [word for one in shown for word in fuzz.strings(asdict(one))]
     if record.first_failure:
         words += [record.first_failure.node, record.first_failure.reason]
@@ -423,7 +423,7 @@ def test_a_stranger_with_the_same_command_line_is_spared(tmp_path):
     ]
     try:
         host = Host(LocalTransport("here"), sys.executable, None, str(tmp_path / "work"))
-        assert [found.there.job for found in belongings.reap(host, ada, end=True)] == ["gone-1"]
+        assert [found.there.job for found in belongings.reap(host, ada, end=True).found] == ["gone-1"]
         assert left.wait(10) == -9
         assert [stranger.poll() for stranger in strangers] == [None, None]
     finally:
