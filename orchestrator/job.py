@@ -23,6 +23,7 @@ from orchestrator.errors import ConnectError, HostError, HostsError
 from orchestrator.faults import faults_of, own_loss
 from orchestrator.frames import Beat, End, Frame, Held, read_frames
 from orchestrator.records import ENDED, FirstFailure, JobRecord, JobState, LaunchPlan, NodePlan
+from orchestrator.text import one_line
 from orchestrator.transport.fanout import errors, for_each, values
 
 PREPARE_S = 120.0
@@ -82,14 +83,23 @@ def launch(plan: LaunchPlan, hosts: Mapping[str, Host], blob: bytes, undone: Cal
         prepared = _on_all(plan, prepare_with_code, PREPARE_S)
         if errors(prepared):
             raise HostsError(errors(prepared))
-        hub_port = call.understood(plan.master, lambda: int(values(prepared)[plan.master]["hub_port"]))
-        told = _on_all(plan, lambda name: _ask(hosts[name], plan, "go", hub_port=hub_port), ASK_S)
+        answers = values(prepared)
+        hub_port = call.understood(plan.master, lambda: int(answers[plan.master]["hub_port"]))
+        several = plan.nodes if len(plan.nodes) > 1 else ()
+        peers = {node.name: _place(node, answers[node.name]) for node in several}
+        told = _on_all(plan, lambda name: _ask(hosts[name], plan, "go", hub_port=hub_port, peers=peers), ASK_S)
         if errors(told):
             raise HostsError(errors(told))
     except BaseException:  # a Ctrl-C, too: whatever was begun is undone, and cancelled where it already runs
         if not errors(_on_all(plan, undo, ASK_S)):
             undone()
         raise
+
+
+def _place(node: NodePlan, answer: Mapping[str, Any]) -> list[Any]:
+    """Where the others find this host's supervisor: the fields of `remote/peers.Place`."""
+    port = call.understood(node.name, lambda: int(answer["peer_port"]))
+    return [node.address, port, node.interface or "INTERFACE", one_line(answer.get("firewall"), 20)]
 
 
 def node_request(plan: LaunchPlan, node: NodePlan, token: str) -> dict[str, Any]:

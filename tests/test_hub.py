@@ -185,9 +185,10 @@ async def test_a_silent_member_is_lost_after_the_lease(wired):
 
 @on_a_hub
 async def test_a_member_that_never_comes_is_lost_after_the_time_for_joining(wired):
-    wired.hub.expect(0.1)
+    wired.hub.expect(0.1, "look at the firewall")
     await wired.until(lambda hub: "b" in hub.lost)
-    assert "did not reach the master" in wired.hub.lost["b"]
+    where = f"127.0.0.1 port {wired.port}"
+    assert wired.hub.lost["b"] == f"did not reach the master at {where} within 0 s: look at the firewall"
 
 
 @on_a_hub

@@ -103,14 +103,16 @@ def test_a_prepare_and_a_go_whose_answers_are_lost_start_one_gang_when_repeated(
             thread.join()
         return [*answers, action(node)]
 
-    ports = {}
+    ports, peers = {}, {}
     for node in job.plan.nodes:
         answers = thrice(prepare, node)
         assert len({answer["pid"] for answer in answers}) == 1, answers
         ports[node.name] = answers[0]["hub_port"]
+        peers[node.name] = jobs._place(node, answers[0])
 
     def go(node):
-        request = {"action": "go", "workdir": node.workdir, "job": job.plan.job, "hub_port": ports["a"]}
+        where = {"hub_port": ports["a"], "peers": peers}
+        request = {"action": "go", "workdir": node.workdir, "job": job.plan.job, **where}
         return call.ask(job.hosts[node.name], "control", request, timeout_s=60)
 
     for node in job.plan.nodes:

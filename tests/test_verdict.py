@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from orchestrator.remote.verdict import decide, first_cause, spare
+from orchestrator.remote.verdict import decide, first_cause, severed, spare
 
 
 def status(phase, *failures, cancelled=False):
@@ -79,6 +79,42 @@ def test_a_lost_host_explains_broken_connections_but_not_a_ranks_own_failure():
     assert first_cause([broken, lost]) is lost
     own = failure("a", order=1)
     assert first_cause([lost, own]) is own
+
+
+# ---- ways between two hosts ----------------------------------------------------------------------------------------
+
+HOW = "no connection"
+
+
+def cut(**ways):
+    """cut(b="c"): b tells that it does not reach c."""
+    return {name: status("running") | {"cut": dict.fromkeys(ways.get(name, ""), HOW)} for name in "abcd"}
+
+
+def test_no_way_is_cut_where_nobody_says_so():
+    assert severed(cut(), {}) == {}
+    assert severed({"a": status("running"), "b": {}}, {}) == {}
+
+
+@pytest.mark.parametrize("told", [{"b": "c"}, {"c": "b"}, {"b": "c", "c": "b"}])
+def test_of_two_that_do_not_reach_each_other_one_has_to_go_and_both_are_named(told):
+    ((node, why),) = severed(cut(**told), {}).items()
+    assert node == "c"
+    assert "b and c cannot reach each other" in why or "c and b cannot reach each other" in why
+    assert HOW in why
+
+
+def test_the_master_stays_where_another_can_go_and_who_is_cut_off_most_goes_first():
+    assert [*severed(cut(a="b"), {})] == ["b"]
+    assert [*severed(cut(b="a"), {})] == ["b"]
+    assert [*severed(cut(a="b", b="c", d="b"), {})] == ["b"]
+    assert [*severed(cut(a="bcd"), {})] == ["a"]
+
+
+def test_every_cut_pair_loses_one_and_whoever_is_lost_already_explains_its_own():
+    assert sorted(severed(cut(a="b", c="d"), {})) == ["b", "d"]
+    assert severed(cut(b="c"), {"c": "no word for 20 s"}) == {}
+    assert severed(cut(b="xyz"), {}) == {}
 
 
 # ---- elastic jobs ---------------------------------------------------------------------------------------------------

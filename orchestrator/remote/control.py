@@ -25,7 +25,7 @@ from typing import Any
 from .agent import lives, look, tell, wait_gone
 from .answer import Refused, reply
 from .claim import claimed
-from .layout import READY_S, Job, Work, remove, write_last_word
+from .layout import READY_S, Job, Work, remove, write_json, write_last_word
 
 UNDO_S = 10.0
 RECALL_BYTES = 1 << 19
@@ -42,6 +42,7 @@ def main(request: dict[str, Any]) -> None:
 
 def go(request: dict[str, Any]) -> dict[str, Any]:
     job = _job(request)
+    write_json(job.peers, request["peers"])
     if not tell(job, {"go": {"hub_port": request["hub_port"]}}):
         raise Refused(f"the supervisor of {job.id} is gone", "run again; `orch logs` may say why")
     return {}

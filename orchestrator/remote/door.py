@@ -39,8 +39,12 @@ class Door:
 
     async def open(self, address: str) -> int:
         """Listens on a free port of this address; returns it. Raises OSError."""
+        return self.open_at(listen_at(address))
+
+    def open_at(self, listener: socket.socket) -> int:
+        """The same with a socket that listens already, which is ours from now on."""
         self._most = max(1, min(STRANGERS, allow_descriptors() // SHARE))
-        self._listener = listen_at(address)
+        self._listener = listener
         self._listener.setblocking(False)
         self._listen()
         return int(self._listener.getsockname()[1])

@@ -88,6 +88,10 @@ class Link:
     def close(self) -> None:
         self._writer.close()
 
+    @property
+    def socket(self) -> Any:
+        return self._writer.get_extra_info("socket")
+
 
 async def greet_member(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes) -> tuple[str, Link]:
     """The hub's side of the handshake: the member's name and the link to it. The `door` says how long it may take."""
@@ -104,6 +108,11 @@ async def greet_member(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
 async def join_hub(address: str, port: int, node: str, token: bytes) -> Link:
     """The member's side. The hub proves itself with its first order."""
     reader, writer = await asyncio.wait_for(asyncio.open_connection(address, port, limit=MAX_LINE), HANDSHAKE_S)
+    return await introduce(reader, writer, node, token)
+
+
+async def introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, node: str, token: bytes) -> Link:
+    """Who we are, to a `greet_member` on the other side, which proves itself with the first line that it sends."""
     try:
         theirs = (await _read_line(reader, HANDSHAKE_S)).decode()
         ours = secrets.token_hex(16)
@@ -139,13 +148,15 @@ class Hub:
         """Binds a free port on the training address; returns it."""
         self._door = Door(self._serve)
         port = await self._door.open(address)
+        self._place = f"{address} port {port}"
         self._beats = asyncio.create_task(self._beat())
         return port
 
-    def expect(self, within_s: float) -> None:
-        """From now on every member has to be heard, first within this time."""
+    def expect(self, within_s: float, remedy: str) -> None:
+        """From now on every member has to be heard, first within this time. remedy: for who is not."""
+        why = f"did not reach the master at {self._place} within {within_s:.0f} s: {remedy}"
         for node in self._members - self._links.keys():
-            self._set_deadline(node, within_s, f"did not reach the master within {within_s:.0f} s")
+            self._set_deadline(node, within_s, why)
 
     def announce(self) -> None:
         for link in self._links.values():
@@ -261,6 +272,11 @@ class Membership:
     def announce(self) -> None:
         if self._link:
             self._link.send(self._status())
+
+    @property
+    def has_heard(self) -> bool:
+        """Whether the hub has ever spoken to us."""
+        return self._heard
 
     def close(self) -> None:
         """Ends `stay`. Cancelling its task does not always: before Python 3.12, `wait_for` may swallow that."""

@@ -7,6 +7,7 @@
 <workdir>/venv/torch-<version>/            environments of `orch setup`; orch-venv.json tells whose, and if whole
 <workdir>/jobs/<job>/node.json             what this host was asked to do (mode 0600); its secrets end with the job
                     /plan.json             the whole job's plan, less its secrets: for a controller that lost its own
+                    /peers.json            where the job's supervisors listen for each other
                     /agent.json            what became of it, written by the supervisor alone
                     /reserve               room for the last word in agent.json on a disk that is full
                     /bin/orch_remote/         these programs
@@ -94,6 +95,7 @@ class Job:
         self.root = root
         self.node = root / "node.json"
         self.plan = root / "plan.json"
+        self.peers = root / "peers.json"
         self.agent = root / "agent.json"
         self.reserve = root / "reserve"
         self.bin = root / "bin"
@@ -147,6 +149,13 @@ class Job:
                 with open(self.node, "r+b") as file:
                     file.write(json.dumps(blank).encode())
                     file.truncate()
+
+    def read_peers(self) -> dict[str, list[Any]]:
+        """By host, the fields of a `peers.Place`; {} before the word to go."""
+        try:
+            return dict(json.loads(self.peers.read_text()))
+        except (OSError, ValueError):
+            return {}
 
     def is_final(self) -> bool:
         return self.read_agent().get("state") in FINAL_STATES

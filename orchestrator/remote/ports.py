@@ -77,6 +77,15 @@ def listen(store: socket.socket) -> None:
     store.listen(BACKLOG)
 
 
+def shut_out(store: socket.socket) -> None:
+    """Hangs up on everybody who waits there to be let in."""
+    store.setblocking(False)
+    with contextlib.suppress(OSError):
+        while True:
+            store.accept()[0].close()
+    store.setblocking(True)
+
+
 def admit(store: socket.socket, addresses: Collection[str]) -> None:
     """Who connects from another address than these gets no answer, where the kernel lets us have it so."""
     version = 6 if store.family == socket.AF_INET6 else 4

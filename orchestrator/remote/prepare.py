@@ -2,8 +2,8 @@
 
 Request: {"action": "prepare", "workdir", "node": what goes into node.json, "plan": what goes into plan.json,
 "blob_bytes"}, then that many bytes of code.
-The answer is {"pid", "hub_port"}, {"need_code": true} where the code is not here yet and did not come along, or
-{"error", "remedy"}. The job's folder is the lock: who makes it has the job.
+The answer is {"pid", "hub_port", "peer_port", "firewall"}, {"need_code": true} where the code is not here yet and did
+not come along, or {"error", "remedy"}. The job's folder is the lock: who makes it has the job.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from . import firewall
 from .agent import lives
 from .answer import Refused, reply
 from .claim import claimed
@@ -76,7 +77,7 @@ def same_job(job: Job, node: dict[str, Any]) -> dict[str, Any]:
     if there.get("token") == node["token"]:
         agent = _await(job.read_agent, READY_S)
         if lives(agent):
-            return {"pid": agent["pid"], "hub_port": agent.get("hub_port")}
+            return {key: agent.get(key) for key in ("pid", "hub_port", "peer_port")} | {"firewall": firewall.kind()}
     raise Refused(f"a job named {job.id} is already there ({job.root})", "run again: a new id is made each time")
 
 
@@ -165,7 +166,7 @@ def start_supervisor(job: Job) -> dict[str, Any]:
         child.wait()
         raise Refused(answer["error"], answer["remedy"])
     child.returncode = 0  # it stays: Popen must not warn that it still runs
-    return answer
+    return answer | {"firewall": firewall.kind()}
 
 
 def _await(read: Callable[[], dict[str, Any]], timeout_s: float) -> dict[str, Any]:

@@ -26,7 +26,8 @@ from .hub import LEASE_S, Hub, Membership, Message, Pulse
 from .layout import Job, write_last_word, write_record
 from .logs import advice, is_secondary, log_tail, telling_line
 from .memory import out_of_memory_kills
-from .ports import Claim, admit, claim_port
+from .peers import Peers, Place, Unreached
+from .ports import Claim, admit, claim_port, listen, shut_out
 from .processes import identify, signal_name
 
 GO_S = 300.0
@@ -68,6 +69,7 @@ class Supervisor:
             "started": time.time(),
         }
         self.children, self.pulse = Children(job, node), Pulse()
+        self.peers = Peers(node["name"], self._token, self.changed)
         self._claim: Claim | None = None
         self._memory_kills = out_of_memory_kills()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -80,6 +82,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         self.told, self.finished = asyncio.Event(), asyncio.Event()
         self.go: dict[str, Any] | None = None
+        self._told_to_meet_at: asyncio.Future[int] = loop.create_future()
         self._stopping: asyncio.Task[None] | None = None
         loop.set_exception_handler(self._callback_failed)
         loop.add_signal_handler(signal.SIGCHLD, self.children.reap)
@@ -89,8 +92,10 @@ class Supervisor:
             members = {name for name in self.node["members"] if name != self.node["name"]}
             self.hub = Hub(members, self._token, lambda: self.order, self._decide)
             self.record["hub_port"] = await self.hub.listen(self.node["address"])
+        if len(self.node["members"]) > 1:
+            self.record["peer_port"] = await self.peers.listen(self.node["address"])
         self._write()
-        os.write(answer, json.dumps({"pid": os.getpid(), "hub_port": self.record.get("hub_port")}).encode())
+        os.write(answer, json.dumps({key: self.record.get(key) for key in ("pid", "hub_port", "peer_port")}).encode())
         os.close(answer)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self.told.wait(), GO_S)
@@ -106,18 +111,21 @@ class Supervisor:
             self.elastic.begin()
         if limit_s := self.node.get("time_limit_s"):
             asyncio.get_running_loop().call_later(limit_s, self._time_is_up, limit_s)
+        self.peers.places = {name: Place(*place) for name, place in self.job.read_peers().items()}
         if self.hub:
-            self.hub.expect(JOIN_S)
+            if self.peers.places:
+                self.hub.expect(JOIN_S, self.peers.remedy(self.node["name"]))
+            self._open_rendezvous()
         else:
             hub = (self.node["master_address"], self.go["hub_port"])
             self.membership = Membership(hub, self.node["name"], self._token, self.status, self.obey, self._hub_gone)
             self._spawn(self.membership.stay(JOIN_S))
         self._spawn(self._watch_folder())
         self._spawn(self.pulse.beat())
-        if self.phase == "joining" and await self._prepared() and self.phase == "joining":
-            self.phase = "joined"
+        self._spawn(self._join())
         self.changed()
         await self.finished.wait()
+        self.peers.close()
         if self.membership:
             self.membership.close()
         if self.hub:
@@ -125,6 +133,39 @@ class Supervisor:
             # The others leave when their own ranks have ended: that may take them the whole ladder.
             await until(lambda: self.hub is None or self.hub.connected == 0, self._ladder_s)
             self.hub.close()
+
+    async def _join(self) -> None:
+        """All that comes before the word to start."""
+        if self.phase == "joining" and all(await asyncio.gather(self._prepared(), self._reached())):
+            if self._stopping is None:
+                self.phase = "joined"
+                self.peers.watch()
+            self.changed()
+
+    async def _reached(self) -> bool:
+        """Checks the way to every other host, and to where the ranks will meet."""
+        try:
+            await self.peers.reach()
+            if not self.hub:
+                await self.peers.reach_rendezvous(self.node["master"], await self._told_to_meet_at)
+        except Unreached as error:
+            cause = failure("network", error.node, str(error))
+            if self._stopping is None:
+                self._failed(cause)
+                if self.membership and not self.membership.has_heard:
+                    self._give_up(cause)  # whom could we still tell?
+            return False
+        return True
+
+    def _open_rendezvous(self) -> None:
+        """Claims the port that the ranks will meet at, tells it to the members, and lets them try it."""
+        assert self.hub
+        if claim := self._claim_port():
+            self.order = {"do": "wait", "rendezvous_port": claim.number}
+            self.hub.announce()
+            if self.peers.places:
+                listen(claim.store)
+                self.peers.open_rendezvous(claim.store.dup())
 
     async def _prepared(self) -> bool:
         """Runs the inventory's `prepare` command, once a host and job, before any rank starts."""
@@ -151,6 +192,7 @@ class Supervisor:
             "failures": self._told_failures,
             "cancelled": self.cancelled,
             "leftovers": self.leftovers[:20],
+            "cut": dict([*self.peers.cut.items()][:8]),
         }
 
     def changed(self) -> None:
@@ -183,10 +225,15 @@ class Supervisor:
         statuses[self.node["name"]] = self.status()
         for one in (failure for status in statuses.values() for failure in status.get("failures", ())):
             one.setdefault("order", self._arrival(one))
+        if self.order["do"] in ("wait", "start"):
+            for node, why in verdict.severed(statuses, self.hub.lost).items():
+                self.hub.lost.setdefault(node, why)
         order = self._verdict(statuses, settled)
         if order["do"] == "give up":
             self._failed(order["cause"])
             return
+        if order["do"] == "wait" and "rendezvous_port" in self.order:
+            order["rendezvous_port"] = self.order["rendezvous_port"]
         if order["do"] == "start":
             order["rendezvous_port"] = self._port_of(order)
             if order["rendezvous_port"] is None:
@@ -234,6 +281,8 @@ class Supervisor:
         if self._left_behind():
             return
         self.order = order
+        if "rendezvous_port" in order and not self._told_to_meet_at.done():
+            self._told_to_meet_at.set_result(int(order["rendezvous_port"]))
         if order["do"] == "start" and self.phase == "joined" and order.get("generation", 0) == self.generation:
             self._meet_at(order)
         elif order["do"] == "regroup" and self.elastic and order["generation"] > self.elastic.wanted:
@@ -294,6 +343,7 @@ class Supervisor:
 
     def _meet_at(self, order: Message) -> None:
         members = order.get("members", self.node["members"])
+        self.peers.forget(set(self.node["members"]) - set(members))
         fill = {
             "rendezvous_port": str(order["rendezvous_port"]),
             "job_dir": str(self.job.root),
@@ -507,23 +557,28 @@ class Supervisor:
         return self.elastic.generation if self.elastic else 0
 
     def _port_of(self, start: Message) -> int | None:
-        """Each generation has a port of its own; None where there is none."""
+        """Each generation has a port of its own, and the first one's has been tried; None where there is none."""
+        assert self.hub
         if self.order["do"] == "start" and self.order.get("generation") == start.get("generation"):
             return int(self.order["rendezvous_port"])
-        return self._claim_port()
+        self.peers.close_rendezvous()
+        claim = self._claim if self.order["do"] == "wait" else self._claim_port()
+        if not claim:
+            return None
+        admit(claim.store, {self.node["address"], *self.hub.addresses.values()})
+        shut_out(claim.store)  # who still waits there is no host of ours: those have tried it
+        return claim.number
 
-    def _claim_port(self) -> int | None:
+    def _claim_port(self) -> Claim | None:
         """The port that the plan names if nobody has it, else another, ours until the job ends."""
-        assert self.hub
         if self._claim:
             self._claim.close()
+            self._claim = None
         try:
             self._claim = claim_port(self.node["address"], self.node["rendezvous_port"])
         except OSError as error:
             self._fail("port", f"no port to meet at: {error}")
-            return None
-        admit(self._claim.store, {self.node["address"], *self.hub.addresses.values()})
-        return self._claim.number
+        return self._claim
 
     @property
     def _ladder_s(self) -> float:

@@ -1,12 +1,14 @@
 """What the hub decides from everybody's status: pure, so that every case can be tested without a process.
 
 A status: {"phase": "joining" | "joined" | "running" | "done" | "stopping" | "ended", "failures": [...], "cancelled":
-bool, "leftovers": [...]}. An order: {"do": "wait" | "start" | "stop" | "finish", "state": ..., "first_failure": ...}.
-In an elastic job a start may be the start of another generation (`generations`), for which hosts are "regrouping".
+bool, "leftovers": [...], "cut": {node: how}}. An order: {"do": "wait" | "start" | "stop" | "finish", "state": ...,
+"first_failure": ...}. In an elastic job a start may be the start of another generation (`generations`), for which hosts
+are "regrouping".
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 Status = dict[str, Any]
@@ -46,6 +48,26 @@ def spare(members: list[str], lost: list[str], minimum: int | None) -> list[str]
     if minimum is None or members[0] in lost:
         return []
     return lost[: max(0, len(members) - minimum)]
+
+
+def severed(statuses: dict[str, Status], lost: Iterable[str]) -> dict[str, str]:
+    """The hosts that have to go because they and another one do not reach each other, though the hub hears both, and
+    why: of each such pair the one that more ways are cut to, and never the master where the other will do. statuses: as
+    for `decide`; in `cut` each tells whom it does not reach, and how.
+    """
+    master, found = next(iter(statuses)), dict[str, str]()
+    cut = {
+        frozenset((node, other)): f"{node} and {other} cannot reach each other ({how}), though the master hears both"
+        for node, status in statuses.items()
+        for other, how in status.get("cut", {}).items()
+        if other in statuses and not {node, other} & set(lost)
+    }
+    while cut:
+        ends = [node for node in statuses for pair in cut if node in pair]
+        worst = max(ends, key=lambda node: (ends.count(node), node != master, ends.index(node)))
+        found[worst] = next(why for pair, why in cut.items() if worst in pair)
+        cut = {pair: why for pair, why in cut.items() if worst not in pair}
+    return found
 
 
 def first_cause(failures: list[Failure]) -> Failure | None:
