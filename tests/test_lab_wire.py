@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -41,6 +42,73 @@ def until_all_speak(run) -> str:
         assert line, f"it ended before all ranks had spoken: {shown}"
         shown += line
     return shown
+
+
+FILTER = """
+table inet filter
+delete table inet filter
+table inet filter {
+    chain input {
+        type filter hook input priority 0; policy %s
+        %s
+    }
+}
+"""
+ONLY_SSH = FILTER % ("drop", "ct state established,related accept\n iifname lo accept\n tcp dport 22 accept")
+OPEN = "sudo nft insert rule inet filter input iifname eth0 ip saddr 10.77.21.0/30 accept"
+
+
+def filtered(person, node, rules):
+    """Puts a firewall up on a host; "" takes it down."""
+    person.lab.host_exec(node, ["nft", "-f", "-"], input=rules or "flush ruleset", check=True)
+
+
+FIREWALLS = {
+    "where the ranks will meet": (
+        {"alpha": FILTER % ("accept", "tcp dport 29500 drop")},
+        r"alpha: (beta|gamma) cannot reach alpha at 10\.77\.21\.1 port 29500, where the ranks will meet",
+    ),
+    "between two members": (
+        {"gamma": FILTER % ("accept", "ip saddr 10.77.21.2 tcp dport > 1024 drop")},
+        r"gamma: beta cannot reach gamma at 10\.77\.21\.3 port \d+, where its supervisor listens",
+    ),
+    "all but ssh, everywhere": (
+        dict.fromkeys(("alpha", "beta", "gamma"), ONLY_SSH),
+        r"(beta|gamma): alpha cannot reach (beta|gamma) at 10\.77\.21\.[23] port \d+",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FIREWALLS)
+def test_a_firewall_is_named_before_any_rank_starts_with_host_and_port_and_the_line_that_opens_it(person, case):
+    rules, says = FIREWALLS[case]
+    for node, text in rules.items():
+        filtered(person, node, text)
+    try:
+        began = time.monotonic()
+        done = person.types("run", "--", "waits/waits.py", exit_code=1)
+        assert time.monotonic() - began < 60, done.stderr
+    finally:
+        for node in rules:
+            filtered(person, node, "")
+    assert re.search(f"first cause: {says}", done.stderr), done.stderr
+    assert done.stderr.splitlines()[-2].endswith(OPEN)
+    assert "hello from" not in done.stdout
+
+
+def test_a_way_that_breaks_between_two_members_ends_the_job_and_names_both(person):
+    """Both still reach the master, and every one of their heartbeats is fine."""
+    with person.starts("run", "--", "waits/waits.py") as run:
+        until_all_speak(run)
+        filtered(person, "beta", FILTER % ("accept", "ip saddr 10.77.21.3 meta length > 1400 drop"))
+        began = time.monotonic()
+        shown = run.communicate(timeout=120)[0]
+        lasted_s = time.monotonic() - began
+        filtered(person, "beta", "")
+    assert run.returncode == 1, shown
+    assert lasted_s < 80, shown
+    assert "first cause: gamma: beta and gamma cannot reach each other (small packets pass and large" in shown
+    assert person.processes_of(person.asks("jobs")["jobs"][0]["id"]) == []
 
 
 def test_a_run_ends_with_the_cause_when_the_masters_host_loses_power_and_stays_away(person):

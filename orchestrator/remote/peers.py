@@ -20,10 +20,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import hmac
 import os
 import socket
+import struct
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from errno import EACCES, ECONNREFUSED, EHOSTDOWN, EHOSTUNREACH, ENETUNREACH, EPERM, ETIMEDOUT
 from typing import Any, NamedTuple
@@ -199,8 +201,8 @@ class Peers:
         line = opening(place.firewall, place.interface, sources)
         return f"is a firewall on {name}? Ranks take any port: open all of them to the job's hosts there: {line}"
 
-    async def _dial(self, name: str, place: Place) -> Link:
-        """A link that has passed the check. Raises _Trouble."""
+    async def _dial(self, name: str, place: Place, moving: Callable[[], None] = lambda: None) -> Link:
+        """A link that has passed the check. Raises _Trouble. moving: as for `_ask`."""
         reader, writer = await _connect(place)
         try:
             link = await introduce(reader, writer, self._name, self._key(name))
@@ -208,7 +210,7 @@ class Peers:
             raise _Trouble("it accepts a connection and says nothing", is_cut=False, bear_s=SILENT_S) from error
         try:
             for number in range(CHECKS):
-                await _ask(link, number, CHECK_BYTES)
+                await _ask(link, number, CHECK_BYTES, moving)
         except asyncio.TimeoutError:
             link.close()
             words = "small packets pass and large ones do not: is the MTU too large somewhere on the way?"
@@ -222,14 +224,15 @@ class Peers:
 
     async def _watch(self, name: str) -> None:
         self._heard_at[name], number = _now_s(), CHECKS
+        moving = functools.partial(self._heard, name)
         link = self._links.pop(name, None)
-        while True:
+        while name in self._watches:
             try:
-                link = link or await self._dial(name, self.places[name])
+                link = link or await self._dial(name, self.places[name], moving)
                 self._heard(name)
                 while True:
                     await asyncio.sleep(BEAT_S)
-                    await _ask(link, number, QUESTION_SEGMENTS * _segment_bytes(link))
+                    await _ask(link, number, QUESTION_SEGMENTS * _segment_bytes(link), moving)
                     self._heard(name)
                     number += 1
             except _Trouble as trouble:
@@ -265,12 +268,32 @@ async def _connect(place: Place) -> tuple[asyncio.StreamReader, asyncio.StreamWr
         raise _Trouble(words, is_cut=is_cut, bear_s=FILTERED_S if is_cut else SILENT_S) from error
 
 
-async def _ask(link: Link, number: int, size: int) -> None:
-    """Raises asyncio.TimeoutError, OSError or ValueError."""
+async def _ask(link: Link, number: int, size: int, moving: Callable[[], None]) -> None:
+    """Waits for the answer as long as packets come through, there or back: where many are lost, that takes its time.
+    Raises asyncio.TimeoutError, OSError or ValueError. moving: called when they have.
+    """
     link.send({"ask": number, "pad": "." * size})
-    answer = await link.receive(ANSWER_S)
+    there, back = _passed_bytes(link)
+    while True:
+        try:
+            answer = await link.receive(ANSWER_S)
+            break
+        except asyncio.TimeoutError:
+            now_there, now_back = _passed_bytes(link)
+            if now_there - there + now_back - back < _segment_bytes(link) // 2:
+                raise
+            there, back = now_there, now_back
+            moving()
     if answer.get("answer") != number:
         raise ConnectionError("an answer to something else")
+
+
+def _passed_bytes(link: Link) -> tuple[int, int]:
+    """Acknowledged by the other side, and received from it without a gap: tcpi_bytes_acked and tcpi_bytes_received of
+    <linux/tcp.h>, Linux 4.1 or newer.
+    """
+    told = link.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+    return struct.unpack_from("=QQ", told, 120) if len(told) >= 136 else (0, 0)
 
 
 def _segment_bytes(link: Link) -> int:

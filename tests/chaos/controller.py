@@ -1,6 +1,8 @@
 """A controller in a process of its own, so that it can be killed at any moment.
 
-python -m tests.chaos.controller launch|follow|collect FOLDER INVENTORY
+python -m tests.chaos.controller launch|follow|stay|collect FOLDER INVENTORY
+
+`stay` follows as `orch run` does, until the job has ended, and prints what it then knows of it.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ from orchestrator import job
 from orchestrator.call import Host
 from orchestrator.collect import claimed, collect
 from orchestrator.connections import Connections
+from orchestrator.controller import Controller
 from orchestrator.inventory import load_inventory
 from orchestrator.paths import Home, RunFolder
-from orchestrator.records import LaunchPlan
+from orchestrator.records import JobRecord, LaunchPlan
+from orchestrator.store import Store
 
 
 def main() -> None:
@@ -31,11 +35,22 @@ def main() -> None:
         elif action == "follow":
             for _ in job.watch(plan, hosts, offsets={}, follow=True):
                 pass
+        elif action == "stay":
+            stay(plan, hosts, connections, Store(Home(folder / "home")))
         else:
             while True:
                 with claimed(RunFolder(folder / "run")):
                     collect(plan, hosts, RunFolder(folder / "run"))
                 time.sleep(0.01)
+
+
+def stay(plan: LaunchPlan, hosts: dict[str, Host], connections: Connections, store: Store) -> None:
+    nodes = tuple(node.name for node in plan.nodes)
+    store.save_job(JobRecord(id=plan.job, state="running", exp=plan.exp, cluster=plan.cluster, nodes=nodes), plan)
+    for number, _ in enumerate(Controller(store, connections).follow(plan, hosts)):
+        if not number:
+            print("following", flush=True)
+    print(store.job(plan.job).model_dump_json(), flush=True)
 
 
 if __name__ == "__main__":

@@ -104,6 +104,35 @@ def power_off(r: Round) -> Generator[bool, None, Expected]:
     )
 
 
+@fault
+def power_off_master(r: Round) -> Generator[bool, None, Expected]:
+    """It stays away: who follows the job hears the cause from the others, and does not wait for it."""
+    r.victim = r.master
+    yield True
+    follower = r.controller("stay")
+    shown = r.folder / "stay.out"
+    deadline = time.monotonic() + 30.0
+    while "following" not in shown.read_text() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    r.world.power_off(r.master)
+    followed_until = time.monotonic() + 75.0
+
+    def on() -> None:
+        try:
+            follower.wait(followed_until - time.monotonic())
+        finally:
+            follower.kill()
+            r.world.power_on(r.master)
+            r.cell.close()
+        told = json.loads(shown.read_text().splitlines()[-1])
+        if (told["state"], told["exit_code"], told["first_failure"]["node"]) != ("failed", 1, r.master):
+            raise RuntimeError(f"who followed the job was told {told}")
+
+    return Expected(
+        node=r.master, says="no word|gone", left_out=frozenset({r.master}), heal=on, logs_whole=False, **LEASE
+    )
+
+
 # ---- stopped --------------------------------------------------------------------------------------------------------
 
 
@@ -249,6 +278,34 @@ def cut_inwards(r: Round) -> Generator[bool, None, Expected]:
 def cut_outwards(r: Round) -> Generator[bool, None, Expected]:
     yield True
     return _cut(r, lambda: r.world.mute(r.victim))
+
+
+def _pair(r: Round) -> tuple[str, str, int | None]:
+    """Two hosts, and the largest packet that still passes between them: with it, the hub hears every word."""
+    first, second = sorted(r.rng.sample(r.cell.names, 2), key=r.cell.names.index)
+    return first, second, 1400 if first == r.master else r.rng.choice((None, 1400))
+
+
+@fault
+def parted(r: Round) -> Generator[bool, None, Expected]:
+    """Two hosts do not reach each other any more, and the master hears both."""
+    first, second, largest = _pair(r)
+    r.victim = second
+    yield True
+    r.world.part(first, second, largest)
+    says = f"{first} and {second} cannot reach|{second} and {first} cannot reach"
+    return Expected(node=second, says=says, heal=lambda: r.world.heal(first), detected_s=70.0, gone_s=15.0)
+
+
+@fault
+def parted_briefly(r: Round) -> Generator[bool, None, Expected]:
+    first, second, largest = _pair(r)
+    yield True
+    r.world.part(first, second, largest)
+    time.sleep(r.rng.uniform(3.0, 15.0))
+    r.world.heal(first)
+    time.sleep(r.rng.uniform(0.0, 12.0))  # what it did may show late
+    return Expected(state="succeeded", survives=True)
 
 
 @fault

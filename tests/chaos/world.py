@@ -220,8 +220,18 @@ class World:
         port = self.ports[node]
         _drop_all(lab_net.hub_namespace(port.cluster), port.hub_interface)
 
+    def part(self, node: str, other: str, largest: int | None = None) -> None:
+        """Nothing passes between these two hosts any more, or no packet larger than so many bytes."""
+        only = f"meta length > {largest} " if largest else ""
+        address = self.ports[other].addresses[0].split("/")[0]
+        rules = f"type filter hook input priority 0\nip saddr {address} {only}drop"
+        text = f"table inet chaos-part {{\nchain in {{\n{rules}\n}}\n}}\n"
+        lab_net.run([*lab_net.enter(self.ports[node].namespace), "nft", "-f", "-"], stdin=text)
+
     def heal(self, node: str) -> None:
         port = self.ports[node]
+        mend = "table inet chaos-part\ndelete table inet chaos-part\n"
+        lab_net.run([*lab_net.enter(port.namespace), "nft", "-f", "-"], stdin=mend)
         forget = f"table netdev chaos-{port.number}\ndelete table netdev chaos-{port.number}\n"
         for namespace, text in ((port.namespace, forget.replace(f"-{port.number}", "")), (_hub(port), forget)):
             lab_net.run([*lab_net.enter(namespace), "nft", "-f", "-"], stdin=text)
