@@ -69,7 +69,7 @@ FIREWALLS = {
         r"alpha: (beta|gamma) cannot reach alpha at 10\.77\.21\.1 port 29500, where the ranks will meet",
     ),
     "between two members": (
-        {"gamma": FILTER % ("accept", "ip saddr 10.77.21.2 tcp dport > 1024 drop")},
+        {"gamma": FILTER % ("accept", "ip saddr 10.77.21.2 tcp dport > 1024 ct state new drop")},
         r"gamma: beta cannot reach gamma at 10\.77\.21\.3 port \d+, where its supervisor listens",
     ),
     "all but ssh, everywhere": (
