@@ -265,7 +265,9 @@ class Controller:
             yield lines
         if _is_gone(plan, heard.records) and self.store.job(plan.job).state != "starting":
             raise nothing_left(self.store, plan)
-        yield from _dropped(heard.records)
+        yield from _dropped(plan, heard.records)
+        for error in refused if until_end and ended_at is not None else ():
+            yield Notice(f"{error.message}; not all that this host printed is shown here")
         if has_news:
             yield view.progress()
         if until_end and refused and ended_at is None:
@@ -544,7 +546,8 @@ class Controller:
                 summary = self.report(run)
             if record.state in FINAL_STATES and not failed:
                 self.store.nothing_to_collect(plan.job)
-            return Report(summary, run, collected.new_bytes, failed, collected.notices)
+            notices = (*collected.notices, *(notice.text for notice in _dropped(plan, collected.agents)))
+            return Report(summary, run, collected.new_bytes, failed, notices)
         except collect.HeldError as error:
             if not run.summary.is_file():
                 raise
@@ -585,15 +588,25 @@ def _with_outlook(plan: LaunchPlan, profiles: Profiles, request: RunRequest, mea
     return plan.model_copy(update={"prediction": foreseen(plan, view), "notes": notes})
 
 
-def _dropped(records: Mapping[str, Mapping[str, Any]]) -> Iterator[Notice]:
-    """What the ranks printed and a full disk did not take."""
-    for name, record in records.items():
-        ranks = record.get("ranks")
-        for rank, told in ranks.items() if isinstance(ranks, dict) else ():
-            size = told.get("dropped_bytes") if isinstance(told, dict) else None
-            if isinstance(size, int) and size > 0:
-                lost = f"{size} bytes of what rank {one_line(rank, 8)} printed are lost"
-                yield Notice(f"{name}: the disk of its work folder was full, {lost}; the job went on")
+def _dropped(plan: LaunchPlan, records: Mapping[str, Mapping[str, Any] | HostError]) -> Iterator[Notice]:
+    """What the ranks printed and a disk did not take: by the word of each host or, where its record cannot be read any
+    more, of the master, which heard of it before.
+    """
+    heard = _mapping(records.get(plan.master), "dropped")
+    for node in plan.nodes:
+        ranks = _mapping(records.get(node.name), "ranks")
+        for rank in map(str, node.rank_numbers):
+            sizes = [_mapping(ranks, rank).get("dropped_bytes"), _mapping(heard, node.name).get(rank)]
+            size = max((size for size in sizes if isinstance(size, int)), default=0)
+            if 0 < size < 1 << 63:
+                lost = f"{size} bytes of what rank {rank} printed are lost"
+                yield Notice(f"{node.name}: the disk of its work folder was full or failed, {lost}; the job went on")
+
+
+def _mapping(told: Any, key: str) -> Mapping[str, Any]:
+    """What a host says under this key; {} where that is no object."""
+    found = told.get(key) if isinstance(told, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
 
 
 def _stayed(name: str, found: Mapping[str, Any] | HostError) -> list[str]:

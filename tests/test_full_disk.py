@@ -1,9 +1,11 @@
 """Full disks: of a host, where the job goes on and keeps what was written; of the controller, where it alone waits."""
 
+import fcntl
 import json
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -14,12 +16,15 @@ import pytest
 from gang import gang
 
 from orchestrator import job as jobs
+from orchestrator.connections import Connections
+from orchestrator.controller import Controller, Notice
 from orchestrator.frames import Piece
 from orchestrator.inventory import Node
 from orchestrator.paths import Home
 from orchestrator.remote.pump import PIPE_BYTES, Pump
 from orchestrator.store import Cluster, Store
 
+EXT4_IOC_SHUTDOWN, EXT4_GOING_FLAGS_NOLOGFLUSH = 0x8004587D, 2
 CHATS = """
 import os, pathlib, sys, time
 def chat(word):
@@ -62,6 +67,31 @@ def fill(disk):
             except OSError:
                 pass
     return ballast
+
+
+@contextmanager
+def ext4_disk(place, size):
+    """A disk that can be made to fail (`fail`), as a loop device has them; only root may make one."""
+    place.mkdir()
+    image = place.with_name(f"{place.name}.img")
+    image.touch()
+    os.truncate(image, size)
+    made = ["mkfs.ext4", "-q", "-F", image], ["mount", "-o", "loop", image, place]
+    if os.geteuid() != 0 or any(subprocess.run(words, capture_output=True).returncode for words in made):
+        pytest.skip("needs root, mkfs.ext4 and a loop device, to mount a disk that fails")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+def fail(disk):
+    """From now on every access gives EIO, but for what the kernel has in its cache."""
+    handle = os.open(disk, os.O_RDONLY)
+    try:
+        fcntl.ioctl(handle, EXT4_IOC_SHUTDOWN, struct.pack("I", EXT4_GOING_FLAGS_NOLOGFLUSH))
+    finally:
+        os.close(handle)
 
 
 def until(path):
@@ -112,6 +142,48 @@ def test_a_hosts_full_disk_loses_nothing_that_was_written_and_does_not_stop_the_
                 here = len(log) - len("[orch] the disk was full:  bytes of output are missing here\n" + notices[0])
                 # The notice begins on a line of its own: its newline may be one more.
                 assert said - here in (told["dropped_bytes"], told["dropped_bytes"] - 1)
+
+
+@pytest.mark.lab
+def test_output_that_a_failing_disk_dropped_is_told_at_the_end_by_the_masters_word(tmp_path):
+    """The host's own record lies on the disk that failed, and nobody can read it any more."""
+    talk = tmp_path / "talk"
+    talk.mkdir()
+    with (
+        ext4_disk(tmp_path / "disk", 128 << 20) as disk,
+        gang(tmp_path, CHATS, ranks=(1, 1), env={"TALK": str(talk)}) as job,
+    ):
+        a, b = job.plan.nodes
+        job.plan = job.plan.model_copy(update={"nodes": (a, b.model_copy(update={"workdir": str(disk / "work")}))})
+        nodes = [
+            Node(name=n.name, host="127.0.0.1", transport="local", python=sys.executable, workdir=n.workdir)
+            for n in job.plan.nodes
+        ]
+        store = Store(Home(tmp_path / "orch-home"))
+        store.save_cluster(Cluster(name="test", file="test.yaml", nodes=tuple(nodes)), current=True)
+        store.save_job(job.record(), job.plan)
+        job.launch()
+        (talk / "say-before").touch()
+        notices, over = [], set()
+        with Connections(store.home) as connections:
+            for event in Controller(store, connections).follow(job.plan, job.hosts):
+                if isinstance(event, Notice):
+                    notices.append(event.text)
+                elif isinstance(event, tuple) and not (talk / "say-during").exists():
+                    last = [line for line in event if line.text.startswith(("before 19999 ", "before is over"))]
+                    over |= {(line.node, line.stream) for line in last}
+                    if len(over) == 4:
+                        fail(disk)
+                        for word in ("during", "after"):
+                            (talk / f"say-{word}").touch()
+            record = store.job(job.plan.job)
+            assert (record.state, record.exit_code) == ("succeeded", 0)
+            size = sum(len(f"{w} {n} {'.' * 90}\n") for w in ("during", "after") for n in range(20000))
+            size += len("during is over\nafter is over\n")
+            lost = f"{size} bytes of what rank 1 printed are lost"
+            assert f"b: the disk of its work folder was full or failed, {lost}; the job went on" in notices
+            assert [n for n in notices if "(EIO)" in n and n.endswith("not all that this host printed is shown here")]
+            assert not [notice for notice in notices if notice.startswith("a:")]
 
 
 def wait_for(job, text):

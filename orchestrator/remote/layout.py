@@ -29,6 +29,8 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+from .fitting import fitted
+
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 GONE = ".orch-gone-"
 """How the names of folders begin that are being removed."""
@@ -39,6 +41,8 @@ READY_S = 20.0
 FINAL_STATES = frozenset({"succeeded", "failed", "cancelled", "undone"})
 RESERVE_BYTES = 1 << 15
 """Less than what a log that waits for room takes for enough (`pump.ROOM_BYTES`)."""
+RECORD_BYTES = RESERVE_BYTES - (1 << 13)
+"""An agent.json takes no more: two blocks of a disk stay for its name and for what lies beside it."""
 
 
 class Work:
@@ -162,7 +166,7 @@ class Job:
 
 
 def write_record(job: Job, record: dict[str, Any]) -> None:
-    write_json(job.agent, record)
+    write_json(job.agent, fitted(record, RECORD_BYTES))
 
 
 def write_last_word(job: Job, record: dict[str, Any]) -> None:

@@ -20,7 +20,9 @@ from typing import Any, NoReturn
 
 from . import trouble, verdict
 from .children import KILL_S, Children, until
+from .door import MAX_LINE
 from .elastic import Elastic
+from .fitting import fitted
 from .generations import Generations
 from .hub import LEASE_S, Hub, Membership, Message, Pulse
 from .layout import Job, write_last_word, write_record
@@ -186,7 +188,7 @@ class Supervisor:
     # ---- what others see --------------------------------------------------------------------------------------
 
     def status(self) -> Message:
-        return {
+        status = {
             **(self.elastic.status() if self.elastic else {}),
             "phase": self.phase,
             "failures": self._told_failures,
@@ -194,6 +196,9 @@ class Supervisor:
             "leftovers": self.leftovers[:20],
             "cut": dict([*self.peers.cut.items()][:8]),
         }
+        if dropped := self._dropped:
+            status["dropped"] = dropped
+        return fitted(status, MAX_LINE // 2)
 
     def changed(self) -> None:
         if self.membership:
@@ -207,6 +212,10 @@ class Supervisor:
         shown = {"phase": self.phase, "ranks": self.ranks, "failures": self._told_failures, "leftovers": self.leftovers}
         if self.elastic:
             shown["faults"] = self.elastic.faults
+        if self.hub and (
+            dropped := {node: one["dropped"] for node, one in self.hub.statuses.items() if "dropped" in one}
+        ):
+            shown["dropped"] = dropped  # a host whose disk fails can tell nobody else
         self.record.update(shown, **more)
         try:
             (write_last_word if "ended" in self.record else write_record)(self.job, self.record)
@@ -473,14 +482,17 @@ class Supervisor:
         rank = self.ranks[str(event["rank"])]
         if event["event"] == "started":
             again = {"restarts": rank.get("restarts", 0) + 1} if rank else {}
+            again |= {key: rank[key] for key in ("dropped_bytes",) if key in rank}
             rank.clear()
             rank.update(pid=event["pid"], wrapper=event.get("wrapper"), started=time.time(), **again)
             if self.elastic:
                 self.elastic.started(event)
             self.changed()
             return
-        rank |= {key: event[key] for key in ("exit_code", "signal", "cause", "dropped_bytes") if key in event}
+        rank |= {key: event[key] for key in ("exit_code", "signal", "cause") if key in event}
         rank["ended"] = time.time()
+        if lost := event.get("dropped_bytes"):
+            rank["dropped_bytes"] = rank.get("dropped_bytes", 0) + lost
         failed = event["exit_code"] != 0 and event["cause"] is None
         if failed and self.phase == "running" and "trouble" in event:
             self._died(self._found("rank", f"rank {event['rank']} did not start: {event['trouble']}", None, None,
@@ -540,6 +552,11 @@ class Supervisor:
     def _told_failures(self) -> list[dict[str, Any]]:
         """As many as a message and the record hold: causes before what only followed from another's death."""
         return sorted(self.failures, key=lambda one: bool(one["secondary"]))[:TOLD]
+
+    @property
+    def _dropped(self) -> dict[str, int]:
+        """By rank, the bytes that it printed and the disk did not take."""
+        return {rank: told["dropped_bytes"] for rank, told in self.ranks.items() if "dropped_bytes" in told}
 
     @property
     def _folder_removed(self) -> dict[str, Any]:

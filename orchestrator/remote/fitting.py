@@ -1,0 +1,57 @@
+"""Makes what a supervisor tells fit into so many bytes of JSON, whatever its ranks printed.
+
+fitted(record, 24_000)      # the record itself, or one whose longest words and lists are cut
+
+A character outside of ASCII takes up to 12 bytes there. The first of `failures` and `leftovers` stay, and the last of
+`faults`, which is the newest; the first failure of all is cut last.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+_STEPS = ((200, 8), (100, 4), (50, 2), (20, 1))
+"""So many characters of a sentence, and so many entries of a list: the first pair that fits."""
+_SENTENCES = ("reason", "log_line")
+_FEW = 20
+"""In the end, so many ranks and so many hosts."""
+
+
+def fitted(told: Mapping[str, Any], most_bytes: int) -> dict[str, Any]:
+    found = dict(told)
+    for chars, count in _STEPS:
+        if _json_bytes(found) <= most_bytes:
+            return found
+        found = _shorter(found, chars, count)
+    if _json_bytes(found) > most_bytes:
+        found |= {name: _few(name, found[name]) for name in ("ranks", "dropped") if name in found}
+    if found.get("first_failure") and _json_bytes(found) > most_bytes:
+        found["first_failure"] = _cut(found["first_failure"], _STEPS[0][0])
+    return found
+
+
+def _json_bytes(value: Any) -> int:
+    return len(json.dumps(value))
+
+
+def _shorter(told: dict[str, Any], chars: int, count: int) -> dict[str, Any]:
+    found = dict(told)
+    for name in ("failures", "leftovers", "faults"):
+        if name in found:
+            kept = found[name][-count:] if name == "faults" else found[name][:count]
+            found[name] = [_cut(one, chars) for one in kept]
+    return found
+
+
+def _cut(one: Any, chars: int) -> Any:
+    if isinstance(one, str):
+        return one[:chars]
+    return {name: _cut(value, chars) if name in _SENTENCES else value for name, value in one.items()}
+
+
+def _few(name: str, told: dict[str, Any]) -> dict[str, Any]:
+    """Of ranks, those that did not end well."""
+    worth = {key: one for key, one in told.items() if name != "ranks" or one.get("exit_code") != 0}
+    return dict(list(worth.items())[:_FEW])
