@@ -2,12 +2,13 @@
 
     python strangers.py ADDRESS PORT A_SECOND SECONDS
 
-Prints a line for every 500 connections that it made.
+Prints a line for every 500 connections that it made. Ends with its standard input.
 """
 
 from __future__ import annotations
 
 import contextlib
+import select
 import signal
 import socket
 import sys
@@ -22,7 +23,7 @@ def knock(address: str, port: int, a_second: float, seconds: float) -> None:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     began, made = time.monotonic(), 0
     with contextlib.suppress(KeyboardInterrupt):
-        while (now := time.monotonic() - began) < seconds:
+        while (now := time.monotonic() - began) < seconds and not select.select([sys.stdin], [], [], 0)[0]:
             if made >= now * a_second:
                 time.sleep(1 / a_second)
                 continue

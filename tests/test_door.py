@@ -27,7 +27,7 @@ WAITS = "import time\ntime.sleep(120)\n"
 def strangers(port, *, a_second=600, address="127.0.0.1"):
     """A crowd in a process of its own, for as long as the context is open."""
     words = [str(Path(__file__).with_name("strangers.py")), address, str(port), str(a_second), "120"]
-    crowd = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True)
+    crowd = subprocess.Popen([sys.executable, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert int(crowd.stdout.readline()) == 500
         yield crowd

@@ -331,9 +331,12 @@ def strangers_at_the_hub(r: Round) -> Generator[bool, None, Expected]:
     place = (r.plan.master_address, str(r.agent(r.master)["hub_port"]))
     knocks = [sys.executable, "-c", STRANGERS.read_text(), *place, "600", "60"]
     crowd = r.afterwards.enter_context(
-        subprocess.Popen(r.world.on_host(r.rng.choice(r.cell.names), *knocks), stdout=subprocess.DEVNULL)
+        subprocess.Popen(
+            r.world.on_host(r.rng.choice(r.cell.names), *knocks), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+        )
     )
-    r.afterwards.callback(crowd.terminate)
+    assert crowd.stdin
+    r.afterwards.callback(crowd.stdin.close)
     r.pause(3.0)
     r.kill("rank")
     return Expected(node=r.victim, says="was killed by SIGKILL", exit_code=137)
@@ -454,12 +457,13 @@ def time_limit(r: Round) -> Generator[bool, None, Expected]:
 def port_taken(r: Round) -> Generator[bool, None, Expected]:
     """A stranger on the master listens where the ranks are to meet: they meet elsewhere."""
     listen = (
-        f"import socket, time; s = socket.create_server(('', {RENDEZVOUS_PORT})); print(flush=True); time.sleep(600)"
+        f"import socket, sys; s = socket.create_server(('', {RENDEZVOUS_PORT})); print(flush=True); sys.stdin.read()"
     )
     argv = r.world.on_host(r.master, sys.executable, "-c", listen)
-    stranger = r.afterwards.enter_context(subprocess.Popen(argv, stdout=subprocess.PIPE))
-    r.afterwards.callback(stranger.kill)
+    stranger = r.afterwards.enter_context(subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+    assert stranger.stdin
     assert stranger.stdout
+    r.afterwards.callback(stranger.stdin.close)
     stranger.stdout.readline()
     yield True
     return Expected(state="succeeded", survives=True)
