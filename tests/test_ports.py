@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from orchestrator.remote.ports import admit, claim_port, listen
+from orchestrator.remote.ports import admit, claim_port, listen, own_source
 
 HERE = "127.0.0.1"
 LISTENS = "import socket, sys; s = socket.create_server(('', 0)); print(s.getsockname()[1], flush=True); input()"
@@ -121,3 +121,11 @@ def test_only_from_the_addresses_of_the_jobs_hosts_can_anybody_connect(address, 
             assert not expected
         else:
             assert expected
+
+
+@pytest.mark.parametrize("address", [HERE, "127.0.0.2", "::1"])
+def test_the_hosts_own_ranks_reach_the_store_whatever_address_they_come_from(address):
+    with claimed(0, address) as claim:
+        admit(claim.store, {own_source(claim.store)})
+        listen(claim.store)
+        socket.create_connection(claim.store.getsockname()[:2], timeout=5.0).close()

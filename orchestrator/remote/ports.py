@@ -1,7 +1,7 @@
 """The port that the ranks meet at: one of the training address that nobody has, the job's own until it ends.
 
     claim = claim_port("10.0.0.1", 29500)      # that port where it is free, else another
-    admit(claim.store, {"10.0.0.1", "10.0.0.2"})
+    admit(claim.store, {own_source(claim.store), "10.0.0.2"})
     listen(claim.store)                        # in `launch`, which torchrun is started by
     claim.close()
 
@@ -84,6 +84,13 @@ def shut_out(store: socket.socket) -> None:
         while True:
             store.accept()[0].close()
     store.setblocking(True)
+
+
+def own_source(store: socket.socket) -> str:
+    """Where packets of this very host to the store come from: to 127.0.0.2, for instance, from 127.0.0.1."""
+    with socket.socket(store.family, socket.SOCK_DGRAM) as way:
+        way.connect(store.getsockname())
+        return str(way.getsockname()[0])
 
 
 def admit(store: socket.socket, addresses: Collection[str]) -> None:

@@ -29,7 +29,7 @@ from .layout import Job, write_last_word, write_record
 from .logs import advice, is_secondary, log_tail, telling_line
 from .memory import out_of_memory_kills
 from .peers import Peers, Place, Unreached
-from .ports import Claim, admit, claim_port, listen, shut_out
+from .ports import Claim, admit, claim_port, listen, own_source, shut_out
 from .processes import identify, signal_name
 
 GO_S = 300.0
@@ -582,7 +582,7 @@ class Supervisor:
         claim = self._claim if self.order["do"] == "wait" else self._claim_port()
         if not claim:
             return None
-        admit(claim.store, {self.node["address"], *self.hub.addresses.values()})
+        admit(claim.store, {own_source(claim.store), *self.hub.addresses.values()})
         shut_out(claim.store)  # who still waits there is no host of ours: those have tried it
         return claim.number
 
