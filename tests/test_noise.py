@@ -114,7 +114,7 @@ def test_noise_up_to_its_limit_is_skipped_on_every_channel():
     host = noisy(f"head -c {MAX_NOISE_BYTES - 1000} /dev/zero")
     assert ask(host, "control", {"action": "status", "workdir": "/nowhere"}, timeout_s=60) == {"jobs": {}}
     assert [frame for frame in stream_of(host) if isinstance(frame, Agent)] == [
-        Agent({"state": "lost", "alive": False})
+        Agent({"state": "lost", "alive": False, "gone": True})
     ]
 
 
