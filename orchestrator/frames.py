@@ -136,13 +136,14 @@ def read_frames(
     *,
     marker: bytes = b"",
     asked: frozenset[str] | None = None,
+    limit_bytes: int | None = None,
 ) -> Iterator[Frame]:
     """chunks: as a transport's stream yields them (b"" gives a Beat). ranks: the ranks that live on this node. marker:
     stands before each frame; what stands between two frames is skipped.
 
     held: by file, what is here already; brought up to date with every piece, before it is given out. A piece is given
     out part by part, as its bytes come: a link that breaks takes none of them along. asked: the only files that may
-    come, in place of the job's logs.
+    come, in place of the job's logs. limit_bytes: of a file no more than its first so many were asked for.
     """
     held = {} if held is None else held
     rank_of = partial(_rank_of, ranks=ranks) if asked is None else partial(_none_of, asked=asked)
@@ -168,6 +169,8 @@ def read_frames(
                 break
             skipped = 0
             frame, due = _frame(node, line, rank_of)
+            if isinstance(frame, Piece) and limit_bytes is not None and frame.end + due > limit_bytes:
+                raise ProbeError(node, f"sent more of {frame.file} than its first {limit_bytes} bytes")
             if isinstance(frame, Piece) and frame.hole:
                 yield _follow_on(node, frame, held)
             elif isinstance(frame, Piece):
@@ -228,8 +231,7 @@ def _frame(node: str, line: bytes, rank_of: Callable[[str], int | None]) -> tupl
             return End(files, {name: size for name, size in left.items() if size > 0}), 0
         if "whole" in header:
             rank_of(header["whole"])
-            whole = Whole(header["whole"], int(header["size"]), int(header["mtime_ns"]), str(header["sha256"]))
-            return whole, 0
+            return _whole(header), 0
         if "left" in header:
             rank_of(header["left"])
             return Left(header["left"], one_line(header["why"])), 0
@@ -249,6 +251,13 @@ def _piece(header: dict[str, Any], rank_of: Callable[[str], int | None]) -> tupl
     if inode is not None and not isinstance(inode, int):
         raise ValueError(f"inode {inode!r}")
     return Piece(header["file"], rank_of(header["file"]), offset, b"", inode, hole=hole), size
+
+
+def _whole(header: dict[str, Any]) -> Whole:
+    whole = Whole(header["whole"], int(header["size"]), int(header["mtime_ns"]), str(header["sha256"]))
+    if not 0 <= whole.mtime_ns < 1 << 63:
+        raise ValueError(f"a time of {whole.mtime_ns} ns")
+    return whole
 
 
 def _none_of(name: str, asked: frozenset[str]) -> None:

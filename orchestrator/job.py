@@ -256,9 +256,9 @@ def _listen(
     while not leaving.is_set():
         try:
             offsets = {file: have.request() for file, have in held.items()}
-            marker = call.new_marker()
+            marker, ranks, limit = call.new_marker(), frozenset(request["ranks"]), request["limit_bytes"]
             with call.open_stream(host, "reader", {**request, "offsets": offsets}, marker) as chunks:
-                for frame in read_frames(name, chunks, frozenset(request["ranks"]), held, marker=marker.encode()):
+                for frame in read_frames(name, chunks, ranks, held, marker=marker.encode(), limit_bytes=limit):
                     if leaving.is_set():
                         return
                     put((name, frame))

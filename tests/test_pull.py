@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import sys
@@ -304,6 +305,7 @@ def frames(*items, marker=b"MARKER"):
 
 
 PIECE = {"file": "src/x", "inode": 1, "offset": 0, "size": 4}
+SOUND = {"whole": "src/x", "size": 4, "mtime_ns": 1, "sha256": hashlib.sha256(b"xxxx").hexdigest()}
 WHOLE = {"whole": "src/x", "size": 4, "mtime_ns": 1, "sha256": "0" * 64}
 
 
@@ -316,6 +318,8 @@ WHOLE = {"whole": "src/x", "size": 4, "mtime_ns": 1, "sha256": "0" * 64}
         ((PIECE | {"hole": 5},), "sent a frame that is none"),
         (({**PIECE, "size": 0, "hole": 1 << 60},), "sent a frame that is none"),
         ((WHOLE | {"whole": "src/other"},), "sent a frame that is none"),
+        ((PIECE, SOUND | {"mtime_ns": 1 << 70}), "sent a frame that is none"),
+        ((PIECE, SOUND | {"mtime_ns": -1}), "sent a frame that is none"),
         ((PIECE, WHOLE, {"end": {}}), "arrived damaged twice"),
         (({"end": {}},), "arrived damaged twice"),
         ((PIECE,), "ended too early"),
