@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -250,6 +251,31 @@ def test_in_a_marked_folder_what_a_person_put_there_stays(project, two_jobs, hom
     assert [name for name in kept if not (work / name).is_file()] == []
     assert hashes(project)
     assert {"code/thesis.tex", "jobs/2024", "venv/keep.txt", "venv/torch-2.3.1", "notes"} <= set(answer.strange)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="makes files of two users")
+def test_down_opens_what_a_script_closed_and_goes_on_where_another_users_file_stays():
+    with tempfile.TemporaryDirectory() as folder:
+        work, request = Path(folder) / "work", {"owner": ADA.model_dump(), "cluster": "rack"}
+        for name in ("closed", "foreign", "plain"):
+            root = work / "jobs" / name
+            (root / "src/out").mkdir(parents=True)
+            (root / "src/out/weights").write_text("w")
+            (root / "node.json").write_text(json.dumps({"job": name, **request}))
+        (work / ".orch-work").touch()
+        subprocess.run(["chown", "-R", "65534", folder], check=True)
+        (work / "jobs/closed/src/out").chmod(0o500)
+        os.chown(work / "jobs/foreign/src/out", 0, 0)
+        asked = json.dumps({"action": "down", "workdir": str(work), **request})
+        program = "import json, os, shutil; from orchestrator.remote import belongings; os.setuid(65534);"
+        program += f"print(json.dumps(belongings.down({asked})))"
+        for gone in (["closed", "foreign", "plain"], []):
+            told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+            answer = json.loads(told.stdout)
+            assert sorted(answer["jobs"]) == gone, told.stderr
+            [why] = answer["why"]
+            assert why.startswith("a part of jobs/") and "Permission denied" in why
+        assert [path.name for path in work.rglob("*") if path.is_file()] == [".orch-work", "weights"]
 
 
 def test_a_folder_of_an_older_orch_is_taken_once_it_is_marked_by_hand(project):

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from . import processes
+from . import processes, trouble
 from .agent import identity, lives, look, stopped, tell, wait_gone
 from .answer import Refused, reply
 from .claim import alone_in
@@ -179,12 +179,14 @@ def down(request: dict[str, Any]) -> dict[str, Any]:
         return answer
     answer["ended"] = _end_ours(work, request)
     with alone_in(work, ALONE_S) as alone:
+        if alone:
+            _clear_halves(work, answer["why"])
         for job in _jobs(work):
             agent = look(job)
             # Without a supervisor's word its `prepare` may be at work.
             if is_mine(job, request) and not agent["alive"] and (alone or "pid" in agent):
                 answer["jobs"][job.id] = {key: agent.get(key) for key in ("state", "ended", "first_failure")}
-                remove(job.root)
+                _clear(job.root, answer["why"])
         if alone:
             answer["removed"] += [str(path) for path in _remove_shared(work, request, answer["why"])]
         else:
@@ -219,21 +221,15 @@ def _remove_shared(work: Work, request: dict[str, Any], why: list[str]) -> Itera
     left = _jobs(work)
     needed = {job.read_node().get("code") for job in left}
     for path in _entries(work.codes):
-        if path.is_dir() and _CODE.fullmatch(path.name) and path.name not in needed:
-            remove(path)
+        if path.is_dir() and _CODE.fullmatch(path.name) and path.name not in needed and _clear(path, why):
             yield path
     pythons = [str(job.read_node().get("python", "")) for job in left if lives(job.read_agent())]
     for path in _entries(work.venvs):
         if path.name.startswith("torch-") and VERSION.fullmatch(path.name.removeprefix("torch-")):
             if words := _needed(path, pythons, request):
                 why.append(f"{path.name}: {words}")
-            else:
-                remove(path)
+            elif _clear(path, why):
                 yield path
-    for folder in (work.jobs, work.codes, work.venvs):
-        for path in _entries(folder):
-            if path.name.startswith(GONE):  # a crash left it
-                remove(path)
     _remove_empty(_entries(work.jobs))
     yield from _remove_empty((work.jobs, work.codes, work.venvs))
     if not work.jobs.exists() and not work.venvs.exists():
@@ -241,6 +237,23 @@ def _remove_shared(work: Work, request: dict[str, Any], why: list[str]) -> Itera
             if _LOCK.fullmatch(path.name):
                 path.unlink()
         yield from _remove_empty((work.locks,))
+
+
+def _clear_halves(work: Work, why: list[str]) -> None:
+    """What an earlier removal did not get done with."""
+    for path in [path for folder in (work.jobs, work.codes, work.venvs) for path in _entries(folder)]:
+        if path.name.startswith(GONE):
+            _clear(path, why)
+
+
+def _clear(folder: Path, why: list[str]) -> bool:
+    """Whether all of it could be removed; else `why` gets a line. What can be removed of it is gone all the same."""
+    try:
+        remove(folder)
+    except OSError as error:
+        why.append(f"a part of {folder.parent.name}/{folder.name}: {trouble.words(error, folder)}")
+        return False
+    return True
 
 
 def _needed(venv: Path, pythons: list[str], request: dict[str, Any]) -> str:

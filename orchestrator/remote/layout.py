@@ -186,12 +186,29 @@ def _sha256(text: str) -> str:
 
 
 def remove(folder: Path) -> None:
-    """Takes its name away first: nobody meets half of it, and what a crash leaves is told by that name."""
+    """Takes its name away first: nobody meets half of it, and what a crash leaves is told by that name. Raises OSError
+    where something in it is another user's.
+    """
     import shutil  # slow to import, and most programs remove nothing
 
     aside = folder.with_name(f"{GONE}{secrets.token_hex(8)}")
     folder.rename(aside)
-    shutil.rmtree(aside)
+    try:
+        shutil.rmtree(aside)
+    except PermissionError:  # a script may have closed a folder of its own to itself
+        _open_folders(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+        if aside.exists():
+            raise
+
+
+def _open_folders(top: Path) -> None:
+    top.chmod(0o700)
+    for above, folders, _ in os.walk(top):
+        for path in (Path(above, name) for name in folders):
+            with contextlib.suppress(PermissionError):
+                if not path.is_symlink():
+                    path.chmod(0o700)
 
 
 def read_json(path: Path) -> dict[str, Any]:
