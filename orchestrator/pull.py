@@ -267,8 +267,12 @@ def _refuse_too_much(run: RunFolder, wanted: Mapping[str, Sequence[Output]]) -> 
 
 def _partial(run: RunFolder, node: str, output: Output) -> Path:
     """Its name tells which state of which file it is to be."""
-    mark = f"{output.name}:{output.size}:{output.mtime_ns}:{output.inode}"
-    return run.incoming(node) / f"{hashlib.sha256(mark.encode()).hexdigest()[:32]}.part"
+    state = f"{output.size}:{output.mtime_ns}:{output.inode}"
+    return run.incoming(node) / f"{_short(output.name)}-{_short(state)}.part"
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 class _Session:
@@ -281,6 +285,7 @@ class _Session:
         self.most_bytes = 0
         """So much of what was asked for has been here at once: a host that sends the same again gets nowhere."""
         self._job, self._run, self._show = job, run, show
+        self._asked = frozenset(_short(output.name) for output in wanted)
         self._total_bytes = sum(output.size for output in wanted)
         self._lacking = {output.name: output for output in wanted if not is_here(run, host.node, output)}
         self._here_bytes = self._total_bytes - sum(output.size for output in self._lacking.values())
@@ -301,10 +306,18 @@ class _Session:
         if self._lacking:
             words = f"{one_line(min(self._lacking))} arrived damaged twice"
             raise ProbeError(self.host.node, words, "look at this host's disk, then pull again")
-        with contextlib.suppress(OSError):  # states of files that nobody asks for any more
-            shutil.rmtree(self._run.incoming(self.host.node))
+        self._remove_older()
         self._tell("done")
         return Pulled(self._files, self._bytes, self._left)
+
+    def _remove_older(self) -> None:
+        """States of these files that nobody asks for any more. What came in part of others is for their next pull."""
+        incoming = self._run.incoming(self.host.node)
+        with contextlib.suppress(OSError):
+            for path in incoming.iterdir():
+                if path.name.partition("-")[0] in self._asked:
+                    path.unlink()
+            incoming.rmdir()
 
     def _stream(self) -> None:
         """One stream to its end: then each file is here, is left, or still lacks because it came damaged."""

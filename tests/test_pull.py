@@ -114,11 +114,14 @@ def test_what_is_here_does_not_come_again_and_what_changed_takes_its_place(wrote
     assert again["a"] == Pulled(0, 0, {})
     path = wrote.folder("a") / "src" / "out" / "deep" / "best.pt"
     old = path.read_bytes()
+    [stale] = [o for o in listed(wrote)["a"].files if o.name == "src/out/deep/best.pt"]
     try:
         path.write_bytes(b"better than before")
+        write_atomic(pulling._partial(run, "a", stale), b"half")
         found, _ = bring(wrote, run)
         assert found["a"] == Pulled(1, 18, {})
         assert here(run, "a")["src/out/deep/best.pt"] == b"better than before"
+        assert not run.incoming("a").exists()
     finally:
         path.write_bytes(old)
 
@@ -143,6 +146,8 @@ def test_one_who_reads_the_run_folder_never_meets_half_a_file(wrote, run):
     assert here(run, "a") == {}
     [partial] = run.incoming("a").iterdir()
     assert 0 < partial.stat().st_size < 3_000_000
+    bring(wrote, run, ["src/empty"])  # of another file, and the part stays
+    (run.files("a") / "src/empty").unlink()
     rest, _ = bring(wrote, run, ["src/snapshot.pt"])
     assert rest["a"].bytes == 3_000_000 - 1_000_000 + overhead(rest["a"].bytes)
     assert here(run, "a") == there(wrote, "a", ["src/snapshot.pt"])
