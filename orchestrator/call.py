@@ -66,7 +66,7 @@ def ask(host: Host, program: str, request: Mapping[str, Any], *, blob: bytes = b
     its shell does not, and HostError with the host's own words when the program refuses.
     """
     marker = new_marker()
-    stdin = _input(program, request, marker, blob, int(timeout_s + LATE_S))
+    stdin = _input(host, program, request, marker, blob, int(timeout_s + LATE_S))
     try:
         result = host.transport.run(_command(host, program), stdin=stdin, timeout_s=timeout_s)
     except HostError as error:
@@ -96,7 +96,7 @@ def open_stream(host: Host, program: str, request: Mapping[str, Any], marker: st
     """Starts a program that answers with a stream of bytes of its own form (see `remote/reader.py`), which begins with
     the marker; b"" comes at least once a second. The iterator raises as `exchange` has it.
     """
-    with _started(host, program, _input(program, request, marker, b""), marker) as said:
+    with _started(host, program, _input(host, program, request, marker, b""), marker) as said:
         yield said
 
 
@@ -111,7 +111,7 @@ def exchange(
     when the program refuses, ProbeError when what it says makes no sense.
     """
     marker = new_marker()
-    pieces = chain([_input(program, request, marker, b"")], more)
+    pieces = chain([_input(host, program, request, marker, b"")], more)
     with _started(host, program, pieces, marker) as said, closing(_words(host.node, said, marker.encode())) as words:
         yield words
 
@@ -177,15 +177,18 @@ def words_of(words: Any) -> list[str]:
 
 
 def _command(host: Host, program: str) -> str:
-    return shell.python_on_stdin(host.python, host.activate, f"orch-{program}")
+    return shell.python_on_stdin(host.python, f"orch-{program}", activates=bool(host.activate))
 
 
-def _input(program: str, request: Mapping[str, Any], marker: str, blob: bytes, limit_s: int = STUCK_S) -> bytes:
+def _input(
+    host: Host, program: str, request: Mapping[str, Any], marker: str, blob: bytes, limit_s: int = STUCK_S
+) -> bytes:
     """limit_s: then it ends itself on the host, whoever still waits; one that speaks winds it up again."""
     loader = resources.files("orchestrator.remote").joinpath("loader.py").read_bytes()
     shipped = json.dumps({"program": program, "limit_s": limit_s, "sources": shipped_sources()}).encode()
     line = json.dumps({**request, "marker": marker}).encode()
-    return b"%d\n%s%s\n%s\n%s" % (len(loader), loader, shipped, line, blob)
+    activate = f"{host.activate}\n".encode() if host.activate else b""
+    return b"%s%d\n%s%s\n%s\n%s" % (activate, len(loader), loader, shipped, line, blob)
 
 
 def _parse(host: Host, result: Result, marker: str) -> dict[str, Any]:

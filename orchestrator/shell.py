@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 ARRIVE_S = 300
 """A program that has not come whole by then ends: its link fell silent while it was on its way."""
+# Every user of a host can read a command line: what stands here says no more than that a line of shell comes.
+_ACTIVATE = 'IFS= read -r ORCH_LINE && eval "unset ORCH_LINE; $ORCH_LINE" </dev/null && '
 # Reads "<length>\n<that many bytes of Python>" from standard input and runs it; the rest of the input is its request.
 _BOOTSTRAP = (
     "import sys,signal;signal.alarm(%d);"
@@ -24,15 +26,15 @@ def join(argv: Sequence[str]) -> str:
     return shlex.join(argv)
 
 
-def python_on_stdin(python: str, activate: str | None, program: str) -> str:
+def python_on_stdin(python: str, program: str, *, activates: bool = False) -> str:
     """The shell line that starts `python` on a program sent on standard input.
 
-    python: a path or name, `~/` allowed at its start. activate: a line of POSIX shell from the inventory, run first
-    (the one wanted piece of user shell). program: a name for tracebacks and `ps`.
+    python: a path or name, `~/` allowed at its start. program: a name for tracebacks and `ps`. activates: whether
+    standard input begins with a line of POSIX shell to run first (the inventory's `activate`, the one wanted piece of
+    user shell); POSIX has `read` take that line and no byte more.
     """
     home, _, rest = python.partition("/")
     interpreter = f'"$HOME"/{shlex.quote(rest)}' if home == "~" and rest else shlex.quote(python)
     line = f"exec {interpreter} -uc {shlex.quote(_BOOTSTRAP % ARRIVE_S)} {shlex.quote(program)} exec"
-    if activate:
-        line = f"eval {shlex.quote(activate)} </dev/null && {line}"  # eval: a comment at its end must not hide the rest
-    return line if not activate and home != "~" else f"exec sh -c {shlex.quote(line)}"
+    line = _ACTIVATE + line if activates else line
+    return line if not activates and home != "~" else f"exec sh -c {shlex.quote(line)}"

@@ -22,7 +22,7 @@ from orchestrator.transport.local import LocalTransport
 @contextlib.contextmanager
 def program(name, stdin, **options):
     """As sshd starts it; its input stays open, as that of a connection that says nothing more."""
-    line = shell.python_on_stdin(sys.executable, None, f"orch-{name}")
+    line = shell.python_on_stdin(sys.executable, f"orch-{name}")
     pipe = subprocess.PIPE
     with subprocess.Popen(["sh", "-c", line], stdin=pipe, stdout=pipe, stderr=pipe, **options) as running:
         try:
@@ -38,7 +38,8 @@ def ended_by_alarm(running):
 
 
 def request_of(name, request, limit_s=1):
-    return call._input(name, request, "MARK", b"", limit_s)
+    here = Host(LocalTransport("here"), sys.executable, None, ".")
+    return call._input(here, name, request, "MARK", b"", limit_s)
 
 
 def test_a_program_that_never_comes_whole_ends(monkeypatch):

@@ -41,6 +41,8 @@ def _programs() -> list[Identity]:
 
 
 def _is_ours(words: list[str]) -> bool:
+    if words[:1] == ["-c"]:  # a shell that waits for its `activate` line
+        return len(words) == 3 and _BOOTSTRAP in words[1] and " orch-" in words[1]
     return len(words) == 4 and words[0] == "-uc" and _BOOTSTRAP in words[1] and words[2].startswith("orch-")
 
 
