@@ -194,7 +194,7 @@ class Clusters:
         facts = {node.name: _usable_facts(cluster, node) for node in nodes}
         if errors(facts):
             raise HostsError(errors(facts))
-        nodes = with_env(cluster, nodes)
+        nodes = with_secrets(cluster, nodes)
         return Ready(nodes, values(facts), self._elect(cluster, nodes))
 
     # ---- cleaning up ------------------------------------------------------------------------------------------
@@ -223,24 +223,31 @@ class Clusters:
         return self.connections.each(cluster.nodes, lambda host: action(host, who), deadline_s=belongings.CLEAR_S + 5)
 
 
-def with_env(cluster: Cluster, nodes: Sequence[Node]) -> list[Node]:
-    """These nodes with the values of `env` that may be secrets: we keep none, they are read from the inventory again.
+def with_secrets(cluster: Cluster, nodes: Sequence[Node]) -> list[Node]:
+    """These nodes with the values of `env` that may be secrets and `prepare`: we keep none, they are read from the
+    inventory again.
 
     Raises UsageError where it does not hold them any more.
     """
-    if not any(MASK in node.env.values() for node in nodes):
+    if not any(MASK in (*node.env.values(), node.prepare) for node in nodes):
         return list(nodes)
-    again = f"orch keeps no values of `env`; `orch up {cluster.file}` again"
+    again = f"orch keeps no values of `env` and no `prepare`; `orch up {cluster.file}` again"
     try:
-        told = {node.name: node.env for node in load_inventory(Path(cluster.file)).nodes}
+        told = {node.name: node for node in load_inventory(Path(cluster.file)).nodes}
     except InventoryError as error:
         raise UsageError(str(error.mistakes[0]), again) from error
     for node in nodes:
-        if told.get(node.name, {}).keys() != node.env.keys():
+        now = told.get(node.name)
+        if (now.env.keys() if now else set()) != node.env.keys():
             raise UsageError(
                 f"{cluster.file}: the `env` of node {node.name} is not the one of the last `orch up`", again
             )
-    return [node.model_copy(update={"env": told.get(node.name, {})}) for node in nodes]
+        if bool(now and now.prepare) != bool(node.prepare):
+            raise UsageError(
+                f"{cluster.file}: the `prepare` of node {node.name} is not the one of the last `orch up`", again
+            )
+    secret = {name: {"env": node.env, "prepare": node.prepare} for name, node in told.items()}
+    return [node.model_copy(update=secret.get(node.name, {})) for node in nodes]
 
 
 def _usable_facts(cluster: Cluster, node: Node) -> NodeFacts | HostError:

@@ -48,7 +48,7 @@ def is_allowed(home: Home, commands: Sequence[Command]) -> bool:
 
 
 def allow(home: Home, commands: Sequence[Command]) -> None:
-    write_atomic(home.allowed(_digest(commands)), "".join(f"{told}\n" for told in commands))
+    write_atomic(home.allowed(_digest(commands)), "".join(f"{told.node}: {told.key}\n" for told in commands))
 
 
 def _commands(node: Node) -> list[Command]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator import datapush, venvs
-from orchestrator.clusters import Clusters, Up, with_env
+from orchestrator.clusters import Clusters, Up, with_secrets
 from orchestrator.connections import Connections
 from orchestrator.datapush import Pushed
 from orchestrator.errors import HostError, UsageError
@@ -64,7 +64,7 @@ class Provision:
     ) -> Setup:
         """Asks each node's own Python, makes what is missing, has the cluster use it, and probes these hosts anew."""
         bare = cluster.with_venvs({})
-        own = {node.name: node for node in with_env(cluster, [bare.node(node.name) for node in nodes])}
+        own = {node.name: node for node in with_secrets(cluster, [bare.node(node.name) for node in nodes])}
         found = self._connections.open(list(own.values()))
         envs = {name: node.env for name, node in own.items()}
         owner = read_owner(self._store.home)

@@ -81,6 +81,10 @@ class NodePlan(Record):
     """What the rank wrapper runs: arguments after the interpreter."""
     prepare: str | None = None
 
+    def masked(self) -> NodePlan:
+        shell = {name: mask(getattr(self, name)) for name in ("prepare", "activate")}
+        return self.model_copy(update={"env": masked_env(self.env), **shell})
+
     @property
     def rank_numbers(self) -> range:
         """The global ranks that live on this host."""
@@ -163,14 +167,18 @@ class LaunchPlan(Record):
 
     def masked(self) -> LaunchPlan:
         """The same without the values of what may be a secret: the only form that is printed or kept."""
-        nodes = tuple(node.model_copy(update={"env": masked_env(node.env)}) for node in self.nodes)
-        return self.model_copy(update={"nodes": nodes})
+        return self.model_copy(update={"nodes": tuple(node.masked() for node in self.nodes)})
 
 
 def masked_env(env: dict[str, str]) -> dict[str, str]:
     """Every name, and the values of those that are known to be no secrets."""
     harmless = {name for name in env if _HARMLESS.fullmatch(name) and not _SECRET.search(name)}
     return {name: value if name in harmless else MASK for name, value in env.items()}
+
+
+def mask(shell: str | None) -> str | None:
+    """Whether there is such a piece of shell is all that is told: any of its words may be a secret."""
+    return shell and MASK
 
 
 Words = Annotated[str, AfterValidator(lambda text: one_line(text, 500))]

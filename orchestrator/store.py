@@ -33,7 +33,7 @@ from orchestrator.grammar import NAME
 from orchestrator.inventory import Node
 from orchestrator.paths import Home
 from orchestrator.profiles import Kind, Profile, Rank
-from orchestrator.records import SCHEMA, JobRecord, LaunchPlan, Record, masked_env, write_record
+from orchestrator.records import SCHEMA, JobRecord, LaunchPlan, Record, mask, masked_env, write_record
 
 
 class Problem(Record):
@@ -106,7 +106,9 @@ class Cluster(Record):
         return self.model_copy(update={"nodes": nodes, "venvs": dict(venvs)})
 
     def masked(self) -> Cluster:
-        """The form that is kept: without the values of `env` that may be secrets; see `Controller.plan`."""
+        """The form that is kept: without the values of `env` that may be secrets, nor `prepare`; see
+        `clusters.with_secrets`. `activate` stays: each command needs it.
+        """
         update = {part: tuple(_masked(node) for node in getattr(self, part)) for part in ("nodes", "extra")}
         return self.model_copy(update=update)
 
@@ -115,7 +117,7 @@ class Cluster(Record):
 
 
 def _masked(node: Node) -> Node:
-    return node.model_copy(update={"env": masked_env(node.env)})
+    return node.model_copy(update={"env": masked_env(node.env), "prepare": mask(node.prepare)})
 
 
 MAX_RUN_FOLDERS = 20

@@ -145,12 +145,12 @@ def typist(capfd, monkeypatch, tmp_path):
 
 
 @contextmanager
-def local_cluster(tmp_path, typist, env):
+def local_cluster(tmp_path, typist, env, **more):
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "says.py").write_text(SAYS_ITS_SECRET_IS_THERE)
     node = {"name": "one", "transport": "local", "workdir": str(tmp_path / "work"), "device": "cpu"}
     inventory = tmp_path / "inventory.yaml"
-    inventory.write_text(yaml.safe_dump({"cluster": "sec", "defaults": {"env": env}, "nodes": [node]}))
+    inventory.write_text(yaml.safe_dump({"cluster": "sec", "defaults": {"env": env, **more}, "nodes": [node]}))
     try:
         yield inventory
     finally:
@@ -159,20 +159,25 @@ def local_cluster(tmp_path, typist, env):
 
 def test_a_secret_of_the_inventory_is_nowhere_but_in_files_for_its_owner_alone(tmp_path, typist):
     pytest.importorskip("torch")
-    canary = secrets.token_hex(16)
+    canary, errand, way_in = (secrets.token_hex(16) for _ in range(3))
     env = {"PLAIN_WORD": canary, "API_TOKEN": canary, "OMP_NUM_THREADS": "1"}
     home, work, runs = Path(os.environ["ORCH_HOME"]), tmp_path / "work", tmp_path / "runs"
-    with local_cluster(tmp_path, typist, env) as inventory:
+    more = {"prepare": f"true Bearer {errand}\nexport MORE={errand}\n", "activate": f"true Bearer {way_in}"}
+    with local_cluster(tmp_path, typist, env, **more) as inventory:
         typist.types("up", "inventory.yaml", "--allow-local")
+        assert canary not in typist.printed
+        typist.printed = ""  # what a new file would have this machine run was shown, so that its person could allow it
         typist.types("status", "--json")
         assert "OMP_NUM_THREADS=1" in typist.types("run", "--dry-run", "--", "code/says.py")
         typist.types("run", "--dry-run", "--json", "--", "code/says.py")
         started = typist.types("run", "--detach", "--", "code/says.py").strip()
         folder = work / "jobs" / started
         wait_for(lambda: "has them" in typist.types("logs", "--job", "latest"), "the job to run", 60)
-        assert canary.encode() not in command_lines_of_all_processes()
+        shown = command_lines_of_all_processes()
+        assert not {word for word in (canary, errand, way_in) if word.encode() in shown}
         on_host = holding(work, canary)
         assert folder / "node.json" in on_host  # so the search does find it
+        assert holding(work, errand) == [folder / "node.json"]
         assert [path for path in on_host if stat.S_IMODE(path.stat().st_mode) != 0o600] == []
         # Every way to fail that repeats what it was given.
         inventory.write_text(inventory.read_text().replace("PLAIN_WORD", "OTHER_WORD"))
@@ -187,10 +192,15 @@ def test_a_secret_of_the_inventory_is_nowhere_but_in_files_for_its_owner_alone(t
         typist.types("collect", "--job", "latest")
         typist.types("report", "--job", "latest", "--json")
         typist.types("reap")
-        assert holding(home, canary) == holding(runs, canary) == holding(work, canary) == []
+        assert {"plan.json", "report.html", "summary.json"} <= {path.name for path in (runs / started).iterdir()}
+        for word in (canary, errand):
+            assert holding(home, word) == holding(runs, word) == holding(work, word) == []
+        # Each command needs the way in: with the cluster it is remembered, and nowhere else.
+        assert holding(home, way_in) == [home / "clusters" / "sec.json"]
+        assert holding(runs, way_in) == holding(work, way_in) == []
         for path in (*home.rglob("*"), home, runs / started, *(runs / started).rglob("*")):
             assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 or path.is_symlink(), path
-    assert canary not in typist.printed and "Traceback" not in typist.printed
+    assert not {word for word in (canary, errand, way_in, "Traceback") if word in typist.printed}
     assert "not collected" not in typist.printed  # `down` takes nothing that was not collected
 
 

@@ -146,7 +146,7 @@ class Job:
             node = self.read_node()
             if not node.get("token"):
                 return
-            blank = {**node, "env": {}, "token": "", "token_sha256": _sha256(node["token"])}
+            blank = {**node, "env": {}, "prepare": None, "token": "", "token_sha256": _sha256(node["token"])}
             try:
                 write_json(self.node, blank)
             except OSError:
