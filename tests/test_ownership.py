@@ -31,7 +31,7 @@ from orchestrator.owner import read_owner
 from orchestrator.paths import Home
 from orchestrator.probe import probe
 from orchestrator.records import Owner
-from orchestrator.remote import claim, layout
+from orchestrator.remote import claim, layout, processes
 from orchestrator.store import Store
 from orchestrator.transport.local import LocalTransport
 
@@ -164,6 +164,26 @@ def test_reap_ends_what_is_ours_and_says_whose_the_rest_is(homes, two_jobs):
         for stray in strays:
             stray.kill()
             stray.wait()
+
+
+@pytest.mark.parametrize("look", [belongings.look, lambda *who: belongings.reap(*who, end=False)], ids=["look", "reap"])
+def test_a_look_blanks_what_ended_jobs_of_an_older_orch_still_hold(tmp_path, look):
+    work = layout.Work(str(tmp_path / "work"))
+    ended, runs = {"state": "succeeded", "pid": 1}, {"state": "running", **processes.identify(os.getpid())._asdict()}
+    jobs = {
+        "older": (None, "test", ended), "mine": (ADA, "test", ended),
+        "died": (ADA, "test", {"state": "running", "pid": 1}),
+        "bobs": (BOB, "test", ended), "runs": (ADA, "test", runs), "elsewhere": (None, "other", ended),
+    }  # fmt: skip
+    for name, (owner, cluster, agent) in jobs.items():
+        made = work.job(name)
+        made.root.mkdir(parents=True)
+        node = {"job": name, "cluster": cluster, "token": "aa", "env": {"KEY": "secret"}, "prepare": "log in as secret"}
+        layout.write_json(made.node, {**node, "owner": owner.model_dump()} if owner else node)
+        layout.write_json(made.agent, {"job": name, **agent})
+    look(here(work.root), Who(ADA, "test"))
+    assert {name for name in jobs if "secret" in work.job(name).node.read_text()} == {"bobs", "runs", "elsewhere"}
+    assert work.job("older").has_token("aa") and work.job("older").read_node()["cluster"] == "test"
 
 
 def test_nobody_cancels_a_job_that_is_anothers(homes, two_jobs):

@@ -63,6 +63,15 @@ def is_mine(job: Job, request: dict[str, Any]) -> bool:
     return whose(job) == (request["owner"]["id"], request["cluster"])
 
 
+def forget_old_secrets(jobs: Iterable[Job], request: dict[str, Any]) -> None:
+    """Of jobs of this cluster that are over: an older orch left them in place. It named no owner either."""
+    ours = [(owner, request["cluster"]) for owner in (request["owner"]["id"], "")]
+    for job in (job for job in jobs if whose(job) in ours):
+        agent = job.read_agent()
+        if (job.is_final() or "pid" in agent) and not lives(agent):
+            job.forget_secrets()
+
+
 def entry(job: Job) -> dict[str, Any]:
     node, agent = job.read_node(), job.read_agent()
     told = node or agent
@@ -85,6 +94,7 @@ def survey(request: dict[str, Any]) -> dict[str, Any]:
     if content(work.root) == "absent":
         return {"mine": [], "others": [], "strange": []}
     jobs = _jobs(work)
+    forget_old_secrets(jobs, request)
     return {
         "mine": [entry(job) for job in jobs if is_mine(job, request)],
         "others": [entry(job) for job in jobs if not is_mine(job, request)],
@@ -120,7 +130,9 @@ def _is_ours(work: Work, path: Path) -> bool:
 
 def reap(request: dict[str, Any]) -> dict[str, Any]:
     found = []
-    for job in Work(request["workdir"]).all_jobs():
+    work = Work(request["workdir"])
+    forget_old_secrets(_jobs(work), request)
+    for job in work.all_jobs():
         agent = job.read_agent()
         still = stopped(agent)
         pids = [] if lives(agent) else processes.marked(job.root)
