@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from orchestrator.records import Fault, LaunchPlan
+from orchestrator.records import Fault, FirstFailure, LaunchPlan
 from orchestrator.text import one_line
 
 KEPT = 200
@@ -29,7 +29,19 @@ def faults_of(
     told = [one for name, record in records.items() for one in _told(plan, name, record)]
     causes = [fault for fault, secondary in told if not secondary] or [*known] or [fault for fault, _ in told]
     found = {(fault.node, fault.rank, fault.restart): fault for fault in (*known, *causes)}
-    return tuple(sorted(found.values(), key=lambda fault: fault.after_s)[:KEPT])
+    faults_now = [in_own_words(fault, records.get(fault.node, {})) for fault in found.values()]
+    return tuple(sorted(faults_now, key=lambda fault: fault.after_s)[:KEPT])
+
+
+def in_own_words(fault: Fault, record: Mapping[str, Any]) -> Fault:
+    """A lost host's fault as that host itself, or its keeper, tells its end: the others only miss it."""
+    if fault.rank is not None or not own_loss(fault.node, record):
+        return fault
+    with contextlib.suppress(ValidationError):
+        own = FirstFailure.model_validate(record["first_failure"])
+        said = {name: getattr(own, name) for name in ("reason", "log_line", "signal", "exit_code")}
+        return fault.model_copy(update=said)
+    return fault
 
 
 def _told(plan: LaunchPlan, name: str, record: Mapping[str, Any]) -> list[tuple[Fault, bool]]:

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from orchestrator import call
 from orchestrator.call import Host
 from orchestrator.errors import ConnectError, HostError, HostsError
-from orchestrator.faults import faults_of, own_loss
+from orchestrator.faults import faults_of, in_own_words, own_loss
 from orchestrator.frames import Beat, End, Frame, Held, read_frames
 from orchestrator.records import ENDED, FirstFailure, JobRecord, JobState, LaunchPlan, NodePlan
 from orchestrator.text import one_line
@@ -368,6 +368,8 @@ def _ended(known: JobRecord, record: Mapping[str, Any]) -> JobRecord:
 
 def _in_its_own_words(known: JobRecord, records: Mapping[str, Mapping[str, Any]]) -> JobRecord:
     """The same, with the end of a host that was lost to the others as that host itself, or its keeper, tells it."""
+    faults = tuple(in_own_words(fault, records.get(fault.node, {})) for fault in known.faults)
+    known = known.model_copy(update={"faults": faults})
     lost = known.first_failure
     if lost is None or lost.kind != "lost":
         return known

@@ -141,6 +141,22 @@ def test_whatever_hosts_tell_of_faults_it_is_a_job_record(faults):
     assert all(fault_words(one).isprintable() for one in record.faults)
 
 
+def test_a_lost_hosts_own_word_says_why_also_when_it_comes_late():
+    guess = {**fault("c", None, 9.0), "reason": "its supervisor is gone: killed, or the host went down"}
+    own = {"kind": "supervisor", "node": "c", "reason": "the supervisor was killed by SIGKILL", "signal": "SIGKILL"}
+    now = job.datetime.now(job.timezone.utc)
+    records = {"a": {"faults": [guess], "state": "succeeded"}, "b": {"state": "succeeded"}}
+    ended = job.combine(ELASTIC, records, known("running"), now)
+    assert [one.reason for one in ended.faults] == [guess["reason"]]
+    late = {**records, "c": {"state": "failed", "first_failure": own}}
+    for before in (known("running"), ended):
+        found = job.combine(ELASTIC, late, before, now).faults
+        assert told(found) == [("c", None, 9.0)]
+        assert (found[0].reason, found[0].signal) == (own["reason"], own["signal"])
+    of_another = {**late, "c": {"state": "failed", "first_failure": {**own, "node": "a"}}}
+    assert job.combine(ELASTIC, of_another, ended, now).faults == ended.faults
+
+
 @pytest.mark.parametrize("kind", ["lost", "supervisor"])
 def test_a_lost_host_speaks_of_its_own_end_alone(kind):
     own = {
