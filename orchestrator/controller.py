@@ -222,8 +222,7 @@ class Controller:
         told = set[tuple[str, int | None, int | None]]()
         view, has_news, progress_due = LiveView(plan), False, 0.0
         ended_at: float | None = None
-        dial = self.connections.reopen if until_end else None
-        for name, item in job.watch(plan, hosts, offsets={}, follow=until_end, reconnect=dial):
+        for name, item in job.watch(plan, hosts, offsets={}, follow=until_end, reconnect=self.connections.reopen):
             has_word = heard.take(name, item, now_s := time.monotonic())
             if isinstance(item, HostError) and not (until_end and isinstance(item, ConnectError)):
                 refused.append(item)  # its key changed, say: what it prints is not shown any more

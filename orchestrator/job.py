@@ -251,9 +251,14 @@ def _listen(
     put: Callable[[tuple[str, Any]], None],
     leaving: threading.Event,
 ) -> None:
-    """One host's stream to its end, over as many connections as it takes. `held` follows what has come."""
+    """One host's stream to its end, over as many connections as it takes. `held` follows what has come.
+
+    What is there now is worth another connection as long as more of it comes: a host hangs up on who does not read for
+    minutes, as a pager at rest (`remote/watchdog.py`).
+    """
     name = host.node
     while not leaving.is_set():
+        before = _size(held)
         try:
             offsets = {file: have.request() for file, have in held.items()}
             marker, ranks, limit = call.new_marker(), frozenset(request["ranks"]), request["limit_bytes"]
@@ -266,14 +271,21 @@ def _listen(
                         return
             raise ConnectError(name, "its answer ended too early")
         except HostError as error:
-            put((name, error))
-            if reconnect is None or not isinstance(error, ConnectError):
-                return
+            may_pass = reconnect is not None and isinstance(error, ConnectError)
+            if request["follow"] or not (may_pass and _size(held) > before):
+                put((name, error))
+                if not (may_pass and request["follow"]):
+                    return
+        assert reconnect  # noqa: S101 - for the type checker
         try:
-            host = _dial(name, host, reconnect, leaving)
+            host = _dial(name, host, reconnect, leaving) if request["follow"] else reconnect(name)
         except HostError as error:
             put((name, error))
             return
+
+
+def _size(held: Mapping[str, Held]) -> int:
+    return sum(have.offset for have in held.values())
 
 
 def _dial(name: str, host: Host, reconnect: Callable[[str], Host], leaving: threading.Event) -> Host:

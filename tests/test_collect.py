@@ -12,9 +12,11 @@ from breaking import breaking
 from gang import Gang, gang
 
 from orchestrator import collect as collecting
+from orchestrator import job as jobs
 from orchestrator.analyse import analyse
 from orchestrator.collect import HeldError, claimed, collect
-from orchestrator.errors import OrchError
+from orchestrator.errors import ConnectError, OrchError
+from orchestrator.frames import Piece
 from orchestrator.paths import RunFolder
 from orchestrator.records import write_record
 
@@ -329,12 +331,31 @@ def test_a_link_in_place_of_a_log_is_not_followed(ended, run, tmp_path):
 
 
 def wait_for_first_line(job):
-    from orchestrator import job as jobs
-    from orchestrator.frames import Piece
-
     for _, item in jobs.watch(job.plan, job.hosts, offsets={}, follow=True):
         if isinstance(item, Piece) and b"first" in item.data:
             return
+
+
+def test_who_only_looks_gets_every_byte_though_the_host_hangs_up_on_a_pager_at_rest(ended):
+    log = ended.folder("a") / "rank-0" / "stdout.log"
+    log.write_bytes(os.urandom(3 << 20))
+    dialled = []
+
+    def look(after):
+        def again(name):
+            dialled.append(name)
+            return breaking(ended.hosts[name], after)
+
+        hosts = {"a": breaking(ended.hosts["a"], after)}
+        items = [item for _, item in jobs.watch(ended.plan, hosts, offsets={}, follow=False, reconnect=again)]
+        came = b"".join(item.data for item in items if isinstance(item, Piece) and item.file == "rank-0/stdout.log")
+        return came, [item for item in items if isinstance(item, ConnectError)]
+
+    assert look(1 << 20) == (log.read_bytes(), [])
+    assert len(dialled) == 3
+    dialled.clear()
+    came, [error] = look(100)  # a link on which nothing gets on is not dialled for ever
+    assert came == b"" and not dialled and "broke" in str(error)
 
 
 # ---- logs that would fill the disk here -----------------------------------------------------------------------
