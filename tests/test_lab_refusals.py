@@ -19,6 +19,22 @@ nodes:
   - {name: alpha, host: 10.77.2.1}
   - {name: beta, host: 10.77.2.2}
 """
+# A second ordinary user, whom the same key lets in; and a job of the first one's.
+OTHER_LOGIN = """
+set -e
+grep -q ^other: /etc/passwd || {{
+    echo 'other:x:1001:1001::/home/other:/bin/bash' >> /etc/passwd
+    echo 'other:x:1001:' >> /etc/group
+    echo 'other:*:19000:0:99999:7:::' >> /etc/shadow
+}}
+install -d -m 700 -o other -g other /home/other /home/other/.ssh
+install -m 600 -o other -g other /home/lab/.ssh/authorized_keys /home/other/.ssh/
+chmod {mode} /home/lab
+install -d -m {mode} -o lab -g lab /home/lab/.orch /home/lab/.orch/jobs /home/lab/.orch/jobs/theirs
+echo '{{"job": "theirs", "cluster": "refusals"}}' > /home/lab/.orch/jobs/theirs/node.json
+touch /home/lab/.orch/.orch-work
+chown -R lab:lab /home/lab/.orch
+"""
 
 
 @pytest.fixture(scope="module")
@@ -146,3 +162,22 @@ def test_down_removes_what_we_put_there(person):
     assert Store(Home(person.home)).uncollected(person.lab.cluster) == []
     for node in ("alpha", "beta"):
         assert person.lab.host_exec(node, ["find", "/home/lab", "-name", "*orch*"]).stdout == ""
+
+
+# What another login finds in the work folder of the first: nothing that it may look at, or nothing that it may change.
+@pytest.mark.parametrize("mode", ["0700", "0755"])
+def test_a_work_folder_of_another_login_is_left_alone_and_that_is_said(person, mode):
+    lab_ = person.lab
+    made = lab_.host_exec("alpha", ["sh", "-s"], input=OTHER_LOGIN.format(mode=mode))
+    assert made.returncode == 0, made.stderr
+    listing = ["find", "/home/lab/.orch", "-printf", "%p %s %i %m %C@\\n"]
+    before = lab_.host_exec("alpha", listing).stdout
+    try:
+        theirs = changed(person, user="other", workdir="/home/lab/.orch")
+        said = [person.types("up", theirs, exit_code=3), person.types("down", "--yes", exit_code=3)]
+        said.append(person.types("reap", "--yes", exit_code={"0700": 3, "0755": 0}[mode]))
+        assert [done.stdout + done.stderr for done in said if "Traceback" in done.stdout + done.stderr] == []
+        assert "belongs to lab: set `workdir:` to a folder of your own" in said[1].stderr
+        assert lab_.host_exec("alpha", listing).stdout == before
+    finally:
+        lab_.host_exec("alpha", ["sh", "-c", "rm -r /home/lab/.orch /home/other; chmod 700 /home/lab"])
