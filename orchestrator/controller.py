@@ -434,10 +434,12 @@ class Controller:
         answers = self.clusters.down(cluster)
         cleared, now = values(answers), now_utc()
         for wanted in {job_id for answer in cleared.values() for job_id in answer.jobs} & {*self.store.job_ids()}:
-            last = {name: answer.jobs[wanted] for name, answer in cleared.items() if wanted in answer.jobs}
-            self.store.files_removed(wanted, now, list(last))
-            with suppress(OrchError):  # its record is damaged
-                self._remember(self.store.plan(wanted), last)
+            with suppress(OrchError):  # its plan is damaged
+                plan = self.store.plan(wanted)
+                told = {node.name: cleared[node.name].jobs for node in plan.nodes if node.name in cleared}
+                if last := {name: jobs[wanted] for name, jobs in told.items() if wanted in jobs}:
+                    self.store.files_removed(wanted, now, list(last))
+                    self._remember(plan, last)
         if not errors(answers):
             held = {there.job for answer in cleared.values() for there in answer.left}
             for wanted in self.store.uncollected(cluster.name):

@@ -45,6 +45,12 @@ class Owner(Record):
     id: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
     name: Annotated[str, Field(max_length=200)]
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Owner) and other.id == self.id
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
 
 class NodePlan(Record):
     """What one host is asked to do."""

@@ -12,6 +12,7 @@ from orchestrator.controller import Controller
 from orchestrator.errors import StateError
 from orchestrator.owner import read_owner
 from orchestrator.paths import Home
+from orchestrator.records import Owner
 from orchestrator.store import Store
 
 
@@ -58,3 +59,10 @@ def test_a_launched_job_carries_its_owner_and_cluster_on_every_host(tmp_path):
             told = json.loads((job.folder(node) / "node.json").read_text())
             assert (told["owner"], told["cluster"]) == ({"id": owner.id, "name": owner.name}, "test")
         assert controller.store.plan(job.plan.job).owner == owner
+
+
+def test_only_the_id_tells_owners_apart():
+    ada = Owner(id="a" * 32, name="ada@desk")
+    assert ada == ada.model_copy(update={"name": "ada@laptop"})
+    assert len({ada, ada.model_copy(update={"name": "ada@laptop"})}) == 1
+    assert ada != ada.model_copy(update={"id": "b" * 32})

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -681,3 +682,15 @@ def test_the_socket_notices_a_link_that_swallows_packets(host: SshTransport) -> 
     assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 20_000
     assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
     assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+def test_a_program_out_of_descriptors_does_not_blame_the_ssh_configuration(tmp_path):
+    config = tmp_path / "config"
+    config.write_text("Host *\n")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, before[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            read_ssh_config(config)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

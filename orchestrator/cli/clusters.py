@@ -18,7 +18,7 @@ from orchestrator.cli.common import (
     open_controller,
 )
 from orchestrator.cli.complete import node_names
-from orchestrator.errors import UsageError
+from orchestrator.errors import HostError, UsageError
 
 SHOWN_JOBS, SHOWN_FILES = 5, 3
 
@@ -303,7 +303,8 @@ def down(yes: bool, cluster: str | None, as_json: bool) -> None:
         if not yes:
             with busy(f"looking at {len(found.nodes)} hosts"):
                 surveys = controller.clusters.look(found)
-            _say_what_goes(found, [seen for seen in surveys.values() if not isinstance(seen, Exception)])
+            console.fail_each(seen for seen in surveys.values() if isinstance(seen, HostError))
+            _say_what_goes(found, [seen for seen in surveys.values() if not isinstance(seen, HostError)])
             click.confirm(f"Do this on {len(found.nodes)} hosts?", abort=True, err=True)
         with busy(f"clearing {len(found.nodes)} hosts"):
             answers = controller.down(found)

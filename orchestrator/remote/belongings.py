@@ -29,7 +29,7 @@ from . import processes, trouble
 from .agent import identity, lives, look, stopped, tell, wait_gone
 from .answer import Refused, reply
 from .claim import alone_in
-from .layout import GONE, VENV_MARKER, VERSION, Job, Work, read_json, remove, write_json
+from .layout import GONE, JOB_ID, VENV_MARKER, VERSION, Job, Work, read_json, remove, write_json
 from .leftovers import forgotten
 from .workfolder import MARK, content, danger, names, unfit
 
@@ -41,6 +41,8 @@ SHOWN = 50
 _CODE = re.compile(r"[0-9a-f]{64}|\.[0-9a-f]{64}\.\d+")
 """Whole, or half unpacked when its `prepare` was killed."""
 _LOCK = re.compile(r"gpu-.+\.lock|venv\.lock")
+LOCK_BYTES = 200
+"""More than any job's id has."""
 
 
 def main(request: dict[str, Any]) -> None:
@@ -121,8 +123,16 @@ def _is_ours(work: Work, path: Path) -> bool:
         return path.is_dir() and whose(Job(path)) is not None
     if path.parent == work.venvs:
         return (path / VENV_MARKER).is_file()
-    pattern = _LOCK if path.parent == work.locks else _CODE
-    return bool(pattern.fullmatch(path.name))
+    return _is_lock(path) if path.parent == work.locks else bool(_CODE.fullmatch(path.name))
+
+
+def _is_lock(path: Path) -> bool:
+    """Whether it says what `keeper` and `environment` write there: nothing, or a job's id."""
+    if not _LOCK.fullmatch(path.name) or path.is_symlink() or not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        said = file.read(LOCK_BYTES)
+    return not said or bool(JOB_ID.fullmatch(said.decode(errors="replace")))
 
 
 # ---- ending and removing --------------------------------------------------------------------------------------
@@ -246,7 +256,7 @@ def _remove_shared(work: Work, request: dict[str, Any], why: list[str]) -> Itera
     yield from _remove_empty((work.jobs, work.codes, work.venvs))
     if not work.jobs.exists() and not work.venvs.exists():
         for path in _entries(work.locks):
-            if _LOCK.fullmatch(path.name):
+            if _is_lock(path):
                 path.unlink()
         yield from _remove_empty((work.locks,))
 

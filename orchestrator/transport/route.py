@@ -10,6 +10,7 @@ network.
 
 from __future__ import annotations
 
+import errno
 import getpass
 import os
 import re
@@ -83,6 +84,8 @@ def read_ssh_config(path: Path | None = None) -> paramiko.SSHConfig:
         try:
             config.parse(_lines(file, "Host *"))
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise  # no fault of the file's: `cli.common` says what to try
             raise UsageError(f"{file}: {error.strerror}", "make the SSH configuration readable") from error
         except paramiko.SSHException as error:
             raise UsageError(
