@@ -191,7 +191,8 @@ def freeze_host(r: Round) -> Generator[bool, None, Expected]:
 @fault
 def freeze_host_before_start(r: Round) -> Generator[bool, None, Expected]:
     """While its `prepare` runs: when it thaws, the word to start may lie there unread, and is not obeyed any more."""
-    r.prepare[r.victim] = "sleep 5"
+    over = f"/tmp/{r.job}.over"
+    r.prepare[r.victim] = f"until [ -e {over} ]; do sleep 0.05; done"
     yield False
     r.launch()
 
@@ -201,6 +202,7 @@ def freeze_host_before_start(r: Round) -> Generator[bool, None, Expected]:
     if r.world.wait(r.job, prepares, 10.0) is None:
         raise RuntimeError(f"no `prepare` was seen: {r.say_state()}")
     frozen = r.kill(None, signum=signal.SIGSTOP)
+    subprocess.run(r.world.on_host(r.victim, "touch", over), check=True)  # however late we are: it has not begun
 
     def thaw() -> None:
         time.sleep(12.0)
