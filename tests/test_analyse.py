@@ -8,7 +8,7 @@ from typing import Any
 
 import duckdb
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_folders import Host, end, lines, start, step, two_hosts, write_run
 
@@ -336,7 +336,7 @@ EVENT = st.fixed_dictionaries(
 LINE = st.binary(max_size=60) | EVENT.map(lambda event: json.dumps(event).encode())
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(st.lists(LINE, max_size=12))
 def test_whatever_a_rank_writes_there_is_a_summary_of_plain_json(tmp_path: Path, garbled: list[bytes]) -> None:
     content = b"\n".join([lines(ten_steps()), *garbled])
@@ -355,6 +355,6 @@ def test_a_million_lines_take_seconds(tmp_path: Path) -> None:
     text = lines([step(7, 32, 2, 40, 6, 2)]).decode()
     content = "".join(text.replace('"step": 7', f'"step": {number}') for number in range(1_000_000)).encode()
     run = write_run(tmp_path / "run", ONE, {0: content})
-    began_s = time.monotonic()
+    began_s = time.process_time()
     assert analyse(run).steps == 999_997
-    assert time.monotonic() - began_s < 60
+    assert time.process_time() - began_s < 60  # of the processor: other work on the machine does not count
