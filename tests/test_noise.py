@@ -90,7 +90,7 @@ def noisy(line: str) -> Host:
 
 def endless(text: str, pause_s: float) -> str:
     """A line of shell that prints without end."""
-    program = f"import time\nwhile True:\n    print({text!r} * 99, flush=True)\n    time.sleep({pause_s})"
+    program = f"import time; any(print({text!r} * 99, flush=True) or time.sleep({pause_s}) for _ in iter(int, 1))"
     return f"{shlex.quote(sys.executable)} -c {shlex.quote(program)}"
 
 
