@@ -57,7 +57,7 @@ def pack_folder(folder: Path, *, prefix: str = "") -> tuple[CodeFolder, bytes]:
 
 def names_in(blob: bytes) -> list[str]:
     """The files of a packed folder."""
-    with tarfile.open(fileobj=io.BytesIO(blob)) as tar:
+    with tarfile.open(fileobj=io.BytesIO(blob), mode="r:") as tar:  # ours: it is not compressed
         return tar.getnames()
 
 
