@@ -6,11 +6,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # Beside other tests nothing takes as long as it does alone: what a property takes is no failure of it.
-checks_left_out = [
-    HealthCheck.too_slow,
-    HealthCheck.function_scoped_fixture,
-]  # a test that names some has these no more
-settings.register_profile("beside-others", deadline=None, suppress_health_check=checks_left_out)
+settings.register_profile("beside-others", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("beside-others")
 
 # Started in the background, a test run inherits an ignored SIGINT, and so would everything that it starts: the tests of

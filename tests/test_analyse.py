@@ -8,7 +8,7 @@ from typing import Any
 
 import duckdb
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from run_folders import Host, end, lines, start, step, two_hosts, write_run
 
@@ -336,7 +336,7 @@ EVENT = st.fixed_dictionaries(
 LINE = st.binary(max_size=60) | EVENT.map(lambda event: json.dumps(event).encode())
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(st.lists(LINE, max_size=12))
 def test_whatever_a_rank_writes_there_is_a_summary_of_plain_json(tmp_path: Path, garbled: list[bytes]) -> None:
     content = b"\n".join([lines(ten_steps()), *garbled])

@@ -19,7 +19,7 @@ pytest.importorskip("torch")
 pytest.importorskip("torchvision")
 import torch
 import torch.distributed as dist
-from hypothesis import Phase, example, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from rank_gang import RANKS, Gang, group_of
 from torch import nn
@@ -214,6 +214,7 @@ EXAMPLE = Case(shares=(4, 0, 2, 1), last=3)
 property_of_equality = settings(
     max_examples=EXAMPLES,
     derandomize=EXAMPLES < 100,  # a long run is there to find what is new
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     phases=[Phase.explicit, Phase.generate],  # to shrink a failure would take minutes, and tell little more
 )
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from run_folders import two_hosts
 
@@ -34,7 +34,7 @@ HOSTILE = (
     "{", "ü", "€", "$x$", "<b>", "&",
 )  # fmt: skip
 hostile = st.lists(st.sampled_from(HOSTILE), min_size=1, max_size=12).map("".join)
-quickly = settings(max_examples=60)
+quickly = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 CHOICES = {"kind", "part", "device", "efficiency_basis"}
 """Fields of which a record takes only its own words."""
 
