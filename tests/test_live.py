@@ -337,9 +337,14 @@ class Screen:
 
     def __init__(self, width: int) -> None:
         self.width, self.cells, self.row, self.column, self.cursor = width, [[]], 0, 0, True
+        self._torn = ""
 
     def show(self, text: str) -> None:
-        for token in re.findall(r"\x1b\[[0-?]*[@-~]|[^\x1b]", text):
+        """A read may end within a sequence: its beginning waits for the rest."""
+        text = self._torn + text
+        whole = re.sub(r"\x1b(\[[0-?]*)?$", "", text)
+        self._torn = text[len(whole) :]
+        for token in re.findall(r"\x1b\[[0-?]*[@-~]|[^\x1b]", whole):
             if token.startswith("\x1b["):
                 self._obey(token[2:-1], token[-1])
             elif token == "\r":
@@ -376,6 +381,16 @@ class Screen:
         cells += " " * (self.column + 1 - len(cells))
         cells[self.column] = char
         self.column += 1
+
+
+def test_a_screen_shows_the_same_however_the_bytes_come():
+    text = "above\r\n\x1b[1mnode\x1b[0m\r\nrow\r\x1b[2K\x1b[1A\x1b[2Knew\r\n\x1b[?25lend"
+    once, torn = Screen(20), Screen(20)
+    once.show(text)
+    for char in text:
+        torn.show(char)
+    assert torn.lines() == once.lines() == ["above", "new", "end"]
+    assert torn.cursor == once.cursor is False
 
 
 class Terminal:
