@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +33,7 @@ from orchestrator.straggler import find_bound, find_straggler
 from orchestrator.summary import GpuSummary, NodeSummary, RankEnd, Summary
 from orchestrator.text import one_line
 from orchestrator.units import format_bytes
+from orchestrator.used import settings_used
 
 METRICS_SCHEMA = 1
 RECORD_LIMIT = 64 * 2**20
@@ -117,6 +119,7 @@ def _summarise(
     paced = any(node.paced for node in nodes)
     restarts = max(events.starts().values(), default=1) - 1
     collectives = read_collectives(events, plan) if measures_collectives(plan) else None
+    settings, asked = settings_used(plan, starts)
     evaluation = {} if paced else next(iter(events.latest("eval").values()), {})
     return Summary(
         schema=SCHEMA,
@@ -128,7 +131,10 @@ def _summarise(
         created=plan.created,
         started=job.started if job else None,
         ended=job.ended if job else None,
-        settings=plan.settings,
+        command=shlex.join(plan.nodes[0].command) if plan.nodes else None,
+        code=plan.code,
+        settings=settings,
+        asked=asked,
         state=job.state if job else "unknown",
         world_size=plan.world_size,
         samples_per_s=speed,
@@ -171,7 +177,7 @@ def _node_summary(node: NodePlan, figures: Figures, events: Events, wall_s: floa
         name=node.name,
         gpu=gpu_label(node),
         ranks=node.ranks,
-        batch_per_rank=count(start, "batch_per_rank"),
+        batch_per_rank=_batch_per_rank(node, start, figures),
         samples_per_s=_over(sum(rank.samples for rank in mine), wall_s) if len(mine) == node.ranks else None,
         own_samples_per_s=_sum(own) if len(mine) == node.ranks else None,
         solo_samples_per_s=solo,
@@ -190,7 +196,19 @@ def _node_summary(node: NodePlan, figures: Figures, events: Events, wall_s: floa
         nccl=text(start, "nccl"),
         backend=text(start, "backend"),
         bandwidth_bps=node.bandwidth_bps,
+        system=node.system,
     )
+
+
+def _batch_per_rank(node: NodePlan, start: Mapping[str, Any], figures: Figures) -> int | None:
+    """As its first rank tells, else as `--batch` split it, else what a script's measured steps held on the average."""
+    told = count(start, "batch_per_rank")
+    if told is not None:
+        return told
+    if node.shares:
+        return node.shares[0]
+    samples = [rank.samples for rank in figures.of(node)[:1]]
+    return round(samples[0] / figures.steps) if samples and figures.steps else None
 
 
 def _as_seen_by_its_host(node: NodeSummary, plan: LaunchPlan, run: RunFolder) -> NodeSummary:
@@ -260,7 +278,7 @@ def _left_on_host(node: str, run: RunFolder) -> Iterable[str]:
 
 def _missing(plan: LaunchPlan, events: Events, figures: Figures) -> Iterable[str]:
     if plan.kind == "script" and len(events.absent) == plan.world_size:
-        yield "No rank wrote metrics to the file that ORCH_METRICS names, so there is no speed to tell."
+        yield "No rank wrote metrics to the file that ORCH_METRICS names, so neither speed nor batch is known."
         return
     for node in plan.nodes:
         for rank in node.rank_numbers:

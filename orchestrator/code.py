@@ -13,6 +13,7 @@ import tarfile
 from pathlib import Path
 
 from orchestrator.errors import UsageError
+from orchestrator.git import commit_of
 from orchestrator.records import CodeFolder
 from orchestrator.secret_files import is_secret, left_out_words, refuse_home
 from orchestrator.units import format_bytes
@@ -51,6 +52,7 @@ def pack_folder(folder: Path, *, prefix: str = "") -> tuple[CodeFolder, bytes]:
         size_bytes=sum(sizes.values()),
         left_out=tuple(secret[:MAX_NAMED]),
         notes=tuple(filter(None, (found.note, left_out_words(secret)))),
+        commit=commit_of(folder),
     )
     return described, blob
 

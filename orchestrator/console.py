@@ -222,7 +222,8 @@ def print_plan(plan: LaunchPlan, files: Sequence[str] = ()) -> None:
         nodes = f"{plan.elastic.min_nodes} to {plan.elastic.max_nodes} nodes"
         put(f"elastic: {nodes}, at most {plan.elastic.max_restarts} restarts of a host's ranks")
     size = format_bytes(plan.code.size_bytes)
-    put(f"ships {plan.code.files} files, {size}, from {plan.code.source} (sha256 {plan.code.sha256[:12]})")
+    commit = f", {plan.code.commit.words}" if plan.code.commit else ""
+    put(f"ships {plan.code.files} files, {size}, from {plan.code.source} (sha256 {plan.code.sha256[:12]}){commit}")
     for name in files[:FILES_SHOWN]:
         put(f"  {one_line(name)}")
     if len(files) > FILES_SHOWN:
@@ -459,7 +460,7 @@ def _print_hosts(summary: Summary) -> None:
         step = node.step_ms.p50 if node.step_ms else None
         alone = node.solo_samples_per_s or node.own_samples_per_s
         figures = (node.samples_per_s, alone, step, node.load_ms, node.compute_ms, node.sync_ms, node.wait_ms)
-        batch = "" if node.batch_per_rank is None else str(node.batch_per_rank)
+        batch = "-" if node.batch_per_rank is None else str(node.batch_per_rank)
         rows.append((node.name, node.gpu, str(node.ranks), batch, *(_figure(value) for value in figures)))
     title = f"{summary.experiment}: {summary.state}, {summary.steps} measured steps"
     out.print(_table(title, columns, rows, right_from=2))

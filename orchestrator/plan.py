@@ -18,7 +18,7 @@ from orchestrator.election import Election
 from orchestrator.errors import UsageError
 from orchestrator.facts import NodeFacts
 from orchestrator.inventory import Node
-from orchestrator.records import CodeFolder, LaunchPlan, NodePlan
+from orchestrator.records import CodeFolder, LaunchPlan, NodePlan, System
 from orchestrator.request import RunRequest
 from trainer.shares import equal_shares
 
@@ -117,10 +117,24 @@ def _node_plans(
                 torchrun=torchrun_arguments(len(nodes), node_rank, count, master_address, elastic=elastic),
                 command=_command(request, devices[node.name], backend),
                 prepare=node.prepare,
+                system=_system(facts[node.name]),
             )
         )
         first_rank += count
     return tuple(planned)
+
+
+def _system(facts: NodeFacts) -> System:
+    return System(
+        os=facts.os,
+        kernel=facts.kernel,
+        machine=facts.machine,
+        cores=facts.cores,
+        memory_bytes=facts.memory_bytes,
+        python=facts.python_version,
+        driver=facts.gpus[0].driver if facts.gpus else None,
+        cuda=facts.torch.cuda if facts.torch else None,
+    )
 
 
 def torchrun_arguments(

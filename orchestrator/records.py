@@ -52,6 +52,23 @@ class Owner(Record):
         return hash(self.id)
 
 
+class System(Record):
+    """What a host was when its job was planned, by its probe."""
+
+    os: str
+    kernel: str
+    machine: str
+    """`x86_64`, ..."""
+    cores: int
+    """Those that the job may use."""
+    memory_bytes: int
+    python: str
+    driver: str | None = None
+    """Of its GPUs; None where it has none."""
+    cuda: str | None = None
+    """That torch was built for; None for a CPU build."""
+
+
 class NodePlan(Record):
     """What one host is asked to do."""
 
@@ -86,6 +103,8 @@ class NodePlan(Record):
     command: tuple[str, ...]
     """What the rank wrapper runs: arguments after the interpreter."""
     prepare: str | None = None
+    system: System | None = None
+    """None in plans of an older orch."""
 
     def masked(self) -> NodePlan:
         shell = {name: mask(getattr(self, name)) for name in ("prepare", "activate")}
@@ -107,9 +126,23 @@ class Elastic(Record):
     """So often torchrun starts a host's ranks anew after one of them died."""
 
 
+class Commit(Record):
+    """What of a repository was checked out."""
+
+    id: str
+    dirty: bool | None = None
+    """Whether the folder held anything else, files that git does not know yet among it; None where git cannot tell."""
+
+    @property
+    def words(self) -> str:
+        """`commit 3f2a1b9c0d4e, with changes that are not committed`."""
+        changed = {True: ", with changes that are not committed", None: ", changed or not", False: ""}[self.dirty]
+        return f"commit {self.id[:12]}{changed}"
+
+
 class CodeFolder(Record):
     """Files to ship, addressed by content. left_out: what looks like a secret, the first hundred. notes: what a person
-    should know of the choice.
+    should know of the choice. commit: None outside of a repository.
     """
 
     sha256: str
@@ -118,6 +151,7 @@ class CodeFolder(Record):
     size_bytes: int
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    commit: Commit | None = None
 
 
 class Prediction(Record):

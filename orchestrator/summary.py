@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 from orchestrator.errors import OrchError
 from orchestrator.paths import RunFolder
 from orchestrator.rebalances import Rebalance
-from orchestrator.records import SCHEMA, Fault, FirstFailure, Prediction, Record
+from orchestrator.records import SCHEMA, CodeFolder, Fault, FirstFailure, Prediction, Record, System
 from orchestrator.text import one_line
 
 TEXT_LIMIT = 500
@@ -78,6 +78,7 @@ class NodeSummary(Record):
     nccl: Text | None = None
     backend: Text | None = None
     bandwidth_bps: float | None = None
+    system: System | None = None
 
 
 class GpuSummary(Record):
@@ -197,7 +198,14 @@ class Summary(Record):
     created: str | None = None
     started: str | None = None
     ended: str | None = None
+    command: str | None = None
+    """What each rank ran, as a shell would be told it; the interpreter is the host's."""
+    code: CodeFolder | None = None
+    """Where the shipped files came from."""
     settings: dict[str, Any] = Field(default_factory=dict)
+    """As the ranks used them."""
+    asked: dict[str, Any] = Field(default_factory=dict)
+    """Of the settings that turned out otherwise (`auto`, -1, ...), what was asked for."""
     state: str
     world_size: int
     samples_per_s: float | None = None

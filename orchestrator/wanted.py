@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pathspec
 
+from orchestrator.git import LISTING_S, git
+
 ALWAYS_LEFT = (
     ".git",
     "__pycache__/",
@@ -30,9 +32,6 @@ ALWAYS_LEFT = (
     "/runs/",
 )
 OURS, GITS = ".orchignore", ".gitignore"
-_GIT = ("git", "-c", "core.fsmonitor=false", "-c", "core.untrackedCache=false")
-"""A repository's own configuration may name programs to run: none of them is needed here."""
-_GIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -144,13 +143,13 @@ def _is_ignored(repository: Path, folder: Path) -> bool:
 def _listed_by_git(folder: Path) -> tuple[list[str] | None, str]:
     """What git has of this folder, and what of the rest it does not ignore; None, and why, where it cannot say."""
     try:
-        if _git(folder, "check-ignore", "-q", ".").returncode == 0:
+        if git(folder, "check-ignore", "-q", ".", timeout_s=LISTING_S).returncode == 0:
             return None, ""  # the repository leaves this folder out as a whole: it has no say inside
-        answer = _git(folder, "ls-files", "-z", "-co", "--exclude-standard")
+        answer = git(folder, "ls-files", "-z", "-co", "--exclude-standard", timeout_s=LISTING_S)
     except FileNotFoundError:
         return None, "git is not installed here: the .gitignore files are read without it"
     except subprocess.TimeoutExpired:
-        return None, f"git did not answer within {_GIT_S:.0f} s: the .gitignore files are read without it"
+        return None, f"git did not answer within {LISTING_S:.0f} s: the .gitignore files are read without it"
     if answer.returncode:
         said = answer.stderr.decode(errors="replace")
         why = "the repository belongs to another user (safe.directory)" if "dubious" in said else "git cannot read it"
@@ -164,15 +163,3 @@ def _listed_by_git(folder: Path) -> tuple[list[str] | None, str]:
             below = wanted_files(inside).names
             names += [f"{name.rstrip('/')}/{each}" for each in below]
     return names, ""
-
-
-def _git(folder: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    return subprocess.run(
-        [*_GIT, *words],
-        cwd=folder,
-        env={**environment, "LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=_GIT_S,
-    )

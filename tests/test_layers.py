@@ -10,6 +10,7 @@ ROOT = Path(__file__).parent.parent
 GROUND = {"errors", "units", "shell", "paths", "grammar", "text", "files"}
 PURE = [
     "rebalances",
+    "used",
     "inventory",
     "facts",
     "election",
@@ -200,7 +201,7 @@ def test_what_is_no_stage_knows_neither_the_controller_nor_those_above_it(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["analyse", "measure", "events", "gpu_use", "straggler", "summary", "report", "charts", "published"]
+    "name", ["analyse", "measure", "events", "gpu_use", "straggler", "summary", "report", "charts", "published", "used"]
 )
 def test_a_run_folder_is_read_without_a_cluster(name):
     cluster = {"inventory", "facts", "checks", "probe", "election", "plan", "job", "collect", "store", "call"}

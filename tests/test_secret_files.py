@@ -10,6 +10,7 @@ import tarfile
 
 import pytest
 
+from orchestrator import git as git_asked
 from orchestrator import secret_files, wanted
 from orchestrator.code import pack_folder
 from orchestrator.errors import UsageError
@@ -120,16 +121,16 @@ def test_a_repositorys_ignore_files_above_and_below_the_folder_hold(repository):
 @pytest.mark.parametrize("why", ["not installed", "another user"])
 def test_they_hold_without_git_too_and_it_is_said(repository, why, monkeypatch):
     if why == "not installed":
-        monkeypatch.setattr(wanted, "_GIT", ("no-such-git",))
+        monkeypatch.setattr(git_asked, "_GIT", ("no-such-git",))
     else:
         monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
-        real = wanted._git
+        real = wanted.git
 
-        def as_another(folder, *words):
-            done = real(folder, *words)
+        def as_another(folder, *words, **options):
+            done = real(folder, *words, **options)
             return subprocess.CompletedProcess(done.args, 128, b"", b"fatal: detected dubious ownership in repository")
 
-        monkeypatch.setattr(wanted, "_git", as_another)
+        monkeypatch.setattr(wanted, "git", as_another)
     assert shipped(repository / "scripts") == TAKEN
     assert why in pack_folder(repository / "scripts")[0].notes[0]
 
