@@ -252,18 +252,17 @@ def with_secrets(cluster: Cluster, nodes: Sequence[Node]) -> list[Node]:
 
 def _usable_facts(cluster: Cluster, node: Node) -> NodeFacts | HostError:
     if node.name in cluster.problems:
-        problem = cluster.problems[node.name]
         leave_out = f"`orch up {cluster.file}` again, or leave it out: `--nodes`, `orch node release {node.name}`"
-        return HostError(
-            node.name, problem.message, "; then ".join(part for part in (problem.remedy, leave_out) if part)
-        )
+        error = cluster.problems[node.name].as_error(node.name)
+        error.remedy = "; then ".join(part for part in (error.remedy, leave_out) if part)
+        return error
     if node.name not in cluster.facts:
         return HostError(node.name, "has not been probed", f"`orch up {cluster.file}`")
     return cluster.facts[node.name]
 
 
 def _problem(name: str, error: HostError) -> Problem:
-    return Problem(message=error.message.removeprefix(f"{name}: "), remedy=error.remedy)
+    return Problem(message=error.message.removeprefix(f"{name}: "), remedy=error.remedy, at=error.at)
 
 
 def _with_election(cluster: Cluster, election: Election | None) -> Cluster:

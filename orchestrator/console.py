@@ -26,9 +26,11 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.alike import host_set, reasons, together
 from orchestrator.controller import Notice
 from orchestrator.errors import HostError, OrchError
 from orchestrator.faults import fault_words
+from orchestrator.grammar import place
 from orchestrator.lines import Line
 from orchestrator.live import Progress, Row
 from orchestrator.records import FirstFailure, JobRecord, LaunchPlan
@@ -84,7 +86,8 @@ def fail(message: str, remedy: str = "") -> None:
 
 
 def fail_each(errors: Iterable[OrchError]) -> None:
-    for error in errors:
+    """Each different one once, with the hosts that share it."""
+    for error in together(errors):
         fail(error.message, error.remedy)
 
 
@@ -188,8 +191,7 @@ def jobs_json(
 def warn_unheard(unheard: Mapping[str, Mapping[str, HostError]]) -> None:
     """That a job's state is not what all its hosts say now."""
     for job, errors in unheard.items():
-        names = ", ".join(list(errors)[:5]) + (f" and {len(errors) - 5} more" if len(errors) > 5 else "")
-        why = next(iter(errors.values())).message.partition(": ")[2]
+        names, why = host_set(list(errors)), "; ".join(reasons(errors.values()))
         warn(f"{job}: no answer from {names} ({why}); its state is what the others say, else what was last known")
 
 
@@ -215,7 +217,7 @@ def failure_words(failure: FirstFailure) -> str:
 
 def print_plan(plan: LaunchPlan, files: Sequence[str] = ()) -> None:
     """The whole plan as text: exactly what would run. files: what it ships; the first FILES_SHOWN are named."""
-    rendezvous = f"{plan.master_address}:{plan.rendezvous_port}"
+    rendezvous = place(plan.master_address, plan.rendezvous_port)
     put(f"job {plan.job} on cluster {plan.cluster}: {plan.world_size} ranks")
     put(f"master {plan.master}, rendezvous {rendezvous} (static)")
     if plan.elastic:
@@ -491,12 +493,11 @@ def print_table(
 
 
 def print_answers(answers: Mapping[str, Any], words: Any) -> None:
-    """One line a host: what it answered in words, or its error."""
+    """One line a host with what it answered in words; then the errors."""
     for node, answer in answers.items():
-        if isinstance(answer, Exception):
-            fail(str(answer))
-        else:
+        if not isinstance(answer, Exception):
             put(f"{node}: {words(answer)}")
+    fail_each(answer for answer in answers.values() if isinstance(answer, OrchError))
 
 
 def _table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[Any]], right_from: int = 99) -> Table:

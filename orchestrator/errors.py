@@ -64,10 +64,11 @@ class InventoryError(UsageError):
 
 
 class HostError(OrchError):
-    """node: the node's name in the inventory. said: what a command printed that did not
-    come to its end."""
+    """node: the node's name in the inventory. at: its address or host name, where the words hold it. said: what a
+    command printed that did not come to its end."""
 
     exit_code = 3
+    at: str = ""
     said: bytes = b""
 
     def __init__(self, node: str, message: str, remedy: str = "") -> None:

@@ -197,6 +197,11 @@ def _hop(text: str) -> str:
     return login + (f"[{where}]" if ":" in where else where) + (f":{int(match[3])}" if match[3] else "")
 
 
+def place(host: str, port: int) -> str:
+    """`192.168.1.41:22`, `[fd00::1]:22`: without the brackets the port would read as a part of an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _match(pattern: str, text: str, form: str) -> str:
     if not re.fullmatch(pattern, text):
         raise ValueError(f"{show(text)} must be {form}")

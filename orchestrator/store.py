@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from pydantic import ConfigDict, Field
 
-from orchestrator.errors import OrchError, StateError, UsageError
+from orchestrator.errors import HostError, OrchError, StateError, UsageError
 from orchestrator.facts import NodeFacts
 from orchestrator.files import flock, locked, make_folder, own_folder, write_atomic, write_json
 from orchestrator.grammar import NAME
@@ -41,6 +41,12 @@ class Problem(Record):
 
     message: str
     remedy: str = ""
+    at: str = ""
+
+    def as_error(self, node: str) -> HostError:
+        error = HostError(node, self.message, self.remedy)
+        error.at = self.at
+        return error
 
 
 class Removal(Record):

@@ -94,8 +94,7 @@ def status(cluster: str | None, as_json: bool) -> None:
         console.print_json({"schema": 1, **document})
         return console.warn_unheard(told.unheard)
     console.print_cluster(found)
-    for name, problem in found.problems.items():
-        console.fail(f"{name}: {problem.message}", problem.remedy)
+    console.fail_each(problem.as_error(name) for name, problem in found.problems.items())
     if jobs:
         console.print_jobs(jobs)
     console.warn_unheard(told.unheard)

@@ -142,7 +142,6 @@ def _show(
         console.print_json({"schema": 1, **document, "nodes": nodes})
     else:
         console.print_answers({name: answer for name, answer in found.items() if name not in failed}, words)
-    for error in failed.values():
-        console.fail(error.message, error.remedy)
+    console.fail_each(failed.values())
     if failed:
         sys.exit(HostError.exit_code)

@@ -133,11 +133,13 @@ class Login:
     def _refused(self, why: str) -> AuthError:
         hop = self._hop
         tried = ", ".join(self._tried) or "none: no key file and no agent"
-        return AuthError(
+        error = AuthError(
             hop.peer.node,
             f"{hop.login} refused us{' (' + why + ')' if why else ''}; keys tried: {tried}",
             f"try `{_ssh_line(hop)}`; `ssh-copy-id` puts your public key there",
         )
+        error.at = "" if hop.peer.jump else hop.host
+        return error
 
 
 def unlock(hop: Hop, ask_passphrase: AskPassphrase) -> None:

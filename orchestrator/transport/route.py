@@ -22,6 +22,7 @@ from pathlib import Path
 import paramiko
 
 from orchestrator.errors import HostError, UsageError
+from orchestrator.grammar import place
 from orchestrator.transport.hostkeys import Peer, known_name
 
 _MAX_JUMPS = 8
@@ -66,8 +67,13 @@ class Hop:
     through: str = ""
 
     @property
+    def place(self) -> str:
+        """`192.168.1.41:22`, `[fd00::1]:22`."""
+        return place(self.host, self.port)
+
+    @property
     def login(self) -> str:
-        return f"{self.user}@{self.host}:{self.port}"
+        return f"{self.user}@{self.place}"
 
 
 def read_ssh_config(path: Path | None = None) -> paramiko.SSHConfig:

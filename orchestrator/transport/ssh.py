@@ -435,12 +435,16 @@ def _translated(hop: Hop, late: str, deadline: Deadline | None = None) -> Iterat
     except (paramiko.SSHException, OSError, EOFError, LinkLostError) as error:
         timed_out = isinstance(error, TimeoutError) or "timeout" in str(error).lower()
         if timed_out or (deadline is not None and not deadline.left()):
-            where, remedy = _where(hop), "check that the host is up, not overloaded, and reachable"
-            raise ConnectError(hop.peer.node, f"{where}: {late}", remedy) from error
-        raise _translate(hop, error) from error
+            remedy = "check that the host is up, not overloaded, and reachable"
+            ours = ConnectError(hop.peer.node, f"{_where(hop)}: {late}", remedy)
+        else:
+            ours = _translate(hop, error, is_up=deadline is None)
+        ours.at = "" if hop.peer.jump else hop.host
+        raise ours from error
 
 
-def _translate(hop: Hop, error: Exception) -> ConnectError:
+def _translate(hop: Hop, error: Exception, *, is_up: bool) -> ConnectError:
+    """is_up: whether there was a connection before this."""
     node, where = hop.peer.node, _where(hop)
     if isinstance(error, socket.gaierror):
         return ConnectError(node, f"no address for {hop.host!r} ({error.strerror})", "check `host:` in the inventory")
@@ -455,13 +459,12 @@ def _translate(hop: Hop, error: Exception) -> ConnectError:
     if _BANNER_FAULT in str(error):
         remedy = "is this port SSH? sshd also hangs up on too many logins at once (MaxStartups, PerSourcePenalties)"
         return ConnectError(node, f"{where}: hung up before an SSH greeting", remedy)
-    return ConnectError(
-        node, f"{where}: the SSH connection broke ({_plain(error)})", "check host and network, try again"
-    )
+    what = "the SSH connection broke" if is_up else "no SSH connection was made"
+    return ConnectError(node, f"{where}: {what} ({_plain(error)})", "check host and network, try again")
 
 
 def _where(hop: Hop) -> str:
-    return f"{'jump host ' if hop.peer.jump else ''}{hop.host}:{hop.port}"
+    return f"{'jump host ' if hop.peer.jump else ''}{hop.place}"
 
 
 def _offer(client: paramiko.SSHClient, error: Exception) -> str:
@@ -473,4 +476,5 @@ def _offer(client: paramiko.SSHClient, error: Exception) -> str:
 
 def _plain(error: Exception) -> str:
     """An error's words on one line, fit for a terminal: servers have a say in them."""
-    return one_line(error, 300) or type(error).__name__
+    words = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return one_line(words, 300) or type(error).__name__
