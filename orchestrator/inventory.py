@@ -72,7 +72,8 @@ FilePath = Annotated[str, AfterValidator(grammar.path), _schema(pattern="^~?/")]
 Program = Annotated[str, AfterValidator(grammar.program), _schema(pattern="^(~?/|[A-Za-z0-9_])")]
 WorkFolder = Annotated[str, AfterValidator(grammar.folder_of_ours), _schema(pattern="^~?/.")]
 EnvName = Annotated[str, AfterValidator(grammar.env_name), _schema(pattern=f"^{grammar.ENV_NAME}$")]
-EnvValue = Annotated[str, AfterValidator(grammar.env_value), _schema()]
+EnvValue = Annotated[str, AfterValidator(grammar.env_value), WithJsonSchema({"type": ["string", "number", "boolean"]})]
+"""Text as written in the file, quoted or not: `1`, `1.10`, `false`."""
 Bandwidth = Annotated[str, AfterValidator(_checked_only(parse_bandwidth)), _schema(examples=["2.5Gbps", "100Mbps"])]
 Memory = Annotated[str, AfterValidator(_checked_only(_memory)), _schema(examples=["16GiB"])]
 
@@ -238,7 +239,7 @@ class Inventory(_Model):
 
 def load_inventory(path: Path) -> Inventory:
     """Reads and checks an inventory. Raises InventoryError with all mistakes of the file, in order of their lines."""
-    return parse_inventory(read_yaml(path))
+    return parse_inventory(read_yaml(path, verbatim=["env"]))
 
 
 def parse_inventory(document: Document) -> Inventory:
@@ -331,11 +332,14 @@ def check_together(nodes: Iterable[Node], file: str) -> list[Mistake]:
     nodes = list(nodes)
     by_ssh = [node for node in nodes if node.transport == "ssh"]
     return [
-        *_shared(nodes, lambda node: node.name.lower(), "have one name (upper and lower case are the same)", file),
+        *_shared(nodes, lambda node: node.name.lower(), "have the same name (upper and lower case are the same)", file),
         *_shared(
-            by_ssh, lambda node: (node.host.lower(), node.port or 22, node.proxy_jump), "have one host and port", file
+            by_ssh,
+            lambda node: (node.host.lower(), node.port or 22, node.proxy_jump),
+            "have the same host and port",
+            file,
         ),
-        *_shared(by_ssh, lambda node: node.address, "have one training address", file),
+        *_shared(by_ssh, lambda node: node.address, "have the same training address", file),
         *_shared(nodes, lambda node: node.master or None, "are both pinned as master; keep one", file),
     ]
 
@@ -410,8 +414,30 @@ _MODELS: dict[str, type[_Written]] = {
 }
 
 
+_ALSO_CALLED = {
+    "host": ("hostname", "ip", "ip_address", "ssh_host", "server"),
+    "user": ("username", "login", "ssh_user"),
+    "key_file": ("key", "identity", "identity_file", "identityfile", "private_key", "ssh_key"),
+    "proxy_jump": ("jump", "proxy", "bastion", "gateway", "jump_host"),
+    "python": ("python_path", "interpreter", "venv", "conda"),
+    "workdir": ("dir", "folder", "workspace", "work_dir", "home"),
+    "gpus": ("slots", "num_gpus", "gpu_count", "ngpus"),
+    "ranks": ("nproc", "nproc_per_node", "processes", "workers"),
+    "bandwidth": ("speed", "link", "network"),
+    "interface": ("nic", "iface", "ifname"),
+    "note": ("comment", "description"),
+    "env": ("environment", "envs", "variables"),
+    "prepare": ("setup", "before", "pre"),
+    "nodes": ("hosts", "machines", "servers", "workers"),
+    "cluster": ("name",),
+}
+"""What other tools, and people, call our keys."""
+
+
 def _nearest(word: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1)
+    plain = word.lower().replace("-", "_")
+    also = [key for key, names in _ALSO_CALLED.items() if key in known and plain in names]
+    near = also or difflib.get_close_matches(plain, known, n=1)
     return f"did you mean `{near[0]}`?" if near else f"choose from {', '.join(sorted(known))}"
 
 

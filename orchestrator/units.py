@@ -10,8 +10,8 @@ import re
 
 # Bounded, so that no number of a file becomes infinity.
 _NUMBER = r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*"
-# A capital B would be bytes, eight times as much: it is refused, not guessed.
-_BANDWIDTH = re.compile(_NUMBER + r"([kKmMgGtT]?)(?:bps|bit/s|bit)\s*")
+# A capital B would be bytes, eight times as much: it is refused, not guessed. (GbE is the name of an Ethernet's speed.)
+_BANDWIDTH = re.compile(_NUMBER + r"(?:([kKmMgGtT]?)(?:bps|bit/s|bit|b/s)|([kKmMgGtT])(?:b|bE)?)\s*")
 _BYTES = re.compile(_NUMBER + r"(?:([kMGT])(i?))?B\s*", re.IGNORECASE)
 _DURATION = re.compile(_NUMBER + r"([smh])\s*")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -19,11 +19,11 @@ _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def parse_bandwidth(text: str) -> float:
-    """Bits per second of `2.5Gbps`, `100 Mbit/s`. Raises ValueError naming the form expected."""
+    """Bits per second of `2.5Gbps`, `100 Mbit/s`, `10G`, `2.5GbE`. Raises ValueError naming the form expected."""
     match = _BANDWIDTH.fullmatch(text)
     if not match or float(match[1]) <= 0:
         raise ValueError(f"{text!r} is not a bandwidth; write it like 2.5Gbps or 100Mbps")
-    return float(match[1]) * 1000.0 ** _POWER[match[2].lower()]
+    return float(match[1]) * 1000.0 ** _POWER[(match[2] or match[3] or "").lower()]
 
 
 def parse_bytes(text: str) -> int:

@@ -4,6 +4,8 @@
     document.values["nodes"][0]["host"]          # '192.168.1.41'
     document.line(("nodes", 0, "host"))          # 12
 
+    read_yaml(path, verbatim=["env"])            # below each key `env` 1, 1.10 and false stay text
+
 Only the plain part of YAML is accepted: mappings, lists and scalars. Scalars follow the core schema of YAML 1.2.2
 (chapter 10.3) with its surprises left out: `no`, `on`, `22:22`, `1_000`, `0x1F` and `010` are text, not something else.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
@@ -64,12 +66,15 @@ class Document:
         return self.lines.get(path, 0)
 
 
-def read_yaml(path: Path) -> Document:
-    """Reads one document that is a mapping. Raises InventoryError when there is nothing to go on with: a file that is
-    not a readable regular file of at most 1 MiB UTF-8, broken syntax, something else than a mapping."""
+def read_yaml(path: Path, *, verbatim: Collection[str] = ()) -> Document:
+    """Reads one document that is a mapping. verbatim: keys of mappings whose values are text as written.
+
+    Raises InventoryError when there is nothing to go on with: a file that is not a readable regular file of at most
+    1 MiB UTF-8, broken syntax, something else than a mapping.
+    """
     file = str(path)
     content, mode = _read_regular(path)
-    composer = _Composer(file, _decode(file, content))
+    composer = _Composer(file, _decode(file, content), verbatim)
     values = composer.compose()
     return Document(file, values, composer.lines, tuple(composer.mistakes), bool(mode & stat.S_IWOTH))
 
@@ -120,9 +125,10 @@ def _decode(file: str, content: bytes) -> str:
 class _Composer:
     """Builds values from PyYAML's events: the events know no types, build no objects and do not recurse."""
 
-    def __init__(self, file: str, text: str) -> None:
+    def __init__(self, file: str, text: str, verbatim: Collection[str]) -> None:
         self.file = file
         self.text = text
+        self.verbatim = verbatim
         self.lines: dict[KeyPath, int] = {}
         self.mistakes: dict[Mistake, None] = {}  # an ordered set: one line may hold the same mistake many times
         self.values = 0
@@ -172,7 +178,7 @@ class _Composer:
         elif isinstance(event, yaml.SequenceStartEvent):
             value = self._sequence(path)
         else:
-            value = self._scalar(cast(yaml.ScalarEvent, event))
+            value = self._scalar(cast(yaml.ScalarEvent, event), path)
         return value if self._is_plain(cast(yaml.ScalarEvent, event)) else REFUSED
 
     def _mapping(self, path: KeyPath) -> dict[str, Any]:
@@ -225,11 +231,12 @@ class _Composer:
     def _next(self) -> yaml.Event:
         return cast(yaml.Event, self.loader.get_event())  # type: ignore[no-untyped-call]
 
-    def _scalar(self, event: yaml.ScalarEvent) -> Any:
+    def _scalar(self, event: yaml.ScalarEvent, path: KeyPath) -> Any:
         if not self._is_text(event):
             return REFUSED
         text: str = event.value
-        return text if event.style else resolve_scalar(text)
+        as_written = event.style or (path[-2:-1] and path[-2] in self.verbatim and text not in _NULL)
+        return text if as_written else resolve_scalar(text)
 
     def _is_text(self, event: yaml.ScalarEvent) -> bool:
         if re.search("[\0\ud800-\udfff]", event.value):

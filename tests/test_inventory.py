@@ -247,7 +247,10 @@ def test_a_node_may_come_from_elsewhere_than_a_file() -> None:
         ("image: 2.0", "image: must be text, not 2.0; put it in quotes"),
         ("note: true", "note: must be text, not true; put it in quotes"),
         ("note: [a]", "note: must be text, not a list"),
-        ("env: {A: 1}", "env.A: must be text, not a number; put it in quotes"),
+        ("hostname: g", "unknown key 'hostname'; did you mean `host`?"),
+        ("key: ~/.ssh/k", "unknown key 'key'; did you mean `key_file`?"),
+        ("Num-GPUs: 2", "unknown key 'Num-GPUs'; did you mean `gpus`?"),
+        ("env: {A: [1]}", "env.A: must be text, not a list"),
         ("env: {A: }", "env.A: is empty"),
         ("env: [A]", "env: must be a mapping like {key: value}, not a list"),
         ("master: yes", "master: must be true or false, not 'yes'"),
@@ -457,13 +460,13 @@ def test_a_mistake_in_the_files_frame_gives_one_clear_line(file: Path, content: 
 @pytest.mark.parametrize(
     ("nodes", "expected"),
     [
-        (("{name: a, host: h}", "{name: A, host: g}"), "nodes a (line 4) and A have one name"),
-        (("{name: a, host: h}", "{name: b, host: H}"), "nodes a (line 4) and b have one host and port"),
-        (("{name: a, host: h, port: 22}", "{name: b, host: h}"), "nodes a (line 4) and b have one host and port"),
-        (("{name: a, host: '[::1]'}", "{name: b, host: '0::1'}"), "nodes a (line 4) and b have one host and port"),
+        (("{name: a, host: h}", "{name: A, host: g}"), "nodes a (line 4) and A have the same name"),
+        (("{name: a, host: h}", "{name: b, host: H}"), "nodes a (line 4) and b have the same host and port"),
+        (("{name: a, host: h, port: 22}", "{name: b, host: h}"), "nodes a (line 4) and b have the same host and port"),
+        (("{name: a, host: '[::1]'}", "{name: b, host: '0::1'}"), "nodes a (line 4) and b have the same host and port"),
         (
             ("{name: a, host: h, address: 10.0.0.1/24}", "{name: b, host: g, address: 10.0.0.1}"),
-            "nodes a (line 4) and b have one training address",
+            "nodes a (line 4) and b have the same training address",
         ),
         (
             ("{name: a, host: h, master: true}", "{name: b, host: g, master: true}"),
@@ -515,6 +518,16 @@ def test_all_mistakes_are_named_at_once_in_order_of_their_lines(file: Path) -> N
 def test_a_mistake_of_the_defaults_is_named_once_and_where_it_stands(file: Path) -> None:
     found = mistakes(file, "{name: a, host: g}", "{name: b, host: h}", defaults="{port: 0}")
     assert found == ["2: defaults: port: must be at least 1, not 0"]
+
+
+def test_variables_are_text_as_written_with_or_without_quotes(file: Path) -> None:
+    (node,) = load_nodes(
+        file,
+        "{name: a, host: h, env: {OMP_NUM_THREADS: 1, V: 1.10, F: false, O: 010, N: 'null', E: ''}}",
+        defaults="{env: {D: 2}}",
+    )
+    threads = {"OMP_NUM_THREADS": "1", "V": "1.10", "F": "false", "O": "010", "N": "null", "E": ""}
+    assert node.env == {"D": "2", **threads}
 
 
 # ------------------------------------------------------------------------------------------- the files that we ship

@@ -54,6 +54,8 @@ def test_all_mistakes_are_told_at_once_and_the_nearest_right_name_with_them() ->
     text = "\n".join(mistakes)
     assert "exp: 'mnist_lente' is not one of mnist_lenet, resnet152_cifar, collectives; did you mean mnist_le" in text
     assert "bacth: no such setting; did you mean batch?" in text
+    assert mistakes_of("mnist_lenet", learning_rate="1") == ("learning_rate: no such setting; did you mean lr?",)
+    assert "did you mean accumulate?" in mistakes_of("mnist_lenet", gradient_accumulation_steps="2")[0]
     assert "strategy: 'al_reduce' is not one of ddp, allreduce, allreduce_flat, " in text
     assert "did you mean allreduce?" in text
     assert "lr: 'fast' is not a number" in text

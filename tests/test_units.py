@@ -17,6 +17,10 @@ from orchestrator.units import format_bandwidth, format_bytes, format_duration, 
         ("9600bps", 9600),
         ("1Tbps", 1e12),
         ("10kbit", 1e4),
+        ("10G", 1e10),
+        ("2.5GbE", 2.5e9),
+        ("1 Gb/s", 1e9),
+        ("100Mb", 1e8),
     ],
 )
 def test_bandwidth_is_read_in_decimal_bits_a_second(text: str, bits_per_s: float) -> None:
@@ -25,7 +29,22 @@ def test_bandwidth_is_read_in_decimal_bits_a_second(text: str, bits_per_s: float
 
 @pytest.mark.parametrize(
     "text",
-    ["", "2.5", "fast", "2,5Gbps", "-1Gbps", "0Gbps", "0.0Mbps", "2.5GB/s", "2.5Gbs", "1e3bps", "infbps", "٣Gbps"],
+    [
+        "",
+        "2.5",
+        "fast",
+        "2,5Gbps",
+        "-1Gbps",
+        "0Gbps",
+        "0.0Mbps",
+        "2.5GB/s",
+        "2.5Gbs",
+        "2.5GB",
+        "10b",
+        "1e3bps",
+        "infbps",
+        "٣Gbps",
+    ],
 )
 def test_what_is_no_bandwidth_is_refused_with_the_form_expected(text: str) -> None:
     with pytest.raises(ValueError, match=r"write it like 2\.5Gbps or 100Mbps"):

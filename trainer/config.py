@@ -468,6 +468,23 @@ def _not_among(value: str, names: Iterable[str]) -> str:
     return f"{value!r} is not one of {', '.join(names)}{_nearest(value, names)}"
 
 
+_ALSO_CALLED = {
+    "lr": ("learning_rate",),
+    "batch": ("batch_size", "bs", "bsz", "global_batch", "global_batch_size", "train_batch_size"),
+    "steps": ("iterations", "iters", "max_steps", "updates"),
+    "weight_decay": ("wd", "l2"),
+    "data_dir": ("data_path", "data_root", "dataset_path"),
+    "accumulate": ("gradient_accumulation_steps", "accumulation_steps", "accum", "grad_accum"),
+    "amp": ("precision", "mixed_precision", "fp16", "bf16"),
+    "model": ("arch", "network"),
+    "checkpoint_every": ("save_every", "save_steps", "checkpoint_interval"),
+    "num_workers": ("workers", "dataloader_workers"),
+}
+"""What other tools call our settings."""
+
+
 def _nearest(name: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    names = list(names)
+    also = [key for key, others in _ALSO_CALLED.items() if key in names and name.lower() in others]
+    close = also or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
