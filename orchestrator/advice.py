@@ -39,6 +39,8 @@ GAIN = 1.01
 """What is less than one in a hundred faster is not worth a word."""
 FEW = 16
 """More hosts than this are left out kind by kind."""
+ENDS = 4
+"""Of more kinds than FEW, so many of the slowest are left out in turn, and as many of the fastest are alone."""
 Policy = Literal["equal", "measured"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
@@ -224,8 +226,8 @@ def advise(
         return choices(changed, candidates(fidelity))[0]
 
     now = by_fidelity[fidelity].samples_per_s
-    fewer = [WhatIf("without", tuple(h.name for h in kept.hosts), at_best(kept)) for kept in _fewer(scene)]
-    worth = [one for one in fewer if one.choice.samples_per_s > GAIN * now]
+    tried = [WhatIf("without", tuple(h.name for h in kept.hosts), at_best(kept)) for kept in fewer(scene)]
+    worth = [one for one in tried if one.choice.samples_per_s > GAIN * now]
     return Advice(
         fidelity,
         by_fidelity,
@@ -246,15 +248,21 @@ def _one_a_kind(found: Iterable[Choice]) -> Iterator[Choice]:
             yield choice
 
 
-def _fewer(scene: Scene) -> Iterator[Scene]:
-    """Without one host and each host alone; of many hosts, the same kind by kind."""
+def fewer(scene: Scene) -> Iterator[Scene]:
+    """Without one host and each host alone; of many hosts, the same kind by kind. Where there are many kinds, too, they
+    are the slowest that are left out, and the fastest that are alone.
+    """
     names = [host.name for host in scene.hosts]
     groups = scene.kinds if len(names) > FEW else tuple((name,) for name in names)
     if len(groups) == 1:
         yield from [scene.only(names[:1])] if len(names) > 1 else []
         return
-    tried = [tuple(name for name in names if name not in set(group)) for group in groups]
-    tried += groups if len(groups) > 2 else ()
+    out = alone = groups
+    if len(groups) > FEW:
+        by_speed = sorted(groups, key=lambda group: scene.alone[group[0]])
+        out, alone = tuple(by_speed[:ENDS]), tuple(by_speed[-ENDS:])
+    tried = [tuple(name for name in names if name not in set(group)) for group in out]
+    tried += alone if len(groups) > 2 else ()
     tried += [(max(scene.alone, key=lambda name: scene.alone[name]),)] if len(names) > FEW else []
     for kept in tried:
         yield scene.only(kept)

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from orchestrator.collectives import measures_collectives, not_measured, read_collectives, unpaced
 from orchestrator.errors import OrchError
 from orchestrator.events import Events, MetricsFile, count, number, read_events, text
+from orchestrator.faster import measured as faster_ways
 from orchestrator.faults import lost_nodes
 from orchestrator.files import write_json
 from orchestrator.gpu_use import read_gpu_use
@@ -141,6 +142,7 @@ def _summarise(
         prediction=plan.prediction,
         efficiency=efficiency,
         efficiency_basis=basis,
+        faster=faster_ways(plan, nodes, speed) if whole else (),
         nodes=nodes,
         by_gpu=_by_gpu(nodes, plan, figures),
         straggler=find_straggler(plan, figures) if whole else None,

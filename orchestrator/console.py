@@ -33,7 +33,7 @@ from orchestrator.faults import fault_words
 from orchestrator.grammar import place
 from orchestrator.lines import Line
 from orchestrator.live import Progress, Row
-from orchestrator.records import FirstFailure, JobRecord, LaunchPlan
+from orchestrator.records import Faster, FirstFailure, JobRecord, LaunchPlan
 from orchestrator.store import Cluster
 from orchestrator.summary import Collectives, Summary, link_matrix
 from orchestrator.text import clean_lines, one_line
@@ -247,6 +247,14 @@ def print_plan(plan: LaunchPlan, files: Sequence[str] = ()) -> None:
         put(f"\n{plan.prediction.words}")
     for note in plan.notes:
         warn(note)
+    warn_faster(plan.faster)
+
+
+def warn_faster(found: Iterable[Faster]) -> None:
+    """What would take less time, each with the line to copy."""
+    for each in found:
+        warn(each.words)
+        err.print(Text.assemble("  ", ("try:", "bold"), " ", plain(each.command)))
 
 
 # ---- following ------------------------------------------------------------------------------------------------
@@ -425,6 +433,9 @@ def print_summary(summary: Summary) -> None:
         put(failure_words(summary.first_failure))
     for sentence in (*summary.missing, *summary.warnings):
         warn(sentence)
+    for each in summary.faster:
+        put(each.words)
+        put(f"  try: {each.command}")
 
 
 def _print_network(found: Collectives) -> None:

@@ -24,6 +24,7 @@ from orchestrator.clusters import Clusters, now_utc
 from orchestrator.connections import Connections
 from orchestrator.copies import is_removed, nothing_left
 from orchestrator.errors import ConnectError, HostError, HostsError, OrchError, StateError, UsageError
+from orchestrator.faster import predicted, without_slow
 from orchestrator.faults import fault_words
 from orchestrator.files import own_folder
 from orchestrator.frames import Agent, Beat, Piece
@@ -36,7 +37,7 @@ from orchestrator.paths import RUNS, RunFolder
 from orchestrator.plan import build_plan
 from orchestrator.profiles import Profiles, kinds_of, with_speeds
 from orchestrator.pull import Listing, Output, Pulled, list_outputs
-from orchestrator.records import ENDED, FINAL_STATES, CodeFolder, JobRecord, LaunchPlan, Owner, write_record
+from orchestrator.records import ENDED, FINAL_STATES, CodeFolder, Faster, JobRecord, LaunchPlan, Owner, write_record
 from orchestrator.request import RunRequest, Wish, read_wish
 from orchestrator.resume import last_checkpoint, settings_of
 from orchestrator.store import Cluster, Store
@@ -110,6 +111,17 @@ class Controller:
 
     def plan(self, cluster: Cluster, request: RunRequest, code: CodeFolder, only: Sequence[str] = ()) -> LaunchPlan:
         """only: the nodes to take; none means all that are not released. Raises HostsError for unusable ones."""
+        plan, better = self._foreseen(cluster, request, code, only)
+        notes: tuple[str, ...] = ()
+        while better and not only and request.leaves_out:
+            notes += (_left_out_words(plan, better, request),)
+            plan, better = self._foreseen(cluster, request, code, better.hosts)
+        return plan.model_copy(update={"notes": (*plan.notes, *notes)})
+
+    def _foreseen(
+        self, cluster: Cluster, request: RunRequest, code: CodeFolder, only: Sequence[str]
+    ) -> tuple[LaunchPlan, Faster | None]:
+        """With these nodes, and whether fewer of them would be faster."""
         plan, profiles = self._drawn(cluster, request, code, only)
         return _with_outlook(with_speeds(plan, profiles), profiles, request, self.store.runs_of(COLLECTIVES))
 
@@ -128,6 +140,8 @@ class Controller:
         cannot take part.
         """
         plan, profiles = self._drawn(cluster, request, code, only)
+        with suppress(UsageError):  # shares by speeds that nobody has measured: the plan has equal ones
+            plan = with_speeds(plan, profiles)
         network = read_network(out, plan) if out else read_network(RUNS, plan, self.store.runs_of(COLLECTIVES))
         return plan, look(plan, profiles, network, bandwidth_bps)
 
@@ -571,22 +585,32 @@ def _is_gone(plan: LaunchPlan, agents: Mapping[str, Mapping[str, Any] | HostErro
     return len(gone) == len(plan.nodes) and all(gone)
 
 
-def _with_outlook(plan: LaunchPlan, profiles: Profiles, request: RunRequest, measured: Sequence[Path]) -> LaunchPlan:
+def _with_outlook(
+    plan: LaunchPlan, profiles: Profiles, request: RunRequest, measured: Sequence[Path]
+) -> tuple[LaunchPlan, Faster | None]:
     """The same plan with what it is foreseen to do, as far as speeds and links are known; where the person leaves the
-    strategy to us, with the best one. measured: run folders of collectives, beside those of the usual folder. Raises
-    UsageError where that asks for what is not known.
+    strategy to us, with the best one. And the same settings on fewer hosts, where that is faster. measured: run folders
+    of collectives, beside those of the usual folder. Raises UsageError where that asks for what is not known.
     """
     if plan.kind != "experiment" or plan.settings.get("profile_s"):
-        return plan
+        return plan, None
     try:
         view = look(plan, profiles, read_network(RUNS, plan, measured))
     except UsageError:
         if request.best_way:
             raise
-        return plan
+        return plan, None
     plan = with_best_way(plan, view, request.chosen) if request.best_way else plan
     notes = (*plan.notes, *memory_notes(plan, view))
-    return plan.model_copy(update={"prediction": foreseen(plan, view), "notes": notes})
+    found = {"prediction": foreseen(plan, view), "faster": predicted(plan, view, request.chosen), "notes": notes}
+    return plan.model_copy(update=found), without_slow(plan, view)
+
+
+def _left_out_words(plan: LaunchPlan, better: Faster, request: RunRequest) -> str:
+    out = ", ".join(node.name for node in plan.nodes if node.name not in better.hosts)
+    why = "strategy=auto" if request.best_way else "shares=measured"
+    every = ",".join(node.name for node in plan.nodes)
+    return f"{why} leaves out {out}: {better.words}; --nodes {every} keeps them"
 
 
 def _dropped(plan: LaunchPlan, records: Mapping[str, Mapping[str, Any] | HostError]) -> Iterator[Notice]:

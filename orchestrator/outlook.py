@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from orchestrator.advice import BUCKETS_MIB, FIDELITIES, GAIN, LOCAL_STEPS, Scene, ways
+from orchestrator.advice import BUCKETS_MIB, FIDELITIES, LOCAL_STEPS, Scene, ways
 from orchestrator.catalogue import ERROR, activation_bytes, estimate_speed, find_gpu
 from orchestrator.errors import OrchError, UsageError
 from orchestrator.forecast import STRATEGIES, Fidelity, Forecast, Host, Job, Way, predict
@@ -293,15 +293,18 @@ def allowed(settings: Mapping[str, Any]) -> Fidelity:
 
 def forecast_of(plan: LaunchPlan, view: View, way: Way) -> Forecast:
     """With the plan's own shares and micro-batches."""
-    shares = _shares_of(plan)
-    micro = int(plan.settings.get("accumulate", 0))
+    return forecast_in(view.scene, way, _shares_of(plan), int(plan.settings.get("accumulate", 0)))
+
+
+def forecast_in(scene: Scene, way: Way, shares: Sequence[int], micro: int) -> Forecast:
+    """micro: the setting `accumulate`."""
     hosts, first = [], 0
-    for host in view.scene.hosts:
+    for host in scene.hosts:
         own = shares[first : first + len(host.speeds)]
         first += len(own)
         speeds = (_in_parts(speed, share, micro) for speed, share in zip(host.speeds, own, strict=True))
         hosts.append(dataclasses.replace(host, speeds=tuple(speeds)))
-    return predict(view.scene.job, hosts, view.scene.wire, way, shares)
+    return predict(scene.job, hosts, scene.wire, way, shares)
 
 
 def _shares_of(plan: LaunchPlan) -> list[int]:
@@ -323,7 +326,7 @@ def memory_words(
     found: dict[int, list[tuple[str, int]]] = {}
     for name, cap, share in _too_large(scene, shares, speeds_from, settings):
         found.setdefault(cap, []).append((name, share))
-    parts = max((-(-share // cap) for cap, ranks in found.items() for _, share in ranks), default=0)
+    parts = parts_needed(scene, shares, speeds_from, settings)
     remedy = f"local_batch={min(found, default=0)}" if local_batch else f"accumulate={parts}"
     for cap, ranks in found.items():
         names, most = ", ".join(dict(ranks)), max(share for _, share in ranks)
@@ -332,6 +335,13 @@ def memory_words(
             f"{names}: {what} will not fit into its memory at once ({cap} samples, estimated); `orch profile`, "
             f"or --set {remedy}"
         )
+
+
+def parts_needed(
+    scene: Scene, shares: Sequence[int], speeds_from: Mapping[str, str], settings: Mapping[str, Any]
+) -> int:
+    """The setting `accumulate` with which these shares fit; 0 where they fit as they are."""
+    return max((-(-share // cap) for _, cap, share in _too_large(scene, shares, speeds_from, settings)), default=0)
 
 
 def memory_notes(plan: LaunchPlan, view: View) -> tuple[str, ...]:
@@ -380,10 +390,7 @@ def with_best_way(plan: LaunchPlan, view: View, chosen: frozenset[str]) -> Launc
     way, pairs = max(known, key=lambda each: forecast_of(plan, view, each[0]).samples_per_s)
     forecast = forecast_of(plan, view, way)
     words = ", ".join(f"{key}={value}" for key, value in pairs.items())
-    notes = [f"strategy=auto: {words} ({fidelity}), foreseen at {forecast.samples_per_s:.4g} samples/s"]
-    fastest, alone = max(view.scene.alone.items(), key=lambda each: each[1])
-    if len(plan.nodes) > 1 and alone > GAIN * forecast.samples_per_s:
-        notes.append(f"{fastest} alone is foreseen at {alone:.4g} samples/s: --nodes {fastest}")
+    notes = [f"strategy=auto: {words} ({fidelity}), predicted at {forecast.samples_per_s:.4g} samples/s"]
     added = tuple(f"--{key}={value}" for key, value in pairs.items())
     nodes = tuple(node.model_copy(update={"command": (*node.command, *added)}) for node in plan.nodes)
     update = {"settings": {**plan.settings, **pairs}, "nodes": nodes, "notes": (*plan.notes, *notes)}

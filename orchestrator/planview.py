@@ -16,11 +16,13 @@ from typing import Any
 
 from orchestrator.advice import FIDELITIES, Advice, Choice, Scene, WhatIf, advise
 from orchestrator.catalogue import ERROR, HOST_DAYS, RESTART_S, Failures, failures
+from orchestrator.command_line import run_line
+from orchestrator.faster import predicted
 from orchestrator.forecast import STRATEGIES, Host
 from orchestrator.imagined import Group, imagine
 from orchestrator.networks import gradient_bytes
 from orchestrator.outlook import View, allowed, kept, memory_words, network_of
-from orchestrator.records import LaunchPlan
+from orchestrator.records import Faster, LaunchPlan
 from orchestrator.units import format_bandwidth, format_duration
 from orchestrator.wire import GOODPUT
 
@@ -57,13 +59,27 @@ class Outlook:
     basis: tuple[str, ...]
     speeds_from: Mapping[str, str]
     failures: Failures | None = None
+    faster: tuple[Faster, ...] = ()
+    """Than the settings as they stand."""
+    command: str = ""
+    """The `orch run` line of the fastest way that the fidelity allows; empty for hosts that one does not have."""
 
 
 def outlook_of(plan: LaunchPlan, view: View, chosen: Collection[str]) -> Outlook:
     """chosen: the settings that the person made; a bucket size or a number of local steps among them stays."""
     unseen = {**UNSEEN, **(UNSEEN_OF_CATALOGUE if view.is_estimate else {})}
     advice, limits = _advised(view.scene, plan.settings, chosen, view.speeds_from, unseen)
-    return Outlook(plan.cluster, plan.exp, view.scene, advice, (*view.basis, *limits), view.speeds_from)
+    faster = predicted(plan, view, chosen)
+    return Outlook(
+        cluster=plan.cluster,
+        exp=plan.exp,
+        scene=view.scene,
+        advice=advice,
+        basis=(*view.basis, *limits),
+        speeds_from=view.speeds_from,
+        faster=faster,
+        command=faster[0].command if faster else run_line(plan),
+    )
 
 
 def imagined_outlook(
@@ -190,6 +206,16 @@ def changes(found: Outlook) -> Iterator[str]:
         yield _failure_words(found.failures)
 
 
+def endings(found: Outlook) -> Iterator[str]:
+    """What does better than the settings as they stand, each with its line; or theirs, where nothing does."""
+    for each in found.faster:
+        yield f"{each.words}:"
+        yield f"  {each.command}"
+    if found.command and not found.faster:
+        yield "nothing that these settings allow is worth a change:"
+        yield f"  {found.command}"
+
+
 def _hosts(change: WhatIf, found: Outlook) -> str:
     """Who stays, or who is left out, whichever is soon said."""
     stay, scene = set(change.hosts), found.scene
@@ -272,6 +298,8 @@ def document(found: Outlook) -> dict[str, Any]:
         "without": [_what_if(change, advice) for change in advice.without],
         "what_if": [_what_if(change, advice) for change in advice.what_if],
         "failures": asdict(found.failures) if found.failures else None,
+        "faster": [each.model_dump() for each in found.faster],
+        "command": found.command or None,
         "basis": list(found.basis),
     }
 

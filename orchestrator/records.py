@@ -171,6 +171,28 @@ class Prediction(Record):
         return f"{rough}: {self.samples_per_s:.4g} samples/s in steps of {self.step_ms:.4g} ms; {self.binds} binds"
 
 
+class Faster(Record):
+    """A way to run the same job that takes less time than the one at hand, and the line that takes it."""
+
+    hosts: tuple[str, ...]
+    """Those that take part."""
+    what: str
+    """In words: `v100 alone`, `without a16`, `strategy=ddp, shares=measured`."""
+    samples_per_s: float
+    of_time: float
+    """The part of the time that it would take, 0..1."""
+    basis: Literal["predicted", "estimated", "profiled", "computed"]
+    """predicted or, with a speed from the hardware catalogue, estimated before the run. After it: from the host's
+    profile, or from its compute time in that run."""
+    command: str
+    """The whole `orch run` line, quoted for a shell."""
+
+    @property
+    def words(self) -> str:
+        how = {"profiled": "profiled alone", "computed": "by its compute time in this run"}.get(self.basis, self.basis)
+        return f"{self.what} would take {self.of_time:.2f} of the time ({how})"
+
+
 class LaunchPlan(Record):
     """One job, completely: `orch run --dry-run` prints exactly this, `orch run` executes exactly this."""
 
@@ -201,6 +223,8 @@ class LaunchPlan(Record):
     """What a person should know before this runs, one line each."""
     prediction: Prediction | None = None
     """None where speeds or links are not known, or the strategy is not foreseen."""
+    faster: tuple[Faster, ...] = ()
+    """Ways that are predicted to take less time, the fastest first."""
 
     def node(self, name: str) -> NodePlan:
         return next(node for node in self.nodes if node.name == name)

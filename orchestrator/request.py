@@ -18,6 +18,7 @@ from orchestrator.code import names_in, pack_folder
 from orchestrator.errors import UsageError
 from orchestrator.records import CodeFolder, Elastic
 from trainer.config import SettingsError, parse_settings
+from trainer.shares import BY_SPEED
 
 AUTO = "auto"
 """As the value of `strategy`: the fastest that is foreseen."""
@@ -54,6 +55,15 @@ class RunRequest:
     grace_s: float = 3.0
     time_limit_s: float | None = None
     elastic: Elastic | None = None
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether hosts without which the job is faster may be left out: the person leaves the choice of a way, or of
+        the shares, to what is known of speeds.
+        """
+        shares = self.settings.get("shares")
+        by_speed = shares == "measured" and "shares" in self.chosen
+        return not self.elastic and (by_speed or (self.best_way and shares in ("equal", *BY_SPEED)))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 from orchestrator.errors import OrchError
 from orchestrator.paths import RunFolder
 from orchestrator.rebalances import Rebalance
-from orchestrator.records import SCHEMA, CodeFolder, Fault, FirstFailure, Prediction, Record, System
+from orchestrator.records import SCHEMA, CodeFolder, Faster, Fault, FirstFailure, Prediction, Record, System
 from orchestrator.text import one_line
 
 TEXT_LIMIT = 500
@@ -213,6 +213,8 @@ class Summary(Record):
     """What the plan foresaw, to stand beside what was measured."""
     efficiency: float | None = None
     efficiency_basis: Literal["solo", "estimated"] | None = None
+    faster: tuple[Faster, ...] = ()
+    """Ways to run it that would have taken less time, the fastest first."""
     nodes: tuple[NodeSummary, ...] = ()
     by_gpu: dict[str, GpuSummary] = Field(default_factory=dict)
     straggler: Straggler | None = None

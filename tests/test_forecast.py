@@ -11,7 +11,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.advice import Scene, advise, choices, ways
+from orchestrator.advice import Scene, advise, choices, fewer, ways
 from orchestrator.forecast import (
     STRATEGIES,
     Host,
@@ -373,3 +373,12 @@ def test_no_rank_is_foreseen_with_a_single_sample():
 @pytest.mark.parametrize(("wire", "halves"), [("auto", {False, True}), ("fp32", {False}), ("bf16", {True})])
 def test_local_travels_in_what_a_person_chose(wire, halves):
     assert {way.half_wire for way in ways("local", wire=wire)} == halves
+
+
+def test_of_many_kinds_the_slowest_are_left_out_and_the_fastest_are_alone():
+    hosts = tuple(Host(f"h{i:02}", (Speed(0, 1 + i),)) for i in range(40))
+    wire = Wire([Site(host.name, 1, 1e9, 1e9) for host in hosts], GLOO)
+    kept = [[host.name for host in scene.hosts] for scene in fewer(Scene(Job(SMALL, 64), hosts, wire))]
+    assert len(kept) < 10
+    assert ["h00"] in kept
+    assert [host.name for host in hosts[:-1]] in kept

@@ -311,9 +311,10 @@ def remembered_speed(name):
 def test_a_rank_that_is_not_worth_it_is_left_out_aloud(controller):
     for (node, _), kind in kinds(controller).items():
         controller.store.save_profile(remembered(kind, 4000 if node.startswith("a2000") else 3, 1.2))
-    plan = planned(controller, "shares=measured", "batch=64")
+    plan = planned(controller, "shares=measured", "batch=64", only=("v100a", "a2000a", "a2000b"))
     assert {node.name: node.shares for node in plan.nodes} == {"v100a": (64,), "a2000a": (0,), "a2000b": (0,)}
     assert any("a2000a:0 is left out (share 0)" in note and "4002 ms" in note for note in plan.notes)
+    assert [node.name for node in planned(controller, "shares=measured", "batch=64").nodes] == ["v100a"]
 
 
 def test_without_a_profile_measured_says_what_to_do_and_auto_begins_equal(controller):

@@ -32,7 +32,7 @@ FIDELITIES = {
     "local": ("ddp", "parameter_average"),
 }
 """How faithful the sums are, and the strategies that can be so."""
-_OF_FIDELITY = {
+OF_FIDELITY = {
     "compressed": ("compress_rank", "compress_after"),
     "local": ("local_steps", "local_overlap", "local_batch", "outer_lr", "outer_momentum"),
 }
@@ -243,7 +243,7 @@ class Settings:
             limit = f"less than local_steps, {self.local_steps}"
             mistakes.append(f"local_overlap: {self.local_overlap} is too large; {limit}")
         own = EXPERIMENTS[self.exp] if self.exp in TRAINING else {}
-        for fidelity, names in _OF_FIDELITY.items():
+        for fidelity, names in OF_FIDELITY.items():
             changed = [name for name in names if getattr(self, name) != own.get(name, getattr(self, name))]
             if changed and fidelity != self.fidelity:
                 mistakes += [f"{name}: does nothing with fidelity {self.fidelity}; use {fidelity}" for name in changed]

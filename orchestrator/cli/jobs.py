@@ -166,6 +166,7 @@ def _launch(controller: Controller, plan: LaunchPlan, blob: bytes) -> dict[str, 
 
     for note in plan.notes:
         console.warn(note)
+    console.warn_faster(plan.faster)
     with busy(f"starting {plan.job} on {len(plan.nodes)} hosts"):
         try:
             hosts = controller.launch(plan, blob)

@@ -105,7 +105,7 @@ def _show(found: Outlook) -> None:
     from rich.table import Table
 
     from orchestrator import console
-    from orchestrator.planview import TITLES, changes, headline, rows
+    from orchestrator.planview import TITLES, changes, endings, headline, rows
 
     for sentence in headline(found):
         console.put(sentence)
@@ -119,3 +119,5 @@ def _show(found: Outlook) -> None:
         console.put(sentence)
     for sentence in found.basis:
         console.out.print(console.plain(sentence, "dim"))
+    for sentence in endings(found):
+        console.put(sentence)
