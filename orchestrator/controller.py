@@ -122,8 +122,9 @@ class Controller:
         self, cluster: Cluster, request: RunRequest, code: CodeFolder, only: Sequence[str]
     ) -> tuple[LaunchPlan, Faster | None]:
         """With these nodes, and whether fewer of them would be faster."""
-        plan, profiles = self._drawn(cluster, request, code, only)
-        return _with_outlook(with_speeds(plan, profiles), profiles, request, self.store.runs_of(COLLECTIVES))
+        plan, profiles, not_kept = self._drawn(cluster, request, code, only)
+        plan = with_speeds(plan, profiles, not_kept)
+        return _with_outlook(plan, profiles, request, self.store.runs_of(COLLECTIVES))
 
     def outlook(
         self,
@@ -139,7 +140,7 @@ class Controller:
         and all others that are remembered. Raises UsageError where too little is known, HostsError for hosts that
         cannot take part.
         """
-        plan, profiles = self._drawn(cluster, request, code, only)
+        plan, profiles, _ = self._drawn(cluster, request, code, only)
         with suppress(UsageError):  # shares by speeds that nobody has measured: the plan has equal ones
             plan = with_speeds(plan, profiles)
         network = read_network(out, plan) if out else read_network(RUNS, plan, self.store.runs_of(COLLECTIVES))
@@ -147,14 +148,16 @@ class Controller:
 
     def _drawn(
         self, cluster: Cluster, request: RunRequest, code: CodeFolder, only: Sequence[str]
-    ) -> tuple[LaunchPlan, Profiles]:
-        """The plan with equal shares, and what is known of its ranks."""
+    ) -> tuple[LaunchPlan, Profiles, Profiles]:
+        """The plan with equal shares, what is known of its ranks, and profiles that count for nothing."""
         ready = self.clusters.ready(cluster, only)
         made = _job_id(request.name)
         plan = build_plan(
             cluster.name, ready.nodes, ready.facts, ready.election, request, job=made, code=code, created=now_utc()
         )
-        return plan, self.store.profiles(kinds_of(plan, ready.facts), cluster.name)
+        kinds = kinds_of(plan, ready.facts)
+        not_kept = self.store.profiles(kinds, cluster.name, valid=False)
+        return plan, self.store.profiles(kinds, cluster.name), not_kept
 
     def resume(
         self, wanted: str, settings: Sequence[str], only: Sequence[str] = (), *, named: str | None = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -20,6 +20,7 @@ from orchestrator.errors import UsageError
 from orchestrator.facts import NodeFacts
 from orchestrator.records import SCHEMA, LaunchPlan, NodePlan, Record
 from trainer.experiments import DATA_SETS, EXPERIMENTS
+from trainer.records import LATE
 from trainer.shares import BY_SPEED, Speed, at_most, format_speeds, parse_speeds, split_batch
 
 Rank = tuple[str, int]
@@ -68,9 +69,11 @@ class Measurement(Record):
     """Forward, backward and optimiser: the median of each size, without any synchronisation."""
     fixed_ms: Ms
     sample_ms: Annotated[float, Field(gt=0, lt=1e9, allow_inf_nan=False)]
+    lateness: Annotated[tuple[Ms | None, ...], Field(max_length=64)] = ()
+    """Of each size, where a paced rank was measured: how late backward ended, as a part of a step."""
     worst_error: Ms | None = None
     largest: Samples
-    """The largest batch that was tried."""
+    """The largest batch that was tried, and could be kept."""
     cap: Samples | None = None
     """The most samples that fit into memory at once; None: memory was not the limit."""
     forward_ms: Ms
@@ -86,7 +89,7 @@ class Profile(Kind, Measurement):
     """Where it was measured."""
     created: str
     valid: bool = True
-    """False where a paced rank could not keep its pace: it is shown, and counts for nothing else."""
+    """False where a paced rank kept its pace at fewer than two sizes: it is shown, and counts for nothing else."""
 
     @property
     def speed(self) -> Speed:
@@ -94,6 +97,23 @@ class Profile(Kind, Measurement):
         beyond the largest batch that was tried, since smaller parts would change what BatchNorm sees.
         """
         return Speed(self.fixed_ms, self.sample_ms, self.cap)
+
+    @property
+    def late_sizes(self) -> tuple[int, ...]:
+        """At which a paced rank could not keep its pace; of a valid profile, those that its line leaves out."""
+        return tuple(size for size, late in zip(self.samples, self.lateness, strict=False) if (late or 0) > LATE)
+
+    def why_not_valid(self) -> str:
+        """Of one that is not: at which sizes this machine was late, and by how much at the best of them."""
+        told = [(late, size) for size, late in zip(self.samples, self.lateness, strict=False) if late is not None]
+        why = f"{self.node}'s CPU was too slow for the pace that it stands in for"
+        if not told:
+            return why
+        late, size = min(told)
+        return (
+            f"{why} at {len(self.late_sizes)} of {len(told)} batch sizes from {self.samples[0]} to {self.samples[-1]}; "
+            f"the best was {size}, {100 * late:,.1f} % of a step late ({100 * LATE:g} % is allowed, at two sizes)"
+        )
 
     def is_extrapolated(self, samples: int) -> bool:
         """Whether so many samples at once are more than were tried."""
@@ -141,8 +161,9 @@ def _kind(plan: LaunchPlan, node: NodePlan, facts: NodeFacts, local_rank: int) -
 # ---- a plan that makes use of them --------------------------------------------------------------------------------
 
 
-def with_speeds(plan: LaunchPlan, profiles: Profiles) -> LaunchPlan:
-    """The same plan with every rank's share, and the speeds that are known told to the ranks.
+def with_speeds(plan: LaunchPlan, profiles: Profiles, not_kept: Profiles | None = None) -> LaunchPlan:
+    """The same plan with every rank's share, and the speeds that are known told to the ranks. not_kept: profiles that
+    count for nothing, to say so where one is missed.
 
     Raises UsageError where the setting `shares` does not fit the ranks, or asks for a profile that is not there.
     """
@@ -157,10 +178,24 @@ def with_speeds(plan: LaunchPlan, profiles: Profiles) -> LaunchPlan:
     try:
         shares = split_batch(str(told["shares"]), speeds, ranks, batch)
     except ValueError as error:
+        missed = [not_kept[rank] for rank in ranks if rank in not_kept and rank not in known] if not_kept else []
+        if told["shares"] == "measured" and missed:
+            raise _not_kept(plan, missed) from error
         raise UsageError(f"shares: {error}", _remedy(plan)) from error
     split = dict(zip(ranks, shares, strict=True))
     nodes = tuple(_told(node, plan, split, speeds, profiles) for node in plan.nodes)
     return plan.model_copy(update={"nodes": nodes, "notes": (*plan.notes, *_notes(plan, split, speeds, profiles))})
+
+
+def _not_kept(plan: LaunchPlan, missed: Sequence[Profile]) -> UsageError:
+    words = {
+        f"{each.node} was measured on {each.created[:10]}, but not kept: {each.why_not_valid()}" for each in missed
+    }
+    return UsageError(f"shares: {'; '.join(sorted(words))}", f"{RETRY.format(exp=plan.exp)}; or --set shares=auto")
+
+
+RETRY = "`orch profile --exp {exp}` while nothing else runs there, or with a larger --set batch= or --set profile_s="
+"""What to try after a profile that is not valid."""
 
 
 def _remedy(plan: LaunchPlan) -> str:

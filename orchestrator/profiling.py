@@ -97,7 +97,7 @@ class Profiling:
     def run(self, follow: Follow, *, again: bool = False) -> list[Found]:
         """Every rank's profile, those that were not known measured. Raises HostsError or OrchError where that fails.
 
-        One that is not valid is told and not kept: a rank goes on by what was known of it.
+        One that is not valid counts for nothing: a rank goes on by what was known of it.
         """
         store = self.controller.store
         known = {} if again else store.profiles(self.kinds, self.cluster.name)
@@ -106,8 +106,7 @@ class Profiling:
         for nodes in self._rounds(missing):
             for profile in self._measure(nodes, follow):
                 measured[profile.key] = profile
-                if profile.valid:
-                    store.save_profile(profile)
+                store.save_profile(profile)
         return [
             Found(rank, measured[kind.key], True) if kind.key in measured else Found(rank, known[rank], False)
             for rank, kind in self.kinds.items()

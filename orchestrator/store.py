@@ -302,22 +302,30 @@ class Store:
     # ---- profiles ---------------------------------------------------------------------------------------------
 
     def save_profile(self, profile: Profile) -> None:
+        """One that is not valid takes the place of none that is."""
+        path = self.home.profile(profile.key)
         with self._locked():
-            make_folder(self.home.profiles)
-            write_record(self.home.profile(profile.key), profile)
+            known = self._profile(path)
+            if profile.valid or known is None or not known.valid:
+                make_folder(self.home.profiles)
+                write_record(path, profile)
 
-    def profiles(self, kinds: Mapping[Rank, Kind], cluster: str) -> dict[Rank, Profile]:
-        """Of the ranks that have one: its host's own, else that of its kind. One that is damaged, or not valid, counts
-        as none.
+    def profiles(self, kinds: Mapping[Rank, Kind], cluster: str, *, valid: bool = True) -> dict[Rank, Profile]:
+        """Of the ranks that have one: its host's own, else that of its kind. One that is damaged counts as none, and
+        so does one that is not valid; with valid=False, one that is.
         """
         found = {}
         for rank, kind in kinds.items():
             for key in (kind.key, kind.of(f"{cluster}/{rank[0]}").key):
-                with suppress(OrchError):
-                    profile = self._read(self.home.profile(key), Profile)
-                    if profile.valid:
-                        found[rank] = profile
+                profile = self._profile(self.home.profile(key))
+                if profile and profile.valid == valid:
+                    found[rank] = profile
         return found
+
+    def _profile(self, path: Path) -> Profile | None:
+        with suppress(OrchError):
+            return self._read(path, Profile)
+        return None
 
     # ---- starts -----------------------------------------------------------------------------------------------
 

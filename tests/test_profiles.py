@@ -116,16 +116,18 @@ def test_each_kind_of_host_is_measured_once_and_then_known(controller, monkeypat
 
 
 class Stopwatch:
-    """Measures in place of jobs. measured: of each profile the node, and CLUSTER/NODE, or None for its kind."""
+    """Measures in place of jobs. measured: of each profile the node, and CLUSTER/NODE, or None for its kind. more: what
+    its profiles say beside.
+    """
 
-    def __init__(self, monkeypatch, sample_ms, *, valid=True):
-        self.measured, self.sample_ms, self.valid = [], sample_ms, valid
+    def __init__(self, monkeypatch, sample_ms, **more):
+        self.measured, self.sample_ms, self.more = [], sample_ms, more
         monkeypatch.setattr(Profiling, "_measure", lambda one, names, follow: [self._one(one, name) for name in names])
 
     def _one(self, one, name):
         kind = one.kinds[name, 0]
         self.measured.append((name, kind.host))
-        return remembered(kind, 4, self.sample_ms, valid=self.valid)
+        return remembered(kind, 4, self.sample_ms, **self.more).model_copy(update={"node": name})
 
 
 def profiled(controller, *, each=False, again=False):
@@ -160,18 +162,46 @@ def test_what_splits_go_by_is_what_is_measured_again(controller, monkeypatch):
     assert {profile.sample_ms for profile in known.values()} == {3}
 
 
-def test_a_profile_that_is_not_valid_is_told_and_does_not_count(controller, monkeypatch):
-    Stopwatch(monkeypatch, 9, valid=False)
+LATE = {"samples": (2, 4, 8), "step_ms": (9, 9, 9), "lateness": (0.5, 0.032, 0.001), "valid": False}
+
+
+def test_a_profile_that_is_not_valid_is_told_and_counts_for_nothing(controller, monkeypatch):
+    Stopwatch(monkeypatch, 9, **LATE)
     assert set(profiled(controller).values()) == {(9, True)}
     assert controller.store.profiles(kinds(controller), "t") == {}
-    with pytest.raises(UsageError, match="not been measured"):
-        planned(controller, "shares=measured")
     assert all(node.solo_samples_per_s is None for node in planned(controller).nodes)
     done = CliRunner().invoke(main, ["profile", "--exp", "mnist_lenet"])
+    assert done.exit_code == 1, done.output
+    assert "not kept: " in done.stderr
+    assert (
+        "v100a's CPU was too slow for the pace that it stands in for at 2 of 3 batch sizes from 2 to 8" in done.stderr
+    )
+    assert "8, 0.1 % of a step late (1 % is allowed, at two sizes)" in done.stderr
+    told = CliRunner().invoke(main, ["profile", "--exp", "mnist_lenet", "--json"])
+    assert told.exit_code == 1
+    assert [(rank["valid"], rank["share"]) for rank in json.loads(told.stdout)["ranks"]] == [(False, None)] * 3
+
+
+def test_shares_that_miss_a_profile_which_was_not_kept_say_so(controller, monkeypatch):
+    Stopwatch(monkeypatch, 9, **LATE)
+    profiled(controller)
+    with pytest.raises(UsageError, match=r"a2000a was measured on 2026-11-21, but not kept: .* too slow") as caught:
+        planned(controller, "shares=measured")
+    assert "not been measured" not in caught.value.message
+    assert "while nothing else runs" in caught.value.remedy
+    assert {node.shares for node in planned(controller, "shares=auto", "batch=63").nodes} == {(21,)}
+    Stopwatch(monkeypatch, 3)
+    profiled(controller)
+    assert (
+        sum(share for node in planned(controller, "shares=measured", "batch=63").nodes for share in node.shares) == 63
+    )
+
+
+def test_sizes_that_a_kept_profile_leaves_out_are_named(controller, monkeypatch):
+    Stopwatch(monkeypatch, 3, **{**LATE, "lateness": (0.5, 0.01, 0.001), "valid": True})
+    done = CliRunner().invoke(main, ["profile", "--exp", "mnist_lenet"])
     assert done.exit_code == 0, done.output
-    assert "its profile does not count" in done.stderr
-    told = json.loads(CliRunner().invoke(main, ["profile", "--exp", "mnist_lenet", "--json"]).stdout)
-    assert [(rank["valid"], rank["share"]) for rank in told["ranks"]] == [(False, None)] * 3
+    assert "v100a: could not keep its pace at batches of 2; its profile leaves them out" in done.stderr
 
 
 def test_a_valid_profile_outlives_a_later_one_that_is_not(controller, monkeypatch):

@@ -72,6 +72,53 @@ def test_a_rank_that_is_flat_over_all_sizes_still_gives_no_share_for_nothing():
     assert found["sample_ms"] > 0
 
 
+class PacedRank(Rank):
+    """late: how late an update of so many samples is that begins at so many seconds, as a part of it."""
+
+    def __init__(self, late, **options):
+        super().__init__(**options)
+        self.late = late
+
+    def update(self, samples):
+        late = self.late(samples, self.now_s)
+        times = super().update(samples)
+        self.now_s += late * times.step_ms / 1000
+        return Times(times.step_ms * (1 + late), times.forward_ms, times.optim_ms, late)
+
+
+def late_at(late):
+    """Always the same. late: by samples."""
+    return PacedRank(lambda samples, now_s: late.get(samples, 0.0)).climb(limit=256)
+
+
+def test_sizes_at_which_a_paced_rank_was_late_are_left_out_of_its_line():
+    ladder = late_at({2: 20, 4: 9, 8: 3, 64: 0.5})
+    found = record_of(ladder)
+    assert found["samples"] == [2, 4, 8, 16, 32, 64, 128, 256]
+    assert found["lateness"] == [20, 9, 3, 0, 0, 0.5, 0, 0]
+    assert (found["fixed_ms"], found["sample_ms"]) == (pytest.approx(5), pytest.approx(2))
+    assert ladder.lateness() == 0
+    assert record_of(late_at({256: 0.5}))["largest"] == 128
+
+
+def test_a_line_needs_two_sizes_that_were_in_time():
+    late = dict.fromkeys((2, 4, 8, 16, 32, 64), 0.02)
+    assert late_at(late).lateness() == 0
+    assert late_at({**late, 128: 0.009}).lateness() == 0.009
+    assert late_at({**late, 128: 0.011}).lateness() == 0.02
+
+
+def test_what_is_left_of_the_time_goes_to_sizes_that_a_busy_moment_made_late():
+    busy = PacedRank(lambda samples, now_s: 9 if now_s < 2.5 or samples < 8 else 0)  # 16 is reached after 1.6 s
+    ladder = busy.climb(limit=16, budget_s=4.9)
+    assert sorted(ladder.in_time) == [8, 16]
+    assert record_of(ladder)["sample_ms"] == pytest.approx(2)
+    assert busy.now_s < 4.9
+    hopeless = PacedRank(lambda samples, now_s: 400)
+    assert not hopeless.climb(limit=16, budget_s=4).kept_pace
+    assert len(hopeless.tried) < 20
+
+
 def measured(tmp_path, *arguments, paced=None):
     """The profile record of a real rank."""
     metrics = tmp_path / "metrics.jsonl"

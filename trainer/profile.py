@@ -6,7 +6,7 @@ Times whole updates without synchronisation (forward, backward, optimiser; on ma
 measured) at batches of 2, 4, 8, ..., and writes one `profile` record: the medians, the line fixed_ms + sample_ms *
 samples through the largest of them (small batches leave a GPU partly idle and take as long as larger ones, which no
 line can show), and the largest batch that fits into memory. Ranks of one host are measured at the same moment, since
-that is how they will compute.
+that is how they will compute. Sizes at which a paced rank could not keep its pace are left out of the line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from trainer.loading import agree_on_facts, choose_loader, resident_bytes
 from trainer.models import build_model, gradient_bytes
 from trainer.pace import Pace
 from trainer.precision import Full, build_precision
-from trainer.records import MetricsWriter
+from trainer.records import LATE, MetricsWriter
 from trainer.setup import build_optimizer, stand_in, start_fields, use_threads
 from trainer.standin import StandIn, StandInOptimizer, most_samples
 from trainer.strategies import local_loss
@@ -48,17 +48,27 @@ HELD = 4
 """Times the size of all gradients: the most that a way to stay together keeps beside gradients and momentum, which is
 local's start, sent weights, way and velocity."""
 
+ENOUGH = 2
+"""Sizes at which a paced rank has to keep its pace: a line takes two."""
+
 STRAIGHT = 0.02
 """Times this close to a line, as a part of them, lie on it."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of one update, or their medians over several."""
+    """Milliseconds of one update, or their medians over several. lateness: how late a paced rank's backward ended, as a
+    part of a step; None for a rank that computes.
+    """
 
     step_ms: float
     forward_ms: float
     optim_ms: float
+    lateness: float | None = None
+
+    @property
+    def kept_pace(self) -> bool:
+        return self.lateness is None or self.lateness <= LATE
 
 
 class NoMemory(Exception):
@@ -85,6 +95,7 @@ def profile(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
     dist.barrier()
     with ranks.together(info.node):
         ladder = climb(subject.update, 2 * settings.batch, settings.profile_s)
+        metrics.lateness = ladder.lateness
         metrics.write("profile", **record_of(ladder))
     ranks.leave()
     metrics.end("succeeded")
@@ -164,7 +175,9 @@ class Subject:
         self.precision.step(self.optimizer)
         end = self.timer.mark()
         self.timer.wait()
-        return Times(self.timer.ms(begin, end), self.timer.ms(begin, forwarded), self.timer.ms(computed, end))
+        lateness = self.model.stopwatch.lateness[-1] if isinstance(self.model, StandIn) else None
+        step_ms, forward_ms = self.timer.ms(begin, end), self.timer.ms(begin, forwarded)
+        return Times(step_ms, forward_ms, self.timer.ms(computed, end), lateness)
 
 
 @contextlib.contextmanager
@@ -195,14 +208,45 @@ class Ladder:
     times: dict[int, Times]
     cap: int | None
 
+    @property
+    def in_time(self) -> dict[int, Times]:
+        """The sizes at which the rank was not late."""
+        return {samples: times for samples, times in self.times.items() if times.kept_pace}
+
+    @property
+    def kept_pace(self) -> bool:
+        """Whether the sizes that were not late are enough for a line."""
+        return len(self.in_time) >= min(ENOUGH, len(self.times))
+
+    @property
+    def counted(self) -> dict[int, Times]:
+        """The sizes that the line goes through: all, where those in time are too few."""
+        return self.in_time if self.kept_pace else self.times
+
+    def lateness(self) -> float | None:
+        """Of the latest size that counts; None for a rank that computes."""
+        return max((times.lateness for times in self.counted.values() if times.lateness is not None), default=None)
+
 
 def climb(
     update: Callable[[int], Times], limit: int, budget_s: float, now: Callable[[], float] = time.monotonic
 ) -> Ladder:
-    """Doubles the batch until memory, the limit or the time ends it; two sizes at least. Raises TrainError where not
-    even the first fits.
+    """Doubles the batch until memory, the limit or the time ends it; two sizes at least. Where a paced rank was late at
+    nearly all of them, what is left of the time goes to measuring them again. Raises TrainError where not even the
+    first fits.
     """
     deadline_s = now() + budget_s
+    ladder = _double(update, limit, budget_s, deadline_s, now)
+    for samples in sorted(ladder.times, reverse=True):
+        needed_s = FEWEST * ladder.times[samples].step_ms / 1000
+        if not ladder.kept_pace and not ladder.times[samples].kept_pace and now() + needed_s <= deadline_s:
+            ladder.times[samples] = _median(update, samples, budget_s / 20, now)
+    return ladder
+
+
+def _double(
+    update: Callable[[int], Times], limit: int, budget_s: float, deadline_s: float, now: Callable[[], float]
+) -> Ladder:
     times: dict[int, Times] = {}
     samples = min(FIRST, limit)
     while True:
@@ -222,11 +266,16 @@ def climb(
 
 
 def _median(update: Callable[[int], Times], samples: int, budget_s: float, now: Callable[[], float]) -> Times:
-    began_s, found = now(), []
+    began_s, found = now(), list[Times]()
     while len(found) < FEWEST or (len(found) < MOST and now() - began_s < budget_s):
         found.append(update(samples))
-    names = (field.name for field in dataclasses.fields(Times))
-    return Times(*(statistics.median(getattr(one, name) for one in found) for name in names))
+    late = [one.lateness for one in found if one.lateness is not None]
+    return Times(
+        statistics.median(one.step_ms for one in found),
+        statistics.median(one.forward_ms for one in found),
+        statistics.median(one.optim_ms for one in found),
+        statistics.median(late) if late else None,
+    )
 
 
 def _squeeze(update: Callable[[int], Times], fits: int, too_large: int) -> int:
@@ -252,17 +301,19 @@ def line_of(points: Sequence[tuple[float, float]]) -> Line | None:
 
 def record_of(ladder: Ladder) -> dict[str, object]:
     """The fields of the `profile` record."""
-    last = ladder.times[max(ladder.times)]
-    line = line_of([(samples, times.step_ms / 1000) for samples, times in ladder.times.items()])
-    slope_ms = 1000 * line.slope_s if line else last.step_ms / max(ladder.times)
+    counted, largest = ladder.counted, max(ladder.counted)
+    last = counted[largest]
+    line = line_of([(samples, times.step_ms / 1000) for samples, times in counted.items()])
+    slope_ms = 1000 * line.slope_s if line else last.step_ms / largest
     return {
         "samples": list(ladder.times),
         "step_ms": [round(times.step_ms, 4) for times in ladder.times.values()],
+        "lateness": [times.lateness and round(times.lateness, 6) for times in ladder.times.values()],
         "fixed_ms": round(1000 * line.alpha_s, 6) if line else 0.0,
         # A GPU that was flat over all sizes still gets slower at some: no share is ever free.
-        "sample_ms": max(slope_ms, 1e-3 * last.step_ms / max(ladder.times)),
+        "sample_ms": max(slope_ms, 1e-3 * last.step_ms / largest),
         "worst_error": round(line.worst_error, 6) if line else None,
-        "largest": max(*ladder.times, ladder.cap or 0),
+        "largest": max(largest, ladder.cap or 0),
         "cap": ladder.cap,
         "forward_ms": round(last.forward_ms, 4),
         "optim_ms": round(last.optim_ms, 4),

@@ -39,8 +39,10 @@ A value that JSON cannot hold (NaN, infinity) is written as null. Every line als
 | link | source, target | ranks, of two hosts; one sends to the other while all else is quiet |
 | link | bytes, time_ms, gbps | sent; median; algorithm bandwidth |
 | profile | samples, step_ms | of each batch size measured: its samples; median of forward, backward and optimiser |
-| profile | fixed_ms, sample_ms, worst_error | the line through the largest; the worst distance from it, as a part |
-| profile | largest | samples of the largest batch that was measured |
+| profile | lateness | paced: of each size, how late backward ended, as a part of a step (median); else null |
+| profile | fixed_ms, sample_ms, worst_error | the line through the largest of those that count (all, or two or more |
+| | | that were at most 1 % late); the worst distance from it, as a part |
+| profile | largest | samples of the largest batch that counts |
 | profile | cap | the most samples that fit into memory at once; null: it was not reached |
 | profile | forward_ms, optim_ms | medians at the largest size: of forward, of the optimiser |
 | rebalance | step | the first update with the new shares, over the whole run |
@@ -54,7 +56,8 @@ A value that JSON cannot hold (NaN, infinity) is written as null. Every line als
 | end | message | one line of what failed, or null |
 | end | total_s | since the start of the process |
 | end | peak_memory_bytes | allocated on the GPU; paced: what the network would take there; else of the process |
-| end | lateness | paced: how late backward ended, as a part of a step (median); else null |
+| end | lateness | paced: how late backward ended, as a part of a step (median; a profile: of its latest size that |
+| | | counts); else null |
 | end | valid | paced: was lateness at most 1 %? Beyond it the CPU was the limit, not the pace; else null |
 | end | dropped | lines that the disk had no room for |
 """
@@ -94,7 +97,8 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     "collective": ("step", "operation", "bytes", "iterations", "time_ms", "algbw_gbps", "busbw_gbps", "error"),
     "link": ("source", "target", "bytes", "time_ms", "gbps"),
     "profile": (
-        *("samples", "step_ms", "fixed_ms", "sample_ms", "worst_error", "largest", "cap", "forward_ms", "optim_ms"),
+        *("samples", "step_ms", "lateness", "fixed_ms", "sample_ms", "worst_error", "largest", "cap", "forward_ms"),
+        "optim_ms",
     ),
     "rebalance": ("step", "shares", "before", "spread"),
     "checkpoint": ("step", "name", "bytes", "write_ms", "failure"),

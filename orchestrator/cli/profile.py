@@ -38,7 +38,8 @@ def profile(
     """Measure how fast each host computes alone: about 15 s for each kind of host, different machines at once.
 
     What is measured is remembered until the GPU, its driver, torch or the network's settings change. `--set
-    shares=measured` splits a batch by it, `shares=auto` begins with it, and efficiency is told against it.
+    shares=measured` splits a batch by it, `shares=auto` begins with it, and efficiency is told against it. A paced
+    host that kept its pace at fewer than two batch sizes has no profile, and the exit code is 1.
 
     \b
     orch profile --exp resnet152_cifar
@@ -46,6 +47,8 @@ def profile(
     orch run --exp resnet152_cifar --set shares=measured
     """
     from orchestrator import console
+    from orchestrator.errors import OrchError
+    from orchestrator.profiles import RETRY
     from orchestrator.profiling import Profiling, cells, document, measured_shares, titles
 
     only = names_of(nodes)
@@ -62,9 +65,14 @@ def profile(
         found = one.run(follow, again=again)
     shares = measured_shares(one.batch, found)
     if as_json:
-        return console.print_json(document(exp, one.batch, found, shares))
-    lines = [cells(one.batch, each, shares.get(each.rank)) for each in found]
-    console.print_table(titles(one.batch), lines, right_from=2)
-    for node in sorted({each.profile.node for each in found if not each.profile.valid}):
-        console.warn(f"{node}: this machine was too slow for the pace that it stood in for; its profile does not count")
-    return None
+        console.print_json(document(exp, one.batch, found, shares))
+    else:
+        lines = [cells(one.batch, each, shares.get(each.rank)) for each in found]
+        console.print_table(titles(one.batch), lines, right_from=2)
+    measured = {each.profile.node: each.profile for each in found}.values()
+    for profile in measured:
+        if profile.valid and profile.late_sizes:
+            sizes = ", ".join(map(str, profile.late_sizes))
+            console.warn(f"{profile.node}: could not keep its pace at batches of {sizes}; its profile leaves them out")
+    if why := [profile.why_not_valid() for profile in measured if not profile.valid]:
+        raise OrchError(f"not kept: {'; '.join(why)}", RETRY.format(exp=exp))
