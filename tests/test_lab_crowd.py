@@ -9,18 +9,19 @@ from crowd import crowd
 from person import Person
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(300)]
+HEALTHY = 3
+"""Each probes for real at the same moment as the others: this machine carries them all, and each has its deadline."""
 
 
 def test_healthy_hosts_behind_64_silent_ones_are_heard_and_each_silent_one_is_named(tmp_path):
     with crowd() as hosts:
         person = Person(hosts.lab, tmp_path / "home", tmp_path)
-        done = person.types("up", str(hosts.inventory(tmp_path, silent=64, healthy=8)), "--json", exit_code=3)
+        done = person.types("up", str(hosts.inventory(tmp_path, silent=64, healthy=HEALTHY)), "--json", exit_code=3)
         heard = len(hosts.heard_at())
     status = {node["name"]: node["status"] for node in json.loads(done.stdout)["nodes"]}
-    errors = [line.split()[1].rstrip(":") for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert heard == 8
-    assert errors == [f"s{n}" for n in range(1, 65)]
-    assert done.stderr.count("no SSH login within 10 s") == 64
+    assert heard == HEALTHY
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert errors == ["error: 64 hosts (s1..s64): no SSH login within 10 s"]
     assert [name for name, status in status.items() if status in ("connected", "master")] == [
-        f"h{n}" for n in range(1, 9)
+        f"h{n}" for n in range(1, HEALTHY + 1)
     ]
