@@ -29,6 +29,7 @@ from orchestrator.faults import fault_words
 from orchestrator.files import own_folder
 from orchestrator.frames import Agent, Beat, Piece
 from orchestrator.heard import Heard
+from orchestrator.homes import homes_of, notes_on
 from orchestrator.lines import Line, Splitter
 from orchestrator.live import LiveView, Progress
 from orchestrator.outlook import COLLECTIVES, View, foreseen, look, memory_notes, read_network, with_best_way
@@ -155,6 +156,8 @@ class Controller:
         plan = build_plan(
             cluster.name, ready.nodes, ready.facts, ready.election, request, job=made, code=code, created=now_utc()
         )
+        homes = homes_of(ready.nodes, ready.facts)
+        plan = plan.model_copy(update={"notes": (*notes_on(request, str(Path.home()), homes), *plan.notes)})
         kinds = kinds_of(plan, ready.facts)
         not_kept = self.store.profiles(kinds, cluster.name, valid=False)
         return plan, self.store.profiles(kinds, cluster.name), not_kept

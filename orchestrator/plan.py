@@ -69,6 +69,7 @@ def build_plan(
         time_limit_s=request.time_limit_s,
         elastic=request.elastic,
         notes=(
+            *request.notes,
             *_public(ordered, facts, addresses),
             *code.notes,
             *_notes(ordered, devices, shares),

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from orchestrator.code import names_in, pack_folder
 from orchestrator.errors import UsageError
+from orchestrator.launchers import Program, not_python, read_program
 from orchestrator.records import CodeFolder, Elastic
 from trainer.config import SettingsError, parse_settings
 from trainer.shares import BY_SPEED
@@ -55,6 +56,8 @@ class RunRequest:
     grace_s: float = 3.0
     time_limit_s: float | None = None
     elastic: Elastic | None = None
+    notes: tuple[str, ...] = ()
+    """What the person should know of how their words were understood."""
 
     @property
     def leaves_out(self) -> bool:
@@ -104,11 +107,13 @@ def read_wish(
     if settings:
         raise UsageError("--set belongs to --exp", "give your script its own arguments after --")
     told = {} if batch is None else {"batch": batch}
-    first = (LOCAL_RANK,) if pass_local_rank else ()
-    if module:
-        request = RunRequest("module", module, ("-m", module, *first, *command), settings=told)
+    program = read_program((module, *command), is_module=True) if module else read_program(command)
+    arguments = ((LOCAL_RANK,) if pass_local_rank else ()) + program.arguments
+    if program.is_module:
+        words = (*program.flags, "-m", program.name, *arguments)
+        request = RunRequest("module", program.name, words, settings=told, notes=program.notes)
         return Wish(request, *pack_folder(folder or Path()))
-    return _script(Path(command[0]), (*first, *command[1:]), folder, told)
+    return _script(program, arguments, folder, told)
 
 
 def _refuse_secrets(command: Sequence[str]) -> None:
@@ -153,9 +158,11 @@ def _experiment(exp: str, pairs: dict[str, str]) -> Wish:
     return Wish(request, *pack_folder(Path(found.origin).parent, prefix="trainer/"))
 
 
-def _script(script: Path, arguments: tuple[str, ...], folder: Path | None, settings: Mapping[str, Any]) -> Wish:
+def _script(program: Program, arguments: tuple[str, ...], folder: Path | None, settings: Mapping[str, Any]) -> Wish:
+    script = Path(program.name)
     if not script.is_file():
         raise UsageError(f"{script}: no such script", "give its path as seen from here")
+    _refuse_other_languages(script)
     root = (folder or script.parent).resolve()
     if not script.resolve().is_relative_to(root):
         raise UsageError(f"{script} is not inside {root}", "choose a --folder that holds the script")
@@ -166,4 +173,20 @@ def _script(script: Path, arguments: tuple[str, ...], folder: Path | None, setti
             f"{script} itself would stay here: .gitignore or .orchignore leaves it out, or it looks like a secret",
             f"take it out of there, or add a line `!{inside}` to {root / '.orchignore'}",
         )
-    return Wish(RunRequest("script", script.name, (inside, *arguments), settings=settings), code, blob)
+    words = (*program.flags, inside, *arguments)
+    return Wish(RunRequest("script", script.name, words, settings=settings, notes=program.notes), code, blob)
+
+
+def _refuse_other_languages(script: Path) -> None:
+    """Python would stop at their first line. Raises UsageError."""
+    with open(script, "rb") as file:
+        begins = file.read(256)
+    if script.suffix == ".py":
+        return
+    words = begins[2:].partition(b"\n")[0].decode(errors="replace").split() if begins.startswith(b"#!") else []
+    if words and not any("python" in word or "pypy" in word for word in words):
+        raise not_python(str(script), f"a script for `{' '.join(words)}`")
+    if not words and script.suffix in (".sh", ".bash"):
+        raise not_python(str(script), "a shell script")
+    if b"\0" in begins:
+        raise not_python(str(script), "a compiled program")

@@ -12,6 +12,8 @@ PURE = [
     "alike",
     "rebalances",
     "used",
+    "homes",
+    "launchers",
     "inventory",
     "facts",
     "election",
@@ -77,6 +79,7 @@ STAGES = [
 STAGES += [
     "console",
     "cli.complete",
+    "cli.script_words",
     "cli.common",
     "cli.boards",
     "cli.clusters",

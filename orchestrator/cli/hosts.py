@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,13 +47,17 @@ def data_push(folder: Path, to: str | None, nodes: str | None, cluster: str | No
     """
     from orchestrator import console
     from orchestrator.cli.boards import hash_board, push_board
+    from orchestrator.homes import expanded_here, homes_of
     from orchestrator.manifest import read_manifest
     from orchestrator.provision import DATA_FOLDER, Provision, chosen, data_folder
     from orchestrator.units import format_bytes
 
     with open_controller() as controller:
-        wanted = chosen(controller.store.cluster(cluster), names_of(nodes))
+        known = controller.store.cluster(cluster)
+        wanted = chosen(known, names_of(nodes))
         target = data_folder(to)
+        for note in expanded_here("--to", "", target, str(Path.home()), homes_of(wanted, known.facts)):
+            console.warn(note)
         with hash_board(str(folder)) as show_hashed:
             manifest = read_manifest(folder, show_hashed)
         names = [node.name for node in wanted]
@@ -70,7 +75,7 @@ def data_push(folder: Path, to: str | None, nodes: str | None, cluster: str | No
 
     _show(found, words, whole if as_json else None)
     if target != DATA_FOLDER:
-        console.say(f"use it: orch run ... --set data_dir={target}")
+        console.say(f"use it: orch run ... --set {shlex.quote(f'data_dir={target}')}")
 
 
 @click.command()

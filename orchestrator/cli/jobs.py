@@ -21,6 +21,7 @@ from orchestrator.cli.common import (
     settings_option,
 )
 from orchestrator.cli.complete import experiments, job_ids, node_names, node_ranges
+from orchestrator.cli.script_words import ScriptCommand, files, went_to_script
 from orchestrator.errors import HostError, OrchError, UsageError
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 SECOND_CTRL_C_S = 3.0
 
 
-@click.command(context_settings={"ignore_unknown_options": False})
+@click.command(cls=ScriptCommand)
 @click.option(
     "--exp",
     metavar="NAME",
@@ -42,7 +43,7 @@ SECOND_CTRL_C_S = 3.0
 @click.option(
     "--resume", metavar="JOB", help="Go on from a job's last checkpoint, in a new job.", shell_complete=job_ids
 )
-@click.option("-m", "--module", metavar="MODULE", help="Run a Python module of your folder.")
+@click.option("-m", "--module", "is_module", is_flag=True, help="What follows is a Python module of your folder.")
 @click.option("--folder", type=click.Path(path_type=Path), help="The folder to ship. [default: the script's, or this]")
 @click.option(
     "--batch", type=click.IntRange(min=1), metavar="N", help="Split N samples an update: each rank's is in ORCH_SHARE."
@@ -76,12 +77,14 @@ SECOND_CTRL_C_S = 3.0
 @click.option("--time-limit", type=Quantity("time"), help="End the job after this time: 90s, 30m, 12h.")
 @cluster_option
 @json_option
-@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGS]...]", shell_complete=files)
+@click.pass_context
 def run(
+    ctx: click.Context,
     exp: str | None,
     settings: tuple[str, ...],
     resume: str | None,
-    module: str | None,
+    is_module: bool,
     folder: Path | None,
     batch: int | None,
     pass_local_rank: bool,
@@ -107,8 +110,11 @@ def run(
     orch run --exp mnist_lenet --set checkpoint_every=500
     orch run --exp mnist_lenet --set checkpoint_every=500 --elastic 2:3  goes on when a third node is lost
     orch run --resume latest --set epochs=20  goes on from that job's last checkpoint
-    orch run -- train.py --lr 0.1             your own torchrun script; its folder is shipped
-    orch run -m mypackage.train -- --lr 0.1   the same for a module
+    orch run --nodes v100 train.py --lr 0.1   your own torchrun script; its folder is shipped
+    orch run -m mypackage.train --lr 0.1      the same for a module
+
+    orch's own options stand before the script or module; what follows it belongs to it. `python train.py`, `torchrun
+    ... train.py` and `accelerate launch ... train.py` are understood in its place.
     """
     from dataclasses import replace
 
@@ -118,17 +124,19 @@ def run(
 
     nodes_wanted = _nodes_wanted(elastic, max_restarts)
     only = names_of(nodes)
-    if resume and any((exp, module, command, folder, batch, pass_local_rank)):
+    if resume and any((exp, is_module, command, folder, batch, pass_local_rank)):
         raise UsageError("--resume runs what the job ran", "give it --set alone")
     with open_controller() as controller:
         if resume:
             chosen, wish = controller.resume(resume, settings, only, named=cluster)
         else:
-            wish = read_wish(exp, settings, module, folder, command, batch, pass_local_rank)
+            module, words = (command[0], command[1:]) if is_module and command else (None, command)
+            wish = read_wish(exp, settings, module, folder, words, batch, pass_local_rank)
             chosen = controller.store.cluster(cluster)
+        strays = went_to_script(ctx, wish.request.name, wish.request.command) if command else ()
         request = replace(
             wish.request, share_gpus=share, grace_s=grace, time_limit_s=time_limit,
-            elastic=nodes_wanted,
+            elastic=nodes_wanted, notes=(*strays, *wish.request.notes),
         )  # fmt: skip
         plan = controller.plan(chosen, request, wish.code, only)
         if dry_run:

@@ -1,0 +1,52 @@
+"""What stands after a script on a command line belongs to the script, as with python and torchrun.
+
+@click.command(cls=ScriptCommand)
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import click
+from click.shell_completion import CompletionItem
+
+_DIVIDED = "orchestrator.cli.script_words.divided"
+
+
+class ScriptCommand(click.Command):
+    """A command whose own options end at the first word that is none, or at `--`."""
+
+    allow_interspersed_args = False
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        typed = list(args)
+        rest = super().parse_args(ctx, args)
+        command: tuple[str, ...] = ctx.params.get("command") or ()
+        before = typed[: len(typed) - len(command)]
+        ctx.meta[_DIVIDED] = bool(command) and before[-1:] == ["--"]
+        if not ctx.meta[_DIVIDED] and command[1:2] == ("--",):  # `-m MODULE -- ARGS` divides there
+            ctx.params["command"] = (command[0], *command[2:])
+            ctx.meta[_DIVIDED] = True
+        return rest
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """After the script its options would come, and those are not known here."""
+        if ctx.params.get("command"):
+            return [CompletionItem(incomplete, type="file")]
+        return super().shell_complete(ctx, incomplete)
+
+
+def files(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
+    return [CompletionItem(begun, type="file")]
+
+
+def went_to_script(ctx: click.Context, name: str, words: Sequence[str]) -> Iterator[str]:
+    """A sentence where a word of the script's looks like an option of orch's own, and no `--` says whose it is."""
+    if ctx.meta.get(_DIVIDED):
+        return
+    own = {name for option in ctx.command.get_params(ctx) for name in option.opts if name.startswith("--")}
+    found = list(dict.fromkeys(option for word in words if (option := word.partition("=")[0]) in own))
+    if found:
+        goes = "goes" if len(found) == 1 else "go"
+        yield f"{', '.join(found)} {goes} to {name}; orch's own options stand before it: orch run {found[0]} ... {name}"

@@ -1,0 +1,213 @@
+"""What a person typed after `orch run`, as the program that each rank runs. Pure.
+
+Many type what they type without orch: `python train.py`, `torchrun --nproc-per-node 2 train.py`. orch does what such a
+launcher does, so it stays at home, and what was left out of the line is named.
+
+    read_program(("torchrun", "--nnodes", "2", "train.py", "--lr", "0.1"))
+    # Program(name="train.py", arguments=("--lr", "0.1"), notes=("left out: torchrun --nnodes 2; ...",))
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import PurePath
+
+from orchestrator.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Program:
+    """name: a script's path as seen from here, or a module's name. flags: of the interpreter."""
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+    flags: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    """What a launcher's own options look like, each in its spelling with `-`.
+
+    valued, flags: what orch does in its own way. variables: options that reach the script as an environment variable.
+    """
+
+    valued: frozenset[str]
+    flags: frozenset[str]
+    variables: Mapping[str, str]
+    note: str
+
+
+def _set(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+_RANKS = "orch starts one rank a GPU (`ranks:` in the inventory) on each host (--nodes A,B)"
+_TORCHRUN = _Launcher(
+    # torch.distributed.run.get_args_parser of torch 2.0 to 2.9, and what torch.distributed.launch adds.
+    valued=_set(
+        "--nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --max-restarts"
+        " --monitor-interval --start-method --event-log-handler --role --log-dir -r --redirects -t --tee"
+        " --log-line-prefix-template --local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters"
+        " --node-rank --master-addr --master-port --local-addr --logs-specs --numa-binding --signals-to-handle"
+        " --shutdown-timeout"
+    ),
+    flags=_set("--standalone --run-path --virtual-local-rank --use-env"),
+    variables={},
+    note=_RANKS,
+)
+_ACCELERATE = _Launcher(
+    # accelerate.commands.launch.launch_command_parser of accelerate 1.x.
+    valued=_set(
+        "--config-file --num-processes --num-machines --machine-rank --main-process-ip --main-process-port --gpu-ids"
+        " --rdzv-backend --rdzv-conf --max-restarts --monitor-interval --num-cpu-threads-per-process --role --log-dir"
+        " -t --tee"
+    ),
+    flags=_set("--multi-gpu --same-network -q --quiet --enable-cpu-affinity"),
+    variables={
+        "--mixed-precision": "ACCELERATE_MIXED_PRECISION",
+        "--gradient-accumulation-steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+        "--cpu": "ACCELERATE_USE_CPU",
+        "--use-cpu": "ACCELERATE_USE_CPU",
+        "--debug": "ACCELERATE_DEBUG_MODE",
+    },
+    note=f"{_RANKS}; accelerate's configuration file is not read",
+)
+_TRUE = frozenset({"ACCELERATE_USE_CPU", "ACCELERATE_DEBUG_MODE"})
+"""Variables of options that have no value."""
+_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
+"""Launchers that are started by `python -m`."""
+_SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "fish"})
+_PROGRAMS = _set(
+    "deepspeed colossalai mpirun mpiexec horovodrun srun sbatch ray uv uvx poetry pipenv pdm rye hatch conda mamba"
+    " micromamba nohup sudo env time nice numactl taskset timeout exec ssh docker node Rscript julia"
+)
+"""What people type before a script, and orch cannot start in its place."""
+_PYTHON = re.compile(r"python(\d+(\.\d+)?t?)?|pypy3?")
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
+_PYTHON_FLAGS = re.compile(r"-[bBdEIOPqsSuvx]+")
+
+
+def read_program(words: Sequence[str], *, is_module: bool = False) -> Program:
+    """words: from the script or module on, or from what people type before one. Raises UsageError with what to type."""
+    first, *rest = words
+    if is_module:
+        return _module(first, rest)
+    name = first if first.startswith(("./", "../")) else PurePath(first).name
+    if _PYTHON.fullmatch(name):
+        return _python(first, rest)
+    if name == "torchrun":
+        return _launched(_TORCHRUN, ["torchrun"], rest)
+    if name == "accelerate":
+        return _accelerate(rest)
+    if _ASSIGNMENT.fullmatch(first):
+        key = first.partition("=")[0]
+        raise UsageError(
+            f"{key}=... sets a variable, and orch runs no shell", f"orch run --env {key}=... {_tail(rest)}"
+        )
+    if name in _SHELLS or name in _PROGRAMS:
+        raise UsageError(f"{name} is a program, and orch starts Python scripts", _type_instead(rest))
+    return Program(first, tuple(rest))
+
+
+def not_python(name: str, what: str) -> UsageError:
+    """what: the file is in place of a Python script."""
+    return UsageError(f"{name} is {what}, and orch starts Python scripts", _type_instead((name,)))
+
+
+def _module(name: str, arguments: Sequence[str]) -> Program:
+    if name.endswith(".py") or "/" in name:
+        raise UsageError(f"-m takes the name of a module, not {name}", f"orch run {_tail((name, *arguments))}")
+    return Program(name, tuple(arguments), is_module=True)
+
+
+def _python(typed: str, words: Sequence[str]) -> Program:
+    flags, rest = list[str](), list(words)
+    note = f"left out: {typed}; each host's own Python starts the script (`python:` in the inventory)"
+    while rest and rest[0].startswith("-"):
+        option = rest.pop(0)
+        if option.startswith(("-W", "-X")):
+            flags += [option] if option[2:] or not rest else [option, rest.pop(0)]
+        elif option == "-m" and rest:
+            module, *arguments = rest
+            if module in _MODULES:
+                launcher = _ACCELERATE if module.startswith("accelerate") else _TORCHRUN
+                return _launched(launcher, [typed, "-m", module], arguments)
+            return Program(module, tuple(arguments), is_module=True, flags=tuple(flags), notes=(note,))
+        elif _PYTHON_FLAGS.fullmatch(option):
+            flags.append(option)
+        else:
+            raise UsageError(f"{typed} {option} runs no script", "put the code into a file: orch run -- train.py ARGS")
+    if not rest:
+        raise UsageError(f"{typed} alone runs no script", _type_instead(()))
+    return Program(rest[0], tuple(rest[1:]), flags=tuple(flags), notes=(note,))
+
+
+def _accelerate(words: Sequence[str]) -> Program:
+    if list(words[:1]) != ["launch"]:
+        raise UsageError(f"accelerate {' '.join(words[:1])} starts no script", _type_instead(words[1:]))
+    return _launched(_ACCELERATE, ["accelerate", "launch"], words[1:])
+
+
+def _launched(launcher: _Launcher, typed: Sequence[str], words: Sequence[str]) -> Program:
+    """typed: the launcher itself. words: its options, the script or module, and what belongs to that."""
+    rest, left, is_module, variables = list(words), [*typed], False, list[str]()
+    while rest and rest[0].startswith("-") and rest[0] != "--":
+        option, equals, value = rest.pop(0).partition("=")
+        spelled = f"--{option[2:].replace('_', '-')}" if option.startswith("--") else option
+        variable = launcher.variables.get(spelled)
+        if spelled in launcher.valued or (variable and variable not in _TRUE):
+            value = value if equals else rest.pop(0) if rest else ""
+            if variable:
+                variables.append(f"{variable}={value}")
+            else:
+                left += [f"{option}={value}"] if equals else [option, value]
+        elif variable:
+            variables.append(f"{variable}=true")
+        elif spelled in ("-m", "--module"):
+            is_module = True
+        elif spelled in launcher.flags:
+            left.append(option)
+        else:
+            raise UsageError(f"{' '.join(typed)} {option}: orch cannot do this in its place", _type_instead(rest))
+    rest = rest[1:] if rest[:1] == ["--"] else rest
+    if not rest:
+        raise UsageError(f"{' '.join(typed)} names no script", _type_instead(()))
+    if variables:
+        pairs = " ".join(f"--env {shlex.quote(pair)}" for pair in variables)
+        raise UsageError(
+            f"{' '.join(typed)} tells the script by variables, and orch needs them as its own",
+            f"orch run {pairs} {'-m ' * is_module}{_tail(rest)}",
+        )
+    elastic = "; `orch run --elastic MIN:MAX` goes on after failures" if _is_elastic(left) else ""
+    return Program(
+        rest[0], tuple(rest[1:]), is_module, notes=(f"left out: {shlex.join(left)}; {launcher.note}{elastic}",)
+    )
+
+
+def _is_elastic(left: Sequence[str]) -> bool:
+    """Whether the launcher was asked to go on with fewer hosts or after failures."""
+    words = [part for word in left for part in word.split("=", 1)]
+    pairs = dict(pairwise(words))
+    restarts = pairs.get("--max-restarts", pairs.get("--max_restarts", "0"))
+    return ":" in pairs.get("--nnodes", "") or restarts != "0"
+
+
+def _type_instead(words: Sequence[str]) -> str:
+    """words: what followed what orch cannot start. The Python script among them is what is meant."""
+    for index, word in enumerate(words):
+        if word.endswith(".py"):
+            return f"orch run {_tail(words[index:])}"
+    shells = [word for word in words if word.endswith((".sh", ".bash"))]
+    if shells:
+        return f"name the Python script that {shells[0]} starts: orch run -- train.py ARGS"
+    return "name the Python script: orch run -- train.py ARGS"
+
+
+def _tail(words: Sequence[str]) -> str:
+    return shlex.join(("--", *words)) if words else "-- SCRIPT ARGS"
