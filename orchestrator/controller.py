@@ -169,10 +169,8 @@ class Controller:
         there. settings: KEY=VALUE that shall differ. named: the cluster that the person named. Raises UsageError or
         HostsError where it cannot be had.
         """
-        _, old = self.job(wanted)
+        _, old = self.job(wanted, named)
         exp, kept = settings_of(old)
-        if named not in (None, old.cluster):
-            raise UsageError(f"{old.job} ran on cluster {old.cluster}, not on {named}", "leave --cluster out")
         cluster = self.store.cluster(old.cluster)
         holder = cluster.node(old.master)
         if holder.name in cluster.released or (only and holder.name not in only):
@@ -292,8 +290,9 @@ class Controller:
         if until_end and refused and ended_at is None:
             raise HostsError(refused)
 
-    def job(self, wanted: str) -> tuple[JobRecord, LaunchPlan]:
-        found = self.store.find_job(wanted)
+    def job(self, wanted: str, cluster: str | None = None) -> tuple[JobRecord, LaunchPlan]:
+        """wanted, cluster: as `Store.find_job` takes them."""
+        found = self.store.find_job(wanted, cluster)
         return self.store.job(found), self.store.plan(found)
 
     def hosts_of(self, plan: LaunchPlan, only: Sequence[str] = ()) -> tuple[dict[str, Host], dict[str, HostError]]:

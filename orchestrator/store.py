@@ -14,6 +14,7 @@ that was left half done:
 
 from __future__ import annotations
 
+import difflib
 import errno
 import fcntl
 import json
@@ -21,6 +22,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -126,8 +128,21 @@ def _masked(node: Node) -> Node:
     return node.model_copy(update={"env": masked_env(node.env), "prepare": mask(node.prepare)})
 
 
+LATEST = "latest"
+"""In place of a job's id."""
+CLUSTER_VARIABLE = "ORCH_CLUSTER"
+"""Chooses the current cluster of one terminal."""
 MAX_RUN_FOLDERS = 20
 """Of one job: so many are remembered."""
+
+
+@dataclass(frozen=True)
+class Current:
+    """The cluster that a command is about if its line names none. by: the variable or the file that says so."""
+
+    name: str
+    by: str
+
 
 RecordT = TypeVar("RecordT", bound=Record)
 
@@ -150,18 +165,49 @@ class Store:
 
     def cluster(self, name: str | None = None) -> Cluster:
         """The named cluster, else the current one. Raises UsageError where there is none."""
-        chosen = name or self._current()
-        if chosen in self.cluster_names():
-            return self._read(self.home.cluster(chosen), Cluster)
-        known = ", ".join(self.cluster_names()) or "none"
-        if name:
-            raise UsageError(f"no cluster named {name!r} is remembered", f"`orch up INVENTORY` first; known: {known}")
-        if not self.home.current_cluster.exists():
+        return self._read(self.home.cluster(self.cluster_name(name)), Cluster)
+
+    def cluster_name(self, name: str | None = None) -> str:
+        """The same, without a look into it."""
+        chosen, known = Current(name, "") if name else self.current(), self.cluster_names()
+        if chosen and chosen.name in known:
+            return chosen.name
+        if not known and not chosen:
             raise UsageError("no cluster yet", "start with `orch up INVENTORY`")
+        near = difflib.get_close_matches(chosen.name, known, n=1) if chosen else []
+        meant = f"did you mean {near[0]}? " if near else ""
+        remembered = f"known: {', '.join(known) or 'none'}"
+        if chosen and chosen.by != str(self.home.current_cluster):
+            by = f"{chosen.by}: " if chosen.by else ""
+            remedy = f"{meant}`orch up INVENTORY` remembers one; {remembered}"
+            raise UsageError(f"{by}no cluster named {chosen.name!r} is remembered", remedy)
         raise UsageError(
             f"{self.home.current_cluster} names no cluster that is remembered",
-            f"`orch up INVENTORY` writes it anew, or `--cluster NAME`; known: {known}",
+            f"{meant}`orch use NAME` writes it anew, or `--cluster NAME`; {remembered}",
         )
+
+    def current(self) -> Current | None:
+        """This terminal's, else the one that the last `orch up` or `orch use` chose."""
+        if terminals := self.terminals():
+            return terminals
+        try:
+            name = self.home.current_cluster.read_text().strip()
+        except (FileNotFoundError, ValueError):
+            return None
+        return Current(name, str(self.home.current_cluster)) if re.fullmatch(NAME, name) else None
+
+    @staticmethod
+    def terminals() -> Current | None:
+        """What ORCH_CLUSTER says; None where it is not set, or empty."""
+        name = os.environ.get(CLUSTER_VARIABLE)
+        return Current(name, CLUSTER_VARIABLE) if name else None
+
+    def use(self, name: str) -> Cluster:
+        """Makes a remembered cluster the current one. Raises UsageError where it is unknown."""
+        cluster = self.cluster(name)
+        with self._locked():
+            write_atomic(self.home.current_cluster, cluster.name + "\n")
+        return cluster
 
     def cluster_names(self) -> list[str]:
         return sorted(path.stem for path in self.home.clusters.glob("*.json") if not path.name.startswith("."))
@@ -169,13 +215,6 @@ class Store:
     def known_cluster(self, name: str) -> Cluster | None:
         """None where it is unknown. Raises StateError where it is damaged."""
         return self._read(self.home.cluster(name), Cluster) if self.home.cluster(name).is_file() else None
-
-    def _current(self) -> str | None:
-        try:
-            name = self.home.current_cluster.read_text().strip()
-        except (FileNotFoundError, ValueError):
-            return None
-        return name if re.fullmatch(NAME, name) else None
 
     # ---- jobs -------------------------------------------------------------------------------------------------
 
@@ -284,13 +323,22 @@ class Store:
         """The run folders of all jobs whose ids begin so."""
         return [folder for job in self.job_ids() if job.startswith(begins) for folder in self.run_folders(job)]
 
-    def find_job(self, wanted: str) -> str:
-        """The id meant by an id, a unique prefix of one, or `latest`. Raises UsageError where none or several fit."""
-        ids = [job.id for job in self.jobs()]
-        if wanted == "latest" and ids:
-            return ids[0]
-        known = [*ids, *(job for job in self.job_ids() if job not in ids)]
+    def find_job(self, wanted: str, cluster: str | None = None) -> str:
+        """The id meant by an id, a unique prefix of one, or `latest`: the newest of the current cluster.
+
+        cluster: only its jobs, for a person named it. Raises UsageError where none or several fit.
+        """
+        jobs = {job.id: job for job in self.jobs()}
+        if wanted == LATEST and jobs:
+            return self._latest(list(jobs.values()), cluster)
+        known = [*jobs, *(job for job in self.job_ids() if job not in jobs)]
         fitting = [job for job in known if job == wanted] or [job for job in known if job.startswith(wanted)]
+        if cluster:
+            elsewhere, cluster = fitting, self.cluster_name(cluster)
+            fitting = [job for job in fitting if job not in jobs or jobs[job].cluster == cluster]
+            if len(elsewhere) == 1 and not fitting:
+                where = jobs[elsewhere[0]].cluster
+                raise UsageError(f"{elsewhere[0]} ran on cluster {where}, not on {cluster}", "leave --cluster out")
         if len(fitting) == 1:
             return fitting[0]
         if fitting:
@@ -298,6 +346,20 @@ class Store:
         if not known:
             raise UsageError("no job yet", "start one with `orch run`; `orch jobs --rescan` asks the hosts for others")
         raise UsageError(f"no job {wanted!r}", f"the latest: {', '.join(known[:5])} (`orch jobs` lists all)")
+
+    def _latest(self, jobs: Sequence[JobRecord], cluster: str | None) -> str:
+        """jobs: newest first, at least one. Without a current cluster the newest of all."""
+        if cluster or self.terminals():
+            cluster = self.cluster_name(cluster)
+        elif current := self.current():
+            cluster = current.name
+        for job in jobs:
+            if cluster in (None, job.cluster):
+                return job.id
+        newest = jobs[0]
+        raise UsageError(
+            f"no job yet on cluster {cluster}", f"the latest of cluster {newest.cluster}: --job {newest.id}"
+        )
 
     # ---- profiles ---------------------------------------------------------------------------------------------
 

@@ -26,3 +26,4 @@ def _nobody_in_particular(monkeypatch, tmp_path):
     monkeypatch.setenv("ORCH_HOME", str(tmp_path / "orch-home"))
     monkeypatch.setenv("ORCH_SSH_CONFIG", "/dev/null")
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    monkeypatch.delenv("ORCH_CLUSTER", raising=False)

@@ -83,6 +83,7 @@ STAGES += [
     "cli.common",
     "cli.boards",
     "cli.clusters",
+    "cli.current",
     "cli.hosts",
     "cli.jobs",
     "cli.plan",

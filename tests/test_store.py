@@ -116,6 +116,39 @@ def test_a_job_is_found_by_its_id_a_unique_prefix_or_latest(store, wanted, found
     assert store.find_job(wanted) == found
 
 
+def test_the_latest_job_is_that_of_the_current_cluster(store, monkeypatch):
+    store.save_cluster(cluster("lab"), current=True)
+    store.save_cluster(cluster("rack"))
+    store.save_cluster(cluster("new"))
+    store.save_job(job("ours", "2026-11-21T09:00"))
+    store.save_job(job("theirs", "2026-11-21T10:00", cluster="rack"))
+    assert (store.find_job("latest"), store.find_job("latest", "rack")) == ("ours", "theirs")
+    assert store.find_job("their") == "theirs"  # an id says enough by itself
+    monkeypatch.setenv("ORCH_CLUSTER", "rack")
+    assert (store.cluster().name, store.find_job("latest"), store.find_job("ours")) == ("rack", "theirs", "ours")
+    with pytest.raises(UsageError, match="theirs ran on cluster rack, not on lab: leave --cluster out"):
+        store.find_job("theirs", "lab")
+    with pytest.raises(UsageError, match="no job yet on cluster new: the latest of cluster rack: --job theirs"):
+        store.find_job("latest", "new")
+    with pytest.raises(UsageError, match=r"no cluster named 'rak' is remembered: did you mean rack\?"):
+        store.find_job("theirs", "rak")
+
+
+def test_an_unknown_cluster_of_the_terminal_is_named_with_the_variable_and_the_nearest(store, monkeypatch):
+    store.save_cluster(cluster("lab-pair"), current=True)
+    monkeypatch.setenv("ORCH_CLUSTER", "labpair")
+    store.save_job(job("one", cluster="lab-pair"))
+    for ask in (store.cluster, lambda: store.find_job("latest")):
+        with pytest.raises(UsageError, match=r"ORCH_CLUSTER: no cluster named 'labpair' .*did you mean lab-pair\?"):
+            ask()
+    assert store.cluster("lab-pair").name == "lab-pair"
+    monkeypatch.setenv("ORCH_CLUSTER", "")
+    assert store.cluster().name == "lab-pair"
+    store.home.current_cluster.write_text("lab-pairs\n")
+    with pytest.raises(UsageError, match=r"current names no cluster that is remembered: did you mean lab-pair\?"):
+        store.cluster()
+
+
 def test_a_prefix_of_several_jobs_is_refused_with_their_names(store):
     store.save_job(job("mnist-1"))
     store.save_job(job("mnist-2"))

@@ -12,6 +12,7 @@ import click
 from orchestrator import __version__
 from orchestrator.cli.clusters import down, master, node, reap, status, trust, up
 from orchestrator.cli.common import Orch
+from orchestrator.cli.current import clusters, use
 from orchestrator.cli.hosts import data, setup
 from orchestrator.cli.jobs import cancel, jobs, logs, run
 from orchestrator.cli.plan import plan
@@ -39,6 +40,8 @@ def main() -> None:
 for command in (
     up,
     status,
+    clusters,
+    use,
     master,
     node,
     trust,

@@ -46,6 +46,7 @@ def up(inventory: Path, accept_new_host_keys: bool, allow_local: bool, as_json: 
     orch up inventory/a2000_v100.yaml
     orch up inventory/lab_pair.yaml --accept-new-host-keys
     """
+    from orchestrator import console
     from orchestrator.inventory import load_inventory
 
     loaded = load_inventory(inventory)
@@ -53,6 +54,9 @@ def up(inventory: Path, accept_new_host_keys: bool, allow_local: bool, as_json: 
         _ask_about_local(controller.store.home, loaded, allow_local)
         with busy(f"probing {len(loaded.nodes)} hosts"):
             found = controller.clusters.up(loaded)
+        terminals = controller.store.terminals()
+    if terminals and terminals.name != loaded.cluster:
+        console.warn(f"{terminals.by}={terminals.name} still chooses in this terminal: unset {terminals.by}")
     _show_up(found, as_json)
 
 

@@ -18,6 +18,7 @@ from orchestrator.errors import HostsError, OrchError
 
 if TYPE_CHECKING:
     from orchestrator.controller import Controller
+    from orchestrator.records import JobRecord, LaunchPlan
 
 INTERRUPTED = 130
 _REMEDIES = {
@@ -35,7 +36,10 @@ _REMEDIES = {
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 cluster_option: Decorator = click.option(
-    "--cluster", metavar="NAME", help="Another remembered cluster.", shell_complete=cluster_names
+    *("--cluster", "cluster"),
+    metavar="NAME",
+    help="A remembered cluster.  [default: $ORCH_CLUSTER, else the one of the last `orch up` or `orch use`]",
+    shell_complete=cluster_names,
 )
 json_option: Decorator = click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
 accept_option: Decorator = click.option(
@@ -43,9 +47,8 @@ accept_option: Decorator = click.option(
 )
 job_option: Decorator = click.option(
     *("--job", "wanted"),
-    required=True,
     metavar="ID",
-    help="A job's id, a unique prefix of it, or `latest`.",
+    help="A job's id, a unique prefix of it, or `latest`.  [default: the cluster's latest]",
     shell_complete=job_ids,
 )
 out_option: Decorator = click.option(
@@ -58,6 +61,21 @@ def given_out(out: Path) -> Path | None:
     """The folder that a person chose with --out; None where nobody did."""
     source = click.get_current_context().get_parameter_source("out")
     return None if source in (None, ParameterSource.DEFAULT) else out
+
+
+def chosen_id(controller: Controller, wanted: str | None, cluster: str | None) -> str:
+    """The job that a line names, else the latest of its cluster, and then it says which one that is."""
+    from orchestrator import console
+    from orchestrator.store import LATEST
+
+    found = controller.store.find_job(wanted or LATEST, cluster)
+    if not wanted:
+        console.say(f"job {found}, the latest of cluster {controller.store.job(found).cluster}")
+    return found
+
+
+def chosen_job(controller: Controller, wanted: str | None, cluster: str | None) -> tuple[JobRecord, LaunchPlan]:
+    return controller.job(chosen_id(controller, wanted, cluster))
 
 
 def settings_option(help: str) -> Decorator:

@@ -6,6 +6,7 @@ Used as click's `shell_complete`: each takes context, parameter and the word beg
 from __future__ import annotations
 
 import json
+import os
 from contextlib import suppress
 
 import click
@@ -68,7 +69,8 @@ def setting_pairs(context: click.Context, parameter: click.Parameter, begun: str
 def _nodes(context: click.Context) -> list[str]:
     home = Home.default()
     with suppress(OSError, ValueError, KeyError, TypeError):
-        cluster = context.params.get("cluster") or home.current_cluster.read_text().strip()
+        terminals = os.environ.get("ORCH_CLUSTER")  # `store` knows it too, and is slow to load
+        cluster = context.params.get("cluster") or terminals or home.current_cluster.read_text().strip()
         return [node["name"] for node in json.loads(home.cluster(cluster).read_text())["nodes"]]
     return []
 

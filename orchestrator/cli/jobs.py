@@ -12,6 +12,7 @@ import click
 from orchestrator.cli.common import (
     Quantity,
     busy,
+    chosen_job,
     cluster_option,
     job_option,
     json_option,
@@ -27,7 +28,7 @@ from orchestrator.errors import HostError, OrchError, UsageError
 if TYPE_CHECKING:
     from orchestrator.call import Host
     from orchestrator.controller import Controller
-    from orchestrator.records import Elastic, LaunchPlan
+    from orchestrator.records import Elastic, JobRecord, LaunchPlan
 
 SECOND_CTRL_C_S = 3.0
 
@@ -227,7 +228,7 @@ def _finish(controller: Controller, plan: LaunchPlan, as_json: bool, *, detached
 @cluster_option
 @json_option
 def jobs(rescan: bool, adopt: bool, yes: bool, cluster: str | None, as_json: bool) -> None:
-    """All remembered jobs, newest first; those not ended are asked after on their hosts.
+    """All remembered jobs of all clusters, newest first; those not ended are asked after on their hosts.
 
     Hosts that give no answer are named on standard error, and as `unheard` in the JSON.
     Found jobs that another $ORCH_HOME started can be looked at. Only that one can end or remove them, unless you say
@@ -235,6 +236,7 @@ def jobs(rescan: bool, adopt: bool, yes: bool, cluster: str | None, as_json: boo
 
     \b
     orch jobs
+    orch jobs --cluster rack
     orch jobs --rescan                    after $ORCH_HOME was damaged
     orch jobs --rescan --adopt            after it was lost
     orch jobs --json | jq -r '.jobs[0].id'
@@ -245,8 +247,9 @@ def jobs(rescan: bool, adopt: bool, yes: bool, cluster: str | None, as_json: boo
     if adopt and not rescan:
         raise UsageError("--adopt belongs to --rescan", "orch jobs --rescan --adopt")
     with open_controller() as controller:
+        cluster = _shown_cluster(controller, cluster)
         if rescan:
-            names = [cluster] if cluster else controller.store.cluster_names() or [controller.store.cluster().name]
+            names = [cluster] if cluster else controller.store.cluster_names() or [controller.store.cluster_name()]
             with busy(f"asking the hosts of {', '.join(names)}"):
                 rebuilt = controller.rescan(names)
             console.say(f"rebuilt from the hosts: {', '.join(job.id for job in rebuilt.records) or 'nothing'}")
@@ -261,6 +264,19 @@ def jobs(rescan: bool, adopt: bool, yes: bool, cluster: str | None, as_json: boo
     console.fail_each(problems.values())
     if any(isinstance(error, HostError) for error in problems.values()):
         sys.exit(HostError.exit_code)
+
+
+def _shown_cluster(controller: Controller, named: str | None) -> str | None:
+    """None means all of them: only a person's own word leaves jobs out."""
+    from orchestrator import console
+
+    terminals = controller.store.terminals()
+    if not named and not terminals:
+        return None
+    chosen = controller.store.cluster_name(named)
+    if not named and terminals:
+        console.say(f"jobs of cluster {chosen} ({terminals.by}); `{terminals.by}= orch jobs` shows all")
+    return chosen
 
 
 def _others(controller: Controller, clusters: list[str], adopt: bool, yes: bool) -> Mapping[str, OrchError]:
@@ -284,13 +300,14 @@ def _others(controller: Controller, clusters: list[str], adopt: bool, yes: bool)
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job has ended.")
 @click.option("--node", "only_node", metavar="N", help="Only this node.", shell_complete=node_names)
 @click.option("--rank", "only_rank", type=int, metavar="R", help="Only this rank.")
-def logs(wanted: str, follow: bool, only_node: str | None, only_rank: int | None) -> None:
+@cluster_option
+def logs(wanted: str | None, follow: bool, only_node: str | None, only_rank: int | None, cluster: str | None) -> None:
     """What the ranks printed, each line with its node and rank.
 
     After `orch down`, what was collected of it.
 
     \b
-    orch logs --job latest -f
+    orch logs -f
     orch logs --job resnet152 --node v100 --rank 0
     """
     from orchestrator import console
@@ -301,7 +318,7 @@ def logs(wanted: str, follow: bool, only_node: str | None, only_rank: int | None
         return only_node in (None, line.node) and only_rank in (None, line.rank)
 
     with open_controller() as controller:
-        _, plan = controller.job(wanted)
+        _, plan = chosen_job(controller, wanted, cluster)
         if only_node:
             controller.store.cluster(plan.cluster).node(only_node)
         if only_rank is not None and not 0 <= only_rank < plan.world_size:
@@ -322,18 +339,23 @@ def logs(wanted: str, follow: bool, only_node: str | None, only_rank: int | None
 
 @click.command()
 @job_option
+@click.option("--yes", is_flag=True, help="Do not ask whether the latest job is meant.")
+@cluster_option
 @json_option
-def cancel(wanted: str, as_json: bool) -> None:
+def cancel(wanted: str | None, yes: bool, cluster: str | None, as_json: bool) -> None:
     """End a job on all its hosts, and look a second time that nothing stayed.
 
+    Without --job it is the latest of the cluster, and you are asked whether you mean it.
+
     \b
-    orch cancel --job latest
+    orch cancel --job mnist_lenet-20261121-0912-k3f
+    orch cancel
     """
     from orchestrator import console
     from orchestrator.records import ENDED
 
     with open_controller() as controller:
-        known, plan = controller.job(wanted)
+        known, plan = controller.job(wanted, cluster) if wanted else _meant(controller, cluster, yes)
         if known.state in ENDED:
             console.say(f"{plan.job} has ended already; looking for what it may have left")
         _cancel(controller, plan)
@@ -342,6 +364,23 @@ def cancel(wanted: str, as_json: bool) -> None:
             console.print_json(console.jobs_json([job])["jobs"][0] | {"schema": 1})
         else:
             console.print_end(job)
+
+
+def _meant(controller: Controller, cluster: str | None, yes: bool) -> tuple[JobRecord, LaunchPlan]:
+    """The latest job, once its person has said that it is the one to end. Raises UsageError where nobody does."""
+    from orchestrator.records import ENDED
+
+    known, plan = chosen_job(controller, None, cluster)
+    known = controller.refresh(known)
+    if known.state in ENDED:
+        others = [job.id for job in controller.store.jobs() if job.state not in ENDED]
+        remedy = f"still running: {', '.join(others)}: name one with --job" if others else "no other job runs, either"
+        raise UsageError(f"{known.id} has ended already ({known.state})", remedy)
+    can_ask = sys.stdin is not None and sys.stdin.isatty()
+    question = f"Cancel {known.id} ({known.state}) on {', '.join(known.nodes)}?"
+    if not yes and not (can_ask and click.confirm(question, default=False, err=True)):
+        raise UsageError("no job was cancelled", f"orch cancel --job {known.id}")
+    return known, plan
 
 
 def _cancel(controller: Controller, plan: LaunchPlan) -> None:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from orchestrator.cli.common import busy, json_option, names_of, nodes_option, open_controller, out_option
+from orchestrator.cli.common import (
+    busy,
+    chosen_job,
+    cluster_option,
+    json_option,
+    names_of,
+    nodes_option,
+    open_controller,
+    out_option,
+)
 from orchestrator.cli.complete import job_ids
 from orchestrator.errors import HostError, UsageError
 
@@ -25,24 +35,33 @@ MAX_TIME_S = 253402300799.0
 
 
 @click.command()
-@click.argument("words", nargs=-1, metavar="JOB [GLOB]...", shell_complete=job_ids)
+@click.argument("words", nargs=-1, metavar="[JOB] [GLOB]...", shell_complete=job_ids)
 @click.option("--job", "wanted", metavar="ID", help="The job, in place of JOB.", shell_complete=job_ids)
 @click.option("--list", "only_list", is_flag=True, help="Show what there is and what is here already; bring nothing.")
 @nodes_option
 @out_option
+@cluster_option
 @json_option
 def pull(
-    words: tuple[str, ...], wanted: str | None, only_list: bool, nodes: str | None, out: Path, as_json: bool
+    words: tuple[str, ...],
+    wanted: str | None,
+    only_list: bool,
+    nodes: str | None,
+    out: Path,
+    cluster: str | None,
+    as_json: bool,
 ) -> None:
     """Bring home what a job wrote: its checkpoints, and every new or changed file of its script's folder.
 
-    JOB is an id, a unique prefix of one, or `latest`. A GLOB chooses files by name, as `--list` shows them; `src/` may
-    be left out. Each host's files come into OUT/JOB/nodes/NODE/files, checked by SHA-256. Broken off, by Ctrl-C or a
-    link, it loses nothing: the same command goes on. It works while the job runs, too.
+    JOB is an id, a unique prefix of one, or `latest`, which it is if you name none. A GLOB chooses files by name, as
+    `--list` shows them; `src/` may be left out. Each host's files come into OUT/JOB/nodes/NODE/files, checked by
+    SHA-256. Broken off, by Ctrl-C or a link, it loses nothing: the same command goes on. It works while the job runs,
+    too.
 
     \b
-    orch pull latest
-    orch pull latest --list
+    orch pull
+    orch pull --list
+    orch pull '*.pt'
     orch pull latest snapshot.pt 'checkpoints/*'
     orch pull mnist_lenet-20261121 --nodes v100 --out ~/results
     """
@@ -50,11 +69,11 @@ def pull(
     from orchestrator.paths import RunFolder
     from orchestrator.pull import Pulled, matching
 
-    wanted, globs = (wanted, words) if wanted else (words[0] if words else None, words[1:])
-    if not wanted:
-        raise UsageError("name a job", "orch pull latest; `orch jobs` lists all")
+    globs = words
+    if not wanted and words and re.fullmatch(r"[A-Za-z0-9_-]+", words[0]):  # what an id consists of
+        wanted, globs = words[0], words[1:]
     with open_controller() as controller:
-        _, plan = controller.job(wanted)
+        _, plan = chosen_job(controller, wanted, cluster)
         with busy(f"asking the hosts of {plan.job}"):
             outputs = controller.outputs(plan, names_of(nodes))
         chosen = {node: matching(listing.files, globs) for node, listing in outputs.found.items()}

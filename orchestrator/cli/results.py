@@ -11,6 +11,9 @@ import click
 from orchestrator.cli.common import (
     Quantity,
     busy,
+    chosen_id,
+    chosen_job,
+    cluster_option,
     given_out,
     job_option,
     json_option,
@@ -32,22 +35,25 @@ if TYPE_CHECKING:
     "--max-log", type=Quantity("size"), default="1GiB", show_default=True, help="Of each log no more than this."
 )
 @out_option
+@cluster_option
 @json_option
-def collect(wanted: str, checkpoints: bool, max_log: float, out: Path, as_json: bool) -> None:
+def collect(
+    wanted: str | None, checkpoints: bool, max_log: float, out: Path, cluster: str | None, as_json: bool
+) -> None:
     """Pull a job's logs and metrics, compare its hosts, write the report.
 
     Only what is new is pulled; works while the job runs, too.
 
     \b
-    orch collect --job latest
-    orch collect --job latest --checkpoints
+    orch collect
+    orch collect --checkpoints
     orch collect --job mnist_lenet-20261121 --out ~/results
     """
     from orchestrator import console
     from orchestrator.units import format_bytes
 
     with open_controller() as controller:
-        _, plan = controller.job(wanted)
+        _, plan = chosen_job(controller, wanted, cluster)
         with busy(f"collecting {plan.job}"):
             report = controller.collect(plan, out, limit_bytes=int(max_log))
     if as_json:
@@ -87,14 +93,15 @@ def _pull_checkpoints(plan: LaunchPlan, out: Path) -> None:
 @click.command()
 @job_option
 @out_option
+@cluster_option
 @json_option
-def report(wanted: str, out: Path, as_json: bool) -> None:
+def report(wanted: str | None, out: Path, cluster: str | None, as_json: bool) -> None:
     """The comparison of a collected run once more; asks no host.
 
     A run that is not in ./runs is found where it was collected last.
 
     \b
-    orch report --job latest
+    orch report
     orch report --job latest --json | jq .efficiency
     """
     from orchestrator import console
@@ -103,7 +110,8 @@ def report(wanted: str, out: Path, as_json: bool) -> None:
 
     with open_controller() as controller:
         # A folder of last month's run needs no memory of it.
-        job = wanted if (out / wanted).is_dir() else controller.store.find_job(wanted)
+        is_here = wanted and (out / wanted).is_dir()
+        job = wanted if wanted and is_here else chosen_id(controller, wanted, cluster)
         run_folder = RunFolder(out / job)
         if not run_folder.plan.is_file() and not given_out(out):
             run_folder = newest_copy(controller.store, job) or run_folder
