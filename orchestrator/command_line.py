@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections.abc import Collection, Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,13 @@ def _script(plan: LaunchPlan, settings: Mapping[str, Any]) -> list[str]:
     if LOCAL_RANK in words:
         words.remove(LOCAL_RANK)
         options.append("--pass-local-rank")
-    if plan.kind == "module":
+    flags = list(takewhile(lambda word: word.startswith("-") and word != "-m", words))
+    words = words[len(flags) :]
+    if plan.kind != "module":
+        words[0] = str(Path(plan.code.source, words[0]))
+    elif not flags:
         return [*options, *words[:2], "--", *words[2:]]
-    return [*options, "--", str(Path(plan.code.source, words[0])), *words[1:]]
+    return [*options, "--", *(["python", *flags] if flags else ()), *words]
 
 
 def _limits(plan: LaunchPlan, *, all_nodes: bool) -> Iterator[str]:

@@ -21,7 +21,7 @@ from orchestrator.errors import UsageError
 
 @dataclass(frozen=True)
 class Program:
-    """name: a script's path as seen from here, or a module's name. flags: of the interpreter."""
+    """name: a script's path as seen from here, or a module's name. flags: of the interpreter, a word each."""
 
     name: str
     arguments: tuple[str, ...] = ()
@@ -132,7 +132,7 @@ def _python(typed: str, words: Sequence[str]) -> Program:
     while rest and rest[0].startswith("-"):
         option = rest.pop(0)
         if option.startswith(("-W", "-X")):
-            flags += [option] if option[2:] or not rest else [option, rest.pop(0)]
+            flags.append(option if option[2:] or not rest else option + rest.pop(0))
         elif option == "-m" and rest:
             module, *arguments = rest
             if module in _MODULES:

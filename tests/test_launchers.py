@@ -10,9 +10,7 @@ from orchestrator.launchers import Program, read_program
 UNDERSTOOD = {
     "train.py --batch 96 --lr 0.1": Program("train.py", ("--batch", "96", "--lr", "0.1")),
     "python train.py -m x": Program("train.py", ("-m", "x")),
-    "/opt/conda/bin/python3.11 -u -X dev -Wignore a/train.py": Program(
-        "a/train.py", flags=("-u", "-X", "dev", "-Wignore")
-    ),
+    "/opt/conda/bin/python3.11 -u -X dev -Wignore a/train.py": Program("a/train.py", flags=("-u", "-Xdev", "-Wignore")),
     "python -m pkg.train --lr 0.1": Program("pkg.train", ("--lr", "0.1"), is_module=True),
     "torchrun --nproc_per_node=4 --nnodes 2 --standalone train.py --nnodes 3": Program("train.py", ("--nnodes", "3")),
     "torchrun -m pkg.train -r 3": Program("pkg.train", ("-r", "3"), is_module=True),
