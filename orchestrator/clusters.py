@@ -71,7 +71,7 @@ class Clusters:
             nodes += tuple(node for node in known.extra if node.name not in {n.name for n in nodes})
         cluster = Cluster(schema=1, name=inventory.cluster, file=file, nodes=nodes)
         if known:
-            kept = ("added", "released", "removed", "extra", "master_pin")
+            kept = ("added", "probed", "released", "removed", "extra", "master_pin")
             cluster = cluster.model_copy(update={name: getattr(known, name) for name in kept})
             own = {node.name: node.python for node in nodes}  # of the file as it is now
             venvs = {name: venv for name, venv in known.venvs.items() if name in own}
@@ -160,6 +160,7 @@ class Clusters:
                 "facts": {**_without(cluster.facts, looked), **facts},
                 "problems": {**_without(cluster.problems, looked), **{n: _problem(n, e) for n, e in problems.items()}},
                 "added": {node.name: cluster.added.get(node.name, now) for node in cluster.nodes},
+                "probed": {**cluster.probed, **dict.fromkeys(looked, now)},
             }
         )
         warnings = [w for node in nodes if node.name in facts for w in checks.warnings(node, facts[node.name])]

@@ -7,6 +7,7 @@ with Connections(home) as connections:
 
 from __future__ import annotations
 
+import math
 import resource
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -17,13 +18,15 @@ from orchestrator.errors import HostError
 from orchestrator.inventory import Node
 from orchestrator.paths import Home
 from orchestrator.transport import Transport
-from orchestrator.transport.fanout import for_each
+from orchestrator.transport.fanout import errors_by_node, for_each
 from orchestrator.transport.local import LocalTransport
 
 if TYPE_CHECKING:  # paramiko is slow to import and a cluster of local nodes does without
     from orchestrator.transport.route import Target
 
 CONNECT_S = 10.0
+DIAL_S, LOGIN_S = 2.0, 6.0
+"""A look at who answers: a host that is off costs DIAL_S, one that is up and busy has LOGIN_S to let us in."""
 FILES_PER_HOST = 12
 """A connection, and what its commands take."""
 
@@ -50,7 +53,7 @@ class Connections:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for transport in self._transports.values():
+        for transport in list(self._transports.values()):  # a late host may still come to be among them
             transport.close()
 
     def open(self, nodes: Sequence[Node]) -> dict[str, Host | HostError]:
@@ -71,16 +74,26 @@ class Connections:
         names = {node.name: node.name for node in nodes}
         return for_each(names, lambda name: action(self.reopen(name)), deadline_s=CONNECT_S + deadline_s)
 
-    def reopen(self, name: str) -> Host:
-        """A fresh connection to a node of `open`. Raises HostError."""
+    def silent(self, nodes: Sequence[Node]) -> dict[str, HostError]:
+        """Those that cannot be logged in to at this moment, and why. All at once, within a few seconds."""
+        self._nodes |= {node.name: node for node in nodes}
+        _allow_files(FILES_PER_HOST * len(nodes))
+        if any(node.transport == "ssh" for node in nodes):
+            from orchestrator.transport import ssh as _  # noqa: F401 - slow to import, and no host's fault
+        names = {node.name: node.name for node in nodes}
+        looked = for_each(names, lambda name: self.reopen(name, LOGIN_S, DIAL_S), deadline_s=LOGIN_S + 2)
+        return errors_by_node(looked)
+
+    def reopen(self, name: str, timeout_s: float = CONNECT_S, dial_s: float = math.inf) -> Host:
+        """A fresh connection to a node of `open`. timeout_s, dial_s: see `transport.ssh.connect`. Raises HostError."""
         previous = self._transports.pop(name, None)
         if previous:
             previous.close()
         node = self._nodes[name]
-        self._transports[name] = self._connect(node)
+        self._transports[name] = self._connect(node, timeout_s, dial_s)
         return Host(self._transports[name], node.python, node.activate, node.workdir)
 
-    def _connect(self, node: Node) -> Transport:
+    def _connect(self, node: Node, timeout_s: float, dial_s: float) -> Transport:
         if node.transport == "local":
             return LocalTransport(node.name)
         from orchestrator.transport import ssh
@@ -91,7 +104,8 @@ class Connections:
             host_keys=HostKeys.default(self._home),
             accept_new=self._accept_new,
             ask_passphrase=self._ask,
-            timeout_s=CONNECT_S,
+            timeout_s=timeout_s,
+            dial_s=dial_s,
         )
 
     def _unlock_keys(self, nodes: Sequence[Node], ask: Callable[[str], str | None]) -> None:

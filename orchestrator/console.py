@@ -28,7 +28,7 @@ from rich.text import Text
 
 from orchestrator.alike import host_set, reasons, together
 from orchestrator.controller import Notice
-from orchestrator.errors import HostError, OrchError
+from orchestrator.errors import ConnectError, HostError, OrchError
 from orchestrator.faults import fault_words
 from orchestrator.grammar import place
 from orchestrator.lines import Line
@@ -37,7 +37,7 @@ from orchestrator.records import Faster, FirstFailure, JobRecord, LaunchPlan
 from orchestrator.store import Cluster
 from orchestrator.summary import Collectives, Summary, link_matrix
 from orchestrator.text import clean_lines, one_line
-from orchestrator.units import format_bandwidth, format_bytes
+from orchestrator.units import format_age, format_bandwidth, format_bytes
 
 
 class _Out(Console):
@@ -100,8 +100,21 @@ def print_json(value: Any) -> None:
 
 
 def print_cluster(cluster: Cluster) -> None:
-    columns = ("name", "IP", "id", "note", "GPU", "bandwidth", "image", "torch", "venv", "status", "added")
-    rows = cluster_rows(cluster)
+    _print_nodes(cluster, cluster_json(cluster)["nodes"], "added")
+
+
+def print_status(cluster: Cluster, silent: Mapping[str, HostError] | None) -> None:
+    """silent: the nodes that do not answer at this moment; None where nobody looked."""
+    nodes = cluster_json(cluster, silent)["nodes"]
+    _print_nodes(cluster, [{**node, "probed": _age(node["probed"])} for node in nodes], "probed")
+    known = {name: problem.as_error(name) for name, problem in cluster.problems.items()}
+    fail_each({**known, **(silent or {})}.values())
+
+
+def _print_nodes(cluster: Cluster, nodes: Sequence[Mapping[str, Any]], when: str) -> None:
+    """when: the key of the time that comes last."""
+    columns = ("name", "IP", "id", "note", "GPU", "bandwidth", "image", "torch", "venv", "status", when)
+    rows = [[str(node["address" if column == "IP" else column.lower()] or "") for column in columns] for node in nodes]
     told = [index for index in range(len(columns)) if any(row[index] for row in rows)]  # a narrow screen has no room
     shown = [[row[index] for index in told] for row in rows]
     out.print(_table(f"cluster {cluster.name}", [columns[index] for index in told], shown))
@@ -109,12 +122,8 @@ def print_cluster(cluster: Cluster) -> None:
         out.print(Text.assemble("master: ", plain(cluster.master_reason, "bold")))
 
 
-def cluster_rows(cluster: Cluster) -> list[tuple[str, ...]]:
-    return [tuple(str(value or "") for value in row.values()) for row in cluster_json(cluster)["nodes"]]
-
-
-def cluster_json(cluster: Cluster) -> dict[str, Any]:
-    """The document of `orch up --json` and `orch status --json`."""
+def cluster_json(cluster: Cluster, silent: Mapping[str, HostError] | None = None) -> dict[str, Any]:
+    """The document of `orch up --json` and `orch status --json`. silent: as for `print_status`."""
     rows = []
     for node in cluster.nodes:
         facts = cluster.facts.get(node.name)
@@ -131,7 +140,9 @@ def cluster_json(cluster: Cluster) -> dict[str, Any]:
                 "image": node.image,
                 "torch": facts.torch.version if facts and facts.torch else None,
                 "venv": cluster.venvs[node.name].torch if node.name in cluster.venvs else None,
-                "status": node_status(cluster, node.name),
+                "status": node_status(cluster, node.name, silent or {}),
+                "answers": None if silent is None else node.name not in silent,
+                "probed": cluster.probed.get(node.name),
                 "added": _short_time(cluster.added.get(node.name)),
             }
         )
@@ -146,7 +157,9 @@ def cluster_json(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def node_status(cluster: Cluster, name: str) -> str:
+def node_status(cluster: Cluster, name: str, silent: Mapping[str, HostError]) -> str:
+    if name in silent:
+        return "no answer" if isinstance(silent[name], ConnectError) else "unusable"
     if name in cluster.released:
         return "released"
     if name in cluster.problems:
@@ -525,6 +538,13 @@ def _figure(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}" if value < 10 else f"{value:.1f}"
+
+
+def _age(iso: str | None) -> str | None:
+    try:
+        return format_age(time.time() - datetime.fromisoformat(iso).timestamp()) if iso else None
+    except ValueError:
+        return None
 
 
 def _short_time(iso: str | None) -> str | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
@@ -295,29 +295,31 @@ class Controller:
         found = self.store.find_job(wanted, cluster)
         return self.store.job(found), self.store.plan(found)
 
-    def hosts_of(self, plan: LaunchPlan, only: Sequence[str] = ()) -> tuple[dict[str, Host], dict[str, HostError]]:
+    def hosts_of(
+        self, plan: LaunchPlan, only: Sequence[str] = (), without: Collection[str] = ()
+    ) -> tuple[dict[str, Host], dict[str, HostError]]:
         """The job's hosts that can be reached now, and the errors of those that cannot. only: none means all."""
         cluster = self.store.cluster(plan.cluster)
         known = {node.name: node for node in cluster.nodes}
-        names = [node.name for node in plan.nodes if not only or node.name in only]
+        names = [node.name for node in plan.nodes if (not only or node.name in only) and node.name not in without]
         found = self.connections.open([known[name] for name in names if name in known])
         gone = [name for name in names if name not in known]
         again = f"`orch up {cluster.file}` after adding it again"
         removed = {name: HostError(name, f"is no longer in cluster {cluster.name}", again) for name in gone}
         return values(found), {**errors_by_node(found), **removed}
 
-    def jobs(self, cluster: str | None = None) -> Jobs:
+    def jobs(self, cluster: str | None = None, silent: Mapping[str, HostError] | None = None) -> Jobs:
         """All remembered jobs, newest first, as their hosts have them now; one that cannot be asked after keeps its
-        record.
+        record. silent: nodes of this cluster that were found not to answer a moment ago, and are not dialled again.
         """
         problems: dict[str, OrchError] = dict(self.store.damaged())
         found, unheard = [], dict[str, Mapping[str, HostError]]()
         for record in self.store.jobs():
             if cluster in (None, record.cluster):
                 try:
-                    now, silent = (record, {}) if record.id in problems else self._asked(record)
-                    if silent and now.state not in ENDED:
-                        unheard[now.id] = silent
+                    now, away = (record, {}) if record.id in problems else self._asked(record, silent or {})
+                    if away and now.state not in ENDED:
+                        unheard[now.id] = away
                     found.append(now)
                 except OrchError as error:  # its cluster is damaged or forgotten
                     found.append(record)
@@ -329,19 +331,20 @@ class Controller:
 
         A start that its controller left half done is undone first.
         """
-        return self._asked(record)[0]
+        return self._asked(record, {})[0]
 
-    def _asked(self, record: JobRecord) -> tuple[JobRecord, dict[str, HostError]]:
+    def _asked(self, record: JobRecord, silent: Mapping[str, HostError]) -> tuple[JobRecord, dict[str, HostError]]:
         """The same, and the hosts that gave no answer."""
         if record.state in ENDED:
             return record, {}
         plan = self.store.plan(record.id)
         launched = not self.store.home.launching(record.id).exists()  # before the hosts are asked
-        hosts, unreachable = self.hosts_of(plan)
-        found: dict[str, Mapping[str, Any] | HostError] = {**unreachable, **job.agents(plan, hosts)}
+        away = {node.name: silent[node.name] for node in plan.nodes if node.name in silent}
+        hosts, unreachable = self.hosts_of(plan, without=away)
+        found: dict[str, Mapping[str, Any] | HostError] = {**away, **unreachable, **job.agents(plan, hosts)}
         if self.store.is_half_started(record.id):
             if job.is_half_started(found):
-                found = {**unreachable, **self._end(plan, hosts, fence=True)}
+                found = {**away, **unreachable, **self._end(plan, hosts, fence=True)}
             if not errors_by_node(found):
                 self.store.start_is_over(record.id)
         return self._remember(plan, found, launched=launched), errors_by_node(found)

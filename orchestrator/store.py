@@ -82,6 +82,8 @@ class Cluster(Record):
     nodes: tuple[Node, ...]
     added: dict[str, str] = Field(default_factory=dict)
     """When each node was first seen, ISO 8601."""
+    probed: dict[str, str] = Field(default_factory=dict)
+    """When each node was last looked at for its facts, with or without success, ISO 8601."""
     removed: tuple[str, ...] = ()
     """Of the file's nodes, those that `orch node remove` took out."""
     extra: tuple[Node, ...] = ()

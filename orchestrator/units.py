@@ -68,3 +68,11 @@ def format_duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes}m{rest:02d}s"
     return f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def format_age(seconds: float) -> str:
+    """`just now`, `5 min ago`, `2 h ago`, `3 days ago`."""
+    for unit_s, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if (count := int(seconds // unit_s)) >= 1:
+            return f"{count} {'day' if (count, unit) == (1, 'days') else unit} ago"
+    return "just now"

@@ -141,6 +141,7 @@ def test_hosts_without_an_answer_are_named_and_a_cancel_from_a_new_process_leave
         row = json.loads(told.stdout)["jobs"][0]
         assert (row["id"], row["state"], row["unheard"]) == (job, "running", ["alpha", "beta"])
         assert f"note: {job}: no answer from alpha, beta (" in told.stderr
+    assert [node["status"] for node in json.loads(status.stdout)["cluster"]["nodes"]] == ["no answer", "no answer"]
     again = person.types("jobs", "--json")
     assert json.loads(again.stdout)["jobs"][0]["unheard"] == [] and "no answer" not in again.stderr
     person.types("cancel", "--job", job)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import random
 import selectors
 import socket
@@ -73,16 +74,18 @@ def connect(
     accept_new: bool = False,
     ask_passphrase: AskPassphrase | None = None,
     timeout_s: float = 10.0,
+    dial_s: float = math.inf,
     ssh_config: Path | None = None,
 ) -> SshTransport:
     """Logs in to `target`, through its jump hosts where it has some.
 
-    accept_new: record the key of a host of which none is known. ask_passphrase: gets a key file's path, answers its
+    dial_s: of timeout_s no more than so long for a hop's TCP connection: a host that is up accepts it, however busy it
+    is. accept_new: record the key of a host of which none is known. ask_passphrase: gets a key file's path, answers its
     passphrase or None; asked once a key in the life of this process. ssh_config: in place of $ORCH_SSH_CONFIG, else
     ~/.ssh/config. Raises ConnectError, HostKeyError, AuthError, UsageError for a broken SSH configuration.
     """
     route = find_route(target, read_ssh_config(ssh_config))
-    transport = SshTransport(_Way(route, host_keys, accept_new, ask_passphrase, timeout_s))
+    transport = SshTransport(_Way(route, host_keys, accept_new, ask_passphrase, timeout_s, dial_s=dial_s))
     transport.open(timeout_s)
     return transport
 
@@ -215,6 +218,7 @@ class _Way:
     ask_passphrase: AskPassphrase | None = field(repr=False)
     timeout_s: float
     look_only: bool = False
+    dial_s: float = math.inf
 
     @property
     def node(self) -> str:
@@ -249,7 +253,10 @@ class _Way:
         self, hop: Hop, jump: paramiko.Transport | None, deadline: Deadline, resources: ExitStack
     ) -> paramiko.Transport:
         """jump: the open connection to the hop before it."""
-        sock = _through(jump, hop, deadline) if jump else resources.enter_context(_dial_tcp(hop, deadline))
+        dial = Deadline(min(self.dial_s, deadline.left()))
+        late = "no answer" if self.dial_s < deadline.timeout_s else "no SSH login"
+        with _translated(hop, f"{late} within {min(self.dial_s, deadline.timeout_s):g} s", dial):
+            sock = _through(jump, hop, dial) if jump else resources.enter_context(_dial_tcp(hop, dial))
         _await_greeting(sock, deadline)
         with ExitStack() as turn:
             with deadline.paused():
