@@ -95,7 +95,7 @@ STAGES += [
     "cli.__main__",
 ]
 TORCH_FREE = {"__init__", "__main__", "experiments", "config", "shares", "records", "env", "errors", "interrupt"}
-TORCH_FREE |= {"alpha_beta", "microbatches"}
+TORCH_FREE |= {"alpha_beta", "microbatches", "estimate"}
 SHARED = {"experiments", "config", "shares", "records", "alpha_beta"}
 LAUNCHES = {"remote.launch"}
 """What runs torchrun on a host."""

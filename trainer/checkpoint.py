@@ -195,8 +195,7 @@ class CheckpointKeeper:
             return
         if sum(saved.shares) != run.stream.batch or min(saved.shares) < 0:
             return  # not what a trainer writes
-        run.order.reshare(saved.shares)
-        run.rebalancer.balance.shares = tuple(saved.shares)
+        run.rebalancer.take(saved.shares)
         updates = self._updates(saved)
         run.metrics.write("rebalance", step=updates, shares=saved.shares, before=list(before), spread=0.0)
 

@@ -3,9 +3,10 @@
     balance = Balance(shares=(128, 128), speeds=(None, None))
     change = balance.observe([[400.0, 398.0, 401.0], [150.0, 151.0, 149.0]])       Change(shares=(70, 186), ...)
 
-`Balance` decides and knows neither clock nor network; `Rebalancer` brings it the ranks' compute times and puts its
-shares into effect. Only compute time is compared, which ends before a rank waits for others. All ranks decide by
-themselves, the same from the same numbers. The samples of each update stay what they are: the stream is only cut anew.
+`Balance` decides and knows neither clock nor network; what a rank's times say of its speed, `estimate` knows.
+`Rebalancer` brings both the times and puts the shares into effect. Only compute time is compared, which ends before a
+rank waits for others. All ranks decide by themselves, the same from the same numbers. The samples of each update stay
+what they are: the stream is only cut anew.
 """
 
 from __future__ import annotations
@@ -20,115 +21,113 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from trainer.estimate import FRESH, SENT, Estimate
 from trainer.microbatches import MicroBatches
 from trainer.records import MetricsWriter
-from trainer.shares import Speed, fastest_shares, without_singles
-from trainer.stream import RankBatches
+from trainer.shares import PROBED, Speed, fastest_shares, without_singles
+from trainer.stream import NO_PROBES, Probes, RankBatches
 
-FRESH = 3
-"""Updates with the shares of now that each rank has to have taken before they are judged."""
-KEPT = 48
-SUDDEN = 0.15
-"""A rank whose latest FRESH times lie this far from those before has become another: what was before is forgotten."""
-NOISE = 0.05
-"""Of a rank's times, relative, as long as there are too few of them to tell."""
 UNEVEN = 0.03
 """Compute times closer than this are left alone."""
 COST = 0.003
 """The part of a step that comparing may take."""
 MOST_APART = 200
-SENT = 8
-"""A rank's latest times that travel at once."""
 HEAD = 3
-"""What goes before them: samples that it has room for, or 0; ms to prepare a batch, and to compare."""
+"""What goes before a rank's times: samples that it has room for, or 0; ms to prepare a batch, and to compare."""
+PROBE_EVERY = 30
+"""Updates from one probe of the ranks left out to the next."""
+PROBE_COST = 0.05
+"""The part of all time that probing may take: where a probe holds the others up for longer, there are fewer."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """spread: of the ranks' compute times with the shares before, (max - min) / mean."""
+    """spread: of the ranks' compute times with the shares before, (max - min) / mean. The shares may be the same, and
+    only the probes others.
+    """
 
     shares: tuple[int, ...]
     before: tuple[int, ...]
     spread: float
+    probes: Probes = NO_PROBES
 
 
 class Balance:
     """speeds: as they were measured alone; None where that is not known. LBB's rule (do nothing, or solve again, by the
     spread of compute times) with the noise taken from the times themselves, so that there is no threshold to set.
 
-    A rank's time is its model's (`Speed`; without one, a time a sample) times a factor, the median over its latest
-    times. Where the model lacks the fixed part, the factor depends on the share a little: a move then falls short
-    rather than too far, and the next one makes up for it.
+    A rank that is left out shows no times. If it would be worth its while at the fastest that it was known to be, it is
+    probed: now and then it takes a few samples, and comes back as soon as they say so.
     """
 
     def __init__(self, shares: Sequence[int], speeds: Sequence[Speed | None]) -> None:
         self.shares = tuple(shares)
-        self.models = [speed or Speed(0.0, 1.0) for speed in speeds]
-        self.factors: list[float | None] = [1.0 if speed else None for speed in speeds]
-        self.noises = [NOISE] * len(self.shares)
-        self.latest: list[list[float]] = [[] for _ in self.shares]
+        self.ranks = [Estimate(speed) for speed in speeds]
+        self.probes = self._wanted_probes()
+
+    def take(self, shares: Sequence[int]) -> None:
+        """Those that somebody else has decided on."""
+        for rank, share in zip(self.ranks, self.shares, strict=True):
+            rank.leave(share)
+        self.shares = tuple(shares)
+        self.probes = self._wanted_probes()
 
     def observe(self, times_ms: Sequence[Sequence[float]], least_gain: float = 0.0) -> Change | None:
-        """times_ms: of each rank, its latest compute times with the shares of now; of one without samples they do not
-        count. Gives the shares from now on where others pay: the longest compute time has to fall by `least_gain`.
+        """times_ms: of each rank, its latest compute times with the shares of now; of one without a share, those of
+        its probes. Gives what is from now on where others pay: the longest compute time has to fall by `least_gain`.
         """
-        for rank, share in enumerate(self.shares):
-            if share:
-                self._learn(rank, times_ms[rank])
+        for rank, share, found_ms in zip(self.ranks, self.shares, times_ms, strict=True):
+            rank.learn(share, found_ms) if share else rank.probe(found_ms)
         active = [rank for rank, share in enumerate(self.shares) if share]
-        if min(len(self.latest[rank]) for rank in active) < FRESH:
+        if min(len(self.ranks[rank].times_ms) for rank in active) < FRESH:
             return None
-        now_ms = [self._expected_ms(rank, self.shares[rank]) for rank in active]
+        now_ms = [self.ranks[rank].expected_ms(self.shares[rank]) for rank in active]
         spread = (max(now_ms) - min(now_ms)) / (sum(now_ms) / len(now_ms))
         least = max(UNEVEN, self._noise(active))
         if spread <= least and len(active) == len(self.shares):
             return None
-        shares = self._solve()
-        then_ms = max(self._expected_ms(rank, share) for rank, share in enumerate(shares) if share)
+        before, shares = self.shares, self._solve([rank.speed for rank in self.ranks])
+        then_ms = max(self.ranks[rank].expected_ms(share) for rank, share in enumerate(shares) if share)
         gain = 1 - then_ms / max(now_ms)
         # An even run may only gain by a rank that was left out; an uneven one may be as even as whole samples allow.
-        if gain <= max(least_gain, UNEVEN / 4 if spread > least else least):
+        if gain > max(least_gain, UNEVEN / 4 if spread > least else least):
+            self.take(shares)
+            return Change(shares, before, spread, self.probes)
+        wanted = self._wanted_probes()
+        if not self._differs(wanted):
             return None
-        change = Change(shares, self.shares, spread)
-        self.shares, self.latest = shares, [[] for _ in shares]
-        return change
-
-    def _learn(self, rank: int, times_ms: Sequence[float]) -> None:
-        expected_ms = self.models[rank].step_ms(self.shares[rank])
-        known = self.latest[rank] + [time_ms / expected_ms for time_ms in times_ms]
-        before, recent = known[:-FRESH], known[-FRESH:]
-        if len(before) >= FRESH:
-            moved = abs(_median(recent) / _median(before) - 1)
-            if moved > max(SUDDEN, 4 * self.noises[rank]):
-                known = recent
-        known = known[-KEPT:]
-        self.latest[rank] = known
-        if known:
-            self.factors[rank] = middle = _median(known)
-            if len(known) >= SENT:  # the median distance from the median, as the deviation of a normal distribution
-                self.noises[rank] = 1.4826 * _median([abs(factor / middle - 1) for factor in known])
+        self.probes = wanted
+        return Change(before, before, spread, wanted)
 
     def _noise(self, active: Sequence[int]) -> float:
         """So far apart the ranks' medians hardly ever lie by chance, however often one looks: six of their standard
         errors, a little more the more ranks there are.
         """
-        error = max(1.25 * self.noises[rank] / math.sqrt(len(self.latest[rank])) for rank in active)
-        return error * (6 + 0.5 * math.log2(len(self.shares)))
+        return max(self.ranks[rank].error for rank in active) * (6 + 0.5 * math.log2(len(self.shares)))
 
-    def _expected_ms(self, rank: int, samples: int) -> float:
-        return (self.factors[rank] or 0.0) * self.models[rank].step_ms(samples)
-
-    def _solve(self) -> tuple[int, ...]:
+    def _solve(self, speeds: Sequence[Speed | None]) -> tuple[int, ...]:
         """A rank that has never taken samples, and of which nothing is known, stays without."""
-        speeds = [
-            Speed(model.fixed_ms * factor, model.sample_ms * factor, model.cap) if factor else Speed(0.0, 1.0, 0)
-            for model, factor in zip(self.models, self.factors, strict=True)
-        ]
-        return without_singles(fastest_shares(speeds, sum(self.shares)))
+        known = [speed or Speed(0.0, 1.0, 0) for speed in speeds]
+        return without_singles(fastest_shares(known, sum(self.shares)))
 
+    def _wanted_probes(self) -> Probes:
+        """A rank that is left out at its best is not probed: that could only show what is known."""
+        wanted = [rank for rank, share in enumerate(self.shares) if not share and self._is_worth_it_at_best(rank)]
+        now_ms = max(rank.expected_ms(share) for rank, share in zip(self.ranks, self.shares, strict=True))
+        probe_ms = max((self.ranks[rank].expected_ms(PROBED) for rank in wanted), default=0.0)
+        held_up = probe_ms / now_ms - 1 if now_ms else 0.0
+        return Probes(tuple(wanted), max(PROBE_EVERY, math.ceil(held_up / PROBE_COST))) if wanted else NO_PROBES
 
-def _median(values: Sequence[float]) -> float:
-    return statistics.median(values)
+    def _differs(self, wanted: Probes) -> bool:
+        """By as much as is worth drawing the batches again. A rank that is probed in vain costs nothing of that."""
+        if not set(wanted.ranks) <= set(self.probes.ranks):
+            return True
+        return bool(wanted.ranks) and not 0.5 < wanted.every / self.probes.every < 2
+
+    def _is_worth_it_at_best(self, rank: int) -> bool:
+        best = self.ranks[rank].best
+        speeds = [best if other is self.ranks[rank] else other.speed for other in self.ranks]
+        return best is None or self._solve(speeds)[rank] > 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -173,17 +172,23 @@ class Rebalancer:
         self.gather_ms = self._measure_gather_ms()
         self.sending_ms = 0.0
         self.costs_ms: deque[float] = deque(maxlen=SENT)
+        self.take(balance.shares)
 
-    def after_update(self, step: int, compute_ms: float, load_ms: float, whole_batch: bool) -> None:
-        """On every rank, after each of the run's updates."""
+    def take(self, shares: Sequence[int]) -> None:
+        """Those that a run had come to before."""
+        self.balance.take(shares)
+        self.order.reshare(shares, self.balance.probes)
+
+    def after_update(self, step: int, compute_ms: float, load_ms: float, samples: int) -> None:
+        """On every rank, after each of the run's updates, of which it took so many samples."""
         if self.updates == 0:
             self.redraw_ms = load_ms
         self.updates += 1
         if self.to_skip:
             self.to_skip -= 1
-        elif whole_batch:
+        elif samples == self.order.share or (samples and not self.order.share):  # a whole share, or a probe
             self.times_ms.append(compute_ms)
-        self.wait_steps -= 1
+        self.wait_steps = 0 if self.order.stream.is_probe(step) else self.wait_steps - 1
         began_s = time.perf_counter()
         if self.sent:
             self._decide(step)
@@ -225,21 +230,24 @@ class Rebalancer:
         rows = self.found.tolist()
         self._make_room([int(row[0]) for row in rows])
         times_ms = [[value for value in row[HEAD:] if not math.isnan(value)] for row in rows]
-        longest_ms = max((_median(times) for times in times_ms if times), default=0.0)
+        of_shares = [times for times, share in zip(times_ms, self.balance.shares, strict=True) if times and share]
+        longest_ms = max(map(statistics.median, of_shares), default=0.0)
         redraw_ms, cost_ms = (max(row[place] for row in rows) for place in (1, 2))
         apart = math.ceil(cost_ms / (COST * longest_ms)) if longest_ms else FRESH
         self.apart = min(max(FRESH, apart), MOST_APART)
         change = self.balance.observe(times_ms, redraw_ms / (self.updates * longest_ms) if longest_ms else 0.0)
         if not change:
             return
+        self.order.reshare(change.shares, change.probes)
+        if change.shares == change.before:
+            return
         self.updates = 0
         self.times_ms, self.wait_steps = [], self.apart  # what was timed since then had the old shares
-        self.order.reshare(change.shares)
         shares, before = list(change.shares), list(change.before)
         self.metrics.write("rebalance", step=step + 1, shares=shares, before=before, spread=round(change.spread, 6))
         self.say(
             f"step {step + 2}: shares {','.join(map(str, shares))} instead of {','.join(map(str, before))}, "
-            f"compute times were {change.spread:.0%} apart"
+            f"compute times were {change.spread:.0%} apart{_probe_words(change.probes)}"
         )
 
     def _make_room(self, rooms: Sequence[int]) -> None:
@@ -247,6 +255,13 @@ class Rebalancer:
         for rank, (room, asked) in enumerate(zip(rooms, self.asked_caps, strict=True)):
             if room:
                 self.micro_batches.caps[rank] = min(room, asked or room)
+
+
+def _probe_words(probes: Probes) -> str:
+    if not probes.ranks:
+        return ""
+    ranks = f"rank{'s' if probes.ranks[1:] else ''} {','.join(map(str, probes.ranks))}"
+    return f"; {ranks} tried again with {PROBED} samples every {probes.every} updates"
 
 
 def _ms_since(began_s: float) -> float:

@@ -25,6 +25,9 @@ from dataclasses import dataclass
 Wanted = Mapping[tuple[str, int | None], int]
 """What is said of each (node, local rank), or of all ranks of a node (None)."""
 
+PROBED = 2
+"""Samples that a rank without a share is given now and then, to see how fast it is: the fewest of which BatchNorm can
+make something."""
 BY_SPEED = ("measured", "auto")
 """Ways to split a batch by how fast each rank is: as it was measured alone; and as it turns out in the run."""
 
@@ -200,6 +203,18 @@ def without_singles(shares: Sequence[int]) -> tuple[int, ...]:
     if len(singles) % 2 and left[most] > 1:
         left[singles[-1]] = 0
         left[most] += 1
+    return tuple(left)
+
+
+def with_samples(shares: Sequence[int], ranks: Sequence[int], samples: int) -> tuple[int, ...]:
+    """These ranks, which have none, are given so many each by whoever has most, as long as that one keeps as many."""
+    left = list(shares)
+    for rank in ranks:
+        most = max(range(len(left)), key=left.__getitem__)
+        if left[most] < 2 * samples:
+            break
+        left[most] -= samples
+        left[rank] += samples
     return tuple(left)
 
 

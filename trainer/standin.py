@@ -152,7 +152,7 @@ class BlankBatches:
         blank = torch.zeros(1)
         stream = self.order.stream
         for step in range(self.order.first_step, stream.steps):
-            samples = stream.shares_at(step)[self.order.rank]
+            samples = stream.shares_at(step, self.order.epoch)[self.order.rank]
             yield blank.expand(samples, *self.shape), torch.zeros(samples, dtype=torch.long)
 
 

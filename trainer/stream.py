@@ -17,12 +17,25 @@ from dataclasses import dataclass, replace
 import torch
 from torch.utils.data import Sampler
 
-from trainer.shares import scale_shares, without_singles
+from trainer.shares import PROBED, scale_shares, with_samples, without_singles
 
 
 def derive_seed(*parts: int | str) -> int:
     """A seed for each combination of parts. 32 bits, since torch's CPU generator ignores all higher ones."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest(), "little")
+
+
+@dataclass(frozen=True)
+class Probes:
+    """These ranks, which have no share, take PROBED samples in one of `every` updates, from whoever has most. Every
+    rank knows which update that is before it prepares its batch.
+    """
+
+    ranks: tuple[int, ...]
+    every: int
+
+
+NO_PROBES = Probes((), 1)
 
 
 @dataclass(frozen=True)
@@ -36,6 +49,7 @@ class SampleStream:
     shares: Sequence[int]
     seed: int
     pairs: bool = False
+    probes: Probes = NO_PROBES
 
     @property
     def steps(self) -> int:
@@ -46,8 +60,15 @@ class SampleStream:
         """Samples of an epoch's step over all ranks: `batch`, or what is left for the last one."""
         return min(self.batch, self.size - step * self.batch)
 
-    def shares_at(self, step: int) -> tuple[int, ...]:
+    def is_probe(self, update: int) -> bool:
+        """update: of the whole run."""
+        is_whole = self.batch_at(update % self.steps) == self.batch
+        return bool(self.probes.ranks) and is_whole and update % self.probes.every == 0
+
+    def shares_at(self, step: int, epoch: int = 0) -> tuple[int, ...]:
         shares = scale_shares(self.shares, self.batch_at(step))
+        if self.is_probe(epoch * self.steps + step):
+            return with_samples(shares, self.probes.ranks, PROBED)
         return without_singles(shares) if self.pairs else shares
 
     def permutation(self, epoch: int) -> list[int]:
@@ -55,16 +76,16 @@ class SampleStream:
         return torch.randperm(self.size, generator=generator).tolist()
 
     def indices(self, epoch: int, step: int, rank: int) -> list[int]:
-        return self._cut(self.permutation(epoch), step, rank)
+        return self._cut(self.permutation(epoch), epoch, step, rank)
 
     def epoch_of_rank(self, epoch: int, rank: int, first_step: int = 0) -> Iterator[list[int]]:
         """The rank's samples of each step of an epoch; an empty list where its share is 0."""
         order = self.permutation(epoch)
         for step in range(first_step, self.steps):
-            yield self._cut(order, step, rank)
+            yield self._cut(order, epoch, step, rank)
 
-    def _cut(self, order: list[int], step: int, rank: int) -> list[int]:
-        shares = self.shares_at(step)
+    def _cut(self, order: list[int], epoch: int, step: int, rank: int) -> list[int]:
+        shares = self.shares_at(step, epoch)
         begin = step * self.batch + sum(shares[:rank])
         return order[begin : begin + shares[rank]]
 
@@ -87,9 +108,14 @@ class RankBatches(Sampler[list[tuple[int, int]]]):
         for indices in self.indices():
             yield [(self.epoch, index) for index in indices]
 
-    def reshare(self, shares: Sequence[int]) -> None:
+    @property
+    def share(self) -> int:
+        """The rank's, of a full batch."""
+        return self.stream.shares[self.rank]
+
+    def reshare(self, shares: Sequence[int], probes: Probes = NO_PROBES) -> None:
         """From the next time on that batches are drawn from the beginning, or from a `first_step`."""
-        self.stream = replace(self.stream, shares=tuple(shares))
+        self.stream = replace(self.stream, shares=tuple(shares), probes=probes)
 
     def indices(self) -> Iterator[list[int]]:
         """The same without the epoch."""

@@ -100,8 +100,7 @@ def train_epoch(run: Run, progress: Progress, keeper: CheckpointKeeper) -> None:
         run.console.step(step, epoch, batch, samples, loss, times)
         progress.advance(loss or 0.0, samples)
         if run.rebalancer:
-            whole_batch = batch == run.stream.batch
-            run.rebalancer.after_update(step, times["compute_ms"], times["load_ms"], whole_batch)
+            run.rebalancer.after_update(step, times["compute_ms"], times["load_ms"], samples)
         if keeper.is_due(step + 1):
             keeper.save(progress)
             begin = timer.mark()
@@ -131,7 +130,7 @@ def differentiate(run: Run, images: Tensor, labels: Tensor, step: int) -> tuple[
 
     step: within its epoch.
     """
-    batch, shares = run.stream.batch_at(step), run.stream.shares_at(step)
+    batch, shares = run.stream.batch_at(step), run.stream.shares_at(step, run.order.epoch)
     sizes = run.micro_batches.sizes(shares, run.info.rank)
     total, last = 0.0, len(sizes) - 1
     for number, part in enumerate(zip(images.split(sizes), labels.split(sizes), strict=True)):
