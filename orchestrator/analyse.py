@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from orchestrator.batch_norm import read_batch_norm
 from orchestrator.collectives import measures_collectives, not_measured, read_collectives, unpaced
 from orchestrator.errors import OrchError
 from orchestrator.events import Events, MetricsFile, count, number, read_events, text
@@ -121,6 +122,7 @@ def _summarise(
     restarts = max(events.starts().values(), default=1) - 1
     collectives = read_collectives(events, plan) if measures_collectives(plan) else None
     settings, asked = settings_used(plan, starts)
+    rebalances = read_rebalances(events, plan)
     evaluation = {} if paced else next(iter(events.latest("eval").values()), {})
     return Summary(
         schema=SCHEMA,
@@ -163,7 +165,8 @@ def _summarise(
         accuracy=_ratio(evaluation.get("accuracy")),
         accuracy_per_class=_per_class(evaluation.get("per_class")),
         loss=None if paced else figures.loss,
-        rebalances=read_rebalances(events, plan),
+        batch_norm=read_batch_norm(starts, plan, rebalances),
+        rebalances=rebalances,
         collectives=collectives,
     )
 

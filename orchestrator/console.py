@@ -506,6 +506,8 @@ def _print_hosts(summary: Summary) -> None:
         put(summary.bound.words)
     if summary.straggler:
         put(f"straggler: {summary.straggler.node} — {summary.straggler.reason}")
+    if summary.batch_norm:
+        put(summary.batch_norm.words)
     if summary.accuracy is not None:
         out.print(f"test accuracy: {summary.accuracy:.2%}")
 

@@ -78,6 +78,7 @@ def render_report(summary: Summary, chart: str | None = None, logs: tuple[LogEnd
             logs=logs,
             headline=headline(summary),
             efficiency_words=efficiency_words(summary),
+            fidelity_words=fidelity_words(summary),
             parts=_parts(summary),
             shares_over_steps=tuple(_shares_over_steps(summary)),
             published=published_for(summary),
@@ -148,6 +149,15 @@ def efficiency_words(summary: Summary) -> str:
         f"{compared}, the sum of each host's samples over its own compute time. This basis is an estimate: alone, a "
         "host would also have to load its data and update its weights. A solo run of every host makes it a measurement."
     )
+
+
+def fidelity_words(summary: Summary) -> str:
+    """What the synchronisation may have lost, and what BatchNorm saw together."""
+    fidelity = str(summary.settings.get("fidelity", "exact"))
+    if summary.batch_norm is None:
+        return fidelity
+    same_as = f": {summary.batch_norm.exact_words}" if fidelity == "exact" else ""
+    return f"{fidelity}; {summary.batch_norm.words}{same_as}"
 
 
 def _where(node: str, rank: int | None) -> str:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
 
+from orchestrator.batch_norm import BatchNorm
 from orchestrator.errors import OrchError
 from orchestrator.paths import RunFolder
 from orchestrator.rebalances import Rebalance
@@ -245,6 +246,8 @@ class Summary(Record):
     accuracy_per_class: dict[str, float] = Field(default_factory=dict)
     loss: float | None = None
     """Of the last step that every rank reported, each rank counted by its samples; None when paced."""
+    batch_norm: BatchNorm | None = None
+    """The groups that it saw; None where the network has none, or its ranks do not tell."""
     rebalances: tuple[Rebalance, ...] = ()
     """How the shares followed the ranks' speeds (`shares=auto`), in the order of steps."""
     collectives: Collectives | None = None

@@ -103,9 +103,10 @@ class Settings:
         choices=STRATEGIES,
     )
     fidelity: str = _setting(
-        "What synchronisation may lose: nothing but the order of sums (exact); gradients travel in 16 bits (half), or "
-        "as thin matrices, with what that leaves out sent later (compressed); or ranks train by themselves for "
-        "local_steps updates, then their weights are averaged (local). Nothing else lowers it.",
+        "What synchronisation may lose: nothing but the order of sums (exact: the update of one process that adds up "
+        "the gradients of the ranks' parts, each with a BatchNorm of its own unless sync_bn is set); gradients "
+        "travel in 16 bits (half), or as thin matrices, with what that leaves out sent later (compressed); or ranks "
+        "train by themselves for local_steps updates, then their weights are averaged (local). Nothing else lowers it.",
         choices=FIDELITIES,
     )
     wire: str = _setting(
@@ -150,13 +151,16 @@ class Settings:
     )
     accumulate: int = _setting(
         "Micro-batches of each rank that make one update, its gradients summed before they travel; 0 is as few as its "
-        "memory asks for.",
+        "memory asks for. BatchNorm sees each by itself.",
         at_least=0,
     )
     profile_s: float = _setting(
         "Seconds in which to measure each rank alone, instead of training; 0 trains.", at_least=0
     )
-    sync_bn: bool = _setting("BatchNorm over the whole batch of all ranks, not over each rank's own part.")
+    sync_bn: bool = _setting(
+        "BatchNorm over the whole batch of all ranks, as one process would have it, not over each rank's own part: "
+        "these groups differ in size with shares, and change in mid-run with shares=auto and with caps of memory."
+    )
     amp: str = _setting(
         "Computes forward and backward in 16 bits where that is safe.", choices=["none", "bf16", "fp16"]
     )

@@ -88,7 +88,8 @@ def profile(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
         model, room = _subject(settings, facts, info, metrics, device)
         held = _held(model, facts, choose_loader(settings, facts, info, device), device)
     precision = build_precision(settings.amp, device, _alone(info))
-    metrics.write("start", **start_fields(settings, info, device, group, model), batch_per_rank=None, steps=0)
+    start = start_fields(settings, info, device, group, model)
+    metrics.write("start", **start, batch_per_rank=None, batch_norm_groups=None, steps=0)
     subject = Subject(model, build_optimizer(settings, model), precision, facts, device, timer_for(device), room, held)
     if info.rank == 0:
         print(f"{settings.exp}: measuring {info.node} alone, {settings.profile_s:g} s", flush=True)

@@ -15,6 +15,7 @@ A value that JSON cannot hold (NaN, infinity) is written as null. Every line als
 | start | torch, nccl, backend | versions (nccl null without GPUs); what carries gradients |
 | start | model, parameters, gradient_bytes | name; trainable parameters; bytes of a gradient; null: no training |
 | start | batch_per_rank | this rank's share of a full batch; null: no training |
+| start | batch_norm_groups | [samples, how many] of the groups that BatchNorm sees in a full batch; null: it has none |
 | start | steps | updates, or measurements, of the whole run |
 | start | paced | does this rank stand in for a GPU that is not there? |
 | start | settings | every setting, as `config.Settings` names them |
@@ -86,7 +87,8 @@ LATE = 0.01
 EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     "start": (
         *("schema", "host", "node", "rank", "local_rank", "world_size", "device", "device_name", "torch", "nccl"),
-        *("backend", "model", "parameters", "gradient_bytes", "batch_per_rank", "steps", "paced", "settings"),
+        *("backend", "model", "parameters", "gradient_bytes", "batch_per_rank", "batch_norm_groups", "steps"),
+        *("paced", "settings"),
     ),
     "step": (
         *("step", "epoch", "samples", "t_ms", "load_ms", "compute_ms", "exposed_ms", "comm_ms", "optim_ms"),

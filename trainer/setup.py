@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,7 +94,8 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
         precision = build_precision(settings.amp, device, group)
     learns = ranks.sum_over_ranks([float(info.pace is not None)])[0] == 0
     start = start_fields(settings, info, device, group, model)
-    metrics.write("start", **start, batch_per_rank=shares[info.rank], steps=last_step)
+    groups = batch_norm_groups(model, settings, micro_batches, shares, info.rank)
+    metrics.write("start", **start, batch_per_rank=shares[info.rank], batch_norm_groups=groups, steps=last_step)
     brake = Brake(settings.bottleneck, info.rank, timer)
     nodes = ranks.gather_lines(info.node)
     strategy = build_strategy(settings, model, group, timer, brake, nodes=nodes, updates=last_step)
@@ -232,6 +234,18 @@ def check_batch_norm(model: nn.Module, stream: SampleStream, whole_batch: bool =
                 f"batch: of {stream.batch_at(step)} samples one rank gets a single one, and BatchNorm needs two; "
                 f"choose another batch than {stream.batch}{'' if whole_batch else ', or sync_bn=true'}"
             )
+
+
+def batch_norm_groups(
+    model: nn.Module, settings: Settings, micro_batches: MicroBatches, shares: Sequence[int], rank: int
+) -> list[tuple[int, int]] | None:
+    """(samples, how many groups of so many) that this rank's BatchNorm sees in an update with a full batch; None
+    without one, and for `dp`, which cuts the batch by itself.
+    """
+    if not has_batch_norm(model) or settings.strategy == "dp":
+        return None
+    sizes = [sum(shares)] if settings.sync_bn else micro_batches.sizes(shares, rank)
+    return sorted(Counter(size for size in sizes if size).items(), reverse=True)
 
 
 def check_pairs(model: nn.Module, micro_batches: MicroBatches, shares: Sequence[int]) -> None:

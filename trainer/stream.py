@@ -5,7 +5,8 @@
 
 There is one permutation of all samples for each (seed, epoch), whatever the number of ranks. Step s owns positions
 [s*batch, (s+1)*batch) of it, cut among the ranks by the running sum of their shares. So the samples of an update do
-not depend on how it is split, and a run on any cluster can be compared with one process. Nothing is padded or repeated.
+not depend on how it is split, and a run on any cluster can be compared with one process (which, where the network has
+BatchNorm, takes the ranks' parts one after the other). Nothing is padded or repeated.
 """
 
 from __future__ import annotations

@@ -17,10 +17,14 @@
 
 | fidelity | how faithfully |
 | --- | --- |
-| exact | as it is: the update of one process with the whole batch |
+| exact | as it is: the update of one process that adds up the gradients of the ranks' parts |
 | half | gradients in 16 bits (ddp, allreduce, allreduce_flat) |
 | compressed | gradients as thin matrices, what that leaves out later (ddp, allreduce_flat) |
 | local | no gradients: weights, every `local_steps` updates (ddp, parameter_average) |
+
+The gradient of the whole batch is the sum of its parts' gradients, so this is the update of one process that sees the
+whole batch at once, too, unless the network has BatchNorm: that takes its means over one part at a time, whatever a
+rank computes at once (its share, or a micro-batch of it). With `sync_bn` it takes them over the whole batch.
 """
 
 from __future__ import annotations

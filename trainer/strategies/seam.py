@@ -35,8 +35,8 @@ class Strategy(Protocol):
     """What the forward pass calls."""
 
     def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
-        """Leaves in .grad what the optimiser shall use: the gradient of the mean loss over the whole batch, or of a
-        rank's own part where weights are averaged.
+        """Leaves in .grad what the optimiser shall use: the gradient of the mean loss over the whole batch, each
+        part of it as its own rank's network sees it, or of a rank's own part where weights are averaged.
 
         loss_sum: of this rank's `samples`, which are part of `batch` over all ranks; of its last micro-batch, where
         others went before it through `accumulate`. samples: of all of them.
