@@ -29,7 +29,7 @@ from trainer.config import Settings, parse_settings
 from trainer.data import find_facts, open_data, whole
 from trainer.env import read_rank_info
 from trainer.errors import TrainError
-from trainer.experiments import DataSet
+from trainer.experiments import DATA_SETS, DataSet
 from trainer.models import build_model, gradient_bytes, has_batch_norm, trainable
 from trainer.stream import RankBatches, SampleStream
 
@@ -75,6 +75,16 @@ def assert_same(batches: list[Any], others: list[Any]) -> None:
     for (images, labels), (other_images, other_labels) in zip(batches, others, strict=True):
         assert torch.equal(images, other_images)
         assert torch.equal(labels, other_labels)
+
+
+def test_test_data_are_split_as_the_shares_of_now_are():
+    facts = dataclasses.replace(DATA_SETS["mnist"], test_samples=1001)
+    order = RankBatches(SampleStream(640, 64, (48, 16, 0), seed=0), 0)
+    orders = [order, RankBatches(order.stream, 1), RankBatches(order.stream, 2)]
+    assert [loading.own_test(facts, each) for each in orders] == [range(751), range(751, 1001), range(1001, 1001)]
+    for each in orders:
+        each.reshare((16, 16, 32))
+    assert [len(loading.own_test(facts, each)) for each in orders] == [250, 250, 501]
 
 
 @pytest.mark.parametrize(

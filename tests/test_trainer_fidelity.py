@@ -52,6 +52,18 @@ def test_sums_inside_each_host_first_are_the_same_sums(gang: Gang) -> None:
         assert 1e-6 < half["ddp"] < 2 * HALF
 
 
+def summed_in_16_bits(rank: int, values: list[float]) -> float:
+    wire = Wire(group_of(RANKS), ["a", "a", "b", "b"], torch.bfloat16)
+    tensor = torch.full((3,), values[rank])
+    wire.sum(tensor)
+    return float(tensor[0])
+
+
+def test_a_hosts_sum_is_rounded_and_not_what_it_is_made_of(gang: Gang) -> None:
+    values = [1 + HALF, HALF, 0.5, 0.25 + 2 * HALF]  # 1 + HALF by itself would become 1, and the sum less
+    assert gang.run(summed_in_16_bits, values) == [1.75 + 4 * HALF] * RANKS
+
+
 def relayed(rank: int, _: None) -> list[float]:
     """Thirty sums of other sizes, one of them in three pieces, all begun before the first is waited for."""
     wire = Wire(group_of(RANKS), ["a", "b", "b", "a"])

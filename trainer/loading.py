@@ -28,6 +28,7 @@ from trainer.env import RankInfo
 from trainer.errors import TrainError
 from trainer.experiments import DataSet
 from trainer.fetch import folder, prepare
+from trainer.shares import scale_shares
 from trainer.standin import BlankBatches
 from trainer.stream import RankBatches
 
@@ -130,10 +131,9 @@ def open_batches(
             prepare(settings)
     with ranks.together(info.node):
         if not info.pace:
-            own_test = range(info.rank, facts.test_samples, info.world_size)
             if settings.loader == "resident":
-                return _resident(settings, facts, order, own_test, device, prepare_ahead(info, device))
-            return _workers(settings, facts, order, own_test, device)
+                return _resident(settings, facts, order, device, prepare_ahead(info, device))
+            return _workers(settings, facts, order, device)
     return BlankBatches(order, facts.shape), None
 
 
@@ -151,7 +151,6 @@ def _resident(
     settings: Settings,
     facts: DataSet,
     order: RankBatches,
-    own_test: range,
     device: torch.device,
     ahead: resident.Ahead,
 ) -> Opened:
@@ -160,15 +159,26 @@ def _resident(
         for pictures, samples in zip(open_data(settings, facts), (facts.train_samples, facts.test_samples), strict=True)
     )
     batches = resident.ResidentBatches(train, order, AUGMENTATIONS[settings.augment], settings.seed, ahead)
-    return batches, lambda: resident.test_batches(test, own_test, evaluated_at_once(facts, order))
+    return batches, lambda: resident.test_batches(test, own_test(facts, order), evaluated_at_once(facts, order))
 
 
-def _workers(settings: Settings, facts: DataSet, order: RankBatches, own_test: range, device: torch.device) -> Opened:
+def _workers(settings: Settings, facts: DataSet, order: RankBatches, device: torch.device) -> Opened:
     pictures, test_pictures = open_data(settings, facts)
     train = workers.Samples(pictures, facts, AUGMENTATIONS[settings.augment], settings.seed)
     test = workers.Samples(test_pictures, facts)
     batches = workers.train_batches(train, order, facts.shape, settings.num_workers, device)
-    return batches, lambda: workers.test_batches(test, own_test, evaluated_at_once(facts, order), settings.num_workers)
+    return batches, lambda: workers.test_batches(
+        test, own_test(facts, order), evaluated_at_once(facts, order), settings.num_workers
+    )
+
+
+def own_test(facts: DataSet, order: RankBatches) -> range:
+    """This rank's part of the test data, in the proportion of the shares of now: who is fast in training is fast here,
+    and nobody waits long for the others.
+    """
+    parts = scale_shares(order.stream.shares, facts.test_samples)
+    first = sum(parts[: order.rank])
+    return range(first, first + parts[order.rank])
 
 
 def evaluated_at_once(facts: DataSet, order: RankBatches) -> int:

@@ -83,15 +83,21 @@ class Relay:
     own. With n ranks on h hosts a link carries 2(h-1)/h of the bytes each way instead of a ring's 2(n-1)/n
     (hierarchical all-reduce, as in Horovod). A tensor goes in pieces, of which a message between hosts is 1 MiB: their
     link is idle for as long as the first piece takes to get to it, and all ranks for as long as the last takes from it.
-    Without nodes it is one all-reduce.
+    Without nodes it is one all-reduce. dtype: what a host's sum is rounded to before it travels.
     """
 
     def __init__(self, group: Group, nodes: Sequence[str], dtype: torch.dtype | None) -> None:
-        legs = _hosts_first(group, nodes) if nodes else [_sum_of(group)]
+        inside, between = _hosts_first(group, nodes) if nodes else ([], [_sum_of(group)])
+        rounding = [partial(_round, dtype=dtype)] if dtype else []
+        legs = [
+            *(partial(_travel, leg=leg) for leg in inside),
+            *rounding,
+            *(partial(_travel, leg=leg) for leg in between),
+        ]
         self.piece = _MESSAGE * len(set(nodes))
         self.first: queue.SimpleQueue[Any] = queue.SimpleQueue()
         arriving = self.first
-        for leg in ([partial(_round, dtype=dtype)] if dtype else []) + [partial(_travel, leg=leg) for leg in legs]:
+        for leg in legs:
             leaving: queue.SimpleQueue[Any] = queue.SimpleQueue()
             threading.Thread(target=_carry, args=(arriving, leg, leaving.put), daemon=True).start()
             arriving = leaving
@@ -161,18 +167,20 @@ def _sum_of(group: Group) -> Leg:
     return lambda tensor: dist.all_reduce(tensor, group=own, async_op=True)
 
 
-def _hosts_first(group: Group, nodes: Sequence[str]) -> list[Leg]:
+def _hosts_first(group: Group, nodes: Sequence[str]) -> tuple[list[Leg], list[Leg]]:
+    """What leads to a host's sum, and what to everybody's."""
     of_hosts = [[r for r, n in zip(_ranks_of(group), nodes, strict=True) if n == node] for node in dict.fromkeys(nodes)]
     leaders = _own_group([[host[0] for host in of_hosts]])
     inward, outward = _own_group(of_hosts), _own_group(of_hosts)
-    legs: list[Leg] = []
+    inside: list[Leg] = []
+    between: list[Leg] = []
     if inward.size() > 1:
-        legs.append(lambda tensor: dist.reduce(tensor, first_rank(inward), group=inward, async_op=True))
+        inside.append(lambda tensor: dist.reduce(tensor, first_rank(inward), group=inward, async_op=True))
     if leaders is not None:
-        legs.append(lambda tensor: dist.all_reduce(tensor, group=leaders, async_op=True))
+        between.append(lambda tensor: dist.all_reduce(tensor, group=leaders, async_op=True))
     if outward.size() > 1:
-        legs.append(lambda tensor: dist.broadcast(tensor, first_rank(outward), group=outward, async_op=True))
-    return legs
+        between.append(lambda tensor: dist.broadcast(tensor, first_rank(outward), group=outward, async_op=True))
+    return inside, between
 
 
 def _ranks_of(group: Group) -> list[int]:
