@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
@@ -21,7 +22,7 @@ from orchestrator.connections import Connections
 from orchestrator.election import Election, elect
 from orchestrator.errors import HostError, HostsError, InventoryError, OrchError, StateError, UsageError
 from orchestrator.facts import NodeFacts
-from orchestrator.inventory import Inventory, Node, load_inventory
+from orchestrator.inventory import Inventory, Node, load_inventory, node_from_keys
 from orchestrator.owner import read_owner
 from orchestrator.probe import probe
 from orchestrator.records import ENDED, MASK
@@ -67,11 +68,12 @@ class Clusters:
         if known and known.file != file:
             forgotten += self._takes_over(known, inventory)
         if known:
+            known = known.model_copy(update={"extra": _extra_again(known, inventory)})
             nodes = tuple(node for node in nodes if node.name not in known.removed)
             nodes += tuple(node for node in known.extra if node.name not in {n.name for n in nodes})
-        cluster = Cluster(schema=1, name=inventory.cluster, file=file, nodes=nodes)
+        cluster = Cluster(schema=1, name=inventory.cluster, file=file, nodes=nodes, defaults=inventory.defaults)
         if known:
-            kept = ("added", "probed", "released", "removed", "extra", "master_pin")
+            kept = ("added", "probed", "released", "removed", "extra", "extra_keys", "master_pin")
             cluster = cluster.model_copy(update={name: getattr(known, name) for name in kept})
             own = {node.name: node.python for node in nodes}  # of the file as it is now
             venvs = {name: venv for name, venv in known.venvs.items() if name in own}
@@ -98,12 +100,22 @@ class Clusters:
             )
         return (f"{whose}: this file takes its place",)
 
-    def add_node(self, cluster: Cluster, node: Node) -> Up:
+    def add_node(self, cluster: Cluster, keys: Mapping[str, Any], node: Node) -> Up:
+        """keys: those of `node` that it does not have from the defaults. Raises UsageError where it is there already,
+        HostError where it cannot be reached: it is not added then.
+        """
         if node.name in {other.name for other in cluster.nodes}:
             raise UsageError(f"{node.name} is already in cluster {cluster.name}", "choose another name")
-        removed = tuple(name for name in cluster.removed if name != node.name)
-        changed = {"nodes": (*cluster.nodes, node), "extra": (*cluster.extra, node), "removed": removed}
-        return self._look(cluster.model_copy(update=changed), (node,))
+        changed = {
+            "nodes": (*cluster.nodes, node),
+            "extra": (*cluster.extra, node),
+            "extra_keys": {**cluster.extra_keys, node.name: dict(keys)},
+            "removed": tuple(name for name in cluster.removed if name != node.name),
+        }
+        found = self._found(cluster.model_copy(update=changed), (node,))
+        if node.name not in found.cluster.facts:
+            raise _not_added(found.problems[node.name])
+        return self._remembered(found)
 
     def set_venvs(self, name: str, venvs: Mapping[str, Venv | None]) -> Up:
         """Has these nodes run their environment's Python from now on (None: their own), and probes them."""
@@ -120,6 +132,7 @@ class Clusters:
         update = {
             "nodes": tuple(other for other in cluster.nodes if other is not node),
             "extra": tuple(other for other in cluster.extra if other.name != name),
+            "extra_keys": _without(cluster.extra_keys, {name}),
             "removed": (*cluster.removed, name),
             "facts": {key: value for key, value in cluster.facts.items() if key != name},
             "problems": {key: value for key, value in cluster.problems.items() if key != name},
@@ -143,6 +156,13 @@ class Clusters:
 
     def _look(self, cluster: Cluster, nodes: Sequence[Node]) -> Up:
         """Connects to these nodes, probes them, elects among all, remembers."""
+        return self._remembered(self._found(cluster, nodes))
+
+    def _remembered(self, found: Up) -> Up:
+        self.store.save_cluster(found.cluster, current=True)
+        return found
+
+    def _found(self, cluster: Cluster, nodes: Sequence[Node]) -> Up:
         peers = {node.name: _peers(node, cluster.nodes) for node in nodes}
 
         def look(host: Host) -> NodeFacts:
@@ -170,9 +190,7 @@ class Clusters:
         except OrchError as error:
             if not problems:  # else these say it, host by host
                 warnings.append(str(error))
-        cluster = _with_election(cluster, election)
-        self.store.save_cluster(cluster, current=True)
-        return Up(cluster, election, problems, tuple(warnings))
+        return Up(_with_election(cluster, election), election, problems, tuple(warnings))
 
     def _elected(self, cluster: Cluster) -> Cluster:
         """The same cluster with its master elected anew from the facts at hand, remembered."""
@@ -224,6 +242,37 @@ class Clusters:
         return self.connections.each(cluster.nodes, lambda host: action(host, who), deadline_s=belongings.CLEAR_S + 5)
 
 
+def node_with_defaults(cluster: Cluster, keys: Mapping[str, Any]) -> tuple[Node, str]:
+    """A node that the file does not have, with the file's defaults as they are now, else as they were at the last `up`;
+    and in words what it has from them. Raises InventoryError for wrong keys.
+    """
+    defaults, source = cluster.defaults, f"the last `orch up` ({cluster.file} cannot be used now)"
+    with suppress(InventoryError):
+        inventory = load_inventory(Path(cluster.file))
+        if inventory.cluster == cluster.name:
+            defaults, source = inventory.defaults, cluster.file
+    inherited = [key for key in defaults if key not in keys]
+    words = f"{', '.join(inherited)}: from the defaults of {source}" if inherited else ""
+    return node_from_keys(keys, "node add", defaults), words
+
+
+def _extra_again(cluster: Cluster, inventory: Inventory) -> tuple[Node, ...]:
+    """The cluster's nodes that the file does not have, with the file's defaults of now."""
+    return tuple(
+        node_from_keys(
+            cluster.extra_keys[node.name], f"node {node.name}, added to {inventory.file}", inventory.defaults
+        )
+        if node.name in cluster.extra_keys
+        else node
+        for node in cluster.extra
+    )
+
+
+def _not_added(error: HostError) -> HostError:
+    error.remedy = "; ".join(part for part in (error.remedy, f"{error.node} was not added") if part)
+    return error
+
+
 def with_secrets(cluster: Cluster, nodes: Sequence[Node]) -> list[Node]:
     """These nodes with the values of `env` that may be secrets and `prepare`: we keep none, they are read from the
     inventory again.
@@ -234,9 +283,10 @@ def with_secrets(cluster: Cluster, nodes: Sequence[Node]) -> list[Node]:
         return list(nodes)
     again = f"orch keeps no values of `env` and no `prepare`; `orch up {cluster.file}` again"
     try:
-        told = {node.name: node for node in load_inventory(Path(cluster.file)).nodes}
+        inventory = load_inventory(Path(cluster.file))
     except InventoryError as error:
         raise UsageError(str(error.mistakes[0]), again) from error
+    told = {node.name: node for node in (*_extra_again(cluster, inventory), *inventory.nodes)}
     for node in nodes:
         now = told.get(node.name)
         if (now.env.keys() if now else set()) != node.env.keys():

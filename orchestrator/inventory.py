@@ -218,11 +218,14 @@ class Node(_Shared):
 
 
 class Inventory(_Model):
-    """A cluster. warnings: what is allowed but unwise about the file, one line each."""
+    """A cluster. defaults: as the file writes them. warnings: what is allowed but unwise about the file, one line
+    each.
+    """
 
     cluster: str
     nodes: tuple[Node, ...]
     file: str
+    defaults: dict[str, Any] = Field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
     def node(self, name: str) -> Node:
@@ -254,13 +257,17 @@ def parse_inventory(document: Document) -> Inventory:
         cluster=document.values["cluster"],
         nodes=tuple(nodes),
         file=document.file,
+        defaults=dict(document.values.get("defaults", {})),
         warnings=(warning,) if document.world_writable else (),
     )
 
 
-def node_from_keys(keys: Mapping[str, Any], source: str) -> Node:
-    """One node from the keys of the file's `nodes`, for a node that comes from elsewhere (source, in messages)."""
-    document = Document(source, {"cluster": "any", "nodes": [dict(keys)]}, {}, (), False)
+def node_from_keys(keys: Mapping[str, Any], source: str, defaults: Mapping[str, Any] | None = None) -> Node:
+    """One node from the keys of the file's `nodes`, for a node that comes from elsewhere (source, in messages).
+    defaults: as a file writes them.
+    """
+    values = {"cluster": "any", "defaults": dict(defaults or {}), "nodes": [dict(keys)]}
+    document = Document(source, values, {}, (), False)
     return parse_inventory(document).nodes[0]
 
 

@@ -88,6 +88,10 @@ class Cluster(Record):
     """Of the file's nodes, those that `orch node remove` took out."""
     extra: tuple[Node, ...] = ()
     """Nodes that the file does not have: `orch node add`."""
+    extra_keys: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """By such a node, the keys that were given; all else it has from `defaults`."""
+    defaults: dict[str, Any] = Field(default_factory=dict)
+    """Of the file, as it writes them."""
     released: tuple[str, ...] = ()
     """Kept, but given no job until restored."""
     venvs: dict[str, Venv] = Field(default_factory=dict)
@@ -120,7 +124,9 @@ class Cluster(Record):
         `clusters.with_secrets`. `activate` stays: each command needs it.
         """
         update = {part: tuple(_masked(node) for node in getattr(self, part)) for part in ("nodes", "extra")}
-        return self.model_copy(update=update)
+        env, prepare = masked_env(self.defaults.get("env", {})), mask(self.defaults.get("prepare"))
+        secret = {key: value for key, value in (("env", env), ("prepare", prepare)) if value}
+        return self.model_copy(update={**update, "defaults": {**self.defaults, **secret}})
 
     def active(self) -> tuple[Node, ...]:
         return tuple(node for node in self.nodes if node.name not in self.released)

@@ -31,10 +31,15 @@ if TYPE_CHECKING:
     from orchestrator.store import Cluster
 
 
+allow_local_option = click.option(
+    "--allow-local", is_flag=True, help="Do not ask about what the file has run on this very machine."
+)
+
+
 @click.command()
 @click.argument("inventory", type=click.Path(path_type=Path))
 @accept_option
-@click.option("--allow-local", is_flag=True, help="Do not ask about what the file has run on this very machine.")
+@allow_local_option
 @json_option
 def up(inventory: Path, accept_new_host_keys: bool, allow_local: bool, as_json: bool) -> None:
     """Connect to every host, probe it, elect the master and say why.
@@ -146,22 +151,43 @@ def node() -> None:
 @click.argument("name")
 @click.argument("keys", nargs=-1, metavar="KEY=VALUE...")
 @accept_option
+@allow_local_option
 @cluster_option
 @json_option
-def node_add(name: str, keys: tuple[str, ...], accept_new_host_keys: bool, cluster: str | None, as_json: bool) -> None:
+def node_add(
+    name: str,
+    keys: tuple[str, ...],
+    accept_new_host_keys: bool,
+    allow_local: bool,
+    cluster: str | None,
+    as_json: bool,
+) -> None:
     """Add a host, with the keys of an inventory's node, and probe it.
 
+    What is not given comes from the `defaults:` of the cluster's inventory. A host that cannot be reached is not added.
+
     \b
-    orch node add a16 host=192.168.1.52 user=ubuntu gpu=A16 bandwidth=2.5Gbps
+    orch node add a16 host=192.168.1.52 gpu=A16 bandwidth=2.5Gbps
     """
-    from orchestrator.inventory import node_from_keys
+    from orchestrator import console
+    from orchestrator.clusters import node_with_defaults
+    from orchestrator.inventory import Inventory, node_from_keys
     from orchestrator.request import parse_pairs
     from orchestrator.yamlfile import resolve_scalar
 
     values = {key: resolve_scalar(value) for key, value in parse_pairs(keys, "KEY=VALUE").items()}
-    made = node_from_keys({"name": name, **values}, "node add")
-    with open_controller(accept_new_host_keys) as controller, busy(f"probing {name}"):
-        found = controller.clusters.add_node(controller.store.cluster(cluster), made)
+    values = {"name": name, **values}
+    if node_from_keys({"host": "any", **values}, "node add").prepare:
+        raise UsageError("orch keeps no `prepare` of its own", "write the node into the inventory file")
+    with open_controller(accept_new_host_keys) as controller:
+        known = controller.store.cluster(cluster)
+        made, inherited = node_with_defaults(known, values)
+        alone = Inventory(cluster=known.name, nodes=(made,), file=known.file)
+        _ask_about_local(controller.store.home, alone, allow_local)
+        if inherited:
+            console.say(inherited)
+        with busy(f"probing {name}"):
+            found = controller.clusters.add_node(known, values, made)
     _show_up(found, as_json)
 
 
