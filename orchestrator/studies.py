@@ -111,7 +111,7 @@ def _bottlenecks() -> tuple[Row, ...]:
     )
     sleeps = (
         ("rank 1 sleeps 1 ms at the start", "start", "1", base, "12.34"),
-        ("rank 1 sleeps 10 ms before aggregating", "sync", "10", base, "36.61 (at every call)"),
+        ("rank 1 sleeps 10 ms at every aggregation", "call", "10", base, "36.61"),
         ("rank 1 sleeps 6 s in every backward", "backward", "6000", {**base, "steps": "4"}, "unfinished"),
     )
     return (
@@ -189,7 +189,8 @@ STUDIES: dict[str, Study] = {
         rows=_bottlenecks(),
         note="Compare the rows with each other: ours are one pass over 12,800 images (the last: 4 updates), the length "
         "of the study's is not known. wait is the largest of all hosts: what a slow rank costs shows up as waiting of "
-        "the others. The study's 10 ms come before each call of the aggregation, ours once an update.",
+        "the others. At every aggregation means before each of its calls, of which all_reduce has one for each of "
+        "LeNet's ten parameters.",
     ),
     "input": Study(
         title="MNIST over ways to load and vary images",

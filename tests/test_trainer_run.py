@@ -162,6 +162,20 @@ def test_every_test_sample_is_evaluated_once(run_of_two: Any) -> None:
     assert {**own, "eval_s": 0} == {**other, "eval_s": 0}
 
 
+def test_what_holds_a_rank_up_between_calls_is_its_own_computing(tmp_path: Path) -> None:
+    """LeNet has ten parameters, and so ten calls an update."""
+    slow = ["--strategy", "allreduce", "--slow", "rank:0,at:call,ms:20", "--steps", "3", "--eval_every", "0"]
+    with started(tmp_path, [*SYNTHETIC, *slow]) as (alone,):
+        alone.communicate(timeout=60)
+    steps = of_event(records(tmp_path, 0), "step")
+    assert len(steps) == 3
+    for step in steps:
+        assert step["compute_ms"] >= 200
+        assert step["exposed_ms"] < step["t_ms"] - 200
+        parts = [step[name] for name in ("load_ms", "compute_ms", "exposed_ms", "optim_ms")]
+        assert sum(parts) == pytest.approx(step["t_ms"], abs=0.1)
+
+
 def test_absent_data_end_every_rank_with_the_same_line(tmp_path: Path) -> None:
     arguments = ["--exp", "mnist_lenet", "--device", "cpu", "--data_dir", str(tmp_path / "nowhere")]
     with started(tmp_path, arguments, world_size=2) as processes:

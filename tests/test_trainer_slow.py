@@ -35,13 +35,18 @@ BAD += ["rank:1,rank:2,at:start,ms:5", "rank:1,at:start,ms:5,at:sync", "rank=1,a
 @pytest.mark.parametrize("text", BAD)
 def test_another_form_is_refused_with_the_one_expected(text: str) -> None:
     with pytest.raises(
-        ValueError, match=r"expected rank:R,at:start\|backward\|sync,ms:M|the rank counts from 0"
+        ValueError, match=r"expected rank:R,at:start\|backward\|sync\|call,ms:M|the rank counts from 0"
     ) as caught:
         parse_slow(text)
     assert repr(text) in str(caught.value)
     with pytest.raises(SettingsError) as settings_error:
         parse_settings("mnist_lenet", {"slow": text})
     assert settings_error.value.mistakes == (f"slow: {caught.value}",)
+
+
+def test_what_exchanges_nothing_has_no_call_to_be_held_up_before() -> None:
+    with pytest.raises(SettingsError, match="strategy none exchanges nothing"):
+        parse_settings("mnist_lenet", {"slow": "rank:0,at:call,ms:5", "strategy": "none"})
 
 
 PIECES = st.sampled_from(

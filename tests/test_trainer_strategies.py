@@ -30,9 +30,10 @@ from trainer.config import SettingsError, parse_settings
 from trainer.errors import TrainError
 from trainer.precision import build_precision
 from trainer.setup import check_batch_norm
+from trainer.slow import Slow
 from trainer.strategies import after_backward, build_strategy, ddp, fsdp, local_loss
 from trainer.stream import SampleStream
-from trainer.timing import CpuTimer
+from trainer.timing import Brake, CpuTimer
 
 NEWEST_FSDP = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
 AFTER_BACKWARD = ("allreduce", "allreduce_flat", "reduce_broadcast", "gather_scatter", "allgather", "reduce_scatter")
@@ -467,3 +468,46 @@ def test_over_all_ranks_only_the_whole_batch_needs_two_samples() -> None:
     check_batch_norm(model, stream, whole_batch=True)
     with pytest.raises(TrainError, match="of 1 samples"):
         check_batch_norm(model, replace(EXAMPLE, last=1).stream, whole_batch=True)
+
+
+# ---- a rank that is held up before each call -------------------------------------------------------------------------
+
+CALLS = {
+    "allreduce": 6,
+    "allreduce_flat": 1,
+    "reduce_broadcast": 2,
+    "gather_scatter": 2,
+    "allgather": 1,
+    "reduce_scatter": 2,
+    "ddp": 1,
+    "parameter_average": 1,
+}
+"""Of an exchange of six parameters; ddp's first update, before it cuts its buckets, has a single one."""
+BESIDE_BACKWARD = ("ddp", "parameter_average")
+"""What holds a rank up there comes before its last gradient is handed over."""
+
+
+def held_up(rank: int, name: str) -> tuple[list[str], float]:
+    """Where rank 1 stood still in an update, and for how many seconds after its last gradient."""
+    case = Case((2, 2, 2, 2))
+    brake, places = Brake(Slow(1, "call", 4), rank, CpuTimer()), []
+
+    def pause(place: str) -> float:
+        seconds = Brake.pause(brake, place)
+        places.extend([place] if seconds else [])
+        return seconds
+
+    brake.pause = pause
+    strategy = build_strategy(settings_for(case, name), network(case, 0), group_of(RANKS), CpuTimer(), brake)
+    images, labels = data_of(case)
+    exchange = strategy.backward(local_loss(strategy.model, images[:2], labels[:2]), 2, 8)
+    strategy.after_update()
+    return places, exchange.held_up_s
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_rank_is_held_up_before_each_call_of_the_exchange(gang: Gang, name: str) -> None:
+    answers = gang.run(held_up, name)
+    assert [places for places, _ in answers] == [[], ["call"] * CALLS[name], [], []]
+    after_s = 0 if name in BESIDE_BACKWARD else CALLS[name] * 0.004
+    assert [seconds for _, seconds in answers] == [0, pytest.approx(after_s), 0, 0]

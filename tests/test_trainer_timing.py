@@ -41,9 +41,10 @@ def test_the_brake_holds_the_named_rank_at_the_named_place_alone(monkeypatch: py
     slept: list[float] = []
     monkeypatch.setattr(timing.time, "sleep", slept.append)
     timer = Seconds()
-    brake = Brake(Slow(rank=1, at="backward", ms=50), rank=1, timer=timer)
-    assert [brake.pause(place) for place in ("start", "backward", "sync")] == [0.0, 0.05, 0.0]
-    assert (slept, timer.waits) == ([0.05], 1)
+    postponed: list[float] = []
+    brake = Brake(Slow(rank=1, at="backward", ms=50), rank=1, timer=timer, postpone=postponed.append)
+    assert [brake.pause(place) for place in ("start", "backward", "sync", "call")] == [0.0, 0.05, 0.0, 0.0]
+    assert (slept, postponed, timer.waits) == ([0.05], [0.05], 1)
     other = Brake(Slow(rank=1, at="backward", ms=50), rank=0, timer=timer)
     assert [other.pause("backward"), Brake().pause("start")] == [0.0, 0.0]
     assert (slept, timer.waits) == ([0.05], 1)

@@ -179,8 +179,9 @@ class Settings:
         at_least=-1,
     )
     slow: str = _setting(
-        "A bottleneck made on purpose: rank:R,at:start|backward|sync,ms:M makes rank R stand still for M ms a step, "
-        "before forward, as backward begins, or with its last gradient in hand; empty for none.",
+        "A bottleneck made on purpose: rank:R,at:start|backward|sync|call,ms:M makes rank R stand still for M ms: once "
+        "a step before forward, as backward begins, or with its last gradient in hand; or before every call of a "
+        "collective that exchanges gradients or weights. It counts as that rank's computing. Empty for none.",
     )
     warmup_steps: int = _setting("First updates that are left out of every speed.", at_least=0)
     checkpoint_every: int = _setting("Updates between checkpoints, one more at the end; 0 writes none.", at_least=0)
@@ -201,6 +202,8 @@ class Settings:
             mistakes.append(
                 f"shares: strategy {self.strategy} is one process, which takes the whole batch; leave shares equal"
             )
+        if "at:call" in self.slow and self.strategy in ("none", "dp"):
+            mistakes.append(f"slow: strategy {self.strategy} exchanges nothing, so there is no call; use at:sync")
         if self.shares == "auto" and (self.sync_bn or self.strategy == "fsdp"):
             mistakes.append(
                 "shares: auto compares how long ranks compute, and with sync_bn or fsdp they wait for each other in "

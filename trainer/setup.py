@@ -96,7 +96,8 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
     start = start_fields(settings, info, device, group, model)
     groups = batch_norm_groups(model, settings, micro_batches, shares, info.rank)
     metrics.write("start", **start, batch_per_rank=shares[info.rank], batch_norm_groups=groups, steps=last_step)
-    brake = Brake(settings.bottleneck, info.rank, timer)
+    keeps_time = {"postpone": model.stopwatch.postpone} if isinstance(model, StandIn) else {}
+    brake = Brake(settings.bottleneck, info.rank, timer, **keeps_time)
     nodes = ranks.gather_lines(info.node)
     strategy = build_strategy(settings, model, group, timer, brake, nodes=nodes, updates=last_step)
     batches, test_batches = open_batches(settings, facts, order, info, device)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-PLACES = ("start", "backward", "sync")
+PLACES = ("start", "backward", "sync", "call")
 
 
 @dataclass(frozen=True)
 class Slow:
     """Rank `rank` stands still for `ms` in every step: before forward (start), as backward begins (backward), or when
-    its last gradient is ready and not yet handed over (sync).
+    its last gradient is ready and not yet handed over (sync); or before every call of a collective that takes part in
+    the exchange of gradients or weights (call): once a parameter with allreduce, once a bucket with ddp.
     """
 
     rank: int
@@ -26,7 +27,7 @@ def parse_slow(text: str) -> Slow | None:
     """None for an empty text. Raises ValueError saying the form expected."""
     if not text:
         return None
-    expected = "expected rank:R,at:start|backward|sync,ms:M, like rank:1,at:start,ms:50"
+    expected = f"expected rank:R,at:{'|'.join(PLACES)},ms:M, like rank:1,at:start,ms:50"
     parts = dict(part.partition(":")[::2] for part in text.split(","))
     if set(parts) != {"rank", "at", "ms"} or text.count(",") != 2 or parts["at"] not in PLACES:
         raise ValueError(f"{text!r}: {expected}")

@@ -45,11 +45,9 @@ from trainer.strategies.parameter_average import ParameterAverage
 from trainer.strategies.seam import Exchange, Strategy, local_loss, weighted
 from trainer.strategies.single import Alone
 from trainer.strategies.wire import DTYPES, Wire
-from trainer.timing import Brake, Timer
+from trainer.timing import NO_BRAKE, Brake, Timer
 
 __all__ = ["Exchange", "Strategy", "build_strategy", "local_loss", "weighted"]
-
-NO_BRAKE = Brake()
 
 
 def build_strategy(
@@ -76,7 +74,7 @@ def build_strategy(
         return Alone(model, timer, brake, all_devices=settings.strategy == "dp")
     if settings.sync_bn:
         synchronise_batch_norm(model, group)
-    wire = Wire(group, nodes, DTYPES[settings.sent_as])
+    wire = Wire(group, nodes, DTYPES[settings.sent_as], brake)
     if settings.fidelity == "local":
         outer = (settings.outer_lr, settings.outer_momentum)
         return ParameterAverage(model, wire, timer, brake, settings.local_steps, settings.overlap, *outer)

@@ -40,8 +40,9 @@ class AfterBackward(Base):
         weighted(loss_sum, batch).backward()
         self.brake.pause("sync")
         computed = self.timer.mark()
+        before_s = self.wire.held_up_s
         self.exchange([parameter.grad for parameter in trainable(self.model)], self.wire)
-        return Exchange(computed)
+        return Exchange(computed, held_up_s=self.wire.held_up_s - before_s)
 
     def whole(self) -> nn.Module:
         return self.model
@@ -67,7 +68,9 @@ def reduce_broadcast(gradients: Gradients, wire: Wire) -> None:
     traffic (Li et al. 2014) with rank 0 as the server.
     """
     flat, group = flatten(gradients), wire.group
+    wire.hold_up()
     dist.reduce(flat, dst=first_rank(group), group=group)
+    wire.hold_up()
     dist.broadcast(flat, src=first_rank(group), group=group)
     unflatten(flat, gradients)
 
@@ -79,8 +82,10 @@ def gather_scatter(gradients: Gradients, wire: Wire) -> None:
     flat, group = flatten(gradients), wire.group
     is_first = dist.get_rank(group) == 0
     gathered = [torch.empty_like(flat) for _ in range(group.size())] if is_first else None
+    wire.hold_up()
     dist.gather(flat, gathered, dst=first_rank(group), group=group)
     sums = [sum_in_order(gathered)] * group.size() if gathered else None
+    wire.hold_up()
     dist.scatter(flat, sums, src=first_rank(group), group=group)
     unflatten(flat, gradients)
 
@@ -91,6 +96,7 @@ def allgather(gradients: Gradients, wire: Wire) -> None:
     """
     flat, group = flatten(gradients), wire.group
     gathered = [torch.empty_like(flat) for _ in range(group.size())]
+    wire.hold_up()
     dist.all_gather(gathered, flat, group=group)
     unflatten(sum_in_order(gathered), gradients)
 
@@ -102,7 +108,10 @@ def reduce_scatter(gradients: Gradients, wire: Wire) -> None:
     flat, group = flatten(gradients), wire.group
     flat = pad(flat, (0, -len(flat) % group.size()))  # pieces of one length
     pieces = list(flat.chunk(group.size()))
-    dist.all_gather(pieces, reduced_piece(flat, pieces, group), group=group)
+    wire.hold_up()
+    own = reduced_piece(flat, pieces, group)
+    wire.hold_up()
+    dist.all_gather(pieces, own, group=group)
     unflatten(flat, gradients)
 
 

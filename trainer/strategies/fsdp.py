@@ -55,6 +55,7 @@ class Fsdp(Base):
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         """The reduce-scatter of one piece, as fully_shard wants it called. Gloo knows no average."""
+        self.brake.pause("call")
         if len(self.collectives) == self.reductions - 1:
             self.brake.pause("sync")
         self.computed = self.timer.mark()

@@ -75,6 +75,8 @@ class ParameterAverage(Base):
         self.backward_alone(loss_sum, samples)
         self.samples_of_all += batch
         self.brake.pause("sync")
+        if self.updates + 1 == self.every:
+            self.brake.pause("call")
         return Exchange(self.timer.mark())
 
     def after_update(self) -> None:

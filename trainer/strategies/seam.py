@@ -23,11 +23,13 @@ from trainer.batch_norm import is_synchronised
 @dataclass(frozen=True)
 class Exchange:
     """computed: the mark of this rank's own last gradient. collectives: for each one that ran beside backward, the
-    marks of when this rank handed it over and when the sum was there, in the order of their ends.
+    marks of when this rank handed it over and when the sum was there, in the order of their ends. held_up_s: for which
+    this rank stood still on purpose between the calls that came after `computed`.
     """
 
     computed: Any
     collectives: tuple[tuple[Any, Any], ...] = ()
+    held_up_s: float = 0.0
 
 
 class Strategy(Protocol):

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from trainer.errors import TrainError
 from trainer.strategies.seam import first_rank
+from trainer.timing import NO_BRAKE, Brake
 
 Group = dist.ProcessGroup
 Leg = Callable[[Tensor], Any]
@@ -40,14 +41,18 @@ DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 class Wire:
     """nodes: of each rank its host, where those of one host shall add up among themselves first (Gloo; NCCL finds out
-    by itself which ranks share one). dtype: what numbers travel in; None: what they are.
+    by itself which ranks share one). dtype: what numbers travel in; None: what they are. brake: holds this rank up
+    before each call of a blocking collective, where `slow` says so; held_up_s adds that up.
 
     Raises TrainError where this torch cannot add up such numbers.
     """
 
-    def __init__(self, group: Group, nodes: Sequence[str] = (), dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, group: Group, nodes: Sequence[str] = (), dtype: torch.dtype | None = None, brake: Brake = NO_BRAKE
+    ) -> None:
         self.group = group
         self.dtype = dtype
+        self.brake, self.held_up_s = brake, 0.0
         self.relay: Relay | None = None
         if dtype and not _adds_up(dtype, group):
             name = next(name for name, known in DTYPES.items() if known == dtype)
@@ -70,8 +75,13 @@ class Wire:
         return [self.begin(piece) for piece in _pieces_of(tensor, _PIECE)]
 
     def sum(self, tensor: Tensor) -> None:
+        self.hold_up()
         for piece in self.begin_in_pieces(tensor):
             piece.wait()
+
+    def hold_up(self) -> None:
+        """Before each blocking collective of an exchange; `sum` does it by itself."""
+        self.held_up_s += self.brake.pause("call")
 
 
 class Relay:
@@ -227,7 +237,7 @@ def _seconds(wire: Wire, tensor: Tensor) -> float:
     taken = []
     for _ in range(_TIMES):
         began_s = time.perf_counter()
-        wire.sum(tensor)
+        wire.begin(tensor).wait()
         if tensor.is_cuda:
             torch.cuda.synchronize()
         taken.append(time.perf_counter() - began_s)
