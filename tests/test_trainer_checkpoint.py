@@ -154,11 +154,10 @@ def test_a_run_that_was_killed_between_checkpoints_goes_on_from_the_last_one(who
     assert_goes_on_like(whole, tmp_path / "resumed", first)
 
 
-def test_averaged_weights_go_on_with_each_ranks_own_momentum(tmp_path: Path) -> None:
-    """A checkpoint averages the weights, so both runs write theirs at the same updates."""
-    way = ["--fidelity", "local", "--local_steps", "3", "--checkpoint_every", "4", "--eval_every", "0"]
+def test_averaged_weights_go_on_in_mid_round_with_each_ranks_own_momentum(tmp_path: Path) -> None:
+    way = ["--fidelity", "local", "--local_steps", "3", "--eval_every", "0"]
     finished(tmp_path / "whole", way)
-    finished(tmp_path / "stopped", [*way, "--steps", "8"])
+    finished(tmp_path / "stopped", [*way, "--checkpoint_every", "8", "--steps", "8"])
     finished(tmp_path / "resumed", [*way, "--resume", "../stopped/checkpoints"])
     for rank in range(2):
         assert losses(tmp_path / "resumed", rank) == losses(tmp_path / "whole", rank, 8)
@@ -176,14 +175,14 @@ def test_what_compressing_has_left_out_goes_on_with_each_rank(tmp_path: Path) ->
 
 def test_what_one_way_to_synchronise_keeps_is_not_poured_into_another(tmp_path: Path) -> None:
     """The outer momentum stands before the ranks' own; it matters first when weights are averaged again."""
-    way = ["--fidelity", "local", "--local_steps", "3", "--checkpoint_every", "8", "--eval_every", "0"]
-    finished(tmp_path / "stopped", [*way, "--steps", "8", "--outer_momentum", "0.5"])
-    resume = [*way, "--resume", "../stopped/checkpoints", "--steps", "11", "--outer_momentum"]
+    way = ["--fidelity", "local", "--local_steps", "3", "--checkpoint_every", "9", "--eval_every", "0"]
+    finished(tmp_path / "stopped", [*way, "--steps", "9", "--outer_momentum", "0.5"])
+    resume = [*way, "--resume", "../stopped/checkpoints", "--steps", "12", "--outer_momentum"]
     finished(tmp_path / "with", [*resume, "0.5"])
-    assert "after 8 updates; velocity: left out\n" in finished(tmp_path / "without", [*resume, "0"])
+    assert "after 9 updates; velocity: left out\n" in finished(tmp_path / "without", [*resume, "0"])
     for rank in range(2):
         assert losses(tmp_path / "without", rank) == losses(tmp_path / "with", rank)
-    compressed = ["--fidelity", "compressed", "--steps", "9", "--resume", "../stopped/checkpoints"]
+    compressed = ["--fidelity", "compressed", "--steps", "10", "--resume", "../stopped/checkpoints"]
     said = finished(tmp_path / "compressed", compressed)
     assert "; memory, q, updates: not in the checkpoint, begun anew; velocity: left out\n" in said
 

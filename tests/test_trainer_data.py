@@ -63,7 +63,7 @@ def alone() -> Iterator[None]:
 def epochs_of(settings: Settings, facts: DataSet, shares: Sequence[int], rank: int, epochs: int = 2) -> list[Any]:
     """All batches of a rank, and its test batches."""
     order = RankBatches(SampleStream(facts.train_samples, sum(shares), shares, settings.seed), rank)
-    batches, test_batches = loading.open_batches(settings, facts, order, ALONE, CPU)
+    batches, test_batches, _ = loading.open_batches(settings, facts, order, ALONE, CPU)
     found = []
     for order.epoch in range(epochs):
         found += list(batches)

@@ -14,10 +14,24 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 from rank_gang import RANKS, Gang, group_of
-from test_trainer_strategies import EXAMPLE, PLAIN, UPDATES, Case, network, settings_for, train, worst
+from test_trainer_strategies import (
+    EXAMPLE,
+    PLAIN,
+    TENTH,
+    UPDATES,
+    Case,
+    data_of,
+    network,
+    settings_for,
+    train,
+    vector,
+    worst,
+)
 
 from trainer.config import SettingsError, parse_settings
+from trainer.errors import TrainError
 from trainer.strategies import build_strategy, compressed, local_loss
+from trainer.strategies.parameter_average import ParameterAverage
 from trainer.strategies.power_sgd import PowerSgd
 from trainer.strategies.wire import Wire, fitted_bucket_bytes
 from trainer.timing import CpuTimer
@@ -236,6 +250,57 @@ def test_ways_averaged_in_16_bits_are_rounded_ways(gang: Gang) -> None:
     case = replace(EXAMPLE, optimizer=PLAIN)
     rounded = worst(gang, asking(case, "parameter_average", fidelity="local", local_steps="1", wire="bf16"))
     assert 1e-6 < rounded["parameter_average"] < HALF
+
+
+def regrouped(rank: int, overlap: int) -> float:
+    """Four ranks and then two: how far these come, in the round's updates that are left and move nothing, from where
+    the four would have.
+    """
+    asked = {"local_overlap": str(overlap), "outer_lr": "0.7", "outer_momentum": "0.9"}
+    settings = settings_for(replace(asking(EXAMPLE, fidelity="local", **asked), local_steps=4), "ddp")
+    images, labels = data_of(EXAMPLE)
+    strategy = build_strategy(settings, network(EXAMPLE, 0), group_of(RANKS), CpuTimer())
+    optimizer = torch.optim.SGD(strategy.model.parameters(), **TENTH)
+    for step in range(2 + 4 * (overlap > 0)):  # in mid-round; the mean of the one before still travels
+        own = EXAMPLE.stream.indices(0, step % 3, rank)  # of whole batches
+        optimizer.zero_grad()
+        strategy.backward(local_loss(strategy.model, images[own], labels[own]), len(own), 7)
+        optimizer.step()
+        strategy.after_update()
+    mean, kept = strategy.whole(), {name: tensor.clone() for name, tensor in strategy.own_state().items()}
+    wanted = standing_still(strategy, EXAMPLE.shares[rank])
+    if rank > 1:
+        return 0.0
+    fewer = build_strategy(settings, network(EXAMPLE, 0), group_of(2), CpuTimer())
+    fewer.model.load_state_dict(mean.state_dict())
+    fewer.expect(kept)
+    for name, tensor in fewer.own_state().items():
+        if not name.startswith("weights"):
+            tensor.copy_(kept[name])
+    fewer.regroup((6 / 7, 1 / 7)[rank])
+    found = standing_still(fewer, (6, 1)[rank])
+    return float((found - wanted).norm() / (wanted - vector(mean)).norm())
+
+
+def standing_still(strategy: Any, samples: int) -> torch.Tensor:
+    """The weights after six more updates by nothing."""
+    for _ in range(6):
+        strategy.backward(0 * sum(weight.sum() for weight in strategy.model.parameters()), samples, 7)
+        strategy.after_update()
+    return vector(strategy.whole())
+
+
+@pytest.mark.parametrize("overlap", [0, 3])
+def test_other_ranks_go_on_in_the_same_round_from_the_mean(gang: Gang, overlap: int) -> None:
+    assert max(gang.run(regrouped, overlap)) < 1e-12
+
+
+@pytest.mark.parametrize("counts", [[float("nan"), 1.0, 1.0], [1.0, -1.0, 1.0], [1.0]])
+def test_a_round_that_no_run_has_written_is_refused(counts: list[float]) -> None:
+    strategy = object.__new__(ParameterAverage)
+    strategy.model = torch.nn.Linear(1, 1)
+    with pytest.raises(TrainError, match=r"resume: .* it is not as it was written"):
+        strategy.expect({"round.counts": torch.tensor(counts)})
 
 
 # ---------------------------------------------------------------------------------------------------------------------

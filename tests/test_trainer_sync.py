@@ -26,9 +26,10 @@ from trainer.checkpoint import CheckpointKeeper, Progress
 from trainer.config import STRATEGIES, Settings, parse_settings
 from trainer.env import RankInfo
 from trainer.errors import TrainError
-from trainer.evaluate import average_running_statistics, evaluate
+from trainer.evaluate import evaluate
 from trainer.pace import Pace
 from trainer.records import MetricsWriter
+from trainer.running_statistics import average_running_statistics
 from trainer.slow import PLACES
 from trainer.strategies import build_strategy, local_loss, weighted
 from trainer.timing import CpuTimer

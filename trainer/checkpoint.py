@@ -6,9 +6,14 @@
 
 With the world size, the shares and the settings of before, what follows is what would have followed, bit for bit on a
 CPU: the samples come from the stream's position, the ranks' own BatchNorm statistics and random states come back to
-them. (ddp over three ranks or more sums its first update in another order.) Other ranks, or other shares, go on with
-the same samples; BatchNorm then begins with the mean of the ranks' statistics, each counted by its samples. Another way
-to synchronise finds what it has in common with the one before, and begins the rest anew.
+them, and, in the middle of a round of local updates, their own weights, where the round began, and the average that
+travels. (ddp over three ranks or more sums its first update in another order.) Other ranks, or other shares, go on with
+the same samples, from the mean of the weights, in the same round; BatchNorm then begins with the mean of the ranks'
+statistics, each counted by its samples. Another way to synchronise finds what it has in common with the one before, and
+begins the rest anew.
+
+`model` is what an evaluation sees: the mean of the weights, and the statistics that belong to it. To write a checkpoint
+changes nothing of the run.
 """
 
 from __future__ import annotations
@@ -42,9 +47,9 @@ from trainer.checkpoint_file import (
 from trainer.config import Settings
 from trainer.data import find_facts
 from trainer.errors import TrainError
+from trainer.look import looked_at
 from trainer.models import running_statistics
-from trainer.strategies.compressed import Compressed
-from trainer.strategies.seam import Strategy
+from trainer.random_state import random_state, set_random_state
 
 if TYPE_CHECKING:
     from trainer.setup import Run
@@ -52,6 +57,10 @@ if TYPE_CHECKING:
 _SAME = ("exp", "model", "data", "batch", "samples", "seed", "augment")
 """Settings that a run must share with its checkpoint: of other data, the position in the stream would mean nothing."""
 _CHUNK = 1 << 26
+_REMEMBERED = 0.9
+"""What torch's BatchNorm keeps of its running statistics at an update, unless told otherwise."""
+_IN_THE_MEAN = {"momentum", "weights", "round", "travelling"}
+"""What ranks have for themselves in a round of local updates: who begins without it, begins with the mean of it."""
 
 
 @dataclass
@@ -59,15 +68,15 @@ class Progress:
     """How far a run has come: what changes from update to update beside the network and its optimiser.
 
     epoch, step: of the next update, the step within its epoch. loss_sum, samples: this rank's, of this epoch so far.
-    unaveraged: this rank's samples since BatchNorm's statistics were averaged. random: the generators' states, to be
-    taken back once the epoch's batches have been opened.
+    recent: this rank's samples, those of older updates counted less, as BatchNorm's running statistics count them.
+    random: the generators' states, to be taken back once the epoch's batches have been opened.
     """
 
     epoch: int = 0
     step: int = 0
     loss_sum: float = 0.0
     samples: int = 0
-    unaveraged: int = 0
+    recent: float = 0.0
     random: Tensor | None = None
 
     def advance(self, loss_sum: float, samples: int) -> None:
@@ -75,7 +84,7 @@ class Progress:
         self.step += 1
         self.loss_sum += loss_sum
         self.samples += samples
-        self.unaveraged += samples
+        self.recent = _REMEMBERED * self.recent + samples
 
     def begin_epoch(self) -> None:
         self.epoch, self.step, self.loss_sum, self.samples = self.epoch + 1, 0, 0.0, 0
@@ -83,7 +92,7 @@ class Progress:
     def restore_random(self) -> None:
         """To open an epoch's batches draws from the generator, and that has been done before."""
         if self.random is not None:
-            _set_random_state(self.random)
+            set_random_state(self.random)
             self.random = None
 
 
@@ -127,12 +136,14 @@ class CheckpointKeeper:
     def _collect(self, progress: Progress) -> Checkpoint | None:
         """The whole content on rank 0, None on the others."""
         run = self.run
-        network = run.strategy.whole()
         names = ranks.gather_lines(_name(run))
-        sums = _gather(torch.tensor([progress.loss_sum, progress.samples, progress.unaveraged], dtype=torch.float64))
+        sums = _gather(torch.tensor([progress.loss_sum, progress.samples, progress.recent], dtype=torch.float64))
         of_this_rank = self._own_tensors()
         own = [_apart(flat, of_this_rank) for flat in _gather(_flat(of_this_rank.values()))]
-        random = _gather(_random_state())
+        random = _gather(random_state())
+        with looked_at(run, progress) as network:
+            seen = network.state_dict() if run.info.rank == 0 else {}
+            model = {name: tensor.detach().cpu().clone() for name, tensor in seen.items()}
         if run.info.rank != 0:
             return None
         return Checkpoint(
@@ -145,7 +156,7 @@ class CheckpointKeeper:
             shares=list(run.stream.shares),
             epoch=progress.epoch,
             step=progress.step,
-            model={name: tensor.detach().cpu() for name, tensor in network.state_dict().items()},
+            model=model,
             momentum=[None if tensor is None else tensor.cpu() for tensor in _momentum(run.optimizer)],
             scaler=scaler.state_dict() if (scaler := _scaler(run)) else {},
             sums=[tensor.tolist() for tensor in sums],
@@ -154,11 +165,11 @@ class CheckpointKeeper:
         )
 
     def _own_tensors(self) -> dict[str, Tensor]:
-        """What each rank has for itself: BatchNorm's statistics; what its strategy keeps; momentum, where weights alone
-        are averaged (and `whole` has just averaged them).
+        """What each rank has for itself, by name (KIND or KIND.WHICH): BatchNorm's statistics; what its strategy keeps;
+        momentum, where weights alone are averaged.
         """
         run = self.run
-        own = _numbered("statistics", running_statistics(run.model)) | _kept_by(run.strategy)
+        own = _numbered("statistics", running_statistics(run.model)) | run.strategy.own_state()
         if run.settings.strategy == "parameter_average" or run.settings.fidelity == "local":
             own |= _numbered("momentum", [tensor for tensor in _momentum(run.optimizer) if tensor is not None])
         return {name: tensor for name, tensor in own.items() if tensor.numel()}
@@ -207,15 +218,15 @@ class CheckpointKeeper:
             scaler.load_state_dict(saved.scaler)
         same = saved.world_size == run.info.world_size and saved.shares == list(run.stream.shares)
         own = saved.own[rank] if same else for_other_ranks(saved, run.info.world_size)
+        run.strategy.expect(own)
         change = _fill(self._own_tensors(), own)
-        how = "" if same else (
-            f"; they were made by {saved.world_size} ranks with shares {','.join(map(str, saved.shares))}: the samples "
-            "stay the same, BatchNorm begins with the mean of the ranks' statistics"
-        )  # fmt: skip
+        if not same:
+            run.strategy.regroup(run.stream.shares[rank] / run.stream.batch)
+        how = "" if same else _by_others(saved)
         run.console.say(f"going on from {source} after {self._updates(saved)} updates{how}{change}")
         if same:
-            loss_sum, samples, unaveraged = saved.sums[rank]
-            return Progress(saved.epoch, saved.step, loss_sum, int(samples), int(unaveraged), saved.random[rank])
+            loss_sum, samples, recent = saved.sums[rank]
+            return Progress(saved.epoch, saved.step, loss_sum, int(samples), recent, saved.random[rank])
         # All ranks have the same statistics now, so that there is nothing to average yet.
         loss_sum, samples = (sum(of_rank[part] for of_rank in saved.sums) if rank == 0 else 0.0 for part in (0, 1))
         return Progress(saved.epoch, saved.step, loss_sum, int(samples))
@@ -304,33 +315,34 @@ def _broadcast(content: bytes) -> bytes:
 
 
 def _flat(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.cat([torch.empty(0), *(tensor.detach().flatten().cpu() for tensor in tensors)])
+    """Their bytes, one after the other."""
+    none = torch.empty(0, dtype=torch.uint8)
+    return torch.cat([none, *(tensor.detach().flatten().cpu().view(torch.uint8) for tensor in tensors)])
 
 
 def _apart(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What `_flat` made of tensors that were like these."""
-    parts = flat.split([tensor.numel() for tensor in like.values()]) if like else ()
-    return {name: part.view(like[name].shape) for name, part in zip(like, parts, strict=True)}
+    parts = flat.split([tensor.numel() * tensor.element_size() for tensor in like.values()]) if like else ()
+    return {
+        name: part.clone().view(like[name].dtype).view(like[name].shape) for name, part in zip(like, parts, strict=True)
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What each rank has for itself, by name: KIND or KIND.WHICH
+# What each rank has for itself
+
+
+def _by_others(saved: Checkpoint) -> str:
+    shares = ",".join(map(str, saved.shares))
+    in_round = ", local updates with that of their weights" if "round.counts" in saved.own[0] else ""
+    return (
+        f"; they were made by {saved.world_size} ranks with shares {shares}: the samples stay the same, "
+        f"BatchNorm begins with the mean of the ranks' statistics{in_round}"
+    )
 
 
 def _numbered(kind: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
     return {f"{kind}.{number}": tensor for number, tensor in enumerate(tensors)}
-
-
-def _kept_by(strategy: Strategy) -> dict[str, Tensor]:
-    own = strategy.own_state()
-    if not isinstance(strategy, Compressed):
-        return _numbered("velocity", own)
-    updates, *pairs = own
-    named = {"updates": updates}
-    for memory, q in zip(pairs[::2], pairs[1::2], strict=True):
-        of = "x".join(map(str, memory.shape))  # there is one stack of a shape
-        named |= {f"memory.{of}": memory, f"q.{of}": q}
-    return named
 
 
 def _fill(tensors: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> str:
@@ -338,15 +350,14 @@ def _fill(tensors: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> str:
     fits = {name for name, tensor in tensors.items() if name in kept and kept[name].shape == tensor.shape}
     for name in fits:
         tensors[name].copy_(kept[name])
-    # Momentum is no rank's own where gradients travel: it comes and goes with the optimiser's.
-    anew, dropped = ({name.partition(".")[0] for name in {*of} - fits} - {"momentum"} for of in (tensors, kept))
+    anew, dropped = ({name.partition(".")[0] for name in {*of} - fits} - _IN_THE_MEAN for of in (tensors, kept))
     told = f"; {', '.join(sorted(anew))}: not in the checkpoint, begun anew" if anew else ""
     return told + (f"; {', '.join(sorted(dropped - anew))}: left out" if dropped - anew else "")
 
 
 def for_other_ranks(saved: Checkpoint, world_size: int) -> dict[str, Tensor]:
-    """What each of so many ranks begins with: of BatchNorm's statistics the mean by samples since the ranks last had
-    the same, of what compressing still owes an equal part of the sum, of all else the mean.
+    """What each of so many ranks begins with: of BatchNorm's statistics the mean by samples, of what compressing still
+    owes an equal part of the sum, of all else the mean; the mean of the weights stands in `model`.
     """
     samples = torch.tensor([of_rank[2] for of_rank in saved.sums])
     parts = samples / samples.sum() if samples.sum() > 0 else torch.eye(saved.world_size)[0]
@@ -354,9 +365,11 @@ def for_other_ranks(saved: Checkpoint, world_size: int) -> dict[str, Tensor]:
     for name in saved.own[0]:
         of_ranks = torch.stack([own[name] for own in saved.own])
         kind = name.partition(".")[0]
-        if kind == "statistics":
+        if kind in ("round", "travelling"):  # the same on all, or of no use to others
+            found[name] = of_ranks[0]
+        elif kind == "statistics":
             found[name] = torch.tensordot(parts.to(of_ranks.dtype), of_ranks, dims=1)
-        else:
+        elif kind != "weights":
             found[name] = of_ranks.sum(0) / (world_size if kind == "memory" else saved.world_size)
     return found
 
@@ -386,18 +399,3 @@ def _name(run: Run) -> str:
 def _scaler(run: Run) -> Any:
     """torch's gradient scaler, None where nothing is scaled."""
     return getattr(run.precision, "scaler", None)
-
-
-def _random_state() -> Tensor:
-    """torch's generator of the CPU, and of the GPU where there is one, in one tensor of bytes."""
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state())
-    return torch.cat(states)
-
-
-def _set_random_state(state: Tensor) -> None:
-    own = torch.get_rng_state().numel()
-    torch.set_rng_state(state[:own].clone())
-    if state.numel() > own and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(state[own:].clone())

@@ -10,12 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from trainer.flat import flatten, unflatten
-from trainer.models import running_statistics
 from trainer.ranks import sum_over_ranks
 
 
@@ -27,21 +24,6 @@ class Evaluation:
     accuracy: float
     per_class: tuple[float | None, ...]
     loss: float
-
-
-def average_running_statistics(model: nn.Module, group: dist.ProcessGroup, samples: int) -> None:
-    """Leaves on every rank the mean of all ranks' BatchNorm statistics, each counted by its samples.
-
-    samples: how many this rank has trained on since the last time. The spread between the ranks' means is left out
-    of the variance: with shuffled samples it is small.
-    """
-    statistics = running_statistics(model)
-    total = sum_over_ranks([float(samples)])[0]
-    if not statistics or total == 0:
-        return
-    flat = flatten(statistics) * (samples / total)
-    dist.all_reduce(flat, group=group)
-    unflatten(flat, statistics)
 
 
 @torch.no_grad()

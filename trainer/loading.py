@@ -2,7 +2,7 @@
 
     facts = agree_on_facts(settings, info)                        the data's, the same on all ranks
     settings = choose_loader(settings, facts, info, device)       loader and num_workers as they turn out here
-    batches, test_batches = open_batches(settings, facts, order, info, device)
+    opened = open_batches(settings, facts, order, info, device)    to train and to test with
 
 What a model sees is the same to the last bit whichever is chosen, so that ranks may choose differently.
 """
@@ -16,6 +16,7 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +35,17 @@ from trainer.stream import RankBatches
 
 Batch = tuple[Tensor, Tensor]
 Batches = Iterable[Batch]
-Opened = tuple[Batches, Callable[[], Batches] | None]
+
+
+class Opened(NamedTuple):
+    """A rank's batches. train: of the epoch that the order is set to. test: its part of the test data, opened anew for
+    each evaluation; None where it is paced. first: of that epoch's first updates, so many, without disturbing `train`.
+    """
+
+    train: Batches
+    test: Callable[[], Batches] | None
+    first: Callable[[int], Batches]
+
 
 _PART_OF_MEMORY = 0.25
 """Of what is free, resident sets may take so much: the rest is for the model and for what else the host does."""
@@ -122,10 +133,7 @@ def loader_processes(wanted: int, info: RankInfo, device: torch.device) -> int:
 def open_batches(
     settings: Settings, facts: DataSet, order: RankBatches, info: RankInfo, device: torch.device
 ) -> Opened:
-    """This rank's training batches of an epoch, and its part of the test data, opened anew for each evaluation.
-
-    All ranks of all hosts take part: one that fails, fails them all. A paced rank has blank batches and no test data.
-    """
+    """All ranks of all hosts take part: one that fails, fails them all. A paced rank has blank batches."""
     with ranks.together(info.node):  # one rank of each host fetches and unpacks
         if info.local_rank == 0 and not info.pace:
             prepare(settings)
@@ -134,7 +142,7 @@ def open_batches(
             if settings.loader == "resident":
                 return _resident(settings, facts, order, device, prepare_ahead(info, device))
             return _workers(settings, facts, order, device)
-    return BlankBatches(order, facts.shape), None
+    return Opened(BlankBatches(order, facts.shape), None, lambda steps: BlankBatches(order.first(steps), facts.shape))
 
 
 def prepare_ahead(info: RankInfo, device: torch.device) -> resident.Ahead:
@@ -158,17 +166,22 @@ def _resident(
         resident.ResidentSet(*whole(pictures, samples), facts, device)
         for pictures, samples in zip(open_data(settings, facts), (facts.train_samples, facts.test_samples), strict=True)
     )
-    batches = resident.ResidentBatches(train, order, AUGMENTATIONS[settings.augment], settings.seed, ahead)
-    return batches, lambda: resident.test_batches(test, own_test(facts, order), evaluated_at_once(facts, order))
+    how = AUGMENTATIONS[settings.augment], settings.seed
+    return Opened(
+        resident.ResidentBatches(train, order, *how, ahead),
+        lambda: resident.test_batches(test, own_test(facts, order), evaluated_at_once(facts, order)),
+        lambda steps: resident.ResidentBatches(train, order.first(steps), *how, resident.in_turn),
+    )
 
 
 def _workers(settings: Settings, facts: DataSet, order: RankBatches, device: torch.device) -> Opened:
     pictures, test_pictures = open_data(settings, facts)
     train = workers.Samples(pictures, facts, AUGMENTATIONS[settings.augment], settings.seed)
-    test = workers.Samples(test_pictures, facts)
-    batches = workers.train_batches(train, order, facts.shape, settings.num_workers, device)
-    return batches, lambda: workers.test_batches(
-        test, own_test(facts, order), evaluated_at_once(facts, order), settings.num_workers
+    test, processes = workers.Samples(test_pictures, facts), settings.num_workers
+    return Opened(
+        workers.train_batches(train, order, facts.shape, processes, device),
+        lambda: workers.test_batches(test, own_test(facts, order), evaluated_at_once(facts, order), processes),
+        lambda steps: workers.train_batches(train, order.first(steps), facts.shape, processes, device),
     )
 
 

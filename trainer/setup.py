@@ -59,6 +59,7 @@ class Run:
     rebalancer: Rebalancer | None
     batches: Batches
     test_batches: Callable[[], Batches] | None
+    first_batches: Callable[[int], Batches]
     last_step: int
     learns: bool
 
@@ -100,7 +101,7 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
     brake = Brake(settings.bottleneck, info.rank, timer, **keeps_time)
     nodes = ranks.gather_lines(info.node)
     strategy = build_strategy(settings, model, group, timer, brake, nodes=nodes, updates=last_step)
-    batches, test_batches = open_batches(settings, facts, order, info, device)
+    opened = open_batches(settings, facts, order, info, device)
     console = Console(info, settings, last_step)
     rebalancer = None
     if settings.shares == "auto" and info.world_size > 1:
@@ -125,8 +126,9 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
         order=order,
         micro_batches=micro_batches,
         rebalancer=rebalancer,
-        batches=batches,
-        test_batches=test_batches,
+        batches=opened.train,
+        test_batches=opened.test,
+        first_batches=opened.first,
         last_step=last_step,
         learns=learns,
     )

@@ -12,6 +12,7 @@ BatchNorm, takes the ranks' parts one after the other). Nothing is padded or rep
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -94,16 +95,19 @@ class SampleStream:
 class RankBatches(Sampler[list[tuple[int, int]]]):
     """A batch sampler for DataLoader: the rank's own (epoch, index) pairs of each step. Set `epoch` before, and
     `first_step` for an epoch that was interrupted.
+
+    steps: the first so many alone; None: to the epoch's end.
     """
 
-    def __init__(self, stream: SampleStream, rank: int) -> None:
+    def __init__(self, stream: SampleStream, rank: int, steps: int | None = None) -> None:
         self.stream = stream
         self.rank = rank
+        self.steps = steps
         self.epoch = 0
         self.first_step = 0
 
     def __len__(self) -> int:
-        return self.stream.steps - self.first_step
+        return min(self.stream.steps, self.steps or self.stream.steps) - self.first_step
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for indices in self.indices():
@@ -120,4 +124,10 @@ class RankBatches(Sampler[list[tuple[int, int]]]):
 
     def indices(self) -> Iterator[list[int]]:
         """The same without the epoch."""
-        return self.stream.epoch_of_rank(self.epoch, self.rank, self.first_step)
+        return itertools.islice(self.stream.epoch_of_rank(self.epoch, self.rank, self.first_step), len(self))
+
+    def first(self, steps: int) -> RankBatches:
+        """The same epoch's first steps by themselves, as it is cut now, however far this one has been drawn."""
+        found = RankBatches(self.stream, self.rank, steps)
+        found.epoch = self.epoch
+        return found

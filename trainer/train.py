@@ -20,8 +20,9 @@ from trainer import ranks
 from trainer.checkpoint import CheckpointKeeper, Progress
 from trainer.config import Settings
 from trainer.env import RankInfo
-from trainer.evaluate import average_running_statistics, evaluate
+from trainer.evaluate import evaluate
 from trainer.loading import Batch
+from trainer.look import looked_at
 from trainer.records import MetricsWriter
 from trainer.setup import Run, set_up
 from trainer.strategies import Exchange, local_loss
@@ -46,9 +47,8 @@ def train(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
         is_last = step >= run.last_step
         if run.learns and settings.eval_every and (is_last or (epoch + 1) % settings.eval_every == 0):
             started_s = time.monotonic()
-            average_running_statistics(run.model, run.group, progress.unaveraged)
-            progress.unaveraged = 0
-            result = evaluate(run.strategy.whole(), run.test_batches(), run.facts.classes, run.device)
+            with looked_at(run, progress) as network:
+                result = evaluate(network, run.test_batches(), run.facts.classes, run.device)
             eval_s = round(time.monotonic() - started_s, 6)
             metrics.write("eval", epoch=epoch, step=step - 1, **dataclasses.asdict(result), eval_s=eval_s)
             run.console.evaluation(epoch, loss, result)
@@ -57,6 +57,7 @@ def train(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
         progress.begin_epoch()
     if run.rebalancer:
         run.rebalancer.settle()
+    run.strategy.settle()
     ranks.leave()
     metrics.end("succeeded")
     run.console.finished()

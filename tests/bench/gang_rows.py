@@ -50,7 +50,7 @@ def main() -> None:
                 began_s = time.perf_counter()
                 train_epoch(run, Progress(block), CheckpointKeeper(run))
                 block_s = time.perf_counter() - began_s
-                run.strategy.whole()  # an average that is still under way is not left to the next row
+                run.strategy.settle()  # an average that is still under way is not left to the next row
                 tell({"row": name, "block": block, "block_s": block_s}, run, lines_from(file, begin))
     ranks.leave()
     interrupt.leave(0)

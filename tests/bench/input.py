@@ -80,7 +80,7 @@ class Loader:
         settings = parse_settings("mnist_lenet", pairs)
         facts = dataclasses.replace(find_facts(settings)[0], test_samples=1)
         self.order = RankBatches(SampleStream(facts.train_samples, batch, (batch,), settings.seed), rank=0)
-        self.batches, _ = open_batches(settings, facts, self.order, ALONE, CPU)
+        self.batches = open_batches(settings, facts, self.order, ALONE, CPU).train
 
     def epoch(self, epoch: int) -> float:
         """Images per second of CPU time."""

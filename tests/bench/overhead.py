@@ -82,7 +82,7 @@ class BareLoop:
         )
         stream = SampleStream(facts.train_samples, settings.batch, (settings.batch,), settings.seed)
         self.order = RankBatches(stream, 0)
-        self.batches: Any = open_batches(settings, facts, self.order, run.info, run.device)[0]
+        self.batches: Any = open_batches(settings, facts, self.order, run.info, run.device).train
 
     def epoch(self, epoch: int) -> None:
         self.order.epoch = epoch

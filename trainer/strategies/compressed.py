@@ -5,6 +5,7 @@ strategy = Compressed(model, wire, timer, brake, exact, rank=2, after=100)
 
 from __future__ import annotations
 
+import copy
 from contextlib import AbstractContextManager
 
 import torch
@@ -60,15 +61,20 @@ class Compressed(Base):
     def after_update(self) -> None:
         self.updates += 1
         if self.updates > self.after and self.updates % TOGETHER == 0:
-            self.whole()
+            self._share_rank_0s(self.network)
 
-    def own_state(self) -> list[Tensor]:
-        return [self.updates, *self.power_sgd.state()]
+    def own_state(self) -> dict[str, Tensor]:
+        return {"updates": self.updates, **self.power_sgd.state()}
 
     def whole(self) -> nn.Module:
-        """With rank 0's weights: devices of different kinds orthogonalise P and round P Q^T differently, and nothing
-        else would bring the ranks together again.
+        """A copy with rank 0's weights: a look brings no ranks together that would have stayed apart without it."""
+        network = copy.deepcopy(self.network)
+        self._share_rank_0s(network)
+        return network
+
+    def _share_rank_0s(self, network: nn.Module) -> None:
+        """Devices of different kinds orthogonalise P and round P Q^T differently, and nothing else would bring the
+        ranks together again.
         """
-        for parameter in trainable(self.network):
+        for parameter in trainable(network):
             dist.broadcast(parameter.detach(), src=first_rank(self.wire.group), group=self.wire.group)
-        return self.network

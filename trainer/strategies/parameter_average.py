@@ -10,15 +10,22 @@ Douillard et al. 2023): with a learning rate of 1 and no momentum it leads to th
 With `overlap` the ranks train on while the ways travel, and take the mean over so many updates later: what they came
 since then is put on top of it, and is part of the next way (CoCoD-SGD, Shen et al. 2019; Streaming DiLoCo, Douillard
 et al. 2025). Nothing is lost or counted twice; a mean is only that much older.
+
+An evaluation or a checkpoint looks at the mean of the weights, and leaves each rank its own: a run goes on as if nobody
+had looked.
 """
 
 from __future__ import annotations
 
+import copy
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trainer.errors import TrainError
 from trainer.flat import flatten, parts_of, unflatten
 from trainer.models import trainable
 from trainer.strategies.seam import Base, Exchange, share_initial_state
@@ -29,8 +36,7 @@ from trainer.timing import Brake, Timer
 class ParameterAverage(Base):
     """A rank counts by the samples it has trained on since the last average.
 
-    every: updates from one average to the next. overlap: those that go on while it travels, fewer than `every`. An
-    evaluation or checkpoint averages at once: what it sees is what training goes on with.
+    every: updates from one average to the next. overlap: those that go on while it travels, fewer than `every`.
     """
 
     def __init__(
@@ -50,14 +56,15 @@ class ParameterAverage(Base):
         self.brake = brake
         self.every, self.overlap = every, overlap
         self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
-        self.updates = 0
-        self.samples = 0
+        self.updates = 0  # of this round, as the samples
+        self.samples: float = 0
         self.samples_of_all = 0
         share_initial_state(model, wire.group)
         self.start: Tensor | None = None  # of the round: a checkpoint may still be read before the first one
         self.sent_from: Tensor  # the weights that the way which travels has led to
         self.way: Tensor
-        self.pieces: list[Any] = []  # of it, none where nothing travels
+        self.under_way = False
+        self.pieces: list[Any] = []  # of the way, none once it has arrived
         self.velocity = torch.zeros_like(flatten(trainable(model))) if outer_momentum else torch.empty(0)
 
     def accumulate(self, loss_sum: Tensor, samples: int, batch: int) -> None:
@@ -67,8 +74,7 @@ class ParameterAverage(Base):
         """For an update of this rank's own, between two that all ranks make."""
         self.accumulate(loss_sum, samples, samples)
         if self.start is None:
-            self.start = flatten(trainable(self.model))
-            self.sent_from, self.way = torch.empty_like(self.start), torch.empty_like(self.start)
+            self._begin()
         self.samples += samples
 
     def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
@@ -81,41 +87,97 @@ class ParameterAverage(Base):
 
     def after_update(self) -> None:
         self.updates += 1
-        if self.pieces and self.updates == self.overlap:
-            self._receive()
-        if self.updates == self.every:
+        if self.under_way and self.updates >= self.overlap:
+            self._take_over()
+        if self.updates >= self.every:
             self._send()
             if not self.overlap:
-                self._receive()
+                self._take_over()
 
-    def own_state(self) -> list[Tensor]:
-        return [self.velocity]
+    @property
+    def keeps_statistics(self) -> bool:
+        is_alone = self.wire.group.size() == 1
+        return (self.every == 1 or is_alone) and self.outer_lr == 1 and not self.outer_momentum
 
-    def whole(self) -> nn.Module:
-        if self.pieces:
-            self._receive()
-        if self.updates:
-            self._send()
-            self._receive()
-        return self.model
+    def settle(self) -> None:
+        for piece in self.pieces:
+            piece.wait()
+        self.pieces = []
+
+    def _begin(self) -> None:
+        self.start = flatten(trainable(self.model))
+        self.sent_from, self.way = torch.empty_like(self.start), torch.empty_like(self.start)
 
     def _send(self) -> None:
         flatten(trainable(self.model), out=self.sent_from)
         torch.sub(self.sent_from, self.start, out=self.way).mul_(self.samples / self.samples_of_all)
-        self.pieces = self.wire.begin_in_pieces(self.way)
+        self.pieces, self.under_way = self.wire.begin_in_pieces(self.way), True
         self.updates = self.samples = self.samples_of_all = 0
 
-    def _receive(self) -> None:
-        way = self.way
-        for piece in self.pieces:
-            piece.wait()
-        self.pieces = []
-        if self.outer_momentum:  # as Nesterov has it
-            self.velocity.mul_(self.outer_momentum).add_(way)
-            way.add_(self.velocity, alpha=self.outer_momentum)
-        self.start.add_(way, alpha=self.outer_lr)
+    def _take_over(self) -> None:
+        self.settle()
+        self.under_way = False
+        self._step(self.start, self.velocity, self.way)
         if self.updates:
-            for weight, part in parts_of(torch.sub(self.start, self.sent_from, out=way), trainable(self.model)):
+            ahead = torch.sub(self.start, self.sent_from, out=self.way)
+            for weight, part in parts_of(ahead, trainable(self.model)):
                 weight.add_(part)
         else:  # to the same bits on every rank
             unflatten(self.start, trainable(self.model))
+
+    def _step(self, start: Tensor, velocity: Tensor, way: Tensor) -> None:
+        """The outer optimiser's, in place, momentum as Nesterov has it."""
+        if self.outer_momentum:
+            velocity.mul_(self.outer_momentum).add_(way)
+            way.add_(velocity, alpha=self.outer_momentum)
+        start.add_(way, alpha=self.outer_lr)
+
+    # ---- what others see of it ----------------------------------------------------------------------------------
+
+    def whole(self) -> nn.Module:
+        """With the weights from which all would go on if they took over now what travels, and the plain mean of what
+        they have come since then. A copy, unless all have these weights: a look is no average, and no outer step.
+        """
+        if not self.updates and not self.under_way:
+            return self.model
+        self.settle()
+        start, since = self.start, self.start
+        if self.under_way:
+            start, since = self.start.clone(), self.sent_from
+            self._step(start, self.velocity.clone(), self.way.clone())
+        if self.updates:
+            came = flatten(trainable(self.model)).sub_(since).mul_(self.samples / self.samples_of_all)
+            self.wire.sum(came)
+            start = came.add_(start)
+        network = copy.deepcopy(self.model)
+        unflatten(start, trainable(network))
+        return network
+
+    def own_state(self) -> dict[str, Tensor]:
+        """`weights` are this rank's own; `start`, and a way that has travelled, are the same on all ranks."""
+        kept = {"velocity.0": self.velocity}
+        if self.updates or self.under_way:
+            counts = torch.tensor([self.updates, self.samples, self.samples_of_all], dtype=torch.float64)
+            kept |= {"round.counts": counts, "round.start": self.start}
+            kept |= {f"weights.{number}": own.detach() for number, own in enumerate(trainable(self.model))}
+        if self.under_way:
+            self.settle()
+            kept |= {"travelling.from": self.sent_from, "travelling.way": self.way}
+        return kept
+
+    def expect(self, kept: Mapping[str, Tensor]) -> None:
+        self._begin()
+        counts = kept["round.counts"].tolist() if "round.counts" in kept else [0.0] * 3
+        if len(counts) != 3 or not all(math.isfinite(count) and count >= 0 for count in counts):
+            raise TrainError(
+                "resume: the checkpoint's round of local updates makes no sense: it is not as it was written"
+            )
+        self.updates, self.samples, self.samples_of_all = int(counts[0]), counts[1], int(counts[2])
+        self.under_way = "travelling.way" in kept
+
+    def regroup(self, part: float) -> None:
+        """The round goes on from the mean, which all have now, and which holds what travelled."""
+        if self.under_way:
+            self._step(self.start, self.velocity, self.way)
+        self.under_way = False
+        self.samples = self.samples_of_all * part

@@ -82,9 +82,13 @@ class PowerSgd:
         for stack in self.stacks:
             stack.write(gradients)
 
-    def state(self) -> list[Tensor]:
-        """What the next update needs; the first of each pair is this rank's own."""
-        return [tensor for stack in self.stacks for tensor in (stack.memory, stack.q)]
+    def state(self) -> dict[str, Tensor]:
+        """What the next update needs, by kind and shape: there is one stack of a shape. `memory` is this rank's own."""
+        kept = {}
+        for stack in self.stacks:
+            of = "x".join(map(str, stack.memory.shape))
+            kept |= {f"memory.{of}": stack.memory, f"q.{of}": stack.q}
+        return kept
 
 
 def _sum_all(tensors: Sequence[Tensor], wire: Wire) -> None:

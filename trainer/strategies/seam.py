@@ -9,6 +9,7 @@ it, and what is rounded or compressed on its way has its weight already.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -35,6 +36,9 @@ class Exchange:
 class Strategy(Protocol):
     model: nn.Module
     """What the forward pass calls."""
+    keeps_statistics: bool
+    """Do the weights of `whole` come so close to those that each rank trains with, that BatchNorm's running statistics
+    of these belong to them?"""
 
     def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
         """Leaves in .grad what the optimiser shall use: the gradient of the mean loss over the whole batch, each
@@ -53,17 +57,34 @@ class Strategy(Protocol):
     def after_update(self) -> None:
         """Called when the optimiser has moved the weights: what a strategy sends then counts as synchronisation."""
 
-    def own_state(self) -> list[Tensor]:
-        """What this rank needs to go on beside weights and momentum, to be kept and written into again."""
+    def settle(self) -> None:
+        """Waits for what travels beside training, which changes nothing but when it has arrived."""
+
+    def own_state(self) -> dict[str, Tensor]:
+        """What this rank needs to go on beside momentum and the weights of `whole`, by name (KIND or KIND.WHICH), to be
+        kept and written into again.
+        """
+
+    def expect(self, kept: Mapping[str, Tensor]) -> None:
+        """Makes `own_state` one into which this, of a checkpoint, can be written, the weights being those of `whole`
+        already. Raises TrainError.
+        """
+
+    def regroup(self, part: float) -> None:
+        """After that, where other ranks, or shares, wrote the checkpoint. part: of each batch, that is this rank's."""
 
     def whole(self) -> nn.Module:
-        """The network with the weights that all ranks share, for evaluations and checkpoints. Called by all ranks."""
+        """The network with the weights that all ranks share, for evaluations and checkpoints: the run's own or a copy,
+        so that nobody may change them. Called by all ranks; the run goes on as if nobody had.
+        """
 
 
 class Base:
     """What most strategies have alike: ranks weigh their gradients as `weighted` does, nothing travels during backward
     or after the update, and nothing has to be kept.
     """
+
+    keeps_statistics = True
 
     def without_sync(self) -> AbstractContextManager[object]:
         return contextlib.nullcontext()
@@ -74,8 +95,17 @@ class Base:
     def after_update(self) -> None:
         pass
 
-    def own_state(self) -> list[Tensor]:
-        return []
+    def settle(self) -> None:
+        pass
+
+    def own_state(self) -> dict[str, Tensor]:
+        return {}
+
+    def expect(self, kept: Mapping[str, Tensor]) -> None:
+        pass
+
+    def regroup(self, part: float) -> None:
+        pass
 
 
 def local_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:

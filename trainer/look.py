@@ -1,0 +1,51 @@
+"""What an evaluation and a checkpoint see of a run, which goes on as if nobody had looked.
+
+with looked_at(run, progress) as network:           on every rank
+    result = evaluate(network, run.test_batches(), run.facts.classes, run.device)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from trainer.models import has_batch_norm
+from trainer.random_state import random_state, set_random_state
+from trainer.running_statistics import BATCHES, average_running_statistics, estimate_running_statistics
+
+if TYPE_CHECKING:
+    from trainer.checkpoint import Progress
+    from trainer.setup import Run
+
+
+@contextlib.contextmanager
+def looked_at(run: Run, progress: Progress) -> Iterator[nn.Module]:
+    """The network that all ranks share: weights, and the BatchNorm statistics that belong to them. Nobody may change
+    its weights. Afterwards every rank has its own statistics and generators back.
+    """
+    random, network = random_state(), run.strategy.whole()
+    own = [(buffer, buffer.clone()) for buffer in network.buffers()]
+    try:
+        if has_batch_norm(network):
+            samples = progress.recent if run.strategy.keeps_statistics else estimated_again(run, network)
+            average_running_statistics(network, run.group, samples)
+        yield network
+    finally:
+        for buffer, kept in own:
+            buffer.copy_(kept)
+        set_random_state(random)
+
+
+def estimated_again(run: Run, network: nn.Module) -> int:
+    """From training samples; gives the number of this rank's."""
+    return estimate_running_statistics(network, training_images(run))
+
+
+def training_images(run: Run) -> Iterator[Tensor]:
+    """This rank's part of the epoch's first updates, in its micro-batches."""
+    for step, (images, _) in enumerate(run.first_batches(BATCHES)):
+        sizes = run.micro_batches.sizes(run.stream.shares_at(step), run.info.rank)
+        yield from (part for part in images.to(run.device).split(sizes) if len(part))
