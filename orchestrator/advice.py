@@ -160,44 +160,44 @@ def ways(
     local_batch: int = 0,
     rank: int = 2,
     wire: str = "auto",
+    exact_part: float = 0.0,
+    sync_bn: bool = False,
 ) -> Iterator[Way]:
-    """rank: of PowerSGD. wire: what local's averages travel in; auto tries both."""
+    """rank: of PowerSGD. wire: what local's averages travel in; auto tries both. exact_part: of compressed."""
     if fidelity == "local":
         each = Way("parameter_average", "local", every=every, overlap=overlap, local_batch=local_batch)
         halves = {"auto": (False, True), "fp32": (False,)}.get(wire, (True,))
         yield from (dataclasses.replace(each, half_wire=half_wire) for half_wire in halves)
         return
     if fidelity == "compressed":
-        yield Way("allreduce_flat", "compressed", rank=rank)
+        yield Way("allreduce_flat", "compressed", rank=rank, exact_part=exact_part, sync_bn=sync_bn)
         return
     for bucket_mib in buckets_mib:
-        yield Way("ddp", fidelity, bucket_mib)
-    yield Way("allreduce_flat", fidelity)
-    if fidelity == "half":
-        yield Way("allreduce", "half")
+        yield Way("ddp", fidelity, bucket_mib, sync_bn=sync_bn)
+    others = ["allreduce_flat", *(["allreduce"] if fidelity == "half" else [])]
     if fidelity == "exact":
-        others = [name for name in STRATEGIES if name not in ("ddp", "allreduce_flat", "parameter_average")]
-        yield from (Way(name) for name in others)
+        others += [name for name in STRATEGIES if name not in ("ddp", "allreduce_flat", "parameter_average")]
+    yield from (Way(name, fidelity, sync_bn=sync_bn) for name in others)
 
 
 def choices(scene: Scene, candidates: Sequence[Way]) -> list[Choice]:
     """Fastest first; a tie goes to the simpler way, the one named first."""
-    splits = {local_batch: _splits(scene, local_batch) for local_batch in {way.local_batch for way in candidates}}
+    by_batch = {local_batch: splits(scene, local_batch) for local_batch in {way.local_batch for way in candidates}}
     found = [
-        Choice(policy, predict(scene.job, scene.hosts, scene.wire, way, splits[way.local_batch][policy]))
+        Choice(policy, predict(scene.job, scene.hosts, scene.wire, way, by_batch[way.local_batch][policy]))
         for policy in POLICIES
         for way in candidates
-        if policy in splits[way.local_batch]
+        if policy in by_batch[way.local_batch]
     ]
     return sorted(found, key=lambda choice: -choice.samples_per_s)
 
 
-def _splits(scene: Scene, local_batch: int) -> dict[Policy, tuple[int, ...]]:
+def splits(scene: Scene, local_batch: int) -> dict[Policy, tuple[int, ...]]:
     """Without equal shares where they give a rank a single sample, of which BatchNorm can make nothing."""
-    splits = {policy: scene.shares(policy, local_batch) for policy in POLICIES}
-    if 1 in splits["equal"] and splits["measured"] != splits["equal"]:
-        del splits["equal"]
-    return splits
+    found = {policy: scene.shares(policy, local_batch) for policy in POLICIES}
+    if 1 in found["equal"] and found["measured"] != found["equal"]:
+        del found["equal"]
+    return found
 
 
 def advise(
@@ -210,14 +210,27 @@ def advise(
     buckets_mib: Sequence[float] = BUCKETS_MIB,
     rank: int = 2,
     wire: str = "auto",
+    exact_part: float = 0.0,
+    sync_bn: bool = False,
 ) -> Advice:
     """fidelity: what the person allows; leaving hosts out and changes are judged by it. The others: as `ways` has
     them.
     """
-    rounds = {"every": every, "overlap": overlap, "local_batch": local_batch}
 
     def candidates(fidelity: Fidelity) -> list[Way]:
-        return list(ways(fidelity, buckets_mib=buckets_mib, rank=rank, wire=wire, **rounds))
+        return list(
+            ways(
+                fidelity,
+                buckets_mib=buckets_mib,
+                every=every,
+                overlap=overlap,
+                local_batch=local_batch,
+                rank=rank,
+                wire=wire,
+                exact_part=exact_part,
+                sync_bn=sync_bn,
+            )
+        )
 
     found = [choice for each in FIDELITIES for choice in choices(scene, candidates(each))]
     by_fidelity = {each: next(one for one in found if one.forecast.way.fidelity == each) for each in FIDELITIES}

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.advice import POLICIES, Policy, Scene, fewer, ways
+from orchestrator.advice import Policy, Scene, fewer, splits, ways
 from orchestrator.command_line import run_line
 from orchestrator.forecast import Forecast, Way
 from orchestrator.outlook import (
@@ -135,7 +135,11 @@ def _best(
 ) -> _Option | None:
     if scene.wire.ranks == 1:
         return _option(plan, view, scene, Way("ddp"), {}, "equal")
-    options = (_option(plan, view, scene, way, pairs, policy) for policy in POLICIES for way, pairs in candidates)
+    options = (
+        _option(plan, view, scene, way, pairs, policy)
+        for way, pairs in candidates
+        for policy in splits(scene, way.local_batch)
+    )
     return max(options, key=lambda each: each.forecast.samples_per_s, default=None)
 
 

@@ -14,6 +14,7 @@ message by message.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -52,7 +53,8 @@ class Job:
 class Way:
     """How ranks stay together. every: local steps between two averages. rank: PowerSGD's. half_wire: local's
     averages travel in 16 bits. overlap: steps that go on meanwhile. local_batch: of local's own updates, at most; 0
-    where a rank makes one a step.
+    where a rank makes one a step. exact_part: of the run's updates, the first that lose nothing yet, 0..1; what is
+    foreseen is then the mean over all. sync_bn: BatchNorm sees the samples of all ranks.
     """
 
     strategy: str
@@ -63,6 +65,8 @@ class Way:
     half_wire: bool = False
     overlap: int = 0
     local_batch: int = 0
+    exact_part: float = 0.0
+    sync_bn: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,11 @@ def speeds_of(hosts: Sequence[Host], local_batch: int) -> list[Speed]:
 
 def predict(job: Job, hosts: Sequence[Host], wire: Wire, way: Way, shares: Sequence[int]) -> Forecast:
     """shares: samples of each rank, host after host. Raises KeyError for a strategy that is not foreseen."""
+    if way.exact_part:
+        return _mixed(job, hosts, wire, way, shares)
     speeds = speeds_of(hosts, way.local_batch)
+    if way.sync_bn and len(speeds) > 1:
+        return _in_step(job, speeds, wire, way, shares)
     if way.fidelity == "local":
         return _local(job, speeds, wire, way, shares)
     if way.strategy == "ddp" and way.fidelity != "compressed" and len(speeds) > 1:
@@ -171,6 +179,43 @@ def _overlapped(job: Job, speeds: Sequence[Speed], wire: Wire, way: Way, shares:
         for number, leg_s in enumerate(bucket_legs_s(bucket, wire, way)):
             legs[number] = done_ms = max(done_ms, legs[number]) + 1000 * leg_s
     return _forecast(job, way, shares, ends, legs[-1], wire_bytes(job, way))
+
+
+def _mixed(job: Job, hosts: Sequence[Host], wire: Wire, way: Way, shares: Sequence[int]) -> Forecast:
+    """Over a run that is exact at first."""
+    lossy = dataclasses.replace(way, exact_part=0.0)
+    first = predict(job, hosts, wire, dataclasses.replace(lossy, fidelity="exact"), shares)
+    then = predict(job, hosts, wire, lossy, shares)
+
+    def mean(early: float, late: float) -> float:
+        return way.exact_part * early + (1 - way.exact_part) * late
+
+    step_ms, sent_bytes = mean(first.step_ms, then.step_ms), mean(first.wire_bytes, then.wire_bytes)
+    return _forecast(job, way, shares, then.own_ms, step_ms, sent_bytes, then.local_steps)
+
+
+def _in_step(job: Job, speeds: Sequence[Speed], wire: Wire, way: Way, shares: Sequence[int]) -> Forecast:
+    """With `sync_bn` ranks meet in every BatchNorm, forward and backward, so that all compute as long as the slowest.
+    A bucket that leaves beside backward is in the way of the next of these meetings, on the one group that carries
+    both: nothing is hidden.
+    """
+    slowest_ms = max(speed.step_ms(samples) for speed, samples in zip(speeds, shares, strict=True))
+    own_ms = slowest_ms + 1000 * batch_norms_s(job, wire)
+    if way.strategy == "ddp" and way.fidelity != "compressed":
+        buckets = buckets_of(job.layers, way.bucket_mib)
+        sync_s = sum(sum(bucket_legs_s(bucket, wire, way)) for bucket in buckets)
+    else:
+        sync_s = exchange_s(job, wire, way)
+    return _forecast(job, way, shares, [own_ms] * len(shares), own_ms + 1000 * sync_s, wire_bytes(job, way))
+
+
+def batch_norms_s(job: Job, wire: Wire) -> float:
+    """What `sync_bn` sends in a step: forward each rank's count, means and variances to all; backward two sums."""
+    channels = [layer.shapes[0][0] for layer in job.layers if layer.is_batch_norm]
+    return sum(
+        wire.all_gather_s(FLOAT_BYTES * (1 + 2 * count)) + wire.all_reduce_s(FLOAT_BYTES * 2 * count)
+        for count in channels
+    )
 
 
 def release_ms(step_ms: float, micro_batches: int, ready: float) -> float:

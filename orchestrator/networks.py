@@ -26,6 +26,11 @@ class Layer:
     work: float
 
     @property
+    def is_batch_norm(self) -> bool:
+        """A weight and a bias for each channel, and nothing else."""
+        return len(self.shapes) == 2 and all(len(shape) == 1 for shape in self.shapes)
+
+    @property
     def bytes(self) -> int:
         return FLOAT_BYTES * sum(prod(shape) for shape in self.shapes)
 

@@ -268,11 +268,29 @@ def way_of(settings: dict[str, Any]) -> Way | None:
     if strategy == "parameter_average":
         return Way(strategy, "local", half_wire=half_wire)  # after every update
     bucket_mib = float(settings["bucket_mib"]) or FITTED_MIB
+    if strategy not in STRATEGIES:
+        return None
+    exact_part = exact_part_of(settings) if fidelity == "compressed" else 0.0
+    sync_bn = bool(settings.get("sync_bn"))
     rank = int(settings.get("compress_rank", 2))
-    return Way(strategy, fidelity, bucket_mib, rank=rank) if strategy in STRATEGIES else None
+    return Way(strategy, fidelity, bucket_mib, rank=rank, exact_part=exact_part, sync_bn=sync_bn)
 
 
-def rounds_of(settings: Mapping[str, Any]) -> dict[str, int]:
+def exact_part_of(settings: Mapping[str, Any]) -> float:
+    """Of the updates of a compressed run, those before it begins to compress, 0..1."""
+    after, updates = int(settings.get("compress_after", 0)), updates_of(settings)
+    return min(1.0, (updates // 10 if after < 0 else after) / updates)
+
+
+def updates_of(settings: Mapping[str, Any]) -> int:
+    """Of the whole run, as far as the data set is known here: a folder is taken to be as large as the experiment's."""
+    data = DATA_SETS[settings["data"] if settings["data"] in DATA_SETS else EXPERIMENTS[settings["exp"]]["data"]]
+    samples = min(int(settings["samples"]) or data.train_samples, data.train_samples)
+    whole = int(settings["epochs"]) * -(-samples // int(settings["batch"]))
+    return min(whole, int(settings["steps"]) or whole)
+
+
+def rounds_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Of local steps, as `Way` names them."""
     every = int(settings.get("local_steps", LOCAL_STEPS))
     overlap = overlap_of(every, int(settings.get("local_overlap", -1)))
@@ -282,8 +300,14 @@ def rounds_of(settings: Mapping[str, Any]) -> dict[str, int]:
 def kept(settings: Mapping[str, Any], chosen: Collection[str]) -> dict[str, Any]:
     """What every way that is tried has, as `ways` names it. chosen: settings that the person made."""
     own_mib = float(settings["bucket_mib"]) if "bucket_mib" in chosen else 0.0
-    rank, wire = int(settings.get("compress_rank", 2)), str(settings.get("wire", "auto"))
-    return {**rounds_of(settings), "rank": rank, "wire": wire, "buckets_mib": (own_mib,) if own_mib else BUCKETS_MIB}
+    return {
+        **rounds_of(settings),
+        "rank": int(settings.get("compress_rank", 2)),
+        "wire": str(settings.get("wire", "auto")),
+        "buckets_mib": (own_mib,) if own_mib else BUCKETS_MIB,
+        "exact_part": exact_part_of(settings),
+        "sync_bn": bool(settings.get("sync_bn")),
+    }
 
 
 def allowed(settings: Mapping[str, Any]) -> Fidelity:
@@ -373,8 +397,15 @@ def foreseen(plan: LaunchPlan, view: View) -> Prediction | None:
         samples_per_s=forecast.samples_per_s,
         binds=forecast.binds,
         is_estimate=view.is_estimate,
-        basis=view.basis,
+        basis=(*view.basis, *_way_words(way)),
     )
+
+
+def _way_words(way: Way) -> Iterator[str]:
+    if way.exact_part:
+        yield f"the mean of the run: {100 * way.exact_part:.3g} % of its updates exact, then compressed"
+    if way.sync_bn:
+        yield "sync_bn: ranks meet in every BatchNorm, forward and backward, so that no sum of gradients is hidden"
 
 
 def with_best_way(plan: LaunchPlan, view: View, chosen: frozenset[str]) -> LaunchPlan:

@@ -33,7 +33,6 @@ UNSEEN: dict[str, tuple[object, ...]] = {
     "strategy": (*STRATEGIES, "auto"),
     "shares": ("equal", "measured", "auto"),
     "accumulate": (0, 1),
-    "sync_bn": (False,),
     "loader": ("auto", "resident"),
     "num_workers": (-1,),
     "slow": ("",),
@@ -175,7 +174,7 @@ def way_words(choice: Choice) -> str:
     if way.strategy == "ddp":
         words += f", {way.bucket_mib:g} MiB buckets"
     if way.fidelity == "compressed":
-        words = f"PowerSGD, rank {way.rank}"
+        words = f"PowerSGD {way.rank}" + (f" after {100 * way.exact_part:.3g} %" if way.exact_part else "")
     if way.fidelity == "local":
         words = f"every {way.every} steps{', 16 bits' if way.half_wire else ''}"
     return words

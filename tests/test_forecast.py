@@ -18,6 +18,7 @@ from orchestrator.forecast import (
     Job,
     Way,
     alone_samples_per_s,
+    batch_norms_s,
     buckets_of,
     compressed_bytes,
     predict,
@@ -81,6 +82,24 @@ def test_buckets_hold_every_tensor_once_and_the_last_waits_for_all_of_backward()
         ready = [bucket.ready for bucket in buckets]
         assert ready == sorted(ready)
         assert ready[-1] == pytest.approx(1.0)
+
+
+def test_every_batch_norm_is_found():
+    with torch.device("meta"):
+        model = build_model("resnet152", (3, 32, 32), 10)
+    normed = [module.num_features for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
+    assert [layer.shapes[0][0] for layer in RESNET if layer.is_batch_norm] == normed
+
+
+def test_ranks_that_meet_in_every_batch_norm_hide_nothing():
+    scene = paced(("a2000", "v100"), 2.5, 256)
+    for strategy in ("ddp", "allreduce_flat"):
+        apart, together = forecast(scene, Way(strategy)), forecast(scene, Way(strategy, sync_bn=True))
+        assert len(set(together.own_ms)) == 1
+        assert together.own_ms[0] == pytest.approx(max(apart.own_ms) + 1000 * batch_norms_s(scene.job, scene.wire))
+        assert together.step_ms > apart.step_ms
+    alone = scene.only(["v1001"])
+    assert forecast(alone, Way("ddp", sync_bn=True)).step_ms == forecast(alone, Way("ddp")).step_ms
 
 
 @pytest.mark.parametrize(("rank", "factor"), [(1, 147), (2, 91), (4, 51)])

@@ -294,7 +294,7 @@ THOUSAND = ("--nodes", "500xA2000,500xV100", "--bandwidth", "2.5Gbps")
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (("sync_bn=true", "strategy=fsdp"), "strategy=fsdp, sync_bn=True"),
+        (("sync_bn=true", "strategy=fsdp"), "strategy=fsdp"),
         (("shares=v100=5,a2000=2", "num_workers=0"), "shares=v100=5,a2000=2, num_workers=0"),
         (("amp=bf16", "strategy=allreduce", "shares=measured", "epochs=3", "bucket_mib=10", "loader=auto"), None),
     ],
@@ -368,6 +368,25 @@ def test_local_in_16_bits_is_foreseen_where_a_person_asks_for_it(home):
     local = ("--set", "fidelity=local", "--set", "local_overlap=0", "--set", "shares=v100=5,a2000=2")
     whole, half = dry_run(*local).prediction, dry_run(*local, "--set", "wire=bf16").prediction
     assert half.step_ms < whole.step_ms
+
+
+def test_the_prediction_kept_with_a_run_knows_sync_bn(home):
+    plain, together = dry_run().prediction, dry_run("--set", "sync_bn=true").prediction
+    # 155 BatchNorms, each with an all_gather of one message and an all_reduce of two, a millisecond each.
+    assert together.step_ms - plain.step_ms > 155 * 3
+    assert any("sync_bn" in words for words in together.basis)
+    assert planned("--set", "sync_bn=true")["best"]["exact"]["way"]["sync_bn"]
+
+
+def test_the_prediction_kept_with_a_run_knows_when_it_begins_to_compress(home):
+    compressed = ("--set", "fidelity=compressed", "--set", "steps=100", "--set", "strategy=allreduce_flat")
+    exact = dry_run("--set", "strategy=allreduce_flat").prediction.step_ms
+    at_once = dry_run(*compressed, "--set", "compress_after=0").prediction.step_ms
+    for after, part in ((-1, 0.1), (25, 0.25), (200, 1.0)):
+        told = dry_run(*compressed, "--set", f"compress_after={after}").prediction
+        assert told.step_ms == pytest.approx(part * exact + (1 - part) * at_once)
+        assert any(f"{100 * part:.3g} % of its updates exact" in words for words in told.basis)
+    assert planned(*compressed)["best"]["compressed"]["way"]["exact_part"] == pytest.approx(0.1)
 
 
 def test_auto_keeps_what_a_person_chose(home):
