@@ -500,6 +500,9 @@ def _print_hosts(summary: Summary) -> None:
             "* " + ("measured with each host alone" if measured else "estimated: samples over compute time"),
             style="dim",
         )
+        put(f"left out: {summary.left_out_words}")
+        if summary.wall_clock_words:
+            put(summary.wall_clock_words)
     if summary.prediction and summary.of_prediction:
         put(f"{summary.prediction.words}; measured is {summary.of_prediction:.2f} of that")
     if summary.bound:

@@ -20,6 +20,7 @@ from orchestrator.paths import RunFolder
 from orchestrator.rebalances import Rebalance
 from orchestrator.records import SCHEMA, CodeFolder, Faster, Fault, FirstFailure, Prediction, Record, System
 from orchestrator.text import one_line
+from orchestrator.units import format_duration
 
 TEXT_LIMIT = 500
 SUMMARY_LIMIT = 64 * 2**20
@@ -269,6 +270,35 @@ class Summary(Record):
         if self.prediction is None or self.samples_per_s is None or self.prediction.samples_per_s <= 0:
             return None
         return self.samples_per_s / self.prediction.samples_per_s
+
+    @property
+    def whole_samples_per_s(self) -> float | None:
+        """By the wall clock: all samples of the run over `total_s`. None where the last start is not the only one."""
+        if not self.total_s or not self.samples_total or self.restarts:
+            return None
+        return self.samples_total / self.total_s
+
+    @property
+    def left_out_words(self) -> str:
+        """What the speed of the steps, and so the efficiency, says nothing of."""
+        parts = [f"the first {self.warmup_steps_left_out} steps"] if self.warmup_steps_left_out else []
+        parts += (
+            ["evaluation", "checkpoints"] if self.kind == "experiment" else ["what a script does between its steps"]
+        )
+        if self.settings.get("fidelity") == "local":
+            parts.append("the averages that wait for these two or for the end")
+        return f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
+
+    @property
+    def wall_clock_words(self) -> str | None:
+        """The whole run, with all that is left out elsewhere; None where it is not known."""
+        if self.whole_samples_per_s is None or self.total_s is None or not self.samples_per_s:
+            return None
+        part = self.whole_samples_per_s / self.samples_per_s
+        return (
+            f"Whole run: {format_duration(self.total_s)} by the wall clock, from the start of the ranks to their end: "
+            f"{self.whole_samples_per_s:.4g} samples/s, {part:.2f} of its measured steps' speed"
+        )
 
     def share(self, node: NodeSummary) -> float | None:
         """The part of all samples that this host did, 0..1; None when some host's is not known."""

@@ -105,6 +105,18 @@ def test_a_measured_basis_is_called_measured(tmp_path: Path) -> None:
     assert "estimated" not in Page(render_report(summary)).text
 
 
+def test_what_the_efficiency_leaves_out_is_named_and_the_whole_run_stands_beside_it(tmp_path: Path) -> None:
+    run = two_hosts(tmp_path / "run")
+    summary = analyse(run)
+    assert summary.whole_samples_per_s == pytest.approx(7 * 96 / 9.5)
+    text = page_of(run).text
+    assert "Left out: the first 3 steps, evaluation and checkpoints." in text
+    assert "Whole run: 9.5s by the wall clock, from the start of the ranks to their end: 70.74 samples/s, 0.07" in text
+    local = summary.model_copy(update={"settings": {"fidelity": "local"}})
+    assert local.left_out_words.endswith("checkpoints and the averages that wait for these two or for the end")
+    assert summary.model_copy(update={"restarts": 1}).wall_clock_words is None
+
+
 def test_published_figures_stand_beside_this_run_with_their_hardware(tmp_path: Path) -> None:
     text = page_of(two_hosts(tmp_path / "run")).text
     assert "Measured by its authors on: 8 x RTX 3090, PyTorch 1.12" in text
