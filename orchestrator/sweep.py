@@ -1,22 +1,25 @@
 """Runs a study's rows one after the other and keeps what came of each, so that a sweep goes on where it stopped.
 
     sweep = Sweep(study_name, controller, cluster, out, overrides={})
-    for outcome in sweep.run(follow, only=["3090x2-ddp"]):
-        outcome.row.name, outcome.figures["samples_per_s"], outcome.why_not
+    for outcome in sweep.run(follow, only=["3090x2-ddp"], repeats=3):
+        outcome.row.name, outcome.done.spread("samples_per_s"), outcome.why_not
+    within_noise(study, outcomes)
 
-A row is remembered before its job starts. After an interruption its job is found again: followed if it still runs,
-collected if it has ended well, started anew otherwise. Rows done on other clusters stay in the same table.
+Rows are repeated in rounds, so that a machine whose speed drifts does so for all of them. A row is remembered before
+its job starts. After an interruption its job is found again: followed if it still runs, collected if it has ended well,
+started anew otherwise. Rows done on other clusters stay in the same table.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from orchestrator.call import Host
 from orchestrator.controller import Controller
@@ -31,18 +34,66 @@ from orchestrator.summary import Summary
 Follow = Callable[[Row, LaunchPlan, Mapping[str, Host]], None]
 """Shows a job until its end."""
 
+REPEATS, SHORT_S = 3, 60.0
+"""How often a row is run where nothing else is asked for, if its first run took less than so many seconds."""
 
-class Done(Record):
-    """What is kept of a row: the job that ran it and, once that is collected, its figures."""
+
+class RowRun(Record):
+    """One job of a row. total_s: how long it took; None where that is not known."""
 
     job: str
+    figures: dict[str, float | None] = Field(default_factory=dict)
+    valid: bool = True
+    total_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of a figure over a row's runs."""
+
+    least: float
+    median: float
+    most: float
+
+    def overlaps(self, other: Spread) -> bool:
+        return self.least <= other.most and other.least <= self.most
+
+
+class Done(Record):
+    """What is kept of a row: the runs that are collected, and the job that was begun after them."""
+
     cluster: str
     hosts: str = ""
     """What it ran on, in a few words."""
     overrides: dict[str, str] = Field(default_factory=dict)
-    figures: dict[str, float | None] = Field(default_factory=dict)
-    complete: bool = False
-    valid: bool = True
+    runs: tuple[RowRun, ...] = ()
+    begun: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_one_run(cls, value: Any) -> Any:
+        """Files of the time when a row was run once."""
+        if not isinstance(value, dict) or "job" not in value:
+            return value
+        run = {key: value[key] for key in ("job", "figures", "valid") if key in value}
+        return {**value, "runs": [run]} if value.get("complete") else {**value, "begun": value["job"]}
+
+    @property
+    def is_short(self) -> bool:
+        """Whether its first run took so little time that others may follow unasked."""
+        return bool(self.runs) and self.runs[0].total_s is not None and self.runs[0].total_s < SHORT_S
+
+    @property
+    def valid(self) -> bool:
+        return all(run.valid for run in self.runs)
+
+    def spread(self, figure: str) -> Spread | None:
+        """None where a run lacks it."""
+        values = [run.figures.get(figure) for run in self.runs]
+        known = [value for value in values if value is not None]
+        if not known or len(known) < len(values):
+            return None
+        return Spread(min(known), statistics.median(known), max(known))
 
 
 class Ledger(Record):
@@ -71,25 +122,37 @@ class Sweep:
         self.controller, self.cluster, self.out, self.overrides = controller, cluster, out, dict(overrides)
         self.file = out / f"sweep-{name}.json"
 
-    def run(self, follow: Follow, *, only: Sequence[str] = (), again: bool = False) -> Iterator[Outcome]:
-        """Every row in turn, as soon as it is done.
+    def run(
+        self, follow: Follow, *, only: Sequence[str] = (), again: bool = False, repeats: int | None = None
+    ) -> list[Outcome]:
+        """Every row, as often as `repeats` says; None: REPEATS times where its first run was short, else once.
 
         Raises HostsError where the cluster cannot be used at all, OrchError where a row's job fails: what was done
         before is kept.
         """
         own_folder(self.out)
         with locked(self.out / f".{self.file.name}.lock"):
-            nodes = self._nodes()
-            for row in self.study.rows:
-                kept = self._kept(row)
-                chosen = choose_nodes(row, nodes)
-                wanted = not only or row.name in only
-                if not wanted or (kept and kept.complete and not again):
-                    yield Outcome(row, kept if kept and kept.complete else None, "" if wanted else "not asked for")
-                elif isinstance(chosen, str):
-                    yield Outcome(row, None, chosen)
-                else:
-                    yield Outcome(row, self._measure(row, chosen, None if again else kept, follow))
+            nodes, rows = self._nodes(), self.study.rows
+            asked = {row.name for row in rows if not only or row.name in only}
+            done = {row.name: None if again and row.name in asked else self._kept(row) for row in rows}
+            chosen = {row.name: choose_nodes(row, nodes) for row in rows}
+            for turn in range(repeats or REPEATS):
+                for row in rows:
+                    here = chosen[row.name]
+                    if row.name in asked and not isinstance(here, str) and self._due(done[row.name], turn, repeats):
+                        done[row.name] = self._measure(row, here, done[row.name], follow)
+        return [self._outcome(row, done[row.name], chosen[row.name], row.name in asked) for row in rows]
+
+    def _due(self, done: Done | None, turn: int, repeats: int | None) -> bool:
+        """Whether a row is to be run in this turn. What another cluster has measured is left as it is."""
+        if done is None or not done.runs:
+            return True
+        return done.cluster == self.cluster.name and len(done.runs) <= turn and (repeats is not None or done.is_short)
+
+    def _outcome(self, row: Row, done: Done | None, chosen: tuple[str, ...] | str, asked: bool) -> Outcome:
+        done = done if done and done.runs else None
+        why_not = "" if done or not isinstance(chosen, str) else chosen
+        return Outcome(row, done, why_not if asked else "not asked for")
 
     def _nodes(self) -> tuple[NodePlan, ...]:
         """The cluster's nodes as a plan sees them, with their ranks and GPUs."""
@@ -97,8 +160,10 @@ class Sweep:
         wish = read_wish(first.exp, (), None, None, ())
         return self.controller.plan(self.cluster, wish.request, wish.code).nodes
 
-    def _measure(self, row: Row, nodes: tuple[str, ...], begun: Done | None, follow: Follow) -> Done:
-        plan = self._find_again(row, begun, follow) or self._start(row, nodes, follow)
+    def _measure(self, row: Row, nodes: tuple[str, ...], before: Done | None, follow: Follow) -> Done:
+        """One more run of it."""
+        runs = before.runs if before else ()
+        plan = self._find_again(row, before, follow) or self._start(row, nodes, runs, follow)
         if self.controller.store.job(plan.job).state != "succeeded":
             raise OrchError(
                 f"{row.name}: {plan.job} did not succeed",
@@ -107,42 +172,44 @@ class Sweep:
         collected = self.controller.collect(plan, self.out)
         for error in collected.errors.values():
             raise error
-        summary = collected.summary
         done = Done(
-            job=plan.job,
             cluster=plan.cluster,
             hosts=hosts_words(plan.nodes),
             overrides=self.overrides,
-            figures={name: FIGURES[name].of(summary) for name in self.study.figures},
-            complete=True,
-            valid=all(node.valid for node in summary.nodes),
+            runs=(*runs, self._run_of(plan.job, collected.summary)),
         )
         self._keep(row, done)
         return done
 
-    def _start(self, row: Row, nodes: tuple[str, ...], follow: Follow) -> LaunchPlan:
+    def _run_of(self, job: str, summary: Summary) -> RowRun:
+        figures = {name: FIGURES[name].of(summary) for name in self.study.figures}
+        valid = all(node.valid for node in summary.nodes)
+        return RowRun(job=job, figures=figures, valid=valid, total_s=summary.total_s)
+
+    def _start(self, row: Row, nodes: tuple[str, ...], runs: tuple[RowRun, ...], follow: Follow) -> LaunchPlan:
         pairs = [f"{key}={value}" for key, value in {**row.settings, **self.overrides}.items()]
         wish = read_wish(row.exp, pairs, None, None, ())
         plan = self.controller.plan(self.cluster, wish.request, wish.code, nodes)
-        self._keep(row, Done(job=plan.job, cluster=plan.cluster, overrides=self.overrides))
+        begun = Done(cluster=plan.cluster, hosts=hosts_words(plan.nodes), overrides=self.overrides, runs=runs)
+        self._keep(row, begun.model_copy(update={"begun": plan.job}))
         follow(row, plan, self.controller.launch(plan, wish.blob))
         return plan
 
-    def _find_again(self, row: Row, begun: Done | None, follow: Follow) -> LaunchPlan | None:
+    def _find_again(self, row: Row, before: Done | None, follow: Follow) -> LaunchPlan | None:
         """The job that an interrupted sweep left for this row, at its end; None where it has to be run anew. Raises
         OrchError where it still runs and cannot be followed.
         """
-        if begun is None or begun.cluster != self.cluster.name:
+        if before is None or before.begun is None or before.cluster != self.cluster.name:
             return None
         try:
-            record = self.controller.refresh(self.controller.store.job(begun.job))
-            plan = self.controller.store.plan(begun.job)
+            record = self.controller.refresh(self.controller.store.job(before.begun))
+            plan = self.controller.store.plan(before.begun)
         except OrchError:  # forgotten or damaged
             return None
         if record.state not in FINAL_STATES:
             hosts, _ = self.controller.hosts_of(plan)
             follow(row, plan, hosts)  # where this fails, the job runs on: another one beside it would disturb both
-            record = self.controller.store.job(begun.job)
+            record = self.controller.store.job(before.begun)
         return None if record.state in FINAL_STATES - {"succeeded"} else plan
 
     def _kept(self, row: Row) -> Done | None:
@@ -215,16 +282,35 @@ FIGURES: dict[str, Figure] = {
 
 
 def cells(study: Study, outcome: Outcome) -> tuple[str, ...]:
-    """A line of the table: the study's columns, the measured figures, where they come from, the published ones."""
+    """A line of the table: the study's columns, the medians of what was measured, the first of them with its range, and
+    the published figures.
+    """
     figures: list[str] = ["-"] * len(study.figures)
     if outcome.done:
-        measured = outcome.done.figures
-        figures = [_shown(FIGURES[name], measured.get(name)) for name in study.figures]
+        spreads = [outcome.done.spread(name) for name in study.figures]
+        shown = [_shown(FIGURES[name], spread) for name, spread in zip(study.figures, spreads, strict=True)]
+        figures = [shown[0] + _range(FIGURES[study.figures[0]], spreads[0]), *shown[1:]]
     return (*outcome.row.cells, *figures, *outcome.row.published)
 
 
 def titles(study: Study) -> tuple[str, ...]:
     return (*study.columns, *(FIGURES[name].title for name in study.figures), *study.published)
+
+
+def within_noise(study: Study, outcomes: Sequence[Outcome]) -> list[list[Row]]:
+    """Rows that the study's first figure does not tell apart: groups in which each one's range meets that of another.
+    A row that was run once has no range and is in no group.
+    """
+    found = []
+    for outcome in outcomes:
+        spread = outcome.done.spread(study.figures[0]) if outcome.done and len(outcome.done.runs) > 1 else None
+        if spread:
+            found.append((spread, outcome.row))
+    groups: list[list[tuple[Spread, Row]]] = []
+    for spread, row in sorted(found, key=lambda each: (each[0].least, each[0].most)):
+        near = groups and any(spread.overlaps(other) for other, _ in groups[-1])
+        groups[-1].append((spread, row)) if near else groups.append([(spread, row)])
+    return [[row for _, row in group] for group in groups if len(group) > 1]
 
 
 def document(name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -234,14 +320,40 @@ def document(name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         {
             "name": outcome.row.name,
             **dict(zip(study.columns, outcome.row.cells, strict=True)),
-            "measured": outcome.done.model_dump() if outcome.done else None,
+            "measured": _measured(study, outcome.done) if outcome.done else None,
             "published": dict(zip(study.published, outcome.row.published, strict=True)),
             "why_not": outcome.why_not or None,
         }
         for outcome in outcomes
     ]
-    return {"schema": SCHEMA, "study": name, "source": study.source, "rows": json.loads(json.dumps(rows))}
+    return {
+        "schema": SCHEMA,
+        "study": name,
+        "source": study.source,
+        "rows": json.loads(json.dumps(rows)),
+        "within_noise": [[row.name for row in group] for group in within_noise(study, outcomes)],
+    }
 
 
-def _shown(figure: Figure, value: float | None) -> str:
-    return "-" if value is None else f"{value * figure.scale:.{figure.digits}f}"
+def _measured(study: Study, done: Done) -> dict[str, Any]:
+    """figures: medians; least, most: the ends of their ranges."""
+    spreads = {name: done.spread(name) for name in study.figures}
+    parts = {"figures": "median", "least": "least", "most": "most"}
+    ranges = {
+        key: {name: spread and getattr(spread, part) for name, spread in spreads.items()} for key, part in parts.items()
+    }
+    return {**done.model_dump(), **ranges, "valid": done.valid}
+
+
+def _shown(figure: Figure, spread: Spread | None) -> str:
+    return "-" if spread is None else _digits(figure, spread.median)
+
+
+def _range(figure: Figure, spread: Spread | None) -> str:
+    if spread is None or spread.least == spread.most:
+        return ""
+    return f" ({_digits(figure, spread.least)} to {_digits(figure, spread.most)})"
+
+
+def _digits(figure: Figure, value: float) -> str:
+    return f"{value * figure.scale:.{figure.digits}f}"

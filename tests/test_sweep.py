@@ -109,19 +109,20 @@ def test_a_sweep_that_was_left_takes_up_its_own_job_again_and_runs_no_row_twice(
     first = bench()
     leaving = Watch(first.controller, leave="pair")
     with pytest.raises(KeyboardInterrupt):
-        list(first.run(leaving))
+        first.run(leaving, repeats=1)
     again = bench()
     watch = Watch(again.controller)
-    outcomes = list(again.run(watch))
+    outcomes = again.run(watch, repeats=1)
     (left,) = leaving.seen
     assert [outcome.row.name for outcome in outcomes] == ["pair", "none-can", "alone"]
-    assert outcomes[0].done.job == left[1], "the job that still ran was thrown away"
-    assert outcomes[0].done.figures["samples_per_s"] > 0
+    assert [run.job for run in outcomes[0].done.runs] == [left[1]], "the job that still ran was thrown away"
+    assert outcomes[0].done.runs[0].figures["samples_per_s"] > 0
+    assert outcomes[0].done.is_short
     assert outcomes[1].why_not.startswith("needs hosts with 2 x 3090")
     assert sum(name == "alone" for name, _ in watch.seen) == 1
 
     idle = Watch(again.controller)
-    kept = list(bench().run(idle))
+    kept = bench().run(idle, repeats=1)
     assert idle.seen == []
     assert [outcome.done for outcome in kept] == [outcome.done for outcome in outcomes]
     document = sweep.document("short", kept)
@@ -129,7 +130,7 @@ def test_a_sweep_that_was_left_takes_up_its_own_job_again_and_runs_no_row_twice(
     assert [row["why_not"] is None for row in document["rows"]] == [True, False, True]
 
     elsewhere = Watch(again.controller)
-    (only, *_) = bench(lr="0.01").run(elsewhere, only=["pair"])
+    (only, *_) = bench(lr="0.01").run(elsewhere, only=["pair"], repeats=1)
     assert [name for name, _ in elsewhere.seen] == ["pair"], "figures of other settings counted as done"
     assert only.done.overrides == {"lr": "0.01"}
 
@@ -141,17 +142,17 @@ def test_a_row_whose_job_fails_ends_the_sweep_with_its_name_and_is_run_anew_the_
     monkeypatch.setitem(studies.STUDIES, "short", replace(study, rows=(broken,)))
     first = bench()
     with pytest.raises(OrchError, match=r"^pair: mnist_lenet-\S+ did not succeed"):
-        list(first.run(Watch(first.controller)))
+        first.run(Watch(first.controller))
     monkeypatch.setitem(studies.STUDIES, "short", replace(study, rows=study.rows[:1]))
     second = bench()
-    (outcome,) = second.run(Watch(second.controller))
-    assert outcome.done.complete
+    (outcome,) = second.run(Watch(second.controller), repeats=1)
+    assert len(outcome.done.runs) == 1
 
 
 def test_a_job_that_runs_on_but_cannot_be_followed_is_not_started_a_second_time(bench, monkeypatch):
     one = bench()
     (row, *_) = one.study.rows
-    begun = sweep.Done(job="j", cluster="t")
+    begun = sweep.Done(begun="j", cluster="t")
     running = SimpleNamespace(state="running")
     store = SimpleNamespace(job=lambda job: running, plan=lambda job: "its plan")
     found = SimpleNamespace(store=store, refresh=lambda record: record, hosts_of=lambda plan: ({}, {}))
@@ -170,5 +171,94 @@ def test_a_table_of_somebody_elses_is_not_written_over(bench, tmp_path):
     one.out.mkdir()
     one.file.write_text("[]")
     with pytest.raises(UsageError, match="no sweep of ours"):
-        list(one.run(Watch(one.controller)))
+        one.run(Watch(one.controller))
     assert one.file.read_text() == "[]"
+
+
+# ---- rows that are run more than once --------------------------------------------------------------------------------
+
+
+class Jobs:
+    """In place of jobs: each takes so many seconds, and gives the next of its row's figures."""
+
+    def __init__(self, monkeypatch, speeds, *, total_s=5.0):
+        self.speeds, self.total_s, self.rows = {name: list(of) for name, of in speeds.items()}, total_s, []
+        monkeypatch.setattr(Sweep, "_start", lambda one, row, nodes, runs, follow: self.start(row))
+        monkeypatch.setattr(Sweep, "_find_again", lambda *_: None)
+        monkeypatch.setattr(Sweep, "_run_of", lambda one, job, summary: self.run(job))
+
+    def start(self, row):
+        self.rows.append(row.name)
+        return SimpleNamespace(job=row.name, cluster="t", nodes=())
+
+    def run(self, name):
+        figures = {"samples_per_s": self.speeds[name].pop(0), "train_s": 1.0}
+        return sweep.RowRun(job=name, figures=figures, total_s=self.total_s)
+
+
+def sweep_of(bench):
+    one = bench()
+    collected = SimpleNamespace(errors={}, summary=None)
+    one.controller = SimpleNamespace(
+        store=SimpleNamespace(job=lambda job: SimpleNamespace(state="succeeded")), collect=lambda plan, out: collected
+    )
+    one._nodes = lambda: (node("a", None), node("b", None))
+    return one
+
+
+SPEEDS = {"pair": (50.0, 60.0, 52.0), "alone": (40.0, 41.0, 45.0)}
+
+
+def test_short_rows_are_run_three_times_in_rounds_and_long_ones_once(bench, monkeypatch):
+    jobs = Jobs(monkeypatch, SPEEDS)
+    outcomes = sweep_of(bench).run(None)
+    assert jobs.rows == ["pair", "alone"] * 3
+    assert outcomes[0].done.spread("samples_per_s") == sweep.Spread(50, 52, 60)
+    assert sweep.cells(studies.STUDIES["short"], outcomes[0]) == ("two", "52.0 (50.0 to 60.0)", "1.00", "1.0")
+    Jobs(monkeypatch, {})
+    assert [outcome.done for outcome in sweep_of(bench).run(None)] == [outcome.done for outcome in outcomes]
+
+    long = Jobs(monkeypatch, SPEEDS, total_s=90)
+    (once, *_) = sweep_of(bench).run(None, again=True)
+    assert long.rows == ["pair", "alone"]
+    assert sweep.cells(studies.STUDIES["short"], once) == ("two", "50.0", "1.00", "1.0")
+    more = Jobs(monkeypatch, SPEEDS)
+    sweep_of(bench).run(None, repeats=2, only=["alone"])
+    assert more.rows == ["alone"]
+
+
+def test_a_row_of_another_cluster_gets_no_run_of_this_one(bench, monkeypatch):
+    Jobs(monkeypatch, SPEEDS)
+    (there, *_) = sweep_of(bench).run(None, repeats=1)
+    here = Jobs(monkeypatch, SPEEDS)
+    one = sweep_of(bench)
+    one.cluster = SimpleNamespace(name="another")
+    assert one.run(None, repeats=3)[0].done == there.done
+    assert here.rows == []
+
+
+def outcome(name, *values):
+    runs = tuple(sweep.RowRun(job=str(i), figures={"samples_per_s": value}) for i, value in enumerate(values))
+    return sweep.Outcome(Row(name, (name,), "mnist_lenet", published=("",)), sweep.Done(cluster="t", runs=runs))
+
+
+def test_rows_whose_ranges_overlap_are_within_noise(bench):
+    study = studies.STUDIES["short"]
+    rows = [outcome("a", 1, 3), outcome("b", 9, 10), outcome("c", 2, 5), outcome("d", 4, 6), outcome("e", 7, 8)]
+    (group,) = sweep.within_noise(study, [*rows, outcome("once", 9.5), outcome("f", 11, None)])
+    assert [row.name for row in group] == ["a", "c", "d"]
+    assert sweep.within_noise(study, rows[:2]) == []
+    assert sweep.document("short", rows)["within_noise"] == [["a", "c", "d"]]
+
+
+def test_a_table_of_one_run_a_row_is_read_as_it_was(bench, monkeypatch):
+    one = sweep_of(bench)
+    one.out.mkdir()
+    kept = {"cluster": "t", "hosts": "2 x CPU", "overrides": {}, "figures": {"samples_per_s": 7.0}, "valid": True}
+    rows = {"pair": {**kept, "job": "j", "complete": True}, "alone": {**kept, "job": "k", "complete": False}}
+    one.file.write_text(json.dumps({"schema": 1, "rows": rows}))
+    assert [run.figures for run in one._kept(one.study.rows[0]).runs] == [{"samples_per_s": 7.0}]
+    assert (one._kept(one.study.rows[2]).runs, one._kept(one.study.rows[2]).begun) == ((), "k")
+    jobs = Jobs(monkeypatch, SPEEDS)
+    assert one.run(None)[0].done.hosts == "2 x CPU"
+    assert "pair" not in jobs.rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 @click.argument("study", shell_complete=studies)
 @settings_option("A setting for all rows, before their own; repeatable.")
 @click.option("--rows", metavar="A,B", help="Only these rows (their names stand in --json).")
+@click.option(
+    "--repeats",
+    type=click.IntRange(1, 100),
+    metavar="N",
+    help="Runs of each row. Default: 3 where the first takes less than a minute, else 1.",
+)
 @click.option("--again", is_flag=True, help="Measure rows anew that are done.")
 @out_option
 @cluster_option
@@ -38,6 +44,7 @@ def sweep(
     study: str,
     settings: tuple[str, ...],
     rows: str | None,
+    repeats: int | None,
     again: bool,
     out: Path,
     cluster: str | None,
@@ -45,11 +52,12 @@ def sweep(
 ) -> None:
     """Run the rows of a reference study that this cluster can run: mixed_clusters, bottlenecks, input.
 
-    Rows that are done are not run again, also after a Ctrl-C; rows of other clusters stay in the same table.
+    Rows that are done are not run again, also after a Ctrl-C; rows of other clusters stay in the same table. The table
+    has medians; rows whose ranges overlap are said to be within noise.
 
     \b
     orch sweep bottlenecks --set data_dir=/data
-    orch sweep mixed_clusters --cluster a16-v100
+    orch sweep mixed_clusters --cluster a16-v100 --repeats 5
     orch sweep input --set epochs=1 --json | jq '.rows[].measured.figures'
     """
     from orchestrator import console
@@ -65,7 +73,6 @@ def sweep(
         if name not in known:
             raise UsageError(f"{study} has no row {name!r}", f"its rows: {', '.join(known)}")
     overrides = parse_pairs(settings, "--set KEY=VALUE")
-    outcomes = []
     with open_controller() as controller:
         one = Sweep(study, controller, controller.store.cluster(cluster), out, overrides)
 
@@ -78,10 +85,7 @@ def sweep(
                 console.say(f"cancel: orch cancel --job {plan.job}")
                 raise
 
-        for outcome in one.run(follow, only=only, again=again):
-            outcomes.append(outcome)
-            if outcome.why_not:
-                console.say(f"{outcome.row.name}: {outcome.why_not}")
+        outcomes = one.run(follow, only=only, again=again, repeats=repeats)
     console.print_json(document(study, outcomes)) if as_json else _show(STUDIES[study], outcomes)
 
 
@@ -95,6 +99,8 @@ def _show(study: Study, outcomes: Sequence[Outcome]) -> None:
     measured_on = sorted({outcome.done.hosts for outcome in outcomes if outcome.done})
     console.put(f"measured on: {'; '.join(measured_on) or 'nothing yet'}")
     console.put(f"published: {study.source}")
+    for line in _noise(study, outcomes):
+        console.put(line)
     if study.note:
         console.out.print(study.note, style="dim")
     for outcome in outcomes:
@@ -104,3 +110,18 @@ def _show(study: Study, outcomes: Sequence[Outcome]) -> None:
             console.warn(
                 f"{outcome.row.name}: the machine was too slow for the paces it stood in for; its figures do not count"
             )
+
+
+def _noise(study: Study, outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """How often the rows were run, and which of them that does not tell apart."""
+    from orchestrator.sweep import FIGURES, within_noise
+
+    counts = sorted({len(outcome.done.runs) for outcome in outcomes if outcome.done})
+    if counts and counts[-1] > 1:
+        runs = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        yield f"measured: medians of {runs} runs; in brackets the least and the most"
+    if counts and counts[0] == 1:
+        yield "a row that was run once has no range: by how much it varies is not known (--repeats 3)"
+    for group in within_noise(study, outcomes):
+        names = "; ".join(", ".join(row.cells) for row in group)
+        yield f"within noise, by {FIGURES[study.figures[0]].title}: {names}"
