@@ -15,11 +15,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timezone
 from typing import Any
 
 from rich.color import ColorSystem
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.segment import Segment, SegmentLines, Segments
 from rich.style import Style
@@ -31,8 +31,8 @@ from orchestrator.controller import Notice
 from orchestrator.errors import ConnectError, HostError, OrchError
 from orchestrator.faults import fault_words
 from orchestrator.grammar import place
-from orchestrator.lines import Line
-from orchestrator.live import Progress, Row
+from orchestrator.lines import Bars, Line
+from orchestrator.live import Progress, Row, Silence
 from orchestrator.records import Faster, FirstFailure, JobRecord, LaunchPlan
 from orchestrator.store import Cluster
 from orchestrator.summary import Collectives, Summary, link_matrix
@@ -55,6 +55,12 @@ err = Console(stderr=True, highlight=False, soft_wrap=True)
 _RANK_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta", "bright_yellow")
 PROGRESS_LINE_S = 10.0
 FILES_SHOWN = 40
+LEAST_TEXT = 24
+"""So wide a column of words is, to be read where it is folded."""
+LEAST_NAME = 4
+BARS_SHOWN = 8
+STARTING_S = 60.0
+"""So long it is no wonder that nothing is printed: torch is loaded."""
 _STATE_COLOURS = {"succeeded": "green", "failed": "red", "lost": "red", "cancelled": "yellow", "running": "cyan"}
 
 
@@ -117,7 +123,8 @@ def _print_nodes(cluster: Cluster, nodes: Sequence[Mapping[str, Any]], when: str
     rows = [[str(node["address" if column == "IP" else column.lower()] or "") for column in columns] for node in nodes]
     told = [index for index in range(len(columns)) if any(row[index] for row in rows)]  # a narrow screen has no room
     shown = [[row[index] for index in told] for row in rows]
-    out.print(_table(f"cluster {cluster.name}", [columns[index] for index in told], shown))
+    drop = ("added", "venv", "note", "image", "id", "bandwidth")
+    out.print(_table(f"cluster {cluster.name}", [columns[index] for index in told], shown, drop=drop))
     if cluster.master:
         out.print(Text.assemble("master: ", plain(cluster.master_reason, "bold")))
 
@@ -173,30 +180,53 @@ def node_status(cluster: Cluster, name: str, silent: Mapping[str, HostError]) ->
 
 
 def print_jobs(jobs: Sequence[JobRecord]) -> None:
-    rows = []
-    for job in jobs:
-        colour = _STATE_COLOURS.get(job.state, "default")
-        failure = job.first_failure
-        rows.append(
-            (
-                job.id,
-                Text(job.state, style=colour),
-                job.exp,
-                ", ".join(job.nodes),
-                _short_time(job.started) or "",
-                _short_time(job.ended) or "",
-                "" if job.exit_code is None else str(job.exit_code),
-                one_line(f"{failure.node}: {failure.reason}", 80) if failure else "",
-            )
-        )
-    out.print(_table(None, ("job", "state", "exp", "nodes", "started", "ended", "exit", "first failure"), rows))
+    """An id is never broken: it is there to be copied. What a narrow screen has no room for is in `--json`."""
+    columns = ["job", "state", "cluster", "started", "took", "exit", "nodes", "exp", "first failure"]
+    rows = [_job_cells(job) for job in jobs]
+    drop = ["exp", "nodes", "first failure", "exit", "took", "cluster", "started"]
+    if len({job.cluster for job in jobs}) < 2:
+        columns, rows = columns[:2] + columns[3:], [row[:2] + row[3:] for row in rows]
+    out.print(_table(None, columns, rows, drop=drop, text=("first failure",)))
+
+
+def _job_cells(job: JobRecord) -> tuple[Any, ...]:
+    failure = job.first_failure
+    return (
+        job.id,
+        Text(job.state, style=_STATE_COLOURS.get(job.state, "default")),
+        job.cluster,
+        _short_time(job.started) or "",
+        _lasted(job),
+        "" if job.exit_code is None else str(job.exit_code),
+        ", ".join(job.nodes),
+        job.exp,
+        one_line(f"{failure.node}: {failure.reason}", 80) if failure else "",
+    )
+
+
+def _lasted(job: JobRecord) -> str:
+    """Until its end, or so far."""
+    try:
+        ended = datetime.fromisoformat(job.ended) if job.ended else datetime.now(timezone.utc)
+        return _clock((ended - datetime.fromisoformat(job.started or "")).total_seconds())
+    except (ValueError, TypeError):
+        return ""
+
+
+def _clock(seconds: float) -> str:
+    """`0:42`, `1:02:03`, `2d 01:02:03`."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    if minutes < 60:
+        return f"{minutes}:{rest:02d}"
+    days, hours = divmod(minutes // 60, 24)
+    return (f"{days}d {hours:02d}" if days else str(hours)) + f":{minutes % 60:02d}:{rest:02d}"
 
 
 def jobs_json(
     jobs: Sequence[JobRecord], unheard: Mapping[str, Mapping[str, HostError]] | None = None
 ) -> dict[str, Any]:
     """unheard: by job that may still run, the hosts that gave no answer."""
-    keys = ("id", "state", "exp", "nodes", "started", "ended", "exit_code", "first_failure", "faults")
+    keys = ("id", "state", "exp", "cluster", "nodes", "started", "ended", "exit_code", "first_failure", "faults")
     rows = [{key: job.model_dump(mode="json")[key] for key in keys} for job in jobs]
     return {"schema": 1, "jobs": [{**row, "unheard": list((unheard or {}).get(row["id"], ()))} for row in rows]}
 
@@ -274,7 +304,7 @@ def warn_faster(found: Iterable[Faster]) -> None:
 
 
 def print_events(
-    events: Iterable[tuple[Line, ...] | Notice | Progress],
+    events: Iterable[tuple[Line, ...] | Notice | Progress | Bars | Silence],
     show: Callable[[Line], bool] = lambda line: True,
     stream: Console = out,
 ) -> None:
@@ -288,9 +318,12 @@ def print_events(
             with board.whole():
                 if isinstance(event, Notice):
                     warn(event.text, notices)
-                elif isinstance(event, Progress):
+                elif isinstance(event, Bars):
+                    board.show(Bars(tuple(line for line in event.lines if show(line))))
+                elif isinstance(event, (Progress, Silence)):
                     board.show(event)
                 elif text := "".join([words.of(line) for line in event if show(line)]):
+                    board.lines_come()
                     # One segment as it is: laying out each line would cost a flood of them ten times what they cost us.
                     stream.print(Segments([Segment(text)]), end="")
     finally:
@@ -327,7 +360,7 @@ class _LineWords:
 
     def _frame(self, node: str, rank: int, stream: str) -> tuple[str, str]:
         """What stands around the text of every line of this stream."""
-        prefix, after = f"[{one_line(node)} {rank}] ", "\n"
+        prefix, after = _prefix(Line(node, rank, stream, "")), "\n"
         if self._coloured:
             colour = Style.parse(_RANK_COLOURS[rank % len(_RANK_COLOURS)])
             prefix = colour.render(prefix, color_system=ColorSystem.STANDARD)
@@ -348,12 +381,30 @@ class _Table:
     def __init__(self, stream: Console) -> None:
         self._stream = stream
         self._live: Live | None = None
+        self._shown: dict[type, Progress | Bars | Silence] = {}
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
         """Around whatever is drawn: what a Ctrl-C tears would stand on the screen beside the next drawing of it."""
         return _ctrl_c_waits()
 
-    def show(self, progress: Progress) -> None:
+    def lines_come(self) -> None:
+        """What was said of their silence is over."""
+        if self._shown.pop(Silence, None):
+            self._draw()
+
+    def show(self, event: Progress | Bars | Silence) -> None:
+        if not isinstance(event, Silence):
+            self._shown.pop(Silence, None)
+        self._shown[type(event)] = event
+        self._draw()
+
+    def close(self) -> None:
+        if self._live:
+            self._shown = {kind: event for kind, event in self._shown.items() if kind is Progress}
+            self._draw()  # what was drawn over and over has come as lines
+            self._live.stop()
+
+    def _draw(self) -> None:
         if self._live is None:
             self._live = Live(
                 console=self._stream,
@@ -363,49 +414,100 @@ class _Table:
             )
             self._live.start()
         # Laid out here, once: each line that is printed draws the table below it again.
-        lines = self._stream.render_lines(progress_table(progress, self._stream.width), pad=False)
+        parts = Group(*(part for kind in (Silence, Progress, Bars) for part in self._parts(self._shown.get(kind))))
+        lines = self._stream.render_lines(parts, pad=False) if parts.renderables else []
         self._live.update(SegmentLines(lines, new_lines=True), refresh=True)
 
-    def close(self) -> None:
-        if self._live:
-            self._live.stop()
+    def _parts(self, event: Progress | Bars | Silence | None) -> Iterator[Table | Text]:
+        width = self._stream.width
+        if isinstance(event, Silence):
+            yield Text(silence_words(event), "dim", no_wrap=True, overflow="ellipsis")
+        elif isinstance(event, Progress):
+            yield progress_table(event, width)
+            if event.elapsed_s is not None:
+                yield Text(time_words(event), "dim", no_wrap=True, overflow="ellipsis")
+        elif isinstance(event, Bars):
+            for line in event.lines[:BARS_SHOWN]:
+                colour = _RANK_COLOURS[line.rank % len(_RANK_COLOURS)]
+                text = Text.assemble((_prefix(line), colour), plain(line.text.strip()))
+                text.no_wrap, text.overflow = True, "ellipsis"
+                yield text
+            if more := event.lines[BARS_SHOWN:]:
+                yield Text(f"and {len(more)} more that are drawn over and over", "dim")
 
 
 class _Sentences:
-    """Where there is no screen: one line a host, seldom, and the last word at the end."""
+    """Where there is no screen: one line a host and a bar, seldom, and the last word of each host at the end."""
 
     def __init__(self) -> None:
         self._due: float | None = None
-        self._latest: Progress | None = None
+        self._latest: dict[type, Progress | Bars | Silence] = {}
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
         """A pipe that nobody reads shall not hold a Ctrl-C up."""
         return contextlib.nullcontext()
 
-    def show(self, progress: Progress) -> None:
+    def lines_come(self) -> None:
+        self._latest.pop(Silence, None)
+
+    def show(self, event: Progress | Bars | Silence) -> None:
         now = time.monotonic()
-        self._latest = progress
+        self._latest[type(event)] = event
         if self._due is None:
             self._due = now + PROGRESS_LINE_S
         elif now >= self._due:
             self._due = now + PROGRESS_LINE_S
-            self.close()
+            self._say()
 
     def close(self) -> None:
-        for row in self._latest.rows if self._latest else ():
-            say(progress_words(row))
-        self._latest = None
+        """What is still being drawn has come as lines."""
+        self._latest = {kind: event for kind, event in self._latest.items() if kind is Progress}
+        self._say()
+
+    def _say(self) -> None:
+        latest, self._latest = self._latest, {}
+        for event in latest.values():
+            if isinstance(event, Progress):
+                for row in event.rows:
+                    say(progress_words(row))
+            elif isinstance(event, Bars):
+                for line in event.lines[:BARS_SHOWN]:
+                    say(f"{_prefix(line)}{line.text.strip()}")
+            elif event.elapsed_s < STARTING_S:
+                say(silence_words(event))
+
+
+def _prefix(line: Line) -> str:
+    return f"[{one_line(line.node)} {line.rank}] "
+
+
+def silence_words(silence: Silence) -> str:
+    """`2 ranks are starting (12 s)`."""
+    ranks = "1 rank is" if silence.ranks == 1 else f"{silence.ranks} ranks are"
+    if silence.elapsed_s < STARTING_S:
+        return f"{ranks} starting ({silence.elapsed_s:.0f} s)"
+    return f"no line and no metric from any rank so far ({_clock(silence.elapsed_s)})"
+
+
+def time_words(progress: Progress) -> str:
+    """`running 1:02, about 4:10 left`."""
+    left = progress.left_s
+    return f"running {_clock(progress.elapsed_s or 0)}" + (f", about {_clock(left)} left" if left is not None else "")
 
 
 def progress_table(progress: Progress, width: int) -> Table:
     """At most `width` columns wide and one line a host; where it is narrow, names are cut before figures."""
-    columns = ("step", "samples/s", "loss", "waits")
-    figures = [
-        (_of_steps(row), _short(row.samples_per_s), _short(row.loss), _percent(row.wait_share)) for row in progress.rows
-    ]
-    taken = sum(2 + max(map(len, column)) for column in zip(columns, *figures, strict=True))
+    columns, figures = ["step", "samples/s", "loss", "sync", "wait"], [_progress_cells(row) for row in progress.rows]
+
+    def taken() -> int:
+        return sum(2 + max(map(len, column)) for column in zip(columns, *figures, strict=True))
+
+    for index in (2, 0):  # nobody needs a loss of fifteen digits
+        if taken() + LEAST_NAME > width:
+            del columns[index]
+            figures = [cells[:index] + cells[index + 1 :] for cells in figures]
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("node", no_wrap=True, max_width=max(4, width - taken))
+    table.add_column("node", no_wrap=True, max_width=max(LEAST_NAME, width - taken()))
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for row, cells in zip(progress.rows, figures, strict=True):
@@ -413,10 +515,15 @@ def progress_table(progress: Progress, width: int) -> Table:
     return table
 
 
+def _progress_cells(row: Row) -> tuple[str, ...]:
+    shares = _percent(row.sync_share), _percent(row.wait_share)
+    return (_of_steps(row), _short(row.samples_per_s), _short(row.loss), *shares)
+
+
 def progress_words(row: Row) -> str:
-    """`a2000: step 120/938, 333 samples/s, loss 0.312, waits 41 %`."""
-    speed = f"{_short(row.samples_per_s)} samples/s"
-    return f"{row.node}: step {_of_steps(row)}, {speed}, loss {_short(row.loss)}, waits {_percent(row.wait_share)}"
+    """`a2000: step 120/938, 333 samples/s, loss 0.312, sync 20 %, wait 41 %`."""
+    step, speed, loss, sync, wait = _progress_cells(row)
+    return f"{row.node}: step {step}, {speed} samples/s, loss {loss}, sync {sync}, wait {wait}"
 
 
 def _of_steps(row: Row) -> str:
@@ -460,7 +567,8 @@ def _print_network(found: Collectives) -> None:
         line = _percent(each.of_declared), _figure(each.alpha_us), _figure(each.beta_gbps), _percent(each.worst_error)
         rows.append((each.operation, *ends, _figure(each.busbw_gbps), *line))
     declared = f", declared {_figure(found.declared_gbps)} Gbps" if found.declared_gbps else ""
-    out.print(_table(f"collectives{declared}", columns, rows, right_from=1))
+    drop = ("off by at most", "of declared")
+    out.print(_table(f"collectives{declared}", columns, rows, right_from=1, drop=drop))
     if found.links:
         names, speeds = link_matrix(found)
         matrix = [(a, *(_figure(speeds.get((a, b))) for b in names)) for a in names]
@@ -489,7 +597,7 @@ def _print_hosts(summary: Summary) -> None:
         batch = "-" if node.batch_per_rank is None else str(node.batch_per_rank)
         rows.append((node.name, node.gpu, str(node.ranks), batch, *(_figure(value) for value in figures)))
     title = f"{summary.experiment}: {summary.state}, {summary.steps} measured steps"
-    out.print(_table(title, columns, rows, right_from=2))
+    out.print(_table(title, columns, rows, right_from=2, drop=("ranks", "batch/rank", "load", "GPU", "alone*")))
     if summary.samples_per_s is not None:
         whole = f"cluster: {_figure(summary.samples_per_s)} samples/s"
         if summary.efficiency is not None:
@@ -516,9 +624,16 @@ def _print_hosts(summary: Summary) -> None:
 
 
 def print_table(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], right_from: int, title: str | None = None
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    right_from: int,
+    title: str | None = None,
+    *,
+    left_from: int = 99,
+    drop: Sequence[str] = (),
 ) -> None:
-    out.print(_table(title, columns, rows, right_from=right_from))
+    """right_from, left_from: figures stand at the right, and words after them at the left. drop: as for `_table`."""
+    out.print(_table(title, columns, rows, right_from, left_from, drop=drop))
 
 
 def print_answers(answers: Mapping[str, Any], words: Any) -> None:
@@ -529,14 +644,46 @@ def print_answers(answers: Mapping[str, Any], words: Any) -> None:
     fail_each(answer for answer in answers.values() if isinstance(answer, OrchError))
 
 
-def _table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[Any]], right_from: int = 99) -> Table:
+def _table(
+    title: str | None,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    right_from: int = 99,
+    left_from: int = 99,
+    *,
+    drop: Sequence[str] = (),
+    text: Sequence[str] = (),
+) -> Table:
+    """drop: columns that a narrow screen does without, the first ones first. text: columns that may be folded."""
     heading = None if title is None else plain(title)
     table = Table(title=heading, title_justify="left", header_style="bold", box=None, pad_edge=False)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index >= right_from else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(cell if isinstance(cell, Text) else Text(one_line(cell)) for cell in row))
+    cells = [[cell if isinstance(cell, Text) else Text(one_line(cell)) for cell in row] for row in rows]
+    kept, fits = _kept(columns, cells, drop, text)
+    for index in kept:
+        name, justify = columns[index], "right" if right_from <= index < left_from else "left"
+        whole = fits and name not in text
+        table.add_column(name, justify=justify, overflow="fold", no_wrap=whole)  # type: ignore[arg-type]
+    for row in cells:
+        table.add_row(*(row[index] for index in kept))
     return table
+
+
+def _kept(
+    columns: Sequence[str], rows: Sequence[Sequence[Text]], drop: Sequence[str], text: Sequence[str]
+) -> tuple[list[int], bool]:
+    """The columns for which this screen has room, and whether it has room for them without folding figures."""
+    widths = [max(len(name), *(row[index].cell_len for row in rows), 0) for index, name in enumerate(columns)]
+    for index, name in enumerate(columns):
+        widths[index] = min(widths[index], LEAST_TEXT) if name in text else widths[index]
+    kept, left = list(range(len(columns))), list(drop)
+
+    def fits() -> bool:
+        return sum(widths[index] for index in kept) + 2 * (len(kept) - 1) <= out.width
+
+    while left and not fits():
+        name = left.pop(0)
+        kept = [index for index in kept if columns[index] != name]
+    return kept, fits()
 
 
 def _figure(value: float | None) -> str:

@@ -30,8 +30,8 @@ from orchestrator.files import own_folder
 from orchestrator.frames import Agent, Beat, Piece
 from orchestrator.heard import Heard
 from orchestrator.homes import homes_of, notes_on
-from orchestrator.lines import Line, Splitter
-from orchestrator.live import LiveView, Progress
+from orchestrator.lines import Bars, Line, Splitter
+from orchestrator.live import LiveView, Progress, Silence
 from orchestrator.outlook import COLLECTIVES, View, foreseen, look, memory_notes, read_network, with_best_way
 from orchestrator.owner import read_owner
 from orchestrator.paths import RUNS, RunFolder
@@ -51,6 +51,8 @@ LATE_S = 10.0
 CANCEL_S = 60.0
 PROGRESS_S = 0.25
 """Between two values of a run's progress."""
+BARS_S = 1.0
+"""Between two states of lines that ranks draw over and over; and between two words about a silence."""
 _ID_LETTERS = "abcdefghijkmnpqrstuvwxyz23456789"
 
 
@@ -228,17 +230,19 @@ class Controller:
 
     def follow(
         self, plan: LaunchPlan, hosts: Mapping[str, Host], *, until_end: bool = True
-    ) -> Iterator[tuple[Line, ...] | Notice | Progress]:
+    ) -> Iterator[tuple[Line, ...] | Notice | Progress | Bars | Silence]:
         """Every line of every rank from the first on, those together that came together; keeps the job's record up to
         date. Raises OrchError where no host holds anything of the job any more.
 
-        until_end: until the job has ended, with its progress a few times a second; else only what is there now.
+        until_end: until the job has ended, with its progress a few times a second, and with what ranks draw over and
+        over once a second; else only what is there now.
         """
         splitter, heard, broken = Splitter(), Heard(), set[str]()
         refused: list[HostError] = []
         # Hosts tell in their own time: a later fault may come to stand first.
         told = set[tuple[str, int | None, int | None]]()
         view, has_news, progress_due = LiveView(plan), False, 0.0
+        is_silent, bars_due = until_end, time.monotonic() + BARS_S
         ended_at: float | None = None
         for name, item in job.watch(plan, hosts, offsets={}, follow=until_end, reconnect=self.connections.reopen):
             has_word = heard.take(name, item, now_s := time.monotonic())
@@ -256,6 +260,7 @@ class Controller:
                 if item.anew:
                     yield Notice(f"{name}: {item.file} was cut, replaced or rotated on its host; it begins anew here")
                 if lines := tuple(splitter.split(name, item)):
+                    is_silent = False
                     yield lines
                 has_news |= until_end and view.take(name, item)
                 ended_at = ended_at and time.monotonic()  # who still has something to show is not late
@@ -275,7 +280,17 @@ class Controller:
                 ended_at = (ended_at or time.monotonic()) if is_over else None
             if has_news and time.monotonic() > progress_due:
                 has_news, progress_due = False, time.monotonic() + PROGRESS_S
-                yield view.progress()
+                is_silent = False
+                yield view.progress(_since_s(plan))
+            if until_end and time.monotonic() > bars_due:
+                bars_due = time.monotonic() + BARS_S
+                if lines := tuple(splitter.settle()):
+                    yield lines
+                if bars := splitter.bars():
+                    is_silent = False
+                    yield bars
+                if is_silent and ended_at is None:
+                    yield Silence(plan.world_size, _since_s(plan))
             if ended_at is not None and time.monotonic() > ended_at + LATE_S:
                 break
         if lines := tuple(splitter.rest()):
@@ -286,7 +301,7 @@ class Controller:
         for error in refused if until_end and ended_at is not None else ():
             yield Notice(f"{error.message}; not all that this host printed is shown here")
         if has_news:
-            yield view.progress()
+            yield view.progress(_since_s(plan))
         if until_end and refused and ended_at is None:
             raise HostsError(refused)
 
@@ -619,6 +634,13 @@ def _left_out_words(plan: LaunchPlan, better: Faster, request: RunRequest) -> st
     why = "strategy=auto" if request.best_way else "shares=measured"
     every = ",".join(node.name for node in plan.nodes)
     return f"{why} leaves out {out}: {better.words}; --nodes {every} keeps them"
+
+
+def _since_s(plan: LaunchPlan) -> float:
+    """Since the job was planned, by this machine's clock."""
+    with suppress(ValueError):
+        return max(0.0, time.time() - datetime.fromisoformat(plan.created).timestamp())
+    return 0.0
 
 
 def _dropped(plan: LaunchPlan, records: Mapping[str, Mapping[str, Any] | HostError]) -> Iterator[Notice]:

@@ -4,7 +4,7 @@ Takes the plan and the pieces of `rank-<r>/metrics.jsonl`, gives a frozen `Progr
 
     view = LiveView(plan)
     if view.take("v100", piece):
-        view.progress().rows  # (Row(node="v100", step=120, steps=938, samples_per_s=833.0, loss=0.31, wait_share=0.4),)
+        view.progress(90.0).rows  # (Row(node="v100", step=120, steps=938, samples_per_s=833.0, wait_share=0.4, ...),)
 
 Only the newest steps are kept, and of a large piece only the newest lines are read: following costs next to nothing,
 whatever a job's speed. Nothing in these files is trusted; what cannot be used is left out.
@@ -44,13 +44,31 @@ class Row:
     """Mean over this host's samples."""
     wait_share: float | None
     """0..1: the part of its time in which it waited for slower ranks."""
+    sync_share: float | None = None
+    """0..1: the part in which the wire alone held it up: gradients under way that no compute hides."""
+    step_ms: float | None = None
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The hosts that have taken a step, in the plan's order."""
+    """The hosts that have taken a step, in the plan's order. elapsed_s: since the job was started."""
 
     rows: tuple[Row, ...]
+    elapsed_s: float | None = None
+
+    @property
+    def left_s(self) -> float | None:
+        """At the pace of the newest steps, evaluation and checkpoints not counted; None where no end is known."""
+        lasts = [(row.steps - row.step) * row.step_ms / 1000 for row in self.rows if row.steps and row.step_ms]
+        return max(0.0, *lasts) if lasts else None
+
+
+@dataclass(frozen=True)
+class Silence:
+    """That no rank has printed a line or told a step so far."""
+
+    ranks: int
+    elapsed_s: float
 
 
 class LiveView:
@@ -76,12 +94,12 @@ class LiveView:
             for rank in gone.rank_numbers:
                 del self._ranks[rank]
 
-    def progress(self) -> Progress:
-        waits = _wait_shares(self._ranks)
-        rows = (self._row(node, waits) for node in self._nodes.values())
-        return Progress(tuple(row for row in rows if row))
+    def progress(self, elapsed_s: float | None = None) -> Progress:
+        shares = _exchange_shares(self._ranks)
+        rows = (self._row(node, shares) for node in self._nodes.values())
+        return Progress(tuple(row for row in rows if row), elapsed_s)
 
-    def _row(self, node: NodePlan, waits: Mapping[int, float]) -> Row | None:
+    def _row(self, node: NodePlan, shares: Mapping[int, _Exchange]) -> Row | None:
         numbers = node.rank_numbers
         ranks = [self._ranks[number] for number in numbers if self._ranks[number].steps]
         if not ranks:
@@ -93,8 +111,17 @@ class LiveView:
             steps=max((rank.total for rank in ranks if rank.total), default=None),
             samples_per_s=_samples_per_s(ranks, together),
             loss=_mean_loss(ranks, together),
-            wait_share=sum(waits[number] for number in numbers) / node.ranks if waits else None,
+            wait_share=sum(shares[number].wait for number in numbers) / node.ranks if shares else None,
+            sync_share=sum(shares[number].sync for number in numbers) / node.ranks if shares else None,
+            step_ms=_step_ms(ranks, together),
         )
+
+
+class _Exchange(NamedTuple):
+    """Of a rank's time, the parts (0..1) that the exchange of gradients took from it."""
+
+    wait: float
+    sync: float
 
 
 class _Step(NamedTuple):
@@ -202,13 +229,24 @@ def _mean_loss(ranks: Sequence[_Rank], steps: Sequence[int]) -> float | None:
     return sum(losses) / samples if samples and len(losses) == len(lines) else None
 
 
-def _wait_shares(ranks: Mapping[int, _Rank]) -> dict[int, float]:
+def _step_ms(ranks: Sequence[_Rank], steps: Sequence[int]) -> float | None:
+    """Of the slowest rank."""
+    means = []
+    for rank in ranks:
+        told = [t_ms for step in steps if (t_ms := rank.steps[step].t_ms) is not None]
+        if told:
+            means.append(sum(told) / len(told))
+    return max(means, default=None)
+
+
+def _exchange_shares(ranks: Mapping[int, _Rank]) -> dict[int, _Exchange]:
     """By rank; none unless every rank of the job tells.
 
     In each step the rank whose gradients were under way for the shortest time was the last one to come, and waited for
-    nobody. What another rank's took longer it waited, but for what hid behind its own computing.
+    nobody. What another rank's took longer it waited, but for what hid behind its own computing. The rest of what did
+    not hide is the wire's.
     """
-    waited, lasted = dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, 0.0)
+    waited, wired, lasted = (dict.fromkeys(ranks, 0.0) for _ in range(3))
     if not all(rank.steps for rank in ranks.values()):
         return {}
     for step in _common_steps(list(ranks.values())):
@@ -218,11 +256,17 @@ def _wait_shares(ranks: Mapping[int, _Rank]) -> dict[int, float]:
             continue
         least = min(under_way)
         for number, line in lines.items():
-            waited[number] += min(line.exposed_ms or 0.0, (line.comm_ms or 0.0) - least)
+            exposed_ms = line.exposed_ms or 0.0
+            wait_ms = min(exposed_ms, (line.comm_ms or 0.0) - least)
+            waited[number] += wait_ms
+            wired[number] += exposed_ms - wait_ms
             lasted[number] += line.t_ms or 0.0
     if not all(lasted.values()):
         return {}
-    return {number: min(1.0, waited[number] / lasted[number]) for number in ranks}
+    return {
+        number: _Exchange(min(1.0, waited[number] / lasted[number]), min(1.0, wired[number] / lasted[number]))
+        for number in ranks
+    }
 
 
 def _event(line: bytes) -> dict[str, Any] | None:

@@ -24,6 +24,7 @@ from orchestrator.faults import fault_words
 from orchestrator.files import write_atomic
 from orchestrator.paths import RunFolder
 from orchestrator.published import conditions, published_for
+from orchestrator.redraw import Drawing
 from orchestrator.summary import Collectives, CollectiveTime, NodeSummary, RankEnd, Summary, link_matrix
 from orchestrator.text import clean, clean_lines, one_line
 from orchestrator.units import format_bandwidth, format_bytes, format_duration
@@ -64,7 +65,9 @@ def _tail(path: Path) -> tuple[str, ...]:
             text = file.read(LOG_BYTES).decode(errors="replace")
     except OSError:
         return ()
-    return tuple(clean(line) for line in text.rstrip().split("\n")[-LOG_LINES:] if text.strip())
+    drawing = Drawing()
+    lines = [*drawing.take(text.rstrip()), *drawing.rest()]
+    return tuple(clean(line) for line in lines[-LOG_LINES:])
 
 
 def render_report(summary: Summary, chart: str | None = None, logs: tuple[LogEnd, ...] = ()) -> str:

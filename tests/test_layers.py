@@ -48,6 +48,7 @@ PURE = [
     "heard",
     "noise",
     "lines",
+    "redraw",
     "live",
     "checks",
     "text",

@@ -68,8 +68,64 @@ def test_a_last_line_without_a_newline_is_shown_too():
     assert split(b"one\ntwo") == ["one", "two"]
 
 
-def test_a_carriage_return_gives_lines_of_their_own():
-    assert split(b"10%\r20%\r\n30%\n") == ["10%", "20%", "30%"]
+# As tqdm 4.67 writes them: a bar after the other; and bars below each other, with a line by tqdm.write between them.
+ONE_AFTER_THE_OTHER = (
+    "\repoch 0 0/2\repoch 0 1/2\repoch 0 2/2\repoch 0 2/2\nloss 0\n\repoch 1 0/2\repoch 1 2/2\nloss 1\n"
+)
+NESTED = (
+    "\router 0/2\n\rinner 0/2\x1b[A\n\rinner 1/2\x1b[A\n\rinner 2/2\x1b[A\rinner 2/2\n\r         \rsaved a checkpoint\n"
+    "\router 0/2\router 1/2\n\rinner 0/2\x1b[A\n\rinner 1/2\x1b[A\n\rinner 2/2\x1b[A\rinner 2/2\n"
+    "\router 2/2\router 2/2\n"
+)
+FOLDED = {
+    "10%\r20%\r\n30%\n": ["20%", "30%"],
+    "one\r\ntwo\r\n\r\nthree": ["one", "two", "", "three"],
+    "\r 10%\r 20%": [" 20%"],
+    "\r100%\r    \rnext\n": ["next"],
+    "\r100%\r    \r\n": ["100%"],
+    "\r 50% caf\u00e9\r\x1b[K": [" 50% caf\u00e9"],
+    ONE_AFTER_THE_OTHER: ["epoch 0 2/2", "loss 0", "epoch 1 2/2", "loss 1"],
+    NESTED: ["inner 2/2", "saved a checkpoint", "inner 2/2", "outer 2/2"],
+    "".join(f"\r{n}%\n" for n in range(40)): [f"{n}%" for n in range(40)],
+}
+
+
+@pytest.mark.parametrize("text", FOLDED, ids=range(len(FOLDED)))
+def test_what_is_drawn_over_is_folded_to_its_last_state_however_the_bytes_are_cut(text):
+    data = text.encode()
+    assert split(data) == FOLDED[text]
+    assert split(*[data[at : at + 1] for at in range(len(data))]) == FOLDED[text]
+
+
+def test_a_bar_is_shown_while_it_is_drawn_and_is_a_line_once_the_program_has_left_it():
+    splitter, offset = Splitter(), 0
+
+    def writes(text):
+        nonlocal offset
+        data = text.encode()
+        offset += len(data)
+        lines = [*splitter.split("a", Piece("rank-0/stderr.log", 0, offset - len(data), data)), *splitter.settle()]
+        bars = splitter.bars()
+        return [line.text for line in lines], bars and [(line.rank, line.stream, line.text) for line in bars.lines]
+
+    assert writes("hello\n") == (["hello"], None)
+    assert writes("\r 10%") == ([], [(0, "stderr", " 10%")])
+    assert writes("\r 20%\r 30%") == ([], [(0, "stderr", " 30%")])
+    assert writes("") == ([], None)  # nothing new
+    assert writes("\r 40%\n") == ([" 40%"], [])
+    assert writes("\router 1\n\rinner 1\x1b[A") == ([], [(0, "stderr", "inner 1")])
+    assert writes("\n\rinner 2\x1b[A\router 2") == ([], [(0, "stderr", "outer 2")])
+    assert [line.text for line in splitter.rest()] == ["outer 2", "inner 2"]
+    assert splitter.bars().lines == ()
+
+
+def test_a_bar_without_end_takes_no_room():
+    splitter, offset = Splitter(), 0
+    for count in range(300):
+        data = b"\r%d" % count * 1000
+        assert list(splitter.split("a", Piece("rank-0/stdout.log", 0, offset, data))) == []
+        offset += len(data)
+    assert [line.text for line in splitter.rest()] == ["299"]
 
 
 def test_a_line_without_end_is_cut():

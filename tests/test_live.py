@@ -26,13 +26,13 @@ from hypothesis import strategies as st
 from orchestrator import console, controller
 from orchestrator.controller import Controller
 from orchestrator.faults import fault_words
-from orchestrator.frames import Agent, Piece
-from orchestrator.lines import Line
-from orchestrator.live import KEPT_STEPS, MAX_LINE_BYTES, LiveView, Progress, Row
+from orchestrator.frames import Agent, Beat, Piece
+from orchestrator.lines import Bars, Line
+from orchestrator.live import KEPT_STEPS, MAX_LINE_BYTES, LiveView, Progress, Row, Silence
 from orchestrator.records import CodeFolder, Fault, LaunchPlan, NodePlan
 
 ORCH = [sys.executable, "-m", "orchestrator.cli"]
-ROW = Row("a2000", 120, 938, 333.3, 0.3124, 0.41)
+ROW = Row("a2000", 120, 938, 333.3, 0.3124, 0.41, 0.2)
 
 
 def plan_of(**ranks: int) -> LaunchPlan:
@@ -94,8 +94,31 @@ def test_a_host_shows_its_step_its_ranks_speeds_together_and_their_mean_loss():
         feed.step(0, step, samples=10, loss=20.0)
         feed.step(1, step, samples=30, loss=30.0)
         feed.step(2, step, samples=10, loss=50.0, t_ms=50.0)
-    assert feed.rows()["a"] == Row("a", 3, 938, 100.0, 2.0, None)
-    assert feed.rows()["b"] == Row("b", 3, None, 500.0, 2.0, None)
+    assert feed.rows()["a"] == Row("a", 3, 938, 100.0, 2.0, None, step_ms=100.0)
+    assert feed.rows()["b"] == Row("b", 3, None, 500.0, 2.0, None, step_ms=100.0)
+
+
+def test_the_time_left_is_that_of_the_host_with_most_to_do():
+    feed = Feed(a=1, b=1)
+    assert feed.view.progress(3.0).left_s is None
+    for rank in (0, 1):
+        feed.send(rank, line(event="start", schema=1, steps=100))
+        for step in range(20 + 30 * rank):
+            feed.step(rank, step, t_ms=100.0 * (rank + 1))
+    progress = feed.view.progress(65.0)
+    assert progress.left_s == pytest.approx(10.0)  # b: 50 steps of 0.2 s; a: 80 of 0.1 s
+    assert console.time_words(progress) == "running 1:05, about 0:10 left"
+    assert console.time_words(Progress((ROW,), 93784.0)) == "running 1d 02:03:04"
+
+
+def test_what_the_wire_alone_holds_up_is_told_beside_waiting():
+    feed = Feed(fast=1, slow=1)
+    for step in range(5):
+        feed.step(0, step, exposed_ms=83.0)
+        feed.step(1, step, exposed_ms=53.0)
+    rows = feed.rows()
+    assert (rows["fast"].wait_share, rows["fast"].sync_share) == pytest.approx((0.3, 0.53))
+    assert (rows["slow"].wait_share, rows["slow"].sync_share) == pytest.approx((0.0, 0.53))
 
 
 def test_a_rank_waits_for_the_one_whose_gradient_was_under_way_for_the_shortest_time():
@@ -114,6 +137,7 @@ def test_waiting_that_hid_behind_computing_does_not_count():
         feed.step(2, step, exposed_ms=20.0, comm_ms=20.0)
     assert feed.rows()["fast"].wait_share == pytest.approx((0.3 + 0.1) / 2)
     assert feed.rows()["slow"].wait_share == 0.0
+    assert all(0 <= row.sync_share <= 1 for row in feed.rows().values())
 
 
 def test_absurd_durations_give_no_absurd_figures():
@@ -162,7 +186,7 @@ def test_lines_cut_anywhere_are_read_once_they_are_whole():
     )
     feed = Feed(a=1)
     assert sum(feed.send(0, data[at : at + 7]) for at in range(0, len(data), 7)) == 4
-    assert feed.rows()["a"] == Row("a", 4, 4, 2000.0, None, None)
+    assert feed.rows()["a"] == Row("a", 4, 4, 2000.0, None, None, step_ms=1.0)
 
 
 def test_a_file_that_begins_anew_is_a_new_beginning():
@@ -170,7 +194,7 @@ def test_a_file_that_begins_anew_is_a_new_beginning():
     feed.send(0, line(event="start", steps=9))
     feed.step(0, 7)
     feed.send(0, line(event="step", step=0, samples=1, t_ms=1000.0), offset=0)
-    assert feed.rows()["a"] == Row("a", 1, None, 1.0, None, None)
+    assert feed.rows()["a"] == Row("a", 1, None, 1.0, None, None, step_ms=1000.0)
 
 
 def test_after_a_gap_reading_goes_on_with_the_next_whole_line():
@@ -193,7 +217,7 @@ def test_a_piece_of_many_lines_shows_its_total_and_its_newest_steps():
     lines = [line(event="step", step=step, samples=1, t_ms=1.0) for step in range(1000)]
     feed = Feed(a=1)
     feed.send(0, line(event="start", steps=5000) + b"".join(lines))
-    assert feed.rows()["a"] == Row("a", 1000, 5000, 1000.0, None, None)
+    assert feed.rows()["a"] == Row("a", 1000, 5000, 1000.0, None, None, step_ms=1.0)
 
 
 def test_memory_is_bounded_whatever_comes():
@@ -269,6 +293,7 @@ def test_whatever_the_files_hold_there_is_a_sensible_answer(sent):
             assert row.samples_per_s is None or 0 <= row.samples_per_s < math.inf
             assert row.loss is None or math.isfinite(row.loss)
             assert row.wait_share is None or 0 <= row.wait_share <= 1
+            assert row.sync_share is None or 0 <= row.sync_share <= 1
             assert console.progress_words(row)
 
 
@@ -294,6 +319,20 @@ def test_a_burst_of_news_gives_its_first_and_its_last_value(monkeypatch):
     assert [event.rows[0].step for event in followed] == [1, 50]
 
 
+def test_ranks_are_starting_until_the_first_line_or_metric_and_bars_come_folded(monkeypatch):
+    offset, items = 0, [("", Beat()), ("", Beat())]
+    for text in ("\r 1%", "\r 2%\r 3%", "\r 4%\nend\n"):
+        items.append(("a", Piece("rank-0/stderr.log", 0, offset, text.encode())))
+        offset += len(text)
+    monkeypatch.setattr(controller.job, "watch", lambda *_, **__: iter(items))
+    monkeypatch.setattr(controller, "BARS_S", -1.0)  # with each word that comes
+    events = list(Controller(None, SimpleNamespace(reopen=None)).follow(plan_of(a=1), {}))
+    assert [type(event) for event in events] == [Silence, Silence, Bars, Bars, tuple, Bars]
+    assert [event.ranks for event in events[:2]] == [1, 1]
+    texts = [[line.text for line in (event.lines if isinstance(event, Bars) else event)] for event in events[2:]]
+    assert texts == [[" 1%"], [" 3%"], [" 4%", "end"], []]
+
+
 def test_each_fault_of_an_elastic_job_is_told_once_wherever_it_comes_to_stand(monkeypatch):
     later, earlier = Fault(node="b", reason="lost", after_s=9.0), Fault(node="a", rank=0, reason="died", after_s=4.0)
     records = [
@@ -310,9 +349,9 @@ def test_each_fault_of_an_elastic_job_is_told_once_wherever_it_comes_to_stand(mo
 
 
 def test_a_line_reads_as_a_person_says_it():
-    assert console.progress_words(ROW) == "a2000: step 120/938, 333 samples/s, loss 0.312, waits 41 %"
+    assert console.progress_words(ROW) == "a2000: step 120/938, 333 samples/s, loss 0.312, sync 20 %, wait 41 %"
     unknown = Row("v100", 1, None, None, None, None)
-    assert console.progress_words(unknown) == "v100: step 1, - samples/s, loss -, waits -"
+    assert console.progress_words(unknown) == "v100: step 1, - samples/s, loss -, sync -, wait -"
 
 
 def test_on_a_pipe_a_host_says_a_line_every_ten_seconds_and_a_last_one(monkeypatch, capsys):
@@ -322,6 +361,21 @@ def test_on_a_pipe_a_host_says_a_line_every_ten_seconds_and_a_last_one(monkeypat
     said = capsys.readouterr()
     assert [text.partition(",")[0] for text in said.err.splitlines()] == ["a: step 3/9", "a: step 5/9"]
     assert said.out == ""
+
+
+def test_on_a_pipe_bars_and_silence_are_a_line_every_ten_seconds(monkeypatch, capsys):
+    times = iter(range(100, 200, 5))
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(times))
+    bars = [Bars((Line("a", 0, "stderr", f" {n} %"),)) for n in range(6)]
+    console.print_events([Silence(2, 4.0), Silence(2, 9.0), Silence(2, 14.0), *bars, (Line("a", 0, "stderr", "end"),)])
+    said = capsys.readouterr()
+    assert said.err.splitlines() == ["2 ranks are starting (14 s)", "[a 0] 1 %", "[a 0] 3 %", "[a 0] 5 %"]
+    assert said.out == "[a 0] end\n"
+
+
+def test_a_long_silence_is_not_called_a_start():
+    assert console.silence_words(Silence(1, 12.4)) == "1 rank is starting (12 s)"
+    assert console.silence_words(Silence(8, 300.0)) == "no line and no metric from any rank so far (5:00)"
 
 
 def test_a_script_without_metrics_shows_its_lines_alone(capsys):
@@ -453,7 +507,7 @@ LONG = "node-with-a-name-longer-than-anyone-wants-to-read-in-a-table-of-figures"
 def events():
     yield (Line("a", 0, "stdout", "before"),)
     for step in range(1, 30):
-        a2000 = Row("a2000", step, 938, 333.3, 0.3124, 0.41)
+        a2000 = Row("a2000", step, 938, 333.3, 0.3124, 0.41, 0.2)
         yield Progress((a2000, Row(LONG, 10**6 - step, 10**6, 83333.0, -1e9, None)))
         if step % 10 == 0:
             yield (Line("a", 0, "stdout", f"at {step} " + "x" * 70),)
@@ -479,10 +533,10 @@ def test_a_table_stands_below_the_lines_and_stays_however_it_ends(end, last, wid
     assert notices == ["note: link 10", "note: link 20"]
     header = next(i for i, text in enumerate(shown) if text.startswith("node"))
     assert [text for text in shown[:header] if text not in notices] == ["[a 0] before", *logs]
-    assert shown[header].split() == ["node", "step", "samples/s", "loss", "waits"]
-    assert shown[header + 1].split() == ["a2000", "29/938", "333", "0.312", "41", "%"]
+    assert shown[header].split() == ["node", "step", "samples/s", "loss", "sync", "wait"]
+    assert shown[header + 1].split() == ["a2000", "29/938", "333", "0.312", "20", "%", "41", "%"]
     assert shown[header + 2].startswith("node-")
-    assert shown[header + 2].split()[1:] == ["999971/1000000", "83333", "-1e+09", "-"]
+    assert shown[header + 2].split()[1:] == ["999971/1000000", "83333", "-1e+09", "-", "-"]
     assert shown[header + 3 :] == [*last, "the end", ""]
     assert terminal.screen.cursor
 
@@ -491,14 +545,63 @@ def wrapped(text: str, width: int) -> list[str]:
     return [text[at : at + width] for at in range(0, len(text), width)]
 
 
+BARS = """
+import os, sys, time
+from orchestrator import console
+from orchestrator.lines import Bars, Line
+from orchestrator.live import Progress, Row, Silence
+
+def bars(*texts):
+    return Bars(tuple(Line("a", rank, "stderr", text) for rank, text in enumerate(texts)))
+
+def seen(name):
+    while sys.argv[1:] and not os.path.exists(f"{sys.argv[1]}/{name}"):
+        time.sleep(0.02)
+
+def events():
+    yield Silence(2, 3.0)
+    seen("silence")
+    yield bars(" 10%|#   |", " 20%|##  | [red]" + "x" * 100)
+    ROW
+    for step in range(3):
+        yield bars(f" 3{step}%|#   |", " 40%|##  |")
+    seen("bars")
+    yield (Line("a", 0, "stderr", "100%|####|"), Line("a", 1, "stderr", "100%|####|"))
+    yield bars()
+
+console.print_events(events())
+console.say("the end")
+"""
+ROW_OF_A = "yield Progress((Row('a', 5, 9, 10.0, 0.5, 0.1, 0.2),), 65.0)"
+
+
+@pytest.mark.parametrize("row", ["", ROW_OF_A])
+def test_bars_stand_below_the_lines_and_leave_their_last_state_alone(row):
+    terminal = Terminal([sys.executable, "-c", BARS.replace("ROW", row, 1)], 60)
+    assert terminal.ends() == 0
+    table = ["node  step  samples/s  loss  sync  wait", "a      5/9         10   0.5  20 %  10 %", "running 1:05"]
+    lines = ["[a 0] 100%|####|", "[a 1] 100%|####|", *(table if row else [])]
+    assert [text for text in terminal.screen.lines() if text] == [*lines, "the end"]
+
+
+def test_a_silence_and_bars_are_seen_while_they_last(tmp_path):
+    terminal = Terminal([sys.executable, "-c", BARS.replace("ROW", ROW_OF_A, 1), str(tmp_path)], 60)
+    terminal.until(r"^2 ranks are starting \(3 s\)$")
+    (tmp_path / "silence").touch()
+    terminal.until(r"^running 1:05\n\[a 0\] 32%\|#   \|\n\[a 1\] 40%\|##  \|$")
+    assert "starting" not in terminal.text()
+    (tmp_path / "bars").touch()
+    assert terminal.ends() == 0
+
+
 def test_a_table_fits_sixty_columns_and_cuts_the_name_alone():
-    wide = Row("a-rack-with-a-long-name.example.org", 12345, 93800, 83333.0, 0.3124, 0.41)
+    wide = Row("a-rack-with-a-long-name.example.org", 12345, 93800, 83333.0, 0.3124, 0.41, 0.2)
     with console.out.capture() as shown:
         console.out.print(console.progress_table(Progress((ROW, wide)), 60), width=60)
     header, first, second = [text.rstrip() for text in re.sub(r"\x1b\[[^m]*m", "", shown.get()).splitlines()]
     assert max(map(len, (header, first, second))) <= 60
-    assert first.split() == ["a2000", "120/938", "333", "0.312", "41", "%"]
-    assert second.split()[1:] == ["12345/93800", "83333", "0.312", "41", "%"]
+    assert first.split() == ["a2000", "120/938", "333", "0.312", "20", "%", "41", "%"]
+    assert second.split()[1:] == ["12345/93800", "83333", "0.312", "20", "%", "41", "%"]
     assert second.split()[0].endswith("…")
 
 
@@ -556,8 +659,9 @@ def two_hosts(tmp_path, monkeypatch):
 
 def test_a_run_shows_its_hosts_on_a_terminal_and_after_a_ctrl_c_on_a_pipe(two_hosts: Path):
     terminal = Terminal([*ORCH, "run", "--", "steps/steps.py"], 60)
-    terminal.until(r"^a +501/1000 +320 +0.5 +40 %$")
-    terminal.until(r"^b +501/1000 +320 +0.5 +0 %$")
+    terminal.until(r"^a +501/1000 +320 +0.5 +20 % +40 %$")
+    terminal.until(r"^b +501/1000 +320 +0.5 +20 % +0 %$")
+    terminal.until(r"^running \d+:\d\d, about 0:50 left$")
     terminal.presses_ctrl_c()
     terminal.until("Come back: orch logs -f --job")
     assert terminal.ends() == 130
@@ -574,8 +678,8 @@ def test_a_run_shows_its_hosts_on_a_terminal_and_after_a_ctrl_c_on_a_pipe(two_ho
     assert logs.returncode == 0, logs.stderr
     assert sorted(logs.stdout.splitlines()) == ["[a 0] half", "[b 1] half"]
     assert logs.stderr.splitlines()[-2:] == [
-        "a: step 1000/1000, 320 samples/s, loss 0.5, waits 40 %",
-        "b: step 1000/1000, 320 samples/s, loss 0.5, waits 0 %",
+        "a: step 1000/1000, 320 samples/s, loss 0.5, sync 20 %, wait 40 %",
+        "b: step 1000/1000, 320 samples/s, loss 0.5, sync 20 %, wait 0 %",
     ]
     now = subprocess.run([*ORCH, "logs", "--job", "latest"], capture_output=True, text=True, timeout=100)
     assert now.stderr == ""

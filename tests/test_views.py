@@ -86,6 +86,7 @@ def test_log_lines_and_notices(texts):
         offset += len(data)
         events.append(Notice(text))
         events.append(Progress((Row(text, 1, 2, 3.0, 4.0, 0.5),)))
+        events += filter(None, [splitter.bars()])
     events.append(tuple(splitter.rest()))
     assert_harmless(shown_by(lambda: console.print_events(events)))
 

@@ -40,7 +40,7 @@ def clusters(as_json: bool) -> None:
         for mark, row in zip(marks, rows, strict=True)
     ]
     if cells:
-        console.print_table(columns, cells, right_from=99)
+        console.print_table(columns, cells, right_from=99, drop=("file", "master", "jobs running"))
     if current:
         unknown = "" if any(marks) else ", which is not remembered"
         console.say(f"current: {current.name}{unknown} (by {current.by})")

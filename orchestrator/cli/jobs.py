@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from orchestrator.records import Elastic, JobRecord, LaunchPlan
 
 SECOND_CTRL_C_S = 3.0
+SCREEN_JOBS = 20
+"""So many `orch jobs` shows on a terminal unless told otherwise."""
 
 
 @click.command(cls=ScriptCommand)
@@ -225,9 +227,15 @@ def _finish(controller: Controller, plan: LaunchPlan, as_json: bool, *, detached
 @click.option("--rescan", is_flag=True, help="First ask the hosts for jobs that are unknown or damaged here.")
 @click.option("--adopt", is_flag=True, help="With --rescan: make jobs that another $ORCH_HOME started yours.")
 @click.option("--yes", is_flag=True, help="With --adopt: do not ask.")
+@click.option(
+    *("--limit", "limit"),
+    type=click.IntRange(min=0),
+    metavar="N",
+    help=f"The newest N alone; 0 means all.  [default: {SCREEN_JOBS} on a terminal, else all]",
+)
 @cluster_option
 @json_option
-def jobs(rescan: bool, adopt: bool, yes: bool, cluster: str | None, as_json: bool) -> None:
+def jobs(rescan: bool, adopt: bool, yes: bool, limit: int | None, cluster: str | None, as_json: bool) -> None:
     """All remembered jobs of all clusters, newest first; those not ended are asked after on their hosts.
 
     Hosts that give no answer are named on standard error, and as `unheard` in the JSON.
@@ -236,7 +244,7 @@ def jobs(rescan: bool, adopt: bool, yes: bool, cluster: str | None, as_json: boo
 
     \b
     orch jobs
-    orch jobs --cluster rack
+    orch jobs --cluster rack --limit 5
     orch jobs --rescan                    after $ORCH_HOME was damaged
     orch jobs --rescan --adopt            after it was lost
     orch jobs --json | jq -r '.jobs[0].id'
@@ -256,14 +264,27 @@ def jobs(rescan: bool, adopt: bool, yes: bool, cluster: str | None, as_json: boo
             problems |= {**rebuilt.problems, **_others(controller, names, adopt, yes)}
         found = controller.jobs(cluster)
     if as_json:
-        console.print_json(console.jobs_json(found.records, found.unheard))
+        console.print_json(console.jobs_json(found.records[: limit or None], found.unheard))
     else:
-        console.print_jobs(found.records)
+        _show_jobs(found.records, SCREEN_JOBS if limit is None and console.out.is_terminal else limit or 0)
     console.warn_unheard(found.unheard)
     problems = {**found.problems, **problems}
     console.fail_each(problems.values())
     if any(isinstance(error, HostError) for error in problems.values()):
         sys.exit(HostError.exit_code)
+
+
+def _show_jobs(records: Sequence[JobRecord], limit: int) -> None:
+    """records: newest first. limit: 0 means all."""
+    from orchestrator import console
+    from orchestrator.records import ENDED
+
+    console.print_jobs(records[: limit or None])
+    older = records[limit:] if limit else ()
+    if older:
+        running = sum(job.state not in ENDED for job in older)
+        some = f", {running} of them not ended" if running else ""
+        console.say(f"and {len(older)} older{some}: `orch jobs --limit 0` shows all")
 
 
 def _shown_cluster(controller: Controller, named: str | None) -> str | None:

@@ -102,19 +102,13 @@ def _imagined(exp: str, settings: tuple[str, ...], nodes: str, bandwidth: float 
 
 
 def _show(found: Outlook) -> None:
-    from rich.table import Table
-
     from orchestrator import console
     from orchestrator.planview import TITLES, changes, endings, headline, rows
 
     for sentence in headline(found):
         console.put(sentence)
-    table = Table(header_style="bold", box=None, pad_edge=False)
-    for index, title in enumerate(TITLES):
-        table.add_column(title, justify="right" if 2 < index < 7 else "left", no_wrap=True)
-    for row in rows(found):
-        table.add_row(*map(console.plain, row))
-    console.out.print(table)
+    drop = ("wire", "of sum", "shares")
+    console.print_table(TITLES, rows(found), right_from=3, left_from=7, drop=drop)
     for sentence in changes(found):
         console.put(sentence)
     for sentence in found.basis:
