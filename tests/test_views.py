@@ -35,7 +35,7 @@ HOSTILE = (
 )  # fmt: skip
 hostile = st.lists(st.sampled_from(HOSTILE), min_size=1, max_size=12).map("".join)
 quickly = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-CHOICES = {"kind", "part", "device", "efficiency_basis"}
+CHOICES = {"kind", "part", "device", "efficiency_basis", "basis"}
 """Fields of which a record takes only its own words."""
 
 
