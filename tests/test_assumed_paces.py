@@ -1,0 +1,61 @@
+"""The paces of the lab's twins are assumed: what contradicts them stands beside them, as our own forecast has it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from orchestrator.advice import Scene
+from orchestrator.catalogue import estimate_speed, find_gpu
+from orchestrator.forecast import Host, Job, Way, alone_samples_per_s, predict
+from orchestrator.networks import layers_of
+from orchestrator.wire import GOODPUT, NCCL, Site, Wire
+from trainer.shares import Speed
+
+ROOT = Path(__file__).resolve().parents[1]
+RESNET = layers_of("resnet152", (3, 32, 32), 10)
+README = (ROOT / "README.md").read_text()
+TWINS = sorted((ROOT / "inventory").glob("lab_*.yaml"))
+PACED = [path for path in TWINS if "samples_per_s" in path.read_text()]
+WAYS = (
+    (Way("allreduce"), "equal"),
+    (Way("ddp"), "equal"),
+    (Way("ddp"), "measured"),
+    (Way("ddp", "half"), "measured"),
+    (Way("allreduce_flat", "compressed"), "measured"),
+    (Way("parameter_average", "local", every=32, overlap=8), "measured"),
+)
+"""The columns of README's table."""
+
+
+def estimated(gpu):
+    return estimate_speed(find_gpu(gpu), RESNET)
+
+
+@pytest.mark.parametrize("path", PACED, ids=lambda path: path.stem)
+def test_every_twin_names_the_estimate_that_contradicts_its_paces(path):
+    text = path.read_text()
+    remark = " ".join(re.findall(r"^# ?(.*)", text, re.MULTILINE))
+    for node in yaml.safe_load(text)["nodes"]:
+        speed = alone_samples_per_s(Host(node["gpu"], (estimated(node["gpu"]),)), 256)
+        assert re.search(rf"\b{speed:,.0f}( samples/s)? for an? {node['gpu']}\b", remark), (node["gpu"], speed)
+
+
+def test_the_predicted_rows_of_the_readme_are_what_the_forecast_gives():
+    paces = {"assumed": (Speed(0, 1000 / 333), Speed(0, 1000 / 833))}
+    paces["catalogue"] = estimated("RTX A2000"), estimated("Tesla V100-16GB")
+    rows = re.findall(r"^\| ([\d,]+) \| (assumed|catalogue) \| (.*) \|$", README, re.MULTILINE)
+    assert [row[:2] for row in rows] == [(batch, name) for batch in ("256", "2,048") for name in paces]
+    for batch, name, cells in rows:
+        assert cells.split(" | ") == row_of(paces[name], int(batch.replace(",", "")))
+
+
+def row_of(speeds, batch):
+    hosts = tuple(Host(name, (speed,)) for name, speed in zip(("a2000", "v100"), speeds, strict=True))
+    wire = Wire([Site(host.name, 1, GOODPUT * 2.5e9, GOODPUT * 2.5e9) for host in hosts], NCCL)
+    scene = Scene(Job(RESNET, batch), hosts, wire)
+    together = [predict(scene.job, hosts, wire, way, scene.shares(policy)).samples_per_s for way, policy in WAYS]
+    return [f"{speed / sum(scene.alone.values()):.2f}" for speed in (*together, scene.alone["v100"])]
