@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from orchestrator.batch_norm import read_batch_norm
 from orchestrator.collectives import measures_collectives, not_measured, read_collectives, unpaced
+from orchestrator.curves import Curves, read_curves
 from orchestrator.errors import OrchError
 from orchestrator.events import Events, MetricsFile, count, number, read_events, text
 from orchestrator.faster import measured as faster_ways
@@ -166,6 +167,7 @@ def _summarise(
         accuracy_per_class=_per_class(evaluation.get("per_class")),
         loss=None if paced else figures.loss,
         batch_norm=read_batch_norm(starts, plan, rebalances),
+        curves=Curves() if paced or collectives else read_curves(events),
         rebalances=rebalances,
         collectives=collectives,
     )

@@ -12,6 +12,7 @@ import io
 import json
 import signal
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -621,6 +622,23 @@ def _print_hosts(summary: Summary) -> None:
         put(summary.batch_norm.words)
     if summary.accuracy is not None:
         out.print(f"test accuracy: {summary.accuracy:.2%}")
+        for line in class_lines(summary.accuracy_per_class):
+            put(line)
+    if summary.curves.epochs:
+        put(f"epochs: {summary.curves.epoch_words}")
+
+
+CLASSES_SHOWN = 20
+
+
+def class_lines(accuracies: Mapping[str, float]) -> list[str]:
+    """In at most 80 columns; of many classes those that did worst."""
+    worst = sorted(accuracies, key=lambda name: accuracies[name])[:5]
+    shown = list(accuracies) if len(accuracies) <= CLASSES_SHOWN else worst
+    head = "  by class, %: " if shown is not worst else f"  worst of {len(accuracies)} classes, %: "
+    cells = ", ".join(f"{one_line(name, 24)}\u00a0{100 * accuracies[name]:.1f}" for name in shown)
+    wrapped = textwrap.wrap(head + cells, 80, subsequent_indent="    ", break_long_words=False) if cells else []
+    return [line.replace("\u00a0", " ") for line in wrapped]
 
 
 def print_table(

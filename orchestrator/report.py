@@ -20,8 +20,10 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from orchestrator.charts import draw_throughput
+from orchestrator.curves import Curves
 from orchestrator.faults import fault_words
 from orchestrator.files import write_atomic
+from orchestrator.linechart import Line, LineChart, line_chart, percent_words
 from orchestrator.paths import RunFolder
 from orchestrator.published import conditions, published_for
 from orchestrator.redraw import Drawing
@@ -83,6 +85,7 @@ def render_report(summary: Summary, chart: str | None = None, logs: tuple[LogEnd
             efficiency_words=efficiency_words(summary),
             fidelity_words=fidelity_words(summary),
             parts=_parts(summary),
+            curve_charts=tuple(_curve_charts(summary.curves)),
             shares_over_steps=tuple(_shares_over_steps(summary)),
             published=published_for(summary),
             conditions=conditions(summary),
@@ -191,6 +194,17 @@ def _shares_over_steps(summary: Summary) -> Iterator[dict[str, Any]]:
             by_node.append(tuple(itertools.islice(left, node.ranks)))
         percents = [100 * share / sum(shares) for share in shares if share]
         yield {"step": step + 1, "by_node": by_node, "percents": percents, "spread": spread}
+
+
+def _curve_charts(curves: Curves) -> Iterator[LineChart]:
+    """Loss and accuracy over updates, where two points of one are known."""
+    training = [(point.step + 1, point.loss) for point in curves.loss]
+    tested = [(each.step + 1, each.loss) for each in curves.evaluations if each.loss is not None]
+    accuracies = [(each.step + 1, each.accuracy) for each in curves.evaluations]
+    if len(training) > 1:
+        yield line_chart("loss", [Line("training", training), Line("test", tested, dots=True)], of_zero=True)
+    if len(accuracies) > 1:
+        yield line_chart("test accuracy", [Line("test", accuracies, dots=True)], words=percent_words)
 
 
 def _part_shares(node: NodeSummary, parts: tuple[tuple[str, str], ...]) -> list[tuple[str, float]]:

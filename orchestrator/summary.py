@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError
 
 from orchestrator.batch_norm import BatchNorm
+from orchestrator.curves import Curves
 from orchestrator.errors import OrchError
 from orchestrator.paths import RunFolder
 from orchestrator.rebalances import Rebalance
@@ -249,6 +250,8 @@ class Summary(Record):
     """Of the last step that every rank reported, each rank counted by its samples; None when paced."""
     batch_norm: BatchNorm | None = None
     """The groups that it saw; None where the network has none, or its ranks do not tell."""
+    curves: Curves = Field(default_factory=Curves)
+    """How it learned; empty when paced."""
     rebalances: tuple[Rebalance, ...] = ()
     """How the shares followed the ranks' speeds (`shares=auto`), in the order of steps."""
     collectives: Collectives | None = None

@@ -27,6 +27,8 @@ PURE = [
     "gpu_use",
     "straggler",
     "summary",
+    "curves",
+    "linechart",
     "report",
     "charts",
     "published",

@@ -1,0 +1,108 @@
+"""Lines over updates as the report draws them: SVG within the page, in its own colours, as wide as there is room.
+
+    chart = line_chart("loss", [Line("training", ((0, 2.3), (100, 0.4)))], of_zero=True)
+    chart.lines[0].path, chart.y_ticks[0].text
+
+All places are in percent of the plot, from its left and its top. The words stand beside the drawing and not in it, so
+that they keep their size where the page is narrow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+Points = Sequence[tuple[float, float]]
+TICKS = 4
+"""About so many on each axis."""
+LEAST = 1e-9
+"""Between two ticks: what differs by less is drawn as equal."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """points: (x, y) in the order of x. dots: each point is marked, too."""
+
+    name: str
+    points: Points
+    dots: bool = False
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """path: of an SVG. dots: a path of length 0 for each point."""
+
+    name: str
+    path: str
+    dots: str
+
+
+@dataclass(frozen=True)
+class Tick:
+    place: float
+    text: str
+
+
+@dataclass(frozen=True)
+class LineChart:
+    title: str
+    lines: tuple[Drawn, ...]
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+
+
+def line_chart(
+    title: str, lines: Sequence[Line], *, of_zero: bool = False, words: Callable[[float, int], str] | None = None
+) -> LineChart:
+    """The x axis begins at 0. of_zero: the y axis, too, else a little below the least value. words: of a y value, to so
+    many digits after the point.
+
+    There has to be a point; no x may be negative.
+    """
+    xs, ys = ([point[axis] for line in lines for point in line.points] for axis in (0, 1))
+    x_marks, _ = _marks(0, max(xs), whole=True)
+    y_marks, y_digits = _marks(min(0, *ys) if of_zero else min(ys), max(ys))
+    across = _scale(0, max(xs))
+    upwards = _scale(y_marks[-1], y_marks[0])  # SVG counts from the top
+    return LineChart(
+        title=title,
+        lines=tuple(_drawn(line, across, upwards) for line in lines if line.points),
+        x_ticks=tuple(Tick(across(x), f"{x:,.0f}") for x in x_marks if x <= max(xs)),
+        y_ticks=tuple(Tick(upwards(y), (words or _plain)(y, y_digits)) for y in y_marks),
+    )
+
+
+def percent_words(value: float, digits: int) -> str:
+    """Of 0..1."""
+    return f"{100 * value:.{max(0, digits - 2)}f} %"
+
+
+def _plain(value: float, digits: int) -> str:
+    return f"{value:.{digits}f}" if digits <= 4 and abs(value) < 1e5 else f"{value:.3g}"
+
+
+def _drawn(line: Line, across: Callable[[float], float], upwards: Callable[[float], float]) -> Drawn:
+    places = [f"{across(x):.2f} {upwards(y):.2f}" for x, y in line.points]
+    dots = "".join(f"M{place}h0" for place in places) if line.dots or len(places) == 1 else ""
+    return Drawn(line.name, "M" + "L".join(places), dots)
+
+
+def _scale(low: float, high: float) -> Callable[[float], float]:
+    """From values to percent; a single value lies in the middle."""
+    return (lambda value: 100 * (value - low) / (high - low)) if high != low else (lambda value: 50.0)
+
+
+def _marks(low: float, high: float, *, whole: bool = False) -> tuple[list[float], int]:
+    """Round values from at most `low` to at least `high`, 1, 2 or 5 times a power of ten apart; and how many digits
+    after the point tell them apart.
+    """
+    apart = max((high - low or abs(high) or 1.0) / TICKS, LEAST)
+    power = 10.0 ** math.floor(math.log10(apart))
+    apart = next(times * power for times in (1, 2, 5, 10) if times * power >= apart * (1 - 1e-9))
+    apart = max(apart, 1.0) if whole else apart
+    first, last = math.floor(low / apart + 1e-9), math.ceil(high / apart - 1e-9)
+    if first == last:
+        first, last = (first - 1, last) if first > 0 else (first, last + 1)
+    digits = max(0, -math.floor(math.log10(apart) + 1e-9))
+    return [number * apart for number in range(first, last + 1)], digits
