@@ -100,6 +100,7 @@ def test_what_was_not_told_is_not_drawn(tmp_path: Path) -> None:
     only_loss = summary.curves.model_copy(update={"evaluations": summary.curves.evaluations[:1]})
     assert render_report(summary.model_copy(update={"curves": only_loss})).count("<svg") == 1
     assert "<svg" not in render_report(summary.model_copy(update={"curves": Curves()}))
+    assert render_report(summary.model_copy(update={"loss": None, "accuracy": None})).count("<svg") == 2
 
 
 VALUES = st.floats(-1e15, 1e15)
