@@ -64,10 +64,10 @@ def test_evaluations_and_epochs_are_kept_once_each_and_what_cannot_be_is_left_ou
 
 
 def test_of_many_evaluations_the_last_is_kept(tmp_path: Path) -> None:
-    lines = [evaluated(number, number / 1000) for number in range(3 * POINTS + 1)]
+    lines = [evaluated(number, number / 1000) for number in range(3 * POINTS + 2)]
     kept = of_run(tmp_path, step(0, 10, 1, 1, 1, 1), *lines).curves.evaluations
     assert len(kept) <= POINTS
-    assert kept[-1].step == 3 * POINTS
+    assert kept[-1].step == 3 * POINTS + 1
 
 
 def test_a_paced_run_learned_nothing(tmp_path: Path) -> None:

@@ -244,7 +244,7 @@ def outcome(name, *values):
 
 def test_rows_whose_ranges_overlap_are_within_noise(bench):
     study = studies.STUDIES["short"]
-    rows = [outcome("a", 1, 3), outcome("b", 9, 10), outcome("c", 2, 5), outcome("d", 4, 6), outcome("e", 7, 8)]
+    rows = [outcome("a", 1, 6), outcome("b", 9, 10), outcome("c", 2, 3), outcome("d", 5, 6), outcome("e", 7, 8)]
     (group,) = sweep.within_noise(study, [*rows, outcome("once", 9.5), outcome("f", 11, None)])
     assert [row.name for row in group] == ["a", "c", "d"]
     assert sweep.within_noise(study, rows[:2]) == []
