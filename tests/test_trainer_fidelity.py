@@ -205,7 +205,7 @@ def left_of_ddp(rank: int, _: None) -> tuple[bool, float]:
     strategy = build_strategy(parse_settings("mnist_lenet", asked), model, group_of(RANKS), CpuTimer())
     gone = [weakref.ref(strategy.exact), weakref.ref(strategy.model)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    usual, compressed.TOGETHER = compressed.TOGETHER, 4
+    usual, compressed.TOGETHER = compressed.TOGETHER, 2
     for update in range(4):
         optimizer.zero_grad()
         labels = torch.tensor([rank, update])
@@ -218,7 +218,7 @@ def left_of_ddp(rank: int, _: None) -> tuple[bool, float]:
     compressed.TOGETHER = usual
     gc.collect()
     first = model[1].bias.detach().clone()
-    dist.broadcast(first, src=0, group=strategy.wire.group)
+    dist.broadcast(first, src=0, group=strategy.later.wire.group)
     return all(reference() is None for reference in gone), float((first - model[1].bias).norm())
 
 
@@ -244,6 +244,14 @@ def outer_steps(rank: int, how: tuple[float, float]) -> float:
 @pytest.mark.parametrize("how", [(1.0, 0.0), (0.5, 0.0), (0.7, 0.9)])
 def test_an_average_is_a_step_of_the_outer_optimiser(gang: Gang, how: tuple[float, float]) -> None:
     assert max(gang.run(outer_steps, how)) < 1e-12
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "parameter_average"])
+def test_the_first_updates_of_local_are_exact_also_where_ways_have_16_bits(gang: Gang, strategy: str) -> None:
+    case = replace(EXAMPLE, local_steps=4, optimizer=PLAIN)
+    ask = {"fidelity": "local", "wire": "bf16"}
+    assert worst(gang, asking(case, strategy, **ask, local_after=str(UPDATES)))[strategy] < 1e-12
+    assert 1e-6 < worst(gang, asking(case, strategy, **ask, local_after="5"))[strategy] < 1
 
 
 def test_ways_averaged_in_16_bits_are_rounded_ways(gang: Gang) -> None:

@@ -40,10 +40,17 @@ WAYS = {
     "overlapped": {**LOCAL, "local_overlap": "2", "wire": "bf16"},
     "outer momentum": {**LOCAL, "local_overlap": "3", "outer_momentum": "0.9", "outer_lr": "0.7"},
     "local_batch": {**LOCAL, "local_batch": "4", "lr": "0.005"},
+    "exact first": {
+        **LOCAL,
+        "strategy": "parameter_average",
+        "local_overlap": "2",
+        "local_after": "5",
+        "local_batch": "4",
+    },
     "exact": {"strategy": "allreduce", "loader": "workers"},
     "compressed": {"fidelity": "compressed", "compress_rank": "1", "compress_after": "3"},
 }
-IN_ROUNDS = ("waiting", "overlapped", "outer momentum", "local_batch")
+IN_ROUNDS = ("waiting", "overlapped", "outer momentum", "local_batch", "exact first")
 NO_LOOK = {"eval_every": "0"}
 
 

@@ -34,7 +34,7 @@ FIDELITIES = {
 """How faithful the sums are, and the strategies that can be so."""
 OF_FIDELITY = {
     "compressed": ("compress_rank", "compress_after"),
-    "local": ("local_steps", "local_overlap", "local_batch", "outer_lr", "outer_momentum"),
+    "local": ("local_steps", "local_overlap", "local_after", "local_batch", "outer_lr", "outer_momentum"),
 }
 """Settings that one fidelity alone looks at."""
 INT_BELOW = 2**63
@@ -121,6 +121,10 @@ class Settings:
     local_overlap: int = _setting(
         "Updates that go on while local's ways travel, before the average is taken over; 0 waits for it, -1 is a "
         "quarter of local_steps.",
+        at_least=-1,
+    )
+    local_after: int = _setting(
+        "Updates before local begins to train by itself, exact until then (post-local SGD); -1 is a tenth of the run.",
         at_least=-1,
     )
     local_batch: int = _setting(
@@ -271,6 +275,11 @@ class Settings:
     def overlap(self) -> int:
         """Updates that go on while local's ways travel."""
         return overlap_of(self.local_steps, self.local_overlap)
+
+    def exact_updates(self, updates: int) -> int:
+        """Those with which compressed or local begins, of so many of the whole run."""
+        asked = self.compress_after if self.fidelity == "compressed" else self.local_after
+        return updates // 10 if asked < 0 else asked
 
     @property
     def bottleneck(self) -> Slow | None:

@@ -42,6 +42,7 @@ _COMMON: dict[str, Any] = {
     "compress_after": -1,
     "local_steps": 32,
     "local_overlap": -1,
+    "local_after": 0,
     "local_batch": 0,
     "outer_lr": 1.0,
     "outer_momentum": 0.0,

@@ -26,7 +26,6 @@ from trainer.look import looked_at
 from trainer.records import MetricsWriter
 from trainer.setup import Run, set_up
 from trainer.strategies import Exchange, local_loss
-from trainer.strategies.parameter_average import ParameterAverage
 from trainer.timing import covered_ms
 
 
@@ -135,6 +134,7 @@ def differentiate(run: Run, images: Tensor, labels: Tensor, step: int) -> tuple[
     batch, shares = run.stream.batch_at(step), run.stream.shares_at(step, run.order.epoch)
     sizes = run.micro_batches.sizes(shares, run.info.rank)
     total, last = 0.0, len(sizes) - 1
+    alone = run.settings.local_batch > 0 and run.strategy.updates_alone
     for number, part in enumerate(zip(images.split(sizes), labels.split(sizes), strict=True)):
         with contextlib.nullcontext() if number == last else run.strategy.without_sync():
             with run.precision.autocast():
@@ -142,15 +142,14 @@ def differentiate(run: Run, images: Tensor, labels: Tensor, step: int) -> tuple[
             if number == 0:
                 loss_sum.register_hook(lambda _: hold_up(run))
             total, scaled = total + loss_sum.detach(), run.precision.scaled(loss_sum)
-            if number < last and run.settings.local_batch:
+            if number < last and alone:
                 update_alone(run, scaled, len(part[1]))
             elif number < last:
                 run.strategy.accumulate(scaled, len(labels), batch)
-    return total, run.strategy.backward(scaled, len(part[1] if run.settings.local_batch else labels), batch)
+    return total, run.strategy.backward(scaled, len(part[1] if alone else labels), batch)
 
 
 def update_alone(run: Run, loss_sum: Tensor, samples: int) -> None:
-    assert isinstance(run.strategy, ParameterAverage)  # noqa: S101 - for the type checker
     run.strategy.backward_alone(loss_sum, samples)
     run.precision.step(run.optimizer)
     run.optimizer.zero_grad(set_to_none=True)

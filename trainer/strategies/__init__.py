@@ -40,6 +40,7 @@ from trainer.errors import TrainError
 from trainer.strategies.after_backward import EXCHANGES, AfterBackward
 from trainer.strategies.compressed import Compressed
 from trainer.strategies.ddp import Ddp
+from trainer.strategies.exact_first import ExactFirst
 from trainer.strategies.fsdp import Fsdp
 from trainer.strategies.parameter_average import ParameterAverage
 from trainer.strategies.seam import Exchange, Strategy, local_loss, weighted
@@ -75,14 +76,21 @@ def build_strategy(
     if settings.sync_bn:
         synchronise_batch_norm(model, group)
     wire = Wire(group, nodes, DTYPES[settings.sent_as], brake)
-    if settings.fidelity == "local":
-        outer = (settings.outer_lr, settings.outer_momentum)
-        return ParameterAverage(model, wire, timer, brake, settings.local_steps, settings.overlap, *outer)
+    if settings.fidelity not in ("compressed", "local"):
+        return _exact(settings, model, wire, timer, brake)
+    after = settings.exact_updates(updates)
+    if not after:
+        return _lesser(settings, model, wire, timer, brake)
+    full = Wire(group, nodes, brake=brake) if wire.dtype else wire
+    exact = _exact(settings, model, full, timer, brake)
+    return ExactFirst(exact, _lesser(settings, model, wire, timer, brake), after)
+
+
+def _lesser(settings: Settings, model: nn.Module, wire: Wire, timer: Timer, brake: Brake) -> Strategy:
     if settings.fidelity == "compressed":
-        after = settings.compress_after if settings.compress_after >= 0 else updates // 10
-        exact = _exact(settings, model, wire, timer, brake) if after else None
-        return Compressed(model, wire, timer, brake, exact, settings.compress_rank, after)
-    return _exact(settings, model, wire, timer, brake)
+        return Compressed(model, wire, timer, brake, settings.compress_rank)
+    outer = (settings.outer_lr, settings.outer_momentum)
+    return ParameterAverage(model, wire, timer, brake, settings.local_steps, settings.overlap, *outer)
 
 
 def _exact(settings: Settings, model: nn.Module, wire: Wire, timer: Timer, brake: Brake) -> Strategy:

@@ -1,12 +1,11 @@
-"""`fidelity=compressed`: exact at first, while gradients change fast, then through PowerSGD.
+"""`fidelity=compressed`: gradients travel through PowerSGD.
 
-strategy = Compressed(model, wire, timer, brake, exact, rank=2, after=100)
+strategy = Compressed(model, wire, timer, brake, rank=2)
 """
 
 from __future__ import annotations
 
 import copy
-from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from trainer.models import trainable
 from trainer.strategies.after_backward import AfterBackward
 from trainer.strategies.power_sgd import PowerSgd
-from trainer.strategies.seam import Base, Exchange, Strategy, first_rank
+from trainer.strategies.seam import first_rank
 from trainer.strategies.wire import Wire
 from trainer.timing import Brake, Timer
 
@@ -25,50 +24,25 @@ of P would, which would leave the rounding of P Q^T in place besides.
 """
 
 
-class Compressed(Base):
-    """exact: the strategy of the first `after` updates; None where there are none.
+class Compressed(AfterBackward):
+    """All of a gradient at once, after backward: so little is left to send that there is nothing to hide."""
 
-    All of a gradient is compressed at once, after backward: so little is left to send that there is nothing to hide.
-    """
-
-    def __init__(
-        self, model: nn.Module, wire: Wire, timer: Timer, brake: Brake, exact: Strategy | None, rank: int, after: int
-    ) -> None:
-        self.network = model
-        self.wire = wire
-        self.exact = exact
+    def __init__(self, model: nn.Module, wire: Wire, timer: Timer, brake: Brake, rank: int) -> None:
         self.power_sgd = PowerSgd(trainable(model), rank)
-        self.thin = AfterBackward(model, wire, timer, brake, self.power_sgd)
-        self.after = after
+        super().__init__(model, wire, timer, brake, self.power_sgd)
         self.updates = torch.zeros(1)
-
-    @property
-    def model(self) -> nn.Module:
-        return self._current.model
-
-    @property
-    def _current(self) -> Strategy:
-        if self.updates >= self.after:
-            self.exact = None  # with its buckets, which take as much memory as all weights
-        return self.exact or self.thin
-
-    def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
-        return self._current.backward(loss_sum, samples, batch)
-
-    def without_sync(self) -> AbstractContextManager[object]:
-        return self._current.without_sync()
 
     def after_update(self) -> None:
         self.updates += 1
-        if self.updates > self.after and self.updates % TOGETHER == 0:
-            self._share_rank_0s(self.network)
+        if self.updates % TOGETHER == 0:
+            self._share_rank_0s(self.model)
 
     def own_state(self) -> dict[str, Tensor]:
-        return {"updates": self.updates, **self.power_sgd.state()}
+        return {"updates.compressed": self.updates, **self.power_sgd.state()}
 
     def whole(self) -> nn.Module:
         """A copy with rank 0's weights: a look brings no ranks together that would have stayed apart without it."""
-        network = copy.deepcopy(self.network)
+        network = copy.deepcopy(self.model)
         self._share_rank_0s(network)
         return network
 

@@ -39,6 +39,8 @@ class ParameterAverage(Base):
     every: updates from one average to the next. overlap: those that go on while it travels, fewer than `every`.
     """
 
+    updates_alone = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -71,7 +73,6 @@ class ParameterAverage(Base):
         (loss_sum / max(1, samples)).backward()
 
     def backward_alone(self, loss_sum: Tensor, samples: int) -> None:
-        """For an update of this rank's own, between two that all ranks make."""
         self.accumulate(loss_sum, samples, samples)
         if self.start is None:
             self._begin()
@@ -81,7 +82,7 @@ class ParameterAverage(Base):
         self.backward_alone(loss_sum, samples)
         self.samples_of_all += batch
         self.brake.pause("sync")
-        if self.updates + 1 == self.every:
+        if self.updates + 1 >= self.every:
             self.brake.pause("call")
         return Exchange(self.timer.mark())
 
@@ -147,7 +148,8 @@ class ParameterAverage(Base):
             self._step(start, self.velocity.clone(), self.way.clone())
         if self.updates:
             came = flatten(trainable(self.model)).sub_(since).mul_(self.samples / self.samples_of_all)
-            self.wire.sum(came)
+            for piece in self.wire.begin_in_pieces(came):
+                piece.wait()
             start = came.add_(start)
         network = copy.deepcopy(self.model)
         unflatten(start, trainable(network))
@@ -166,8 +168,10 @@ class ParameterAverage(Base):
         return kept
 
     def expect(self, kept: Mapping[str, Tensor]) -> None:
+        if "round.counts" not in kept:
+            return
         self._begin()
-        counts = kept["round.counts"].tolist() if "round.counts" in kept else [0.0] * 3
+        counts = kept["round.counts"].tolist()
         if len(counts) != 3 or not all(math.isfinite(count) and count >= 0 for count in counts):
             raise TrainError(
                 "resume: the checkpoint's round of local updates makes no sense: it is not as it was written"

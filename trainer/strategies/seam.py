@@ -39,6 +39,8 @@ class Strategy(Protocol):
     keeps_statistics: bool
     """Do the weights of `whole` come so close to those that each rank trains with, that BatchNorm's running statistics
     of these belong to them?"""
+    updates_alone: bool
+    """May a rank take updates of its own between two that all make?"""
 
     def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
         """Leaves in .grad what the optimiser shall use: the gradient of the mean loss over the whole batch, each
@@ -50,6 +52,9 @@ class Strategy(Protocol):
 
     def without_sync(self) -> AbstractContextManager[object]:
         """Around forward and `accumulate` of a micro-batch that another one follows: nothing travels."""
+
+    def backward_alone(self, loss_sum: Tensor, samples: int) -> None:
+        """For an update of this rank's own, from so many samples, where there may be any."""
 
     def accumulate(self, loss_sum: Tensor, samples: int, batch: int) -> None:
         """Adds a micro-batch's gradient to .grad; `backward` sends the sum. samples: of this rank's whole update."""
@@ -85,6 +90,7 @@ class Base:
     """
 
     keeps_statistics = True
+    updates_alone = False
 
     def without_sync(self) -> AbstractContextManager[object]:
         return contextlib.nullcontext()
