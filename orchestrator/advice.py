@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Literal, get_args
 
 from orchestrator.forecast import (
@@ -160,12 +161,16 @@ def ways(
     local_batch: int = 0,
     rank: int = 2,
     wire: str = "auto",
-    exact_part: float = 0.0,
+    exact_parts: Mapping[str, float] = MappingProxyType({}),
     sync_bn: bool = False,
 ) -> Iterator[Way]:
-    """rank: of PowerSGD. wire: what local's averages travel in; auto tries both. exact_part: of compressed."""
+    """rank: of PowerSGD. wire: what local's averages travel in; auto tries both. exact_parts: of fidelities that begin
+    exact, as `Way` has it.
+    """
+    exact_part = exact_parts.get(fidelity, 0.0)
     if fidelity == "local":
         each = Way("parameter_average", "local", every=every, overlap=overlap, local_batch=local_batch)
+        each = dataclasses.replace(each, exact_part=exact_part)
         halves = {"auto": (False, True), "fp32": (False,)}.get(wire, (True,))
         yield from (dataclasses.replace(each, half_wire=half_wire) for half_wire in halves)
         return
@@ -210,7 +215,7 @@ def advise(
     buckets_mib: Sequence[float] = BUCKETS_MIB,
     rank: int = 2,
     wire: str = "auto",
-    exact_part: float = 0.0,
+    exact_parts: Mapping[str, float] = MappingProxyType({}),
     sync_bn: bool = False,
 ) -> Advice:
     """fidelity: what the person allows; leaving hosts out and changes are judged by it. The others: as `ways` has
@@ -227,7 +232,7 @@ def advise(
                 local_batch=local_batch,
                 rank=rank,
                 wire=wire,
-                exact_part=exact_part,
+                exact_parts=exact_parts,
                 sync_bn=sync_bn,
             )
         )

@@ -184,7 +184,9 @@ def _overlapped(job: Job, speeds: Sequence[Speed], wire: Wire, way: Way, shares:
 def _mixed(job: Job, hosts: Sequence[Host], wire: Wire, way: Way, shares: Sequence[int]) -> Forecast:
     """Over a run that is exact at first."""
     lossy = dataclasses.replace(way, exact_part=0.0)
-    first = predict(job, hosts, wire, dataclasses.replace(lossy, fidelity="exact"), shares)
+    strategy = "ddp" if way.fidelity == "local" else way.strategy
+    exact = Way(strategy, "exact", way.bucket_mib, local_batch=way.local_batch, sync_bn=way.sync_bn)
+    first = predict(job, hosts, wire, exact, shares)
     then = predict(job, hosts, wire, lossy, shares)
 
     def mean(early: float, late: float) -> float:

@@ -263,22 +263,24 @@ def way_of(settings: dict[str, Any]) -> Way | None:
     half_wire = settings.get("wire") in ("bf16", "fp16")
     if strategy in ("none", "dp"):
         return Way("ddp")  # one rank, which exchanges nothing
+    bucket_mib = float(settings["bucket_mib"]) or FITTED_MIB
+    exact_part = exact_part_of(settings, fidelity)
     if fidelity == "local":
-        return Way("parameter_average", "local", half_wire=half_wire, **rounds_of(settings))
+        rounds = {"half_wire": half_wire, **rounds_of(settings)}
+        return Way("parameter_average", "local", bucket_mib, exact_part=exact_part, **rounds)
     if strategy == "parameter_average":
         return Way(strategy, "local", half_wire=half_wire)  # after every update
-    bucket_mib = float(settings["bucket_mib"]) or FITTED_MIB
     if strategy not in STRATEGIES:
         return None
-    exact_part = exact_part_of(settings) if fidelity == "compressed" else 0.0
     sync_bn = bool(settings.get("sync_bn"))
     rank = int(settings.get("compress_rank", 2))
     return Way(strategy, fidelity, bucket_mib, rank=rank, exact_part=exact_part, sync_bn=sync_bn)
 
 
-def exact_part_of(settings: Mapping[str, Any]) -> float:
-    """Of the updates of a compressed run, those before it begins to compress, 0..1."""
-    after, updates = int(settings.get("compress_after", 0)), updates_of(settings)
+def exact_part_of(settings: Mapping[str, Any], fidelity: str) -> float:
+    """Of the updates of a run, those before it begins to compress, or to train locally, 0..1."""
+    name = {"compressed": "compress_after", "local": "local_after"}.get(fidelity, "")
+    after, updates = int(settings.get(name, 0)), updates_of(settings)
     return min(1.0, (updates // 10 if after < 0 else after) / updates)
 
 
@@ -305,7 +307,7 @@ def kept(settings: Mapping[str, Any], chosen: Collection[str]) -> dict[str, Any]
         "rank": int(settings.get("compress_rank", 2)),
         "wire": str(settings.get("wire", "auto")),
         "buckets_mib": (own_mib,) if own_mib else BUCKETS_MIB,
-        "exact_part": exact_part_of(settings),
+        "exact_parts": {each: exact_part_of(settings, each) for each in ("compressed", "local")},
         "sync_bn": bool(settings.get("sync_bn")),
     }
 
@@ -403,7 +405,7 @@ def foreseen(plan: LaunchPlan, view: View) -> Prediction | None:
 
 def _way_words(way: Way) -> Iterator[str]:
     if way.exact_part:
-        yield f"the mean of the run: {100 * way.exact_part:.3g} % of its updates exact, then compressed"
+        yield f"the mean of the run: {100 * way.exact_part:.3g} % of its updates exact, then {way.fidelity}"
     if way.sync_bn:
         yield "sync_bn: ranks meet in every BatchNorm, forward and backward, so that no sum of gradients is hidden"
 

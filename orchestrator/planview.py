@@ -174,10 +174,10 @@ def way_words(choice: Choice) -> str:
     if way.strategy == "ddp":
         words += f", {way.bucket_mib:g} MiB buckets"
     if way.fidelity == "compressed":
-        words = f"PowerSGD {way.rank}" + (f" after {100 * way.exact_part:.3g} %" if way.exact_part else "")
+        words = f"PowerSGD {way.rank}"
     if way.fidelity == "local":
         words = f"every {way.every} steps{', 16 bits' if way.half_wire else ''}"
-    return words
+    return words + (f" after {100 * way.exact_part:.3g} %" if way.exact_part else "")
 
 
 def share_words(choice: Choice) -> str:

@@ -378,15 +378,20 @@ def test_the_prediction_kept_with_a_run_knows_sync_bn(home):
     assert planned("--set", "sync_bn=true")["best"]["exact"]["way"]["sync_bn"]
 
 
-def test_the_prediction_kept_with_a_run_knows_when_it_begins_to_compress(home):
-    compressed = ("--set", "fidelity=compressed", "--set", "steps=100", "--set", "strategy=allreduce_flat")
-    exact = dry_run("--set", "strategy=allreduce_flat").prediction.step_ms
-    at_once = dry_run(*compressed, "--set", "compress_after=0").prediction.step_ms
+@pytest.mark.parametrize(
+    ("fidelity", "strategy", "setting"),
+    [("compressed", "allreduce_flat", "compress_after"), ("local", "ddp", "local_after")],
+)
+def test_the_prediction_kept_with_a_run_knows_how_long_it_is_exact(home, fidelity, strategy, setting):
+    lossy = ("--set", f"fidelity={fidelity}", "--set", "steps=100", "--set", f"strategy={strategy}")
+    exact = dry_run("--set", f"strategy={strategy}").prediction.step_ms
+    at_once = dry_run(*lossy, "--set", f"{setting}=0").prediction.step_ms
     for after, part in ((-1, 0.1), (25, 0.25), (200, 1.0)):
-        told = dry_run(*compressed, "--set", f"compress_after={after}").prediction
+        told = dry_run(*lossy, "--set", f"{setting}={after}").prediction
         assert told.step_ms == pytest.approx(part * exact + (1 - part) * at_once)
         assert any(f"{100 * part:.3g} % of its updates exact" in words for words in told.basis)
-    assert planned(*compressed)["best"]["compressed"]["way"]["exact_part"] == pytest.approx(0.1)
+    asked = planned(*lossy, "--set", f"{setting}=-1")
+    assert asked["best"][fidelity]["way"]["exact_part"] == pytest.approx(0.1)
 
 
 def test_auto_keeps_what_a_person_chose(home):
