@@ -29,12 +29,11 @@ from orchestrator.forecast import (
     speeds_of,
 )
 from orchestrator.wire import Wire
-from trainer.config import overlap_of
+from trainer.config import LOCAL_STEPS, overlap_of
 from trainer.shares import equal_shares, fastest_shares, without_singles
 
 FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
 BUCKETS_MIB = (10.0, 25.0, 50.0, 100.0)
-LOCAL_STEPS = 32
 LOCAL_OVERLAP = overlap_of(LOCAL_STEPS, -1)
 GAIN = 1.01
 """What is less than one in a hundred faster is not worth a word."""

@@ -41,6 +41,7 @@ from orchestrator.pull import Listing, Output, Pulled, list_outputs
 from orchestrator.records import ENDED, FINAL_STATES, CodeFolder, Faster, JobRecord, LaunchPlan, Owner, write_record
 from orchestrator.request import RunRequest, Wish, read_wish
 from orchestrator.resume import last_checkpoint, settings_of
+from orchestrator.rounds import with_rounds
 from orchestrator.store import Cluster, Store
 from orchestrator.summary import Summary
 from orchestrator.text import one_line
@@ -147,7 +148,8 @@ class Controller:
         with suppress(UsageError):  # shares by speeds that nobody has measured: the plan has equal ones
             plan = with_speeds(plan, profiles)
         network = read_network(out, plan) if out else read_network(RUNS, plan, self.store.runs_of(COLLECTIVES))
-        return plan, look(plan, profiles, network, bandwidth_bps)
+        view = look(plan, profiles, network, bandwidth_bps)
+        return with_rounds(plan, view), view
 
     def _drawn(
         self, cluster: Cluster, request: RunRequest, code: CodeFolder, only: Sequence[str]
@@ -619,11 +621,11 @@ def _with_outlook(
         return plan, None
     try:
         view = look(plan, profiles, read_network(RUNS, plan, measured))
-    except UsageError:
+    except UsageError as error:
         if request.best_way:
             raise
-        return plan, None
-    plan = with_best_way(plan, view, request.chosen) if request.best_way else plan
+        return with_rounds(plan, error), None
+    plan = with_rounds(with_best_way(plan, view, request.chosen) if request.best_way else plan, view)
     notes = (*plan.notes, *memory_notes(plan, view))
     found = {"prediction": foreseen(plan, view), "faster": predicted(plan, view, request.chosen), "notes": notes}
     return plan.model_copy(update=found), without_slow(plan, view)

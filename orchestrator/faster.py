@@ -198,7 +198,10 @@ def _what(plan: LaunchPlan, option: _Option) -> str:
     out = [node.name for node in plan.nodes if node.name not in option.hosts]
     if not out:
         changed = {key: value for key, value in option.settings.items() if value != plan.settings.get(key)}
-        return ", ".join("shares by speed" if key == "shares" else f"{key}={value}" for key, value in changed.items())
+        words = {key: f"{key}={value}" for key, value in changed.items()}
+        if "shares" in words:
+            words["shares"] = "equal shares" if changed["shares"] == "equal" else "shares by speed"
+        return ", ".join(words.values())
     if len(option.hosts) == 1:
         return f"{option.hosts[0]} alone"
     if len(out) <= FEW_NAMES:

@@ -15,6 +15,7 @@ message by message.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -174,7 +175,7 @@ def _overlapped(job: Job, speeds: Sequence[Speed], wire: Wire, way: Way, shares:
     micro = [speed.micro_batches(samples) for speed, samples in zip(speeds, shares, strict=True)]
     kinds = set(zip(ends, micro, strict=True))
     legs = [0.0] * len(bucket_legs_s(Bucket(0, 0.0, ()), wire, way))
-    for bucket in buckets_of(job.layers, way.bucket_mib):
+    for bucket in buckets_of(job.layers, way.bucket_mib or fitted_mib(job, wire, way)):
         done_ms = max(release_ms(end, count, bucket.ready) for end, count in kinds)
         for number, leg_s in enumerate(bucket_legs_s(bucket, wire, way)):
             legs[number] = done_ms = max(done_ms, legs[number]) + 1000 * leg_s
@@ -204,7 +205,7 @@ def _in_step(job: Job, speeds: Sequence[Speed], wire: Wire, way: Way, shares: Se
     slowest_ms = max(speed.step_ms(samples) for speed, samples in zip(speeds, shares, strict=True))
     own_ms = slowest_ms + 1000 * batch_norms_s(job, wire)
     if way.strategy == "ddp" and way.fidelity != "compressed":
-        buckets = buckets_of(job.layers, way.bucket_mib)
+        buckets = buckets_of(job.layers, way.bucket_mib or fitted_mib(job, wire, way))
         sync_s = sum(sum(bucket_legs_s(bucket, wire, way)) for bucket in buckets)
     else:
         sync_s = exchange_s(job, wire, way)
@@ -218,6 +219,14 @@ def batch_norms_s(job: Job, wire: Wire) -> float:
         wire.all_gather_s(FLOAT_BYTES * (1 + 2 * count)) + wire.all_reduce_s(FLOAT_BYTES * 2 * count)
         for count in channels
     )
+
+
+def fitted_mib(job: Job, wire: Wire, way: Way) -> float:
+    """What `bucket_mib=0` comes to, as `trainer.strategies.wire.fitted_bucket_bytes` finds it on the link itself."""
+    small_s, large_s = (sum(bucket_legs_s(Bucket(size, 0.0, ()), wire, way)) for size in (1 << 10, 1 << 22))
+    beta = max(large_s - small_s, 1e-9) / ((1 << 22) - (1 << 10))
+    fitted = max(1.0, math.sqrt(gradient_bytes(job.layers) * small_s / beta))
+    return 2 ** (min(max(round(2 * math.log2(fitted)), 40), 56) / 2) / MIB
 
 
 def release_ms(step_ms: float, micro_batches: int, ready: float) -> float:

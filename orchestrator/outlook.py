@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from orchestrator.advice import BUCKETS_MIB, FIDELITIES, LOCAL_STEPS, Scene, ways
+from orchestrator.advice import BUCKETS_MIB, FIDELITIES, Scene, ways
 from orchestrator.catalogue import ERROR, activation_bytes, estimate_speed, find_gpu
 from orchestrator.errors import OrchError, UsageError
 from orchestrator.forecast import STRATEGIES, Fidelity, Forecast, Host, Job, Way, predict
@@ -31,12 +31,10 @@ from orchestrator.summary import Collectives, Summary, link_matrix
 from orchestrator.units import format_bandwidth
 from orchestrator.wire import GLOO, GOODPUT, NCCL, Costs, Site, Wire, measured
 from trainer.alpha_beta import algorithm_gbps, bus_factor
-from trainer.config import Settings, SettingsError, overlap_of, parse_settings
+from trainer.config import LOCAL_STEPS, Settings, SettingsError, overlap_of, parse_settings
 from trainer.experiments import DATA_SETS, EXPERIMENTS
 from trainer.shares import Speed, parse_speeds
 
-FITTED_MIB = 25.0
-"""About what `bucket_mib=0` comes to on a slow link."""
 SEEN_RUNS = 50
 COLLECTIVES = "collectives-"
 """How the ids of jobs begin that measure the network."""
@@ -263,7 +261,7 @@ def way_of(settings: dict[str, Any]) -> Way | None:
     half_wire = settings.get("wire") in ("bf16", "fp16")
     if strategy in ("none", "dp"):
         return Way("ddp")  # one rank, which exchanges nothing
-    bucket_mib = float(settings["bucket_mib"]) or FITTED_MIB
+    bucket_mib = float(settings["bucket_mib"])
     exact_part = exact_part_of(settings, fidelity)
     if fidelity == "local":
         rounds = {"half_wire": half_wire, **rounds_of(settings)}
@@ -294,7 +292,7 @@ def updates_of(settings: Mapping[str, Any]) -> int:
 
 def rounds_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Of local steps, as `Way` names them."""
-    every = int(settings.get("local_steps", LOCAL_STEPS))
+    every = int(settings.get("local_steps", 0)) or LOCAL_STEPS
     overlap = overlap_of(every, int(settings.get("local_overlap", -1)))
     return {"every": every, "overlap": overlap, "local_batch": int(settings.get("local_batch", 0))}
 

@@ -25,13 +25,14 @@ from orchestrator.outlook import View, allowed, kept, memory_words, network_of
 from orchestrator.records import Faster, LaunchPlan
 from orchestrator.units import format_bandwidth, format_duration
 from orchestrator.wire import GOODPUT
+from trainer.shares import WORDS
 
 TITLES = ("fidelity", "way", "shares", "step", "samples/s", "of sum", "wire", "binds")
 FEW_NAMES = 8
 """More hosts than this are not named one by one."""
 UNSEEN: dict[str, tuple[object, ...]] = {
     "strategy": (*STRATEGIES, "auto"),
-    "shares": ("equal", "measured", "auto"),
+    "shares": WORDS,
     "accumulate": (0, 1),
     "loader": ("auto", "resident"),
     "num_workers": (-1,),
@@ -172,7 +173,7 @@ def way_words(choice: Choice) -> str:
         return "one rank"
     words = way.strategy
     if way.strategy == "ddp":
-        words += f", {way.bucket_mib:g} MiB buckets"
+        words += f", {way.bucket_mib:g} MiB buckets" if way.bucket_mib else ", fitted buckets"
     if way.fidelity == "compressed":
         words = f"PowerSGD {way.rank}"
     if way.fidelity == "local":

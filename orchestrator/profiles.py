@@ -21,8 +21,10 @@ from orchestrator.facts import NodeFacts
 from orchestrator.records import SCHEMA, LaunchPlan, NodePlan, Record
 from trainer.experiments import DATA_SETS, EXPERIMENTS
 from trainer.records import LATE
-from trainer.shares import BY_SPEED, Speed, at_most, format_speeds, parse_speeds, split_batch
+from trainer.shares import BY_SPEED, PROFILED, Speed, at_most, equal_shares, format_speeds, parse_speeds, split_batch
 
+FEW_NAMES = 8
+"""The samples of more hosts than this are not listed in a note."""
 Rank = tuple[str, int]
 """Node and local rank."""
 Ms = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
@@ -175,16 +177,35 @@ def with_speeds(plan: LaunchPlan, profiles: Profiles, not_kept: Profiles | None 
     by_hand = parse_speeds(str(told["speeds"]))
     known = {**{rank: profile.speed for rank, profile in profiles.items()}, **by_hand}
     speeds = {rank: at_most(speed, int(told["local_batch"])) for rank, speed in known.items()}
+    plan = _resolved(plan, all(rank in speeds for rank in ranks))
     try:
-        shares = split_batch(str(told["shares"]), speeds, ranks, batch)
+        shares = split_batch(str(plan.settings["shares"]), speeds, ranks, batch)
     except ValueError as error:
         missed = [not_kept[rank] for rank in ranks if rank in not_kept and rank not in known] if not_kept else []
         if told["shares"] == "measured" and missed:
             raise _not_kept(plan, missed) from error
         raise UsageError(f"shares: {error}", _remedy(plan)) from error
     split = dict(zip(ranks, shares, strict=True))
+    by_itself = told["shares"] == PROFILED and shares != equal_shares(batch, len(ranks))
+    notes = (_by_profile_words(plan, split),) if by_itself else ()
     nodes = tuple(_told(node, plan, split, speeds, profiles) for node in plan.nodes)
-    return plan.model_copy(update={"nodes": nodes, "notes": (*plan.notes, *_notes(plan, split, speeds, profiles))})
+    return plan.model_copy(
+        update={"nodes": nodes, "notes": (*plan.notes, *notes, *_notes(plan, split, speeds, profiles))}
+    )
+
+
+def _resolved(plan: LaunchPlan, all_known: bool) -> LaunchPlan:
+    """With `shares` as they will be where the person leaves them to us."""
+    if plan.settings["shares"] != PROFILED:
+        return plan
+    by_speed = all_known and plan.settings["strategy"] not in ("none", "dp")
+    return plan.model_copy(update={"settings": {**plan.settings, "shares": "measured" if by_speed else "equal"}})
+
+
+def _by_profile_words(plan: LaunchPlan, split: Mapping[Rank, int]) -> str:
+    samples = {node.name: sum(split[node.name, i] for i in range(node.ranks)) for node in plan.nodes}
+    few = f" ({', '.join(f'{name} {share}' for name, share in samples.items())})" if len(samples) <= FEW_NAMES else ""
+    return f"shares=measured{few}, since every rank's speed is known; --set shares=equal splits the batch evenly"
 
 
 def _not_kept(plan: LaunchPlan, missed: Sequence[Profile]) -> UsageError:
@@ -215,7 +236,7 @@ def _told(
     command = list(node.command)
     if plan.settings["shares"] == "measured":
         explicit = ",".join(f"{name}:{i}={share}" for (name, i), share in split.items())
-        command = [f"--shares={explicit}" if word.startswith("--shares=") else word for word in command]
+        command = [*(word for word in command if not word.startswith("--shares=")), f"--shares={explicit}"]
     if speeds:  # those of a person, who may speak of some ranks alone, among them
         command = [word for word in command if not word.startswith("--speeds=")]
         command.append(f"--speeds={format_speeds(speeds)}")

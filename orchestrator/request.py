@@ -19,7 +19,7 @@ from orchestrator.errors import UsageError
 from orchestrator.launchers import Program, not_python, read_program
 from orchestrator.records import CodeFolder, Elastic
 from trainer.config import SettingsError, parse_settings
-from trainer.shares import BY_SPEED
+from trainer.shares import WORDS
 
 AUTO = "auto"
 """As the value of `strategy`: the fastest that is foreseen."""
@@ -66,7 +66,7 @@ class RunRequest:
         """
         shares = self.settings.get("shares")
         by_speed = shares == "measured" and "shares" in self.chosen
-        return not self.elastic and (by_speed or (self.best_way and shares in ("equal", *BY_SPEED)))
+        return not self.elastic and (by_speed or (self.best_way and shares in WORDS))
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from orchestrator.forecast import (
     averaging,
     buckets_of,
     copies_s,
+    fitted_mib,
     release_ms,
     speeds_of,
     wire_bytes,
@@ -151,7 +152,7 @@ def _transfers(job: Job, hosts: Sequence[Host], wire: Wire, way: Way, shares: Se
         yield Transfer(ends_s, (work, *thin, *thin))
     elif way.strategy == "ddp":
         micro = [speed.micro_batches(samples) for speed, samples in zip(speeds, shares, strict=True)]
-        for bucket in buckets_of(job.layers, way.bucket_mib):
+        for bucket in buckets_of(job.layers, way.bucket_mib or fitted_mib(job, wire, way)):
             ready_s = tuple(release_ms(*rank, bucket.ready) for rank in zip(ends_s, micro, strict=True))
             yield Transfer(ready_s, _bucket(bucket, wire, way), blocking=False)
     elif way.strategy == "allreduce":

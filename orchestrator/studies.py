@@ -92,7 +92,7 @@ def _mixed_clusters() -> tuple[Row, ...]:
             name=f"{cluster.replace(' + ', '_').replace(' ', '')}-{strategy}".lower(),
             cells=(cluster, strategy),
             exp="resnet152_cifar",
-            settings={"strategy": strategy, "steps": "20", "eval_every": "0"},
+            settings={"strategy": strategy, "shares": "equal", "steps": "20", "eval_every": "0"},
             hosts=hosts,
             published=("no time given",),
         )
@@ -102,7 +102,7 @@ def _mixed_clusters() -> tuple[Row, ...]:
 
 
 def _bottlenecks() -> tuple[Row, ...]:
-    base = {"samples": "12800", "epochs": "1", "eval_every": "1", "augment": "none"}
+    base = {"samples": "12800", "epochs": "1", "eval_every": "1", "augment": "none", "shares": "equal"}
     primitives = (
         ("all_reduce", "allreduce", 2, "12.08"),
         ("reduce + broadcast", "reduce_broadcast", 2, "12.25"),

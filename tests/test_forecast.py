@@ -24,6 +24,7 @@ from orchestrator.forecast import (
     predict,
 )
 from orchestrator.networks import Layer, gradient_bytes, layers_of
+from orchestrator.rounds import fewest_steps
 from orchestrator.simulate import simulate_step_ms
 from orchestrator.wire import GLOO, GOODPUT, NCCL, Site, Wire, measured
 from trainer.models import build_model
@@ -276,6 +277,30 @@ def test_a_step_is_never_shorter_than_its_slowest_rank(scene, way):
     told = forecast(scene, way)
     assert told.sync_ms >= -1e-9 * told.step_ms
     assert told.samples_per_s > 0
+
+
+@pytest.mark.parametrize("costs", [GLOO, NCCL])
+@pytest.mark.parametrize("batch", [256, 2048])
+def test_fitted_buckets_cost_little_beside_the_best_whatever_the_batch(costs, batch):
+    scene = paced(["a2000", "v100"], 2.5, batch, costs=costs)
+    best = min(forecast(scene, Way("ddp", "exact", mib), "measured").step_ms for mib in (2, 4, 8, 16, 25, 50, 100))
+    assert forecast(scene, Way("ddp", "exact", 0.0), "measured").step_ms < 1.03 * best
+
+
+@pytest.mark.parametrize(("half_wire", "rounds"), [(False, (8, 4)), (True, (4, 2))])
+def test_the_fewest_local_steps_that_hide_the_wire_are_found(half_wire, rounds):
+    scene = paced(["a2000", "v100"], 2.5, 256, costs=NCCL)
+
+    def speed(every, overlap):
+        way = Way("parameter_average", "local", every=every, overlap=overlap, half_wire=half_wire)
+        return forecast(scene, way, "measured").samples_per_s
+
+    assert fewest_steps(speed, asked=-1) == rounds
+    assert speed(*rounds) >= 0.99 * speed(32, 16) > 1.01 * speed(rounds[0] - 1, (rounds[0] - 1) // 2)
+    every, overlap = fewest_steps(speed, asked=2)
+    assert overlap == 2 and all(speed(steps, 2) < 0.99 * speed(32, 2) for steps in range(3, every))
+    assert fewest_steps(lambda *_: 100.0, asked=-1) == (1, 0)
+    assert fewest_steps(lambda *_: 100.0, asked=40) == (41, 40)
 
 
 def test_an_average_costs_each_of_its_local_steps_the_same_part():

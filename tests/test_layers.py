@@ -42,6 +42,7 @@ PURE = [
     "advice",
     "imagined",
     "outlook",
+    "rounds",
     "command_line",
     "faster",
     "planview",

@@ -394,6 +394,23 @@ def test_the_prediction_kept_with_a_run_knows_how_long_it_is_exact(home, fidelit
     assert asked["best"][fidelity]["way"]["exact_part"] == pytest.approx(0.1)
 
 
+def test_local_steps_that_are_left_to_us_stand_in_the_plan_and_in_every_command(home, tmp_path):
+    plan = dry_run("--set", "fidelity=local", "--set", "local_steps=0", "--set", "wire=bf16")
+    rounds = {key: plan.settings[key] for key in ("local_steps", "local_overlap")}
+    assert 0 < rounds["local_overlap"] < rounds["local_steps"] <= 32
+    for node in plan.nodes:
+        assert [word for word in node.command if "local_" in word] == [f"--{key}={n}" for key, n in rounds.items()]
+    assert any(note.startswith(f"local_steps=0: {rounds['local_steps']}, ") for note in plan.notes)
+    asked = [f"--set={key}={n}" for key, n in rounds.items()]
+    again = dry_run("--set", "fidelity=local", "--set", "wire=bf16", *asked)
+    assert plan.prediction == again.prediction
+    remember(tmp_path, "a2000_v100.yaml")
+    words = ("--set", "fidelity=local", "--set", "local_steps=0", "--set", "local_overlap=40", "--set", "device=cpu")
+    unknown = dry_run(*words)
+    assert unknown.settings["local_steps"] == 41
+    assert any(note.startswith("local_steps=0: 41, since ") and "orch profile" in note for note in unknown.notes)
+
+
 def test_auto_keeps_what_a_person_chose(home):
     plan = dry_run("--set", "strategy=auto", "--set", "bucket_mib=7")
     assert plan.settings["bucket_mib"] == 7
@@ -413,7 +430,8 @@ def test_a_plan_foresees_its_own_strategy_and_shares(home):
     assert split.prediction.step_ms < equal.prediction.step_ms
     assert dry_run("--set", "strategy=allreduce").prediction.step_ms == pytest.approx(2157, rel=0.05)
     assert dry_run("--set", "strategy=fsdp").prediction is None
-    assert "in steps of 949" in orch("run", *RESNET, "--dry-run").stdout
+    assert "in steps of 949" in orch("run", *RESNET, "--set", "bucket_mib=25", "--dry-run").stdout
+    assert "in steps of 962" in orch("run", *RESNET, "--dry-run").stdout
 
 
 def test_micro_batches_that_are_asked_for_cost_their_fixed_part(home):

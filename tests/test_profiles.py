@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from orchestrator.analyse import analyse
 from orchestrator.cli import main
+from orchestrator.command_line import run_line
 from orchestrator.connections import Connections
 from orchestrator.controller import Controller
 from orchestrator.errors import UsageError
@@ -20,6 +21,7 @@ from orchestrator.profiles import Kind, Profile, kinds_of
 from orchestrator.profiling import Profiling
 from orchestrator.records import CodeFolder, LaunchPlan, NodePlan
 from orchestrator.request import read_wish
+from orchestrator.resume import settings_of
 from orchestrator.store import Store
 from trainer.shares import fastest_shares, format_speeds, parse_speeds
 
@@ -312,6 +314,20 @@ def test_measured_shares_are_those_that_are_done_first_and_the_ranks_are_told(co
         assert parse_speeds(option.removeprefix("--speeds=")) == {(name, 0): speeds[name] for name in ranks}
         alone_ms = speeds[node.name].step_ms(64)
         assert node.solo_samples_per_s == pytest.approx(64_000 / alone_ms)
+
+
+def test_without_a_word_a_batch_is_split_by_the_profiles_where_every_rank_has_one(controller):
+    unknown = planned(controller, "batch=64")
+    assert unknown.settings["shares"] == "equal" and not any("shares=" in note for note in unknown.notes)
+    remember_all(controller)
+    names = [node.name for node in unknown.nodes]
+    plan, asked = planned(controller, "batch=64"), planned(controller, "shares=measured", "batch=64", only=names)
+    assert [node.shares for node in plan.nodes] == [node.shares for node in asked.nodes]
+    assert [node.command for node in plan.nodes] == [node.command for node in asked.nodes]
+    assert plan.settings["shares"] == "measured" and any("--set shares=equal" in note for note in plan.notes)
+    equal = planned(controller, "batch=64", "shares=equal")
+    assert [node.shares for node in equal.nodes] == [node.shares for node in unknown.nodes]
+    assert "shares=equal" in run_line(equal) and "shares=equal" in settings_of(unknown)[1]
 
 
 def test_a_profile_that_its_time_ended_early_is_told_as_a_line_that_goes_on(controller):

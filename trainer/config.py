@@ -18,7 +18,7 @@ from typing import Any
 
 from trainer.alpha_beta import BUS_FACTORS
 from trainer.experiments import DATA_SETS, EXPERIMENTS, TRAINING, DataSet
-from trainer.shares import parse_shares, parse_speeds
+from trainer.shares import PROFILED, parse_shares, parse_speeds
 from trainer.slow import Slow, parse_slow
 
 STRATEGIES = (
@@ -37,6 +37,8 @@ OF_FIDELITY = {
     "local": ("local_steps", "local_overlap", "local_after", "local_batch", "outer_lr", "outer_momentum"),
 }
 """Settings that one fidelity alone looks at."""
+LOCAL_STEPS = 32
+"""Of local, where nobody has said or can tell how many hide the wire."""
 INT_BELOW = 2**63
 """What torch and every record of ours can hold."""
 MODEL_CHANNELS = {"lenet": None, "resnet152": 3}
@@ -117,7 +119,11 @@ class Settings:
     compress_after: int = _setting(
         "Updates before compressed begins to compress; -1 is a tenth of the run.", at_least=-1
     )
-    local_steps: int = _setting("Updates of each rank from one average of local's weights to the next.", at_least=1)
+    local_steps: int = _setting(
+        "Updates of each rank from one average of local's weights to the next; 0 is the fewest that hide the wire, by "
+        f"what orch predicts, or {LOCAL_STEPS} where nothing is known.",
+        at_least=0,
+    )
     local_overlap: int = _setting(
         "Updates that go on while local's ways travel, before the average is taken over; 0 waits for it, -1 is a "
         "quarter of local_steps.",
@@ -141,12 +147,14 @@ class Settings:
         below=1,
     )
     bucket_mib: float = _setting(
-        "Size of ddp's gradient buckets, and most of fsdp's pieces, in MiB; 0 fits ddp's to the link as measured.",
+        "Size of ddp's gradient buckets, and most of fsdp's pieces, in MiB; 0 fits ddp's to the link as it is at the "
+        "start, and leaves fsdp's at 25.",
         at_least=0,
     )
     shares: str = _setting(
         "How a batch is split over the ranks: equal; so that all are done at the same time by the speeds that `orch "
-        "profile` measured (measured), or that the run itself shows (auto); or in proportion to what is said of each "
+        "profile` measured (measured), or that the run itself shows (auto); measured where every rank has a profile, "
+        "else equal (profiled); or in proportion to what is said of each "
         "node or rank, like v100=5,a2000=2 or a16:0=1,a16:1=3; a part of 0 takes a rank out."
     )
     speeds: str = _setting(
@@ -202,7 +210,7 @@ class Settings:
                 parse(getattr(self, name))
             except ValueError as error:
                 mistakes.append(f"{name}: {error}")
-        if self.shares != "equal" and self.strategy in ("none", "dp"):
+        if self.shares not in ("equal", PROFILED) and self.strategy in ("none", "dp"):
             mistakes.append(
                 f"shares: strategy {self.strategy} is one process, which takes the whole batch; leave shares equal"
             )
@@ -244,13 +252,11 @@ class Settings:
             mistakes.append(f"wire: fidelity {self.fidelity} goes with {' or '.join(fitting[self.fidelity])}")
         if self.fidelity == "compressed" and self.amp == "fp16":
             mistakes.append("amp: fp16 leaves out updates that overflow, compressed would remember them; use bf16")
-        if not self.bucket_mib and self.strategy == "fsdp":
-            mistakes.append("bucket_mib: 0 is for ddp; fsdp needs the size of its pieces")
         if self.local_batch and self.amp == "fp16":
             mistakes.append("local_batch: with amp=fp16 ranks agree on every update; use bf16")
         if self.local_batch and self.accumulate:
             mistakes.append("accumulate: adds up what local_batch takes apart; leave one out")
-        if self.local_overlap >= self.local_steps:
+        if self.local_overlap >= self.local_steps > 0:
             limit = f"less than local_steps, {self.local_steps}"
             mistakes.append(f"local_overlap: {self.local_overlap} is too large; {limit}")
         own = EXPERIMENTS[self.exp] if self.exp in TRAINING else {}

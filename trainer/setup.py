@@ -19,7 +19,7 @@ from torch import nn
 
 from trainer import ranks
 from trainer.anatomy import dissect
-from trainer.config import AnySettings, Settings
+from trainer.config import LOCAL_STEPS, AnySettings, Settings
 from trainer.console import Console
 from trainer.env import RankInfo
 from trainer.errors import TrainError
@@ -33,6 +33,7 @@ from trainer.rebalance import Balance, Rebalancer
 from trainer.records import SCHEMA, MetricsWriter
 from trainer.standin import StandIn, StandInOptimizer, Stopwatch, keep_freed_memory, memory_needed, most_samples
 from trainer.strategies import Strategy, build_strategy
+from trainer.strategies.ddp import Ddp
 from trainer.stream import RankBatches, SampleStream
 from trainer.timing import Brake, Timer, timer_for
 
@@ -72,6 +73,7 @@ class Run:
 def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
     """Meets the other ranks, writes the `start` record, opens the data."""
     use_threads(info)
+    asked = settings
     device = torch.device("cpu") if info.pace else ranks.choose_device(settings.device, settings.backend, info)
     if device.type == "cuda":
         metrics.peak_memory_bytes = lambda: torch.cuda.max_memory_allocated(device)
@@ -80,6 +82,7 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
     check_bottleneck(settings, info)
 
     group = ranks.join(info, settings.backend, device)
+    settings = with_local_steps(settings)
     shares, speeds = ranks.shares_of_ranks(settings, info)
     facts = agree_on_facts(settings, info)
     stream = SampleStream(facts.train_samples, settings.batch, shares, settings.seed, needs_pairs(settings, facts))
@@ -94,15 +97,19 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
         model = network(settings, facts, info, metrics, stream, micro_batches).to(device)
         precision = build_precision(settings.amp, device, group)
     learns = ranks.sum_over_ranks([float(info.pace is not None)])[0] == 0
-    start = start_fields(settings, info, device, group, model)
     groups = batch_norm_groups(model, settings, micro_batches, shares, info.rank)
-    metrics.write("start", **start, batch_per_rank=shares[info.rank], batch_norm_groups=groups, steps=last_step)
     keeps_time = {"postpone": model.stopwatch.postpone} if isinstance(model, StandIn) else {}
     brake = Brake(settings.bottleneck, info.rank, timer, **keeps_time)
     nodes = ranks.gather_lines(info.node)
     strategy = build_strategy(settings, model, group, timer, brake, nodes=nodes, updates=last_step)
+    if isinstance(strategy, Ddp):
+        settings = dataclasses.replace(settings, bucket_mib=strategy.bucket_mib)
+    start = start_fields(settings, info, device, group, model)
+    metrics.write("start", **start, batch_per_rank=shares[info.rank], batch_norm_groups=groups, steps=last_step)
     opened = open_batches(settings, facts, order, info, device)
     console = Console(info, settings, last_step)
+    if settings.local_steps != asked.local_steps:
+        console.say(f"local_steps=0: {settings.local_steps}, since only orch knows how fast hosts and links are")
     rebalancer = None
     if settings.shares == "auto" and info.world_size > 1:
         balance = Balance(shares, speeds)
@@ -153,6 +160,13 @@ def network(
     check_pairs(model, micro_batches, stream.shares)
     check_whole_batch(settings, micro_batches, stream.shares)
     return model
+
+
+def with_local_steps(settings: Settings) -> Settings:
+    """orch has put a number for 0 in its plan; whoever runs the trainer alone has none."""
+    if settings.fidelity != "local" or settings.local_steps:
+        return settings
+    return dataclasses.replace(settings, local_steps=max(LOCAL_STEPS, settings.local_overlap + 1))
 
 
 def needs_pairs(settings: Settings, facts: DataSet) -> bool:

@@ -30,6 +30,9 @@ PROBED = 2
 make something."""
 BY_SPEED = ("measured", "auto")
 """Ways to split a batch by how fast each rank is: as it was measured alone; and as it turns out in the run."""
+PROFILED = "profiled"
+"""The way where nobody has chosen one: as measured where every rank's speed is known, else equal."""
+WORDS = (PROFILED, "equal", *BY_SPEED)
 
 
 def equal_shares(batch: int, world_size: int) -> tuple[int, ...]:
@@ -53,11 +56,11 @@ def scale_shares(shares: Sequence[int], batch: int) -> tuple[int, ...]:
 
 
 def parse_shares(text: str) -> Wanted:
-    """`equal`, `measured` and `auto` are empty, else `<node>=<part>` or `<node>:<local rank>=<part>`, with commas.
+    """One of WORDS is empty, else `<node>=<part>` or `<node>:<local rank>=<part>`, with commas.
 
     Raises ValueError.
     """
-    if text in ("equal", *BY_SPEED):
+    if text in WORDS:
         return {}
     wanted: dict[tuple[str, int | None], int] = {}
     for item in text.split(","):
@@ -65,7 +68,7 @@ def parse_shares(text: str) -> Wanted:
         node, colon, local_rank = name.strip().partition(":")
         if not (node and equals and part.isdecimal() and (local_rank.isdecimal() or not colon) and len(part) < 10):
             raise ValueError(
-                f"{item!r}: expected equal, measured, auto, or parts like v100=5,a2000=2 or a16:0=1,a16:1=3"
+                f"{item!r}: expected profiled, equal, measured, auto, or parts like v100=5,a2000=2 or a16:0=1,a16:1=3"
             )
         key = (node, int(local_rank) if colon else None)
         if key in wanted:
@@ -175,16 +178,17 @@ def format_speeds(speeds: Speeds) -> str:
 
 
 def split_batch(text: str, speeds: Speeds, ranks: Sequence[tuple[str, int]], batch: int) -> tuple[int, ...]:
-    """Whole samples for each rank as the setting `shares` has it; `auto` begins equal where a speed is not known.
+    """Whole samples for each rank as the setting `shares` has it; `auto` begins equal where a speed is not known, and
+    `profiled` stays so.
 
     ranks: (node, local rank) of each. Raises ValueError where it does not fit the ranks, or a speed is missing.
     """
-    if text not in BY_SPEED:
+    if text not in (PROFILED, *BY_SPEED):
         return choose_shares(parse_shares(text), ranks, batch)
     unknown = [f"{node}:{local_rank}" for node, local_rank in ranks if (node, local_rank) not in speeds]
     if not unknown:
         return without_singles(fastest_shares([speeds[rank] for rank in ranks], batch))
-    if text == "auto":
+    if text in ("auto", PROFILED):
         return equal_shares(batch, len(ranks))
     raise ValueError(f"the speed of {', '.join(unknown)} has not been measured; shares=auto finds it out as it goes")
 

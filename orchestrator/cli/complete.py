@@ -52,7 +52,7 @@ def torch_versions(context: click.Context, parameter: click.Parameter, begun: st
 def setting_pairs(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
     """`KEY=`, then the values of a key that has a choice."""
     from trainer.config import fields_of
-    from trainer.shares import BY_SPEED
+    from trainer.shares import WORDS
 
     fields = fields_of(context.params.get("exp") or "")
     key, equals, value = begun.partition("=")
@@ -62,7 +62,7 @@ def setting_pairs(context: click.Context, parameter: click.Parameter, begun: str
     if key == "strategy":
         choices = (*choices, "auto")  # strategy=auto is orch's own
     if key == "shares":
-        choices = ("equal", *BY_SPEED)
+        choices = WORDS
     return [f"{key}={choice}" for choice in _fitting(list(choices), value)]
 
 

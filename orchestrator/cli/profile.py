@@ -37,14 +37,14 @@ def profile(
 ) -> None:
     """Measure how fast each host computes alone: about 15 s for each kind of host, different machines at once.
 
-    What is measured is remembered until the GPU, its driver, torch or the network's settings change. `--set
-    shares=measured` splits a batch by it, `shares=auto` begins with it, and efficiency is told against it. A paced
+    What is measured is remembered until the GPU, its driver, torch or the network's settings change. From then on
+    runs split a batch by it (`--set shares=equal` splits it evenly), and efficiency is told against it. A paced
     host that kept its pace at fewer than two batch sizes has no profile, and the exit code is 1.
 
     \b
     orch profile --exp resnet152_cifar
     orch profile --exp resnet152_cifar --set amp=bf16 --each
-    orch run --exp resnet152_cifar --set shares=measured
+    orch run --exp resnet152_cifar
     """
     from orchestrator import console
     from orchestrator.errors import OrchError

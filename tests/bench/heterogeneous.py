@@ -51,8 +51,8 @@ OF_A_SKEW = 800.0
 SHARED = {"strategy": "ddp", "shares": "fastest"}
 ROWS: dict[str, dict[str, Any]] = {
     "allreduce": {"strategy": "allreduce"},
-    "ddp": {"strategy": "ddp"},
-    "ddp+shares": SHARED,
+    "ddp": {"strategy": "ddp", "bucket_mib": 25},
+    "ddp+shares": {**SHARED, "bucket_mib": 25},
     "fitted+shares": {**SHARED, "bucket_mib": 0},
     "accumulate+shares": {**SHARED, "bucket_mib": 0, "accumulate": 4},
     "half+shares": {**SHARED, "fidelity": "half", "bucket_mib": 0},

@@ -50,6 +50,9 @@ from trainer.timing import NO_BRAKE, Brake, Timer
 
 __all__ = ["Exchange", "Strategy", "build_strategy", "local_loss", "weighted"]
 
+FSDP_MIB = 25.0
+"""Of its pieces, where nobody has said more."""
+
 
 def build_strategy(
     settings: Settings,
@@ -99,7 +102,7 @@ def _exact(settings: Settings, model: nn.Module, wire: Wire, timer: Timer, brake
     if name == "ddp":
         return Ddp(model, wire, timer, brake, settings.bucket_mib)
     if name == "fsdp":
-        return Fsdp(model, wire.group, timer, brake, settings.bucket_mib)
+        return Fsdp(model, wire.group, timer, brake, settings.bucket_mib or FSDP_MIB)
     if name == "parameter_average":
         return ParameterAverage(model, wire, timer, brake, every=1)
     return AfterBackward(model, wire, timer, brake, EXCHANGES[name])

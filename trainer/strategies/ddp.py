@@ -37,11 +37,11 @@ class Ddp(Base):
         self.computed: Any = None
         self.collectives: list[tuple[Any, Any]] = []
         device = next(model.parameters()).device
-        bucket_mib = bucket_mib or fitted_bucket_bytes(wire, gradient_bytes(model), device) / 2**20
+        self.bucket_mib = bucket_mib or fitted_bucket_bytes(wire, gradient_bytes(model), device) / 2**20
         self.model = DistributedDataParallel(
             model,
             process_group=wire.group,
-            bucket_cap_mb=bucket_mib,
+            bucket_cap_mb=self.bucket_mib,
             gradient_as_bucket_view=True,
             **{_BUFFER_OPTION: False},
         )

@@ -9,6 +9,7 @@ Every rank has to begin the same sums in the same order.
 
 from __future__ import annotations
 
+import math
 import queue
 import re
 import statistics
@@ -223,13 +224,14 @@ def fitted_bucket_bytes(wire: Wire, gradient_bytes: int, device: torch.device) -
     """The size of bucket with which a gradient's S bytes are through first, by t = alpha + beta * bytes, measured now.
 
     Beside S * beta, k buckets cost k * alpha, and one bucket's S/k * beta lies before or behind all computing: the sum
-    is least for buckets of sqrt(S * alpha / beta) bytes. On every rank the same: the slowest one's.
+    is least for buckets of sqrt(S * alpha / beta) bytes. On every rank the same: the slowest one's, to the next half
+    power of two, so that the same link gives the same buckets, and the same order of sums, from run to run.
     """
     small_s, large_s = (_seconds(wire, torch.zeros(elements, device=device)) for elements in (_SMALL, _LARGE))
     beta = max(large_s - small_s, 1e-9) / (4 * (_LARGE - _SMALL))
     fitted = torch.tensor([(gradient_bytes * small_s / beta) ** 0.5], dtype=torch.float64)
     dist.all_reduce(fitted, op=dist.ReduceOp.MAX)
-    return int(min(max(fitted.item(), 1 << 20), 1 << 28))
+    return int(2 ** (min(max(round(2 * math.log2(max(fitted.item(), 1.0))), 40), 56) / 2))
 
 
 def _seconds(wire: Wire, tensor: Tensor) -> float:
