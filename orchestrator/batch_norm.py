@@ -44,7 +44,9 @@ class BatchNorm(Record):
         moved = ""
         if self.moved_to:
             parts = _list(Counter(part for part in self.moved_to if part).items())
-            moved = f"; shares=auto changed them in mid-run, in the end to parts of {parts}"
+            moved = (
+                f"; shares=auto changed them in mid-run, in the end to parts of {parts}, cut smaller where memory asks"
+            )
         return f"BatchNorm saw groups of {_list(self.groups)}{moved}"
 
     @property

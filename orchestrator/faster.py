@@ -90,10 +90,13 @@ def without_slow(plan: LaunchPlan, view: View) -> Faster | None:
 def measured(plan: LaunchPlan, nodes: Sequence[NodeSummary], samples_per_s: float | None) -> tuple[Faster, ...]:
     """The plan's predictions, with the fastest host alone by what was measured of it in place of what was predicted.
 
-    samples_per_s: of the cluster in this run. None where it is not known, or a host could not keep its pace.
+    samples_per_s: of the cluster in this run; None where it is not known. Where a host could not keep its pace nothing
+    that was measured counts, and what was predicted stays.
     """
-    if samples_per_s is None or len(nodes) < 2 or not all(node.valid for node in nodes):
+    if samples_per_s is None or len(nodes) < 2:
         return ()
+    if not all(node.valid for node in nodes):
+        return plan.faster
     speeds = {node.name: node.solo_samples_per_s or node.own_samples_per_s or 0.0 for node in nodes}
     name = max(speeds, key=lambda each: speeds[each])
     others = tuple(one for one in plan.faster if len(one.hosts) > 1)

@@ -85,7 +85,8 @@ def test_exact_is_said_to_be_what_it_is(tmp_path):
 def test_a_change_in_mid_run_is_said(tmp_path):
     moved = summary_of(tmp_path / "run", [[[128, 1]], [[128, 1]]], later=[[100, 156], [73, 183]])
     assert moved.batch_norm.words == (
-        "BatchNorm saw groups of 128 and 128; shares=auto changed them in mid-run, in the end to parts of 183 and 73"
+        "BatchNorm saw groups of 128 and 128; shares=auto changed them in mid-run, in the end to parts of 183 and 73, "
+        "cut smaller where memory asks"
     )
 
 
