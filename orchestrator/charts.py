@@ -16,7 +16,7 @@ from typing import Any
 
 from orchestrator.files import write_atomic
 from orchestrator.summary import Collectives, NodeSummary, Summary
-from orchestrator.units import format_bytes
+from orchestrator.units import counted, format_bytes
 
 # Okabe and Ito's palette, told apart by every common form of colour vision; the hatch keeps them apart on paper.
 _SERIES = (
@@ -115,7 +115,7 @@ def _figure_of_network(summary: Summary) -> Any:
     axes.minorticks_off()
     axes.set_xlabel("bytes of the whole array")
     axes.set_ylabel("bus bandwidth, Gbit/s")
-    axes.set_title(f"{_short(summary.experiment)} · {summary.world_size} ranks", loc="left", fontsize=11)
+    axes.set_title(f"{_short(summary.experiment)} · {counted(summary.world_size, 'rank')}", loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#dddddd", linewidth=0.8)
     axes.set_axisbelow(True)

@@ -15,8 +15,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from orchestrator.records import LaunchPlan
-from orchestrator.request import LOCAL_RANK, RunRequest
+from orchestrator.records import LOCAL_RANK, LaunchPlan
+from orchestrator.request import RunRequest
 from trainer.config import parse_settings
 
 
@@ -73,3 +73,4 @@ def _limits(plan: LaunchPlan, *, all_nodes: bool) -> Iterator[str]:
         yield from ("--grace", f"{plan.grace_s:.12g}s")
     if plan.share_gpus:
         yield "--share"
+    yield from (word for name in plan.variables for word in ("--env", name))  # their values are kept nowhere

@@ -27,6 +27,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator import shell
 from orchestrator.alike import host_set, reasons, together
 from orchestrator.controller import Notice
 from orchestrator.errors import ConnectError, HostError, OrchError
@@ -34,11 +35,11 @@ from orchestrator.faults import fault_words
 from orchestrator.grammar import place
 from orchestrator.lines import Bars, Line
 from orchestrator.live import Progress, Row, Silence
-from orchestrator.records import Faster, FirstFailure, JobRecord, LaunchPlan
+from orchestrator.records import MASK, Faster, FirstFailure, JobRecord, LaunchPlan
 from orchestrator.store import Cluster
 from orchestrator.summary import Collectives, Summary, link_matrix
 from orchestrator.text import clean_lines, one_line
-from orchestrator.units import format_age, format_bandwidth, format_bytes
+from orchestrator.units import counted, format_age, format_bandwidth, format_bytes
 
 
 class _Out(Console):
@@ -262,20 +263,21 @@ def failure_words(failure: FirstFailure) -> str:
 def print_plan(plan: LaunchPlan, files: Sequence[str] = ()) -> None:
     """The whole plan as text: exactly what would run. files: what it ships; the first FILES_SHOWN are named."""
     rendezvous = place(plan.master_address, plan.rendezvous_port)
-    put(f"job {plan.job} on cluster {plan.cluster}: {plan.world_size} ranks")
+    put(f"job {plan.job} on cluster {plan.cluster}: {counted(plan.world_size, 'rank')}")
     put(f"master {plan.master}, rendezvous {rendezvous} (static)")
     if plan.elastic:
         nodes = f"{plan.elastic.min_nodes} to {plan.elastic.max_nodes} nodes"
         put(f"elastic: {nodes}, at most {plan.elastic.max_restarts} restarts of a host's ranks")
-    size = format_bytes(plan.code.size_bytes)
     commit = f", {plan.code.commit.words}" if plan.code.commit else ""
-    put(f"ships {plan.code.files} files, {size}, from {plan.code.source} (sha256 {plan.code.sha256[:12]}){commit}")
+    size = f"{counted(plan.code.files, 'file')}, {format_bytes(plan.code.size_bytes)}"
+    put(f"ships {size}, from {plan.code.source} (sha256 {plan.code.sha256[:12]}){commit}")
     for name in files[:FILES_SHOWN]:
         put(f"  {one_line(name)}")
     if len(files) > FILES_SHOWN:
         put(f"  and {len(files) - FILES_SHOWN} more (`--json` names all)")
     for node in plan.nodes:
-        ranks = f"ranks {node.first_rank}..{node.first_rank + node.ranks - 1}"
+        last = node.first_rank + node.ranks - 1
+        ranks = f"rank {last}" if node.ranks == 1 else f"ranks {node.first_rank}..{last}"
         rest = f" node rank {node.node_rank}, {ranks} on {node.device}"
         out.print(Text.assemble("\n", plain(node.name, "bold"), rest))
         put(f"  address    {node.address} on {node.interface or 'an unknown interface'}")
@@ -284,9 +286,11 @@ def print_plan(plan: LaunchPlan, files: Sequence[str] = ()) -> None:
         put(f"  workdir    {node.workdir}")
         if node.prepare:
             put(f"  prepare    {node.prepare}")
-        put(f"  env        {' '.join(f'{k}={v}' for k, v in node.env.items())}")
-        put(f"  torchrun   {' '.join((node.python, *node.torchrun))}")
-        put(f"  rank runs  {' '.join((node.python, *node.command))}")
+        torchrun, command = plan.typed(node)
+        values = (f"{name}={value if value == MASK else shell.join([value])}" for name, value in node.env.items())
+        put(f"  env        {' '.join(values)}")
+        put(f"  torchrun   {shell.typed(torchrun)}")
+        put(f"  rank runs  {shell.typed(command)}")
     if plan.prediction:
         put(f"\n{plan.prediction.words}")
     for note in plan.notes:
@@ -597,7 +601,7 @@ def _print_hosts(summary: Summary) -> None:
         figures = (node.samples_per_s, alone, step, node.load_ms, node.compute_ms, node.sync_ms, node.wait_ms)
         batch = "-" if node.batch_per_rank is None else str(node.batch_per_rank)
         rows.append((node.name, node.gpu, str(node.ranks), batch, *(_figure(value) for value in figures)))
-    title = f"{summary.experiment}: {summary.state}, {summary.steps} measured steps"
+    title = f"{summary.experiment}: {summary.state}, {counted(summary.steps, 'measured step')}"
     out.print(_table(title, columns, rows, right_from=2, drop=("ranks", "batch/rank", "load", "GPU", "alone*")))
     if summary.samples_per_s is not None:
         whole = f"cluster: {_figure(summary.samples_per_s)} samples/s"

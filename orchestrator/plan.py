@@ -68,6 +68,7 @@ def build_plan(
         grace_s=request.grace_s,
         time_limit_s=request.time_limit_s,
         elastic=request.elastic,
+        variables=tuple(request.env),
         notes=(
             *request.notes,
             *_public(ordered, facts, addresses),
@@ -113,7 +114,7 @@ def _node_plans(
                 python=node.python,
                 activate=node.activate,
                 workdir=node.workdir,
-                env=_environment(node, facts, nodes, addresses, devices, ranks, on_machine),
+                env=_environment(node, facts, nodes, addresses, devices, ranks, on_machine) | dict(request.env),
                 shares=shares[first_rank : first_rank + count],
                 torchrun=torchrun_arguments(len(nodes), node_rank, count, master_address, elastic=elastic),
                 command=_command(request, devices[node.name], backend),

@@ -22,6 +22,8 @@ ENDED: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
 FINAL_STATES: frozenset[str] = frozenset({"succeeded", "failed", "cancelled", "lost"})
 
 
+LOCAL_RANK = "--local_rank={LOCAL_RANK}"
+"""Filled in by the rank wrapper: what torch.distributed.launch would give a script."""
 MASK = "***"
 # Settings of known libraries. The value of any other variable of `env` may be a secret, whatever it is called.
 _HARMLESS = re.compile(
@@ -219,6 +221,8 @@ class LaunchPlan(Record):
     time_limit_s: float | None = None
     elastic: Elastic | None = None
     """None: the first failure ends the job everywhere."""
+    variables: tuple[str, ...] = ()
+    """Names of the environment variables that were given for this job alone."""
     notes: tuple[str, ...] = ()
     """What a person should know before this runs, one line each."""
     prediction: Prediction | None = None
@@ -228,6 +232,21 @@ class LaunchPlan(Record):
 
     def node(self, name: str) -> NodePlan:
         return next(node for node in self.nodes if node.name == name)
+
+    def typed(self, node: NodePlan) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The command lines of torchrun and of the host's first rank, with what a host fills in: the port is the one
+        asked for.
+        """
+        known = {
+            "python": node.python,
+            "job_dir": f"{node.workdir}/jobs/{self.job}",
+            "rendezvous_port": self.rendezvous_port,
+            "nodes": len(self.nodes),
+            "node_rank": node.node_rank,
+        }
+        filled = [word.format(**known) for word in node.torchrun]
+        command = [word.format(LOCAL_RANK=0) if word == LOCAL_RANK else word for word in node.command]
+        return (node.python, *filled), (node.python, *command)
 
     def masked(self) -> LaunchPlan:
         """The same without the values of what may be a secret: the only form that is printed or kept."""

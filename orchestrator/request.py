@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,25 +16,13 @@ from typing import Any, Literal
 from orchestrator.code import names_in, pack_folder
 from orchestrator.errors import UsageError
 from orchestrator.launchers import Program, not_python, read_program
-from orchestrator.records import CodeFolder, Elastic
+from orchestrator.records import LOCAL_RANK, CodeFolder, Elastic
+from orchestrator.secret_words import names_secret, shows_secret
 from trainer.config import SettingsError, parse_settings
 from trainer.shares import WORDS
 
 AUTO = "auto"
 """As the value of `strategy`: the fastest that is foreseen."""
-LOCAL_RANK = "--local_rank={LOCAL_RANK}"
-"""Filled in by the rank wrapper: what torch.distributed.launch would give a script."""
-
-# Options that are named after a secret (not --pad-token or --tokenizer), and the forms of widespread keys.
-_SECRET_OPTION = re.compile(
-    r"-{0,2}([\w.-]*[._-])?(passw(or)?d|secret([_-]access)?([_-]key)?|(api|access|private|auth)[_-]?key"
-    r"|(hf|auth|access|api|bearer|github|hub|wandb)[_-]?token)|--token",
-    re.IGNORECASE,
-)
-_SECRET_VALUE = re.compile(
-    r"\b(hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|sk-[A-Za-z0-9_-]{32,}|AKIA[0-9A-Z]{16})\b"
-    r"|-BEGIN [A-Z ]*PRIVATE KEY-"
-)
 
 
 @dataclass(frozen=True)
@@ -56,6 +43,8 @@ class RunRequest:
     grace_s: float = 3.0
     time_limit_s: float | None = None
     elastic: Elastic | None = None
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Variables for this job alone; they win over the inventory's."""
     notes: tuple[str, ...] = ()
     """What the person should know of how their words were understood."""
 
@@ -121,11 +110,11 @@ def _refuse_secrets(command: Sequence[str]) -> None:
     for position, (argument, following) in enumerate(zip(command, (*command[1:], "-"), strict=False)):
         option, equals, value = argument.partition("=")
         given = bool(value) if equals else option.startswith("-") and not following.startswith("-")
-        if (given and _SECRET_OPTION.fullmatch(option)) or _SECRET_VALUE.search(argument):
-            what = option if _SECRET_OPTION.fullmatch(option) else f"argument {position}"
+        if (given and names_secret(option)) or shows_secret(argument):
+            what = option if names_secret(option) else f"argument {position}"
             raise UsageError(
                 f"{what} looks like a secret, and every user of the hosts can read a command line",
-                "put it under `env:` in the inventory, and let the script read it from its environment",
+                "let the script read it from its environment: --env NAME, --env-file, or `env:` in the inventory",
             )
 
 

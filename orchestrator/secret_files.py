@@ -22,8 +22,9 @@ from orchestrator.errors import UsageError
 LOGINS = (
     *(".ssh/", ".gnupg/", ".aws/", ".azure/", ".kube/", ".config/gcloud/", ".config/gh/", ".password-store/"),
     *(".netrc", "_netrc", ".git-credentials", ".pgpass", ".my.cnf", ".pypirc", ".vault-token", "kubeconfig"),
+    *(".npmrc", ".htpasswd", ".s3cfg", ".boto", ".dockercfg", ".databrickscfg", ".terraformrc"),
     *(".docker/config.json", ".huggingface/token", ".cache/huggingface/token", ".kaggle/kaggle.json", "kaggle.json"),
-    *(".env", ".env.*", "!.env.example", "!.env.sample", "!.env.template", "!.env.dist"),
+    *(".env", ".env.*", "*.env", ".envrc", "!.env.example", "!.env.sample", "!.env.template", "!.env.dist"),
     *("id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "id_ecdsa_sk", "id_ed25519_sk"),
     *("credentials.json", "client_secret*.json", "service[-_]account*.json"),
     *("secret.yaml", "secret.yml", "secrets.yaml", "secrets.yml", "secrets.json", "secrets.toml"),

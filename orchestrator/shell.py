@@ -26,6 +26,11 @@ def join(argv: Sequence[str]) -> str:
     return shlex.join(argv)
 
 
+def typed(argv: Sequence[str]) -> str:
+    """The same as a person would type it: `~/` at the beginning of a word stays the home folder."""
+    return " ".join(f"~/{shlex.quote(word[2:])}" if word.startswith("~/") else shlex.quote(word) for word in argv)
+
+
 def python_on_stdin(python: str, program: str, *, activates: bool = False) -> str:
     """The shell line that starts `python` on a program sent on standard input.
 

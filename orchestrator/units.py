@@ -60,6 +60,11 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f}B"
 
 
+def counted(number: int, thing: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
 def format_duration(seconds: float) -> str:
     """`4.2s`, `3m07s`, `2h05m`."""
     if seconds < 59.95:

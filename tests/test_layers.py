@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 GROUND = {"errors", "units", "shell", "paths", "grammar", "text", "files"}
 PURE = [
+    "secret_words",
     "batch_norm",
     "alike",
     "rebalances",

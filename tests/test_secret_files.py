@@ -30,6 +30,10 @@ NEVER = {
     ".config/gcloud/legacy.db": "",
     ".env": "TOKEN=1",
     "deep/.env.production": "",
+    "prod.env": "",
+    ".envrc": "",
+    ".npmrc": "",
+    "id_work": KEY,
     "certs/a.pem": "",
     "certs/A.KEY": "",
     "id_rsa": "",
@@ -43,6 +47,7 @@ FINE = {
     ".env.example": "TOKEN=",
     "cert.txt": "-----BEGIN CERTIFICATE-----\n",
     "keys.py": "",
+    "id_to_label": "",
     "environment.yaml": "",
     "deep/x.py": "",
 }

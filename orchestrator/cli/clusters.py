@@ -19,6 +19,7 @@ from orchestrator.cli.common import (
 )
 from orchestrator.cli.complete import node_names
 from orchestrator.errors import HostError, UsageError
+from orchestrator.units import counted
 
 SHOWN_JOBS, SHOWN_FILES = 5, 3
 
@@ -57,7 +58,7 @@ def up(inventory: Path, accept_new_host_keys: bool, allow_local: bool, as_json: 
     loaded = load_inventory(inventory)
     with open_controller(accept_new_host_keys) as controller:
         _ask_about_local(controller.store.home, loaded, allow_local)
-        with busy(f"probing {len(loaded.nodes)} hosts"):
+        with busy(f"probing {counted(len(loaded.nodes), 'host')}"):
             found = controller.clusters.up(loaded)
         terminals = controller.store.terminals()
     if terminals and terminals.name != loaded.cluster:
@@ -100,7 +101,7 @@ def status(no_look: bool, cluster: str | None, as_json: bool) -> None:
 
     with open_controller() as controller:
         found = controller.store.cluster(cluster)
-        with busy(f"looking at {len(found.nodes)} hosts"):
+        with busy(f"looking at {counted(len(found.nodes), 'host')}"):
             silent = None if no_look else controller.connections.silent(found.nodes)
         told = controller.jobs(found.name, silent)
         jobs = told.records[:10]
@@ -333,17 +334,17 @@ def down(yes: bool, cluster: str | None, as_json: bool) -> None:
         found = controller.store.cluster(cluster)
         if jobs := controller.store.uncollected(found.name):
             console.warn(f"jobs not collected: {len(jobs)} ({', '.join(jobs[:3])}); their files go, too")
-        with busy(f"looking at what jobs wrote on {len(found.nodes)} hosts"):
+        with busy(f"looking at what jobs wrote on {counted(len(found.nodes), 'host')}"):
             lost = controller.unpulled(found)
         for line in _unpulled_words(lost):
             console.warn(line)
         if not yes:
-            with busy(f"looking at {len(found.nodes)} hosts"):
+            with busy(f"looking at {counted(len(found.nodes), 'host')}"):
                 surveys = controller.clusters.look(found)
             console.fail_each(seen for seen in surveys.values() if isinstance(seen, HostError))
             _say_what_goes(found, [seen for seen in surveys.values() if not isinstance(seen, HostError)])
-            click.confirm(f"Do this on {len(found.nodes)} hosts?", abort=True, err=True)
-        with busy(f"clearing {len(found.nodes)} hosts"):
+            click.confirm(f"Do this on {counted(len(found.nodes), 'host')}?", abort=True, err=True)
+        with busy(f"clearing {counted(len(found.nodes), 'host')}"):
             answers = controller.down(found)
     _show_answers(answers, _cleared_words, as_json)
 
@@ -362,7 +363,7 @@ def _say_what_goes(cluster: Cluster, surveys: Sequence[Survey]) -> None:
 
 
 def _cleared_words(answer: Cleared) -> str:
-    gone = [f"{len(answer.jobs)} jobs"] * bool(answer.jobs) + list(answer.removed)
+    gone = [counted(len(answer.jobs), "job")] * bool(answer.jobs) + list(answer.removed)
     said = [f"ended {', '.join(answer.ended)}"] * bool(answer.ended) + [f"removed {', '.join(gone)}"] * bool(gone)
     stays = [*map(str, answer.left), *answer.strange, *answer.why]
     return "; ".join(said or ["clean" if not stays else "removed nothing"]) + (
@@ -379,10 +380,11 @@ def _unpulled_words(lost: Unpulled) -> Iterator[str]:
         some = ", ".join(f"{file.name} {format_bytes(file.size)} on {node}" for node, file in largest)
         more = f" and {len(files) - len(largest)} more" if len(files) > len(largest) else ""
         size = format_bytes(sum(file.size for _, file in files))
-        yield f"never pulled of {job}: {len(files)} files, {size} ({some}{more}); `orch pull {job}` brings them home"
+        lost_files = f"{counted(len(files), 'file')}, {size} ({some}{more})"
+        yield f"never pulled of {job}: {lost_files}; `orch pull {job}` brings them home"
     if others := list(lost.files.values())[SHOWN_JOBS:]:
         size = format_bytes(sum(file.size for files in others for _, file in files))
-        yield f"never pulled of {len(others)} older jobs: {size}"
+        yield f"never pulled of {counted(len(others), 'older job')}: {size}"
     for error in lost.errors.values():
         yield f"not asked what its jobs wrote: {error}"
 

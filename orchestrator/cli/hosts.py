@@ -50,7 +50,7 @@ def data_push(folder: Path, to: str | None, nodes: str | None, cluster: str | No
     from orchestrator.homes import expanded_here, homes_of
     from orchestrator.manifest import read_manifest
     from orchestrator.provision import DATA_FOLDER, Provision, chosen, data_folder
-    from orchestrator.units import format_bytes
+    from orchestrator.units import counted, format_bytes
 
     with open_controller() as controller:
         known = controller.store.cluster(cluster)
@@ -70,7 +70,9 @@ def data_push(folder: Path, to: str | None, nodes: str | None, cluster: str | No
     whole = {"folder": target, "files": len(manifest.files), "bytes": manifest.size_bytes}
 
     def words(pushed: Any) -> str:
-        sent = f"{pushed.files} files, {format_bytes(pushed.bytes)} sent" if pushed.files else "nothing lacked"
+        sent = (
+            f"{counted(pushed.files, 'file')}, {format_bytes(pushed.bytes)} sent" if pushed.files else "nothing lacked"
+        )
         return f"{pushed.folder} is complete; {sent}"
 
     _show(found, words, whole if as_json else None)

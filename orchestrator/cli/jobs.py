@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -54,6 +55,19 @@ SCREEN_JOBS = 20
 @click.option(
     "--pass-local-rank", is_flag=True, help="Give the script --local_rank=N, as torch.distributed.launch does."
 )
+@click.option(
+    "--env",
+    multiple=True,
+    metavar="NAME[=VALUE]",
+    help="A variable for the ranks of this job; repeatable. NAME alone: as it is here.",
+)
+@click.option(
+    "--env-file",
+    "env_files",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Such variables, a NAME=value a line; --env wins over it, and it over the inventory's `env:`.",
+)
 @nodes_option
 @click.option("--detach", is_flag=True, help="Return once it runs.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and start nothing.")
@@ -91,6 +105,8 @@ def run(
     folder: Path | None,
     batch: int | None,
     pass_local_rank: bool,
+    env: tuple[str, ...],
+    env_files: tuple[Path, ...],
     nodes: str | None,
     detach: bool,
     dry_run: bool,
@@ -115,6 +131,7 @@ def run(
     orch run --resume latest --set epochs=20  goes on from that job's last checkpoint
     orch run --nodes v100 train.py --lr 0.1   your own torchrun script; its folder is shipped
     orch run -m mypackage.train --lr 0.1      the same for a module
+    orch run --env HF_TOKEN --env-file .env train.py  with variables of this machine and of a file
 
     orch's own options stand before the script or module; what follows it belongs to it. `python train.py`, `torchrun
     ... train.py` and `accelerate launch ... train.py` are understood in its place.
@@ -124,8 +141,10 @@ def run(
     from orchestrator import console
     from orchestrator.code import names_in
     from orchestrator.request import read_wish
+    from orchestrator.variables import read_variables
 
     nodes_wanted = _nodes_wanted(elastic, max_restarts)
+    variables = read_variables(env, env_files, os.environ)
     only = names_of(nodes)
     if resume and any((exp, is_module, command, folder, batch, pass_local_rank)):
         raise UsageError("--resume runs what the job ran", "give it --set alone")
@@ -139,7 +158,7 @@ def run(
         strays = went_to_script(ctx, wish.request.name, wish.request.command) if command else ()
         request = replace(
             wish.request, share_gpus=share, grace_s=grace, time_limit_s=time_limit,
-            elastic=nodes_wanted, notes=(*strays, *wish.request.notes),
+            elastic=nodes_wanted, env=variables, notes=(*strays, *wish.request.notes),
         )  # fmt: skip
         plan = controller.plan(chosen, request, wish.code, only)
         if dry_run:
@@ -174,17 +193,19 @@ def _run(controller: Controller, plan: LaunchPlan, blob: bytes, as_json: bool, *
 
 def _launch(controller: Controller, plan: LaunchPlan, blob: bytes) -> dict[str, Host]:
     from orchestrator import console
+    from orchestrator.units import counted
 
     for note in plan.notes:
         console.warn(note)
     console.warn_faster(plan.faster)
-    with busy(f"starting {plan.job} on {len(plan.nodes)} hosts"):
+    with busy(f"starting {plan.job} on {counted(len(plan.nodes), 'host')}"):
         try:
             hosts = controller.launch(plan, blob)
         except KeyboardInterrupt:
             console.say(f"{plan.job} was not started; what was begun is undone")
             raise
-    console.say(f"job {plan.job}: {plan.world_size} ranks on {len(plan.nodes)} hosts, master {plan.master}")
+    where = f"{counted(plan.world_size, 'rank')} on {counted(len(plan.nodes), 'host')}, master {plan.master}"
+    console.say(f"job {plan.job}: {where}")
     return hosts
 
 

@@ -142,12 +142,12 @@ def leave(errors: Mapping[str, HostError], found: Mapping[str, Pulled | HostErro
 
 
 def _words(pulled: Pulled | None, files: Sequence[Output], folder: Path) -> str:
-    from orchestrator.units import format_bytes
+    from orchestrator.units import counted, format_bytes
 
     if not files or not pulled:
         return "nothing to pull"
-    came = f"{pulled.files} files, {format_bytes(pulled.bytes)} came" if pulled.files else "nothing new"
-    return f"{len(files) - len(pulled.left)} of {len(files)} files are in {folder}; {came}"
+    came = f"{counted(pulled.files, 'file')}, {format_bytes(pulled.bytes)} came" if pulled.files else "nothing new"
+    return f"{len(files) - len(pulled.left)} of {counted(len(files), 'file')} are in {folder}; {came}"
 
 
 def _show_list(run: RunFolder, chosen: Mapping[str, Sequence[Output]]) -> None:
