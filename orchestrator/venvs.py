@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from orchestrator import grammar
 from orchestrator.call import Host, exchange, understood
 from orchestrator.errors import HostError, ProbeError, UsageError
 from orchestrator.records import Owner
+from orchestrator.requirements import Requirements
 from orchestrator.text import one_line
 from orchestrator.transport.fanout import for_each
 
@@ -63,6 +64,8 @@ class Wanted:
     torch: str
     torchvision: str
     any_torch: bool
+    extra: Requirements = field(default_factory=Requirements)
+    """What a person's requirements file asks for beside them."""
 
     @property
     def requirements(self) -> tuple[str, ...]:
@@ -82,12 +85,14 @@ class Progress:
 
 @dataclass(frozen=True)
 class Made:
-    """state: `own` where the host's own Python has a fitting torch, `kept` where the environment was there, `made`."""
+    """state: `own` where the host's own Python has a fitting torch, `kept` where the environment was there, `made`,
+    `added` where only a requirements file's packages were missing.
+    """
 
     python: str
     torch: str
     torchvision: str
-    state: Literal["own", "kept", "made"]
+    state: Literal["own", "kept", "made", "added"]
 
 
 def choose(torch: str | None, torchvision: str | None) -> Wanted:
@@ -143,6 +148,8 @@ def set_up(
         "torchvision": wanted.torchvision,
         "requirements": wanted.requirements,
         "any_torch": wanted.any_torch,
+        "packages": wanted.extra.packages,
+        "constraints": wanted.extra.constraints,
         "limit_s": LIMIT_S,
     }
 
@@ -169,7 +176,7 @@ def set_up(
 def _made(end: Mapping[str, str]) -> Made:
     """Raises ValueError where a host's answer could not be kept and used."""
     state: Any = end["state"]
-    if state not in ("own", "kept", "made"):
+    if state not in ("own", "kept", "made", "added"):
         raise ValueError(f"state {state!r}")
     if state != "own" and not end["python"].startswith("/"):
         raise ValueError("no absolute path")

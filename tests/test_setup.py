@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from orchestrator import venvs
 from orchestrator.call import Host
 from orchestrator.errors import HostError, UsageError
 from orchestrator.records import Owner
+from orchestrator.requirements import Requirements
 from orchestrator.store import Cluster, Venv
 from orchestrator.transport.local import LocalTransport
 from orchestrator.venvs import PAIRS, Made, Wanted, choose
@@ -63,9 +65,9 @@ def wheels(tmp_path_factory):
 OWNER = Owner(id="a" * 32, name="ada@desk")
 
 
-def set_up(workdir, env, wanted=WANTED):
+def set_up(workdir, env, wanted=WANTED, python=sys.executable):
     seen = []
-    host = Host(LocalTransport("here"), sys.executable, None, str(workdir))
+    host = Host(LocalTransport("here"), python, None, str(workdir))
     offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": "/dev/null"}
     envs = {"here": {**offline, **env}}
     return venvs.set_up({"here": host}, wanted, envs, seen.append, owner=OWNER, cluster="rack")["here"], seen
@@ -155,6 +157,31 @@ def test_a_host_that_has_the_torch_itself_is_left_alone(tmp_path):
     own, _ = set_up(tmp_path, {}, choose(None, None))
     assert (own.state, own.python) == ("own", sys.executable)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_requirements_come_above_the_hosts_own_torch_once(wheels, tmp_path):
+    """The host's Python is a virtual environment that has a torch: none is fetched, and a second run does nothing."""
+    base, _ = set_up(tmp_path / "host", {"PIP_FIND_LINKS": str(wheels)})
+    wheel(tmp_path, "needed", "1.0", {"needed.py": "word = 'here'\n"})
+    wheel(tmp_path, "later", "1.0", {"later.py": ""})
+    own, work, env = replace(WANTED, any_torch=True), tmp_path / "work", {"PIP_FIND_LINKS": str(tmp_path)}
+
+    def asks(*packages, env=env):
+        wanted = replace(own, extra=Requirements(packages, ("later<2",)))
+        return set_up(work, env, wanted, python=base.python)
+
+    (made, seen), nowhere = asks("needed==1.0", "torch"), {"PIP_FIND_LINKS": "/nowhere"}
+    assert made == Made(str(work / "venv/torch-2.3.1+own/bin/python"), "2.3.1", "0.18.1", "made")
+    assert "adds packages" in {progress.phase for progress in seen}
+    code = "import needed, torch; print(needed.word, torch.__file__)"
+    said = subprocess.run([made.python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert said[0] == "here" and said[1].startswith(str(tmp_path / "host"))
+    assert asks("needed==1.0", "torch", env=nowhere)[0].state == "kept"
+    assert asks("needed", "later")[0].state == "added"
+    failed, _ = asks("torch==1.0")
+    assert isinstance(failed, HostError) and failed.message.startswith("here: pip: ERROR"), failed
+    assert asks("needed", "later")[0].state == "added"  # what failed half way is done again
+    assert set_up(work, {}, own, python=base.python)[0].state == "own"
 
 
 def test_leaving_ends_pip(tmp_path):

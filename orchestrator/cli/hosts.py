@@ -85,12 +85,25 @@ def data_push(folder: Path, to: str | None, nodes: str | None, cluster: str | No
     "--torch", metavar="X.Y.Z", help="Which torch; hosts with another one get it, too.", shell_complete=torch_versions
 )
 @click.option("--torchvision", metavar="X.Y.Z", help="Which torchvision. [default: the one that goes with that torch]")
+@click.option(
+    "-r",
+    "--requirements",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Packages that your script needs, by pip; torch stays as it is.",
+)
 @nodes_option
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @cluster_option
 @json_option
 def setup(
-    torch: str | None, torchvision: str | None, nodes: str | None, yes: bool, cluster: str | None, as_json: bool
+    torch: str | None,
+    torchvision: str | None,
+    requirements: Path | None,
+    nodes: str | None,
+    yes: bool,
+    cluster: str | None,
+    as_json: bool,
 ) -> None:
     """Give hosts without torch an environment that has it, in their work folder, by pip.
 
@@ -101,13 +114,20 @@ def setup(
     \b
     orch setup
     orch setup --nodes a16 --torch 2.3.1 --yes
+    orch setup -r requirements.txt             a host that has a torch keeps it
     """
+    from dataclasses import replace
+
     from orchestrator import console
     from orchestrator.cli.boards import setup_board
     from orchestrator.provision import Provision, chosen
+    from orchestrator.requirements import read_requirements
+    from orchestrator.units import counted
     from orchestrator.venvs import choose
 
     wanted = choose(torch, torchvision)
+    if requirements:
+        wanted = replace(wanted, extra=read_requirements(requirements))
     with open_controller() as controller:
         known = controller.store.cluster(cluster)
         picked = chosen(known, names_of(nodes))
@@ -115,7 +135,13 @@ def setup(
         versions = f"torch {wanted.torch} and torchvision {wanted.torchvision}"
         if not yes:
             which = "a torch" if wanted.any_torch else "this torch"
-            click.confirm(f"Install {versions} on those of {', '.join(names)} that lack {which}?", abort=True, err=True)
+            lacking = f"Install {versions} on those of {', '.join(names)} that lack {which}"
+            rest = (
+                f", and {counted(len(wanted.extra.packages), 'package')} of {requirements} on all"
+                if requirements
+                else ""
+            )
+            click.confirm(f"{lacking}{rest}?", abort=True, err=True)
         try:
             with setup_board(names) as show:
                 found = Provision(controller.store, controller.connections).set_up(known, picked, wanted, show)
@@ -123,6 +149,7 @@ def setup(
             console.say("ended on every host; what is half made is made anew by the next `orch setup`")
             raise
     states = {"own": "has {} by itself", "kept": "has {} in its environment already", "made": "got {}"}
+    states["added"] = f"has {{}} in its environment, and got what {requirements} asks for"
     _show(
         found.outcomes,
         lambda made: states[made.state].format(f"torch {made.torch} and torchvision {made.torchvision}"),

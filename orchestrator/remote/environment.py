@@ -1,7 +1,8 @@
 """Makes a virtual environment with a torch in the work folder of a host whose own Python lacks it, once.
 
 Request: {"workdir", "torch", "torchvision", "requirements": what pip is to install, "any_torch": whether a torch of
-another version will do, "env": variables for pip, "limit_s", "owner", "cluster": who will use it}. It
+another version will do, "packages", "constraints": lines of a person's requirements, "env": variables for pip,
+"limit_s", "owner", "cluster": who will use it}. It
 tells (see `talk`):
 
     {"waits": 1}                                   another setup is at work in this work folder
@@ -9,9 +10,11 @@ tells (see `talk`):
     {"line": TEXT}                                 what pip said last
     {"end": {"python", "torch", "torchvision", "state"}}
 
-state: `own` where this Python has a fitting torch by itself, `kept` where the environment was here, `made`. Its marker
-file says who uses it, and what it holds once it is whole: one that says nothing of that is half made, and made anew.
-pip lives no longer than the controller's interest in it, and not beyond the limit of time.
+state: `own` where this Python has a fitting torch by itself, `kept` where the environment was here, `made`, `added`
+where it was here and packages came into it. Where packages are asked for and this Python has a fitting torch, the
+environment lies above it and sees all that it has. Its marker file says who uses it, and what it holds once it is
+whole: one that says nothing of that is half made, and made anew. pip lives no longer than the controller's interest in
+it, and not beyond the limit of time.
 """
 
 from __future__ import annotations
@@ -57,31 +60,94 @@ def set_up(request: dict[str, Any], talk: Talk) -> dict[str, Any]:
     wanted = {name: request[name] for name in ("torch", "torchvision")}
     talk.say({"phase": "asks python"})
     found, _ = ask_versions(sys.executable, talk, deadline)
-    if found and (request["any_torch"] or fits(found, wanted)):
-        return {**found, "python": sys.executable, "state": "own"}
+    own = found if found and (request["any_torch"] or fits(found, wanted)) else None
+    if own and not request["packages"]:
+        return {**own, "python": sys.executable, "state": "own"}
     user = {"owner": request["owner"], "cluster": request["cluster"]}
     with claimed(work):
         work.locks.mkdir(exist_ok=True)
         with alone_at(work.venv_lock, talk):
-            venv = work.venv(request["torch"])
-            python = venv / "bin" / "python"
-            marker = read_json(venv / VENV_MARKER)
-            users = [*others(marker, user), user]
-            if "found" in marker and marker.get("requirements") == request["requirements"] and python.exists():
-                write_json(venv / VENV_MARKER, {**marker, "users": users})
-                return {**marker["found"], "python": str(python), "state": "kept"}
-            refuse_to_replace(work, venv, marker, users[:-1])
-            shutil.rmtree(venv, ignore_errors=True)
-            venv.mkdir(parents=True)
-            write_json(venv / VENV_MARKER, {"users": users})
-            make(venv, request, talk, deadline)
-            talk.say({"phase": "tries torch"})
-            found, said = ask_versions(str(python), talk, deadline)
-            if not found or not fits(found, wanted):
-                words = f"what pip installed does not load ({said or found})"
-                raise Refused(words, "choose another --torch for this host")
-            write_json(venv / VENV_MARKER, {"requirements": request["requirements"], "found": found, "users": users})
-    return {**found, "python": str(python), "state": "made"}
+            # A version with a local part of our own: an environment above the host's own torch.
+            venv = work.venv(f"{own['torch'].partition('+')[0]}+own" if own else request["torch"])
+            recipe = [sys.executable, own["torch"]] if own else list(request["requirements"])
+            state = base(work, venv, recipe, own, user, request, talk, deadline)
+            if request["packages"] and add(work, venv, user, request, talk, deadline) and state == "kept":
+                state = "added"
+            found = read_json(venv / VENV_MARKER)["found"]
+    return {**found, "python": str(venv / "bin" / "python"), "state": state}
+
+
+def base(
+    work: Work,
+    venv: Path,
+    recipe: list[str],
+    own: dict[str, str] | None,
+    user: dict[str, Any],
+    request: dict[str, Any],
+    talk: Talk,
+    deadline: float,
+) -> str:
+    """An environment with torch: `kept` where it is there, whole and of this recipe, else `made`. own: the versions of
+    this Python, whose packages it is to have.
+    """
+    python = venv / "bin" / "python"
+    marker = read_json(venv / VENV_MARKER)
+    users = [*others(marker, user), user]
+    if "found" in marker and marker.get("requirements") == recipe and python.exists():
+        write_json(venv / VENV_MARKER, {**marker, "users": users})
+        return "kept"
+    refuse_to_replace(work, venv, marker, users[:-1])
+    shutil.rmtree(venv, ignore_errors=True)
+    venv.mkdir(parents=True)
+    write_json(venv / VENV_MARKER, {"users": users})
+    make(venv, talk, deadline)
+    if own:
+        see_own_packages(venv)
+    else:
+        pip(venv, request["requirements"], request["env"], talk, deadline)
+    wanted = own or {name: request[name] for name in ("torch", "torchvision")}
+    found = try_torch(venv, wanted, "choose another --torch for this host", talk, deadline)
+    write_json(venv / VENV_MARKER, {"requirements": recipe, "found": found, "users": users})
+    return "made"
+
+
+def see_own_packages(venv: Path) -> None:
+    """As --system-site-packages, also where this Python is a virtual environment itself."""
+    folders = [path for path in sys.path if path.endswith(("site-packages", "dist-packages")) and Path(path).is_dir()]
+    (site,) = venv.glob("lib/python*/site-packages")
+    (site / "own.pth").write_text("".join(f"{folder}\n" for folder in folders))
+
+
+def add(work: Work, venv: Path, user: dict[str, Any], request: dict[str, Any], talk: Talk, deadline: float) -> bool:
+    """Installs what a person's requirements ask for, torch as it is; False where that was done before."""
+    marker = read_json(venv / VENV_MARKER)
+    asked = {name: request[name] for name in ("packages", "constraints")}
+    if marker.get("extra") == asked:
+        return False
+    if rest := others(marker, user):
+        whose = ", ".join(f"cluster {one['cluster']} of {one['owner']['name']}" for one in rest)
+        raise Refused(f"{venv} is also used by {whose}, whose packages would change", "set a `workdir:` of your own")
+    refuse_if_used(work)
+    found = marker["found"]
+    write_json(venv / VENV_MARKER, {name: value for name, value in marker.items() if name != "extra"})
+    talk.say({"phase": "adds packages"})
+    pins = [f"{name}=={version.partition('+')[0]}" for name, version in found.items()]
+    files = {"-r": venv / "requirements.txt", "-c": venv / "constraints.txt"}
+    files["-r"].write_text("\n".join(asked["packages"]) + "\n")
+    files["-c"].write_text("\n".join([*asked["constraints"], *pins]) + "\n")
+    pip(venv, [word for pair in files.items() for word in map(str, pair)], request["env"], talk, deadline)
+    try_torch(venv, found, "look at what the requirements bring along", talk, deadline)
+    write_json(venv / VENV_MARKER, {**marker, "extra": asked})
+    return True
+
+
+def try_torch(venv: Path, wanted: dict[str, str], remedy: str, talk: Talk, deadline: float) -> dict[str, str]:
+    """The versions that load. Raises Refused where they do not, or are others."""
+    talk.say({"phase": "tries torch"})
+    found, said = ask_versions(str(venv / "bin" / "python"), talk, deadline)
+    if not found or not fits(found, wanted):
+        raise Refused(f"what pip installed does not load ({said or found})", remedy)
+    return found
 
 
 def fits(found: dict[str, str], wanted: dict[str, str]) -> bool:
@@ -105,32 +171,39 @@ def refuse_to_replace(work: Work, venv: Path, marker: dict[str, Any], rest: list
             f"{venv} holds other versions, which {whose} uses",
             "choose another --torch, the same --torchvision, or a `workdir:` of your own",
         )
-    if "found" not in marker:
-        return
+    if "found" in marker:
+        refuse_if_used(work)
+
+
+def refuse_if_used(work: Work) -> None:
+    """By a job that runs."""
     running = [job.id for job in work.all_jobs() if lives(job.read_agent())]
     if running:
         raise Refused(
-            f"{', '.join(running)} may use the environment that is to be made anew", "wait for it, or cancel it"
+            f"{', '.join(running)} may use the environment that is to be changed", "wait for it, or cancel it"
         )
 
 
-def make(venv: Path, request: dict[str, Any], talk: Talk, deadline: float) -> None:
-    """Raises Refused with pip's own words where it fails."""
+def make(venv: Path, talk: Talk, deadline: float) -> None:
+    """Raises Refused in Python's own words where it fails."""
     talk.say({"phase": "makes venv"})
-    venv.parent.mkdir(parents=True, exist_ok=True)
     code, said = run([sys.executable, "-m", "venv", str(venv)], {}, talk, deadline)
     if code:
         remedy = "install this Python's venv module there (`python3-venv` on Debian), or set another `python:`"
         raise Refused(f"{sys.executable} makes no virtual environment ({last_error(said)})", remedy)
+
+
+def pip(venv: Path, words: list[str], env: dict[str, str], talk: Talk, deadline: float) -> None:
+    """Installs. Raises Refused with pip's own words where it fails."""
     talk.say({"phase": "pip installs"})
     temporary = venv / "tmp"  # a host's /tmp may be small
-    temporary.mkdir()
+    temporary.mkdir(exist_ok=True)
     options = ["--no-input", "--no-cache-dir", "--disable-pip-version-check", "--progress-bar=off", "--retries=2"]
-    pip = [str(venv / "bin" / "python"), "-m", "pip", "install", *options, *request["requirements"]]
-    code, said = run(pip, {"TMPDIR": str(temporary), **request["env"]}, talk, deadline)
+    argv = [str(venv / "bin" / "python"), "-m", "pip", "install", *options, *words]
+    code, said = run(argv, {"TMPDIR": str(temporary), **env}, talk, deadline)
+    shutil.rmtree(temporary, ignore_errors=True)
     if code:
         raise Refused(f"pip: {last_error(said)}", remedy_for(said))
-    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def last_error(said: list[str]) -> str:
@@ -142,6 +215,8 @@ def remedy_for(said: list[str]) -> str:
         return "free space in its work folder, or set `workdir:` to a larger disk"
     if any(_NO_WAY_OUT.search(line) for line in said):
         return "it has no way to a package index: set PIP_INDEX_URL, PIP_FIND_LINKS or HTTPS_PROXY in its `env:`"
+    if any("ResolutionImpossible" in line or "conflicting dependencies" in line for line in said):
+        return "the requirements contradict each other, or the torch that is there; pip's own output says which"
     version = "{}.{}".format(*sys.version_info)
     return f"choose a --torch that exists for Python {version} on this kind of machine, or set another `python:`"
 
