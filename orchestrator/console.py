@@ -602,17 +602,17 @@ def _print_hosts(summary: Summary) -> None:
         batch = "-" if node.batch_per_rank is None else str(node.batch_per_rank)
         rows.append((node.name, node.gpu, str(node.ranks), batch, *(_figure(value) for value in figures)))
     title = f"{summary.experiment}: {summary.state}, {counted(summary.steps, 'measured step')}"
-    out.print(_table(title, columns, rows, right_from=2, drop=("ranks", "batch/rank", "load", "GPU", "alone*")))
+    table = _table(title, columns, rows, right_from=2, drop=("ranks", "batch/rank", "load", "GPU", "alone*"))
+    out.print(table)
     if summary.samples_per_s is not None:
         whole = f"cluster: {_figure(summary.samples_per_s)} samples/s"
         if summary.efficiency is not None:
             whole += f", {summary.efficiency:.2f} of the sum of its hosts' speeds alone*"
         put(whole)
-        measured = summary.efficiency_basis == "solo"
-        out.print(
-            "* " + ("measured with each host alone" if measured else "estimated: samples over compute time"),
-            style="dim",
-        )
+        if summary.efficiency is not None or any(column.header == "alone*" for column in table.columns):
+            measured = summary.efficiency_basis == "solo"
+            basis = "measured with each host alone" if measured else "estimated: samples over compute time"
+            out.print(f"* {basis}", style="dim")
         put(f"left out: {summary.left_out_words}")
         if summary.wall_clock_words:
             put(summary.wall_clock_words)

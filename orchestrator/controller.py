@@ -46,6 +46,7 @@ from orchestrator.store import Cluster, Store
 from orchestrator.summary import Summary
 from orchestrator.text import one_line
 from orchestrator.transport.fanout import errors, errors_by_node, values
+from orchestrator.units import counted
 
 LATE_S = 10.0
 """After the job's last word, so long do we wait for hosts that have not ended their stream."""
@@ -68,6 +69,7 @@ class Jobs:
     records: tuple[JobRecord, ...]
     problems: Mapping[str, OrchError]
     unheard: Mapping[str, Mapping[str, HostError]] = field(default_factory=dict)
+    notices: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -402,19 +404,21 @@ class Controller:
 
         Gives the jobs that were rebuilt, and by host or job what could not be.
         """
-        rebuilt, problems = [], dict[str, OrchError]()
+        rebuilt, problems, notices = [], dict[str, OrchError](), list[str]()
         for name in clusters:
             try:
-                rebuilt += self._rescan(self.store.cluster(name), problems)
+                rebuilt += self._rescan(self.store.cluster(name), problems, notices, clusters)
             except StateError as error:
                 problems[name] = error
         for job_id, lost in self.store.damaged().items():
             if isinstance(lost, StateError):
                 remedy = f"no host that answered knows it; remove {self.store.home.job(job_id)} to forget it"
                 problems[job_id] = StateError(lost.message, remedy)
-        return Jobs(tuple(rebuilt), problems)
+        return Jobs(tuple(rebuilt), problems, notices=tuple(notices))
 
-    def _rescan(self, cluster: Cluster, problems: dict[str, OrchError]) -> list[JobRecord]:
+    def _rescan(
+        self, cluster: Cluster, problems: dict[str, OrchError], notices: list[str], asked_too: Sequence[str]
+    ) -> list[JobRecord]:
         sound = [job_id for job_id in self.store.job_ids() if job_id not in self.store.damaged()]
         newer = [job_id for job_id, error in self.store.damaged().items() if not isinstance(error, StateError)]
         known = [*sound, *newer]
@@ -422,11 +426,14 @@ class Controller:
         asked = self.connections.each(cluster.nodes, lambda host: job.recall(host, known), deadline_s=deadline_s)
         answers = values(asked)
         problems |= errors_by_node(asked)
-        plans, left_out = rescan.recall(answers, cluster)
-        for number, words in enumerate(left_out):
+        found = rescan.recall(answers, cluster)
+        for other, jobs in found.elsewhere.items():
+            if other not in asked_too:
+                notices.append(f"skipped {counted(len(jobs), 'job')} of cluster {other} on the hosts of {cluster.name}")
+        for number, words in enumerate(found.left_out):
             problems[f"{cluster.name} {number}"] = OrchError(words, "it stays on its host, untouched")
         rebuilt = []
-        for job_id, plan in plans.items():
+        for job_id, plan in found.plans.items():
             agents: dict[str, Mapping[str, Any] | HostError] = {**rescan.agents_of(job_id, plan, answers)}
             record = job.combine(plan, agents, rescan.record_of(plan), datetime.now(timezone.utc))
             self.store.save_job(record, plan)

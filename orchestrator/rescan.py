@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -25,9 +26,22 @@ MAX_RANKS = 1 << 16
 MAX_GRACE_S = 3600.0
 
 
-def recall(answers: Mapping[str, Mapping[str, Any]], cluster: Cluster) -> tuple[dict[str, LaunchPlan], list[str]]:
-    """answers: per node, `remote/control.recall`'s jobs. Gives the plans by job, and what was left out and why."""
-    plans, left_out = dict[str, LaunchPlan](), list[str]()
+class OtherCluster(ValueError):
+    """A job of another cluster on the same hosts: nothing is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Recalled:
+    """plans: by job. left_out: what did not fit, and why. elsewhere: by other cluster, its jobs on these hosts."""
+
+    plans: dict[str, LaunchPlan]
+    left_out: list[str]
+    elsewhere: dict[str, list[str]]
+
+
+def recall(answers: Mapping[str, Mapping[str, Any]], cluster: Cluster) -> Recalled:
+    """answers: per node, `remote/control.recall`'s jobs."""
+    plans, left_out, elsewhere = dict[str, LaunchPlan](), list[str](), dict[str, list[str]]()
     for node, jobs in answers.items():
         for job, told in jobs.items():
             if job in plans:
@@ -35,11 +49,14 @@ def recall(answers: Mapping[str, Mapping[str, Any]], cluster: Cluster) -> tuple[
             try:
                 plan = adopt(told["plan"], cluster, node=node, job=job)
                 plans[job] = plan.model_copy(update={"owner": _owner(told.get("agent"))})
+            except OtherCluster as other:
+                jobs_there = elsewhere.setdefault(str(other), [])
+                jobs_there += [] if job in jobs_there else [clean(str(job))[:128]]
             except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
                 left_out.append(
                     f"{node}: what it remembers of job {clean(str(job))[:128]} does not fit ({_why(error)})"
                 )
-    return plans, left_out
+    return Recalled(plans, left_out, elsewhere)
 
 
 def adopt(told: Any, cluster: Cluster, *, node: str, job: str) -> LaunchPlan:
@@ -50,7 +67,7 @@ def adopt(told: Any, cluster: Cluster, *, node: str, job: str) -> LaunchPlan:
     if not JOB_ID.fullmatch(job) or plan.job != job:
         raise ValueError("it names another job")
     if plan.cluster != cluster.name:
-        raise ValueError(f"it belongs to cluster {plan.cluster[:64]}")
+        raise OtherCluster(plan.cluster[:64])
     names = [planned.name for planned in plan.nodes]
     strangers = set(names) - {known.name for known in cluster.nodes}
     if strangers:

@@ -7,6 +7,7 @@ control characters, characters that show nothing or turn around the reading dire
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 _ESCAPES = re.compile(r"\x1b[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b\[[0-?]*[ -/]*[@-~]?|\x1b[ -/]*[0-~]?")
 # C0 but for the tab, DEL and C1, line and paragraph separators, lone surrogates, and all that Unicode calls a format
@@ -35,6 +36,12 @@ def one_line(text: object, limit: int = 300) -> str:
     spaced = re.sub(r"\s+", " ", str(text)[: 4 * limit])
     line = "".join(char for char in clean(spaced) if char.isprintable()).strip()
     return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def some(names: Sequence[str], count: int) -> str:
+    """`a, b and 3 more`."""
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + more
 
 
 def message(text: object, limit: int = 300) -> str:

@@ -37,6 +37,17 @@ def test_every_command_shows_a_line_to_type(words, capsys):
     assert any(line.startswith(f"orch {' '.join(words)}") for line in lines), lines
 
 
+def test_the_help_has_every_command_in_a_section_and_whole_sentences(capsys):
+    assert sorted(name for names in main.sections.values() for name in names) == sorted(main.commands)
+    with pytest.raises(SystemExit):
+        main(["--help"], prog_name="orch", terminal_width=80)
+    shown = capsys.readouterr().out
+    assert "..." not in shown.replace("[ARGS]...", "") and max(map(len, shown.splitlines())) <= 80
+    words = " ".join(shown.split())
+    assert "End a job on all its hosts, and look a second time that nothing stayed" in words
+    assert shown.index("Hosts:") < shown.index("Jobs:") < shown.index("Results:") < shown.index("Cleaning up:")
+
+
 def test_help_imports_nothing_heavy():
     code = "import sys, atexit; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); "
     code += "from orchestrator.cli import main; main(['--help'])"
@@ -61,6 +72,12 @@ def test_a_completion_script_is_made(shell):
         ("orch run --exp mnist_lenet --set strat", ["strategy="]),
         ("orch run --exp mnist_lenet --set model=l", ["model=lenet"]),
         ("orch run --exp mnist_lenet --set strategy=au", ["strategy=auto"]),
+        ("orch run --exp mnist_lenet --set strategy = au", ["auto"]),  # as bash itself divides it
+        ("orch run --exp mnist_lenet --set fidelity =", ["exact", "half", "compressed", "local"]),
+        ("orch run --exp mnist_lenet --set steps = 5 --set model = l", ["lenet"]),
+        ("orch status --cluster = r", ["rack"]),
+        ("orch run --nodes v100,a2000 --elastic 2 : ", ["2"]),
+        ("orch run --exp co", ["collectives"]),
         ("orch plan --exp res", ["resnet152_cifar"]),
         ("orch plan --exp mnist_lenet --nodes a", ["a2000"]),
         ("orch run --nodes v100,a", ["v100,a2000"]),

@@ -6,6 +6,7 @@ Heavy modules are imported inside the commands, so that `orch --help` imports cl
 from __future__ import annotations
 
 import gc
+import os
 
 import click
 
@@ -37,27 +38,19 @@ def main() -> None:
     gc.set_threshold(50_000, 20, 50)  # imports make many objects and no garbage: looking for it took a tenth of them
 
 
-for command in (
-    up,
-    status,
-    clusters,
-    use,
-    master,
-    node,
-    trust,
-    setup,
-    data,
-    run,
-    jobs,
-    logs,
-    cancel,
-    collect,
-    pull,
-    report,
-    profile,
-    plan,
-    sweep,
-    reap,
-    down,
-):
-    main.add_command(command)
+if "_ORCH_COMPLETE" in os.environ:
+    from orchestrator.cli.bash_words import install
+
+    install()
+
+SECTIONS = {
+    "Hosts": (up, status, clusters, use, node, master, trust, setup, data),
+    "Jobs": (run, jobs, logs, cancel),
+    "Results": (collect, pull, report),
+    "Speed, measured and predicted": (profile, plan, sweep),
+    "Cleaning up": (reap, down),
+}
+"""The order of the commands in the help: what a person does, from the first to the last."""
+
+for title, members in SECTIONS.items():
+    main.add_section(title, members)

@@ -19,9 +19,10 @@ from orchestrator.cli.common import (
 )
 from orchestrator.cli.complete import node_names
 from orchestrator.errors import HostError, UsageError
+from orchestrator.text import some
 from orchestrator.units import counted
 
-SHOWN_JOBS, SHOWN_FILES = 5, 3
+SHOWN_JOBS, SHOWN_FILES, SHOWN_NAMES = 5, 3, 10
 
 if TYPE_CHECKING:
     from orchestrator.belongings import Cleared, Leftover, Reaped, Survey
@@ -357,9 +358,9 @@ def _say_what_goes(cluster: Cluster, surveys: Sequence[Survey]) -> None:
     others = sorted({str(there) for survey in surveys for there in survey.others})
     strange = sorted({name for survey in surveys for name in survey.strange})
     console.say(f"ends: {', '.join(running) or 'nothing, no job of ' + cluster.name + ' runs'}")
-    console.say(f"removes: {_some(sorted(mine)) or 'no job'}; code and environments that nobody else needs")
+    console.say(f"removes: {some(sorted(mine), SHOWN_NAMES) or 'no job'}; code and environments that nobody else needs")
     if others or strange:
-        console.say(f"leaves alone: {_some([*others, *strange])}")
+        console.say(f"leaves alone: {some([*others, *strange], SHOWN_NAMES)}")
 
 
 def _cleared_words(answer: Cleared) -> str:
@@ -367,7 +368,7 @@ def _cleared_words(answer: Cleared) -> str:
     said = [f"ended {', '.join(answer.ended)}"] * bool(answer.ended) + [f"removed {', '.join(gone)}"] * bool(gone)
     stays = [*map(str, answer.left), *answer.strange, *answer.why]
     return "; ".join(said or ["clean" if not stays else "removed nothing"]) + (
-        f"; left alone: {_some(stays)}" if stays else ""
+        f"; left alone: {some(stays, SHOWN_NAMES)}" if stays else ""
     )
 
 
@@ -377,20 +378,16 @@ def _unpulled_words(lost: Unpulled) -> Iterator[str]:
 
     for job, files in list(lost.files.items())[:SHOWN_JOBS]:
         largest = sorted(files, key=lambda pair: pair[1].size, reverse=True)[:SHOWN_FILES]
-        some = ", ".join(f"{file.name} {format_bytes(file.size)} on {node}" for node, file in largest)
+        shown = ", ".join(f"{file.name} {format_bytes(file.size)} on {node}" for node, file in largest)
         more = f" and {len(files) - len(largest)} more" if len(files) > len(largest) else ""
         size = format_bytes(sum(file.size for _, file in files))
-        lost_files = f"{counted(len(files), 'file')}, {size} ({some}{more})"
+        lost_files = f"{counted(len(files), 'file')}, {size} ({shown}{more})"
         yield f"never pulled of {job}: {lost_files}; `orch pull {job}` brings them home"
     if others := list(lost.files.values())[SHOWN_JOBS:]:
         size = format_bytes(sum(file.size for files in others for _, file in files))
         yield f"never pulled of {counted(len(others), 'older job')}: {size}"
     for error in lost.errors.values():
         yield f"not asked what its jobs wrote: {error}"
-
-
-def _some(names: Sequence[str], count: int = 10) -> str:
-    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
 
 
 def _show_up(found: Up, as_json: bool) -> None:

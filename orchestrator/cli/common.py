@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -106,7 +106,25 @@ class Quantity(click.ParamType):  # type: ignore[type-arg]  # generic since clic
 
 
 class Orch(click.Group):
-    """Turns every expected error into words and its exit code; anything else is a bug and keeps its traceback."""
+    """Turns every expected error into words and its exit code; anything else is a bug and keeps its traceback. Its help
+    has a section for each thing that people do, with whole sentences.
+    """
+
+    def __init__(self, *words: Any, **more: Any) -> None:
+        super().__init__(*words, **more)
+        self.sections: dict[str, list[str]] = {}
+
+    def add_section(self, title: str, commands: Iterable[click.Command]) -> None:
+        for command in commands:
+            self.add_command(command)
+            self.sections.setdefault(title, []).append(command.name or "")
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        width = max(map(len, self.commands), default=0)
+        for title, names in self.sections.items():
+            with formatter.section(title):
+                rows = [(name.ljust(width), _first_sentence(self.commands[name])) for name in names]
+                formatter.write_dl(rows)
 
     def invoke(self, ctx: click.Context) -> Any:
         mask = os.umask(0o077)  # all that we write is for its owner alone: state, logs, reports
@@ -131,6 +149,11 @@ class Orch(click.Group):
             ctx.exit(INTERRUPTED)
         finally:
             os.umask(mask)
+
+
+def _first_sentence(command: click.Command) -> str:
+    words = " ".join((command.help or "").partition("\n\n")[0].split())
+    return words.partition(". ")[0].rstrip(".")
 
 
 def _leave_quietly(ctx: click.Context) -> NoReturn:

@@ -12,9 +12,14 @@ import click
 from orchestrator.cli.common import cluster_option, json_option, names_of, nodes_option, open_controller
 from orchestrator.cli.complete import torch_versions
 from orchestrator.errors import HostError
+from orchestrator.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
+
+    from orchestrator.inventory import Node
+    from orchestrator.store import Cluster
+    from orchestrator.venvs import Wanted
 
 
 @click.group()
@@ -50,7 +55,7 @@ def data_push(folder: Path, to: str | None, nodes: str | None, cluster: str | No
     from orchestrator.homes import expanded_here, homes_of
     from orchestrator.manifest import read_manifest
     from orchestrator.provision import DATA_FOLDER, Provision, chosen, data_folder
-    from orchestrator.units import counted, format_bytes
+    from orchestrator.units import format_bytes
 
     with open_controller() as controller:
         known = controller.store.cluster(cluster)
@@ -122,7 +127,6 @@ def setup(
     from orchestrator.cli.boards import setup_board
     from orchestrator.provision import Provision, chosen
     from orchestrator.requirements import read_requirements
-    from orchestrator.units import counted
     from orchestrator.venvs import choose
 
     wanted = choose(torch, torchvision)
@@ -132,16 +136,9 @@ def setup(
         known = controller.store.cluster(cluster)
         picked = chosen(known, names_of(nodes))
         names = [node.name for node in picked]
-        versions = f"torch {wanted.torch} and torchvision {wanted.torchvision}"
-        if not yes:
-            which = "a torch" if wanted.any_torch else "this torch"
-            lacking = f"Install {versions} on those of {', '.join(names)} that lack {which}"
-            rest = (
-                f", and {counted(len(wanted.extra.packages), 'package')} of {requirements} on all"
-                if requirements
-                else ""
-            )
-            click.confirm(f"{lacking}{rest}?", abort=True, err=True)
+        question = _setup_question(known, picked, wanted, requirements)
+        if question and not yes:
+            click.confirm(question, abort=True, err=True)
         try:
             with setup_board(names) as show:
                 found = Provision(controller.store, controller.connections).set_up(known, picked, wanted, show)
@@ -156,6 +153,25 @@ def setup(
         {"torch": wanted.torch, "torchvision": wanted.torchvision} if as_json else None,
         found.up.problems if found.up else {},
     )
+
+
+def _setup_question(cluster: Cluster, nodes: Sequence[Node], wanted: Wanted, requirements: Path | None) -> str:
+    """What is to be agreed to; "" where, as far as is known, no host lacks anything."""
+    from orchestrator.alike import host_set
+
+    lacking, parts = [node.name for node in nodes if _lacks(cluster, node.name, wanted)], []
+    if lacking:
+        parts.append(f"torch {wanted.torch} and torchvision {wanted.torchvision} on {host_set(lacking)}")
+    if requirements:
+        count = counted(len(wanted.extra.packages), "requirement")
+        parts.append(f"{count} of {requirements} on {host_set([node.name for node in nodes])}")
+    return f"Install {', and '.join(parts)}?" if parts else ""
+
+
+def _lacks(cluster: Cluster, name: str, wanted: Wanted) -> bool:
+    """Whether a host had no fitting torch when it was last looked at."""
+    torch = cluster.facts[name].torch if name in cluster.facts else None
+    return not torch or not (wanted.any_torch or torch.version.partition("+")[0] == wanted.torch.partition("+")[0])
 
 
 def _show(

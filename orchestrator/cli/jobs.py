@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from orchestrator.records import Elastic, JobRecord, LaunchPlan
 
 SECOND_CTRL_C_S = 3.0
+SHOWN = 5
+"""So many jobs are named on one line."""
 SCREEN_JOBS = 20
 """So many `orch jobs` shows on a terminal unless told otherwise."""
 
@@ -40,7 +42,7 @@ SCREEN_JOBS = 20
 @click.option(
     "--exp",
     metavar="NAME",
-    help="A named experiment: mnist_lenet, resnet152_cifar.",
+    help="A named experiment: mnist_lenet, resnet152_cifar, or collectives (how fast the network is).",
     shell_complete=experiments,
 )
 @settings_option("One setting of the experiment; repeatable. `python -m trainer --help` lists all.")
@@ -271,6 +273,7 @@ def jobs(rescan: bool, adopt: bool, yes: bool, limit: int | None, cluster: str |
     orch jobs --json | jq -r '.jobs[0].id'
     """
     from orchestrator import console
+    from orchestrator.text import some
 
     problems: dict[str, OrchError] = {}
     if adopt and not rescan:
@@ -281,7 +284,9 @@ def jobs(rescan: bool, adopt: bool, yes: bool, limit: int | None, cluster: str |
             names = [cluster] if cluster else controller.store.cluster_names() or [controller.store.cluster_name()]
             with busy(f"asking the hosts of {', '.join(names)}"):
                 rebuilt = controller.rescan(names)
-            console.say(f"rebuilt from the hosts: {', '.join(job.id for job in rebuilt.records) or 'nothing'}")
+            console.say(f"rebuilt from the hosts: {some([job.id for job in rebuilt.records], SHOWN) or 'nothing'}")
+            for sentence in rebuilt.notices:
+                console.warn(sentence)
             problems |= {**rebuilt.problems, **_others(controller, names, adopt, yes)}
         found = controller.jobs(cluster)
     if as_json:
@@ -324,11 +329,12 @@ def _shown_cluster(controller: Controller, named: str | None) -> str | None:
 def _others(controller: Controller, clusters: list[str], adopt: bool, yes: bool) -> Mapping[str, OrchError]:
     """Says whose the jobs are that another home started, and makes them ours where that is wanted."""
     from orchestrator import console
+    from orchestrator.text import some
 
     problems: dict[str, OrchError] = {}
     for owner, found in controller.not_ours(clusters).items():
         whose = owner.name if owner else "an older orch"
-        console.say(f"of {whose}: {', '.join(found)}")
+        console.say(f"of {whose}: {some(found, SHOWN)}")
         question = f"Make these yours? {whose} can then neither end nor remove them."
         if adopt and (yes or click.confirm(question, default=False, err=True)):
             problems |= {f"adopt {name}": error for name, error in controller.adopt(found).items()}
