@@ -24,8 +24,9 @@ _SERIES = (
     ("own_samples_per_s", "own compute speed (estimate of alone)", "#E69F00", "//"),
     ("solo_samples_per_s", "measured alone", "#009E73", ".."),
 )
-_INK = "#222222"
-_LINES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#999999", "#000000", "#B8A800")
+_INK = "#757d87"
+"""A grey that can be read on a white page and on a dark one: the picture itself is transparent."""
+_LINES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#999999", "#8C564B", "#B8A800")
 _MARKERS = ("o", "s", "^", "v", "D", "P", "X", "*", "<")
 
 
@@ -40,7 +41,7 @@ def draw_throughput(summary: Summary, path: Path) -> bool:
         warnings.filterwarnings("ignore", message="Glyph .* missing", category=UserWarning)
         with _plain_settings():
             draw = _figure_of_network if summary.collectives else _figure
-            draw(summary).savefig(content, format="png", dpi=144)
+            draw(summary).savefig(content, format="png", dpi=144, transparent=True)
     write_atomic(path, content.getvalue())
     return True
 
@@ -52,6 +53,8 @@ def _plain_settings() -> Iterator[None]:
 
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
+        matplotlib.rcParams.update({"text.color": _INK, "xtick.color": _INK, "ytick.color": _INK})
+        matplotlib.rcParams.update({"axes.labelcolor": _INK, "axes.edgecolor": _INK})
         yield
 
 
@@ -80,7 +83,7 @@ def _figure(summary: Summary) -> Any:
     axes.margins(x=0.14)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    axes.grid(axis="x", color="#dddddd", linewidth=0.8)
+    axes.grid(axis="x", color=_INK, alpha=0.25, linewidth=0.8)
     axes.set_axisbelow(True)
     figure.legend(loc="outside lower center", ncols=len(series), frameon=False, fontsize=9)
     return figure
@@ -117,7 +120,7 @@ def _figure_of_network(summary: Summary) -> Any:
     axes.set_ylabel("bus bandwidth, Gbit/s")
     axes.set_title(f"{_short(summary.experiment)} · {counted(summary.world_size, 'rank')}", loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="#dddddd", linewidth=0.8)
+    axes.grid(color=_INK, alpha=0.25, linewidth=0.8)
     axes.set_axisbelow(True)
     figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     return figure

@@ -29,7 +29,8 @@ from orchestrator.published import conditions, published_for
 from orchestrator.redraw import Drawing
 from orchestrator.summary import Collectives, CollectiveTime, NodeSummary, RankEnd, Summary, link_matrix
 from orchestrator.text import clean, clean_lines, one_line
-from orchestrator.units import format_bandwidth, format_bytes, format_duration
+from orchestrator.units import counted, format_bandwidth, format_bytes, format_duration
+from trainer.experiments import EXPERIMENTS
 
 NOTHING = "–"
 _EVEN = 0.02
@@ -85,6 +86,7 @@ def render_report(summary: Summary, chart: str | None = None, logs: tuple[LogEnd
             efficiency_words=efficiency_words(summary),
             fidelity_words=fidelity_words(summary),
             parts=_parts(summary),
+            settings_groups=tuple(_settings_groups(summary)),
             curve_charts=tuple(_curve_charts(summary.curves)),
             shares_over_steps=tuple(_shares_over_steps(summary)),
             published=published_for(summary),
@@ -164,6 +166,16 @@ def fidelity_words(summary: Summary) -> str:
         return fidelity
     same_as = f": {summary.batch_norm.exact_words}" if fidelity == "exact" else ""
     return f"{fidelity}; {summary.batch_norm.words}{same_as}"
+
+
+def _settings_groups(summary: Summary) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Those that somebody chose, without a title; then, to be unfolded, those that are the experiment's own."""
+    own = EXPERIMENTS.get(summary.experiment, {})
+    plain = {key for key, value in summary.settings.items() if key in own and own[key] == value}
+    plain -= summary.asked.keys()
+    yield "", {key: value for key, value in summary.settings.items() if key not in plain}
+    title = f"{counted(len(plain), 'setting')} as {summary.experiment} has them"
+    yield title, {key: value for key, value in summary.settings.items() if key in plain}
 
 
 def _where(node: str, rank: int | None) -> str:

@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.table import Table
 from run_folders import Host, end, start, step, two_hosts, write_run
 
+from orchestrator import console
 from orchestrator.analyse import analyse
 from orchestrator.charts import draw_throughput
 from orchestrator.paths import RunFolder
 from orchestrator.report import efficiency_words, headline, render_report, write_report
 from orchestrator.summary import Summary
+from trainer.experiments import EXPERIMENTS
 
 PNG = b"\x89PNG\r\n\x1a\n"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -99,6 +102,15 @@ def test_the_page_tells_who_did_what_and_who_made_the_others_wait(tmp_path: Path
         assert sentence in text, sentence
 
 
+def test_the_footnote_of_a_star_stands_only_where_a_star_does(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    summary = analyse(two_hosts(tmp_path / "run"))
+    console.print_summary(summary)
+    assert "* estimated" in capsys.readouterr().out
+    monkeypatch.setattr(console, "_table", lambda *words, **more: Table("node"))
+    console.print_summary(summary.model_copy(update={"efficiency": None}))
+    assert "*" not in capsys.readouterr().out
+
+
 def test_a_measured_basis_is_called_measured(tmp_path: Path) -> None:
     summary = analyse(two_hosts(tmp_path / "run"), solo={"a2000": 190.0, "v100": 1730.0})
     assert efficiency_words(summary).endswith("against 1,920, the sum of what each host was measured to do alone.")
@@ -131,6 +143,15 @@ def test_the_mixed_cluster_study_is_named_though_it_gives_no_times(tmp_path: Pat
     text = page_of(two_hosts(tmp_path / "run", exp="resnet152_cifar", settings=chosen)).text
     assert "The study gives no times." in text
     assert "exposed sync" in text
+
+
+def test_settings_that_nobody_chose_are_folded(tmp_path: Path) -> None:
+    chosen = {"exp": "mnist_lenet", "lr": EXPERIMENTS["mnist_lenet"]["lr"], "batch": 7, "num_workers": 2}
+    page = page_of(two_hosts(tmp_path / "run", exp="mnist_lenet", settings=chosen))
+    head, _, folded = page.text.partition(" as mnist_lenet has them ")
+    assert "batch 7" in head and "num_workers 2" in head and "lr 0." not in head
+    assert "lr 0." in folded and {"details", "summary"} <= set(page.tags)
+    assert "figure img { min-width: 0; }" in page.style
 
 
 def test_a_persons_own_script_is_compared_with_no_study(tmp_path: Path) -> None:
@@ -241,6 +262,8 @@ def test_a_real_browser_draws_the_page_offline(tmp_path: Path, scheme: int, page
     subprocess.run([*command, run.report.as_uri()], check=True, capture_output=True, timeout=120)
     pixels = (imread(shot)[:, :, :3] * 255).round().astype(int)
     assert tuple(pixels[2, 2]) == page_colour
+    if page_colour[0] < 128:  # no white box around the chart
+        assert (pixels == 255).all(axis=2).sum() < 1000
     blue_of_a_bar = (pixels == (0, 0x72, 0xB2)).all(axis=2).sum()
     assert blue_of_a_bar > 1000
 

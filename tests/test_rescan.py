@@ -145,7 +145,6 @@ def node(index, **more):
 
 UNFIT = {
     "another job": (changed(job="x"), "names another job"),
-    "another cluster": (changed(cluster="theirs"), "belongs to cluster theirs"),
     "an unknown node": (node(1, name="d"), "has no node d"),
     "one node twice": (node(1, name="a"), "nodes contradict"),
     "not the node that answers": (changed(nodes=TOLD["nodes"][1:], world_size=2), "nodes contradict"),
@@ -166,20 +165,28 @@ UNFIT = {
 
 @pytest.mark.parametrize(("told", "why"), UNFIT.values(), ids=list(UNFIT))
 def test_a_plan_that_does_not_fit_is_left_out_and_the_reason_said(told, why):
-    plans, left_out = rescan.recall({"a": {JOB: {"plan": told, "agent": {}}}}, HERE)
+    found = rescan.recall({"a": {JOB: {"plan": told, "agent": {}}}}, HERE)
+    plans, left_out = found.plans, found.left_out
     assert plans == {}
     assert len(left_out) == 1
     assert why in left_out[0]
 
 
+def test_a_job_of_another_cluster_is_no_mistake_and_is_told_once():
+    told = {"plan": changed(cluster="theirs"), "agent": {}}
+    found = rescan.recall({"a": {JOB: told}, "b": {JOB: told}}, HERE)
+    assert (found.plans, found.left_out, found.elsewhere) == ({}, [], {"theirs": [JOB]})
+
+
 def test_a_job_is_taken_from_the_next_host_where_one_talks_nonsense():
-    plans, left_out = rescan.recall({"a": {JOB: {"plan": {}}}, "b": {JOB: {"plan": TOLD}}}, HERE)
+    found = rescan.recall({"a": {JOB: {"plan": {}}}, "b": {JOB: {"plan": TOLD}}}, HERE)
+    plans, left_out = found.plans, found.left_out
     assert (list(plans), len(left_out)) == ([JOB], 1)
 
 
 @pytest.mark.parametrize("job", ["../../etc/cron.d/x", "a/b", ".hidden", "", "x" * 200, "a\n"])
 def test_a_job_whose_name_is_no_folders_name_is_left_out(job):
-    assert rescan.recall({"a": {job: {"plan": changed(job=job)}}}, HERE)[0] == {}
+    assert rescan.recall({"a": {job: {"plan": changed(job=job)}}}, HERE).plans == {}
 
 
 def test_where_the_hosts_are_is_the_inventorys_word():
@@ -205,8 +212,9 @@ HOSTILE = st.recursive(
 @given(st.dictionaries(st.sampled_from([*TOLD]), HOSTILE, max_size=4), HOSTILE)
 def test_whatever_a_host_remembers_it_is_a_plan_that_fits_or_a_reason(twisted, agent):
     answers = {"a": {JOB: {"plan": changed(**twisted), "agent": agent}}}
-    plans, left_out = rescan.recall(answers, HERE)
-    assert len(plans) + len(left_out) == 1
+    found = rescan.recall(answers, HERE)
+    plans, left_out = found.plans, found.left_out
+    assert len(plans) + len(left_out) + len(found.elsewhere) == 1
     for plan in plans.values():
         assert {one.name for one in plan.nodes} <= set("abc")
         assert rescan.record_of(plan).state == "lost"

@@ -10,6 +10,7 @@ import threading
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from lab import lab
@@ -17,6 +18,7 @@ from person import Person
 
 from orchestrator import venvs
 from orchestrator.call import Host
+from orchestrator.cli.hosts import _setup_question
 from orchestrator.errors import HostError, UsageError
 from orchestrator.records import Owner
 from orchestrator.requirements import Requirements
@@ -227,6 +229,20 @@ def test_a_clusters_nodes_run_the_environment_and_get_their_own_python_back():
     changed = Cluster(name="c", file="c.yaml", nodes=nodes).with_venvs({"a": venv})
     assert [node.python for node in changed.nodes] == [venv.python, "/usr/bin/python3"]
     assert changed.with_venvs({}).nodes == nodes
+
+
+def test_the_question_names_only_what_is_missing():
+    facts = {
+        f"h{n}": SimpleNamespace(torch=SimpleNamespace(version="2.3.1+cu121") if n > 1 else None) for n in range(4)
+    }
+    nodes, known = [SimpleNamespace(name=name) for name in facts], SimpleNamespace(facts=facts)
+    anything, extra = replace(WANTED, any_torch=True), Requirements(("tqdm",))
+    both = "Install torch 2.3.1 and torchvision 0.18.1 on h0, h1"
+    assert _setup_question(known, nodes, anything, None) == f"{both}?"
+    assert _setup_question(known, nodes, WANTED, None) == f"{both}?"
+    assert _setup_question(known, nodes[2:], anything, None) == ""
+    asked = _setup_question(known, nodes, replace(anything, extra=extra), Path("r.txt"))
+    assert asked == f"{both}, and 1 requirement of r.txt on h0..h3?"
 
 
 # ---- on a lab -------------------------------------------------------------------------------------------------

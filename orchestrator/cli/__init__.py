@@ -29,9 +29,9 @@ def main() -> None:
     """One training cluster out of GPU hosts that are reached only by SSH.
 
     \b
-    orch up inventory/a2000_v100.yaml        connect, probe, elect a master
-    orch run --exp resnet152_cifar           launch on every host, follow live
-    orch collect --job latest                pull logs and metrics, compare the hosts
+    orch up inventory/a2000_v100.yaml   connect, probe, elect a master
+    orch run --exp resnet152_cifar      launch on every host, follow live
+    orch collect                        pull logs and metrics, compare the hosts
 
     Shell completion: eval "$(_ORCH_COMPLETE=bash_source orch)" (or zsh_source, fish_source).
     """
