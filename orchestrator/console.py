@@ -186,8 +186,10 @@ def print_jobs(jobs: Sequence[JobRecord]) -> None:
     columns = ["job", "state", "cluster", "started", "took", "exit", "nodes", "exp", "first failure"]
     rows = [_job_cells(job) for job in jobs]
     drop = ["exp", "nodes", "first failure", "exit", "took", "cluster", "started"]
-    if len({job.cluster for job in jobs}) < 2:
-        columns, rows = columns[:2] + columns[3:], [row[:2] + row[3:] for row in rows]
+    idle = {"cluster"} if len({job.cluster for job in jobs}) < 2 else set()
+    idle |= {name for index, name in enumerate(columns) if rows and not any(str(row[index]) for row in rows)}
+    told = [index for index, name in enumerate(columns) if name not in idle]
+    columns, rows = [columns[index] for index in told], [tuple(row[index] for index in told) for row in rows]
     out.print(_table(None, columns, rows, drop=drop, text=("first failure",)))
 
 
@@ -327,10 +329,11 @@ def print_events(
                     board.show(Bars(tuple(line for line in event.lines if show(line))))
                 elif isinstance(event, (Progress, Silence)):
                     board.show(event)
-                elif text := "".join([words.of(line) for line in event if show(line)]):
+                else:
                     board.lines_come()
                     # One segment as it is: laying out each line would cost a flood of them ten times what they cost us.
-                    stream.print(Segments([Segment(text)]), end="")
+                    if text := "".join([words.of(line) for line in event if show(line)]):
+                        stream.print(Segments([Segment(text)]), end="")
     finally:
         board.close()
 

@@ -5,11 +5,14 @@ import json
 import os
 import sys
 
+import click
 import pytest
+from test_cli import COMMANDS
 from test_plan import a2000_v100
 from test_store import cluster, job
 
 from orchestrator.cli import main
+from orchestrator.clusters import Clusters, Up
 from orchestrator.controller import Controller
 from orchestrator.paths import Home
 from orchestrator.store import Store
@@ -119,6 +122,22 @@ def test_cancel_of_a_latest_that_has_ended_names_what_still_runs(orch, monkeypat
     code, _, err = orch("cancel", "--cluster", "lab", "--yes")
     assert code == 2
     assert "l-1 has ended already (failed)" in err and "still running: r-2: name one with --job" in err
+
+
+def test_up_says_where_the_terminal_keeps_to_another_cluster(orch, monkeypatch, tmp_path):
+    (tmp_path / "new.yaml").write_text("cluster: new\nnodes: [{name: a, host: 10.0.0.1, user: me}]\n")
+    monkeypatch.setattr(Clusters, "up", lambda self, loaded: Up(cluster("new"), None, {}, ()))
+    monkeypatch.setenv("ORCH_CLUSTER", "rack")
+    assert "ORCH_CLUSTER=rack still chooses in this terminal: unset ORCH_CLUSTER" in orch("up", "new.yaml")[2]
+    monkeypatch.setenv("ORCH_CLUSTER", "new")
+    assert "ORCH_CLUSTER" not in orch("up", "new.yaml")[2]
+
+
+def test_every_command_about_hosts_or_jobs_takes_a_cluster():
+    own = {"up", "clusters", "use"}
+    for words, command in COMMANDS.items():
+        if not isinstance(command, click.Group) and words[0] not in own:
+            assert "--cluster" in {name for option in command.params for name in option.opts}, words
 
 
 def test_names_are_completed_from_the_terminals_cluster(orch, monkeypatch, capfd):

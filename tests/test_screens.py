@@ -77,9 +77,9 @@ def test_a_plan_on_a_narrow_screen_drops_columns_and_no_digit(home, monkeypatch,
         assert {f"{best['samples_per_s']:.4g}", f"{best['step_ms']:.4g}"} <= set(row.split())
 
 
-def test_the_comparison_of_hosts_fits_eighty_columns(screen, tmp_path):
+def test_the_comparison_of_hosts_fits_sixty_columns(screen, tmp_path):
     summary = analyse(two_hosts(tmp_path / "run"))
-    _, row, _ = screen(80, lambda: console._print_hosts(summary), "node|a2000|v100")
+    _, row, _ = screen(60, lambda: console._print_hosts(summary), "node|a2000|v100")
     node = summary.nodes[0]
     figures = [node.samples_per_s, node.step_ms.p50, node.compute_ms, node.sync_ms, node.wait_ms]
     assert {console._figure(value) for value in figures} <= set(row.split())
@@ -103,3 +103,4 @@ def test_the_list_of_jobs_ends_where_it_is_told_to(words, count, said, monkeypat
     done = orch("jobs", *words)
     shown = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("resnet")]
     assert shown == [ID.format(29 - n) for n in range(count)]
+    assert said in done.stderr.replace("\n", " ") and bool(said) == ("older" in done.stderr)
