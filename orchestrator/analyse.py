@@ -32,6 +32,7 @@ from orchestrator.measure import Figures, gpu_label, measure, write_steps
 from orchestrator.paths import RunFolder
 from orchestrator.rebalances import read_rebalances
 from orchestrator.records import SCHEMA, FirstFailure, JobRecord, LaunchPlan, NodePlan, Record
+from orchestrator.stall import last_words
 from orchestrator.straggler import find_bound, find_straggler
 from orchestrator.summary import GpuSummary, NodeSummary, RankEnd, Summary
 from orchestrator.text import one_line
@@ -151,7 +152,7 @@ def _summarise(
         straggler=find_straggler(plan, figures) if whole else None,
         bound=find_bound(plan, figures) if whole else None,
         missing=(*missing, *_missing(plan, events, figures), *(not_measured(collectives) if collectives else ())),
-        warnings=tuple(_warnings(plan, events, figures, nodes)),
+        warnings=(*(last_words(plan, job) if job else ()), *_warnings(plan, events, figures, nodes)),
         first_failure=_cleaned(job.first_failure) if job and job.first_failure else None,
         faults=tuple(_cleaned(fault) for fault in job.faults) if job else (),
         restarts=restarts,

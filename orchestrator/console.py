@@ -36,6 +36,7 @@ from orchestrator.grammar import place
 from orchestrator.lines import Bars, Line
 from orchestrator.live import Progress, Row, Silence
 from orchestrator.records import MASK, Faster, FirstFailure, JobRecord, LaunchPlan
+from orchestrator.stall import stall_words
 from orchestrator.store import Cluster
 from orchestrator.summary import Collectives, Summary, link_matrix
 from orchestrator.text import clean_lines, one_line
@@ -231,8 +232,16 @@ def jobs_json(
 ) -> dict[str, Any]:
     """unheard: by job that may still run, the hosts that gave no answer."""
     keys = ("id", "state", "exp", "cluster", "nodes", "started", "ended", "exit_code", "first_failure", "faults")
+    keys += ("stall", "joined")
     rows = [{key: job.model_dump(mode="json")[key] for key in keys} for job in jobs]
     return {"schema": 1, "jobs": [{**row, "unheard": list((unheard or {}).get(row["id"], ()))} for row in rows]}
+
+
+def warn_stalls(jobs: Iterable[JobRecord]) -> None:
+    """Of jobs that run, those whose ranks stand still."""
+    for job in jobs:
+        if job.stall and job.state == "running":
+            warn(f"{job.id}: {stall_words(job.stall)}")
 
 
 def warn_unheard(unheard: Mapping[str, Mapping[str, HostError]]) -> None:

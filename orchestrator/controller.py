@@ -42,6 +42,7 @@ from orchestrator.records import ENDED, FINAL_STATES, CodeFolder, Faster, JobRec
 from orchestrator.request import RunRequest, Wish, read_wish
 from orchestrator.resume import last_checkpoint, settings_of
 from orchestrator.rounds import with_rounds
+from orchestrator.stall import News
 from orchestrator.store import Cluster, Store
 from orchestrator.summary import Summary
 from orchestrator.text import one_line
@@ -247,6 +248,7 @@ class Controller:
         told = set[tuple[str, int | None, int | None]]()
         view, has_news, progress_due = LiveView(plan), False, 0.0
         is_silent, bars_due = until_end, time.monotonic() + BARS_S
+        news = News(plan)
         ended_at: float | None = None
         for name, item in job.watch(plan, hosts, offsets={}, follow=until_end, reconnect=self.connections.reopen):
             has_word = heard.take(name, item, now_s := time.monotonic())
@@ -278,6 +280,8 @@ class Controller:
                     yield Notice(fault_words(fault))
                     if fault.rank is None:
                         view.lose(fault.node)
+                for words in news.of(record):
+                    yield Notice(words)
                 is_over = record.state in FINAL_STATES
                 if is_over and ended_at is None and (missed := heard.missed(now_s)):
                     yield Notice(f"{', '.join(sorted(missed))}: no word any more; what the other hosts know counts")

@@ -23,6 +23,7 @@ from orchestrator.errors import ConnectError, HostError, HostsError
 from orchestrator.faults import faults_of, in_own_words, own_loss
 from orchestrator.frames import Beat, End, Frame, Held, read_frames
 from orchestrator.records import ENDED, FirstFailure, JobRecord, JobState, LaunchPlan, NodePlan
+from orchestrator.stall import joined, stall_of
 from orchestrator.text import one_line
 from orchestrator.transport.fanout import errors, for_each, values
 
@@ -316,8 +317,12 @@ def combine(
     launched: every host had been told to go when they were asked, so that none of it can be on its way.
     """
     records = {name: dict(record) for name, record in found.items() if isinstance(record, Mapping)}
+    if (met := joined(plan, records)) is not None:
+        known = known.model_copy(update={"joined": met})
     if known.state in ENDED:
         return _in_its_own_words(known, records)
+    if len(records) == len(plan.nodes):  # else what was seen last
+        known = known.model_copy(update={"stall": stall_of(plan, records)})
     if plan.elastic:
         known = known.model_copy(update={"faults": faults_of(plan, records, known.faults)})
     final = [

@@ -292,6 +292,23 @@ class Fault(FirstFailure):
     """How often the rank had been started anew before."""
 
 
+class StillRank(Record):
+    """What one rank does while none prints."""
+
+    node: str
+    rank: int
+    does: Literal["waits", "busy", "disk", "stopped", "ended"]
+    """See `remote/stillness.py`."""
+
+
+class Stall(Record):
+    """No rank of a job prints anything, and some do nothing but wait."""
+
+    quiet_s: float
+    """For how long, in whole minutes, when the hosts were asked."""
+    ranks: tuple[StillRank, ...]
+
+
 class JobRecord(Record):
     """A job as `orch jobs --json` lists it and as `job.json` stores it."""
 
@@ -307,3 +324,7 @@ class JobRecord(Record):
     first_failure: FirstFailure | None = None
     faults: tuple[Fault, ...] = ()
     """What an elastic job went on after, in the order of time."""
+    stall: Stall | None = None
+    """Of a job that has ended: how its ranks were found last."""
+    joined: bool | None = None
+    """Whether any rank has met another; False: each of several runs by itself. None: not known, or a single rank."""

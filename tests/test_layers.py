@@ -21,6 +21,7 @@ PURE = [
     "election",
     "elastic",
     "faults",
+    "stall",
     "plan",
     "analyse",
     "measure",

@@ -116,6 +116,7 @@ def status(no_look: bool, cluster: str | None, as_json: bool) -> None:
     console.print_status(found, silent)
     if jobs:
         console.print_jobs(jobs)
+    console.warn_stalls(jobs)
     console.warn_unheard(told.unheard)
     return None
 

@@ -293,6 +293,7 @@ def jobs(rescan: bool, adopt: bool, yes: bool, limit: int | None, cluster: str |
         console.print_json(console.jobs_json(found.records[: limit or None], found.unheard))
     else:
         _show_jobs(found.records, SCREEN_JOBS if limit is None and console.out.is_terminal else limit or 0)
+    console.warn_stalls(found.records)
     console.warn_unheard(found.unheard)
     problems = {**found.problems, **problems}
     console.fail_each(problems.values())

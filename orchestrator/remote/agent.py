@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import select
+import time
 from typing import Any
 
 from . import processes
@@ -19,6 +20,9 @@ def look(job: Job) -> dict[str, Any]:
         node = job.read_node()
         agent["plan"] = {key: node[key] for key in ("exp", "members", "is_master", "cluster", "created")}
         agent["owner"] = node.get("owner")
+    if agent.get("quiet_since"):
+        quiet_s = (agent.get("ended") or time.time()) - agent["quiet_since"]
+        agent["quiet_s"] = 60 * round(max(quiet_s, 60) // 60)  # so that a follower hears of it once a minute
     agent["alive"] = lives(agent)
     if not agent["alive"] and agent.get("state") not in FINAL_STATES:
         agent |= job.read_agent()  # it may have spoken its last word between the two looks

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,6 +74,34 @@ def descendants(root: int) -> list[Identity]:
         below = children.get(todo.pop(), [])
         found += below
         todo += [process.pid for process in below]
+    return found
+
+
+class Use(NamedTuple):
+    """What a process and all below it have used: CPU time, that of its ended children too; and its own state."""
+
+    cpu_ticks: int
+    state: str
+    """A letter of proc(5): R runs or wants to, S sleeps, D waits in the kernel, T is stopped."""
+
+
+def uses(roots: Mapping[int, int]) -> dict[int, Use]:
+    """roots: by the process whose state is asked for, the one below which CPU time is counted, itself included. Those
+    that are gone are left out.
+    """
+    stats = {pid: fields for pid in _pids() if (fields := _stat(pid))}
+    children: dict[int, list[int]] = {}
+    for pid, fields in stats.items():
+        children.setdefault(int(fields[1]), []).append(pid)
+    found = {}
+    for asked, root in roots.items():
+        ticks, todo = 0, [root]
+        while todo:
+            pid = todo.pop()
+            ticks += sum(map(int, stats[pid][11:15])) if pid in stats else 0
+            todo += children.get(pid, ())
+        if asked in stats and stats[asked][0] not in "ZX":
+            found[asked] = Use(ticks, stats[asked][0])
     return found
 
 

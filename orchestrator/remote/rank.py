@@ -18,11 +18,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from . import trouble
 from .layout import Job, write_json
+from .meeting import Meeting
 from .memory import let_go_first
 from .processes import adopt_orphans, descendants, die_with_parent, end_all, pulse, signal_name
 from .pump import Pump
@@ -30,6 +32,10 @@ from .pump import Pump
 PARENT_DIED = signal.SIGUSR1
 FORWARDED = (signal.SIGINT, signal.SIGTERM)
 LOOK_S = 2.0
+RARER = 20
+"""Whether a rank has met the others is looked at again after a RARERth of the time that it has run: a host may have
+very many connections to look through.
+"""
 STILL_S = 22.0
 """A supervisor without a pulse for this long has lost its lease (`hub`), and cannot end us: we end ourselves."""
 END_S = 5.0
@@ -50,6 +56,8 @@ def main() -> None:
     alive = os.open(job.alive, os.O_RDONLY | os.O_NONBLOCK)
     if os.getppid() != parent:
         sys.exit(1)
+    agent = job.read_agent()
+    meeting = _meeting(job, node, int(agent.get("rendezvous_port", 0)))
     try:
         child, pumps = _start(job, node, rank)
     except (OSError, RuntimeError) as error:  # RuntimeError: no further thread may start
@@ -58,8 +66,10 @@ def main() -> None:
         sys.exit(f"rank {rank} did not start: {told}")
     _tell(job, {"rank": rank, "event": "started", "pid": child.pid, "wrapper": os.getpid(),
                 "world_size": int(os.environ["WORLD_SIZE"])})  # fmt: skip
-    cause = _watch(child, wakeup, alive, int(job.read_agent().get("pid", 0)))
+    cause = _watch(child, wakeup, alive, int(agent.get("pid", 0)), _look_out(job, rank, child.pid, meeting))
     end = _describe(child.wait(), cause)
+    if meeting:
+        end["met"] = meeting.is_over()
     _end_all_below(child)
     if dropped := sum(pump.finish() for pump in pumps):
         end["dropped_bytes"] = dropped
@@ -122,13 +132,39 @@ def _catch_signals() -> int:
     return read
 
 
-def _watch(child: subprocess.Popen[bytes], wakeup: int, alive: int, supervisor: int) -> str | None:
-    """Waits for the child's end. Returns why we ended it, None where it ended by itself."""
+def _meeting(job: Job, node: dict[str, Any], port: int) -> Meeting | None:
+    """None where there is nobody to meet."""
+    if int(os.environ["WORLD_SIZE"]) < 2:
+        return None
+    others = {place[0] for name, place in job.read_peers().items() if name != node["name"]}
+    return Meeting(port, others - {node["address"]})
+
+
+def _look_out(job: Job, rank: int, pid: int, meeting: Meeting | None) -> Callable[[], None]:
+    """What tells the supervisor, once, that the script has met other ranks."""
+    began_s = due_s = time.monotonic()
+
+    def look() -> None:
+        nonlocal due_s
+        now_s = time.monotonic()
+        if meeting and not meeting.seen and now_s >= due_s:
+            due_s = now_s + (now_s - began_s) / RARER
+            if meeting.look(pid):
+                _tell(job, {"rank": rank, "event": "met"})
+
+    return look
+
+
+def _watch(
+    child: subprocess.Popen[bytes], wakeup: int, alive: int, supervisor: int, look: Callable[[], None]
+) -> str | None:
+    """Waits for the child's end; calls `look` every LOOK_S. Returns why we ended it, None where it ended by itself."""
     cause = None
     watched = [wakeup, alive]
     beats, still = pulse(supervisor), 0
     while child.poll() is None:
         ready, _, _ = select.select(watched, [], [], LOOK_S)
+        look()
         if not ready:  # looks are counted, not seconds: who was frozen with us has as long to wake as we had
             before, beats = beats, pulse(supervisor)
             still = still + 1 if beats == before != -1 else 0

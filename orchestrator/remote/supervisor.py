@@ -31,6 +31,8 @@ from .memory import out_of_memory_kills
 from .peers import Peers, Place, Unreached
 from .ports import Claim, admit, claim_port, listen, own_source, shut_out
 from .processes import identify, signal_name
+from .stillness import LOOK_S as STILL_LOOK_S
+from .stillness import QUIET_S, Stillness
 
 GO_S = 300.0
 """Prepared but not told to go for this long: the controller is gone, undo. Longer than the slowest upload may take."""
@@ -42,6 +44,8 @@ SETTLE_S = 0.3
 HEARSAY_S = 2.0
 """The same, where all that is known so far is that a connection broke: the one who broke it may be slow to end."""
 OUT_OF_MEMORY = "this host, or the cgroup that it runs in, ran out of memory, and the kernel ended a process"
+ALONE_S = 120.0
+"""Ranks that have met nobody for so long are said to be alone; they may still meet."""
 TOLD = 8
 """So many of a host's failures are told and kept."""
 
@@ -70,7 +74,7 @@ class Supervisor:
             "keeper": identify(os.getppid())._asdict(),
             "started": time.time(),
         }
-        self.children, self.pulse = Children(job, node), Pulse()
+        self.children, self.pulse, self.still = Children(job, node), Pulse(), Stillness(job)
         self.peers = Peers(node["name"], self._token, self.changed)
         self._claim: Claim | None = None
         self._memory_kills = out_of_memory_kills()
@@ -123,6 +127,7 @@ class Supervisor:
             self.membership = Membership(hub, self.node["name"], self._token, self.status, self.obey, self._hub_gone)
             self._spawn(self.membership.stay(JOIN_S))
         self._spawn(self._watch_folder())
+        self._spawn(self._watch_ranks())
         self._spawn(self.pulse.beat())
         self._spawn(self._join())
         self.changed()
@@ -489,7 +494,13 @@ class Supervisor:
                 self.elastic.started(event)
             self.changed()
             return
-        rank |= {key: event[key] for key in ("exit_code", "signal", "cause") if key in event}
+        if event["event"] == "met":
+            rank["met"] = True
+            self.changed()
+            return
+        rank |= {key: event[key] for key in ("exit_code", "signal", "cause", "met") if key in event}
+        if event["cause"] is None:
+            rank.pop("does", None)  # else it is how the rank was found when it was ended
         rank["ended"] = time.time()
         if lost := event.get("dropped_bytes"):
             rank["dropped_bytes"] = rank.get("dropped_bytes", 0) + lost
@@ -601,6 +612,28 @@ class Supervisor:
     def _ladder_s(self) -> float:
         """The longest that ending a host's ranks can take, and a little for the news to travel."""
         return float(HEARSAY_S + 2 * self.node["grace_s"] + 2 * KILL_S)
+
+    async def _watch_ranks(self) -> None:
+        """Notes which of them stand still, and which have met nobody: for people, nothing is ended for it."""
+        while True:
+            await asyncio.sleep(STILL_LOOK_S)
+            if self.phase == "running" and self._note(self.still.look(self.ranks, time.monotonic())):
+                self._write()
+
+    def _note(self, found: dict[str, str]) -> bool:
+        """found: what each rank that runs does, {} where they print. Returns whether that is news."""
+        before = json.dumps(self.ranks)
+        for number, rank in self.ranks.items():
+            rank.pop("does", None)
+            if number in found:
+                rank["does"] = found[number]
+            if "met" not in rank and time.time() - rank.get("started", time.time()) > ALONE_S:
+                rank["met"] = False
+        if not found:
+            self.record["quiet_since"] = None
+        elif not self.record.get("quiet_since"):
+            self.record["quiet_since"] = time.time() - QUIET_S
+        return json.dumps(self.ranks) != before
 
     async def _watch_folder(self) -> None:
         """Somebody may remove the job's folder under us: then nobody can speak to us any more, so the job ends."""
