@@ -280,7 +280,7 @@ class Controller:
                     yield Notice(fault_words(fault))
                     if fault.rank is None:
                         view.lose(fault.node)
-                for words in news.of(record):
+                for words in news.of(record) if until_end else ():
                     yield Notice(words)
                 is_over = record.state in FINAL_STATES
                 if is_over and ended_at is None and (missed := heard.missed(now_s)):

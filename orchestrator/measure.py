@@ -30,6 +30,7 @@ from orchestrator.summary import StepTime
 from orchestrator.text import one_line
 
 DEFAULT_WARMUP_STEPS = 3
+STRETCHES = 10
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,10 @@ class RankFigures:
     sync_ms: float | None
     wait_ms: float | None
     optim_ms: float | None
+    compute_spread_ms: float | None
+    """Half of what lies between the quartiles of its compute times."""
+    stretch_wait_ms: tuple[float, ...] = ()
+    """Its mean wait in each of up to STRETCHES stretches of the run, one after the other; empty where not known."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +77,10 @@ def measure(events: Events, plan: LaunchPlan) -> Figures:
     samples_total, reported = query("SELECT coalesce(sum(samples), 0), list(DISTINCT rank) FROM steps").fetchone()
     (loss,) = query(_LAST_LOSS).fetchone()
     epoch_loss = _last_epoch_loss(events)
+    stretches = {rank: tuple(waits) for rank, waits in query(_STRETCHES).fetchall()}
     return Figures(
         reported=frozenset(reported or ()),
-        ranks={row[0]: RankFigures(*row) for row in query(_BY_RANK).fetchall()},
+        ranks={row[0]: RankFigures(*row, stretches.get(row[0], ())) for row in query(_BY_RANK).fetchall()},
         steps=steps,
         warmup_steps=left_out,
         samples_total=int(samples_total),
@@ -127,8 +133,18 @@ def _mean_if_whole(column: str) -> str:
 _BY_RANK = f"""
 SELECT rank, sum(samples)::BIGINT, sum(t_ms), CASE WHEN count(compute_ms) = count(*) THEN sum(compute_ms) END,
        {_mean_if_whole("load_ms")}, {_mean_if_whole("compute_ms")}, {_mean_if_whole("sync_ms")},
-       {_mean_if_whole("wait_ms")}, {_mean_if_whole("optim_ms")}
+       {_mean_if_whole("wait_ms")}, {_mean_if_whole("optim_ms")},
+       CASE WHEN count(compute_ms) = count(*)
+            THEN (quantile_cont(compute_ms, 0.75) - quantile_cont(compute_ms, 0.25)) / 2 END
 FROM timed WHERE measured GROUP BY rank ORDER BY rank
+"""  # noqa: S608 - names of our own
+
+_STRETCHES = f"""
+WITH steps AS (
+    SELECT rank, wait_ms, ntile({STRETCHES}) OVER (PARTITION BY rank ORDER BY step) AS stretch
+    FROM timed WHERE measured AND wait_ms IS NOT NULL),
+means AS (SELECT rank, stretch, avg(wait_ms) AS wait_ms FROM steps GROUP BY rank, stretch)
+SELECT rank, list(wait_ms ORDER BY stretch) FROM means GROUP BY rank
 """  # noqa: S608 - names of our own
 
 _STEP_TIMES = """

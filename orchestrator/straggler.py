@@ -8,7 +8,9 @@ Takes the plan and the ranks' `Figures`, gives values of the summary:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import statistics
+from collections.abc import Iterable, Sequence
 
 from orchestrator.measure import Figures, RankFigures
 from orchestrator.records import LaunchPlan
@@ -16,13 +18,18 @@ from orchestrator.summary import Bound, Part, Straggler
 
 NOISE = 0.05
 """A wait below this part of a step names no straggler."""
+UNREPEATED = 0.5
+"""The same where a single step was measured, which tells nothing of its own noise."""
+STUDENT = (63.66, 9.92, 5.84, 4.60, 4.03, 3.71, 3.50, 3.36, 3.25)
+"""Student's t at 99 %, two-sided, for 1 to 9 degrees of freedom."""
 
 
 def find_straggler(plan: LaunchPlan, figures: Figures) -> Straggler | None:
     """The host, or on a single host the rank, that the others wait for; None when the wait is lost in the noise.
 
     It is the one whose rank waits least itself. What counts is how much longer the others wait: hosts that are late by
-    turns all wait, and nobody is to blame.
+    turns all wait, and nobody is to blame. That has to be more than the measurement's own noise (`_is_noise`): of two
+    equal hosts under load one is always the slower by a little.
     """
     node_of = {rank: node.name for node in plan.nodes for rank in node.rank_numbers}
     last = _last(plan, figures)
@@ -33,8 +40,7 @@ def find_straggler(plan: LaunchPlan, figures: Figures) -> Straggler | None:
     if not others:
         return None
     wait_ms = _mean(figures.ranks[rank].wait_ms for rank in others) - (figures.ranks[last].wait_ms or 0.0)
-    step_ms = figures.ranks[last].total_ms / figures.steps
-    if wait_ms <= 0 or wait_ms < NOISE * step_ms:
+    if wait_ms <= 0 or _is_noise(wait_ms, figures, last, others):
         return None
     names = {node_of[rank] for rank in others}
     label = "the other ranks" if not by_node else names.pop() if len(names) == 1 else "the others"
@@ -42,6 +48,22 @@ def find_straggler(plan: LaunchPlan, figures: Figures) -> Straggler | None:
     if f"rank:{last}" in str(plan.settings.get("slow")).split(","):
         reason += f" (slow={plan.settings['slow']} was asked for)"
     return Straggler(node=node_of[last], rank=None if by_node else last, reason=reason, wait_ms=wait_ms)
+
+
+def _is_noise(wait_ms: float, figures: Figures, last: int, others: Sequence[int]) -> bool:
+    """Whether so much waiting says nothing of a host: it is small beside a step, smaller than what the host's own
+    compute time varies by from step to step, or not the same over the run. That is judged by batch means (A. M. Law,
+    Simulation Modeling and Analysis): steps that follow each other are alike, stretches of the run less so.
+    """
+    step_ms = figures.ranks[last].total_ms / figures.steps
+    if wait_ms < max(NOISE * step_ms, figures.ranks[last].compute_spread_ms or 0.0):
+        return True
+    stretches = zip(*(figures.ranks[rank].stretch_wait_ms for rank in (last, *others)), strict=False)
+    more_ms = [_mean(waits[1:]) - waits[0] for waits in stretches]
+    if len(more_ms) < 2:
+        return wait_ms < UNREPEATED * step_ms
+    error_ms: float = statistics.stdev(more_ms) / math.sqrt(len(more_ms))
+    return wait_ms < STUDENT[len(more_ms) - 2] * error_ms
 
 
 def find_bound(plan: LaunchPlan, figures: Figures) -> Bound | None:

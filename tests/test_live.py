@@ -336,7 +336,8 @@ def test_ranks_are_starting_until_the_first_line_or_metric_and_bars_come_folded(
 def test_each_fault_of_an_elastic_job_is_told_once_wherever_it_comes_to_stand(monkeypatch):
     later, earlier = Fault(node="b", reason="lost", after_s=9.0), Fault(node="a", rank=0, reason="died", after_s=4.0)
     records = [
-        SimpleNamespace(state="running", faults=faults) for faults in ((later,), (earlier, later), (earlier, later))
+        SimpleNamespace(state="running", faults=faults, stall=None, joined=None)
+        for faults in ((later,), (earlier, later), (earlier, later))
     ]
     monkeypatch.setattr(controller.job, "watch", lambda *_, **__: iter([("a", Agent({}))] * 3))
     monkeypatch.setattr(Controller, "_remember", lambda *_: records.pop(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,52 @@ def test_an_impossible_time_of_collectives_costs_its_line(tmp_path: Path, comm: 
     summary = analysed(tmp_path, [((2, 60, 30, 8), {}), ((2, 60, 30, 8), {"comm_ms": comm})])
     assert summary.missing[0] == "v100: rank 1 reported no step."
     assert "10 lines with an impossible number" in summary.warnings[0]
+
+
+# ---- noise ----------------------------------------------------------------------------------------------------------
+
+
+def under_load(folder: Path, spread_ms: float, slower: float = 1.0, steps: int = 200) -> Summary:
+    """Two equal hosts that others' programs disturb for a while each; a2000 computes so much longer, beside."""
+    chance = random.Random(7)
+    drift = [[chance.gauss(0, spread_ms) for _ in range(steps // 20 + 1)] for _ in TWO]
+    lines: dict[int, list[Any]] = {0: [], 1: []}
+    for n in range(steps):
+        own = [40 + abs(drift[rank][n // 20] + chance.gauss(0, spread_ms)) for rank in range(2)]
+        own[0] *= slower
+        for rank in range(2):
+            lines[rank].append(step(n, 32, 2, own[rank], 10 + max(own) - own[rank], 8))
+    return analyse(write_run(folder / "run", TWO, lines))
+
+
+@pytest.mark.parametrize("spread_ms", [2.0, 10.0, 25.0])
+def test_of_two_equal_hosts_under_load_none_is_named(tmp_path: Path, spread_ms: float) -> None:
+    assert under_load(tmp_path, spread_ms).straggler is None
+
+
+@pytest.mark.parametrize(("spread_ms", "slower"), [(1.0, 1.15), (5.0, 1.6), (10.0, 2.0)])
+def test_a_host_that_is_slower_than_the_noise_is_named(tmp_path: Path, spread_ms: float, slower: float) -> None:
+    found = under_load(tmp_path, spread_ms, slower).straggler
+    assert found is not None
+    assert found.node == "a2000"
+
+
+def test_a_host_that_was_slow_for_one_stretch_of_the_run_is_no_straggler(tmp_path: Path) -> None:
+    """A neighbour's program ran there for a tenth of the time; both hosts are equal."""
+    late, even = ((2, 200, 10, 8), (2, 40, 170, 8)), ((2, 40, 10, 8), (2, 40, 10, 8))
+    parts = [late if 50 <= n < 60 else even for n in range(103)]
+    lines = {rank: [step(n, 32, *part[rank]) for n, part in enumerate(parts)] for rank in range(2)}
+    assert analyse(write_run(tmp_path / "run", TWO, lines)).straggler is None
+
+
+def test_one_measured_step_names_a_host_only_where_most_of_it_is_waiting(tmp_path: Path) -> None:
+    def after_one(compute_ms: float) -> Summary:
+        ranks = ((2, compute_ms, 10, 8), (2, 40, compute_ms - 30, 8))
+        lines = {rank: [step(n, 32, *parts) for n in range(4)] for rank, parts in enumerate(ranks)}
+        return analyse(write_run(tmp_path / str(compute_ms), TWO, lines))
+
+    assert after_one(60).straggler is None
+    assert after_one(400).straggler is not None
 
 
 # ---- a bottleneck made on purpose ---------------------------------------------------------------------------------
