@@ -48,8 +48,6 @@ class RankFigures:
     optim_ms: float | None
     compute_spread_ms: float | None
     """Half of what lies between the quartiles of its compute times."""
-    stretch_wait_ms: tuple[float, ...] = ()
-    """Its mean wait in each of up to STRETCHES stretches of the run, one after the other; empty where not known."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +56,8 @@ class Figures:
     """Ranks with at least one usable step line."""
     ranks: dict[int, RankFigures]
     """Empty where no step was measured."""
+    stretch_wait_ms: dict[int, tuple[float, ...]]
+    """By rank, its mean wait in each of up to STRETCHES stretches of the run, one after the other."""
     steps: int
     warmup_steps: int
     samples_total: int
@@ -77,10 +77,10 @@ def measure(events: Events, plan: LaunchPlan) -> Figures:
     samples_total, reported = query("SELECT coalesce(sum(samples), 0), list(DISTINCT rank) FROM steps").fetchone()
     (loss,) = query(_LAST_LOSS).fetchone()
     epoch_loss = _last_epoch_loss(events)
-    stretches = {rank: tuple(waits) for rank, waits in query(_STRETCHES).fetchall()}
     return Figures(
         reported=frozenset(reported or ()),
-        ranks={row[0]: RankFigures(*row, stretches.get(row[0], ())) for row in query(_BY_RANK).fetchall()},
+        ranks={row[0]: RankFigures(*row) for row in query(_BY_RANK).fetchall()},
+        stretch_wait_ms={rank: tuple(waits) for rank, waits in query(_STRETCHES).fetchall()},
         steps=steps,
         warmup_steps=left_out,
         samples_total=int(samples_total),

@@ -58,7 +58,7 @@ def _is_noise(wait_ms: float, figures: Figures, last: int, others: Sequence[int]
     step_ms = figures.ranks[last].total_ms / figures.steps
     if wait_ms < max(NOISE * step_ms, figures.ranks[last].compute_spread_ms or 0.0):
         return True
-    stretches = zip(*(figures.ranks[rank].stretch_wait_ms for rank in (last, *others)), strict=False)
+    stretches = zip(*(figures.stretch_wait_ms[rank] for rank in (last, *others)), strict=False)
     more_ms = [_mean(waits[1:]) - waits[0] for waits in stretches]
     if len(more_ms) < 2:
         return wait_ms < UNREPEATED * step_ms
