@@ -112,9 +112,8 @@ def alone_words(plan: LaunchPlan, record: JobRecord) -> str:
     """ "" where some rank has met another, or nobody can know; our own trainer always joins."""
     if record.joined is not False or plan.kind == "experiment" or record.state not in ("running", "succeeded"):
         return ""
-    are = "have not joined one process group yet" if record.state == "running" else "never joined one process group"
     return (
-        f"the {plan.world_size} ranks {are}, each runs by itself: a script joins with "
+        f"the {plan.world_size} ranks joined no process group, each runs by itself: a script joins with "
         "torch.distributed.init_process_group; accelerate does on CPU hosts with ACCELERATE_USE_CPU=true in `env:`"
     )
 

@@ -103,7 +103,7 @@ def test_ranks_that_never_met_are_told_where_there_are_several(tmp_path: Path) -
         record = record_of(job)
         words = list(News(job.plan).of(record))
     assert (record.state, record.joined) == ("succeeded", False)
-    assert len(words) == 1 and words[0].startswith("the 2 ranks never joined one process group, each runs by itself")
+    assert len(words) == 1 and words[0].startswith("the 2 ranks joined no process group, each runs by itself")
 
 
 def test_a_rank_alone_has_nobody_to_meet(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_job_that_goes_on_alone_is_told_so_while_it_runs(tmp_path: Path, monke
         job.launch()
         agents = job.wait_for(lambda found: joined(job.plan, found) is False)
         record = jobs.combine(job.plan, agents, job.record(), jobs.datetime.now(jobs.timezone.utc))
-        assert "have not joined one process group yet" in alone_words(job.plan, record)
+        assert "joined no process group" in alone_words(job.plan, record)
 
 
 def test_torch_ranks_that_meet_for_a_moment_have_met(tmp_path: Path) -> None:
@@ -149,6 +149,6 @@ def test_only_what_all_ranks_say_counts(tmp_path: Path) -> None:
     assert joined(plan, {"a": {"ranks": {"0": {"met": False}}}}) is None
     record = JobRecord.model_validate_json(run.job.read_text()).model_copy(update={"joined": False})
     run.job.write_text(record.model_dump_json(by_alias=True))
-    assert analyse(run).warnings[0].startswith("The 3 ranks never joined one process group")
+    assert analyse(run).warnings[0].startswith("The 3 ranks joined no process group")
     assert alone_words(plan.model_copy(update={"kind": "experiment"}), record) == ""  # our own trainer always joins
     assert alone_words(plan, record.model_copy(update={"state": "failed"})) == ""

@@ -441,6 +441,7 @@ class Supervisor:
 
     async def _end_ranks(self, settle_s: float) -> None:
         await asyncio.sleep(settle_s)
+        self._note(self.still.look(self.ranks, time.monotonic()))  # as they are found when they are ended
         self.phase = "stopping"
         self.changed()
         self.leftovers = await self.children.end_all_of_it(
@@ -502,6 +503,8 @@ class Supervisor:
         if event["cause"] is None:
             rank.pop("does", None)  # else it is how the rank was found when it was ended
         rank["ended"] = time.time()
+        if self.phase == "running":  # what the others have printed since the last look counts
+            self._note(self.still.look(self.ranks, time.monotonic()))
         if lost := event.get("dropped_bytes"):
             rank["dropped_bytes"] = rank.get("dropped_bytes", 0) + lost
         failed = event["exit_code"] != 0 and event["cause"] is None
@@ -624,7 +627,8 @@ class Supervisor:
         """found: what each rank that runs does, {} where they print. Returns whether that is news."""
         before = json.dumps(self.ranks)
         for number, rank in self.ranks.items():
-            rank.pop("does", None)
+            if "ended" not in rank:
+                rank.pop("does", None)
             if number in found:
                 rank["does"] = found[number]
             if "met" not in rank and time.time() - rank.get("started", time.time()) > ALONE_S:
