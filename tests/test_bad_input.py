@@ -234,7 +234,7 @@ def test_any_terminal_will_do(term, columns):
     streams = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     environment["TERM"] = term
-    process = subprocess.Popen([*ORCH, "status"], env=environment, start_new_session=True, **streams)
+    process = subprocess.Popen([*ORCH, "status", "--no-look"], env=environment, start_new_session=True, **streams)
     os.close(terminal)
     shown = b""
     try:
@@ -255,7 +255,7 @@ def test_any_terminal_will_do(term, columns):
 @pytest.mark.parametrize("closed", [0, 1, 2])
 def test_a_stream_that_is_not_there_is_no_error(closed):
     remember_a_cluster()
-    line = f"exec {ORCH[0]} -m orchestrator.cli status {closed}>&-"
+    line = f"exec {ORCH[0]} -m orchestrator.cli status --no-look {closed}>&-"
     done = subprocess.run(["sh", "-c", line], capture_output=True, timeout=30, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, b"")
 
@@ -263,7 +263,7 @@ def test_a_stream_that_is_not_there_is_no_error(closed):
 def test_letters_that_an_encoding_lacks_are_no_error():
     remember_a_cluster()
     env = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
-    done = subprocess.run([*ORCH, "status"], env=env, capture_output=True, timeout=30)
+    done = subprocess.run([*ORCH, "status", "--no-look"], env=env, capture_output=True, timeout=30)
     assert done.returncode == 0 and b"na?ve" in done.stdout and b"Traceback" not in done.stderr
 
 

@@ -102,8 +102,10 @@ def status(no_look: bool, cluster: str | None, as_json: bool) -> None:
 
     with open_controller() as controller:
         found = controller.store.cluster(cluster)
-        with busy(f"looking at {counted(len(found.nodes), 'host')}"):
-            silent = None if no_look else controller.connections.silent(found.nodes)
+        silent = None
+        if not no_look:
+            with busy(f"looking at {counted(len(found.nodes), 'host')}"):
+                silent = controller.connections.silent(found.nodes)
         told = controller.jobs(found.name, silent)
         jobs = told.records[:10]
     if as_json:
