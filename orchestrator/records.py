@@ -6,6 +6,7 @@ Both are read back leniently (unknown keys of a newer version are kept out of th
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -244,13 +245,20 @@ class LaunchPlan(Record):
             "nodes": len(self.nodes),
             "node_rank": node.node_rank,
         }
-        filled = [word.format(**known) for word in node.torchrun]
+        filled = [_filled(word, known) for word in node.torchrun]
         command = [word.format(LOCAL_RANK=0) if word == LOCAL_RANK else word for word in node.command]
         return (node.python, *filled), (node.python, *command)
 
     def masked(self) -> LaunchPlan:
         """The same without the values of what may be a secret: the only form that is printed or kept."""
         return self.model_copy(update={"nodes": tuple(node.masked() for node in self.nodes)})
+
+
+def _filled(word: str, known: Mapping[str, object]) -> str:
+    """What stands in braces and has no such name stays as it is: a plan from elsewhere may hold any word."""
+    for name, value in known.items():
+        word = word.replace(f"{{{name}}}", str(value))
+    return word
 
 
 def masked_env(env: dict[str, str]) -> dict[str, str]:

@@ -144,7 +144,7 @@ def test_a_dead_host_is_remembered_and_runs_refuse_until_it_is_left_out(person):
     path = person.folder / "dead.yaml"
     path.write_text(yaml.safe_dump(content))
     person.types("up", str(path), exit_code=3)
-    assert [node["status"] for node in person.asks("status")["cluster"]["nodes"]] == ["master", "unusable"]
+    assert [node["status"] for node in person.asks("status")["cluster"]["nodes"]] == ["master", "no answer"]
     said = person.types("run", "--exp", "mnist_lenet", "--dry-run", exit_code=3).stderr
     assert "beta" in said
     assert "orch node release beta" in said
@@ -180,7 +180,7 @@ def test_a_work_folder_of_another_login_is_left_alone_and_that_is_said(person, m
             assert "error: alpha:" in asked.stderr
         said += [asked, person.types("reap", "--yes", exit_code={"0700": 3, "0755": 0}[mode])]
         assert [done.stdout + done.stderr for done in said if "Traceback" in done.stdout + done.stderr] == []
-        assert "belongs to lab: set `workdir:` to a folder of your own" in said[1].stderr
+        assert "belongs to lab\n  try: set `workdir:` to a folder of your own" in said[1].stderr
         assert lab_.host_exec("alpha", listing).stdout == before
     finally:
         lab_.host_exec("alpha", ["sh", "-c", "rm -r /home/lab/.orch /home/other; chmod 700 /home/lab"])
