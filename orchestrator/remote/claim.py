@@ -72,12 +72,20 @@ def _open_mark(work: Work) -> int:
     while True:
         _refuse_unfit(work)  # before anything is written there
         with contextlib.suppress(FileNotFoundError):  # `orch down` removed it this very moment
-            work.root.mkdir(parents=True, exist_ok=True)
+            _make(work.root)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             handle = os.open(work.root / MARK, flags, 0o600)
             if not os.fstat(handle).st_size:
                 os.write(handle, json.dumps({"schema": 1, "what": "work folder of orch"}).encode() + b"\n")
             return handle
+
+
+def _make(root: Path) -> None:
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:  # also where somebody removes it while `mkdir` looks what is there
+        if os.path.lexists(root) and not root.is_dir():
+            raise
 
 
 def _refuse_unfit(work: Work) -> None:

@@ -81,21 +81,36 @@ def way_to(root: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def content(root: Path) -> str:
-    """`absent`, `empty`, `ours` (it bears our mark) or `other`."""
-    if not root.is_dir():
-        return "absent"
-    if is_marked(root):
-        return "ours"
-    # Another program of ours may make its mark between the two looks.
-    return "empty" if not names(root) else "ours" if is_marked(root) else "other"
+    """`absent`, `empty`, `ours` (it bears our mark) or `other`. Others of ours may make it or remove it meanwhile."""
+    while True:
+        try:
+            there = names(root)
+        except (FileNotFoundError, NotADirectoryError):
+            return "absent"
+        mark = _mark(root)
+        if mark and _is_ours(mark):
+            return "ours"
+        if not there:
+            return "empty"
+        if mark or MARK not in there:
+            return "other"
+        # The mark went between the two looks.
 
 
 def is_marked(root: Path) -> bool:
+    mark = _mark(root)
+    return bool(mark and _is_ours(mark))
+
+
+def _mark(root: Path) -> os.stat_result | None:
     try:
-        found = os.lstat(root / MARK)
+        return os.lstat(root / MARK)
     except OSError:
-        return False
-    return stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
+        return None
+
+
+def _is_ours(mark: os.stat_result) -> bool:
+    return stat.S_ISREG(mark.st_mode) and mark.st_uid == os.getuid()
 
 
 def names(root: Path) -> list[str]:
