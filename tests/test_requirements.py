@@ -41,7 +41,7 @@ def test_files_within_it_are_read_along(tmp_path):
         ("/abs/pkg.whl", "is a file of this machine"),
         ("pkg @ file:///x", "is a file of this machine"),
         ("pkg-1.0.whl", "is a file of this machine"),
-        ("--trusted-host pypi.org", "is not for hosts"),
+        ("--trusted-host wheels.example", "is not for hosts"),
         ("--find-links /mnt/wheels", "is not for hosts"),
         ("-i http://me:s3cret@host/simple", "an address holds a password"),
         ("--pre; rm -rf /", "is not for hosts"),
