@@ -11,6 +11,9 @@ from orchestrator.cli.complete import cluster_names
 from orchestrator.errors import StateError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from orchestrator.records import JobRecord
     from orchestrator.store import Store
 
 
@@ -26,10 +29,12 @@ def clusters(as_json: bool) -> None:
     from dataclasses import asdict
 
     from orchestrator import console
+    from orchestrator.records import ENDED
 
     with open_controller() as controller:
         current = controller.store.current()
-        rows = [_row(controller.store, name) for name in controller.store.cluster_names()]
+        running = [job for job in controller.store.jobs() if job.state not in ENDED]
+        rows = [_row(controller.store, name, running) for name in controller.store.cluster_names()]
     if as_json:
         document = {"schema": 1, "current": asdict(current) if current else None, "clusters": rows}
         return console.print_json(document)
@@ -52,12 +57,10 @@ def clusters(as_json: bool) -> None:
     return None
 
 
-def _row(store: Store, name: str) -> dict[str, Any]:
-    """running: ids of its jobs that had not ended when they were last asked after."""
-    from orchestrator.records import ENDED
-
-    running = [job.id for job in store.jobs() if job.cluster == name and job.state not in ENDED]
-    row: dict[str, Any] = {"name": name, "nodes": [], "master": None, "file": None, "running": running, "error": None}
+def _row(store: Store, name: str, running: Sequence[JobRecord]) -> dict[str, Any]:
+    """running: all jobs that had not ended when they were last asked after."""
+    own = [job.id for job in running if job.cluster == name]
+    row: dict[str, Any] = {"name": name, "nodes": [], "master": None, "file": None, "running": own, "error": None}
     try:
         cluster = store.cluster(name)
     except StateError as error:
