@@ -12,6 +12,7 @@ import click
 
 from orchestrator.cli.common import (
     accept_option,
+    agrees,
     busy,
     cluster_option,
     json_option,
@@ -78,8 +79,7 @@ def _ask_about_local(home: Home, inventory: Inventory, yes: bool) -> None:
     console.say(f"{inventory.file} would have this machine run, as you:")
     for told in commands:
         console.say(f"  {told}")
-    can_ask = sys.stdin is not None and sys.stdin.isatty()
-    if not yes and not (can_ask and click.confirm("Do you trust this file?", default=False, err=True)):
+    if not yes and not agrees("Do you trust this file?"):
         raise UsageError(f"{inventory.file}: nothing of it was run", "read it, then `orch up --allow-local` with it")
     allow(home, commands)
 

@@ -63,6 +63,12 @@ def given_out(out: Path) -> Path | None:
     return None if source in (None, ParameterSource.DEFAULT) else out
 
 
+def agrees(question: str) -> bool:
+    """Whether a person says yes; nobody does where no terminal is there to ask on."""
+    can_ask = sys.stdin is not None and sys.stdin.isatty()
+    return can_ask and click.confirm(question, default=False, err=True)
+
+
 def chosen_id(controller: Controller, wanted: str | None, cluster: str | None) -> str:
     """The job that a line names, else the latest of its cluster, and then it says which one that is."""
     from orchestrator import console

@@ -12,6 +12,7 @@ import click
 
 from orchestrator.cli.common import (
     Quantity,
+    agrees,
     busy,
     chosen_job,
     cluster_option,
@@ -425,9 +426,8 @@ def _meant(controller: Controller, cluster: str | None, yes: bool) -> tuple[JobR
         others = [job.id for job in controller.store.jobs() if job.state not in ENDED]
         remedy = f"still running: {', '.join(others)}: name one with --job" if others else "no other job runs, either"
         raise UsageError(f"{known.id} has ended already ({known.state})", remedy)
-    can_ask = sys.stdin is not None and sys.stdin.isatty()
     question = f"Cancel {known.id} ({known.state}) on {', '.join(known.nodes)}?"
-    if not yes and not (can_ask and click.confirm(question, default=False, err=True)):
+    if not yes and not agrees(question):
         raise UsageError("no job was cancelled", f"orch cancel --job {known.id}")
     return known, plan
 
