@@ -399,8 +399,10 @@ def test_a_host_that_was_slow_for_a_while_is_back_within_50_steps_in_a_run(tmp_p
     paces = [{"samples_per_s": 7692, "fixed_ms": 33}, {"samples_per_s": 2500, "fixed_ms": 38, **slowdown}]
     asked = ("--batch", "256", "--steps", "80", "--shares", "auto", "--speeds", "a:0=33+0.13,b:0=38+0.4")
     first, second = two_ranks(tmp_path, *asked, paces=paces)
-    left_out, back = [change["shares"] for change in named(first, "rebalance")][-2:]
-    assert left_out == [256, 0] and back[1] > 30
+    # Once back, its share may be tuned further: the words of interest are the one that left it out and the next.
+    changes = [change["shares"] for change in named(first, "rebalance")]
+    left_out = changes.index([256, 0])
+    assert changes[left_out + 1][1] > 30
     taken = [
         (one["samples"], other["samples"])
         for one, other in zip(named(first, "step"), named(second, "step"), strict=True)
