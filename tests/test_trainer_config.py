@@ -32,6 +32,28 @@ def test_every_experiment_is_a_complete_and_right_set_of_settings(name: str) -> 
     assert type(settings)(**dataclasses.asdict(settings)) == settings
 
 
+@pytest.mark.parametrize(
+    ("exp", "pairs", "expected"),
+    [
+        ("resnet152_cifar", {}, {"wire": "fp32", "compress_after": -1, "local_overlap": -1}),  # of ways not taken
+        ("resnet152_cifar", {"fidelity": "half"}, {"wire": "bf16"}),
+        ("resnet152_cifar", {"fidelity": "half", "wire": "fp16"}, {"wire": "fp16"}),
+        ("resnet152_cifar", {"fidelity": "compressed"}, {"wire": "fp32", "compress_after": 40}),
+        ("resnet152_cifar", {"fidelity": "compressed", "compress_after": "7"}, {"compress_after": 7}),
+        (
+            "resnet152_cifar",
+            {"fidelity": "local", "local_steps": "8", "local_after": "-1"},
+            {"local_after": 40, "local_overlap": 2},
+        ),
+    ],
+)
+def test_settings_as_a_run_uses_them_hold_no_auto_of_the_way_taken(
+    exp: str, pairs: dict[str, str], expected: dict[str, object]
+) -> None:
+    used = dataclasses.asdict(parse_settings(exp, pairs).as_used(400))
+    assert {name: used[name] for name in expected} == expected
+
+
 def test_pairs_replace_the_experiments_values_with_their_own_types() -> None:
     settings = parse_settings("mnist_lenet", {"batch": "128", "lr": "1e-3", "strategy": "allreduce"})
     assert (settings.batch, settings.lr, settings.strategy) == (128, 1e-3, "allreduce")

@@ -287,6 +287,15 @@ class Settings:
         asked = self.compress_after if self.fidelity == "compressed" else self.local_after
         return updates // 10 if asked < 0 else asked
 
+    def as_used(self, updates: int) -> Settings:
+        """These settings with every `auto` and -1 of the wire replaced by what a run of so many updates makes of it."""
+        found: dict[str, Any] = {"wire": self.sent_as}
+        if self.fidelity == "compressed":
+            found["compress_after"] = self.exact_updates(updates)
+        if self.fidelity == "local":
+            found |= {"local_after": self.exact_updates(updates), "local_overlap": self.overlap}
+        return dataclasses.replace(self, **found)
+
     @property
     def bottleneck(self) -> Slow | None:
         return parse_slow(self.slow)

@@ -104,7 +104,7 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
     strategy = build_strategy(settings, model, group, timer, brake, nodes=nodes, updates=last_step)
     if isinstance(strategy, Ddp):
         settings = dataclasses.replace(settings, bucket_mib=strategy.bucket_mib)
-    start = start_fields(settings, info, device, group, model)
+    start = start_fields(settings.as_used(last_step), info, device, group, model)
     metrics.write("start", **start, batch_per_rank=shares[info.rank], batch_norm_groups=groups, steps=last_step)
     opened = open_batches(settings, facts, order, info, device)
     console = Console(info, settings, last_step)
