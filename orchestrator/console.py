@@ -304,9 +304,17 @@ def print_plan(plan: LaunchPlan, files: Sequence[str] = ()) -> None:
         put(f"  rank runs  {shell.typed(command)}")
     if plan.prediction:
         put(f"\n{plan.prediction.words}")
-    for note in plan.notes:
-        warn(note)
+    warn_notes(plan)
     warn_faster(plan.faster)
+
+
+def warn_notes(plan: LaunchPlan, said: set[str] | None = None) -> None:
+    """said: what an earlier plan of the same command has noted, which is not repeated; this one's notes join it."""
+    said = set() if said is None else said
+    for note in plan.notes:
+        if note not in said:
+            warn(note)
+        said.add(note)
 
 
 def warn_faster(found: Iterable[Faster]) -> None:
@@ -587,9 +595,28 @@ def _print_network(found: Collectives) -> None:
     drop = ("off by at most", "of declared")
     out.print(_table(f"collectives{declared}", columns, rows, right_from=1, drop=drop))
     if found.links:
-        names, speeds = link_matrix(found)
-        matrix = [(a, *(_figure(speeds.get((a, b))) for b in names)) for a in names]
-        out.print(_table("Gbps from one host to another, by itself", ["from / to", *names], matrix, right_from=1))
+        _print_links(*link_matrix(found))
+
+
+def _print_links(names: Sequence[str], gbps: Mapping[tuple[str, str], float]) -> None:
+    """From each host (a line) to each (a column), in as many tables as the screen's width asks for."""
+    title: str | None = "Gbps from one host to another, by itself"
+    first = max(len("from / to"), *map(len, names))
+    for part in _parts(names, max(LEAST_NAME, out.width - first)):
+        rows = [(a, *(_figure(gbps.get((a, b))) for b in part)) for a in names]
+        out.print(_table(title, ["from / to", *part], rows, right_from=1))
+        title = None
+
+
+def _parts(names: Sequence[str], width: int) -> Iterator[list[str]]:
+    """The names cut into runs that stand beside each other on so many columns, two before each; at least one a run."""
+    part: list[str] = []
+    for name in names:
+        if part and sum(len(each) + 2 for each in (*part, name)) > width:
+            yield part
+            part = []
+        part.append(name)
+    yield part
 
 
 def _print_hosts(summary: Summary) -> None:
@@ -629,7 +656,7 @@ def _print_hosts(summary: Summary) -> None:
         if summary.wall_clock_words:
             put(summary.wall_clock_words)
     if summary.prediction and summary.of_prediction:
-        put(f"{summary.prediction.words}; measured is {summary.of_prediction:.2f} of that")
+        put(f"{summary.prediction.words}; measured {summary.of_prediction:.0%} of it")
     if summary.bound:
         put(summary.bound.words)
     if summary.straggler:

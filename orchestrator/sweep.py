@@ -297,6 +297,13 @@ def titles(study: Study) -> tuple[str, ...]:
     return (*study.columns, *(FIGURES[name].title for name in study.figures), *study.published)
 
 
+def dispensable(study: Study) -> tuple[str, ...]:
+    """The columns that a narrow screen does without, the first ones first: a row keeps what names it, its first figure
+    and the published one beside that.
+    """
+    return (*study.published[:0:-1], *(FIGURES[name].title for name in study.figures[:0:-1]))
+
+
 def within_noise(study: Study, outcomes: Sequence[Outcome]) -> list[list[Row]]:
     """Rows that the study's first figure does not tell apart: groups in which each one's range meets that of another.
     A row that was run once has no range and is in no group.

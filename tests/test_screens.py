@@ -13,6 +13,8 @@ from orchestrator.analyse import analyse
 from orchestrator.paths import Home
 from orchestrator.records import FirstFailure
 from orchestrator.store import Store
+from orchestrator.studies import STUDIES
+from orchestrator.sweep import FIGURES, Done, Outcome, RowRun, cells, dispensable, titles
 
 ID = "resnet152_cifar-20261121-{:04d}-k3f"
 FAILURE = FirstFailure(node="v100", rank=1, reason="rank 1 was killed by SIGKILL, most likely since memory ran out")
@@ -104,3 +106,33 @@ def test_the_list_of_jobs_ends_where_it_is_told_to(words, count, said, monkeypat
     shown = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("resnet")]
     assert shown == [ID.format(29 - n) for n in range(count)]
     assert said in done.stderr.replace("\n", " ") and bool(said) == ("older" in done.stderr)
+
+
+def a_matrix(hosts):
+    names = [f"host-{number:02}" for number in range(hosts)]
+    return names, {(a, b): 2.35 for a in names for b in names if a != b}
+
+
+def test_links_of_many_hosts_stand_in_tables_beneath_each_other(screen):
+    names, gbps = a_matrix(20)
+    lines = screen(80, lambda: console._print_links(names, gbps), rows=r"from / to|host-")
+    headers = [line.split()[3:] for line in lines if line.startswith("from / to")]
+    assert [name for header in headers for name in header] == names and len(headers) == 3
+    assert sum(line.count("2.35") for line in lines) == 20 * 19
+    assert len(screen(200, lambda: console._print_links(names, gbps), rows="from / to")) == 1
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_a_study_keeps_its_rows_names_first_figure_and_the_published_one(screen, study):
+    study = STUDIES[study]
+    done = Done(cluster="lab", runs=[RowRun(job="j", figures=dict.fromkeys(FIGURES, 123.4), valid=True)] * 2)
+    outcomes = [Outcome(row, done) for row in study.rows]
+    header, *rows = [line.split("  ") for line in screen(80, lambda: sweep_table(study, outcomes))]
+    first = FIGURES[study.figures[0]].title
+    assert all(name in "  ".join(header) for name in (*study.columns, first, study.published[0]))
+    assert len(rows) == len(study.rows) and all(any("123" in cell for cell in row) for row in rows)
+
+
+def sweep_table(study, outcomes):
+    rows = [cells(study, outcome) for outcome in outcomes]
+    console.print_table(titles(study), rows, right_from=len(study.columns), drop=dispensable(study))

@@ -198,8 +198,7 @@ def _launch(controller: Controller, plan: LaunchPlan, blob: bytes) -> dict[str, 
     from orchestrator import console
     from orchestrator.units import counted
 
-    for note in plan.notes:
-        console.warn(note)
+    console.warn_notes(plan)
     console.warn_faster(plan.faster)
     with busy(f"starting {plan.job} on {counted(len(plan.nodes), 'host')}"):
         try:

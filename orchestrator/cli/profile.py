@@ -58,8 +58,11 @@ def profile(
         if one.left_out:
             console.warn(f"left out, since a host alone does nothing with it: {', '.join(one.left_out)}")
 
+        said = set[str]()
+
         def follow(plan: LaunchPlan, hosts: Mapping[str, Host]) -> None:
             console.say(f"measuring {plan.master} alone: {plan.job}")
+            console.warn_notes(plan, said)
             console.print_events(controller.follow(plan, hosts), show=lambda line: False, stream=console.err)
 
         found = one.run(follow, again=again)

@@ -76,8 +76,11 @@ def sweep(
     with open_controller() as controller:
         one = Sweep(study, controller, controller.store.cluster(cluster), out, overrides)
 
+        said = set[str]()
+
         def follow(row: Row, plan: LaunchPlan, hosts: Mapping[str, Host]) -> None:
             console.say(f"{row.name}: {plan.job} on {', '.join(node.name for node in plan.nodes)}")
+            console.warn_notes(plan, said)
             try:
                 console.print_events(controller.follow(plan, hosts), show=lambda line: False, stream=console.err)
             except KeyboardInterrupt:
@@ -92,10 +95,11 @@ def sweep(
 def _show(study: Study, outcomes: Sequence[Outcome]) -> None:
     """The rows, measured beside published, and what stands in the way of those that were not run."""
     from orchestrator import console
-    from orchestrator.sweep import cells, titles
+    from orchestrator.sweep import cells, dispensable, titles
 
     rows = [cells(study, outcome) for outcome in outcomes]
-    console.print_table(titles(study), rows, right_from=len(study.columns), title=study.title)
+    drop = dispensable(study)
+    console.print_table(titles(study), rows, right_from=len(study.columns), title=study.title, drop=drop)
     measured_on = sorted({outcome.done.hosts for outcome in outcomes if outcome.done})
     console.put(f"measured on: {'; '.join(measured_on) or 'nothing yet'}")
     console.put(f"published: {study.source}")
