@@ -22,12 +22,12 @@ from orchestrator.forecast import STRATEGIES, Host
 from orchestrator.imagined import Group, imagine
 from orchestrator.networks import gradient_bytes
 from orchestrator.outlook import View, allowed, kept, memory_words, network_of
-from orchestrator.records import Faster, LaunchPlan
+from orchestrator.records import LIMITS, Faster, LaunchPlan
 from orchestrator.units import format_bandwidth, format_duration
 from orchestrator.wire import GOODPUT
 from trainer.shares import WORDS
 
-TITLES = ("fidelity", "way", "shares", "step", "samples/s", "of sum", "wire", "binds")
+TITLES = ("fidelity", "way", "shares", "step", "samples/s", "of sum", "wire", "limited by")
 FEW_NAMES = 8
 """More hosts than this are not named one by one."""
 UNSEEN: dict[str, tuple[object, ...]] = {
@@ -38,7 +38,7 @@ UNSEEN: dict[str, tuple[object, ...]] = {
     "num_workers": (-1,),
     "slow": ("",),
 }
-"""Settings that change how fast a run is and not what is foreseen, with the values for which that is right."""
+"""Settings that change how fast a run is and not what is predicted, with the values for which that is right."""
 UNSEEN_OF_CATALOGUE: dict[str, tuple[object, ...]] = {"amp": ("none",)}
 """The same where speeds are estimates; a profile is of its own amp."""
 UNSEEN_OF_IMAGINED: dict[str, tuple[object, ...]] = {
@@ -142,7 +142,7 @@ def headline(found: Outlook) -> tuple[str, ...]:
     sent = f"{gradient_bytes(job.layers) / 1e6:.4g} MB of gradient in {tensors} tensors"
     return (
         f"{found.exp} on {found.cluster}: {_many(len(wire.sites), 'host')}, {_many(wire.ranks, 'rank')}",
-        f"batch {job.batch}, {sent}; all of this is foreseen, not measured",
+        f"batch {job.batch}, {sent}; all of this is predicted, not measured",
     )
 
 
@@ -163,7 +163,7 @@ def _row(found: Outlook, choice: Choice) -> tuple[str, ...]:
         f"{choice.samples_per_s:.4g}" if choice.samples_per_s < 1e4 else f"{choice.samples_per_s:.0f}",
         f"{choice.samples_per_s / found.advice.sum_of_parts:.2f}",
         f"{forecast.sync_ms:.0f} ms",
-        f"{forecast.binds}, {100 * of_step:.0f} %",
+        f"{LIMITS[forecast.binds]}, {100 * of_step:.0f} %",
     )
 
 
@@ -249,7 +249,7 @@ def _groups(hosts: Iterable[Host]) -> str:
 def _gain(change: WhatIf, now: float) -> str:
     choice = change.choice
     rate = f"{_count(choice.samples_per_s)} samples/s, {choice.samples_per_s / now:.2f} times as many"
-    return f"{rate} ({way_words(choice)}; {choice.forecast.binds} binds)"
+    return f"{rate} ({way_words(choice)}; limited by the {LIMITS[choice.forecast.binds]})"
 
 
 def _rings(found: Outlook) -> Iterator[str]:

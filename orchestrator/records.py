@@ -157,8 +157,12 @@ class CodeFolder(Record):
     commit: Commit | None = None
 
 
+LIMITS = {"wire": "network", "compute": "computing"}
+"""What `binds` means, in words for people."""
+
+
 class Prediction(Record):
-    """What a job was foreseen to do before it ran."""
+    """What was predicted of a job before it ran."""
 
     step_ms: float
     samples_per_s: float
@@ -170,8 +174,9 @@ class Prediction(Record):
 
     @property
     def words(self) -> str:
-        rough = "estimated" if self.is_estimate else "foreseen"
-        return f"{rough}: {self.samples_per_s:.4g} samples/s in steps of {self.step_ms:.4g} ms; {self.binds} binds"
+        how = "estimated" if self.is_estimate else "predicted"
+        limit = LIMITS.get(self.binds, self.binds)
+        return f"{how} {self.samples_per_s:.4g} samples/s in steps of {self.step_ms:.4g} ms, limited by the {limit}"
 
 
 class Faster(Record):

@@ -110,7 +110,7 @@ Part = Literal["input", "compute", "wire", "optimiser"]
 
 
 class Bound(Record):
-    """What a step's length hangs on: the largest part of the step of the rank that waits least for the others."""
+    """What limits a step: the largest part of the step of the rank that waits least for the others."""
 
     part: Part
     node: str
@@ -122,10 +122,10 @@ class Bound(Record):
         """What to make faster first, in a sentence."""
         share = f"{100 * self.share:.0f} %"
         return {
-            "wire": f"The wire binds: {share} of a step goes to gradients under way that no compute hides.",
-            "compute": f"Compute binds: {share} of a step is {self.node}'s own forward and backward.",
-            "input": f"Input binds: for {share} of a step {self.node} waits for its own data.",
-            "optimiser": f"The optimiser binds: it takes {share} of {self.node}'s step.",
+            "wire": f"Network-bound: {share} of each step is gradient traffic not hidden by compute.",
+            "compute": f"Compute-bound: {share} of each step is {self.node}'s own forward and backward.",
+            "input": f"Input-bound: for {share} of each step {self.node} waits for its own data.",
+            "optimiser": f"Optimiser-bound: the update takes {share} of each step of {self.node}.",
         }[self.part]
 
 

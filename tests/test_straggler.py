@@ -135,14 +135,18 @@ def test_another_ranks_bottleneck_is_no_excuse(tmp_path: Path, slow: str | None)
 # ---- what binds ---------------------------------------------------------------------------------------------------
 
 BINDS = {
-    "input": ((60, 20, 12, 8), (10, 20, 62, 8), "Input binds: for 60 % of a step a2000 waits for its own data."),
-    "compute": ((2, 70, 20, 8), (2, 30, 60, 8), "Compute binds: 70 % of a step is a2000's own forward and backward."),
+    "input": ((60, 20, 12, 8), (10, 20, 62, 8), "Input-bound: for 60 % of each step a2000 waits for its own data."),
+    "compute": (
+        (2, 70, 20, 8),
+        (2, 30, 60, 8),
+        "Compute-bound: 70 % of each step is a2000's own forward and backward.",
+    ),
     "wire": (
         (2, 12, 78, 8),
         (2, 10, 80, 8),
-        "The wire binds: 78 % of a step goes to gradients under way that no compute hides.",
+        "Network-bound: 78 % of each step is gradient traffic not hidden by compute.",
     ),
-    "optimiser": ((5, 20, 10, 65), (5, 20, 70, 5), "The optimiser binds: it takes 65 % of a2000's step."),
+    "optimiser": ((5, 20, 10, 65), (5, 20, 70, 5), "Optimiser-bound: the update takes 65 % of each step of a2000."),
 }
 
 
