@@ -64,6 +64,8 @@ def test_no_log_says_nothing(tmp_path):
 
 KNOWN = {
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB": "lower `batch`",
+    "RuntimeError: GET was unable to find an engine to execute this computation": "lower `batch`",
+    "RuntimeError: Unable to find a valid cuDNN algorithm to run convolution": "lower `batch`",
     "OSError: [Errno 28] No space left on device": "a disk is full",
     "RuntimeError: Expected to have finished reduction in the prior iteration before.": "no gradient",
     "RuntimeError: Detected mismatch between collectives on ranks.": "which collective comes next",

@@ -6,11 +6,17 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 
 import pytest
+import torch
+from torch import nn
 
 from trainer.errors import TrainError
-from trainer.profile import Ladder, NoMemory, Times, climb, record_of
+from trainer.experiments import DATA_SETS
+from trainer.precision import Full
+from trainer.profile import Ladder, NoMemory, Subject, Times, climb, record_of
+from trainer.timing import CpuTimer
 
 
 class Rank:
@@ -59,6 +65,61 @@ def test_the_most_that_fits_is_found_to_a_sixteenth(room):
 def test_a_rank_without_memory_for_two_samples_says_so():
     with pytest.raises(TrainError, match="out of memory: not even 2 samples"):
         Rank(room=1).climb()
+
+
+class Activations:
+    """What a network holds in its forward pass."""
+
+
+class Greedy(nn.Module):
+    """A network that fails as CUDA does, in the midst of its forward pass, where a batch has no room; or where what an
+    earlier pass held is still there.
+    """
+
+    def __init__(self, room, words):
+        super().__init__()
+        self.room, self.words, self.layer = room, words, nn.Linear(3 * 32 * 32, 10)
+        self.held, self.alive = [], 0
+
+    def forward(self, images):
+        self.alive += sum(activations() is not None for activations in self.held)
+        activations = Activations()
+        self.held = [weakref.ref(activations)]
+        if len(images) > self.room or self.alive:
+            raise RuntimeError(self.words)
+        return self.layer(images.flatten(1))
+
+
+NO_MEMORY = [
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 5.93 GiB",
+    "GET was unable to find an engine to execute this computation",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+]
+
+
+def greedy(room, words=NO_MEMORY[0]):
+    model = Greedy(room, words)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    device, facts = torch.device("cpu"), DATA_SETS["cifar10"]
+    return Subject(model, optimizer, Full(), facts, device, CpuTimer(), None, torch.empty(0))
+
+
+@pytest.mark.parametrize("words", NO_MEMORY)
+def test_after_a_batch_that_does_not_fit_nothing_of_it_is_held_and_smaller_ones_are_tried(words):
+    subject = greedy(room=41, words=words)
+    ladder = climb(subject.update, limit=256, budget_s=15, now=lambda: 0.0)
+    assert subject.model.alive == 0
+    assert (list(ladder.times), ladder.cap) == ([2, 4, 8, 16, 32], 40)
+
+
+def test_without_memory_for_two_samples_the_devices_own_words_are_said():
+    with pytest.raises(TrainError, match=r"not even 2 samples fit \(CUDA out of memory\. Tried to allocate 2\.00 GiB"):
+        climb(greedy(room=1).update, limit=256, budget_s=0.5)
+
+
+def test_another_failure_is_no_lack_of_memory():
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        climb(greedy(room=1, words="CUDA error: an illegal memory access was encountered").update, 256, 0.5)
 
 
 def test_small_batches_that_leave_a_gpu_idle_do_not_bend_the_line():

@@ -11,8 +11,8 @@ that is how they will compute. Sizes at which a paced rank could not keep its pa
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -72,7 +72,7 @@ class Times:
 
 
 class NoMemory(Exception):
-    """A batch of this size does not fit."""
+    """A batch of this size does not fit; `str(error)` is the line that said so, where there is one."""
 
 
 def profile(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
@@ -155,8 +155,16 @@ class Subject:
         """Raises NoMemory."""
         if self.room is not None and samples > self.room:
             raise NoMemory
-        with _without_memory_errors(self.optimizer):
+        try:
             return self._update(*self._batch(samples))
+        except RuntimeError as error:
+            if not (why := out_of_memory(error)):
+                raise
+        # Only here the error is gone, and with it all that the frames of its traceback hold.
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        raise NoMemory(why)
 
     def _batch(self, samples: int) -> tuple[Tensor, Tensor]:
         labels = torch.zeros(samples, dtype=torch.long, device=self.device)
@@ -181,21 +189,16 @@ class Subject:
         return Times(step_ms, forward_ms, self.timer.ms(computed, end), lateness)
 
 
-@contextlib.contextmanager
-def _without_memory_errors(optimizer: torch.optim.Optimizer | StandInOptimizer):
-    """torch has one error for its own allocator, and others for cuDNN's and cuBLAS's."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "out of memory" not in str(error) and "ALLOC_FAILED" not in str(error):
-            raise
-        optimizer.zero_grad(set_to_none=True)
-        no_memory = True
-    else:
-        return
-    if no_memory:  # only here the error, and with it what its frames hold, is gone
-        torch.cuda.empty_cache()
-        raise NoMemory
+def out_of_memory(error: RuntimeError) -> str:
+    """The line that says so, empty for another error. torch's allocator, cuBLAS and cuDNN each have words of their own;
+    cuDNN, whose engines all lack memory for their workspace, says that there is none (pytorch/pytorch#108645).
+    """
+    return next((line[:200] for line in str(error).splitlines() if _NO_MEMORY.search(line)), "")
+
+
+_NO_MEMORY = re.compile(
+    r"out of memory|ALLOC_FAILED|unable to find an engine|unable to find a valid cudnn algorithm", re.IGNORECASE
+)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -255,15 +258,17 @@ def _double(
             for _ in range(1 if times else 1 + FEWEST):
                 update(samples)
             times[samples] = _median(update, samples, budget_s / 20, now)
-        except NoMemory:
+        except NoMemory as error:
             if not times:
-                raise TrainError(f"out of memory: not even {samples} samples fit; use a smaller model") from None
-            return Ladder(times, _squeeze(update, max(times), samples))
+                why = f" ({error})" if str(error) else ""
+                raise TrainError(f"out of memory: not even {samples} samples fit{why}; use a smaller model") from None
+            break
         following = min(2 * samples, limit)
         needed_s = (1 + FEWEST) * times[samples].step_ms * following / samples / 1000
         if following == samples or (len(times) > 1 and now() + needed_s > deadline_s):
             return Ladder(times, None)
         samples = following
+    return Ladder(times, _squeeze(update, max(times), samples))
 
 
 def _median(update: Callable[[int], Times], samples: int, budget_s: float, now: Callable[[], float]) -> Times:

@@ -26,7 +26,8 @@ _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 # What a log says, what that means, and what to do. The first row whose pattern stands in the log's last words counts.
 _KNOWN = [
     (
-        r"CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED",
+        r"CUDA out of memory|CUDA error: out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED|"
+        r"unable to find (an engine to execute|a valid cudnn algorithm)",
         "this GPU's memory is too small for its share of the batch; lower `batch`",
     ),
     (
