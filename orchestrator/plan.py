@@ -16,10 +16,11 @@ from typing import Literal
 from orchestrator.elastic import check_elastic, elastic_notes
 from orchestrator.election import Election
 from orchestrator.errors import UsageError
-from orchestrator.facts import NodeFacts
+from orchestrator.facts import Gpu, NodeFacts
 from orchestrator.inventory import Node
 from orchestrator.records import CodeFolder, LaunchPlan, NodePlan, System
 from orchestrator.request import RunRequest
+from orchestrator.visible import cuda_environment, visible_gpus
 from trainer.shares import equal_shares
 
 RENDEZVOUS_PORT = 29500
@@ -47,7 +48,8 @@ def build_plan(
     master = ordered[0]
     addresses = {node.name: _address(node, facts[node.name], ordered) for node in ordered}
     devices = {node.name: _device(node, facts[node.name], request) for node in ordered}
-    ranks = {node.name: _ranks(node, facts[node.name], devices[node.name]) for node in ordered}
+    gpus = {node.name: _gpus(node, facts[node.name], devices[node.name]) for node in ordered}
+    ranks = {node.name: _ranks(node, gpus[node.name]) for node in ordered}
     world_size = sum(ranks.values())
     shares = _shares(request, world_size)
     return LaunchPlan(
@@ -63,7 +65,7 @@ def build_plan(
         world_size=world_size,
         created=created,
         code=code,
-        nodes=_node_plans(ordered, facts, request, addresses, devices, ranks, shares),
+        nodes=_node_plans(ordered, facts, request, addresses, devices, gpus, ranks, shares),
         share_gpus=request.share_gpus,
         grace_s=request.grace_s,
         time_limit_s=request.time_limit_s,
@@ -85,6 +87,7 @@ def _node_plans(
     request: RunRequest,
     addresses: Mapping[str, str],
     devices: Mapping[str, Literal["cuda", "cpu"]],
+    gpus: Mapping[str, tuple[Gpu, ...]],
     ranks: Mapping[str, int],
     shares: tuple[int, ...],
 ) -> tuple[NodePlan, ...]:
@@ -98,6 +101,7 @@ def _node_plans(
         on_machine[facts[node.name].boot_id] += ranks[node.name]
     for node_rank, node in enumerate(nodes):
         count = ranks[node.name]
+        own_gpus = gpus[node.name][:count]
         planned.append(
             NodePlan(
                 name=node.name,
@@ -107,14 +111,14 @@ def _node_plans(
                 address=addresses[node.name],
                 interface=_interface(node, facts[node.name], nodes, addresses),
                 device=devices[node.name],
-                gpu=_gpu_label(node, facts[node.name]),
-                gpu_uuids=_gpu_uuids(facts[node.name], count) if devices[node.name] == "cuda" else (),
+                gpu=_gpu_label(node, own_gpus or facts[node.name].gpus),
+                gpu_uuids=tuple(gpu.uuid for gpu in own_gpus),
                 bandwidth_bps=node.bandwidth_bps,
                 paced=node.paced.model_dump(mode="json") if node.paced else None,
                 python=node.python,
                 activate=node.activate,
                 workdir=node.workdir,
-                env=_environment(node, facts, nodes, addresses, devices, ranks, on_machine) | dict(request.env),
+                env=_environment(node, facts, nodes, addresses, own_gpus, on_machine) | dict(request.env),
                 shares=shares[first_rank : first_rank + count],
                 torchrun=torchrun_arguments(len(nodes), node_rank, count, master_address, elastic=elastic),
                 command=_command(request, devices[node.name], backend),
@@ -185,17 +189,17 @@ def _device(node: Node, facts: NodeFacts, request: RunRequest) -> Literal["cuda"
     return "cuda" if facts.gpus and not node.paced else "cpu"
 
 
-def _ranks(node: Node, facts: NodeFacts, device: str) -> int:
-    found = len(facts.gpus) if device == "cuda" else 0
-    return node.ranks or node.gpus or found or 1
+def _gpus(node: Node, facts: NodeFacts, device: str) -> tuple[Gpu, ...]:
+    """Those that the job may use there."""
+    return visible_gpus(node.name, facts, node.env) if device == "cuda" else ()
 
 
-def _gpu_label(node: Node, facts: NodeFacts) -> str | None:
-    return node.gpu or (facts.gpus[0].name if facts.gpus else None)
+def _ranks(node: Node, gpus: Sequence[Gpu]) -> int:
+    return node.ranks or node.gpus or len(gpus) or 1
 
 
-def _gpu_uuids(facts: NodeFacts, ranks: int) -> tuple[str, ...]:
-    return tuple(gpu.uuid for gpu in facts.gpus[:ranks])
+def _gpu_label(node: Node, gpus: Sequence[Gpu]) -> str | None:
+    return node.gpu or (gpus[0].name if gpus else None)
 
 
 def _address(node: Node, facts: NodeFacts, nodes: Sequence[Node]) -> str:
@@ -228,11 +232,10 @@ def _environment(
     facts: Mapping[str, NodeFacts],
     nodes: Sequence[Node],
     addresses: Mapping[str, str],
-    devices: Mapping[str, str],
-    ranks: Mapping[str, int],
+    gpus: Sequence[Gpu],
     on_machine: Mapping[str, int],
 ) -> dict[str, str]:
-    """Our own settings first: what the inventory's `env` says wins. on_machine: ranks by boot id."""
+    """Our own settings first: what the inventory's `env` says wins. gpus: its ranks'. on_machine: ranks by boot id."""
     own = facts[node.name]
     environment = {"OMP_NUM_THREADS": str(max(1, own.cores // on_machine[own.boot_id]))}
     interface = _interface(node, own, nodes, addresses)
@@ -241,12 +244,10 @@ def _environment(
         # connection a pair of ranks for each name, and spreads buckets over them: one alone leaves a slow link idle
         # between two buckets.
         environment |= {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": f"{interface},{interface}"}
-    if devices[node.name] == "cuda":
-        environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # torch then counts GPUs as nvidia-smi does
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu.index) for gpu in own.gpus[: ranks[node.name]])
     if node.paced:
         environment["ORCH_PACED"] = json.dumps(node.paced.model_dump(mode="json", exclude_defaults=True))
-    return {**environment, **node.env}
+    # The GPUs that the inventory's `env` names are these, told by UUID.
+    return {**environment, **node.env, **(cuda_environment(gpus, node.env) if gpus else {})}
 
 
 def _public(nodes: Sequence[Node], facts: Mapping[str, NodeFacts], addresses: Mapping[str, str]) -> tuple[str, ...]:

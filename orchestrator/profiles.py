@@ -141,8 +141,8 @@ def kinds_of(plan: LaunchPlan, facts: Mapping[str, NodeFacts]) -> dict[Rank, Kin
 
 
 def _kind(plan: LaunchPlan, node: NodePlan, facts: NodeFacts, local_rank: int) -> Kind:
-    on_gpu, told = node.device == "cuda", plan.settings
-    gpu = facts.gpus[local_rank % len(facts.gpus)] if on_gpu and facts.gpus else None
+    told, own = plan.settings, node.gpu_uuids
+    gpu = next((gpu for gpu in facts.gpus if own and gpu.uuid == own[local_rank % len(own)]), None)
     pace = {key: value for key, value in node.paced.items() if key != "slowdown"} if node.paced else None
     return Kind(
         exp=plan.exp,

@@ -20,6 +20,7 @@ from orchestrator.errors import UsageError
 from orchestrator.facts import Interface, Route
 from orchestrator.inventory import Node, Paced, load_inventory
 from orchestrator.plan import build_plan
+from orchestrator.profiles import kinds_of
 from orchestrator.records import CodeFolder, LaunchPlan
 from orchestrator.request import RunRequest
 
@@ -168,7 +169,8 @@ def test_hosts_with_unequal_numbers_of_gpus_get_as_many_ranks():
     first, second = made.nodes
     assert (made.world_size, first.ranks, second.first_rank, second.ranks) == (4, 3, 3, 1)
     assert first.gpu_uuids == ("GPU-41-0", "GPU-41-1", "GPU-41-2")
-    assert (first.env["CUDA_VISIBLE_DEVICES"], second.env["CUDA_VISIBLE_DEVICES"]) == ("0,1,2", "0")
+    assert first.env["CUDA_VISIBLE_DEVICES"] == "GPU-41-0,GPU-41-1,GPU-41-2"
+    assert second.env["CUDA_VISIBLE_DEVICES"] == "GPU-42-0"
     assert first.torchrun[first.torchrun.index("--nproc-per-node") + 1] == "3"
 
 
@@ -176,6 +178,53 @@ def test_ranks_of_the_inventory_beat_the_gpus_there_are_and_claim_no_more_of_the
     nodes, found = pair(host(41, gpus=3), ranks=2)
     first = plan(nodes, found).node("n41")
     assert (first.ranks, first.gpu_uuids) == (2, ("GPU-41-0", "GPU-41-1"))
+
+
+@pytest.mark.parametrize("named", ["2,0", "GPU-41-2, GPU-41-0,", "2,GPU-41-0,2"])
+def test_gpus_that_the_inventorys_environment_names_are_the_jobs_by_uuid(named):
+    """By index as nvidia-smi counts them, or by UUID: these are locked, watched and shown to CUDA, and no others."""
+    nodes, found = pair(host(41, gpus=3), env={"CUDA_VISIBLE_DEVICES": named, "CUDA_DEVICE_ORDER": "FASTEST_FIRST"})
+    first = plan(nodes, found).node("n41")
+    assert (first.ranks, first.gpu_uuids) == (2, ("GPU-41-2", "GPU-41-0"))
+    assert first.env["CUDA_VISIBLE_DEVICES"] == "GPU-41-2,GPU-41-0"
+    assert first.env["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
+
+
+def test_a_speed_is_that_of_the_gpu_which_the_job_gets():
+    nodes, found = pair(host(41, gpus=2), env={"CUDA_VISIBLE_DEVICES": "1"})
+    slow, fast = found["n41"].gpus[0], gpu(index=1, uuid="GPU-41-1", name="H100")
+    found["n41"] = found["n41"].model_copy(update={"gpus": (slow, fast)})
+    settings = {"exp": "mnist_lenet", "model": "lenet", "data": "mnist", "amp": "off", "batch": 8, "shares": "equal"}
+    made = plan(nodes, found, RunRequest("experiment", "mnist_lenet", (), settings=settings))
+    assert made.node("n41").gpu == "H100"
+    assert kinds_of(made, found)["n41", 0].device_name == "H100"
+
+
+@pytest.mark.parametrize(("named", "says"), [("3", "names GPU 3, which is not there"), ("GPU-4", "means several")])
+def test_a_gpu_that_is_not_there_is_named_before_anything_starts(named, says):
+    nodes, found = pair(host(41, gpus=3), env={"CUDA_VISIBLE_DEVICES": named})
+    with pytest.raises(UsageError, match=f"^n41: .*{says}.*2 .GPU-41-2.*orch up"):
+        plan(nodes, found)
+
+
+def test_an_environment_that_hides_all_gpus_leads_to_the_key_that_does_so():
+    nodes, found = pair(host(41, gpus=3), env={"CUDA_VISIBLE_DEVICES": ""})
+    with pytest.raises(UsageError, match=r"^n41: its CUDA_VISIBLE_DEVICES names no GPU.*device: cpu"):
+        plan(nodes, found)
+    nodes, found = pair(host(41, gpus=3), env={"CUDA_VISIBLE_DEVICES": ""}, device="cpu")
+    assert plan(nodes, found).node("n41").env["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_parts_of_a_gpu_stay_as_the_inventory_names_them():
+    nodes, found = pair(host(41), env={"CUDA_VISIBLE_DEVICES": "MIG-5f3a"})
+    assert plan(nodes, found).node("n41").env["CUDA_VISIBLE_DEVICES"] == "MIG-5f3a"
+
+
+def test_a_driver_that_tells_no_uuid_is_spoken_to_by_index():
+    nodes, found = pair(host(41, gpus=0))
+    found["n41"] = found["n41"].model_copy(update={"gpus": (gpu(index=0, uuid="[N/A]"),)})
+    first = plan(nodes, found).node("n41")
+    assert (first.env["CUDA_VISIBLE_DEVICES"], first.env["CUDA_DEVICE_ORDER"]) == ("0", "PCI_BUS_ID")
 
 
 @pytest.mark.parametrize(
