@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from orchestrator.errors import HostError, ProbeError
 from orchestrator.facts import NodeFacts, TorchFacts
 from orchestrator.inventory import Node
-from orchestrator.units import format_bandwidth, format_bytes, format_duration
+from orchestrator.occupied import warnings as occupied
+from orchestrator.units import counted, format_bandwidth, format_bytes, format_duration
+from orchestrator.visible import VISIBLE
 
 OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = (2, 0, 1)
@@ -39,7 +41,13 @@ def unusable(node: Node, facts: NodeFacts) -> HostError | None:
 
 def warnings(node: Node, facts: NodeFacts) -> tuple[str, ...]:
     """What does not block, one line each, beginning with the node's name."""
-    return tuple(f"{node.name}: {line}" for check in (_system_warnings, _torch_warnings) for line in check(node, facts))
+    found = (_system_warnings, _torch_warnings, _gpu_warnings)
+    return tuple(f"{node.name}: {line}" for check in found for line in check(node, facts))
+
+
+def gpu_warnings(node: Node, facts: NodeFacts) -> tuple[str, ...]:
+    """The same of its GPUs alone: who is on them."""
+    return tuple(f"{node.name}: {line}" for line in _gpu_warnings(node, facts))
 
 
 def wants_cuda(node: Node, facts: NodeFacts) -> bool:
@@ -116,10 +124,15 @@ def _gpus(node: Node, facts: NodeFacts) -> Finding:
             return "no GPU found", f"look at `nvidia-smi` on that host, or {cpu}"
         if "version mismatch" in facts.gpu_error:
             return f"its driver is broken ({facts.gpu_error})", f"reboot the host: its driver was updated; or {cpu}"
-        return f"no usable GPU ({facts.gpu_error})", f"look at `nvidia-smi` on that host, or {cpu}"
+        slow = "no answer" in facts.gpu_error
+        awake = "`nvidia-smi -pm 1` there, as root, keeps its driver awake; " if slow else ""
+        return f"no usable GPU ({facts.gpu_error})", f"{awake}look at `nvidia-smi` on that host, or {cpu}"
     if found < wanted:
         problem = f"the inventory says {wanted} GPUs, the host shows {found}"
         return problem, f"look at `nvidia-smi` and `dmesg` on that host, or correct `gpus:` of {node.name}"
+    if closed := [gpu.index for gpu in facts.gpus if gpu.compute_mode == "Prohibited"]:
+        problem = f"GPU {closed[0]} is in compute mode Prohibited: no program may use it"
+        return problem, f"`nvidia-smi -c DEFAULT` on that host, as root, or {cpu}"
     return FINE
 
 
@@ -135,6 +148,9 @@ def _cuda(node: Node, facts: NodeFacts) -> Finding:
         said = f" ({torch.cuda_error})" if torch.cuda_error else ""
         remedy = f"update the driver, or install a torch built for an older CUDA than {torch.cuda}"
         return f"torch {torch.version} cannot use the GPUs{said}", remedy
+    if torch.devices < _needed(node, facts):
+        remedy = f"look at `nvidia-smi` (MIG mode?) and `dmesg` on that host, or set `gpus: {torch.devices}`"
+        return _unequal(torch, facts), remedy
     return FINE
 
 
@@ -193,6 +209,12 @@ def _torch_warnings(node: Node, facts: NodeFacts) -> Iterator[str]:
         yield f"no torchvision ({reason}): install the one that belongs to torch {torch.version}, from the same source"
     if wants_cuda(node, facts) and torch.cuda and not torch.nccl_available:
         yield f"torch {torch.version} has no NCCL: Gloo carries the gradients"
+    if wants_cuda(node, facts) and torch.cuda and _needed(node, facts) <= torch.devices != len(facts.gpus):
+        yield f"{_unequal(torch, facts)}: look at `nvidia-smi` (MIG mode?) and `dmesg` on that host"
+
+
+def _gpu_warnings(node: Node, facts: NodeFacts) -> Iterator[str]:
+    return occupied(facts) if wants_cuda(node, facts) else iter(())
 
 
 # ---- small things ---------------------------------------------------------------------------------------------
@@ -201,6 +223,15 @@ def _torch_warnings(node: Node, facts: NodeFacts) -> Iterator[str]:
 def _declared(node: Node) -> int:
     """GPUs that the inventory promises; a label alone promises one."""
     return node.gpus if node.gpus is not None else int(bool(node.gpu))
+
+
+def _unequal(torch: TorchFacts, facts: NodeFacts) -> str:
+    return f"torch {torch.version} sees {counted(torch.devices, 'GPU')}, nvidia-smi shows {len(facts.gpus)}"
+
+
+def _needed(node: Node, facts: NodeFacts) -> int:
+    """GPUs, as far as is declared: else all that are found, and one where `env` names some of them."""
+    return node.ranks or node.gpus or (1 if VISIBLE in node.env else len(facts.gpus))
 
 
 def _span(torch: TorchFacts) -> str:

@@ -17,13 +17,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from orchestrator import collect, job, pull, rescan
+from orchestrator import collect, job, occupied, pull, rescan
 from orchestrator.belongings import Cleared
 from orchestrator.call import Host, understood, words_of
 from orchestrator.clusters import Clusters, now_utc
 from orchestrator.connections import Connections
 from orchestrator.copies import is_removed, nothing_left
 from orchestrator.errors import ConnectError, HostError, HostsError, OrchError, StateError, UsageError
+from orchestrator.facts import NodeFacts
 from orchestrator.faster import predicted, without_slow
 from orchestrator.faults import fault_words
 from orchestrator.files import own_folder
@@ -32,13 +33,25 @@ from orchestrator.heard import Heard
 from orchestrator.homes import homes_of, notes_on
 from orchestrator.lines import Bars, Line, Splitter
 from orchestrator.live import LiveView, Progress, Silence
+from orchestrator.memory_needed import needed_bytes
 from orchestrator.outlook import COLLECTIVES, View, foreseen, look, memory_notes, read_network, with_best_way
 from orchestrator.owner import read_owner
 from orchestrator.paths import RUNS, RunFolder
 from orchestrator.plan import build_plan
+from orchestrator.probe import probe
 from orchestrator.profiles import Profiles, kinds_of, with_speeds
 from orchestrator.pull import Listing, Output, Pulled, list_outputs
-from orchestrator.records import ENDED, FINAL_STATES, CodeFolder, Faster, JobRecord, LaunchPlan, Owner, write_record
+from orchestrator.records import (
+    ENDED,
+    FINAL_STATES,
+    CodeFolder,
+    Faster,
+    JobRecord,
+    LaunchPlan,
+    NodePlan,
+    Owner,
+    write_record,
+)
 from orchestrator.request import RunRequest, Wish, read_wish
 from orchestrator.resume import last_checkpoint, settings_of
 from orchestrator.rounds import with_rounds
@@ -46,12 +59,14 @@ from orchestrator.stall import News
 from orchestrator.store import Cluster, Store
 from orchestrator.summary import Summary
 from orchestrator.text import one_line
-from orchestrator.transport.fanout import errors, errors_by_node, values
+from orchestrator.transport.fanout import errors, errors_by_node, for_each, values
 from orchestrator.units import counted
 
 LATE_S = 10.0
 """After the job's last word, so long do we wait for hosts that have not ended their stream."""
 CANCEL_S = 60.0
+GPUS_S = 60.0
+"""For a look at who is on them: twice what nvidia-smi may take."""
 PROGRESS_S = 0.25
 """Between two values of a run's progress."""
 BARS_S = 1.0
@@ -110,8 +125,10 @@ class Report:
 
 
 class Controller:
-    def __init__(self, store: Store, connections: Connections) -> None:
-        self.store, self.connections = store, connections
+    """tell: is given what a person should know before a job starts, a line each."""
+
+    def __init__(self, store: Store, connections: Connections, tell: Callable[[str], None] = lambda line: None) -> None:
+        self.store, self.connections, self.tell = store, connections, tell
         self.clusters = Clusters(store, connections)
 
     # ---- running ----------------------------------------------------------------------------------------------
@@ -208,6 +225,7 @@ class Controller:
         )
         self._settle_half_starts()
         hosts = self._reach(cluster, plan)
+        self._look_at_gpus(plan, hosts)
         with self.store.launching(record, plan) as launch:
 
             def undone() -> None:
@@ -232,6 +250,23 @@ class Controller:
         if errors(found):
             raise HostsError(errors(found))
         return values(found)
+
+    def _look_at_gpus(self, plan: LaunchPlan, hosts: Mapping[str, Host]) -> None:
+        """Tells who is on the job's GPUs at this moment. Raises HostsError where that leaves no room for it."""
+        on_gpus = {node.name: node for node in plan.nodes if node.gpu_uuids}
+
+        def look(node: NodePlan) -> NodeFacts:
+            return probe(hosts[node.name], (), torch=False, timeout_s=GPUS_S)
+
+        refused = []
+        for name, found in for_each(on_gpus, look, deadline_s=GPUS_S).items():
+            node = on_gpus[name]
+            seen = occupied.judge(name, found, node.gpu_uuids, needed_bytes(plan, node), share=plan.share_gpus)
+            for line in seen.lines:
+                self.tell(line)
+            refused += [seen.refusal] if seen.refusal else []
+        if refused:
+            raise HostsError(refused)
 
     def follow(
         self, plan: LaunchPlan, hosts: Mapping[str, Host], *, until_end: bool = True

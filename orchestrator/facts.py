@@ -23,6 +23,7 @@ from orchestrator.errors import ProbeError
 from orchestrator.text import one_line
 
 MAX_GPUS = 64
+MAX_OCCUPANTS = 256
 MAX_INTERFACES = 256
 MAX_PEERS = 2048
 MAX_ADDRESSES = 1024
@@ -52,6 +53,20 @@ class Fact(BaseModel):
         return cls.model_validate(fields, strict=True)
 
 
+class Occupant(Fact):
+    """A process that was on a GPU when the host was asked."""
+
+    pid: Count
+    memory_bytes: Count | None = None
+    """Of the GPU's; None where the driver does not say."""
+    user: Text | None = None
+    """Its owner; None where the system hides it, as in a container."""
+    command: Text | None = None
+    """Its program and script, like "python3 train.py"."""
+    job: Text | None = None
+    """The job of orch that it belongs to, where we may know."""
+
+
 class Gpu(Fact):
     index: Annotated[int, Field(ge=0, lt=1024)]
     name: Text
@@ -63,6 +78,9 @@ class Gpu(Fact):
     bus_id: Text
     compute_capability: Text | None = None
     """Like "8.6"; None with drivers that cannot tell."""
+    compute_mode: Text = "Default"
+    """Or "Exclusive_Process": for one process at a time; or "Prohibited": for none."""
+    occupants: tuple[Occupant, ...] = ()
 
 
 class Interface(Fact):
@@ -191,7 +209,7 @@ def parse_facts(
             raise ProbeError(node, f"its answer about {name} makes no sense ({_reason(error)})") from error
 
     commands, files, values = (fact("itself", _mapping, raw.get(part)) for part in ("commands", "files", "values"))
-    gpus, gpu_error = fact("GPUs", parse_gpus, commands.get("nvidia-smi"))
+    gpus, gpu_error = fact("GPUs", parse_gpus, commands.get("nvidia-smi"), values.get("occupants", []))
     torch, torch_error = fact("torch", parse_torch, commands.get("torch"))
     interfaces = fact("interfaces", parse_interfaces, commands.get("ip addr"), files, values)
     routes, unrouted = fact("routes", parse_routes, commands, values, interfaces, peers)
@@ -219,26 +237,29 @@ def parse_facts(
 # ---- GPUs and torch -------------------------------------------------------------------------------------------
 
 
-def parse_gpus(command: Command | None) -> tuple[tuple[Gpu, ...], str | None]:
-    """The rows of nvidia-smi, by index; else no GPU and the first thing it said that is no row."""
+def parse_gpus(command: Command | None, occupants: Any) -> tuple[tuple[Gpu, ...], str | None]:
+    """The rows of nvidia-smi, by index, with who is there; else no GPU and the first thing it said that is no row."""
     if error := _failure(command):
         said = f"{(command or {})['out']}\n{(command or {})['err']}".splitlines()
         return (), next((clean(line) for line in said if line.strip() and line.count(",") < 6), error)
     rows = [row for row in str((command or {})["out"]).splitlines() if row.strip()]
     if len(rows) > MAX_GPUS:
         raise ValueError(f"{len(rows)} GPUs")
-    gpus = tuple(sorted((_gpu(row) for row in rows), key=lambda gpu: gpu.index))
+    there = _occupants(occupants)
+    gpus = tuple(sorted((_gpu(row, there) for row in rows), key=lambda gpu: gpu.index))
     if len({gpu.uuid for gpu in gpus}) < len(gpus):
         raise ValueError("two GPUs with one uuid")
     return gpus, None
 
 
-def _gpu(row: str) -> Gpu:
+def _gpu(row: str, occupants: Mapping[str, Sequence[Occupant]]) -> Gpu:
+    """What a driver does not know is not asked for: the columns after the first seven may be missing."""
     fields = [clean(field) for field in row.split(",")]
-    if len(fields) not in (7, 8):
+    if not 7 <= len(fields) <= 9:
         raise ValueError(f"{len(fields)} columns in {clean(row)!r}")
     index, name, uuid, total, used, driver, bus_id = fields[:7]
-    capability = fields[7] if len(fields) == 8 and re.fullmatch(r"\d{1,2}\.\d", fields[7]) else None
+    capability = next((field for field in fields[7:] if re.fullmatch(r"\d{1,2}\.\d", field)), None)
+    mode = next((field for field in fields[7:] if field.startswith(("Exclusive", "Prohibited"))), "Default")
     return Gpu.of(
         index=_whole(index),
         name=name,
@@ -248,7 +269,21 @@ def _gpu(row: str) -> Gpu:
         driver=driver,
         bus_id=bus_id,
         compute_capability=capability,
+        compute_mode=mode,
+        occupants=tuple(occupants.get(uuid, ())),
     )
+
+
+def _occupants(told: Any) -> dict[str, list[Occupant]]:
+    """By the GPU's uuid."""
+    found: dict[str, list[Occupant]] = {}
+    for one in _some(told, MAX_OCCUPANTS):
+        memory, words = one["mebibytes"], {name: _text_or_none(one[name]) for name in ("user", "command", "job")}
+        if not isinstance(memory, int | None):
+            raise ValueError("memory that is no number")
+        occupant = Occupant.of(pid=one["pid"], memory_bytes=None if memory is None else memory * MIB, **words)
+        found.setdefault(clean(one["gpu"]), []).append(occupant)
+    return found
 
 
 def _mebibytes(field: str) -> int:

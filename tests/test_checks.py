@@ -2,7 +2,7 @@ import pytest
 
 from orchestrator import checks
 from orchestrator.errors import ProbeError
-from orchestrator.facts import Gpu, Interface, NodeFacts, Route, TorchFacts
+from orchestrator.facts import Gpu, Interface, NodeFacts, Occupant, Route, TorchFacts
 from orchestrator.inventory import Node, Paced
 
 GIB = 1 << 30
@@ -53,6 +53,7 @@ def facts(**changes):
     return NodeFacts(**{**fields, **changes})
 
 
+OTHER = Occupant(pid=4711, memory_bytes=12 * GIB, user="alice", command="python3 train.py")
 NO_GPU = {"gpus": (), "gpu_error": "nvidia-smi: command not found"}
 CPU_TORCH = torch(version="2.0.1+cpu", cuda=None, arch_list=(), devices=0, nccl_available=False)
 
@@ -86,6 +87,14 @@ BLOCKED = {
         "driver on your system is too old",
         "update the driver",
     ),
+    "torch sees fewer GPUs": (
+        node(gpus=None),
+        facts(gpus=(gpu(), gpu(index=1, uuid="GPU-2"))),
+        "torch 2.0.1+cu117 sees 1 GPU, nvidia-smi shows 2",
+        "`gpus: 1`",
+    ),
+    "a GPU that is closed": (node(), facts(gpus=(gpu(compute_mode="Prohibited"),)), "Prohibited", "-c DEFAULT"),
+    "a driver that sleeps": (node(), facts(gpus=(), gpu_error="no answer in 30 s"), "no answer", "nvidia-smi -pm 1"),
     "old GPU, new torch": (node(), facts(torch=torch(version="2.15.0+cu132", arch_list=CU132)), "sm_70", "sm_70"),
 }
 
@@ -155,6 +164,16 @@ WARNED = {
     "another image": (node(image="pytorch-2.1"), facts(), "image pytorch-2.1, but torch 2.0.1"),
     "torchvision": (node(), facts(torch=torch(torchvision=None, torchvision_error="operator nms")), "operator nms"),
     "no NCCL": (node(), facts(torch=torch(nccl_available=False)), "no NCCL"),
+    "torch sees other GPUs": (
+        node(),
+        facts(gpus=(gpu(), gpu(index=1, uuid="GPU-2"))),
+        "torch 2.0.1+cu117 sees 1 GPU, nvidia-smi shows 2: look at",
+    ),
+    "somebody is on a GPU": (
+        node(),
+        facts(gpus=(gpu(occupants=(OTHER,)),)),
+        "GPU 0 (Tesla V100-PCIE-16GB) is in use by alice's python3 train.py (pid 4711, 12.0GiB)",
+    ),
     "broken driver, no GPU asked for": (node(gpu=None, gpus=None), facts(gpus=(), gpu_error="NVML"), "its CPU"),
 }
 
@@ -178,6 +197,8 @@ def test_a_host_is_warned_about_in_one_line(case):
         (node(), facts(disk_free_inodes=1 << 20)),
         (node(paced=PACED, gpus=1), facts(**NO_GPU, torch=CPU_TORCH)),
         (node(gpu=None, gpus=None), facts(**NO_GPU, torch=CPU_TORCH)),
+        (node(device="cpu"), facts(gpus=(gpu(occupants=(OTHER,)),))),
+        (node(), facts(gpus=(gpu(memory_used_bytes=600 << 20),))),
     ],
 )
 def test_what_is_harmless_is_not_spoken_of(declared, found):

@@ -83,6 +83,7 @@ def test_a_slow_shell_makes_the_clock_uncertain_and_not_wrong():
 
 ROW = "0, A16, GPU-1, 15356, 2, 525.1, 0:B1:0.0, 8.6\n"
 ROWS_65 = "".join(ROW.replace("GPU-1", f"GPU-{number}") for number in range(65))
+OCCUPANT = {"gpu": "GPU-1", "pid": 4711, "mebibytes": 9, "user": "alice", "command": "python3", "job": None}
 NONSENSE = {
     "GPUs": [
         {"commands": {"nvidia-smi": {"rc": 0, "out": ROW.replace("15356", "-1"), "err": ""}}},
@@ -92,6 +93,11 @@ NONSENSE = {
         {"commands": {"nvidia-smi": {"rc": 0, "out": ROWS_65, "err": ""}}},
         {"commands": {"nvidia-smi": {"rc": "0", "out": "", "err": ""}}},
         {"commands": {"nvidia-smi": []}},
+        {"values": {"occupants": "everybody"}},
+        {"values": {"occupants": [OCCUPANT] * 257}},
+        {"values": {"occupants": [{**OCCUPANT, "mebibytes": [0] * 9}]}},
+        {"values": {"occupants": [{**OCCUPANT, "pid": "4711"}]}},
+        {"values": {"occupants": [{**OCCUPANT, "user": {}}]}},
     ],
     "torch": [
         {"commands": {"torch": {"rc": 0, "out": "", "err": ""}}},

@@ -22,6 +22,7 @@ PURE = [
     "elastic",
     "faults",
     "stall",
+    "visible",
     "plan",
     "analyse",
     "measure",
@@ -44,6 +45,7 @@ PURE = [
     "advice",
     "imagined",
     "outlook",
+    "memory_needed",
     "rounds",
     "command_line",
     "faster",
@@ -55,6 +57,7 @@ PURE = [
     "lines",
     "redraw",
     "live",
+    "occupied",
     "checks",
     "text",
     "units",
@@ -250,7 +253,7 @@ def test_what_runs_on_hosts_needs_the_standard_library_and_its_siblings(name):
     if name in ("remote.loader", "remote.workfolder"):
         assert siblings == set()
     if name == "remote.probe":
-        assert siblings <= {".", ".workfolder"}
+        assert {sibling.split(".")[1] for sibling in siblings} <= {"", "workfolder", "occupants"}
 
 
 @pytest.mark.parametrize("name", [*ORCHESTRATOR, *(f"trainer.{name}" for name in TRAINER)])

@@ -180,10 +180,16 @@ def open_controller(accept_new_host_keys: bool = False) -> Iterator[Controller]:
     with Connections(home, accept_new_host_keys=accept_new_host_keys, ask_passphrase=ask) as connections:
         store = Store(home)
         try:
-            yield Controller(store, connections)
+            yield Controller(store, connections, _warn)
         finally:
             if store.unwritten:
                 _say_unwritten(home.root, store.unwritten)
+
+
+def _warn(line: str) -> None:
+    from orchestrator import console
+
+    console.warn(line)
 
 
 def _say_unwritten(home: Path, error: OSError) -> None:

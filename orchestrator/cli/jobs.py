@@ -74,7 +74,7 @@ SCREEN_JOBS = 20
 @nodes_option
 @click.option("--detach", is_flag=True, help="Return once it runs.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and start nothing.")
-@click.option("--share", is_flag=True, help="Use GPUs even if another job of ours holds them.")
+@click.option("--share", is_flag=True, help="Use GPUs even if another job or other people are on them.")
 @click.option(
     "--grace",
     type=Quantity("time"),

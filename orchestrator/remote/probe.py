@@ -19,7 +19,6 @@ import fcntl
 import ipaddress
 import json
 import os
-import pwd
 import signal
 import socket
 import struct
@@ -31,9 +30,12 @@ from pathlib import Path
 from typing import Any
 
 from . import workfolder
+from .occupants import QUERY, occupants, user_name
 
 LIMIT_S = 60.0
 COMMAND_S = 15.0
+SMI_S = 30.0
+"""Where no program keeps the driver awake (no persistence mode), it takes nvidia-smi a few seconds for each GPU."""
 TORCH_S = 60.0
 OUT_BYTES = 1 << 18
 ERR_BYTES = 1 << 12
@@ -43,7 +45,7 @@ MAX_WAYS = 16
 AT_ONCE = 8
 NOT_FOUND, TOO_SLOW = 127, 124
 
-GPU_FIELDS = "index,name,uuid,memory.total,memory.used,driver_version,pci.bus_id"
+GPU_FIELDS = "index,name,uuid,memory.total,memory.used,driver_version,pci.bus_id,compute_mode"
 FILES = (
     "/proc/meminfo",
     "/etc/os-release",
@@ -127,13 +129,14 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
     started = time.time()
     limit_s = min(float(request.get("limit_s", LIMIT_S)), TORCH_S)
     peers = [str(peer) for peer in request["peers"][:MAX_PEERS]]
-    commands = run_all(command_lines(request["workdir"], peers, request["torch"], limit_s), limit_s)
-    if commands["nvidia-smi"]["rc"] not in (0, NOT_FOUND, TOO_SLOW):
-        commands["nvidia-smi"] = ask_old_driver(commands["nvidia-smi"], limit_s)
+    with ThreadPoolExecutor(1) as pool:
+        gpus = pool.submit(look_at_gpus, limit_s)
+        commands = run_all(command_lines(request["workdir"], peers, request["torch"], limit_s), limit_s)
+        commands["nvidia-smi"], on_gpus = gpus.result()
     files = {path: text for path in FILES if (text := read_text(path)) is not None}
     addresses = addresses_of(peers, commands.pop("names"))
     sources = {peer: source for peer in peers if (source := source_towards(addresses.get(peer, "")))}
-    values = {**about_process(), "links": read_links(), "sources": sources, "wall_start": started}
+    values = {**about_process(), "links": read_links(), "sources": sources, "occupants": on_gpus, "wall_start": started}
     if commands["ip addr"]["rc"] != 0:
         values["sockets"] = socket_interfaces()
     else:
@@ -152,7 +155,6 @@ def command_lines(workdir: str, peers: list[str], torch: bool, limit_s: float) -
     names_s = 0.8 * min(COMMAND_S, limit_s)  # so that it tells what it has before it is killed
     return {
         **lines,
-        "nvidia-smi": smi(GPU_FIELDS + ",compute_cap"),
         "workdir": [*python, workdir_trial(), workdir],
         "own name": [*python, OWN_NAME],
         "ip addr": ["ip", "-j", "addr"],
@@ -192,9 +194,20 @@ def smi(fields: str) -> list[str]:
     return ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
 
 
+def look_at_gpus(limit_s: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """nvidia-smi's answer, and who is on the GPUs that it shows."""
+    limit_s = min(SMI_S, limit_s)
+    shown = run(smi(GPU_FIELDS + ",compute_cap"), limit_s)
+    if shown["rc"] not in (0, NOT_FOUND, TOO_SLOW):
+        shown = ask_old_driver(shown, limit_s)
+    if shown["rc"] != 0:
+        return shown, []
+    return shown, occupants(run(["nvidia-smi", *QUERY], limit_s)["out"])
+
+
 def ask_old_driver(first: dict[str, Any], limit_s: float) -> dict[str, Any]:
     """Drivers before 510 do not know `compute_cap` and answer nothing at all then; the rest they know."""
-    again = run(smi(GPU_FIELDS), min(COMMAND_S, limit_s)) if "compute_cap" in first["out"] + first["err"] else first
+    again = run(smi(GPU_FIELDS), limit_s) if "compute_cap" in first["out"] + first["err"] else first
     return again if again["rc"] == 0 else first
 
 
@@ -265,14 +278,6 @@ def about_process() -> dict[str, Any]:
         "executable": sys.executable,
         "shm_bytes": shm.f_blocks * shm.f_frsize if shm else 0,
     }
-
-
-def user_name(uid: int) -> str:
-    """A container may run as a uid that no passwd file knows."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
 
 
 def read_text(path: str) -> str | None:
