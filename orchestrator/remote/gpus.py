@@ -1,14 +1,18 @@
-"""How busy and how full this job's GPUs are, noted every EVERY_S while its ranks run.
+"""How busy, full, fast and hot this job's GPUs are, noted every EVERY_S while its ranks run.
 
     python -m orch_remote.gpus <job folder>
 
-Asks `nvidia-smi` and appends one line a GPU to the job's gpu.jsonl:
+Starts one `nvidia-smi` that stays, and appends a line a GPU to the job's gpu.jsonl for each of its answers:
 
-    {"event": "gpu", "rank": 1, "index": 0, "utilisation": 97, "memory_bytes": 8589934592, "wall": 1795252271.2}
+    {"event": "gpu", "rank": 1, "index": 0, "utilisation": 97, "memory_bytes": 8589934592, "sm_mhz": 1290,
+     "watts": 69.7, "celsius": 71, "slowed_by": 4, "max_sm_mhz": 2100, "limit_watts": 70.0, "wall": 1795252271.2}
+
+slowed_by is NVML's bit mask of what holds the clocks down (nvmlClocksEventReasons, called nvmlClocksThrottleReasons
+before driver 535). What a driver does not know is left out; the two limits stand where they are news.
 
 A process of its own, because a sick driver may keep nvidia-smi, and who waits for it, from ever coming back: the
-supervisor starts it, never waits for it, and ends its process group, nvidia-smi included, with the ranks. Where there
-is no nvidia-smi it does nothing.
+supervisor starts it, never waits for it, and ends its process group, nvidia-smi included, with the ranks. Should the
+supervisor be killed, the kernel ends both. Where there is no nvidia-smi it does nothing.
 """
 
 from __future__ import annotations
@@ -16,24 +20,45 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .layout import Job
-from .probe import PATHS
+from .probe import PATHS, SMI_S
+from .processes import die_with_parent
 
 EVERY_S = 2.0
-ANSWER_S = 10.0
+SILENT_S = SMI_S
+"""An nvidia-smi that says nothing for so long is taken for stuck. Its first answer may take a few seconds a GPU."""
+GATHER_S = 0.5
+"""So long the rest of an answer may take to come after its beginning."""
 GIVE_UP = 3
-"""So many useless answers in a row, and we stop asking."""
-QUERY = ("--query-gpu=uuid,index,utilization.gpu,memory.used", "--format=csv,noheader,nounits")
-ANSWER_BYTES = 1 << 16
-_NUMBER = re.compile(r"[0-9]{1,9}")
+"""So many times in a row of no use, and we stop asking."""
+ANSWER_BYTES, LINE_BYTES, SAID_BYTES = 1 << 16, 1 << 12, 1 << 12
+OLDER = {"clocks_event_reasons.active": "clocks_throttle_reasons.active"}
+"""What older drivers call a field, by what newer ones do."""
+FIELDS = {
+    "uuid": "uuid",
+    "index": "index",
+    "utilization.gpu": "utilisation",
+    "memory.used": "memory_mib",
+    "clocks.sm": "sm_mhz",
+    "power.draw": "watts",
+    "temperature.gpu": "celsius",
+    "clocks_event_reasons.active": "slowed_by",
+    "clocks.max.sm": "max_sm_mhz",
+    "power.limit": "limit_watts",
+}
+LIMITS = ("max_sm_mhz", "limit_watts")
+_NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?|0x[0-9a-fA-F]{1,16}")
+_REFUSED = re.compile(r'Field "([a-z_.]{1,64})" is not a valid field')
 
 
 def main() -> None:
@@ -47,51 +72,118 @@ def main() -> None:
 
 def watch(program: str, rank_of: Mapping[str, int], log: Path) -> None:
     """rank_of: GPU uuid -> the rank that has it. Returns only where asking is of no use."""
-    useless, why = 0, ""
+    fields, useless, why, limits = dict(FIELDS), 0, "", dict[int, dict[str, Any]]()
     while useless < GIVE_UP:
-        asked = time.monotonic()
-        answer, why = ask(program)
-        found = readings(answer, rank_of, time.time())
-        append(log, found)
-        useless = 0 if found else useless + 1
-        time.sleep(max(0.0, asked + EVERY_S - time.monotonic()))
+        began, seen, said = time.monotonic(), False, ""
+        child = start(program, fields)
+        for lines in answers(child):
+            found = readings(lines, list(fields.values()), rank_of, time.time())
+            append(log, [without_known(event, limits) for event in found])
+            seen, said = seen or bool(found), said if found else (said + "\n".join(lines))[:SAID_BYTES]
+        why = f"nvidia-smi {end(child)} and said {said[:200]!r}"
+        if (refused := _REFUSED.search(said)) and refused[1] in fields:
+            fields = without(refused[1], fields)
+            continue
+        useless = 0 if seen else useless + 1
+        time.sleep(max(0.0, began + EVERY_S - time.monotonic()))
     sys.stderr.write(f"GPU use is not known from here on: {why}\n")
 
 
-def ask(program: str) -> tuple[str, str]:
-    """What nvidia-smi says, and what is wrong with it should that be of no use."""
-    read, write = os.pipe()
-    with os.fdopen(read, "rb", buffering=0) as pipe:
-        child = subprocess.Popen([program, *QUERY], stdin=subprocess.DEVNULL, stdout=write, stderr=subprocess.STDOUT)
-        os.close(write)
-        try:
-            child.wait(ANSWER_S)  # one that says more than a pipe holds never ends, and is of no use either
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-            return "", f"nvidia-smi did not answer within {ANSWER_S:g} s"
-        os.set_blocking(read, False)
-        said = (pipe.read(ANSWER_BYTES) or b"").decode(errors="replace")
-    return said, f"nvidia-smi exited {child.returncode} and said {said[:200]!r}"
+# ---- one nvidia-smi ---------------------------------------------------------------------------------------------
 
 
-def readings(answer: str, rank_of: Mapping[str, int], wall: float) -> list[dict[str, Any]]:
-    """One event for each of our GPUs in the answer; what the driver does not know ("[N/A]") is left out."""
-    found = []
-    for line in answer.splitlines():
-        uuid, *numbers = [field.strip() for field in line.split(",")]
-        if uuid not in rank_of or len(numbers) != 3:
+def start(program: str, fields: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """It answers every EVERY_S until it is ended, and ends with us."""
+    watcher = os.getpid()
+
+    def end_with_us() -> None:
+        die_with_parent(signal.SIGKILL)
+        if os.getppid() != watcher:  # we had ended before
+            os._exit(1)
+
+    options = (f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", f"--loop-ms={EVERY_S * 1000:.0f}")
+    return subprocess.Popen(
+        [program, *options],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        bufsize=0,
+        env={**os.environ, "LC_ALL": "C"},
+        preexec_fn=end_with_us,
+    )
+
+
+def answers(child: subprocess.Popen[bytes]) -> Iterator[list[str]]:
+    """The whole lines of each answer, until there is none for SILENT_S. One that talks without end is heard no faster
+    than every GATHER_S, and waits.
+    """
+    assert child.stdout
+    rest = b""
+    while select.select([child.stdout], [], [], SILENT_S)[0]:
+        time.sleep(GATHER_S)
+        said = child.stdout.read(ANSWER_BYTES)
+        *lines, rest = (rest + (said or b"\n")).split(b"\n")
+        yield [line.decode(errors="replace") for line in lines]
+        rest = rest[-LINE_BYTES:]
+        if not said:
+            return
+
+
+def end(child: subprocess.Popen[bytes]) -> str:
+    """How it ended, or that it had to be killed. One that the kernel holds keeps us here: then nothing else is lost."""
+    assert child.stdout
+    child.stdout.close()
+    try:
+        code = child.wait(GATHER_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+        return f"did not answer for {SILENT_S:g} s"
+    return f"exited {code}"
+
+
+def without(refused: str, fields: Mapping[str, str]) -> dict[str, str]:
+    """The fields to ask for once a driver has refused this one: by the name that it had before, else without it."""
+    return {OLDER.get(field, field): key for field, key in fields.items() if field != refused or field in OLDER}
+
+
+# ---- what it says -----------------------------------------------------------------------------------------------
+
+
+def readings(
+    lines: Sequence[str], keys: Sequence[str], rank_of: Mapping[str, int], wall: float
+) -> list[dict[str, Any]]:
+    """The last event of each of our GPUs in these lines. keys: what the columns are; the first is the uuid."""
+    found: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        uuid, *values = [value.strip() for value in line.split(",")]
+        if uuid not in rank_of or len(values) != len(keys) - 1:
             continue
-        index, used, mebibytes = (int(number) if _NUMBER.fullmatch(number) else None for number in numbers)
-        told = {
-            "index": index,
-            "utilisation": used if used is not None and used <= 100 else None,
-            "memory_bytes": None if mebibytes is None else mebibytes << 20,
-        }
+        told = {key: _number(value) for key, value in zip(keys[1:], values, strict=True)}
+        if (told.get("utilisation") or 0) > 100:
+            told["utilisation"] = None
+        if (mebibytes := told.pop("memory_mib", None)) is not None:
+            told["memory_bytes"] = int(mebibytes) << 20
         known = {name: value for name, value in told.items() if value is not None}
         if known.keys() - {"index"}:
-            found.append({"event": "gpu", "rank": rank_of[uuid], **known, "wall": round(wall, 3)})
-    return found
+            found[rank_of[uuid]] = {"event": "gpu", "rank": rank_of[uuid], **known, "wall": round(wall, 3)}
+    return list(found.values())
+
+
+def _number(text: str) -> float | None:
+    """None for "[N/A]" and its like."""
+    if not _NUMBER.fullmatch(text):
+        return None
+    return int(text, 16) if text.startswith("0x") else float(text) if "." in text else int(text)
+
+
+def without_known(event: dict[str, Any], limits: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """The event without those limits that were written before. limits: by rank, which are kept there."""
+    told = {name: event[name] for name in LIMITS if name in event}
+    if limits.get(event["rank"]) != told:
+        limits[event["rank"]] = told
+        return event
+    return {name: value for name, value in event.items() if name not in LIMITS}
 
 
 def append(log: Path, events: list[dict[str, Any]]) -> None:
