@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # What the tests use beyond Python: real SSH servers, network namespaces, traffic shaping, a browser for the report.
 DEBIAN := openssh-server iproute2 nftables iperf3 chromium
 
-.PHONY: help demo test chaos check bench packages clean
+.PHONY: help demo test chaos check bench gpu packages clean
 
 help:
 	@echo "make demo    train ResNet-152 on two nodes of this machine: up, run, collect"
@@ -16,6 +16,7 @@ help:
 	@echo "make chaos   faults on purpose, by a seed: FAULTS=1000 SEED=7 (needs root)"
 	@echo "make check   format, lint, types, layers"
 	@echo "make bench   the benchmarks under tests/bench"
+	@echo "make gpu     tests and speeds on this machine's GPUs, 20 minutes: MNIST=~/data GPU_PARTS=alone,two (docs/gpu.md)"
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || (echo "orch needs Python 3.10 or newer: make PYTHON=python3.11"; exit 1)
@@ -53,6 +54,10 @@ check: $(READY)
 
 bench: $(READY) packages
 	@for script in tests/bench/*.py; do $(BIN)/python $$script || exit 1; done
+
+# GPU_PYTHON: an environment that has torch with CUDA already, in place of .venv.
+gpu: $(if $(GPU_PYTHON),,$(READY))
+	@$(or $(GPU_PYTHON),$(BIN)/python) -m tests.gpu $(if $(GPU_PARTS),--parts $(GPU_PARTS)) $(if $(MNIST),--mnist $(MNIST))
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

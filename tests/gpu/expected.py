@@ -1,0 +1,61 @@
+"""What each figure should be, and who says so.
+
+Nothing here was measured on a GPU: the ranges come from the hardware catalogue, from what a wire of 2.5 Gbps allows,
+from counts on the stand-in for CUDA, and from runs on CPUs. A figure outside of its range is a finding, not an error.
+"""
+
+from __future__ import annotations
+
+from orchestrator.catalogue import estimate_speed, find_gpu
+from orchestrator.networks import gradient_bytes, layers_of
+
+from .network import GBPS
+from .row import Range
+
+_LAYERS = layers_of("resnet152", (3, 32, 32), 10)
+GRADIENT_BYTES = gradient_bytes(_LAYERS)
+_SAMPLE_OFF, _FIXED_OFF = 0.25, 0.50
+"""How far off the catalogue may be by its own word (`catalogue.ERROR`), of the time a sample and of the fixed part."""
+_LAUNCH_BOUND = Range(0.8, 1.5, "counts on the stand-in: a step is bound by its launches, 16 bits add 47 % of them")
+_FASTER = Range(None, 0.8, "tensor cores, and half the bytes: large batches should be clearly faster")
+
+
+def step_ms(gpu: str, batch: int) -> Range | None:
+    """A whole update in fp32; None for a card that the catalogue does not know."""
+    card = find_gpu(gpu)
+    if card is None:
+        return None
+    speed = estimate_speed(card, _LAYERS)
+    fixed_ms, samples_ms = speed.fixed_ms, batch * speed.sample_ms
+    low = (1 - _FIXED_OFF) * fixed_ms + (1 - _SAMPLE_OFF) * samples_ms
+    high = (1 + _FIXED_OFF) * fixed_ms + (1 + _SAMPLE_OFF) * samples_ms
+    return Range(
+        round(low, 1), round(high, 1), f"catalogue's estimate for {card.name}, fp32: sample +-25 %, fixed +-50 %"
+    )
+
+
+def half_of_full(batch: int) -> Range | None:
+    """A step in 16 bits as a part of the same in fp32."""
+    return _LAUNCH_BOUND if batch == 256 else _FASTER if batch == 2048 else None
+
+
+STEP_OF_BARE = Range(0.7, 1.1, "counts on the stand-in: the trainer adds at most 0.5 ms, and its wait at a step's end")
+PROFILE_ERROR = Range(None, 0.02, "a profile's line goes through sizes that lie on it to 2 %")
+SHARE_BESIDE = Range(0.3, 1.0, "backward is two thirds of a step's kernels, and a bucket is under way in most of it")
+"""Of all kernels' time, what lay beside an all-reduce."""
+WIRE_IN_COMPUTE = Range(None, 0.25, "buckets travel in a stream of their own: none of the wire is in compute_ms")
+"""(compute_ms of ddp - compute_ms of allreduce_flat) / comm_ms of ddp: about 1 where the computing stream waits."""
+MNIST_ACCURACY = Range(98.9, 99.4, "99.14 % after 10 epochs on CPUs, mean of three seeds (README)")
+SYNTHETIC_ACCURACY = Range(99.0, None, "made-up classes are easy to tell apart")
+BUS_GBPS = Range(0.8 * GBPS / 2, GBPS / 2, "both ranks' bytes share one lo of 2.5 Gbps")
+"""Of an all-reduce of two ranks, whose bus bandwidth is the algorithm's."""
+
+
+def comm_ms(part_of_fp32: float = 1.0) -> Range:
+    """Of a gradient's all-reduce between two ranks on the shaped `lo`."""
+    least = 1000 * 2 * GRADIENT_BYTES * part_of_fp32 * 8 / (GBPS * 1e9)
+    return Range(
+        round(0.95 * least),
+        round(1.25 * least),
+        f"2 x {GRADIENT_BYTES * part_of_fp32 / 1e6:.0f} MB over one lo of 2.5 Gbps",
+    )

@@ -1,0 +1,56 @@
+"""The tests marked gpu, each a row only where it did not pass."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from pathlib import Path
+
+from .. import child
+from ..row import Row, failed, finding, skipped
+from . import Bench
+
+
+def play(bench: Bench) -> Iterator[Row]:
+    if not importlib.util.find_spec("pytest"):
+        yield skipped(
+            "tests marked gpu", f"no pytest for {sys.executable}: pip install pytest pytest-timeout hypothesis"
+        )
+        return
+    results = bench.folder / "tests.xml"
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", "-q", f"--junitxml={results}"]
+    command += ["-p", "no:cacheprovider"]
+    ended = child.run(command, bench.folder / "tests.log", bench.runs.left_s)
+    if not results.exists():
+        yield failed("tests marked gpu", ended.cause)
+        return
+    yield from rows_of(results)
+
+
+def rows_of(results: Path) -> Iterator[Row]:
+    """results: JUnit's XML as pytest writes it."""
+    cases = list(ElementTree.parse(results).getroot().iter("testcase"))
+    passed = [case for case in cases if not list(case.iter("failure")) and not _is(case, "error", "skipped")]
+    left_out = [case for case in cases if _is(case, "skipped")]
+    bad = [case for case in cases if list(case.iter("failure")) or _is(case, "error")]
+    measured = f"{len(passed)} of {len(cases) - len(left_out)} pass"
+    yield finding("tests marked gpu", bool(passed) and not bad, measured, "all")
+    for case in bad:
+        yield failed(_name(case), _message(case))
+    for case in left_out:
+        yield skipped(_name(case), _message(case))
+
+
+def _is(case: ElementTree.Element, *tags: str) -> bool:
+    return any(case.find(tag) is not None for tag in tags)
+
+
+def _name(case: ElementTree.Element) -> str:
+    return case.get("name", "").removeprefix("test_").replace("_", " ")
+
+
+def _message(case: ElementTree.Element) -> str:
+    outcome = next(child for child in case if child.tag in ("failure", "error", "skipped"))
+    return (outcome.get("message") or outcome.text or "").strip().split("\n")[0][:300]

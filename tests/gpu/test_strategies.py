@@ -1,0 +1,53 @@
+"""Every way for two ranks to stay together, on real NCCL: that it ends, and that the wire stays out of computing."""
+
+import pytest
+
+from .network import shaped
+from .parts.two import wire_in_compute
+from .runs import LENET, RESNET
+
+WAYS = {
+    "ddp": (),
+    "allreduce": ("--strategy", "allreduce"),
+    "allreduce_flat": ("--strategy", "allreduce_flat"),
+    "reduce_broadcast": ("--strategy", "reduce_broadcast"),
+    "gather_scatter": ("--strategy", "gather_scatter"),
+    "allgather": ("--strategy", "allgather"),
+    "reduce_scatter": ("--strategy", "reduce_scatter"),
+    "parameter_average": ("--strategy", "parameter_average"),
+    "fsdp": ("--strategy", "fsdp"),
+    "half": ("--fidelity", "half"),
+    "local": ("--fidelity", "local", "--local_steps", "4", "--local_overlap", "2"),
+    "fp16": ("--amp", "fp16"),
+    "shares": ("--shares", "host0=3,host1=1"),
+    "zero share": ("--shares", "host0=1,host1=0"),
+    "auto shares": ("--shares", "auto"),
+    "accumulate": ("--accumulate", "2"),
+}
+DONE = "done: 12 steps"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_end_with_done(runs, way):
+    size = ("--samples", "2048", "--epochs", "1", "--steps", "12")
+    done = runs.pair(f"way-{way.replace(' ', '-')}", *LENET, *size, "--backend", "nccl", *WAYS[way], limit_s=120)
+    assert done.succeeded, done.cause
+    assert DONE in done.ended.output
+    assert [len(done.all("step", rank)) for rank in (0, 1)] == [12, 12]
+
+
+def test_batch_norm_over_both_ranks_ends_with_done(runs):
+    size = ("--batch", "16", "--samples", "256", "--epochs", "1", "--steps", "12", "--sync_bn", "true")
+    done = runs.pair("way-sync_bn", *RESNET, *size, "--backend", "nccl", limit_s=180)
+    assert done.succeeded, done.cause
+    assert DONE in done.ended.output
+
+
+def test_what_travels_beside_backward_does_not_count_as_computing(runs):
+    found = {}
+    for strategy in ("allreduce_flat", "ddp"):
+        size = ("--samples", "4096", "--steps", "12", "--backend", "nccl", "--strategy", strategy)
+        found[strategy] = runs.pair(f"beside-{strategy}", *RESNET, *size, limit_s=180, prefix=shaped()[0])
+        assert found[strategy].succeeded, found[strategy].cause
+    (row,) = wire_in_compute(found)
+    assert row.verdict == "as expected", row

@@ -1,0 +1,251 @@
+"""`make gpu` where there is no GPU: what it says, how it judges and packs, and that a failure costs a row."""
+
+import json
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+from gpu import __main__ as program
+from gpu import child, expected, parcel, table
+from gpu.facts import Facts
+from gpu.parts import Bench, Part, suite
+from gpu.parts import overlap as overlap_part
+from gpu.row import Range, Row, failed, figure, number
+from gpu.runs import Runs
+
+ROOT = Path(__file__).resolve().parents[1]
+GPU = {"name": "NVIDIA H200", "capability": [9, 0], "memory_bytes": 141 << 30}
+FOUND = {"why_unusable": "", "stand_in": False, "gpus": [GPU], "torch": "2.15.0", "cuda": "13.2", "nccl": [2, 30, 7]}
+
+
+@pytest.fixture
+def bench(tmp_path):
+    return Bench(Facts(FOUND, []), Runs(tmp_path, gpus=1), None)
+
+
+def result(stand_in=False):
+    return {"stand_in": stand_in, "took_s": {}, "rows": []}
+
+
+def played(play, bench, longer=1.0, **asked):
+    found = result(**asked)
+    program._play(Part("some", "a part", 60, play), bench, longer, found)
+    return found["rows"]
+
+
+# ---- the whole program ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU here")
+def test_without_a_gpu_it_says_what_to_do_and_leaves_nothing(tmp_path):
+    command = [sys.executable, "-m", "tests.gpu", "--out", str(tmp_path)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert "no NVIDIA GPU" in ended.stderr and "docs/gpu.md" in ended.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU here")
+def test_without_a_gpu_its_tests_are_skipped_before_anything_imports_torch():
+    script = "import sys, pytest; code = pytest.main(['-q', '-p', 'no:cacheprovider', 'tests/gpu']); "
+    script += "print('torch' in sys.modules, int(code))"
+    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert ended.stdout.splitlines()[-1] == "False 5", ended.stdout  # 5: no tests were collected
+    assert "no NVIDIA GPU" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--parts", "alone,some"], "no such part: some; there are tests, alone"),
+        (["--mnist", "/nowhere"], "holds no MNIST/raw"),
+        (["--minutes", "0"], "is not a number of minutes"),
+    ],
+)
+def test_wrong_usage_is_answered_at_once(capsys, arguments, told):
+    with pytest.raises(SystemExit) as left:
+        program.main(arguments)
+    assert left.value.code == 2
+    assert told in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_mistake_of_a_part_is_a_row(bench):
+    def play(bench):
+        yield figure("first", 1.0, "ms")
+        raise KeyError("second")
+
+    rows = played(play, bench)
+    assert [row["verdict"] for row in rows] == ["", "failed"]
+    assert rows[1]["note"] == "KeyError: 'second'"
+    assert "KeyError" in (bench.folder / "some-traceback.log").read_text()
+
+
+def test_a_part_whose_time_is_over_begins_nothing_more(bench):
+    def play(bench):
+        bench.runs.deadline_s = time.monotonic()
+        yield figure("first", 1.0, "ms")
+        raise AssertionError("went on")
+
+    assert [row["verdict"] for row in played(play, bench)] == ["", "skipped"]
+
+
+def test_figures_of_the_stand_in_are_not_judged(bench):
+    rows = [figure("ms", 99.0, "ms", Range(1, 2, "a guess")), failed("other", "why")]
+    assert [row["verdict"] for row in played(lambda _: iter(rows), bench, stand_in=True)] == ["", "failed"]
+    assert [row["verdict"] for row in played(lambda _: iter(rows), bench)] == ["above", "failed"]
+
+
+def test_an_interrupted_run_writes_its_file(tmp_path, monkeypatch, capsys):
+    def play(bench):
+        yield figure("first", 1.0, "ms")
+        raise KeyboardInterrupt
+
+    parts = (Part("some", "a part", 60, play), Part("more", "never played", 60, lambda _: iter(())))
+    monkeypatch.setattr(program, "_chosen", lambda _: parts)
+    monkeypatch.setattr(program.machine, "find_facts", lambda _: Facts({**FOUND, "cores": 2}, []))
+    monkeypatch.setattr(program.signal, "signal", lambda *_: None)
+    assert program.main(["--out", str(tmp_path)]) == 130
+    (archive,) = tmp_path.glob("*.tar.gz")
+    assert str(archive) in capsys.readouterr().out
+    with tarfile.open(archive) as packed:
+        (name,) = [name for name in packed.getnames() if name.endswith("result.json")]
+        told = json.load(packed.extractfile(name))
+    assert told["interrupted"] and [row["what"] for row in told["rows"]] == ["first"]
+
+
+# ---- running programs -----------------------------------------------------------------------------------------------
+
+
+def run(tmp_path, script, limit_s=60.0):
+    return child.run([sys.executable, "-c", script], tmp_path / "log", limit_s)
+
+
+def test_a_programs_end_and_its_cause(tmp_path):
+    assert run(tmp_path, "print('fine')").succeeded
+    assert run(tmp_path, "import sys; print('error: no room'); sys.exit(3)").cause == "no room"
+    assert run(tmp_path, "def f():\n    raise ValueError('raised')\nf()").cause == "ValueError: raised"
+    assert run(tmp_path, "import os; os._exit(4)").cause == "exit code 4, without a word"
+
+
+def test_a_program_out_of_time_ends_with_all_that_it_started(tmp_path):
+    script = "import subprocess, sys\np = subprocess.Popen(['sleep', '1000'])\nprint(p.pid, flush=True)\np.wait()"
+    ended = run(tmp_path, script, limit_s=3)
+    assert ended.exit_code is None
+    assert ended.cause.startswith("not done within 3 s")
+    sleeper = Path("/proc", ended.output.split()[0], "stat")
+    assert not sleeper.exists() or sleeper.read_text().split()[2] == "Z"
+
+
+# ---- judging --------------------------------------------------------------------------------------------------------
+
+
+def test_a_range_says_where_a_figure_lies():
+    assert [Range(1, 2, "").verdict(value) for value in (0.5, 1, 2, 3)] == [
+        "below",
+        "as expected",
+        "as expected",
+        "above",
+    ]
+    assert [str(Range(*bounds, "")) for bounds in ((1, 2), (None, 2), (1, None), (None, None))] == [
+        "1 to 2", "at most 2", "at least 1", "",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.0123, "0.012"), (7.994, "7.99"), (40.46, "40.5"), (1489.4, "1,489"), (100.0, "100")]
+)
+def test_numbers_keep_three_digits(value, text):
+    assert number(value) == text
+
+
+def test_what_is_expected_of_a_card_comes_from_the_catalogue():
+    range_ = expected.step_ms("NVIDIA H200", 256)
+    assert range_.low < 37.7 < range_.high
+    assert expected.step_ms("Fake 9000", 256) is None
+    assert expected.comm_ms().low < 1489 < expected.comm_ms().high
+
+
+def test_kernels_beside_an_all_reduce(tmp_path):
+    events = [
+        {"cat": "kernel", "name": "conv", "ts": 0, "dur": 100},
+        {"cat": "kernel", "name": "ncclDevKernel_AllReduce_Sum_f32_RING_LL", "ts": 50, "dur": 100},
+        {"cat": "kernel", "name": "ncclDevKernel_AllReduce_Sum_f32_RING_LL", "ts": 75, "dur": 100},
+        {"cat": "kernel", "name": "conv", "ts": 100, "dur": 100},
+        {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 0, "dur": 5},
+    ]
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps({"traceEvents": events}))
+    assert overlap_part.share_beside(overlap_part.of_trace(trace)) == pytest.approx(125 / 200)
+
+
+def test_kernels_of_nsys_are_one_process_and_no_copies():
+    head = "Start (ns),Duration (ns),CorrId,Ctx,Strm,Name\n"
+    rows = "1000,2000,1,1,7,conv\n2000,1000,2,1,9,ncclDevKernel_AllReduce\n1500,9,3,2,7,other process\n"
+    kernels = overlap_part.of_nsys(f"Processing...\n{head}{rows}5000,10,4,1,7,[CUDA memcpy HtoD]\n")
+    assert [kernel.name for kernel in kernels] == ["conv", "ncclDevKernel_AllReduce"]
+    assert overlap_part.share_beside(kernels) == 0.5
+
+
+def test_tests_that_fail_are_rows(tmp_path):
+    file = tmp_path / "tests.xml"
+    file.write_text(
+        '<testsuites><testsuite><testcase name="test_a"/>'
+        '<testcase name="test_b"><failure message="assert 1 == 2&#10;x"/></testcase>'
+        '<testcase name="test_c"><skipped message="no"/></testcase></testsuite></testsuites>'
+    )
+    rows = list(suite.rows_of(file))
+    assert [(row.what, row.measured, row.verdict) for row in rows] == [
+        ("tests marked gpu", "1 of 2 pass", "differs"), ("b", "", "failed"), ("c", "", "skipped"),
+    ]  # fmt: skip
+    assert rows[1].note == "assert 1 == 2"
+
+
+def test_lines_fit_a_terminal():
+    rows = [
+        figure(
+            "ResNet-152 bf16, batch 2048, and then some more words",
+            12345.6,
+            "samples",
+            Range(10000, 20000, ""),
+            "n " * 90,
+        ),
+        figure("  as a part", 0.5, "", Range(0.8, 1.5, "")),
+        failed("tests", "x" * 200),
+    ]
+    lines = "\n".join([table.head(), *map(table.lines_of, rows)]).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(line.startswith("  as a part ") and line.endswith("below") for line in lines)
+    assert table.summary(rows) == "3 rows: 1 as expected, 1 below, 1 failed"
+
+
+# ---- the file to send back ------------------------------------------------------------------------------------------
+
+
+def test_what_is_sent_back_names_nobody(tmp_path, monkeypatch):
+    monkeypatch.setattr(parcel.socket, "gethostname", lambda: "fox7.example.org")
+    monkeypatch.setattr(parcel, "_user", lambda: "reineke")
+    monkeypatch.setattr(parcel.Path, "home", lambda: Path("/home/reineke"))
+    parcel._masks.cache_clear()
+    folder = tmp_path / "gpu-1"
+    folder.mkdir()
+    log = "fox7:12 NCCL INFO NET/Socket: eth0:192.168.1.41<0> fe80::1:2:3:4 127.0.0.1 GPU-8a6e4f10-aaaa 12:30:45\n"
+    (folder / "a.log").write_text(f"{log}/home/reineke/x of reineke in {ROOT}/tests, reinekes\n")
+    (folder / "a-0.jsonl").write_text('{"event": "start", "host": "fox7.example.org", "t": 1.5}\n{"event": "st')
+    parcel.write_result(folder, {"rows": [{"note": "on fox7"}]})
+    with tarfile.open(parcel.pack(folder)) as packed:
+        held = {name: packed.extractfile(name).read().decode() for name in packed.getnames()}
+    parcel._masks.cache_clear()
+    assert held["gpu-1/a.log"] == (
+        "HOST:12 NCCL INFO NET/Socket: eth0:ADDRESS<0> ADDRESS 127.0.0.1 GPU-UUID 12:30:45\n"
+        "~/x of USER in ./tests, reinekes\n"
+    )
+    assert held["gpu-1/a-0.jsonl"] == '{"event": "start", "host": "HOST", "t": 1.5}\n'
+    assert json.loads(held["gpu-1/result.json"]) == {"rows": [{"note": "on HOST"}]}
+
+
+def test_a_row_is_read_back_from_the_result():
+    row = figure("what", 1.0, "ms", Range(0, 2, "somebody"))
+    assert Row(**json.loads(json.dumps(row.__dict__))) == row
