@@ -5,8 +5,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# What the tests use beyond Python: real SSH servers, network namespaces, traffic shaping, a browser for the report.
-DEBIAN := openssh-server iproute2 nftables iperf3 chromium
+# What the tests use beyond Python: real SSH servers, network namespaces, traffic shaping, a browser for the report, a
+# compiler for the stand-in for CUDA.
+DEBIAN := openssh-server iproute2 nftables iperf3 chromium g++
 
 .PHONY: help demo test chaos check bench gpu packages clean
 

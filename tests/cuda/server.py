@@ -1,0 +1,157 @@
+"""The process that imports torch and the trainer once, and forks the ranks of each job that its standard input names.
+
+A line in: a `machine.Job` and the folder for what its ranks leave. A line out: the ranks' exit codes. Ranks that ended
+a job well stay for the next one of the same shape.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+# Everything that a rank imports, before the first fork; CUDA is first asked for something in a rank.
+import torch.distributed as dist
+import torch.distributed.fsdp  # noqa: F401
+import torchvision.models  # noqa: F401
+
+import trainer.collectives
+import trainer.profile
+import trainer.train  # noqa: F401
+from tests.cuda import rank
+
+GRACE_S = 5
+"""The first rank that ends badly ends the others so long after: they might wait for it for ever."""
+_PR_SET_PDEATHSIG = 1
+SHAPE = ("hosts", "knobs", "prelude")
+"""What jobs need to have in common to run in the same processes."""
+
+
+def serve() -> None:
+    end_with_parent()
+    gang = None
+    for line in sys.stdin:
+        job = json.loads(line)
+        shape = {name: job[name] for name in SHAPE}
+        if not gang or gang.shape != shape or gang.broken:
+            if gang:
+                gang.end()
+            gang = Gang(shape)
+        sys.stdout.write(json.dumps(gang.play(job)) + "\n")
+        sys.stdout.flush()
+    if gang:
+        gang.end()
+
+
+class Gang:
+    """The ranks of some hosts, and the store that they meet at."""
+
+    def __init__(self, shape: dict[str, Any]) -> None:
+        self.shape, self.broken = shape, False
+        port_reader, port_writer = os.pipe()
+        self.keeper = fork(lambda: keep_store(port_writer))
+        port = int(os.read(port_reader, 10))
+        os.close(port_reader)
+        os.close(port_writer)
+        self.ranks = [Rank(shape, environment) for environment in ranks_of(shape["hosts"], port)]
+
+    def play(self, job: dict[str, Any]) -> list[int]:
+        """The exit code of each rank, 0 for one that stays."""
+        for one in self.ranks:
+            one.begin(job)
+        deadline_s = time.monotonic() + job["limit_s"]
+        with selectors.DefaultSelector() as answers:
+            for one in self.ranks:
+                answers.register(one.answers, selectors.EVENT_READ, one)
+            while answers.get_map():
+                for key, _ in answers.select(max(0.0, deadline_s - time.monotonic())):
+                    answers.unregister(key.fileobj)
+                    if not key.data.take_answer():
+                        deadline_s = min(deadline_s, time.monotonic() + GRACE_S)
+                if time.monotonic() >= deadline_s:
+                    for key in answers.get_map().values():
+                        os.kill(key.data.process, signal.SIGKILL)
+        self.broken = any(one.exit_code is not None for one in self.ranks)
+        return [one.exit_code or 0 for one in self.ranks]
+
+    def end(self) -> None:
+        for process in [self.keeper, *(one.process for one in self.ranks if one.exit_code is None)]:
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+        for one in self.ranks:
+            one.close()
+
+
+class Rank:
+    """A forked process. exit_code: None while it lives."""
+
+    def __init__(self, shape: dict[str, Any], environment: dict[str, str]) -> None:
+        jobs, self.jobs = os.pipe()
+        self.answers, answers = os.pipe()
+        ours = (self.jobs, self.answers)
+        self.process = fork(lambda: rank.be(shape, environment, jobs, answers, not_ours=ours))
+        os.close(jobs)
+        os.close(answers)
+        self.exit_code: int | None = None
+
+    def begin(self, job: dict[str, Any]) -> None:
+        os.write(self.jobs, json.dumps(job).encode() + b"\n")
+
+    def take_answer(self) -> bool:
+        """Whether the rank has done its job; else its end."""
+        if os.read(self.answers, 1):
+            return True
+        self.exit_code = os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+        return False
+
+    def close(self) -> None:
+        os.close(self.jobs)
+        os.close(self.answers)
+
+
+def ranks_of(hosts: list[dict[str, Any]], port: int) -> list[dict[str, str]]:
+    """Each rank's environment, as torchrun and orch would set it."""
+    world = sum(host["ranks"] for host in hosts)
+    common = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": "standin"}
+    found = []
+    for index, host in enumerate(hosts):
+        for local in range(host["ranks"]):
+            own = {"RANK": len(found), "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": host["ranks"]}
+            own |= {"ORCH_NODE": f"host-{index}", "FAKE_DEVICES": host["ranks"], "DEVICE": host["device"]}
+            found.append({name: str(value) for name, value in {**common, **own}.items()})
+    return found
+
+
+def keep_store(port_writer: int) -> None:
+    """The ranks' meeting point; a process of its own, since its thread would not survive a fork."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10))
+    os.write(port_writer, str(store.port).encode())
+    signal.pause()
+
+
+def fork(work: Callable[[], object]) -> int:
+    """A process that does the work and ends; it never returns into this one's code."""
+    process = os.fork()
+    if process:
+        return process
+    try:
+        end_with_parent()
+        work()
+    finally:
+        os._exit(70)  # what ends well has ended the process by itself
+
+
+def end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    serve()
