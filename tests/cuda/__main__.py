@@ -30,6 +30,8 @@ def main() -> int:
     if not asked.command:
         sys.stderr.write("error: no program to run; for example: python -m tests.cuda run python train.py\n")
         return 2
+    if asked.command[0] in ("python", "python3"):
+        asked.command[0] = sys.executable  # that of this environment, which has torch
     try:
         os.execvpe(asked.command[0], asked.command, {**os.environ, **words})
     except OSError as error:
