@@ -34,6 +34,8 @@ NCCL = [
         "RuntimeError: [gloo] Timed out waiting 1800000ms for recv operation to complete",
         "RuntimeError: Connection reset by peer",
         "OSError: [Errno 113] No route to host",
+        "[E1122 ProcessGroupNCCL.cpp] Aborting process on rank 1 due to timeout - collective operation timed out",
+        "error - timeout watchdog detected operation error",
     ],
 )
 def test_what_survivors_print_is_known_as_an_effect(line):
@@ -43,6 +45,20 @@ def test_what_survivors_print_is_known_as_an_effect(line):
 def test_an_nccl_failure_is_an_effect_and_its_telling_line_says_more_than_last_error():
     assert is_secondary(NCCL)
     assert telling_line(NCCL) == NCCL[3]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered",
+        "NCCL Last Error: Mismatched NCCL version detected : rank 0 version 23007 rank 1 version 22903",
+        "misc/shmutils.cc:132 NCCL WARN Error while creating shared memory segment /dev/shm/nccl-WU88OE (size 9637888)",
+        "CUDA error: an illegal memory access was encountered",
+    ],
+)
+def test_what_happens_to_a_rank_itself_is_a_cause_though_its_back_end_goes_down_too(line):
+    assert not is_secondary([line, "Aborting process on rank 0 due to error - nccl hit async error"])
+    assert not is_secondary([line, "[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12)"])
 
 
 def test_an_ordinary_error_is_a_cause_even_after_talk_of_lost_connections():
@@ -67,6 +83,11 @@ KNOWN = {
     "RuntimeError: GET was unable to find an engine to execute this computation": "lower `batch`",
     "RuntimeError: Unable to find a valid cuDNN algorithm to run convolution": "lower `batch`",
     "OSError: [Errno 28] No space left on device": "a disk is full",
+    "Error: failed to extend /dev/shm/nccl-WU88OE to 9637892 bytes, error: No space left on device (28)": "--shm-size",
+    "Error while creating shared memory segment /dev/shm/nccl-KWf (size 5967872)": "NCCL_SHM_DISABLE=1",
+    "Mismatched NCCL version detected : rank 0 version 23007 rank 1 version 22903": "one build of torch",
+    "CUDA error: uncorrectable ECC error encountered": "nvidia-smi -q -d ECC",
+    "CUDA error: CUDA-capable device(s) is/are busy or unavailable": "compute mode",
     "RuntimeError: Expected to have finished reduction in the prior iteration before.": "no gradient",
     "RuntimeError: Detected mismatch between collectives on ranks.": "which collective comes next",
     "CUDA error: no kernel image is available for execution on the device": "not built for this GPU",
@@ -94,7 +115,14 @@ def test_what_is_not_known_or_was_long_ago_gets_no_advice():
 
 
 # Each begins a pattern again and again that goes on for the rest of the line.
-GREEDY = ["ibv_reg_mr ", "collective ", "mismatch between ", "timed out after 1 seconds waiting for ", "connection "]
+GREEDY = [
+    "ibv_reg_mr ",
+    "creating shared memory segment ",
+    "collective ",
+    "mismatch between ",
+    "timed out after 1 seconds waiting for ",
+    "connection ",
+]
 
 
 @pytest.mark.parametrize("word", GREEDY)

@@ -17,7 +17,15 @@ _SECONDARY = re.compile(
     r"connection (was likely )?(closed|reset)( by (remote )?peer)?|recv, got 0 bytes|broken pipe|"
     r"connectFullMesh failed|remote process exit|ncclRemoteError|socket (closed|timeout)|failed to recv|"
     r"connection (refused|timed out)|application timeout caused pair|watchdog caught collective|"
-    r"timed out waiting|wait timeout|no route to host",
+    r"timed out waiting|wait timeout|no route to host|"
+    r"aborting process on rank|collective operation timed out|timeout watchdog detected operation",
+    re.IGNORECASE,
+)
+
+# What only the rank prints that it happens to: a cause, whatever its back end says of the connections that follow.
+_PRIMARY = re.compile(
+    r"ECC error|ECC_UNCORRECTABLE|busy or unavailable|fallen off the bus|illegal memory access|device-side assert|"
+    r"Mismatched NCCL version|creating shared memory segment \S*nccl-|failed to extend \S*nccl-",
     re.IGNORECASE,
 )
 
@@ -29,6 +37,10 @@ _KNOWN = [
         r"CUDA out of memory|CUDA error: out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED|"
         r"unable to find (an engine to execute|a valid cudnn algorithm)",
         "this GPU's memory is too small for its share of the batch; lower `batch`",
+    ),
+    (
+        r"creating shared memory segment \S*nccl-|failed to extend \S*nccl-",
+        "/dev/shm is too small for NCCL; enlarge it (a container's `--shm-size`), or set NCCL_SHM_DISABLE=1 in `env:`",
     ),
     (
         r"No space left on device|Errno 28\b",
@@ -49,6 +61,18 @@ _KNOWN = [
     (
         r"driver/library version mismatch|CUDA driver version is insufficient",
         "this host's GPU driver does not fit its libraries; a reboot ends a half-done upgrade",
+    ),
+    (
+        r"Mismatched NCCL version",
+        "hosts have different versions of NCCL; give all of them one build of torch (`orch setup --torch X.Y.Z`)",
+    ),
+    (
+        r"uncorrectable ECC error|ECC_UNCORRECTABLE",
+        "this GPU's memory failed (`nvidia-smi -q -d ECC`); reset it or reboot, and leave it out if that comes again",
+    ),
+    (
+        r"busy or unavailable",
+        "another process has this GPU for itself, or it hangs; `nvidia-smi` there shows who, and its compute mode",
     ),
     (
         r"insufficient shared memory|\(shm\)|Bus error",
@@ -95,8 +119,9 @@ def last_words(lines: list[str]) -> list[str]:
 
 
 def is_secondary(lines: list[str]) -> bool:
-    """Whether a log's last words blame the network for a peer's death."""
-    return any(_SECONDARY.search(line) for line in last_words(lines))
+    """Whether a log's last words blame the network for a peer's death, and nothing of the rank's own."""
+    words = last_words(lines)
+    return any(_SECONDARY.search(line) for line in words) and not any(_PRIMARY.search(line) for line in words)
 
 
 def log_tail(log: Path) -> list[str]:
