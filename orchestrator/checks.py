@@ -15,6 +15,7 @@ from orchestrator.inventory import Node
 from orchestrator.occupied import warnings as occupied
 from orchestrator.units import counted, format_bandwidth, format_bytes, format_duration
 from orchestrator.visible import VISIBLE
+from orchestrator.wheels import WHEELS_FOR, newest_for, numbers, supports
 
 OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = (2, 0, 1)
@@ -57,32 +58,11 @@ def wants_cuda(node: Node, facts: NodeFacts) -> bool:
     return not node.paced and (bool(facts.gpus) or _declared(node) > 0)
 
 
-def supports(arch_list: tuple[str, ...], capability: str) -> bool:
-    """Whether a build with these architectures has code for a GPU of this compute capability ("8.6").
-
-    CUDA C++ Programming Guide, "Application Compatibility": binary code (sm_80) runs on the same major number and an
-    equal or higher minor one; PTX (compute_80) is compiled for any newer GPU. Code marked `a` runs on that one
-    architecture alone, `f` as binary code does.
-    """
-    major, _, minor = capability.partition(".")
-    gpu = (int(major), int(minor))
-    for arch in arch_list:
-        match = re.fullmatch(r"(sm|compute)_(\d{1,2})(\d)([af]?)", arch)
-        if not match:
-            continue
-        built = (int(match[2]), int(match[3]))
-        if built == gpu or (match[4] != "a" and built[0] == gpu[0] and built[1] <= gpu[1]):
-            return True
-        if match[1] == "compute" and not match[4] and built <= gpu:
-            return True
-    return False
-
-
 # ---- what blocks ----------------------------------------------------------------------------------------------
 
 
 def _python(node: Node, facts: NodeFacts) -> Finding:
-    if _numbers(facts.python_version) >= OLDEST_PYTHON:
+    if numbers(facts.python_version) >= OLDEST_PYTHON:
         return FINE
     problem = f"python {facts.python_version} ({facts.python_executable}) is too old"
     return problem, "set `python:` or `activate:` to a Python 3.10 or newer on that host"
@@ -106,7 +86,7 @@ def _torch(node: Node, facts: NodeFacts) -> Finding:
         return f"no torch in {facts.python_executable} ({facts.torch_error})", environment
     if not facts.torch:
         return FINE  # not asked for
-    if _numbers(facts.torch.version) < OLDEST_TORCH:
+    if numbers(facts.torch.version) < OLDEST_TORCH:
         return f"torch {facts.torch.version} is too old; 2.0.1 is the oldest", environment
     if not facts.torch.gloo:
         return f"torch {facts.torch.version} has no distributed part (Gloo)", environment
@@ -146,7 +126,7 @@ def _cuda(node: Node, facts: NodeFacts) -> Finding:
         return f"torch {torch.version} is a CPU build, but GPUs are to be used", remedy
     if not torch.devices:
         said = f" ({torch.cuda_error})" if torch.cuda_error else ""
-        remedy = f"update the driver, or install a torch built for an older CUDA than {torch.cuda}"
+        remedy = f"update the driver, or install a torch built for an older CUDA than {torch.cuda}{_by_setup(facts)}"
         return f"torch {torch.version} cannot use the GPUs{said}", remedy
     if torch.devices < _needed(node, facts):
         remedy = f"look at `nvidia-smi` (MIG mode?) and `dmesg` on that host, or set `gpus: {torch.devices}`"
@@ -162,10 +142,8 @@ def _kernels(node: Node, facts: NodeFacts) -> Finding:
         if gpu.compute_capability and not supports(torch.arch_list, gpu.compute_capability):
             arch = f"sm_{gpu.compute_capability.replace('.', '')}"
             problem = f"torch {torch.version} has no code for its {gpu.name} ({arch}; built for {_span(torch)})"
-            return (
-                problem,
-                f"install a torch build whose list holds {arch}: older GPUs need an older CUDA, newer a newer",
-            )
+            remedy = f"install a torch build whose list holds {arch}: older GPUs need an older CUDA, newer a newer"
+            return problem, remedy + _by_setup(facts)
     return FINE
 
 
@@ -202,7 +180,7 @@ def _torch_warnings(node: Node, facts: NodeFacts) -> Iterator[str]:
     if not torch:
         return
     label = re.search(r"torch[-_:/ ]*v?(\d+(?:\.\d+)+)", node.image or "", re.IGNORECASE)
-    if label and (named := _numbers(label[1])) != _numbers(torch.version)[: len(named)]:
+    if label and (named := numbers(label[1])) != numbers(torch.version)[: len(named)]:
         yield f"image {node.image}, but torch {torch.version} found in {facts.python_executable}: correct one of them"
     if not torch.torchvision:
         reason = torch.torchvision_error or "not installed"
@@ -234,11 +212,14 @@ def _needed(node: Node, facts: NodeFacts) -> int:
     return node.ranks or node.gpus or (1 if VISIBLE in node.env else len(facts.gpus))
 
 
+def _by_setup(facts: NodeFacts) -> str:
+    """The command that brings a torch for this host's GPUs, where orch knows one."""
+    if facts.machine != WHEELS_FOR:
+        return ""
+    here = [facts.torch.version.partition("+")[0]] if facts.torch else []  # setup keeps a release that is there
+    torch = newest_for(facts.gpus, but=here)
+    return f" (`orch setup --torch {torch}` on all hosts, or an index of your own by PIP_INDEX_URL)" if torch else ""
+
+
 def _span(torch: TorchFacts) -> str:
     return f"{torch.arch_list[0]} to {torch.arch_list[-1]}"
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """(2, 0, 1) of "2.0.1+cu117"."""
-    match = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(int(part) for part in match[0].split(".")[:4]) if match else ()

@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator import datapush, venvs
+from orchestrator.checks import wants_cuda
 from orchestrator.clusters import Clusters, Up, with_secrets
 from orchestrator.connections import Connections
 from orchestrator.datapush import Pushed
 from orchestrator.errors import HostError, UsageError
+from orchestrator.facts import NodeFacts
 from orchestrator.grammar import NAME, folder_of_ours
 from orchestrator.inventory import Node
 from orchestrator.manifest import Manifest
@@ -26,6 +28,9 @@ from trainer.experiments import EXPERIMENTS
 
 DATA_FOLDER: str = EXPERIMENTS["mnist_lenet"]["data_dir"]
 """Where a training looks for its data if nobody says otherwise."""
+
+INDEXES = {"PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX", "PIP_CONFIG_FILE"}
+"""Variables by which pip finds other wheels than its usual ones."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,15 @@ class Provision:
 def chosen(cluster: Cluster, only: Sequence[str]) -> list[Node]:
     """The nodes named, else all that are not released. Raises UsageError for one that is not there."""
     return [cluster.node(name) for name in dict.fromkeys(only)] or list(cluster.active())
+
+
+def gpu_hosts(cluster: Cluster, picked: Sequence[Node]) -> list[NodeFacts]:
+    """The hosts of the cluster, and these, whose GPUs a torch has to suit: those for which pip is told of no index or
+    folder of their own, as far as the inventory says.
+    """
+    nodes = {node.name: node for node in (*cluster.active(), *picked)}.values()
+    known = [(node, cluster.facts[node.name]) for node in nodes if node.name in cluster.facts]
+    return [facts for node, facts in known if wants_cuda(node, facts) and not INDEXES & node.env.keys()]
 
 
 def data_folder(to: str | None) -> str:

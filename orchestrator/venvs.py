@@ -9,7 +9,7 @@ The other end is `remote/environment.py`. Nothing outlives it: leaving ends pip 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, Literal
@@ -17,43 +17,15 @@ from typing import Any, Literal
 from orchestrator import grammar
 from orchestrator.call import Host, exchange, understood
 from orchestrator.errors import HostError, ProbeError, UsageError
+from orchestrator.facts import NodeFacts
 from orchestrator.records import Owner
 from orchestrator.requirements import Requirements
 from orchestrator.text import one_line
 from orchestrator.transport.fanout import for_each
+from orchestrator.wheels import PAIRS, WHEELS_FOR, build_of, has_cu126, misfit, newest_for, numbers
 
 LIMIT_S = 2 * 3600.0
 """For one host: torch with its CUDA libraries is 3 GB, which a 10 Mbit/s line brings in 40 minutes."""
-PAIRS = {
-    "2.0.1": "0.15.2",
-    "2.1.0": "0.16.0",
-    "2.1.1": "0.16.1",
-    "2.1.2": "0.16.2",
-    "2.2.0": "0.17.0",
-    "2.2.1": "0.17.1",
-    "2.2.2": "0.17.2",
-    "2.3.0": "0.18.0",
-    "2.3.1": "0.18.1",
-    "2.4.0": "0.19.0",
-    "2.4.1": "0.19.1",
-    "2.5.0": "0.20.0",
-    "2.5.1": "0.20.1",
-    "2.6.0": "0.21.0",
-    "2.7.0": "0.22.0",
-    "2.7.1": "0.22.1",
-    "2.8.0": "0.23.0",
-    "2.9.0": "0.24.0",
-    "2.9.1": "0.24.1",
-    "2.10.0": "0.25.0",
-    "2.11.0": "0.26.0",
-    "2.12.0": "0.27.0",
-    "2.12.1": "0.27.1",
-    "2.13.0": "0.28.0",
-    "2.14.0": "0.29.0",
-    "2.14.1": "0.29.1",
-    "2.15.0": "0.29.2",
-}
-"""torch -> the torchvision that was released with it (torchvision's README and its packages' own metadata)."""
 _VERSION = re.compile(r"\d{1,4}(\.\d{1,4}){1,3}[A-Za-z0-9.]{0,20}(\+[A-Za-z0-9.]{1,20})?")
 
 
@@ -71,7 +43,7 @@ class Wanted:
     def requirements(self) -> tuple[str, ...]:
         """What pip is to install: both together, or the newer torchvision would replace torch."""
         packages = (f"torch=={self.torch}", f"torchvision=={self.torchvision}")
-        return (*packages, "numpy<2") if _numbers(self.torch) < (2, 3) else packages  # built before there was a 2
+        return (*packages, "numpy<2") if numbers(self.torch) < (2, 3) else packages  # built before there was a 2
 
 
 @dataclass(frozen=True)
@@ -95,10 +67,13 @@ class Made:
     state: Literal["own", "kept", "made", "added"]
 
 
-def choose(torch: str | None, torchvision: str | None) -> Wanted:
-    """The pair to install; without a word the one that this machine has, else the newest known.
+def choose(torch: str | None, torchvision: str | None, hosts: Sequence[NodeFacts] = ()) -> Wanted:
+    """The pair to install; without a word the one that this machine has, else the newest known, and not newer than the
+    GPUs and drivers of all hosts allow. hosts: those with GPUs, which are to train together, and for which pip brings
+    the usual wheels.
 
-    Raises UsageError for what is no version, or a torch of which no torchvision is known.
+    Raises UsageError for what is no version, a torch of which no torchvision is known, and one that does not run on
+    these hosts' GPUs.
     """
     for option, version in (("--torch", torch), ("--torchvision", torchvision)):
         if version and not _VERSION.fullmatch(version):
@@ -107,17 +82,54 @@ def choose(torch: str | None, torchvision: str | None) -> Wanted:
         torch = next((known for known, vision in reversed(PAIRS.items()) if vision == torchvision), None)
         if not torch:
             raise UsageError(f"no torch is known that goes with torchvision {torchvision}", "give --torch as well")
-    if torch and _numbers(torch) < (2, 0, 1):
+    if torch and numbers(torch) < (2, 0, 1):
         raise UsageError(f"torch {torch} is too old", "2.0.1 is the oldest that runs here")
+    judged = [facts for facts in hosts if facts.machine == WHEELS_FOR]
     if not torch:
-        return Wanted(*_own_pair(), any_torch=True)
+        return Wanted(*_usual_pair(judged), any_torch=True)
+    _check_fit(torch, judged)
     torchvision = torchvision or PAIRS.get(torch.partition("+")[0])
     if not torchvision:
-        known = ", ".join(sorted(PAIRS, key=_numbers, reverse=True)[:6])
+        known = ", ".join(sorted(PAIRS, key=numbers, reverse=True)[:6])
         raise UsageError(
             f"the torchvision for torch {torch} is not known here", f"give --torchvision; known: {known}, ..."
         )
     return Wanted(torch, torchvision, any_torch=False)
+
+
+def _check_fit(torch: str, hosts: Sequence[NodeFacts]) -> None:
+    """Raises UsageError where the usual wheels of this torch do not run on some host's GPUs."""
+    wrong = [(facts.node, why) for facts in hosts for gpu in facts.gpus if (why := misfit(torch, gpu))]
+    if not wrong:
+        return
+    node, why = wrong[0]
+    fitting = newest_for([gpu for facts in hosts for gpu in facts.gpus])
+    remedies = [f"`orch setup --torch {fitting}`"] if fitting else []
+    if has_cu126(torch):
+        remedies.append(f"`--torch {torch}+cu126` with an index that has this build (`PIP_INDEX_URL` in `env:`)")
+    raise UsageError(f"{node}: the wheels of torch {torch} hold {why}", ", or ".join(remedies))
+
+
+def _usual_pair(hosts: Sequence[NodeFacts]) -> tuple[str, str]:
+    """What the GPU hosts with a torch have, if that is one release; else this machine's, or an older one where that
+    does not run on all GPUs.
+    """
+    own_torch, own_torchvision = _own_pair()
+    gpus = [gpu for facts in hosts for gpu in facts.gpus]
+    there = {facts.torch.version.partition("+")[0] for facts in hosts if facts.torch and facts.torch.cuda}
+    lacking = [facts.node for facts in hosts if not facts.torch]
+    for torch in there if len(there) == 1 and lacking else ():
+        if torch in PAIRS and not any(misfit(torch, gpu) for gpu in gpus):
+            return torch, PAIRS[torch]
+    if build_of(own_torch) is None or not lacking:
+        return own_torch, own_torchvision
+    fitting = newest_for(gpus, newest=own_torch)
+    if fitting is None:
+        raise UsageError(
+            f"{lacking[0]}: orch knows no torch whose wheels run on the GPUs and drivers of all hosts",
+            "choose one with --torch and an index of your own, or leave hosts out (`orch node release`)",
+        )
+    return (own_torch, own_torchvision) if fitting == own_torch else (fitting, PAIRS[fitting])
 
 
 def _own_pair() -> tuple[str, str]:
@@ -125,7 +137,7 @@ def _own_pair() -> tuple[str, str]:
         torch, torchvision = (metadata.version(name).partition("+")[0] for name in ("torch", "torchvision"))
         return torch, torchvision
     except metadata.PackageNotFoundError:
-        newest = max(PAIRS, key=_numbers)
+        newest = max(PAIRS, key=numbers)
         return newest, PAIRS[newest]
 
 
@@ -184,7 +196,3 @@ def _made(end: Mapping[str, str]) -> Made:
     if not _VERSION.fullmatch(torch) or not _VERSION.fullmatch(torchvision):
         raise ValueError("no versions")
     return Made(grammar.program(end["python"]), torch, torchvision, state)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])

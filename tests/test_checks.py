@@ -126,28 +126,6 @@ def test_a_host_is_not_blocked(case):
     assert checks.unusable(*FREE[case]) is None
 
 
-@pytest.mark.parametrize(
-    ("arch_list", "capability", "runs"),
-    [
-        (CU117, "7.0", True),
-        (CU132, "7.0", False),
-        (CU117, "8.9", True),  # sm_86 code runs on 8.9
-        (CU117, "9.0", False),
-        ((*CU117, "compute_86"), "9.0", True),  # PTX is compiled for it
-        (("sm_86",), "8.0", False),  # a lower minor number
-        (("sm_100",), "10.3", True),
-        (("sm_90a",), "9.0", True),
-        (("sm_100a",), "10.3", False),
-        (("sm_100f",), "10.3", True),
-        (("compute_90a",), "10.0", False),
-        (("compute_100f",), "12.0", False),
-        (("gfx90a", "junk"), "9.0", False),
-    ],
-)
-def test_code_runs_where_nvidia_says_it_does(arch_list, capability, runs):
-    assert checks.supports(arch_list, capability) is runs
-
-
 WARNED = {
     "clock ahead": (node(), facts(clock_offset_s=61.0), "1m01s ahead"),
     "clock behind": (node(), facts(clock_offset_s=-31.0), "31.0s behind"),

@@ -44,7 +44,7 @@ def experiments(context: click.Context, parameter: click.Parameter, begun: str) 
 
 def torch_versions(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
     """Newest first."""
-    from orchestrator.venvs import PAIRS
+    from orchestrator.wheels import PAIRS
 
     return _fitting(list(reversed(PAIRS)), begun)
 

@@ -112,9 +112,10 @@ def setup(
 ) -> None:
     """Give hosts without torch an environment that has it, in their work folder, by pip.
 
-    Without --torch, hosts that have a torch stay as they are; the others get this machine's version, or the newest
-    known. `up` and `run` then use the environment's Python; `orch down` removes it. A host without a way to the
-    internet needs PIP_INDEX_URL, PIP_FIND_LINKS or HTTPS_PROXY in its `env:`.
+    Without --torch, hosts that have a torch stay as they are; the others get the version of these, else this machine's,
+    or the newest known that runs on the GPUs and drivers of all hosts. `up` and `run` then use the environment's
+    Python; `orch down` removes it. A host without a way to the internet needs PIP_INDEX_URL, PIP_FIND_LINKS or
+    HTTPS_PROXY in its `env:`.
 
     \b
     orch setup
@@ -125,16 +126,17 @@ def setup(
 
     from orchestrator import console
     from orchestrator.cli.boards import setup_board
-    from orchestrator.provision import Provision, chosen
+    from orchestrator.provision import Provision, chosen, gpu_hosts
     from orchestrator.requirements import read_requirements
     from orchestrator.venvs import choose
 
-    wanted = choose(torch, torchvision)
-    if requirements:
-        wanted = replace(wanted, extra=read_requirements(requirements))
+    extra = read_requirements(requirements) if requirements else None
     with open_controller() as controller:
         known = controller.store.cluster(cluster)
         picked = chosen(known, names_of(nodes))
+        wanted = choose(torch, torchvision, gpu_hosts(known, picked))
+        if extra:
+            wanted = replace(wanted, extra=extra)
         names = [node.name for node in picked]
         question = _setup_question(known, picked, wanted, requirements)
         if question and not yes:
@@ -171,7 +173,7 @@ def _setup_question(cluster: Cluster, nodes: Sequence[Node], wanted: Wanted, req
 def _lacks(cluster: Cluster, name: str, wanted: Wanted) -> bool:
     """Whether a host had no fitting torch when it was last looked at."""
     torch = cluster.facts[name].torch if name in cluster.facts else None
-    return not torch or not (wanted.any_torch or torch.version.partition("+")[0] == wanted.torch.partition("+")[0])
+    return not torch or not (wanted.any_torch or wanted.torch in (torch.version, torch.version.partition("+")[0]))
 
 
 def _show(

@@ -151,8 +151,8 @@ def try_torch(venv: Path, wanted: dict[str, str], remedy: str, talk: Talk, deadl
 
 
 def fits(found: dict[str, str], wanted: dict[str, str]) -> bool:
-    """Whether these are the versions asked for, whatever their build (`+cu121`)."""
-    return all(found[name].partition("+")[0] == version.partition("+")[0] for name, version in wanted.items())
+    """Whether these are the versions asked for; of any build (`+cu121`) where none is named."""
+    return all(version in (found[name], found[name].partition("+")[0]) for name, version in wanted.items())
 
 
 def others(marker: dict[str, Any], user: dict[str, Any]) -> list[dict[str, Any]]:
