@@ -18,6 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from trainer import nccl
 from trainer.config import Settings
 from trainer.env import RankInfo
 from trainer.errors import TrainError
@@ -64,10 +65,24 @@ def join(info: RankInfo, backend: str, device: torch.device) -> dist.ProcessGrou
     with together(info.node):
         if backend == "nccl" and device.type != "cuda":
             raise TrainError(f"backend nccl needs a GPU, rank {info.rank} is on {device}; use backend=gloo")
-    ranks_with_gpu = sum_over_ranks([float(own_gpu)])[0]
-    if backend == "nccl" or (backend == "auto" and ranks_with_gpu == info.world_size):
-        return dist.new_group(backend="nccl", timeout=TIMEOUT)
+        if backend == "nccl" and not dist.is_nccl_available():
+            raise TrainError(f"torch {torch.__version__} was built without NCCL; use backend=gloo")
+    ranks_with_nccl = sum_over_ranks([float(own_gpu and dist.is_nccl_available())])[0]
+    if backend == "nccl" or (backend == "auto" and ranks_with_nccl == info.world_size):
+        return _nccl_group(info, device)
     return dist.group.WORLD
+
+
+def _nccl_group(info: RankInfo, device: torch.device) -> dist.ProcessGroup:
+    """Raises TrainError, the same on every rank, where NCCL differs among them or does not get through."""
+    if wrong := nccl.unlike(gather_lines(f"{nccl.version()} {info.node}")):
+        raise TrainError(wrong)
+    group = dist.new_group(backend="nccl", timeout=TIMEOUT)
+    if info.world_size > 1:
+        ended = nccl.first_sum(group, device, nccl.patience_s(info.world_size))
+        if wrong := nccl.stuck(gather_lines(nccl.rank_line(ended, info.local_world_size, info.node))):
+            raise TrainError(wrong)
+    return group
 
 
 def _store(info: RankInfo) -> dist.Store:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer import ranks
+from trainer import nccl, ranks
 from trainer.anatomy import dissect
 from trainer.config import LOCAL_STEPS, AnySettings, Settings
 from trainer.console import Console
@@ -282,7 +282,6 @@ def start_fields(
 ) -> dict[str, Any]:
     """model: None where nothing is trained, and so nothing is paced."""
     on_gpu = device.type == "cuda"
-    nccl = torch.cuda.nccl.version() if on_gpu else None
     return {
         "schema": SCHEMA,
         "host": info.host,
@@ -293,7 +292,7 @@ def start_fields(
         "device": str(device),
         "device_name": torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
         "torch": torch.__version__,
-        "nccl": ".".join(map(str, nccl)) if nccl else None,
+        "nccl": nccl.version() if on_gpu else None,
         "backend": dist.get_backend(group),
         "model": settings.model if model else None,
         "parameters": sum(parameter.numel() for parameter in trainable(model)) if model else None,
