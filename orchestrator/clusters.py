@@ -20,9 +20,10 @@ from orchestrator.belongings import Cleared, Reaped, Survey, Who
 from orchestrator.call import Host
 from orchestrator.connections import Connections
 from orchestrator.election import Election, elect
-from orchestrator.errors import HostError, HostsError, InventoryError, OrchError, StateError, UsageError
+from orchestrator.errors import HostError, HostsError, InventoryError, OrchError, StateError, UnlikeError, UsageError
 from orchestrator.facts import NodeFacts
 from orchestrator.inventory import Inventory, Node, load_inventory, node_from_keys
+from orchestrator.nccl import GpuHost, check_versions
 from orchestrator.owner import read_owner
 from orchestrator.probe import probe
 from orchestrator.records import ENDED, MASK
@@ -36,12 +37,15 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Up:
-    """What `orch up` found. election: None where no host is usable."""
+    """What `orch up` found. election: None where no host is usable. unlike: why the usable hosts cannot train together,
+    though some of them can.
+    """
 
     cluster: Cluster
     election: Election | None
     problems: Mapping[str, HostError]
     warnings: tuple[str, ...]
+    unlike: UnlikeError | None = None
 
 
 @dataclass(frozen=True)
@@ -190,7 +194,8 @@ class Clusters:
         except OrchError as error:
             if not problems:  # else these say it, host by host
                 warnings.append(str(error))
-        return Up(_with_election(cluster, election), election, problems, tuple(warnings))
+        unlike = _unlike(cluster)
+        return Up(_with_election(cluster, election), election, problems, tuple(warnings), unlike)
 
     def _elected(self, cluster: Cluster) -> Cluster:
         """The same cluster with its master elected anew from the facts at hand, remembered."""
@@ -310,6 +315,16 @@ def _usable_facts(cluster: Cluster, node: Node) -> NodeFacts | HostError:
     if node.name not in cluster.facts:
         return HostError(node.name, "has not been probed", f"`orch up {cluster.file}`")
     return cluster.facts[node.name]
+
+
+def _unlike(cluster: Cluster) -> UnlikeError | None:
+    usable = [node for node in cluster.active() if node.name in cluster.facts and node.name not in cluster.problems]
+    facts = [(node, cluster.facts[node.name]) for node in usable]
+    try:
+        check_versions([GpuHost(node, found) for node, found in facts if checks.wants_cuda(node, found)])
+    except UnlikeError as error:
+        return error
+    return None
 
 
 def _problem(name: str, error: HostError) -> Problem:

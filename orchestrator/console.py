@@ -286,6 +286,8 @@ def print_plan(plan: LaunchPlan, files: Sequence[str] = ()) -> None:
         put(f"  {one_line(name)}")
     if len(files) > FILES_SHOWN:
         put(f"  and {len(files) - FILES_SHOWN} more (`--json` names all)")
+    for setting in plan.nccl:
+        put(f"sets {setting.words}")
     for node in plan.nodes:
         last = node.first_rank + node.ranks - 1
         ranks = f"rank {last}" if node.ranks == 1 else f"ranks {node.first_rank}..{last}"

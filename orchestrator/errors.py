@@ -9,7 +9,8 @@
     │   ├── HostKeyError          the host's key is unknown, or not the one we know
     │   ├── AuthError             the host refused our user or key
     │   └── ProbeError            the host answered, but not in a way that lets it take part
-    └── HostsError            3   several hosts' errors together
+    ├── HostsError            3   several hosts' errors together
+    └── UnlikeError           3   hosts that are fine by themselves and cannot train together
 
 Each carries a one-line `message` and a `remedy`: what to try next. `str(error)` joins both.
 This file imports nothing else of the project.
@@ -98,3 +99,7 @@ class HostsError(OrchError):
     def __init__(self, errors: Sequence[HostError]) -> None:
         super().__init__("\n".join(str(error) for error in errors))
         self.errors = tuple(errors)
+
+
+class UnlikeError(OrchError):
+    exit_code = 3

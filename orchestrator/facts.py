@@ -110,11 +110,22 @@ class Route(Fact):
         return fields
 
 
+class RdmaPort(Fact):
+    """A port of an InfiniBand or RoCE device, active and open to our user."""
+
+    device: Text
+    link_layer: Text
+    """ "InfiniBand" or "Ethernet"."""
+
+
 class TorchFacts(Fact):
     version: Text
     cuda: Text | None = None
     """CUDA version of the build; None for a CPU build."""
     nccl: Text | None = None
+    """Version of the NCCL library that this torch loads."""
+    verbs: bool | None = None
+    """Whether libibverbs is there, through which NCCL uses InfiniBand; None where an older orch looked."""
     cudnn: Text | None = None
     arch_list: tuple[Text, ...] = ()
     """What the build was compiled for, like "sm_70", "compute_90"; empty where unknown."""
@@ -140,6 +151,8 @@ class NodeFacts(Fact):
     machine: Text
     cores: Annotated[int, Field(ge=1, lt=1 << 16)]
     """Those that our processes may use."""
+    cpu_vendor: Text | None = None
+    """Like "GenuineIntel"; None where the kernel does not say, or an older orch looked."""
     memory_bytes: Count
     disk_free_bytes: Count
     """Free for us on the file system of the work folder."""
@@ -161,6 +174,8 @@ class NodeFacts(Fact):
     torch_error: Text | None = None
     """Why there is no torch; None as well as `torch` when it was not asked for."""
     interfaces: tuple[Interface, ...] = ()
+    rdma: tuple[RdmaPort, ...] | None = None
+    """Active InfiniBand and RoCE ports; None where an older orch looked."""
     routes: tuple[Route, ...] = ()
     """The ways to the other hosts; first the one to the first of them."""
     unrouted: tuple[Peer, ...] = ()
@@ -226,6 +241,7 @@ def parse_facts(
         "torch": torch,
         "torch_error": torch_error,
         "interfaces": interfaces,
+        "rdma": fact("InfiniBand", parse_rdma, values),
         "routes": routes,
         "unrouted": unrouted,
         **fact("its work folder", parse_workdir, commands.get("workdir")),
@@ -307,6 +323,7 @@ def parse_torch(command: Command | None) -> tuple[TorchFacts | None, str | None]
         version=clean(found["version"]),
         arch_list=tuple(clean(arch) for arch in archs),
         gloo=found["gloo"],
+        verbs=found.get("verbs"),
         nccl_available=found["nccl_available"],
         devices=found["devices"],
         **texts,
@@ -409,6 +426,11 @@ def _inet6(digits: str) -> str:
     return str(ipaddress.IPv6Address(bytes.fromhex(digits)))
 
 
+def parse_rdma(values: Mapping[str, Any]) -> tuple[RdmaPort, ...]:
+    ports = _some(values.get("rdma", []), MAX_INTERFACES)
+    return tuple(RdmaPort.of(device=clean(device), link_layer=clean(layer)) for device, layer in ports)
+
+
 def _speed_bps(text: Any) -> float | None:
     """The kernel writes Mbit/s, and -1 where a link has no speed."""
     return _whole(text) * 1e6 if isinstance(text, str) and re.fullmatch(r"[1-9]\d{0,8}\s*", text) else None
@@ -468,6 +490,7 @@ def parse_process(values: Mapping[str, Any]) -> dict[str, Any]:
         "kernel": clean(kernel),
         "machine": clean(machine),
         "cores": values["cores"],
+        "cpu_vendor": _text_or_none(values.get("cpu_vendor")),
         "shm_bytes": values["shm_bytes"],
         "user": clean(values["user"]),
         "uid": values["uid"],

@@ -146,9 +146,7 @@ def _speed_words(speeds_from: dict[str, str]) -> Iterator[str]:
 
 def wire_of(plan: LaunchPlan, network: Network | None, bandwidth_bps: float | None) -> tuple[Wire, tuple[str, ...]]:
     """The wire, and what is to be said of it."""
-    costs = NCCL if {node.device for node in plan.nodes} == {"cuda"} else GLOO
-    if plan.settings.get("backend") in ("gloo", "nccl"):
-        costs = GLOO if plan.settings["backend"] == "gloo" else NCCL
+    costs = NCCL if plan.backend == "nccl" else GLOO
     if len(plan.nodes) == 1:
         node = plan.nodes[0]
         return Wire((Site(node.name, node.ranks, float("inf"), float("inf")),), costs), (_costs_words(costs),)

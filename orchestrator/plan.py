@@ -18,7 +18,8 @@ from orchestrator.election import Election
 from orchestrator.errors import UsageError
 from orchestrator.facts import Gpu, NodeFacts
 from orchestrator.inventory import Node
-from orchestrator.records import CodeFolder, LaunchPlan, NodePlan, System
+from orchestrator.nccl import Carrier, choose_carrier
+from orchestrator.records import CodeFolder, LaunchPlan, NcclSetting, NodePlan, System
 from orchestrator.request import RunRequest
 from orchestrator.visible import cuda_environment, visible_gpus
 from trainer.shares import equal_shares
@@ -39,7 +40,7 @@ def build_plan(
     created: str,
 ) -> LaunchPlan:
     """nodes: those that take part, all with facts. Raises UsageError where no training address can be found, or the
-    nodes do not do for the elastic job that is wanted.
+    nodes do not do for the elastic job that is wanted; UnlikeError where NCCL is not the same everywhere.
     """
     ordered, left_out = sorted(nodes, key=lambda node: node.name != election.master), []
     if request.elastic:
@@ -49,7 +50,8 @@ def build_plan(
     addresses = {node.name: _address(node, facts[node.name], ordered) for node in ordered}
     devices = {node.name: _device(node, facts[node.name], request) for node in ordered}
     gpus = {node.name: _gpus(node, facts[node.name], devices[node.name]) for node in ordered}
-    ranks = {node.name: _ranks(node, gpus[node.name]) for node in ordered}
+    ranks = {node.name: _ranks(node, gpus[node.name], request) for node in ordered}
+    carrier = choose_carrier(ordered, facts, devices, ranks, request)
     world_size = sum(ranks.values())
     shares = _shares(request, world_size)
     return LaunchPlan(
@@ -65,17 +67,20 @@ def build_plan(
         world_size=world_size,
         created=created,
         code=code,
-        nodes=_node_plans(ordered, facts, request, addresses, devices, gpus, ranks, shares),
+        nodes=_node_plans(ordered, facts, request, addresses, devices, gpus, ranks, shares, carrier),
         share_gpus=request.share_gpus,
         grace_s=request.grace_s,
         time_limit_s=request.time_limit_s,
         elastic=request.elastic,
+        backend=carrier.backend,
+        nccl=carrier.settings,
         variables=tuple(request.env),
         notes=(
             *request.notes,
             *_public(ordered, facts, addresses),
             *code.notes,
-            *_notes(ordered, devices, shares),
+            *_notes(ordered, shares),
+            *carrier.notes,
             *(elastic_notes(request.elastic, request, [node.name for node in left_out]) if request.elastic else ()),
         ),
     )
@@ -90,9 +95,9 @@ def _node_plans(
     gpus: Mapping[str, tuple[Gpu, ...]],
     ranks: Mapping[str, int],
     shares: tuple[int, ...],
+    carrier: Carrier,
 ) -> tuple[NodePlan, ...]:
     """nodes: in node-rank order, the master first."""
-    backend = "nccl" if set(devices.values()) == {"cuda"} else "gloo"
     elastic, master_address = request.elastic is not None, addresses[nodes[0].name]
     planned, first_rank = [], 0
     # Two nodes of an inventory may be one machine (`transport: local`): they share its cores.
@@ -101,7 +106,7 @@ def _node_plans(
         on_machine[facts[node.name].boot_id] += ranks[node.name]
     for node_rank, node in enumerate(nodes):
         count = ranks[node.name]
-        own_gpus = gpus[node.name][:count]
+        own_gpus = gpus[node.name][: node.gpus if _is_one_process(request) else count]
         planned.append(
             NodePlan(
                 name=node.name,
@@ -118,10 +123,11 @@ def _node_plans(
                 python=node.python,
                 activate=node.activate,
                 workdir=node.workdir,
-                env=_environment(node, facts, nodes, addresses, own_gpus, on_machine) | dict(request.env),
+                env=_environment(node, facts, nodes, addresses, own_gpus, carrier.settings, on_machine)
+                | dict(request.env),
                 shares=shares[first_rank : first_rank + count],
                 torchrun=torchrun_arguments(len(nodes), node_rank, count, master_address, elastic=elastic),
-                command=_command(request, devices[node.name], backend),
+                command=_command(request, devices[node.name], carrier.backend),
                 prepare=node.prepare,
                 system=_system(facts[node.name]),
             )
@@ -194,8 +200,15 @@ def _gpus(node: Node, facts: NodeFacts, device: str) -> tuple[Gpu, ...]:
     return visible_gpus(node.name, facts, node.env) if device == "cuda" else ()
 
 
-def _ranks(node: Node, gpus: Sequence[Gpu]) -> int:
+def _ranks(node: Node, gpus: Sequence[Gpu], request: RunRequest) -> int:
+    if _is_one_process(request):
+        return node.ranks or 1
     return node.ranks or node.gpus or len(gpus) or 1
+
+
+def _is_one_process(request: RunRequest) -> bool:
+    """Whether one process is to use all GPUs of its host."""
+    return request.settings.get("strategy") == "dp"
 
 
 def _gpu_label(node: Node, gpus: Sequence[Gpu]) -> str | None:
@@ -233,6 +246,7 @@ def _environment(
     nodes: Sequence[Node],
     addresses: Mapping[str, str],
     gpus: Sequence[Gpu],
+    nccl: Sequence[NcclSetting],
     on_machine: Mapping[str, int],
 ) -> dict[str, str]:
     """Our own settings first: what the inventory's `env` says wins. gpus: its ranks'. on_machine: ranks by boot id."""
@@ -244,6 +258,7 @@ def _environment(
         # connection a pair of ranks for each name, and spreads buckets over them: one alone leaves a slow link idle
         # between two buckets.
         environment |= {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": f"{interface},{interface}"}
+    environment |= {setting.name: setting.value for setting in nccl}
     if node.paced:
         environment["ORCH_PACED"] = json.dumps(node.paced.model_dump(mode="json", exclude_defaults=True))
     # The GPUs that the inventory's `env` names are these, told by UUID.
@@ -267,10 +282,8 @@ def _public_addresses(training: str, facts: NodeFacts) -> list[str]:
     return [address for address in dict.fromkeys([training, *own]) if ipaddress.ip_address(address).is_global]
 
 
-def _notes(nodes: Sequence[Node], devices: Mapping[str, str], shares: tuple[int, ...]) -> tuple[str, ...]:
+def _notes(nodes: Sequence[Node], shares: tuple[int, ...]) -> tuple[str, ...]:
     notes = []
-    if len(set(devices.values())) > 1:
-        notes.append("some hosts train on CUDA and some on the CPU: Gloo carries the gradients everywhere")
     paced = [node.name for node in nodes if node.paced]
     if paced:
         notes.append(

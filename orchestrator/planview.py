@@ -75,7 +75,7 @@ def outlook_of(plan: LaunchPlan, view: View, chosen: Collection[str]) -> Outlook
         exp=plan.exp,
         scene=view.scene,
         advice=advice,
-        basis=(*view.basis, *limits),
+        basis=(*view.basis, *(f"sets {setting.words}" for setting in plan.nccl), *limits),
         speeds_from=view.speeds_from,
         faster=faster,
         command=faster[0].command if faster else run_line(plan),

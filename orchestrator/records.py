@@ -201,6 +201,19 @@ class Faster(Record):
         return f"{self.what} would take {self.of_time:.2f} of the time ({how})"
 
 
+class NcclSetting(Record):
+    """A variable that NCCL, or torch's use of it, needs on every host of a job."""
+
+    name: str
+    value: str
+    reason: str
+    """Why, in a few words."""
+
+    @property
+    def words(self) -> str:
+        return f"{self.name}={self.value}: {self.reason}"
+
+
 class LaunchPlan(Record):
     """One job, completely: `orch run --dry-run` prints exactly this, `orch run` executes exactly this."""
 
@@ -227,6 +240,10 @@ class LaunchPlan(Record):
     time_limit_s: float | None = None
     elastic: Elastic | None = None
     """None: the first failure ends the job everywhere."""
+    backend: Literal["nccl", "gloo"] | None = None
+    """What carries the gradients, unless a script chooses otherwise; None in plans of an older orch."""
+    nccl: tuple[NcclSetting, ...] = ()
+    """What the hosts' environments hold because of NCCL, and why; without what a person has set."""
     variables: tuple[str, ...] = ()
     """Names of the environment variables that were given for this job alone."""
     notes: tuple[str, ...] = ()

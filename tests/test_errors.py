@@ -14,6 +14,7 @@ EXIT_CODES = {
     "ProbeError": 3,
     "HostsError": 3,
     "StateError": 1,
+    "UnlikeError": 3,
 }
 
 

@@ -109,6 +109,7 @@ NONSENSE = {
         {"commands": {"ip addr": {"rc": 0, "out": json.dumps([{"ifname": "a"}] * 300), "err": ""}}},
         {"commands": {"ip addr": {"rc": 1, "out": "", "err": ""}}, "files": {"/proc/net/if_inet6": "zz 1 2 3 4 eno1"}},
     ],
+    "InfiniBand": [{"values": {"rdma": "mlx5_0"}}, {"values": {"rdma": [["mlx5_0"]]}}, {"values": {"rdma": [[1, 2]]}}],
     "memory": [{"files": {"/proc/meminfo": "MemTotal: lots kB"}}],
     "its clock": [{"values": {"wall_start": math.nan}}, {"values": {"wall_end": "now"}}],
     "itself": [{"values": {"cores": 0}}, {"values": {"cores": True}}, {"values": {"uid": 1 << 70}}],

@@ -23,6 +23,8 @@ PURE = [
     "faults",
     "stall",
     "visible",
+    "wheels",
+    "nccl",
     "plan",
     "analyse",
     "measure",

@@ -255,3 +255,33 @@ def test_a_python_that_is_too_old_is_answered_in_words():
 def test_a_host_that_refuses_is_a_host_error():
     old = host(activate="exec sh -c 'cat >/dev/null; exit 3'")
     assert isinstance(probe_all({"old": old}, timeout_s=10)["old"], HostError)
+
+
+def test_active_ports_of_devices_that_we_may_open_are_told(tmp_path):
+    """As the kernel shows two cards of which one's port is down, and a third that a container does not hand in."""
+    for number, (name, state, layer, is_open) in enumerate(
+        [
+            ("mlx5_0", "4: ACTIVE", "Ethernet", True),
+            ("mlx5_1", "1: DOWN", "InfiniBand", True),
+            ("mlx5_2", "4: ACTIVE", "InfiniBand", False),
+        ]
+    ):
+        port = tmp_path / "sys/infiniband" / name / "ports/1"
+        verbs = tmp_path / f"sys/infiniband_verbs/uverbs{number}"
+        for folder in (port, verbs, tmp_path / "dev"):
+            folder.mkdir(parents=True, exist_ok=True)
+        (port / "state").write_text(f"{state}\n")
+        (port / "link_layer").write_text(f"{layer}\n")
+        (verbs / "ibdev").write_text(f"{name}\n")
+        if is_open:
+            (tmp_path / f"dev/uverbs{number}").touch()
+    (tmp_path / "sys/infiniband_verbs/abi_version").write_text("6\n")
+    assert probe.rdma_ports(f"{tmp_path}/sys", f"{tmp_path}/dev") == [["mlx5_0", "Ethernet"]]
+    assert probe.rdma_ports(f"{tmp_path}/none") == []
+
+
+def test_the_maker_of_the_cpu_is_told_as_the_kernel_has_it():
+    said = [
+        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "vendor_id" in line
+    ]
+    assert probe.cpu_vendor() == (said[0] if said else None)

@@ -47,7 +47,8 @@ allow_local_option = click.option(
 def up(inventory: Path, accept_new_host_keys: bool, allow_local: bool, as_json: bool) -> None:
     """Connect to every host, probe it, elect the master and say why.
 
-    The cluster is remembered as the current one. Exit code 3 if a host cannot be used; the others still can. Commands
+    The cluster is remembered as the current one. Exit code 3 if a host cannot be used, or if hosts
+    are so unlike that they cannot train together; the others still can. Commands
     that the file has run on this machine (`transport: local`) are shown and asked about once.
 
     \b
@@ -402,8 +403,8 @@ def _show_up(found: Up, as_json: bool) -> None:
         console.print_cluster(found.cluster)
     for warning in found.warnings:
         console.warn(warning)
-    console.fail_each(found.problems.values())
-    if found.problems:
+    console.fail_each([*found.problems.values(), *([found.unlike] if found.unlike else [])])
+    if found.problems or found.unlike:
         sys.exit(3)
 
 

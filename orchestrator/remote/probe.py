@@ -41,6 +41,7 @@ OUT_BYTES = 1 << 18
 ERR_BYTES = 1 << 12
 MAX_PEERS = 2048
 MAX_LINKS = 256
+MAX_RDMA = 64
 MAX_WAYS = 16
 AT_ONCE = 8
 NOT_FOUND, TOO_SLOW = 127, 124
@@ -90,7 +91,7 @@ os._exit(0)
 
 # Prints what this torch is. A part that this build or version lacks is null, never a failure of the whole.
 TORCH = """
-import json, warnings
+import ctypes, json, warnings
 def tell(ask):
     try:
         return ask()
@@ -100,6 +101,8 @@ import torch
 import torch.distributed as dist
 facts = {"version": str(torch.__version__), "cuda": torch.version.cuda}
 facts["nccl"] = tell(lambda: ".".join(str(part) for part in torch.cuda.nccl.version()))
+# Without this library NCCL uses no InfiniBand device, whatever the kernel lists.
+facts["verbs"] = bool(tell(lambda: ctypes.CDLL("libibverbs.so.1")))
 facts["cudnn"] = tell(lambda: torch.backends.cudnn.version())
 # get_arch_list() is empty where no GPU is in reach; the flags of the build are there always.
 facts["archs"] = tell(lambda: (torch._C._cuda_getArchFlags() or "").split()) or tell(torch.cuda.get_arch_list) or []
@@ -136,7 +139,8 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
     files = {path: text for path in FILES if (text := read_text(path)) is not None}
     addresses = addresses_of(peers, commands.pop("names"))
     sources = {peer: source for peer in peers if (source := source_towards(addresses.get(peer, "")))}
-    values = {**about_process(), "links": read_links(), "sources": sources, "occupants": on_gpus, "wall_start": started}
+    hardware = {"links": read_links(), "cpu_vendor": cpu_vendor(), "rdma": rdma_ports(), "occupants": on_gpus}
+    values = {**about_process(), **hardware, "sources": sources, "wall_start": started}
     if commands["ip addr"]["rc"] != 0:
         values["sockets"] = socket_interfaces()
     else:
@@ -292,6 +296,29 @@ def read_links() -> dict[str, str]:
     """Interface -> its speed as the kernel writes it, in Mbit/s; virtual, wireless and idle ones have none."""
     links = sorted(Path("/sys/class/net").glob("*"))[:MAX_LINKS]
     return {link.name: speed for link in links if (speed := read_text(f"{link}/speed")) is not None}
+
+
+def cpu_vendor() -> str | None:
+    """Like "GenuineIntel", as /proc/cpuinfo has it; None on machines whose kernel does not say (ARM)."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", "rb") as file:
+        for line in file:
+            name, _, value = line.partition(b":")
+            if name.strip() == b"vendor_id":
+                return text(value).strip()
+    return None
+
+
+def rdma_ports(system: str = "/sys/class", devices: str = "/dev/infiniband") -> list[list[str]]:
+    """[device, link layer] of every InfiniBand and RoCE port that is active and that this user may open."""
+    found = []
+    for verbs in sorted(Path(system, "infiniband_verbs").glob("uverbs*"))[:MAX_RDMA]:
+        name = (read_text(f"{verbs}/ibdev") or "").strip()
+        if not name or not os.access(f"{devices}/{verbs.name}", os.R_OK | os.W_OK):
+            continue
+        for port in sorted(Path(system, "infiniband", name, "ports").glob("*"))[:MAX_RDMA]:
+            if "ACTIVE" in (read_text(f"{port}/state") or ""):
+                found.append([name, (read_text(f"{port}/link_layer") or "").strip()])
+    return found
 
 
 # ---- without the ip command -----------------------------------------------------------------------------------
