@@ -22,8 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-import duckdb
-
 from orchestrator.text import one_line
 
 LINE_LIMIT = 64 * 2**10
@@ -87,6 +85,8 @@ class Events:
 @contextlib.contextmanager
 def read_events(files: Sequence[MetricsFile]) -> Iterator[Events]:
     """Reads every file within bounded memory: DuckDB spills to a temporary folder beyond 1 GB."""
+    import duckdb  # a tenth of a second that commands which analyse nothing need not spend
+
     with tempfile.TemporaryDirectory(prefix="orch-analyse-") as folder:
         config: dict[str, Any] = {"memory_limit": "1GB", "threads": 2, "temp_directory": folder}
         connection = duckdb.connect(":memory:", config=config)

@@ -45,7 +45,7 @@ Found = TypeVar("Found")
 class Fact(BaseModel):
     """Frozen, goes to JSON and back; what a newer version stored besides is left out."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, defer_build=True, extra="ignore", allow_inf_nan=False)
 
     @classmethod
     def of(cls, **fields: Any) -> Self:

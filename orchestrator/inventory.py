@@ -81,7 +81,9 @@ Memory = Annotated[str, AfterValidator(_checked_only(_memory)), _schema(examples
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, defer_build=True, extra="ignore", use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class _Written(_Model):

@@ -35,7 +35,7 @@ _SECRET = re.compile(r"token|secret|passw|credential|api_?key|private_?key|acces
 
 
 class Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, defer_build=True, extra="ignore")
 
 
 def write_record(path: Path, record: Record) -> None:

@@ -14,10 +14,12 @@ import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-
-import pathspec
+from typing import TYPE_CHECKING
 
 from orchestrator.errors import UsageError
+
+if TYPE_CHECKING:
+    import pathspec
 
 LOGINS = (
     *(".ssh/", ".gnupg/", ".aws/", ".azure/", ".kube/", ".config/gcloud/", ".config/gh/", ".password-store/"),
@@ -45,6 +47,8 @@ def is_secret(folder: Path, name: str, names: tuple[str, ...] = (*LOGINS, *KEYS)
 
 @cache
 def _patterns(names: tuple[str, ...]) -> pathspec.GitIgnoreSpec:
+    import pathspec  # slow to import, and of use to commands alone that ship a folder
+
     return pathspec.GitIgnoreSpec.from_lines(names)
 
 

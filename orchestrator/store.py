@@ -73,7 +73,7 @@ class Venv(Record):
 class Cluster(Record):
     """A remembered cluster."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
+    model_config = ConfigDict(frozen=True, defer_build=True, extra="ignore", populate_by_name=True)
 
     schema_: int = Field(SCHEMA, alias="schema", serialization_alias="schema")
     name: str

@@ -15,10 +15,12 @@ import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-import pathspec
+from typing import TYPE_CHECKING
 
 from orchestrator.git import LISTING_S, git
+
+if TYPE_CHECKING:
+    import pathspec
 
 ALWAYS_LEFT = (
     ".git",
@@ -71,6 +73,8 @@ class _Rules:
         self.named = set[str]()
 
     def add(self, base: Path, lines: Iterable[str]) -> None:
+        import pathspec  # slow to import, and of use to commands alone that ship a folder
+
         if lines := list(lines):
             self._layers.append((base, pathspec.GitIgnoreSpec.from_lines(lines)))
 

@@ -56,6 +56,15 @@ def test_help_imports_nothing_heavy():
     assert {name.partition(".")[0] for name in done.stderr.split()} & HEAVY == set()
 
 
+def test_a_command_that_neither_analyses_nor_ships_imports_nothing_for_it(tmp_path):
+    code = "import sys, atexit; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); "
+    code += "from orchestrator.cli import main; main(['jobs'])"
+    env = {**os.environ, "ORCH_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert "orchestrator.controller" in done.stderr.split()
+    assert {name.partition(".")[0] for name in done.stderr.split()} & {"duckdb", "matplotlib", "pathspec"} == set()
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_completion_script_is_made(shell):
     code = "from orchestrator.cli import main; main(prog_name='orch')"
