@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -113,6 +114,29 @@ def with_a_lost_piece(_: int, __: None) -> str:
 
 def test_a_piece_that_is_lost_fails_the_sum(gang: Gang) -> None:
     assert all("Connection closed by peer" in told for told in gang.run(with_a_lost_piece, None))
+
+
+class LostSum:
+    """What `dist.all_reduce` gives back when the connection breaks on its way."""
+
+    def get_future(self) -> Any:
+        future = torch.futures.Future()
+        future.set_exception(RuntimeError("Connection closed by peer"))
+        return future
+
+
+def with_a_lost_sum(_: int, __: None) -> str:
+    wire = Wire(group_of(RANKS))
+    with patch.object(dist, "all_reduce", return_value=LostSum()):
+        try:
+            wire.sum(torch.ones(3))
+        except RuntimeError as error:
+            return str(error)
+    return "no failure"
+
+
+def test_a_sum_that_is_lost_is_not_taken_for_one(gang: Gang) -> None:
+    assert all("Connection closed by peer" in told for told in gang.run(with_a_lost_sum, None))
 
 
 def fitted(_: int, __: None) -> int:

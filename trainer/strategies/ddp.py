@@ -56,11 +56,10 @@ class Ddp(Base):
             self.computed = self.timer.mark()
         handed_over = self.timer.mark()
 
-        def summed(future):
+        def arrived():
             self.collectives.append((handed_over, self.timer.mark()))
-            return future.value()
 
-        return self.wire.begin(bucket.buffer()).then(summed)
+        return self.wire.begin(bucket.buffer(), arrived)
 
     def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
         self.collectives.clear()

@@ -2,7 +2,7 @@
 
     wire = Wire(group, nodes=["a16", "a16", "a2000"], dtype=torch.bfloat16)
     wire.sum(gradient)                       in place, blocking: travels in 16 bits, once between the two hosts
-    wire.begin(bucket).then(...)             the same beside other work; sums go out in the order in which they began
+    wire.begin(bucket).wait()                the same beside other work; sums go out in the order in which they began
 
 Every rank has to begin the same sums in the same order.
 """
@@ -29,6 +29,7 @@ from trainer.timing import NO_BRAKE, Brake
 
 Group = dist.ProcessGroup
 Leg = Callable[[Tensor], Any]
+Arrived = Callable[[], None]
 _UNKNOWN_TYPE = re.compile(
     r"(unsupported|invalid|unconvertible|not support).*type|type.*(unsupported|not support)", re.I | re.S
 )
@@ -62,14 +63,39 @@ class Wire:
         is_shared = 1 < len(set(nodes)) < len(nodes)
         if (is_shared or dtype) and dist.get_backend(group) == "gloo":
             self.relay = Relay(group, nodes if is_shared else (), dtype)
+        self.aside = torch.cuda.Stream() if dist.get_backend(group) == "nccl" else None
 
-    def begin(self, tensor: Tensor) -> Any:
-        """A future of the tensor, which by then holds the sum; nobody may touch it before."""
+    def begin(self, tensor: Tensor, arrived: Arrived = lambda: None) -> Any:
+        """A future of the tensor, which by then holds the sum; nobody may touch it before. arrived: called as soon as
+        it does, for a mark on the device's own time line.
+        """
+        if self.aside:
+            return self._begin_aside(tensor, arrived, self.aside)
         if self.relay and tensor.device.type == "cpu":
-            return self.relay.begin(tensor)
-        sent = tensor if self.dtype is None else tensor.to(self.dtype)
-        summed = dist.all_reduce(sent, group=self.group, async_op=True).get_future()
-        return summed.then(lambda _: tensor if sent is tensor else tensor.copy_(sent))
+            summed = self.relay.begin(tensor)
+        else:
+            summed = dist.all_reduce(tensor, group=self.group, async_op=True).get_future()
+        return summed.then(partial(_told, tensor=tensor, arrived=arrived))
+
+    def _begin_aside(self, tensor: Tensor, arrived: Arrived, aside: torch.cuda.Stream) -> Any:
+        """A stream beside the one that computes waits for NCCL, and whoever waits for the future waits for that one.
+        NCCL's own future will not do: in torch 2.15 (ProcessGroupNCCL2) asking for it has the current stream wait, and
+        that is backward's.
+        """
+        sent = self._rounded(tensor)
+        work = dist.all_reduce(sent, group=self.group, async_op=True)
+        future = torch.futures.Future(devices=[tensor.device])
+        with torch.cuda.stream(aside):
+            work.wait()
+            if sent is not tensor:
+                tensor.copy_(sent)
+                sent.record_stream(aside)
+            arrived()
+            future.set_result(tensor)
+        return future
+
+    def _rounded(self, tensor: Tensor) -> Tensor:
+        return tensor if self.dtype is None else tensor.to(self.dtype)
 
     def begin_in_pieces(self, tensor: Tensor) -> list[Any]:
         """Their futures: every connection has one, and one is rounded while another travels."""
@@ -138,6 +164,12 @@ class Parcel(NamedTuple):
 
 def _pieces_of(tensor: Tensor, elements: int) -> Sequence[Tensor]:
     return tensor.view(-1).split(elements) if tensor.is_contiguous() else (tensor,)
+
+
+def _told(summed: Any, tensor: Tensor, arrived: Arrived) -> Tensor:
+    summed.wait()  # raises what went wrong with it
+    arrived()
+    return tensor
 
 
 def _whole(pieces: Any, tensor: Tensor) -> Tensor:
