@@ -224,7 +224,7 @@ def _as_seen_by_its_host(node: NodeSummary, plan: LaunchPlan, run: RunFolder) ->
     gpu = read_gpu_use(run.gpu(node.name))
     memory = gpu.memory_bytes if node.peak_memory_bytes is None else node.peak_memory_bytes
     ends = tuple(_rank_ends(run.agent(node.name), plan.node(node.name)))
-    update = {"gpu_utilisation": gpu.utilisation, "peak_memory_bytes": memory, "ends": ends}
+    update = {"gpu_utilisation": gpu.utilisation, "peak_memory_bytes": memory, "slowed": gpu.slowed, "ends": ends}
     return node.model_copy(update=update)
 
 

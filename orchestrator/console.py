@@ -58,6 +58,7 @@ err = Console(stderr=True, highlight=False, soft_wrap=True)
 _RANK_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta", "bright_yellow")
 PROGRESS_LINE_S = 10.0
 FILES_SHOWN = 40
+SLOWED_SHOWN = 5
 LEAST_TEXT = 24
 """So wide a column of words is, to be read where it is folded."""
 LEAST_NAME = 4
@@ -663,6 +664,10 @@ def _print_hosts(summary: Summary) -> None:
         put(summary.bound.words)
     if summary.straggler:
         put(f"straggler: {summary.straggler.node} — {summary.straggler.reason}")
+    for node in summary.slowed[:SLOWED_SHOWN]:
+        put(node.slowed_words)
+    if more := summary.slowed[SLOWED_SHOWN:]:
+        put(f"so were GPUs of {counted(len(more), 'more host')} (the report and `--json` name them)")
     if summary.batch_norm:
         put(summary.batch_norm.words)
     if summary.accuracy is not None:

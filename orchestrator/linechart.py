@@ -22,20 +22,22 @@ LEAST = 1e-9
 
 @dataclass(frozen=True)
 class Line:
-    """points: (x, y) in the order of x. dots: each point is marked, too."""
+    """points: (x, y) in the order of x. dots: each point is marked, too. marked: stretches of it that stand out."""
 
     name: str
     points: Points
     dots: bool = False
+    marked: Sequence[Points] = ()
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """path: of an SVG. dots: a path of length 0 for each point."""
+    """path: of an SVG. dots: a path of length 0 for each point. marked: the stretches that stand out."""
 
     name: str
     path: str
     dots: str
+    marked: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,9 +85,13 @@ def _plain(value: float, digits: int) -> str:
 
 
 def _drawn(line: Line, across: Callable[[float], float], upwards: Callable[[float], float]) -> Drawn:
-    places = [f"{across(x):.2f} {upwards(y):.2f}" for x, y in line.points]
-    dots = "".join(f"M{place}h0" for place in places) if line.dots or len(places) == 1 else ""
-    return Drawn(line.name, "M" + "L".join(places), dots)
+    def places(points: Points) -> list[str]:
+        return [f"{across(x):.2f} {upwards(y):.2f}" for x, y in points]
+
+    own = places(line.points)
+    dots = "".join(f"M{place}h0" for place in own) if line.dots or len(own) == 1 else ""
+    marked = "".join(f"M{'L'.join(places(run))}h0" for run in line.marked)  # h0: of a single point, a dot
+    return Drawn(line.name, "M" + "L".join(own), dots, marked)
 
 
 def _scale(low: float, high: float) -> Callable[[float], float]:

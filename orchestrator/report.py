@@ -23,6 +23,7 @@ from orchestrator.charts import draw_throughput
 from orchestrator.curves import Curves
 from orchestrator.faults import fault_words
 from orchestrator.files import write_atomic
+from orchestrator.gpu_charts import GpuCharts, gpu_charts, read_course
 from orchestrator.linechart import Line, LineChart, line_chart, percent_words
 from orchestrator.paths import RunFolder
 from orchestrator.published import conditions, published_for
@@ -36,12 +37,16 @@ NOTHING = "–"
 _EVEN = 0.02
 """Hosts whose shares lie this close together are called even."""
 LOGS, LOG_LINES, LOG_BYTES = 64, 20, 1 << 13
+SLOWED = 20
+"""So many hosts whose GPUs were slowed are named; the chart shows no more."""
 
 
 def write_report(run: RunFolder, summary: Summary) -> Path:
     """Writes the chart and the page; returns the page's path."""
     chart = base64.b64encode(run.chart.read_bytes()).decode() if draw_throughput(summary, run.chart) else None
-    write_atomic(run.report, render_report(summary, chart, () if summary.metrics else last_words(run, summary)))
+    logs = () if summary.metrics else last_words(run, summary)
+    gpus = gpu_charts({node.name: read_course(run.gpu(node.name)) for node in summary.nodes})
+    write_atomic(run.report, render_report(summary, chart, logs, gpus))
     return run.report
 
 
@@ -73,8 +78,14 @@ def _tail(path: Path) -> tuple[str, ...]:
     return tuple(clean(line) for line in lines[-LOG_LINES:])
 
 
-def render_report(summary: Summary, chart: str | None = None, logs: tuple[LogEnd, ...] = ()) -> str:
-    """The page's HTML. chart: a PNG in base64. logs: shown where there are no metrics."""
+def render_report(
+    summary: Summary,
+    chart: str | None = None,
+    logs: tuple[LogEnd, ...] = (),
+    gpus: GpuCharts | None = None,
+) -> str:
+    """The page's HTML. chart: a PNG in base64. logs: shown where there are no metrics. gpus: how they went."""
+    named = summary.named if summary.metrics and not summary.collectives else frozenset()
     return (
         _environment()
         .get_template("report.html.j2")
@@ -82,6 +93,9 @@ def render_report(summary: Summary, chart: str | None = None, logs: tuple[LogEnd
             run=summary,
             chart=chart,
             logs=logs,
+            gpus=gpus,
+            slowed_named=[node.slowed_words for node in summary.slowed if node.name in named],
+            slowed_others=[node.slowed_words for node in summary.slowed if node.name not in named][:SLOWED],
             headline=headline(summary),
             efficiency_words=efficiency_words(summary),
             fidelity_words=fidelity_words(summary),

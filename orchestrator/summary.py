@@ -20,6 +20,7 @@ from orchestrator.errors import OrchError
 from orchestrator.paths import RunFolder
 from orchestrator.rebalances import Rebalance
 from orchestrator.records import SCHEMA, CodeFolder, Faster, Fault, FirstFailure, Prediction, Record, System
+from orchestrator.slowed import Slowed
 from orchestrator.text import one_line
 from orchestrator.units import format_duration
 
@@ -74,6 +75,8 @@ class NodeSummary(Record):
     valid: bool = True
     gpu_utilisation: float | None = None
     """Mean over the samples taken while the job ran, 0..100."""
+    slowed: Slowed | None = None
+    """What held its GPU down, for a part of the run that matters."""
     ends: tuple[RankEnd, ...] = ()
     host: Text | None = None
     device_name: Text | None = None
@@ -82,6 +85,13 @@ class NodeSummary(Record):
     backend: Text | None = None
     bandwidth_bps: float | None = None
     system: System | None = None
+
+    @property
+    def slowed_words(self) -> str:
+        """`a2000 was slowed by its power cap of 70 W for 43 % of the run: 1,290 instead of 1,800 MHz`; "" if not."""
+        if not self.slowed:
+            return ""
+        return f"{self.name}{f', rank {self.slowed.rank},' if self.ranks > 1 else ''} was {self.slowed.words}"
 
 
 class GpuSummary(Record):
@@ -260,6 +270,18 @@ class Summary(Record):
     @property
     def paced(self) -> bool:
         return any(node.paced for node in self.nodes)
+
+    @property
+    def slowed(self) -> tuple[NodeSummary, ...]:
+        """The hosts whose GPU was held down, first those that the findings name."""
+        slowed = (node for node in self.nodes if node.slowed)
+        return tuple(sorted(slowed, key=lambda node: node.name not in self.named))
+
+    @property
+    def named(self) -> frozenset[str]:
+        """The hosts that the others wait for, or whose compute limits a step."""
+        bound = {self.bound.node} if self.bound and self.bound.part == "compute" else set()
+        return frozenset(bound | ({self.straggler.node} if self.straggler else set()))
 
     @property
     def overlapped(self) -> bool:

@@ -30,6 +30,8 @@ PURE = [
     "measure",
     "events",
     "gpu_use",
+    "gpu_charts",
+    "slowed",
     "straggler",
     "summary",
     "curves",
@@ -221,7 +223,21 @@ def test_what_is_no_stage_knows_neither_the_controller_nor_those_above_it(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["analyse", "measure", "events", "gpu_use", "straggler", "summary", "report", "charts", "published", "used"]
+    "name",
+    [
+        "analyse",
+        "measure",
+        "events",
+        "gpu_use",
+        "gpu_charts",
+        "slowed",
+        "straggler",
+        "summary",
+        "report",
+        "charts",
+        "published",
+        "used",
+    ],
 )
 def test_a_run_folder_is_read_without_a_cluster(name):
     cluster = {"inventory", "facts", "checks", "probe", "election", "plan", "job", "collect", "store", "call"}
