@@ -71,7 +71,7 @@ class Gang:
 
 def launcher_arguments(launcher: str, ranks: Sequence[int], index: int, master: str) -> tuple[str, ...]:
     """For `gang_launcher.py`, in torchrun's place on the host of this index."""
-    numbers = (ranks[index], sum(ranks[:index]), sum(ranks), len(ranks))
+    numbers = (ranks[index], index, len(ranks))
     return (launcher, *map(str, numbers), master, "{rendezvous_port}", "{job_dir}")
 
 

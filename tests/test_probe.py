@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from quick_python import quick_python
 
 from orchestrator.call import Host, ask
 from orchestrator.errors import ConnectError, HostError, ProbeError
@@ -76,6 +77,28 @@ def test_torch_is_asked_in_a_process_of_its_own():
     if facts.torch.cuda:
         assert all(arch.startswith(("sm_", "compute_")) for arch in facts.torch.arch_list)
         assert facts.torch.arch_list
+
+
+NMS = "operator torchvision::nms does not exist"
+
+
+@pytest.mark.parametrize(
+    ("compiler", "vision", "found"),
+    [
+        ("raise SystemExit('it takes seconds')", "from torch._dynamo.utils import supported", ("0.24.0", None)),
+        ("name = 'inductor'", "import torch._dynamo as c\nc.name.upper()", ("0.24.0", None)),
+        ("", f"raise RuntimeError('{NMS}')", (None, f"RuntimeError: {NMS}")),
+    ],
+)
+def test_torchvision_is_asked_without_torchs_compiler_and_again_as_it_is_where_it_does_not_load(
+    tmp_path, compiler, vision, found
+):
+    python = Path(quick_python(tmp_path / "quick"))
+    (packages,) = python.parents[1].glob("lib/python*/site-packages")
+    (packages / "torch" / "_dynamo.py").write_text(f"{compiler}\n")
+    (packages / "torchvision" / "__init__.py").write_text(f"{vision}\n__version__ = '0.24.0'\n")
+    facts = probe_all({"here": host(python=str(python))}, torch=True, timeout_s=90)["here"]
+    assert (facts.torch.torchvision, facts.torch.torchvision_error) == found
 
 
 def test_an_environment_without_torch_says_so_in_one_line(monkeypatch):

@@ -91,7 +91,23 @@ os._exit(0)
 
 # Prints what this torch is. A part that this build or version lacks is null, never a failure of the whole.
 TORCH = """
-import ctypes, json, warnings
+import ctypes, json, subprocess, sys, types, warnings
+class Compiler(types.ModuleType):
+    # In place of torch's, which torchvision imports, uses for nothing here, and which takes longer than all the rest.
+    __path__ = []
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: None
+def vision():
+    # What it says of itself; "" where it does not load.
+    try:
+        for name in ("torch._dynamo", "torch._dynamo.utils"):
+            sys.modules.setdefault(name, Compiler(name))
+        import torchvision
+        return str(torchvision.__version__)
+    except Exception:
+        return ""
 def tell(ask):
     try:
         return ask()
@@ -114,11 +130,13 @@ with warnings.catch_warnings(record=True) as said:
     facts["devices"] = tell(lambda: torch.cuda.device_count() if torch.cuda.is_available() else 0) or 0
 facts["cuda_error"] = str(said[-1].message) if said else None
 facts["torchvision"] = facts["torchvision_error"] = None
-try:
-    import torchvision
-    facts["torchvision"] = str(torchvision.__version__)
-except Exception as problem:
-    facts["torchvision_error"] = "%s: %s" % (type(problem).__name__, problem)
+if found := vision():
+    facts["torchvision"] = found
+else:
+    plainly = "import torchvision; print(); print(torchvision.__version__)"
+    done = subprocess.run([sys.executable, "-c", plainly], capture_output=True, text=True, errors="replace")
+    said = (done.stderr if done.returncode else done.stdout).strip().splitlines() or ["exit code %d" % done.returncode]
+    facts["torchvision_error" if done.returncode else "torchvision"] = said[-1]
 print("\\n" + json.dumps(facts))
 """
 

@@ -1,0 +1,20 @@
+"""torchrun, for what `orch` asks of it: a static rendezvous, and a command for each rank."""
+
+import socket
+import sys
+
+import gang_launcher
+
+from .elastic.rendezvous import static_tcp_rendezvous
+
+
+def main():
+    end = sys.argv.index("--no-python")
+    options = dict(zip(sys.argv[1:end:2], sys.argv[2:end:2], strict=True))
+    command = sys.argv[end + 1 :]
+    nodes, node_rank, ranks = (int(options[name]) for name in ("--nnodes", "--node-rank", "--nproc-per-node"))
+    given = getattr(static_tcp_rendezvous.TCPStore, "keywords", {})
+    store = socket.socket(fileno=given["master_listen_fd"]) if given else None
+    place = (options["--master-addr"], int(options["--master-port"]))
+    of_nodes = gang_launcher.meet(store, node_rank, ranks, nodes, place, command[-1].rpartition("/")[2])
+    sys.exit(gang_launcher.run_ranks(command, node_rank, of_nodes))
