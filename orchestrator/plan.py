@@ -10,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 from orchestrator.elastic import check_elastic, elastic_notes
@@ -104,6 +104,7 @@ def _node_plans(
     on_machine = Counter[str]()
     for node in nodes:
         on_machine[facts[node.name].boot_id] += ranks[node.name]
+    for_scripts = _for_scripts(devices.values()) if request.kind != "experiment" else {}
     for node_rank, node in enumerate(nodes):
         count = ranks[node.name]
         own_gpus = gpus[node.name][: node.gpus if _is_one_process(request) else count]
@@ -123,7 +124,8 @@ def _node_plans(
                 python=node.python,
                 activate=node.activate,
                 workdir=node.workdir,
-                env=_environment(node, facts, nodes, addresses, own_gpus, carrier.settings, on_machine)
+                env=for_scripts
+                | _environment(node, facts, nodes, addresses, own_gpus, carrier.settings, on_machine)
                 | dict(request.env),
                 shares=shares[first_rank : first_rank + count],
                 torchrun=torchrun_arguments(len(nodes), node_rank, count, master_address, elastic=elastic),
@@ -263,6 +265,11 @@ def _environment(
         environment["ORCH_PACED"] = json.dumps(node.paced.model_dump(mode="json", exclude_defaults=True))
     # The GPUs that the inventory's `env` names are these, told by UUID.
     return {**environment, **node.env, **(cuda_environment(gpus, node.env) if gpus else {})}
+
+
+def _for_scripts(devices: Collection[str]) -> dict[str, str]:
+    """Without it Accelerate's ranks on CPUs join the process group, and then train each by itself (tried with 1.15)."""
+    return {"ACCELERATE_USE_CPU": "true"} if set(devices) == {"cpu"} else {}
 
 
 def _public(nodes: Sequence[Node], facts: Mapping[str, NodeFacts], addresses: Mapping[str, str]) -> tuple[str, ...]:

@@ -114,7 +114,7 @@ def alone_words(plan: LaunchPlan, record: JobRecord) -> str:
         return ""
     return (
         f"the {plan.world_size} ranks joined no process group, each runs by itself: a script joins with "
-        "torch.distributed.init_process_group; accelerate does on CPU hosts with ACCELERATE_USE_CPU=true in `env:`"
+        "torch.distributed.init_process_group"
     )
 
 

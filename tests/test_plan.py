@@ -163,6 +163,16 @@ def test_the_inventorys_environment_wins_over_ours():
     assert first.env["GLOO_SOCKET_IFNAME"] == "eno1,eno1"
 
 
+def test_accelerate_is_told_where_no_host_trains_on_a_gpu():
+    name = "ACCELERATE_USE_CPU"
+    nodes, found = pair(second=host(42, gpus=0), device="cpu")
+    assert [one.env[name] for one in plan(nodes, found).nodes] == ["true", "true"]
+    assert name not in plan(nodes, found, RESNET).node("n41").env
+    assert name not in plan(*pair(device="cpu")).node("n41").env  # n42 has a GPU
+    nodes, found = pair(second=host(42, gpus=0), device="cpu", env={name: "no"})
+    assert plan(nodes, found).node("n41").env[name] == "no"
+
+
 def test_hosts_with_unequal_numbers_of_gpus_get_as_many_ranks():
     nodes, found = pair(host(41, gpus=3), host(42, gpus=1))
     made = plan(nodes, found, RESNET, master="n41")
