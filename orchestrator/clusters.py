@@ -7,7 +7,7 @@ remembered cluster → nodes that are ready, their facts, a master              
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -31,6 +31,8 @@ from orchestrator.store import Cluster, Problem, Store, Venv
 from orchestrator.transport.fanout import errors, errors_by_node, values
 
 PROBE_S = 90.0
+GPUS_S = 15.0
+"""For a look at who is on them, where somebody waits at the screen."""
 
 Answer = TypeVar("Answer")
 
@@ -157,6 +159,18 @@ class Clusters:
         if name:
             cluster.node(name)
         return self._elected(cluster.model_copy(update={"master_pin": name}))
+
+    def on_gpus(self, cluster: Cluster, without: Collection[str] = ()) -> dict[str, NodeFacts]:
+        """What the nodes that train on GPUs say of these at this moment, as far as they do so in time. Nothing of it is
+        remembered. without: nodes that are known not to answer.
+        """
+        known = {node.name: node for node in cluster.nodes if node.name in cluster.facts and node.name not in without}
+        asked = [node for name, node in known.items() if checks.wants_cuda(node, cluster.facts[name])]
+
+        def look(host: Host) -> NodeFacts:
+            return probe(host, (), torch=False, timeout_s=GPUS_S)
+
+        return values(self.connections.each(asked, look, deadline_s=GPUS_S)) if asked else {}
 
     def _look(self, cluster: Cluster, nodes: Sequence[Node]) -> Up:
         """Connects to these nodes, probes them, elects among all, remembers."""

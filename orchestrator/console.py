@@ -31,6 +31,7 @@ from orchestrator import shell
 from orchestrator.alike import host_set, reasons, together
 from orchestrator.controller import Notice
 from orchestrator.errors import ConnectError, HostError, OrchError
+from orchestrator.facts import NodeFacts
 from orchestrator.faults import fault_words
 from orchestrator.grammar import place
 from orchestrator.lines import Bars, Line
@@ -133,8 +134,14 @@ def _print_nodes(cluster: Cluster, nodes: Sequence[Mapping[str, Any]], when: str
         out.print(Text.assemble("master: ", plain(cluster.master_reason, "bold")))
 
 
-def cluster_json(cluster: Cluster, silent: Mapping[str, HostError] | None = None) -> dict[str, Any]:
-    """The document of `orch up --json` and `orch status --json`. silent: as for `print_status`."""
+def cluster_json(
+    cluster: Cluster,
+    silent: Mapping[str, HostError] | None = None,
+    on_gpus: Mapping[str, NodeFacts] | None = None,
+) -> dict[str, Any]:
+    """The document of `orch up --json` and `orch status --json`. silent: as for `print_status`. on_gpus: who is on the
+    GPUs now, of the nodes that said so; None: those that were there when the nodes were probed.
+    """
     rows = []
     for node in cluster.nodes:
         facts = cluster.facts.get(node.name)
@@ -151,6 +158,7 @@ def cluster_json(cluster: Cluster, silent: Mapping[str, HostError] | None = None
                 "image": node.image,
                 "torch": facts.torch.version if facts and facts.torch else None,
                 "venv": cluster.venvs[node.name].torch if node.name in cluster.venvs else None,
+                "occupants": _occupants((cluster.facts if on_gpus is None else on_gpus).get(node.name)),
                 "status": node_status(cluster, node.name, silent or {}),
                 "answers": None if silent is None else node.name not in silent,
                 "probed": cluster.probed.get(node.name),
@@ -166,6 +174,13 @@ def cluster_json(cluster: Cluster, silent: Mapping[str, HostError] | None = None
         "nodes": rows,
         "problems": {name: problem.model_dump() for name, problem in cluster.problems.items()},
     }
+
+
+def _occupants(facts: NodeFacts | None) -> list[dict[str, Any]] | None:
+    """Every process on a GPU of the node; None where it is not known."""
+    if facts is None:
+        return None
+    return [{"gpu": gpu.index, **occupant.model_dump()} for gpu in facts.gpus for occupant in gpu.occupants]
 
 
 def node_status(cluster: Cluster, name: str, silent: Mapping[str, HostError]) -> str:

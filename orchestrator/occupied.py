@@ -8,7 +8,7 @@ nvidia-smi tells the processes and the memory that is in use. In a container it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from orchestrator.errors import HostError
@@ -35,6 +35,13 @@ def warnings(facts: NodeFacts) -> Iterator[str]:
     for gpu in facts.gpus:
         if words := _occupants(gpu):
             yield f"{_name(gpu)} is in use by {words}"
+
+
+def without_jobs(facts: NodeFacts, jobs: Collection[str]) -> NodeFacts:
+    """The same without these jobs' processes, and without the GPUs that nobody else is on."""
+    left = [(gpu, tuple(each for each in gpu.occupants if each.job not in jobs)) for gpu in facts.gpus]
+    gpus = (gpu.model_copy(update={"occupants": others}) for gpu, others in left if others or not gpu.occupants)
+    return facts.model_copy(update={"gpus": tuple(gpus)})
 
 
 def judge(node: str, found: NodeFacts | HostError, uuids: Sequence[str], needed_bytes: int, *, share: bool) -> Seen:

@@ -1,13 +1,16 @@
 """Somebody else is on a GPU: seen by the real probe, and by the real start of a job. nvidia-smi is a shell script."""
 
 import getpass
+import json
 import os
 import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
 from gang import gang
 
+from orchestrator.cli import main
 from orchestrator.connections import Connections
 from orchestrator.controller import Controller
 from orchestrator.errors import HostsError
@@ -125,3 +128,20 @@ def test_a_job_without_room_beside_somebody_leaves_no_trace(smi, somebody, tmp_p
             started.launch()
         assert not job.folder("a").exists()
         assert started.controller.store.job_ids() == []
+
+
+def test_status_looks_who_is_on_the_gpus_now(smi, somebody, tmp_path, monkeypatch):
+    """Beside the cluster's own jobs, which it lists."""
+    monkeypatch.setenv("ORCH_HOME", str(tmp_path / "home"))
+    node = Node(name="a", host="127.0.0.1", transport="local", python=sys.executable, workdir=str(tmp_path), gpus=1)
+    smi(0)
+    cluster = Cluster(schema=1, name="test", file="test.yaml", nodes=(node,), facts={"a": seen_by_probe()})
+    Store(Home(tmp_path / "home")).save_cluster(cluster, current=True)
+    smi(12288, [f"GPU-a, {somebody}, 12288, python3"])
+    shown = CliRunner().invoke(main, ["status", "--json"])
+    (told,) = json.loads(shown.stdout)["cluster"]["nodes"]
+    assert [(each["gpu"], each["pid"], each["job"]) for each in told["occupants"]] == [(0, somebody, "mnist-1")]
+    before = json.loads(CliRunner().invoke(main, ["status", "--json", "--no-look"]).stdout)["cluster"]["nodes"][0]
+    assert before["occupants"] == []
+    words = CliRunner().invoke(main, ["status"]).stderr
+    assert f"a: GPU 0 (Tesla V100-PCIE-16GB) is in use by {getpass.getuser()}'s job mnist-1 (pid {somebody}" in words

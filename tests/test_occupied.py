@@ -7,7 +7,7 @@ from test_plan import pair, plan
 from orchestrator.errors import ConnectError
 from orchestrator.facts import Occupant
 from orchestrator.memory_needed import needed_bytes
-from orchestrator.occupied import judge, warnings
+from orchestrator.occupied import judge, warnings, without_jobs
 from orchestrator.request import RunRequest
 
 ALICE = "alice's python3 train.py (pid 4711, 12.0GiB)"
@@ -104,6 +104,17 @@ def test_the_largest_of_many_come_first_and_the_rest_are_counted():
 def test_what_is_not_known_of_a_process_is_left_out(occupant, words):
     (line,) = warnings(facts(gpus=(gpu(occupants=(occupant,)),)))
     assert line.endswith(f" is in use by {words}")
+
+
+def test_where_a_clusters_own_jobs_are_listed_only_others_are_named():
+    mine = Occupant(pid=7, memory_bytes=12 * GIB, job="j-1")
+    alone, both, hidden = (
+        gpu(index=number, uuid=f"GPU-{number}", memory_used_bytes=12 * GIB, occupants=occupants)
+        for number, occupants in enumerate([(mine,), (mine, OTHER), ()])
+    )
+    left = without_jobs(facts(gpus=(alone, both, hidden)), ["j-1"])
+    assert [line.partition(" (")[0] for line in warnings(left)] == ["GPU 1", "GPU 2"]
+    assert "j-1" not in str(list(warnings(left)))
 
 
 def needed(**changes):

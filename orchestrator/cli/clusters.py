@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from orchestrator.belongings import Cleared, Leftover, Reaped, Survey
     from orchestrator.clusters import Up
     from orchestrator.controller import Unpulled
+    from orchestrator.facts import NodeFacts
     from orchestrator.inventory import Inventory
     from orchestrator.paths import Home
     from orchestrator.store import Cluster
@@ -93,6 +94,7 @@ def status(no_look: bool, cluster: str | None, as_json: bool) -> None:
     """The cluster's hosts, who of them answers now, and its latest jobs.
 
     Every host is dialled at once: one that is off costs 2 s. What stands beside its name is from when it was probed.
+    Who else is on its GPUs is looked up now, and named.
 
     \b
     orch status
@@ -103,15 +105,16 @@ def status(no_look: bool, cluster: str | None, as_json: bool) -> None:
 
     with open_controller() as controller:
         found = controller.store.cluster(cluster)
-        silent = None
+        silent = on_gpus = None
         if not no_look:
             with busy(f"looking at {counted(len(found.nodes), 'host')}"):
                 silent = controller.connections.silent(found.nodes)
+                on_gpus = controller.clusters.on_gpus(found, without=silent)
         told = controller.jobs(found.name, silent)
         jobs = told.records[:10]
     if as_json:
         document = {
-            "cluster": console.cluster_json(found, silent),
+            "cluster": console.cluster_json(found, silent, on_gpus),
             "jobs": console.jobs_json(jobs, told.unheard)["jobs"],
         }
         console.print_json({"schema": 1, **document})
@@ -119,9 +122,21 @@ def status(no_look: bool, cluster: str | None, as_json: bool) -> None:
     console.print_status(found, silent)
     if jobs:
         console.print_jobs(jobs)
+    _warn_of_others(found, on_gpus or {}, [job.id for job in told.records])
     console.warn_stalls(jobs)
     console.warn_unheard(told.unheard)
     return None
+
+
+def _warn_of_others(cluster: Cluster, on_gpus: Mapping[str, NodeFacts], jobs: Sequence[str]) -> None:
+    """Of those on the GPUs who are no job of this cluster."""
+    from orchestrator import console
+    from orchestrator.checks import gpu_warnings
+    from orchestrator.occupied import without_jobs
+
+    for name, facts in on_gpus.items():
+        for line in gpu_warnings(cluster.node(name), without_jobs(facts, jobs)):
+            console.warn(line)
 
 
 @click.command()
