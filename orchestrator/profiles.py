@@ -23,6 +23,8 @@ from trainer.experiments import DATA_SETS, EXPERIMENTS
 from trainer.records import LATE
 from trainer.shares import BY_SPEED, PROFILED, Speed, at_most, equal_shares, format_speeds, parse_speeds, split_batch
 
+DRIFT = 0.05
+"""A profile that drifted by less is steady."""
 FEW_NAMES = 8
 """The samples of more hosts than this are not listed in a note."""
 Rank = tuple[str, int]
@@ -81,6 +83,9 @@ class Measurement(Record):
     forward_ms: Ms
     """Of the largest size, like optim_ms."""
     optim_ms: Ms
+    again_samples: Samples | None = None
+    """A size that was measured once more at the end; None in profiles of an older orch."""
+    again_ms: Ms | None = None
 
 
 class Profile(Kind, Measurement):
@@ -116,6 +121,20 @@ class Profile(Kind, Measurement):
             f"{why} at {len(self.late_sizes)} of {len(told)} batch sizes from {self.samples[0]} to {self.samples[-1]}; "
             f"the best was {size}, {100 * late:,.1f} % of a step late ({100 * LATE:g} % is allowed, at two sizes)"
         )
+
+    @property
+    def drift(self) -> float | None:
+        """How much longer an update took at the end than when its size had its turn, as a part; None: not known."""
+        before = dict(zip(self.samples, self.step_ms, strict=False)).get(self.again_samples or 0)
+        return self.again_ms / before - 1 if self.again_ms and before else None
+
+    def drift_words(self) -> str:
+        """Of one that got slower while it was measured: by how much; "" of any other."""
+        if self.drift is None or self.drift < DRIFT:
+            return ""
+        slower = f"{self.again_samples} samples took {100 * self.drift:.0f} % longer at the end of the measurement"
+        why = "heat, a power cap, or another program"
+        return f"{self.node}: {slower} than before ({why}): a long run may be slower than this"
 
     def is_extrapolated(self, samples: int) -> bool:
         """Whether so many samples at once are more than were tried."""

@@ -272,6 +272,31 @@ def test_a_profile_holds_for_its_kind_alone_and_a_host_of_its_own_before_that(co
     assert kinds(controller, "amp=bf16")["a2000a", 0] != kind
 
 
+def profile_with(**more):
+    kind = Kind(exp="e", model="m", data="d", amp="off", device="cuda", gpu=None, device_name="g", torch=None,
+                driver=None, ranks=1)  # fmt: skip
+    return remembered(kind, 1.0, 1.0, samples=(2, 64), step_ms=(10, 100), **more)
+
+
+def test_a_card_that_got_slower_while_it_was_measured_is_named():
+    words = profile_with(again_samples=64, again_ms=112).drift_words()
+    assert words.startswith("a2000a: 64 samples took 12 % longer at the end of the measurement than before (heat,")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"again_samples": 64, "again_ms": 104},
+        {"again_samples": 64, "again_ms": 50},
+        {"again_samples": 64, "again_ms": 0},
+        {"again_samples": 32, "again_ms": 999},
+    ],
+)
+def test_a_steady_profile_and_one_that_was_not_measured_again_say_nothing(more):
+    assert profile_with(**more).drift_words() == ""
+
+
 def test_changes_of_speed_in_the_course_of_a_run_make_no_other_kind(controller):
     plan = planned(controller)
     facts = controller.store.cluster("t").facts

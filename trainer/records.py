@@ -46,6 +46,7 @@ A value that JSON cannot hold (NaN, infinity) is written as null. Every line als
 | profile | largest | samples of the largest batch that counts |
 | profile | cap | the most samples that fit into memory at once; null: it was not reached |
 | profile | forward_ms, optim_ms | medians at the largest size: of forward, of the optimiser |
+| profile | again_samples, again_ms | a size that was measured once more at the end, and what it took then |
 | rebalance | step | the first update with the new shares, over the whole run |
 | rebalance | shares, before | samples of a full batch for each rank, from then on and until then |
 | rebalance | spread | of the ranks' compute times before, (max - min) / mean |
@@ -100,7 +101,7 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     "link": ("source", "target", "bytes", "time_ms", "gbps"),
     "profile": (
         *("samples", "step_ms", "lateness", "fixed_ms", "sample_ms", "worst_error", "largest", "cap", "forward_ms"),
-        "optim_ms",
+        *("optim_ms", "again_samples", "again_ms"),
     ),
     "rebalance": ("step", "shares", "before", "spread"),
     "checkpoint": ("step", "name", "bytes", "write_ms", "failure"),

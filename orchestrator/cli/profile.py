@@ -74,6 +74,8 @@ def profile(
         console.print_table(titles(one.batch), lines, right_from=2)
     measured = {each.profile.node: each.profile for each in found}.values()
     for profile in measured:
+        if words := profile.drift_words():
+            console.warn(words)
         if profile.valid and profile.late_sizes:
             sizes = ", ".join(map(str, profile.late_sizes))
             console.warn(f"{profile.node}: could not keep its pace at batches of {sizes}; its profile leaves them out")
