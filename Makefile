@@ -58,7 +58,8 @@ bench: $(READY) packages
 
 # GPU_PYTHON: an environment that has torch with CUDA already, in place of .venv.
 gpu: $(if $(GPU_PYTHON),,$(READY))
-	@$(or $(GPU_PYTHON),$(BIN)/python) -m tests.gpu $(if $(GPU_PARTS),--parts $(GPU_PARTS)) $(if $(MNIST),--mnist $(MNIST))
+	@$(or $(GPU_PYTHON),$(BIN)/python) -m tests.gpu $(if $(GPU_PARTS),--parts $(GPU_PARTS)) $(if $(MNIST),--mnist $(MNIST)) \
+	  $(if $(GPU_MINUTES),--minutes $(GPU_MINUTES))
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -30,9 +30,9 @@ def result(stand_in=False):
     return {"stand_in": stand_in, "took_s": {}, "rows": []}
 
 
-def played(play, bench, longer=1.0, **asked):
+def played(play, bench, **asked):
     found = result(**asked)
-    program._play(Part("some", "a part", 60, play), bench, longer, found)
+    program._play(Part("some", "a part", 60, play), bench, found)
     return found["rows"]
 
 
@@ -128,6 +128,8 @@ def test_a_programs_end_and_its_cause(tmp_path):
     assert run(tmp_path, "import sys; print('error: no room'); sys.exit(3)").cause == "no room"
     assert run(tmp_path, "def f():\n    raise ValueError('raised')\nf()").cause == "ValueError: raised"
     assert run(tmp_path, "import os; os._exit(4)").cause == "exit code 4, without a word"
+    script = "import sys; print('last words\\nframe #3: _start + 0x21\\ninterrupted by SIGTERM'); sys.exit(143)"
+    assert run(tmp_path, script).cause == "last words"
 
 
 def test_a_program_out_of_time_ends_with_all_that_it_started(tmp_path):

@@ -47,14 +47,14 @@ def main(arguments: list[str]) -> int:
         with contextlib.suppress(OSError):
             folder.rmdir()  # where no log is in it
         return 2
-    bench = Bench(facts, Runs(folder, facts.gpus), asked.mnist)
+    bench = Bench(facts, Runs(folder, facts.gpus, patience=asked.minutes / MINUTES), asked.mnist)
     result = _begin(facts, asked)
     print(_heading(facts, parts, asked), flush=True)
     watching = machine.watch(folder / "gpu.csv")
     interrupted = False
     try:
         for part in parts:
-            _play(part, bench, asked.minutes / MINUTES, result)
+            _play(part, bench, result)
             parcel.write_result(folder, result)
     except KeyboardInterrupt:
         interrupted = True
@@ -66,9 +66,8 @@ def main(arguments: list[str]) -> int:
     return _conclude(folder, result, interrupted)
 
 
-def _play(part: Part, bench: Bench, longer: float, result: dict[str, Any]) -> None:
-    """longer: than within 20 minutes."""
-    budget_s = longer * part.budget_s
+def _play(part: Part, bench: Bench, result: dict[str, Any]) -> None:
+    budget_s = bench.runs.patience * part.budget_s
     print(f"\n{part.name}: {part.shows} (at most {budget_s:.0f} s)", flush=True)
     bench.runs.deadline_s = time.monotonic() + budget_s
     began_s = time.monotonic()

@@ -20,7 +20,9 @@ from .here import ROOT
 _GRACE_S = 8.0
 """From SIGTERM to SIGKILL: the trainer itself gives a stuck collective 3 s."""
 _TELLS = re.compile(r"^(error: |E   |(\[rank\d+\]: )?[\w.]*(Error|Exception)(: |$))")
-_SAYS_NOTHING = re.compile(r"^\s*$|^\[?\s*(rank\s?\d+\]:?\s*)?(\^+|~+)\s*$|exited \d+; the other|^\s*File \"")
+_SAYS_NOTHING = re.compile(
+    r"^\s*$|^\[?\s*(rank\s?\d+\]:?\s*)?(\^+|~+)\s*$|exited \d+; the other|^\s*File \"|^frame #\d|^interrupted by "
+)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ STAND_IN = "stand-in: virtual time, not a GPU"
 
 
 def is_stand_in() -> bool:
-    """Whether the library that stands in for CUDA is loaded into this process (LD_PRELOAD)."""
-    return hasattr(ctypes.CDLL(None), "fake_counts")
+    """Whether the library of tests/cuda is preloaded into this process."""
+    return hasattr(ctypes.CDLL(None), "standin_counts")
 
 
 def why_no_gpu() -> str:

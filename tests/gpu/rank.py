@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import sys
 
-from .here import is_stand_in
-
 BEFORE, TRACED = 5, 3
 """Steps: left out, and then traced."""
 
@@ -18,8 +16,6 @@ BEFORE, TRACED = 5, 3
 def main(arguments: list[str]) -> int:
     import torch
 
-    if is_stand_in():
-        _without_comparison()
     if part := os.environ.get("GPU_MEMORY_PART"):
         torch.cuda.set_per_process_memory_fraction(float(part))
     if path := os.environ.get("GPU_TRACE"):
@@ -27,13 +23,6 @@ def main(arguments: list[str]) -> int:
     from trainer.__main__ import main as train
 
     return train(arguments)
-
-
-def _without_comparison() -> None:
-    """DDP compares the ranks' shapes as numbers on the device, where the stand-in computes none."""
-    import torch.distributed as dist
-
-    dist._verify_params_across_processes = lambda *_: None
 
 
 def _traced(arguments: list[str], path: str) -> int:

@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +65,14 @@ class Done:
 
 @dataclass
 class Runs:
-    """folder: for logs and records. deadline_s: by time.monotonic, when the part's time is over. gpus: how many."""
+    """folder: for logs and records. gpus: how many. deadline_s: by time.monotonic, when the part's time is over.
+    patience: a run's time limit is so many times what is asked for, on a machine that is given more than 20 minutes.
+    """
 
     folder: Path
     gpus: int
-    deadline_s: float = field(default=0.0)
+    deadline_s: float = 0.0
+    patience: float = 1.0
 
     @property
     def left_s(self) -> float:
@@ -89,15 +92,15 @@ class Runs:
 
     def _run(self, name: str, command: Sequence[str], limit_s: float, environment: Mapping[str, str]) -> Done:
         metrics = {"ORCH_METRICS": str(self.folder / f"{name}-{{rank}}.jsonl")}
-        limit_s = max(1.0, min(limit_s, self.left_s))
+        limit_s = max(1.0, min(self.patience * limit_s, self.left_s))
         ended = child.run(command, self.folder / f"{name}.log", limit_s, {**metrics, **environment})
         files = [self.folder / f"{name}-{rank}.jsonl" for rank in (0, 1)]
         return Done(ended, tuple(tuple(read_records(file)) for file in files if file.exists()))
 
 
 def _stand_in_link() -> dict[str, str]:
-    """What its NCCL takes as long as the shaped `lo` would: bytes of both ranks through one wire."""
-    return {"FAKE_NCCL_GBPS": str(GBPS / 2)} if is_stand_in() else {}
+    """Its NCCL has a link of its own for each rank; on `lo` the bytes of both go through one wire."""
+    return {"FAKE_LINK_GBPS": str(GBPS / 2)} if is_stand_in() else {}
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:

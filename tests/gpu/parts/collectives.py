@@ -10,7 +10,7 @@ from ..row import Row, failed, figure, finding
 from ..runs import Done
 from . import Bench
 
-_BUDGET_S = 20
+_BUDGET_S, _LIMIT_S = 20, 50
 _MOST_BYTES = 1 << 24
 
 
@@ -21,7 +21,7 @@ def play(bench: Bench) -> Iterator[Row]:
             f"collectives-{backend}",
             *("--exp", "collectives", "--backend", backend, "--device", "cuda"),
             *("--max_bytes", str(_MOST_BYTES), "--budget_s", str(_BUDGET_S)),
-            limit_s=bench.runs.left_s / (2 if backend == "nccl" else 1),
+            limit_s=_LIMIT_S,
             prefix=prefix,
         )
         yield from rows_of(backend, done, why_not)

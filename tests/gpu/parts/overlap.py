@@ -17,7 +17,7 @@ from ..row import Row, failed, figure, skipped
 from ..runs import RESNET, Done
 from . import Bench
 
-_STEPS = 9
+_STEPS, _LIMIT_S = 9, 40
 _WHAT = "ddp: part of kernels' time beside all-reduce"
 
 
@@ -58,9 +58,7 @@ def _run(bench: Bench, name: str, *before: str, **environment: str) -> Done:
     prefix, _ = shaped()
     size = ("--backend", "nccl", "--batch", "256", "--samples", "4096", "--steps", str(_STEPS))
     ways = ("--strategy", "ddp")
-    return bench.runs.pair(
-        name, *RESNET, *size, *ways, limit_s=bench.runs.left_s / 2, prefix=(*prefix, *before), **environment
-    )
+    return bench.runs.pair(name, *RESNET, *size, *ways, limit_s=_LIMIT_S, prefix=(*prefix, *before), **environment)
 
 
 def of_trace(file: Path) -> list[Kernel]:

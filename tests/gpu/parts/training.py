@@ -34,7 +34,7 @@ def play(bench: Bench) -> Iterator[Row]:
 def _bare(bench: Bench, name: str, *options: str) -> float | str:
     """ms a step, or why there is none."""
     command = [sys.executable, "-m", "tests.gpu.bare", "--batch", str(_BATCH), *options]
-    log, limit_s = bench.folder / f"bare-{name.split()[0]}.log", min(_LIMIT_S, bench.runs.left_s)
+    log, limit_s = bench.folder / f"bare-{name.split()[0]}.log", min(_LIMIT_S * bench.runs.patience, bench.runs.left_s)
     ended = child.run(command, log, limit_s, {"CUDA_VISIBLE_DEVICES": visible(0)})
     lines = [line for line in ended.output.splitlines() if line.startswith('{"step_ms"')]
     return json.loads(lines[-1])["step_ms"] if ended.succeeded and lines else ended.cause

@@ -28,7 +28,7 @@ def play(bench: Bench) -> Iterator[Row]:
         done = bench.runs.pair(
             f"two-{name.replace(', ', '-')}",
             *RESNET,
-            *("--backend", "nccl", "--batch", "256", "--samples", "8192", "--steps", str(_STEPS)),
+            *("--backend", "nccl", "--batch", "256", "--samples", "4096", "--steps", str(_STEPS)),
             *arguments,
             limit_s=_LIMIT_S,
             prefix=prefix,
