@@ -64,7 +64,9 @@ _REFUSED = re.compile(r'Field "([a-z_.]{1,64})" is not a valid field')
 def main() -> None:
     job = Job(Path(sys.argv[1]))
     node = json.loads(job.node.read_text())
-    rank_of = dict(zip(node["gpu_uuids"], node["rank_numbers"], strict=False))
+    ranks = node["rank_numbers"]
+    # One rank may have several: then those that are left over are the last one's.
+    rank_of = {uuid: ranks[min(at, len(ranks) - 1)] for at, uuid in enumerate(node["gpu_uuids"])}
     program = shutil.which("nvidia-smi", path=f"{os.environ.get('PATH', '')}:{PATHS}")
     if program and rank_of:
         watch(program, rank_of, job.gpu_log)
