@@ -58,8 +58,9 @@ class Build:
     archs: tuple[str, ...]
 
 
-# The CUDA of the wheels that pip installs: their dependencies name it. Architectures: the CUDA support matrix in
-# RELEASE.md of pytorch/pytorch (from 2.8 on) and torch.cuda.get_arch_list() of older wheels.
+# The CUDA of the wheels that pip installs: their dependencies name it (2.7, 2.8, 2.10, 2.11, 2.14 and 2.15 were looked
+# at on 2026-11-22). Architectures: the CUDA support matrix in RELEASE.md of pytorch/pytorch (from 2.8 on), and what
+# older wheels are known to be built for; of 2.15 torch.cuda.get_arch_list().
 _UNTIL_HOPPER = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
 _WITHOUT_VOLTA = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 BUILDS = (
@@ -69,7 +70,7 @@ BUILDS = (
     Build((2, 7), (12, 6), _UNTIL_HOPPER),
     Build((2, 8), (12, 8), ("sm_70", *_WITHOUT_VOLTA)),
     Build((2, 11), (13, 0), _WITHOUT_VOLTA),
-    Build((2, 14), (13, 2), _WITHOUT_VOLTA),
+    Build((2, 15), (13, 2), _WITHOUT_VOLTA),
 )
 OLDEST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 """By CUDA's major version (CUDA Toolkit release notes, "Minimum Required Driver Version for CUDA Minor Version
