@@ -208,8 +208,7 @@ class Clusters:
         except OrchError as error:
             if not problems:  # else these say it, host by host
                 warnings.append(str(error))
-        unlike = _unlike(cluster)
-        return Up(_with_election(cluster, election), election, problems, tuple(warnings), unlike)
+        return Up(_with_election(cluster, election), election, problems, tuple(warnings), unlike(cluster))
 
     def _elected(self, cluster: Cluster) -> Cluster:
         """The same cluster with its master elected anew from the facts at hand, remembered."""
@@ -331,7 +330,8 @@ def _usable_facts(cluster: Cluster, node: Node) -> NodeFacts | HostError:
     return cluster.facts[node.name]
 
 
-def _unlike(cluster: Cluster) -> UnlikeError | None:
+def unlike(cluster: Cluster) -> UnlikeError | None:
+    """Why its usable hosts cannot train together on GPUs, if so."""
     usable = [node for node in cluster.active() if node.name in cluster.facts and node.name not in cluster.problems]
     facts = [(node, cluster.facts[node.name]) for node in usable]
     try:

@@ -5,11 +5,13 @@ from test_checks import facts as facts_of
 from test_checks import torch as torch_of
 from test_plan import RESNET, SCRIPT, host, node, pair, plan
 
-from orchestrator import checks
+from orchestrator import checks, console
+from orchestrator.clusters import unlike
 from orchestrator.errors import UnlikeError
 from orchestrator.facts import RdmaPort
 from orchestrator.nccl import GpuHost, check_versions
 from orchestrator.request import RunRequest
+from orchestrator.store import Cluster, Problem
 
 ROCE, INFINIBAND = RdmaPort(device="mlx5_0", link_layer="Ethernet"), RdmaPort(device="mlx5_1", link_layer="InfiniBand")
 CHOICES = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NET_OVERHEAD": "1000"}
@@ -143,6 +145,14 @@ def test_what_a_person_sets_is_theirs(own, ours, stays):
     assert [one.env.get(ours) for one in made.nodes] == [stays[0]] * 2
 
 
+def test_a_dry_run_shows_each_setting_with_its_reason(capsys):
+    made, _ = told(gpu_host(41, rdma=(ROCE,)), gpu_host(42))
+    console.print_plan(made)
+    shown = capsys.readouterr().out.splitlines()
+    assert "sets NCCL_IB_DISABLE=1: no InfiniBand or RoCE on n42" in shown
+    assert "sets NCCL_DEBUG=WARN: so that NCCL says what went wrong" in shown
+
+
 # ---- unlike hosts ---------------------------------------------------------------------------------------------
 
 
@@ -157,6 +167,15 @@ def test_unequal_nccl_is_refused_naming_hosts_versions_and_a_way_out():
         assert "`orch setup --torch 2.10.0`" in refused.value.remedy  # the V100s run nothing newer
         assert "`--nodes n41,n42`" in refused.value.remedy
     assert plan(nodes[:2], new, RESNET).backend == "nccl"
+
+
+def test_up_names_usable_hosts_that_cannot_train_together():
+    facts = {"n41": gpu_host(41, "2.30.7"), "n42": gpu_host(42, "2.29.3"), "n43": host(43, gpus=0)}
+    nodes = tuple(node(number) for number in (41, 42, 43))
+    cluster = Cluster(name="c", file="c.yaml", nodes=nodes, facts=facts)
+    assert "2.30.7 on n41; 2.29.3 on n42" in unlike(cluster).message
+    assert unlike(cluster.model_copy(update={"released": ("n42",)})) is None
+    assert unlike(cluster.model_copy(update={"problems": {"n42": Problem(message="is off")}})) is None
 
 
 def test_a_release_that_is_there_in_two_builds_is_no_remedy():
