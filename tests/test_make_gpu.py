@@ -12,10 +12,10 @@ import pytest
 from gpu import __main__ as program
 from gpu import child, expected, parcel, table
 from gpu.facts import Facts
-from gpu.parts import Bench, Part, suite
+from gpu.parts import Bench, Part, alone, collectives, suite, two
 from gpu.parts import overlap as overlap_part
 from gpu.row import Range, Row, failed, figure, number
-from gpu.runs import Runs
+from gpu.runs import WARM_UP, Done, Runs
 
 ROOT = Path(__file__).resolve().parents[1]
 GPU = {"name": "NVIDIA H200", "capability": [9, 0], "memory_bytes": 141 << 30}
@@ -212,6 +212,51 @@ def test_tests_that_fail_are_rows(tmp_path):
         ("tests marked gpu", "1 of 2 pass", "differs"), ("b", "", "failed"), ("c", "", "skipped"),
     ]  # fmt: skip
     assert rows[1].note == "assert 1 == 2"
+
+
+def ran(tmp_path, *records, exit_code=0, output=""):
+    log = tmp_path / "log"
+    log.write_text(output)
+    return Done(child.Ended(exit_code, log, 60), (tuple(records),))
+
+
+def steps(compute_ms, comm_ms):
+    """After the warm-up, whose steps say nothing."""
+    warm_up = [{"event": "step", "compute_ms": 9e9, "comm_ms": 0.0}] * WARM_UP
+    return [*warm_up, *([{"event": "step", "compute_ms": compute_ms, "comm_ms": comm_ms}] * 3)]
+
+
+@pytest.mark.parametrize(("compute_ms", "verdict"), [(60.0, "as expected"), (1500.0, "above")])
+def test_a_wire_inside_of_compute_is_seen(tmp_path, compute_ms, verdict):
+    found = {"allreduce_flat": ran(tmp_path, *steps(55.0, 1490.0)), "ddp": ran(tmp_path, *steps(compute_ms, 1490.0))}
+    (row,) = two.wire_in_compute(found)
+    assert row.verdict == verdict
+    assert list(two.wire_in_compute({"ddp": found["ddp"]})) == []
+
+
+def test_sizes_alone_are_held_against_the_catalogue_and_16_bits_against_32():
+    full = {size: 40.0 + size / 40 for size in alone.SIZES}
+    rows = list(alone.rows_of("NVIDIA H200", "fp32", full, {}))
+    assert [row.verdict for row in rows] == ["as expected"] * len(alone.SIZES)
+    assert rows[0].note == "1,538 samples/s"
+    half = {size: 0.9 * full[size] for size in (64, 128, 256, 512, 1024)}
+    verdicts = {row.what: row.verdict for row in alone.rows_of("NVIDIA H200", "bf16", half, full)}
+    assert verdicts["  as a part of fp32, batch 256"] == "as expected"
+    assert verdicts["ResNet-152 bf16, batch 2048"] == "skipped"
+
+
+def collective(operation, time_ms, error=None):
+    figures = {"bytes": 1 << 20, "time_ms": time_ms, "busbw_gbps": time_ms and 1.2}
+    return {"event": "collective", "operation": operation, **figures, "error": error}
+
+
+def test_a_collective_that_is_refused_is_named(tmp_path):
+    told = [collective("all_reduce", 7.0), collective("send_recv", None, "no such thing")]
+    first, second = collectives.rows_of("gloo", ran(tmp_path, *told), why_not="")
+    assert (first.verdict, first.measured, first.note) == ("differs", "1 of 2", "send_recv: no such thing")
+    assert second.verdict == "as expected"
+    (row,) = collectives.rows_of("gloo", ran(tmp_path, *told, exit_code=1, output="error: lost\n"), why_not="")
+    assert (row.verdict, row.note) == ("failed", "lost (after all_reduce)")
 
 
 def test_lines_fit_a_terminal():

@@ -16,7 +16,7 @@ _LAYERS = layers_of("resnet152", (3, 32, 32), 10)
 GRADIENT_BYTES = gradient_bytes(_LAYERS)
 _SAMPLE_OFF, _FIXED_OFF = 0.25, 0.50
 """How far off the catalogue may be by its own word (`catalogue.ERROR`), of the time a sample and of the fixed part."""
-_LAUNCH_BOUND = Range(0.8, 1.5, "counts on the stand-in: a step is bound by its launches, 16 bits add 47 % of them")
+_LAUNCH_BOUND = Range(0.4, 1.5, "between tensor cores and launches: 16 bits add 47 % of these, counted on the stand-in")
 _FASTER = Range(None, 0.8, "tensor cores, and half the bytes: large batches should be clearly faster")
 
 
@@ -39,6 +39,7 @@ def half_of_full(batch: int) -> Range | None:
     return _LAUNCH_BOUND if batch == 256 else _FASTER if batch == 2048 else None
 
 
+STEP_OF_SWITCHED_OFF = Range(None, 1.05, "each switch is there to make a step shorter")
 STEP_OF_BARE = Range(0.7, 1.1, "counts on the stand-in: the trainer adds at most 0.5 ms, and its wait at a step's end")
 PROFILE_ERROR = Range(None, 0.02, "a profile's line goes through sizes that lie on it to 2 %")
 SHARE_BESIDE = Range(0.3, 1.0, "backward is two thirds of a step's kernels, and a bucket is under way in most of it")

@@ -12,6 +12,7 @@ import io
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -89,11 +90,10 @@ def _ask_driver() -> list[dict[str, str]]:
 def watch(file: Path) -> subprocess.Popen[bytes] | None:
     """Writes clocks, power and temperature every 2 s until it is ended; None where there is no nvidia-smi."""
     command = ["nvidia-smi", f"--query-gpu={','.join(_WATCHED)}", "--format=csv", "-lms", "2000"]
-    try:
-        with open(file, "wb") as output:
-            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.DEVNULL)
-    except OSError:
+    if not shutil.which(command[0]):
         return None
+    with open(file, "wb") as output:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.DEVNULL)
 
 
 # ---- in the process that has torch ----------------------------------------------------------------------------------
