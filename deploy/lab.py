@@ -11,7 +11,7 @@ Each host has its own network with the inventory's address, interface and bandwi
 id, /tmp, /run and /home, one ordinary user, and an sshd with its own host key. Nothing has a route out, nothing of the
 machine itself is changed, and `down` leaves nothing. It needs root, iproute2, nftables and openssh-server.
 
-`lab_net.py` beside this file makes the links; `lab_host.py` is the inside of a host.
+`lab_net.py` beside this file makes the links; `lab_host.py` is the inside of a host, `lab_enter.py` the way into one.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import lab_enter
 import lab_host
 import lab_net
 import lab_plan
@@ -152,13 +153,13 @@ def do_list(_: argparse.Namespace) -> None:
             continue
         print(cluster)
         for host in lab.hosts:
-            print(f"  {_describe(host)}  {'on' if init_of(host) else 'off'}")
+            print(f"  {_describe(host)}  {'on' if lab_enter.init_of(host) else 'off'}")
 
 
 def do_exec(arguments: argparse.Namespace) -> NoReturn:
     lab = _pick(arguments.cluster)
     command = arguments.command or _usage("write the command after --, like: exec -- orch status")
-    _become([*lab_net.enter(lab_net.controller_namespace(lab.cluster)), *_as_caller(), *command])
+    _become([*lab_enter.controller(lab.cluster), *_as_caller(), *command])
 
 
 def do_shell(arguments: argparse.Namespace) -> NoReturn:
@@ -170,16 +171,7 @@ def do_host(arguments: argparse.Namespace) -> NoReturn:
     lab = _pick(arguments.cluster)
     host = lab.host(arguments.node)
     command = arguments.command or _usage("write the command after --, like: host NODE -- ps aux")
-    pid = init_of(host)
-    if pid is None:
-        raise HostError(host.name, "its power is off", f"deploy/lab.py power {host.name} on")
-    user = host.user if arguments.as_user else "root"
-    enter = ["nsenter", f"--target={pid}", "--net", "--mount", "--uts", "--ipc", "--pid", "--"]
-    environment = [f"HOME={lab_host.home_of(user)}", f"USER={user}", f"LOGNAME={user}"]
-    environment += [f"PATH={lab_host.search_path(lab.python)}", f"TERM={os.environ.get('TERM', 'dumb')}"]
-    number = 0 if user == "root" else lab_host.USER_ID
-    drop = ["setpriv", f"--reuid={number}", f"--regid={number}", "--init-groups", "--"]
-    _become([*enter, "env", "-i", *environment, *drop, "sh", "-c", 'cd && exec "$@"', "sh", *command])
+    _become([*lab_enter.on_host(lab, host, as_user=arguments.as_user), *command])
 
 
 def do_link(arguments: argparse.Namespace) -> None:
@@ -197,7 +189,7 @@ def do_power(arguments: argparse.Namespace) -> None:
     with _lock():
         if arguments.state == "off":
             lab_net.unplug(host.port)
-        elif init_of(host) is None:
+        elif lab_enter.init_of(host) is None:
             power_on(lab, host)
 
 
@@ -261,27 +253,6 @@ def power_on(lab: Lab, host: LabHost) -> None:
             said = (folder / "console.log").read_text(errors="replace").strip().splitlines()
             raise HostError(host.name, f"its sshd does not answer: {said[-1] if said else 'it said nothing'}")
         time.sleep(0.02)
-
-
-def init_of(host: LabHost) -> int | None:
-    """Process 1 of the host, as this machine numbers it; None while its power is off."""
-    if not (lab_net.NETNS / host.port.namespace).exists():
-        return None
-    depth = len(_numbers("self")) + 1
-    for pid in lab_net.processes([host.port.namespace]):
-        numbers = _numbers(str(pid))
-        if len(numbers) == depth and numbers[-1] == "1":
-            return pid
-    return None
-
-
-def _numbers(pid: str) -> list[str]:
-    """A process's number in each of the process namespaces that it is in, the outermost first."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("NSpid:"):
-                return line.split()[1:]
-    return []
 
 
 def _prepare(lab: Lab, host: LabHost) -> None:

@@ -16,6 +16,7 @@ import functools
 import itertools
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,15 @@ from typing import Any
 import pytest
 import yaml
 
-PROGRAM = Path(__file__).resolve().parents[1] / "deploy" / "lab.py"
+sys.path.append(str(Path(__file__).resolve().parents[1] / "deploy"))  # at the end: `lab` is this file
+
+import lab_enter
+import lab_plan
+from quick_python import quick_python
+
+from orchestrator.errors import HostError
+
+PROGRAM = Path(lab_enter.__file__).with_name("lab.py")
 STATE = Path("/run/orch-lab")
 USER = "lab"
 _count = itertools.count()
@@ -51,21 +60,21 @@ class Lab:
 
     def controller_exec(self, argv: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
         """Runs it in the controller's network, as we are; options as for subprocess.run, output captured as text."""
-        return _run("exec", "--cluster", self.cluster, "--", *argv, **options)
+        return _run([*lab_enter.controller(self.cluster), *argv], **options)
 
     def popen(self, argv: Sequence[str], **options: Any) -> subprocess.Popen[str]:
         """Starts it in the controller's network; signals and the exit code are its own."""
-        return _popen("exec", "--cluster", self.cluster, "--", *argv, **options)
+        return _popen([*lab_enter.controller(self.cluster), *argv], **options)
 
     def host_exec(
         self, node: str, argv: Sequence[str], *, as_user: bool = False, **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        return _run(*self._host(node, argv, as_user), **options)
+        return _run([*self._enter(node, as_user), *argv], **options)
 
     def host_popen(
         self, node: str, argv: Sequence[str], *, as_user: bool = False, **options: Any
     ) -> subprocess.Popen[str]:
-        return _popen(*self._host(node, argv, as_user), **options)
+        return _popen([*self._enter(node, as_user), *argv], **options)
 
     def ssh(self, node: str, command: str, **options: Any) -> subprocess.CompletedProcess[str]:
         """Logs in from the controller as the host's ordinary user, with strict host keys."""
@@ -78,18 +87,25 @@ class Lab:
 
     def link(self, node: str, *words: str) -> None:
         """link("a", "down"), link("a", "rate", "1Gbps", "loss", "5%"), link("a", "up")."""
-        _run("link", "--cluster", self.cluster, node, *words, check=True)
+        _program("link", "--cluster", self.cluster, node, *words, check=True)
 
     def power(self, node: str, state: str) -> None:
-        _run("power", "--cluster", self.cluster, node, state, check=True)
+        _program("power", "--cluster", self.cluster, node, state, check=True)
 
-    def _host(self, node: str, argv: Sequence[str], as_user: bool) -> list[str]:
-        return ["host", "--cluster", self.cluster, node, *(["--as-user"] if as_user else []), "--", *argv]
+    def _enter(self, node: str, as_user: bool) -> list[str]:
+        made = lab_plan.from_json((STATE / self.cluster / "lab.json").read_text())
+        try:
+            return lab_enter.on_host(made, made.host(node), as_user=as_user)
+        except HostError as off:
+            return ["sh", "-c", f"echo {shlex.quote(str(off))} >&2; exit {off.exit_code}"]
 
 
 @contextlib.contextmanager
-def lab(inventory: str | Path, *, binds: Iterable[str] = (), trust: bool = True) -> Iterator[Lab]:
-    """Brings up the hosts of an inventory (a path, or its text). trust=False leaves the hosts' keys out of it."""
+def lab(inventory: str | Path, *, binds: Iterable[str] = (), trust: bool = True, quick: bool = False) -> Iterator[Lab]:
+    """Brings up the hosts of an inventory (a path, or its text). trust=False leaves the hosts' keys out of it.
+
+    quick: their Python's torch starts ranks and trains nothing (`quick_python`), where the inventory names no other.
+    """
     _skip_unless_possible()
     _remove_the_dead()
     content = yaml.safe_load(inventory.read_text() if isinstance(inventory, Path) else inventory)
@@ -99,9 +115,13 @@ def lab(inventory: str | Path, *, binds: Iterable[str] = (), trust: bool = True)
     with tempfile.TemporaryDirectory(prefix="orch-lab-") as folder:
         standing = Lab(content["cluster"], Path(folder, "inventory.yaml"), nodes)
         standing.inventory.write_text(yaml.safe_dump(content))
+        if quick:
+            binds = [*binds, f"{folder}/quick"]
+            content["defaults"].setdefault("python", quick_python(Path(folder, "quick")))
+            standing.inventory.write_text(yaml.safe_dump(content))
         shown = [word for bind in binds for word in ("--bind", bind)]
         try:
-            up = _run("up", str(standing.inventory), *shown)
+            up = _program("up", str(standing.inventory), *shown)
             assert up.returncode == 0, up.stderr
             if trust:
                 for node in content["nodes"]:
@@ -110,22 +130,26 @@ def lab(inventory: str | Path, *, binds: Iterable[str] = (), trust: bool = True)
                 standing.inventory.write_text(yaml.safe_dump(content))
             yield standing
         finally:
-            _run("down", standing.cluster)
+            _program("down", standing.cluster)
 
 
-def _run(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+def _program(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return _run([sys.executable, str(PROGRAM), *words], **options)
+
+
+def _run(argv: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
     settings = {"capture_output": True, "text": True, "timeout": 120, **options}
-    return subprocess.run([sys.executable, str(PROGRAM), *words], **settings)
+    return subprocess.run(argv, **settings)
 
 
-def _popen(*words: str, **options: Any) -> subprocess.Popen[str]:
+def _popen(argv: Sequence[str], **options: Any) -> subprocess.Popen[str]:
     settings = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, **options}
-    return subprocess.Popen([sys.executable, str(PROGRAM), *words], **settings)
+    return subprocess.Popen(argv, **settings)
 
 
 @functools.cache
 def _obstacle() -> str:
-    listing = _run("list")
+    listing = _program("list")
     return listing.stderr.strip() if listing.returncode else ""
 
 
@@ -139,4 +163,4 @@ def _remove_the_dead() -> None:
     for cluster in os.listdir(STATE) if STATE.is_dir() else []:
         owner = re.fullmatch(r".*-t(\d+)-\d+", cluster)
         if owner and not Path("/proc", owner[1]).exists():
-            _run("down", cluster)
+            _program("down", cluster)

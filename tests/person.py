@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import forks
+import lab_net
 from lab import Lab
 
 # Looks through every process but itself for the words it is given, in environment and command line.
@@ -37,7 +39,9 @@ class Person:
 
     def types(self, *words: str, exit_code: int | None = 0, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
         """Runs `orch WORDS` to its end and checks its exit code."""
-        done = self.lab.controller_exec([*ORCH, *words], env=self.environment, cwd=self.folder, timeout=timeout_s)
+        network = lab_net.NETNS / lab_net.controller_namespace(self.lab.cluster)
+        place = {"env": self.environment, "cwd": self.folder, "network": network}
+        done = forks.run(forks.ORCH, words, timeout=timeout_s, **place)
         assert exit_code in (None, done.returncode), f"{words} gave {done.returncode}:\n{done.stdout}\n{done.stderr}"
         return done
 

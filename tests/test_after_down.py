@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import forks
 import pytest
+from quick_python import quick_python
 
 SCRIPT = """
 import os
@@ -33,14 +33,8 @@ class Home:
 
     def types(self, *words, exit_code=0, cwd="here", answer=""):
         (self.folder / cwd).mkdir(exist_ok=True)
-        done = subprocess.run(
-            [sys.executable, "-m", "orchestrator.cli", *words],
-            cwd=self.folder / cwd,
-            env={**os.environ, "ORCH_HOME": str(self.folder / "home"), "COLUMNS": "400"},
-            input=answer,
-            capture_output=True,
-            text=True,
-        )
+        env = {**os.environ, "ORCH_HOME": str(self.folder / "home"), "COLUMNS": "400"}
+        done = forks.run(forks.ORCH, words, env=env, cwd=self.folder / cwd, input_=answer)
         assert done.returncode == exit_code, f"{words} gave {done.returncode}:\n{done.stdout}\n{done.stderr}"
         return done
 
@@ -57,14 +51,15 @@ def before(tmp_path_factory):
     folder = tmp_path_factory.mktemp("person")
     (folder / "code").mkdir()
     (folder / "code" / "train.py").write_text(SCRIPT)
+    python = quick_python(folder / "quick")
     node = f"{{host: 127.0.0.1, workdir: {folder}/work-"
     inventory = folder / "rack.yaml"
     inventory.write_text(
-        f"cluster: rack\ndefaults: {{device: cpu, transport: local, python: {sys.executable}}}\n"
+        f"cluster: rack\ndefaults: {{device: cpu, transport: local, python: {python}}}\n"
         f"nodes:\n  - {{name: a, {node[1:]}a}}\n"
     )
     home = Home(folder, inventory, "", "")
-    home.types("up", str(inventory))
+    home.types("up", str(inventory), "--allow-local")
     home.kept = home.runs()
     home.waits(home.kept)
     home.lost = home.runs()

@@ -390,7 +390,7 @@ def test_the_folder_is_the_one_that_training_looks_in():
 
 @pytest.fixture(scope="module")
 def person(tmp_path_factory):
-    with lab(INVENTORY) as pair:
+    with lab(INVENTORY, quick=True) as pair:
         someone = Person(pair, tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("work"))
         someone.types("up", str(pair.inventory))
         yield someone

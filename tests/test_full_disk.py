@@ -12,6 +12,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import forks
 import pytest
 from gang import gang
 
@@ -278,14 +279,14 @@ def test_a_full_disk_of_the_controller_is_one_line_and_afterwards_collect_comple
         store.save_job(job.record(), job.plan)
         job.launch()
         job.wait()
-        words = [sys.executable, "-m", "orchestrator.cli", "collect", "--job", "latest", "--out", str(disk / "runs")]
-        done = subprocess.run(words, capture_output=True, text=True)
+        words = ["collect", "--job", "latest", "--out", str(disk / "runs")]
+        done = forks.run(forks.ORCH, words)
         errors = [line for line in done.stderr.splitlines() if "error" in line]
         assert (done.returncode, len(errors)) == (1, 1), done.stderr
         assert "No space left on device" in errors[0]
         assert "Traceback" not in done.stderr
         subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
-        subprocess.run(words, capture_output=True, check=True)
+        assert forks.run(forks.ORCH, words).returncode == 0
         collected = disk / "runs" / job.plan.job / "nodes" / "a" / "rank-0" / "stdout.log"
         assert collected.read_bytes() == (job.folder("a") / "rank-0" / "stdout.log").read_bytes()
 
@@ -320,9 +321,7 @@ time.sleep(600)
 
         def types(*words):
             """Runs it to its end, which is a good one, with one word about the home; gives what it printed."""
-            line = [sys.executable, "-m", "orchestrator.cli", *words]
-            environment = {**os.environ, "ORCH_HOME": str(disk)}
-            done = subprocess.run(line, capture_output=True, text=True, env=environment, cwd=tmp_path)
+            done = forks.run(forks.ORCH, words, env={**os.environ, "ORCH_HOME": str(disk)}, cwd=tmp_path)
             assert done.returncode == 0, done.stderr
             assert done.stderr.count(why) <= 1 and "Traceback" not in done.stderr
             return done

@@ -51,6 +51,11 @@ def said(result: subprocess.CompletedProcess[str]) -> str:
     return result.stdout.strip()
 
 
+def typed(*words: str) -> subprocess.CompletedProcess[str]:
+    """The program itself, as a person runs it."""
+    return subprocess.run([sys.executable, str(PROGRAM), *words], capture_output=True, text=True)
+
+
 def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -65,6 +70,16 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
 def test_an_ordinary_user_logs_in_from_the_controller(pair: Lab) -> None:
     assert said(pair.ssh("a2000", "id -un; hostname; echo $HOME")).split() == ["ubuntu", "a2000", "/home/ubuntu"]
     assert said(pair.ssh("v100", "id -u; cat /etc/hostname")).split() == ["1000", "v100"]
+
+
+@pytest.mark.lab
+def test_commands_run_in_the_controllers_network_and_on_a_host_as_its_user_or_root(pair: Lab) -> None:
+    shown = said(typed("exec", "--cluster", pair.cluster, "--", "ip", "-4", "-br", "addr"))
+    assert "192.168.1.254/24" in shown
+    host = ("host", "--cluster", pair.cluster, "v100")
+    show = ("--", "sh", "-c", 'echo $(id -un) $(hostname) $PWD "$1"', "sh", "a b")
+    assert said(typed(*host, *show)) == "root v100 /root a b"
+    assert said(typed(*host, "--as-user", *show)) == "ubuntu v100 /home/ubuntu a b"
 
 
 @pytest.mark.lab
@@ -301,7 +316,7 @@ def test_a_power_loss_ends_everything_in_silence_and_spares_the_disk(pair: Lab) 
         pair.power("v100", "off")
         assert server.wait(10) == -signal.SIGKILL
         assert peer.communicate("\n")[0] == "silent\n"
-    assert "its power is off" in pair.host_exec("v100", ["true"]).stderr
+    assert "its power is off" in typed("host", "--cluster", pair.cluster, "v100", "--", "true").stderr
 
     pair.power("v100", "on")
     assert said(pair.ssh("v100", "ls ~")).split() == ["kept"]

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import yaml
 from lab import lab
 from person import Person
 
@@ -38,13 +39,25 @@ sys.exit(json.loads(end.read_text()).get(os.environ["RANK"], 0))
 
 @pytest.fixture(scope="module")
 def person(tmp_path_factory):
-    with lab(INVENTORY) as pair:
+    """To them, the hosts have a torchrun that starts ranks and nothing else: most tests count processes."""
+    with lab(INVENTORY, quick=True) as pair:
         folder = tmp_path_factory.mktemp("work")
         someone = Person(pair, tmp_path_factory.mktemp("home"), folder)
         (folder / "waits").mkdir()
         (folder / "waits" / "waits.py").write_text(WAITS)
         someone.types("up", str(pair.inventory))
         yield someone
+
+
+@pytest.fixture(scope="module")
+def trainer(person, tmp_path_factory):
+    """Another person on the same hosts, with the real torchrun."""
+    someone = Person(person.lab, tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("work"))
+    content = yaml.safe_load(person.lab.inventory.read_text())
+    del content["defaults"]["python"]
+    (someone.folder / "rack.yaml").write_text(yaml.safe_dump(content))
+    someone.types("up", "rack.yaml")
+    return someone
 
 
 def begin(person: Person) -> str:
@@ -94,12 +107,12 @@ def test_up_names_every_host_and_says_why_the_master_is_one(person):
     assert "lower address" in shown["master_reason"]
 
 
-def test_ranks_are_right_on_hosts_of_one_and_two_ranks_as_a_users_script_sees_them(person):
+def test_ranks_are_right_on_hosts_of_one_and_two_ranks_as_a_users_script_sees_them(trainer):
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ORCH_NODE")
     script = f"import json, os\nprint('@' + json.dumps({{n: os.environ[n] for n in {names}}}))\n"
-    (person.folder / "who").mkdir()
-    (person.folder / "who" / "who.py").write_text(script)
-    shown = person.types("run", "--", "who/who.py").stdout
+    (trainer.folder / "who").mkdir()
+    (trainer.folder / "who" / "who.py").write_text(script)
+    shown = trainer.types("run", "--", "who/who.py").stdout
     said = [json.loads(line.partition("@")[2]) for line in shown.splitlines() if "@" in line]
     seen = sorted(tuple(one[name] for name in names) for one in said)
     assert seen == [("0", "0", "3", "1", "alpha"), ("1", "0", "3", "2", "beta"), ("2", "1", "3", "2", "beta")]
@@ -240,16 +253,16 @@ def test_a_released_node_takes_no_job_until_it_is_restored(person):
 
 
 @pytest.mark.slow
-def test_mnist_reaches_95_percent_and_every_sample_counts_once(person):
+def test_mnist_reaches_95_percent_and_every_sample_counts_once(trainer):
     raw = mnist_files()
     for node in ("alpha", "beta"):
-        person.lab.host_exec(node, ["mkdir", "-p", "data/MNIST/raw"], as_user=True, check=True)
+        trainer.lab.host_exec(node, ["mkdir", "-p", "data/MNIST/raw"], as_user=True, check=True)
         for file in raw:
             target = f"data/MNIST/raw/{file.name}"
             with open(file, "rb") as content:
-                person.lab.host_exec(node, ["sh", "-c", f"cat >{target}"], as_user=True, stdin=content, check=True)
-    person.types("run", "--exp", "mnist_lenet", "--set", "epochs=1", "--set", "num_workers=0")
-    summary = person.asks("collect", "--job", "latest")
+                trainer.lab.host_exec(node, ["sh", "-c", f"cat >{target}"], as_user=True, stdin=content, check=True)
+    trainer.types("run", "--exp", "mnist_lenet", "--set", "epochs=1", "--set", "num_workers=0")
+    summary = trainer.asks("collect", "--job", "latest")
     assert summary["accuracy"] > 0.95
     assert summary["samples_total"] == 60_000
 

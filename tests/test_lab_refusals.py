@@ -39,7 +39,7 @@ chown -R lab:lab /home/lab/.orch
 
 @pytest.fixture(scope="module")
 def pair():
-    with lab(INVENTORY) as standing:
+    with lab(INVENTORY, quick=True) as standing:
         yield standing
 
 

@@ -108,7 +108,7 @@ def person(tmp_path_factory):
         for place, letter in enumerate(LETTERS, 1)
     ]
     inventory = {"cluster": "wire", "defaults": {"device": "cpu", "env": {"OMP_NUM_THREADS": "1"}}, "nodes": nodes}
-    with lab(yaml.safe_dump(inventory)) as hosts:
+    with lab(yaml.safe_dump(inventory), quick=True) as hosts:
         folder = tmp_path_factory.mktemp("work")
         (folder / "waits").mkdir()
         (folder / "waits" / "waits.py").write_text(WAITS)

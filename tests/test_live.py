@@ -19,9 +19,11 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import forks
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from quick_python import quick_python
 
 from orchestrator import console, controller
 from orchestrator.controller import Controller
@@ -649,13 +651,14 @@ def two_hosts(tmp_path, monkeypatch):
     nodes = "".join(
         f"  - {{name: {name}, host: {name}, address: 127.0.0.1, workdir: {tmp_path}/{name}}}\n" for name in "ab"
     )
-    defaults = f"defaults: {{transport: local, device: cpu, python: {sys.executable}}}\n"
+    python = quick_python(tmp_path / "quick")
+    defaults = f"defaults: {{transport: local, device: cpu, python: {python}}}\n"
     (tmp_path / "rack.yaml").write_text(f"cluster: rack\n{defaults}nodes:\n{nodes}")
     (tmp_path / "steps").mkdir()
     (tmp_path / "steps" / "steps.py").write_text(STEPS)
-    subprocess.run([*ORCH, "up", "rack.yaml"], check=True, capture_output=True, timeout=100)
+    assert forks.run(forks.ORCH, ["up", "rack.yaml", "--allow-local"]).returncode == 0
     yield tmp_path
-    subprocess.run([*ORCH, "down", "--yes"], check=True, capture_output=True, timeout=100)
+    assert forks.run(forks.ORCH, ["down", "--yes"]).returncode == 0
 
 
 def test_a_run_shows_its_hosts_on_a_terminal_and_after_a_ctrl_c_on_a_pipe(two_hosts: Path):
@@ -675,12 +678,12 @@ def test_a_run_shows_its_hosts_on_a_terminal_and_after_a_ctrl_c_on_a_pipe(two_ho
 
     for job in two_hosts.glob("[ab]/jobs/*/src"):
         (job / "go").touch()
-    logs = subprocess.run([*ORCH, "logs", "-f", "--job", "latest"], capture_output=True, text=True, timeout=100)
+    logs = forks.run(forks.ORCH, ["logs", "-f", "--job", "latest"])
     assert logs.returncode == 0, logs.stderr
     assert sorted(logs.stdout.splitlines()) == ["[a 0] half", "[b 1] half"]
     assert logs.stderr.splitlines()[-2:] == [
         "a: step 1000/1000, 320 samples/s, loss 0.5, sync 20 %, wait 40 %",
         "b: step 1000/1000, 320 samples/s, loss 0.5, sync 20 %, wait 0 %",
     ]
-    now = subprocess.run([*ORCH, "logs", "--job", "latest"], capture_output=True, text=True, timeout=100)
+    now = forks.run(forks.ORCH, ["logs", "--job", "latest"])
     assert now.stderr == ""

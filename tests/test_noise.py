@@ -41,7 +41,7 @@ while "wait" in sys.argv:
 
 @pytest.fixture(scope="module")
 def person(tmp_path_factory):
-    with lab(INVENTORY) as pair:
+    with lab(INVENTORY, quick=True) as pair:
         folder = tmp_path_factory.mktemp("work")
         someone = Person(pair, tmp_path_factory.mktemp("home"), folder)
         (folder / "train.py").write_text(SCRIPT)

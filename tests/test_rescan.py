@@ -2,13 +2,14 @@
 
 import json
 import shutil
-import subprocess
 import sys
 
+import forks
 import pytest
 from gang import gang
 from hypothesis import given
 from hypothesis import strategies as st
+from quick_python import quick_python
 from test_job import PLAN
 
 from orchestrator import rescan
@@ -108,8 +109,9 @@ def test_a_job_of_a_newer_version_is_left_alone(running, controller):
 
 @pytest.mark.slow
 def test_after_a_lost_home_up_and_rescan_bring_everything_back(running, tmp_path):
+    python = quick_python(tmp_path / "quick")
     nodes = "".join(
-        f"  - {{name: {n.name}, address: 127.0.0.1, workdir: {n.workdir}, python: {sys.executable}}}\n"
+        f"  - {{name: {n.name}, address: 127.0.0.1, workdir: {n.workdir}, python: {python}}}\n"
         for n in running.plan.nodes
     )
     (tmp_path / "test.yaml").write_text(
@@ -117,10 +119,11 @@ def test_after_a_lost_home_up_and_rescan_bring_everything_back(running, tmp_path
     )
 
     def orch(*words):
-        words = [sys.executable, "-m", "orchestrator.cli", *words]
-        return subprocess.run(words, capture_output=True, text=True, check=True, cwd=tmp_path)
+        done = forks.run(forks.ORCH, words, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done
 
-    orch("up", "test.yaml")
+    orch("up", "test.yaml", "--allow-local")
     assert json.loads(orch("jobs", "--json").stdout)["jobs"] == []
     (found,) = json.loads(orch("jobs", "--rescan", "--json").stdout)["jobs"]
     assert (found["id"], found["state"]) == (running.plan.job, "running")

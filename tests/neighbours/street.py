@@ -3,8 +3,8 @@
     with Street() as street:
         done = street.types(PEOPLE["ada-x"], "down", "--yes", "--cluster", "x")
 
-The hosts' Python has a `torch` that starts rank wrappers and nothing else: what is asked here is whose files and
-processes are touched, and torch takes seconds a start.
+The hosts' Python has a `torch` that starts ranks and nothing else: what is asked here is whose files and processes are
+touched.
 """
 
 from __future__ import annotations
@@ -13,21 +13,18 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
+import forks
 import lab_net
 import yaml
-from crowd import DISTRIBUTED, TORCH
 from lab import Lab, lab
 
 from orchestrator.owner import read_owner
 from orchestrator.paths import Home
-from tests.chaos.world import enter_network
 
 from .people import PEOPLE, Person
-from .typist import types
 
 HOSTS = ("alpha", "beta")
 DISKS = Path("/var/lib/orch-lab")
@@ -39,31 +36,8 @@ nodes:
   - {name: alpha, host: 10.77.31.1}
   - {name: beta, host: 10.77.31.2}
 """
-PYTHON = "/home/quick/bin/python"
-RUN = """
-import os, subprocess, sys
-from .elastic.rendezvous import static_tcp_rendezvous
-def main():
-    options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-    first, ranks = int(options["--node-rank"]), int(options["--nproc-per-node"])
-    assert ranks == 1
-    command = sys.argv[sys.argv.index("--no-python") + 1:]
-    place = {"RANK": str(first), "LOCAL_RANK": "0", "WORLD_SIZE": options["--nnodes"], "LOCAL_WORLD_SIZE": "1"}
-    sys.exit(subprocess.run(command, env={**os.environ, **place}, start_new_session=True).returncode)
-"""
 SETUP = f"""
 set -e
-{sys._base_executable} -m venv --without-pip /home/quick
-cd /home/quick/lib/python*/site-packages
-mkdir -p torch/_C torch/distributed/elastic/rendezvous torchvision
-cat > torch/__init__.py <<'END'{TORCH}END
-echo '{DISTRIBUTED}' > torch/distributed/__init__.py
-cat > torch/distributed/run.py <<'END'{RUN}END
-touch torch/_C/__init__.py torch/distributed/elastic/__init__.py torch/distributed/elastic/rendezvous/__init__.py
-echo 'class TCPStore: __init__ = lambda: 0' > torch/_C/_distributed_c10d.py
-cp torch/_C/_distributed_c10d.py torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py
-echo '__version__ = "0.24.0"' > torchvision/__init__.py
-{PYTHON} -m compileall -q .
 echo 'other:x:{LOGINS["other"]}:{LOGINS["other"]}::/home/other:/bin/bash' >> /etc/passwd
 echo 'other:x:{LOGINS["other"]}:' >> /etc/group
 echo 'other:*:19000:0:99999:7:::' >> /etc/shadow
@@ -80,8 +54,8 @@ class Street:
 
     def __enter__(self) -> Street:
         self._stack = contextlib.ExitStack()
-        self.lab = self._stack.enter_context(lab(INVENTORY))
         self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="orch-neighbours-")))
+        self.lab = self._stack.enter_context(lab(INVENTORY, quick=True))
         for host in HOSTS:
             made = self.lab.host_exec(host, ["sh", "-s"], input=SETUP)
             assert made.returncode == 0, made.stderr
@@ -90,8 +64,6 @@ class Street:
                     self.write(host, login, name, f"{name} of {login}\n")
         for person in PEOPLE.values():
             self._furnish(person)
-        controller = lab_net.NETNS / lab_net.controller_namespace(self.lab.cluster)
-        self._stack.callback(enter_network(controller))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -112,7 +84,7 @@ class Street:
     def _furnish(self, person: Person) -> None:
         content = yaml.safe_load(self.lab.inventory.read_text())
         content["cluster"] = person.cluster
-        content["defaults"] |= {"user": person.login, "python": PYTHON}
+        content["defaults"] |= {"user": person.login}
         self.inventory(person).write_text(yaml.safe_dump(content))
         code = self.folder / person.name
         code.mkdir()
@@ -122,7 +94,11 @@ class Street:
 
     def types(self, person: Person, *words: str) -> subprocess.CompletedProcess[str]:
         """One command of theirs, in a process of its own, in the lab's controller network."""
-        return types(words, home=self.home(person), folder=self.home(person).parent)
+        kept = {name: value for name, value in os.environ.items() if name != "SSH_AUTH_SOCK"}
+        settled = {"ORCH_HOME": str(self.home(person)), "ORCH_SSH_CONFIG": "/dev/null", "COLUMNS": "400"}
+        network = lab_net.NETNS / lab_net.controller_namespace(self.lab.cluster)
+        folder = self.home(person).parent
+        return forks.run(forks.ORCH, words, env={**kept, **settled}, cwd=folder, network=network)
 
     # ---- the hosts, from outside ----------------------------------------------------------------------------------
 
