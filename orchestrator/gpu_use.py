@@ -26,12 +26,14 @@ MOST_LIMITS = {"max_sm_mhz": 1e5, "limit_watts": 1e5}
 
 @dataclass(frozen=True)
 class Reading:
-    """One GPU at one moment; None for what its driver does not tell. slowed_by: bits of nvmlClocksEventReasons.
+    """One GPU at one moment; None for what its driver does not tell. rank: that has it. index: as nvidia-smi counts.
+    slowed_by: bits of nvmlClocksEventReasons.
 
     max_sm_mhz, limit_watts: the highest clock that the card has, and the power that it may draw.
     """
 
     rank: int
+    index: int | None
     wall: float | None
     utilisation: float | None
     memory_bytes: float | None
@@ -70,15 +72,16 @@ def read_gpu_use(path: Path) -> GpuUse:
 
 def readings(path: Path) -> Iterator[Reading]:
     """In the order of the file; none where there is no file. A limit holds until another one is told."""
-    limits: dict[int, dict[str, float | None]] = {}
+    limits: dict[tuple[int, int | None], dict[str, float | None]] = {}
     with contextlib.suppress(OSError):
         for event in _events(path):
-            rank = count(event, "rank") or 0
-            if event.keys() & MOST_LIMITS.keys() or rank not in limits:
-                limits[rank] = {name: _within(event, name, most) for name, most in MOST_LIMITS.items()}
+            rank, index = count(event, "rank") or 0, count(event, "index")
+            if event.keys() & MOST_LIMITS.keys() or (rank, index) not in limits:
+                limits[rank, index] = {name: _within(event, name, most) for name, most in MOST_LIMITS.items()}
             told = {name: _within(event, name, most) for name, most in MOST.items()}
             slowed_by = count(event, "slowed_by") if told.pop("slowed_by") is not None else None
-            yield Reading(rank=rank, wall=number(event, "wall"), slowed_by=slowed_by, **told, **limits[rank])
+            wall, limit = number(event, "wall"), limits[rank, index]
+            yield Reading(rank=rank, index=index, wall=wall, slowed_by=slowed_by, **told, **limit)
 
 
 def _within(event: dict[str, Any], name: str, most: float) -> float | None:

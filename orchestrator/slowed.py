@@ -65,6 +65,8 @@ class Reading(Protocol):
     @property
     def rank(self) -> int: ...
     @property
+    def index(self) -> int | None: ...
+    @property
     def utilisation(self) -> float | None: ...
     @property
     def sm_mhz(self) -> float | None: ...
@@ -88,15 +90,15 @@ class Slowing:
     """The readings of one host, folded: memory does not grow with the run."""
 
     def __init__(self) -> None:
-        self._gpus: dict[int, _Gpu] = {}
+        self._gpus: dict[tuple[int, int | None], _Gpu] = {}
 
     def add(self, reading: Reading) -> None:
         if reading.slowed_by is not None:
-            self._gpus.setdefault(reading.rank, _Gpu()).add(reading, _reason(reading.slowed_by))
+            self._gpus.setdefault((reading.rank, reading.index), _Gpu()).add(reading, _reason(reading.slowed_by))
 
     def found(self) -> Slowed | None:
         """The GPU that was slowed for the longest part of the run; None where none was for a part that matters."""
-        each = [slowed for rank, gpu in self._gpus.items() if (slowed := gpu.slowed(rank))]
+        each = [slowed for (rank, _), gpu in self._gpus.items() if (slowed := gpu.slowed(rank))]
         return max(each, key=lambda slowed: slowed.share, default=None)
 
 

@@ -280,6 +280,18 @@ def test_what_the_driver_does_not_know_is_left_out():
     ]
 
 
+def test_every_gpu_of_a_rank_that_has_several_is_noted():
+    found = gpus.readings(ANSWER.splitlines(), KEYS, {"GPU-a": 0, "GPU-b": 0}, 7.0)
+    assert [(each["rank"], each["index"]) for each in found] == [(0, 1), (0, 0)]
+    limits = {}
+    assert ["limit_watts" in gpus.without_known(each, limits) for each in [*found, *found]] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
 @given(st.text())
 def test_any_text_gives_readings_of_our_gpus_alone(text):
     for event in gpus.readings([*text.splitlines(), f"GPU-a, {text}"], KEYS, {"GPU-a": 0}, 1.0):

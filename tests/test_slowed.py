@@ -96,6 +96,12 @@ def test_of_several_gpus_the_one_that_was_slowed_longest_is_named(tmp_path):
     assert found(tmp_path, [*capped(100, 20, rank=3), *capped(100, 60, rank=4), *capped(9, 0, rank=5)]).rank == 4
 
 
+def test_two_gpus_of_one_rank_are_not_taken_for_one(tmp_path):
+    both = [each for pair in zip(capped(100, 0), capped(100, 90, index=1), strict=True) for each in pair]
+    slowed = found(tmp_path, both)
+    assert (slowed.rank, slowed.share) == (0, 0.9)
+
+
 # ---- drawn -----------------------------------------------------------------------------------------------------
 
 

@@ -74,7 +74,7 @@ def main() -> None:
 
 def watch(program: str, rank_of: Mapping[str, int], log: Path) -> None:
     """rank_of: GPU uuid -> the rank that has it. Returns only where asking is of no use."""
-    fields, useless, why, limits = dict(FIELDS), 0, "", dict[int, dict[str, Any]]()
+    fields, useless, why, limits = dict(FIELDS), 0, "", dict[Any, dict[str, Any]]()
     while useless < GIVE_UP:
         began, seen, said = time.monotonic(), False, ""
         child = start(program, fields)
@@ -156,7 +156,7 @@ def readings(
     lines: Sequence[str], keys: Sequence[str], rank_of: Mapping[str, int], wall: float
 ) -> list[dict[str, Any]]:
     """The last event of each of our GPUs in these lines. keys: what the columns are; the first is the uuid."""
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for line in lines:
         uuid, *values = [value.strip() for value in line.split(",")]
         if uuid not in rank_of or len(values) != len(keys) - 1:
@@ -168,7 +168,7 @@ def readings(
             told["memory_bytes"] = int(mebibytes) << 20
         known = {name: value for name, value in told.items() if value is not None}
         if known.keys() - {"index"}:
-            found[rank_of[uuid]] = {"event": "gpu", "rank": rank_of[uuid], **known, "wall": round(wall, 3)}
+            found[uuid] = {"event": "gpu", "rank": rank_of[uuid], **known, "wall": round(wall, 3)}
     return list(found.values())
 
 
@@ -179,11 +179,11 @@ def _number(text: str) -> float | None:
     return int(text, 16) if text.startswith("0x") else float(text) if "." in text else int(text)
 
 
-def without_known(event: dict[str, Any], limits: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """The event without those limits that were written before. limits: by rank, which are kept there."""
-    told = {name: event[name] for name in LIMITS if name in event}
-    if limits.get(event["rank"]) != told:
-        limits[event["rank"]] = told
+def without_known(event: dict[str, Any], limits: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+    """The event without those limits that were written before. limits: by rank and index, which are kept there."""
+    told, gpu = {name: event[name] for name in LIMITS if name in event}, (event["rank"], event.get("index"))
+    if limits.get(gpu) != told:
+        limits[gpu] = told
         return event
     return {name: value for name, value in event.items() if name not in LIMITS}
 
