@@ -81,11 +81,13 @@ def run(command: Sequence[str], log: Path, limit_s: float, environment: Mapping[
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """The whole session: first asked, then ended."""
-    _signal(process, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_GRACE_S)
-    _signal(process, signal.SIGKILL)
-    process.wait()
+    try:
+        _signal(process, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+    finally:  # also where a second Ctrl-C comes
+        _signal(process, signal.SIGKILL)
+        process.wait()
 
 
 def _signal(process: subprocess.Popen[bytes], signum: signal.Signals) -> None:

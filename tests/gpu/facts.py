@@ -26,10 +26,9 @@ _DRIVER = (
     *("name", "driver_version", "memory.total", "memory.used", "clocks.sm", "clocks.max.sm", "power.limit"),
     *("temperature.gpu", "compute_mode", "persistence_mode"),
 )
-_WATCHED = (
-    *("timestamp", "index", "utilization.gpu", "memory.used", "clocks.sm", "power.draw", "temperature.gpu"),
-    "clocks_throttle_reasons.active",
-)
+_WATCHED = (*("timestamp", "index", "utilization.gpu", "memory.used", "clocks.sm", "power.draw", "temperature.gpu"),)
+_REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
+"""What newer and older drivers call what holds the clocks down."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +88,19 @@ def _ask_driver() -> list[dict[str, str]]:
 
 def watch(file: Path) -> subprocess.Popen[bytes] | None:
     """Writes clocks, power and temperature every 2 s until it is ended; None where there is no nvidia-smi."""
-    command = ["nvidia-smi", f"--query-gpu={','.join(_WATCHED)}", "--format=csv", "-lms", "2000"]
-    if not shutil.which(command[0]):
+    if not shutil.which("nvidia-smi"):
         return None
+    reasons = next((name for name in _REASONS if _answers(name)), "index")
+    command = ["nvidia-smi", f"--query-gpu={','.join((*_WATCHED, reasons))}", "--format=csv", "-lms", "2000"]
     with open(file, "wb") as output:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.DEVNULL)
+
+
+def _answers(field: str) -> bool:
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv"]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        return subprocess.run(command, capture_output=True, timeout=30).returncode == 0
+    return False
 
 
 # ---- in the process that has torch ----------------------------------------------------------------------------------

@@ -21,4 +21,5 @@ def test_a_resumed_run_goes_on_as_if_nobody_had_interrupted_it(runs, tmp_path, a
     rest = train("rest", "--steps", "40", "--resume", folder)
     assert (*first, *rest) == tuple(whole)
     if not is_stand_in():  # which computes no losses
-        assert [rest[step] for step in rest] == pytest.approx([whole[step] for step in rest], rel=1e-3)
+        # cuDNN's order of sums changes from run to run; another order of samples would be off by tens of percent
+        assert [rest[step] for step in rest] == pytest.approx([whole[step] for step in rest], rel=1e-2)

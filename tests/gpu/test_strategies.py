@@ -47,10 +47,13 @@ def test_batch_norm_over_both_ranks_ends_with_done(runs):
 
 
 def test_what_travels_beside_backward_does_not_count_as_computing(runs):
+    prefix, why_not = shaped()
+    if why_not:
+        pytest.skip(f"needs a network of its own with 2.5 Gbps: {why_not}")
     found = {}
     for strategy in ("allreduce_flat", "ddp"):
         size = ("--samples", "4096", "--steps", "12", "--backend", "nccl", "--strategy", strategy)
-        found[strategy] = runs.pair(f"beside-{strategy}", *RESNET, *size, limit_s=180, prefix=shaped()[0])
+        found[strategy] = runs.pair(f"beside-{strategy}", *RESNET, *size, limit_s=180, prefix=prefix)
         assert found[strategy].succeeded, found[strategy].cause
     (row,) = wire_in_compute(found)
     assert row.verdict == "as expected", row

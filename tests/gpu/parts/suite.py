@@ -12,12 +12,15 @@ from .. import child
 from ..row import Row, failed, finding, skipped
 from . import Bench
 
+_NEEDED = ("pytest", "pytest_timeout", "hypothesis")
+"""By what tests/conftest.py and pyproject.toml ask for."""
+
 
 def play(bench: Bench) -> Iterator[Row]:
-    if not importlib.util.find_spec("pytest"):
-        yield skipped(
-            "tests marked gpu", f"no pytest for {sys.executable}: pip install pytest pytest-timeout hypothesis"
-        )
+    missing = [name for name in _NEEDED if not importlib.util.find_spec(name)]
+    if missing:
+        names = " ".join(missing).replace("_", "-")
+        yield skipped("tests marked gpu", f"{sys.executable} lacks {names}: pip install {names}")
         return
     results = bench.folder / "tests.xml"
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", "-q", f"--junitxml={results}"]
