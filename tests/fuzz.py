@@ -43,6 +43,14 @@ from orchestrator.yamlfile import read_yaml
 SLOW_S = 5.0
 ROOT = Path(__file__).resolve().parents[1]
 ANSWER = json.loads((ROOT / "tests/data/facts/rtx_a2000.json").read_text())["raw"]
+_ON_GPU = {
+    "gpu": "GPU-5f3a9c1e-7d42-4b8a-9e10-3c6d2f8b7a11",
+    "pid": 4711,
+    "mebibytes": 9,
+    "user": "me",
+    "command": "python3",
+}
+ANSWER["values"]["occupants"] = [{**_ON_GPU, "job": None}]
 INVENTORIES = [path.read_bytes() for path in sorted((ROOT / "inventory").glob("*.yaml"))]
 MARKER = "0123456789abcdef0123456789abcdef"
 
