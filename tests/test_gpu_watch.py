@@ -213,6 +213,12 @@ def test_garbage_is_no_reading_and_asking_ends_with_the_reason_in_the_log(tmp_pa
     assert "GPU use is not known from here on: nvidia-smi exited" in capfd.readouterr().err
 
 
+def test_a_program_that_is_gone_is_no_crash(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(gpus, "EVERY_S", 0.0)
+    gpus.watch(str(tmp_path / "nvidia-smi"), {"GPU-a": 0}, tmp_path / "gpu.jsonl")
+    assert "nvidia-smi did not start (No such file or directory)" in capfd.readouterr().err
+
+
 def test_one_that_says_nothing_is_stuck(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(gpus, "EVERY_S", 0.0)
     monkeypatch.setattr(gpus, "SILENT_S", 0.1)

@@ -26,7 +26,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,21 +74,39 @@ def main() -> None:
 
 def watch(program: str, rank_of: Mapping[str, int], log: Path) -> None:
     """rank_of: GPU uuid -> the rank that has it. Returns only where asking is of no use."""
-    fields, useless, why, limits = dict(FIELDS), 0, "", dict[Any, dict[str, Any]]()
+    fields, limits, useless, why = dict(FIELDS), dict[Any, dict[str, Any]](), 0, ""
+
+    def note(lines: Sequence[str]) -> bool:
+        """Whether they held a reading."""
+        found = readings(lines, list(fields.values()), rank_of, time.time())
+        append(log, [without_known(event, limits) for event in found])
+        return bool(found)
+
     while useless < GIVE_UP:
-        began, seen, said = time.monotonic(), False, ""
-        child = start(program, fields)
-        for lines in answers(child):
-            found = readings(lines, list(fields.values()), rank_of, time.time())
-            append(log, [without_known(event, limits) for event in found])
-            seen, said = seen or bool(found), said if found else (said + "\n".join(lines))[:SAID_BYTES]
-        why = f"nvidia-smi {end(child)} and said {said[:200]!r}"
+        began = time.monotonic()
+        seen, said, how = listen(program, fields, note)
+        why = f"nvidia-smi {how} and said {said[:200]!r}"
         if (refused := _REFUSED.search(said)) and refused[1] in fields:
             fields = without(refused[1], fields)
             continue
         useless = 0 if seen else useless + 1
         time.sleep(max(0.0, began + EVERY_S - time.monotonic()))
     sys.stderr.write(f"GPU use is not known from here on: {why}\n")
+
+
+def listen(program: str, fields: Mapping[str, str], note: Callable[[Sequence[str]], bool]) -> tuple[bool, str, str]:
+    """To one nvidia-smi until it ends or falls silent: whether it gave a reading, what else it said, how it ended."""
+    seen, said = False, ""
+    try:
+        child = start(program, fields)
+    except OSError as error:
+        return False, "", f"did not start ({error.strerror})"
+    for lines in answers(child):
+        if note(lines):
+            seen = True
+        else:
+            said = (said + "\n".join(lines))[:SAID_BYTES]
+    return seen, said, end(child)
 
 
 # ---- one nvidia-smi ---------------------------------------------------------------------------------------------
