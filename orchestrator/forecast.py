@@ -22,8 +22,10 @@ from functools import lru_cache
 from math import prod
 from typing import Literal
 
+import trainer.gpu_work as gpu_work
 from orchestrator.networks import FLOAT_BYTES, Layer, Shape, gradient_bytes
 from orchestrator.wire import Wire
+from trainer.gpu_work import Work
 from trainer.shares import Speed, at_most, fastest_shares
 
 FORWARD, BACKWARD, OPTIMISER = 0.33, 0.66, 0.01
@@ -239,7 +241,7 @@ def release_ms(step_ms: float, micro_batches: int, ready: float) -> float:
 def bucket_legs_s(bucket: Bucket, wire: Wire, way: Way) -> tuple[float, ...]:
     """What a bucket goes through; while it is in one leg, the next bucket is in the one before."""
     if way.fidelity == "half":
-        cast_s = bucket.bytes / wire.costs.cast_bytes_per_s
+        cast_s = wire.costs.work_s(gpu_work.cast(bucket.bytes))
         return (cast_s, *wire.sum_legs_s(bucket.bytes / 2), cast_s)
     return wire.sum_legs_s(bucket.bytes)
 
@@ -266,29 +268,40 @@ STRATEGIES = ("ddp", "allreduce", *EXCHANGES)
 
 def exchange_s(job: Job, wire: Wire, way: Way) -> float:
     """Of a strategy that sends nothing before backward is over."""
-    whole, costs = gradient_bytes(job.layers), wire.costs
     if way.fidelity == "compressed":  # a sum of one thin factor, and one of the other; what stays as it is goes along
-        return 2 * wire.sum_s(wire_bytes(job, way) / 2) + whole / costs.compress_bytes_per_s
+        return 2 * wire.sum_s(wire_bytes(job, way) / 2) + compress_s(job, wire)
+    whole = gradient_bytes(job.layers)
     half = way.fidelity == "half" or way.half_wire
-    sent, cast_s = (whole / 2, 2 * whole / costs.cast_bytes_per_s) if half else (whole, 0.0)
+    sent, casts_s = (whole / 2, 2 * wire.costs.work_s(gpu_work.cast(whole))) if half else (whole, 0.0)
     if way.strategy == "allreduce":
         tensors = sum(len(layer.shapes) for layer in job.layers)
-        return cast_s + (tensors - 1) * wire.sum_s(0) + wire.sum_s(sent)
-    return cast_s + EXCHANGES[way.strategy](wire, sent) + copies_s(job, wire, way)
+        return casts_s + (tensors - 1) * wire.sum_s(0) + wire.sum_s(sent)
+    return casts_s + EXCHANGES[way.strategy](wire, sent) + sum(copies_s(job, wire, way))
 
 
-def copies(wire: Wire, way: Way) -> int:
-    """Into one buffer and back; of two strategies all ranks' gradients, which they add up by themselves."""
-    return 2 + (wire.ranks if way.strategy in ("gather_scatter", "allgather") else 0)
+def compress_s(job: Job, wire: Wire) -> float:
+    whole, tensors = gradient_bytes(job.layers), sum(len(layer.shapes) for layer in job.layers)
+    parts = gpu_work.project(whole, tensors), gpu_work.project_back(whole), gpu_work.restore(whole, tensors)
+    return sum(map(wire.costs.work_s, parts))
 
 
-def copies_s(job: Job, wire: Wire, way: Way) -> float:
-    return copies(wire, way) * gradient_bytes(job.layers) / wire.costs.copy_bytes_per_s
+def copies_s(job: Job, wire: Wire, way: Way) -> tuple[float, float]:
+    """What every rank does before and after an exchange: copies into one buffer and back, or what an average takes."""
+    before, after = _copies(gradient_bytes(job.layers), wire.ranks, way)
+    return wire.costs.work_s(before), wire.costs.work_s(after)
+
+
+def _copies(whole: int, ranks: int, way: Way) -> tuple[Work, Work]:
+    if way.strategy == "parameter_average":
+        return gpu_work.leave(whole), (gpu_work.arrive if way.overlap else gpu_work.arrive_at_once)(whole)
+    if way.strategy in ("gather_scatter", "allgather"):  # all ranks' gradients, which these add up by themselves
+        return gpu_work.copy(whole), gpu_work.copy((1 + ranks) * whole)
+    return gpu_work.copy(whole), gpu_work.copy(whole)
 
 
 def averaging(way: Way) -> Way:
     """What happens at each of local's averages."""
-    return Way("parameter_average", half_wire=way.half_wire)
+    return Way("parameter_average", half_wire=way.half_wire, overlap=way.overlap)
 
 
 def _local(job: Job, speeds: Sequence[Speed], wire: Wire, way: Way, shares: Sequence[int]) -> Forecast:
@@ -296,7 +309,7 @@ def _local(job: Job, speeds: Sequence[Speed], wire: Wire, way: Way, shares: Sequ
     own_ms = [speed.step_ms(samples) for speed, samples in zip(speeds, shares, strict=True)]
     sync_ms = 0.0
     if len(speeds) > 1:
-        copies_ms = 1000 * copies_s(job, wire, averaging(way))
+        copies_ms = 1000 * sum(copies_s(job, wire, averaging(way)))
         travel_ms = 1000 * exchange_s(job, wire, averaging(way)) - copies_ms
         sync_ms = copies_ms + max(0.0, travel_ms - way.overlap * max(own_ms))
     step_ms = max(own_ms) + sync_ms / way.every

@@ -77,4 +77,5 @@ def imagine(groups: Sequence[Group], layers: tuple[Layer, ...], batch: int, band
             name = f"{group.gpu.name}-{len(hosts)}"
             hosts.append(Host(name, speeds, group.kind))
             sites.append(Site(name, group.gpus, bps, bps))
-    return Scene(Job(layers, batch), tuple(hosts), Wire(tuple(sites), NCCL))
+    costs = NCCL.on_gpus(min(group.gpu.gb_per_s for group in groups))
+    return Scene(Job(layers, batch), tuple(hosts), Wire(tuple(sites), costs))

@@ -28,6 +28,7 @@ from orchestrator import grammar
 from orchestrator.errors import InventoryError, Mistake, UsageError
 from orchestrator.units import parse_bandwidth, parse_bytes
 from orchestrator.yamlfile import REFUSED, Document, KeyPath, read_yaml
+from trainer.gpu_work import GB_PER_S
 
 # ------------------------------------------------------------------------------------------------ kinds of values
 
@@ -106,6 +107,9 @@ class _Pace(_Model):
     """Time that every step takes whatever its batch."""
     jitter: float = Field(default=0.0, ge=0, le=1)
     """Random share by which steps differ, 0 to 1."""
+    gb_per_s: float = Field(default=GB_PER_S, gt=0)
+    """Memory bandwidth of the GPU that is stood in for, as its data sheet has it: what it does beside its steps, like
+    copies, casts and compression of gradients, takes as long as it would there."""
 
 
 class Paced(_Pace):

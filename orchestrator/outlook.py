@@ -33,6 +33,7 @@ from orchestrator.wire import GLOO, GOODPUT, NCCL, Costs, Site, Wire, measured
 from trainer.alpha_beta import algorithm_gbps, bus_factor
 from trainer.config import LOCAL_STEPS, Settings, SettingsError, overlap_of, parse_settings
 from trainer.experiments import DATA_SETS, EXPERIMENTS
+from trainer.gpu_work import GB_PER_S
 from trainer.shares import Speed, parse_speeds
 
 SEEN_RUNS = 50
@@ -148,15 +149,30 @@ def wire_of(plan: LaunchPlan, network: Network | None, bandwidth_bps: float | No
     """The wire, and what is to be said of it."""
     costs = NCCL if plan.backend == "nccl" else GLOO
     if len(plan.nodes) == 1:
-        node = plan.nodes[0]
+        node, costs = plan.nodes[0], _with_gpus(costs, plan)
         return Wire((Site(node.name, node.ranks, float("inf"), float("inf")),), costs), (_costs_words(costs),)
     if bandwidth_bps is not None:
         network = None  # a person's word goes before what was measured
     if network:
         costs = measured(costs, network.message_s, f"latency as {network.job} measured it")
+    costs = _with_gpus(costs, plan)
     sites = tuple(_site(node, network, bandwidth_bps) for node in plan.nodes)
     wire = Wire(sites, costs, network.pairs if network else {})
     return wire, (_links_words(plan, network, bandwidth_bps), _costs_words(costs))
+
+
+def _with_gpus(costs: Costs, plan: LaunchPlan) -> Costs:
+    """All wait for the rank with the slowest memory, a CPU's where one has no GPU."""
+    if all(node.paced or node.device == "cuda" for node in plan.nodes):
+        return costs.on_gpus(min(map(_gb_per_s, plan.nodes)))
+    return costs
+
+
+def _gb_per_s(node: NodePlan) -> float:
+    if node.paced:
+        return float(node.paced.get("gb_per_s") or GB_PER_S)
+    gpu = find_gpu(node.gpu or "")
+    return gpu.gb_per_s if gpu else GB_PER_S
 
 
 def _site(node: NodePlan, network: Network | None, bandwidth_bps: float | None) -> Site:

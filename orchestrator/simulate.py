@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 
+import trainer.gpu_work as gpu_work
 from orchestrator.forecast import (
     Bucket,
     Host,
@@ -24,6 +25,7 @@ from orchestrator.forecast import (
     Way,
     averaging,
     buckets_of,
+    compress_s,
     copies_s,
     fitted_mib,
     release_ms,
@@ -148,7 +150,7 @@ def _transfers(job: Job, hosts: Sequence[Host], wire: Wire, way: Way, shares: Se
         yield from _averaged(job, wire, way, ends_s)
     elif way.fidelity == "compressed":
         thin = sum_legs(wire, wire_bytes(job, way) / 2)
-        work = Leg(work_s=gradient_bytes(job.layers) / wire.costs.compress_bytes_per_s, called=False)
+        work = Leg(work_s=compress_s(job, wire), called=False)
         yield Transfer(ends_s, (work, *thin, *thin))
     elif way.strategy == "ddp":
         micro = [speed.micro_batches(samples) for speed, samples in zip(speeds, shares, strict=True)]
@@ -168,18 +170,18 @@ def _averaged(job: Job, wire: Wire, way: Way, ends_s: tuple[float, ...]) -> Iter
     if not way.overlap:
         yield average
         return
-    copy = Leg(work_s=copies_s(job, wire, averaging(way)) / 2, called=False)
-    cast = Leg(work_s=average.legs[0].work_s - copy.work_s, called=False)
-    yield Transfer((0.0,) * len(ends_s), (copy, cast, *average.legs[1:-1], cast))
-    meanwhile_s = tuple(copy.work_s + way.overlap * end_s for end_s in ends_s)
+    leave_s, arrive_s = copies_s(job, wire, averaging(way))
+    cast = Leg(work_s=average.legs[0].work_s - leave_s, called=False)
+    yield Transfer((0.0,) * len(ends_s), (Leg(work_s=leave_s, called=False), cast, *average.legs[1:-1], cast))
+    meanwhile_s = tuple(leave_s + way.overlap * end_s for end_s in ends_s)
     after_s = tuple((way.every - way.overlap) * end_s for end_s in ends_s)
-    yield Transfer(meanwhile_s, (Leg(work_s=copy.work_s, compute_s=after_s, called=False),))
+    yield Transfer(meanwhile_s, (Leg(work_s=arrive_s, compute_s=after_s, called=False),))
 
 
 def _bucket(bucket: Bucket, wire: Wire, way: Way) -> tuple[Leg, ...]:
     if way.fidelity != "half":
         return sum_legs(wire, bucket.bytes)
-    cast = Leg(work_s=bucket.bytes / wire.costs.cast_bytes_per_s, called=False)
+    cast = Leg(work_s=wire.costs.work_s(gpu_work.cast(bucket.bytes)), called=False)
     return cast, *sum_legs(wire, bucket.bytes / 2), cast
 
 
@@ -189,17 +191,17 @@ def _each(job: Job, wire: Wire, way: Way, ends_s: tuple[float, ...]) -> Iterator
     for layer in job.layers:
         for shape in layer.shapes:
             size = FLOAT_BYTES * prod(shape)
-            cast = Leg(work_s=2 * size / wire.costs.cast_bytes_per_s if way.fidelity == "half" else 0.0, called=False)
-            yield Transfer(ends_s, (cast, *sum_legs(wire, part * size)))
+            casts_s = 2 * wire.costs.work_s(gpu_work.cast(size)) if way.fidelity == "half" else 0.0
+            yield Transfer(ends_s, (Leg(work_s=casts_s, called=False), *sum_legs(wire, part * size)))
 
 
 def _at_once(job: Job, wire: Wire, way: Way, ends_s: tuple[float, ...]) -> Transfer:
     """All gradients in one buffer, by one collective or two."""
-    costs, whole = wire.costs, gradient_bytes(job.layers)
+    whole = gradient_bytes(job.layers)
     half = way.fidelity == "half" or way.half_wire
-    work_s = copies_s(job, wire, way) + (2 * whole / costs.cast_bytes_per_s if half else 0.0)
-    work = Leg(work_s=work_s / 2, called=False)
-    return Transfer(ends_s, (work, *collectives_of(wire, way.strategy, whole / 2 if half else whole), work))
+    cast_s = wire.costs.work_s(gpu_work.cast(whole)) if half else 0.0
+    before, after = (Leg(work_s=side_s + cast_s, called=False) for side_s in copies_s(job, wire, way))
+    return Transfer(ends_s, (before, *collectives_of(wire, way.strategy, whole / 2 if half else whole), after))
 
 
 # ---- the play -------------------------------------------------------------------------------------------------------

@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from trainer.gpu_work import GB_PER_S, KERNEL_S, STREAMED, Work
+
 GOODPUT = 0.94
 """Of a declared bandwidth, what TCP leaves for the payload: 0.94 to 0.956 (iperf3: 2.35 to 2.39 of 2.5 Gbps)."""
 
@@ -36,10 +38,10 @@ class Site:
 class Costs:
     """message_s: what a message between hosts costs beside its bytes. call_s: a collective, however many messages.
 
-    local_*: between two ranks of one host. The rest is what a rank does to gradients before and after they travel, in
-    bytes of fp32 gradient a second: copies into one buffer, casts to 16 bits, PowerSGD. tree_broadcast: whole copies go
-    from rank to rank in log2(n) rounds; else in pieces, along a chain. relays: the ranks of one host add up among
-    themselves first, as `trainer.strategies.wire` has them do.
+    local_*: between two ranks of one host. moved_bytes_per_s, kernel_s: what a rank does to gradients before and after
+    they travel (`trainer.gpu_work`) takes so long, of the slowest rank. tree_broadcast: whole copies go from rank to
+    rank in log2(n) rounds; else in pieces, along a chain. relays: the ranks of one host add up among themselves first,
+    as `trainer.strategies.wire` has them do.
     """
 
     name: str
@@ -48,17 +50,24 @@ class Costs:
     call_s: float
     local_message_s: float
     local_bps: float
-    copy_bytes_per_s: float
-    cast_bytes_per_s: float
-    compress_bytes_per_s: float
+    moved_bytes_per_s: float
+    kernel_s: float
     tree_broadcast: bool
     relays: bool
+
+    def work_s(self, work: Work) -> float:
+        return work.moved_bytes / self.moved_bytes_per_s + self.kernel_s * work.kernels
+
+    def on_gpus(self, gb_per_s: float) -> Costs:
+        """Where ranks work on gradients as a GPU of this memory bandwidth does, the slowest of them."""
+        source = f"{self.source}; work on gradients as at {gb_per_s:g} GB/s of a GPU's memory, an estimate"
+        return dataclasses.replace(self, source=source, moved_bytes_per_s=STREAMED * 1e9 * gb_per_s, kernel_s=KERNEL_S)
 
 
 # One call a parameter beside one call for all 467: between two lab hosts 1.44 s and 0.785 s bare, 1.774 s in training;
 # between four at 1 Gbps 6.07 s and 3.14 s bare, 5.5 s in training. The difference over 467 * 2(n-1) messages.
-# One core of that machine: copies 1.3 to 1.7 GB/s into memory not touched before, 2 assumed; to bf16 and back 0.12 s
-# for 232.7 MB; PowerSGD of rank 2 0.37 s alone, 0.42 s as two ranks do it at once.
+# One core of that machine, for 232.7 MB: to bf16 and back 0.12 s, 5.8 GB/s moved; PowerSGD of rank 2 0.37 s alone,
+# 0.42 s as two ranks do it at once, 5.6 GB/s moved; copies into memory not touched before 2.6 to 3.4 GB/s moved.
 GLOO = Costs(
     name="gloo",
     source="1 ms a message, as 2 hosts at 2.5 Gbps and 4 at 1 Gbps showed (0.7 to 1.06); CPU costs as of one core",
@@ -66,22 +75,20 @@ GLOO = Costs(
     call_s=0.0,
     local_message_s=50e-6,
     local_bps=16e9,
-    copy_bytes_per_s=2e9,
-    cast_bytes_per_s=4e9,
-    compress_bytes_per_s=0.56e9,
+    moved_bytes_per_s=5.6e9,
+    kernel_s=0.0,
     tree_broadcast=True,
     relays=True,
 )
 NCCL = Costs(
     name="nccl",
-    source="assumed, not measured: 50 us a message over TCP, PCIe 3 inside a host, 300 GB/s of GPU memory",
+    source="assumed, not measured: 50 us a message over TCP, PCIe 3 inside a host",
     message_s=50e-6,
     call_s=20e-6,
     local_message_s=10e-6,
     local_bps=80e9,
-    copy_bytes_per_s=150e9,
-    cast_bytes_per_s=150e9,
-    compress_bytes_per_s=30e9,
+    moved_bytes_per_s=STREAMED * 1e9 * GB_PER_S,
+    kernel_s=KERNEL_S,
     tree_broadcast=False,
     relays=False,
 )

@@ -109,8 +109,8 @@ STAGES += [
     "cli.__main__",
 ]
 TORCH_FREE = {"__init__", "__main__", "experiments", "config", "shares", "records", "env", "errors", "interrupt"}
-TORCH_FREE |= {"alpha_beta", "microbatches", "estimate"}
-SHARED = {"experiments", "config", "shares", "records", "alpha_beta"}
+TORCH_FREE |= {"alpha_beta", "microbatches", "estimate", "pace", "gpu_work", "worker"}
+SHARED = {"experiments", "config", "shares", "records", "alpha_beta", "gpu_work"}
 LAUNCHES = {"remote.launch"}
 """What runs torchrun on a host."""
 NOT_PURE = {"socket", "subprocess", "rich", "click", "paramiko", "fabric", "asyncio", "requests", "urllib"}

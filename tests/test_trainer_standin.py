@@ -16,15 +16,16 @@ pytest.importorskip("torchvision")
 import torch
 import torch.multiprocessing as mp
 
-from trainer import ranks
+from trainer import gpu_work, ranks
 from trainer.anatomy import Anatomy, dissect
 from trainer.config import parse_settings
 from trainer.env import RankInfo
 from trainer.errors import TrainError
+from trainer.gpu_work import Work
 from trainer.models import build_model
 from trainer.pace import BACKWARD, FORWARD, OPTIMISER, Pace
 from trainer.records import MetricsWriter
-from trainer.standin import BlankBatches, StandIn, StandInOptimizer, Stopwatch, memory_needed
+from trainer.standin import BlankBatches, StandIn, StandInOptimizer, StandInWorker, Stopwatch, memory_needed
 from trainer.strategies import build_strategy, local_loss
 from trainer.stream import RankBatches, SampleStream
 from trainer.timing import CpuTimer
@@ -186,6 +187,51 @@ def test_lateness_is_the_median_after_the_warm_up() -> None:
     stopwatch.lateness = [9.0, 9.0, 9.0, 0.0, 0.1, 5.0]
     assert stopwatch.median_lateness(3) == 0.1
     assert stopwatch.median_lateness(6) == pytest.approx(7.0)  # nothing but warm-up: better than no word
+
+
+# ---- what a GPU does beside its steps ------------------------------------------------------------------------------
+
+
+def test_work_beside_a_step_takes_a_gpus_time_and_is_not_done() -> None:
+    step = Step(Pace(samples_per_s=100, fixed_ms=100, gb_per_s=288))
+    worker, done = StandInWorker(step.stopwatch), list[str]()
+    step.take()
+    before_s = step.clock.now()
+    worker(gpu_work.leave(232_657_192), lambda: done.append("moved"))
+    assert step.clock.now() - before_s == pytest.approx(7 * 232_657_192 / (0.9 * 288e9))
+    assert done == [] and step.stopwatch.lateness == pytest.approx([0], abs=1e-9)
+
+
+def test_short_work_is_made_up_for_with_what_follows() -> None:
+    step = Step()
+    step.take()
+    worker, before_s = StandInWorker(step.stopwatch), step.clock.now()
+    for _ in range(10):
+        worker(Work(0, kernels=20), lambda: None)  # 0.2 ms each
+    assert step.clock.now() - before_s == pytest.approx(0.0018)
+    worker(Work(0, kernels=20), lambda: None)
+    assert step.clock.now() - before_s == pytest.approx(0.0018)
+
+
+def test_what_the_cpu_is_late_with_work_beside_a_step_counts_as_late() -> None:
+    step = Step()
+    step.take()
+    asleep = step.clock.sleep
+    step.clock.sleep = lambda seconds: asleep(seconds + 0.02)  # others have the CPU
+    StandInWorker(step.stopwatch)(Work(0, kernels=1000), lambda: None)
+    assert step.stopwatch.lateness == pytest.approx([0.02 / STEP_S])
+
+
+def test_a_threads_work_has_a_time_line_of_its_own() -> None:
+    step = Step()
+    step.take()
+    worker = StandInWorker(step.stopwatch)
+    worker(Work(0, kernels=1000), lambda: None)
+    before_s = step.clock.now()
+    beside = worker.beside()
+    beside(Work(0, kernels=500), lambda: None)
+    assert step.clock.now() - before_s == pytest.approx(0.005)
+    assert step.stopwatch.lateness == pytest.approx([0], abs=1e-9)
 
 
 # ---- what is real, what is not ------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.errors import TrainError
+from trainer.gpu_work import GB_PER_S
 
 FORWARD, BACKWARD, OPTIMISER = 0.33, 0.66, 0.01
 """How a step's time divides. Backward computes two products a layer where forward computes one; the optimiser of
@@ -22,13 +23,16 @@ ResNet-152 moves 1.2 GB, 1.3 ms of a V100's 154 ms at 900 GB/s."""
 
 @dataclass(frozen=True)
 class Pace:
-    """slowdown: (step, factor) pairs in the order of their steps: from that one on, all take factor times as long."""
+    """slowdown: (step, factor) pairs in the order of their steps: from that one on, all take factor times as long.
+    gb_per_s: the GPU's memory bandwidth, at which it does what lies beside its steps (`gpu_work`).
+    """
 
     samples_per_s: float
     fixed_ms: float = 0.0
     jitter: float = 0.0
     memory_bytes: int | None = None
     slowdown: tuple[tuple[int, float], ...] = ()
+    gb_per_s: float = GB_PER_S
 
     def step_s(self, samples: int, step: int, seed: object = 0) -> float:
         """Seconds that a whole step takes with so many samples. seed: two ranks with one seed jitter alike."""
@@ -63,5 +67,7 @@ def _check(pace: Pace) -> None:
         raise ValueError("samples_per_s and factors lie between 1e-6 and 1e12")
     if not 0 <= pace.fixed_ms <= 3_600_000 or not 0 <= pace.jitter <= 1:
         raise ValueError("fixed_ms lies between 0 and 3600000, jitter between 0 and 1")
+    if not 1e-3 <= pace.gb_per_s <= 1e9:
+        raise ValueError("gb_per_s lies between 0.001 and 1e9")
     if pace.memory_bytes is not None and not (isinstance(pace.memory_bytes, int) and pace.memory_bytes > 0):
         raise ValueError("memory_bytes is a whole number above 0")

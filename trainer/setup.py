@@ -31,11 +31,20 @@ from trainer.pace import Pace
 from trainer.precision import Full, build_precision
 from trainer.rebalance import Balance, Rebalancer
 from trainer.records import SCHEMA, MetricsWriter
-from trainer.standin import StandIn, StandInOptimizer, Stopwatch, keep_freed_memory, memory_needed, most_samples
+from trainer.standin import (
+    StandIn,
+    StandInOptimizer,
+    StandInWorker,
+    Stopwatch,
+    keep_freed_memory,
+    memory_needed,
+    most_samples,
+)
 from trainer.strategies import Strategy, build_strategy
 from trainer.strategies.ddp import Ddp
 from trainer.stream import RankBatches, SampleStream
 from trainer.timing import Brake, Timer, timer_for
+from trainer.worker import WORKER
 
 
 @dataclass(frozen=True)
@@ -100,8 +109,9 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
     groups = batch_norm_groups(model, settings, micro_batches, shares, info.rank)
     keeps_time = {"postpone": model.stopwatch.postpone} if isinstance(model, StandIn) else {}
     brake = Brake(settings.bottleneck, info.rank, timer, **keeps_time)
+    worker = StandInWorker(model.stopwatch) if isinstance(model, StandIn) else WORKER
     nodes = ranks.gather_lines(info.node)
-    strategy = build_strategy(settings, model, group, timer, brake, nodes=nodes, updates=last_step)
+    strategy = build_strategy(settings, model, group, timer, brake, worker, nodes=nodes, updates=last_step)
     if isinstance(strategy, Ddp):
         settings = dataclasses.replace(settings, bucket_mib=strategy.bucket_mib)
     start = start_fields(settings.as_used(last_step), info, device, group, model)

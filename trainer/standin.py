@@ -4,12 +4,13 @@
     standin(images).sum().backward()       takes as long as the pace says; every gradient exists when its time has come
 
 Everything that the other ranks and the network notice is real: the parameters and their shapes, autograd's hooks as
-backward goes from the last layer to the first, and every byte on the wire. The numbers are not: gradients are copies
-of the weights, so that a paced run has neither loss nor accuracy.
+backward goes from the last layer to the first, and every byte on the wire. The numbers are not: gradients are the
+weights themselves, so that a paced run has neither loss nor accuracy.
 
 A step's moments are deadlines, counted from its begin: forward ends at FORWARD * T, each layer's gradients are released
 when backward would have got there. What the CPU spends on them lies within T. Were the times slept one after another,
-a V100's stand-in would reach 0.56 of its speed.
+a V100's stand-in would reach 0.56 of its speed. What a GPU does to gradients beside its steps (`gpu_work`) is time
+alone, too: the numbers are left as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import contextlib
 import ctypes
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,8 +27,10 @@ from torch import Tensor, nn
 
 from trainer.anatomy import Anatomy
 from trainer.errors import TrainError
+from trainer.gpu_work import Work
 from trainer.pace import BACKWARD, FORWARD, OPTIMISER, Pace
 from trainer.stream import RankBatches
+from trainer.worker import Worker
 
 
 class Clock:
@@ -48,6 +51,7 @@ class Stopwatch:
         self.began_s = 0.0
         self.started = False
         self.updating = False
+        self.late_s: list[float] = []  # of each micro-batch, and as a part of what it should have taken
         self.lateness: list[float] = []
 
     def start(self) -> None:
@@ -77,8 +81,17 @@ class Stopwatch:
         self._wait(self.began_s + part * self.step_s)
 
     def backward_ended(self) -> None:
-        late_s = self.clock.now() - self.began_s - (FORWARD + BACKWARD) * self.step_s
-        self.lateness.append(max(0.0, late_s) / self.step_s)
+        late_s = max(0.0, self.clock.now() - self.began_s - (FORWARD + BACKWARD) * self.step_s)
+        self.late_s.append(late_s)
+        self.lateness.append(late_s / self.step_s)
+
+    def keep(self, deadline_s: float) -> None:
+        """Work beside the step is over then; what the CPU is late counts for the step whose backward ended last."""
+        self._wait(deadline_s)
+        late_s = max(0.0, self.clock.now() - deadline_s)
+        if self.late_s:
+            self.late_s[-1] += late_s
+            self.lateness[-1] += late_s / self.step_s
 
     def optimise(self) -> None:
         """The update begins when the gradients of all ranks are there, whenever that is."""
@@ -94,6 +107,31 @@ class Stopwatch:
         left_s = deadline_s - self.clock.now()
         if left_s > 0:
             self.clock.sleep(left_s)
+
+
+class StandInWorker(Worker):
+    """Keeps the time that a GPU takes for its work, one after the other, and does none of it."""
+
+    SHORT_S = 0.5e-3
+    """No sleep is as exact as this; what is shorter is made up for with the work that follows."""
+
+    def __init__(self, stopwatch: Stopwatch, is_beside: bool = False) -> None:
+        self.stopwatch, self.is_beside = stopwatch, is_beside
+        self.free_s = 0.0
+
+    def __call__(self, work: Work, arithmetic: Callable[[], object]) -> None:
+        clock = self.stopwatch.clock
+        now_s = clock.now()
+        self.free_s = max(self.free_s, now_s) + work.seconds(self.stopwatch.pace.gb_per_s)
+        if self.free_s - now_s < self.SHORT_S:
+            return
+        if self.is_beside:
+            clock.sleep(self.free_s - now_s)
+        else:
+            self.stopwatch.keep(self.free_s)
+
+    def beside(self) -> StandInWorker:
+        return StandInWorker(self.stopwatch, is_beside=True)
 
 
 class StandIn(nn.Module):
@@ -135,7 +173,8 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, output_gradient: Tensor):
-        gradients = [weight.detach().clone() for weight in context.weights]
+        # The weights under another name: a copy of each would take this CPU longer than a fast GPU its whole backward.
+        gradients = [weight.detach() for weight in context.weights]
         context.stopwatch.until(context.release)
         if context.is_first:
             context.stopwatch.backward_ended()

@@ -47,6 +47,7 @@ from trainer.strategies.seam import Exchange, Strategy, local_loss, weighted
 from trainer.strategies.single import Alone
 from trainer.strategies.wire import DTYPES, Wire
 from trainer.timing import NO_BRAKE, Brake, Timer
+from trainer.worker import WORKER, Worker
 
 __all__ = ["Exchange", "Strategy", "build_strategy", "local_loss", "weighted"]
 
@@ -60,6 +61,7 @@ def build_strategy(
     group: dist.ProcessGroup,
     timer: Timer,
     brake: Brake = NO_BRAKE,
+    worker: Worker = WORKER,
     *,
     nodes: Sequence[str] = (),
     updates: int = 0,
@@ -78,13 +80,13 @@ def build_strategy(
         return Alone(model, timer, brake, all_devices=settings.strategy == "dp")
     if settings.sync_bn:
         synchronise_batch_norm(model, group)
-    wire = Wire(group, nodes, DTYPES[settings.sent_as], brake)
+    wire = Wire(group, nodes, DTYPES[settings.sent_as], brake, worker)
     if settings.fidelity not in ("compressed", "local"):
         return _exact(settings, model, wire, timer, brake)
     after = settings.exact_updates(updates)
     if not after:
         return _lesser(settings, model, wire, timer, brake)
-    full = Wire(group, nodes, brake=brake) if wire.dtype else wire
+    full = Wire(group, nodes, brake=brake, worker=worker) if wire.dtype else wire
     exact = _exact(settings, model, full, timer, brake)
     return ExactFirst(exact, _lesser(settings, model, wire, timer, brake), after)
 

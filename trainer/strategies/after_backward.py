@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from trainer import gpu_work
 from trainer.flat import flatten, unflatten
 from trainer.models import trainable
 from trainer.strategies.seam import Base, Exchange, first_rank, share_initial_state, weighted
@@ -48,6 +49,23 @@ class AfterBackward(Base):
         return self.model
 
 
+def joined(gradients: Gradients, wire: Wire) -> Tensor:
+    """All of them in one buffer."""
+    flat = gradients[0].new_empty(sum(gradient.numel() for gradient in gradients))
+    wire.worker(gpu_work.copy(flat.nbytes), lambda: flatten(gradients, out=flat))
+    return flat
+
+
+def taken_apart(flat: Tensor, gradients: Gradients, wire: Wire) -> None:
+    wire.worker(gpu_work.copy(flat.nbytes), lambda: unflatten(flat, gradients))
+
+
+def added_up(gathered: Sequence[Tensor], wire: Wire) -> Tensor:
+    total = torch.empty_like(gathered[0])
+    wire.worker(gpu_work.copy(len(gathered) * total.nbytes), lambda: sum_in_order(gathered, total))
+    return total
+
+
 def allreduce(gradients: Gradients, wire: Wire) -> None:
     """One all_reduce(SUM) a parameter: the loop of the studies, less its division."""
     for gradient in gradients:
@@ -58,61 +76,61 @@ def allreduce_flat(gradients: Gradients, wire: Wire) -> None:
     """One all_reduce(SUM) of all gradients in one buffer: one latency instead of one a parameter (the "tensor fusion"
     of Horovod, Sergeev and Del Balso 2018, with a buffer for everything).
     """
-    flat = flatten(gradients)
+    flat = joined(gradients, wire)
     wire.sum(flat)
-    unflatten(flat, gradients)
+    taken_apart(flat, gradients, wire)
 
 
 def reduce_broadcast(gradients: Gradients, wire: Wire) -> None:
     """The sum to rank 0, and from there to all: the second primitive of the studies, and a parameter server's
     traffic (Li et al. 2014) with rank 0 as the server.
     """
-    flat, group = flatten(gradients), wire.group
+    flat, group = joined(gradients, wire), wire.group
     wire.hold_up()
     dist.reduce(flat, dst=first_rank(group), group=group)
     wire.hold_up()
     dist.broadcast(flat, src=first_rank(group), group=group)
-    unflatten(flat, gradients)
+    taken_apart(flat, gradients, wire)
 
 
 def gather_scatter(gradients: Gradients, wire: Wire) -> None:
     """Every rank's gradients to rank 0, which adds them up and scatters a copy of the sum to each: the exercise of the
     studies. Rank 0's link carries everything, twice.
     """
-    flat, group = flatten(gradients), wire.group
+    flat, group = joined(gradients, wire), wire.group
     is_first = dist.get_rank(group) == 0
     gathered = [torch.empty_like(flat) for _ in range(group.size())] if is_first else None
     wire.hold_up()
     dist.gather(flat, gathered, dst=first_rank(group), group=group)
-    sums = [sum_in_order(gathered)] * group.size() if gathered else None
+    sums = [added_up(gathered, wire)] * group.size() if gathered else None
     wire.hold_up()
     dist.scatter(flat, sums, src=first_rank(group), group=group)
-    unflatten(flat, gradients)
+    taken_apart(flat, gradients, wire)
 
 
 def allgather(gradients: Gradients, wire: Wire) -> None:
     """Every rank's gradients to every rank, each adds them up itself: W times the bytes, and a sum whose order does not
     depend on the collective's algorithm.
     """
-    flat, group = flatten(gradients), wire.group
+    flat, group = joined(gradients, wire), wire.group
     gathered = [torch.empty_like(flat) for _ in range(group.size())]
     wire.hold_up()
     dist.all_gather(gathered, flat, group=group)
-    unflatten(sum_in_order(gathered), gradients)
+    taken_apart(added_up(gathered, wire), gradients, wire)
 
 
 def reduce_scatter(gradients: Gradients, wire: Wire) -> None:
     """Each rank adds up one piece of the gradients and gives it to all: the two halves of a ring all-reduce
     (Patarasu and Yuan 2009), which sharded optimisers split apart (ZeRO, Rajbhandari et al. 2020).
     """
-    flat, group = flatten(gradients), wire.group
+    flat, group = joined(gradients, wire), wire.group
     flat = pad(flat, (0, -len(flat) % group.size()))  # pieces of one length
     pieces = list(flat.chunk(group.size()))
     wire.hold_up()
     own = reduced_piece(flat, pieces, group)
     wire.hold_up()
     dist.all_gather(pieces, own, group=group)
-    unflatten(flat, gradients)
+    taken_apart(flat, gradients, wire)
 
 
 EXCHANGES: dict[str, Swap] = {
@@ -137,8 +155,7 @@ def reduced_piece(flat: Tensor, pieces: Sequence[Tensor], group: dist.ProcessGro
     return own
 
 
-def sum_in_order(tensors: Sequence[Tensor]) -> Tensor:
-    total = tensors[0].clone()
+def sum_in_order(tensors: Sequence[Tensor], total: Tensor) -> None:
+    total.copy_(tensors[0])
     for tensor in tensors[1:]:
         total += tensor
-    return total

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer import gpu_work
 from trainer.errors import TrainError
 from trainer.flat import flatten, parts_of, unflatten
 from trainer.models import trainable
@@ -110,14 +111,21 @@ class ParameterAverage(Base):
         self.sent_from, self.way = torch.empty_like(self.start), torch.empty_like(self.start)
 
     def _send(self) -> None:
-        flatten(trainable(self.model), out=self.sent_from)
-        torch.sub(self.sent_from, self.start, out=self.way).mul_(self.samples / self.samples_of_all)
+        self.wire.worker(gpu_work.leave(self.way.nbytes), self._measure_way)
         self.pieces, self.under_way = self.wire.begin_in_pieces(self.way), True
         self.updates = self.samples = self.samples_of_all = 0
+
+    def _measure_way(self) -> None:
+        flatten(trainable(self.model), out=self.sent_from)
+        torch.sub(self.sent_from, self.start, out=self.way).mul_(self.samples / self.samples_of_all)
 
     def _take_over(self) -> None:
         self.settle()
         self.under_way = False
+        arrive = gpu_work.arrive if self.updates else gpu_work.arrive_at_once
+        self.wire.worker(arrive(self.way.nbytes), self._go_on)
+
+    def _go_on(self) -> None:
         self._step(self.start, self.velocity, self.way)
         if self.updates:
             ahead = torch.sub(self.start, self.sent_from, out=self.way)

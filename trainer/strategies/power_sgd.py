@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from trainer import gpu_work
 from trainer.flat import flatten, unflatten
 from trainer.strategies.wire import Wire
 
@@ -69,16 +70,26 @@ class PowerSgd:
             shrinks = rank * sum(shape) < math.prod(shape)
             (of_shape.setdefault(shape, []) if shrinks else self.small).append(position)
         self.stacks = [Stack(own, parameters[own[0]].detach(), rank, generator) for own in of_shape.values()]
+        self.tensors, self.bytes = len(parameters), sum(parameter.nbytes for parameter in parameters)
 
     @torch.no_grad()
     def __call__(self, gradients: Sequence[Tensor], wire: Wire) -> None:
         gradients = [gradient.detach() for gradient in gradients]
+        wire.worker(gpu_work.project(self.bytes, self.tensors), lambda: self._project(gradients))
+        _sum_all([*(stack.p for stack in self.stacks), *(gradients[position] for position in self.small)], wire)
+        wire.worker(gpu_work.project_back(self.bytes), self._project_back)
+        _sum_all([stack.q for stack in self.stacks], wire)
+        wire.worker(gpu_work.restore(self.bytes, self.tensors), lambda: self._write(gradients))
+
+    def _project(self, gradients: Sequence[Tensor]) -> None:
         for stack in self.stacks:
             stack.project(gradients)
-        _sum_all([*(stack.p for stack in self.stacks), *(gradients[position] for position in self.small)], wire)
+
+    def _project_back(self) -> None:
         for stack in self.stacks:
             stack.project_back()
-        _sum_all([stack.q for stack in self.stacks], wire)
+
+    def _write(self, gradients: Sequence[Tensor]) -> None:
         for stack in self.stacks:
             stack.write(gradients)
 

@@ -23,9 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer import gpu_work
 from trainer.errors import TrainError
 from trainer.strategies.seam import first_rank
 from trainer.timing import NO_BRAKE, Brake
+from trainer.worker import WORKER, Worker
 
 Group = dist.ProcessGroup
 Leg = Callable[[Tensor], Any]
@@ -44,15 +46,21 @@ DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Wire:
     """nodes: of each rank its host, where those of one host shall add up among themselves first (Gloo; NCCL finds out
     by itself which ranks share one). dtype: what numbers travel in; None: what they are. brake: holds this rank up
-    before each call of a blocking collective, where `slow` says so; held_up_s adds that up.
+    before each call of a blocking collective, where `slow` says so; held_up_s adds that up. worker: does what is done
+    to the numbers before and after they travel.
 
     Raises TrainError where this torch cannot add up such numbers.
     """
 
     def __init__(
-        self, group: Group, nodes: Sequence[str] = (), dtype: torch.dtype | None = None, brake: Brake = NO_BRAKE
+        self,
+        group: Group,
+        nodes: Sequence[str] = (),
+        dtype: torch.dtype | None = None,
+        brake: Brake = NO_BRAKE,
+        worker: Worker = WORKER,
     ) -> None:
-        self.group = group
+        self.group, self.worker = group, worker
         self.dtype = dtype
         self.brake, self.held_up_s = brake, 0.0
         self.relay: Relay | None = None
@@ -62,7 +70,7 @@ class Wire:
             raise TrainError(f"wire {name}: torch {torch.__version__} cannot add it up; use wire={other}")
         is_shared = 1 < len(set(nodes)) < len(nodes)
         if (is_shared or dtype) and dist.get_backend(group) == "gloo":
-            self.relay = Relay(group, nodes if is_shared else (), dtype)
+            self.relay = Relay(group, nodes if is_shared else (), dtype, worker)
         self.aside = torch.cuda.Stream() if dist.get_backend(group) == "nccl" else None
 
     def begin(self, tensor: Tensor, arrived: Arrived = lambda: None) -> Any:
@@ -123,9 +131,9 @@ class Relay:
     Without nodes it is one all-reduce. dtype: what a host's sum is rounded to before it travels.
     """
 
-    def __init__(self, group: Group, nodes: Sequence[str], dtype: torch.dtype | None) -> None:
+    def __init__(self, group: Group, nodes: Sequence[str], dtype: torch.dtype | None, worker: Worker) -> None:
         inside, between = _hosts_first(group, nodes) if nodes else ([], [_sum_of(group)])
-        rounding = [partial(_round, dtype=dtype)] if dtype else []
+        rounding = [partial(_round, dtype=dtype, worker=worker.beside())] if dtype else []
         legs = [
             *(partial(_travel, leg=leg) for leg in inside),
             *rounding,
@@ -138,7 +146,8 @@ class Relay:
             leaving: queue.SimpleQueue[Any] = queue.SimpleQueue()
             threading.Thread(target=_carry, args=(arriving, leg, leaving.put), daemon=True).start()
             arriving = leaving
-        threading.Thread(target=_carry, args=(arriving, _deliver, lambda _: None), daemon=True).start()
+        deliver = partial(_deliver, worker=worker.beside())
+        threading.Thread(target=_carry, args=(arriving, deliver, lambda _: None), daemon=True).start()
 
     def begin(self, tensor: Tensor) -> Any:
         """A future of the tensor."""
@@ -189,17 +198,19 @@ def _carry(arriving: Any, leg: Callable[[Parcel], Parcel], hand_on: Callable[[Pa
             parcel.future.set_exception(error)
 
 
-def _round(parcel: Parcel, dtype: torch.dtype) -> Parcel:
-    return parcel._replace(sent=parcel.tensor.to(dtype))
+def _round(parcel: Parcel, dtype: torch.dtype, worker: Worker) -> Parcel:
+    sent = torch.empty_like(parcel.tensor, dtype=dtype)
+    worker(gpu_work.cast(parcel.tensor.nbytes), lambda: sent.copy_(parcel.tensor))
+    return parcel._replace(sent=sent)
 
 
 def _travel(parcel: Parcel, leg: Leg) -> Parcel:
     return parcel._replace(work=leg(parcel.sent))
 
 
-def _deliver(parcel: Parcel) -> Parcel:
+def _deliver(parcel: Parcel, worker: Worker) -> Parcel:
     if parcel.sent is not parcel.tensor:
-        parcel.tensor.copy_(parcel.sent)
+        worker(gpu_work.cast(parcel.tensor.nbytes), lambda: parcel.tensor.copy_(parcel.sent))
     parcel.future.set_result(parcel.tensor)
     return parcel
 

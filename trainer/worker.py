@@ -1,0 +1,21 @@
+"""Who does a strategy's work on numbers: this device, or nobody, where a rank stands in for a GPU. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from trainer.gpu_work import Work
+
+
+class Worker:
+    """Does it. What it would take a GPU is for those alone who keep that time instead (`standin.StandInWorker`)."""
+
+    def __call__(self, work: Work, arithmetic: Callable[[], object]) -> None:
+        arithmetic()
+
+    def beside(self) -> Worker:
+        """Another one, whose work runs beside this one's: each thread has its own."""
+        return self
+
+
+WORKER = Worker()
