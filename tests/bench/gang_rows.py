@@ -2,10 +2,12 @@
 
     orch run --folder . -- tests/bench/gang_rows.py ROWS_JSON
 
-ROWS_JSON: {"exp", "blocks", "rows": {name: settings}}. In each block every row trains its `steps` updates. A row with
+ROWS_JSON: {"exp", "blocks", "warmup", "rows": {name: settings}}. In each block every row trains its `steps` updates, of
+which the first `warmup` do not count; of one that averages now and then those do that end with its second average, and
+begin after the first. Only there all ranks are at the same step: in between the fast ones run ahead. A row with
 strategy `none` has all ranks train alone at the same time, on equal shares; one with `metrics` false writes no metrics.
-Every rank prints a line of JSON a row and block: how long it took, the times of each step, the samples that it did, and
-how late its pace was.
+Every rank prints a line of JSON a row and block: how long it took, the times of each step, the samples that it did, how
+late its pace was, and how busy the whole machine's cores were meanwhile.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from trainer.config import parse_settings
 from trainer.env import RankInfo, read_rank_info
 from trainer.records import MetricsWriter
 from trainer.setup import Run, set_up
+from trainer.standin import StandIn
+from trainer.strategies.parameter_average import ParameterAverage
 from trainer.train import train_epoch
 
 
@@ -47,11 +51,12 @@ def main() -> None:
             for name, (run, file) in runs.items():
                 dist.barrier()
                 begin = file.stat().st_size if file else 0
-                began_s = time.perf_counter()
+                began_s, before, on_time = time.perf_counter(), core_ticks(), len(late_s(run))
                 train_epoch(run, Progress(block), CheckpointKeeper(run))
-                block_s = time.perf_counter() - began_s
-                run.strategy.settle()  # an average that is still under way is not left to the next row
-                tell({"row": name, "block": block, "block_s": block_s}, run, lines_from(file, begin))
+                block_s, busy = time.perf_counter() - began_s, busy_since(before)
+                end_rounds(run.strategy)
+                facts = {"row": name, "block": block, "block_s": block_s, "busy": busy, "late_s": late_s(run)[on_time:]}
+                tell({**facts, "counts_from": counts_from(run, told["warmup"])}, run, lines_from(file, begin))
     ranks.leave()
     interrupt.leave(0)
 
@@ -67,6 +72,37 @@ def prepared(told: dict[str, Any], settings: dict[str, Any], info: RankInfo, gro
     return run
 
 
+def counts_from(run: Run, warmup: int) -> int:
+    """The first step of a block that counts."""
+    settings = run.settings
+    return settings.local_steps + settings.overlap if settings.fidelity == "local" else warmup
+
+
+def end_rounds(strategy: Any) -> None:
+    """Nothing is left to the next row, and the next block begins with a round of its own."""
+    strategy.settle()
+    if isinstance(strategy, ParameterAverage):
+        strategy.updates, strategy.samples, strategy.samples_of_all, strategy.under_way = 0, 0, 0, False
+
+
+def late_s(run: Run) -> list[float]:
+    """Of each micro-batch so far, the seconds by which a paced rank was late; empty of one that computes."""
+    return run.model.stopwatch.late_s if isinstance(run.model, StandIn) else []
+
+
+def core_ticks() -> tuple[int, int]:
+    """Of all cores since the machine started: idle, and in all."""
+    with open("/proc/stat", encoding="ascii") as file:
+        ticks = [int(word) for word in file.readline().split()[1:9]]
+    return ticks[3] + ticks[4], sum(ticks)
+
+
+def busy_since(before: tuple[int, int]) -> float:
+    """The part of all cores' time in which they did something, whoever asked for it, 0..1."""
+    idle, ticks = (now - then for now, then in zip(core_ticks(), before, strict=True))
+    return 1 - idle / ticks if ticks else 0.0
+
+
 def lines_from(file: Path | None, begin: int) -> list[dict[str, Any]]:
     if file is None:
         return []
@@ -77,11 +113,9 @@ def lines_from(file: Path | None, begin: int) -> list[dict[str, Any]]:
 
 def tell(facts: dict[str, Any], run: Run, lines: list[dict[str, Any]]) -> None:
     steps = [line for line in lines if line["event"] == "step"]
-    stopwatch = getattr(run.model, "stopwatch", None)
-    late = stopwatch.lateness[len(stopwatch.lateness) - len(steps) :] if stopwatch else []
     columns = ("t_ms", "compute_ms", "exposed_ms", "comm_ms", "samples")
     told = {column: [step[column] for step in steps] for column in columns}
-    print(json.dumps({**facts, "rank": run.info.rank, "node": run.info.node, "late": late, **told}))
+    print(json.dumps({**facts, "rank": run.info.rank, "node": run.info.node, **told}))
     sys.stdout.flush()
 
 

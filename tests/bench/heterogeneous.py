@@ -1,15 +1,22 @@
 """Unequal hosts on a slow link: how near each way to stay together comes to the sum of the hosts' solo speeds.
 
-    .venv/bin/python tests/bench/heterogeneous.py [--blocks 3] [--twins a2000_v100,...] [--batch 256]
+    .venv/bin/python tests/bench/heterogeneous.py [--twins a2000_v100,...] [--batch 256,2048] [--speeds slow,catalogue]
     .venv/bin/python tests/bench/heterogeneous.py --twins skew_2,skew_20 --link 40Gbps --batch 1024 --rows ddp+shares
 
-Paced twins with ResNet-152's real gradient (232.7 MB). Each twin is one gang: every block goes through all rows in
-turn, the hosts alone among them; block 0 and each block's first steps are left out; medians over the blocks, least and
-largest beside them. `of the sum`: over the sum of what its hosts did alone in the same gang. `of the limit`: over the
-speed of a step of forward + max(backward, fewest bytes that have to cross between hosts / iperf3's goodput); where an
-average travels beside the next updates, as many of those as it takes. `plan`: what `orch run --dry-run` foresees after
-a run of `--exp collectives`, and how far that is off; `auto`: the way that `strategy=auto` takes for a fidelity. Run
-ruler.py first. Needs root.
+Paced twins with ResNet-152's real gradient (232.7 MB), at two speeds side by side: those that inventory/lab_*.yaml
+assume, which leave two cores time enough, and those that the hardware catalogue estimates for the same cards, four to
+six times as fast, which two cores cannot always keep (docs/twins.md). Each speed is one gang: every block goes through
+all rows in turn, the hosts alone among them; each block's first steps are left out; medians over the blocks.
+
+    sum         over the sum of what the hosts did alone, each with the whole batch, in the same gang
+    limit       over the speed of a step of forward + max(backward, fewest bytes that have to cross between hosts /
+                iperf3's goodput); where an average travels beside the next updates, as many of those as it takes
+    plan, sim   of the sum, as `orch plan` predicts after a run of `--exp collectives`, and as the simulator plays it
+    0.9 to      how many times as fast all hosts may be, by the same prediction, until the row is below 0.9 of the sum
+
+A star marks what is not valid, since this machine's CPU was the limit; plan and sim then stand for it, and for a host
+alone its pace. `auto-...`: the
+way that `strategy=auto` takes for a fidelity. Run ruler.py first. Needs root.
 """
 
 from __future__ import annotations
@@ -18,36 +25,25 @@ import argparse
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from rack import Rack, rack, show_machine, spread
-from rows import (
-    WARMUP,
-    Host,
-    Row,
-    fastest,
-    foreseen,
-    goodput_gbps,
-    inventory,
-    measure,
-    measure_links,
-    planned,
-    with_shares,
-)
+import yaml
+from model import Model
+from rack import ROOT, Rack, rack, show_machine
+from rows import Host, Row, fastest, goodput_gbps, inventory, measure, measure_links, planned, with_shares
 
 from trainer.pace import BACKWARD, FORWARD
-from trainer.shares import Speed
+from trainer.shares import Speed, equal_shares
 
 GRADIENT_BYTES = 232_657_192
-PACES = {"a2000": 333.0, "v100": 833.0, "a16": 220.0}
-TWINS = {
-    "a2000_v100": (("a2000", 1), ("v100", 1)),
-    "a16_v100": (("a16", 1), ("v100", 1)),
-    "a2000_a2000": (("a2000", 1), ("a2000", 1)),
-    "a16_a16_a2000": (("a16", 2), ("a2000", 1)),
-}
+TWINS = ("a2000_v100", "a16_v100", "a2000_a2000", "a16_a16_a2000")
+FILES = {"slow": "lab_{}.yaml", "catalogue": "lab_{}_catalogue.yaml"}
 OF_A_SKEW = 800.0
 """Samples a second of two hosts of which one is so many times as fast."""
+ENOUGH = 0.9
+"""Of the sum."""
 SHARED = {"strategy": "ddp", "shares": "fastest"}
 ROWS: dict[str, dict[str, Any]] = {
     "allreduce": {"strategy": "allreduce"},
@@ -57,68 +53,146 @@ ROWS: dict[str, dict[str, Any]] = {
     "accumulate+shares": {**SHARED, "bucket_mib": 0, "accumulate": 4},
     "half+shares": {**SHARED, "fidelity": "half", "bucket_mib": 0},
     "compressed+shares": {**SHARED, "fidelity": "compressed", "compress_after": 0},
-    "local+shares": {**SHARED, "fidelity": "local", "local_steps": 32},
-    "local-waiting+shares": {**SHARED, "fidelity": "local", "local_steps": 32, "local_overlap": 0},
-    "local-half+shares": {**SHARED, "fidelity": "local", "local_steps": 32, "wire": "bf16"},
-    "local-parts-half+shares": {**SHARED, "fidelity": "local", "local_steps": 32, "local_batch": 64, "wire": "bf16"},
+    "local+shares": {**SHARED, "fidelity": "local"},
+    "local-waiting+shares": {**SHARED, "fidelity": "local", "local_overlap": 0},
+    "local-half+shares": {**SHARED, "fidelity": "local", "wire": "bf16"},
+    "local-parts-half+shares": {**SHARED, "fidelity": "local", "local_batch": 64, "wire": "bf16"},
+    "local-8+shares": {**SHARED, "fidelity": "local", "local_steps": 8},
     "local-8-half+shares": {**SHARED, "fidelity": "local", "local_steps": 8, "wire": "bf16"},
 }
+LOCAL = {False: {"local_steps": 32}, True: {"local_steps": 8, "local_overlap": 4}}
+"""Of rows that do not say, by whether a batch is large: of 1,024 samples or more."""
 FIDELITIES = {"exact": {}, "half": {}, "compressed": {"compress_after": 0}, "local": {}}
 
 
 def main() -> None:
     asked = arguments()
     show_machine()
-    for name in asked.twins.split(","):
-        for batch in map(int, asked.batch.split(",")):
-            compare(name, batch, asked)
+    for twin in asked.twins.split(","):
+        compare(twin, asked)
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--blocks", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--blocks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=8, help="at most, of a row in a block; two at least")
+    parser.add_argument("--row-s", type=float, default=6.0, help="about so long does a row take in a block, at most")
     parser.add_argument("--twins", default=",".join(TWINS))
+    parser.add_argument("--speeds", default="slow,catalogue", help="of the twins; each has to have a lab inventory")
     parser.add_argument("--batch", default="256")
     parser.add_argument("--link", default="2.5Gbps")
     parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--auto", default="", help="fidelities whose best way strategy=auto shall choose, as rows")
+    parser.add_argument("--details", action="store_true", help="the spread of the blocks, and each rank's milliseconds")
     return parser.parse_args()
 
 
-def hosts_of(twin: str, link: str) -> list[Host]:
-    """`skew_5` is two hosts of which one is five times as fast."""
+def speeds_of(twin: str, asked: argparse.Namespace) -> dict[str, list[Host]]:
+    """`skew_5` is two hosts of which one is five times as fast, at one speed."""
     if twin.startswith("skew_"):
         slower = OF_A_SKEW / (1 + float(twin.removeprefix("skew_")))
-        paces = (slower, OF_A_SKEW - slower)
-        return [Host(f"n{number}", 1, pace, link) for number, pace in enumerate(paces)]
-    return [Host(f"{gpu}{number}", ranks, PACES[gpu], link) for number, (gpu, ranks) in enumerate(TWINS[twin])]
+        return {"slow": [Host(f"n{n}", 1, pace, asked.link) for n, pace in enumerate((slower, OF_A_SKEW - slower))]}
+    files = {name: ROOT / "inventory" / FILES[name].format(twin) for name in asked.speeds.split(",")}
+    return {name: hosts_in(file, asked.link) for name, file in files.items() if file.exists()}
 
 
-def compare(name: str, batch: int, asked: argparse.Namespace) -> None:
-    hosts = hosts_of(name, asked.link)
-    speeds = [Speed(0.0, 1000 / host.samples_per_s) for host in hosts for _ in range(host.ranks)]
-    shares, told = fastest(hosts, batch)
-    alone_batch = {"batch": 64} if name.startswith("skew_") else {}  # of which each takes half, however slow
-    chosen = {
-        "alone": {"strategy": "none", **alone_batch},
-        **{row: ROWS[row] for row in ROWS if row in asked.rows.split(",")},
-    }
-    with rack(inventory(hosts)) as lab:
-        goodput = statistics.median(goodput_gbps(lab, hosts[0].name, hosts[1].name) for _ in range(3))
+def hosts_in(file: Path, link: str) -> list[Host]:
+    nodes = yaml.safe_load(file.read_text())["nodes"]
+    return [Host(node["name"], node.get("ranks", 1), bandwidth=link, **node["paced"]) for node in nodes]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One speed of a twin with one batch. rows: measured, by name; alone: samples/s of each host."""
+
+    speed: str
+    batch: int
+    hosts: Sequence[Host]
+    shares: Sequence[int]
+    alone: Mapping[str, float]
+    rows: Mapping[str, Row]
+    model: Model
+    goodput_gbps: float
+
+    @property
+    def sum(self) -> float:
+        return sum(self.alone.values())
+
+
+def compare(twin: str, asked: argparse.Namespace) -> None:
+    speeds = speeds_of(twin, asked)
+    batches = [int(batch) for batch in asked.batch.split(",")]
+    columns: list[Column] = []
+    first = next(iter(speeds.values()))
+    with rack(inventory(first)) as lab:
+        names = [host.name for host in first]
+        goodput = statistics.median(goodput_gbps(lab, names[0], names[1]) for _ in range(3))
         measure_links(lab)
+        for speed, hosts in speeds.items():
+            lab.pace(inventory(hosts))
+            columns += measured_columns(lab, speed, hosts, batches, goodput, asked)
+    for batch in batches:
+        print(f"\n{twin}, {asked.link} (iperf3 {goodput:.2f} Gbps), global batch {batch}; {asked.blocks} blocks")
+        show([column for column in columns if column.batch == batch], asked.details)
+
+
+def measured_columns(
+    lab: Rack, speed: str, hosts: Sequence[Host], batches: Sequence[int], goodput: float, asked: argparse.Namespace
+) -> list[Column]:
+    """All batches in one gang."""
+    model = Model(planned(lab, {}), lab.person.folder / "runs")
+    chosen: dict[str, dict[str, Any]] = {}
+    for batch in batches:
+        told = fastest(hosts, batch)[1]
+        rows = {row: ROWS[row] for row in ROWS if row in asked.rows.split(",")}
+        rows |= {f"auto-{fidelity}": auto(lab, fidelity, batch, told) for fidelity in asked.auto.split(",") if fidelity}
+        rows = {name: {"batch": batch, **rounds_of(row, batch), **row} for name, row in rows.items()}
+        rows = with_shares(rows, told)
+        for name, row in rows.items():
+            step_s = model.forecast(row).step_ms / 1000
+            chosen[f"{batch} {name}"] = {**row, "steps": steps_of(step_s, asked)}
+        alone_s = max(batch / host.samples_per_s for host in hosts)
         chosen |= {
-            f"auto-{fidelity}": auto(lab, fidelity, batch, told) for fidelity in asked.auto.split(",") if fidelity
+            f"{batch} {name}": {**row, "steps": steps_of(alone_s, asked)} for name, row in alone(hosts, batch).items()
         }
-        measured = measure(lab, with_shares(chosen, told), batch=batch, blocks=asked.blocks, steps=asked.steps)
-        plans = {row: foreseen(lab, one) for row, one in measured.items() if row != "alone"}
-    print(f"\n{name}, {asked.link} (iperf3 {goodput:.2f} Gbps), global batch {batch}, shares {shares}; {asked.blocks} "
-          f"blocks, the first {WARMUP} steps of each (local: its first round) and a block before left out")  # fmt: skip
-    alone = measured["alone"].alone_samples_per_s
-    print(f"  sum of the hosts alone {alone:.0f} samples/s")
-    for row, one in measured.items():
-        if row != "alone":
-            show(one, alone, limit(one.settings, speeds, shares, batch, goodput, len(hosts)), plans[row])
+    found = measure(lab, chosen, batch=batches[0], blocks=asked.blocks, steps=asked.steps, warmup_blocks=0)
+    columns = []
+    for batch in batches:
+        rows = {name.partition(" ")[2]: row for name, row in found.items() if name.startswith(f"{batch} ")}
+        solo = by_host(hosts, batch, rows, model)
+        columns.append(Column(speed, batch, hosts, fastest(hosts, batch)[0], solo, rows, model, goodput))
+    return columns
+
+
+def rounds_of(row: Mapping[str, Any], batch: int) -> dict[str, int]:
+    return LOCAL[batch >= 1024] if row.get("fidelity") == "local" else {}
+
+
+def steps_of(step_s: float, asked: argparse.Namespace) -> int:
+    return max(2, min(asked.steps, round(asked.row_s / step_s) - 2))
+
+
+def alone(hosts: Sequence[Host], batch: int) -> dict[str, dict[str, Any]]:
+    """A row for each number of samples that a rank takes when its host alone has the whole batch, with all ranks at it
+    at the same time: `none` knows equal shares alone.
+    """
+    ranks = sum(host.ranks for host in hosts)
+    return {f"alone {share}": {"strategy": "none", "batch": share * ranks} for share in solo_shares(hosts, batch)}
+
+
+def solo_shares(hosts: Sequence[Host], batch: int) -> list[int]:
+    return sorted({batch // host.ranks for host in hosts})
+
+
+def by_host(hosts: Sequence[Host], batch: int, rows: Mapping[str, Row], model: Model) -> dict[str, float]:
+    """As measured; as the pace has it where this machine could not keep that."""
+    found, first, paces = {}, 0, model.alone(batch)
+    for host in hosts:
+        row = rows[f"alone {batch // host.ranks}"]
+        ranks = range(first, first + host.ranks)
+        found[host.name] = sum(row.alone[rank] for rank in ranks) if row.valid else paces[host.name]
+        first += host.ranks
+    return found
 
 
 def auto(lab: Rack, fidelity: str, batch: int, shares: str) -> dict[str, Any]:
@@ -127,36 +201,77 @@ def auto(lab: Rack, fidelity: str, batch: int, shares: str) -> dict[str, Any]:
     return {**asked, "strategy": chosen["strategy"], "bucket_mib": chosen["bucket_mib"]}
 
 
-def limit(
-    row: Mapping[str, Any], speeds: Sequence[Speed], shares: Sequence[int], batch: int, goodput: float, hosts: int
-) -> float:
+def limit(column: Column, row: Row) -> float:
     """Samples a second that no implementation of this row can exceed."""
-    own = shares if row.get("shares") else [batch / len(speeds)] * len(speeds)
-    compute_s = max(speed.sample_ms * share for speed, share in zip(speeds, own, strict=True)) / 1000
-    half = row.get("fidelity") == "half" or row.get("wire") == "bf16"
-    wire_s = 2 * (hosts - 1) / hosts * GRADIENT_BYTES / (2 if half else 1) * 8 / (goodput * 1e9)
-    if row.get("fidelity") == "local":
-        every = row.get("local_steps", 32)
-        waits_s = every * compute_s + wire_s if row.get("local_overlap") == 0 else max(every * compute_s, wire_s)
+    settings, hosts, batch = row.settings, column.hosts, column.batch
+    speeds = [Speed(host.fixed_ms, 1000 / host.samples_per_s) for host in hosts for _ in range(host.ranks)]
+    own = column.shares if settings.get("shares") else equal_shares(batch, len(speeds))
+    compute_s = max(speed.step_ms(share) for speed, share in zip(speeds, own, strict=True)) / 1000
+    half = settings.get("fidelity") == "half" or settings.get("wire") == "bf16"
+    wire_s = 2 * (len(hosts) - 1) / len(hosts) * GRADIENT_BYTES / (2 if half else 1) * 8 / (column.goodput_gbps * 1e9)
+    if settings.get("fidelity") == "local":
+        every = settings["local_steps"]
+        waits_s = every * compute_s + wire_s if settings.get("local_overlap") == 0 else max(every * compute_s, wire_s)
         return every * batch / waits_s
-    if row.get("fidelity") == "compressed":
+    if settings.get("fidelity") == "compressed":
         return batch / compute_s
     return batch / (FORWARD * compute_s + max(BACKWARD * compute_s, wire_s))
 
 
-def show(row: Row, alone: float, most: float, plan: float) -> None:
-    speed = row.samples_per_s
-    valid = "" if row.valid else f", NOT VALID: {row.late:.1%} late, the CPU was the limit"
-    bucket = f", bucket_mib {row.settings['bucket_mib']}" if row.name.startswith("auto") else ""
-    print(f"  {row.name:22} {spread(row.speeds)} samples/s, {speed / alone:.3f} of the sum, {speed / most:.3f} of the "
-          f"limit {most:.0f}, plan {plan:.0f} ({plan / speed - 1:+.1%}); {row.settings['steps']} steps a block, "
-          f"{row.settings['strategy']}{bucket}{valid}")  # fmt: skip
-    times = (
-        f"rank {rank}: compute {row.milliseconds(rank, 'compute_ms'):.1f}"
-        f"  exposed {row.milliseconds(rank, 'exposed_ms'):.1f} ms"
-        for rank in row.ranks
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+HEAD = "samples/s   sum limit  plan   sim  0.9 to"
+
+
+def show(columns: Sequence[Column], details: bool) -> None:
+    for column in columns:
+        hosts = ", ".join(f"{host.name} {column.alone[host.name]:.0f}" for host in column.hosts)
+        print(f"  {column.speed}: alone {hosts}, in sum {column.sum:.0f} samples/s; shares {column.shares}")
+    print("  " + " | ".join([" " * 24, *(f"{column.speed:^{len(HEAD)}}" for column in columns)]))
+    print("  " + " | ".join([" " * 24, *(HEAD for _ in columns)]))
+    print("  " + " | ".join([f"{'the fastest host alone':24}", *(fastest_cell(column) for column in columns)]))
+    for name in columns[0].rows:
+        if not is_alone(name):
+            print("  " + " | ".join([f"{name:24}", *(cell(column, column.rows[name]) for column in columns)]))
+    for column in columns:
+        for name, row in column.rows.items():
+            remark(column, name, row, details)
+    sys.stdout.flush()
+
+
+def is_alone(name: str) -> bool:
+    return name.startswith("alone ")
+
+
+def fastest_cell(column: Column) -> str:
+    best, paces = max(column.alone.values()), column.model.alone(column.batch).values()
+    mark = " " if all(row.valid for name, row in column.rows.items() if is_alone(name)) else "*"
+    return f"{best:8.0f}{mark} {best / column.sum:.3f}       {max(paces) / sum(paces):.3f} {'':5}        "
+
+
+def cell(column: Column, row: Row) -> str:
+    mark = " " if row.valid else "*"
+    forecast, played = column.model.of_sum(row.settings), column.model.played_of_sum(row.settings)
+    times = column.model.fast_enough(row.settings, ENOUGH)
+    until = "never" if times is None else f"{times:.2g} x"
+    return (
+        f"{row.samples_per_s:8.0f}{mark} {row.samples_per_s / column.sum:.3f} "
+        f"{row.samples_per_s / limit(column, row):.3f} {forecast:.3f} {played:.3f} {until:>7}"
     )
-    print(f"    {';  '.join(times)}", flush=True)
+
+
+def remark(column: Column, name: str, row: Row, details: bool) -> None:
+    if not row.valid:
+        print(f"  * {column.speed}, {name}: NOT VALID, {row.late:.1%} of a step late, this machine's cores "
+              f"{row.busy:.0%} busy")  # fmt: skip
+    if details:
+        ranks = "; ".join(
+            f"rank {rank} compute {row.milliseconds(rank, 'compute_ms'):.1f} exposed "
+            f"{row.milliseconds(rank, 'exposed_ms'):.1f} ms"
+            for rank in row.ranks
+        )
+        print(f"    {column.speed}, {name}: {min(row.speeds):.0f} to {max(row.speeds):.0f} samples/s; "
+              f"{row.settings['steps']} steps a block; {row.late:.2%} late, {row.busy:.0%} busy; {ranks}")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -19,17 +19,20 @@ from typing import Any
 import yaml
 from rack import ROOT, Rack
 
+from trainer.config import LOCAL_STEPS, overlap_of
+from trainer.gpu_work import GB_PER_S
 from trainer.shares import Speed, fastest_shares
 
 WARMUP = 2
-"""Steps at the begin of each block that are left out."""
-MOST_LATE = 0.01
-"""Beyond this the CPU was the limit, not the pace."""
+"""Steps at the begin of each block that are left out, where nothing is averaged now and then."""
+MOST_LATE, MOST_BUSY = 0.01, 0.9
+"""Beyond either the CPU was the limit, not the pace or the link: the part of its time that a rank was late, which is as
+much as its figures can be wrong by, and the part of all cores' time in which they did something."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """bandwidth, slowdown: as in an inventory. Without samples_per_s its ranks compute."""
+    """bandwidth, fixed_ms, gb_per_s, ...: as in an inventory. Without samples_per_s its ranks compute."""
 
     name: str
     ranks: int
@@ -38,6 +41,7 @@ class Host:
     fixed_ms: float = 0.0
     jitter: float = 0.0
     slowdown: tuple[Mapping[str, float], ...] = ()
+    gb_per_s: float = GB_PER_S
 
     @property
     def as_node(self) -> dict[str, Any]:
@@ -45,29 +49,37 @@ class Host:
         if self.samples_per_s is None:
             return node
         paced = {"samples_per_s": self.samples_per_s, "fixed_ms": self.fixed_ms, "jitter": self.jitter}
-        return {**node, "gpu": "paced", "paced": {**paced, "slowdown": [dict(change) for change in self.slowdown]}}
+        paced |= {"gb_per_s": self.gb_per_s, "slowdown": [dict(change) for change in self.slowdown]}
+        return {**node, "gpu": "paced", "paced": paced}
 
 
 @dataclass(frozen=True)
 class Told:
-    """One rank's figures of one row and block, which took block_s. Of a row without metrics there are no others."""
+    """One rank's figures of one row and block, which took block_s, while the machine's cores were so busy. Of a row
+    without metrics there are no others.
+    """
 
     row: str
     block: int
     block_s: float
+    busy: float
     rank: int
     t_ms: list[float]
     compute_ms: list[float]
     exposed_ms: list[float]
     samples: list[int]
-    late: list[float]
+    late_s: list[float]
+    counts_from: int
 
     @property
     def measured(self) -> slice:
-        """Without the first steps. Of a row that averages now and then the second of its two rounds: it has the
-        sending of an average, and the arrival of the one before.
-        """
-        return slice(len(self.t_ms) // 2 if "local" in self.row else WARMUP, None)
+        return slice(self.counts_from, None)
+
+    @property
+    def late(self) -> float:
+        """Seconds of a step over what it took, both in the mean. A step may have had several micro-batches."""
+        counted = self.late_s[len(self.late_s) * self.counts_from // max(1, len(self.t_ms)) :]
+        return 1000 * statistics.mean(counted) / statistics.mean(self.t_ms[self.measured]) if counted else 0.0
 
     @property
     def samples_per_s(self) -> float:
@@ -108,16 +120,21 @@ class Row:
 
     @property
     def late(self) -> float:
-        return max(statistics.median(one.late) for one in self.told)
+        """Of the latest rank, in the median of its blocks."""
+        return max(statistics.median(one.late for one in told) for told in self.ranks.values())
+
+    @property
+    def busy(self) -> float:
+        return statistics.median(one.busy for one in self.told)
 
     @property
     def valid(self) -> bool:
-        return self.late <= MOST_LATE
+        return self.late <= MOST_LATE and self.busy <= MOST_BUSY
 
     @property
-    def alone_samples_per_s(self) -> float:
-        """Of a row whose ranks train alone: the sum of what each did."""
-        return sum(statistics.median(one.samples_per_s for one in told) for told in self.ranks.values())
+    def alone(self) -> dict[int, float]:
+        """Of a row whose ranks train alone: samples/s of each."""
+        return {rank: statistics.median(one.samples_per_s for one in told) for rank, told in self.ranks.items()}
 
     def milliseconds(self, rank: int, column: str) -> float:
         """A mean: of rounds of local steps, one step in many has nearly all of it."""
@@ -153,14 +170,14 @@ def measure(
     exp: str = "resnet152_cifar",
     warmup_blocks: int = 1,
 ) -> dict[str, Row]:
-    """steps: measured ones of a block, of a row that does not average now and then."""
+    """batch, steps: of rows that have none of their own. steps: measured ones of a block, where nothing is averaged now
+    and then.
+    """
     asked = {}
     for name, settings in rows.items():
-        is_local = settings.get("fidelity") == "local"
-        count = 2 * int(settings.get("local_steps", 32)) if is_local else steps + WARMUP
-        asked[name] = {"batch": batch, **settings, "steps": count}
+        asked[name] = {"batch": batch, **settings, "steps": steps_in_all(settings, steps)}
     file = ROOT / "tests" / "bench" / "rows.json"
-    file.write_text(json.dumps({"exp": exp, "blocks": warmup_blocks + blocks, "rows": asked}))
+    file.write_text(json.dumps({"exp": exp, "blocks": warmup_blocks + blocks, "warmup": WARMUP, "rows": asked}))
     try:
         lab.person.types("run", "--folder", str(ROOT), "--", str(ROOT / "tests/bench/gang_rows.py"),
                          "tests/bench/rows.json", timeout_s=3000)  # fmt: skip
@@ -171,6 +188,14 @@ def measure(
     names = Told.__dataclass_fields__
     told = [Told(**{name: line[name] for name in names}) for line in lines if line["block"] >= warmup_blocks]
     return {name: Row(name, asked[name], [one for one in told if one.row == name]) for name in rows}
+
+
+def steps_in_all(settings: Mapping[str, Any], steps: int) -> int:
+    """Of a block: with two rounds, of a row that averages now and then, until the second average has arrived."""
+    if settings.get("fidelity") != "local":
+        return settings.get("steps", steps) + WARMUP
+    every = int(settings.get("local_steps", LOCAL_STEPS))
+    return 2 * every + overlap_of(every, int(settings.get("local_overlap", -1)))
 
 
 def measure_links(lab: Rack, budget_s: float = 12.0) -> None:
