@@ -110,8 +110,9 @@ def _gpus(node: Node, facts: NodeFacts) -> Finding:
     if found < wanted:
         problem = f"the inventory says {wanted} GPUs, the host shows {found}"
         return problem, f"look at `nvidia-smi` and `dmesg` on that host, or correct `gpus:` of {node.name}"
-    if closed := [gpu.index for gpu in facts.gpus if gpu.compute_mode == "Prohibited"]:
-        problem = f"GPU {closed[0]} is in compute mode Prohibited: no program may use it"
+    closed = [str(gpu.index) for gpu in facts.gpus if gpu.is_closed]
+    if closed and found - len(closed) < (node.ranks or wanted or 1):
+        problem = f"GPU {', '.join(closed)}: compute mode Prohibited, no program may use it"
         return problem, f"`nvidia-smi -c DEFAULT` on that host, as root, or {cpu}"
     return FINE
 

@@ -82,6 +82,10 @@ class Gpu(Fact):
     """Or "Exclusive_Process": for one process at a time; or "Prohibited": for none."""
     occupants: tuple[Occupant, ...] = ()
 
+    @property
+    def is_closed(self) -> bool:
+        return self.compute_mode == "Prohibited"
+
 
 class Interface(Fact):
     name: Text

@@ -19,9 +19,11 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_gpus(node: str, facts: NodeFacts, env: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """All of them, or those that `env` names, in its order. Raises UsageError for one that the host does not have."""
+    """All that programs may use, or those that `env` names, in its order. Raises UsageError for one that the host does
+    not have.
+    """
     if VISIBLE not in env or _names_parts(env):
-        return facts.gpus
+        return tuple(gpu for gpu in facts.gpus if not gpu.is_closed)
     words = [word.strip() for word in env[VISIBLE].split(",") if word.strip()]
     if not words:
         raise UsageError(f"{node}: its {VISIBLE} names no GPU", f"set `device: cpu` for {node} to train without one")

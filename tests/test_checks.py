@@ -117,6 +117,10 @@ FREE = {
     "a CPU host": (node(gpu=None, gpus=None), facts(**NO_GPU, torch=CPU_TORCH)),
     "declared to have none": (node(gpus=0), facts(**NO_GPU, torch=CPU_TORCH)),
     "more than declared": (node(), facts(gpus=(gpu(), gpu(index=1, uuid="GPU-2")))),
+    "one more than needed is closed": (
+        node(),
+        facts(gpus=(gpu(compute_mode="Prohibited"), gpu(index=1, uuid="GPU-2")), torch=torch(devices=2)),
+    ),
     "an old driver does not tell": (node(), facts(gpus=(gpu(capability=None),))),
 }
 

@@ -230,6 +230,14 @@ def test_parts_of_a_gpu_stay_as_the_inventory_names_them():
     assert plan(nodes, found).node("n41").env["CUDA_VISIBLE_DEVICES"] == "MIG-5f3a"
 
 
+def test_a_gpu_that_no_program_may_use_is_left_out():
+    nodes, found = pair(host(41, gpus=2))
+    closed = found["n41"].gpus[0].model_copy(update={"compute_mode": "Prohibited"})
+    found["n41"] = found["n41"].model_copy(update={"gpus": (closed, found["n41"].gpus[1])})
+    first = plan(nodes, found).node("n41")
+    assert (first.ranks, first.gpu_uuids) == (1, ("GPU-41-1",))
+
+
 def test_a_driver_that_tells_no_uuid_is_spoken_to_by_index():
     nodes, found = pair(host(41, gpus=0))
     found["n41"] = found["n41"].model_copy(update={"gpus": (gpu(index=0, uuid="[N/A]"),)})
