@@ -141,7 +141,7 @@ def nccl_settings(
     found = [NcclSetting(name="NCCL_DEBUG", value="WARN", reason="so that NCCL says what went wrong")]
     found += _old_back_end(hosts) if own_script else ()
     if len(hosts) > 1:
-        found += [*_algorithms(hosts), *_infiniband(hosts), *_uneven(hosts), *_links(hosts)]
+        found += [*_algorithms(hosts), *_network(hosts), *_uneven(hosts)]
     return tuple(one for one in found if not {one.name, *SAME_MATTER.get(one.name, ())} & set(given))
 
 
@@ -163,17 +163,17 @@ def _algorithms(hosts: Sequence[GpuHost]) -> Iterator[NcclSetting]:
         yield NcclSetting(name=name, value=value, reason=reason)
 
 
-def _infiniband(hosts: Sequence[GpuHost]) -> Iterator[NcclSetting]:
-    """A host that has it uses it, whatever NCCL_SOCKET_IFNAME says (NVIDIA/nccl#234, #2428)."""
-    found = {host.node.name: host.networks for host in hosts}
-    if None in found.values() or not any(found.values()):
+def _network(hosts: Sequence[GpuHost]) -> Iterator[NcclSetting]:
+    """A host that has InfiniBand uses it, whatever NCCL_SOCKET_IFNAME says (NVIDIA/nccl#234, #2428)."""
+    networks = [host.networks for host in hosts if host.networks is not None]
+    if len(networks) < len(hosts) or frozenset.intersection(*networks):
         return
-    without = [name for name, networks in found.items() if not networks]
-    if without:
-        yield NcclSetting(name="NCCL_IB_DISABLE", value="1", reason=f"no InfiniBand or RoCE on {host_set(without)}")
-    elif not frozenset.intersection(*(networks for networks in found.values() if networks)):
-        reason = "InfiniBand on some hosts and RoCE on others"
+    if any(networks):
+        without = [host.node.name for host in hosts if not host.networks]
+        none = f"no InfiniBand or RoCE on {host_set(without)}"
+        reason = none if without else "InfiniBand on some hosts and RoCE on others"
         yield NcclSetting(name="NCCL_IB_DISABLE", value="1", reason=reason)
+    yield from _sockets(hosts)
 
 
 def _uneven(hosts: Sequence[GpuHost]) -> Iterator[NcclSetting]:
@@ -183,19 +183,18 @@ def _uneven(hosts: Sequence[GpuHost]) -> Iterator[NcclSetting]:
         yield NcclSetting(name="NCCL_NVLS_ENABLE", value="0", reason=reason)
 
 
-def _links(hosts: Sequence[GpuHost]) -> Iterator[NcclSetting]:
+def _sockets(hosts: Sequence[GpuHost]) -> Iterator[NcclSetting]:
     """NCCL's kernels hold a GPU's multiprocessors while they send, of which an A16 has ten. On fast links one thread
     and socket a channel are too few; NCCL takes more by itself on AWS and Google Cloud alone.
     """
-    speeds = [host.link_bps for host in hosts]
-    known = [speed for speed in speeds if speed]
-    if len(known) < len(speeds):
+    speeds = [host.link_bps for host in hosts if host.link_bps]
+    if len(speeds) < len(hosts):
         return
-    slowest = min(known)
+    slowest = min(speeds)
     if slowest <= SLOW_BPS:
         reason = f"no more are needed at {format_bandwidth(slowest)}, and each takes from computing"
         yield NcclSetting(name="NCCL_MAX_NCHANNELS", value="2", reason=reason)
-    if slowest >= FAST_BPS and not all(host.networks for host in hosts):
+    if slowest >= FAST_BPS:
         reason = f"one socket a channel does not fill {format_bandwidth(slowest)}"
         yield NcclSetting(name="NCCL_SOCKET_NTHREADS", value="4", reason=reason)
         yield NcclSetting(name="NCCL_NSOCKS_PERTHREAD", value="2", reason=reason)

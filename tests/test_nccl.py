@@ -102,6 +102,8 @@ def test_a_host_alone_needs_no_word_about_other_hosts():
         (16e9, (), {}),
         (25e9, (), SOCKETS),
         (25e9, (ROCE,), {}),
+        (2.5e9, (ROCE,), {}),  # of a network that nothing goes over
+        (2.5e9, None, {}),
     ],
 )
 def test_channels_and_sockets_fit_the_slowest_link(bandwidth_bps, rdma, expected):

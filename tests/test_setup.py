@@ -21,6 +21,7 @@ from orchestrator.call import Host
 from orchestrator.cli.hosts import _setup_question
 from orchestrator.errors import HostError, UsageError
 from orchestrator.records import Owner
+from orchestrator.remote import environment
 from orchestrator.requirements import Requirements
 from orchestrator.store import Cluster, Venv
 from orchestrator.transport.local import LocalTransport
@@ -127,6 +128,14 @@ def test_a_torch_from_before_numpy_2_gets_an_older_numpy():
 def test_what_is_no_pair_is_refused(torch, torchvision, words):
     with pytest.raises(UsageError, match=words):
         choose(torch, torchvision)
+
+
+def test_a_build_that_is_named_is_no_other_build():
+    found = {"torch": "2.14.1+cu132", "torchvision": "0.29.1+cu132"}
+    assert environment.fits(found, {"torch": "2.14.1", "torchvision": "0.29.1"})
+    assert environment.fits(found, {"torch": "2.14.1+cu132", "torchvision": "0.29.1"})
+    assert not environment.fits(found, {"torch": "2.14.1+cu126", "torchvision": "0.29.1"})
+    assert not environment.fits(found, {"torch": "2.14.0", "torchvision": "0.29.1"})
 
 
 # ---- on this machine ------------------------------------------------------------------------------------------

@@ -147,6 +147,8 @@ def setup(
         except KeyboardInterrupt:
             console.say("ended on every host; what is half made is made anew by the next `orch setup`")
             raise
+    if found.up and found.up.unlike:
+        console.warn(str(found.up.unlike))
     states = {"own": "has {} by itself", "kept": "has {} in its environment already", "made": "got {}"}
     states["added"] = f"has {{}} in its environment, and got what {requirements} asks for"
     _show(
