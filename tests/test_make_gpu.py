@@ -95,7 +95,7 @@ def test_a_part_whose_time_is_over_begins_nothing_more(bench):
 
 def test_figures_of_the_stand_in_are_not_judged(bench):
     rows = [figure("ms", 99.0, "ms", Range(1, 2, "a guess")), failed("other", "why")]
-    assert [row["verdict"] for row in played(lambda _: iter(rows), bench, stand_in=True)] == ["", "failed"]
+    assert [row["verdict"] for row in played(lambda _: iter(rows), bench, stand_in=True)] == ["stand-in", "failed"]
     assert [row["verdict"] for row in played(lambda _: iter(rows), bench)] == ["above", "failed"]
 
 

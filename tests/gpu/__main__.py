@@ -85,7 +85,7 @@ def _play(part: Part, bench: Bench, result: dict[str, Any]) -> None:
 
 def _add(row: Row, part: Part, result: dict[str, Any]) -> None:
     if result["stand_in"] and row.value is not None:
-        row = replace(row, verdict="")  # of virtual time nothing follows
+        row = replace(row, verdict="stand-in")  # virtual time: nothing follows from it
     print(table.lines_of(row), flush=True)
     result["rows"].append({"part": part.name, **asdict(row)})
 

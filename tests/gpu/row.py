@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-VERDICTS = ("as expected", "below", "above", "differs", "failed", "skipped", "")
-"""`differs`: of what is no number. Empty: nothing was expected, or the figure is the stand-in's."""
+VERDICTS = ("as expected", "below", "above", "differs", "failed", "skipped", "stand-in", "")
+"""`differs`: of what is no number. `stand-in`: a figure in virtual time, which is not judged. Empty: nothing was
+expected.
+"""
 
 
 @dataclass(frozen=True)

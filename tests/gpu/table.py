@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import textwrap
 
-from .row import Row
+from .row import VERDICTS, Row
 
-_WHAT, _MEASURED, _EXPECTED = 38, 14, 15
+_WHAT, _MEASURED, _EXPECTED = 37, 14, 15
 _WIDTH = 80
 _BAD = ("failed", "skipped")
 
@@ -39,4 +39,4 @@ def summary(rows: list[Row]) -> str:
     return f"{len(rows)} rows: {', '.join(told) or 'none judged'}"
 
 
-_OTHER = ("below", "above", "differs", "failed", "skipped")
+_OTHER = VERDICTS[1:-1]
