@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 
 RANKS = 4
+START_S = 200
+"""The process that they are forked from has to import torch first."""
 
 
 class Gang:
     def __init__(self, folder: Path) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "trainer.strategies", "torch.distributed.fsdp"])
         self.pipes, self.processes = [], []
         for rank in range(RANKS):
             ours, theirs = context.Pipe()
@@ -29,6 +30,8 @@ class Gang:
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
+        for rank, pipe in enumerate(self.pipes):
+            assert pipe.poll(START_S) and pipe.recv() == "ready", f"rank {rank} does not start"
 
     def run(self, function: Callable[..., Any], case: Any, timeout_s: float = 30) -> list[Any]:
         """function(rank, case) of every rank. Raises AssertionError with what a rank raised."""
@@ -66,6 +69,7 @@ def _serve(rank: int, store: str, pipe: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
     _groups.update({size: dist.new_group(range(size)) for size in range(1, RANKS + 1)})
+    pipe.send("ready")
     while True:
         function, case = pipe.recv()
         try:

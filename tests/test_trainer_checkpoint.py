@@ -41,7 +41,6 @@ LAST = 21
 
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["trainer.train"])  # torch, once for all ranks
 
 
 @contextlib.contextmanager

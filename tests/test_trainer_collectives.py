@@ -80,7 +80,8 @@ def rank_of_three(rank: int, ports: list[int], folder: str) -> None:
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("three")
-    mp.spawn(rank_of_three, ([free_port() for _ in range(4)], str(folder)), nprocs=3)
+    arguments = ([free_port() for _ in range(4)], str(folder))
+    mp.start_processes(rank_of_three, arguments, nprocs=3, start_method="forkserver")
     return folder
 
 

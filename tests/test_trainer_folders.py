@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("torchvision")
 import torch
-from test_trainer_run import ROOT, environment, of_event, records
 from torchvision.transforms import functional
+from trainer_ranks import of_event, trained
 
 from trainer import loading, ranks
 from trainer.config import Settings, parse_settings
@@ -136,10 +134,7 @@ def test_hosts_whose_folders_differ_are_named(images: Path, monkeypatch: pytest.
 
 def test_a_run_learns_the_classes_of_a_folder(images: Path, tmp_path: Path) -> None:
     arguments = ["--exp", "mnist_lenet", "--data", "folder", "--data_dir", str(images), "--device", "cpu"]
-    command = [sys.executable, "-m", "trainer", *arguments, "--batch", "4", "--epochs", "8", "--strategy", "none"]
-    result = subprocess.run(command, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True)
-    assert (result.returncode, result.stderr) == (0, "")
-    lines = records(tmp_path, 0)
+    (lines,) = trained(tmp_path, [*arguments, "--batch", "4", "--epochs", "8", "--strategy", "none"])
     assert lines[0]["settings"]["loader"] == "resident"
     assert sum(step["samples"] for step in of_event(lines, "step")) == 8 * 12
     evaluation = of_event(lines, "eval")[-1]

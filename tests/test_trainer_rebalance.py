@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -18,6 +15,7 @@ pytest.importorskip("torchvision")
 import torch
 import torch.distributed as dist
 from rank_gang import RANKS, Gang
+from trainer_ranks import trained
 
 from trainer.checkpoint_file import read_file
 from trainer.config import parse_arguments, parse_settings
@@ -288,27 +286,10 @@ def test_pairs_are_for_batch_norm_that_sees_one_rank(setting, model, expected):
 
 def two_ranks(folder, *arguments, paces=None):
     """The events of both."""
-    port = random.Random(str(folder)).randrange(20_000, 30_000)
-    processes = []
-    for rank in (0, 1):
-        environment = {
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "ORCH_NODE": "ab"[rank],
-            "OMP_NUM_THREADS": "1",
-            "ORCH_METRICS": str(folder / f"{rank}.jsonl"),
-        }
-        if paces:
-            environment["ORCH_PACED"] = json.dumps(paces[rank])
-        command = [sys.executable, "-m", "trainer", "--exp", "mnist_lenet", "--device", "cpu", *arguments]
-        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
-    assert [process.wait(60) for process in processes] == [0, 0]
-    return [[json.loads(line) for line in (folder / f"{rank}.jsonl").read_text().splitlines()] for rank in (0, 1)]
+    where = [{"ORCH_NODE": name, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} for name in "ab"]
+    paced = [{"ORCH_PACED": json.dumps(pace)} for pace in paces or ()] or [{}, {}]
+    of_ranks = [{**place, **pace} for place, pace in zip(where, paced, strict=True)]
+    return trained(folder, ["--exp", "mnist_lenet", "--device", "cpu", *arguments], 2, of_ranks=of_ranks)
 
 
 def rebalancer_of(rank, caps, room):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -11,17 +10,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from free_port import free_port
 
 pytest.importorskip("torch")
 pytest.importorskip("torchvision")
 
 import torch
+from trainer_ranks import ROOT, environment, of_event, records, started, trained
 
 from trainer.config import parse_settings
 from trainer.env import read_rank_info
@@ -33,48 +32,8 @@ from trainer.records import EVENT_FIELDS
 from trainer.setup import check_batch_norm, check_pairs
 from trainer.stream import SampleStream
 
-ROOT = Path(__file__).parents[1]
 SYNTHETIC = ["--exp", "mnist_lenet", "--data", "synthetic", "--device", "cpu"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer"]
-
-
-def environment(folder: Path, **more: str) -> dict[str, str]:
-    """Records in `folder`, one thread, and a network in which nothing answers."""
-    kept = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-    dead = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
-    return {**kept, **dead, "ORCH_METRICS": f"{folder}/{{rank}}.jsonl", "OMP_NUM_THREADS": "1", **more}
-
-
-def records(folder: Path, rank: int) -> list[dict[str, Any]]:
-    """Whole lines only: the writer may be at work."""
-    path = folder / f"{rank}.jsonl"
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]
-
-
-def of_event(lines: list[dict[str, Any]], event: str) -> list[dict[str, Any]]:
-    return [line for line in lines if line["event"] == event]
-
-
-@contextlib.contextmanager
-def started(folder: Path, arguments: list[str], world_size: int = 1) -> Iterator[list[subprocess.Popen[str]]]:
-    """One process a rank, started as torchrun would; killed at the end."""
-    port = str(free_port())
-    processes = []
-    for rank in range(world_size):
-        info = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-        variables = {name: str(value) for name, value in info.items()}
-        env = environment(folder, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, ORCH_NODE=f"node{rank}", **variables)
-        command = [sys.executable, "-m", "trainer", *arguments]
-        processes.append(
-            subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        )
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
@@ -222,11 +181,12 @@ def test_a_signal_ends_a_rank_that_waits_for_a_frozen_one(tmp_path: Path) -> Non
 def test_a_paced_rank_keeps_its_pace_learns_nothing_and_says_so(tmp_path: Path) -> None:
     """64 samples at 640 a second: 100 ms a step, and 60 of the brake on top, which no deadline may swallow."""
     pace = {"ORCH_PACED": json.dumps({"samples_per_s": 640})}
-    command = [sys.executable, "-m", "trainer", *SYNTHETIC, "--steps", "6", "--slow", "rank:0,at:backward,ms:60"]
-    result = subprocess.run(command, cwd=ROOT, env=environment(tmp_path, **pace), capture_output=True, text=True)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert "(paced, not computed)" in result.stdout
-    assert "accuracy" not in result.stdout
+    arguments = [*SYNTHETIC, "--steps", "6", "--slow", "rank:0,at:backward,ms:60"]
+    with started(tmp_path, arguments, of_ranks=[pace]) as (rank,):
+        said, errors = rank.communicate(timeout=60)
+    assert (rank.returncode, errors) == (0, "")
+    assert "(paced, not computed)" in said
+    assert "accuracy" not in said
     lines = records(tmp_path, 0)
     assert [line["event"] for line in lines] == ["start", *["step"] * 6, "epoch", "end"]
     assert {line["loss"] for line in lines if "loss" in line} == {None}
@@ -248,15 +208,7 @@ def test_a_paced_rank_keeps_its_pace_learns_nothing_and_says_so(tmp_path: Path) 
 def test_one_paced_rank_among_real_ones_means_no_loss_for_anybody(tmp_path: Path) -> None:
     """And a pace that no CPU keeps, 3 microseconds a step, is told to be the CPU's fault."""
     pace = json.dumps({"samples_per_s": 10**7})
-    program = f"[ $RANK = 1 ] && export ORCH_PACED='{pace}'; exec {sys.executable} -m trainer " + " ".join(SYNTHETIC)
-    command = [*TORCHRUN[:-2], "--no-python", "bash", "-c", f"{program} --steps 5"]
-    with subprocess.Popen(command, cwd=ROOT, env=environment(tmp_path), text=True, stderr=subprocess.PIPE) as torchrun:
-        try:
-            _, errors = torchrun.communicate(timeout=60)
-        finally:
-            torchrun.terminate()  # ends its ranks too, should one wait for ever
-    assert torchrun.returncode == 0, errors
-    real, paced = records(tmp_path, 0), records(tmp_path, 1)
+    real, paced = trained(tmp_path, [*SYNTHETIC, "--steps", "5"], 2, of_ranks=[{}, {"ORCH_PACED": pace}])
     for lines in (real, paced):
         assert [line["event"] for line in lines] == ["start", *["step"] * 5, "epoch", "end"]
         assert {line["loss"] for line in lines if "loss" in line} == {None}
@@ -268,12 +220,10 @@ def test_one_paced_rank_among_real_ones_means_no_loss_for_anybody(tmp_path: Path
 
 
 def test_a_pace_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "trainer", *SYNTHETIC]
-    result = subprocess.run(
-        command, cwd=ROOT, env=environment(tmp_path, ORCH_PACED="fast"), capture_output=True, text=True
-    )
-    assert result.returncode == 1
-    (line,) = result.stderr.splitlines()
+    with started(tmp_path, SYNTHETIC, of_ranks=[{"ORCH_PACED": "fast"}]) as (rank,):
+        _, errors = rank.communicate(timeout=60)
+    assert rank.returncode == 1
+    (line,) = errors.splitlines()
     assert line.startswith("error: ORCH_PACED is 'fast'")
 
 
@@ -320,11 +270,8 @@ def test_one_epoch_of_mnist_on_two_ranks_passes_95_percent(tmp_path: Path) -> No
     raw.mkdir(parents=True)
     for file in (real_mnist() or tmp_path).glob("MNIST/raw/*"):
         shutil.copyfile(file, raw / file.name)
-    command = [*TORCHRUN, "--exp", "mnist_lenet", "--epochs", "1", "--num_workers", "0", "--device", "cpu"]
-    command += ["--data_dir", str(tmp_path)]
-    result = subprocess.run(command, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    lines = [records(tmp_path, rank) for rank in range(2)]
+    arguments = ["--exp", "mnist_lenet", "--epochs", "1", "--num_workers", "0", "--device", "cpu"]
+    lines = trained(tmp_path, [*arguments, "--data_dir", str(tmp_path)], 2)
     assert sum(step["samples"] for rank in lines for step in of_event(rank, "step")) == 60_000
     (evaluation,) = of_event(lines[0], "eval")
     assert evaluation["samples"] == 10_000
@@ -349,9 +296,7 @@ def test_loaders_take_no_core_that_a_rank_computes_on(monkeypatch, wanted, devic
 
 
 def test_an_experiment_trains_and_evaluates_with_its_own_defaults(tmp_path):
-    with started(tmp_path, [*SYNTHETIC, "--samples", "128", "--epochs", "1"]) as (process,):
-        assert process.wait(120) == 0
-    lines = records(tmp_path, 0)
+    (lines,) = trained(tmp_path, [*SYNTHETIC, "--samples", "128", "--epochs", "1"])
     assert of_event(lines, "start")[0]["settings"]["num_workers"] == 0
     assert of_event(lines, "eval")
     assert of_event(lines, "end")[0]["status"] == "succeeded"

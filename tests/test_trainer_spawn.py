@@ -61,13 +61,13 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 100) -> None:
 
 
 def rank_process(parent: int, rank: int) -> int:
-    """The ranks are the children that know their number."""
-    for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-        if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
-            rank -= 1
-            if rank < 0:
-                return int(child)
-    raise AssertionError("no such rank")
+    """The ranks are the children of the process that they are forked from, in their order."""
+    (server,) = (pid for pid in children(parent) if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return children(server)[rank]
+
+
+def children(parent: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
 
 
 def test_ranks_train_together_and_the_end_is_theirs(tmp_path: Path) -> None:

@@ -307,7 +307,7 @@ def run_rank(rank: int, folder: str) -> None:
 
 def test_ddps_hooks_fire_during_a_stand_ins_backward_and_real_gradients_travel(tmp_path: Path) -> None:
     (tmp_path / "port").write_text(str(free_port()))
-    mp.spawn(run_rank, args=(str(tmp_path),), nprocs=2)
+    mp.start_processes(run_rank, args=(str(tmp_path),), nprocs=2, start_method="forkserver")
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert results[0]["weights"] == results[1]["weights"]  # rank 0's, given to all
     for result in results:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +20,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from rank_gang import RANKS, Gang, group_of
 from torch import nn
+from trainer_ranks import of_event, trained
 
 from trainer import precision
 from trainer.batch_norm import synchronise_batch_norm, whole_batch_statistics
@@ -435,30 +433,21 @@ def test_a_batch_norm_over_all_ranks_is_refused_where_there_is_no_whole_batch(st
         parse_settings("resnet152_cifar", {"strategy": strategy, "sync_bn": "true"})
 
 
-def losses_under_torchrun(strategy: str, folder: Path) -> list[float]:
+def losses(strategy: str, folder: Path) -> list[float]:
     """Two updates of two ranks; the strategies begin with the same weights and see the same samples."""
     settings = {"exp": "mnist_lenet", "data": "synthetic", "device": "cpu", "samples": "128", "steps": "2"}
     settings |= {"eval_every": "0", "augment": "none", "momentum": "0", "strategy": strategy}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    result = subprocess.run(
-        [*torchrun, "-m", "trainer", *(f"--{name}={value}" for name, value in settings.items())],
-        cwd=Path(__file__).parents[1],
-        env={**os.environ, "ORCH_METRICS": f"{folder}/{strategy}-{{rank}}.jsonl", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    texts = [(folder / f"{strategy}-{rank}.jsonl").read_text() for rank in range(2)]
-    lines = [json.loads(line) for text in texts for line in text.splitlines()]
-    return [line["loss"] for line in lines if line["event"] == "step"]
+    (folder / strategy).mkdir()
+    of_ranks = trained(folder / strategy, [f"--{name}={value}" for name, value in settings.items()], 2)
+    return [line["loss"] for lines in of_ranks for line in of_event(lines, "step")]
 
 
 @pytest.mark.slow
-def test_gradients_weights_and_shards_train_alike_under_torchrun(tmp_path: Path) -> None:
-    expected = losses_under_torchrun("allreduce", tmp_path)
+def test_gradients_weights_and_shards_train_alike_in_a_run(tmp_path: Path) -> None:
+    expected = losses("allreduce", tmp_path)
     assert len(expected) == 4
     for strategy in ("reduce_scatter", "parameter_average", *(["fsdp"] if NEWEST_FSDP else [])):
-        assert losses_under_torchrun(strategy, tmp_path) == pytest.approx(expected, rel=1e-5), strategy
+        assert losses(strategy, tmp_path) == pytest.approx(expected, rel=1e-5), strategy
 
 
 def test_over_all_ranks_only_the_whole_batch_needs_two_samples() -> None:

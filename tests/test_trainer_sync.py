@@ -205,7 +205,7 @@ def run_rank(rank: int, folder: str) -> None:
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "port").write_text(str(free_port()))
-    mp.spawn(run_rank, args=(str(folder),), nprocs=WORLD_SIZE)
+    mp.start_processes(run_rank, args=(str(folder),), nprocs=WORLD_SIZE, start_method="forkserver")
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
 
 

@@ -2,7 +2,8 @@
 
     return spawn(2, settings)               the exit code to end with
 
-One process a rank (torch.multiprocessing). The first that ends badly ends all, its error is the one a person sees, its
+One process a rank (torch.multiprocessing), all forked from one that has imported torch: what takes seconds a process,
+and is done before a GPU is touched. The first that ends badly ends all, its error is the one a person sees, its
 exit code that of the whole. They meet at a store that this process keeps from the moment its port is chosen, so that
 nobody else can take that port in between.
 """
@@ -28,9 +29,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def spawn(count: int, settings: AnySettings) -> int:
     """Runs so many ranks and waits for them; a SIGINT or SIGTERM is passed on to them."""
     store = dist.TCPStore(_ADDRESS, 0, is_master=True, wait_for_workers=False)
-    speaker = multiprocessing.get_context("spawn").Lock()
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["trainer.train"])
+    speaker = processes.Lock()
     heard: list[int] = []
-    ranks = multiprocessing.spawn(_be_rank, (count, store.port, settings, speaker), count, join=False)
+    arguments = (count, store.port, settings, speaker)
+    ranks = multiprocessing.start_processes(_be_rank, arguments, count, join=False, start_method="forkserver")
 
     def pass_on(signum: int, frame: FrameType | None) -> None:
         heard.append(signum)
