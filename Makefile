@@ -13,7 +13,7 @@ DEBIAN := openssh-server iproute2 nftables iperf3 chromium g++
 
 help:
 	@echo "make demo    train ResNet-152 on two nodes of this machine: up, run, collect"
-	@echo "make test    all tests (the lab ones need root)"
+	@echo "make test    all tests (the lab ones need root); THOROUGH=1 tries ten times the cases of each property"
 	@echo "make chaos   faults on purpose, by a seed: FAULTS=1000 SEED=7 (needs root)"
 	@echo "make check   format, lint, types, layers"
 	@echo "make bench   the benchmarks under tests/bench"
