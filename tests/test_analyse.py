@@ -351,10 +351,10 @@ def test_whatever_a_rank_writes_there_is_a_summary_of_plain_json(tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_a_million_lines_take_seconds(tmp_path: Path) -> None:
+def test_a_hundred_thousand_lines_take_seconds(tmp_path: Path) -> None:
     text = lines([step(7, 32, 2, 40, 6, 2)]).decode()
-    content = "".join(text.replace('"step": 7', f'"step": {number}') for number in range(1_000_000)).encode()
+    content = "".join(text.replace('"step": 7', f'"step": {number}') for number in range(100_000)).encode()
     run = write_run(tmp_path / "run", ONE, {0: content})
     began_s = time.process_time()
-    assert analyse(run).steps == 999_997
-    assert time.process_time() - began_s < 60  # of the processor: other work on the machine does not count
+    assert analyse(run).steps == 99_997
+    assert time.process_time() - began_s < 6  # of the processor: other work on the machine does not count

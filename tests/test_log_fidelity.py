@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import forks
 import pytest
 from breaking import breaking
 from gang import gang
@@ -267,7 +268,9 @@ def remembered(bulk, tmp_path, monkeypatch):
 
 
 def orch(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*ORCH, *words], check=True, capture_output=True, text=True, timeout=100)
+    done = forks.run(forks.ORCH, words, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 def hashes(root: Path) -> dict[str, str]:
@@ -344,7 +347,9 @@ print("the end of", line)
 
 @pytest.mark.lab
 def test_over_real_links_that_break_every_line_is_shown_once_and_collected_whole(tmp_path):
-    with lab("cluster: logs\ndefaults: {device: cpu}\nnodes: [{name: alpha, host: 10.77.9.1, ranks: 1}]") as one:
+    with lab(
+        "cluster: logs\ndefaults: {device: cpu}\nnodes: [{name: alpha, host: 10.77.9.1, ranks: 1}]", quick=True
+    ) as one:
         person = Person(one, tmp_path / "home", tmp_path)
         (tmp_path / "talks").mkdir()
         (tmp_path / "talks" / "talks.py").write_text(NUMBERS)

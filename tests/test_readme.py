@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,7 +32,7 @@ def test_the_script_of_the_readme_takes_part_in_the_comparison(tmp_path):
 
     def orch(*words: str) -> str:
         environment = {**os.environ, "ORCH_HOME": str(tmp_path / "home")}
-        done = subprocess.run([*ORCH, *words], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        done = forks.run(forks.ORCH, words, cwd=tmp_path, env=environment)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

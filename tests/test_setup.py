@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 from lab import lab
 from person import Person
+from quick_python import quick_python
 
 from orchestrator import venvs
 from orchestrator.call import Host
@@ -68,7 +69,13 @@ def wheels(tmp_path_factory):
 OWNER = Owner(id="a" * 32, name="ada@desk")
 
 
-def set_up(workdir, env, wanted=WANTED, python=sys.executable):
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """A Python with another torch than any that is asked for here."""
+    return quick_python(tmp_path_factory.mktemp("bare"))
+
+
+def set_up(workdir, env, wanted=WANTED, *, python):
     seen = []
     host = Host(LocalTransport("here"), python, None, str(workdir))
     offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": "/dev/null"}
@@ -141,38 +148,38 @@ def test_a_build_that_is_named_is_no_other_build():
 # ---- on this machine ------------------------------------------------------------------------------------------
 
 
-def test_an_environment_is_made_once_kept_and_made_anew_where_it_is_half_done(wheels, tmp_path):
+def test_an_environment_is_made_once_kept_and_made_anew_where_it_is_half_done(wheels, bare, tmp_path):
     env = {"PIP_FIND_LINKS": str(wheels)}
-    made, seen = set_up(tmp_path, env)
+    made, seen = set_up(tmp_path, env, python=bare)
     assert made == Made(str(tmp_path / "venv/torch-2.3.1/bin/python"), "2.3.1", "0.18.1", "made")
     assert asked(made.python) == ["2.3.1", "0.18.1"]
     phases = list(dict.fromkeys(progress.phase for progress in seen if progress.phase != "connects"))
     assert phases == ["asks python", "makes venv", "pip installs", "tries torch"]
     nothing = {"PIP_FIND_LINKS": "/nowhere"}
-    assert set_up(tmp_path, nothing)[0] == Made(made.python, "2.3.1", "0.18.1", "kept")
+    assert set_up(tmp_path, nothing, python=bare)[0] == Made(made.python, "2.3.1", "0.18.1", "kept")
     marker = tmp_path / "venv/torch-2.3.1/orch-venv.json"
     marker.write_text(json.dumps({"users": json.loads(marker.read_text())["users"]}))
-    failed, _ = set_up(tmp_path, nothing)
+    failed, _ = set_up(tmp_path, nothing, python=bare)
     assert isinstance(failed, HostError)
     assert "No matching distribution found for torch==2.3.1" in failed.message
     assert whole(tmp_path) == []
 
 
-def test_a_torch_that_does_not_load_is_told_and_not_kept(wheels, tmp_path):
-    failed, _ = set_up(tmp_path, {"PIP_FIND_LINKS": str(wheels)}, choose("2.4.0", None))
+def test_a_torch_that_does_not_load_is_told_and_not_kept(wheels, bare, tmp_path):
+    failed, _ = set_up(tmp_path, {"PIP_FIND_LINKS": str(wheels)}, choose("2.4.0", None), python=bare)
     assert "libnothing.so is missing" in failed.message
     assert whole(tmp_path) == []
 
 
 def test_a_host_that_has_the_torch_itself_is_left_alone(tmp_path):
-    own, _ = set_up(tmp_path, {}, choose(None, None))
+    own, _ = set_up(tmp_path, {}, choose(None, None), python=sys.executable)
     assert (own.state, own.python) == ("own", sys.executable)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_requirements_come_above_the_hosts_own_torch_once(wheels, tmp_path):
+def test_requirements_come_above_the_hosts_own_torch_once(wheels, bare, tmp_path):
     """The host's Python is a virtual environment that has a torch: none is fetched, and a second run does nothing."""
-    base, _ = set_up(tmp_path / "host", {"PIP_FIND_LINKS": str(wheels)})
+    base, _ = set_up(tmp_path / "host", {"PIP_FIND_LINKS": str(wheels)}, python=bare)
     wheel(tmp_path, "needed", "1.0", {"needed.py": "word = 'here'\n"})
     wheel(tmp_path, "later", "1.0", {"later.py": ""})
     own, work, env = replace(WANTED, any_torch=True), tmp_path / "work", {"PIP_FIND_LINKS": str(tmp_path)}
@@ -195,13 +202,13 @@ def test_requirements_come_above_the_hosts_own_torch_once(wheels, tmp_path):
     assert set_up(work, {}, own, python=base.python)[0].state == "own"
 
 
-def test_leaving_ends_pip(tmp_path):
+def test_leaving_ends_pip(bare, tmp_path):
     """The index takes the connection and says nothing: pip waits for it, and is gone when we are."""
     with socket.create_server(("127.0.0.1", 0)) as index:
         address = f"http://user:secret@127.0.0.1:{index.getsockname()[1]}/"
         env = {"PIP_INDEX_URL": address, "PIP_CONFIG_FILE": "/dev/null", "PIP_TIMEOUT": "300"}
         index.settimeout(120)
-        leave, host = threading.Event(), Host(LocalTransport("here"), sys.executable, None, str(tmp_path))
+        leave, host = threading.Event(), Host(LocalTransport("here"), bare, None, str(tmp_path))
 
         def show(progress):
             assert "secret" not in progress.line
@@ -270,7 +277,7 @@ nodes:
   - {{name: beta, host: 10.78.2.2}}
 """
     home = tmp_path_factory.mktemp("home")
-    with lab(inventory) as pair:
+    with lab(inventory, quick=True) as pair:
         person = Person(pair, home, tmp_path)
         person.types("up", str(pair.inventory))
         person.types("data", "push", str(wheels), "--to", "wheels", "--nodes", "alpha")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from quick_python import quick_python
 
 from orchestrator import studies, sweep
 from orchestrator.connections import Connections
@@ -65,7 +67,20 @@ def test_a_row_that_needs_a_number_of_ranks_spreads_them_over_as_many_hosts_as_f
 
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
-    """A study of three short rows, and sweeps of it on two local nodes."""
+    """A study of three short rows, and sweeps of it on two local nodes on which nothing can be trained."""
+    with sweeps(tmp_path, monkeypatch, quick_python(tmp_path / "quick")) as made:
+        yield made
+
+
+@pytest.fixture
+def real_bench(tmp_path, monkeypatch):
+    """The same, on nodes that train."""
+    with sweeps(tmp_path, monkeypatch, sys.executable) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def sweeps(tmp_path, monkeypatch, python):
     rows = (
         Row("pair", ("two",), "mnist_lenet", {**SHORT, "strategy": "ddp"}, ranks=2, published=("1.0",)),
         Row("none-can", ("x",), "mnist_lenet", SHORT, hosts=(("3090", 2),), published=("2.0",)),
@@ -77,7 +92,7 @@ def bench(tmp_path, monkeypatch):
     file = tmp_path / "inventory.yaml"
     env = 'env: {OMP_NUM_THREADS: "1"}'
     file.write_text(
-        f"cluster: t\ndefaults: {{transport: local, device: cpu, python: {sys.executable}, {env}}}\nnodes:\n{nodes}"
+        f"cluster: t\ndefaults: {{transport: local, device: cpu, python: {python}, {env}}}\nnodes:\n{nodes}"
     )
     home = Home(tmp_path / "home")
     with Connections(home) as connections:
@@ -105,7 +120,8 @@ class Watch:
 
 
 @pytest.mark.slow
-def test_a_sweep_that_was_left_takes_up_its_own_job_again_and_runs_no_row_twice(bench):
+def test_a_sweep_that_was_left_takes_up_its_own_job_again_and_runs_no_row_twice(real_bench):
+    bench = real_bench
     first = bench()
     leaving = Watch(first.controller, leave="pair")
     with pytest.raises(KeyboardInterrupt):
@@ -128,25 +144,6 @@ def test_a_sweep_that_was_left_takes_up_its_own_job_again_and_runs_no_row_twice(
     document = sweep.document("short", kept)
     assert json.loads(json.dumps(document)) == document
     assert [row["why_not"] is None for row in document["rows"]] == [True, False, True]
-
-    elsewhere = Watch(again.controller)
-    (only, *_) = bench(lr="0.01").run(elsewhere, only=["pair"], repeats=1)
-    assert [name for name, _ in elsewhere.seen] == ["pair"], "figures of other settings counted as done"
-    assert only.done.overrides == {"lr": "0.01"}
-
-
-@pytest.mark.slow
-def test_a_row_whose_job_fails_ends_the_sweep_with_its_name_and_is_run_anew_the_next_time(bench, monkeypatch):
-    study = studies.STUDIES["short"]
-    broken = replace(study.rows[0], settings={**study.rows[0].settings, "slow": "rank:7,at:start,ms:1"})
-    monkeypatch.setitem(studies.STUDIES, "short", replace(study, rows=(broken,)))
-    first = bench()
-    with pytest.raises(OrchError, match=r"^pair: mnist_lenet-\S+ did not succeed"):
-        first.run(Watch(first.controller))
-    monkeypatch.setitem(studies.STUDIES, "short", replace(study, rows=study.rows[:1]))
-    second = bench()
-    (outcome,) = second.run(Watch(second.controller), repeats=1)
-    assert len(outcome.done.runs) == 1
 
 
 def test_a_job_that_runs_on_but_cannot_be_followed_is_not_started_a_second_time(bench, monkeypatch):
@@ -225,6 +222,28 @@ def test_short_rows_are_run_three_times_in_rounds_and_long_ones_once(bench, monk
     more = Jobs(monkeypatch, SPEEDS)
     sweep_of(bench).run(None, repeats=2, only=["alone"])
     assert more.rows == ["alone"]
+
+
+def test_figures_of_other_settings_do_not_count_as_done(bench, monkeypatch):
+    Jobs(monkeypatch, SPEEDS)
+    sweep_of(bench).run(None, repeats=1)
+    jobs = Jobs(monkeypatch, SPEEDS)
+    (only, *_) = sweep_of(lambda: bench(lr="0.01")).run(None, only=["pair"], repeats=1)
+    assert jobs.rows == ["pair"]
+    assert only.done.overrides == {"lr": "0.01"}
+
+
+@pytest.mark.slow
+def test_a_row_whose_job_fails_ends_the_sweep_with_its_name_and_is_run_anew_the_next_time(bench, monkeypatch):
+    """On these nodes the trainer does not find its torch."""
+    study = studies.STUDIES["short"]
+    monkeypatch.setitem(studies.STUDIES, "short", replace(study, rows=(study.rows[2],)))
+    first = bench()
+    with pytest.raises(OrchError, match=r"^alone: mnist_lenet-\S+ did not succeed"):
+        first.run(Watch(first.controller))
+    jobs = Jobs(monkeypatch, SPEEDS)
+    (outcome,) = sweep_of(bench).run(None, repeats=1)
+    assert (jobs.rows, len(outcome.done.runs)) == (["alone"], 1)
 
 
 def test_a_row_of_another_cluster_gets_no_run_of_this_one(bench, monkeypatch):
