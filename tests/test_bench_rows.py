@@ -39,6 +39,11 @@ def test_a_row_is_valid_where_the_cpu_was_not_the_limit(fields, valid):
     assert Row("ddp", {}, [told(**fields)]).valid is valid
 
 
+def test_what_keeps_the_cores_busy_is_seen_as_late_where_ranks_train_alone():
+    assert Row("alone 128", {"strategy": "none"}, [told(busy=1.0)]).valid
+    assert not Row("alone 128", {"strategy": "none"}, [told(busy=1.0, late_s=[0.0, 0.1, 0.1])]).valid
+
+
 def test_the_latest_rank_judges_and_one_bad_block_does_not():
     late = {"late_s": [0.0, 0.1, 0.1]}
     assert not Row("ddp", {}, [told(rank=0), told(rank=1, **late)]).valid

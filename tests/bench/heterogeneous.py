@@ -32,7 +32,7 @@ from typing import Any
 import yaml
 from model import Model
 from rack import ROOT, Rack, rack, show_machine
-from rows import Host, Row, fastest, goodput_gbps, inventory, measure, measure_links, planned, with_shares
+from rows import WARMUP, Host, Row, fastest, goodput_gbps, inventory, measure, measure_links, planned, with_shares
 
 from trainer.pace import BACKWARD, FORWARD
 from trainer.shares import Speed, equal_shares
@@ -75,7 +75,7 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--blocks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=8, help="at most, of a row in a block; two at least")
+    parser.add_argument("--steps", type=int, default=8, help="at most, of a row in a block")
     parser.add_argument("--row-s", type=float, default=6.0, help="about so long does a row take in a block, at most")
     parser.add_argument("--twins", default=",".join(TWINS))
     parser.add_argument("--speeds", default="slow,catalogue", help="of the twins; each has to have a lab inventory")
@@ -169,7 +169,7 @@ def rounds_of(row: Mapping[str, Any], batch: int) -> dict[str, int]:
 
 
 def steps_of(step_s: float, asked: argparse.Namespace) -> int:
-    return max(2, min(asked.steps, round(asked.row_s / step_s) - 2))
+    return max(1, min(asked.steps, round(asked.row_s / step_s) - WARMUP))
 
 
 def alone(hosts: Sequence[Host], batch: int) -> dict[str, dict[str, Any]]:
