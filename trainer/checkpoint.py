@@ -79,10 +79,9 @@ class Progress:
     recent: float = 0.0
     random: Tensor | None = None
 
-    def advance(self, loss_sum: float, samples: int) -> None:
-        """After an update with so many samples of this rank."""
+    def advance(self, samples: int) -> None:
+        """After an update with so many samples of this rank. Its loss follows when the device has come to it."""
         self.step += 1
-        self.loss_sum += loss_sum
         self.samples += samples
         self.recent = _REMEMBERED * self.recent + samples
 

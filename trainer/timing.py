@@ -1,9 +1,9 @@
 """Marks on a device's own time line, and the milliseconds between them.
 
 A GPU runs behind the program that feeds it: the host's clock, read after a call, says when the work was queued. So on
-CUDA a mark is an event in the stream that computes, stamped by the GPU when it gets there, and the host waits once a
-step, at its end. Waiting for the whole device at every mark would be wrong as well as slow: it would wait for the
-gradients that DDP is sending at that moment in a stream of their own.
+CUDA a mark is an event in the stream that computes, stamped by the GPU when it gets there, and the host waits for a
+step's last mark when it has queued the next step. Waiting for the whole device at every mark would be wrong as well as
+slow: it would wait for the gradients that DDP is sending at that moment in a stream of their own.
 """
 
 from __future__ import annotations
@@ -18,17 +18,29 @@ from trainer.slow import Slow
 
 
 class CpuTimer:
+    """behind: steps that the device may lag behind the program."""
+
+    behind = 0
+
     def mark(self) -> float:
         return time.perf_counter()
 
     def wait(self) -> None:
         """Nothing to wait for: on a CPU work is done when the call returns."""
 
+    def wait_for(self, mark: float) -> None:
+        pass
+
+    def is_over(self, mark: float) -> bool:
+        return True
+
     def ms(self, begin: float, end: float) -> float:
         return (end - begin) * 1000
 
 
 class CudaTimer:
+    behind = 1
+
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -37,6 +49,13 @@ class CudaTimer:
     def wait(self) -> None:
         """Until the stream that computes has nothing left, so that its marks may be read."""
         torch.cuda.current_stream().synchronize()
+
+    def wait_for(self, mark: torch.cuda.Event) -> None:
+        """Until the device has come to it; what was queued behind it goes on."""
+        mark.synchronize()
+
+    def is_over(self, mark: torch.cuda.Event) -> bool:
+        return mark.query()
 
     def ms(self, begin: Any, end: Any) -> float:
         return begin.elapsed_time(end)

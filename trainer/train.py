@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 
@@ -25,8 +26,8 @@ from trainer.loading import Batch
 from trainer.look import looked_at
 from trainer.records import MetricsWriter
 from trainer.setup import Run, set_up
+from trainer.step_log import Step, StepLog
 from trainer.strategies import Exchange, local_loss
-from trainer.timing import covered_ms
 
 
 def train(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
@@ -64,49 +65,50 @@ def train(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
 
 def train_epoch(run: Run, progress: Progress, keeper: CheckpointKeeper) -> None:
     """From where `progress` is in its epoch to the end of it, or to the last step."""
-    timer, epoch = run.timer, progress.epoch
-    run.order.epoch = epoch
-    begin = timer.mark()
-    for images, labels in drawn(run, progress):
-        images, labels = images.to(run.device, non_blocking=True), labels.to(run.device, non_blocking=True)
-        batch = run.stream.batch_at(progress.step)  # over all ranks
-        loaded = timer.mark()
+    run.order.epoch = progress.epoch
+    with StepLog(run, progress) as log:
+        begin = log.begin()
+        for images, labels in drawn(run, progress):
+            step = update(run, images, labels, progress, begin)
+            begin = step.end  # what follows counts as loading of the next step, so that the steps add up to the epoch
+            progress.advance(step.samples)
+            log.add(step)
+            if keeper.is_due(step.number + 1):
+                log.flush()
+                keeper.save(progress)
+                begin = log.begin()
+            if step.number + 1 == run.last_step:
+                break
 
-        run.brake.pause("start")
-        run.optimizer.zero_grad(set_to_none=True)
-        loss_sum, exchange = differentiate(run, images, labels, progress.step)
-        run.precision.unscale(run.optimizer)
-        computed, summed = exchange.computed, timer.mark()
 
-        run.precision.step(run.optimizer)
-        updated = timer.mark()
-        run.strategy.after_update()
-        end = timer.mark()
-        timer.wait()
+def update(run: Run, images: Tensor, labels: Tensor, progress: Progress, begin: Any) -> Step:
+    """One update of the weights, queued on the device. begin: the mark at which it began."""
+    timer = run.timer
+    images, labels = images.to(run.device, non_blocking=True), labels.to(run.device, non_blocking=True)
+    loaded = timer.mark()
 
-        marks = {"t_ms": (begin, end), "load_ms": (begin, loaded), "compute_ms": (loaded, computed)}
-        marks |= {"exposed_ms": (computed, summed), "optim_ms": (summed, updated)}
-        times = {name: timer.ms(*pair) for name, pair in marks.items()}
-        averaging_ms = timer.ms(updated, end)
-        held_up_ms = 1000 * exchange.held_up_s
-        times["compute_ms"] += held_up_ms  # others wait for it as for computing
-        times["exposed_ms"] += averaging_ms - held_up_ms
-        sending = exchange.collectives or [(computed, summed)]
-        times["comm_ms"] = covered_ms(timer, begin, sending) + averaging_ms - held_up_ms
-        times = {name: round(ms, 3) for name, ms in times.items()}
-        begin = end  # what follows counts as loading of the next step, so that the steps add up to the epoch
-        step = epoch * run.stream.steps + progress.step
-        loss, samples = loss_sum.item() if run.learns else None, len(labels)
-        run.metrics.write("step", step=step, epoch=epoch, samples=samples, **times, loss=loss, wall=time.time())
-        run.console.step(step, epoch, batch, samples, loss, times)
-        progress.advance(loss or 0.0, samples)
-        if run.rebalancer:
-            run.rebalancer.after_update(step, times["compute_ms"], times["load_ms"], samples)
-        if keeper.is_due(step + 1):
-            keeper.save(progress)
-            begin = timer.mark()
-        if step + 1 == run.last_step:
-            break
+    run.brake.pause("start")
+    run.optimizer.zero_grad(set_to_none=True)
+    loss_sum, exchange = differentiate(run, images, labels, progress.step)
+    run.precision.unscale(run.optimizer)
+    summed = timer.mark()
+
+    run.precision.step(run.optimizer)
+    updated = timer.mark()
+    run.strategy.after_update()
+    return Step(
+        number=progress.epoch * run.stream.steps + progress.step,
+        epoch=progress.epoch,
+        batch=run.stream.batch_at(progress.step),
+        samples=len(labels),
+        loss=loss_sum.to("cpu", non_blocking=True) if run.learns else None,
+        exchange=exchange,
+        begin=begin,
+        loaded=loaded,
+        summed=summed,
+        updated=updated,
+        end=timer.mark(),
+    )
 
 
 def drawn(run: Run, progress: Progress) -> Iterator[Batch]:
