@@ -387,7 +387,8 @@ def _restore_momentum(optimizer: Any, momentum: Sequence[Tensor | None]) -> None
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter, kept in zip(parameters, momentum, strict=True):
         if kept is not None:
-            optimizer.state[parameter]["momentum_buffer"] = kept.to(parameter.device, parameter.dtype)
+            own = torch.empty_like(parameter, requires_grad=False)  # in the parameter's order in memory
+            optimizer.state[parameter]["momentum_buffer"] = own.copy_(kept)
 
 
 def _name(run: Run) -> str:

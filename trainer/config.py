@@ -32,6 +32,9 @@ FIDELITIES = {
     "local": ("ddp", "parameter_average"),
 }
 """How faithful the sums are, and the strategies that can be so."""
+SWITCH = ("auto", "on", "off")
+NOT_WITH_FSDP = ("channels_last", "fused_sgd")
+"""What can only be off where weights are cut into pieces."""
 OF_FIDELITY = {
     "compressed": ("compress_rank", "compress_after"),
     "local": ("local_steps", "local_overlap", "local_after", "local_batch", "outer_lr", "outer_momentum"),
@@ -174,7 +177,35 @@ class Settings:
         "these groups differ in size with shares, and change in mid-run with shares=auto and with caps of memory."
     )
     amp: str = _setting(
-        "Computes forward and backward in 16 bits where that is safe.", choices=["none", "bf16", "fp16"]
+        "Computes forward and backward in 16 bits where that is safe; bf16 needs a GPU of compute capability 8.0 "
+        "(Ampere) or newer, fp16 a V100 or newer.",
+        choices=["none", "bf16", "fp16"],
+    )
+    tf32: str = _setting(
+        "Whether convolutions may round float32 to TF32's 10 bits of fraction, which GPUs from Ampere on compute "
+        "faster; auto is on where every rank's GPU can, else off on all, so that ranks compute alike.",
+        choices=SWITCH,
+    )
+    channels_last: str = _setting(
+        "Whether weights and images lie in memory with their channels last, as tensor cores like them; it changes the "
+        "order of sums. auto is on with amp where every rank has a GPU.",
+        choices=SWITCH,
+    )
+    cudnn_benchmark: str = _setting(
+        "Whether cuDNN times its algorithms at each new size of batch and takes the fastest: seconds at the start, and "
+        "another order of sums from run to run. auto is on on a GPU, unless shares=auto changes the sizes.",
+        choices=SWITCH,
+    )
+    fused_sgd: str = _setting(
+        "Whether SGD updates all weights in one pass over their memory (torch 2.3 or newer); its last bits may differ. "
+        "auto is on on a GPU, but not with fsdp.",
+        choices=SWITCH,
+    )
+    cuda_graph: str = _setting(
+        "Whether forward and backward of a size of batch that comes again are recorded as CUDA graphs and replayed: "
+        "the host is spared most of its launches, memory holds one more pass for good. auto does so where memory has "
+        "room and a replay gives what a plain pass gives; on also says why where it cannot.",
+        choices=SWITCH,
     )
     augment: str = _setting(
         "How training images are varied: turned, moved and scaled a little (affine), cut out with a margin of 4 and "
@@ -222,6 +253,9 @@ class Settings:
                 "that time; use measured"
             )
         mistakes += self._mistakes_of_fidelity()
+        if self.strategy == "fsdp":
+            asked = [name for name in NOT_WITH_FSDP if getattr(self, name) == "on"]
+            mistakes += [f"{name}: strategy fsdp keeps weights in pieces and cannot; use auto or ddp" for name in asked]
         if self.profile_s and self.checkpoint_every:
             mistakes.append("checkpoint_every: does nothing with profile_s, which trains nothing; leave one out")
         averages = self.strategy == "parameter_average" and self.fidelity == "exact"

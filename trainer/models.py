@@ -36,6 +36,19 @@ def build_model(name: str, shape: tuple[int, int, int], classes: int) -> nn.Modu
     return resnet152(weights=None, num_classes=classes)
 
 
+def stages_of(model: nn.Module) -> list[nn.Module]:
+    """Modules whose chain is the model's forward pass, none of which changes its input; [] of an unknown network."""
+    if isinstance(model, LeNet):
+        return [model.features, model.classifier]
+    from torchvision.models import ResNet
+
+    if not isinstance(model, ResNet):
+        return []
+    layers = [block for layer in (model.layer1, model.layer2, model.layer3, model.layer4) for block in layer]
+    stem = nn.Sequential(model.conv1, model.bn1, model.relu, model.maxpool)
+    return [stem, *layers, nn.Sequential(model.avgpool, nn.Flatten(), model.fc)]
+
+
 def gradient_bytes(model: nn.Module) -> int:
     """Bytes that one whole gradient has, before any compression."""
     return sum(parameter.numel() * parameter.element_size() for parameter in trainable(model))

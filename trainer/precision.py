@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.arithmetic import is_ampere
 from trainer.errors import TrainError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -90,6 +91,12 @@ def build_precision(amp: str, device: torch.device, group: dist.ProcessGroup) ->
     """Raises TrainError where the device, or this torch on it, cannot compute so."""
     if amp == "none":
         return Full()
+    if amp == "bf16" and device.type == "cuda" and not is_ampere(device):
+        name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        raise TrainError(
+            f"amp bf16: {name} (compute capability {'.'.join(map(str, capability))}) only emulates it, sample by "
+            "sample; use amp=fp16"
+        )
     if not _computes_in(DTYPES[amp], device):
         raise TrainError(f"amp {amp}: torch {torch.__version__} cannot compute so on {device}; use amp=none or a GPU")
     return Bf16(device) if amp == "bf16" else Fp16(device, group)

@@ -25,10 +25,12 @@ from torch import Tensor, nn
 from trainer import ranks
 from trainer.alpha_beta import Line, fit
 from trainer.anatomy import dissect
+from trainer.arithmetic import arranged, choose_arithmetic, devices_of_all_ranks, use_arithmetic
 from trainer.config import Settings
 from trainer.env import RankInfo
 from trainer.errors import TrainError
 from trainer.experiments import DataSet
+from trainer.graphs import WARM, replayable, why_not
 from trainer.loading import agree_on_facts, choose_loader, resident_bytes
 from trainer.models import build_model, gradient_bytes
 from trainer.pace import Pace
@@ -42,7 +44,8 @@ from trainer.timing import Timer, timer_for
 FIRST = 2
 """Samples of the smallest batch: BatchNorm can make nothing of one."""
 FEWEST, MOST = 2, 15
-"""Timed updates of each size; one before them is not timed, of the first size as many again."""
+"""Timed updates of each size. Some before them are not timed: one, or as many as a CUDA graph takes to be recorded; of
+the first size the fewest more."""
 
 HELD = 4
 """Times the size of all gradients: the most that a way to stay together keeps beside gradients and momentum, which is
@@ -84,10 +87,17 @@ def profile(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
     torch.manual_seed(settings.seed)
     group = ranks.join(info, settings.backend, device)
     facts = agree_on_facts(settings, info)
+    alone, everyone = _alone(info), devices_of_all_ranks(device)
     with ranks.together(info.node):
+        settings = choose_arithmetic(choose_loader(settings, facts, info, device), device, everyone)
+        use_arithmetic(settings)
+        precision = build_precision(settings.amp, device, alone)
         model, room = _subject(settings, facts, info, metrics, device)
-        held = _held(model, facts, choose_loader(settings, facts, info, device), device)
-    precision = build_precision(settings.amp, device, _alone(info))
+        model, held = arranged(model, settings), _held(model, facts, settings, device)
+    untimed = 1
+    if settings.cuda_graph != "off" and not why_not(device, settings, model):
+        replayable(model, say=lambda line: None)
+        untimed = 1 + WARM
     start = start_fields(settings, info, device, group, model)
     metrics.write("start", **start, batch_per_rank=None, batch_norm_groups=None, steps=0)
     subject = Subject(model, build_optimizer(settings, model), precision, facts, device, timer_for(device), room, held)
@@ -95,7 +105,7 @@ def profile(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
         print(f"{settings.exp}: measuring {info.node} alone, {settings.profile_s:g} s", flush=True)
     dist.barrier()
     with ranks.together(info.node):
-        ladder = climb(subject.update, 2 * settings.batch, settings.profile_s)
+        ladder = climb(subject.update, 2 * settings.batch, settings.profile_s, untimed=untimed)
         metrics.lateness = ladder.lateness
         metrics.write("profile", **record_of(ladder), **again(subject.update, ladder, settings.profile_s))
     ranks.leave()
@@ -233,14 +243,20 @@ class Ladder:
 
 
 def climb(
-    update: Callable[[int], Times], limit: int, budget_s: float, now: Callable[[], float] = time.monotonic
+    update: Callable[[int], Times],
+    limit: int,
+    budget_s: float,
+    now: Callable[[], float] = time.monotonic,
+    untimed: int = 1,
 ) -> Ladder:
-    """Doubles the batch until memory, the limit or the time ends it; two sizes at least. Where a paced rank was late at
+    """untimed: updates of each size before those that count.
+
+    Doubles the batch until memory, the limit or the time ends it; two sizes at least. Where a paced rank was late at
     nearly all of them, what is left of the time goes to measuring them again. Raises TrainError where not even the
     first fits.
     """
     deadline_s = now() + budget_s
-    ladder = _double(update, limit, budget_s, deadline_s, now)
+    ladder = _double(update, limit, budget_s, deadline_s, now, untimed)
     for samples in sorted(ladder.times, reverse=True):
         needed_s = FEWEST * ladder.times[samples].step_ms / 1000
         if not ladder.kept_pace and not ladder.times[samples].kept_pace and now() + needed_s <= deadline_s:
@@ -257,13 +273,18 @@ def again(
 
 
 def _double(
-    update: Callable[[int], Times], limit: int, budget_s: float, deadline_s: float, now: Callable[[], float]
+    update: Callable[[int], Times],
+    limit: int,
+    budget_s: float,
+    deadline_s: float,
+    now: Callable[[], float],
+    untimed: int,
 ) -> Ladder:
     times: dict[int, Times] = {}
     samples = min(FIRST, limit)
     while True:
         try:
-            for _ in range(1 if times else 1 + FEWEST):
+            for _ in range(untimed if times else untimed + FEWEST):
                 update(samples)
             times[samples] = _median(update, samples, budget_s / 20, now)
         except NoMemory as error:
@@ -272,7 +293,7 @@ def _double(
                 raise TrainError(f"out of memory: not even {samples} samples fit{why}; use a smaller model") from None
             break
         following = min(2 * samples, limit)
-        needed_s = (1 + FEWEST) * times[samples].step_ms * following / samples / 1000
+        needed_s = (untimed + FEWEST) * times[samples].step_ms * following / samples / 1000
         if following == samples or (len(times) > 1 and now() + needed_s > deadline_s):
             return Ladder(times, None)
         samples = following

@@ -19,11 +19,13 @@ from torch import nn
 
 from trainer import nccl, ranks
 from trainer.anatomy import dissect
+from trainer.arithmetic import arranged, choose_arithmetic, devices_of_all_ranks, use_arithmetic
 from trainer.config import LOCAL_STEPS, AnySettings, Settings
 from trainer.console import Console
 from trainer.env import RankInfo
 from trainer.errors import TrainError
 from trainer.experiments import DataSet
+from trainer.graphs import Graphs, replayable, why_not
 from trainer.loading import Batches, agree_on_facts, choose_loader, open_batches
 from trainer.microbatches import MicroBatches
 from trainer.models import build_model, gradient_bytes, has_batch_norm, trainable
@@ -63,6 +65,7 @@ class Run:
     strategy: Strategy
     precision: Full
     optimizer: torch.optim.Optimizer | StandInOptimizer
+    graphs: Graphs | None
     facts: DataSet
     order: RankBatches
     micro_batches: MicroBatches
@@ -101,9 +104,13 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
     # fsdp gathers weights in each micro-batch: no rank may take one more than another.
     caps = [speed.cap if speed else settings.local_batch or None for speed in speeds]
     micro_batches = MicroBatches(settings.accumulate, caps, together=settings.strategy == "fsdp")
+    everyone = devices_of_all_ranks(device)
     with ranks.together(info.node):  # paced ranks are refused for reasons of their own: the others must not wait
         settings = choose_loader(settings, facts, info, device)
+        settings = choose_arithmetic(settings, device, everyone)
+        use_arithmetic(settings)
         model = network(settings, facts, info, metrics, stream, micro_batches).to(device)
+        model = arranged(model, settings)
         precision = build_precision(settings.amp, device, group)
     learns = ranks.sum_over_ranks([float(info.pace is not None)])[0] == 0
     groups = batch_norm_groups(model, settings, micro_batches, shares, info.rank)
@@ -114,10 +121,14 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
     strategy = build_strategy(settings, model, group, timer, brake, worker, nodes=nodes, updates=last_step)
     if isinstance(strategy, Ddp):
         settings = dataclasses.replace(settings, bucket_mib=strategy.bucket_mib)
+    asked_graph, no_graph = settings.cuda_graph, why_not(device, settings, model)
+    settings = dataclasses.replace(settings, cuda_graph="off" if no_graph or asked_graph == "off" else "on")
     start = start_fields(settings.as_used(last_step), info, device, group, model)
     metrics.write("start", **start, batch_per_rank=shares[info.rank], batch_norm_groups=groups, steps=last_step)
     opened = open_batches(settings, facts, order, info, device)
     console = Console(info, settings, last_step)
+    if no_graph and asked_graph == "on":
+        console.say(f"cuda_graph: off, {no_graph}")
     if settings.local_steps != asked.local_steps:
         console.say(f"local_steps=0: {settings.local_steps}, since only orch knows how fast hosts and links are")
     rebalancer = None
@@ -139,6 +150,7 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
         strategy=strategy,
         precision=precision,
         optimizer=build_optimizer(settings, model),
+        graphs=replayable(model, console.say) if settings.cuda_graph == "on" else None,
         facts=facts,
         order=order,
         micro_batches=micro_batches,
@@ -230,11 +242,17 @@ def room_of(
 
 
 def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer | StandInOptimizer:
+    """settings: `fused_sgd` as it turned out."""
     if isinstance(model, StandIn):
         return StandInOptimizer(model)
-    return torch.optim.SGD(
-        model.parameters(), lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
-    )
+    rule = {"lr": settings.lr, "momentum": settings.momentum, "weight_decay": settings.weight_decay}
+    if settings.fused_sgd != "on":
+        return torch.optim.SGD(model.parameters(), **rule)
+    optimizer = torch.optim.SGD(model.parameters(), **rule, fused=True)
+    if settings.momentum:
+        # By itself it begins with memory as it finds it, which it would keep where fp16 leaves the first update out.
+        optimizer.state.update({weight: {"momentum_buffer": torch.zeros_like(weight)} for weight in trainable(model)})
+    return optimizer
 
 
 def use_threads(info: RankInfo) -> None:

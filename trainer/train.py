@@ -137,6 +137,8 @@ def differentiate(run: Run, images: Tensor, labels: Tensor, step: int) -> tuple[
     sizes = run.micro_batches.sizes(shares, run.info.rank)
     total, last = 0.0, len(sizes) - 1
     alone = run.settings.local_batch > 0 and run.strategy.updates_alone
+    if run.graphs:
+        run.graphs.enabled = last == 0 or alone  # what several passes add up, a replay would write over
     for number, part in enumerate(zip(images.split(sizes), labels.split(sizes), strict=True)):
         with contextlib.nullcontext() if number == last else run.strategy.without_sync():
             with run.precision.autocast():
