@@ -20,6 +20,7 @@ from torchvision import transforms
 from trainer.augment import Augmentation
 from trainer.errors import TrainError
 from trainer.experiments import DataSet
+from trainer.resident import in_stream
 from trainer.stream import RankBatches
 
 Batch = tuple[Tensor, Tensor]
@@ -48,13 +49,27 @@ class Samples(Dataset):
 
 
 class WorkerBatches:
-    """A DataLoader; a TrainError of a loading process, which arrives with its traceback, is raised as one line."""
+    """A DataLoader; a TrainError of a loading process, which arrives with its traceback, is raised as one line. A batch
+    for a GPU is copied there while it computes with the one before.
+    """
 
-    def __init__(self, loader: DataLoader) -> None:
-        self.loader = loader
+    def __init__(self, loader: DataLoader, device: torch.device) -> None:
+        self.loader, self.device = loader, device
 
     def __iter__(self) -> Iterator[Batch]:
-        return _in_one_line(iter(self.loader))  # starts the processes, and draws their seed, at once
+        batches = _in_one_line(iter(self.loader))  # starts the processes, and draws their seed, at once
+        return batches if self.device.type == "cpu" else _copied(batches, self.device)
+
+
+def _copied(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """From pinned memory, in a stream beside the one that computes."""
+
+    def copy(batch: Batch) -> list[Batch]:
+        images, labels = batch
+        return [(images.to(device, non_blocking=True), labels.to(device, non_blocking=True))]
+
+    for (batch,) in in_stream(partial(copy, batch) for batch in batches):
+        yield batch
 
 
 def _in_one_line(batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -77,14 +92,15 @@ def train_batches(
             persistent_workers=num_workers > 0,
             collate_fn=partial(collate, shape=shape),
             pin_memory=device.type == "cuda",
-        )
+        ),
+        device,
     )
 
 
 def test_batches(samples: Samples, indices: range, batch: int, num_workers: int) -> WorkerBatches:
     """The samples as they are, `batch` at a time."""
     names = [[(0, index) for index in indices[begin : begin + batch]] for begin in range(0, len(indices), batch)]
-    return WorkerBatches(DataLoader(samples, batch_sampler=names, num_workers=num_workers))
+    return WorkerBatches(DataLoader(samples, batch_sampler=names, num_workers=num_workers), torch.device("cpu"))
 
 
 def collate(samples: Sequence[tuple[Tensor, int]], shape: tuple[int, ...]) -> Batch:

@@ -51,6 +51,14 @@ def test_a_step_waits_for_the_one_before_and_for_nothing_else(machine):
     assert a_step_of(played(machine, fused_sgd="off", amp="fp16"))["stream_waits"] > 0
 
 
+def test_a_loaded_batch_is_copied_beside_the_step_before(machine):
+    """The stream that computes waits for the copy's event; the host waits for neither."""
+    rank = played(machine, loader="workers", num_workers=0)
+    step = a_step_of(rank)
+    assert (step["copies_to_device"], step["stream_orders"], step["stream_waits"]) == (2, 1, 0)
+    assert max(rank.times("load_ms", SKIPPED)) < 0.1
+
+
 def test_a_checkpoint_follows_the_records_of_all_steps_before_it(machine, tmp_path):
     rank = played(machine, checkpoint_every=3, checkpoint_dir=tmp_path)
     rows = [(row["event"], row["step"]) for row in rank.events if row["event"] in ("step", "checkpoint")]
