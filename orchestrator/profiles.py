@@ -27,6 +27,10 @@ DRIFT = 0.05
 """A profile that drifted by less is steady."""
 FEW_NAMES = 8
 """The samples of more hosts than this are not listed in a note."""
+GPU_SETTINGS = ("tf32", "channels_last", "cudnn_benchmark", "fused_sgd", "cuda_graph")
+"""Settings of the trainer that a GPU's speed depends on."""
+AMPERE = 8
+"""The major compute capability from which on GPUs have TF32 (trainer.arithmetic)."""
 Rank = tuple[str, int]
 """Node and local rank."""
 Ms = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
@@ -51,6 +55,8 @@ class Kind(Record):
     """Of its host: they compute at the same time."""
     threads: str | None = None
     """Of a rank that computes on the CPU."""
+    gpu_settings: str = ""
+    """Of a rank with a GPU: those of GPU_SETTINGS that it does not decide by itself, like "tf32=off"."""
     paced: dict[str, Any] | None = None
     """The pace that it keeps, without its changes in the course of a run."""
     host: str | None = None
@@ -156,10 +162,31 @@ def kinds_of(plan: LaunchPlan, facts: Mapping[str, NodeFacts]) -> dict[Rank, Kin
     """By (node, local rank); empty for what is no training of ours."""
     if "shares" not in plan.settings:
         return {}
-    return {(node.name, i): _kind(plan, node, facts[node.name], i) for node in plan.nodes for i in range(node.ranks)}
+    told = {name: str(plan.settings.get(name, "auto")) for name in GPU_SETTINGS} | {"tf32": tf32_of(plan, facts)}
+    asked = " ".join(f"{name}={value}" for name, value in told.items() if value != "auto")
+    return {
+        (node.name, i): _kind(plan, node, facts[node.name], i, asked) for node in plan.nodes for i in range(node.ranks)
+    }
 
 
-def _kind(plan: LaunchPlan, node: NodePlan, facts: NodeFacts, local_rank: int) -> Kind:
+def tf32_of(plan: LaunchPlan, facts: Mapping[str, NodeFacts]) -> str:
+    """on or off, as its ranks will agree: by itself on where all have GPUs that can; auto where a driver does not say.
+
+    A host that is measured alone would not know what the others have.
+    """
+    asked = str(plan.settings.get("tf32", "auto"))
+    if asked != "auto":
+        return asked
+    if any(node.device != "cuda" for node in plan.nodes):
+        return "off"
+    gpus = [gpu for node in plan.nodes for gpu in facts[node.name].gpus[: node.ranks]]
+    majors = [(gpu.compute_capability or "").partition(".")[0] for gpu in gpus]
+    if not majors or not all(map(str.isdecimal, majors)):
+        return "auto"
+    return "on" if min(map(int, majors)) >= AMPERE else "off"
+
+
+def _kind(plan: LaunchPlan, node: NodePlan, facts: NodeFacts, local_rank: int, gpu_settings: str) -> Kind:
     told, own = plan.settings, node.gpu_uuids
     gpu = next((gpu for gpu in facts.gpus if own and gpu.uuid == own[local_rank % len(own)]), None)
     pace = {key: value for key, value in node.paced.items() if key != "slowdown"} if node.paced else None
@@ -175,6 +202,7 @@ def _kind(plan: LaunchPlan, node: NodePlan, facts: NodeFacts, local_rank: int) -
         driver=gpu.driver if gpu else None,
         ranks=node.ranks,
         threads=None if gpu or pace else node.env.get("OMP_NUM_THREADS"),
+        gpu_settings=gpu_settings if node.device == "cuda" else "",
         paced=pace,
     )
 

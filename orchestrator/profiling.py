@@ -27,7 +27,7 @@ from orchestrator.controller import Controller
 from orchestrator.errors import OrchError, UsageError
 from orchestrator.events import Events, MetricsFile, read_events
 from orchestrator.paths import RunFolder
-from orchestrator.profiles import Kind, Measurement, Profile, Rank, kinds_of
+from orchestrator.profiles import Kind, Measurement, Profile, Rank, kinds_of, tf32_of
 from orchestrator.records import FINAL_STATES, LaunchPlan, NodePlan
 from orchestrator.request import parse_pairs, read_wish
 from orchestrator.store import Cluster
@@ -82,6 +82,9 @@ class Profiling:
             raise UsageError("profile_s=0 measures nothing", "leave it out")
         facts = controller.clusters.ready(cluster, only).facts
         self.whole = controller.plan(cluster, self.wish.request, self.wish.code, only)
+        if "tf32" not in pairs:  # of all hosts: one that is measured alone does not know the others
+            agreed = [f"{key}={value}" for key, value in {**pairs, "tf32": tf32_of(self.whole, facts)}.items()]
+            self.wish = read_wish(exp, agreed, None, None, ())
         self.machines = {name: fact.boot_id for name, fact in facts.items()}
         self.kinds = self._kinds(kinds_of(self.whole, facts), each)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -17,7 +18,7 @@ from orchestrator.controller import Controller
 from orchestrator.errors import UsageError
 from orchestrator.inventory import load_inventory
 from orchestrator.paths import Home, RunFolder
-from orchestrator.profiles import Kind, Profile, kinds_of
+from orchestrator.profiles import Kind, Profile, kinds_of, tf32_of
 from orchestrator.profiling import Profiling
 from orchestrator.records import CodeFolder, LaunchPlan, NodePlan
 from orchestrator.request import read_wish
@@ -266,7 +267,14 @@ def test_a_profile_holds_for_its_kind_alone_and_a_host_of_its_own_before_that(co
     controller.store.save_profile(remembered(kind.of("t/a2000b"), 4, 9))
     found = controller.store.profiles(known, "t")
     assert {rank[0]: profile.sample_ms for rank, profile in found.items()} == {"a2000a": 3, "a2000b": 9}
-    for change in ({"torch": "9.9"}, {"driver": "1"}, {"device_name": "x"}, {"amp": "bf16"}, {"model": "m"}):
+    for change in (
+        {"torch": "9.9"},
+        {"driver": "1"},
+        {"device_name": "x"},
+        {"amp": "bf16"},
+        {"model": "m"},
+        {"gpu_settings": "x"},
+    ):
         assert kind.model_copy(update=change).key != kind.key
     assert kinds(controller, "data=synthetic", "batch=8", "lr=1")["a2000a", 0] == kind
     assert kinds(controller, "amp=bf16")["a2000a", 0] != kind
@@ -295,6 +303,28 @@ def test_a_card_that_got_slower_while_it_was_measured_is_named():
 )
 def test_a_steady_profile_and_one_that_was_not_measured_again_say_nothing(more):
     assert profile_with(**more).drift_words() == ""
+
+
+@pytest.mark.parametrize(
+    ("asked", "capabilities", "expected"),
+    [
+        ("auto", ["8.6", "9.0"], "on"),
+        ("auto", ["8.6", "7.0"], "off"),
+        ("auto", ["10.0"], "on"),
+        ("auto", ["8.6", None], "auto"),
+        ("auto", ["8.6", "cpu"], "off"),
+        ("on", ["8.6", "7.0"], "on"),
+    ],
+)
+def test_whether_tf32_is_used_follows_from_all_gpus_of_a_plan(asked, capabilities, expected):
+    def gpus(capability):
+        return SimpleNamespace(gpus=[SimpleNamespace(compute_capability=capability)])
+
+    names = [f"n{i}" for i in range(len(capabilities))]
+    devices = ["cpu" if capability == "cpu" else "cuda" for capability in capabilities]
+    nodes = [SimpleNamespace(name=name, device=device, ranks=1) for name, device in zip(names, devices, strict=True)]
+    plan = SimpleNamespace(settings={"tf32": asked}, nodes=nodes)
+    assert tf32_of(plan, dict(zip(names, map(gpus, capabilities), strict=True))) == expected
 
 
 def test_changes_of_speed_in_the_course_of_a_run_make_no_other_kind(controller):
