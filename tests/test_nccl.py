@@ -6,11 +6,14 @@ from test_checks import torch as torch_of
 from test_plan import RESNET, SCRIPT, host, node, pair, plan
 
 from orchestrator import checks, console
-from orchestrator.clusters import unlike
+from orchestrator.cli.clusters import _show_up
+from orchestrator.clusters import Up, unlike
 from orchestrator.errors import UnlikeError
 from orchestrator.facts import RdmaPort
 from orchestrator.nccl import GpuHost, check_versions
-from orchestrator.request import RunRequest
+from orchestrator.outlook import look
+from orchestrator.planview import outlook_of
+from orchestrator.request import RunRequest, read_wish
 from orchestrator.store import Cluster, Problem
 
 ROCE, INFINIBAND = RdmaPort(device="mlx5_0", link_layer="Ethernet"), RdmaPort(device="mlx5_1", link_layer="InfiniBand")
@@ -155,6 +158,17 @@ def test_a_dry_run_shows_each_setting_with_its_reason(capsys):
     assert "sets NCCL_DEBUG=WARN: so that NCCL says what went wrong" in shown
 
 
+def test_orch_plan_shows_them_too_and_counts_on_nccl():
+    request = read_wish("resnet152_cifar", [], None, None, ()).request
+    made, _ = told(gpu_host(41, rdma=(ROCE,)), gpu_host(42), request, bandwidth_bps=2.5e9)
+    view = look(made, {})
+    assert view.scene.wire.costs.name == "nccl"
+    assert "sets NCCL_IB_DISABLE=1: no InfiniBand or RoCE on n42" in outlook_of(made, view, frozenset()).basis
+    without = {"n41": gpu_host(41), "n42": host(42, torch=torch_of(nccl_available=False))}
+    nodes = [node(number, bandwidth_bps=2.5e9) for number in (41, 42)]
+    assert look(plan(nodes, without, request), {}).scene.wire.costs.name == "gloo"
+
+
 # ---- unlike hosts ---------------------------------------------------------------------------------------------
 
 
@@ -178,6 +192,16 @@ def test_up_names_usable_hosts_that_cannot_train_together():
     assert "2.30.7 on n41; 2.29.3 on n42" in unlike(cluster).message
     assert unlike(cluster.model_copy(update={"released": ("n42",)})) is None
     assert unlike(cluster.model_copy(update={"problems": {"n42": Problem(message="is off")}})) is None
+
+
+def test_up_ends_with_exit_code_3_where_hosts_differ(capsys):
+    facts = {"n41": gpu_host(41, "2.30.7"), "n42": gpu_host(42, "2.29.3")}
+    cluster = Cluster(name="c", file="c.yaml", nodes=(node(41), node(42)), facts=facts)
+    with pytest.raises(SystemExit) as left:
+        _show_up(Up(cluster, None, {}, (), unlike(cluster)), as_json=False)
+    said = capsys.readouterr()
+    assert left.value.code == 3
+    assert "error: NCCL must be the same on all hosts" in said.err and "try: give all of them one torch" in said.err
 
 
 def test_a_release_that_is_there_in_two_builds_is_no_remedy():
