@@ -11,14 +11,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
+from trainer_ranks import started
 
 from orchestrator.errors import ProbeError, UsageError
 from orchestrator.records import CodeFolder, LaunchPlan
 from orchestrator.request import read_wish
 from orchestrator.resume import last_checkpoint, settings_of
 
-ORCH = [sys.executable, "-m", "orchestrator.cli"]
 INVENTORY = """
 cluster: two
 defaults: {transport: local, device: cpu, python: PYTHON, env: {OMP_NUM_THREADS: "1"}}
@@ -42,7 +43,7 @@ def orch(tmp_path_factory: pytest.TempPathFactory) -> Orch:
 
     def types(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "ORCH_HOME": str(folder / "home")}
-        done = subprocess.run([*ORCH, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+        done = forks.run(forks.ORCH, words, cwd=folder, env=environment)
         assert done.returncode == code, done.stdout + done.stderr
         return done
 
@@ -66,8 +67,11 @@ def job(orch: Orch) -> str:
 
 
 @pytest.mark.slow
-def test_a_new_job_goes_on_from_where_another_ended(orch: Orch, job: str) -> None:
-    whole = orch("logs", "--job", experiment(orch)).stdout
+def test_a_new_job_goes_on_from_where_another_ended(orch: Orch, job: str, tmp_path: Path) -> None:
+    """With the losses of two ranks that nobody interrupts."""
+    settings = [f"--{setting}" for setting in (*SMALL, "device=cpu")]
+    with started(tmp_path, ["--exp=mnist_lenet", *settings], world_size=2) as ranks:
+        whole, _ = [rank.communicate(timeout=120)[0] for rank in ranks]
     found = json.loads(orch("run", "--json", "--resume", job, "--set", "steps=0").stdout)
     resumed = orch("logs", "--job", found["id"]).stdout
     assert (found["state"], found["exp"]) == ("succeeded", "mnist_lenet")
@@ -75,6 +79,15 @@ def test_a_new_job_goes_on_from_where_another_ended(orch: Orch, job: str) -> Non
     last = [text.split("step 14/14")[1].split("samples/s")[0].split()[:2] for text in (whole, resumed)]
     assert last[0] == last[1]
     assert last[0][0] == "loss"
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_in_its_own_cluster_whichever_is_the_current_one(orch: Orch, job: str) -> None:
+    orch("up", "other.yaml")
+    assert plan_of(orch, "--resume", job)["cluster"] == "two"
+    refused = orch("run", "--dry-run", "--resume", job, "--cluster", "other", code=2).stderr
+    assert f"{job} ran on cluster two, not on other" in refused
+    orch("use", "two")
 
 
 @pytest.mark.slow
@@ -108,16 +121,6 @@ def test_a_script_of_the_old_launcher_is_given_its_local_rank(orch: Orch) -> Non
 def test_resume_takes_no_other_experiment(orch: Orch) -> None:
     assert "give it --set alone" in orch("run", "--resume", "latest", "--exp", "mnist_lenet", code=2).stderr
     assert "no job" in orch("run", "--resume", "nothing", code=2).stderr.lower()
-
-
-@pytest.mark.slow
-def test_a_job_goes_on_in_its_own_cluster_whichever_is_the_current_one(orch: Orch) -> None:
-    job = experiment(orch, "checkpoint_every=4", "steps=4")
-    orch("up", "other.yaml")
-    assert plan_of(orch, "--resume", job)["cluster"] == "two"
-    refused = orch("run", "--dry-run", "--resume", job, "--cluster", "other", code=2).stderr
-    assert f"{job} ran on cluster two, not on other" in refused
-    orch("up", "two.yaml")
 
 
 # ---- without a job --------------------------------------------------------------------------------------------------

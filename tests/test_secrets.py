@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 from gang import gang
+from quick_python import quick_python
 from sshd import needs_sshd, running_sshd, wait_for
 
 from orchestrator import shell
@@ -149,6 +150,7 @@ def local_cluster(tmp_path, typist, env, **more):
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "says.py").write_text(SAYS_ITS_SECRET_IS_THERE)
     node = {"name": "one", "transport": "local", "workdir": str(tmp_path / "work"), "device": "cpu"}
+    node["python"] = quick_python(tmp_path / "quick")
     inventory = tmp_path / "inventory.yaml"
     inventory.write_text(yaml.safe_dump({"cluster": "sec", "defaults": {"env": env, **more}, "nodes": [node]}))
     try:

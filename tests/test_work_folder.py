@@ -2,10 +2,10 @@
 
 import os
 import stat
-import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 
 from orchestrator.consent import local_commands
@@ -96,11 +96,8 @@ def up(tmp_path, *options, **keys):
     more = "".join(f", {key}: {value}" for key, value in {"python": sys.executable, **keys}.items())
     node = f"{{name: a, host: 127.0.0.1, device: cpu, transport: local, workdir: {tmp_path}/work{more}}}"
     (tmp_path / "rack.yaml").write_text(f"cluster: rack\nnodes:\n  - {node}\n")
-    return subprocess.run(
-        [sys.executable, "-m", "orchestrator.cli", "up", str(tmp_path / "rack.yaml"), *options],
-        env={**os.environ, "ORCH_HOME": str(tmp_path / "home")}, cwd=Path(__file__).parent.parent,
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    env = {**os.environ, "ORCH_HOME": str(tmp_path / "home")}
+    return forks.run(forks.ORCH, ["up", str(tmp_path / "rack.yaml"), *options], env=env)
 
 
 def test_a_strangers_inventory_runs_nothing_here_before_its_person_allows_it(tmp_path):
