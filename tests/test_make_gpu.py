@@ -58,6 +58,13 @@ def test_without_a_gpu_its_tests_are_skipped_before_anything_imports_torch():
     assert "no NVIDIA GPU" in ended.stdout
 
 
+def test_it_needs_the_standard_library_alone_beside_what_it_starts():
+    command = [sys.executable, "-S", "-m", "tests.gpu", "--help"]  # -S: no packages
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "collectives" in ended.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -130,12 +137,13 @@ def test_a_programs_end_and_its_cause(tmp_path):
     assert run(tmp_path, "def f():\n    raise ValueError('raised')\nf()").cause == "ValueError: raised"
     assert run(tmp_path, "import os; os._exit(4)").cause == "exit code 4, without a word"
     script = "import sys; print('last words\\nframe #3: _start + 0x21\\ninterrupted by SIGTERM'); sys.exit(143)"
-    assert run(tmp_path, script).cause == "last words"
+    assert run(tmp_path, script).cause == "ended by SIGTERM; last: last words"
+    assert run(tmp_path, "import os; print('step 3', flush=True); os.abort()").cause == "ended by SIGABRT; last: step 3"
 
 
 def test_a_program_out_of_time_is_ended(tmp_path):
     ended = child.run(["sleep", "1000"], tmp_path / "log", limit_s=0.1)
-    assert (ended.exit_code, ended.cause) == (None, "not done within 0 s")
+    assert (ended.exit_code, ended.cause) == (None, "not done within 0 s, without a word")
 
 
 def test_what_a_program_started_ends_with_it():

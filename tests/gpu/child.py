@@ -44,18 +44,33 @@ class Ended:
     @property
     def cause(self) -> str:
         """One line that tells why it failed, as far as its output knows."""
-        last = cause_in(self.output)
+        told, last = error_in(self.output), last_word(self.output)
+        if self.exit_code is not None and told:
+            return told
+        return f"{self._how_it_ended}{f'; last: {told or last}' if told or last else ', without a word'}"
+
+    @property
+    def _how_it_ended(self) -> str:
         if self.exit_code is None:
-            return f"not done within {self.limit_s:.0f} s" + (f"; last: {last}" if last else "")
-        return last or f"exit code {self.exit_code}, without a word"
+            return f"not done within {self.limit_s:.0f} s"
+        number = -self.exit_code if self.exit_code < 0 else self.exit_code - 128  # the latter from a shell or from pair
+        with contextlib.suppress(ValueError):
+            return f"ended by {signal.Signals(number).name}"
+        return f"exit code {self.exit_code}"
 
 
-def cause_in(output: str) -> str:
-    """The first line that names an error, else the last that says anything."""
-    lines = [line.strip() for line in output.splitlines() if not _SAYS_NOTHING.search(line)]
-    told = [line for line in lines if _TELLS.search(line)]
-    found = told[0] if told else lines[-1] if lines else ""
-    return found.removeprefix("error: ")[:300]
+def error_in(output: str) -> str:
+    """The first line that names an error; empty where none does."""
+    return next((line.removeprefix("error: ") for line in _lines(output) if _TELLS.search(line)), "")[:300]
+
+
+def last_word(output: str) -> str:
+    """The last line that says anything."""
+    return next(reversed(_lines(output)), "")[:300]
+
+
+def _lines(output: str) -> list[str]:
+    return [line.strip() for line in output.splitlines() if not _SAYS_NOTHING.search(line)]
 
 
 def run(command: Sequence[str], log: Path, limit_s: float, environment: Mapping[str, str] | None = None) -> Ended:

@@ -23,10 +23,16 @@ of its first update (batch 32, by whether oneDNN computes): only fp64 tells whet
 @pytest.fixture(autouse=True)
 def full_precision():
     """TF32 keeps 10 bits of a factor: that is no order of sums."""
-    flags = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    if hasattr(torch.backends.cudnn, "conv"):  # from torch 2.9 on, which refuses to mix these with the names before
+        name, full, places = "fp32_precision", "ieee", (torch.backends.cudnn.conv, torch.backends.cuda.matmul)
+    else:
+        name, full, places = "allow_tf32", False, (torch.backends.cudnn, torch.backends.cuda.matmul)
+    before = [getattr(place, name) for place in places]
+    for place in places:
+        setattr(place, name, full)
     yield
-    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = flags
+    for place, value in zip(places, before, strict=True):
+        setattr(place, name, value)
 
 
 def updated(name, device, **options):
@@ -58,10 +64,7 @@ def test_updates_equal_those_of_a_cpu(name):
 
 @pytest.mark.skipif("fused" not in inspect.signature(torch.optim.SGD).parameters, reason="this torch has no fused SGD")
 @pytest.mark.parametrize("name", CASES)
-def test_fused_sgd_equals_plain_sgd(name):
-    torch.backends.cudnn.deterministic = True
-    try:
-        plain = updated(name, "cuda", fused=False)
-        assert distance(updated(name, "cuda", fused=True), plain) < CASES[name][-1]
-    finally:
-        torch.backends.cudnn.deterministic = False
+def test_fused_sgd_equals_plain_sgd(name, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    plain = updated(name, "cuda", fused=False)
+    assert distance(updated(name, "cuda", fused=True), plain) < CASES[name][-1]
