@@ -22,7 +22,7 @@ from orchestrator.records import Owner
 from orchestrator.requirements import Requirements
 from orchestrator.text import one_line
 from orchestrator.transport.fanout import for_each
-from orchestrator.wheels import PAIRS, WHEELS_FOR, build_of, has_cu126, misfit, newest_for, numbers
+from orchestrator.wheels import PAIRS, WHEELS_FOR, has_cu126, misfit, newest_for, numbers
 
 LIMIT_S = 2 * 3600.0
 """For one host: torch with its CUDA libraries is 3 GB, which a 10 Mbit/s line brings in 40 minutes."""
@@ -38,6 +38,8 @@ class Wanted:
     any_torch: bool
     extra: Requirements = field(default_factory=Requirements)
     """What a person's requirements file asks for beside them."""
+    reason: str = field(default="", compare=False)
+    """Why this torch, where nobody asked for it and it is not this machine's."""
 
     @property
     def requirements(self) -> tuple[str, ...]:
@@ -86,7 +88,7 @@ def choose(torch: str | None, torchvision: str | None, hosts: Sequence[NodeFacts
         raise UsageError(f"torch {torch} is too old", "2.0.1 is the oldest that runs here")
     judged = [facts for facts in hosts if facts.machine == WHEELS_FOR]
     if not torch:
-        return Wanted(*_usual_pair(judged), any_torch=True)
+        return _usual(judged)
     _check_fit(torch, judged)
     torchvision = torchvision or PAIRS.get(torch.partition("+")[0])
     if not torchvision:
@@ -110,26 +112,30 @@ def _check_fit(torch: str, hosts: Sequence[NodeFacts]) -> None:
     raise UsageError(f"{node}: the wheels of torch {torch} hold {why}", ", or ".join(remedies))
 
 
-def _usual_pair(hosts: Sequence[NodeFacts]) -> tuple[str, str]:
-    """What the GPU hosts with a torch have, if that is one release; else this machine's, or an older one where that
-    does not run on all GPUs.
+def _usual(hosts: Sequence[NodeFacts]) -> Wanted:
+    """What the GPU hosts with a torch have, if that is one release; else this machine's, or another one where that does
+    not run on all GPUs. Raises UsageError where none does.
     """
     own_torch, own_torchvision = _own_pair()
+    usual = Wanted(own_torch, own_torchvision, any_torch=True)
     gpus = [gpu for facts in hosts for gpu in facts.gpus]
     there = {facts.torch.version.partition("+")[0] for facts in hosts if facts.torch and facts.torch.cuda}
-    lacking = [facts.node for facts in hosts if not facts.torch]
-    for torch in there if len(there) == 1 and lacking else ():
+    if all(facts.torch for facts in hosts):
+        return usual
+    for torch in there if len(there) == 1 else ():
         if torch in PAIRS and not any(misfit(torch, gpu) for gpu in gpus):
-            return torch, PAIRS[torch]
-    if build_of(own_torch) is None or not lacking:
-        return own_torch, own_torchvision
-    fitting = newest_for(gpus, newest=own_torch)
+            return Wanted(torch, PAIRS[torch], any_torch=True, reason="as the GPU hosts have it that have a torch")
+    why = next((why for gpu in gpus if (why := misfit(own_torch, gpu))), None)
+    if why is None:
+        return usual
+    fitting = newest_for(gpus, newest=own_torch) or newest_for(gpus)
     if fitting is None:
         raise UsageError(
-            f"{lacking[0]}: orch knows no torch whose wheels run on the GPUs and drivers of all hosts",
+            "orch knows no torch whose wheels run on the GPUs and drivers of all hosts",
             "choose one with --torch and an index of your own, or leave hosts out (`orch node release`)",
         )
-    return (own_torch, own_torchvision) if fitting == own_torch else (fitting, PAIRS[fitting])
+    reason = f"it runs on all GPUs; the wheels of {own_torch} hold {why}"
+    return Wanted(fitting, PAIRS[fitting], any_torch=True, reason=reason)
 
 
 def _own_pair() -> tuple[str, str]:

@@ -247,3 +247,10 @@ def test_the_gpus_a_torch_has_no_code_for_come_with_the_release_that_has():
     error = checks.unusable(node(42), facts_of(torch=old))
     assert "no code for its Tesla V100-PCIE-16GB (sm_70" in error.message
     assert "`orch setup --torch 2.10.0`" in error.remedy and "PIP_INDEX_URL" in error.remedy
+
+
+def test_a_torch_too_new_for_the_driver_comes_with_the_release_that_is_not():
+    new = torch_of(version="2.15.0+cu132", cuda="13.2", devices=0, arch_list=("sm_70",), cuda_error="driver too old")
+    error = checks.unusable(node(42), facts_of(torch=new))
+    assert "cannot use the GPUs (driver too old)" in error.message
+    assert "update the driver" in error.remedy and "`orch setup --torch 2.10.0`" in error.remedy

@@ -87,10 +87,23 @@ def test_setup_installs_what_the_oldest_gpu_and_driver_run(monkeypatch):
     assert choose(None, None, hosts(A2000)) == Wanted("2.15.0", "0.29.2", any_torch=True)
     assert choose(None, None, hosts(A2000, V100)) == Wanted("2.10.0", "0.25.0", any_torch=True)
     assert choose(None, None, [facts(gpus=(V100,), torch=None, machine="aarch64")]).torch == "2.15.0"
-    with pytest.raises(
-        UsageError, match=r"h0: orch knows no torch whose wheels run on the GPUs and drivers of all hosts"
-    ):
+    with pytest.raises(UsageError, match=r"orch knows no torch whose wheels run on the GPUs and drivers of all hosts"):
         choose(None, None, hosts(gpu("3.7"), BLACKWELL))
+
+
+def test_setup_says_why_it_takes_another_torch_than_this_machines(monkeypatch):
+    monkeypatch.setattr("orchestrator.venvs._own_pair", lambda: ("2.15.0", "0.29.2"))
+    assert choose(None, None, hosts(A2000)).reason == ""
+    why = "it runs on all GPUs; the wheels of 2.15.0 hold no code for Tesla V100-PCIE-16GB (sm_70; built for sm_75 to"
+    assert choose(None, None, hosts(A2000, V100)).reason.startswith(why)
+    there = torch(version="2.3.1+cu121")
+    assert "as the GPU hosts have it" in choose(None, None, hosts(A2000, V100, torches=[there])).reason
+
+
+def test_a_machine_with_an_old_torch_holds_new_gpus_back_no_more_than_it_must(monkeypatch):
+    monkeypatch.setattr("orchestrator.venvs._own_pair", lambda: ("2.3.1", "0.18.1"))
+    assert choose(None, None, hosts(A2000, V100)).torch == "2.3.1"
+    assert choose(None, None, hosts(BLACKWELL)).torch == list(PAIRS)[-1]
 
 
 def test_setup_gives_hosts_without_torch_the_release_that_the_others_have(monkeypatch):

@@ -139,6 +139,8 @@ def setup(
             wanted = replace(wanted, extra=extra)
         names = [node.name for node in picked]
         question = _setup_question(known, picked, wanted, requirements)
+        if question and wanted.reason:
+            console.say(f"torch {wanted.torch}: {wanted.reason}")
         if question and not yes:
             click.confirm(question, abort=True, err=True)
         try:
