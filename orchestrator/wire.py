@@ -67,7 +67,8 @@ class Costs:
 # One call a parameter beside one call for all 467: between two lab hosts 1.44 s and 0.785 s bare, 1.774 s in training;
 # between four at 1 Gbps 6.07 s and 3.14 s bare, 5.5 s in training. The difference over 467 * 2(n-1) messages.
 # One core of that machine, for 232.7 MB: to bf16 and back 0.12 s, 5.8 GB/s moved; PowerSGD of rank 2 0.37 s alone,
-# 0.42 s as two ranks do it at once, 5.6 GB/s moved; copies into memory not touched before 2.6 to 3.4 GB/s moved.
+# 0.42 s as two ranks do it at once, 5.6 GB/s moved; copies into memory not touched before 2.6 to 3.4 GB/s moved. The
+# averages of `local` move 16 GB/s: of CPUs that compute they are charged too much, 0.4 s a round of ResNet-152.
 GLOO = Costs(
     name="gloo",
     source="1 ms a message, as 2 hosts at 2.5 Gbps and 4 at 1 Gbps showed (0.7 to 1.06); CPU costs as of one core",
