@@ -12,6 +12,7 @@ late its pace was, and how busy the whole machine's cores were meanwhile.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -25,7 +26,8 @@ sys.path.insert(0, os.getcwd())  # the shipped folder, with the trainer in it
 import torch
 import torch.distributed as dist
 
-from trainer import interrupt, ranks
+from trainer import interrupt, ranks, setup
+from trainer.anatomy import dissect
 from trainer.checkpoint import CheckpointKeeper, Progress
 from trainer.config import parse_settings
 from trainer.env import RankInfo, read_rank_info
@@ -67,9 +69,13 @@ def prepared(told: dict[str, Any], settings: dict[str, Any], info: RankInfo, gro
     pairs = {key: str(value) for key, value in settings.items() if key not in ("steps", "metrics")}
     pairs |= {"data": "synthetic", "samples": str(steps * settings["batch"]), "epochs": str(told["blocks"])}
     ranks.join = lambda *_: group  # type: ignore[assignment]  # all rows meet in the gang that is there
+    setup.dissect = dissected  # and are of one network
     run = set_up(parse_settings(told["exp"], pairs), info, MetricsWriter(file))
     run.console.speaks = False
     return run
+
+
+dissected = functools.cache(dissect)
 
 
 def counts_from(run: Run, warmup: int) -> int:
