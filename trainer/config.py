@@ -286,8 +286,6 @@ class Settings:
             mistakes.append(f"wire: fidelity {self.fidelity} goes with {' or '.join(fitting[self.fidelity])}")
         if self.fidelity == "compressed" and self.amp == "fp16":
             mistakes.append("amp: fp16 leaves out updates that overflow, compressed would remember them; use bf16")
-        if self.local_batch and self.amp == "fp16":
-            mistakes.append("local_batch: with amp=fp16 ranks agree on every update; use bf16")
         if self.local_batch and self.accumulate:
             mistakes.append("accumulate: adds up what local_batch takes apart; leave one out")
         if self.local_overlap >= self.local_steps > 0:

@@ -57,18 +57,13 @@ class Bf16(Full):
 class Fp16(Full):
     """The loss is scaled up, so that small gradients do not vanish, as far as no gradient overflows.
 
-    An update with a gradient that is not finite is left out. Where each rank has gradients of its own (averaged
-    weights, sharded gradients) only some may see it: torch's scaler for shards asks all, and all leave it out.
+    An update with a gradient that is not finite is left out: on all ranks, or where their updates are their own
+    (group: None) on those alone that have one.
     """
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:
-        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
         self.device = device
-        try:
-            self.scaler = ShardedGradScaler(device=device.type, process_group=group)
-        except TypeError:  # before torch 2.3 it is for GPUs only
-            self.scaler = ShardedGradScaler(process_group=group)
+        self.scaler = _own_scaler(device) if group is None else _shared_scaler(device, group)
 
     def autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.float16)
@@ -87,8 +82,31 @@ class Fp16(Full):
         self.scaler.update()
 
 
-def build_precision(amp: str, device: torch.device, group: dist.ProcessGroup) -> Full:
-    """Raises TrainError where the device, or this torch on it, cannot compute so."""
+def _own_scaler(device: torch.device) -> Any:
+    try:
+        return torch.amp.GradScaler(device.type)
+    except AttributeError:  # before torch 2.3 it is for GPUs only
+        return torch.cuda.amp.GradScaler()
+
+
+def _shared_scaler(device: torch.device, group: dist.ProcessGroup) -> Any:
+    """Where each rank has gradients of its own (averaged weights, sharded gradients) only some may see one that is not
+    finite: torch's scaler for shards asks all.
+    """
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    try:
+        return ShardedGradScaler(device=device.type, process_group=group)
+    except TypeError:  # as above
+        return ShardedGradScaler(process_group=group)
+
+
+def build_precision(amp: str, device: torch.device, group: dist.ProcessGroup | None) -> Full:
+    """group: of the ranks that leave an update out together (fp16); None where each decides by itself, and waits for
+    nobody: what they would tell each other in `local` would queue behind the weights that travel.
+
+    Raises TrainError where the device, or this torch on it, cannot compute so.
+    """
     if amp == "none":
         return Full()
     if amp == "bf16" and device.type == "cuda" and not is_ampere(device):

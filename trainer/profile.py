@@ -87,11 +87,11 @@ def profile(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
     torch.manual_seed(settings.seed)
     group = ranks.join(info, settings.backend, device)
     facts = agree_on_facts(settings, info)
-    alone, everyone = _alone(info), devices_of_all_ranks(device)
+    everyone = devices_of_all_ranks(device)
     with ranks.together(info.node):
         settings = choose_arithmetic(choose_loader(settings, facts, info, device), device, everyone)
         use_arithmetic(settings)
-        precision = build_precision(settings.amp, device, alone)
+        precision = build_precision(settings.amp, device, None)  # ranks of a host take their updates as they come
         model, room = _subject(settings, facts, info, metrics, device)
         model, held = arranged(model, settings), _held(model, facts, settings, device)
     untimed = 1
@@ -134,12 +134,6 @@ def _held(model: nn.Module, facts: DataSet, settings: Settings, device: torch.de
 def steady(pace: Pace) -> Pace:
     """Without the changes of speed in the course of a run."""
     return dataclasses.replace(pace, slowdown=())
-
-
-def _alone(info: RankInfo) -> dist.ProcessGroup:
-    """A group of this rank: ranks of a host take their updates as they come, and wait for no other."""
-    groups = [dist.new_group([rank], backend="gloo") for rank in range(info.world_size)]
-    return groups[info.rank]
 
 
 class Subject:

@@ -111,7 +111,7 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
         use_arithmetic(settings)
         model = network(settings, facts, info, metrics, stream, micro_batches).to(device)
         model = arranged(model, settings)
-        precision = build_precision(settings.amp, device, group)
+        precision = build_precision(settings.amp, device, None if settings.fidelity == "local" else group)
     learns = ranks.sum_over_ranks([float(info.pace is not None)])[0] == 0
     groups = batch_norm_groups(model, settings, micro_batches, shares, info.rank)
     keeps_time = {"postpone": model.stopwatch.postpone} if isinstance(model, StandIn) else {}
