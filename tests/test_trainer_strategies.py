@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from trainer import precision
 from trainer.batch_norm import synchronise_batch_norm, whole_batch_statistics
 from trainer.config import SettingsError, parse_settings
 from trainer.errors import TrainError
+from trainer.models import build_model, gradient_bytes
 from trainer.precision import build_precision
 from trainer.setup import check_batch_norm
 from trainer.slow import Slow
@@ -425,6 +427,19 @@ def weights_held(_: int, case: Case) -> tuple[int, int]:
     strategy = build_strategy(settings_for(case, "fsdp"), network(case, 0), group_of(RANKS), CpuTimer())
     own = sum(parameter.to_local().numel() for parameter in strategy.model.parameters())
     return own, sum(parameter.numel() for parameter in strategy.whole().parameters())
+
+
+def test_fsdp_joins_small_neighbours_up_to_the_size_of_a_piece() -> None:
+    with torch.device("meta"):
+        model = build_model("resnet152", (3, 32, 32), 10)
+    pieces = list(fsdp._pieces(model, 25 * 2**20))
+    sizes = [sum(map(gradient_bytes, piece)) for piece in pieces]
+    assert sum(sizes) == gradient_bytes(model)
+    assert max(sizes) <= 25 * 2**20
+    assert all(sum(two) > 25 * 2**20 for two in itertools.pairwise(sizes)), "two of them would have been one"
+    named = {module: name for name, module in model.named_modules()}
+    names = [named[part] for piece in pieces for part in piece]
+    assert (names[:4], names[-1], len(pieces)) == (["conv1", "bn1", "layer1", "layer2"], "fc", 11)
 
 
 @pytest.mark.parametrize("strategy", ["parameter_average", "dp"])

@@ -25,6 +25,8 @@ class CpuTimer:
     def mark(self) -> float:
         return time.perf_counter()
 
+    mark_computing = mark
+
     def wait(self) -> None:
         """Nothing to wait for: on a CPU work is done when the call returns."""
 
@@ -44,6 +46,12 @@ class CudaTimer:
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
+        return event
+
+    def mark_computing(self) -> torch.cuda.Event:
+        """In the stream that computes, from wherever another one is the current one."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.default_stream())
         return event
 
     def wait(self) -> None:

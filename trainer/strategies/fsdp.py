@@ -43,22 +43,24 @@ class Fsdp(Base):
         share_initial_state(model, group)
         self.hollow = _without_weights(model)
         mesh = make_mesh(group, next(model.parameters()).device.type)
-        parts = list(_parts(model, piece_mib * 2**20))
-        has_rest = sum(gradient_bytes(part) for part in parts) < gradient_bytes(model)
-        self.reductions = len(parts) + has_rest
-        for module in (*parts, model):  # the whole comes last: it takes what no part has
-            fully_shard(module, mesh=mesh)
-            module.set_custom_reduce_scatter(self)
+        pieces = list(_pieces(model, piece_mib * 2**20))
+        has_rest = sum(gradient_bytes(part) for piece in pieces for part in piece) < gradient_bytes(model)
+        self.reductions = len(pieces) + has_rest
+        for piece in (*pieces, [model]):  # the whole comes last: it takes what no piece has
+            fully_shard(piece, mesh=mesh)
+            piece[0].set_custom_reduce_scatter(self)  # a piece's modules have one state
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        """The reduce-scatter of one piece, as fully_shard wants it called. Gloo knows no average."""
+        """The reduce-scatter of one piece, as fully_shard wants it called: on a GPU in a stream of its own, behind that
+        of the piece before, so that a mark there would tell nothing of computing. Gloo knows no average.
+        """
         self.brake.pause("call")
         if len(self.collectives) == self.reductions - 1:
             self.brake.pause("sync")
-        self.computed = self.timer.mark()
+        self.computed = self.timer.mark_computing()
         is_mean = op == dist.ReduceOp.AVG
         work = dist.reduce_scatter_tensor(
             output_tensor, input_tensor, op=dist.ReduceOp.SUM if is_mean else op, group=group, async_op=async_op
@@ -109,6 +111,18 @@ def _newest_fsdp() -> tuple[Any, Any]:
     except ImportError:
         pass
     raise TrainError(f"strategy fsdp needs torch 2.9 or newer, this is {torch.__version__}: use ddp")
+
+
+def _pieces(model: nn.Module, most_bytes: float) -> Iterator[list[nn.Module]]:
+    """Parts that follow each other, as many as have so many bytes together: every piece costs a latency three times."""
+    piece: list[nn.Module] = []
+    for part in _parts(model, most_bytes):
+        if piece and sum(map(gradient_bytes, [*piece, part])) > most_bytes:
+            yield piece
+            piece = []
+        piece.append(part)
+    if piece:
+        yield piece
 
 
 def _parts(module: nn.Module, most_bytes: float) -> Iterator[nn.Module]:
