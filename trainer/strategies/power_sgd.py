@@ -24,6 +24,8 @@ from trainer.strategies.wire import Wire
 
 _SEED = 20_191_208
 """Any number, the same on every rank: the first Q must be."""
+_NUDGE = 64
+"""Times a number's precision: more than rounding, and less than a gradient has to say."""
 
 
 class Stack:
@@ -39,6 +41,8 @@ class Stack:
         rank = min(rank, rows, columns)
         self.q = torch.randn(len(positions), columns, rank, generator=generator).to(like)
         self.p = like.new_zeros(len(positions), rows, rank)
+        own = torch.Generator().manual_seed(_SEED)
+        self.directions = (torch.randn(rows, rank, generator=own) / math.sqrt(rows)).to(like)
 
     def project(self, gradients: Sequence[Tensor]) -> None:
         """p becomes this rank's part of the new P."""
@@ -48,7 +52,7 @@ class Stack:
 
     def project_back(self) -> None:
         """Takes the sum of all P; q becomes this rank's part of the new Q, and leaves the memory."""
-        self.p = torch.linalg.qr(self.p).Q
+        self.p = orthonormal(self.p, self.directions)
         torch.bmm(self.memory.transpose(1, 2), self.p, out=self.q)
         self.memory.baddbmm_(self.p, self.q.transpose(1, 2), alpha=-1)
 
@@ -56,6 +60,25 @@ class Stack:
         """Takes the sum of all Q."""
         for p, q, position in zip(self.p, self.q, self.positions, strict=True):
             gradients[position].copy_((p @ q.T).view(gradients[position].shape))
+
+
+def orthonormal(matrices: Tensor, directions: Tensor) -> Tensor:
+    """The Q of each matrix's QR decomposition with a positive diagonal of R. matrices: (count, rows, columns), with no
+    more columns than rows. directions: (rows, columns), what columns become that are zero or depend on others.
+
+    Gram and Schmidt's way on columns of length 1, each twice ("twice is enough": Giraud, Langou and Rozloznik 2005),
+    for all matrices at once: a GPU's QR goes from one to the next, and its signs may be other than another device's.
+    Cholesky's way takes fewer calls, but squares the condition number, and leaves float32 nothing of such P.
+    """
+    limits = torch.finfo(matrices.dtype)
+    q = matrices / matrices.norm(dim=1, keepdim=True).clamp_min(limits.tiny)
+    q += _NUDGE * limits.eps * directions  # rounding alone would have each kind of device go on in another direction
+    for number in range(q.shape[2]):
+        column, before = q[:, :, number : number + 1], q[:, :, :number]
+        for _ in range(2 if number else 0):
+            column -= before @ (before.mT @ column)
+        column /= column.norm(dim=1, keepdim=True).clamp_min(limits.tiny)
+    return q
 
 
 class PowerSgd:

@@ -1,0 +1,61 @@
+"""What PowerSGD needs of its matrices: the same orthonormal columns on every kind of device, whatever a gradient is."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+import torch
+
+from trainer.strategies.power_sgd import Stack, orthonormal
+
+DIRECTIONS = torch.randn(40, 4, generator=torch.Generator().manual_seed(7), dtype=torch.float64) / 40**0.5
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def distance_to_orthonormal(q: torch.Tensor) -> float:
+    return float((q.mT @ q - torch.eye(q.shape[2], dtype=q.dtype)).abs().max())
+
+
+def test_it_is_the_q_of_the_decomposition_whose_r_has_a_positive_diagonal() -> None:
+    matrices = drawn(3, 40, 4)
+    q, r = torch.linalg.qr(matrices)
+    signs = r.diagonal(dim1=1, dim2=2).sign()
+    assert (orthonormal(matrices, DIRECTIONS) - q * signs[:, None, :]).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("condition", [1e2, 1e4, 1e6])
+def test_float32_stays_orthonormal_where_cholesky_would_not(condition: float) -> None:
+    """LeNet's P came to 2e4 with two columns and 3e6 with four."""
+    left, right = torch.linalg.qr(drawn(3, 40, 4)).Q, torch.linalg.qr(drawn(3, 4, 4)).Q
+    sizes = torch.logspace(0, -float(torch.tensor(condition).log10()), 4, dtype=torch.float64)
+    q = orthonormal(((left * sizes) @ right.mT).float(), DIRECTIONS.float())
+    assert distance_to_orthonormal(q) < 2e-6
+
+
+def test_columns_that_are_zero_or_say_nothing_new_become_the_given_directions() -> None:
+    matrices = drawn(3, 40, 4).float()
+    matrices[0] = 0  # a gradient of zeros
+    matrices[1, :, 2] = matrices[1, :, 0] - 2 * matrices[1, :, 1]
+    matrices[2, :, 3] = 0
+    q = orthonormal(matrices, DIRECTIONS.float())
+    again = orthonormal(matrices * (1 + 1e-7), DIRECTIONS.float())  # as another device might round
+    assert distance_to_orthonormal(q) < 2e-6
+    assert (q - again).abs().max() < 0.1
+
+
+def test_numbers_that_are_not_finite_stay_so() -> None:
+    matrices = drawn(1, 40, 4)
+    matrices[0, 3, 1] = float("inf")
+    assert not orthonormal(matrices, DIRECTIONS).isfinite().all()
+
+
+def test_a_matrix_with_as_many_columns_as_rows_is_decomposed_too() -> None:
+    stack = Stack([0], drawn(1, 3, 9)[0], 8, torch.Generator().manual_seed(0))
+    stack.project([drawn(3, 9)])
+    stack.project_back()
+    assert stack.p.shape == (1, 3, 3)
+    assert distance_to_orthonormal(stack.p) < 1e-12
