@@ -72,6 +72,7 @@ def measure(settings: CollectiveSettings, info: RankInfo, metrics: MetricsWriter
     # A host that stands in for a GPU has none, but its network is its own.
     device = torch.device("cpu") if info.pace else ranks.choose_device(settings.device, settings.backend, info)
     group = ranks.join(info, settings.backend, device)
+    device = where_elements_lie(group, device, info)
     cells = [(size, operation) for size in settings.sizes for operation in settings.chosen_operations]
     start = start_fields(settings, info, device, group, None)
     metrics.write("start", **start, batch_per_rank=None, batch_norm_groups=None, steps=len(cells))
@@ -88,6 +89,17 @@ def measure(settings: CollectiveSettings, info: RankInfo, metrics: MetricsWriter
         measure_links(ranks.gather_lines(info.node), group, device, bench.timer, deadline_s, metrics)
     ranks.leave()
     metrics.end("succeeded")
+
+
+def where_elements_lie(group: dist.ProcessGroup, device: torch.device, info: RankInfo) -> torch.device:
+    """Gloo sends what lies in a host's memory. Given a GPU's it would read the same address there (send, recv:
+    pytorch#152645), or measure copies besides.
+    """
+    if dist.get_backend(group) != "gloo":
+        return device
+    if info.rank == 0 and device.type == "cuda":
+        print("gloo carries the elements, so that they lie in the hosts' memory, not on GPUs", flush=True)
+    return torch.device("cpu")
 
 
 def patterns_of(settings: CollectiveSettings, info: RankInfo, device: torch.device) -> tuple[Tensor, ...]:

@@ -358,7 +358,10 @@ class CollectiveSettings:
         "Times that an operation of one size is timed, at most; 3 where it takes long.", at_least=1
     )
     dtype: str = _setting("The type of the elements.", choices=["float32", "bfloat16"])
-    device: str = _setting("Where the elements lie; auto is a GPU where there is one.", choices=["auto", "cuda", "cpu"])
+    device: str = _setting(
+        "Where the elements lie; auto is a GPU where there is one. What gloo carries lies in the host's memory.",
+        choices=["auto", "cuda", "cpu"],
+    )
     backend: str = _setting(
         "What carries them; auto is nccl when every rank has a GPU of its own, else gloo.",
         choices=["auto", "nccl", "gloo"],

@@ -117,8 +117,10 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
     keeps_time = {"postpone": model.stopwatch.postpone} if isinstance(model, StandIn) else {}
     brake = Brake(settings.bottleneck, info.rank, timer, **keeps_time)
     worker = StandInWorker(model.stopwatch) if isinstance(model, StandIn) else WORKER
-    nodes = ranks.gather_lines(info.node)
-    strategy = build_strategy(settings, model, group, timer, brake, worker, nodes=nodes, updates=last_step)
+    nodes, devices = ranks.gather_lines(info.node), ranks.gather_lines(device.type)
+    strategy = build_strategy(
+        settings, model, group, timer, brake, worker, nodes=nodes, devices=devices, updates=last_step
+    )
     if isinstance(strategy, Ddp):
         settings = dataclasses.replace(settings, bucket_mib=strategy.bucket_mib)
     asked_graph, no_graph = settings.cuda_graph, why_not(device, settings, model)

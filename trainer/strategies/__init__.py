@@ -64,10 +64,11 @@ def build_strategy(
     worker: Worker = WORKER,
     *,
     nodes: Sequence[str] = (),
+    devices: Sequence[str] = (),
     updates: int = 0,
 ) -> Strategy:
     """Gives every rank rank 0's weights. nodes: each rank's host, where ranks of one shall add up among themselves
-    first. updates: of the whole run.
+    first. devices: each rank's kind of device; without them all are CPUs. updates: of the whole run.
 
     Raises TrainError where the strategy does not fit ranks, devices or torch.
     """
@@ -78,15 +79,19 @@ def build_strategy(
                 "use ddp or allreduce"
             )
         return Alone(model, timer, brake, all_devices=settings.strategy == "dp")
+    if settings.strategy == "fsdp" and "cuda" in devices and dist.get_backend(group) == "gloo":
+        raise TrainError(
+            "strategy fsdp: gloo cannot gather the weights of GPUs; use nccl, with a GPU for each rank, or strategy ddp"
+        )
     if settings.sync_bn:
         synchronise_batch_norm(model, group)
-    wire = Wire(group, nodes, DTYPES[settings.sent_as], brake, worker)
+    wire = Wire(group, nodes, DTYPES[settings.sent_as], brake, worker, devices)
     if settings.fidelity not in ("compressed", "local"):
         return _exact(settings, model, wire, timer, brake)
     after = settings.exact_updates(updates)
     if not after:
         return _lesser(settings, model, wire, timer, brake)
-    full = Wire(group, nodes, brake=brake, worker=worker) if wire.dtype else wire
+    full = Wire(group, nodes, brake=brake, worker=worker, devices=devices) if wire.dtype else wire
     exact = _exact(settings, model, full, timer, brake)
     return ExactFirst(exact, _lesser(settings, model, wire, timer, brake), after)
 

@@ -10,27 +10,24 @@ Every rank has to begin the same sums in the same order.
 from __future__ import annotations
 
 import math
-import queue
 import re
 import statistics
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer import gpu_work
 from trainer.errors import TrainError
-from trainer.strategies.seam import first_rank
+from trainer.strategies.relay import Relay, pieces_of
+from trainer.strategies.staging import Staging
 from trainer.timing import NO_BRAKE, Brake
 from trainer.worker import WORKER, Worker
 
 Group = dist.ProcessGroup
-Leg = Callable[[Tensor], Any]
 Arrived = Callable[[], None]
 _UNKNOWN_TYPE = re.compile(
     r"(unsupported|invalid|unconvertible|not support).*type|type.*(unsupported|not support)", re.I | re.S
@@ -38,8 +35,6 @@ _UNKNOWN_TYPE = re.compile(
 """What torch says of a kind of number that it cannot add up, and of no broken connection."""
 _PIECE = 1 << 22
 """Elements: 16 MiB of float32."""
-_MESSAGE = 1 << 18
-"""Elements: 1 MiB of float32, in which Gloo cuts its rings' messages anyway."""
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -47,7 +42,8 @@ class Wire:
     """nodes: of each rank its host, where those of one host shall add up among themselves first (Gloo; NCCL finds out
     by itself which ranks share one). dtype: what numbers travel in; None: what they are. brake: holds this rank up
     before each call of a blocking collective, where `slow` says so; held_up_s adds that up. worker: does what is done
-    to the numbers before and after they travel.
+    to the numbers before and after they travel. devices: of each rank its kind of device (`cpu`, `cuda`); without them
+    all are CPUs.
 
     Raises TrainError where this torch cannot add up such numbers.
     """
@@ -59,19 +55,22 @@ class Wire:
         dtype: torch.dtype | None = None,
         brake: Brake = NO_BRAKE,
         worker: Worker = WORKER,
+        devices: Sequence[str] = (),
     ) -> None:
         self.group, self.worker = group, worker
         self.dtype = dtype
         self.brake, self.held_up_s = brake, 0.0
-        self.relay: Relay | None = None
         if dtype and not _adds_up(dtype, group):
             name = next(name for name, known in DTYPES.items() if known == dtype)
             other = "fp16" if name == "bf16" else "bf16"
             raise TrainError(f"wire {name}: torch {torch.__version__} cannot add it up; use wire={other}")
+        by_nccl, on_gpu = dist.get_backend(group) == "nccl", "cuda" in devices and devices[group.rank()] == "cuda"
         is_shared = 1 < len(set(nodes)) < len(nodes)
-        if (is_shared or dtype) and dist.get_backend(group) == "gloo":
-            self.relay = Relay(group, nodes if is_shared else (), dtype, worker)
-        self.aside = torch.cuda.Stream() if dist.get_backend(group) == "nccl" else None
+        # What all ranks know alike decides: a relay's groups are made by all of them, or by none.
+        relays = not by_nccl and (is_shared or dtype is not None or "cuda" in devices)
+        self.relay = Relay(group, nodes if is_shared else (), dtype, worker) if relays else None
+        self.staging = Staging(self.relay) if self.relay and on_gpu else None
+        self.aside = torch.cuda.Stream() if by_nccl else None
 
     def begin(self, tensor: Tensor, arrived: Arrived = lambda: None) -> Any:
         """A future of the tensor, which by then holds the sum; nobody may touch it before. arrived: called as soon as
@@ -79,7 +78,9 @@ class Wire:
         """
         if self.aside:
             return self._begin_aside(tensor, arrived, self.aside)
-        if self.relay and tensor.device.type == "cpu":
+        if self.staging:
+            return self.staging.begin(tensor, arrived)
+        if self.relay:
             summed = self.relay.begin(tensor)
         else:
             summed = dist.all_reduce(tensor, group=self.group, async_op=True).get_future()
@@ -107,7 +108,7 @@ class Wire:
 
     def begin_in_pieces(self, tensor: Tensor) -> list[Any]:
         """Their futures: every connection has one, and one is rounded while another travels."""
-        return [self.begin(piece) for piece in _pieces_of(tensor, _PIECE)]
+        return [self.begin(piece) for piece in pieces_of(tensor, _PIECE)]
 
     def sum(self, tensor: Tensor) -> None:
         self.hold_up()
@@ -124,133 +125,10 @@ class Wire:
         self.held_up_s += self.brake.pause("call")
 
 
-class Relay:
-    """Sums on CPUs in several legs, with a thread for each, which begins it when the leg before has arrived: while one
-    tensor is between the hosts, the next is rounded or added up inside of them, and backward goes on. All keep the
-    order, so that it is the same on every host.
-
-    nodes: each host adds up its own ranks' numbers, one rank a host carries the sum to the others, and gives it to its
-    own. With n ranks on h hosts a link carries 2(h-1)/h of the bytes each way instead of a ring's 2(n-1)/n
-    (hierarchical all-reduce, as in Horovod). A tensor goes in pieces, of which a message between hosts is 1 MiB: their
-    link is idle for as long as the first piece takes to get to it, and all ranks for as long as the last takes from it.
-    Without nodes it is one all-reduce. dtype: what a host's sum is rounded to before it travels.
-    """
-
-    def __init__(self, group: Group, nodes: Sequence[str], dtype: torch.dtype | None, worker: Worker) -> None:
-        inside, between = _hosts_first(group, nodes) if nodes else ([], [_sum_of(group)])
-        rounding = [partial(_round, dtype=dtype, worker=worker.beside())] if dtype else []
-        legs = [
-            *(partial(_travel, leg=leg) for leg in inside),
-            *rounding,
-            *(partial(_travel, leg=leg) for leg in between),
-        ]
-        self.piece = _MESSAGE * len(set(nodes))
-        self.first: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        arriving = self.first
-        for leg in legs:
-            leaving: queue.SimpleQueue[Any] = queue.SimpleQueue()
-            threading.Thread(target=_carry, args=(arriving, leg, leaving.put), daemon=True).start()
-            arriving = leaving
-        deliver = partial(_deliver, worker=worker.beside())
-        threading.Thread(target=_carry, args=(arriving, deliver, lambda _: None), daemon=True).start()
-
-    def begin(self, tensor: Tensor) -> Any:
-        """A future of the tensor."""
-        if not self.piece or tensor.numel() <= self.piece:
-            return self._begin(tensor)
-        futures = [self._begin(piece) for piece in _pieces_of(tensor, self.piece)]
-        return torch.futures.collect_all(futures).then(partial(_whole, tensor=tensor))
-
-    def _begin(self, piece: Tensor) -> Any:
-        parcel = Parcel(piece, piece, None, torch.futures.Future())
-        self.first.put(parcel)
-        return parcel.future
-
-
-class Parcel(NamedTuple):
-    """tensor: where the sum is wanted. sent: what travels. work: its leg that is not over, or None."""
-
-    tensor: Tensor
-    sent: Tensor
-    work: Any
-    future: Any
-
-
-def _pieces_of(tensor: Tensor, elements: int) -> Sequence[Tensor]:
-    return tensor.view(-1).split(elements) if tensor.is_contiguous() else (tensor,)
-
-
 def _told(summed: Any, tensor: Tensor, arrived: Arrived) -> Tensor:
     summed.wait()  # raises what went wrong with it
     arrived()
     return tensor
-
-
-def _whole(pieces: Any, tensor: Tensor) -> Tensor:
-    for piece in pieces.value():
-        piece.wait()  # raises what went wrong with it
-    return tensor
-
-
-def _carry(arriving: Any, leg: Callable[[Parcel], Parcel], hand_on: Callable[[Parcel], None]) -> None:
-    while True:
-        parcel = arriving.get()
-        try:
-            if parcel.work:
-                parcel.work.wait()
-            hand_on(leg(parcel))
-        except Exception as error:  # whoever waits for the sum shall have it
-            parcel.future.set_exception(error)
-
-
-def _round(parcel: Parcel, dtype: torch.dtype, worker: Worker) -> Parcel:
-    sent = torch.empty_like(parcel.tensor, dtype=dtype)
-    worker(gpu_work.cast(parcel.tensor.nbytes), lambda: sent.copy_(parcel.tensor))
-    return parcel._replace(sent=sent)
-
-
-def _travel(parcel: Parcel, leg: Leg) -> Parcel:
-    return parcel._replace(work=leg(parcel.sent))
-
-
-def _deliver(parcel: Parcel, worker: Worker) -> Parcel:
-    if parcel.sent is not parcel.tensor:
-        worker(gpu_work.cast(parcel.tensor.nbytes), lambda: parcel.tensor.copy_(parcel.sent))
-    parcel.future.set_result(parcel.tensor)
-    return parcel
-
-
-def _sum_of(group: Group) -> Leg:
-    """Apart from what else the ranks sum up meanwhile, in whatever order a thread gets to it."""
-    own = _own_group([_ranks_of(group)])
-    return lambda tensor: dist.all_reduce(tensor, group=own, async_op=True)
-
-
-def _hosts_first(group: Group, nodes: Sequence[str]) -> tuple[list[Leg], list[Leg]]:
-    """What leads to a host's sum, and what to everybody's."""
-    of_hosts = [[r for r, n in zip(_ranks_of(group), nodes, strict=True) if n == node] for node in dict.fromkeys(nodes)]
-    leaders = _own_group([[host[0] for host in of_hosts]])
-    inward, outward = _own_group(of_hosts), _own_group(of_hosts)
-    inside: list[Leg] = []
-    between: list[Leg] = []
-    if inward.size() > 1:
-        inside.append(lambda tensor: dist.reduce(tensor, first_rank(inward), group=inward, async_op=True))
-    if leaders is not None:
-        between.append(lambda tensor: dist.all_reduce(tensor, group=leaders, async_op=True))
-    if outward.size() > 1:
-        between.append(lambda tensor: dist.broadcast(tensor, first_rank(outward), group=outward, async_op=True))
-    return inside, between
-
-
-def _ranks_of(group: Group) -> list[int]:
-    """By their numbers among all ranks."""
-    return [dist.get_global_rank(group, rank) for rank in range(group.size())]
-
-
-def _own_group(of_ranks: Sequence[Sequence[int]]) -> Any:
-    """One group for each list, made by all ranks; the one that this rank is in, or None."""
-    made = [dist.new_group(list(ranks), backend="gloo") for ranks in of_ranks]
-    return next((group for group, ranks in zip(made, of_ranks, strict=True) if dist.get_rank() in ranks), None)
 
 
 def _adds_up(dtype: torch.dtype, group: Group) -> bool:
