@@ -52,7 +52,7 @@ def test_what_travels_beside_backward_does_not_count_as_computing(runs):
         pytest.skip(f"needs a network of its own with 2.5 Gbps: {why_not}")
     found = {}
     for strategy in ("allreduce_flat", "ddp"):
-        size = ("--samples", "4096", "--steps", "12", "--backend", "nccl", "--strategy", strategy)
+        size = ("--samples", "2560", "--steps", "9", "--backend", "nccl", "--strategy", strategy)
         found[strategy] = runs.pair(f"beside-{strategy}", *RESNET, *size, limit_s=180, prefix=prefix)
         assert found[strategy].succeeded, found[strategy].cause
     (row,) = wire_in_compute(found)
