@@ -91,7 +91,7 @@ def _masks() -> tuple[Callable[[str], str], ...]:
         *(
             lambda text, word=word, by=by: re.sub(rf"(?<!\w){re.escape(word)}(?!\w)", by, text)
             for word, by in words.items()
-            if len(word) > 2 and word.lower() not in _COMMON
+            if len(word) > 1 and word.lower() not in _COMMON
         ),
         lambda text: _ADDRESS.sub("ADDRESS", text),
         lambda text: _UUID.sub(r"\1UUID", text),
