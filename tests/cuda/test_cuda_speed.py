@@ -45,9 +45,12 @@ def settings_of(rank):
 
 def test_a_step_waits_for_the_one_before_and_for_nothing_else(machine):
     for amp in ("none", "fp16"):
-        step = a_step_of(played(machine, amp=amp))
+        rank = played(machine, amp=amp)
+        step = a_step_of(rank)
         waits = [step[name] for name in ("stream_waits", "device_waits", "event_waits", "copies_to_host")]
         assert waits == [0, 0, 1, 1], amp
+        *_, last = rank.counts(SKIPPED)
+        assert last["launches"] == 0, "the last step was queued before the one before it was recorded"
     assert a_step_of(played(machine, fused_sgd="off", amp="fp16"))["stream_waits"] > 0
 
 
