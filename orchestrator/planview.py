@@ -22,6 +22,7 @@ from orchestrator.forecast import STRATEGIES, Host
 from orchestrator.imagined import Group, imagine
 from orchestrator.networks import gradient_bytes
 from orchestrator.outlook import View, allowed, kept, memory_words, network_of
+from orchestrator.profiles import GPU_SETTINGS
 from orchestrator.records import LIMITS, Faster, LaunchPlan
 from orchestrator.units import format_bandwidth, format_duration
 from orchestrator.wire import GOODPUT
@@ -39,8 +40,8 @@ UNSEEN: dict[str, tuple[object, ...]] = {
     "slow": ("",),
 }
 """Settings that change how fast a run is and not what is predicted, with the values for which that is right."""
-UNSEEN_OF_CATALOGUE: dict[str, tuple[object, ...]] = {"amp": ("none",)}
-"""The same where speeds are estimates; a profile is of its own amp."""
+UNSEEN_OF_CATALOGUE: dict[str, tuple[object, ...]] = {"amp": ("none",), **dict.fromkeys(GPU_SETTINGS, ("auto",))}
+"""The same where speeds are estimates; a profile is of its own amp, and of its own settings of the GPU."""
 UNSEEN_OF_IMAGINED: dict[str, tuple[object, ...]] = {
     "device": ("auto", "cuda"),
     "backend": ("auto", "nccl"),

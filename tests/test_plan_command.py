@@ -312,6 +312,7 @@ def test_an_estimate_looks_at_no_amp(home, tmp_path):
     )
     remember(tmp_path, "a2000_v100.yaml")
     assert "not looked at: amp=bf16" in planned("--set", "amp=bf16")["basis"]
+    assert "not looked at: cuda_graph=off" in planned("--set", "cuda_graph=off")["basis"]
 
 
 def test_local_in_32_bits_is_shown_no_other(home):
