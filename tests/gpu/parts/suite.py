@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -53,8 +54,8 @@ def rows_of(results: Path) -> Iterator[Row]:
     yield finding("tests marked gpu", bool(passed) and not bad, measured, "all")
     for case in bad:
         yield failed(_name(case), _message(case))
-    for case in left_out:
-        yield skipped(_name(case), _message(case))
+    for reason, count in Counter(_message(case) for case in left_out).items():
+        yield skipped(f"{count} test{'s' if count > 1 else ''}", reason)
 
 
 def _is(case: ElementTree.Element, *tags: str) -> bool:
