@@ -9,13 +9,14 @@ READY := $(VENV)/.ready
 # compiler for the stand-in for CUDA.
 DEBIAN := openssh-server iproute2 nftables iperf3 chromium g++
 
-.PHONY: help demo test chaos check bench gpu packages clean
+.PHONY: help demo test chaos check docs bench gpu packages clean
 
 help:
 	@echo "make demo    train ResNet-152 on two nodes of this machine: up, run, collect"
 	@echo "make test    all tests (the lab ones need root); THOROUGH=1 tries ten times the cases of each property"
 	@echo "make chaos   faults on purpose, by a seed: FAULTS=1000 SEED=7 (needs root)"
 	@echo "make check   format, lint, types, layers"
+	@echo "make docs    write the generated pages of docs/reference anew"
 	@echo "make bench   the benchmarks under tests/bench"
 	@echo "make gpu     tests and speeds on this machine's GPUs, 20 minutes: MNIST=~/data GPU_PARTS=alone,two (docs/gpu.md)"
 
@@ -52,6 +53,9 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy orchestrator
 	$(BIN)/python -m pytest -q tests/test_layers.py
+
+docs: $(READY)
+	$(BIN)/python docs/reference.py
 
 bench: $(READY) packages
 	@for script in tests/bench/*.py; do $(BIN)/python $$script || exit 1; done
