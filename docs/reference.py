@@ -50,9 +50,10 @@ def commands() -> str:
 
 def helps(command: click.Command, above: str) -> Iterator[tuple[str, str]]:
     """Of a command, and of those below it: its whole name, and its help."""
-    context = click.Context(main, info_name=above, terminal_width=WIDTH)
+    context = click.Context(main, info_name=above, **main.context_settings)
     name = f"{above} {command.name}"
-    yield name, command.get_help(click.Context(command, info_name=command.name, parent=context, terminal_width=WIDTH))
+    context = click.Context(command, info_name=command.name, parent=context, terminal_width=WIDTH)
+    yield name, command.get_help(context)
     for below in getattr(command, "commands", {}).values():
         yield from helps(below, name)
 

@@ -17,7 +17,7 @@ from trainer.shares import Speed
 
 ROOT = Path(__file__).resolve().parents[1]
 RESNET = layers_of("resnet152", (3, 32, 32), 10)
-README = (ROOT / "README.md").read_text()
+TABLE = (ROOT / "docs" / "strategies.md").read_text()
 TWINS = sorted((ROOT / "inventory").glob("lab_*.yaml"))
 PACED = [path for path in TWINS if "samples_per_s" in path.read_text()]
 CATALOGUE = [path for path in PACED if path.stem.endswith("_catalogue")]
@@ -30,7 +30,7 @@ WAYS = (
     (Way("ddp", "half"), "measured"),
     (Way("allreduce_flat", "compressed"), "measured"),
 )
-"""The columns of README's table."""
+"""The columns of the table in docs/strategies.md."""
 
 
 def estimated(gpu):
@@ -67,7 +67,7 @@ def test_the_clusters_of_the_tables_have_both_twins():
 def test_the_predicted_rows_of_the_readme_are_what_the_forecast_gives():
     paces = {"assumed": (Speed(0, 1000 / 333), Speed(0, 1000 / 833))}
     paces["catalogue"] = estimated("RTX A2000"), estimated("Tesla V100-16GB")
-    rows = re.findall(r"^\| ([\d,]+) \| (assumed|catalogue) \| (.*) \|$", README, re.MULTILINE)
+    rows = re.findall(r"^\| ([\d,]+) \| (assumed|catalogue) \| (.*) \|$", TABLE, re.MULTILINE)
     assert [row[:2] for row in rows] == [(batch, name) for batch in ("256", "2,048") for name in paces]
     for batch, name, cells in rows:
         assert cells.split(" | ") == row_of(paces[name], int(batch.replace(",", "")))

@@ -1,4 +1,4 @@
-"""What the README shows runs as it stands there."""
+"""What README and docs show runs as it stands there, and their links lead somewhere."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ nodes:
 
 
 @pytest.mark.timeout(240)
-def test_the_script_of_the_readme_takes_part_in_the_comparison(tmp_path):
-    (script,) = re.findall(r"```python\n(# train\.py\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def test_the_script_of_the_docs_takes_part_in_the_comparison(tmp_path):
+    (script,) = re.findall(r"```python\n(# train\.py\n.*?)```", (ROOT / "docs" / "scripts.md").read_text(), re.DOTALL)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "train.py").write_text(script)
     inventory = INVENTORY.replace("WORK", str(tmp_path)).replace("PYTHON", sys.executable)
@@ -44,3 +44,20 @@ def test_the_script_of_the_readme_takes_part_in_the_comparison(tmp_path):
     assert summary["samples_total"] == 97 * 50
     assert {node["name"]: node["samples_per_s"] > 0 for node in summary["nodes"]} == {"one": True, "two": True}
     assert summary["loss"] < 60, "the loss of a model that says nothing is the variance of the sum, 64"
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_within_the_repository_leads_to_a_page_and_a_heading(page):
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
+        there = (page.parent / target).resolve() if target else page
+        assert there.exists(), f"{page.name}: {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}, anchor
+
+
+def test_the_readme_stays_short():
+    assert len((ROOT / "README.md").read_bytes()) <= 8_000
