@@ -74,7 +74,8 @@ class Machine:
     """Raises CannotBuild."""
 
     def __init__(self) -> None:
-        own = {"PYTHONPATH": str(ROOT), "FAKE_CLOCK": "virtual"}
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        own = {"PYTHONPATH": path, "FAKE_CLOCK": "virtual"}
         variables = {**os.environ, **environment(), **own}
         self.server = subprocess.Popen(
             [sys.executable, "-m", "tests.cuda.server"],
@@ -98,10 +99,10 @@ class Machine:
 
 
 def _rank(folder: Path, number: int, exit_code: int) -> Rank:
-    output = (folder / f"{number}.out").read_text(errors="replace")
-    events = folder / f"{number}.events"
+    output, events = folder / f"{number}.out", folder / f"{number}.events"
+    text = output.read_text(errors="replace") if output.exists() else ""
     rows = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
-    return Rank(exit_code, output, rows, rows[-1]["foreign"] if rows else [])
+    return Rank(exit_code, text, rows, rows[-1]["foreign"] if rows else [])
 
 
 def problems(ranks: Sequence[Rank]) -> str:

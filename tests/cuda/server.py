@@ -13,6 +13,7 @@ import selectors
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -36,6 +37,7 @@ SHAPE = ("hosts", "knobs", "prelude")
 
 def serve() -> None:
     end_with_parent()
+    rank.draw_no_weights()
     gang = None
     for line in sys.stdin:
         job = json.loads(line)
@@ -145,6 +147,8 @@ def fork(work: Callable[[], object]) -> int:
     try:
         end_with_parent()
         work()
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(70)  # what ends well has ended the process by itself
 

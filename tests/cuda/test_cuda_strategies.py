@@ -9,18 +9,8 @@ import pytest
 from tests.cuda.machine import Host, Job, problems
 
 LENET = (
-    "--exp",
-    "mnist_lenet",
-    "--data",
-    "synthetic",
-    "--samples",
-    "48",
-    "--steps",
-    "4",
-    "--batch",
-    "12",
-    "--eval_every",
-    "0",
+    *("--exp", "mnist_lenet", "--data", "synthetic", "--augment", "none", "--eval_every", "0"),
+    *("--samples", "48", "--batch", "12", "--steps", "4"),
 )
 WAYS = {
     "ddp": (),

@@ -31,6 +31,7 @@ double device_ready(int device);       // when all of its streams are done
 double begin_of_work(const Stream* stream);     // when a piece of work launched now can begin
 void work(cudaStream_t handle, double seconds);  // a piece of work that takes so long
 void launch(cudaStream_t handle, double seconds);  // the same by a launch of the host's, counted
+char* behind(const void* address);                 // where the host can read and write what lies at a GPU's address
 cudaError_t failed(cudaError_t error);  // keeps it for cudaGetLastError
 
 void trace(const char* format, ...) __attribute__((format(printf, 1, 2)));

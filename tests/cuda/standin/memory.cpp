@@ -1,9 +1,11 @@
-// Memory of the GPUs and pinned memory of the host. Both are the host's own, so that small results can be read; what
-// no copy touches costs nothing.
+// Memory of the GPUs and pinned memory of the host. As with a real GPU, the host cannot read a GPU's addresses: what lies
+// behind them is mapped a second time, for copies. What no copy touches costs nothing.
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <cstdlib>
 #include <cstring>
 #include <map>
-#include <sys/mman.h>
 
 #include "clock.h"
 #include "costs.h"
@@ -14,6 +16,7 @@
 struct Block {
     size_t bytes;
     int device;
+    ptrdiff_t shift;  // from its addresses to those at which the host finds what lies there
 };
 
 static std::map<char*, Block> on_gpu, pinned;
@@ -29,7 +32,13 @@ static const Block* find(const std::map<char*, Block>& blocks, const void* addre
     return (char*)address < begin + block.bytes ? &block : nullptr;
 }
 
-static cudaError_t allocate(void** address, size_t bytes) {
+char* behind(const void* address) {
+    std::lock_guard<std::recursive_mutex> guard(gpu_lock);
+    const Block* block = find(on_gpu, address);
+    return (char*)address + (block ? block->shift : 0);
+}
+
+static cudaError_t allocate(void** address, size_t bytes, int protection) {
     std::lock_guard<std::recursive_mutex> guard(gpu_lock);
     int device = current_device();
     counters.allocations++;
@@ -38,10 +47,13 @@ static cudaError_t allocate(void** address, size_t bytes) {
         counters.out_of_memory++;
         return failed(cudaErrorMemoryAllocation);
     }
-    int kind = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    *address = mmap(nullptr, bytes ? bytes : 1, PROT_READ | PROT_WRITE, kind, -1, 0);
-    if (*address == MAP_FAILED) return failed(cudaErrorMemoryAllocation);
-    on_gpu[(char*)*address] = {bytes, device};
+    size_t length = bytes ? bytes : 1;
+    int file = memfd_create("gpu", MFD_CLOEXEC);
+    if (file < 0 || ftruncate(file, length)) return failed(cudaErrorMemoryAllocation);
+    *address = mmap(nullptr, length, protection, MAP_SHARED | MAP_NORESERVE, file, 0);
+    char* readable = (char*)mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
+    close(file);
+    on_gpu[(char*)*address] = {bytes, device, readable - (char*)*address};
     used[device] += bytes;
     return cudaSuccess;
 }
@@ -49,7 +61,7 @@ static cudaError_t allocate(void** address, size_t bytes) {
 static cudaError_t allocate_pinned(void** address, size_t bytes) {
     *address = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
     std::lock_guard<std::recursive_mutex> guard(gpu_lock);
-    pinned[(char*)*address] = {bytes, current_device()};
+    pinned[(char*)*address] = {bytes, current_device(), 0};
     return cudaSuccess;
 }
 
@@ -69,16 +81,19 @@ static void copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, 
     } else {
         counters.copies_to_device++;
     }
-    memcpy(to, from, bytes);
+    memmove(behind(to), behind(from), bytes);
 }
 
 extern "C" {
 
 size_t standin_used_bytes(int device) { return used[device]; }
 
-cudaError_t cudaMalloc(void** address, size_t bytes) { return allocate(address, bytes); }
-cudaError_t cudaMallocManaged(void** address, size_t bytes, unsigned) { return allocate(address, bytes); }
-cudaError_t cudaMallocAsync(void** address, size_t bytes, cudaStream_t) { return allocate(address, bytes); }
+cudaError_t cudaMalloc(void** address, size_t bytes) { return allocate(address, bytes, PROT_NONE); }
+cudaError_t cudaMallocAsync(void** address, size_t bytes, cudaStream_t) { return allocate(address, bytes, PROT_NONE); }
+
+cudaError_t cudaMallocManaged(void** address, size_t bytes, unsigned) {
+    return allocate(address, bytes, PROT_READ | PROT_WRITE);
+}
 
 cudaError_t cudaFree(void* address) {
     if (!address) return cudaSuccess;
@@ -86,10 +101,11 @@ cudaError_t cudaFree(void* address) {
     counters.frees++;
     auto found = on_gpu.find((char*)address);
     if (found == on_gpu.end()) return failed(cudaErrorInvalidValue);
-    auto [bytes, device] = found->second;
+    auto [bytes, device, shift] = found->second;
     host_clock::wait_until(device_ready(device));  // CUDA frees nothing while the GPU works
     used[device] -= bytes;
     munmap(address, bytes ? bytes : 1);
+    munmap((char*)address + shift, bytes ? bytes : 1);
     on_gpu.erase(found);
     return cudaSuccess;
 }
@@ -137,6 +153,20 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
     copy(to, from, bytes, kind, nullptr);
     host_clock::wait_until(stream_of(nullptr)->ready);
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t stream) {
+    copy(to, from, bytes, cudaMemcpyDeviceToDevice, stream);
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
+                              size_t height, cudaMemcpyKind kind, cudaStream_t stream) {
+    bool whole = to_pitch == width && from_pitch == width;
+    copy(to, from, whole ? width * height : width, kind, stream);
+    for (size_t row = 1; !whole && row < height; row++)
+        memmove(behind((char*)to + row * to_pitch), behind((const char*)from + row * from_pitch), width);
     return cudaSuccess;
 }
 

@@ -166,14 +166,14 @@ static ncclResult_t collective(Kind kind, const void* from, void* to, size_t cou
     Call call{kind, type, op, root, count, begin_of_work(stream)};
     bool carried = whole_bytes(call, size) <= kMovedBytes;
     std::vector<std::string> given(size);
-    if (carried) given[rank].assign((const char*)from, given_bytes(call, size, rank));
+    if (carried) given[rank].assign(behind(from), given_bytes(call, size, rank));
     std::string result;
     double end = 0;
     bool met = rank ? ask(comm, call, given[rank], result, end) : answer_all(comm, call, given, carried, end);
     if (!met) return gone(comm, kNames[kind]);
     if (end < 0) return ncclInvalidUsage;
     if (!rank && carried) result = result_of(call, given, 0);
-    if (to) memcpy(to, result.data(), result.size());
+    if (!result.empty()) memcpy(behind(to), result.data(), result.size());
     trace("nccl %s stream=%p bytes=%zu start=%.6f end=%.6f", kNames[kind], (void*)in_stream, whole_bytes(call, size),
           call.start, end);
     busy_until(stream, end);
@@ -207,7 +207,7 @@ static const size_t kCarried = 4096;  // so little that all of a group fits into
 
 static void announce(const Transfer& t) {
     std::string data;
-    if (t.sends && t.bytes <= kCarried) data.assign((const char*)t.data, t.bytes);
+    if (t.sends && t.bytes <= kCarried) data.assign(behind(t.data), t.bytes);
     TransferHead head{t.sends, t.bytes, t.start, data.size()};
     t.comm->mesh.send(t.peer, &head, sizeof head);
     send_text(t.comm->mesh, t.peer, data);
@@ -232,7 +232,7 @@ static bool hear(std::vector<Transfer>& all, const Transfer& mine) {
         return false;
     }
     own->peer_start = head.start;
-    if (head.sends) memcpy(own->data, data.data(), data.size());
+    if (head.sends) memcpy(behind(own->data), data.data(), data.size());
     return true;
 }
 
@@ -240,7 +240,7 @@ static void to_itself(std::vector<Transfer>& all, Transfer& sent) {
     for (Transfer& t : all) {
         if (t.comm != sent.comm || t.peer != sent.peer || t.sends || t.peer_start >= 0) continue;
         t.peer_start = sent.peer_start = std::max(t.start, sent.start);
-        if (t.bytes <= kMovedBytes) memmove(t.data, sent.data, t.bytes);
+        if (t.bytes <= kMovedBytes) memmove(behind(t.data), behind(sent.data), t.bytes);
         return;
     }
 }
