@@ -6,6 +6,7 @@ at 2.5 Gbps and 93 ms at 20. On the virtual clock these figures are the same on 
 
 from __future__ import annotations
 
+import functools
 import statistics
 
 import pytest
@@ -47,8 +48,8 @@ def alone(machine):
 
 @pytest.fixture(scope="module")
 def played(machine):
-    """The ranks of each job."""
-    return {name: play(machine, arguments, PAIR, gbps) for name, (arguments, gbps) in JOBS.items()}
+    """played(name): the ranks of that job, which is played once."""
+    return functools.cache(lambda name: play(machine, JOBS[name][0], PAIR, JOBS[name][1]))
 
 
 def wire_ms(rank, link_gbps, bits=32):
@@ -60,7 +61,7 @@ def wire_ms(rank, link_gbps, bits=32):
 @pytest.mark.parametrize("name", JOBS)
 def test_computing_takes_as_long_as_alone(played, alone, name):
     """The wire is never counted as computing: shares and stragglers are judged by it."""
-    for rank in played[name]:
+    for rank in played(name):
         assert rank.times("compute_ms", SKIP) == pytest.approx([alone] * len(rank.times("t_ms", SKIP)), rel=0.05)
 
 
@@ -69,21 +70,21 @@ def test_gradients_travel_beside_backward(played, alone, name, bits):
     """Nothing travels before it is computed, which takes a forward and a bit of backward, and nothing waits for more:
     from then on the wire is the limit.
     """
-    wire = wire_ms(played[name][0], JOBS[name][1], bits)
-    for rank in played[name]:
+    wire = wire_ms(played(name)[0], JOBS[name][1], bits)
+    for rank in played(name):
         for t_ms in rank.times("t_ms", SKIP):
             assert 0.45 * alone + wire < t_ms < 0.65 * alone + wire
 
 
 @pytest.mark.parametrize("name", ["ddp", "half", "ddp, fast"])
 def test_what_is_exposed_is_what_computing_does_not_hide(played, name):
-    for rank in played[name]:
+    for rank in played(name):
         for row in rank.rows("step")[SKIP:]:
             assert row["exposed_ms"] == pytest.approx(row["t_ms"] - row["compute_ms"], abs=2)
             assert row["comm_ms"] >= row["exposed_ms"]
 
 
 def test_local_waits_for_the_wire_only_where_it_receives(played):
-    for rank in played["local"]:
+    for rank in played("local"):
         exposed = {row["step"] for row in rank.rows("step")[1:] if row["exposed_ms"] > 1}
         assert exposed == RECEIVES
