@@ -7,6 +7,7 @@ host and what on the GPU is one time.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import importlib
 import json
 import os
@@ -65,8 +66,7 @@ def be(
         module, _, name = shape["prelude"].partition(":")
         getattr(importlib.import_module(module), name)()
     with open(jobs) as lines:
-        for number, line in enumerate(lines):
-            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # a part of the store for each job
+        for line in lines:
             _play(json.loads(line))
             os.write(answers, b".")
     os._exit(0)
@@ -90,11 +90,14 @@ def _end(exit_code: int) -> NoReturn:
 
 def _play(job: dict[str, Any]) -> None:
     number, device = os.environ["RANK"], os.environ["DEVICE"]
+    os.environ["MASTER_PORT"] = str(job["port"])
     _write_into(Path(job["folder"], f"{number}.out"))
     _record_into(Path(job["folder"], f"{number}.events"))
+    faulthandler.dump_traceback_later(0.9 * job["limit_s"])  # a job that hangs says where
     try:
         _end(main([*job["arguments"], "--device", device]))
     except Done:
+        faulthandler.cancel_dump_traceback_later()
         sys.stdout.flush()
         sys.stderr.flush()
     except BaseException:

@@ -6,6 +6,7 @@ a job well stay for the next one of the same shape.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -14,7 +15,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -53,19 +54,18 @@ def serve() -> None:
 
 
 class Gang:
-    """The ranks of some hosts, and the store that they meet at."""
+    """The ranks of some hosts."""
 
     def __init__(self, shape: dict[str, Any]) -> None:
         self.shape, self.broken = shape, False
-        port_reader, port_writer = os.pipe()
-        self.keeper = fork(lambda: keep_store(port_writer))
-        port = int(os.read(port_reader, 10))
-        os.close(port_reader)
-        os.close(port_writer)
-        self.ranks = [Rank(shape, environment) for environment in ranks_of(shape["hosts"], port)]
+        self.ranks = [Rank(shape, environment) for environment in ranks_of(shape["hosts"])]
 
     def play(self, job: dict[str, Any]) -> list[int]:
         """The exit code of each rank, 0 for one that stays."""
+        with store() as port:  # of this job's own: what an older one left in it would mislead them
+            return self._play({**job, "port": port})
+
+    def _play(self, job: dict[str, Any]) -> list[int]:
         for one in self.ranks:
             one.begin(job)
         deadline_s = time.monotonic() + job["limit_s"]
@@ -84,10 +84,9 @@ class Gang:
         return [one.exit_code or 0 for one in self.ranks]
 
     def end(self) -> None:
-        for process in [self.keeper, *(one.process for one in self.ranks if one.exit_code is None)]:
-            os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
         for one in self.ranks:
+            if one.exit_code is None:
+                end(one.process)
             one.close()
 
 
@@ -118,11 +117,11 @@ class Rank:
         os.close(self.answers)
 
 
-def ranks_of(hosts: list[dict[str, Any]], port: int) -> list[dict[str, str]]:
+def ranks_of(hosts: list[dict[str, Any]]) -> list[dict[str, str]]:
     """Each rank's environment, as torchrun and orch would set it."""
     world = sum(host["ranks"] for host in hosts)
-    common = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    common |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": "standin"}
+    common = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": True}
+    common |= {"TORCHELASTIC_RUN_ID": "standin", "TORCHELASTIC_RESTART_COUNT": 0}
     found = []
     for index, host in enumerate(hosts):
         for local in range(host["ranks"]):
@@ -132,11 +131,28 @@ def ranks_of(hosts: list[dict[str, Any]], port: int) -> list[dict[str, str]]:
     return found
 
 
+@contextlib.contextmanager
+def store() -> Iterator[int]:
+    """The port at which ranks meet. A process of its own keeps it, since its thread would not survive a fork."""
+    reader, writer = os.pipe()
+    keeper = fork(lambda: keep_store(writer))
+    try:
+        yield int(os.read(reader, 10))
+    finally:
+        end(keeper)
+        os.close(reader)
+        os.close(writer)
+
+
 def keep_store(port_writer: int) -> None:
-    """The ranks' meeting point; a process of its own, since its thread would not survive a fork."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10))
-    os.write(port_writer, str(store.port).encode())
+    kept = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10))
+    os.write(port_writer, str(kept.port).encode())
     signal.pause()
+
+
+def end(process: int) -> None:
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
 
 
 def fork(work: Callable[[], object]) -> int:
