@@ -132,7 +132,8 @@ def compare(twin: str, asked: argparse.Namespace) -> None:
             lab.pace(inventory(hosts))
             columns += measured_columns(lab, speed, hosts, batches, goodput, asked)
     for batch in batches:
-        print(f"\n{twin}, {asked.link} (iperf3 {goodput:.2f} Gbps), global batch {batch}; {asked.blocks} blocks")
+        links = f"iperf3 {goodput:.2f} Gbps, an all_reduce {columns[0].model.measured_gbps:.2f}"
+        print(f"\n{twin}, {asked.link} ({links}), global batch {batch}; {asked.blocks} blocks")
         show([column for column in columns if column.batch == batch], asked.details)
 
 

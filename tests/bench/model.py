@@ -9,6 +9,7 @@ model.fast_enough(row.settings, 0.9)        how many times as fast the hosts may
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,13 @@ class Model:
 
     def __init__(self, plan: Mapping[str, Any], runs: Path) -> None:
         self.plan = LaunchPlan.model_validate(plan)
-        self.view = look(self.plan, {}, read_network(runs, self.plan))
+        self.network = read_network(runs, self.plan)
+        self.view = look(self.plan, {}, self.network)
+
+    @property
+    def measured_gbps(self) -> float:
+        """What the links carried in the run of collectives, on which all predictions here rest."""
+        return self.network.bps / 1e9 if self.network else math.nan
 
     def forecast(self, settings: Mapping[str, Any], times: float = 1.0) -> Forecast:
         """times: as fast as the hosts are all of them."""

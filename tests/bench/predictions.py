@@ -32,7 +32,7 @@ from rows import Host, fastest, foreseen, inventory, measure, with_shares
 
 LOCAL = {"strategy": "ddp", "shares": "fastest", "fidelity": "local"}
 ROWS: dict[str, dict[str, Any]] = {
-    "ddp": {"strategy": "ddp"},
+    "ddp": {"strategy": "ddp", "shares": "equal"},
     "ddp+shares": {"strategy": "ddp", "shares": "fastest"},
     "half+shares": {"strategy": "ddp", "shares": "fastest", "fidelity": "half"},
     "compressed+shares": {"strategy": "ddp", "shares": "fastest", "fidelity": "compressed", "compress_after": 0},

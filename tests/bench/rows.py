@@ -157,8 +157,8 @@ def fastest(hosts: Sequence[Host], batch: int) -> tuple[tuple[int, ...], str]:
 
 
 def with_shares(rows: Mapping[str, Mapping[str, Any]], shares: str) -> dict[str, Mapping[str, Any]]:
-    """In place of those that a row has."""
-    return {name: {**row, "shares": shares} if "shares" in row else row for name, row in rows.items()}
+    """In place of `fastest`."""
+    return {name: {**row, "shares": shares} if row.get("shares") == "fastest" else row for name, row in rows.items()}
 
 
 def measure(
