@@ -157,8 +157,8 @@ def _unusable(torch: Any) -> str:
         told = (str(error).splitlines() or ["no word"])[0]
         return (
             f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use the GPU: {told}\n"
-            "Does nvidia-smi list it? Where the driver is too old for this CUDA, install torch for an older one, as "
-            "with PIP_INDEX_URL=https://download.pytorch.org/whl/cu126."
+            "Does nvidia-smi list it? Where the driver is too old for this CUDA, install a torch that is built for an "
+            'older one (docs/gpu.md, "Which torch").'
         )
     return "" if torch.cuda.device_count() else "torch sees no GPU: is CUDA_VISIBLE_DEVICES empty?"
 
