@@ -11,7 +11,6 @@ from __future__ import annotations
 import getpass
 import io
 import json
-import os
 import re
 import socket
 import tarfile
@@ -20,6 +19,8 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from orchestrator.files import write_atomic
 
 from .here import ROOT
 
@@ -33,7 +34,7 @@ _COMMON = {"root", "localhost", "user", "ubuntu", "gpu", "host", "node"}
 
 
 def write_result(folder: Path, result: dict[str, Any]) -> None:
-    _write(folder / "result.json", json.dumps(masked(result), indent=1).encode() + b"\n")
+    write_atomic(folder / "result.json", json.dumps(masked(result), indent=1).encode() + b"\n")
 
 
 def pack(folder: Path) -> Path:
@@ -47,7 +48,7 @@ def pack(folder: Path) -> Path:
                 entry.size, entry.mode = len(content), 0o600
                 archive.addfile(entry, io.BytesIO(content))
     target = folder.with_name(f"{folder.name}.tar.gz")
-    _write(target, held.getvalue())
+    write_atomic(target, held.getvalue())
     return target
 
 
@@ -103,17 +104,3 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # a container's user without a name
         return ""
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all."""
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
