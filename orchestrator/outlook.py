@@ -37,9 +37,9 @@ from trainer.gpu_work import GB_PER_S
 from trainer.shares import Speed, parse_speeds
 
 SEEN_RUNS = 50
+"""Newest runs of collectives that are looked at for one of these hosts."""
 COLLECTIVES = "collectives-"
 """How the ids of jobs begin that measure the network."""
-"""Newest runs of collectives that are looked at for one of these hosts."""
 UNTOLD = ("pace", "catalogue")
 """Whence speeds come that a run's ranks are not told, nor what their memory holds."""
 
