@@ -31,6 +31,8 @@ def test_memory_that_was_too_little_for_one_batch_is_there_for_the_next(plain):
 
 
 def test_a_workspace_that_finds_no_memory_is_a_batch_that_does_not_fit(machine, plain):
-    """cuDNN's own words for it are that it is "unable to find an engine"."""
-    cap = profile(machine, FAKE_WS_MIB=100)["cap"]
-    assert cap > plain["cap"] / 2
+    """cuDNN's own words for it are that it is "unable to find an engine". 200 MiB: what fits is found to a sixteenth,
+    and a step has other peaks of memory than its convolutions, so that a smaller workspace makes no difference.
+    """
+    cap = profile(machine, FAKE_WS_MIB=200)["cap"]
+    assert plain["cap"] / 2 < cap < plain["cap"]
