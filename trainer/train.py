@@ -58,6 +58,7 @@ def train(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
     if run.rebalancer:
         run.rebalancer.settle()
     run.strategy.settle()
+    run.timer.wait()  # a sum that a GPU still works on would be broken off with its process group
     ranks.leave()
     metrics.end("succeeded")
     run.console.finished()

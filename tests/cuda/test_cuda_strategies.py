@@ -72,6 +72,12 @@ def test_it_runs_and_keeps_to_its_gpu(played, way, backend, ranks):
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_it_runs_on_the_process_group_that_torch_had_before_2_15(machine, way):
+    own = ("--strategy", way.split()[0], *WAYS[way], "--backend", "nccl")
+    assert not problems(machine.run(Job((*LENET, *own), hosts=(Host(2),), knobs={"TORCH_DIST_USE_NCCL2": "0"})))
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_a_step_asks_no_more_of_cuda_than_it_needs(played, way):
     launches, collectives = MOST_CALLS[way]
     for rank in played(way, "nccl", 2):
