@@ -46,7 +46,7 @@ from orchestrator.files import locked, write_atomic
 from orchestrator.units import format_bandwidth
 
 if TYPE_CHECKING:
-    from orchestrator.inventory import Inventory
+    from orchestrator.hosts.inventory import Inventory
 
 STATE = Path("/run/orch-lab")
 DISKS = Path("/var/lib/orch-lab")  # /run is often a small tmpfs, too small for a job's checkpoints
@@ -344,7 +344,7 @@ def _cluster_named(text: str) -> str:
 
 
 def _read(path: Path) -> Inventory:
-    from orchestrator.inventory import load_inventory  # here, for it brings pydantic, and most commands need none
+    from orchestrator.hosts.inventory import load_inventory  # here, for it brings pydantic, and most commands need none
 
     return load_inventory(path)
 

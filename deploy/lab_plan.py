@@ -25,7 +25,7 @@ from orchestrator.errors import UsageError
 from orchestrator.units import parse_bandwidth
 
 if TYPE_CHECKING:  # pydantic takes longer to import than most commands of the lab take to run
-    from orchestrator.inventory import Inventory, Node
+    from orchestrator.hosts.inventory import Inventory, Node
 
 LAB_USER = "lab"
 

@@ -3,7 +3,7 @@
     .venv/bin/python docs/reference.py            # writes docs/reference/*.md and deploy/inventory.schema.json
 
 What they say comes from where it is checked: the commands' own help, the inventory's models, the trainer's settings.
-tests/test_reference.py fails where a page is older than these.
+tests/cli/test_reference.py fails where a page is older than these.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import click
 
 from orchestrator.cli import SECTIONS, main
-from orchestrator.inventory import inventory_schema
-from trainer.config import fields_of
-from trainer.experiments import EXPERIMENTS, TRAINING
+from orchestrator.hosts.inventory import inventory_schema
+from trainer.shared.config import fields_of
+from trainer.shared.experiments import EXPERIMENTS, TRAINING
 
 ROOT = Path(__file__).resolve().parents[1]
 WRITTEN = "<!-- written by docs/reference.py: change the code, then `make docs` -->"

@@ -15,19 +15,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from orchestrator import belongings, checks
-from orchestrator.belongings import Cleared, Reaped, Survey, Who
-from orchestrator.call import Host
-from orchestrator.connections import Connections
-from orchestrator.election import Election, elect
 from orchestrator.errors import HostError, HostsError, InventoryError, OrchError, StateError, UnlikeError, UsageError
-from orchestrator.facts import NodeFacts
-from orchestrator.inventory import Inventory, Node, load_inventory, node_from_keys
-from orchestrator.nccl import GpuHost, check_versions
+from orchestrator.hosts import belongings, checks
+from orchestrator.hosts.belongings import Cleared, Reaped, Survey, Who
+from orchestrator.hosts.cluster import Cluster, Problem, Venv
+from orchestrator.hosts.connections import Connections
+from orchestrator.hosts.election import Election, elect
+from orchestrator.hosts.facts import NodeFacts
+from orchestrator.hosts.inventory import Inventory, Node, load_inventory, node_from_keys
+from orchestrator.hosts.masking import MASK
+from orchestrator.hosts.probe import probe
+from orchestrator.jobs.record import ENDED
 from orchestrator.owner import read_owner
-from orchestrator.probe import probe
-from orchestrator.records import ENDED, MASK
-from orchestrator.store import Cluster, Problem, Store, Venv
+from orchestrator.planning.nccl import GpuHost, check_versions
+from orchestrator.store import Store
+from orchestrator.transport.ask import Host
 from orchestrator.transport.fanout import errors, errors_by_node, values
 
 PROBE_S = 90.0

@@ -17,48 +17,43 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from orchestrator import collect, job, occupied, pull, rescan
-from orchestrator.belongings import Cleared
-from orchestrator.call import Host, understood, words_of
 from orchestrator.clusters import Clusters, now_utc
-from orchestrator.connections import Connections
-from orchestrator.copies import is_removed, nothing_left
 from orchestrator.errors import ConnectError, HostError, HostsError, OrchError, StateError, UsageError
-from orchestrator.facts import NodeFacts
-from orchestrator.faster import predicted, without_slow
-from orchestrator.faults import fault_words
 from orchestrator.files import own_folder
-from orchestrator.frames import Agent, Beat, Piece
-from orchestrator.heard import Heard
-from orchestrator.homes import homes_of, notes_on
-from orchestrator.lines import Bars, Line, Splitter
-from orchestrator.live import LiveView, Progress, Silence
-from orchestrator.memory_needed import needed_bytes
-from orchestrator.outlook import COLLECTIVES, View, foreseen, look, memory_notes, read_network, with_best_way
+from orchestrator.forecast.faster import predicted, without_slow
+from orchestrator.forecast.inputs import COLLECTIVES, View, foreseen, look, memory_notes, read_network, with_best_way
+from orchestrator.forecast.memory import needed_bytes
+from orchestrator.forecast.rounds import with_rounds
+from orchestrator.hosts import occupied
+from orchestrator.hosts.belongings import Cleared
+from orchestrator.hosts.cluster import Cluster
+from orchestrator.hosts.connections import Connections
+from orchestrator.hosts.facts import NodeFacts
+from orchestrator.hosts.probe import probe
+from orchestrator.jobs import collect, pull, rescan
+from orchestrator.jobs import launch as job
+from orchestrator.jobs.faults import fault_words
+from orchestrator.jobs.frames import Agent, Beat, Piece
+from orchestrator.jobs.heard import Heard
+from orchestrator.jobs.lines import Bars, Line, Splitter
+from orchestrator.jobs.live import LiveView, Notice, Progress, Silence
+from orchestrator.jobs.pull import Listing, Output, Pulled, list_outputs
+from orchestrator.jobs.record import ENDED, FINAL_STATES, JobRecord
+from orchestrator.jobs.resume import last_checkpoint, settings_of
+from orchestrator.jobs.stall import News
 from orchestrator.owner import read_owner
 from orchestrator.paths import RUNS, RunFolder
-from orchestrator.plan import build_plan
-from orchestrator.probe import probe
-from orchestrator.profiles import Profiles, kinds_of, with_speeds
-from orchestrator.pull import Listing, Output, Pulled, list_outputs
-from orchestrator.records import (
-    ENDED,
-    FINAL_STATES,
-    CodeFolder,
-    Faster,
-    JobRecord,
-    LaunchPlan,
-    NodePlan,
-    Owner,
-    write_record,
-)
-from orchestrator.request import RunRequest, Wish, read_wish
-from orchestrator.resume import last_checkpoint, settings_of
-from orchestrator.rounds import with_rounds
-from orchestrator.stall import News
-from orchestrator.store import Cluster, Store
-from orchestrator.summary import Summary
+from orchestrator.planning.build import build_plan
+from orchestrator.planning.homes import homes_of, notes_on
+from orchestrator.planning.launch_plan import CodeFolder, Faster, LaunchPlan, NodePlan
+from orchestrator.planning.profiles import Profiles, kinds_of, with_speeds
+from orchestrator.planning.request import RunRequest, Wish, read_wish
+from orchestrator.record import Owner, write_record
+from orchestrator.results.copies import is_removed, nothing_left
+from orchestrator.results.summary import Summary
+from orchestrator.store import Store
 from orchestrator.text import one_line
+from orchestrator.transport.ask import Host, understood, words_of
 from orchestrator.transport.fanout import errors, errors_by_node, for_each, values
 from orchestrator.units import counted
 
@@ -86,13 +81,6 @@ class Jobs:
     problems: Mapping[str, OrchError]
     unheard: Mapping[str, Mapping[str, HostError]] = field(default_factory=dict)
     notices: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class Notice:
-    """Something a person who follows a job should know."""
-
-    text: str
 
 
 @dataclass(frozen=True)
@@ -642,8 +630,8 @@ class Controller:
 
     def report(self, run: RunFolder) -> Summary:
         """Analyses a collected run folder and writes its report; needs no host."""
-        from orchestrator.analyse import analyse
-        from orchestrator.report import write_report
+        from orchestrator.results.analyse import analyse
+        from orchestrator.views.report import write_report
 
         summary = analyse(run)
         write_report(run, summary)

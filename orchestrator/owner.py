@@ -15,7 +15,7 @@ import socket
 from orchestrator.errors import StateError
 from orchestrator.files import locked, own_folder, write_json
 from orchestrator.paths import Home
-from orchestrator.records import SCHEMA, Owner
+from orchestrator.record import SCHEMA, Owner
 
 
 def read_owner(home: Home) -> Owner:

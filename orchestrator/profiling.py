@@ -20,18 +20,19 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from orchestrator import collect
-from orchestrator.call import Host
 from orchestrator.clusters import now_utc
 from orchestrator.controller import Controller
 from orchestrator.errors import OrchError, UsageError
-from orchestrator.events import Events, MetricsFile, read_events
+from orchestrator.hosts.cluster import Cluster
+from orchestrator.jobs import collect
+from orchestrator.jobs.record import FINAL_STATES
 from orchestrator.paths import RunFolder
-from orchestrator.profiles import Kind, Measurement, Profile, Rank, kinds_of, tf32_of
-from orchestrator.records import FINAL_STATES, LaunchPlan, NodePlan
-from orchestrator.request import parse_pairs, read_wish
-from orchestrator.store import Cluster
-from trainer.shares import split_batch
+from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
+from orchestrator.planning.profiles import Kind, Measurement, Profile, Rank, kinds_of, tf32_of
+from orchestrator.planning.request import parse_pairs, read_wish
+from orchestrator.results.events import Events, MetricsFile, read_events
+from orchestrator.transport.ask import Host
+from trainer.shared.shares import split_batch
 
 Follow = Callable[[LaunchPlan, Mapping[str, Host]], None]
 """Shows a job until its end."""

@@ -26,29 +26,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
-from orchestrator.errors import HostError, OrchError, StateError, UsageError
-from orchestrator.facts import NodeFacts
+from orchestrator.errors import OrchError, StateError, UsageError
 from orchestrator.files import flock, locked, make_folder, own_folder, write_atomic, write_json
-from orchestrator.grammar import NAME
-from orchestrator.inventory import Node
+from orchestrator.hosts.cluster import Cluster
+from orchestrator.hosts.grammar import NAME
+from orchestrator.jobs.record import JobRecord
 from orchestrator.paths import Home
-from orchestrator.profiles import Kind, Profile, Rank
-from orchestrator.records import SCHEMA, JobRecord, LaunchPlan, Record, mask, masked_env, write_record
-
-
-class Problem(Record):
-    """What keeps a node from taking part: a HostError's words."""
-
-    message: str
-    remedy: str = ""
-    at: str = ""
-
-    def as_error(self, node: str) -> HostError:
-        error = HostError(node, self.message, self.remedy)
-        error.at = self.at
-        return error
+from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.planning.profiles import Kind, Profile, Rank
+from orchestrator.record import SCHEMA, Record, write_record
 
 
 class Removal(Record):
@@ -59,81 +47,6 @@ class Removal(Record):
     """When, ISO 8601."""
     nodes: tuple[str, ...]
     """From which hosts."""
-
-
-class Venv(Record):
-    """An environment that `orch setup` made: its Python, and the one of the inventory that it stands in for."""
-
-    python: str
-    base_python: str
-    torch: str
-    torchvision: str
-
-
-class Cluster(Record):
-    """A remembered cluster."""
-
-    model_config = ConfigDict(frozen=True, defer_build=True, extra="ignore", populate_by_name=True)
-
-    schema_: int = Field(SCHEMA, alias="schema", serialization_alias="schema")
-    name: str
-    file: str
-    """The inventory file it came from."""
-    nodes: tuple[Node, ...]
-    added: dict[str, str] = Field(default_factory=dict)
-    """When each node was first seen, ISO 8601."""
-    probed: dict[str, str] = Field(default_factory=dict)
-    """When each node was last looked at for its facts, with or without success, ISO 8601."""
-    removed: tuple[str, ...] = ()
-    """Of the file's nodes, those that `orch node remove` took out."""
-    extra: tuple[Node, ...] = ()
-    """Nodes that the file does not have: `orch node add`."""
-    extra_keys: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """By such a node, the keys that were given; all else it has from `defaults`."""
-    defaults: dict[str, Any] = Field(default_factory=dict)
-    """Of the file, as it writes them."""
-    released: tuple[str, ...] = ()
-    """Kept, but given no job until restored."""
-    venvs: dict[str, Venv] = Field(default_factory=dict)
-    """Nodes whose Python is one that `orch setup` made; `nodes` names it already."""
-    master_pin: str | None = None
-    """A person's word (`orch master`): it beats the election."""
-    master: str | None = None
-    master_reason: str = ""
-    facts: dict[str, NodeFacts] = Field(default_factory=dict)
-    problems: dict[str, Problem] = Field(default_factory=dict)
-    """Nodes that could not be used at the last `up`, and why."""
-
-    def node(self, name: str) -> Node:
-        """Raises UsageError naming the nodes there are."""
-        for node in self.nodes:
-            if node.name == name:
-                return node
-        known = ", ".join(node.name for node in self.nodes)
-        raise UsageError(f"{name}: no such node in cluster {self.name}", f"its nodes: {known}")
-
-    def with_venvs(self, venvs: Mapping[str, Venv]) -> Cluster:
-        """With these in place of the environments known; each node's Python is the one that then counts."""
-        base = {name: venv.base_python for name, venv in self.venvs.items()}
-        python = {**base, **{name: venv.python for name, venv in venvs.items()}}
-        nodes = tuple(node.model_copy(update={"python": python.get(node.name, node.python)}) for node in self.nodes)
-        return self.model_copy(update={"nodes": nodes, "venvs": dict(venvs)})
-
-    def masked(self) -> Cluster:
-        """The form that is kept: without the values of `env` that may be secrets, nor `prepare`; see
-        `clusters.with_secrets`. `activate` stays: each command needs it.
-        """
-        update = {part: tuple(_masked(node) for node in getattr(self, part)) for part in ("nodes", "extra")}
-        env, prepare = masked_env(self.defaults.get("env", {})), mask(self.defaults.get("prepare"))
-        secret = {key: value for key, value in (("env", env), ("prepare", prepare)) if value}
-        return self.model_copy(update={**update, "defaults": {**self.defaults, **secret}})
-
-    def active(self) -> tuple[Node, ...]:
-        return tuple(node for node in self.nodes if node.name not in self.released)
-
-
-def _masked(node: Node) -> Node:
-    return node.model_copy(update={"env": masked_env(node.env), "prepare": mask(node.prepare)})
 
 
 LATEST = "latest"

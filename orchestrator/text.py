@@ -47,3 +47,8 @@ def some(names: Sequence[str], count: int) -> str:
 def message(text: object, limit: int = 300) -> str:
     """What a host says in place of an answer: as `one_line`, and never empty."""
     return one_line(text, limit) or NOTHING
+
+
+def place(host: str, port: int) -> str:
+    """`192.168.1.41:22`, `[fd00::1]:22`: without the brackets the port would read as a part of an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

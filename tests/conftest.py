@@ -16,7 +16,8 @@ settings.register_profile(
 settings.load_profile("beside-others")
 
 # What ranks import, and an optimiser with its first step: that takes seconds, and is done once for all of a test run.
-RANKS_IMPORT = ["torch._dynamo", "torch.distributed.fsdp", "trainer.collectives", "trainer.strategies", "trainer.train"]
+RANKS_IMPORT = ["torch._dynamo", "torch.distributed.fsdp", "trainer.strategies", "trainer.train"]
+RANKS_IMPORT += ["trainer.measure.collectives"]
 multiprocessing.set_forkserver_preload(RANKS_IMPORT)
 
 # Started in the background, a test run inherits an ignored SIGINT, and so would everything that it starts: the tests of
@@ -47,17 +48,20 @@ class FailuresAtOnce:
 
 
 LONGEST = """
-chaos setup trainer_strategies lab_jobs elastic log_fidelity resume sweep lab_wire lab_ports lab_resume neighbours
-trainer_run trainer_checkpoint trainer_sync trainer_rebalance trainer_spawn supervisor controller_crash noise live
-transport_ssh security lab_refusals data_push ownership rescan full_disk host_limits analyse profiles readme lab
+chaos/test_chaos provision/test_setup trainer/test_strategies lab/test_jobs jobs/test_elastic jobs/test_log_fidelity
+jobs/test_resume studies/test_sweep lab/test_wire lab/test_ports lab/test_resume neighbours/test_neighbours
+trainer/test_run trainer/test_checkpoint trainer/test_sync trainer/test_rebalance trainer/test_spawn
+remote/test_supervisor jobs/test_controller_crash transport/test_noise jobs/test_live transport/test_ssh test_security
+lab/test_refusals provision/test_push hosts/test_ownership jobs/test_rescan jobs/test_full_disk
+remote/test_host_limits results/test_analyse planning/test_profiles cli/test_readme lab/test_itself
 """.split()  # noqa: SIM905
 """Files by what they took, the longest first."""
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """The longest files first, so that none of them is left to run alone at the end."""
-    places = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.name, len(places)))
+    places = {config.rootpath / "tests" / f"{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.fixture(autouse=True)

@@ -7,117 +7,51 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-GROUND = {"errors", "units", "shell", "paths", "grammar", "text", "files"}
-PURE = [
-    "secret_words",
-    "batch_norm",
-    "alike",
-    "rebalances",
-    "used",
-    "homes",
-    "launchers",
-    "inventory",
-    "facts",
-    "election",
-    "elastic",
-    "faults",
-    "stall",
-    "visible",
-    "wheels",
-    "nccl",
-    "plan",
-    "analyse",
-    "measure",
-    "events",
-    "gpu_use",
-    "gpu_charts",
-    "slowed",
-    "straggler",
-    "summary",
-    "curves",
-    "linechart",
-    "report",
-    "charts",
-    "published",
-    "collectives",
-    "profiles",
-    "networks",
-    "wire",
+
+ORDER = [
+    "ground",
+    "transport",
+    "hosts",
+    "planning",
+    "jobs",
+    "store",
+    "results",
     "forecast",
-    "simulate",
-    "catalogue",
-    "advice",
-    "imagined",
-    "outlook",
-    "memory_needed",
-    "rounds",
-    "command_line",
-    "faster",
-    "planview",
-    "studies",
-    "frames",
-    "heard",
-    "noise",
-    "lines",
-    "redraw",
-    "live",
-    "occupied",
-    "checks",
-    "text",
-    "units",
-    "shell",
-    "grammar",
-]
-STAGES = [
-    "inventory",
-    "facts",
-    "checks",
-    "probe",
-    "election",
-    "plan",
-    "profiles",
-    "outlook",
-    "faster",
-    "planview",
-    "job",
-    "collect",
-    "pull",
-    "belongings",
-    "consent",
+    "views",
     "clusters",
     "provision",
     "controller",
     "profiling",
-    "sweep",
-]
-STAGES += [
-    "console",
-    "cli.complete",
-    "cli.script_words",
-    "cli.common",
-    "cli.boards",
-    "cli.clusters",
-    "cli.current",
-    "cli.hosts",
-    "cli.jobs",
-    "cli.plan",
-    "cli.profile",
-    "cli.pull",
-    "cli.results",
-    "cli.sweep",
+    "studies",
     "cli",
-    "cli.__main__",
 ]
-TORCH_FREE = {"__init__", "__main__", "experiments", "config", "shares", "records", "env", "errors", "interrupt"}
-TORCH_FREE |= {"alpha_beta", "microbatches", "estimate", "pace", "gpu_work", "worker"}
-SHARED = {"experiments", "config", "shares", "records", "alpha_beta", "gpu_work"}
+"""The rooms of orchestrator/: packages, and files at its root. Each knows those above it in this list alone."""
+GROUND = {"__init__", "errors", "units", "text", "files", "paths", "record", "owner"}
+"""Files at the root that everybody may import."""
+MOST_AT_ROOT = 12
+
+PURE_PACKAGES = {"forecast", "results"}
+"""Their modules know no network, process or screen, and reach no host."""
+PURE = {"text", "units", "transport.shell", "transport.noise", "studies.tables"}
+PURE |= {f"hosts.{name}" for name in ("alike", "checks", "election", "facts", "grammar", "inventory", "masking")}
+PURE |= {f"hosts.{name}" for name in ("occupied", "visible", "wheels")}
+PURE |= {f"planning.{name}" for name in ("build", "command_line", "elastic", "homes", "launch_plan", "launchers")}
+PURE |= {f"planning.{name}" for name in ("nccl", "profiles", "secret_words")}
+PURE |= {f"jobs.{name}" for name in ("faults", "frames", "heard", "lines", "live", "record", "redraw", "stall")}
+PURE |= {f"views.{name}" for name in ("charts", "gpu_charts", "linechart", "plan", "report")}
+"""The same of single files elsewhere."""
+
+SHARED = "trainer.shared"
+"""All that orchestrator/ may know of the trainer."""
+TORCH_FREE = {"__init__", "__main__", "env", "interrupt", "worker", "estimate", "compute.microbatches"}
+"""Of the trainer, beside all of shared/."""
 LAUNCHES = {"remote.launch"}
 """What runs torchrun on a host."""
 NOT_PURE = {"socket", "subprocess", "rich", "click", "paramiko", "fabric", "asyncio", "requests", "urllib"}
 
 
 def modules(folder):
-    """Dotted name below the folder -> its syntax tree."""
+    """Dotted name below the folder -> its syntax tree; a package by its own name."""
     found = {}
     for path in sorted((ROOT / folder).rglob("*.py")):
         name = ".".join(path.relative_to(ROOT / folder).with_suffix("").parts)
@@ -141,10 +75,21 @@ def tops(tree):
     return {name.partition(".")[0] for name in imports(tree) if not name.startswith(".")}
 
 
-def ours(tree, known=None):
-    """The modules of orchestrator/ that the file imports; a name inside a module counts as the module."""
-    found = {name.removeprefix("orchestrator.") for name in imports(tree) if name.startswith("orchestrator.")}
-    return {name for name in found if name in (known or ORCHESTRATOR)}
+def ours(tree, folder="orchestrator"):
+    """The modules of that folder that the file imports; a name inside a module counts as the module."""
+    known = ORCHESTRATOR if folder == "orchestrator" else TRAINER
+    found = {name.removeprefix(f"{folder}.") for name in imports(tree) if name.startswith(f"{folder}.")}
+    return {name for name in found & known.keys() if not any(f"{name}.{rest}" in found for rest in _below(name, known))}
+
+
+def _below(package, known):
+    return [name.removeprefix(f"{package}.") for name in known if name.startswith(f"{package}.")]
+
+
+def room(name):
+    """Of orchestrator/: the package that the module lies in, the root's own file, or the ground."""
+    top = name.partition(".")[0]
+    return "ground" if top in GROUND else top
 
 
 def calls(tree, name):
@@ -152,18 +97,61 @@ def calls(tree, name):
 
 
 ORCHESTRATOR, TRAINER = modules("orchestrator"), modules("trainer")
-REMOTE = {name: tree for name, tree in ORCHESTRATOR.items() if name.startswith("remote.")}
+REMOTE = {name: tree for name, tree in ORCHESTRATOR.items() if name.partition(".")[0] == "remote"}
 HERE = {name: tree for name, tree in ORCHESTRATOR.items() if name not in REMOTE}
+WITHOUT_TORCH = {name for name in TRAINER if name in TORCH_FREE or name.partition(".")[0] == "shared"}
 
 
 def test_the_names_of_this_test_are_the_modules_there_are():
-    assert {*GROUND, *PURE, *STAGES} - ORCHESTRATOR.keys() == set()
+    assert PURE - ORCHESTRATOR.keys() == set()
     assert TORCH_FREE - TRAINER.keys() == set()
+    assert GROUND - ORCHESTRATOR.keys() == set()
+    assert {room(name) for name in HERE} == set(ORDER)
 
 
 def test_an_import_is_seen_in_every_form():
     forms = "import a.b\nfrom c import d\nfrom . import e\nfrom .f import g\ndef h():\n    from i.j import k\n"
     assert imports(ast.parse(forms)) == {"a.b", "c", "c.d", ".", ".e", ".f", ".f.g", "i.j", "i.j.k"}
+
+
+def test_few_files_lie_at_the_root():
+    assert (
+        len([name for name in ORCHESTRATOR if name == "__init__" or (ROOT / f"orchestrator/{name}.py").is_file()])
+        <= MOST_AT_ROOT
+    )
+
+
+# ---- who may know whom ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(HERE))
+def test_a_room_knows_only_the_rooms_above_it_in_the_list(name):
+    allowed = ORDER[: ORDER.index(room(name)) + 1]
+    assert {found for found in ours(HERE[name]) if room(found) not in [*allowed, "remote"]} == set()
+
+
+@pytest.mark.parametrize("folder", ["orchestrator", "trainer"])
+def test_no_file_imports_itself_around_a_corner(folder):
+    trees = ORCHESTRATOR if folder == "orchestrator" else TRAINER
+    knows = {name: ours(tree, folder) - {name} for name, tree in trees.items() if name not in REMOTE}
+    assert circles(knows) == []
+
+
+def circles(knows):
+    """Who can be reached from itself."""
+    reach = {name: set(found) for name, found in knows.items()}
+    grew = True
+    while grew:
+        grew = False
+        for found in reach.values():
+            more = set().union(*(reach.get(other, set()) for other in found)) - found
+            grew |= bool(more)
+            found |= more
+    return sorted(name for name, found in reach.items() if name in found)
+
+
+def test_a_circle_is_found():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == ["b", "c"]
 
 
 @pytest.mark.parametrize("name", sorted(ORCHESTRATOR.keys() - LAUNCHES))
@@ -177,12 +165,11 @@ def test_the_trainer_needs_the_standard_library_and_torch_alone(name):
 
 
 def test_the_orchestrator_knows_of_the_trainer_only_what_both_sides_share():
-    found = {name for tree in HERE.values() for name in imports(tree) if name.startswith("trainer.")}
-    assert {name.split(".")[1] for name in found} <= SHARED
-    assert not [name for tree in HERE.values() for name in imports(tree) if name == "trainer"]
+    found = {name for tree in HERE.values() for name in imports(tree) if name.partition(".")[0] == "trainer"}
+    assert {name for name in found if not f"{name}.".startswith(f"{SHARED}.")} == set()
 
 
-@pytest.mark.parametrize("name", sorted(TORCH_FREE))
+@pytest.mark.parametrize("name", sorted(WITHOUT_TORCH))
 def test_what_the_trainer_promises_without_torch_leads_to_none(name):
     """__main__ reaches torch too, but inside its function: a usage mistake is answered before."""
     todo, seen = [name], set()
@@ -195,10 +182,11 @@ def test_what_the_trainer_promises_without_torch_leads_to_none(name):
         seen |= found
 
 
-@pytest.mark.parametrize("name", PURE)
+@pytest.mark.parametrize("name", sorted(name for name in HERE if name in PURE or room(name) in PURE_PACKAGES))
 def test_pure_modules_know_no_network_process_or_screen(name):
     assert tops(HERE[name]) & NOT_PURE == set()
-    assert {found for found in ours(HERE[name]) if found.startswith(("transport", "remote"))} == set()
+    reached = {found for found in ours(HERE[name]) if room(found) in ("transport", "remote")}
+    assert reached - {"transport.shell", "transport.noise"} == set()
 
 
 @pytest.mark.parametrize("name", ["remote.verdict", "remote.generations"])
@@ -206,47 +194,24 @@ def test_what_the_hub_decides_is_pure_too(name):
     assert tops(REMOTE[name]) <= {"__future__", "collections", "re", "typing"}
 
 
-@pytest.mark.parametrize("name", sorted(GROUND))
-def test_the_ground_stands_on_itself(name):
-    assert ours(HERE[name]) <= GROUND
+@pytest.mark.parametrize("name", sorted(name for name in HERE if room(name) == "ground"))
+def test_the_ground_knows_nothing_of_the_trainer(name):
     assert "trainer" not in tops(HERE[name])
 
 
-@pytest.mark.parametrize("name", STAGES)
-def test_a_stage_sees_only_what_stands_to_its_left(name):
-    assert ours(HERE[name]) & set(STAGES) <= set(STAGES[: STAGES.index(name)])
-
-
-@pytest.mark.parametrize("name", sorted(HERE.keys() - set(STAGES)))
-def test_what_is_no_stage_knows_neither_the_controller_nor_those_above_it(name):
-    assert ours(HERE[name]) & {"clusters", "controller", "console", "cli"} == set()
-
-
 @pytest.mark.parametrize(
-    "name",
-    [
-        "analyse",
-        "measure",
-        "events",
-        "gpu_use",
-        "gpu_charts",
-        "slowed",
-        "straggler",
-        "summary",
-        "report",
-        "charts",
-        "published",
-        "used",
-    ],
+    "name", sorted(name for name in HERE if room(name) == "results" or (name in PURE and room(name) == "views"))
 )
 def test_a_run_folder_is_read_without_a_cluster(name):
-    cluster = {"inventory", "facts", "checks", "probe", "election", "plan", "job", "collect", "store", "call"}
+    cluster = {f"hosts.{each}" for each in ("inventory", "facts", "checks", "probe", "election", "connections")}
+    cluster |= {"planning.build", "jobs.launch", "jobs.collect", "transport.ask"}
     assert ours(HERE[name]) & cluster == set()
+    assert name == "results.copies" or "store" not in ours(HERE[name])
 
 
 @pytest.mark.parametrize("name", sorted(ORCHESTRATOR))
 def test_only_the_command_line_and_the_console_speak_to_people(name):
-    if name == "console" or name.partition(".")[0] == "cli":
+    if name == "views.console" or name.partition(".")[0] == "cli":
         return
     assert tops(ORCHESTRATOR[name]) & {"rich", "click"} == set()
     assert calls(ORCHESTRATOR[name], "print") == []

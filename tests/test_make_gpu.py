@@ -9,13 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
-from gpu import __main__ as program
-from gpu import child, expected, parcel, table
-from gpu.facts import Facts
-from gpu.parts import Bench, Part, alone, collectives, suite, two
-from gpu.parts import overlap as overlap_part
-from gpu.row import Range, Row, failed, figure, number
-from gpu.runs import WARM_UP, Done, Runs
+
+from tests.gpu import __main__ as program
+from tests.gpu import child, expected, parcel, table
+from tests.gpu.facts import Facts
+from tests.gpu.parts import Bench, Part, alone, collectives, suite, two
+from tests.gpu.parts import overlap as overlap_part
+from tests.gpu.row import Range, Row, failed, figure, number
+from tests.gpu.runs import WARM_UP, Done, Runs
 
 ROOT = Path(__file__).resolve().parents[1]
 GPU = {"name": "NVIDIA H200", "capability": [9, 0], "memory_bytes": 141 << 30}

@@ -4,16 +4,16 @@ import json
 import threading
 
 import pytest
-from gang import gang
-from test_rescan import local_cluster
 
-from orchestrator.connections import Connections
 from orchestrator.controller import Controller
 from orchestrator.errors import StateError
+from orchestrator.hosts.connections import Connections
 from orchestrator.owner import read_owner
 from orchestrator.paths import Home
-from orchestrator.records import Owner
+from orchestrator.record import Owner
 from orchestrator.store import Store
+from tests.jobs.test_rescan import local_cluster
+from tests.support.local_job import gang
 
 
 def test_a_home_is_somebody_from_its_first_need_on_and_no_other_home_is_the_same(tmp_path):

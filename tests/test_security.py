@@ -17,26 +17,28 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import fuzz
 import pytest
-from gang import gang
-from test_plan import pair, plan
 
-from orchestrator import belongings, job
-from orchestrator.belongings import Cleared, Who
-from orchestrator.call import Host
-from orchestrator.collect import collect
 from orchestrator.controller import Controller
 from orchestrator.errors import HostError, OrchError, ProbeError, UsageError
-from orchestrator.facts import Interface
-from orchestrator.frames import read_frames
+from orchestrator.hosts import belongings
+from orchestrator.hosts.belongings import Cleared, Who
+from orchestrator.hosts.cluster import Cluster
+from orchestrator.hosts.facts import Interface
+from orchestrator.jobs import launch as job
+from orchestrator.jobs.collect import collect
+from orchestrator.jobs.frames import read_frames
 from orchestrator.paths import Home, RunFolder
-from orchestrator.records import Owner
+from orchestrator.record import Owner
 from orchestrator.remote.processes import MARK
-from orchestrator.store import Cluster, Store
+from orchestrator.store import Store
 from orchestrator.transport import Result
+from orchestrator.transport.ask import Host
 from orchestrator.transport.fanout import for_each
 from orchestrator.transport.local import LocalTransport
+from tests.planning.test_build import pair, plan
+from tests.support import fuzz
+from tests.support.local_job import gang
 
 ROOT = Path(__file__).resolve().parents[1]
 NOBODY = 65534
@@ -44,72 +46,72 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can play a sec
 
 RULES = {
     "host keys: known or refused, a changed one whatever the options": """
-        test_transport_ssh: test_an_unknown_host_is_refused_before_any_login
-        test_transport_ssh: test_a_changed_key_is_refused_whatever_is_asked_for
-        test_transport_ssh: test_a_host_whose_key_changed_while_we_were_connected_is_refused_when_it_returns
-        test_ssh_faults: test_a_host_key_that_changes_in_mid_run_ends_the_following_and_not_the_job
-        test_lab_refusals: test_a_changed_host_key_is_refused_and_no_option_passes_it_by
-        test_hostkeys: test_a_revoked_key_is_refused_even_where_it_is_known_or_pinned""",
+        transport/test_ssh: test_an_unknown_host_is_refused_before_any_login
+        transport/test_ssh: test_a_changed_key_is_refused_whatever_is_asked_for
+        transport/test_ssh: test_a_host_whose_key_changed_while_we_were_connected_is_refused_when_it_returns
+        transport/test_ssh_faults: test_a_host_key_that_changes_in_mid_run_ends_the_following_and_not_the_job
+        lab/test_refusals: test_a_changed_host_key_is_refused_and_no_option_passes_it_by
+        transport/test_hostkeys: test_a_revoked_key_is_refused_even_where_it_is_known_or_pinned""",
     "SSH algorithms: a floor, and the server's offer in the refusal": """
-        test_transport_ssh: test_nothing_weak_is_offered
-        test_transport_ssh: test_a_server_with_only_weak_algorithms_is_refused""",
+        transport/test_ssh: test_nothing_weak_is_offered
+        transport/test_ssh: test_a_server_with_only_weak_algorithms_is_refused""",
     "private keys: refused where others may read them, never written; the agent is not forwarded": """
-        test_transport_ssh: test_a_key_that_others_may_read_is_refused
-        test_transport_ssh: test_the_agent_is_never_forwarded""",
+        transport/test_ssh: test_a_key_that_others_may_read_is_refused
+        transport/test_ssh: test_the_agent_is_never_forwarded""",
     "from host to controller: an answer is data of a known form and size": """
-        test_facts: test_whatever_a_host_answers_it_is_facts_or_a_probe_error
-        test_call: test_an_answer_that_is_none_is_refused_and_names_the_host
-        test_transport_ssh: test_output_has_a_limit
+        hosts/test_facts: test_whatever_a_host_answers_it_is_facts_or_a_probe_error
+        transport/test_ask: test_an_answer_that_is_none_is_refused_and_names_the_host
+        transport/test_ssh: test_output_has_a_limit
         test_security: test_whatever_a_host_answers_to_a_request_it_is_an_error_of_ours
         test_security: test_fuzzing_finds_nothing""",
     "pulling logs: names are ours, links and special files stay where they are": """
-        test_frames: test_a_name_that_is_not_this_jobs_ends_the_stream
-        test_frames: test_an_endless_line_is_refused_before_it_fills_the_memory
-        test_collect: test_a_link_in_place_of_a_log_is_not_followed
+        jobs/test_frames: test_a_name_that_is_not_this_jobs_ends_the_stream
+        jobs/test_frames: test_an_endless_line_is_refused_before_it_fills_the_memory
+        jobs/test_collect: test_a_link_in_place_of_a_log_is_not_followed
         test_security: test_of_ten_thousand_hostile_names_none_is_let_through
         test_security: test_what_is_no_plain_file_of_the_job_is_never_read""",
     "archives: none from hosts, and none with links to hosts": """
         test_security: test_no_module_unpickles_evaluates_or_unpacks""",
     "shell: an argument arrives as it was given": """
-        test_shell: test_a_real_shell_hands_on_exactly_the_arguments_given
-        test_secrets: test_ten_thousand_random_command_lines_pass_each_shell_unchanged
-        test_secrets: test_random_command_lines_pass_a_real_sshd_unchanged
-        test_secrets: test_ten_thousand_arguments_reach_a_users_script_unchanged""",
+        transport/test_shell: test_a_real_shell_hands_on_exactly_the_arguments_given
+        planning/test_secrets: test_ten_thousand_random_command_lines_pass_each_shell_unchanged
+        planning/test_secrets: test_random_command_lines_pass_a_real_sshd_unchanged
+        planning/test_secrets: test_ten_thousand_arguments_reach_a_users_script_unchanged""",
     "secrets: neither in arguments, nor state, nor output, nor errors; in files for the owner alone": """
-        test_secrets: test_a_secret_of_the_inventory_is_nowhere_but_in_files_for_its_owner_alone
-        test_secrets: test_an_argument_that_looks_like_a_secret_is_refused_and_not_repeated
-        test_secrets: test_only_values_of_known_settings_are_shown
-        test_plan: test_secrets_of_the_inventory_are_not_in_what_is_printed_or_kept""",
+        planning/test_secrets: test_a_secret_of_the_inventory_is_nowhere_but_in_files_for_its_owner_alone
+        planning/test_secrets: test_an_argument_that_looks_like_a_secret_is_refused_and_not_repeated
+        planning/test_secrets: test_only_values_of_known_settings_are_shown
+        planning/test_build: test_secrets_of_the_inventory_are_not_in_what_is_printed_or_kept""",
     "terminal: nothing that a host prints or names steers it": """
-        test_lines: test_nothing_that_a_terminal_obeys_is_left
-        test_call: test_a_refusal_is_the_hosts_own_words_made_printable
+        jobs/test_lines: test_nothing_that_a_terminal_obeys_is_left
+        transport/test_ask: test_a_refusal_is_the_hosts_own_words_made_printable
         test_security: test_fuzzing_finds_nothing""",
     "pickle, eval, yaml.load: nowhere": """
         test_layers: test_nothing_unpickles_or_evaluates
         test_security: test_no_module_unpickles_evaluates_or_unpacks""",
     "YAML: plain values alone, within limits": """
-        test_yamlfile: test_a_mistake_gives_one_clear_line
-        test_yamlfile: test_an_alias_bomb_costs_nothing""",
+        hosts/test_yamlfile: test_a_mistake_gives_one_clear_line
+        hosts/test_yamlfile: test_an_alias_bomb_costs_nothing""",
     "configuration: never from the folder one stands in": """
         test_security: test_nothing_of_the_folder_one_stands_in_is_opened
         test_security: test_a_matplotlibrc_at_hand_has_no_say
-        test_inventory: test_a_file_that_every_user_can_change_is_a_warning""",
+        hosts/test_inventory: test_a_file_that_every_user_can_change_is_a_warning""",
     "ports: none on the controller, the hub's on the training address alone": """
         test_security: test_the_controller_listens_nowhere_and_the_hub_on_the_training_address_alone
-        test_hub: test_a_stranger_without_the_token_hears_no_order_and_is_no_member""",
+        remote/test_hub: test_a_stranger_without_the_token_hears_no_order_and_is_no_member""",
     "training ports: a public address is warned of": """
         test_security: test_a_public_training_address_is_warned_of""",
     "state and run folders: for the owner alone, and never somebody else's": """
         test_store: test_home_is_for_its_owner_alone_even_where_it_was_not
-        test_secrets: test_a_secret_of_the_inventory_is_nowhere_but_in_files_for_its_owner_alone
+        planning/test_secrets: test_a_secret_of_the_inventory_is_nowhere_but_in_files_for_its_owner_alone
         test_security: test_a_planted_state_folder_or_link_is_refused
         test_security: test_a_planted_run_folder_is_refused
         test_security: test_a_planted_folder_on_a_host_is_refused""",
     "signals: only to processes of the job": """
         test_security: test_a_stranger_with_the_same_command_line_is_spared
-        test_processes: test_a_reused_pid_is_another_process_and_is_not_signalled""",
+        remote/test_processes: test_a_reused_pid_is_another_process_and_is_not_signalled""",
     "privilege: a login as root only where somebody wrote it": """
-        test_transport_ssh: test_a_login_as_root_is_never_a_default""",
+        transport/test_ssh: test_a_login_as_root_is_never_a_default""",
 }
 
 
@@ -189,7 +191,7 @@ def test_whatever_a_host_answers_to_a_request_it_is_an_error_of_ours(answer, tmp
 
 @pytest.mark.parametrize("target", fuzz.TARGETS)
 def test_fuzzing_finds_nothing(target):
-    """A moment of it; `python tests/fuzz.py all --minutes 10` goes on for longer."""
+    """A moment of it; `python tests/support/fuzz.py all --minutes 10` goes on for longer."""
     count = fuzz.fuzz(target, seed=0, seconds=2.0)
     assert count.crashes == {} and count.cases > 0  # how many fit into the time is the machine's load
 
@@ -305,7 +307,7 @@ def test_nothing_of_the_folder_one_stands_in_is_opened(tmp_path):
 
 def test_a_matplotlibrc_at_hand_has_no_say(tmp_path):
     (tmp_path / "matplotlibrc").write_text("font.size: 77\ntext.usetex: True\n")
-    code = "import matplotlib; from orchestrator.charts import _plain_settings as plain\n"
+    code = "import matplotlib; from orchestrator.views.charts import _plain_settings as plain\n"
     code += "with plain(): print(matplotlib.rcParams['font.size'], matplotlib.rcParams['text.usetex'])"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "MPLCONFIGDIR": str(tmp_path)}
     done = subprocess.run(

@@ -7,14 +7,15 @@ import stat
 import threading
 
 import pytest
-from test_checks import facts
-from test_plan import a2000_v100
 
 from orchestrator.errors import OrchError, StateError, UsageError
-from orchestrator.inventory import Node
+from orchestrator.hosts.cluster import Cluster, Problem
+from orchestrator.hosts.inventory import Node
+from orchestrator.jobs.record import JobRecord
 from orchestrator.paths import Home
-from orchestrator.records import JobRecord
-from orchestrator.store import Cluster, Problem, Store
+from orchestrator.store import Store
+from tests.hosts.test_checks import facts
+from tests.planning.test_build import a2000_v100
 
 
 @pytest.fixture

@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from trainer import interrupt
-from trainer.config import AnySettings, CollectiveSettings, SettingsError, help_text, parse_arguments
-from trainer.env import read_rank_info
-from trainer.errors import TrainError
-from trainer.records import MetricsWriter
+from trainer.run import run, say
+from trainer.shared.config import SettingsError, help_text, parse_arguments
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -28,7 +24,7 @@ def main(arguments: Sequence[str]) -> int:
         settings = parse_arguments(arguments)
     except SettingsError as error:
         for mistake in error.mistakes:
-            _say(f"error: {mistake}")
+            say(f"error: {mistake}")
         return 2
     if ranks is None:
         return run(settings)
@@ -82,52 +78,6 @@ def _how_many(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 1024:
         raise SettingsError([f"spawn: {text!r} is not gpu or a number of ranks from 1"])
     return int(text)
-
-
-def run(settings: AnySettings, may_complain: Callable[[], bool] = lambda: True) -> int:
-    """Trains or measures; whatever goes wrong is told on standard error and in the last record.
-
-    may_complain: whether nobody else has said what goes wrong; of many ranks all but the first suffer from its end.
-    """
-    try:
-        info = read_rank_info()
-        metrics = MetricsWriter(info.metrics_path)
-    except TrainError as error:
-        if may_complain():
-            _say(f"error: {error}")
-        return 1
-    interrupt.watch(last_words=lambda: metrics.end("interrupted"))
-    try:
-        # torch only now: a usage mistake is answered at once
-        if isinstance(settings, CollectiveSettings):
-            from trainer.collectives import measure as work
-        elif settings.profile_s:
-            from trainer.profile import profile as work
-        else:
-            from trainer.train import train as work
-
-        work(settings, info, metrics)
-    except interrupt.Interrupted as signal:
-        metrics.end("interrupted", str(signal))
-        if may_complain():
-            _say(f"interrupted by {signal}")
-        interrupt.leave(128 + signal.signum)
-    except TrainError as error:
-        metrics.end("failed", str(error))
-        if may_complain():
-            _say(f"error: {error}")
-        interrupt.leave(1)
-    except BaseException as error:
-        metrics.end("failed", traceback.format_exception_only(error)[0].splitlines()[0][:300])
-        if may_complain():
-            traceback.print_exc()
-        interrupt.leave(1)
-    # Not through the interpreter's own end: a thread of torch's that is still there then may abort a finished run.
-    return interrupt.leave(0)
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(line + "\n")  # one write a line: torchrun's ranks share this stream
 
 
 if __name__ == "__main__":

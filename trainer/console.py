@@ -8,9 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from trainer.config import Settings
 from trainer.env import RankInfo
 from trainer.evaluate import Evaluation
+from trainer.shared.config import Settings
 
 INTERVAL_S = 1.0
 

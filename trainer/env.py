@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.errors import TrainError
-from trainer.pace import Pace, read_pace
+from trainer.shared.errors import TrainError
+from trainer.shared.pace import Pace, read_pace
 
 
 @dataclass(frozen=True)

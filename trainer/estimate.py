@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-from trainer.shares import PROBED, Speed
+from trainer.shared.shares import PROBED, Speed
 
 FRESH = 3
 """Times with the samples of now that there have to be before they are judged."""

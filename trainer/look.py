@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from trainer.models import has_batch_norm
-from trainer.random_state import random_state, set_random_state
-from trainer.running_statistics import BATCHES, average_running_statistics, estimate_running_statistics
+from trainer.checkpoints.random_state import random_state, set_random_state
+from trainer.compute.models import has_batch_norm
+from trainer.compute.running_statistics import BATCHES, average_running_statistics, estimate_running_statistics
 
 if TYPE_CHECKING:
-    from trainer.checkpoint import Progress
+    from trainer.progress import Progress
     from trainer.setup import Run
 
 

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from trainer import nccl
-from trainer.config import Settings
 from trainer.env import RankInfo
-from trainer.errors import TrainError
-from trainer.shares import Speed, at_most, parse_speeds, split_batch, without_absent
+from trainer.shared.config import Settings
+from trainer.shared.errors import TrainError
+from trainer.shared.shares import Speed, at_most, parse_speeds, split_batch, without_absent
 from trainer.timing import Timer
 
 TIMEOUT = timedelta(minutes=10)  # long enough for one host to fetch and unpack a data set while the others wait

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from trainer.compute.microbatches import MicroBatches
 from trainer.estimate import FRESH, SENT, Estimate
-from trainer.microbatches import MicroBatches
-from trainer.records import MetricsWriter
-from trainer.shares import PROBED, Speed, fastest_shares, without_singles
+from trainer.shared.metrics import MetricsWriter
+from trainer.shared.shares import PROBED, Speed, fastest_shares, without_singles
 from trainer.stream import NO_PROBES, Probes, RankBatches
 
 UNEVEN = 0.03

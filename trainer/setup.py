@@ -18,22 +18,16 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer import nccl, ranks
-from trainer.anatomy import dissect
-from trainer.arithmetic import arranged, choose_arithmetic, devices_of_all_ranks, use_arithmetic
-from trainer.config import LOCAL_STEPS, AnySettings, Settings
+from trainer.compute.arithmetic import arranged, choose_arithmetic, devices_of_all_ranks, use_arithmetic
+from trainer.compute.graphs import Graphs, replayable, why_not
+from trainer.compute.microbatches import MicroBatches
+from trainer.compute.models import build_model, gradient_bytes, has_batch_norm, trainable
+from trainer.compute.precision import Full, build_precision
 from trainer.console import Console
+from trainer.data.loading import Batches, agree_on_facts, choose_loader, open_batches
 from trainer.env import RankInfo
-from trainer.errors import TrainError
-from trainer.experiments import DataSet
-from trainer.graphs import Graphs, replayable, why_not
-from trainer.loading import Batches, agree_on_facts, choose_loader, open_batches
-from trainer.microbatches import MicroBatches
-from trainer.models import build_model, gradient_bytes, has_batch_norm, trainable
-from trainer.pace import Pace
-from trainer.precision import Full, build_precision
-from trainer.rebalance import Balance, Rebalancer
-from trainer.records import SCHEMA, MetricsWriter
-from trainer.standin import (
+from trainer.paced.anatomy import dissect
+from trainer.paced.standin import (
     StandIn,
     StandInOptimizer,
     StandInWorker,
@@ -42,6 +36,12 @@ from trainer.standin import (
     memory_needed,
     most_samples,
 )
+from trainer.rebalance import Balance, Rebalancer
+from trainer.shared.config import LOCAL_STEPS, AnySettings, Settings
+from trainer.shared.errors import TrainError
+from trainer.shared.experiments import DataSet
+from trainer.shared.metrics import SCHEMA, MetricsWriter
+from trainer.shared.pace import Pace
 from trainer.strategies import Strategy, build_strategy
 from trainer.strategies.ddp import Ddp
 from trainer.stream import RankBatches, SampleStream

@@ -20,7 +20,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import multiprocessing
 
-from trainer.config import AnySettings
+from trainer.run import run
+from trainer.shared.config import AnySettings
 
 _ADDRESS = "127.0.0.1"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -66,8 +67,6 @@ def _wait(ranks: Any) -> multiprocessing.ProcessExitedException | None:
 
 
 def _be_rank(rank: int, count: int, port: int, settings: AnySettings, speaker: Any) -> None:
-    from trainer.__main__ import run
-
     who = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     # torch's own words for a store that somebody else keeps: what torchrun's agent tells its workers.
     store = {"MASTER_ADDR": _ADDRESS, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}

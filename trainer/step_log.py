@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from trainer.checkpoint import Progress
+from trainer.progress import Progress
 from trainer.strategies import Exchange
 from trainer.timing import Timer, covered_ms
 

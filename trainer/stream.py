@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.utils.data import Sampler
 
-from trainer.shares import PROBED, scale_shares, with_samples, without_singles
+from trainer.shared.shares import PROBED, scale_shares, with_samples, without_singles
 
 
 def derive_seed(*parts: int | str) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from trainer.slow import Slow
+from trainer.shared.slow import Slow
 
 
 class CpuTimer:

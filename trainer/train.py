@@ -18,14 +18,15 @@ from typing import Any
 from torch import Tensor
 
 from trainer import ranks
-from trainer.checkpoint import CheckpointKeeper, Progress
-from trainer.config import Settings
+from trainer.checkpoints.checkpoint import CheckpointKeeper
+from trainer.data.loading import Batch
 from trainer.env import RankInfo
 from trainer.evaluate import evaluate
-from trainer.loading import Batch
 from trainer.look import looked_at
-from trainer.records import MetricsWriter
+from trainer.progress import Progress
 from trainer.setup import Run, set_up
+from trainer.shared.config import Settings
+from trainer.shared.metrics import MetricsWriter
 from trainer.step_log import Step, StepLog
 from trainer.strategies import Exchange, local_loss
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trainer.gpu_work import Work
+from trainer.shared.gpu_work import Work
 
 
 class Worker:

@@ -20,8 +20,10 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from orchestrator import console, datapush, pull, venvs
+from orchestrator.jobs import pull
+from orchestrator.provision import push, venvs
 from orchestrator.text import one_line
+from orchestrator.views import console
 
 
 @contextmanager
@@ -33,14 +35,14 @@ def hash_board(name: str) -> Iterator[Callable[[int, int], None]]:
 
 
 @contextmanager
-def push_board(nodes: Sequence[str], total_bytes: int) -> Iterator[Callable[[datapush.Progress], None]]:
+def push_board(nodes: Sequence[str], total_bytes: int) -> Iterator[Callable[[push.Progress], None]]:
     """Bytes that lie on each host of all, how fast they come, and how long the rest will take."""
     figures = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with _progress(_words("node"), _words("phase"), *figures) as board:
         tasks = {node: board.add_task("", node=node, phase="connects", total=total_bytes) for node in nodes}
         sending = set[str]()
 
-        def show(progress: datapush.Progress) -> None:
+        def show(progress: push.Progress) -> None:
             done = progress.looked_bytes if progress.phase == "looks" else progress.here_bytes
             if progress.phase == "sends" and progress.node not in sending:  # what was there came at no speed
                 sending.add(progress.node)

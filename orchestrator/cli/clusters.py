@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from orchestrator.cli.common import (
-    accept_option,
-    agrees,
-    busy,
-    cluster_option,
-    json_option,
-    open_controller,
-)
+from orchestrator.cli.common import accept_option, agrees, busy, cluster_option, json_option, open_controller
 from orchestrator.cli.complete import node_names
 from orchestrator.errors import HostError, UsageError
 from orchestrator.text import some
@@ -26,13 +19,13 @@ from orchestrator.units import counted
 SHOWN_JOBS, SHOWN_FILES, SHOWN_NAMES = 5, 3, 10
 
 if TYPE_CHECKING:
-    from orchestrator.belongings import Cleared, Leftover, Reaped, Survey
     from orchestrator.clusters import Up
     from orchestrator.controller import Unpulled
-    from orchestrator.facts import NodeFacts
-    from orchestrator.inventory import Inventory
+    from orchestrator.hosts.belongings import Cleared, Leftover, Reaped, Survey
+    from orchestrator.hosts.cluster import Cluster
+    from orchestrator.hosts.facts import NodeFacts
+    from orchestrator.hosts.inventory import Inventory
     from orchestrator.paths import Home
-    from orchestrator.store import Cluster
 
 
 allow_local_option = click.option(
@@ -56,8 +49,8 @@ def up(inventory: Path, accept_new_host_keys: bool, allow_local: bool, as_json: 
     orch up inventory/a2000_v100.yaml
     orch up inventory/lab_pair.yaml --accept-new-host-keys
     """
-    from orchestrator import console
-    from orchestrator.inventory import load_inventory
+    from orchestrator.hosts.inventory import load_inventory
+    from orchestrator.views import console
 
     loaded = load_inventory(inventory)
     with open_controller(accept_new_host_keys) as controller:
@@ -72,8 +65,8 @@ def up(inventory: Path, accept_new_host_keys: bool, allow_local: bool, as_json: 
 
 def _ask_about_local(home: Home, inventory: Inventory, yes: bool) -> None:
     """Raises UsageError where its person does not want it, or is not there to be asked."""
-    from orchestrator import console
-    from orchestrator.consent import allow, is_allowed, local_commands
+    from orchestrator.hosts.consent import allow, is_allowed, local_commands
+    from orchestrator.views import console
 
     commands = local_commands(inventory)
     if not commands or is_allowed(home, commands):
@@ -101,7 +94,7 @@ def status(no_look: bool, cluster: str | None, as_json: bool) -> None:
     orch status --no-look
     orch status --json | jq .cluster.master
     """
-    from orchestrator import console
+    from orchestrator.views import console
 
     with open_controller() as controller:
         found = controller.store.cluster(cluster)
@@ -130,9 +123,9 @@ def status(no_look: bool, cluster: str | None, as_json: bool) -> None:
 
 def _warn_of_others(cluster: Cluster, on_gpus: Mapping[str, NodeFacts], jobs: Sequence[str]) -> None:
     """Of those on the GPUs who are no job of this cluster."""
-    from orchestrator import console
-    from orchestrator.checks import gpu_warnings
-    from orchestrator.occupied import without_jobs
+    from orchestrator.hosts.checks import gpu_warnings
+    from orchestrator.hosts.occupied import without_jobs
+    from orchestrator.views import console
 
     for name, facts in on_gpus.items():
         for line in gpu_warnings(cluster.node(name), without_jobs(facts, jobs)):
@@ -150,7 +143,7 @@ def master(name: str | None, elect: bool, cluster: str | None) -> None:
     orch master v100
     orch master --elect
     """
-    from orchestrator import console
+    from orchestrator.views import console
 
     if bool(name) == elect:
         raise UsageError("name a node, or give --elect", "orch master NODE")
@@ -190,11 +183,11 @@ def node_add(
     \b
     orch node add a16 host=192.168.1.52 gpu=A16 bandwidth=2.5Gbps
     """
-    from orchestrator import console
     from orchestrator.clusters import node_with_defaults
-    from orchestrator.inventory import Inventory, node_from_keys
-    from orchestrator.request import parse_pairs
-    from orchestrator.yamlfile import resolve_scalar
+    from orchestrator.hosts.inventory import Inventory, node_from_keys
+    from orchestrator.hosts.yamlfile import resolve_scalar
+    from orchestrator.planning.request import parse_pairs
+    from orchestrator.views import console
 
     values = {key: resolve_scalar(value) for key, value in parse_pairs(keys, "KEY=VALUE").items()}
     values = {"name": name, **values}
@@ -221,7 +214,7 @@ def node_remove(name: str, cluster: str | None) -> None:
     \b
     orch node remove a2000
     """
-    from orchestrator import console
+    from orchestrator.views import console
 
     with open_controller() as controller:
         console.print_cluster(controller.clusters.remove_node(controller.store.cluster(cluster), name))
@@ -252,7 +245,7 @@ def node_restore(name: str, cluster: str | None) -> None:
 
 
 def _release(name: str, cluster: str | None, *, restore: bool) -> None:
-    from orchestrator import console
+    from orchestrator.views import console
 
     with open_controller() as controller:
         console.print_cluster(
@@ -274,11 +267,11 @@ def trust(name: str, inventory: Path | None, yes: bool, cluster: str | None) -> 
     orch trust v100
     orch trust v100 --inventory inventory/a2000_v100.yaml
     """
-    from orchestrator import console
-    from orchestrator.connections import target_of
-    from orchestrator.inventory import load_inventory
+    from orchestrator.hosts.connections import target_of
+    from orchestrator.hosts.inventory import load_inventory
     from orchestrator.transport import ssh
     from orchestrator.transport.hostkeys import HostKeys
+    from orchestrator.views import console
 
     with open_controller() as controller:
         found = load_inventory(inventory) if inventory else controller.store.cluster(cluster)
@@ -306,7 +299,7 @@ def reap(yes: bool, cluster: str | None, as_json: bool) -> None:
     orch reap
     orch reap --yes
     """
-    from orchestrator import console
+    from orchestrator.views import console
 
     with open_controller() as controller:
         answers = controller.clusters.reap(controller.store.cluster(cluster), end=yes)
@@ -346,7 +339,7 @@ def down(yes: bool, cluster: str | None, as_json: bool) -> None:
     \b
     orch down --yes
     """
-    from orchestrator import console
+    from orchestrator.views import console
 
     if as_json and not yes:
         raise UsageError("`orch down --json` asks nobody", "say so with --yes")
@@ -370,7 +363,7 @@ def down(yes: bool, cluster: str | None, as_json: bool) -> None:
 
 
 def _say_what_goes(cluster: Cluster, surveys: Sequence[Survey]) -> None:
-    from orchestrator import console
+    from orchestrator.views import console
 
     mine = {there.job: there for survey in surveys for there in survey.mine}
     running = sorted({there.job for survey in surveys for there in survey.mine if there.alive})
@@ -410,7 +403,7 @@ def _unpulled_words(lost: Unpulled) -> Iterator[str]:
 
 
 def _show_up(found: Up, as_json: bool) -> None:
-    from orchestrator import console
+    from orchestrator.views import console
 
     if as_json:
         console.print_json(console.cluster_json(found.cluster))
@@ -429,7 +422,7 @@ def _show_answers(
     as_json: bool,
     document: Callable[[Any], dict[str, Any]] = asdict,
 ) -> None:
-    from orchestrator import console
+    from orchestrator.views import console
 
     if as_json:
         nodes = {

@@ -18,7 +18,8 @@ from orchestrator.errors import HostsError, OrchError
 
 if TYPE_CHECKING:
     from orchestrator.controller import Controller
-    from orchestrator.records import JobRecord, LaunchPlan
+    from orchestrator.jobs.record import JobRecord
+    from orchestrator.planning.launch_plan import LaunchPlan
 
 INTERRUPTED = 130
 _REMEDIES = {
@@ -71,8 +72,8 @@ def agrees(question: str) -> bool:
 
 def chosen_id(controller: Controller, wanted: str | None, cluster: str | None) -> str:
     """The job that a line names, else the latest of its cluster, and then it says which one that is."""
-    from orchestrator import console
     from orchestrator.store import LATEST
+    from orchestrator.views import console
 
     found = controller.store.find_job(wanted or LATEST, cluster)
     if not wanted:
@@ -137,14 +138,14 @@ class Orch(click.Group):
         try:
             return super().invoke(ctx)
         except OrchError as error:
-            from orchestrator import console
+            from orchestrator.views import console
 
             console.fail_each(error.errors if isinstance(error, HostsError) else [error])
             ctx.exit(error.exit_code)
         except OSError as error:
             if isinstance(error, BrokenPipeError):
                 _leave_quietly(ctx)
-            from orchestrator import console
+            from orchestrator.views import console
 
             where = error.filename or "this machine"
             console.fail(
@@ -170,8 +171,8 @@ def _leave_quietly(ctx: click.Context) -> NoReturn:
 
 @contextlib.contextmanager
 def open_controller(accept_new_host_keys: bool = False) -> Iterator[Controller]:
-    from orchestrator.connections import Connections
     from orchestrator.controller import Controller
+    from orchestrator.hosts.connections import Connections
     from orchestrator.paths import Home
     from orchestrator.store import Store
 
@@ -187,13 +188,13 @@ def open_controller(accept_new_host_keys: bool = False) -> Iterator[Controller]:
 
 
 def _warn(line: str) -> None:
-    from orchestrator import console
+    from orchestrator.views import console
 
     console.warn(line)
 
 
 def _say_unwritten(home: Path, error: OSError) -> None:
-    from orchestrator import console
+    from orchestrator.views import console
 
     why = error.strerror or str(error)
     console.warn(f"what this found is not remembered: {home} cannot be written ({why}); free space, or set ORCH_HOME")
@@ -206,7 +207,7 @@ def _ask_passphrase(key_file: str) -> str | None:
 @contextlib.contextmanager
 def busy(what: str) -> Iterator[None]:
     """A spinner on a terminal; nothing where nobody looks."""
-    from orchestrator import console
+    from orchestrator.views import console
 
     with console.err.status(what) if console.err.is_terminal else contextlib.nullcontext():
         yield

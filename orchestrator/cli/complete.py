@@ -37,22 +37,22 @@ def node_ranges(context: click.Context, parameter: click.Parameter, begun: str) 
 
 
 def experiments(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
-    from trainer.experiments import EXPERIMENTS
+    from trainer.shared.experiments import EXPERIMENTS
 
     return _fitting(list(EXPERIMENTS), begun)
 
 
 def torch_versions(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
     """Newest first."""
-    from orchestrator.wheels import PAIRS
+    from orchestrator.hosts.wheels import PAIRS
 
     return _fitting(list(reversed(PAIRS)), begun)
 
 
 def setting_pairs(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
     """`KEY=`, then the values of a key that has a choice."""
-    from trainer.config import fields_of
-    from trainer.shares import WORDS
+    from trainer.shared.config import fields_of
+    from trainer.shared.shares import WORDS
 
     fields = fields_of(context.params.get("exp") or "")
     key, equals, value = begun.partition("=")
@@ -84,6 +84,6 @@ def _fitting(words: list[str], begun: str) -> list[str]:
 
 
 def studies(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
-    from orchestrator.studies import STUDIES
+    from orchestrator.studies.tables import STUDIES
 
     return _fitting(list(STUDIES), begun)

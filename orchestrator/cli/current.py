@@ -13,7 +13,7 @@ from orchestrator.errors import StateError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from orchestrator.records import JobRecord
+    from orchestrator.jobs.record import JobRecord
     from orchestrator.store import Store
 
 
@@ -28,8 +28,8 @@ def clusters(as_json: bool) -> None:
     """
     from dataclasses import asdict
 
-    from orchestrator import console
-    from orchestrator.records import ENDED
+    from orchestrator.jobs.record import ENDED
+    from orchestrator.views import console
 
     with open_controller() as controller:
         current = controller.store.current()
@@ -79,7 +79,7 @@ def use(name: str) -> None:
     orch use rack
     export ORCH_CLUSTER=rack
     """
-    from orchestrator import console
+    from orchestrator.views import console
 
     with open_controller() as controller:
         cluster = controller.store.use(name)

@@ -17,9 +17,9 @@ from orchestrator.units import counted
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from orchestrator.inventory import Node
-    from orchestrator.store import Cluster
-    from orchestrator.venvs import Wanted
+    from orchestrator.hosts.cluster import Cluster
+    from orchestrator.hosts.inventory import Node
+    from orchestrator.provision.venvs import Wanted
 
 
 @click.group()
@@ -50,12 +50,12 @@ def data_push(folder: Path, to: str | None, nodes: str | None, cluster: str | No
     orch data push birds --to birds            into ~/data/birds
     orch data push ~/data --to /mnt/big/data   then: orch run ... --set data_dir=/mnt/big/data
     """
-    from orchestrator import console
     from orchestrator.cli.boards import hash_board, push_board
-    from orchestrator.homes import expanded_here, homes_of
-    from orchestrator.manifest import read_manifest
-    from orchestrator.provision import DATA_FOLDER, Provision, chosen, data_folder
+    from orchestrator.planning.homes import expanded_here, homes_of
+    from orchestrator.provision.manifest import read_manifest
+    from orchestrator.provision.service import DATA_FOLDER, Provision, chosen, data_folder
     from orchestrator.units import format_bytes
+    from orchestrator.views import console
 
     with open_controller() as controller:
         known = controller.store.cluster(cluster)
@@ -124,11 +124,11 @@ def setup(
     """
     from dataclasses import replace
 
-    from orchestrator import console
     from orchestrator.cli.boards import setup_board
-    from orchestrator.provision import Provision, chosen, gpu_hosts
-    from orchestrator.requirements import read_requirements
-    from orchestrator.venvs import choose
+    from orchestrator.provision.requirements import read_requirements
+    from orchestrator.provision.service import Provision, chosen, gpu_hosts
+    from orchestrator.provision.venvs import choose
+    from orchestrator.views import console
 
     extra = read_requirements(requirements) if requirements else None
     with open_controller() as controller:
@@ -163,7 +163,7 @@ def setup(
 
 def _setup_question(cluster: Cluster, nodes: Sequence[Node], wanted: Wanted, requirements: Path | None) -> str:
     """What is to be agreed to; "" where, as far as is known, no host lacks anything."""
-    from orchestrator.alike import host_set
+    from orchestrator.hosts.alike import host_set
 
     lacking, parts = [node.name for node in nodes if _lacks(cluster, node.name, wanted)], []
     if lacking:
@@ -189,7 +189,7 @@ def _show(
     """A line a host, or the document with all of them; then what is wrong, which is exit code 3."""
     from dataclasses import asdict
 
-    from orchestrator import console
+    from orchestrator.views import console
 
     failed = {name: outcome for name, outcome in found.items() if isinstance(outcome, HostError)}
     failed |= {name: error for name, error in (problems or {}).items() if name in found and name not in failed}

@@ -28,9 +28,10 @@ from orchestrator.cli.script_words import ScriptCommand, files, went_to_script
 from orchestrator.errors import HostError, OrchError, UsageError
 
 if TYPE_CHECKING:
-    from orchestrator.call import Host
     from orchestrator.controller import Controller
-    from orchestrator.records import Elastic, JobRecord, LaunchPlan
+    from orchestrator.jobs.record import JobRecord
+    from orchestrator.planning.launch_plan import Elastic, LaunchPlan
+    from orchestrator.transport.ask import Host
 
 SECOND_CTRL_C_S = 3.0
 SHOWN = 5
@@ -141,10 +142,10 @@ def run(
     """
     from dataclasses import replace
 
-    from orchestrator import console
-    from orchestrator.code import names_in
-    from orchestrator.request import read_wish
-    from orchestrator.variables import read_variables
+    from orchestrator.planning.bundle import names_in
+    from orchestrator.planning.request import read_wish
+    from orchestrator.planning.variables import read_variables
+    from orchestrator.views import console
 
     nodes_wanted = _nodes_wanted(elastic, max_restarts)
     variables = read_variables(env, env_files, os.environ)
@@ -175,7 +176,7 @@ def run(
 
 
 def _nodes_wanted(elastic: str | None, max_restarts: int | None) -> Elastic | None:
-    from orchestrator.elastic import DEFAULT_MAX_RESTARTS, parse_elastic
+    from orchestrator.planning.elastic import DEFAULT_MAX_RESTARTS, parse_elastic
 
     if max_restarts is not None and not elastic:
         raise UsageError("--max-restarts belongs to --elastic", "--elastic MIN:MAX, numbers of nodes")
@@ -185,7 +186,7 @@ def _nodes_wanted(elastic: str | None, max_restarts: int | None) -> Elastic | No
 
 def _run(controller: Controller, plan: LaunchPlan, blob: bytes, as_json: bool, *, detach: bool) -> None:
     """To its end, or until it runs."""
-    from orchestrator import console
+    from orchestrator.views import console
 
     hosts = _launch(controller, plan, blob)
     if not detach:
@@ -195,8 +196,8 @@ def _run(controller: Controller, plan: LaunchPlan, blob: bytes, as_json: bool, *
 
 
 def _launch(controller: Controller, plan: LaunchPlan, blob: bytes) -> dict[str, Host]:
-    from orchestrator import console
     from orchestrator.units import counted
+    from orchestrator.views import console
 
     console.warn_notes(plan)
     console.warn_faster(plan.faster)
@@ -215,7 +216,7 @@ def _follow(controller: Controller, plan: LaunchPlan, show: Callable[[], None]) 
     """Shows until the end. The first Ctrl-C detaches, a second within SECOND_CTRL_C_S cancels."""
     import threading
 
-    from orchestrator import console
+    from orchestrator.views import console
 
     try:
         show()
@@ -231,7 +232,7 @@ def _follow(controller: Controller, plan: LaunchPlan, show: Callable[[], None]) 
 
 
 def _finish(controller: Controller, plan: LaunchPlan, as_json: bool, *, detached: bool = False) -> None:
-    from orchestrator import console
+    from orchestrator.views import console
 
     job = controller.store.job(plan.job)
     if as_json:
@@ -272,8 +273,8 @@ def jobs(rescan: bool, adopt: bool, yes: bool, limit: int | None, cluster: str |
     orch jobs --rescan --adopt            after it was lost
     orch jobs --json | jq -r '.jobs[0].id'
     """
-    from orchestrator import console
     from orchestrator.text import some
+    from orchestrator.views import console
 
     problems: dict[str, OrchError] = {}
     if adopt and not rescan:
@@ -303,8 +304,8 @@ def jobs(rescan: bool, adopt: bool, yes: bool, limit: int | None, cluster: str |
 
 def _show_jobs(records: Sequence[JobRecord], limit: int) -> None:
     """records: newest first. limit: 0 means all."""
-    from orchestrator import console
-    from orchestrator.records import ENDED
+    from orchestrator.jobs.record import ENDED
+    from orchestrator.views import console
 
     console.print_jobs(records[: limit or None])
     older = records[limit:] if limit else ()
@@ -316,7 +317,7 @@ def _show_jobs(records: Sequence[JobRecord], limit: int) -> None:
 
 def _shown_cluster(controller: Controller, named: str | None) -> str | None:
     """None means all of them: only a person's own word leaves jobs out."""
-    from orchestrator import console
+    from orchestrator.views import console
 
     terminals = controller.store.terminals()
     if not named and not terminals:
@@ -329,8 +330,8 @@ def _shown_cluster(controller: Controller, named: str | None) -> str | None:
 
 def _others(controller: Controller, clusters: list[str], adopt: bool, yes: bool) -> Mapping[str, OrchError]:
     """Says whose the jobs are that another home started, and makes them ours where that is wanted."""
-    from orchestrator import console
     from orchestrator.text import some
+    from orchestrator.views import console
 
     problems: dict[str, OrchError] = {}
     for owner, found in controller.not_ours(clusters).items():
@@ -359,9 +360,9 @@ def logs(wanted: str | None, follow: bool, only_node: str | None, only_rank: int
     orch logs -f
     orch logs --job resnet152 --node v100 --rank 0
     """
-    from orchestrator import console
-    from orchestrator.copies import copied_lines, is_removed, newest_copy, nothing_left
-    from orchestrator.lines import Line
+    from orchestrator.jobs.lines import Line
+    from orchestrator.results.copies import copied_lines, is_removed, newest_copy, nothing_left
+    from orchestrator.views import console
 
     def chosen(line: Line) -> bool:
         return only_node in (None, line.node) and only_rank in (None, line.rank)
@@ -400,8 +401,8 @@ def cancel(wanted: str | None, yes: bool, cluster: str | None, as_json: bool) ->
     orch cancel --job mnist_lenet-20261121-0912-k3f
     orch cancel
     """
-    from orchestrator import console
-    from orchestrator.records import ENDED
+    from orchestrator.jobs.record import ENDED
+    from orchestrator.views import console
 
     with open_controller() as controller:
         known, plan = controller.job(wanted, cluster) if wanted else _meant(controller, cluster, yes)
@@ -417,7 +418,7 @@ def cancel(wanted: str | None, yes: bool, cluster: str | None, as_json: bool) ->
 
 def _meant(controller: Controller, cluster: str | None, yes: bool) -> tuple[JobRecord, LaunchPlan]:
     """The latest job, once its person has said that it is the one to end. Raises UsageError where nobody does."""
-    from orchestrator.records import ENDED
+    from orchestrator.jobs.record import ENDED
 
     known, plan = chosen_job(controller, None, cluster)
     known = controller.refresh(known)
@@ -432,7 +433,7 @@ def _meant(controller: Controller, cluster: str | None, yes: bool) -> tuple[JobR
 
 
 def _cancel(controller: Controller, plan: LaunchPlan) -> None:
-    from orchestrator import console
+    from orchestrator.views import console
 
     with busy(f"ending {plan.job}"):
         _, stayed = controller.cancel(plan)

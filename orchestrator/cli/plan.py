@@ -21,7 +21,7 @@ from orchestrator.cli.complete import experiments, node_names
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
-    from orchestrator.planview import Outlook
+    from orchestrator.views.plan import Outlook
 
 
 @click.command()
@@ -60,9 +60,9 @@ def plan(
     orch plan --exp resnet152_cifar --set batch=64000 --nodes 500xA2000,500xV100 --bandwidth 2.5Gbps
     orch plan --exp mnist_lenet --json | jq '.best.exact'
     """
-    from orchestrator import console
-    from orchestrator.imagined import is_imagined
-    from orchestrator.planview import document
+    from orchestrator.forecast.imagined import is_imagined
+    from orchestrator.views import console
+    from orchestrator.views.plan import document
 
     if nodes and is_imagined(nodes):
         found = _imagined(exp, settings, nodes, bandwidth)
@@ -74,8 +74,8 @@ def plan(
 def _own(
     exp: str, settings: tuple[str, ...], nodes: str | None, bandwidth: float | None, out: Path, cluster: str | None
 ) -> Outlook:
-    from orchestrator.planview import outlook_of
-    from orchestrator.request import read_wish
+    from orchestrator.planning.request import read_wish
+    from orchestrator.views.plan import outlook_of
 
     wish = read_wish(exp, settings, None, None, ())
     only = names_of(nodes)
@@ -88,9 +88,9 @@ def _own(
 
 
 def _imagined(exp: str, settings: tuple[str, ...], nodes: str, bandwidth: float | None) -> Outlook:
-    from orchestrator.imagined import parse_groups
-    from orchestrator.planview import imagined_outlook
-    from orchestrator.request import read_wish
+    from orchestrator.forecast.imagined import parse_groups
+    from orchestrator.planning.request import read_wish
+    from orchestrator.views.plan import imagined_outlook
 
     groups = parse_groups(nodes)
     if bandwidth is None:
@@ -102,8 +102,8 @@ def _imagined(exp: str, settings: tuple[str, ...], nodes: str, bandwidth: float 
 
 
 def _show(found: Outlook) -> None:
-    from orchestrator import console
-    from orchestrator.planview import TITLES, changes, endings, headline, rows
+    from orchestrator.views import console
+    from orchestrator.views.plan import TITLES, changes, endings, headline, rows
 
     for sentence in headline(found):
         console.put(sentence)

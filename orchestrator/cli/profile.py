@@ -18,8 +18,8 @@ from orchestrator.cli.common import (
 from orchestrator.cli.complete import experiments
 
 if TYPE_CHECKING:
-    from orchestrator.call import Host
-    from orchestrator.records import LaunchPlan
+    from orchestrator.planning.launch_plan import LaunchPlan
+    from orchestrator.transport.ask import Host
 
 
 @click.command()
@@ -46,10 +46,10 @@ def profile(
     orch profile --exp resnet152_cifar --set amp=bf16 --each
     orch run --exp resnet152_cifar
     """
-    from orchestrator import console
     from orchestrator.errors import OrchError
-    from orchestrator.profiles import RETRY
+    from orchestrator.planning.profiles import RETRY
     from orchestrator.profiling import Profiling, cells, document, measured_shares, titles
+    from orchestrator.views import console
 
     only = names_of(nodes)
     with open_controller() as controller:

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from orchestrator.controller import Controller, Outputs
+    from orchestrator.jobs.pull import Output, Pulled
     from orchestrator.paths import RunFolder
-    from orchestrator.pull import Output, Pulled
-    from orchestrator.records import LaunchPlan
+    from orchestrator.planning.launch_plan import LaunchPlan
 
 MAX_TIME_S = 253402300799.0
 """The last second that a date has: the year 9999."""
@@ -65,9 +65,9 @@ def pull(
     orch pull latest snapshot.pt 'checkpoints/*'
     orch pull mnist_lenet-20261121 --nodes v100 --out ~/results
     """
-    from orchestrator import console
+    from orchestrator.jobs.pull import Pulled, matching
     from orchestrator.paths import RunFolder
-    from orchestrator.pull import Pulled, matching
+    from orchestrator.views import console
 
     globs = words
     if not wanted and words and re.fullmatch(r"[A-Za-z0-9_-]+", words[0]):  # what an id consists of
@@ -101,8 +101,8 @@ def bring(
     controller: Controller, plan: LaunchPlan, chosen: Mapping[str, Sequence[Output]], out: Path
 ) -> dict[str, Pulled | HostError]:
     """Pulls, and shows how it gets on."""
-    from orchestrator import console
     from orchestrator.cli.boards import pull_board
+    from orchestrator.views import console
 
     try:
         with pull_board({node: sum(file.size for file in files) for node, files in chosen.items()}) as show:
@@ -123,7 +123,7 @@ def lines(
 
 def leave(errors: Mapping[str, HostError], found: Mapping[str, Pulled | HostError]) -> None:
     """Says what did not come, and ends the command with the exit code for it."""
-    from orchestrator import console
+    from orchestrator.views import console
 
     left = [
         f"{node}: {name} {why}"
@@ -151,9 +151,9 @@ def _words(pulled: Pulled | None, files: Sequence[Output], folder: Path) -> str:
 
 
 def _show_list(run: RunFolder, chosen: Mapping[str, Sequence[Output]]) -> None:
-    from orchestrator import console
-    from orchestrator.pull import is_here
+    from orchestrator.jobs.pull import is_here
     from orchestrator.units import format_bytes
+    from orchestrator.views import console
 
     rows = [
         (node, file.name, format_bytes(file.size), _when(file)[:16].replace("T", " "), _yes(is_here(run, node, file)))
@@ -171,7 +171,7 @@ def _document(
     found: Mapping[str, Pulled | HostError],
 ) -> dict[str, Any]:
     """What `--json` prints."""
-    from orchestrator.pull import is_here
+    from orchestrator.jobs.pull import is_here
 
     nodes: dict[str, Any] = {node: {"error": str(error)} for node, error in outputs.errors.items()}
     for node, files in chosen.items():

@@ -23,7 +23,7 @@ from orchestrator.cli.common import (
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
-    from orchestrator.records import LaunchPlan
+    from orchestrator.planning.launch_plan import LaunchPlan
 
 
 @click.command()
@@ -49,8 +49,8 @@ def collect(
     orch collect --checkpoints
     orch collect --job mnist_lenet-20261121 --out ~/results
     """
-    from orchestrator import console
     from orchestrator.units import format_bytes
+    from orchestrator.views import console
 
     with open_controller() as controller:
         _, plan = chosen_job(controller, wanted, cluster)
@@ -72,10 +72,10 @@ def collect(
 
 
 def _pull_checkpoints(plan: LaunchPlan, out: Path) -> None:
-    from orchestrator import console
     from orchestrator.cli.pull import bring, leave, lines
+    from orchestrator.jobs.pull import checkpoint_globs, matching
     from orchestrator.paths import RunFolder
-    from orchestrator.pull import checkpoint_globs, matching
+    from orchestrator.views import console
 
     with open_controller() as controller:
         outputs = controller.outputs(plan)
@@ -104,9 +104,9 @@ def report(wanted: str | None, out: Path, cluster: str | None, as_json: bool) ->
     orch report
     orch report --job latest --json | jq .efficiency
     """
-    from orchestrator import console
-    from orchestrator.copies import newest_copy
     from orchestrator.paths import RunFolder
+    from orchestrator.results.copies import newest_copy
+    from orchestrator.views import console
 
     with open_controller() as controller:
         # A folder of last month's run needs no memory of it.

@@ -8,22 +8,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from orchestrator.cli.common import (
-    cluster_option,
-    json_option,
-    names_of,
-    open_controller,
-    out_option,
-    settings_option,
-)
+from orchestrator.cli.common import cluster_option, json_option, names_of, open_controller, out_option, settings_option
 from orchestrator.cli.complete import studies
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
-    from orchestrator.call import Host
-    from orchestrator.records import LaunchPlan
-    from orchestrator.studies import Row, Study
-    from orchestrator.sweep import Outcome
+    from orchestrator.planning.launch_plan import LaunchPlan
+    from orchestrator.studies.sweep import Outcome
+    from orchestrator.studies.tables import Row, Study
+    from orchestrator.transport.ask import Host
 
 
 @click.command()
@@ -60,10 +53,10 @@ def sweep(
     orch sweep mixed_clusters --cluster a16-v100 --repeats 5
     orch sweep input --set epochs=1 --json | jq '.rows[].measured.figures'
     """
-    from orchestrator import console
-    from orchestrator.request import parse_pairs
-    from orchestrator.studies import STUDIES
-    from orchestrator.sweep import Sweep, document
+    from orchestrator.planning.request import parse_pairs
+    from orchestrator.studies.sweep import Sweep, document
+    from orchestrator.studies.tables import STUDIES
+    from orchestrator.views import console
 
     if study not in STUDIES:
         raise UsageError(f"{study!r} is no study", f"choose one of {', '.join(STUDIES)}")
@@ -94,8 +87,8 @@ def sweep(
 
 def _show(study: Study, outcomes: Sequence[Outcome]) -> None:
     """The rows, measured beside published, and what stands in the way of those that were not run."""
-    from orchestrator import console
-    from orchestrator.sweep import cells, dispensable, titles
+    from orchestrator.studies.sweep import cells, dispensable, titles
+    from orchestrator.views import console
 
     rows = [cells(study, outcome) for outcome in outcomes]
     drop = dispensable(study)
@@ -118,7 +111,7 @@ def _show(study: Study, outcomes: Sequence[Outcome]) -> None:
 
 def _noise(study: Study, outcomes: Sequence[Outcome]) -> Iterator[str]:
     """How often the rows were run, and which of them that does not tell apart."""
-    from orchestrator.sweep import FIGURES, within_noise
+    from orchestrator.studies.sweep import FIGURES, within_noise
 
     counts = sorted({len(outcome.done.runs) for outcome in outcomes if outcome.done})
     if counts and counts[-1] > 1:

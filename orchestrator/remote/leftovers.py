@@ -17,7 +17,7 @@ from .processes import Identity, identify
 OLD_S = 600.0
 LOOK_S = 2.0
 _BOOTSTRAP = "exec(compile(i.read(int(i.readline())),sys.argv[1],sys.argv[2]))"
-"""As `orchestrator/shell.py` starts each of them."""
+"""As `orchestrator/transport/shell.py` starts each of them."""
 
 
 def forgotten(old_s: float = OLD_S) -> list[Identity]:

@@ -1,4 +1,4 @@
-"""Gathers what a host is, in one round trip; the controller makes sense of it (`orchestrator/facts.py`).
+"""Gathers what a host is, in one round trip; the controller makes sense of it (`orchestrator/hosts/facts.py`).
 
 Request: {"workdir", "peers": [addresses or names], "torch": bool, "limit_s"}. The answer is raw, not judged:
 

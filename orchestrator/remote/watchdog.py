@@ -3,8 +3,8 @@
     wind()          # before each word: whoever does not come to say the next one within STUCK_S ends
 
 The kernel's alarm ends the process whatever it is blocked in; nothing of it is inherited by what a program starts.
-(While a program is still on its way here, the same is done by `orchestrator/shell.py`, and for one with a deadline by
-`loader`. What sshd keeps of such a connection is its own: ClientAliveInterval ends that.)
+(While a program is still on its way here, the same is done by `orchestrator/transport/shell.py`, and for one with a
+deadline by `loader`. What sshd keeps of such a connection is its own: ClientAliveInterval ends that.)
 """
 
 from __future__ import annotations

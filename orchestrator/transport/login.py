@@ -19,8 +19,8 @@ from typing import TypeAlias
 
 import paramiko
 
-from orchestrator import shell
 from orchestrator.errors import AuthError
+from orchestrator.transport import shell
 from orchestrator.transport.deadline import Deadline
 from orchestrator.transport.route import Hop
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import paramiko
 
 from orchestrator.errors import HostError, UsageError
-from orchestrator.grammar import place
+from orchestrator.text import place
 from orchestrator.transport.hostkeys import Peer, known_name
 
 _MAX_JUMPS = 8

@@ -15,16 +15,16 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from gang import Gang, gang
-from test_log_fidelity import FLOODS, follower_of, told_by
+from tests.jobs.test_log_fidelity import FLOODS, follower_of, told_by
+from tests.support.local_job import Gang, gang
 
 LINES = """
 import sys, time
-from orchestrator import console
-from orchestrator.frames import Piece
-from orchestrator.lines import Splitter
+from orchestrator.views import console
+from orchestrator.jobs.frames import Piece
+from orchestrator.jobs.lines import Splitter
 
 data = b"".join(b"step %d loss 0.123456 lr 0.1 samples/s 333.2 and some other words\\n" % i for i in range(400_000))
 splitter, began = Splitter(), time.perf_counter()

@@ -27,13 +27,13 @@ import torch
 import torch.distributed as dist
 
 from trainer import interrupt, ranks, setup
-from trainer.anatomy import dissect
-from trainer.checkpoint import CheckpointKeeper, Progress
-from trainer.config import parse_settings
+from trainer.checkpoints.checkpoint import CheckpointKeeper, Progress
 from trainer.env import RankInfo, read_rank_info
-from trainer.records import MetricsWriter
+from trainer.paced.anatomy import dissect
+from trainer.paced.standin import StandIn
 from trainer.setup import Run, set_up
-from trainer.standin import StandIn
+from trainer.shared.config import parse_settings
+from trainer.shared.metrics import MetricsWriter
 from trainer.strategies.parameter_average import ParameterAverage
 from trainer.train import train_epoch
 

@@ -34,8 +34,8 @@ from model import Model
 from rack import ROOT, Rack, rack, show_machine
 from rows import WARMUP, Host, Row, fastest, goodput_gbps, inventory, measure, measure_links, planned, with_shares
 
-from trainer.pace import BACKWARD, FORWARD
-from trainer.shares import Speed, equal_shares
+from trainer.shared.pace import BACKWARD, FORWARD
+from trainer.shared.shares import Speed, equal_shares
 
 GRADIENT_BYTES = 232_657_192
 TWINS = ("a2000_v100", "a16_v100", "a2000_a2000", "a16_a16_a2000")

@@ -26,11 +26,11 @@ import torch
 from rack import ROOT, show_machine, spread
 
 from trainer import ranks
-from trainer.config import parse_settings
-from trainer.data import find_facts
+from trainer.data.loading import open_batches
+from trainer.data.sets import find_facts
 from trainer.env import read_rank_info
-from trainer.loading import open_batches
-from trainer.records import MetricsWriter
+from trainer.shared.config import parse_settings
+from trainer.shared.metrics import MetricsWriter
 from trainer.stream import RankBatches, SampleStream
 from trainer.train import train
 

@@ -23,10 +23,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from lab import Lab, lab
-from person import ORCH, Person
+from tests.support.lab import Lab, lab
+from tests.support.terminal import ORCH, Person
 
 ROOT = Path(__file__).resolve().parents[2]
 INVENTORY = """

@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.advice import Scene
-from orchestrator.forecast import Forecast, Host, Way
-from orchestrator.outlook import forecast_in, look, read_network, way_of
-from orchestrator.records import LaunchPlan
-from orchestrator.simulate import simulate_step_ms
-from trainer.shares import Speed
+from orchestrator.forecast.advice import Scene
+from orchestrator.forecast.inputs import forecast_in, look, read_network, way_of
+from orchestrator.forecast.step import Forecast, Host, Way
+from orchestrator.planning.launch_plan import LaunchPlan
+from tests.support.simulate import simulate_step_ms
+from trainer.shared.shares import Speed
 
 MOST = 1024.0
 """Times as fast, or as slow, as anybody asks for."""

@@ -21,13 +21,13 @@ import torch
 from rack import ROOT, show_machine, spread
 from torch.nn.functional import cross_entropy
 
-from trainer.checkpoint import CheckpointKeeper, Progress
-from trainer.config import parse_settings
+from trainer.checkpoints.checkpoint import CheckpointKeeper, Progress
+from trainer.compute.models import build_model
+from trainer.data.loading import open_batches
 from trainer.env import read_rank_info
-from trainer.loading import open_batches
-from trainer.models import build_model
-from trainer.records import EVENT_FIELDS, MetricsWriter
 from trainer.setup import Run, set_up
+from trainer.shared.config import parse_settings
+from trainer.shared.metrics import EVENT_FIELDS, MetricsWriter
 from trainer.stream import RankBatches, SampleStream
 from trainer.train import train_epoch
 

@@ -21,10 +21,10 @@ from typing import Any
 import duckdb
 import yaml
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from lab import Lab, lab
-from person import Person
+from tests.support.lab import Lab, lab
+from tests.support.terminal import Person
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -19,9 +19,9 @@ from typing import Any
 import yaml
 from rack import ROOT, Rack
 
-from trainer.config import LOCAL_STEPS, overlap_of
-from trainer.gpu_work import GB_PER_S
-from trainer.shares import Speed, fastest_shares
+from trainer.shared.config import LOCAL_STEPS, overlap_of
+from trainer.shared.gpu_work import GB_PER_S
+from trainer.shared.shares import Speed, fastest_shares
 
 WARMUP = 2
 """Steps at the begin of each block that are left out, where nothing is averaged now and then."""

@@ -3,9 +3,9 @@
     .venv/bin/python tests/bench/scale.py [HEALTHY:SILENT ...]       # 250:250 16:64 16:0
 
 The silent hosts stand first in the inventory. Prints when the last healthy host was heard (its probe had ended, by the
-host's own word), when `orch up` had ended, and the most memory that it took. See `tests/crowd.py` for what the hosts
-are: all of them share this machine's cores with `orch`, while those of a real cluster have their own. So those of the
-large case answer with a recorded probe; `--real` lets them run it. Needs root.
+host's own word), when `orch up` had ended, and the most memory that it took. See `tests/support/crowd.py` for what the
+hosts are: all of them share this machine's cores with `orch`, while those of a real cluster have their own. So those of
+the large case answer with a recorded probe; `--real` lets them run it. Needs root.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from crowd import Crowd, crowd
-from person import ORCH, Person
+from tests.support.crowd import Crowd, crowd
+from tests.support.terminal import ORCH, Person
 
 MOST_REAL = 64  # more hosts than this do not run the probe themselves: the two cores would be theirs alone
 CASES = ("16:0", "16:64", "250:250")

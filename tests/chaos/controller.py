@@ -11,15 +11,16 @@ import sys
 import time
 from pathlib import Path
 
-from orchestrator import job
-from orchestrator.call import Host
-from orchestrator.collect import claimed, collect
-from orchestrator.connections import Connections
 from orchestrator.controller import Controller
-from orchestrator.inventory import load_inventory
+from orchestrator.hosts.connections import Connections
+from orchestrator.hosts.inventory import load_inventory
+from orchestrator.jobs import launch as job
+from orchestrator.jobs.collect import claimed, collect
+from orchestrator.jobs.record import JobRecord
 from orchestrator.paths import Home, RunFolder
-from orchestrator.records import JobRecord, LaunchPlan
+from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.store import Store
+from orchestrator.transport.ask import Host
 
 
 def main() -> None:

@@ -20,12 +20,14 @@ from pathlib import Path
 import lab_net
 from lab_net import Link
 
-from orchestrator import belongings, call, job
-from orchestrator.belongings import Who
-from orchestrator.call import Host
 from orchestrator.errors import OrchError
-from orchestrator.plan import RENDEZVOUS_PORT
-from orchestrator.records import Owner
+from orchestrator.hosts import belongings
+from orchestrator.hosts.belongings import Who
+from orchestrator.jobs import launch as job
+from orchestrator.planning.build import RENDEZVOUS_PORT
+from orchestrator.record import Owner
+from orchestrator.transport import ask
+from orchestrator.transport.ask import Host
 
 from .rounds import US, Expected, Round, at_once
 from .world import Process, remove, small_disk
@@ -34,7 +36,7 @@ Fault = Callable[[Round], Generator[bool, None, Expected]]
 FAULTS: dict[str, Fault] = {}
 TORCH_FREE = {"mixed_exits"}
 """Where ranks meet in collectives, one that is done ends all others before they come to their own end."""
-STRANGERS = Path(__file__).parents[1] / "strangers.py"
+STRANGERS = Path(__file__).parents[1] / "support" / "strangers.py"
 LEASE = {"detected_s": 30.0, "gone_s": 15.0}
 """Promised for what only silence tells."""
 
@@ -552,7 +554,7 @@ def stale_record(r: Round) -> Generator[bool, None, Expected]:
         os.chown(path, 1000, 1000)
     host = r.cell.connect()[r.victim]
     for request in ({"action": "status"}, {"action": "cancel", "job": old.name}):
-        call.ask(host, "control", {"workdir": r.workdir[r.victim], **request}, timeout_s=30)
+        ask.ask(host, "control", {"workdir": r.workdir[r.victim], **request}, timeout_s=30)
     belongings.reap(host, US, end=True)
     remove(old)
     return Expected(state="succeeded", survives=True)

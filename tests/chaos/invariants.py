@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.collect import Collected
+from orchestrator.jobs.collect import Collected
+from orchestrator.jobs.record import JobRecord
 from orchestrator.paths import RunFolder
-from orchestrator.records import JobRecord
 
 if TYPE_CHECKING:
     from .rounds import Expected, Round

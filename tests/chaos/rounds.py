@@ -16,16 +16,17 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from gang import LAUNCHER, launcher_arguments
-
-from orchestrator import job
-from orchestrator.belongings import Who
-from orchestrator.code import pack_folder
-from orchestrator.collect import Collected, claimed, collect
 from orchestrator.errors import OrchError
+from orchestrator.hosts.belongings import Who
+from orchestrator.jobs import launch as job
+from orchestrator.jobs.collect import Collected, claimed, collect
+from orchestrator.jobs.record import JobRecord
 from orchestrator.paths import RunFolder
-from orchestrator.plan import RENDEZVOUS_PORT, torchrun_arguments
-from orchestrator.records import JobRecord, LaunchPlan, NodePlan, Owner
+from orchestrator.planning.build import RENDEZVOUS_PORT, torchrun_arguments
+from orchestrator.planning.bundle import pack_folder
+from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
+from orchestrator.record import Owner
+from tests.support.local_job import LAUNCHER, launcher_arguments
 
 from . import invariants
 from .world import TESTS_OF_CHAOS, Cell, Process, remove

@@ -28,14 +28,14 @@ from pathlib import Path
 
 import lab_net
 import lab_plan
-from lab import STATE, Lab, lab
 from lab_net import Link
 
-from orchestrator.call import Host
-from orchestrator.connections import Connections
 from orchestrator.errors import HostError
-from orchestrator.inventory import load_inventory
+from orchestrator.hosts.connections import Connections
+from orchestrator.hosts.inventory import load_inventory
 from orchestrator.paths import Home
+from orchestrator.transport.ask import Host
+from tests.support.lab import STATE, Lab, lab
 
 HOSTS_A_CELL = 3
 LOOK_S = 0.15

@@ -22,7 +22,7 @@ import torch
 
 from trainer import interrupt
 from trainer.__main__ import main
-from trainer.records import MetricsWriter
+from trainer.shared.metrics import MetricsWriter
 
 _LIBRARY = ctypes.CDLL(None)  # preloaded
 _LIBRARY.standin_now.restype = ctypes.c_double

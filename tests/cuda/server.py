@@ -24,8 +24,8 @@ import torch.distributed as dist
 import torch.distributed.fsdp  # noqa: F401
 import torchvision.models  # noqa: F401
 
-import trainer.collectives
-import trainer.profile
+import trainer.measure.collectives
+import trainer.measure.profile
 import trainer.train  # noqa: F401
 from tests.cuda import rank
 

@@ -6,8 +6,8 @@ from counts on the stand-in for CUDA, and from runs on CPUs. A figure outside of
 
 from __future__ import annotations
 
-from orchestrator.catalogue import estimate_speed, find_gpu
-from orchestrator.networks import gradient_bytes, layers_of
+from orchestrator.forecast.gpus import estimate_speed, find_gpu
+from orchestrator.forecast.layers import gradient_bytes, layers_of
 
 from .network import GBPS
 from .row import Range

@@ -28,9 +28,9 @@ def main(arguments: list[str]) -> int:
 def _traced(arguments: list[str], path: str) -> int:
     from torch.profiler import ProfilerActivity, profile, schedule
 
-    from trainer.config import parse_arguments
     from trainer.env import read_rank_info
-    from trainer.records import MetricsWriter
+    from trainer.shared.config import parse_arguments
+    from trainer.shared.metrics import MetricsWriter
     from trainer.train import train
 
     activities = [ProfilerActivity.CUDA]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from trainer.models import build_model
+from trainer.compute.models import build_model
 
 pytestmark = pytest.mark.computes
 CASES = {

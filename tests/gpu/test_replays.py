@@ -6,10 +6,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from trainer.batch_norm import SynchronisedBatchNorm
-from trainer.fused_batch_norm import NOTHING
-from trainer.graphs import WARM, replayable, why_not
-from trainer.models import build_model
+from trainer.compute.fused_batch_norm import NOTHING
+from trainer.compute.graphs import WARM, replayable, why_not
+from trainer.compute.models import build_model
+from trainer.strategies.batch_norm import SynchronisedBatchNorm
 
 pytestmark = pytest.mark.computes
 SHAPES = {"lenet": (1, 28, 28), "resnet152": (3, 32, 32)}

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from trainer import resident
-from trainer.augment import AUGMENTATIONS
-from trainer.experiments import DATA_SETS
+from trainer.data import resident
+from trainer.data.augment import AUGMENTATIONS
+from trainer.shared.experiments import DATA_SETS
 from trainer.stream import RankBatches, SampleStream
 
 

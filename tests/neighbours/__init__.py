@@ -9,7 +9,7 @@ after every step and what of it may have changed, `script` is what their ranks d
 import sys
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parents[1]
-for folder in (TESTS.parent, TESTS, TESTS.parent / "deploy"):
+ROOT = Path(__file__).resolve().parents[2]
+for folder in (ROOT, ROOT / "deploy"):
     if str(folder) not in sys.path:
-        sys.path.append(str(folder))  # `lab` is the one of tests/, wherever this is started from
+        sys.path.append(str(folder))

@@ -16,13 +16,13 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-import forks
 import lab_net
 import yaml
-from lab import Lab, lab
 
 from orchestrator.owner import read_owner
 from orchestrator.paths import Home
+from tests.support import forks
+from tests.support.lab import Lab, lab
 
 from .people import PEOPLE, Person
 

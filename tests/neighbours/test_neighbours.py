@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from lab import lab
+
+from tests.support.lab import lab
 
 from .people import schedule
 

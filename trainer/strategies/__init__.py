@@ -34,16 +34,16 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import nn
 
-from trainer.batch_norm import synchronise_batch_norm
-from trainer.config import Settings
-from trainer.errors import TrainError
+from trainer.shared.config import Settings
+from trainer.shared.errors import TrainError
 from trainer.strategies.after_backward import EXCHANGES, AfterBackward
+from trainer.strategies.base import Exchange, Strategy, local_loss, weighted
+from trainer.strategies.batch_norm import synchronise_batch_norm
 from trainer.strategies.compressed import Compressed
 from trainer.strategies.ddp import Ddp
 from trainer.strategies.exact_first import ExactFirst
 from trainer.strategies.fsdp import Fsdp
 from trainer.strategies.parameter_average import ParameterAverage
-from trainer.strategies.seam import Exchange, Strategy, local_loss, weighted
 from trainer.strategies.single import Alone
 from trainer.strategies.wire import DTYPES, Wire
 from trainer.timing import NO_BRAKE, Brake, Timer

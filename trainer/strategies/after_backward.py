@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from trainer import gpu_work
+from trainer.compute.models import trainable
 from trainer.flat import flatten, unflatten
-from trainer.models import trainable
-from trainer.strategies.seam import Base, Exchange, first_rank, share_initial_state, weighted
+from trainer.shared import gpu_work
+from trainer.strategies.base import Base, Exchange, first_rank, share_initial_state, weighted
 from trainer.strategies.wire import Wire
 from trainer.timing import Brake, Timer
 

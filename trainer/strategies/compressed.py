@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.models import trainable
+from trainer.compute.models import trainable
 from trainer.strategies.after_backward import AfterBackward
+from trainer.strategies.base import first_rank
 from trainer.strategies.power_sgd import PowerSgd
-from trainer.strategies.seam import first_rank
 from trainer.strategies.wire import Wire
 from trainer.timing import Brake, Timer
 

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.models import gradient_bytes
-from trainer.strategies.seam import Base, Exchange, weighted
+from trainer.compute.models import gradient_bytes
+from trainer.strategies.base import Base, Exchange, weighted
 from trainer.strategies.wire import Wire, fitted_bucket_bytes
 from trainer.timing import Brake, Timer
 

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from trainer.strategies.seam import Exchange, Strategy
+from trainer.strategies.base import Exchange, Strategy
 
 
 class ExactFirst:

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.batch_norm import SynchronisedBatchNorm
-from trainer.errors import TrainError
-from trainer.models import gradient_bytes
-from trainer.strategies.seam import Base, Exchange, share_initial_state, weighted
+from trainer.compute.models import gradient_bytes
+from trainer.shared.errors import TrainError
+from trainer.strategies.base import Base, Exchange, share_initial_state, weighted
+from trainer.strategies.batch_norm import SynchronisedBatchNorm
 from trainer.timing import Brake, Timer
 
 

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer import gpu_work
-from trainer.errors import TrainError
+from trainer.compute.models import trainable
 from trainer.flat import flatten, parts_of, unflatten
-from trainer.models import trainable
-from trainer.strategies.seam import Base, Exchange, share_initial_state
+from trainer.shared import gpu_work
+from trainer.shared.errors import TrainError
+from trainer.strategies.base import Base, Exchange, share_initial_state
 from trainer.strategies.wire import Wire
 from trainer.timing import Brake, Timer
 

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from trainer import gpu_work
 from trainer.flat import flatten, unflatten
+from trainer.shared import gpu_work
 from trainer.strategies.wire import Wire
 
 _SEED = 20_191_208

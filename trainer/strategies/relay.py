@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer import gpu_work
-from trainer.strategies.seam import first_rank
+from trainer.shared import gpu_work
+from trainer.strategies.base import first_rank
 from trainer.worker import Worker
 
 Group = dist.ProcessGroup

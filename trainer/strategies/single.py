@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from trainer.strategies.seam import Base, Exchange, weighted
+from trainer.strategies.base import Base, Exchange, weighted
 from trainer.timing import Brake, Timer
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.errors import TrainError
+from trainer.shared.errors import TrainError
 from trainer.strategies.relay import Relay, pieces_of
 from trainer.strategies.staging import Staging
 from trainer.timing import NO_BRAKE, Brake

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 
-from trainer.config import FIELDS
+from trainer.shared.config import FIELDS
 
 from .. import child, expected
 from ..here import visible

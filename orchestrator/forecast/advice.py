@@ -1,0 +1,297 @@
+"""Which way to run a job on a cluster, what it hangs on, and what would make it faster. Pure.
+
+    scene = Scene(job, hosts, wire)
+    advise(scene).best["exact"].forecast.way.strategy   "ddp"
+    advise(scene).without                               hosts that cost more than they bring
+
+Every way that the trainer knows is foreseen with equal shares and with those that let all ranks end together; the
+fastest of each fidelity is kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Literal, get_args
+
+from orchestrator.forecast.links import Wire
+from orchestrator.forecast.step import (
+    STRATEGIES,
+    Fidelity,
+    Forecast,
+    Host,
+    Job,
+    Way,
+    alone_samples_per_s,
+    predict,
+    speeds_of,
+)
+from trainer.shared.config import LOCAL_STEPS, overlap_of
+from trainer.shared.shares import equal_shares, fastest_shares, without_singles
+
+FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
+BUCKETS_MIB = (10.0, 25.0, 50.0, 100.0)
+LOCAL_OVERLAP = overlap_of(LOCAL_STEPS, -1)
+GAIN = 1.01
+"""What is less than one in a hundred faster is not worth a word."""
+FEW = 16
+"""More hosts than this are left out kind by kind."""
+ENDS = 4
+"""Of more kinds than FEW, so many of the slowest are left out in turn, and as many of the fastest are alone."""
+Policy = Literal["equal", "measured"]
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A job on a cluster. hosts and wire.sites: the same hosts in the same order."""
+
+    job: Job
+    hosts: tuple[Host, ...]
+    wire: Wire
+
+    @cached_property
+    def equal(self) -> tuple[int, ...]:
+        return equal_shares(self.job.batch, self.wire.ranks)
+
+    @cached_property
+    def measured(self) -> tuple[int, ...]:
+        return self._by_speed(0)
+
+    def _by_speed(self, local_batch: int) -> tuple[int, ...]:
+        """As `trainer.shared.shares.split_batch` has it."""
+        return without_singles(fastest_shares(speeds_of(self.hosts, local_batch), self.job.batch))
+
+    def shares(self, policy: Policy, local_batch: int = 0) -> tuple[int, ...]:
+        """local_batch: of the way that they are for."""
+        if policy == "equal":
+            return self.equal
+        return self._by_speed(local_batch) if local_batch else self.measured
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[str, ...], ...]:
+        """Names of hosts that are alike, in their ranks and in their links."""
+        alike: dict[object, list[str]] = {}
+        for host, site in zip(self.hosts, self.wire.sites, strict=True):
+            alike.setdefault((host.speeds, site.up_bps, site.down_bps), []).append(host.name)
+        return tuple(map(tuple, alike.values()))
+
+    @cached_property
+    def alone(self) -> dict[str, float]:
+        """samples/s of each host by itself with the whole batch."""
+        kinds = {host.speeds: host for host in self.hosts}
+        speeds = {kind: alone_samples_per_s(host, self.job.batch) for kind, host in kinds.items()}
+        return {host.name: speeds[host.speeds] for host in self.hosts}
+
+    def only(self, names: Iterable[str]) -> Scene:
+        kept = set(names)
+        sites = [site for site in self.wire.sites if site.name in kept]
+        hosts = tuple(host for host in self.hosts if host.name in kept)
+        return Scene(self.job, hosts, Wire(sites, self.wire.costs, self.wire.pairs))
+
+    def with_batch(self, batch: int) -> Scene:
+        return Scene(dataclasses.replace(self.job, batch=batch), self.hosts, self.wire)
+
+    def with_links(self, factor: float) -> Scene:
+        sites = [
+            dataclasses.replace(site, up_bps=factor * site.up_bps, down_bps=factor * site.down_bps)
+            for site in self.wire.sites
+        ]
+        pairs = {pair: factor * bps for pair, bps in self.wire.pairs.items()}
+        return Scene(self.job, self.hosts, Wire(sites, self.wire.costs, pairs))
+
+    def with_another(self, name: str) -> Scene:
+        """With a second host like this one."""
+        index = [host.name for host in self.hosts].index(name)
+        twin = f"{name}+"
+        host = dataclasses.replace(self.hosts[index], name=twin)
+        site = dataclasses.replace(self.wire.sites[index], name=twin)
+        return Scene(self.job, (*self.hosts, host), Wire([*self.wire.sites, site], self.wire.costs, self.wire.pairs))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """policy: how the batch is split."""
+
+    policy: Policy
+    forecast: Forecast
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.forecast.samples_per_s
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """change: in words. choice: the best way then."""
+
+    change: str
+    hosts: tuple[str, ...]
+    choice: Choice
+
+
+@dataclass(frozen=True)
+class Advice:
+    """best: by fidelity. choices: every way, the best bucket size of each alone. without: fewer hosts that are faster,
+    the fastest first. what_if: for the fidelity that is allowed.
+    """
+
+    fidelity: Fidelity
+    best: Mapping[Fidelity, Choice]
+    choices: tuple[Choice, ...]
+    alone: Mapping[str, float]
+    without: tuple[WhatIf, ...]
+    what_if: tuple[WhatIf, ...]
+
+    @property
+    def sum_of_parts(self) -> float:
+        return sum(self.alone.values())
+
+
+def ways(
+    fidelity: Fidelity,
+    *,
+    buckets_mib: Sequence[float] = BUCKETS_MIB,
+    every: int = LOCAL_STEPS,
+    overlap: int = LOCAL_OVERLAP,
+    local_batch: int = 0,
+    rank: int = 2,
+    wire: str = "auto",
+    exact_parts: Mapping[str, float] = MappingProxyType({}),
+    sync_bn: bool = False,
+) -> Iterator[Way]:
+    """rank: of PowerSGD. wire: what local's averages travel in; auto tries both. exact_parts: of fidelities that begin
+    exact, as `Way` has it.
+    """
+    exact_part = exact_parts.get(fidelity, 0.0)
+    if fidelity == "local":
+        each = Way("parameter_average", "local", every=every, overlap=overlap, local_batch=local_batch)
+        each = dataclasses.replace(each, exact_part=exact_part)
+        halves = {"auto": (False, True), "fp32": (False,)}.get(wire, (True,))
+        yield from (dataclasses.replace(each, half_wire=half_wire) for half_wire in halves)
+        return
+    if fidelity == "compressed":
+        yield Way("allreduce_flat", "compressed", rank=rank, exact_part=exact_part, sync_bn=sync_bn)
+        return
+    for bucket_mib in buckets_mib:
+        yield Way("ddp", fidelity, bucket_mib, sync_bn=sync_bn)
+    others = ["allreduce_flat", *(["allreduce"] if fidelity == "half" else [])]
+    if fidelity == "exact":
+        others += [name for name in STRATEGIES if name not in ("ddp", "allreduce_flat", "parameter_average")]
+    yield from (Way(name, fidelity, sync_bn=sync_bn) for name in others)
+
+
+def choices(scene: Scene, candidates: Sequence[Way]) -> list[Choice]:
+    """Fastest first; a tie goes to the simpler way, the one named first."""
+    by_batch = {local_batch: splits(scene, local_batch) for local_batch in {way.local_batch for way in candidates}}
+    found = [
+        Choice(policy, predict(scene.job, scene.hosts, scene.wire, way, by_batch[way.local_batch][policy]))
+        for policy in POLICIES
+        for way in candidates
+        if policy in by_batch[way.local_batch]
+    ]
+    return sorted(found, key=lambda choice: -choice.samples_per_s)
+
+
+def splits(scene: Scene, local_batch: int) -> dict[Policy, tuple[int, ...]]:
+    """Without equal shares where they give a rank a single sample, of which BatchNorm can make nothing."""
+    found = {policy: scene.shares(policy, local_batch) for policy in POLICIES}
+    if 1 in found["equal"] and found["measured"] != found["equal"]:
+        del found["equal"]
+    return found
+
+
+def advise(
+    scene: Scene,
+    fidelity: Fidelity = "exact",
+    *,
+    every: int = LOCAL_STEPS,
+    overlap: int = LOCAL_OVERLAP,
+    local_batch: int = 0,
+    buckets_mib: Sequence[float] = BUCKETS_MIB,
+    rank: int = 2,
+    wire: str = "auto",
+    exact_parts: Mapping[str, float] = MappingProxyType({}),
+    sync_bn: bool = False,
+) -> Advice:
+    """fidelity: what the person allows; leaving hosts out and changes are judged by it. The others: as `ways` has
+    them.
+    """
+
+    def candidates(fidelity: Fidelity) -> list[Way]:
+        return list(
+            ways(
+                fidelity,
+                buckets_mib=buckets_mib,
+                every=every,
+                overlap=overlap,
+                local_batch=local_batch,
+                rank=rank,
+                wire=wire,
+                exact_parts=exact_parts,
+                sync_bn=sync_bn,
+            )
+        )
+
+    found = [choice for each in FIDELITIES for choice in choices(scene, candidates(each))]
+    by_fidelity = {each: next(one for one in found if one.forecast.way.fidelity == each) for each in FIDELITIES}
+
+    def at_best(changed: Scene) -> Choice:
+        return choices(changed, candidates(fidelity))[0]
+
+    now = by_fidelity[fidelity].samples_per_s
+    tried = [WhatIf("without", tuple(h.name for h in kept.hosts), at_best(kept)) for kept in fewer(scene)]
+    worth = [one for one in tried if one.choice.samples_per_s > GAIN * now]
+    return Advice(
+        fidelity,
+        by_fidelity,
+        tuple(_one_a_kind(found)),
+        scene.alone,
+        tuple(sorted(worth, key=lambda one: -one.choice.samples_per_s)),
+        tuple(WhatIf(words, tuple(h.name for h in then.hosts), at_best(then)) for words, then in _changes(scene)),
+    )
+
+
+def _one_a_kind(found: Iterable[Choice]) -> Iterator[Choice]:
+    seen = set()
+    for choice in found:
+        way = choice.forecast.way
+        kind = way.strategy, way.fidelity, way.half_wire, choice.policy
+        if kind not in seen:
+            seen.add(kind)
+            yield choice
+
+
+def fewer(scene: Scene) -> Iterator[Scene]:
+    """Without one host and each host alone; of many hosts, the same kind by kind. Where there are many kinds, too, they
+    are the slowest that are left out, and the fastest that are alone.
+    """
+    names = [host.name for host in scene.hosts]
+    groups = scene.kinds if len(names) > FEW else tuple((name,) for name in names)
+    if len(groups) == 1:
+        yield from [scene.only(names[:1])] if len(names) > 1 else []
+        return
+    out = alone = groups
+    if len(groups) > FEW:
+        by_speed = sorted(groups, key=lambda group: scene.alone[group[0]])
+        out, alone = tuple(by_speed[:ENDS]), tuple(by_speed[-ENDS:])
+    tried = [tuple(name for name in names if name not in set(group)) for group in out]
+    tried += alone if len(groups) > 2 else ()
+    tried += [(max(scene.alone, key=lambda name: scene.alone[name]),)] if len(names) > FEW else []
+    for kept in tried:
+        yield scene.only(kept)
+
+
+def _changes(scene: Scene) -> Iterator[tuple[str, Scene]]:
+    if len(scene.hosts) > 1:
+        yield "links four times as fast", scene.with_links(4)
+    fastest = max(scene.alone, key=lambda name: scene.alone[name])
+    if scene.wire.sites[0].up_bps < float("inf"):
+        kind = next(host.kind for host in scene.hosts if host.name == fastest)
+        yield f"one more {kind} host" if kind else f"one more host like {fastest}", scene.with_another(fastest)
+    batch = scene.job.batch
+    for larger in (2 * batch, 8 * batch):
+        yield f"batch {larger} instead of {batch}", scene.with_batch(larger)

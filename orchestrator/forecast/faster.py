@@ -1,0 +1,155 @@
+"""Ways to run a job that take less time than the one at hand, each with the `orch run` line that takes it. Pure.
+
+    predicted(plan, view, chosen)           before it runs: fewer hosts, other shares, another strategy
+    without_slow(plan, view)                the same settings on fewer hosts, where that is the fastest
+
+Nothing here loses more than the job's own fidelity does; a rank by itself exchanges nothing, so it is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.forecast.advice import Policy, Scene, fewer, splits, ways
+from orchestrator.forecast.inputs import View, allowed, forecast_in, foreseen, kept, parts_needed, runnable, way_of
+from orchestrator.forecast.step import Forecast, Way
+from orchestrator.planning.command_line import run_line
+from orchestrator.planning.launch_plan import Faster, LaunchPlan
+from orchestrator.results.faster import WORTH, may_leave, settings_on
+from trainer.shared.shares import BY_SPEED
+
+FEW_NAMES = 8
+"""More hosts than this are counted, not named."""
+
+
+@dataclass(frozen=True)
+class _Option:
+    """settings: all of them, with which these hosts do what is predicted."""
+
+    hosts: tuple[str, ...]
+    forecast: Forecast
+    settings: Mapping[str, Any]
+
+
+def predicted(plan: LaunchPlan, view: View, chosen: Collection[str]) -> tuple[Faster, ...]:
+    """The fastest way of all and, where it is another, the fastest host alone; none where both are not WORTH it.
+
+    chosen: settings that the person made; how large a bucket is, or how many local steps there are, stays if so.
+    """
+    now = foreseen(plan, view)
+    if now is None:
+        return ()
+    candidates = list(_candidates(plan, chosen))
+    options = [_best(plan, view, scene, candidates) for scene in (view.scene, *_fewer(plan, view))]
+    speeds = sorted((option for option in options if option), key=lambda each: -each.forecast.samples_per_s)
+    ones = [option for option in speeds if len(option.hosts) == 1 < len(plan.nodes)]
+    best, alone = speeds[:1], ones[:1]
+    if alone and best[0].forecast.samples_per_s < WORTH * alone[0].forecast.samples_per_s:
+        best = []  # fewer hosts are simpler
+    worth = [option for option in (*best, *alone) if option.forecast.samples_per_s > WORTH * now.samples_per_s]
+    return tuple(_told(plan, view, option, now.samples_per_s) for option in worth)
+
+
+def without_slow(plan: LaunchPlan, view: View) -> Faster | None:
+    """The same strategy on fewer hosts, with equal shares or those by speed, whichever the plan has. None where none
+    of these is faster, or one rank alone would lose by its fidelity what only an exchange needs.
+    """
+    now, way = foreseen(plan, view), way_of(plan.settings)
+    policy: Policy = "equal" if plan.settings["shares"] == "equal" else "measured"
+    if now is None or way is None:
+        return None
+    options = [
+        _option(plan, view, scene, way, {}, policy)
+        for scene in _fewer(plan, view)
+        if scene.wire.ranks > 1 or way.fidelity == "exact"
+    ]
+    best = max(options, key=lambda each: each.forecast.samples_per_s, default=None)
+    if best is None or best.forecast.samples_per_s <= WORTH * now.samples_per_s:
+        return None
+    return _told(plan, view, best, now.samples_per_s)
+
+
+# ---- what there is to choose from -----------------------------------------------------------------------------------
+
+
+def _candidates(plan: LaunchPlan, chosen: Collection[str]) -> Iterator[tuple[Way, Mapping[str, Any]]]:
+    """With the settings that each of them takes."""
+    for way in ways(allowed(plan.settings), **kept(plan.settings, chosen)):
+        if pairs := runnable(plan, way, frozenset()):
+            yield way, pairs
+
+
+def _fewer(plan: LaunchPlan, view: View) -> Iterator[Scene]:
+    return (scene for scene in fewer(view.scene) if may_leave(plan, [host.name for host in scene.hosts]))
+
+
+def _best(
+    plan: LaunchPlan, view: View, scene: Scene, candidates: Sequence[tuple[Way, Mapping[str, Any]]]
+) -> _Option | None:
+    if scene.wire.ranks == 1:
+        return _option(plan, view, scene, Way("ddp"), {}, "equal")
+    options = (
+        _option(plan, view, scene, way, pairs, policy)
+        for way, pairs in candidates
+        for policy in splits(scene, way.local_batch)
+    )
+    return max(options, key=lambda each: each.forecast.samples_per_s, default=None)
+
+
+def _option(plan: LaunchPlan, view: View, scene: Scene, way: Way, pairs: Mapping[str, Any], policy: Policy) -> _Option:
+    shares = scene.shares(policy, way.local_batch)
+    forecast = forecast_in(scene, way, shares, int(plan.settings.get("accumulate", 0)))
+    names = tuple(host.name for host in scene.hosts)
+    settings = settings_on(plan, scene.wire.ranks, all_hosts=len(names) == len(plan.nodes))
+    if scene.wire.ranks > 1:
+        settings |= {**pairs, "shares": _shares_setting(plan, view, scene, policy, shares)}
+    parts = parts_needed(scene, shares, view.speeds_from, settings)
+    if parts > 1 and not settings.get("local_batch"):
+        settings["accumulate"] = parts
+    return _Option(names, forecast, settings)
+
+
+def _shares_setting(plan: LaunchPlan, view: View, scene: Scene, policy: Policy, shares: Sequence[int]) -> str:
+    """With which a run splits its batch like this. By speed it does so only where ranks are told their speeds."""
+    if policy == "equal":
+        return "equal"
+    if all(view.speeds_from[host.name] in ("profile", "by hand") for host in scene.hosts):
+        return str(plan.settings["shares"]) if plan.settings["shares"] in BY_SPEED else "measured"
+    left = iter(shares)
+    named = [
+        (f"{host.name}:{i}" if len(host.speeds) > 1 else host.name, next(left))
+        for host in scene.hosts
+        for i in range(len(host.speeds))
+    ]
+    return ",".join(f"{name}={share}" for name, share in named)
+
+
+# ---- in words -------------------------------------------------------------------------------------------------------
+
+
+def _told(plan: LaunchPlan, view: View, option: _Option, now_samples_per_s: float) -> Faster:
+    return Faster(
+        hosts=option.hosts,
+        what=_what(plan, option),
+        samples_per_s=option.forecast.samples_per_s,
+        of_time=now_samples_per_s / option.forecast.samples_per_s,
+        basis="estimated" if view.is_estimate else "predicted",
+        command=run_line(plan, option.hosts, option.settings),
+    )
+
+
+def _what(plan: LaunchPlan, option: _Option) -> str:
+    out = [node.name for node in plan.nodes if node.name not in option.hosts]
+    if not out:
+        changed = {key: value for key, value in option.settings.items() if value != plan.settings.get(key)}
+        words = {key: f"{key}={value}" for key, value in changed.items()}
+        if "shares" in words:
+            words["shares"] = "equal shares" if changed["shares"] == "equal" else "shares by speed"
+        return ", ".join(words.values())
+    if len(option.hosts) == 1:
+        return f"{option.hosts[0]} alone"
+    if len(out) <= FEW_NAMES:
+        return f"the cluster without {', '.join(out)}"
+    return f"{len(option.hosts)} of the {len(plan.nodes)} hosts"

@@ -1,0 +1,81 @@
+"""Clusters that one does not have: from `500xA2000,500xV100` to what a forecast takes. Pure.
+
+groups = parse_groups("500xA2000,2x4xA16")     500 hosts of one A2000, two hosts of four A16
+scene = imagine(groups, layers, batch=16000, bandwidth_bps=2.5e9)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from orchestrator.errors import UsageError
+from orchestrator.forecast.advice import Scene
+from orchestrator.forecast.gpus import CATALOGUE, Gpu, estimate_speed, find_gpu
+from orchestrator.forecast.layers import Layer
+from orchestrator.forecast.links import GOODPUT, NCCL, Site, Wire
+from orchestrator.forecast.step import Host, Job
+
+MOST_RANKS = 20_000
+_GROUP = re.compile(r"(?P<hosts>\d{1,6})x(?:(?P<gpus>\d{1,3})x)?(?P<gpu>[A-Za-z][A-Za-z0-9 .-]*|\d{4}[A-Za-z ]*)")
+
+
+@dataclass(frozen=True)
+class Group:
+    """So many hosts, each with so many of these GPUs."""
+
+    hosts: int
+    gpus: int
+    gpu: Gpu
+
+    @property
+    def kind(self) -> str:
+        """Of each of its hosts, as `parse_groups` reads it after their number."""
+        return f"{self.gpus}x{self.gpu.name}" if self.gpus > 1 else self.gpu.name
+
+    @property
+    def words(self) -> str:
+        each = f" of {self.gpus}" if self.gpus > 1 else ""
+        return f"{self.hosts} host{'s' if self.hosts > 1 else ''}{each} {self.gpu.name}"
+
+
+def is_imagined(text: str) -> bool:
+    """`500xA2000,...` as opposed to names of nodes."""
+    return bool(re.match(r"\s*\d+x", text))
+
+
+def parse_groups(text: str) -> tuple[Group, ...]:
+    """Raises UsageError naming what is expected, or the GPUs that are known."""
+    groups = []
+    for item in text.split(","):
+        match = _GROUP.fullmatch(item.strip())
+        if not match or not int(match["hosts"]) or (match["gpus"] and not int(match["gpus"])):
+            raise UsageError(
+                f"{item.strip()!r} is no group of hosts", "write HOSTSxGPU or HOSTSxGPUSxGPU, like 500xA2000,2x4xA16"
+            )
+        gpu = find_gpu(match["gpu"])
+        if gpu is None:
+            known = ", ".join(each.name for each in CATALOGUE)
+            raise UsageError(f"{match['gpu']} is not in the catalogue", f"it knows {known}")
+        groups.append(Group(int(match["hosts"]), int(match["gpus"] or 1), gpu))
+    ranks = sum(group.hosts * group.gpus for group in groups)
+    if ranks > MOST_RANKS:
+        raise UsageError(f"{ranks} ranks are more than a plan looks at", f"at most {MOST_RANKS}")
+    return tuple(groups)
+
+
+def imagine(groups: Sequence[Group], layers: tuple[Layer, ...], batch: int, bandwidth_bps: float) -> Scene:
+    """bandwidth_bps: of every host's link, as declared. Raises UsageError where a GPU is too small."""
+    hosts, sites = list[Host](), list[Site]()
+    bps = GOODPUT * bandwidth_bps
+    for group in groups:
+        speeds = (estimate_speed(group.gpu, layers),) * group.gpus
+        if speeds[0].cap == 0:
+            raise UsageError(f"not one sample fits into the {group.gpu.memory_gib:g} GiB of an {group.gpu.name}")
+        for _ in range(group.hosts):
+            name = f"{group.gpu.name}-{len(hosts)}"
+            hosts.append(Host(name, speeds, group.kind))
+            sites.append(Site(name, group.gpus, bps, bps))
+    costs = NCCL.on_gpus(min(group.gpu.gb_per_s for group in groups))
+    return Scene(Job(layers, batch), tuple(hosts), Wire(tuple(sites), costs))

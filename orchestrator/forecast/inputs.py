@@ -1,0 +1,457 @@
+"""A launch plan as the forecast sees it: how fast its ranks are, what its links carry, and where all that comes from.
+
+    view = look(plan, profiles, read_network(Path("runs"), plan))
+    view.scene, view.basis                      what `advise` takes; a sentence for each figure that is not measured
+    foreseen(plan, view)                        Prediction(step_ms=949, samples_per_s=270, ...), kept in plan.json
+    with_best_way(plan, view, chosen)           strategy=auto, resolved
+
+A rank's speed is its profile's; else the pace that it was given; else an estimate from the catalogue. Links are as the
+newest `--exp collectives` run of these hosts measured them, else as declared, times what TCP leaves of it. Pure but for
+`read_network`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from orchestrator.errors import OrchError, UsageError
+from orchestrator.forecast.advice import BUCKETS_MIB, FIDELITIES, Scene, ways
+from orchestrator.forecast.gpus import ERROR, activation_bytes, estimate_speed, find_gpu
+from orchestrator.forecast.layers import Layer, gradient_bytes, layers_of
+from orchestrator.forecast.links import GLOO, GOODPUT, NCCL, Costs, Site, Wire, measured
+from orchestrator.forecast.step import STRATEGIES, Fidelity, Forecast, Host, Job, Way, predict
+from orchestrator.paths import RunFolder
+from orchestrator.planning.launch_plan import LaunchPlan, NodePlan, Prediction
+from orchestrator.planning.profiles import Profiles
+from orchestrator.results.summary import Collectives, Summary, link_matrix
+from orchestrator.units import format_bandwidth
+from trainer.shared.alpha_beta import algorithm_gbps, bus_factor
+from trainer.shared.config import LOCAL_STEPS, Settings, SettingsError, overlap_of, parse_settings
+from trainer.shared.experiments import DATA_SETS, EXPERIMENTS
+from trainer.shared.gpu_work import GB_PER_S
+from trainer.shared.shares import Speed, parse_speeds
+
+SEEN_RUNS = 50
+"""Newest runs of collectives that are looked at for one of these hosts."""
+COLLECTIVES = "collectives-"
+"""How the ids of jobs begin that measure the network."""
+UNTOLD = ("pace", "catalogue")
+"""Whence speeds come that a run's ranks are not told, nor what their memory holds."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """What a run of collectives measured. message_s: latency of its all_reduce, for each of its 2(n-1) messages. bps:
+    what the slowest link carried; declared_bps: what was said of that one. pairs: what each path carries in a
+    collective: as it does by itself, times what all_reduce makes of the slowest one that it takes.
+    """
+
+    job: str
+    message_s: float
+    bps: float
+    declared_bps: float | None
+    pairs: Mapping[tuple[str, str], float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class View:
+    """speeds_from: by host, profile, pace, by hand or catalogue. basis: what the figures rest on, a sentence each."""
+
+    scene: Scene
+    speeds_from: dict[str, str]
+    basis: tuple[str, ...]
+
+    @property
+    def is_estimate(self) -> bool:
+        return "catalogue" in self.speeds_from.values()
+
+
+def look(
+    plan: LaunchPlan, profiles: Profiles, network: Network | None = None, bandwidth_bps: float | None = None
+) -> View:
+    """bandwidth_bps: of every host, in place of what is declared or measured. Raises UsageError where a speed or a link
+    is not known, and for what is no training of ours.
+    """
+    settings = plan.settings
+    if plan.kind != "experiment" or "strategy" not in settings:
+        raise UsageError(f"{plan.exp} trains nothing that could be foreseen", "choose another --exp")
+    layers = network_of(plan.exp, settings)
+    told = {node.name: _speeds(node, plan, profiles, layers) for node in plan.nodes}
+    for name, (speeds, _) in told.items():
+        if any(speed.cap == 0 for speed in speeds):
+            raise UsageError(f"{name}: not one sample fits into its memory", "leave it out with --nodes")
+    hosts = tuple(Host(name, speeds) for name, (speeds, _) in told.items())
+    speeds_from = {name: source for name, (_, source) in told.items()}
+    wire, words = wire_of(plan, network, bandwidth_bps)
+    scene = Scene(Job(layers, int(settings["batch"])), hosts, wire)
+    return View(scene, speeds_from, (*_speed_words(speeds_from), *words))
+
+
+def network_of(exp: str, settings: Mapping[str, Any]) -> tuple[Layer, ...]:
+    data = DATA_SETS[settings["data"] if settings["data"] in DATA_SETS else EXPERIMENTS[exp]["data"]]
+    return layers_of(str(settings["model"]), data.shape, data.classes)
+
+
+# ---- how fast the ranks are -----------------------------------------------------------------------------------------
+
+
+def _speeds(
+    node: NodePlan, plan: LaunchPlan, profiles: Profiles, layers: Sequence[Layer]
+) -> tuple[tuple[Speed, ...], str]:
+    """Of the node's ranks, and where they come from."""
+    ranks = [(node.name, local_rank) for local_rank in range(node.ranks)]
+    by_hand = parse_speeds(str(plan.settings.get("speeds", "")))
+    if all(rank in by_hand for rank in ranks):
+        return tuple(by_hand[rank] for rank in ranks), "by hand"
+    if all(rank in profiles for rank in ranks):
+        return tuple(profiles[rank].speed for rank in ranks), "profile"
+    if node.paced:
+        return (_pace(node.paced, layers),) * node.ranks, "pace"
+    gpu = find_gpu(node.gpu or "") if node.device == "cuda" else None
+    if gpu:
+        return (estimate_speed(gpu, layers),) * node.ranks, "catalogue"
+    what = f"its GPU, {node.gpu}," if node.device == "cuda" else "a CPU"
+    raise UsageError(
+        f"{node.name}: how fast it is is not known: no profile, and {what} is not in the catalogue",
+        f"measure it: `orch profile --exp {plan.exp}`, with the same --set",
+    )
+
+
+def _pace(paced: dict[str, Any], layers: Sequence[Layer]) -> Speed:
+    memory, cap = paced.get("memory_bytes"), None
+    if memory:
+        cap = max(0, int((memory - 3 * gradient_bytes(layers)) // activation_bytes(layers)))
+    return Speed(float(paced.get("fixed_ms") or 0.0), 1000 / float(paced["samples_per_s"]), cap)
+
+
+def _speed_words(speeds_from: dict[str, str]) -> Iterator[str]:
+    words = {
+        "profile": "as profiled alone",
+        "pace": "the pace that the inventory sets, which nobody has measured",
+        "by hand": "the setting `speeds`",
+        "catalogue": f"an estimate from the hardware catalogue ({ERROR}); `orch profile` measures",
+    }
+    for source, meaning in words.items():
+        names = [name for name, found in speeds_from.items() if found == source]
+        if names:
+            yield f"speed of {', '.join(names)}: {meaning}"
+
+
+# ---- what the links carry -------------------------------------------------------------------------------------------
+
+
+def wire_of(plan: LaunchPlan, network: Network | None, bandwidth_bps: float | None) -> tuple[Wire, tuple[str, ...]]:
+    """The wire, and what is to be said of it."""
+    costs = NCCL if plan.backend == "nccl" else GLOO
+    if len(plan.nodes) == 1:
+        node, costs = plan.nodes[0], _with_gpus(costs, plan)
+        return Wire((Site(node.name, node.ranks, float("inf"), float("inf")),), costs), (_costs_words(costs),)
+    if bandwidth_bps is not None:
+        network = None  # a person's word goes before what was measured
+    if network:
+        costs = measured(costs, network.message_s, f"latency as {network.job} measured it")
+    costs = _with_gpus(costs, plan)
+    sites = tuple(_site(node, network, bandwidth_bps) for node in plan.nodes)
+    wire = Wire(sites, costs, network.pairs if network else {})
+    return wire, (_links_words(plan, network, bandwidth_bps), _costs_words(costs))
+
+
+def _with_gpus(costs: Costs, plan: LaunchPlan) -> Costs:
+    """All wait for the rank with the slowest memory, a CPU's where one has no GPU."""
+    if all(node.paced or node.device == "cuda" for node in plan.nodes):
+        return costs.on_gpus(min(map(_gb_per_s, plan.nodes)))
+    return costs
+
+
+def _gb_per_s(node: NodePlan) -> float:
+    if node.paced:
+        return float(node.paced.get("gb_per_s") or GB_PER_S)
+    gpu = find_gpu(node.gpu or "")
+    return gpu.gb_per_s if gpu else GB_PER_S
+
+
+def _site(node: NodePlan, network: Network | None, bandwidth_bps: float | None) -> Site:
+    declared = bandwidth_bps or node.bandwidth_bps
+    if network and any(node.name in pair for pair in network.pairs):
+        up_bps, down_bps = (max(bps for pair, bps in network.pairs.items() if pair[end] == node.name) for end in (0, 1))
+        return Site(node.name, node.ranks, up_bps, down_bps)
+    if network:
+        part = network.bps / network.declared_bps if network.declared_bps else None
+        bps = part * declared if part and declared else network.bps
+    elif declared:
+        bps = GOODPUT * declared
+    elif node.address.startswith("127."):
+        bps = GLOO.local_bps
+    else:
+        raise UsageError(
+            f"{node.name}: what its link carries is not known",
+            "declare its `bandwidth`, give --bandwidth 2.5Gbps, or measure: `orch run --exp collectives`, then collect",
+        )
+    return Site(node.name, node.ranks, bps, bps)
+
+
+def _links_words(plan: LaunchPlan, network: Network | None, bandwidth_bps: float | None) -> str:
+    if bandwidth_bps:
+        return f"links: {format_bandwidth(bandwidth_bps)} for every host, as you say, times {GOODPUT} of payload"
+    if network:
+        return f"links: {format_bandwidth(network.bps)} on the slowest, measured by {network.job}"
+    known = [node.bandwidth_bps for node in plan.nodes if node.bandwidth_bps]
+    slowest = format_bandwidth(min(known)) if known else "loopback, assumed"
+    return f"links: as declared (slowest {slowest}), times {GOODPUT} of payload; `orch run --exp collectives` measures"
+
+
+def _costs_words(costs: Costs) -> str:
+    return f"{costs.name}: {costs.source}"
+
+
+def read_network(out: Path, plan: LaunchPlan, elsewhere: Iterable[Path] = ()) -> Network | None:
+    """The newest collected run of collectives over (at least) these hosts: in the folder of collected runs, or among
+    run folders elsewhere.
+    """
+    wanted = {node.name for node in plan.nodes}
+    found_runs = [*out.glob(f"{COLLECTIVES}*"), *elsewhere]
+    newest = sorted(found_runs, key=lambda folder: folder.name, reverse=True)  # their names tell when
+    for folder in newest[:SEEN_RUNS]:
+        try:
+            summary = Summary.load(RunFolder(folder))
+        except OrchError:
+            continue
+        here = summary.cluster == plan.cluster and wanted <= {node.name for node in summary.nodes}
+        if here and (found := network_from(summary)):
+            return found
+    return None
+
+
+def network_from(summary: Summary) -> Network | None:
+    """None where its all_reduce was not measured at several sizes, or no link was used."""
+    ranks, found = summary.world_size, summary.collectives
+    times = [time for time in found.times if time.operation == "all_reduce" and time.time_ms] if found else []
+    if ranks < 2 or len(summary.nodes) < 2 or not found or len({time.bytes for time in times}) < 2:
+        return None
+    latency_ms, gbps = latency_and_bandwidth({time.bytes: time.time_ms for time in times if time.time_ms})
+    declared, bps = found.declared_gbps, 1e9 * gbps * bus_factor("all_reduce", ranks)
+    return Network(
+        job=summary.job,
+        message_s=latency_ms / 1000 / (2 * (ranks - 1)),
+        bps=bps,
+        declared_bps=1e9 * declared if declared else None,
+        pairs=_pairs(found, [node.name for node in summary.nodes], bps),
+    )
+
+
+def latency_and_bandwidth(times_ms: Mapping[int, float]) -> tuple[float, float]:
+    """ms, and Gbps, of times by bytes: the bandwidth of the largest size; and what small sizes take beyond it, in
+    the median. The line that fits all of them best would let the noise of small ones move its slope, and with it what
+    a gradient's time is foreseen to be.
+    """
+    largest = max(times_ms)
+    ms_a_byte = times_ms[largest] / largest
+    small = [ms - size * ms_a_byte for size, ms in times_ms.items() if 2 * size * ms_a_byte < ms]
+    latency_ms = min(statistics.median(small), times_ms[largest] / 2) if small else 0.0
+    return latency_ms, algorithm_gbps(largest, (times_ms[largest] - latency_ms) / 1000)
+
+
+def _pairs(found: Collectives, names: Sequence[str], bps: float) -> dict[tuple[str, str], float]:
+    """Empty where not every path was measured."""
+    _, alone_gbps = link_matrix(found)
+    if len(alone_gbps) < len(names) * (len(names) - 1):
+        return {}
+    slowest_gbps = min(alone_gbps[pair] for pair in zip(names, [*names[1:], names[0]], strict=True))
+    return {pair: gbps / slowest_gbps * bps for pair, gbps in alone_gbps.items()}
+
+
+# ---- what a plan will do --------------------------------------------------------------------------------------------
+
+
+def way_of(settings: dict[str, Any]) -> Way | None:
+    """The way that these settings ask for. None: one that is not foreseen."""
+    strategy = str(settings["strategy"])
+    fidelity = allowed(settings)
+    half_wire = settings.get("wire") in ("bf16", "fp16")
+    if strategy in ("none", "dp"):
+        return Way("ddp")  # one rank, which exchanges nothing
+    bucket_mib = float(settings["bucket_mib"])
+    exact_part = exact_part_of(settings, fidelity)
+    if fidelity == "local":
+        rounds = {"half_wire": half_wire, **rounds_of(settings)}
+        return Way("parameter_average", "local", bucket_mib, exact_part=exact_part, **rounds)
+    if strategy == "parameter_average":
+        return Way(strategy, "local", half_wire=half_wire)  # after every update
+    if strategy not in STRATEGIES:
+        return None
+    sync_bn = bool(settings.get("sync_bn"))
+    rank = int(settings.get("compress_rank", 2))
+    return Way(strategy, fidelity, bucket_mib, rank=rank, exact_part=exact_part, sync_bn=sync_bn)
+
+
+def exact_part_of(settings: Mapping[str, Any], fidelity: str) -> float:
+    """Of the updates of a run, those before it begins to compress, or to train locally, 0..1."""
+    name = {"compressed": "compress_after", "local": "local_after"}.get(fidelity, "")
+    after, updates = int(settings.get(name, 0)), updates_of(settings)
+    return min(1.0, (updates // 10 if after < 0 else after) / updates)
+
+
+def updates_of(settings: Mapping[str, Any]) -> int:
+    """Of the whole run, as far as the data set is known here: a folder is taken to be as large as the experiment's."""
+    data = DATA_SETS[settings["data"] if settings["data"] in DATA_SETS else EXPERIMENTS[settings["exp"]]["data"]]
+    samples = min(int(settings["samples"]) or data.train_samples, data.train_samples)
+    whole = int(settings["epochs"]) * -(-samples // int(settings["batch"]))
+    return min(whole, int(settings["steps"]) or whole)
+
+
+def rounds_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Of local steps, as `Way` names them."""
+    every = int(settings.get("local_steps", 0)) or LOCAL_STEPS
+    overlap = overlap_of(every, int(settings.get("local_overlap", -1)))
+    return {"every": every, "overlap": overlap, "local_batch": int(settings.get("local_batch", 0))}
+
+
+def kept(settings: Mapping[str, Any], chosen: Collection[str]) -> dict[str, Any]:
+    """What every way that is tried has, as `ways` names it. chosen: settings that the person made."""
+    own_mib = float(settings["bucket_mib"]) if "bucket_mib" in chosen else 0.0
+    return {
+        **rounds_of(settings),
+        "rank": int(settings.get("compress_rank", 2)),
+        "wire": str(settings.get("wire", "auto")),
+        "buckets_mib": (own_mib,) if own_mib else BUCKETS_MIB,
+        "exact_parts": {each: exact_part_of(settings, each) for each in ("compressed", "local")},
+        "sync_bn": bool(settings.get("sync_bn")),
+    }
+
+
+def allowed(settings: Mapping[str, Any]) -> Fidelity:
+    told = settings.get("fidelity", "exact")
+    return next((each for each in FIDELITIES if each == told), "exact")
+
+
+def forecast_of(plan: LaunchPlan, view: View, way: Way) -> Forecast:
+    """With the plan's own shares and micro-batches."""
+    return forecast_in(view.scene, way, _shares_of(plan), int(plan.settings.get("accumulate", 0)))
+
+
+def forecast_in(scene: Scene, way: Way, shares: Sequence[int], micro: int) -> Forecast:
+    """micro: the setting `accumulate`."""
+    hosts, first = [], 0
+    for host in scene.hosts:
+        own = shares[first : first + len(host.speeds)]
+        first += len(own)
+        speeds = (_in_parts(speed, share, micro) for speed, share in zip(host.speeds, own, strict=True))
+        hosts.append(dataclasses.replace(host, speeds=tuple(speeds)))
+    return predict(scene.job, hosts, scene.wire, way, shares)
+
+
+def _shares_of(plan: LaunchPlan) -> list[int]:
+    return [share for node in plan.nodes for share in node.shares]
+
+
+def _in_parts(speed: Speed, share: int, micro: int) -> Speed:
+    if micro < 1 or share < 1:
+        return speed
+    part = -(-share // micro)
+    return dataclasses.replace(speed, cap=part if speed.cap is None else min(part, speed.cap))
+
+
+def memory_words(
+    scene: Scene, shares: Sequence[int], speeds_from: Mapping[str, str], settings: Mapping[str, Any]
+) -> Iterator[str]:
+    """Of hosts that will do more at once than their memory holds: nobody tells their ranks what is estimated here."""
+    local_batch = int(settings.get("local_batch", 0))
+    found: dict[int, list[tuple[str, int]]] = {}
+    for name, cap, share in _too_large(scene, shares, speeds_from, settings):
+        found.setdefault(cap, []).append((name, share))
+    parts = parts_needed(scene, shares, speeds_from, settings)
+    remedy = f"local_batch={min(found, default=0)}" if local_batch else f"accumulate={parts}"
+    for cap, ranks in found.items():
+        names, most = ", ".join(dict(ranks)), max(share for _, share in ranks)
+        what = f"a local batch of {local_batch}" if local_batch else f"a share of {most}"
+        yield (
+            f"{names}: {what} will not fit into its memory at once ({cap} samples, estimated); `orch profile`, "
+            f"or --set {remedy}"
+        )
+
+
+def parts_needed(
+    scene: Scene, shares: Sequence[int], speeds_from: Mapping[str, str], settings: Mapping[str, Any]
+) -> int:
+    """The setting `accumulate` with which these shares fit; 0 where they fit as they are."""
+    return max((-(-share // cap) for _, cap, share in _too_large(scene, shares, speeds_from, settings)), default=0)
+
+
+def memory_notes(plan: LaunchPlan, view: View) -> tuple[str, ...]:
+    return tuple(memory_words(view.scene, _shares_of(plan), view.speeds_from, plan.settings))
+
+
+def _too_large(
+    scene: Scene, shares: Sequence[int], speeds_from: Mapping[str, str], settings: Mapping[str, Any]
+) -> Iterator[tuple[str, int, int]]:
+    """Name, cap and share, in samples, of each rank that is told no cap and would need one."""
+    micro, local_batch = max(1, int(settings.get("accumulate", 0))), int(settings.get("local_batch", 0))
+    split = iter(shares)
+    for host in scene.hosts:
+        untold = speeds_from.get(host.name, "catalogue") in UNTOLD
+        for speed, share in zip(host.speeds, split, strict=False):
+            at_once = min(-(-share // micro), local_batch or share)
+            if untold and speed.cap and at_once > speed.cap:
+                yield host.kind or host.name, speed.cap, share
+
+
+def foreseen(plan: LaunchPlan, view: View) -> Prediction | None:
+    """None where the strategy is not foreseen."""
+    way = way_of(plan.settings)
+    if way is None:
+        return None
+    forecast = forecast_of(plan, view, way)
+    return Prediction(
+        step_ms=forecast.step_ms,
+        samples_per_s=forecast.samples_per_s,
+        binds=forecast.binds,
+        is_estimate=view.is_estimate,
+        basis=(*view.basis, *_way_words(way)),
+    )
+
+
+def _way_words(way: Way) -> Iterator[str]:
+    if way.exact_part:
+        yield f"the mean of the run: {100 * way.exact_part:.3g} % of its updates exact, then {way.fidelity}"
+    if way.sync_bn:
+        yield "sync_bn: ranks meet in every BatchNorm, forward and backward, so that no sum of gradients is hidden"
+
+
+def with_best_way(plan: LaunchPlan, view: View, chosen: frozenset[str]) -> LaunchPlan:
+    """The same plan by the fastest way that its fidelity allows and the trainer knows, with its shares; it says so.
+
+    chosen: settings that the person made, which stay. Raises UsageError where none fits them.
+    """
+    fidelity = allowed(plan.settings)
+    candidates = ways(fidelity, **kept(plan.settings, chosen))
+    known = [(way, pairs) for way in candidates if (pairs := runnable(plan, way, chosen))]
+    if not known:
+        raise UsageError(f"strategy=auto: no strategy fits fidelity {fidelity} and these settings", "name one")
+    way, pairs = max(known, key=lambda each: forecast_of(plan, view, each[0]).samples_per_s)
+    forecast = forecast_of(plan, view, way)
+    words = ", ".join(f"{key}={value}" for key, value in pairs.items())
+    notes = [f"strategy=auto: {words} ({fidelity}), predicted at {forecast.samples_per_s:.4g} samples/s"]
+    added = tuple(f"--{key}={value}" for key, value in pairs.items())
+    nodes = tuple(node.model_copy(update={"command": (*node.command, *added)}) for node in plan.nodes)
+    update = {"settings": {**plan.settings, **pairs}, "nodes": nodes, "notes": (*plan.notes, *notes)}
+    return plan.model_copy(update=update)
+
+
+def runnable(plan: LaunchPlan, way: Way, chosen: frozenset[str]) -> dict[str, Any] | None:
+    """The settings that make a run go this way. None where the trainer would refuse them."""
+    pairs: dict[str, Any] = {"strategy": way.strategy}
+    pairs |= {"bucket_mib": way.bucket_mib} if way.strategy == "ddp" else {}
+    if way.half_wire and plan.settings.get("wire") not in ("bf16", "fp16"):
+        return None  # a person's word
+    fields = {field.name for field in dataclasses.fields(Settings)}
+    everything = {key: value for key, value in {**plan.settings, **pairs}.items() if key in fields and key != "exp"}
+    try:
+        parse_settings(plan.exp, {key: str(value) for key, value in everything.items()})
+    except SettingsError:
+        return None
+    return {key: value for key, value in pairs.items() if key not in chosen}

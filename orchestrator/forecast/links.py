@@ -1,0 +1,230 @@
+"""What it costs to exchange bytes between ranks: the links, and the overheads of what carries them. Pure.
+
+    wire = Wire((Site("a2000", 1, 2.35e9, 2.35e9), Site("v100", 1, 2.35e9, 2.35e9)), GLOO)
+    wire.all_reduce_s(232_657_192)          0.794
+
+All are alpha-beta costs of known algorithms. Of the ring (Patarasuk and Yuan 2009): n ranks pass pieces of S/n bytes in
+2(n-1) rounds, each as long as its slowest message, so that it takes 2(n-1)*alpha + 2(n-1)/n * S/B. Ranks follow one
+another in the order of their numbers, host by host: a host has one link's worth of traffic out and one in, however many
+ranks it has. `Costs` are parameters: `GLOO` and `NCCL` are starting points with their sources, `measured` replaces what
+was measured on the cluster itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from trainer.shared.gpu_work import GB_PER_S, KERNEL_S, STREAMED, Work
+
+GOODPUT = 0.94
+"""Of a declared bandwidth, what TCP leaves for the payload: 0.94 to 0.956 (iperf3: 2.35 to 2.39 of 2.5 Gbps)."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """A host on the network. up_bps, down_bps: what its link carries of payload, in bits a second."""
+
+    name: str
+    ranks: int
+    up_bps: float
+    down_bps: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """message_s: what a message between hosts costs beside its bytes. call_s: a collective, however many messages.
+
+    local_*: between two ranks of one host. moved_bytes_per_s, kernel_s: what a rank does to gradients before and after
+    they travel (`trainer.shared.gpu_work`) takes so long, of the slowest rank. tree_broadcast: whole copies go from
+    rank to rank in log2(n) rounds; else in pieces, along a chain. relays: the ranks of one host add up among themselves
+    first, as `trainer.strategies.wire` has them do.
+    """
+
+    name: str
+    source: str
+    message_s: float
+    call_s: float
+    local_message_s: float
+    local_bps: float
+    moved_bytes_per_s: float
+    kernel_s: float
+    tree_broadcast: bool
+    relays: bool
+
+    def work_s(self, work: Work) -> float:
+        return work.moved_bytes / self.moved_bytes_per_s + self.kernel_s * work.kernels
+
+    def on_gpus(self, gb_per_s: float) -> Costs:
+        """Where ranks work on gradients as a GPU of this memory bandwidth does, the slowest of them."""
+        source = f"{self.source}; work on gradients as at {gb_per_s:g} GB/s of a GPU's memory, an estimate"
+        return dataclasses.replace(self, source=source, moved_bytes_per_s=STREAMED * 1e9 * gb_per_s, kernel_s=KERNEL_S)
+
+
+# One call a parameter beside one call for all 467: between two lab hosts 1.44 s and 0.785 s bare, 1.774 s in training;
+# between four at 1 Gbps 6.07 s and 3.14 s bare, 5.5 s in training. The difference over 467 * 2(n-1) messages.
+# One core of that machine, for 232.7 MB: to bf16 and back 0.12 s, 5.8 GB/s moved; PowerSGD of rank 2 0.37 s alone,
+# 0.42 s as two ranks do it at once, 5.6 GB/s moved; copies into memory not touched before 2.6 to 3.4 GB/s moved. The
+# averages of `local` move 16 GB/s: of CPUs that compute they are charged too much, 0.4 s a round of ResNet-152.
+GLOO = Costs(
+    name="gloo",
+    source="1 ms a message, as 2 hosts at 2.5 Gbps and 4 at 1 Gbps showed (0.7 to 1.06); CPU costs as of one core",
+    message_s=1.0e-3,
+    call_s=0.0,
+    local_message_s=50e-6,
+    local_bps=16e9,
+    moved_bytes_per_s=5.6e9,
+    kernel_s=0.0,
+    tree_broadcast=True,
+    relays=True,
+)
+NCCL = Costs(
+    name="nccl",
+    source="assumed, not measured: 50 us a message over TCP, PCIe 3 inside a host",
+    message_s=50e-6,
+    call_s=20e-6,
+    local_message_s=10e-6,
+    local_bps=80e9,
+    moved_bytes_per_s=STREAMED * 1e9 * GB_PER_S,
+    kernel_s=KERNEL_S,
+    tree_broadcast=False,
+    relays=False,
+)
+
+
+def measured(costs: Costs, message_s: float, source: str) -> Costs:
+    """With what a message costs as an all_reduce showed it, its call included, in place of what is assumed."""
+    return dataclasses.replace(costs, message_s=message_s, call_s=0.0, source=source)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """pairs: what the path from one host to another carries, in bits a second, where that was measured by itself."""
+
+    sites: Sequence[Site]
+    costs: Costs
+    pairs: Mapping[tuple[str, str], float] = field(default_factory=dict)
+
+    @cached_property
+    def ranks(self) -> int:
+        return sum(site.ranks for site in self.sites)
+
+    @cached_property
+    def site_of(self) -> tuple[Site, ...]:
+        """By rank."""
+        return tuple(site for site in self.sites for _ in range(site.ranks))
+
+    def path_bps(self, source: Site, target: Site) -> float:
+        return min(source.up_bps, target.down_bps, self.pairs.get((source.name, target.name), math.inf))
+
+    @cached_property
+    def _between(self) -> frozenset[float]:
+        """Speeds of the ring's edges between hosts, each once."""
+        after = (*self.sites[1:], *self.sites[:1])
+        return frozenset(self.path_bps(a, b) for a, b in zip(self.sites, after, strict=True) if a is not b)
+
+    @cached_property
+    def _most(self) -> int:
+        """Ranks of one host."""
+        return max(site.ranks for site in self.sites)
+
+    def round_s(self, size_bytes: float) -> float:
+        """Every rank passes so much on to the next: as long as the slowest takes."""
+        costs = self.costs
+        times = [costs.message_s + 8 * size_bytes / bps for bps in self._between]
+        times += [costs.local_message_s + 8 * size_bytes / costs.local_bps] if self._most > 1 else []
+        return max(times, default=0.0)
+
+    # ---- collectives: size_bytes is the gradient of one rank -------------------------------------------------------
+
+    def all_reduce_s(self, size_bytes: float) -> float:
+        return self._called(2 * (self.ranks - 1) * self.round_s(size_bytes / self.ranks))
+
+    @property
+    def is_shared(self) -> bool:
+        """Several hosts, and some with several ranks."""
+        return 1 < len(self.sites) < self.ranks
+
+    def relay_s(self, size_bytes: float) -> tuple[float, float, float]:
+        """Ranks of one host add up first, one of each host takes part in a ring, and the others get the sum from it:
+        what each of the three costs.
+        """
+        most, costs = self._most, self.costs
+        inward = most * (costs.local_message_s + 8 * size_bytes / most / costs.local_bps)
+        outward = math.ceil(math.log2(most)) * (costs.local_message_s + 8 * size_bytes / costs.local_bps)
+        return inward, self._heads.all_reduce_s(size_bytes), outward
+
+    def sum_legs_s(self, size_bytes: float) -> tuple[float, ...]:
+        """What adding up over all ranks costs, leg by leg: while one sum is in the second, the next is in the first."""
+        return self.relay_s(size_bytes) if self.costs.relays and self.is_shared else (self.all_reduce_s(size_bytes),)
+
+    def sum_s(self, size_bytes: float) -> float:
+        return sum(self.sum_legs_s(size_bytes))
+
+    @cached_property
+    def _heads(self) -> Wire:
+        """One rank of each host."""
+        return Wire([dataclasses.replace(site, ranks=1) for site in self.sites], self.costs, self.pairs)
+
+    def reduce_scatter_s(self, size_bytes: float) -> float:
+        return self._called((self.ranks - 1) * self.round_s(size_bytes / self.ranks))
+
+    def all_gather_s(self, size_bytes: float) -> float:
+        """Every rank's whole gradient to every rank."""
+        return self._called((self.ranks - 1) * self.round_s(size_bytes))
+
+    def gather_s(self, size_bytes: float) -> float:
+        """Every rank's whole gradient to rank 0: all of it has to come through its one link."""
+        return self._called(self._star_s(size_bytes))
+
+    scatter_s = gather_s
+
+    def reduce_s(self, size_bytes: float) -> float:
+        """Gloo's: a ring adds the pieces up, then rank 0 gathers them. NCCL's: along a chain, in pieces."""
+        if not self.costs.tree_broadcast:
+            return self._chain_s(size_bytes)
+        piece = size_bytes / self.ranks
+        return self._called((self.ranks - 1) * self.round_s(piece) + self._star_s(piece))
+
+    def broadcast_s(self, size_bytes: float) -> float:
+        if not self.costs.tree_broadcast:
+            return self._chain_s(size_bytes)
+        have, time_s = 1, 0.0
+        while have < self.ranks:  # those who have it give it to as many others
+            time_s += self._at_once_s([(rank, rank + have) for rank in range(min(have, self.ranks - have))], size_bytes)
+            have *= 2
+        return self._called(time_s)
+
+    def _at_once_s(self, pairs: Sequence[tuple[int, int]], size_bytes: float) -> float:
+        """Messages of one size between these ranks, all at the same time: as long as the busiest link."""
+        costs, busy_s = self.costs, dict[tuple[str, str], float]()
+        for source, target in pairs:
+            a, b = self.site_of[source], self.site_of[target]
+            if a is b:
+                each = {(a.name, f"{source}"): costs.local_message_s + 8 * size_bytes / costs.local_bps}
+            else:
+                time_s = costs.message_s + 8 * size_bytes / self.path_bps(a, b)
+                each = {(a.name, "up"): time_s, (b.name, "down"): time_s}
+            for link, time_s in each.items():
+                busy_s[link] = busy_s.get(link, 0.0) + time_s
+        return max(busy_s.values(), default=0.0)
+
+    def _called(self, time_s: float) -> float:
+        return time_s + self.costs.call_s if self.ranks > 1 else 0.0
+
+    def _chain_s(self, size_bytes: float) -> float:
+        return self._called((self.ranks - 2) * self.round_s(0) + self.round_s(size_bytes))
+
+    def _star_s(self, size_bytes: float) -> float:
+        root, costs = self.sites[0], self.costs
+        outside = self.ranks - root.ranks
+        if not outside:
+            return costs.local_message_s + 8 * size_bytes / costs.local_bps
+        at_root_s = outside * (costs.message_s + 8 * size_bytes / min(root.down_bps, root.up_bps))
+        at_others_s = (
+            site.ranks * (costs.message_s + 8 * size_bytes / self.path_bps(site, root)) for site in self.sites[1:]
+        )
+        return max(at_root_s, *at_others_s)

@@ -1,0 +1,33 @@
+"""How much of a GPU's memory a job takes, about. Pure.
+
+    needed_bytes(plan, plan.nodes[0])       # on each of its GPUs
+
+Of the trainer's networks by the catalogue's rule: weights, gradients and momentum, what forward keeps of each sample,
+and what CUDA takes for itself. Of a script nothing but the last is known.
+"""
+
+from __future__ import annotations
+
+from orchestrator.forecast.gpus import RESERVED_BYTES, activation_bytes
+from orchestrator.forecast.inputs import network_of
+from orchestrator.forecast.layers import gradient_bytes
+from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
+
+HALF = ("bf16", "fp16")
+
+
+def needed_bytes(plan: LaunchPlan, node: NodePlan) -> int:
+    if plan.kind != "experiment" or "strategy" not in plan.settings:
+        return RESERVED_BYTES
+    layers = network_of(plan.exp, plan.settings)
+    kept = activation_bytes(layers) * (0.5 if plan.settings.get("amp") in HALF else 1.0)
+    return round(RESERVED_BYTES + 3 * gradient_bytes(layers) + _samples_at_once(plan, node) * kept)
+
+
+def _samples_at_once(plan: LaunchPlan, node: NodePlan) -> int:
+    """On each GPU; none for a profile, which tries how many fit."""
+    if plan.settings.get("profile_s"):
+        return 0
+    share = max(node.shares, default=0) * node.ranks / max(1, len(node.gpu_uuids))
+    parts = max(1, int(plan.settings.get("accumulate", 0)))
+    return round(min(share / parts, int(plan.settings.get("local_batch", 0)) or share))

@@ -1,0 +1,350 @@
+"""How long a step will take, and what it hangs on, for each way to keep the ranks together. Pure: no clock, no files.
+
+    hosts = (Host("a2000", (Speed(0, 1000 / 333),)), Host("v100", (Speed(0, 1000 / 833),)))
+    job = Job(layers_of("resnet152", (3, 32, 32), 10), batch=256)
+    found = predict(job, hosts, wire, Way("ddp"), shares=(128, 128))
+    found.step_ms, found.samples_per_s, found.binds          948., 270., "wire"
+
+A rank computes a + b*m on its m samples (`trainer.shared.shares.Speed`), divided over update, forward and backward as
+`trainer.shared.pace` divides them. What runs after backward simply comes on top. Of `ddp`, whose buckets leave while
+backward still computes, with R_b the moment at which the last rank has bucket b and c_b what its exchange costs, the
+last sum is there at max over b of (R_b + c_b + c_b+1 + ...): the buckets stand in one queue. A test plays the same out
+message by message (tests/support/simulate.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Literal
+
+import trainer.shared.gpu_work as gpu_work
+from orchestrator.forecast.layers import FLOAT_BYTES, Layer, Shape, gradient_bytes
+from orchestrator.forecast.links import Wire
+from trainer.shared.gpu_work import Work
+from trainer.shared.shares import Speed, at_most, fastest_shares
+
+FORWARD, BACKWARD, OPTIMISER = 0.33, 0.66, 0.01
+"""How compute divides: as `trainer.shared.pace` has it, which says why."""
+MIB = 2**20
+Fidelity = Literal["exact", "half", "compressed", "local"]
+Binds = Literal["wire", "compute"]
+
+
+@dataclass(frozen=True)
+class Host:
+    """speeds: of its ranks. kind: what hosts of its kind are called where one has no name of its own, like 4xA16."""
+
+    name: str
+    speeds: tuple[Speed, ...]
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """batch: samples of one update over all ranks."""
+
+    layers: tuple[Layer, ...]
+    batch: int
+
+
+@dataclass(frozen=True)
+class Way:
+    """How ranks stay together. every: local steps between two averages. rank: PowerSGD's. half_wire: local's
+    averages travel in 16 bits. overlap: steps that go on meanwhile. local_batch: of local's own updates, at most; 0
+    where a rank makes one a step. exact_part: of the run's updates, the first that lose nothing yet, 0..1; what is
+    foreseen is then the mean over all. sync_bn: BatchNorm sees the samples of all ranks.
+    """
+
+    strategy: str
+    fidelity: Fidelity = "exact"
+    bucket_mib: float = 25.0
+    every: int = 1
+    rank: int = 2
+    half_wire: bool = False
+    overlap: int = 0
+    local_batch: int = 0
+    exact_part: float = 0.0
+    sync_bn: bool = False
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """compute_ms ends with the last local gradient, exposed_ms runs from there to the sum; wait_ms is what of it is
+    spent on slower ranks. The names of a run's own metrics."""
+
+    compute_ms: float
+    optim_ms: float
+    exposed_ms: float
+    wait_ms: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """sync_ms: what every rank spends on the wire beside its compute. critical: the rank that waits least, binds: the
+    largest part of its step. wire_bytes: of one rank's gradient, as it travels, for one update.
+    """
+
+    way: Way
+    shares: tuple[int, ...]
+    step_ms: float
+    samples_per_s: float
+    sync_ms: float
+    wire_bytes: float
+    own_ms: tuple[float, ...]
+    """Of each rank: its compute, the update included."""
+    critical: int
+    binds: Binds
+    local_steps: tuple[int, ...] = ()
+    """Updates of each rank between two averages."""
+
+    @property
+    def ranks(self) -> tuple[RankTime, ...]:
+        slowest = max(self.own_ms)
+        return tuple(
+            RankTime((1 - OPTIMISER) * own_ms, OPTIMISER * own_ms, self.step_ms - own_ms, slowest - own_ms)
+            for own_ms in self.own_ms
+        )
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """bytes: of fp32. ready: the part of backward after which its last gradient is there, 0..1."""
+
+    bytes: int
+    ready: float
+    shapes: tuple[Shape, ...]
+
+
+@lru_cache(maxsize=64)
+def buckets_of(layers: tuple[Layer, ...], bucket_mib: float) -> tuple[Bucket, ...]:
+    """In the order in which they leave. As torch's DDP fills them: tensors from the last backwards, a bucket is closed
+    by the one with which it reaches its size.
+    """
+    total = sum(layer.work for layer in layers)
+    left, found, shapes, size = total, list[Bucket](), list[Shape](), 0
+    for layer in reversed(layers):
+        left -= layer.work
+        for shape in reversed(layer.shapes):
+            shapes.append(shape)
+            size += FLOAT_BYTES * prod(shape)
+            if size >= bucket_mib * MIB:
+                found.append(Bucket(size, 1 - left / total, tuple(shapes)))
+                shapes, size = [], 0
+    return (*found, Bucket(size, 1.0, tuple(shapes))) if shapes else tuple(found)
+
+
+@lru_cache(maxsize=64)
+def compressed_bytes(shapes: tuple[Shape, ...], rank: int) -> int:
+    """What PowerSGD (Vogels et al. 2019) sends of these: two thin matrices for each that is smaller by it, all others
+    as they are.
+    """
+    total = 0
+    for shape in shapes:
+        rows, columns = shape[0], prod(shape[1:])
+        thin = rank * (rows + columns)
+        total += thin if len(shape) > 1 and thin < rows * columns else rows * columns
+    return FLOAT_BYTES * total
+
+
+def speeds_of(hosts: Sequence[Host], local_batch: int) -> list[Speed]:
+    """Of all ranks, as they compute with updates of so many samples; 0 is no limit."""
+    return [at_most(speed, local_batch) for host in hosts for speed in host.speeds]
+
+
+def predict(job: Job, hosts: Sequence[Host], wire: Wire, way: Way, shares: Sequence[int]) -> Forecast:
+    """shares: samples of each rank, host after host. Raises KeyError for a strategy that is not foreseen."""
+    if way.exact_part:
+        return _mixed(job, hosts, wire, way, shares)
+    speeds = speeds_of(hosts, way.local_batch)
+    if way.sync_bn and len(speeds) > 1:
+        return _in_step(job, speeds, wire, way, shares)
+    if way.fidelity == "local":
+        return _local(job, speeds, wire, way, shares)
+    if way.strategy == "ddp" and way.fidelity != "compressed" and len(speeds) > 1:
+        return _overlapped(job, speeds, wire, way, shares)
+    sync_ms = 1000 * exchange_s(job, wire, way) if len(speeds) > 1 else 0.0
+    ends = [speed.step_ms(samples) for speed, samples in zip(speeds, shares, strict=True)]
+    return _forecast(job, way, shares, ends, max(ends) + sync_ms, wire_bytes(job, way))
+
+
+def _overlapped(job: Job, speeds: Sequence[Speed], wire: Wire, way: Way, shares: Sequence[int]) -> Forecast:
+    ends = [speed.step_ms(samples) for speed, samples in zip(speeds, shares, strict=True)]
+    micro = [speed.micro_batches(samples) for speed, samples in zip(speeds, shares, strict=True)]
+    kinds = set(zip(ends, micro, strict=True))
+    legs = [0.0] * len(bucket_legs_s(Bucket(0, 0.0, ()), wire, way))
+    for bucket in buckets_of(job.layers, way.bucket_mib or fitted_mib(job, wire, way)):
+        done_ms = max(release_ms(end, count, bucket.ready) for end, count in kinds)
+        for number, leg_s in enumerate(bucket_legs_s(bucket, wire, way)):
+            legs[number] = done_ms = max(done_ms, legs[number]) + 1000 * leg_s
+    return _forecast(job, way, shares, ends, legs[-1], wire_bytes(job, way))
+
+
+def _mixed(job: Job, hosts: Sequence[Host], wire: Wire, way: Way, shares: Sequence[int]) -> Forecast:
+    """Over a run that is exact at first."""
+    lossy = dataclasses.replace(way, exact_part=0.0)
+    strategy = "ddp" if way.fidelity == "local" else way.strategy
+    exact = Way(strategy, "exact", way.bucket_mib, local_batch=way.local_batch, sync_bn=way.sync_bn)
+    first = predict(job, hosts, wire, exact, shares)
+    then = predict(job, hosts, wire, lossy, shares)
+
+    def mean(early: float, late: float) -> float:
+        return way.exact_part * early + (1 - way.exact_part) * late
+
+    step_ms, sent_bytes = mean(first.step_ms, then.step_ms), mean(first.wire_bytes, then.wire_bytes)
+    return _forecast(job, way, shares, then.own_ms, step_ms, sent_bytes, then.local_steps)
+
+
+def _in_step(job: Job, speeds: Sequence[Speed], wire: Wire, way: Way, shares: Sequence[int]) -> Forecast:
+    """With `sync_bn` ranks meet in every BatchNorm, forward and backward, so that all compute as long as the slowest.
+    A bucket that leaves beside backward is in the way of the next of these meetings, on the one group that carries
+    both: nothing is hidden.
+    """
+    slowest_ms = max(speed.step_ms(samples) for speed, samples in zip(speeds, shares, strict=True))
+    own_ms = slowest_ms + 1000 * batch_norms_s(job, wire)
+    if way.strategy == "ddp" and way.fidelity != "compressed":
+        buckets = buckets_of(job.layers, way.bucket_mib or fitted_mib(job, wire, way))
+        sync_s = sum(sum(bucket_legs_s(bucket, wire, way)) for bucket in buckets)
+    else:
+        sync_s = exchange_s(job, wire, way)
+    return _forecast(job, way, shares, [own_ms] * len(shares), own_ms + 1000 * sync_s, wire_bytes(job, way))
+
+
+def batch_norms_s(job: Job, wire: Wire) -> float:
+    """What `sync_bn` sends in a step: forward each rank's count, means and variances to all; backward two sums."""
+    channels = [layer.shapes[0][0] for layer in job.layers if layer.is_batch_norm]
+    return sum(
+        wire.all_gather_s(FLOAT_BYTES * (1 + 2 * count)) + wire.all_reduce_s(FLOAT_BYTES * 2 * count)
+        for count in channels
+    )
+
+
+def fitted_mib(job: Job, wire: Wire, way: Way) -> float:
+    """What `bucket_mib=0` comes to, as `trainer.strategies.wire.fitted_bucket_bytes` finds it on the link itself."""
+    small_s, large_s = (sum(bucket_legs_s(Bucket(size, 0.0, ()), wire, way)) for size in (1 << 10, 1 << 22))
+    beta = max(large_s - small_s, 1e-9) / ((1 << 22) - (1 << 10))
+    fitted = max(1.0, math.sqrt(gradient_bytes(job.layers) * small_s / beta))
+    return 2 ** (min(max(round(2 * math.log2(fitted)), 40), 56) / 2) / MIB
+
+
+def release_ms(step_ms: float, micro_batches: int, ready: float) -> float:
+    """When a rank has the gradients of a bucket, counted from its update: with the last of its micro-batches."""
+    last = 1 / max(1, micro_batches)
+    before = OPTIMISER + (FORWARD + BACKWARD) * (1 - last)
+    return step_ms * (before + last * (FORWARD + BACKWARD * ready))
+
+
+def bucket_legs_s(bucket: Bucket, wire: Wire, way: Way) -> tuple[float, ...]:
+    """What a bucket goes through; while it is in one leg, the next bucket is in the one before."""
+    if way.fidelity == "half":
+        cast_s = wire.costs.work_s(gpu_work.cast(bucket.bytes))
+        return (cast_s, *wire.sum_legs_s(bucket.bytes / 2), cast_s)
+    return wire.sum_legs_s(bucket.bytes)
+
+
+def wire_bytes(job: Job, way: Way) -> float:
+    whole = gradient_bytes(job.layers)
+    if way.fidelity == "compressed":
+        return compressed_bytes(tuple(shape for layer in job.layers for shape in layer.shapes), way.rank)
+    return (whole / 2 if way.fidelity == "half" or way.half_wire else whole) / way.every
+
+
+Exchange = Callable[[Wire, float], float]
+EXCHANGES: dict[str, Exchange] = {
+    "allreduce_flat": lambda wire, size: wire.sum_s(size),
+    "reduce_scatter": lambda wire, size: wire.reduce_scatter_s(size) + wire.all_gather_s(size / wire.ranks),
+    "reduce_broadcast": lambda wire, size: wire.reduce_s(size) + wire.broadcast_s(size),
+    "gather_scatter": lambda wire, size: wire.gather_s(size) + wire.scatter_s(size),
+    "allgather": lambda wire, size: wire.all_gather_s(size),
+    "parameter_average": lambda wire, size: wire.sum_s(size),
+}
+"""What follows backward, with all gradients in one buffer of so many bytes."""
+STRATEGIES = ("ddp", "allreduce", *EXCHANGES)
+
+
+def exchange_s(job: Job, wire: Wire, way: Way) -> float:
+    """Of a strategy that sends nothing before backward is over."""
+    if way.fidelity == "compressed":  # a sum of one thin factor, and one of the other; what stays as it is goes along
+        return 2 * wire.sum_s(wire_bytes(job, way) / 2) + compress_s(job, wire)
+    whole = gradient_bytes(job.layers)
+    half = way.fidelity == "half" or way.half_wire
+    sent, casts_s = (whole / 2, 2 * wire.costs.work_s(gpu_work.cast(whole))) if half else (whole, 0.0)
+    if way.strategy == "allreduce":
+        tensors = sum(len(layer.shapes) for layer in job.layers)
+        return casts_s + (tensors - 1) * wire.sum_s(0) + wire.sum_s(sent)
+    return casts_s + EXCHANGES[way.strategy](wire, sent) + sum(copies_s(job, wire, way))
+
+
+def compress_s(job: Job, wire: Wire) -> float:
+    whole, tensors = gradient_bytes(job.layers), sum(len(layer.shapes) for layer in job.layers)
+    parts = gpu_work.project(whole, tensors), gpu_work.project_back(whole), gpu_work.restore(whole, tensors)
+    return sum(map(wire.costs.work_s, parts))
+
+
+def copies_s(job: Job, wire: Wire, way: Way) -> tuple[float, float]:
+    """What every rank does before and after an exchange: copies into one buffer and back, or what an average takes."""
+    before, after = _copies(gradient_bytes(job.layers), wire.ranks, way)
+    return wire.costs.work_s(before), wire.costs.work_s(after)
+
+
+def _copies(whole: int, ranks: int, way: Way) -> tuple[Work, Work]:
+    if way.strategy == "parameter_average":
+        return gpu_work.leave(whole), (gpu_work.arrive if way.overlap else gpu_work.arrive_at_once)(whole)
+    if way.strategy in ("gather_scatter", "allgather"):  # all ranks' gradients, which these add up by themselves
+        return gpu_work.copy(whole), gpu_work.copy((1 + ranks) * whole)
+    return gpu_work.copy(whole), gpu_work.copy(whole)
+
+
+def averaging(way: Way) -> Way:
+    """What happens at each of local's averages."""
+    return Way("parameter_average", half_wire=way.half_wire, overlap=way.overlap)
+
+
+def _local(job: Job, speeds: Sequence[Speed], wire: Wire, way: Way, shares: Sequence[int]) -> Forecast:
+    """`every` steps of the global batch to an average; what it takes beside copies, `overlap` of them hide."""
+    own_ms = [speed.step_ms(samples) for speed, samples in zip(speeds, shares, strict=True)]
+    sync_ms = 0.0
+    if len(speeds) > 1:
+        copies_ms = 1000 * sum(copies_s(job, wire, averaging(way)))
+        travel_ms = 1000 * exchange_s(job, wire, averaging(way)) - copies_ms
+        sync_ms = copies_ms + max(0.0, travel_ms - way.overlap * max(own_ms))
+    step_ms = max(own_ms) + sync_ms / way.every
+    a_step = [speed.micro_batches(share) if way.local_batch else 1 for speed, share in zip(speeds, shares, strict=True)]
+    return _forecast(job, way, shares, own_ms, step_ms, wire_bytes(job, way), tuple(way.every * own for own in a_step))
+
+
+def _forecast(
+    job: Job,
+    way: Way,
+    shares: Sequence[int],
+    compute_ms: Sequence[float],
+    step_ms: float,
+    sent_bytes: float,
+    local_steps: tuple[int, ...] = (),
+) -> Forecast:
+    """compute_ms: of each rank, its update included."""
+    slowest = max(compute_ms)
+    sync_ms = step_ms - slowest
+    parts: dict[Binds, float] = {"wire": sync_ms, "compute": (1 - OPTIMISER) * slowest}
+    return Forecast(
+        way=way,
+        shares=tuple(shares),
+        step_ms=step_ms,
+        samples_per_s=1000 * job.batch / step_ms,
+        sync_ms=sync_ms,
+        wire_bytes=sent_bytes,
+        own_ms=tuple(compute_ms),
+        critical=compute_ms.index(slowest),
+        binds=max(parts, key=lambda part: parts[part]),
+        local_steps=local_steps,
+    )
+
+
+def alone_samples_per_s(host: Host, batch: int) -> float:
+    """What a host does by itself, with the whole batch on its ranks and no exchange."""
+    shares = fastest_shares(host.speeds, batch)
+    return 1000 * batch / max(speed.step_ms(samples) for speed, samples in zip(host.speeds, shares, strict=True))

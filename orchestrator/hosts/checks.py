@@ -1,0 +1,226 @@
+"""What a host's facts mean for a job: what blocks it from taking part, and what a person should know. Pure.
+
+if error := unusable(node, facts):      # a ProbeError with what to try
+for line in warnings(node, facts):      # "v100: its clock is 61.0s ahead: enable NTP there"
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from orchestrator.errors import HostError, ProbeError
+from orchestrator.hosts.facts import NodeFacts, TorchFacts
+from orchestrator.hosts.inventory import Node
+from orchestrator.hosts.occupied import warnings as occupied
+from orchestrator.hosts.visible import VISIBLE
+from orchestrator.hosts.wheels import WHEELS_FOR, newest_for, numbers, supports
+from orchestrator.units import counted, format_bandwidth, format_bytes, format_duration
+
+OLDEST_PYTHON = (3, 10)
+OLDEST_TORCH = (2, 0, 1)
+CLOCK_S = 30.0
+SHM_BYTES = 1 << 30
+DISK_BYTES = 1 << 30
+INODES = 10_000
+"""A job takes about a hundred, and two for each file of its code."""
+
+# What is wrong and what to try; "" where nothing is.
+Finding = tuple[str, str]
+FINE: Finding = ("", "")
+
+
+def unusable(node: Node, facts: NodeFacts) -> HostError | None:
+    """The first reason why this host cannot take part, with its remedy; None where it can."""
+    checks: tuple[Callable[[Node, NodeFacts], Finding], ...] = (_python, _workdir, _torch, _gpus, _cuda, _kernels)
+    for check in checks:
+        problem, remedy = check(node, facts)
+        if problem:
+            return ProbeError(node.name, problem, remedy)
+    return None
+
+
+def warnings(node: Node, facts: NodeFacts) -> tuple[str, ...]:
+    """What does not block, one line each, beginning with the node's name."""
+    found = (_system_warnings, _torch_warnings, _gpu_warnings)
+    return tuple(f"{node.name}: {line}" for check in found for line in check(node, facts))
+
+
+def gpu_warnings(node: Node, facts: NodeFacts) -> tuple[str, ...]:
+    """The same of its GPUs alone: who is on them."""
+    return tuple(f"{node.name}: {line}" for line in _gpu_warnings(node, facts))
+
+
+def wants_cuda(node: Node, facts: NodeFacts) -> bool:
+    """Whether this host is to train on GPUs: told to, or left to choose and either has or declares some."""
+    if node.device != "auto":
+        return node.device == "cuda"
+    return not node.paced and (bool(facts.gpus) or _declared(node) > 0)
+
+
+# ---- what blocks ----------------------------------------------------------------------------------------------
+
+
+def _python(node: Node, facts: NodeFacts) -> Finding:
+    if numbers(facts.python_version) >= OLDEST_PYTHON:
+        return FINE
+    problem = f"python {facts.python_version} ({facts.python_executable}) is too old"
+    return problem, "set `python:` or `activate:` to a Python 3.10 or newer on that host"
+
+
+def _workdir(node: Node, facts: NodeFacts) -> Finding:
+    if facts.workdir_unfit:
+        problem, remedy = facts.workdir_unfit
+        return f"its work folder: {problem}", remedy
+    if not facts.workdir_error:
+        return FINE
+    problem = f"its work folder {facts.workdir or node.workdir} cannot be written ({facts.workdir_error})"
+    if facts.disk_free_inodes == 0:
+        return f"{problem}: no inode is free there", "delete files there (`df -i` counts them), or move `workdir:`"
+    return problem, f"give user {facts.user} that folder, or set `workdir:` to another one"
+
+
+def _torch(node: Node, facts: NodeFacts) -> Finding:
+    environment = "point `python:` or `activate:` at an environment with torch, or let `orch setup` make one"
+    if facts.torch_error:
+        return f"no torch in {facts.python_executable} ({facts.torch_error})", environment
+    if not facts.torch:
+        return FINE  # not asked for
+    if numbers(facts.torch.version) < OLDEST_TORCH:
+        return f"torch {facts.torch.version} is too old; 2.0.1 is the oldest", environment
+    if not facts.torch.gloo:
+        return f"torch {facts.torch.version} has no distributed part (Gloo)", environment
+    return FINE
+
+
+def _gpus(node: Node, facts: NodeFacts) -> Finding:
+    """Counted only where GPUs are to be used."""
+    wanted, found = _declared(node), len(facts.gpus)
+    if not wants_cuda(node, facts):
+        return FINE
+    cpu = "set `device: cpu` to train without it"
+    if not found:
+        if not facts.gpu_error:
+            return "no GPU found", f"look at `nvidia-smi` on that host, or {cpu}"
+        if "version mismatch" in facts.gpu_error:
+            return f"its driver is broken ({facts.gpu_error})", f"reboot the host: its driver was updated; or {cpu}"
+        slow = "no answer" in facts.gpu_error
+        awake = "`nvidia-smi -pm 1` there, as root, keeps its driver awake; " if slow else ""
+        return f"no usable GPU ({facts.gpu_error})", f"{awake}look at `nvidia-smi` on that host, or {cpu}"
+    if found < wanted:
+        problem = f"the inventory says {wanted} GPUs, the host shows {found}"
+        return problem, f"look at `nvidia-smi` and `dmesg` on that host, or correct `gpus:` of {node.name}"
+    closed = [str(gpu.index) for gpu in facts.gpus if gpu.is_closed]
+    if closed and found - len(closed) < (node.ranks or wanted or 1):
+        problem = f"GPU {', '.join(closed)}: compute mode Prohibited, no program may use it"
+        return problem, f"`nvidia-smi -c DEFAULT` on that host, as root, or {cpu}"
+    return FINE
+
+
+def _cuda(node: Node, facts: NodeFacts) -> Finding:
+    """The torch there must see the GPUs that the driver shows."""
+    torch = facts.torch
+    if not torch or not wants_cuda(node, facts):
+        return FINE
+    if not torch.cuda:
+        remedy = "install a CUDA build of torch and torchvision there, or set `device: cpu`"
+        return f"torch {torch.version} is a CPU build, but GPUs are to be used", remedy
+    if not torch.devices:
+        said = f" ({torch.cuda_error})" if torch.cuda_error else ""
+        remedy = f"update the driver, or install a torch built for an older CUDA than {torch.cuda}{_by_setup(facts)}"
+        return f"torch {torch.version} cannot use the GPUs{said}", remedy
+    if torch.devices < _needed(node, facts):
+        remedy = f"look at `nvidia-smi` (MIG mode?) and `dmesg` on that host, or set `gpus: {torch.devices}`"
+        return _unequal(torch, facts), remedy
+    return FINE
+
+
+def _kernels(node: Node, facts: NodeFacts) -> Finding:
+    torch = facts.torch
+    if not torch or not torch.arch_list or not wants_cuda(node, facts):
+        return FINE
+    for gpu in facts.gpus:
+        if gpu.compute_capability and not supports(torch.arch_list, gpu.compute_capability):
+            arch = f"sm_{gpu.compute_capability.replace('.', '')}"
+            problem = f"torch {torch.version} has no code for its {gpu.name} ({arch}; built for {_span(torch)})"
+            remedy = f"install a torch build whose list holds {arch}: older GPUs need an older CUDA, newer a newer"
+            return problem, remedy + _by_setup(facts)
+    return FINE
+
+
+# ---- what to know ---------------------------------------------------------------------------------------------
+
+
+def _system_warnings(node: Node, facts: NodeFacts) -> Iterator[str]:
+    if abs(facts.clock_offset_s) - facts.clock_error_s > CLOCK_S:
+        side = "ahead" if facts.clock_offset_s > 0 else "behind"
+        error = f" (give or take {format_duration(facts.clock_error_s)})" if facts.clock_error_s >= 1 else ""
+        yield f"its clock is {format_duration(abs(facts.clock_offset_s))} {side}{error}: enable NTP there"
+    if facts.shm_bytes < SHM_BYTES:
+        size = format_bytes(facts.shm_bytes)
+        yield f"/dev/shm holds only {size}, data loader workers may die of it: give its container more"  # noqa: S108
+    if not facts.workdir_error and facts.disk_free_bytes < DISK_BYTES:
+        yield f"only {format_bytes(facts.disk_free_bytes)} free for {facts.workdir}: free some, or move `workdir:`"
+    inodes = facts.disk_free_inodes
+    if not facts.workdir_error and inodes is not None and inodes < INODES:
+        yield f"only {inodes} inodes free for {facts.workdir} (`df -i`): delete files there, or move `workdir:`"
+    broken = facts.gpu_error and not facts.gpu_error.endswith("command not found")
+    if broken and node.device == "auto" and not node.paced and not wants_cuda(node, facts):
+        yield f"it will train on its CPU: nvidia-smi failed ({facts.gpu_error})"
+    link = facts.training_interface(node.interface, node.address)
+    if node.interface and not link:
+        yield f"it has no interface {node.interface}: correct `interface:`"
+    # A hundredth of tolerance: people round, and so do drivers.
+    if link and link.speed_bps and node.bandwidth_bps and link.speed_bps < 0.99 * node.bandwidth_bps:
+        declared = format_bandwidth(node.bandwidth_bps)
+        yield f"{link.name} runs at {format_bandwidth(link.speed_bps)}, below the {declared} declared: check its cable"
+
+
+def _torch_warnings(node: Node, facts: NodeFacts) -> Iterator[str]:
+    torch = facts.torch
+    if not torch:
+        return
+    label = re.search(r"torch[-_:/ ]*v?(\d+(?:\.\d+)+)", node.image or "", re.IGNORECASE)
+    if label and (named := numbers(label[1])) != numbers(torch.version)[: len(named)]:
+        yield f"image {node.image}, but torch {torch.version} found in {facts.python_executable}: correct one of them"
+    if not torch.torchvision:
+        reason = torch.torchvision_error or "not installed"
+        yield f"no torchvision ({reason}): install the one that belongs to torch {torch.version}, from the same source"
+    if wants_cuda(node, facts) and torch.cuda and not torch.nccl_available:
+        yield f"torch {torch.version} has no NCCL: Gloo carries the gradients"
+    if wants_cuda(node, facts) and torch.cuda and _needed(node, facts) <= torch.devices != len(facts.gpus):
+        yield f"{_unequal(torch, facts)}: look at `nvidia-smi` (MIG mode?) and `dmesg` on that host"
+
+
+def _gpu_warnings(node: Node, facts: NodeFacts) -> Iterator[str]:
+    return occupied(facts) if wants_cuda(node, facts) else iter(())
+
+
+# ---- small things ---------------------------------------------------------------------------------------------
+
+
+def _declared(node: Node) -> int:
+    """GPUs that the inventory promises; a label alone promises one."""
+    return node.gpus if node.gpus is not None else int(bool(node.gpu))
+
+
+def _unequal(torch: TorchFacts, facts: NodeFacts) -> str:
+    return f"torch {torch.version} sees {counted(torch.devices, 'GPU')}, nvidia-smi shows {len(facts.gpus)}"
+
+
+def _needed(node: Node, facts: NodeFacts) -> int:
+    """GPUs, as far as is declared: else all that are found, and one where `env` names some of them."""
+    return node.ranks or node.gpus or (1 if VISIBLE in node.env else len(facts.gpus))
+
+
+def _by_setup(facts: NodeFacts) -> str:
+    """The command that brings a torch for this host's GPUs, where orch knows one."""
+    if facts.machine != WHEELS_FOR:
+        return ""
+    here = [facts.torch.version.partition("+")[0]] if facts.torch else []  # setup keeps a release that is there
+    torch = newest_for(facts.gpus, but=here)
+    return f" (`orch setup --torch {torch}` on all hosts, or an index of your own by PIP_INDEX_URL)" if torch else ""
+
+
+def _span(torch: TorchFacts) -> str:
+    return f"{torch.arch_list[0]} to {torch.arch_list[-1]}"

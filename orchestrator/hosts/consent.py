@@ -1,0 +1,65 @@
+"""What an inventory would have this very machine run, and whether its person has allowed it.
+
+    told = local_commands(inventory)            # "desk: activate: . ~/venv/bin/activate"
+    if told and not is_allowed(home, told): ... # ask, then allow(home, told)
+
+`transport: local` makes nodes of this machine, without a login in between: a file from somebody else could run anything
+here at `orch up`. What its local nodes would run is therefore asked about once, and again when that changes. A node
+that names nothing but `python3`, or the Python that orch itself runs in, runs our own programs alone: nobody is asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+from orchestrator.files import write_atomic
+from orchestrator.hosts.inventory import Inventory, Node
+from orchestrator.paths import Home
+
+
+@dataclass(frozen=True)
+class Command:
+    """key: of the inventory. As text it shows no value of `env`, which may be a secret."""
+
+    node: str
+    key: str
+    value: str
+
+    def __str__(self) -> str:
+        return f"{self.node}: {self.key}" + ("" if self.key.startswith("env ") else f": {self.value}")
+
+
+_KNOWN_PYTHONS = frozenset({"python3", sys.executable, os.path.realpath(sys.executable)})
+
+
+def local_commands(inventory: Inventory) -> tuple[Command, ...]:
+    """Everything that the file's local nodes would run here, or run it with."""
+    return tuple(told for node in inventory.nodes if node.transport == "local" for told in _commands(node))
+
+
+def is_allowed(home: Home, commands: Sequence[Command]) -> bool:
+    return home.allowed(_digest(commands)).exists()
+
+
+def allow(home: Home, commands: Sequence[Command]) -> None:
+    write_atomic(home.allowed(_digest(commands)), "".join(f"{told.node}: {told.key}\n" for told in commands))
+
+
+def _commands(node: Node) -> list[Command]:
+    keys = {"activate": node.activate, "prepare": node.prepare}
+    if node.python not in _KNOWN_PYTHONS:
+        keys["python"] = node.python
+    # A number names no program and no library.
+    variables = [name for name, value in node.env.items() if not re.fullmatch(r"[0-9.]*", value)]
+    found = [Command(node.name, key, value) for key, value in keys.items() if value]
+    return [*found, *(Command(node.name, f"env {name}", node.env[name]) for name in variables)]
+
+
+def _digest(commands: Sequence[Command]) -> str:
+    return hashlib.sha256(json.dumps([astuple(told) for told in commands]).encode()).hexdigest()

@@ -1,0 +1,223 @@
+"""Elects the master: a pure function from nodes and their facts to an `Election` that says why.
+
+    elect(inventory.nodes, facts).reason
+    # "v100: same bandwidth as a2000 (2.5Gbps), more GPU memory (16.0GiB against 12.0GiB)"
+
+A pinned node wins if it is usable. Else, among usable nodes: bandwidth, then the largest GPU's memory, then the number
+of GPUs, then the lowest address; the name where all of that is equal. A higher figure wins, except in the last two.
+What the inventory declares goes before what was found for bandwidth and number of GPUs; memory is what was found,
+except where a node is paced or kept to its CPU: then its GPU is the one that the inventory speaks of.
+
+Memory is compared by the size that a card is sold with. Drivers report less (an A16 with ECC shows 15.0 of its 16 GiB,
+a V100 15.8 or 16.0 by driver), and the choice must not differ between a card's label and its driver.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from orchestrator.errors import HostError, HostsError
+from orchestrator.hosts.facts import NodeFacts
+from orchestrator.hosts.inventory import Node
+from orchestrator.units import format_bandwidth, format_bytes
+
+GIB = 1 << 30
+# Memory that cards are sold with, in GiB. Inline ECC keeps a sixteenth of it from the driver's figure.
+SOLD_GIB = (1, 2, 3, 4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 141, 192, 288)
+# For labels that do not name their memory; a label such as V100-32GB goes before this.
+CARD_GIB = {
+    "P100": 16,
+    "V100": 16,
+    "T4": 16,
+    "A2": 16,
+    "A10": 24,
+    "A16": 16,
+    "A30": 24,
+    "A40": 48,
+    "A100": 40,
+    "L4": 24,
+    "L40": 48,
+    "L40S": 48,
+    "H100": 80,
+    "H200": 141,
+    "A2000": 12,
+    "A4000": 16,
+    "A5000": 24,
+    "A6000": 48,
+    "2080": 8,
+    "3080": 10,
+    "3090": 24,
+    "4090": 24,
+    "5090": 32,
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One node as the election saw it. position: 1 for the master; None, with a why_not, for an unusable node."""
+
+    name: str
+    usable: bool
+    why_not: str | None
+    bandwidth_bps: float
+    """Declared, else the speed of the training interface, else 0."""
+    gpu_memory_bytes: int
+    """Of the largest GPU, as sold; 0 where there is none."""
+    gpus: int
+    address: str | None
+    """Numeric training address, without prefix length."""
+    position: int | None = None
+
+
+@dataclass(frozen=True)
+class Election:
+    """candidates: the usable ones in the order of their rank, then the others by name."""
+
+    master: str
+    reason: str
+    candidates: tuple[Candidate, ...]
+
+
+def elect(nodes: Sequence[Node], facts: Mapping[str, NodeFacts | HostError]) -> Election:
+    """facts: by node name; a HostError, or nothing, makes a node unusable.
+
+    Raises HostsError with every host's reason where none is usable.
+    """
+    errors = {node.name: error for node in nodes if isinstance(error := _answer(node, facts), HostError)}
+    seen = [_candidate(node, _answer(node, facts)) for node in nodes]
+    pinned = {node.name for node in nodes if node.master}
+    usable = sorted((one for one in seen if one.usable), key=lambda one: (one.name not in pinned, _rank(one)))
+    if not usable:
+        raise HostsError(list(errors.values()))
+    ranked = [replace(one, position=position) for position, one in enumerate(usable, 1)]
+    others = sorted((one for one in seen if not one.usable), key=lambda one: one.name)
+    return Election(ranked[0].name, _reason(ranked, pinned), (*ranked, *others))
+
+
+def _answer(node: Node, facts: Mapping[str, NodeFacts | HostError]) -> NodeFacts | HostError:
+    return facts.get(node.name) or HostError(node.name, "not looked at yet", "`orch up` looks at every host")
+
+
+def _candidate(node: Node, answer: NodeFacts | HostError) -> Candidate:
+    facts = None if isinstance(answer, HostError) else answer
+    return Candidate(
+        name=node.name,
+        usable=facts is not None,
+        why_not=str(answer) if isinstance(answer, HostError) else None,
+        bandwidth_bps=node.bandwidth_bps or _link_bps(node, facts),
+        gpu_memory_bytes=_gpu_memory_bytes(node, facts),
+        gpus=node.gpus if node.gpus is not None else len(_real_gpus(node, facts)) or int(bool(node.gpu)),
+        address=_address(node, facts),
+    )
+
+
+def _rank(one: Candidate) -> tuple[float, int, int, tuple[int, int], str]:
+    """Sorts the best first."""
+    return (-one.bandwidth_bps, -one.gpu_memory_bytes, -one.gpus, _address_order(one.address), one.name)
+
+
+# ---- why ------------------------------------------------------------------------------------------------------
+
+
+def _reason(ranked: Sequence[Candidate], pinned: set[str]) -> str:
+    master = ranked[0]
+    if master.name in pinned:
+        return f"{master.name}: pinned as master"
+    if len(ranked) == 1:
+        reason = f"{master.name}: the only usable host"
+    else:
+        reason = f"{master.name}: {_comparison(master, ranked[1])}"
+    left_out = f" (pinned, but unusable: {', '.join(sorted(pinned))})" if pinned else ""
+    return reason + left_out
+
+
+def _comparison(master: Candidate, second: Candidate) -> str:
+    """What is equal, in the order of the rule, and the first thing that is not; what neither has is left out."""
+    figures = (
+        ("bandwidth", "same", master.bandwidth_bps, second.bandwidth_bps, _bandwidth),
+        ("GPU memory", "same", master.gpu_memory_bytes, second.gpu_memory_bytes, _memory),
+        ("GPUs", "as many", master.gpus, second.gpus, str),
+    )
+    said: list[str] = []
+    for name, equal, own, other, show in figures:
+        if own != other:
+            than = "" if said else f" than {second.name}"
+            return ", ".join([*said, f"more {name}{than} ({show(own)} against {show(other)})"])
+        if own:
+            said.append(f"{equal} {name}{'' if said else f' as {second.name}'} ({show(own)})")
+    if _address_order(master.address) != _address_order(second.address):
+        than = "" if said else f" than {second.name}"
+        return ", ".join([*said, f"lower address{than} ({master.address} against {second.address or 'none known'})"])
+    return ", ".join([*said, "first by name" if said else f"equal to {second.name}, first by name"])
+
+
+def _bandwidth(bits_per_s: float) -> str:
+    return format_bandwidth(bits_per_s) if bits_per_s else "unknown"
+
+
+def _memory(count: float) -> str:
+    return format_bytes(count) if count else "none"
+
+
+# ---- figures --------------------------------------------------------------------------------------------------
+
+
+def _link_bps(node: Node, facts: NodeFacts | None) -> float:
+    link = facts.training_interface(node.interface, node.address) if facts else None
+    return (link.speed_bps or 0.0) if link else 0.0
+
+
+def _real_gpus(node: Node, facts: NodeFacts | None) -> tuple[int, ...]:
+    """Memory of each GPU found that would train."""
+    if not facts or node.paced or node.device == "cpu":
+        return ()
+    return tuple(gpu.memory_bytes for gpu in facts.gpus)
+
+
+def _gpu_memory_bytes(node: Node, facts: NodeFacts | None) -> int:
+    if found := max(_real_gpus(node, facts), default=0):
+        return _as_sold(found)
+    if node.paced and node.paced.memory_bytes:
+        return _as_sold(node.paced.memory_bytes)
+    return _of_label(node.gpu or "")
+
+
+def _as_sold(count: int) -> int:
+    """The smallest size cards are sold with that holds this much; whole GiB above the largest."""
+    whole = -(-count // GIB)
+    return next((size for size in SOLD_GIB if size >= whole), whole) * GIB
+
+
+def _of_label(label: str) -> int:
+    """The memory that a GPU's label names or stands for; makers write GB and mean GiB. 0 for unknown cards."""
+    if named := re.search(r"(\d{1,4})\s*Gi?B\b", label, re.IGNORECASE):
+        return int(named[1]) * GIB
+    words = re.findall(r"[A-Z]*\d+[A-Z]*", label.upper())
+    return max((CARD_GIB.get(word, 0) for word in words), default=0) * GIB
+
+
+def _address(node: Node, facts: NodeFacts | None) -> str | None:
+    """Declared, else the host's own on its first route, else where SSH goes if that is a number."""
+    source = facts.routes[0].source if facts and facts.routes else None
+    for text in (node.address, source, node.host):
+        if text and _numeric(text):
+            return text
+    return None
+
+
+def _numeric(text: str) -> bool:
+    try:
+        return bool(ipaddress.ip_address(text))
+    except ValueError:
+        return False
+
+
+def _address_order(address: str | None) -> tuple[int, int]:
+    """IPv4 before IPv6, numerically; no address comes last."""
+    if address is None:
+        return (7, 0)
+    parsed = ipaddress.ip_address(address)
+    return (parsed.version, int(parsed))

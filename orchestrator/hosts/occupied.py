@@ -1,0 +1,97 @@
+"""Who else is on a host's GPUs, and whether that leaves room for a job. Pure.
+
+    warnings(facts)       "GPU 0 (Tesla V100-PCIE-16GB) is in use by alice's python3 train.py (pid 4711, 8.2GiB)"
+    judge("v100", facts, node.gpu_uuids, needed_bytes, share=False).refusal       a HostError, with what to try
+
+nvidia-smi tells the processes and the memory that is in use. In a container it may tell the memory alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from orchestrator.errors import HostError
+from orchestrator.hosts.facts import Gpu, NodeFacts, Occupant
+from orchestrator.text import one_line, some
+from orchestrator.units import format_bytes
+
+SHOWN = 3
+UNTOLD_BYTES = 1 << 30
+"""Less than this may be the driver's own, or a desktop's. Assumed."""
+ELSEWHERE = "wait until it is free, or take other hosts (`--nodes`)"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Before a start: what a person should know, a line each, and why the job cannot start on this host, if so."""
+
+    lines: tuple[str, ...] = ()
+    refusal: HostError | None = None
+
+
+def warnings(facts: NodeFacts) -> Iterator[str]:
+    """A line for each GPU that somebody is on."""
+    for gpu in facts.gpus:
+        if words := _occupants(gpu):
+            yield f"{_name(gpu)} is in use by {words}"
+
+
+def without_jobs(facts: NodeFacts, jobs: Collection[str]) -> NodeFacts:
+    """The same without these jobs' processes, and without the GPUs that nobody else is on."""
+    left = [(gpu, tuple(each for each in gpu.occupants if each.job not in jobs)) for gpu in facts.gpus]
+    gpus = (gpu.model_copy(update={"occupants": others}) for gpu, others in left if others or not gpu.occupants)
+    return facts.model_copy(update={"gpus": tuple(gpus)})
+
+
+def judge(node: str, found: NodeFacts | HostError, uuids: Sequence[str], needed_bytes: int, *, share: bool) -> Seen:
+    """found: by a look at the host just now. uuids: the GPUs that the job is to have, with about so many bytes needed
+    on each. share: the person wants them all the same, where that can work at all.
+    """
+    if isinstance(found, HostError):
+        return Seen((f"{found.message}; who else is on its GPUs is not known",))
+    if found.gpu_error:
+        return Seen((f"{node}: nvidia-smi: {found.gpu_error}; who else is on its GPUs is not known",))
+    there = {gpu.uuid: gpu for gpu in found.gpus}
+    if gone := [uuid for uuid in uuids if uuid not in there]:
+        return Seen((), HostError(node, f"its GPU {gone[0]} is not there any more", "`orch up` again"))
+    own = [there[uuid] for uuid in uuids]
+    refusals = [error for gpu in own if (error := _refusal(node, gpu, needed_bytes, share))]
+    if refusals:
+        return Seen((), refusals[0])
+    return Seen(tuple(f"{node}: {line}" for line in warnings(found.model_copy(update={"gpus": tuple(own)}))))
+
+
+def _refusal(node: str, gpu: Gpu, needed_bytes: int, share: bool) -> HostError | None:
+    if not (who := _occupants(gpu)):
+        return None
+    if gpu.compute_mode.startswith("Exclusive"):
+        remedy = f"{ELSEWHERE}; its administrator can change the mode: `nvidia-smi -c DEFAULT`"
+        return HostError(node, f"{_name(gpu)} is in exclusive compute mode, and in use by {who}", remedy)
+    free = gpu.memory_bytes - gpu.memory_used_bytes
+    if share or not gpu.memory_bytes or free >= min(needed_bytes, gpu.memory_bytes - UNTOLD_BYTES):
+        return None
+    room = f"{format_bytes(free)} of {format_bytes(gpu.memory_bytes)} are free on {_name(gpu)}"
+    words = f"{room}, and the job needs about {format_bytes(needed_bytes)}; on it: {who}"
+    return HostError(node, words, f"{ELSEWHERE}, or `--share` it all the same")
+
+
+def _name(gpu: Gpu) -> str:
+    return f"GPU {gpu.index} ({gpu.name})"
+
+
+def _occupants(gpu: Gpu) -> str:
+    """Who is on it, those with the most memory first; "" where nobody is."""
+    if gpu.occupants:
+        return some([_one(each) for each in sorted(gpu.occupants, key=lambda each: -(each.memory_bytes or 0))], SHOWN)
+    if gpu.memory_used_bytes < UNTOLD_BYTES:
+        return ""
+    return f"programs that nvidia-smi does not name there ({format_bytes(gpu.memory_used_bytes)} of its memory)"
+
+
+def _one(occupant: Occupant) -> str:
+    """`alice's python3 train.py (pid 4711, 8.2GiB)`."""
+    memory = "" if occupant.memory_bytes is None else f", {format_bytes(occupant.memory_bytes)}"
+    what = f"job {occupant.job}" if occupant.job else occupant.command or "a program"
+    whose = f"{occupant.user}'s " if occupant.user else ""
+    return one_line(f"{whose}{what} (pid {occupant.pid}{memory})")

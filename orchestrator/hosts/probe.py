@@ -1,0 +1,26 @@
+"""Asks a host what it is: gives its `NodeFacts`, or raises its error.
+
+    probe(host, ["192.168.1.42"], torch=True, timeout_s=90).gpus
+
+One round trip (`remote/probe.py`), parsed by `facts`. What a host's facts mean is judged in `checks`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from orchestrator.hosts.facts import MAX_PEERS, NodeFacts, parse_facts
+from orchestrator.transport.ask import Host, ask
+
+# Kept back from the time for the way there and back, so that a slow fact costs itself and not the whole answer.
+SPARE_S = 5.0
+
+
+def probe(host: Host, peers: Sequence[str], *, torch: bool, timeout_s: float) -> NodeFacts:
+    """peers: addresses or names to ask the host's route to. torch: whether to import torch there (seconds)."""
+    limit_s = max(timeout_s - SPARE_S, timeout_s / 2)
+    request = {"workdir": host.workdir, "peers": list(peers[:MAX_PEERS]), "torch": torch, "limit_s": limit_s}
+    sent_at = time.time()
+    answer = ask(host, "probe", request, timeout_s=timeout_s)
+    return parse_facts(host.node, answer, sent_at, time.time(), peers[:MAX_PEERS])

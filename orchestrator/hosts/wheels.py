@@ -1,0 +1,148 @@
+"""Which releases of torch there are, and for which GPUs and drivers the wheels of each are built. Pure.
+
+    newest_for([a2000, v100])            # "2.10.0": the newest whose wheels run on all of these GPUs
+    misfit("2.15.0", v100)               # "no code for Tesla V100-PCIE-16GB (sm_70; built for sm_75 to sm_120)"
+
+This is about the wheels for x86_64 that pip brings from its usual index. An index of one's own may hold other builds of
+the same release (for CUDA 12.6 until torch 2.14, say), of which nothing stands here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from orchestrator.hosts.facts import Gpu
+
+WHEELS_FOR = "x86_64"
+"""The machine, as uname has it, that `BUILDS` is about."""
+PAIRS = {
+    "2.0.1": "0.15.2",
+    "2.1.0": "0.16.0",
+    "2.1.1": "0.16.1",
+    "2.1.2": "0.16.2",
+    "2.2.0": "0.17.0",
+    "2.2.1": "0.17.1",
+    "2.2.2": "0.17.2",
+    "2.3.0": "0.18.0",
+    "2.3.1": "0.18.1",
+    "2.4.0": "0.19.0",
+    "2.4.1": "0.19.1",
+    "2.5.0": "0.20.0",
+    "2.5.1": "0.20.1",
+    "2.6.0": "0.21.0",
+    "2.7.0": "0.22.0",
+    "2.7.1": "0.22.1",
+    "2.8.0": "0.23.0",
+    "2.9.0": "0.24.0",
+    "2.9.1": "0.24.1",
+    "2.10.0": "0.25.0",
+    "2.11.0": "0.26.0",
+    "2.12.0": "0.27.0",
+    "2.12.1": "0.27.1",
+    "2.13.0": "0.28.0",
+    "2.14.0": "0.29.0",
+    "2.14.1": "0.29.1",
+    "2.15.0": "0.29.2",
+}
+"""torch -> the torchvision that was released with it (torchvision's README and its packages' own metadata)."""
+
+
+@dataclass(frozen=True)
+class Build:
+    """The wheels of torch from release `since` on. archs: what they hold code for."""
+
+    since: tuple[int, ...]
+    cuda: tuple[int, int]
+    archs: tuple[str, ...]
+
+
+# The CUDA of the wheels that pip installs: their dependencies name it (2.7, 2.8, 2.10, 2.11, 2.14 and 2.15 were looked
+# at on 2026-11-22). Architectures: the CUDA support matrix in RELEASE.md of pytorch/pytorch (from 2.8 on), and what
+# older wheels are known to be built for; of 2.15 torch.cuda.get_arch_list().
+_UNTIL_HOPPER = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
+_WITHOUT_VOLTA = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
+BUILDS = (
+    Build((2, 0), (11, 7), ("sm_37", "sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86")),
+    Build((2, 1), (12, 1), _UNTIL_HOPPER),
+    Build((2, 5), (12, 4), _UNTIL_HOPPER),
+    Build((2, 7), (12, 6), _UNTIL_HOPPER),
+    Build((2, 8), (12, 8), ("sm_70", *_WITHOUT_VOLTA)),
+    Build((2, 11), (13, 0), _WITHOUT_VOLTA),
+    Build((2, 15), (13, 2), _WITHOUT_VOLTA),
+)
+OLDEST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
+"""By CUDA's major version (CUDA Toolkit release notes, "Minimum Required Driver Version for CUDA Minor Version
+Compatibility")."""
+
+CU126 = ((2, 11), (2, 15))
+"""From which release on the usual wheels need CUDA 13 while others for 12.6 exist, and from which these are gone
+(pytorch/pytorch#190355, #190385)."""
+
+
+def build_of(torch: str) -> Build | None:
+    """None where nothing is known: of a build that the version itself names (`2.14.1+cu126`), of releases to come."""
+    release = numbers(torch)
+    if "+" in torch or not release or release > numbers(max(PAIRS, key=numbers)):
+        return None
+    return next((build for build in reversed(BUILDS) if build.since <= release), None)
+
+
+def has_cu126(torch: str) -> bool:
+    """Whether an index may hold this release for older GPUs and drivers than its usual wheels."""
+    return CU126[0] <= numbers(torch) < CU126[1]
+
+
+def misfit(torch: str, gpu: Gpu) -> str:
+    """Why the wheels of this release do not run on this GPU; "" where they do, or nothing is known."""
+    build = build_of(torch)
+    if build is None:
+        return ""
+    if gpu.compute_capability and not supports(build.archs, gpu.compute_capability):
+        built = f"{build.archs[0]} to {build.archs[-1]}"
+        return f"no code for {gpu.name} (sm_{gpu.compute_capability.replace('.', '')}; built for {built})"
+    needed = OLDEST_DRIVER[build.cuda[0]]
+    if (driver := numbers(gpu.driver)) and driver < numbers(needed):
+        return (
+            f"CUDA {build.cuda[0]}.{build.cuda[1]}, which needs driver {needed} or newer; {gpu.name} has {gpu.driver}"
+        )
+    return ""
+
+
+def newest_for(gpus: Collection[Gpu], newest: str | None = None, but: Iterable[str] = ()) -> str | None:
+    """The newest release whose wheels run on all of these GPUs. newest: none beyond this one. but: none of these."""
+    left_out = set(but)
+    for torch in sorted(PAIRS, key=numbers, reverse=True):
+        if torch in left_out or (newest and numbers(torch) > numbers(newest)):
+            continue
+        if not any(misfit(torch, gpu) for gpu in gpus):
+            return torch
+    return None
+
+
+def supports(arch_list: tuple[str, ...], capability: str) -> bool:
+    """Whether a build with these architectures has code for a GPU of this compute capability ("8.6").
+
+    CUDA C++ Programming Guide, "Application Compatibility": binary code (sm_80) runs on the same major number and an
+    equal or higher minor one; PTX (compute_80) is compiled for any newer GPU. Code marked `a` runs on that one
+    architecture alone, `f` as binary code does.
+    """
+    major, _, minor = capability.partition(".")
+    gpu = (int(major), int(minor))
+    for arch in arch_list:
+        match = re.fullmatch(r"(sm|compute)_(\d{1,2})(\d)([af]?)", arch)
+        if not match:
+            continue
+        built = (int(match[2]), int(match[3]))
+        if built == gpu or (match[4] != "a" and built[0] == gpu[0] and built[1] <= gpu[1]):
+            return True
+        if match[1] == "compute" and not match[4] and built <= gpu:
+            return True
+    return False
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """(2, 0, 1) of "2.0.1+cu117"; empty where it does not begin with a number."""
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in match[0].split(".")[:4]) if match else ()

@@ -1,0 +1,1 @@
+"""One running job over all its hosts: started, followed, cancelled, resumed, collected."""

@@ -1,0 +1,276 @@
+"""Reads the stream of `remote/reader.py`: bytes from a host in, checked values out. Pure.
+
+    held = {}
+    for frame in read_frames("v100", chunks, frozenset({0, 1}), held):  # `held` follows what has come
+        ...
+
+A host is not trusted to name files: only the names that this job's logs can have are let through (or those that were
+asked for: `remote/sender.py`), a piece has to go on where the one before it ended (or begin its file anew), and lines
+and pieces have a largest size. Anything else ends the stream with a ProbeError.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from orchestrator.errors import ConnectError, HostError, ProbeError
+from orchestrator.text import message, one_line
+from orchestrator.transport.noise import MAX_NOISE_BYTES, endless
+
+MAX_LINE_BYTES = 1 << 20
+MAX_PIECE_BYTES = 1 << 18
+MAX_HOLE_BYTES = 1 << 44
+HEAD_BYTES = 1 << 12
+"""A file is known by its inode and by how it begins."""
+RANK_FILES = ("stdout.log", "stderr.log", "metrics.jsonl")
+NODE_FILES = ("supervisor.log", "torchrun.log", "prepare.log", "gpu.jsonl")
+_RANK_FILE = re.compile(rf"rank-(\d{{1,5}})/({'|'.join(map(re.escape, RANK_FILES))})")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """New bytes of one file. rank: None for a file of the node itself. inode: the file's on its host.
+
+    anew: the file was cut, replaced or rotated on its host: what came before belongs to an older generation of it.
+    hole: so many zeros in place of bytes, which take no room on its disk.
+    """
+
+    file: str
+    rank: int | None
+    offset: int
+    data: bytes
+    inode: int | None = None
+    anew: bool = False
+    hole: int = 0
+
+    @property
+    def end(self) -> int:
+        """Where the next piece goes on."""
+        return self.offset + len(self.data) + self.hole
+
+
+@dataclass(frozen=True)
+class Held:
+    """What is here of a file: its first `offset` bytes, of which `head` are the first HEAD_BYTES.
+
+    inode: the file's on its host; None where that is not known.
+    """
+
+    offset: int = 0
+    inode: int | None = None
+    head: bytes = b""
+
+    def request(self) -> dict[str, Any]:
+        """What `remote/reader.py` has to know to go on from here."""
+        return {"offset": self.offset, "inode": self.inode, "head": hashlib.sha256(self.head).hexdigest()}
+
+    def plus(self, piece: Piece) -> Held:
+        """With this piece, which goes on where this ends."""
+        room = HEAD_BYTES - len(self.head)
+        head = self.head + (bytes(min(room, piece.hole)) if piece.hole else piece.data[:room])
+        return Held(piece.end, piece.inode, head)
+
+
+@dataclass(frozen=True)
+class Agent:
+    """The supervisor's record, as it is now."""
+
+    record: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class End:
+    """What the controller now has of every file, by the host: name -> (size in bytes, SHA-256).
+
+    left: of files with more than was to be handed out, the rest in bytes.
+    """
+
+    files: dict[str, tuple[int, str]]
+    left: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """All bytes of this file have come. sha256: of all of them, by the host."""
+
+    file: str
+    size: int
+    mtime_ns: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Left:
+    """This file does not come, and why."""
+
+    file: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Beat:
+    """Nothing new. from_host: its program says so; else only our own clock."""
+
+    from_host: bool = False
+
+
+Frame = Piece | Agent | Whole | Left | End | Beat
+
+
+def names_of(ranks: Iterable[int]) -> list[str]:
+    """Every file that a host with these ranks may have of a job."""
+    return [f"rank-{rank}/{name}" for rank in ranks for name in RANK_FILES] + list(NODE_FILES)
+
+
+def read_frames(
+    node: str,
+    chunks: Iterable[bytes],
+    ranks: frozenset[int],
+    held: MutableMapping[str, Held] | None = None,
+    *,
+    marker: bytes = b"",
+    asked: frozenset[str] | None = None,
+    limit_bytes: int | None = None,
+) -> Iterator[Frame]:
+    """chunks: as a transport's stream yields them (b"" gives a Beat). ranks: the ranks that live on this node. marker:
+    stands before each frame; what stands between two frames is skipped.
+
+    held: by file, what is here already; brought up to date with every piece, before it is given out. A piece is given
+    out part by part, as its bytes come: a link that breaks takes none of them along. asked: the only files that may
+    come, in place of the job's logs. limit_bytes: of a file no more than its first so many were asked for.
+    """
+    held = {} if held is None else held
+    rank_of = partial(_rank_of, ranks=ranks) if asked is None else partial(_none_of, asked=asked)
+    coming: Piece | None = None
+    buffer, due = bytearray(), 0  # so many bytes of the piece `coming` are still on their way
+    skipped = 0
+    for chunk in chunks:
+        buffer += chunk
+        if not chunk:
+            yield Beat()
+        while buffer:
+            if coming and due:
+                part = replace(coming, data=bytes(buffer[:due]))
+                coming, due = replace(coming, offset=coming.offset + len(part.data)), due - len(part.data)
+                del buffer[: len(part.data)]
+                yield _follow_on(node, part, held)
+                continue
+            skipped += _skip_noise(buffer, marker)
+            if skipped > MAX_NOISE_BYTES:
+                raise endless(node, buffer)
+            line = _take_line(node, buffer, marker)
+            if line is None:
+                break
+            skipped = 0
+            frame, due = _frame(node, line, rank_of)
+            if isinstance(frame, Piece) and limit_bytes is not None and frame.end + due > limit_bytes:
+                raise ProbeError(node, f"sent more of {frame.file} than its first {limit_bytes} bytes")
+            if isinstance(frame, Piece) and frame.hole:
+                yield _follow_on(node, frame, held)
+            elif isinstance(frame, Piece):
+                coming = frame
+            else:
+                yield frame
+    if buffer or due:
+        raise ConnectError(node, "its answer broke off in the middle of a frame")
+
+
+def _follow_on(node: str, piece: Piece, held: MutableMapping[str, Held]) -> Piece:
+    before = held.get(piece.file, Held())
+    if piece.offset == 0 and before.offset:
+        before, piece = Held(), replace(piece, anew=True)
+    if piece.offset != before.offset:
+        raise ProbeError(node, f"sent {piece.file} from byte {piece.offset} on, where {before.offset} was due")
+    held[piece.file] = before.plus(piece)
+    return piece
+
+
+def _skip_noise(buffer: bytearray, marker: bytes) -> int:
+    """Removes what stands before the next marker, but for what may be the beginning of one; how many bytes that was."""
+    at = buffer.find(marker)
+    size = at if at >= 0 else max(0, len(buffer) - len(marker) + 1)
+    del buffer[:size]
+    return size
+
+
+def _take_line(node: str, buffer: bytearray, marker: bytes) -> bytes | None:
+    """Removes one whole line from the front of the buffer, its marker too; None where it is not there yet."""
+    if not buffer.startswith(marker):
+        return None
+    end = buffer.find(b"\n", 0, MAX_LINE_BYTES)
+    if end < 0:
+        if len(buffer) >= MAX_LINE_BYTES:
+            raise ProbeError(node, "sent a line longer than any frame's")
+        return None
+    line = bytes(buffer[len(marker) : end])
+    del buffer[: end + 1]
+    return line
+
+
+def _frame(node: str, line: bytes, rank_of: Callable[[str], int | None]) -> tuple[Frame, int]:
+    """A frame, and how many bytes of a piece follow it."""
+    try:
+        header = json.loads(line)
+        if "file" in header:
+            return _piece(header, rank_of)
+        if "agent" in header:
+            return Agent(dict(header["agent"])), 0
+        if "error" in header:
+            raise HostError(node, message(header["error"]), one_line(header.get("remedy", "")))
+        if "end" in header:
+            files = {str(name): (int(f["size"]), str(f["sha256"])) for name, f in header["end"].items()}
+            for name in files:
+                rank_of(name)
+            left = {str(name): int(f.get("left", 0)) for name, f in header["end"].items()}
+            return End(files, {name: size for name, size in left.items() if size > 0}), 0
+        if "whole" in header:
+            rank_of(header["whole"])
+            return _whole(header), 0
+        if "left" in header:
+            rank_of(header["left"])
+            return Left(header["left"], one_line(header["why"])), 0
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ProbeError(node, f"sent a frame that is none ({error.__class__.__name__}: {str(error)[:80]})") from error
+    return Beat(from_host=True), 0
+
+
+def _piece(header: dict[str, Any], rank_of: Callable[[str], int | None]) -> tuple[Piece, int]:
+    size, offset, inode, hole = header["size"], header["offset"], header["inode"], header.get("hole", 0)
+    if not isinstance(hole, int) or not 0 <= hole <= MAX_HOLE_BYTES:
+        raise ValueError(f"a hole of {hole!r} bytes")
+    if not isinstance(size, int) or not (size == 0 if hole else 0 < size <= MAX_PIECE_BYTES):
+        raise ValueError(f"a piece of {size!r} bytes")
+    if not isinstance(offset, int) or offset < 0:
+        raise ValueError(f"offset {offset!r}")
+    if inode is not None and not isinstance(inode, int):
+        raise ValueError(f"inode {inode!r}")
+    return Piece(header["file"], rank_of(header["file"]), offset, b"", inode, hole=hole), size
+
+
+def _whole(header: dict[str, Any]) -> Whole:
+    whole = Whole(header["whole"], int(header["size"]), int(header["mtime_ns"]), str(header["sha256"]))
+    if not 0 <= whole.mtime_ns < 1 << 63:
+        raise ValueError(f"a time of {whole.mtime_ns} ns")
+    return whole
+
+
+def _none_of(name: str, asked: frozenset[str]) -> None:
+    """Raises ValueError for any name that nobody asked for."""
+    if name not in asked:
+        raise ValueError(f"file name {name!r}")
+
+
+def _rank_of(name: str, ranks: frozenset[int]) -> int | None:
+    """Raises ValueError for any name but this job's own."""
+    match = _RANK_FILE.fullmatch(name)
+    if match and int(match[1]) in ranks and name == f"rank-{int(match[1])}/{match[2]}":
+        return int(match[1])
+    if name in NODE_FILES:
+        return None
+    raise ValueError(f"file name {name!r}")

@@ -1,0 +1,303 @@
+"""How a run goes at this moment: the ranks' metrics, folded into one row a host as they arrive. Pure.
+
+Takes the plan and the pieces of `rank-<r>/metrics.jsonl`, gives a frozen `Progress` whenever it is asked:
+
+    view = LiveView(plan)
+    if view.take("v100", piece):
+        view.progress(90.0).rows  # (Row(node="v100", step=120, steps=938, samples_per_s=833.0, wait_share=0.4, ...),)
+
+Only the newest steps are kept, and of a large piece only the newest lines are read: following costs next to nothing,
+whatever a job's speed. Nothing in these files is trusted; what cannot be used is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from orchestrator.jobs.frames import Piece
+from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
+
+WINDOW_STEPS = 20
+"""Figures are means over so many steps."""
+KEPT_STEPS = 256
+"""Of each rank: the ranks' files arrive one after another, and a window needs the steps that all of them have."""
+MAX_LINE_BYTES = 1 << 16
+LARGEST = 1e12
+"""No count or duration of ours is larger."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something a person who follows a job should know."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One host. A figure is None where its ranks do not say enough."""
+
+    node: str
+    step: int
+    """Steps done by all ranks of this host that report, so the first one is 1."""
+    steps: int | None
+    """Of the whole run."""
+    samples_per_s: float | None
+    loss: float | None
+    """Mean over this host's samples."""
+    wait_share: float | None
+    """0..1: the part of its time in which it waited for slower ranks."""
+    sync_share: float | None = None
+    """0..1: the part in which the wire alone held it up: gradients under way that no compute hides."""
+    step_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The hosts that have taken a step, in the plan's order. elapsed_s: since the job was started."""
+
+    rows: tuple[Row, ...]
+    elapsed_s: float | None = None
+
+    @property
+    def left_s(self) -> float | None:
+        """At the pace of the newest steps, evaluation and checkpoints not counted; None where no end is known."""
+        lasts = [(row.steps - row.step) * row.step_ms / 1000 for row in self.rows if row.steps and row.step_ms]
+        return max(0.0, *lasts) if lasts else None
+
+
+@dataclass(frozen=True)
+class Silence:
+    """That no rank has printed a line or told a step so far."""
+
+    ranks: int
+    elapsed_s: float
+
+
+class LiveView:
+    """Folds pieces of metrics files; memory is bounded by the number of ranks."""
+
+    def __init__(self, plan: LaunchPlan) -> None:
+        self._nodes = {node.name: node for node in plan.nodes}
+        self._ranks = {rank: _Rank() for node in plan.nodes for rank in node.rank_numbers}
+
+    def take(self, node: str, piece: Piece) -> bool:
+        """Whether it brought a step. Pieces of other files are no news."""
+        if piece.rank is None or not piece.file.endswith("/metrics.jsonl"):
+            return False
+        if node not in self._nodes or piece.rank not in self._nodes[node].rank_numbers:
+            return False
+        if piece.offset == 0:  # the first piece, or the file was written anew
+            self._ranks[piece.rank] = _Rank()
+        return self._ranks[piece.rank].take(piece.offset, piece.data)
+
+    def lose(self, node: str) -> None:
+        """The job goes on without this host."""
+        if gone := self._nodes.pop(node, None):
+            for rank in gone.rank_numbers:
+                del self._ranks[rank]
+
+    def progress(self, elapsed_s: float | None = None) -> Progress:
+        shares = _exchange_shares(self._ranks)
+        rows = (self._row(node, shares) for node in self._nodes.values())
+        return Progress(tuple(row for row in rows if row), elapsed_s)
+
+    def _row(self, node: NodePlan, shares: Mapping[int, _Exchange]) -> Row | None:
+        numbers = node.rank_numbers
+        ranks = [self._ranks[number] for number in numbers if self._ranks[number].steps]
+        if not ranks:
+            return None
+        together = _common_steps(ranks)
+        return Row(
+            node=node.name,
+            step=min(rank.last for rank in ranks) + 1,
+            steps=max((rank.total for rank in ranks if rank.total), default=None),
+            samples_per_s=_samples_per_s(ranks, together),
+            loss=_mean_loss(ranks, together),
+            wait_share=sum(shares[number].wait for number in numbers) / node.ranks if shares else None,
+            sync_share=sum(shares[number].sync for number in numbers) / node.ranks if shares else None,
+            step_ms=_step_ms(ranks, together),
+        )
+
+
+class _Exchange(NamedTuple):
+    """Of a rank's time, the parts (0..1) that the exchange of gradients took from it."""
+
+    wait: float
+    sync: float
+
+
+class _Step(NamedTuple):
+    samples: int
+    t_ms: float | None
+    exposed_ms: float | None
+    comm_ms: float | None
+    """How long a gradient was under way; all of it is exposed where a rank does not tell."""
+    loss: float | None
+
+
+class _Rank:
+    """One rank's newest steps, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, _Step] = {}
+        self.last = -1
+        self.total: int | None = None
+        self._wall: float | None = None
+        self._offset = 0
+        self._unfinished = b""
+        self._skipping = False  # until the end of a line whose beginning is not here
+
+    def take(self, offset: int, data: bytes) -> bool:
+        if offset != self._offset:
+            self._unfinished, self._skipping = b"", True
+        self._offset = offset + len(data)
+        whole, newline, rest = data.rpartition(b"\n")
+        if newline:
+            if self._skipping:
+                whole = whole.partition(b"\n")[2]
+            brought = self._read(self._unfinished + whole)
+            self._unfinished, self._skipping = rest, False
+        else:
+            brought = False
+            self._unfinished = b"" if self._skipping else self._unfinished + rest
+        if len(self._unfinished) > MAX_LINE_BYTES:
+            self._unfinished, self._skipping = b"", True
+        return brought
+
+    def _read(self, whole: bytes) -> bool:
+        """whole: lines without the last one's newline. Reads the first (it may be `start`) and the newest."""
+        lines = whole.rsplit(b"\n", KEPT_STEPS)
+        lines[0] = lines[0].partition(b"\n")[0]
+        brought = False
+        for line in lines:
+            event = _event(line)
+            if event is None:
+                continue
+            if event.get("event") == "step":
+                brought |= self._add(event)
+            elif event.get("event") == "start":
+                self.steps.clear()
+                self.total = _count(event, "steps") or None
+        return brought
+
+    def _add(self, event: Mapping[str, Any]) -> bool:
+        step, samples = _count(event, "step"), _count(event, "samples")
+        if step is None or samples is None:
+            return False
+        wall, before = _number(event, "wall"), self._wall
+        self._wall = wall
+        t_ms, exposed_ms = _duration(event, "t_ms"), _duration(event, "exposed_ms")
+        if t_ms is None and wall is not None and before is not None and wall > before:
+            t_ms = 1000 * (wall - before)
+        comm_ms = _duration(event, "comm_ms")
+        self.steps.pop(step, None)  # a step told again is the newest
+        self.steps[step] = _Step(
+            samples, t_ms, exposed_ms, exposed_ms if comm_ms is None else comm_ms, _number(event, "loss")
+        )
+        if len(self.steps) > KEPT_STEPS:
+            del self.steps[next(iter(self.steps))]
+        self.last = step
+        return True
+
+
+def _common_steps(ranks: Sequence[_Rank]) -> list[int]:
+    """The newest steps that all these ranks have told, at most a window of them."""
+    found: list[int] = []
+    for step in reversed(ranks[0].steps):
+        if all(step in rank.steps for rank in ranks):
+            found.append(step)
+            if len(found) == WINDOW_STEPS:
+                break
+    return found
+
+
+def _samples_per_s(ranks: Sequence[_Rank], steps: Sequence[int]) -> float | None:
+    """Each rank's samples over its own time, added up."""
+    speed = 0.0
+    for rank in ranks:
+        told = [rank.steps[step] for step in steps if rank.steps[step].t_ms is not None]
+        total_ms = sum(step.t_ms or 0 for step in told)
+        if not total_ms:
+            return None
+        speed += 1000 * sum(step.samples for step in told) / total_ms
+    return speed if math.isfinite(speed) else None
+
+
+def _mean_loss(ranks: Sequence[_Rank], steps: Sequence[int]) -> float | None:
+    """None where one of them has none: it was not a number, and a mean of the others would hide that."""
+    lines = [rank.steps[step] for rank in ranks for step in steps]
+    samples = sum(line.samples for line in lines)
+    losses = [line.loss for line in lines if line.loss is not None]
+    return sum(losses) / samples if samples and len(losses) == len(lines) else None
+
+
+def _step_ms(ranks: Sequence[_Rank], steps: Sequence[int]) -> float | None:
+    """Of the slowest rank."""
+    means = []
+    for rank in ranks:
+        told = [t_ms for step in steps if (t_ms := rank.steps[step].t_ms) is not None]
+        if told:
+            means.append(sum(told) / len(told))
+    return max(means, default=None)
+
+
+def _exchange_shares(ranks: Mapping[int, _Rank]) -> dict[int, _Exchange]:
+    """By rank; none unless every rank of the job tells.
+
+    In each step the rank whose gradients were under way for the shortest time was the last one to come, and waited for
+    nobody. What another rank's took longer it waited, but for what hid behind its own computing. The rest of what did
+    not hide is the wire's.
+    """
+    waited, wired, lasted = (dict.fromkeys(ranks, 0.0) for _ in range(3))
+    if not all(rank.steps for rank in ranks.values()):
+        return {}
+    for step in _common_steps(list(ranks.values())):
+        lines = {number: rank.steps[step] for number, rank in ranks.items()}
+        under_way = [line.comm_ms for line in lines.values() if line.comm_ms is not None]
+        if len(under_way) < len(lines):
+            continue
+        least = min(under_way)
+        for number, line in lines.items():
+            exposed_ms = line.exposed_ms or 0.0
+            wait_ms = min(exposed_ms, (line.comm_ms or 0.0) - least)
+            waited[number] += wait_ms
+            wired[number] += exposed_ms - wait_ms
+            lasted[number] += line.t_ms or 0.0
+    if not all(lasted.values()):
+        return {}
+    return {
+        number: _Exchange(min(1.0, waited[number] / lasted[number]), min(1.0, wired[number] / lasted[number]))
+        for number in ranks
+    }
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    if not line or len(line) > MAX_LINE_BYTES:
+        return None
+    try:
+        value = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _number(event: Mapping[str, Any], key: str) -> float | None:
+    value = event.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if abs(value) <= LARGEST else None  # nor is NaN
+
+
+def _duration(event: Mapping[str, Any], key: str) -> float | None:
+    value = _number(event, key)
+    return value if value is not None and value >= 0 else None
+
+
+def _count(event: Mapping[str, Any], key: str) -> int | None:
+    value = _duration(event, key)
+    return int(value) if value is not None and value == int(value) else None

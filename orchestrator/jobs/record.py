@@ -1,0 +1,79 @@
+"""A job's record: its state, its first failure and what it went on after, as `job.json` holds it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from orchestrator.record import SCHEMA, Record, Words
+from orchestrator.text import message
+
+JobState = Literal["starting", "running", "succeeded", "failed", "cancelled", "lost"]
+
+ENDED: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
+"""Known to have ended. A lost job may be found again."""
+
+FINAL_STATES: frozenset[str] = frozenset({"succeeded", "failed", "cancelled", "lost"})
+
+
+class FirstFailure(Record):
+    """The first cause of a failed job."""
+
+    kind: Words = ""
+    """ "rank", "torchrun", "prepare", "supervisor", ...; "lost" where others only miss the host."""
+    node: Words
+    rank: int | None = None
+    exit_code: int | None = None
+    signal: Words | None = None
+    reason: Annotated[str, AfterValidator(lambda text: message(text, 500))]
+    """In plain words."""
+    log_line: Words | None = None
+    """The line of the rank's error log that says why, if one does."""
+
+
+class Fault(FirstFailure):
+    """A rank that died, or a host that was lost (no rank), and an elastic job went on."""
+
+    after_s: float = Field(ge=0, allow_inf_nan=False)
+    """Since the word to start, as the host that tells it counts."""
+    restart: int | None = None
+    """How often the rank had been started anew before."""
+
+
+class StillRank(Record):
+    """What one rank does while none prints."""
+
+    node: str
+    rank: int
+    does: Literal["waits", "busy", "disk", "stopped", "ended"]
+    """See `remote/stillness.py`."""
+
+
+class Stall(Record):
+    """No rank of a job prints anything, and some do nothing but wait."""
+
+    quiet_s: float
+    """For how long, in whole minutes, when the hosts were asked."""
+    ranks: tuple[StillRank, ...]
+
+
+class JobRecord(Record):
+    """A job as `orch jobs --json` lists it and as `job.json` stores it."""
+
+    schema_: int = Field(SCHEMA, alias="schema", serialization_alias="schema")
+    id: str
+    state: JobState
+    exp: str
+    cluster: str
+    nodes: tuple[str, ...]
+    started: str | None = None
+    ended: str | None = None
+    exit_code: int | None = None
+    first_failure: FirstFailure | None = None
+    faults: tuple[Fault, ...] = ()
+    """What an elastic job went on after, in the order of time."""
+    stall: Stall | None = None
+    """Of a job that has ended: how its ranks were found last."""
+    joined: bool | None = None
+    """Whether any rank has met another; False: each of several runs by itself. None: not known, or a single rank."""

@@ -1,0 +1,140 @@
+"""Rebuilds what this controller lost of its jobs from what their hosts remember. Pure.
+
+    plan = adopt(answer["plan"], cluster, node="v100", job="mnist_lenet-20261121-0912-k3f")
+    record = record_of(plan)            # `job.combine` then finds its state
+
+No host is taken at its word. A plan that comes from one is for reading only (logs, cancel, collect): nothing is ever
+launched from it. Where the job's hosts are and how Python starts there is the inventory's word, everything that is
+counted to or waited for is bounded, and texts lose their control characters.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from orchestrator.hosts.cluster import Cluster
+from orchestrator.jobs.record import JobRecord
+from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.record import SCHEMA, Owner
+from orchestrator.text import clean
+
+JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+MAX_RANKS = 1 << 16
+MAX_GRACE_S = 3600.0
+
+
+class OtherCluster(ValueError):
+    """A job of another cluster on the same hosts: nothing is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Recalled:
+    """plans: by job. left_out: what did not fit, and why. elsewhere: by other cluster, its jobs on these hosts."""
+
+    plans: dict[str, LaunchPlan]
+    left_out: list[str]
+    elsewhere: dict[str, list[str]]
+
+
+def recall(answers: Mapping[str, Mapping[str, Any]], cluster: Cluster) -> Recalled:
+    """answers: per node, `remote/control.recall`'s jobs."""
+    plans, left_out, elsewhere = dict[str, LaunchPlan](), list[str](), dict[str, list[str]]()
+    for node, jobs in answers.items():
+        for job, told in jobs.items():
+            if job in plans:
+                continue
+            try:
+                plan = adopt(told["plan"], cluster, node=node, job=job)
+                plans[job] = plan.model_copy(update={"owner": _owner(told.get("agent"))})
+            except OtherCluster as other:
+                jobs_there = elsewhere.setdefault(str(other), [])
+                jobs_there += [] if job in jobs_there else [clean(str(job))[:128]]
+            except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+                left_out.append(
+                    f"{node}: what it remembers of job {clean(str(job))[:128]} does not fit ({_why(error)})"
+                )
+    return Recalled(plans, left_out, elsewhere)
+
+
+def adopt(told: Any, cluster: Cluster, *, node: str, job: str) -> LaunchPlan:
+    """The plan that this node gave for this job, checked. Raises ValueError for what does not fit."""
+    if told["schema"] > SCHEMA:
+        raise ValueError(f"written by a newer orch, schema {told['schema']}: update this one")
+    plan = LaunchPlan.model_validate(_cleaned(told))
+    if not JOB_ID.fullmatch(job) or plan.job != job:
+        raise ValueError("it names another job")
+    if plan.cluster != cluster.name:
+        raise OtherCluster(plan.cluster[:64])
+    names = [planned.name for planned in plan.nodes]
+    strangers = set(names) - {known.name for known in cluster.nodes}
+    if strangers:
+        raise ValueError(f"cluster {cluster.name} has no node {', '.join(sorted(strangers))[:200]}")
+    if len(set(names)) < len(names) or node not in names or plan.master not in names:
+        raise ValueError("its nodes contradict each other")
+    _check_numbers(plan)
+    nodes = []
+    for planned in plan.nodes:
+        here = cluster.node(planned.name)
+        where = {"python": here.python, "activate": here.activate, "workdir": here.workdir}
+        nodes.append(planned.model_copy(update=where))
+    return plan.model_copy(update={"nodes": tuple(nodes)})
+
+
+def record_of(plan: LaunchPlan) -> JobRecord:
+    """What is known of the job before its hosts' records are looked at."""
+    nodes = tuple(node.name for node in plan.nodes)
+    return JobRecord(
+        schema=1, id=plan.job, state="lost", exp=plan.exp, cluster=plan.cluster, nodes=nodes, started=plan.created
+    )
+
+
+def agents_of(job: str, plan: LaunchPlan, answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Per node of the job that answered: its supervisor's record; {} where the host knows nothing of it."""
+    found = {}
+    for node in plan.nodes:
+        if node.name in answers:
+            told = answers[node.name].get(job)
+            agent = told.get("agent") if isinstance(told, Mapping) else None
+            found[node.name] = agent if isinstance(agent, Mapping) else {}
+    return found
+
+
+def _owner(agent: Any) -> Owner | None:
+    """Whose it is by node.json, which tells when it was taken over; the plan beside it does not."""
+    told = agent.get("owner") if isinstance(agent, Mapping) else None
+    return Owner.model_validate(_cleaned(told)) if told else None
+
+
+def _check_numbers(plan: LaunchPlan) -> None:
+    """Everything that is counted to or waited for."""
+    first = 0
+    for node in plan.nodes:
+        if not 0 < node.ranks <= MAX_RANKS or node.first_rank != first:
+            raise ValueError("its ranks contradict each other")
+        first += node.ranks
+    if first != plan.world_size:
+        raise ValueError("its ranks contradict each other")
+    if not math.isfinite(plan.grace_s) or not 0 <= plan.grace_s <= MAX_GRACE_S:
+        raise ValueError(f"a grace of {plan.grace_s} s")
+    if datetime.fromisoformat(plan.created).tzinfo is None:
+        raise ValueError("a time of creation without a time zone")
+
+
+def _cleaned(value: Any) -> Any:
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, dict):
+        return {clean(str(key)): _cleaned(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_cleaned(item) for item in value]
+    return value
+
+
+def _why(error: Exception) -> str:
+    lines: Iterable[str] = str(error).splitlines() or [type(error).__name__]
+    return clean(next(iter(lines)))[:200]

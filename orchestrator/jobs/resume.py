@@ -1,0 +1,65 @@
+"""Going on from a job's last checkpoint, in a new job.
+
+    exp, settings = settings_of(plan)                   ("mnist_lenet", ["epochs=20", "checkpoint_every=500"])
+    path = last_checkpoint(plan, host)                  where it lies on the old job's master
+    wish = read_wish(exp, [*settings, f"resume={path}"], ...)
+
+The file stays on the host that wrote it, so that host is the new job's master, too; the other hosts need none.
+"""
+
+from __future__ import annotations
+
+import posixpath
+
+from orchestrator.errors import UsageError
+from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.transport import ask
+from orchestrator.transport.ask import Host
+from trainer.shared.experiments import EXPERIMENTS
+
+ASK_S = 30.0
+
+
+def settings_of(plan: LaunchPlan) -> tuple[str, list[str]]:
+    """The job's experiment, and as KEY=VALUE each setting that is not the experiment's own.
+
+    Raises UsageError where it was no experiment.
+    """
+    if plan.kind != "experiment" or plan.exp not in EXPERIMENTS:
+        left = f"{plan.node(plan.master).workdir}/jobs/{plan.job}/checkpoints on {plan.master}"
+        raise UsageError(f"{plan.job} ran {plan.exp}, which goes on in its own way", f"ORCH_CHECKPOINTS was {left}")
+    own = EXPERIMENTS[plan.exp]
+    changed = {key: value for key, value in plan.settings.items() if key in own and value != own[key]}
+    return plan.exp, [f"{key}={value}" for key, value in changed.items() if key != "resume"]
+
+
+def last_checkpoint(plan: LaunchPlan, host: Host) -> str:
+    """The newest one's path on the host of the job's master; where the job wrote none, that from which it had gone on.
+
+    Raises UsageError where there is none, HostError.
+    """
+    begun = str(plan.settings.get("resume") or "")
+    path = _newest(plan, host, str(plan.settings.get("checkpoint_dir") or ""))
+    path = path or (_newest(plan, host, posixpath.dirname(begun)) if begun else None)
+    if path:
+        return path
+    every = plan.settings.get("checkpoint_every")
+    if not every:
+        remedy = f"a job has some if told to: `orch run --exp {plan.exp} --set checkpoint_every=500`"
+    else:
+        remedy = f"it would write one every {every} updates; it ended before, or `orch down` has removed it"
+    raise UsageError(f"{plan.job} has no checkpoint on {host.node}", remedy)
+
+
+def _newest(plan: LaunchPlan, host: Host, folder: str) -> str | None:
+    """folder: "" for the job's own."""
+    request = {"action": "checkpoint", "workdir": plan.node(host.node).workdir, "job": plan.job, "folder": folder}
+    answer = ask.ask(host, "control", request, timeout_s=ASK_S)
+    return ask.understood(host.node, lambda: _path(answer["path"]))
+
+
+def _path(told: object) -> str | None:
+    """Raises ValueError for what a host would not say."""
+    if told is None or (isinstance(told, str) and told.startswith("/") and told.isprintable() and len(told) < 4096):
+        return told
+    raise ValueError("a path")

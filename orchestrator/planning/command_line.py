@@ -1,0 +1,76 @@
+"""The `orch run` line that runs a plan's job, or the same job on other hosts or with other settings. Pure.
+
+    run_line(plan)                                  orch run --cluster lab --exp resnet152_cifar --nodes a2000,v100
+    run_line(plan, ["v100"], {**plan.settings, "batch": 512})
+
+It is complete: whoever pastes it into a shell gets that run, whatever cluster is the current one there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Collection, Iterator, Mapping
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from orchestrator.planning.launch_plan import LOCAL_RANK, LaunchPlan
+from orchestrator.planning.request import RunRequest
+from trainer.shared.config import parse_settings
+
+
+def run_line(plan: LaunchPlan, nodes: Collection[str] = (), settings: Mapping[str, Any] | None = None) -> str:
+    """Quoted for a shell. nodes: who takes part; none means those of the plan. settings: all of them, in place of the
+    plan's; only what differs from the experiment's own is spelled out.
+    """
+    names = [node.name for node in plan.nodes if not nodes or node.name in nodes]
+    told = plan.settings if settings is None else settings
+    options = [*_limits(plan, all_nodes=len(names) == len(plan.nodes)), "--nodes", ",".join(names)]
+    what, script = ([], _script(plan, told)) if plan.kind != "experiment" else (_experiment(plan.exp, told), [])
+    return shlex.join(["orch", "run", "--cluster", plan.cluster, *what, *options, *script])
+
+
+def _experiment(exp: str, settings: Mapping[str, Any]) -> list[str]:
+    own = dataclasses.asdict(parse_settings(exp, {}))
+    changed = {key: value for key, value in settings.items() if key in own and value != own[key]}
+    return ["--exp", exp, *(word for key, value in changed.items() for word in ("--set", f"{key}={_text(value)}"))]
+
+
+def _text(value: Any) -> str:
+    """As `parse_settings` reads it back."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
+
+
+def _script(plan: LaunchPlan, settings: Mapping[str, Any]) -> list[str]:
+    """The script or module with its arguments, after its own options."""
+    words = list(plan.nodes[0].command)
+    options = ["--folder", plan.code.source]
+    if "batch" in settings:
+        options += ["--batch", str(settings["batch"])]
+    if LOCAL_RANK in words:
+        words.remove(LOCAL_RANK)
+        options.append("--pass-local-rank")
+    flags = list(takewhile(lambda word: word.startswith("-") and word != "-m", words))
+    words = words[len(flags) :]
+    if plan.kind != "module":
+        words[0] = str(Path(plan.code.source, words[0]))
+    elif not flags:
+        return [*options, *words[:2], "--", *words[2:]]
+    return [*options, "--", *(["python", *flags] if flags else ()), *words]
+
+
+def _limits(plan: LaunchPlan, *, all_nodes: bool) -> Iterator[str]:
+    """How the job is started and ended. An elastic job counts its nodes: with fewer of them it is another one."""
+    if plan.elastic and all_nodes:
+        yield from ("--elastic", f"{plan.elastic.min_nodes}:{plan.elastic.max_nodes}")
+        yield from ("--max-restarts", str(plan.elastic.max_restarts))
+    if plan.time_limit_s:
+        yield from ("--time-limit", f"{plan.time_limit_s:.12g}s")
+    if plan.grace_s != RunRequest.grace_s:
+        yield from ("--grace", f"{plan.grace_s:.12g}s")
+    if plan.share_gpus:
+        yield "--share"
+    yield from (word for name in plan.variables for word in ("--env", name))  # their values are kept nowhere

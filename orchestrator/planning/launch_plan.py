@@ -1,0 +1,242 @@
+"""The launch plan: one job, completely, as a frozen value. `orch run --dry-run` prints it, `orch run` executes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field
+
+from orchestrator.hosts.masking import mask, masked_env
+from orchestrator.record import SCHEMA, Owner, Record
+
+LOCAL_RANK = "--local_rank={LOCAL_RANK}"
+"""Filled in by the rank wrapper: what torch.distributed.launch would give a script."""
+
+
+class System(Record):
+    """What a host was when its job was planned, by its probe."""
+
+    os: str
+    kernel: str
+    machine: str
+    """`x86_64`, ..."""
+    cores: int
+    """Those that the job may use."""
+    memory_bytes: int
+    python: str
+    driver: str | None = None
+    """Of its GPUs; None where it has none."""
+    cuda: str | None = None
+    """That torch was built for; None for a CPU build."""
+
+
+class NodePlan(Record):
+    """What one host is asked to do."""
+
+    name: str
+    node_rank: int
+    first_rank: int
+    """The global rank of this host's local rank 0."""
+    ranks: int
+    address: str
+    """Numeric training address, without prefix length."""
+    interface: str | None
+    """The interface that carries this host's route to the master (the others' route, on the master)."""
+    device: Literal["cuda", "cpu"]
+    gpu: str | None
+    """The GPU's label, for people and for grouping by type."""
+    gpu_uuids: tuple[str, ...] = ()
+    bandwidth_bps: float | None = None
+    paced: dict[str, Any] | None = None
+    python: str
+    activate: str | None = None
+    workdir: str
+    env: dict[str, str] = Field(default_factory=dict)
+    """Added to the ranks' environment; it travels in a file of mode 0600, never in an argument."""
+    shares: tuple[int, ...] = ()
+    """Samples of a global batch for each of this host's ranks; empty for a script whose batch we do not know."""
+    solo_samples_per_s: float | None = None
+    """What this host does alone, by its profile: all its ranks together, each with the whole batch, or with as large a
+    part of it as its memory holds. None where it has none."""
+    torchrun: tuple[str, ...]
+    """Arguments after the interpreter; `{python}`, `{rendezvous_port}` and `{job_dir}` are filled in on the host, as
+    are `{nodes}` and `{node_rank}` of an elastic job."""
+    command: tuple[str, ...]
+    """What the rank wrapper runs: arguments after the interpreter."""
+    prepare: str | None = None
+    system: System | None = None
+    """None in plans of an older orch."""
+
+    def masked(self) -> NodePlan:
+        shell = {name: mask(getattr(self, name)) for name in ("prepare", "activate")}
+        return self.model_copy(update={"env": masked_env(self.env), **shell})
+
+    @property
+    def rank_numbers(self) -> range:
+        """The global ranks that live on this host."""
+        return range(self.first_rank, self.first_rank + self.ranks)
+
+
+class Elastic(Record):
+    """How a job goes on when ranks die or hosts are lost."""
+
+    min_nodes: int
+    """With fewer hosts it fails."""
+    max_nodes: int
+    max_restarts: int
+    """So often torchrun starts a host's ranks anew after one of them died."""
+
+
+class Commit(Record):
+    """What of a repository was checked out."""
+
+    id: str
+    dirty: bool | None = None
+    """Whether the folder held anything else, files that git does not know yet among it; None where git cannot tell."""
+
+    @property
+    def words(self) -> str:
+        """`commit 3f2a1b9c0d4e, with changes that are not committed`."""
+        changed = {True: ", with changes that are not committed", None: ", changed or not", False: ""}[self.dirty]
+        return f"commit {self.id[:12]}{changed}"
+
+
+class CodeFolder(Record):
+    """Files to ship, addressed by content. left_out: what looks like a secret, the first hundred. notes: what a person
+    should know of the choice. commit: None outside of a repository.
+    """
+
+    sha256: str
+    source: str
+    files: int
+    size_bytes: int
+    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    commit: Commit | None = None
+
+
+LIMITS = {"wire": "network", "compute": "computing"}
+"""What `binds` means, in words for people."""
+
+
+class Prediction(Record):
+    """What was predicted of a job before it ran."""
+
+    step_ms: float
+    samples_per_s: float
+    binds: str
+    is_estimate: bool
+    """Whether some speed came from the hardware catalogue."""
+    basis: tuple[str, ...] = ()
+    """What the figures rest on, a sentence each."""
+
+    @property
+    def words(self) -> str:
+        how = "estimated" if self.is_estimate else "predicted"
+        limit = LIMITS.get(self.binds, self.binds)
+        return f"{how} {self.samples_per_s:.4g} samples/s in steps of {self.step_ms:.4g} ms, limited by the {limit}"
+
+
+class Faster(Record):
+    """A way to run the same job that takes less time than the one at hand, and the line that takes it."""
+
+    hosts: tuple[str, ...]
+    """Those that take part."""
+    what: str
+    """In words: `v100 alone`, `without a16`, `strategy=ddp, shares=measured`."""
+    samples_per_s: float
+    of_time: float
+    """The part of the time that it would take, 0..1."""
+    basis: Literal["predicted", "estimated", "profiled", "computed"]
+    """predicted or, with a speed from the hardware catalogue, estimated before the run. After it: from the host's
+    profile, or from its compute time in that run."""
+    command: str
+    """The whole `orch run` line, quoted for a shell."""
+
+    @property
+    def words(self) -> str:
+        how = {"profiled": "profiled alone", "computed": "by its compute time in this run"}.get(self.basis, self.basis)
+        return f"{self.what} would take {self.of_time:.2f} of the time ({how})"
+
+
+class NcclSetting(Record):
+    """A variable that NCCL, or torch's use of it, needs on every host of a job."""
+
+    name: str
+    value: str
+    reason: str
+    """Why, in a few words."""
+
+    @property
+    def words(self) -> str:
+        return f"{self.name}={self.value}: {self.reason}"
+
+
+class LaunchPlan(Record):
+    """One job, completely: `orch run --dry-run` prints exactly this, `orch run` executes exactly this."""
+
+    schema_: int = Field(SCHEMA, alias="schema", serialization_alias="schema")
+    job: str
+    exp: str
+    kind: Literal["experiment", "script", "module"]
+    cluster: str
+    owner: Owner | None = None
+    """Who starts it. None in plans of an older orch."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    master: str
+    master_address: str
+    rendezvous_port: int
+    """The port asked for; the master takes another when it is in use, and tells every host."""
+    world_size: int
+    created: str
+    code: CodeFolder
+    nodes: tuple[NodePlan, ...]
+    """In node-rank order: the master first."""
+    share_gpus: bool = False
+    grace_s: float = 3.0
+    """How long ranks have after INT, and again after TERM, before the next step of the stop ladder."""
+    time_limit_s: float | None = None
+    elastic: Elastic | None = None
+    """None: the first failure ends the job everywhere."""
+    backend: Literal["nccl", "gloo"] | None = None
+    """What carries the gradients, unless a script chooses otherwise; None in plans of an older orch."""
+    nccl: tuple[NcclSetting, ...] = ()
+    """What the hosts' environments hold because of NCCL, and why; without what a person has set."""
+    variables: tuple[str, ...] = ()
+    """Names of the environment variables that were given for this job alone."""
+    notes: tuple[str, ...] = ()
+    """What a person should know before this runs, one line each."""
+    prediction: Prediction | None = None
+    """None where speeds or links are not known, or the strategy is not foreseen."""
+    faster: tuple[Faster, ...] = ()
+    """Ways that are predicted to take less time, the fastest first."""
+
+    def node(self, name: str) -> NodePlan:
+        return next(node for node in self.nodes if node.name == name)
+
+    def typed(self, node: NodePlan) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The command lines of torchrun and of the host's first rank, with what a host fills in: the port is the one
+        asked for.
+        """
+        known = {
+            "python": node.python,
+            "job_dir": f"{node.workdir}/jobs/{self.job}",
+            "rendezvous_port": self.rendezvous_port,
+            "nodes": len(self.nodes),
+            "node_rank": node.node_rank,
+        }
+        filled = [_filled(word, known) for word in node.torchrun]
+        command = [word.format(LOCAL_RANK=0) if word == LOCAL_RANK else word for word in node.command]
+        return (node.python, *filled), (node.python, *command)
+
+    def masked(self) -> LaunchPlan:
+        """The same without the values of what may be a secret: the only form that is printed or kept."""
+        return self.model_copy(update={"nodes": tuple(node.masked() for node in self.nodes)})
+
+
+def _filled(word: str, known: Mapping[str, object]) -> str:
+    """What stands in braces and has no such name stays as it is: a plan from elsewhere may hold any word."""
+    for name, value in known.items():
+        word = word.replace(f"{{{name}}}", str(value))
+    return word

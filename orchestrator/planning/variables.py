@@ -1,0 +1,134 @@
+"""Environment variables that a person gives to one job: takes `--env` and `--env-file`, gives names and values.
+
+    read_variables(["LR=1", "HF_TOKEN"], [Path(".env")], os.environ)      # {"LR": "1", "HF_TOKEN": ..., ...}
+
+A later file wins over an earlier one, and `--env` over every file; all of them win over the inventory's `env`. A name
+alone takes the value of this machine's own environment: so a secret stands in no command line. A file has one
+`NAME=value` a line (`export` before it is allowed), as python-dotenv and docker compose read it:
+
+    # a comment
+    LR=0.1                      # the blank before `#` makes this a comment
+    PATTERN='as ${it} stands'   # single quotes: nothing in it means anything
+    LINES="one\\ntwo"            # double quotes: \\n, \\t, \\", \\\\ and \\$
+    HF_TOKEN                    # as it is here
+
+Both kinds of quotes may go over several lines.
+
+Nothing is expanded: `${HOME}` outside of single quotes is a mistake. No message shows a value, which may be a secret.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from orchestrator.errors import Mistake, UsageError
+from orchestrator.hosts import grammar
+from orchestrator.planning.secret_words import names_secret, shows_secret
+
+MAX_BYTES = 1 << 20
+_ENTRY = re.compile(
+    r"""[ \t]*(?:export[ \t]+)?(?P<name>[^\s=\#'"]+)[ \t]*
+        (?P<given>=[ \t]*(?:'(?P<single>[^']*)'|"(?P<double>(?:[^"\\]|\\.)*)"|(?P<plain>(?!['"])[^\n]*?)))?
+        [ \t]*(?:(?<=[\s'"])\#[^\n]*)?(?:\n|\Z)""",
+    re.VERBOSE | re.DOTALL,
+)
+_EMPTY = re.compile(r"[ \t]*(?:#[^\n]*)?(?:\n|\Z)")
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}
+_FORM = "expected NAME=value, a NAME alone, or a # comment"
+
+_OF_TORCHRUN = "torchrun sets it, for each rank another"
+_OF_PLAN = "the plan sets it, for each host another; `interface:` of a node in the inventory changes it"
+_OF_LOCKS = "the plan sets it: the GPUs that this job has to itself; `gpus:` and `ranks:` in the inventory change it"
+RESERVED = {
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*": _OF_TORCHRUN,
+    r"(NCCL|GLOO)_SOCKET_IFNAME": _OF_PLAN,
+    r"CUDA_(VISIBLE_DEVICES|DEVICE_ORDER)": _OF_LOCKS,
+    r"ORCH_.*": "orch tells scripts its own words under such names",
+}
+"""Patterns of names that orch sets itself, and why they cannot be given for a whole job."""
+
+
+def read_variables(given: Sequence[str], files: Sequence[Path], own: Mapping[str, str]) -> dict[str, str]:
+    """given: NAME=VALUE, or NAME alone, each. own: this process's environment. Raises UsageError with all mistakes."""
+    found, mistakes = dict[str, str](), list[Mistake]()
+    for file in files:
+        for line, name, value in _entries(file, _text(file), mistakes):
+            _take(found, Mistake(str(file), line, name), value, own, mistakes)
+    for item in given:
+        name, equals, value = item.partition("=")
+        if equals and (names_secret(name) or shows_secret(value)):
+            raise UsageError(
+                f"--env {grammar.show(name)} looks like a secret, and every user of this machine can read a command "
+                "line",
+                f"export it and give its name alone (`--env {name}`), or write it into an --env-file",
+            )
+        _take(found, Mistake("--env", 0, name), value if equals else None, own, mistakes)
+    if mistakes:
+        raise UsageError("\n".join(str(mistake) for mistake in mistakes))
+    return found
+
+
+def _take(
+    found: dict[str, str], place: Mistake, value: str | None, own: Mapping[str, str], mistakes: list[Mistake]
+) -> None:
+    """Adds one variable, or the mistake in it. place: its file, line and name."""
+    name = place.message
+    try:
+        grammar.env_name(name)
+        if value is None and name not in own:
+            raise ValueError("has no value here: it stands alone, and this machine's environment does not have it")
+        found[name] = grammar.env_value(own[name] if value is None else value)
+        if why := next((why for pattern, why in RESERVED.items() if re.fullmatch(pattern, name)), None):
+            raise ValueError(f"cannot be given: {why}")
+    except ValueError as error:
+        words = f"{error}" if str(error).startswith("'") else f"{grammar.show(name)} {error}"
+        mistakes.append(Mistake(place.file, place.line, words))
+
+
+def _text(file: Path) -> str:
+    try:
+        with open(file, "rb") as opened:
+            content = opened.read(MAX_BYTES + 1)
+        text = content.decode("utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"{file}: {error.strerror}", "--env-file takes a file of NAME=value lines") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file}: is not UTF-8 text", "--env-file takes a file of NAME=value lines") from error
+    if len(content) > MAX_BYTES or "\0" in text:
+        raise UsageError(f"{file}: is no file of variables (a NUL byte, or more than 1 MiB)", "choose another file")
+    return text.replace("\r\n", "\n")
+
+
+def _entries(file: Path, text: str, mistakes: list[Mistake]) -> Iterator[tuple[int, str, str | None]]:
+    """(line, name, value) each; None for a name alone. A line that is none becomes a mistake."""
+    position, line = 0, 1
+    while position < len(text):
+        entry = _EMPTY.match(text, position) or _ENTRY.match(text, position)
+        end = entry.end() if entry else (text.find("\n", position) + 1 or len(text))
+        if entry is None:
+            quoted = re.match(r"[^\n]*=[ \t]*['\"]", text[position:end])
+            why = "a quote that never ends, or words behind it" if quoted else _FORM
+            mistakes.append(Mistake(str(file), line, why))
+        elif entry.re is _ENTRY:
+            if "${" in _expandable(entry):
+                why = f"{entry['name']}: `${{...}}` is not expanded; write the value out, or use single quotes"
+                mistakes.append(Mistake(str(file), line, why))
+            else:
+                yield line, entry["name"], _value(entry)
+        line += text.count("\n", position, end)
+        position = end
+
+
+def _expandable(entry: re.Match[str]) -> str:
+    """What of the value other readers of such files would expand."""
+    return re.sub(r"\\.", "", entry["double"] or entry["plain"] or "")
+
+
+def _value(entry: re.Match[str]) -> str | None:
+    if entry["given"] is None:
+        return None
+    if entry["double"] is not None:
+        return re.sub(r"\\(.)", lambda escape: _ESCAPES.get(escape[1], escape[1]), entry["double"], flags=re.DOTALL)
+    return str(entry["plain"] if entry["single"] is None else entry["single"])

@@ -1,0 +1,161 @@
+"""Brings a data set to many hosts at once: each gets only what it lacks, verified there by SHA-256.
+
+    outcomes = push(hosts, read_manifest(Path("data")), "~/data", show, connections.reopen)
+    outcomes["v100"]           # Pushed(folder="/home/ubuntu/data", files=4, bytes=54950048), or that host's error
+
+One channel a host (`remote/receive.py` is its other end): the manifest goes there, what is lacking comes back, then the
+bytes go, as fast as the link takes them. Whatever arrived stays, however this ends; the next push goes on from there.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+from orchestrator.errors import ConnectError, HostError, ProbeError, UsageError
+from orchestrator.provision.manifest import Manifest, read_pieces
+from orchestrator.text import one_line
+from orchestrator.transport.ask import Host, exchange, understood
+from orchestrator.transport.fanout import for_each
+
+PIECE_BYTES = 1 << 18
+FOREVER_S = 30 * 24 * 3600.0
+"""A push has no limit of time: its bytes, or the host's beats, say that it goes on."""
+
+Phase = Literal["connects", "waits", "looks", "sends", "done"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """here_bytes: so much of the data set lies on the host. looked_bytes: of what lay there before, read so far."""
+
+    node: str
+    phase: Phase
+    here_bytes: int = 0
+    looked_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """folder: on the host. files, bytes: those that had to be sent."""
+
+    folder: str
+    files: int
+    bytes: int
+
+
+def push(
+    hosts: Mapping[str, Host],
+    manifest: Manifest,
+    folder: str,
+    show: Callable[[Progress], None],
+    reopen: Callable[[str], Host],
+) -> dict[str, Pushed | HostError]:
+    """All hosts at once. show: called from several threads. reopen: a new connection to a host whose link broke.
+
+    Raises UsageError where a file here cannot be read any more.
+    """
+    over = threading.Event()
+
+    def one(host: Host) -> Pushed:
+        session = _Session(host, manifest, folder, show)
+        while True:
+            before = session.sent_bytes
+            try:
+                return session.run()
+            except ConnectError:  # while it gets on from one link to the next, it is worth another
+                if over.is_set() or session.sent_bytes == before:
+                    raise
+            session.host = reopen(host.node)
+
+    try:
+        return for_each(hosts, one, deadline_s=FOREVER_S, at_once=max(1, len(hosts)))
+    finally:
+        over.set()
+
+
+class _Session:
+    """A push to one host, over as many links as it takes."""
+
+    def __init__(self, host: Host, manifest: Manifest, folder: str, show: Callable[[Progress], None]) -> None:
+        self.host, self.sent_bytes = host, 0
+        self._manifest, self._folder, self._show = manifest, folder, show
+        self._lacking: list[tuple[int, int]] = []
+        self._files: set[int] = set()
+        self._go = queue.SimpleQueue[bool]()
+        self._problem: OSError | None = None
+        self._progress = Progress(host.node, "connects")
+        self._before_bytes = 0
+        """What lay on the host before this push."""
+
+    def run(self) -> Pushed:
+        self._lacking, self._go, self._problem = [], queue.SimpleQueue(), None
+        request = {"folder": self._folder, "files": [(f.name, f.size, f.sha256) for f in self._manifest.files]}
+        self._progress = Progress(self.host.node, "connects")
+        with exchange(self.host, "receive", request, self._pieces(self._go)) as words:
+            try:
+                for word in words:
+                    if self._problem:
+                        where = self._problem.filename or self._manifest.root
+                        raise UsageError(f"{where}: {self._problem.strerror}", "push again")
+                    if "end" in word:
+                        return self._pushed(word["end"])
+                    self._progress = understood(self.host.node, partial(self._heard, word))
+                    self._show(self._progress)
+            finally:
+                self._go.put(False)
+        raise ProbeError(self.host.node, "its answer has no end", "try again")
+
+    def _heard(self, word: Mapping[str, Any]) -> Progress:
+        """The progress after a host's word. Raises ValueError, TypeError where that is none."""
+        if "waits" in word:
+            return replace(self._progress, phase="waits")
+        if "looked" in word:
+            return replace(self._progress, phase="looks", looked_bytes=int(word["looked"]))
+        for index, offset in word.get("lacks", ()):
+            self._note_lacking(index, offset)
+        if "go" in word and self._progress.phase != "sends":
+            self._files |= {index for index, _ in self._lacking}
+            lacking = sum(self._manifest.files[index].size - offset for index, offset in self._lacking)
+            self._before_bytes = self._manifest.size_bytes - lacking - self.sent_bytes
+            self._go.put(True)
+        elif self._progress.phase != "sends":
+            return self._progress
+        return replace(self._progress, phase="sends", here_bytes=self._before_bytes + self.sent_bytes)
+
+    def _note_lacking(self, index: Any, offset: Any) -> None:
+        if not isinstance(index, int) or not 0 <= index < len(self._manifest.files):
+            raise ValueError("a file that it was not told of")
+        if not isinstance(offset, int) or not 0 <= offset <= self._manifest.files[index].size:
+            raise ValueError("an offset outside of its file")
+        if self._lacking and index <= self._lacking[-1][0]:
+            raise ValueError("files out of order")
+        self._lacking.append((index, offset))
+
+    def _pieces(self, go: queue.SimpleQueue[bool]) -> Iterator[bytes]:
+        """The bytes of what is lacking, once the host is ready for them. Runs in the transport's thread."""
+        if not go.get():
+            return
+        try:
+            for index, offset in self._lacking:
+                file = self._manifest.files[index]
+                left = file.size - offset
+                for piece in read_pieces(self._manifest.root / file.name, offset, PIECE_BYTES):
+                    yield piece[:left]
+                    self.sent_bytes += min(left, len(piece))
+                    left -= len(piece)
+                    if left <= 0:
+                        break
+                if left > 0:
+                    raise OSError(0, "became shorter while it was sent", str(self._manifest.root / file.name))
+        except OSError as error:
+            self._problem = error
+
+    def _pushed(self, end: Mapping[str, Any]) -> Pushed:
+        self._show(Progress(self.host.node, "done", here_bytes=self._manifest.size_bytes))
+        folder = understood(self.host.node, lambda: one_line(end["folder"], 4096))
+        return Pushed(folder, len(self._files), self.sent_bytes)

@@ -1,0 +1,114 @@
+"""What hosts are given on request, before any job: a data set, and an environment with torch.
+
+remembered cluster → its hosts, connected → data set there                      data push
+                                          → environments → probed anew           setup
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from orchestrator.clusters import Clusters, Up, with_secrets
+from orchestrator.errors import HostError, UsageError
+from orchestrator.hosts.checks import wants_cuda
+from orchestrator.hosts.cluster import Cluster, Venv
+from orchestrator.hosts.connections import Connections
+from orchestrator.hosts.facts import NodeFacts
+from orchestrator.hosts.grammar import NAME, folder_of_ours
+from orchestrator.hosts.inventory import Node
+from orchestrator.owner import read_owner
+from orchestrator.provision import push, venvs
+from orchestrator.provision.manifest import Manifest
+from orchestrator.provision.push import Pushed
+from orchestrator.provision.venvs import Made, Wanted
+from orchestrator.store import Store
+from orchestrator.transport.fanout import errors_by_node, values
+from trainer.shared.experiments import EXPERIMENTS
+
+DATA_FOLDER: str = EXPERIMENTS["mnist_lenet"]["data_dir"]
+"""Where a training looks for its data if nobody says otherwise."""
+
+INDEXES = {"PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX", "PIP_CONFIG_FILE"}
+"""Variables by which pip finds other wheels than its usual ones."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What came of `orch setup`, by node; and what a new look at the hosts that it changed found."""
+
+    outcomes: Mapping[str, Made | HostError]
+    up: Up | None
+
+
+class Provision:
+    def __init__(self, store: Store, connections: Connections) -> None:
+        self._store, self._connections = store, connections
+        self._clusters = Clusters(store, connections)
+
+    def push(
+        self,
+        nodes: Sequence[Node],
+        manifest: Manifest,
+        folder: str,
+        show: Callable[[push.Progress], None] = lambda _: None,
+    ) -> dict[str, Pushed | HostError]:
+        """An answer for every node. folder: on the hosts, as `data_folder` gives it."""
+        found = self._connections.open(nodes)
+        return {
+            **push.push(values(found), manifest, folder, show, self._connections.reopen),
+            **errors_by_node(found),
+        }
+
+    def set_up(
+        self,
+        cluster: Cluster,
+        nodes: Sequence[Node],
+        wanted: Wanted,
+        show: Callable[[venvs.Progress], None] = lambda _: None,
+    ) -> Setup:
+        """Asks each node's own Python, makes what is missing, has the cluster use it, and probes these hosts anew."""
+        bare = cluster.with_venvs({})
+        own = {node.name: node for node in with_secrets(cluster, [bare.node(node.name) for node in nodes])}
+        found = self._connections.open(list(own.values()))
+        envs = {name: node.env for name, node in own.items()}
+        owner = read_owner(self._store.home)
+        made_there = venvs.set_up(values(found), wanted, envs, show, owner=owner, cluster=cluster.name)
+        outcomes = {**made_there, **errors_by_node(found)}
+        changed = {name: _venv(made, own[name].python) for name, made in values(outcomes).items()}
+        return Setup(outcomes, self._clusters.set_venvs(cluster.name, changed) if changed else None)
+
+
+def chosen(cluster: Cluster, only: Sequence[str]) -> list[Node]:
+    """The nodes named, else all that are not released. Raises UsageError for one that is not there."""
+    return [cluster.node(name) for name in dict.fromkeys(only)] or list(cluster.active())
+
+
+def gpu_hosts(cluster: Cluster, picked: Sequence[Node]) -> list[NodeFacts]:
+    """The hosts of the cluster, and these, whose GPUs a torch has to suit: those for which pip is told of no index or
+    folder of their own, as far as the inventory says.
+    """
+    nodes = {node.name: node for node in (*cluster.active(), *picked)}.values()
+    known = [(node, cluster.facts[node.name]) for node in nodes if node.name in cluster.facts]
+    return [facts for node, facts in known if wants_cuda(node, facts) and not INDEXES & node.env.keys()]
+
+
+def data_folder(to: str | None) -> str:
+    """The folder on the hosts that `--to` means: a name lies in the data folder, a path stands for itself."""
+    if not to:
+        return DATA_FOLDER
+    if re.fullmatch(NAME, to):
+        return f"{DATA_FOLDER}/{to}"
+    try:
+        return folder_of_ours(to)
+    except ValueError as error:
+        raise UsageError(
+            f"--to: {error}", f"a name inside {DATA_FOLDER}, or a path that begins with / or ~/"
+        ) from error
+
+
+def _venv(made: Made, base_python: str) -> Venv | None:
+    if made.state == "own":
+        return None
+    return Venv(python=made.python, base_python=base_python, torch=made.torch, torchvision=made.torchvision)

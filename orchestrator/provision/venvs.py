@@ -1,0 +1,204 @@
+"""Environments on hosts without a fitting torch: which versions go together, and one host after another made ready.
+
+    wanted = choose("2.3.1", None)                      # torch 2.3.1 and torchvision 0.18.1
+    outcomes = set_up(hosts, wanted, envs, show)        # node -> Made, or that host's error
+
+The other end is `remote/environment.py`. Nothing outlives it: leaving ends pip on every host.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any, Literal
+
+from orchestrator.errors import HostError, ProbeError, UsageError
+from orchestrator.hosts import grammar
+from orchestrator.hosts.facts import NodeFacts
+from orchestrator.hosts.wheels import PAIRS, WHEELS_FOR, has_cu126, misfit, newest_for, numbers
+from orchestrator.provision.requirements import Requirements
+from orchestrator.record import Owner
+from orchestrator.text import one_line
+from orchestrator.transport.ask import Host, exchange, understood
+from orchestrator.transport.fanout import for_each
+
+LIMIT_S = 2 * 3600.0
+"""For one host: torch with its CUDA libraries is 3 GB, which a 10 Mbit/s line brings in 40 minutes."""
+_VERSION = re.compile(r"\d{1,4}(\.\d{1,4}){1,3}[A-Za-z0-9.]{0,20}(\+[A-Za-z0-9.]{1,20})?")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """any_torch: a host that has a torch of another version is left as it is."""
+
+    torch: str
+    torchvision: str
+    any_torch: bool
+    extra: Requirements = field(default_factory=Requirements)
+    """What a person's requirements file asks for beside them."""
+    reason: str = field(default="", compare=False)
+    """Why this torch, where nobody asked for it and it is not this machine's."""
+
+    @property
+    def requirements(self) -> tuple[str, ...]:
+        """What pip is to install: both together, or the newer torchvision would replace torch."""
+        packages = (f"torch=={self.torch}", f"torchvision=={self.torchvision}")
+        return (*packages, "numpy<2") if numbers(self.torch) < (2, 3) else packages  # built before there was a 2
+
+
+@dataclass(frozen=True)
+class Progress:
+    """phase: what the host is at. line: what pip said last."""
+
+    node: str
+    phase: str
+    line: str = ""
+
+
+@dataclass(frozen=True)
+class Made:
+    """state: `own` where the host's own Python has a fitting torch, `kept` where the environment was there, `made`,
+    `added` where only a requirements file's packages were missing.
+    """
+
+    python: str
+    torch: str
+    torchvision: str
+    state: Literal["own", "kept", "made", "added"]
+
+
+def choose(torch: str | None, torchvision: str | None, hosts: Sequence[NodeFacts] = ()) -> Wanted:
+    """The pair to install; without a word the one that this machine has, else the newest known, and not newer than the
+    GPUs and drivers of all hosts allow. hosts: those with GPUs, which are to train together, and for which pip brings
+    the usual wheels.
+
+    Raises UsageError for what is no version, a torch of which no torchvision is known, and one that does not run on
+    these hosts' GPUs.
+    """
+    for option, version in (("--torch", torch), ("--torchvision", torchvision)):
+        if version and not _VERSION.fullmatch(version):
+            raise UsageError(f"{option} {version[:40]!r} is no version", "write it like 2.3.1")
+    if torchvision and not torch:
+        torch = next((known for known, vision in reversed(PAIRS.items()) if vision == torchvision), None)
+        if not torch:
+            raise UsageError(f"no torch is known that goes with torchvision {torchvision}", "give --torch as well")
+    if torch and numbers(torch) < (2, 0, 1):
+        raise UsageError(f"torch {torch} is too old", "2.0.1 is the oldest that runs here")
+    judged = [facts for facts in hosts if facts.machine == WHEELS_FOR]
+    if not torch:
+        return _usual(judged)
+    _check_fit(torch, judged)
+    torchvision = torchvision or PAIRS.get(torch.partition("+")[0])
+    if not torchvision:
+        known = ", ".join(sorted(PAIRS, key=numbers, reverse=True)[:6])
+        raise UsageError(
+            f"the torchvision for torch {torch} is not known here", f"give --torchvision; known: {known}, ..."
+        )
+    return Wanted(torch, torchvision, any_torch=False)
+
+
+def _check_fit(torch: str, hosts: Sequence[NodeFacts]) -> None:
+    """Raises UsageError where the usual wheels of this torch do not run on some host's GPUs."""
+    wrong = [(facts.node, why) for facts in hosts for gpu in facts.gpus if (why := misfit(torch, gpu))]
+    if not wrong:
+        return
+    node, why = wrong[0]
+    fitting = newest_for([gpu for facts in hosts for gpu in facts.gpus])
+    remedies = [f"`orch setup --torch {fitting}`"] if fitting else []
+    if has_cu126(torch):
+        remedies.append(f"`--torch {torch}+cu126` with an index that has this build (`PIP_INDEX_URL` in `env:`)")
+    raise UsageError(f"{node}: the wheels of torch {torch} hold {why}", ", or ".join(remedies))
+
+
+def _usual(hosts: Sequence[NodeFacts]) -> Wanted:
+    """What the GPU hosts with a torch have, if that is one release; else this machine's, or another one where that does
+    not run on all GPUs. Raises UsageError where none does.
+    """
+    own_torch, own_torchvision = _own_pair()
+    usual = Wanted(own_torch, own_torchvision, any_torch=True)
+    gpus = [gpu for facts in hosts for gpu in facts.gpus]
+    there = {facts.torch.version.partition("+")[0] for facts in hosts if facts.torch and facts.torch.cuda}
+    if all(facts.torch for facts in hosts):
+        return usual
+    for torch in there if len(there) == 1 else ():
+        if torch in PAIRS and not any(misfit(torch, gpu) for gpu in gpus):
+            return Wanted(torch, PAIRS[torch], any_torch=True, reason="as the GPU hosts have it that have a torch")
+    why = next((why for gpu in gpus if (why := misfit(own_torch, gpu))), None)
+    if why is None:
+        return usual
+    fitting = newest_for(gpus, newest=own_torch) or newest_for(gpus)
+    if fitting is None:
+        raise UsageError(
+            "orch knows no torch whose wheels run on the GPUs and drivers of all hosts",
+            "choose one with --torch and an index of your own, or leave hosts out (`orch node release`)",
+        )
+    reason = f"it runs on all GPUs; the wheels of {own_torch} hold {why}"
+    return Wanted(fitting, PAIRS[fitting], any_torch=True, reason=reason)
+
+
+def _own_pair() -> tuple[str, str]:
+    try:
+        torch, torchvision = (metadata.version(name).partition("+")[0] for name in ("torch", "torchvision"))
+        return torch, torchvision
+    except metadata.PackageNotFoundError:
+        newest = max(PAIRS, key=numbers)
+        return newest, PAIRS[newest]
+
+
+def set_up(
+    hosts: Mapping[str, Host],
+    wanted: Wanted,
+    envs: Mapping[str, Mapping[str, str]],
+    show: Callable[[Progress], None],
+    *,
+    owner: Owner,
+    cluster: str,
+) -> dict[str, Made | HostError]:
+    """All hosts at once. envs: by node, what pip is to have in its environment. show: called from several threads.
+    owner, cluster: who will use it.
+    """
+    request = {
+        "owner": owner.model_dump(),
+        "cluster": cluster,
+        "torch": wanted.torch,
+        "torchvision": wanted.torchvision,
+        "requirements": wanted.requirements,
+        "any_torch": wanted.any_torch,
+        "packages": wanted.extra.packages,
+        "constraints": wanted.extra.constraints,
+        "limit_s": LIMIT_S,
+    }
+
+    def one(host: Host) -> Made:
+        progress = Progress(host.node, "connects")
+        own = {"workdir": host.workdir, "env": dict(envs.get(host.node, {}))}
+        with exchange(host, "environment", {**request, **own}) as words:
+            for word in words:
+                if "end" in word:
+                    end = word["end"]
+                    return understood(host.node, lambda: _made(end))  # noqa: B023
+                if "waits" in word:
+                    progress = Progress(host.node, "waits for another setup")
+                elif "phase" in word:
+                    progress = Progress(host.node, one_line(word["phase"], 40))
+                elif "line" in word:
+                    progress = Progress(host.node, progress.phase, one_line(word["line"], 200))
+                show(progress)
+        raise ProbeError(host.node, "its answer has no end", "try again")
+
+    return for_each(hosts, one, deadline_s=LIMIT_S + 60, at_once=max(1, len(hosts)))
+
+
+def _made(end: Mapping[str, str]) -> Made:
+    """Raises ValueError where a host's answer could not be kept and used."""
+    state: Any = end["state"]
+    if state not in ("own", "kept", "made", "added"):
+        raise ValueError(f"state {state!r}")
+    if state != "own" and not end["python"].startswith("/"):
+        raise ValueError("no absolute path")
+    torch, torchvision = end["torch"], end["torchvision"]
+    if not _VERSION.fullmatch(torch) or not _VERSION.fullmatch(torchvision):
+        raise ValueError("no versions")
+    return Made(grammar.program(end["python"]), torch, torchvision, state)

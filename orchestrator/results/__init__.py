@@ -1,0 +1,1 @@
+"""What came of a run, from nothing but its collected folder."""

@@ -1,0 +1,95 @@
+"""Which samples BatchNorm saw together in a run, from the ranks' `start` events. Pure.
+
+    read_batch_norm(starts, plan, rebalances)       BatchNorm(groups=((183, 1), (73, 1)), whole=False)
+    found.words                                     "BatchNorm saw groups of 183 and 73"
+
+It takes its means over what a rank computes at once: its part of the batch, or one micro-batch of it. So an exact
+update is that of one process that adds up the gradients of these groups; only with sync_bn, or with a single group, is
+it that of one process that sees the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.record import Record
+from orchestrator.results.rebalances import Rebalance
+
+NAMED = 6
+"""Sizes of groups that are named one by one."""
+MOST_KINDS = 1000
+"""Of one rank that are read."""
+
+
+class BatchNorm(Record):
+    """Of an update with a full batch, as the run began."""
+
+    groups: tuple[tuple[int, int], ...]
+    """(samples, how many groups of so many), the largest first."""
+    is_synchronised: bool = False
+    moved_to: tuple[int, ...] = ()
+    """By rank, the parts of the batch that shares=auto came to in the end; empty where it left them."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it saw every sample of an update at once, from the first update to the last."""
+        return self.is_synchronised or (sum(times for _, times in self.groups) == 1 and not self.moved_to)
+
+    @property
+    def words(self) -> str:
+        if self.is_whole:
+            return f"BatchNorm saw the whole batch of {self.groups[0][0]} at once"
+        moved = ""
+        if self.moved_to:
+            parts = _list(Counter(part for part in self.moved_to if part).items())
+            moved = (
+                f"; shares=auto changed them in mid-run, in the end to parts of {parts}, cut smaller where memory asks"
+            )
+        return f"BatchNorm saw groups of {_list(self.groups)}{moved}"
+
+    @property
+    def exact_words(self) -> str:
+        """What an exact update is the same as."""
+        if self.is_whole:
+            return "the update of one process with the whole batch"
+        return "the update of one process that adds up the gradients of these groups; sync_bn=true sees the whole batch"
+
+
+def read_batch_norm(
+    starts: Mapping[int, Mapping[str, Any]], plan: LaunchPlan, rebalances: Sequence[Rebalance]
+) -> BatchNorm | None:
+    """starts: each rank's last `start`. None where the network has no BatchNorm, or a rank does not tell."""
+    told = [_groups(starts.get(rank, {})) for node in plan.nodes for rank in node.rank_numbers]
+    known = [groups for groups in told if groups is not None]
+    if not known or len(known) < len(told):
+        return None
+    if plan.settings.get("sync_bn"):
+        return BatchNorm(groups=tuple(known[0].items())[:1], is_synchronised=True) if known[0] else None
+    total = sum(known, Counter[int]())
+    moved = rebalances[-1].shares if rebalances else ()
+    return BatchNorm(groups=tuple(sorted(total.items(), reverse=True)), moved_to=moved) if total else None
+
+
+def _groups(start: Mapping[str, Any]) -> Counter[int] | None:
+    """How many groups of each size a rank tells of; a rank without samples has none."""
+    told = start.get("batch_norm_groups")
+    if not isinstance(told, list) or len(told) > MOST_KINDS:
+        return None
+    found = Counter[int]()
+    for pair in told:
+        if not (isinstance(pair, list) and len(pair) == 2 and all(type(n) is int and 0 < n < 1 << 40 for n in pair)):
+            return None
+        found[pair[0]] += pair[1]
+    return found
+
+
+def _list(groups: Any) -> str:
+    """`183 and 73`, `4 x 64, 61 and 3`; of many sizes the largest and the smallest."""
+    pairs = sorted(groups, reverse=True)
+    if len(pairs) > NAMED:
+        return f"{pairs[0][0]} down to {pairs[-1][0]}, {sum(times for _, times in pairs)} in all"
+    words = [f"{times} x {size}" if times > 2 else " and ".join([str(size)] * times) for size, times in pairs]
+    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]

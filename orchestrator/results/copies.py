@@ -1,0 +1,71 @@
+"""What is here of a job whose hosts may hold nothing of it any more: the run folders that it was collected into.
+
+copy = newest_copy(store, plan.job)          the newest run folder with its logs, wherever it lies
+raise nothing_left(store, plan)              an error that says what removed the files, and where the copy is
+for lines in copied_lines(plan, copy): ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+from orchestrator.errors import OrchError
+from orchestrator.jobs.frames import Piece
+from orchestrator.jobs.lines import Line, Splitter
+from orchestrator.paths import RunFolder
+from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.store import Store
+
+PIECE_BYTES = 1 << 18
+LOGS = ("stdout.log", "stderr.log")
+
+
+def newest_copy(store: Store, job: str) -> RunFolder | None:
+    """None where the job was collected nowhere, as far as this $ORCH_HOME knows."""
+    copies = [RunFolder(folder) for folder in store.run_folders(job)]
+    return next((copy for copy in copies if copy.summary.is_file()), None)
+
+
+def is_removed(store: Store, plan: LaunchPlan) -> bool:
+    """Whether `orch down` has removed the job's files from all of its hosts."""
+    removal = store.removal(plan.job)
+    return removal is not None and {node.name for node in plan.nodes} <= {*removal.nodes}
+
+
+def nothing_left(store: Store, plan: LaunchPlan) -> OrchError:
+    """What to tell a person who asks the hosts for this job's files."""
+    removal, copy = store.removal(plan.job), newest_copy(store, plan.job)
+    what = f"its files were removed by `orch down` on {_date(removal.at)}" if removal else "no host holds its files"
+    if copy:
+        when = datetime.fromtimestamp(copy.summary.stat().st_mtime).astimezone().isoformat(timespec="seconds")
+        remedy = f"what was collected on {_date(when)} is in {copy.root}; `orch report --job {plan.job}` shows it"
+    else:
+        remedy = "as far as is known here it was collected nowhere; `--out` names another folder of runs"
+    return OrchError(f"{plan.job}: {what}", remedy)
+
+
+def _date(iso: str) -> str:
+    """`2026-11-22 06:40`, in this machine's time."""
+    return datetime.fromisoformat(iso).astimezone().strftime("%Y-%m-%d %H:%M")
+
+
+def copied_lines(plan: LaunchPlan, run: RunFolder) -> Iterator[tuple[Line, ...]]:
+    """Every line of every rank that was collected, log after log."""
+    splitter = Splitter()
+    for node in plan.nodes:
+        for rank in node.rank_numbers:
+            for log in LOGS:
+                for piece in _pieces(run.rank(node.name, rank) / log, f"rank-{rank}/{log}", rank):
+                    if lines := tuple(splitter.split(node.name, piece)):
+                        yield lines
+    if lines := tuple(splitter.rest()):
+        yield lines
+
+
+def _pieces(path: Path, name: str, rank: int) -> Iterator[Piece]:
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        while data := file.read(PIECE_BYTES):
+            yield Piece(name, rank, file.tell() - len(data), data)

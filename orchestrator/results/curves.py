@@ -1,0 +1,109 @@
+"""How a run learned: its loss over the updates, and what each epoch and evaluation told.
+
+    curves = read_curves(events)             # after `measure`
+    curves.loss[-1].loss, curves.evaluations[-1].accuracy, curves.epochs[-1].seconds
+
+At most POINTS of each are kept. Pure: reads what `read_events` and `measure` laid into tables.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+from orchestrator.record import Record
+from orchestrator.results.events import Events, count, number
+
+POINTS = 200
+_EVENTS = 100_000
+"""Of one name in a rank's file, the most that are read."""
+
+AnyPoint = TypeVar("AnyPoint")
+
+
+class LossPoint(Record):
+    """The mean over all samples of the updates since the point before. step: the last of them."""
+
+    step: int
+    loss: float
+
+
+class Evaluation(Record):
+    """After an update. accuracy: 0..1; loss: the mean over the test data."""
+
+    step: int
+    accuracy: float
+    loss: float | None = None
+
+
+class Epoch(Record):
+    """seconds: of its updates, evaluation left out; since the `start` record for one that was resumed."""
+
+    epoch: int
+    seconds: float
+
+
+class Curves(Record):
+    loss: tuple[LossPoint, ...] = ()
+    updates_a_point: int = 1
+    """The most that a point of the loss is the mean of."""
+    evaluations: tuple[Evaluation, ...] = ()
+    epochs: tuple[Epoch, ...] = ()
+
+    @property
+    def epoch_words(self) -> str:
+        """How many, and how long each took: the median and the range. There has to be one."""
+        seconds = [epoch.seconds for epoch in self.epochs]
+        count, median = max(epoch.epoch for epoch in self.epochs) + 1, f"{statistics.median(seconds):.3g} s"
+        if len(seconds) == 1:
+            return f"{count}, the last in {median}" if count > 1 else f"1, in {median}"
+        return f"{count}, {median} each ({min(seconds):.3g} to {max(seconds):.3g} s)"
+
+
+def read_curves(events: Events) -> Curves:
+    """Every rank tells the same of an epoch and an evaluation: the first that told any is heard. Of a step that was
+    taken more than once, after a new start, the last one counts.
+    """
+    (steps,) = events.connection.execute("SELECT count(DISTINCT step) FROM timed WHERE complete").fetchone()
+    rows = events.connection.execute(_LOSS, [max(1, min(POINTS, steps))]).fetchall()
+    return Curves(
+        loss=tuple(LossPoint(step=step, loss=loss) for step, loss in rows),
+        updates_a_point=-(-steps // POINTS) or 1,
+        evaluations=_thinned(sorted({each.step: each for each in _evaluations(events)}.items())),
+        epochs=_thinned(sorted({each.epoch: each for each in _epochs(events)}.items())),
+    )
+
+
+_LOSS = """
+WITH whole AS (
+    SELECT step, sum(loss) AS loss, sum(samples) AS samples FROM timed WHERE complete
+    GROUP BY step HAVING count(loss) = count(*) AND sum(samples) > 0),
+parts AS (SELECT *, ntile(?) OVER (ORDER BY step) AS part FROM whole)
+SELECT max(step), sum(loss) / sum(samples) FROM parts GROUP BY part ORDER BY part
+"""
+
+
+def _evaluations(events: Events) -> Iterator[Evaluation]:
+    for told in _first_ranks(events, "eval"):
+        step, accuracy, loss = count(told, "step"), number(told, "accuracy"), number(told, "loss")
+        if step is not None and accuracy is not None and 0 <= accuracy <= 1:
+            yield Evaluation(step=step, accuracy=accuracy, loss=loss)
+
+
+def _epochs(events: Events) -> Iterator[Epoch]:
+    for told in _first_ranks(events, "epoch"):
+        epoch, seconds = count(told, "epoch"), number(told, "epoch_s")
+        if epoch is not None and seconds is not None and seconds >= 0:
+            yield Epoch(epoch=epoch, seconds=seconds)
+
+
+def _first_ranks(events: Events, event: str) -> list[dict[str, object]]:
+    ranks = events.latest(event)
+    return events.of_rank(min(ranks), event, _EVENTS) if ranks else []
+
+
+def _thinned(by_number: Sequence[tuple[int, AnyPoint]]) -> tuple[AnyPoint, ...]:
+    """At most POINTS of them, evenly, the last one among them."""
+    every = -(-len(by_number) // POINTS) or 1
+    return tuple(each for _, each in by_number[::-1][::every][::-1])

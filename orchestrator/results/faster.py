@@ -1,0 +1,58 @@
+"""What would have taken less time than a run that is over: its fastest host alone, with the `orch run` line. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from orchestrator.planning.command_line import run_line
+from orchestrator.planning.launch_plan import Faster, LaunchPlan
+from orchestrator.results.summary import NodeSummary
+from trainer.shared.config import OF_FIDELITY, parse_settings
+
+WORTH = 1.05
+"""What is less than 5 % faster is not worth a word: by so much predictions and measurements may be off."""
+OF_ONE_RANK = ("fidelity", "wire", "strategy", "bucket_mib", "shares", "slow", *sum(OF_FIDELITY.values(), ()))
+"""Settings that say how ranks stay together: one rank takes the experiment's own."""
+
+
+def measured(plan: LaunchPlan, nodes: Sequence[NodeSummary], samples_per_s: float | None) -> tuple[Faster, ...]:
+    """The plan's predictions, with the fastest host alone by what was measured of it in place of what was predicted.
+
+    samples_per_s: of the cluster in this run; None where it is not known. Where a host could not keep its pace nothing
+    that was measured counts, and what was predicted stays.
+    """
+    if samples_per_s is None or len(nodes) < 2:
+        return ()
+    if not all(node.valid for node in nodes):
+        return plan.faster
+    speeds = {node.name: node.solo_samples_per_s or node.own_samples_per_s or 0.0 for node in nodes}
+    name = max(speeds, key=lambda each: speeds[each])
+    others = tuple(one for one in plan.faster if len(one.hosts) > 1)
+    if speeds[name] <= WORTH * samples_per_s or not may_leave(plan, (name,)):
+        return others
+    is_profiled = next(node for node in nodes if node.name == name).solo_samples_per_s is not None
+    alone = Faster(
+        hosts=(name,),
+        what=f"{name} alone",
+        samples_per_s=speeds[name],
+        of_time=samples_per_s / speeds[name],
+        basis="profiled" if is_profiled else "computed",
+        command=run_line(plan, [name], settings_on(plan, plan.node(name).ranks, all_hosts=False)),
+    )
+    return (*(one for one in others if one.of_time * WORTH < alone.of_time), alone)
+
+
+def may_leave(plan: LaunchPlan, hosts: Collection[str]) -> bool:
+    """A checkpoint to go on from lies on the master alone."""
+    return not plan.settings.get("resume") or plan.master in hosts
+
+
+def settings_on(plan: LaunchPlan, ranks: int, *, all_hosts: bool) -> dict[str, Any]:
+    """The plan's, less what speaks of ranks that are not there."""
+    if plan.kind != "experiment":
+        return dict(plan.settings)
+    own = dataclasses.asdict(parse_settings(plan.exp, {}))
+    dropped = OF_ONE_RANK if ranks == 1 else () if all_hosts else ("slow", "shares")
+    return {**plan.settings, **{name: own[name] for name in dropped if name in plan.settings}}

@@ -1,0 +1,98 @@
+"""What a host's GPUs were doing while a job ran: its gpu.jsonl in, readings and what they come to out. Pure.
+
+    read_gpu_use(run.gpu("v100"))       # GpuUse(utilisation=93.5, memory_bytes=12884901888, slowed=None)
+
+The file is what `remote/gpus.py` wrote on the host, and as little trusted as any other: a line that is no reading, or
+holds an impossible number, counts for nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.results.events import count, number
+from orchestrator.results.slowed import Slowed, Slowing
+
+LINE_LIMIT = 4096
+# The largest that a number may be, and be one that a GPU can have.
+MOST = {"utilisation": 100, "memory_bytes": 2**50, "sm_mhz": 1e5, "watts": 1e5, "celsius": 1e3, "slowed_by": 2**64}
+MOST_LIMITS = {"max_sm_mhz": 1e5, "limit_watts": 1e5}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One GPU at one moment; None for what its driver does not tell. rank: that has it. index: as nvidia-smi counts.
+    slowed_by: bits of nvmlClocksEventReasons.
+
+    max_sm_mhz, limit_watts: the highest clock that the card has, and the power that it may draw.
+    """
+
+    rank: int
+    index: int | None
+    wall: float | None
+    utilisation: float | None
+    memory_bytes: float | None
+    sm_mhz: float | None
+    watts: float | None
+    celsius: float | None
+    slowed_by: int | None
+    max_sm_mhz: float | None
+    limit_watts: float | None
+
+
+@dataclass(frozen=True)
+class GpuUse:
+    """utilisation: mean over the GPUs and all readings, 0..100. memory_bytes: the most that one GPU held at a time.
+    slowed: what held the most of them down for a part of the run that matters.
+
+    None where no reading tells it.
+    """
+
+    utilisation: float | None = None
+    memory_bytes: int | None = None
+    slowed: Slowed | None = None
+
+
+def read_gpu_use(path: Path) -> GpuUse:
+    """A file that is not there is a host of whose GPUs nothing is known."""
+    used, told, memory, slowing = 0.0, 0, None, Slowing()
+    for reading in readings(path):
+        if reading.utilisation is not None:
+            used, told = used + reading.utilisation, told + 1
+        if reading.memory_bytes is not None:
+            memory = max(memory or 0, int(reading.memory_bytes))
+        slowing.add(reading)
+    return GpuUse(used / told if told else None, memory, slowing.found())
+
+
+def readings(path: Path) -> Iterator[Reading]:
+    """In the order of the file; none where there is no file. A limit holds until another one is told."""
+    limits: dict[tuple[int, int | None], dict[str, float | None]] = {}
+    with contextlib.suppress(OSError):
+        for event in _events(path):
+            rank, index = count(event, "rank") or 0, count(event, "index")
+            if event.keys() & MOST_LIMITS.keys() or (rank, index) not in limits:
+                limits[rank, index] = {name: _within(event, name, most) for name, most in MOST_LIMITS.items()}
+            told = {name: _within(event, name, most) for name, most in MOST.items()}
+            slowed_by = count(event, "slowed_by") if told.pop("slowed_by") is not None else None
+            wall, limit = number(event, "wall"), limits[rank, index]
+            yield Reading(rank=rank, index=index, wall=wall, slowed_by=slowed_by, **told, **limit)
+
+
+def _within(event: dict[str, Any], name: str, most: float) -> float | None:
+    value = number(event, name)
+    return value if value is not None and 0 <= value <= most else None
+
+
+def _events(path: Path) -> Iterator[dict[str, Any]]:
+    with open(path, "rb") as file:
+        while line := file.readline(LINE_LIMIT):
+            with contextlib.suppress(ValueError, RecursionError):
+                event = json.loads(line)
+                if isinstance(event, dict) and event.get("event") == "gpu":
+                    yield event

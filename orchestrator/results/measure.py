@@ -1,0 +1,185 @@
+"""From the ranks' steps to sums: SQL over the tables that `read_events` filled.
+
+Takes open `Events` and the plan, gives `Figures`: a few numbers a rank.
+
+    with read_events(files) as events:
+        figures = measure(events, plan)
+        write_steps(events, plan, run.steps)
+
+Per step, `wait_ms = comm_j - min_k comm_k`, but no more than exposed_j, and `sync_ms = exposed_j - wait_ms`. comm is
+the time with a gradient under way: the rank that arrives last at an exchange waits for nobody there, so what it still
+spends is the wire. Where nothing overlaps, comm is exposed, wait is exposed_j - min_k exposed_k and sync is min_k
+exposed_k. Where backward runs on beside the exchange, a late rank costs the others only what the wire, busy with
+earlier gradients, does not hide; exposed alone would blame it for all. Only durations enter: hosts share no clock. A
+measured step is one that every reporting rank reported, with its time, after the warm-up; where ranks were started
+anew, after their last start (with fewer hosts, steps are other ones). The time of them all is the
+longest of the ranks' own sums: ranks that meet in every step take equally long over many of them, whereas summing
+each step's slowest rank would count twice what one host loses after a step and the others wait for in the next.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
+from orchestrator.results.events import Events, number
+from orchestrator.results.summary import StepTime
+from orchestrator.text import one_line
+
+DEFAULT_WARMUP_STEPS = 3
+STRETCHES = 10
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """One rank over the measured steps; a mean is None where some of them lack it."""
+
+    rank: int
+    samples: int
+    total_ms: float
+    compute_total_ms: float | None
+    load_ms: float | None
+    compute_ms: float | None
+    sync_ms: float | None
+    wait_ms: float | None
+    optim_ms: float | None
+    compute_spread_ms: float | None
+    """Half of what lies between the quartiles of its compute times."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    reported: frozenset[int]
+    """Ranks with at least one usable step line."""
+    ranks: dict[int, RankFigures]
+    """Empty where no step was measured."""
+    stretch_wait_ms: dict[int, tuple[float, ...]]
+    """By rank, its mean wait in each of up to STRETCHES stretches of the run, one after the other."""
+    steps: int
+    warmup_steps: int
+    samples_total: int
+    step_ms: dict[str, StepTime]
+    loss: float | None
+
+    def of(self, node: NodePlan) -> list[RankFigures]:
+        return [self.ranks[rank] for rank in node.rank_numbers if rank in self.ranks]
+
+
+def measure(events: Events, plan: LaunchPlan) -> Figures:
+    """Adds the table `timed` (wait, sync, measured) to the steps, and sums them up."""
+    query = events.connection.execute
+    warmup = _warmup_steps(plan, events)
+    query(_TIMED.format(world_size=plan.world_size, warmup=warmup))
+    steps, left_out = query(_COUNTS).fetchone()
+    samples_total, reported = query("SELECT coalesce(sum(samples), 0), list(DISTINCT rank) FROM steps").fetchone()
+    (loss,) = query(_LAST_LOSS).fetchone()
+    epoch_loss = _last_epoch_loss(events)
+    return Figures(
+        reported=frozenset(reported or ()),
+        ranks={row[0]: RankFigures(*row) for row in query(_BY_RANK).fetchall()},
+        stretch_wait_ms={rank: tuple(waits) for rank, waits in query(_STRETCHES).fetchall()},
+        steps=steps,
+        warmup_steps=left_out,
+        samples_total=int(samples_total),
+        step_ms={node: StepTime(p50=p50, p95=p95) for node, p50, p95 in query(_STEP_TIMES).fetchall()},
+        loss=loss if epoch_loss is None else epoch_loss,
+    )
+
+
+def _warmup_steps(plan: LaunchPlan, events: Events) -> int:
+    ours = plan.settings.get("warmup_steps")
+    for start in events.latest("start").values():
+        told = start.get("settings")
+        if ours is None and isinstance(told, dict):
+            ours = told.get("warmup_steps")
+    is_count = isinstance(ours, int) and not isinstance(ours, bool) and 0 <= ours <= 10**9
+    return ours if is_count and ours is not None else DEFAULT_WARMUP_STEPS
+
+
+def _last_epoch_loss(events: Events) -> float | None:
+    losses = [number(epoch, "loss") for epoch in events.latest("epoch").values()]
+    return next((loss for loss in losses if loss is not None), None)
+
+
+_TIMED = """
+CREATE TABLE timed AS
+WITH together AS (
+    SELECT *, count(*) OVER step_ AS present, count(t_ms) OVER step_ AS with_time,
+           count(exposed_ms) OVER step_ AS with_exposed,
+           least(exposed_ms, comm_ms - min(comm_ms) OVER step_) AS waited_ms
+    FROM steps WINDOW step_ AS (PARTITION BY step)),
+ranks AS (SELECT count(DISTINCT rank) AS reporting, min(step) FILTER (last_start) AS first_step FROM steps)
+SELECT together.* EXCLUDE (last_start, present, with_time, with_exposed, waited_ms),
+       CASE WHEN with_exposed = {world_size} THEN waited_ms END AS wait_ms,
+       CASE WHEN with_exposed = {world_size} THEN exposed_ms - waited_ms END AS sync_ms,
+       present = reporting AS complete,
+       last_start AND step - first_step < {warmup} AS warmup,
+       last_start AND present = reporting AND with_time = reporting AND step - first_step >= {warmup} AS measured
+FROM together, ranks
+"""
+
+_COUNTS = """
+SELECT count(DISTINCT step) FILTER (measured), count(DISTINCT step) FILTER (warmup) FROM timed
+"""
+
+
+def _mean_if_whole(column: str) -> str:
+    return f"CASE WHEN count({column}) = count(*) THEN avg({column}) END"
+
+
+_BY_RANK = f"""
+SELECT rank, sum(samples)::BIGINT, sum(t_ms), CASE WHEN count(compute_ms) = count(*) THEN sum(compute_ms) END,
+       {_mean_if_whole("load_ms")}, {_mean_if_whole("compute_ms")}, {_mean_if_whole("sync_ms")},
+       {_mean_if_whole("wait_ms")}, {_mean_if_whole("optim_ms")},
+       CASE WHEN count(compute_ms) = count(*)
+            THEN (quantile_cont(compute_ms, 0.75) - quantile_cont(compute_ms, 0.25)) / 2 END
+FROM timed WHERE measured GROUP BY rank ORDER BY rank
+"""  # noqa: S608 - names of our own
+
+_STRETCHES = f"""
+WITH steps AS (
+    SELECT rank, wait_ms, ntile({STRETCHES}) OVER (PARTITION BY rank ORDER BY step) AS stretch
+    FROM timed WHERE measured AND wait_ms IS NOT NULL),
+means AS (SELECT rank, stretch, avg(wait_ms) AS wait_ms FROM steps GROUP BY rank, stretch)
+SELECT rank, list(wait_ms ORDER BY stretch) FROM means GROUP BY rank
+"""  # noqa: S608 - names of our own
+
+_STEP_TIMES = """
+WITH slowest AS (SELECT node, step, max(t_ms) AS t_ms FROM timed WHERE measured GROUP BY node, step)
+SELECT node, quantile_cont(t_ms, 0.5), quantile_cont(t_ms, 0.95) FROM slowest GROUP BY node
+"""
+
+_LAST_LOSS = """
+WITH last AS (SELECT max(step) AS step FROM timed WHERE complete)
+SELECT CASE WHEN count(loss) = count(*) AND sum(samples) > 0 THEN sum(loss) / sum(samples) END
+FROM timed JOIN last ON timed.step = last.step
+"""
+
+
+def write_steps(events: Events, plan: LaunchPlan, path: Path) -> None:
+    """One row per rank and step, whole or not at all."""
+    connection = events.connection
+    connection.execute("CREATE TABLE places (rank INTEGER, gpu VARCHAR, local_rank INTEGER)")
+    places = [[rank, gpu_label(node), i] for node in plan.nodes for i, rank in enumerate(node.rank_numbers)]
+    connection.executemany("INSERT INTO places VALUES (?, ?, ?)", places)
+    handle, temporary = tempfile.mkstemp(prefix=".steps.", suffix=".parquet", dir=path.parent)
+    os.close(handle)
+    try:
+        quoted = temporary.replace("'", "''")
+        connection.execute(
+            f"""COPY (SELECT node, gpu, rank, local_rank, step, epoch, samples, t_ms, load_ms, compute_ms, exposed_ms,
+            comm_ms, wait_ms, sync_ms, optim_ms, loss, wall, measured FROM timed JOIN places USING (rank)
+            ORDER BY step, rank) TO '{quoted}' (FORMAT parquet)"""  # noqa: S608 - our own file name, quoted
+        )
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def gpu_label(node: NodePlan) -> str:
+    """What groups hosts by type."""
+    return one_line(node.gpu) if node.gpu else ("CPU" if node.device == "cpu" else "GPU of unknown type")

@@ -1,0 +1,143 @@
+"""What held a host's GPU below the clock that it could have: power, heat, or its hardware. Pure.
+
+    slowing = Slowing()
+    slowing.add(reading)            # of `gpu_use`, one after the other
+    slowing.found().words           "slowed by its power cap of 70 W for 43 % of the run: 1,290 instead of 1,800 MHz"
+
+The bits are NVML's (nvml.h, nvmlClocksEventReasons). A GPU that idles, or whose owner set its clocks, is not slowed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Protocol
+
+from orchestrator.record import Record
+
+# The first that a reading holds is its reason: a thermal slowdown sets the bit of a hardware slowdown, too.
+POWER_CAP = 0x04
+REASONS = {
+    0x40: "heat",  # HwThermalSlowdown
+    0x20: "heat",  # SwThermalSlowdown
+    0x80: "the power brake of its host",  # HwPowerBrakeSlowdown
+    POWER_CAP: "its power cap",  # SwPowerCap
+    0x10: "a slower GPU that its clocks follow (sync boost)",  # SyncBoost
+    0x08: "its hardware's own protection",  # HwSlowdown
+}
+BUSY_PERCENT = 20
+"""A GPU that is used less than this does not need its clocks."""
+LEAST_SHARE = 0.05
+"""Of the run. What lasted less is not spoken of."""
+LEAST_LOSS = 0.03
+"""Of the clock. A power cap is often reported of a card that hardly notices."""
+
+
+class Slowed(Record):
+    """One GPU over the run. rank: that has it. share: of the readings, 0..1. mhz: the median of the SM clock then;
+    instead_mhz: while it was busy and not slowed; most_mhz: that the card can have. limit_watts: of a power cap.
+    """
+
+    rank: int
+    by: str
+    share: float
+    mhz: float | None = None
+    instead_mhz: float | None = None
+    most_mhz: float | None = None
+    limit_watts: float | None = None
+
+    @property
+    def words(self) -> str:
+        cap = f" of {self.limit_watts:.0f} W" if self.limit_watts else ""
+        return f"slowed by {self.by}{cap} for {100 * self.share:.0f} % of the run{self._clocks}"
+
+    @property
+    def _clocks(self) -> str:
+        if self.mhz is None:
+            return ""
+        if self.instead_mhz:
+            return f": {self.mhz:,.0f} instead of {self.instead_mhz:,.0f} MHz"
+        return f": {self.mhz:,.0f} MHz" + (f" of at most {self.most_mhz:,.0f}" if self.most_mhz else "")
+
+
+class Reading(Protocol):
+    """As `gpu_use.Reading` has them."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def index(self) -> int | None: ...
+    @property
+    def utilisation(self) -> float | None: ...
+    @property
+    def sm_mhz(self) -> float | None: ...
+    @property
+    def slowed_by(self) -> int | None: ...
+    @property
+    def max_sm_mhz(self) -> float | None: ...
+    @property
+    def limit_watts(self) -> float | None: ...
+
+
+def is_slowed(slowed_by: int | None) -> bool:
+    return bool(slowed_by and _reason(slowed_by))
+
+
+def _reason(slowed_by: int) -> str:
+    return next((words for bit, words in REASONS.items() if slowed_by & bit), "")
+
+
+class Slowing:
+    """The readings of one host, folded: memory does not grow with the run."""
+
+    def __init__(self) -> None:
+        self._gpus: dict[tuple[int, int | None], _Gpu] = {}
+
+    def add(self, reading: Reading) -> None:
+        if reading.slowed_by is not None:
+            self._gpus.setdefault((reading.rank, reading.index), _Gpu()).add(reading, _reason(reading.slowed_by))
+
+    def found(self) -> Slowed | None:
+        """The GPU that was slowed for the longest part of the run; None where none was for a part that matters."""
+        each = [slowed for (rank, _), gpu in self._gpus.items() if (slowed := gpu.slowed(rank))]
+        return max(each, key=lambda slowed: slowed.share, default=None)
+
+
+class _Gpu:
+    def __init__(self) -> None:
+        self._readings = 0
+        self._reasons = Counter[str]()
+        self._slow_mhz, self._free_mhz = Counter[int](), Counter[int]()
+        self._most_mhz: float | None = None
+        self._limit_watts: float | None = None
+
+    def add(self, reading: Reading, reason: str) -> None:
+        self._readings += 1
+        self._most_mhz, self._limit_watts = reading.max_sm_mhz, reading.limit_watts
+        is_busy = reading.utilisation is None or reading.utilisation >= BUSY_PERCENT
+        if reason:
+            self._reasons[reason] += 1
+        if reading.sm_mhz is not None and (reason or is_busy):
+            (self._slow_mhz if reason else self._free_mhz)[round(reading.sm_mhz)] += 1
+
+    def slowed(self, rank: int) -> Slowed | None:
+        share = self._reasons.total() / max(1, self._readings)
+        mhz, instead_mhz = _median(self._slow_mhz), _median(self._free_mhz)
+        could_mhz = instead_mhz or self._most_mhz
+        if share < LEAST_SHARE or (mhz and could_mhz and mhz > (1 - LEAST_LOSS) * could_mhz):
+            return None
+        by = self._reasons.most_common(1)[0][0]
+        limit_watts = self._limit_watts if by == REASONS[POWER_CAP] else None
+        return Slowed(
+            rank=rank, by=by, share=share, mhz=mhz, instead_mhz=instead_mhz, most_mhz=self._most_mhz,
+            limit_watts=limit_watts,
+        )  # fmt: skip
+
+
+def _median(counts: Counter[int]) -> float | None:
+    """Of the values counted; of an even number of them the upper of the two in the middle."""
+    left = counts.total() // 2
+    for value in sorted(counts):
+        if left < counts[value]:
+            return value
+        left -= counts[value]
+    return None

@@ -1,0 +1,113 @@
+"""Who the others wait for, and what a step's length hangs on. Pure.
+
+Takes the plan and the ranks' `Figures`, gives values of the summary:
+
+    find_straggler(plan, figures)   # Straggler(node="a2000", reason="computes 2.5x longer per sample than v100", ...)
+    find_bound(plan, figures)       # Bound(part="wire", node="a2000", share=0.78)
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+
+from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.results.measure import Figures, RankFigures
+from orchestrator.results.summary import Bound, Part, Straggler
+
+NOISE = 0.05
+"""A wait below this part of a step names no straggler."""
+UNREPEATED = 0.5
+"""The same where a single step was measured, which tells nothing of its own noise."""
+STUDENT = (63.66, 9.92, 5.84, 4.60, 4.03, 3.71, 3.50, 3.36, 3.25)
+"""Student's t at 99 %, two-sided, for 1 to 9 degrees of freedom."""
+
+
+def find_straggler(plan: LaunchPlan, figures: Figures) -> Straggler | None:
+    """The host, or on a single host the rank, that the others wait for; None when the wait is lost in the noise.
+
+    It is the one whose rank waits least itself. What counts is how much longer the others wait: hosts that are late by
+    turns all wait, and nobody is to blame. That has to be more than the measurement's own noise (`_is_noise`): of two
+    equal hosts under load one is always the slower by a little.
+    """
+    node_of = {rank: node.name for node in plan.nodes for rank in node.rank_numbers}
+    last = _last(plan, figures)
+    if last is None:
+        return None
+    by_node = len(plan.nodes) > 1
+    others = [rank for rank in node_of if (node_of[rank] != node_of[last] if by_node else rank != last)]
+    if not others:
+        return None
+    wait_ms = _mean(figures.ranks[rank].wait_ms for rank in others) - (figures.ranks[last].wait_ms or 0.0)
+    if wait_ms <= 0 or _is_noise(wait_ms, figures, last, others):
+        return None
+    names = {node_of[rank] for rank in others}
+    label = "the other ranks" if not by_node else names.pop() if len(names) == 1 else "the others"
+    reason = _reason(figures.ranks[last], [figures.ranks[rank] for rank in others], label, wait_ms)
+    if f"rank:{last}" in str(plan.settings.get("slow")).split(","):
+        reason += f" (slow={plan.settings['slow']} was asked for)"
+    return Straggler(node=node_of[last], rank=None if by_node else last, reason=reason, wait_ms=wait_ms)
+
+
+def _is_noise(wait_ms: float, figures: Figures, last: int, others: Sequence[int]) -> bool:
+    """Whether so much waiting says nothing of a host: it is small beside a step, smaller than what the host's own
+    compute time varies by from step to step, or not the same over the run. That is judged by batch means (A. M. Law,
+    Simulation Modeling and Analysis): steps that follow each other are alike, stretches of the run less so.
+    """
+    step_ms = figures.ranks[last].total_ms / figures.steps
+    if wait_ms < max(NOISE * step_ms, figures.ranks[last].compute_spread_ms or 0.0):
+        return True
+    stretches = zip(*(figures.stretch_wait_ms[rank] for rank in (last, *others)), strict=False)
+    more_ms = [_mean(waits[1:]) - waits[0] for waits in stretches]
+    if len(more_ms) < 2:
+        return wait_ms < UNREPEATED * step_ms
+    error_ms: float = statistics.stdev(more_ms) / math.sqrt(len(more_ms))
+    return wait_ms < STUDENT[len(more_ms) - 2] * error_ms
+
+
+def find_bound(plan: LaunchPlan, figures: Figures) -> Bound | None:
+    """The largest part of a step of the rank that waits least: everybody else's step is as long as its."""
+    last = _last(plan, figures)
+    if last is None:
+        return None
+    rank = figures.ranks[last]
+    parts: dict[Part, float | None]
+    parts = {"input": rank.load_ms, "compute": rank.compute_ms, "wire": rank.sync_ms, "optimiser": rank.optim_ms}
+    known = {part: ms for part, ms in parts.items() if ms is not None}
+    step_ms = rank.total_ms / figures.steps
+    if len(known) < len(parts) or step_ms <= 0:
+        return None
+    part = max(known, key=lambda name: known[name])
+    node = next(node.name for node in plan.nodes if last in node.rank_numbers)
+    return Bound(part=part, node=node, share=min(1.0, known[part] / step_ms))
+
+
+def _last(plan: LaunchPlan, figures: Figures) -> int | None:
+    """The rank that waits least; None where one rank's wait is not known."""
+    waits = {number: rank.wait_ms for number, rank in figures.ranks.items() if rank.wait_ms is not None}
+    return min(waits, key=lambda rank: waits[rank]) if waits and len(waits) == plan.world_size else None
+
+
+def _reason(last: RankFigures, others: list[RankFigures], label: str, wait_ms: float) -> str:
+    load, other_load = last.load_ms or 0.0, _mean(rank.load_ms for rank in others)
+    compute, other_compute = last.compute_ms or 0.0, _mean(rank.compute_ms for rank in others)
+    if load - other_load > max(compute - other_compute, wait_ms / 2):
+        return f"loads data for {load:.1f} ms a step, {label} for {other_load:.1f} ms"
+    per_sample, other_per_sample = _per_sample_ms([last]), _per_sample_ms(others)
+    if per_sample and other_per_sample and per_sample > 1.05 * other_per_sample:
+        return f"computes {per_sample / other_per_sample:.1f}x longer per sample than {label}"
+    if compute > 1.05 * other_compute:
+        return f"computes {compute:.1f} ms a step for its share, {label} {other_compute:.1f} ms"
+    return f"arrives last at the gradient exchange, though it loads and computes as fast as {label}"
+
+
+def _per_sample_ms(ranks: list[RankFigures]) -> float | None:
+    samples = sum(rank.samples for rank in ranks)
+    return sum(rank.compute_total_ms or 0.0 for rank in ranks) / samples if samples else None
+
+
+def _mean(values: Iterable[float | None]) -> float:
+    """Of those that are known; 0 of none."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else 0.0

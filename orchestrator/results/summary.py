@@ -1,0 +1,357 @@
+"""What one run amounted to: the value that `analyse` produces and `report` and `compare` read.
+
+Takes `summary.json` of a collected run, gives a frozen `Summary`:
+
+    summary = Summary.load(RunFolder(Path("runs/resnet152_cifar-20261121-0912-k3f")))
+    summary.efficiency          # 0.21: the cluster's speed over the sum of its hosts' own speeds
+
+A figure that could not be measured is None, and `missing` or `warnings` says why in a sentence.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError
+
+from orchestrator.errors import OrchError
+from orchestrator.jobs.record import Fault, FirstFailure
+from orchestrator.paths import RunFolder
+from orchestrator.planning.launch_plan import CodeFolder, Faster, Prediction, System
+from orchestrator.record import SCHEMA, Record
+from orchestrator.results.batch_norm import BatchNorm
+from orchestrator.results.curves import Curves
+from orchestrator.results.rebalances import Rebalance
+from orchestrator.results.slowed import Slowed
+from orchestrator.text import one_line
+from orchestrator.units import format_duration
+
+TEXT_LIMIT = 500
+SUMMARY_LIMIT = 64 * 2**20
+
+
+def _clean_if_text(value: Any) -> Any:
+    return one_line(value, TEXT_LIMIT) if isinstance(value, str) else value
+
+
+Text = Annotated[str, BeforeValidator(_clean_if_text)]
+"""A string that came from a host."""
+
+
+class StepTime(Record):
+    """The length of a step on one host: its slowest rank's."""
+
+    p50: float
+    p95: float
+
+
+class RankEnd(Record):
+    """How a rank's process ended, as its host saw it: neither code nor signal where that is not known."""
+
+    rank: int
+    exit_code: int | None = None
+    signal: Text | None = None
+
+
+class NodeSummary(Record):
+    """One host's part. Times are means over its ranks and the measured steps."""
+
+    name: str
+    gpu: str
+    ranks: int
+    batch_per_rank: int | None = None
+    samples_per_s: float | None = None
+    """Samples this host contributed a second, inside the cluster."""
+    own_samples_per_s: float | None = None
+    """Samples over compute time, summed over its ranks: what this host could do alone."""
+    solo_samples_per_s: float | None = None
+    """What it did alone, measured by a solo run."""
+    step_ms: StepTime | None = None
+    load_ms: float | None = None
+    compute_ms: float | None = None
+    sync_ms: float | None = None
+    wait_ms: float | None = None
+    optim_ms: float | None = None
+    peak_memory_bytes: int | None = None
+    paced: bool = False
+    valid: bool = True
+    gpu_utilisation: float | None = None
+    """Mean over the samples taken while the job ran, 0..100."""
+    slowed: Slowed | None = None
+    """What held its GPU down, for a part of the run that matters."""
+    ends: tuple[RankEnd, ...] = ()
+    host: Text | None = None
+    device_name: Text | None = None
+    torch: Text | None = None
+    nccl: Text | None = None
+    backend: Text | None = None
+    bandwidth_bps: float | None = None
+    system: System | None = None
+
+    @property
+    def slowed_words(self) -> str:
+        """`a2000 was slowed by its power cap of 70 W for 43 % of the run: 1,290 instead of 1,800 MHz`; "" if not."""
+        if not self.slowed:
+            return ""
+        return f"{self.name}{f', rank {self.slowed.rank},' if self.ranks > 1 else ''} was {self.slowed.words}"
+
+
+class GpuSummary(Record):
+    """All hosts with one type of GPU, together."""
+
+    nodes: int
+    ranks: int
+    samples_per_s: float | None = None
+    own_samples_per_s: float | None = None
+    share: float | None = None
+    """Of all samples of the measured steps, 0..1."""
+
+
+class Straggler(Record):
+    """Who the others wait for."""
+
+    node: str
+    rank: int | None = None
+    """Named where all ranks stand on one host."""
+    reason: str
+    wait_ms: float
+    """How much longer the others wait a step than this one does."""
+
+
+Part = Literal["input", "compute", "wire", "optimiser"]
+
+
+class Bound(Record):
+    """What limits a step: the largest part of the step of the rank that waits least for the others."""
+
+    part: Part
+    node: str
+    share: float
+    """Of the step, 0..1."""
+
+    @property
+    def words(self) -> str:
+        """What to make faster first, in a sentence."""
+        share = f"{100 * self.share:.0f} %"
+        return {
+            "wire": f"Network-bound: {share} of each step is gradient traffic not hidden by compute.",
+            "compute": f"Compute-bound: {share} of each step is {self.node}'s own forward and backward.",
+            "input": f"Input-bound: for {share} of each step {self.node} waits for its own data.",
+            "optimiser": f"Optimiser-bound: the update takes {share} of each step of {self.node}.",
+        }[self.part]
+
+
+class CollectiveTime(Record):
+    """How long one operation took for one size. No time: `error` says why."""
+
+    operation: str
+    bytes: int
+    """Of the whole array."""
+    iterations: int = 0
+    time_ms: float | None = None
+    """Median of what the slowest rank needed."""
+    algbw_gbps: float | None = None
+    busbw_gbps: float | None = None
+    error: Text | None = None
+
+
+class CollectiveOperation(Record):
+    """One operation over all its sizes: what was measured at both ends, and time = alpha + bytes / beta between."""
+
+    operation: str
+    smallest_bytes: int
+    latency_us: float
+    """Of the smallest size."""
+    largest_bytes: int
+    busbw_gbps: float
+    """Of the largest size."""
+    of_declared: float | None = None
+    """busbw_gbps as a part of the slowest host's declared bandwidth."""
+    alpha_us: float | None = None
+    beta_gbps: float | None = None
+    """Algorithm bandwidth; None where time does not grow with bytes."""
+    worst_error: float | None = None
+    """The largest distance of a measured time from the line, as a part of that time."""
+
+
+class LinkSpeed(Record):
+    """From one node to another, by itself."""
+
+    source: str
+    target: str
+    gbps: float
+
+
+class Collectives(Record):
+    """What a run that measures the network found."""
+
+    declared_gbps: float | None = None
+    """Bandwidth of the slowest host, as the inventory says; None within one host."""
+    times: tuple[CollectiveTime, ...] = ()
+    operations: tuple[CollectiveOperation, ...] = ()
+    links: tuple[LinkSpeed, ...] = ()
+
+    def operation(self, name: str) -> CollectiveOperation | None:
+        return next((each for each in self.operations if each.operation == name), None)
+
+
+def link_matrix(found: Collectives) -> tuple[list[str], dict[tuple[str, str], float]]:
+    """The nodes, and Gbps from one to another."""
+    names = list(dict.fromkeys(end for link in found.links for end in (link.source, link.target)))
+    return names, {(link.source, link.target): link.gbps for link in found.links}
+
+
+class Summary(Record):
+    """One run in figures; `summary.json` holds exactly this."""
+
+    schema_: int = Field(SCHEMA, alias="schema", serialization_alias="schema")
+    job: str
+    experiment: str
+    kind: str = "experiment"
+    cluster: str = ""
+    master: str = ""
+    created: str | None = None
+    started: str | None = None
+    ended: str | None = None
+    command: str | None = None
+    """What each rank ran, as a shell would be told it; the interpreter is the host's."""
+    code: CodeFolder | None = None
+    """Where the shipped files came from."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """As the ranks used them."""
+    asked: dict[str, Any] = Field(default_factory=dict)
+    """Of the settings that turned out otherwise (`auto`, -1, ...), what was asked for."""
+    state: str
+    world_size: int
+    samples_per_s: float | None = None
+    prediction: Prediction | None = None
+    """What the plan foresaw, to stand beside what was measured."""
+    efficiency: float | None = None
+    efficiency_basis: Literal["solo", "estimated"] | None = None
+    faster: tuple[Faster, ...] = ()
+    """Ways to run it that would have taken less time, the fastest first."""
+    nodes: tuple[NodeSummary, ...] = ()
+    by_gpu: dict[str, GpuSummary] = Field(default_factory=dict)
+    straggler: Straggler | None = None
+    bound: Bound | None = None
+    missing: tuple[str, ...] = ()
+    """What should be here and is not, a sentence each."""
+    warnings: tuple[str, ...] = ()
+    """What is here and could not be used, or must be read with care, a sentence each."""
+    first_failure: FirstFailure | None = None
+    faults: tuple[Fault, ...] = ()
+    """What an elastic job went on after, in the order of time; hosts that were lost are not among `nodes`."""
+    restarts: int = 0
+    """How often the ranks were started anew."""
+    metrics: bool = True
+    """Whether any rank wrote metrics; without them there are logs, exit codes and GPU use."""
+    steps: int = 0
+    """Measured steps: every rank reported them, and they come after the warm-up."""
+    warmup_steps_left_out: int = 0
+    samples_total: int = 0
+    """Over all steps that were reported, warm-up included."""
+    total_s: float | None = None
+    """Start of the slowest rank's process to its end, evaluation included."""
+    model: Text | None = None
+    parameters: int | None = None
+    gradient_bytes: int | None = None
+    accuracy: float | None = None
+    """0..1, of the last evaluation; None when paced."""
+    accuracy_per_class: dict[str, float] = Field(default_factory=dict)
+    loss: float | None = None
+    """Of the last step that every rank reported, each rank counted by its samples; None when paced."""
+    batch_norm: BatchNorm | None = None
+    """The groups that it saw; None where the network has none, or its ranks do not tell."""
+    curves: Curves = Field(default_factory=Curves)
+    """How it learned; empty when paced."""
+    rebalances: tuple[Rebalance, ...] = ()
+    """How the shares followed the ranks' speeds (`shares=auto`), in the order of steps."""
+    collectives: Collectives | None = None
+    """Of a run that measured the network and trained nothing."""
+
+    @property
+    def paced(self) -> bool:
+        return any(node.paced for node in self.nodes)
+
+    @property
+    def slowed(self) -> tuple[NodeSummary, ...]:
+        """The hosts whose GPU was held down, first those that the findings name."""
+        slowed = (node for node in self.nodes if node.slowed)
+        return tuple(sorted(slowed, key=lambda node: node.name not in self.named))
+
+    @property
+    def named(self) -> frozenset[str]:
+        """The hosts that the others wait for, or whose compute limits a step."""
+        bound = {self.bound.node} if self.bound and self.bound.part == "compute" else set()
+        return frozenset(bound | ({self.straggler.node} if self.straggler else set()))
+
+    @property
+    def overlapped(self) -> bool:
+        """Do gradients travel while backward still runs? local sends none, compressed sends all of them after it."""
+        fidelity = self.settings.get("fidelity", "exact")
+        return self.settings.get("strategy") in ("ddp", "fsdp") and fidelity in ("exact", "half")
+
+    @property
+    def of_prediction(self) -> float | None:
+        """Measured speed over the one foreseen; None where one of them is not known."""
+        if self.prediction is None or self.samples_per_s is None or self.prediction.samples_per_s <= 0:
+            return None
+        return self.samples_per_s / self.prediction.samples_per_s
+
+    @property
+    def whole_samples_per_s(self) -> float | None:
+        """By the wall clock: all samples of the run over `total_s`. None where the last start is not the only one."""
+        if not self.total_s or not self.samples_total or self.restarts:
+            return None
+        return self.samples_total / self.total_s
+
+    @property
+    def left_out_words(self) -> str:
+        """What the speed of the steps, and so the efficiency, says nothing of."""
+        parts = [f"the first {self.warmup_steps_left_out} steps"] if self.warmup_steps_left_out else []
+        parts += (
+            ["evaluation", "checkpoints"] if self.kind == "experiment" else ["what a script does between its steps"]
+        )
+        if self.settings.get("fidelity") == "local":
+            parts.append("the averages that wait for these two or for the end")
+        return f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
+
+    @property
+    def wall_clock_words(self) -> str | None:
+        """The whole run, with all that is left out elsewhere; None where it is not known."""
+        if self.whole_samples_per_s is None or self.total_s is None or not self.samples_per_s:
+            return None
+        part = self.whole_samples_per_s / self.samples_per_s
+        return (
+            f"Whole run: {format_duration(self.total_s)} by the wall clock, from the start of the ranks to their end: "
+            f"{self.whole_samples_per_s:.4g} samples/s, {part:.2f} of its measured steps' speed"
+        )
+
+    def share(self, node: NodeSummary) -> float | None:
+        """The part of all samples that this host did, 0..1; None when some host's is not known."""
+        speeds = [other.samples_per_s for other in self.nodes]
+        if node.samples_per_s is None or None in speeds or not self.samples_per_s:
+            return None
+        return node.samples_per_s / self.samples_per_s
+
+    @classmethod
+    def load(cls, run: RunFolder) -> Summary:
+        """The summary of a run that was analysed. Raises OrchError when there is none or it cannot be read."""
+        remedy = "run `orch collect` for this job to make it anew"
+        try:
+            with open(run.summary, "rb") as file:
+                content = file.read(SUMMARY_LIMIT + 1)
+        except OSError as error:
+            raise OrchError(f"{run.summary}: cannot be read ({error.strerror})", remedy) from error
+        if len(content) > SUMMARY_LIMIT:
+            raise OrchError(f"{run.summary}: larger than a summary can be", remedy)
+        try:
+            return cls.model_validate_json(content)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"]) or "the file"
+            raise OrchError(f"{run.summary}: {where}: {first['msg']}", remedy) from error
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that `summary.json` holds."""
+        return self.model_dump(mode="json", by_alias=True)

@@ -1,0 +1,1 @@
+"""Published studies as rows that can be run again, and their runner."""

@@ -1,0 +1,203 @@
+"""The reference studies as data: rows that can be run again, each beside what was published.
+
+    study = STUDIES["bottlenecks"]
+    study.rows[1].settings                          {"strategy": "allreduce", "slow": "rank:1,at:start,ms:1"}
+    choose_nodes(study.rows[1], plan.nodes)         ("a2000", "v100"), or the reason why these hosts cannot run it
+
+Published figures are their authors', on their machines: a reference, never a target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+from orchestrator.planning.launch_plan import NodePlan
+
+
+@dataclass(frozen=True)
+class Row:
+    """cells: under the study's own columns. hosts: GPU and ranks of each host that it needs; where it does not matter
+    which they are, `ranks` says how many there must be in all. published: what the study gives, in its words.
+    """
+
+    name: str
+    cells: tuple[str, ...]
+    exp: str
+    settings: Mapping[str, str] = field(default_factory=dict)
+    hosts: tuple[tuple[str, int], ...] = ()
+    ranks: int = 0
+    published: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Study:
+    """figures: what of a run's summary stands in the table (names that `sweep` knows); by the first of them, rows are
+    told apart. published: the columns of the rows' published cells.
+    """
+
+    title: str
+    source: str
+    columns: tuple[str, ...]
+    figures: tuple[str, ...]
+    published: tuple[str, ...]
+    rows: tuple[Row, ...]
+    note: str = ""
+
+
+def hosts_words(nodes: Iterable[NodePlan]) -> str:
+    return ", ".join(f"{node.ranks} x {node.gpu or 'CPU'}" for node in nodes)
+
+
+def choose_nodes(row: Row, nodes: Sequence[NodePlan]) -> tuple[str, ...] | str:
+    """The nodes that run this row, the most hosts that fit; or why none of these can."""
+    wanted = len(row.hosts) or min(row.ranks, len(nodes))
+    for count in range(wanted, 0, -1):
+        for some in combinations(nodes, count):
+            if _fits(row, some):
+                return tuple(node.name for node in some)
+    there = hosts_words(nodes)
+    if row.hosts:
+        return f"needs hosts with {' and '.join(f'{ranks} x {gpu}' for gpu, ranks in row.hosts)}; there are {there}"
+    return (
+        f"needs {row.ranks} rank{'s' if row.ranks > 1 else ''} in all, the hosts have {there}; set `ranks` in the file"
+    )
+
+
+def _fits(row: Row, nodes: Sequence[NodePlan]) -> bool:
+    if not row.hosts:
+        return sum(node.ranks for node in nodes) == row.ranks
+    left = list(row.hosts)
+    for node in nodes:
+        match = next((host for host in left if host[0] in (node.gpu or "") and host[1] == node.ranks), None)
+        if match is None:
+            return False
+        left.remove(match)
+    return not left
+
+
+_S1_CLUSTERS: dict[str, tuple[tuple[str, int], ...]] = {
+    "3090 x 2": (("3090", 2),),
+    "A2000 + A2000": (("A2000", 1), ("A2000", 1)),
+    "A2000 + V100": (("A2000", 1), ("V100", 1)),
+    "A16 + V100": (("A16", 1), ("V100", 1)),
+    "A16 + A16 + A2000": (("A16", 2), ("A2000", 1)),
+}
+
+
+def _mixed_clusters() -> tuple[Row, ...]:
+    return tuple(
+        Row(
+            name=f"{cluster.replace(' + ', '_').replace(' ', '')}-{strategy}".lower(),
+            cells=(cluster, strategy),
+            exp="resnet152_cifar",
+            settings={"strategy": strategy, "shares": "equal", "steps": "20", "eval_every": "0"},
+            hosts=hosts,
+            published=("no time given",),
+        )
+        for cluster, hosts in _S1_CLUSTERS.items()
+        for strategy in ("allreduce", "ddp")
+    )
+
+
+def _bottlenecks() -> tuple[Row, ...]:
+    base = {"samples": "12800", "epochs": "1", "eval_every": "1", "augment": "none", "shares": "equal"}
+    primitives = (
+        ("all_reduce", "allreduce", 2, "12.08"),
+        ("reduce + broadcast", "reduce_broadcast", 2, "12.25"),
+        ("all_reduce", "allreduce", 1, "14.22"),
+        ("reduce + broadcast", "reduce_broadcast", 1, "14.71"),
+    )
+    sleeps = (
+        ("1 ms at the start", "start", "1", base, "12.34"),
+        ("10 ms at every call", "call", "10", base, "36.61"),
+        ("6 s in backward", "backward", "6000", {**base, "steps": "4", "eval_every": "0"}, "unfinished"),
+    )
+    return (
+        *(
+            Row(
+                name=f"{strategy}-{ranks}",
+                cells=(label, str(ranks), "never"),
+                exp="mnist_lenet",
+                settings={**base, "strategy": strategy},
+                ranks=ranks,
+                published=(seconds,),
+            )
+            for label, strategy, ranks, seconds in primitives
+        ),
+        *(
+            Row(
+                name=f"sleep-{where}",
+                cells=("all_reduce", "2", label),
+                exp="mnist_lenet",
+                settings={**settings, "strategy": "allreduce", "slow": f"rank:1,at:{where},ms:{ms}"},
+                ranks=2,
+                published=(seconds,),
+            )
+            for label, where, ms, settings, seconds in sleeps
+        ),
+    )
+
+
+def _input() -> tuple[Row, ...]:
+    published = {
+        "0": ("0.0064", "0.0011", "72.80", "99.08 %"),
+        "2": ("0.0043", "0.0012", "34.96", "99.10 %"),
+        "4": ("0.0005", "0.0012", "18.47", "99.07 %"),
+    }
+    one = {"strategy": "none", "augment": "affine"}
+    workers = tuple(
+        Row(
+            name=f"workers-{count}",
+            cells=(f"workers, num_workers {count}",),
+            exp="mnist_lenet",
+            settings={**one, "loader": "workers", "num_workers": count},
+            ranks=1,
+            published=cells,
+        )
+        for count, cells in published.items()
+    )
+    resident = Row(
+        name="resident",
+        cells=("resident",),
+        exp="mnist_lenet",
+        settings={**one, "loader": "resident"},
+        ranks=1,
+        published=("", "", "", ""),
+    )
+    return (*workers, resident)
+
+
+STUDIES: dict[str, Study] = {
+    "mixed_clusters": Study(
+        title="ResNet-152 on CIFAR-10 over mixed clusters: one all_reduce a parameter, and DDP's buckets",
+        source="RTX 3090, RTX A2000, A16 and Tesla V100-16GB hosts, 2.5 Gbps, PyTorch 2.0.1",
+        columns=("cluster", "strategy"),
+        figures=("samples_per_s", "step_ms", "sync_ms", "efficiency"),
+        published=("published",),
+        rows=_mixed_clusters(),
+        note="The study gives no times. Its claim: DDP's buckets, which travel during backward, beat one all_reduce a "
+        "parameter after it.",
+    ),
+    "bottlenecks": Study(
+        title="Collectives, and a rank that sleeps (LeNet on MNIST)",
+        source="processes of one host stand for nodes; its number of steps is not given",
+        columns=("primitive", "ranks", "rank 1 sleeps"),
+        figures=("train_s", "sync_ms", "wait_ms", "accuracy"),
+        published=("published s",),
+        rows=_bottlenecks(),
+        note="Compare the rows with each other: ours are one pass over 12,800 images (the last: 4 updates), the length "
+        "of the study's is not known. wait is the largest of all hosts: what a slow rank costs shows up as waiting of "
+        "the others. In the study rank 1 sleeps at every aggregation; all_reduce has ten calls an update here, one a "
+        "parameter.",
+    ),
+    "input": Study(
+        title="MNIST over ways to load and vary images",
+        source="H100, one process, LeNet, 10 epochs, random affine",
+        columns=("loader",),
+        figures=("load_s", "update_s", "total_s", "accuracy"),
+        published=("load (s)", "update (s)", "total (s)", "accuracy"),
+        rows=_input(),
+    ),
+}

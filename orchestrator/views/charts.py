@@ -1,0 +1,141 @@
+"""Pictures of a run: `throughput.png`, each host's speed in the cluster beside its speed alone, or the network's speed.
+
+Takes a `Summary`, writes one PNG. matplotlib is imported only when a picture is drawn.
+
+    draw_throughput(summary, run.chart)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from orchestrator.files import write_atomic
+from orchestrator.results.summary import Collectives, NodeSummary, Summary
+from orchestrator.units import counted, format_bytes
+
+# Okabe and Ito's palette, told apart by every common form of colour vision; the hatch keeps them apart on paper.
+_SERIES = (
+    ("samples_per_s", "in the cluster", "#0072B2", ""),
+    ("own_samples_per_s", "own compute speed (estimate of alone)", "#E69F00", "//"),
+    ("solo_samples_per_s", "measured alone", "#009E73", ".."),
+)
+_INK = "#757d87"
+"""A grey that can be read on a white page and on a dark one: the picture itself is transparent."""
+_LINES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#999999", "#8C564B", "#B8A800")
+_MARKERS = ("o", "s", "^", "v", "D", "P", "X", "*", "<")
+
+
+def draw_throughput(summary: Summary, path: Path) -> bool:
+    """Writes the chart and returns True; where there is no speed to show, removes an older chart, returns False."""
+    if not any(node.samples_per_s for node in summary.nodes) and not (summary.collectives or Collectives()).operations:
+        path.unlink(missing_ok=True)
+        return False
+    content = io.BytesIO()
+    with warnings.catch_warnings():
+        # A host may be named in a script that the font has no glyphs for: boxes are drawn, and that is enough.
+        warnings.filterwarnings("ignore", message="Glyph .* missing", category=UserWarning)
+        with _plain_settings():
+            draw = _figure_of_network if summary.collectives else _figure
+            draw(summary).savefig(content, format="png", dpi=144, transparent=True)
+    write_atomic(path, content.getvalue())
+    return True
+
+
+@contextlib.contextmanager
+def _plain_settings() -> Iterator[None]:
+    """matplotlib obeys a `matplotlibrc` of whatever folder one stands in, which may be anybody's; we do not."""
+    import matplotlib
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update({"text.color": _INK, "xtick.color": _INK, "ytick.color": _INK})
+        matplotlib.rcParams.update({"axes.labelcolor": _INK, "axes.edgecolor": _INK})
+        yield
+
+
+def _figure(summary: Summary) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    series = [item for item in _SERIES if any(getattr(node, item[0]) for node in summary.nodes)]
+    height_inch = 1.7 + 0.32 * (len(series) + 0.8) * len(summary.nodes)
+    figure = Figure(figsize=(8.6, min(height_inch, 60)), layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1))
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    bar_height = 0.8 / len(series)
+    for index, (name, label, colour, hatch) in enumerate(series):
+        places = [row + (index - (len(series) - 1) / 2) * bar_height for row in range(len(summary.nodes))]
+        values = [getattr(node, name) or 0.0 for node in summary.nodes]
+        bars = axes.barh(
+            places, values, bar_height * 0.92, label=label, color=colour, hatch=hatch, edgecolor="white", linewidth=0
+        )
+        axes.bar_label(bars, [f"{value:,.4g}" if value else "" for value in values], padding=4, color=_INK, fontsize=9)
+    axes.set_yticks(range(len(summary.nodes)), [_label(node) for node in summary.nodes], parse_math=False)
+    axes.invert_yaxis()
+    axes.set_xlabel("samples per second")
+    axes.set_title(_title(summary), loc="left", fontsize=11, parse_math=False)
+    axes.margins(x=0.14)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color=_INK, alpha=0.25, linewidth=0.8)
+    axes.set_axisbelow(True)
+    figure.legend(loc="outside lower center", ncols=len(series), frameon=False, fontsize=9)
+    return figure
+
+
+def _figure_of_network(summary: Summary) -> Any:
+    """Bus bandwidth over size, a line an operation; the declared bandwidth is as high as a line can come."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    found = summary.collectives or Collectives()
+    figure = Figure(figsize=(8.6, 5.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for index, operation in enumerate(found.operations):
+        times = [each for each in found.times if each.operation == operation.operation and each.busbw_gbps]
+        axes.plot(
+            [each.bytes for each in times],
+            [each.busbw_gbps or 0.0 for each in times],
+            label=operation.operation,
+            color=_LINES[index % len(_LINES)],
+            marker=_MARKERS[index % len(_MARKERS)],
+            markersize=5,
+            linewidth=1.4,
+        )
+    if found.declared_gbps:
+        axes.axhline(found.declared_gbps, color=_INK, linestyle="--", linewidth=1.2, label="declared")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    sizes = sorted({each.bytes for each in found.times})[:: max(1, len(found.times) // 100)]
+    axes.set_xticks(sizes, [format_bytes(size) for size in sizes], rotation=30, ha="right", fontsize=9)
+    axes.minorticks_off()
+    axes.set_xlabel("bytes of the whole array")
+    axes.set_ylabel("bus bandwidth, Gbit/s")
+    axes.set_title(f"{_short(summary.experiment)} · {counted(summary.world_size, 'rank')}", loc="left", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color=_INK, alpha=0.25, linewidth=0.8)
+    axes.set_axisbelow(True)
+    figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    return figure
+
+
+def _label(node: NodeSummary) -> str:
+    count = f"{node.ranks} × " if node.ranks > 1 else ""
+    return f"{_short(node.name)}\n{count}{_short(node.gpu)}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 32 else text[:31] + "…"
+
+
+def _title(summary: Summary) -> str:
+    known = [f"{key} {summary.settings[key]}" for key in ("strategy", "fidelity", "batch") if key in summary.settings]
+    paced = ["paced, not real GPUs"] if summary.paced else []
+    return " · ".join([_short(summary.experiment), *(_short(text) for text in known), *paced])

@@ -1,0 +1,344 @@
+"""What `orch plan` shows: rows, sentences and the JSON document of an outlook. Pure.
+
+found = outlook_of(plan, view, chosen=frozenset())
+rows(found)            the best way of each fidelity
+changes(found)         hosts to leave out, what a faster link would bring, ...
+document(found)        `orch plan --json`
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from orchestrator.forecast.advice import FIDELITIES, Advice, Choice, Scene, WhatIf, advise
+from orchestrator.forecast.faster import predicted
+from orchestrator.forecast.gpus import ERROR, HOST_DAYS, RESTART_S, Failures, failures
+from orchestrator.forecast.imagined import Group, imagine
+from orchestrator.forecast.inputs import View, allowed, kept, memory_words, network_of
+from orchestrator.forecast.layers import gradient_bytes
+from orchestrator.forecast.links import GOODPUT
+from orchestrator.forecast.step import STRATEGIES, Host
+from orchestrator.planning.command_line import run_line
+from orchestrator.planning.launch_plan import LIMITS, Faster, LaunchPlan
+from orchestrator.planning.profiles import GPU_SETTINGS
+from orchestrator.units import format_bandwidth, format_duration
+from trainer.shared.shares import WORDS
+
+TITLES = ("fidelity", "way", "shares", "step", "samples/s", "of sum", "wire", "limited by")
+FEW_NAMES = 8
+"""More hosts than this are not named one by one."""
+UNSEEN: dict[str, tuple[object, ...]] = {
+    "strategy": (*STRATEGIES, "auto"),
+    "shares": WORDS,
+    "accumulate": (0, 1),
+    "loader": ("auto", "resident"),
+    "num_workers": (-1,),
+    "slow": ("",),
+}
+"""Settings that change how fast a run is and not what is predicted, with the values for which that is right."""
+UNSEEN_OF_CATALOGUE: dict[str, tuple[object, ...]] = {"amp": ("none",), **dict.fromkeys(GPU_SETTINGS, ("auto",))}
+"""The same where speeds are estimates; a profile is of its own amp, and of its own settings of the GPU."""
+UNSEEN_OF_IMAGINED: dict[str, tuple[object, ...]] = {
+    "device": ("auto", "cuda"),
+    "backend": ("auto", "nccl"),
+    "speeds": ("",),
+}
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """cluster: in words. failures: of a cluster that one does not have."""
+
+    cluster: str
+    exp: str
+    scene: Scene
+    advice: Advice
+    basis: tuple[str, ...]
+    speeds_from: Mapping[str, str]
+    failures: Failures | None = None
+    faster: tuple[Faster, ...] = ()
+    """Than the settings as they stand."""
+    command: str = ""
+    """The `orch run` line of the fastest way that the fidelity allows; empty for hosts that one does not have."""
+
+
+def outlook_of(plan: LaunchPlan, view: View, chosen: Collection[str]) -> Outlook:
+    """chosen: the settings that the person made; a bucket size or a number of local steps among them stays."""
+    unseen = {**UNSEEN, **(UNSEEN_OF_CATALOGUE if view.is_estimate else {})}
+    advice, limits = _advised(view.scene, plan.settings, chosen, view.speeds_from, unseen)
+    faster = predicted(plan, view, chosen)
+    return Outlook(
+        cluster=plan.cluster,
+        exp=plan.exp,
+        scene=view.scene,
+        advice=advice,
+        basis=(*view.basis, *(f"sets {setting.words}" for setting in plan.nccl), *limits),
+        speeds_from=view.speeds_from,
+        faster=faster,
+        command=faster[0].command if faster else run_line(plan),
+    )
+
+
+def imagined_outlook(
+    groups: Sequence[Group], exp: str, settings: Mapping[str, Any], bandwidth_bps: float, chosen: Collection[str]
+) -> Outlook:
+    layers = network_of(exp, settings)
+    scene = imagine(groups, layers, int(settings["batch"]), bandwidth_bps)
+    unseen = {**UNSEEN, **UNSEEN_OF_CATALOGUE, **UNSEEN_OF_IMAGINED}
+    advice, limits = _advised(scene, settings, chosen, {}, unseen)
+    gpus = {group.gpu.name: group.gpu for group in groups}.values()
+    return Outlook(
+        cluster=", ".join(group.words for group in groups),
+        exp=exp,
+        scene=scene,
+        advice=advice,
+        basis=(
+            f"speeds: estimates by memory bandwidth ({ERROR})",
+            *(f"{gpu.name}: {gpu.gb_per_s:.0f} GB/s, {gpu.memory_gib:.0f} GiB ({_trust(gpu.unsure)})" for gpu in gpus),
+            f"links: {format_bandwidth(bandwidth_bps)} for every host, as you say, times {GOODPUT} of payload",
+            f"{scene.wire.costs.name}: {scene.wire.costs.source}",
+            f"failures: one a host every {HOST_DAYS:.0f} days and {RESTART_S:.0f} s to start again, both assumed",
+            *limits,
+        ),
+        speeds_from={group.gpu.name: "catalogue" for group in groups},
+        failures=failures(len(scene.hosts), 2 * gradient_bytes(layers)),
+    )
+
+
+def _advised(
+    scene: Scene,
+    settings: Mapping[str, Any],
+    chosen: Collection[str],
+    speeds_from: Mapping[str, str],
+    unseen: Mapping[str, tuple[object, ...]],
+) -> tuple[Advice, list[str]]:
+    """The advice, and what it does not look at: memory that nobody measured, settings of which it knows nothing."""
+    advice = advise(scene, allowed(settings), **kept(settings, chosen))
+    shares = advice.best[advice.fidelity].forecast.shares
+    return advice, [*memory_words(scene, shares, speeds_from, settings), *_unseen_words(settings, chosen, unseen)]
+
+
+def _trust(unsure: Collection[str]) -> str:
+    return "not verified" if "memory_gib" in unsure else "bandwidth not verified" if "gb_per_s" in unsure else "read"
+
+
+def _unseen_words(
+    settings: Mapping[str, Any], chosen: Collection[str], unseen: Mapping[str, tuple[object, ...]]
+) -> Iterator[str]:
+    names = [name for name, harmless in unseen.items() if name in chosen and settings[name] not in harmless]
+    if names:
+        yield f"not looked at: {', '.join(f'{name}={settings[name]}' for name in names)}"
+
+
+# ---- for people -----------------------------------------------------------------------------------------------------
+
+
+def headline(found: Outlook) -> tuple[str, ...]:
+    job, wire = found.scene.job, found.scene.wire
+    tensors = sum(len(layer.shapes) for layer in job.layers)
+    sent = f"{gradient_bytes(job.layers) / 1e6:.4g} MB of gradient in {tensors} tensors"
+    return (
+        f"{found.exp} on {found.cluster}: {_many(len(wire.sites), 'host')}, {_many(wire.ranks, 'rank')}",
+        f"batch {job.batch}, {sent}; all of this is predicted, not measured",
+    )
+
+
+def rows(found: Outlook) -> list[tuple[str, ...]]:
+    """Below TITLES. The fidelity that the settings allow is marked."""
+    return [_row(found, found.advice.best[fidelity]) for fidelity in FIDELITIES]
+
+
+def _row(found: Outlook, choice: Choice) -> tuple[str, ...]:
+    forecast, fidelity = choice.forecast, choice.forecast.way.fidelity
+    critical = forecast.ranks[forecast.critical]
+    of_step = {"wire": forecast.sync_ms, "compute": critical.compute_ms}[forecast.binds] / forecast.step_ms
+    return (
+        f"{fidelity}{' *' if fidelity == found.advice.fidelity else ''}",
+        way_words(choice),
+        share_words(choice),
+        f"{forecast.step_ms:.4g} ms",
+        f"{choice.samples_per_s:.4g}" if choice.samples_per_s < 1e4 else f"{choice.samples_per_s:.0f}",
+        f"{choice.samples_per_s / found.advice.sum_of_parts:.2f}",
+        f"{forecast.sync_ms:.0f} ms",
+        f"{LIMITS[forecast.binds]}, {100 * of_step:.0f} %",
+    )
+
+
+def way_words(choice: Choice) -> str:
+    way = choice.forecast.way
+    if len(choice.forecast.shares) == 1:
+        return "one rank"
+    words = way.strategy
+    if way.strategy == "ddp":
+        words += f", {way.bucket_mib:g} MiB buckets" if way.bucket_mib else ", fitted buckets"
+    if way.fidelity == "compressed":
+        words = f"PowerSGD {way.rank}"
+    if way.fidelity == "local":
+        words = f"every {way.every} steps{', 16 bits' if way.half_wire else ''}"
+    return words + (f" after {100 * way.exact_part:.3g} %" if way.exact_part else "")
+
+
+def share_words(choice: Choice) -> str:
+    """`73+183`, or in a word where there are many."""
+    forecast = choice.forecast
+    if len(forecast.shares) <= 4:
+        return "+".join(map(str, forecast.shares))
+    return "equal" if choice.policy == "equal" else "by speed"
+
+
+def changes(found: Outlook) -> Iterator[str]:
+    """Sentences: who is better left out, and what would bring how much."""
+    advice = found.advice
+    now = advice.best[advice.fidelity].samples_per_s
+    whole = _count(advice.sum_of_parts)
+    yield f"* the fidelity that the settings allow; the sum of all hosts alone is {whole} samples/s"
+    for better in advice.without[:1]:
+        yield f"better: {_hosts(better, found)}, {_gain(better, now)}"
+    if not advice.without:
+        yield "no host is better left out"
+    for change in advice.what_if:
+        yield f"{change.change}: {_gain(change, now)}"
+    yield from _rings(found)
+    if found.failures:
+        yield _failure_words(found.failures)
+
+
+def endings(found: Outlook) -> Iterator[str]:
+    """What does better than the settings as they stand, each with its line; or theirs, where nothing does."""
+    for each in found.faster:
+        yield f"{each.words}:"
+        yield f"  {each.command}"
+    if found.command and not found.faster:
+        yield "nothing that these settings allow is worth a change:"
+        yield f"  {found.command}"
+
+
+def _hosts(change: WhatIf, found: Outlook) -> str:
+    """Who stays, or who is left out, whichever is soon said."""
+    stay, scene = set(change.hosts), found.scene
+    if all(host.kind for host in scene.hosts):
+        return _imagined_hosts(stay, scene.hosts)
+    if len(stay) == 1:
+        return f"{change.hosts[0]} alone"
+    if len(stay) <= FEW_NAMES:
+        return f"only {', '.join(change.hosts)} (--nodes {','.join(change.hosts)})"
+    out = [host.name for host in scene.hosts if host.name not in stay]
+    if len(out) <= FEW_NAMES:
+        return f"without {', '.join(out)}"
+    kinds = [kind for names in scene.kinds if (kind := [name for name in names if name not in stay])]
+    return "without " + " and ".join(f"the {_many(len(kind), 'host')} like {kind[0]}" for kind in kinds)
+
+
+def _imagined_hosts(stay: Collection[str], hosts: Sequence[Host]) -> str:
+    """In groups: their hosts have no names."""
+    groups = _groups(host for host in hosts if host.name in stay)
+    hint = f"(--nodes {shlex.quote(groups)})"
+    if len(stay) == 1:
+        return f"one {groups.removeprefix('1x')} host alone {hint}"
+    return f"without {_groups(host for host in hosts if host.name not in stay)} {hint}"
+
+
+def _groups(hosts: Iterable[Host]) -> str:
+    """As `parse_groups` reads them."""
+    return ",".join(f"{count}x{kind}" for kind, count in Counter(host.kind for host in hosts).items())
+
+
+def _gain(change: WhatIf, now: float) -> str:
+    choice = change.choice
+    rate = f"{_count(choice.samples_per_s)} samples/s, {choice.samples_per_s / now:.2f} times as many"
+    return f"{rate} ({way_words(choice)}; limited by the {LIMITS[choice.forecast.binds]})"
+
+
+def _rings(found: Outlook) -> Iterator[str]:
+    """A flat ring beside one that adds up inside each host first, where hosts have several ranks."""
+    wire = found.scene.wire
+    if wire.is_shared:
+        size = gradient_bytes(found.scene.job.layers)
+        flat, by_host = wire.all_reduce_s(size), sum(wire.relay_s(size))
+        yield f"one ring through all ranks: {1000 * flat:.0f} ms; inside each host first: {1000 * by_host:.0f} ms"
+
+
+def _failure_words(told: Failures) -> str:
+    return (
+        f"failures: {told.a_day:.2g} a day; with a checkpoint every {format_duration(told.every_s)} (each takes "
+        f"{format_duration(told.checkpoint_s)}) {100 * told.lost:.2g} % of the time is lost"
+    )
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+# ---- for programs ---------------------------------------------------------------------------------------------------
+
+MOST_LISTED = 100
+
+
+def document(found: Outlook) -> dict[str, Any]:
+    """The document of `orch plan --json`. Hosts and shares are listed where there are at most MOST_LISTED."""
+    advice, scene = found.advice, found.scene
+    return {
+        "schema": 1,
+        "cluster": found.cluster,
+        "exp": found.exp,
+        "batch": scene.job.batch,
+        "gradient_bytes": gradient_bytes(scene.job.layers),
+        "fidelity": advice.fidelity,
+        "sum_of_parts_samples_per_s": advice.sum_of_parts,
+        "hosts": _host_list(found),
+        "best": {fidelity: _choice(choice, advice) for fidelity, choice in advice.best.items()},
+        "ways": [_choice(choice, advice) for choice in advice.choices],
+        "without": [_what_if(change, advice) for change in advice.without],
+        "what_if": [_what_if(change, advice) for change in advice.what_if],
+        "failures": asdict(found.failures) if found.failures else None,
+        "faster": [each.model_dump() for each in found.faster],
+        "command": found.command or None,
+        "basis": list(found.basis),
+    }
+
+
+def _host_list(found: Outlook) -> list[dict[str, Any]] | None:
+    scene = found.scene
+    if len(scene.hosts) > MOST_LISTED:
+        return None
+    return [
+        {
+            "name": host.name,
+            "ranks": [asdict(speed) for speed in host.speeds],
+            "speed_from": found.speeds_from.get(host.name, "catalogue"),
+            "solo_samples_per_s": found.advice.alone[host.name],
+            "link_bps": site.up_bps if site.up_bps < float("inf") else None,
+        }
+        for host, site in zip(scene.hosts, scene.wire.sites, strict=True)
+    ]
+
+
+def _choice(choice: Choice, advice: Advice) -> dict[str, Any]:
+    forecast = choice.forecast
+    few = len(forecast.shares) <= MOST_LISTED
+    return {
+        "way": asdict(forecast.way),
+        "policy": choice.policy,
+        "shares": list(forecast.shares) if few else None,
+        "local_steps": list(forecast.local_steps) if few and forecast.local_steps else None,
+        "step_ms": forecast.step_ms,
+        "samples_per_s": forecast.samples_per_s,
+        "of_sum": forecast.samples_per_s / advice.sum_of_parts,
+        "sync_ms": forecast.sync_ms,
+        "binds": forecast.binds,
+        "wire_bytes": forecast.wire_bytes,
+        "ranks": [asdict(rank) for rank in forecast.ranks] if few else None,
+    }
+
+
+def _what_if(change: WhatIf, advice: Advice) -> dict[str, Any]:
+    hosts = list(change.hosts) if len(change.hosts) <= MOST_LISTED else len(change.hosts)
+    return {"change": change.change, "hosts": hosts, "choice": _choice(change.choice, advice)}

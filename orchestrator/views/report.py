@@ -1,0 +1,297 @@
+"""The page that a run ends with: one `report.html` that opens offline, on a phone, in the dark and on paper.
+
+Takes a run folder and its `Summary`, writes throughput.png and report.html.
+
+    write_report(run, analyse(run))
+
+The page holds its style and its picture within itself, no script and no reference to anywhere. Names and log lines of
+hosts are untrusted: Jinja2 escapes every value, and the page's own policy lets nothing be fetched or run.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from orchestrator.files import write_atomic
+from orchestrator.jobs.faults import fault_words
+from orchestrator.jobs.redraw import Drawing
+from orchestrator.paths import RunFolder
+from orchestrator.results.curves import Curves
+from orchestrator.results.published import conditions, published_for
+from orchestrator.results.summary import Collectives, CollectiveTime, NodeSummary, RankEnd, Summary, link_matrix
+from orchestrator.text import clean, clean_lines, one_line
+from orchestrator.units import counted, format_bandwidth, format_bytes, format_duration
+from orchestrator.views.charts import draw_throughput
+from orchestrator.views.gpu_charts import GpuCharts, gpu_charts, read_course
+from orchestrator.views.linechart import Line, LineChart, line_chart, percent_words
+from trainer.shared.experiments import EXPERIMENTS
+
+NOTHING = "–"
+_EVEN = 0.02
+"""Hosts whose shares lie this close together are called even."""
+LOGS, LOG_LINES, LOG_BYTES = 64, 20, 1 << 13
+SLOWED = 20
+"""So many hosts whose GPUs were slowed are named; the chart shows no more."""
+
+
+def write_report(run: RunFolder, summary: Summary) -> Path:
+    """Writes the chart and the page; returns the page's path."""
+    chart = base64.b64encode(run.chart.read_bytes()).decode() if draw_throughput(summary, run.chart) else None
+    logs = () if summary.metrics else last_words(run, summary)
+    gpus = gpu_charts({node.name: read_course(run.gpu(node.name)) for node in summary.nodes})
+    write_atomic(run.report, render_report(summary, chart, logs, gpus))
+    return run.report
+
+
+@dataclass(frozen=True)
+class LogEnd:
+    """The last lines of a log. name: the file, as seen from the run's folder."""
+
+    name: str
+    lines: tuple[str, ...]
+
+
+def last_words(run: RunFolder, summary: Summary) -> tuple[LogEnd, ...]:
+    """How every rank's logs end, those that hold nothing left out; of at most LOGS logs."""
+    ranks = [(node.name, end.rank) for node in summary.nodes for end in node.ends]
+    paths = [run.rank(*rank) / name for rank in ranks for name in ("stdout.log", "stderr.log")]
+    found = (LogEnd(path.relative_to(run.root).as_posix(), _tail(path)) for path in paths)
+    return tuple(itertools.islice((log for log in found if log.lines), LOGS))
+
+
+def _tail(path: Path) -> tuple[str, ...]:
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - LOG_BYTES))
+            text = file.read(LOG_BYTES).decode(errors="replace")
+    except OSError:
+        return ()
+    drawing = Drawing()
+    lines = [*drawing.take(text.rstrip()), *drawing.rest()]
+    return tuple(clean(line) for line in lines[-LOG_LINES:])
+
+
+def render_report(
+    summary: Summary,
+    chart: str | None = None,
+    logs: tuple[LogEnd, ...] = (),
+    gpus: GpuCharts | None = None,
+) -> str:
+    """The page's HTML. chart: a PNG in base64. logs: shown where there are no metrics. gpus: how they went."""
+    named = summary.named if summary.metrics and not summary.collectives else frozenset()
+    return (
+        _environment()
+        .get_template("report.html.j2")
+        .render(
+            run=summary,
+            chart=chart,
+            logs=logs,
+            gpus=gpus,
+            slowed_named=[node.slowed_words for node in summary.slowed if node.name in named],
+            slowed_others=[node.slowed_words for node in summary.slowed if node.name not in named][:SLOWED],
+            headline=headline(summary),
+            efficiency_words=efficiency_words(summary),
+            fidelity_words=fidelity_words(summary),
+            parts=_parts(summary),
+            settings_groups=tuple(_settings_groups(summary)),
+            curve_charts=tuple(_curve_charts(summary.curves)),
+            shares_over_steps=tuple(_shares_over_steps(summary)),
+            published=published_for(summary),
+            conditions=conditions(summary),
+        )
+    )
+
+
+def headline(summary: Summary) -> str:
+    """The one sentence to remember of this run."""
+    failure = summary.first_failure
+    if failure is not None and summary.state != "succeeded":
+        return f"The job {summary.state}: {_where(failure.node, failure.rank)}: {failure.reason}"
+    if summary.collectives:
+        return _network_headline(summary, summary.collectives)
+    if not summary.metrics:
+        return f"The job {summary.state}; it wrote no metrics."
+    if summary.samples_per_s is None:
+        return f"The job {summary.state}; no speed could be measured."
+    speed = f"{figure(summary.samples_per_s)} samples/s"
+    if any(node.samples_per_s is None for node in summary.nodes):
+        return f"{speed} from the ranks that reported; the others left no figures."
+    work = _who_did_the_work(summary)
+    if summary.efficiency is None:
+        return f"{work}; together {speed}." if len(summary.nodes) > 1 else f"{work} at {speed}."
+    if len(summary.nodes) == 1:
+        return f"{work} at {speed}, {summary.efficiency:.2f} of its speed alone."
+    return f"{work}; the cluster ran at {summary.efficiency:.2f} of the sum of its parts."
+
+
+def _network_headline(summary: Summary, found: Collectives) -> str:
+    best = found.operation("all_reduce") or next(iter(found.operations), None)
+    if best is None:
+        return f"The job {summary.state}; no collective could be measured."
+    reached = f"{best.operation} of {format_bytes(best.largest_bytes)} ran at {figure(best.busbw_gbps)} Gbps"
+    if best.of_declared is None or found.declared_gbps is None:
+        return f"{reached} of bus bandwidth."
+    return f"{reached} of bus bandwidth, {best.of_declared:.2f} of the declared {figure(found.declared_gbps)} Gbps."
+
+
+def _times_by_size(found: Collectives) -> dict[int, dict[str, CollectiveTime]]:
+    """By bytes and operation, the smallest size first."""
+    table: dict[int, dict[str, CollectiveTime]] = {}
+    for time in sorted(found.times, key=lambda time: time.bytes):
+        table.setdefault(time.bytes, {})[time.operation] = time
+    return table
+
+
+def _who_did_the_work(summary: Summary) -> str:
+    shares = {node.name: summary.share(node) or 0.0 for node in summary.nodes}
+    if len(shares) == 1:
+        return f"{summary.nodes[0].name} did all the work"
+    if max(shares.values()) - min(shares.values()) <= _EVEN:
+        return f"{len(shares)} hosts did equal parts of the work"
+    most = max(shares, key=lambda name: shares[name])
+    return f"{most} did {shares[most]:.0%} of the work".replace("%", " %")
+
+
+def efficiency_words(summary: Summary) -> str:
+    """What the efficiency was measured against."""
+    if summary.efficiency is None or summary.samples_per_s is None:
+        return "Not known: it needs the steps and the compute time of every rank."
+    alone = summary.samples_per_s / summary.efficiency
+    compared = f"{figure(summary.samples_per_s)} samples/s together, against {figure(alone)}"
+    if summary.efficiency_basis == "solo":
+        return f"{compared}, the sum of what each host was measured to do alone."
+    return (
+        f"{compared}, the sum of each host's samples over its own compute time. This basis is an estimate: alone, a "
+        "host would also have to load its data and update its weights. A solo run of every host makes it a measurement."
+    )
+
+
+def fidelity_words(summary: Summary) -> str:
+    """What the synchronisation may have lost, and what BatchNorm saw together."""
+    fidelity = str(summary.settings.get("fidelity", "exact"))
+    if summary.batch_norm is None:
+        return fidelity
+    same_as = f": {summary.batch_norm.exact_words}" if fidelity == "exact" else ""
+    return f"{fidelity}; {summary.batch_norm.words}{same_as}"
+
+
+def _settings_groups(summary: Summary) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Those that somebody chose, without a title; then, to be unfolded, those that are the experiment's own."""
+    own = EXPERIMENTS.get(summary.experiment, {})
+    plain = {key for key, value in summary.settings.items() if key in own and own[key] == value}
+    plain -= summary.asked.keys()
+    yield "", {key: value for key, value in summary.settings.items() if key not in plain}
+    title = f"{counted(len(plain), 'setting')} as {summary.experiment} has them"
+    yield title, {key: value for key, value in summary.settings.items() if key in plain}
+
+
+def _where(node: str, rank: int | None) -> str:
+    return node if rank is None else f"{node}, rank {rank}"
+
+
+def _parts(summary: Summary) -> tuple[tuple[str, str], ...]:
+    """The parts of a step in their order: field of a node, and what a person calls it."""
+    exposed = "exposed " if summary.overlapped else ""
+    return (
+        ("load_ms", "load"),
+        ("compute_ms", "compute"),
+        ("sync_ms", f"{exposed}sync"),
+        ("wait_ms", f"{exposed}wait"),
+        ("optim_ms", "optimiser"),
+    )
+
+
+def _shares_over_steps(summary: Summary) -> Iterator[dict[str, Any]]:
+    """A row for the shares at the beginning, and one for each time that they changed."""
+    if not summary.rebalances:
+        return
+    rows: list[tuple[int, tuple[int, ...], float | None]] = [(0, summary.rebalances[0].before, None)]
+    rows += [(change.step, change.shares, change.spread) for change in summary.rebalances]
+    for step, shares, spread in rows:
+        left, by_node = iter(shares), []
+        for node in summary.nodes:
+            by_node.append(tuple(itertools.islice(left, node.ranks)))
+        percents = [100 * share / sum(shares) for share in shares if share]
+        yield {"step": step + 1, "by_node": by_node, "percents": percents, "spread": spread}
+
+
+def _curve_charts(curves: Curves) -> Iterator[LineChart]:
+    """Loss and accuracy over updates, where two points of one are known."""
+    training = [(point.step + 1, point.loss) for point in curves.loss]
+    tested = [(each.step + 1, each.loss) for each in curves.evaluations if each.loss is not None]
+    accuracies = [(each.step + 1, each.accuracy) for each in curves.evaluations]
+    if len(training) > 1:
+        yield line_chart("loss", [Line("training", training), Line("test", tested, dots=True)], of_zero=True)
+    if len(accuracies) > 1:
+        yield line_chart("test accuracy", [Line("test", accuracies, dots=True)], words=percent_words)
+
+
+def _part_shares(node: NodeSummary, parts: tuple[tuple[str, str], ...]) -> list[tuple[str, float]]:
+    """Each part's percentage of this host's step, for its bar; empty where one is not known."""
+    values = [(name, getattr(node, name)) for name, _ in parts]
+    total = sum(value or 0.0 for _, value in values)
+    if total <= 0 or any(value is None for _, value in values):
+        return []
+    return [(name.removesuffix("_ms"), 100 * value / total) for name, value in values]
+
+
+def figure(value: float | None) -> str:
+    """A quantity with three digits or more: `0.012`, `3.21`, `42.0`, `960`, `12,345`."""
+    if value is None:
+        return NOTHING
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 1 else f"{value:.3g}"
+
+
+def _percent(value: float | None, digits: int = 0) -> str:
+    return NOTHING if value is None else f"{100 * value:.{digits}f} %"
+
+
+def _how(end: RankEnd) -> str:
+    if end.signal:
+        return f"ended by {one_line(end.signal, 40)}"
+    return "not known" if end.exit_code is None else f"exit code {end.exit_code}"
+
+
+def _moment(text: str | None) -> str:
+    return NOTHING if not text else one_line(text, 40).replace("T", " ").replace("Z", " UTC")
+
+
+def _or_nothing(show: Any) -> Any:
+    return lambda value: NOTHING if value is None else show(value)
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=lambda value: clean_lines(value) if type(value) is str else value,  # a Markup is ours
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "fault": fault_words,
+        "figure": figure,
+        "percent": _percent,
+        "moment": _moment,
+        "how": _how,
+        "ratio": _or_nothing("{:.2f}".format),
+        "part_shares": _part_shares,
+        "times_by_size": _times_by_size,
+        "link_matrix": link_matrix,
+        "size": _or_nothing(format_bytes),
+        "bandwidth": _or_nothing(format_bandwidth),
+        "duration": _or_nothing(format_duration),
+        "known": _or_nothing(str),
+        "line": lambda value: one_line(str(value)),
+    }
+    return environment

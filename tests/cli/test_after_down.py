@@ -1,0 +1,154 @@
+"""What a person is told before `orch down` and after it: what nobody pulled, what is gone, and where the copies are."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support import forks
+from tests.support.quick_python import quick_python
+
+SCRIPT = """
+import os
+open("snapshot.pt", "wb").write(b"w" * 300_000)
+open(os.environ["ORCH_CHECKPOINTS"] + "/best.pt", "wb").write(b"w" * 5000)
+print("trained by rank", os.environ["RANK"])
+"""
+
+
+@dataclass
+class Home:
+    folder: Path
+    inventory: Path
+    kept: str
+    """Collected and pulled, into `here`."""
+    lost: str
+
+    @property
+    def here(self) -> Path:
+        return self.folder / "here"
+
+    def types(self, *words, exit_code=0, cwd="here", answer=""):
+        (self.folder / cwd).mkdir(exist_ok=True)
+        env = {**os.environ, "ORCH_HOME": str(self.folder / "home"), "COLUMNS": "400"}
+        done = forks.run(forks.ORCH, words, env=env, cwd=self.folder / cwd, input_=answer)
+        assert done.returncode == exit_code, f"{words} gave {done.returncode}:\n{done.stdout}\n{done.stderr}"
+        return done
+
+    def runs(self, **options):
+        return self.types("run", "--detach", "--", str(self.folder / "code" / "train.py"), **options).stdout.strip()
+
+    def waits(self, job):
+        self.types("logs", "-f", "--job", job)
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory):
+    """Two jobs that have ended: one is collected and pulled, of the other nothing is here."""
+    folder = tmp_path_factory.mktemp("person")
+    (folder / "code").mkdir()
+    (folder / "code" / "train.py").write_text(SCRIPT)
+    python = quick_python(folder / "quick")
+    node = f"{{host: 127.0.0.1, workdir: {folder}/work-"
+    inventory = folder / "rack.yaml"
+    inventory.write_text(
+        f"cluster: rack\ndefaults: {{device: cpu, transport: local, python: {python}}}\n"
+        f"nodes:\n  - {{name: a, {node[1:]}a}}\n"
+    )
+    home = Home(folder, inventory, "", "")
+    home.types("up", str(inventory), "--allow-local")
+    home.kept = home.runs()
+    home.waits(home.kept)
+    home.lost = home.runs()
+    home.waits(home.lost)
+    home.types("collect", "--job", home.kept, "--checkpoints")
+    home.types("pull", home.kept, "snapshot.pt")
+    return home
+
+
+@pytest.fixture(scope="module")
+def after(before):
+    """The same, cleared; `said` is what the command said."""
+    before.said = before.types("down", "--yes").stderr
+    return before
+
+
+# ---- before ---------------------------------------------------------------------------------------------------
+
+
+def test_a_report_is_found_from_another_folder_and_out_still_wins(before):
+    found = before.types("report", "--job", before.kept, cwd="elsewhere").stdout
+    assert f"report: {before.here / 'runs' / before.kept / 'report.html'}" in found
+    refused = before.types("report", "--job", before.kept, "--out", "nothing", cwd="elsewhere", exit_code=2)
+    assert "nothing/" in refused.stderr and "holds no collected run" in refused.stderr
+
+
+def test_what_is_here_and_what_is_not_is_listed(before):
+    [node] = json.loads(before.types("pull", before.kept, "--list", "--json").stdout)["nodes"].values()
+    assert [(row["name"], row["size"], row["here"]) for row in node["files"]] == [
+        ("checkpoints/best.pt", 5000, True),
+        ("src/snapshot.pt", 300_000, True),
+    ]
+    listed = before.types("pull", before.lost, "--list").stdout
+    assert "src/snapshot.pt" in listed and "yes" not in listed
+    wrong = before.types("pull", before.lost, "*.ckpt", exit_code=2)
+    assert "it wrote checkpoints/best.pt, src/snapshot.pt" in wrong.stderr
+
+
+def test_down_names_what_was_never_pulled_and_asks(before):
+    refused = before.types("down", answer="n\n", exit_code=1)
+    said = (
+        f"never pulled of {before.lost}: 2 files, 297.9KiB (src/snapshot.pt 293.0KiB on a, checkpoints/best.pt 4.9KiB"
+    )
+    assert said in refused.stderr
+    assert f"never pulled of {before.kept}" not in refused.stderr
+    assert before.types("pull", before.lost, "--list").stdout.count("KiB") == 2  # nothing is gone
+
+
+# ---- after ----------------------------------------------------------------------------------------------------
+
+
+def test_with_yes_it_warns_and_goes_on(after):
+    assert f"never pulled of {after.lost}: 2 files" in after.said
+    assert f"never pulled of {after.kept}" not in after.said
+
+
+def test_a_collect_says_what_removed_the_files_and_leaves_the_copy_as_it_is(after):
+    copy = after.here / "runs" / after.kept
+    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    for cwd in ("here", "elsewhere"):
+        said = after.types("collect", "--job", after.kept, cwd=cwd, exit_code=1).stderr
+        assert f"{after.kept}: its files were removed by `orch down` on 20" in said
+        assert f"is in {copy}" in said
+    assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
+    assert not (after.folder / "elsewhere" / "runs").exists()
+    assert "it was collected nowhere" in after.types("collect", "--job", after.lost, exit_code=1).stderr
+
+
+def test_logs_come_from_the_copy_and_without_one_they_say_why_there_are_none(after):
+    done = after.types("logs", "--job", after.kept, cwd="elsewhere")
+    assert "trained by rank 0" in done.stdout
+    assert "removed by `orch down`" in done.stderr and str(after.here / "runs" / after.kept) in done.stderr
+    refused = after.types("logs", "-f", "--job", after.lost, exit_code=1)
+    assert refused.stdout == "" and "removed by `orch down`" in refused.stderr
+
+
+def test_so_does_a_pull(after):
+    assert "removed by `orch down`" in after.types("pull", after.lost, exit_code=1).stderr
+
+
+def test_jobs_still_tells_how_they_ended(after):
+    found = json.loads(after.types("jobs", "--json").stdout)["jobs"]
+    assert {job["id"]: job["state"] for job in found} == {after.kept: "succeeded", after.lost: "succeeded"}
+
+
+def test_where_somebody_else_removed_them_no_host_holds_them(after):
+    (after.folder / "home" / "jobs" / after.kept / "removed.json").unlink()
+    for words in (["collect"], ["logs"], ["logs", "-f"]):
+        said = after.types(*words, "--job", after.kept, exit_code=1).stderr
+        assert f"{after.kept}: no host holds its files" in said
+        assert str(after.here / "runs" / after.kept) in said

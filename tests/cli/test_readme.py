@@ -1,0 +1,69 @@
+"""What README and docs show runs as it stands there, and their links lead somewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import forks
+
+ROOT = Path(__file__).resolve().parents[2]
+ORCH = [sys.executable, "-m", "orchestrator.cli"]
+INVENTORY = """
+cluster: readme
+defaults: {transport: local, device: cpu, python: PYTHON, env: {OMP_NUM_THREADS: "1"}}
+nodes:
+  - {name: one, host: localhost, port: 1001, workdir: WORK/one}
+  - {name: two, host: localhost, port: 1002, workdir: WORK/two}
+"""
+
+
+@pytest.mark.timeout(240)
+def test_the_script_of_the_docs_takes_part_in_the_comparison(tmp_path):
+    (script,) = re.findall(r"```python\n(# train\.py\n.*?)```", (ROOT / "docs" / "scripts.md").read_text(), re.DOTALL)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "train.py").write_text(script)
+    inventory = INVENTORY.replace("WORK", str(tmp_path)).replace("PYTHON", sys.executable)
+    (tmp_path / "readme.yaml").write_text(inventory)
+
+    def orch(*words: str) -> str:
+        environment = {**os.environ, "ORCH_HOME": str(tmp_path / "home")}
+        done = forks.run(forks.ORCH, words, cwd=tmp_path, env=environment)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    orch("up", "readme.yaml")
+    orch("run", "--batch", "97", "--", "mine/train.py")  # odd: the two ranks' shares differ
+    summary = json.loads(orch("collect", "--job", "latest", "--json"))
+    assert summary["state"] == "succeeded"
+    assert summary["world_size"] == 2
+    assert summary["samples_total"] == 97 * 50
+    assert {node["name"]: node["samples_per_s"] > 0 for node in summary["nodes"]} == {"one": True, "two": True}
+    assert summary["loss"] < 60, "the loss of a model that says nothing is the variance of the sum, 64"
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_within_the_repository_leads_to_a_page_and_a_heading(page):
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
+        there = (page.parent / target).resolve() if target else page
+        assert there.exists(), f"{page.name}: {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
+            assert anchor in {_anchor(heading) for heading in headings}, anchor
+
+
+def _anchor(heading):
+    """As GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-")
+
+
+def test_the_readme_stays_short():
+    assert len((ROOT / "README.md").read_bytes()) <= 8_000

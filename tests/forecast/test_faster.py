@@ -1,0 +1,173 @@
+"""What would take less time than the run at hand is said, with a line that does it when it is pasted."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from orchestrator.forecast.faster import predicted
+from orchestrator.forecast.inputs import look
+from orchestrator.planning.command_line import run_line
+from orchestrator.planning.launch_plan import CodeFolder, Elastic, LaunchPlan
+from orchestrator.results.analyse import analyse
+from orchestrator.results.faster import WORTH, measured
+from orchestrator.views import console
+from orchestrator.views.report import render_report
+from tests.forecast.test_plan_command import dry_run, home, orch, planned  # noqa: F401 - home is a fixture
+from tests.planning.test_build import a2000_v100
+from tests.support.run_folders import two_hosts
+
+pytestmark = pytest.mark.usefixtures("home")
+
+
+def pasted(command):
+    """The plan of this line, as a shell would hand it over."""
+    orch_, *words = shlex.split(command)
+    assert orch_ == "orch"
+    return LaunchPlan.model_validate_json(orch(*words, "--dry-run", "--json").stdout)
+
+
+def alone(found):
+    return next(each for each in found if each.what.endswith(" alone"))
+
+
+# ---- before it runs -------------------------------------------------------------------------------------------------
+
+
+def test_a_host_that_is_faster_alone_is_named_in_plan_dry_run_and_at_the_start():
+    plan = dry_run()
+    (found,) = plan.faster
+    assert found.of_time == pytest.approx(plan.prediction.samples_per_s / 833)
+    assert found.words == f"v100 alone would take {found.of_time:.2f} of the time (predicted)"
+    again = pasted(found.command)
+    assert [node.name for node in again.nodes] == ["v100"]
+    assert again.prediction.samples_per_s == pytest.approx(833)
+    shown = orch("run", "--exp", "resnet152_cifar", "--dry-run").stderr
+    assert f"note: {found.words}\n  try: {found.command}\n" in shown
+    lines = orch("plan", "--exp", "resnet152_cifar").stdout.rstrip().split("\n")
+    assert lines[-2:] == [f"{found.words}:", f"  {found.command}"]
+    assert planned()["command"] == planned()["faster"][0]["command"] == found.command
+
+
+def test_the_line_of_better_shares_splits_the_batch_as_predicted():
+    plan = dry_run("--set", "batch=2048", "--set", "lr=0.1")
+    best = plan.faster[0]
+    again = pasted(best.command)
+    assert again.prediction.samples_per_s == pytest.approx(best.samples_per_s)
+    assert best.samples_per_s > WORTH * plan.prediction.samples_per_s
+    assert {node.name: node.shares for node in again.nodes} == {"v100": (1463,), "a2000": (585,)}
+    assert again.settings["lr"] == 0.1
+    assert again.faster == ()
+
+
+def test_where_nothing_is_worth_a_change_the_plan_ends_with_its_own_line():
+    words = ("--set", "batch=2048", "--set", "shares=v100=5,a2000=2")
+    lines = orch("plan", "--exp", "resnet152_cifar", *words).stdout.rstrip().split("\n")
+    assert lines[-2] == "nothing that these settings allow is worth a change:"
+    assert pasted(lines[-1]).settings["shares"] == "v100=5,a2000=2"
+
+
+def test_one_rank_takes_nothing_along_that_speaks_of_others():
+    words = ("fidelity=compressed", "compress_rank=4", "slow=rank:1,at:sync,ms:9", "weight_decay=0", "batch=128")
+    found = alone(dry_run(*(word for each in words for word in ("--set", each))).faster)
+    assert pasted(found.command).settings == {
+        **dry_run("--nodes", "v100").settings,
+        "batch": 128,
+        "weight_decay": 0.0,
+    }
+
+
+def test_a_job_that_goes_on_from_a_checkpoint_stays_with_the_host_that_holds_it():
+    plan = dry_run("--set", "resume=/data/point.pt")
+    view = look(plan, {})
+    assert alone(predicted(plan, view, {"resume"})).hosts == ("v100",)
+    held = plan.model_copy(update={"master": "a2000"})
+    assert alone(predicted(held, view, {"resume"})).hosts == ("a2000",)
+
+
+def test_auto_leaves_a_host_out_and_says_so_unless_it_is_named():
+    plan = dry_run("--set", "strategy=auto")
+    assert [node.name for node in plan.nodes] == ["v100"]
+    (said,) = (note for note in plan.notes if "leaves out" in note)
+    assert said.startswith("strategy=auto leaves out a2000: v100 alone would take 0.3")
+    assert "--nodes v100,a2000 keeps them" in said
+    assert len(dry_run("--set", "strategy=auto", "--nodes", "a2000,v100").nodes) == 2
+    assert len(dry_run("--set", "strategy=auto", "--set", "batch=2048", "--set", "shares=auto").nodes) == 1
+    assert len(dry_run("--set", "strategy=auto", "--elastic", "1:2").nodes) == 2
+    assert len(dry_run("--set", "strategy=auto", "--set", "shares=v100=5,a2000=2").nodes) == 2
+
+
+def test_measured_shares_leave_a_host_out_where_its_exchange_costs_more_than_it_brings():
+    speeds = ("--set", "speeds=v100:0=0+1.2,a2000:0=0+3", "--set", "shares=measured")
+    plan = dry_run(*speeds)
+    assert [node.name for node in plan.nodes] == ["v100"]
+    assert any(note.startswith("shares=measured leaves out a2000: v100 alone") for note in plan.notes)
+    both = dry_run(*speeds, "--set", "batch=2048")
+    assert len(both.nodes) == 2
+    assert not any("leaves out" in note for note in both.notes)
+
+
+# ---- after it ran ---------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_its_fastest_host_would_have_beaten_says_so_with_the_line(tmp_path, capsys):
+    run = two_hosts(tmp_path / "run")
+    summary = analyse(run)
+    (found,) = summary.faster  # 960 samples/s together; v100 did 2000 in its compute time
+    assert found.words == "v100 alone would take 0.48 of the time (by its compute time in this run)"
+    assert found.command.endswith("--nodes v100")
+    assert found.words in render_report(summary)
+    assert found.command in render_report(summary)
+    console.out.file = None
+    console.print_summary(summary)
+    assert f"{found.words}\n  try: {found.command}\n" in capsys.readouterr().out
+
+
+def test_a_profile_goes_before_the_compute_time_and_no_word_is_said_of_less_than_noise(tmp_path):
+    run = two_hosts(tmp_path / "run")
+    (found,) = analyse(run, solo={"a2000": 190.0, "v100": 1200.0}).faster
+    assert (found.of_time, found.basis) == (pytest.approx(0.8), "profiled")
+    assert analyse(run, solo={"v100": 960 * WORTH - 1}).faster == ()
+
+
+def test_what_was_measured_takes_the_place_of_what_was_predicted(tmp_path):
+    plan = dry_run("--set", "batch=2048")
+    assert {each.what for each in plan.faster} == {"bucket_mib=10.0, shares by speed", "v100 alone"}
+    nodes = analyse(two_hosts(tmp_path / "run")).nodes
+    faster = [each.model_copy(update={"own_samples_per_s": 833.0}) for each in nodes]
+    assert [each.basis for each in measured(plan, faster, 656.0)] == ["predicted", "computed"]
+    assert [each.basis for each in measured(plan, faster, 830.0)] == ["predicted"]
+    assert measured(plan, [each.model_copy(update={"valid": False}) for each in faster], 656.0) == plan.faster
+    assert measured(plan, faster[:1], 656.0) == ()
+
+
+# ---- the line -------------------------------------------------------------------------------------------------------
+
+
+def test_a_script_keeps_its_folder_its_arguments_and_their_quotes():
+    code = CodeFolder(sha256="c0de" * 16, source="/home/me/my code", files=1, size_bytes=1)
+    plan = replace_command(a2000_v100(), ("sub/train.py", "--name", "two words", "a;b"), kind="script")
+    plan = plan.model_copy(update={"code": code, "settings": {"batch": 96}, "share_gpus": True, "time_limit_s": 5400.0})
+    assert run_line(plan, ["v100"]) == (
+        "orch run --cluster a2000-v100 --time-limit 5400s --share --nodes v100 --folder '/home/me/my code' --batch 96 "
+        "-- '/home/me/my code/sub/train.py' --name 'two words' 'a;b'"
+    )
+    module = replace_command(plan, ("-m", "my.mod", "--local_rank={LOCAL_RANK}", "--x"), kind="module")
+    assert run_line(module).endswith("--batch 96 --pass-local-rank -m my.mod -- --x")
+    flags = replace_command(plan, ("-u", "-Xdev", "train.py", "-m"), kind="script")
+    assert run_line(flags).endswith("--batch 96 -- python -u -Xdev '/home/me/my code/train.py' -m")
+    flags = replace_command(plan, ("-u", "-m", "my.mod", "--x"), kind="module")
+    assert run_line(flags).endswith("--batch 96 -- python -u -m my.mod --x")
+
+
+def replace_command(plan, command, kind):
+    nodes = tuple(node.model_copy(update={"command": command}) for node in plan.nodes)
+    return plan.model_copy(update={"nodes": nodes, "kind": kind})
+
+
+def test_an_elastic_job_is_one_with_all_its_hosts_alone():
+    elastic = Elastic(min_nodes=1, max_nodes=2, max_restarts=3)
+    plan = dry_run().model_copy(update={"elastic": elastic, "grace_s": 10.0})
+    assert "--elastic 1:2 --max-restarts 3 --grace 10s" in run_line(plan)
+    assert "--elastic" not in run_line(plan, ["v100"])

@@ -1,0 +1,100 @@
+"""Hardware that is not here, and clusters made of it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from orchestrator.errors import UsageError
+from orchestrator.forecast.gpus import CATALOGUE, activation_bytes, estimate_speed, failures, find_gpu
+from orchestrator.forecast.imagined import imagine, is_imagined, parse_groups
+from orchestrator.forecast.layers import Layer, layers_of
+
+RESNET = layers_of("resnet152", (3, 32, 32), 10)
+
+
+@pytest.mark.parametrize(
+    ("label", "name"),
+    [
+        ("RTX A2000", "A2000"),
+        ("NVIDIA RTX A2000 12GB", "A2000"),
+        ("NVIDIA RTX A2000 6GB", "A2000 6GB"),
+        ("Tesla V100-16GB", "V100"),
+        ("Tesla V100-SXM2-32GB", "V100 32GB"),
+        ("NVIDIA A16", "A16"),
+        ("NVIDIA GeForce RTX 3090", "3090"),
+        ("RTX3090", "3090"),
+        ("GeForce GTX 1080 Ti", "1080Ti"),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("A160", None),
+        ("", None),
+    ],
+)
+def test_a_label_means_a_card(label, name):
+    found = find_gpu(label)
+    assert (found.name if found else None) == name
+
+
+def test_every_figure_says_whether_it_was_verified():
+    for gpu in CATALOGUE:
+        assert gpu.source
+        assert ("remembered" in gpu.source) == ("memory_gib" in gpu.unsure)
+        assert find_gpu(gpu.name) == gpu
+
+
+def test_more_memory_bandwidth_is_more_speed():
+    by_bandwidth = sorted(CATALOGUE, key=lambda gpu: gpu.gb_per_s)
+    times = [estimate_speed(gpu, RESNET).step_ms(256) for gpu in by_bandwidth]
+    assert times == sorted(times, reverse=True)
+
+
+def test_a_network_of_resnet50s_work_runs_at_the_rule():
+    """0.50 images/s per GB/s, which is what ResNet-50 at 224 px reaches: a V100 450."""
+    speed = estimate_speed(find_gpu("V100"), RESNET)
+    work = sum(layer.work for layer in RESNET)
+    assert 1000 / speed.sample_ms * work / 4.09e9 == pytest.approx(450)
+
+
+def test_what_a_sample_takes_in_memory_is_about_what_torch_keeps():
+    """3,931,904 bytes by `trainer.paced.anatomy.dissect`."""
+    assert activation_bytes(RESNET) == pytest.approx(3_931_904, rel=0.1)
+
+
+def test_failures_grow_with_the_hosts_and_checkpoints_come_at_youngs_interval():
+    small, large = failures(10, 5e8), failures(1000, 5e8)
+    assert large.a_day == pytest.approx(100 * small.a_day) == pytest.approx(1000 / 365)
+    assert large.every_s == pytest.approx(math.sqrt(2 * 1.0 * 86_400 * 365 / 1000))
+    assert 0 < small.lost < large.lost < 0.1
+
+
+def test_hosts_that_are_not_there_are_written_as_groups():
+    groups = parse_groups("500xA2000, 2x4xA16,1x3090")
+    assert [(group.hosts, group.gpus, group.gpu.name) for group in groups] == [
+        (500, 1, "A2000"),
+        (2, 4, "A16"),
+        (1, 1, "3090"),
+    ]
+    scene = imagine(groups, RESNET, 1000, 2.5e9)
+    assert (len(scene.hosts), scene.wire.ranks) == (503, 509)
+    assert {site.up_bps for site in scene.wire.sites} == {0.94 * 2.5e9}
+    assert [scene.hosts[number].kind for number in (0, 500, 502)] == ["A2000", "4xA16", "3090"]
+    assert [group.kind for group in parse_groups("7x4xA16")] == ["4xA16"]
+
+
+@pytest.mark.parametrize("text", ["500xB1000", "x", "0xA16", "2x0xA16", "3xA16,", "30000xA16", "-1xA16", "1xA16;ls"])
+def test_what_is_no_group_is_refused(text):
+    with pytest.raises(UsageError):
+        parse_groups(text)
+
+
+def test_a_network_too_large_for_a_gpu_is_refused():
+    huge = (Layer(((100_000, 20_000),), 1e9),)
+    with pytest.raises(UsageError, match="not one sample fits into the 16 GiB of an A16"):
+        imagine(parse_groups("1xA16"), huge, 64, 1e9)
+
+
+def test_names_of_nodes_are_no_groups():
+    assert is_imagined("500xA2000")
+    assert not is_imagined("a2000,v100")

@@ -1,0 +1,187 @@
+import pytest
+
+from orchestrator.errors import ProbeError
+from orchestrator.hosts import checks
+from orchestrator.hosts.facts import Gpu, Interface, NodeFacts, Occupant, Route, TorchFacts
+from orchestrator.hosts.inventory import Node, Paced
+
+GIB = 1 << 30
+CU117 = ("sm_37", "sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86")
+CU132 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
+PACED = Paced(samples_per_s=333)
+
+
+def node(**changes):
+    return Node(**{"name": "v100", "host": "192.168.1.42", "gpu": "Tesla V100-16GB", "gpus": 1, **changes})
+
+
+def gpu(capability="7.0", **changes):
+    fields = {"index": 0, "name": "Tesla V100-PCIE-16GB", "uuid": "GPU-1", "memory_bytes": 16 * GIB}
+    more = {"memory_used_bytes": 0, "driver": "525.105.17", "bus_id": "0:3B:00.0", "compute_capability": capability}
+    return Gpu(**{**fields, **more, **changes})
+
+
+def torch(**changes):
+    fields = {"version": "2.0.1+cu117", "cuda": "11.7", "arch_list": CU117, "torchvision": "0.15.2"}
+    return TorchFacts(**{**fields, "gloo": True, "nccl_available": True, "devices": 1, **changes})
+
+
+def facts(**changes):
+    fields = {
+        "node": "v100",
+        "hostname": "v100",
+        "os": "Ubuntu 22.04",
+        "kernel": "5.15",
+        "machine": "x86_64",
+        "cores": 16,
+        "memory_bytes": 64 * GIB,
+        "disk_free_bytes": 100 * GIB,
+        "shm_bytes": 32 * GIB,
+        "clock_offset_s": 0.1,
+        "boot_id": "b",
+        "machine_id": "m",
+        "user": "ubuntu",
+        "uid": 1000,
+        "python_version": "3.10.12",
+        "python_executable": "/opt/conda/bin/python",
+        "gpus": (gpu(),),
+        "torch": torch(),
+        "interfaces": (Interface(name="eno1", addresses=("192.168.1.42/24",), mtu=1500, speed_bps=2.5e9, up=True),),
+        "routes": (Route(peers=("192.168.1.41",), interface="eno1", source="192.168.1.42"),),
+        "workdir": "/home/ubuntu/.orch",
+    }
+    return NodeFacts(**{**fields, **changes})
+
+
+OTHER = Occupant(pid=4711, memory_bytes=12 * GIB, user="alice", command="python3 train.py")
+NO_GPU = {"gpus": (), "gpu_error": "nvidia-smi: command not found"}
+CPU_TORCH = torch(version="2.0.1+cpu", cuda=None, arch_list=(), devices=0, nccl_available=False)
+
+BLOCKED = {
+    "old python": (node(), facts(python_version="3.8.10"), "python 3.8.10", "`python:`"),
+    "no inodes": (
+        node(),
+        facts(workdir_error="No space left on device", disk_free_inodes=0),
+        "no inode is free",
+        "`df -i`",
+    ),
+    "work folder": (node(), facts(workdir_error="/srv: Permission denied"), "Permission denied", "`workdir:`"),
+    "no torch": (node(), facts(torch=None, torch_error="No module named 'torch'"), "No module named", "`python:`"),
+    "old torch": (node(), facts(torch=torch(version="1.12.1")), "1.12.1", "`python:`"),
+    "torch alone": (node(), facts(torch=torch(gloo=False)), "no distributed", "`python:`"),
+    "driver mismatch": (
+        node(),
+        facts(gpus=(), gpu_error="Failed to initialize NVML: Driver/library version mismatch"),
+        "driver is broken",
+        "reboot",
+    ),
+    "declared, none there": (node(), facts(**NO_GPU), "command not found", "device: cpu"),
+    "a label promises one": (node(gpus=None), facts(**NO_GPU), "no usable GPU", "device: cpu"),
+    "one of two is lost": (node(gpus=2), facts(), "says 2 GPUs, the host shows 1", "`gpus:` of v100"),
+    "cuda without a GPU": (node(gpu=None, gpus=None, device="cuda"), facts(gpus=()), "no GPU found", "nvidia-smi"),
+    "CPU build": (node(), facts(torch=CPU_TORCH), "is a CPU build", "CUDA build"),
+    "CPU build beside an undeclared GPU": (node(gpu=None, gpus=None), facts(torch=CPU_TORCH), "CPU build", "device"),
+    "driver too old": (
+        node(),
+        facts(torch=torch(devices=0, cuda_error="The NVIDIA driver on your system is too old")),
+        "driver on your system is too old",
+        "update the driver",
+    ),
+    "torch sees fewer GPUs": (
+        node(gpus=None),
+        facts(gpus=(gpu(), gpu(index=1, uuid="GPU-2"))),
+        "torch 2.0.1+cu117 sees 1 GPU, nvidia-smi shows 2",
+        "`gpus: 1`",
+    ),
+    "a GPU that is closed": (node(), facts(gpus=(gpu(compute_mode="Prohibited"),)), "Prohibited", "-c DEFAULT"),
+    "a driver that sleeps": (node(), facts(gpus=(), gpu_error="no answer in 30 s"), "no answer", "nvidia-smi -pm 1"),
+    "old GPU, new torch": (node(), facts(torch=torch(version="2.15.0+cu132", arch_list=CU132)), "sm_70", "sm_70"),
+}
+
+
+@pytest.mark.parametrize("case", BLOCKED)
+def test_a_host_is_blocked_with_a_remedy(case):
+    declared, found, says, remedy = BLOCKED[case]
+    error = checks.unusable(declared, found)
+    assert isinstance(error, ProbeError)
+    assert error.message.startswith("v100: ")
+    assert says in error.message
+    assert remedy in error.remedy
+
+
+FREE = {
+    "all is well": (node(), facts()),
+    "torch was not asked for": (node(), facts(torch=None)),
+    "kept to its CPU": (node(device="cpu"), facts(**NO_GPU, torch=CPU_TORCH)),
+    "paced": (node(paced=PACED, gpus=2), facts(**NO_GPU, torch=CPU_TORCH)),
+    "a CPU host": (node(gpu=None, gpus=None), facts(**NO_GPU, torch=CPU_TORCH)),
+    "declared to have none": (node(gpus=0), facts(**NO_GPU, torch=CPU_TORCH)),
+    "more than declared": (node(), facts(gpus=(gpu(), gpu(index=1, uuid="GPU-2")))),
+    "one more than needed is closed": (
+        node(),
+        facts(gpus=(gpu(compute_mode="Prohibited"), gpu(index=1, uuid="GPU-2")), torch=torch(devices=2)),
+    ),
+    "an old driver does not tell": (node(), facts(gpus=(gpu(capability=None),))),
+}
+
+
+@pytest.mark.parametrize("case", FREE)
+def test_a_host_is_not_blocked(case):
+    assert checks.unusable(*FREE[case]) is None
+
+
+WARNED = {
+    "clock ahead": (node(), facts(clock_offset_s=61.0), "1m01s ahead"),
+    "clock behind": (node(), facts(clock_offset_s=-31.0), "31.0s behind"),
+    "clock behind, by a slow shell": (
+        node(),
+        facts(clock_offset_s=-61.0, clock_error_s=10.0),
+        "1m01s behind (give or take 10.0s)",
+    ),
+    "small shm": (node(), facts(shm_bytes=64 << 20), "64.0MiB"),
+    "full disk": (node(), facts(disk_free_bytes=10 << 20), "only 10.0MiB free for /home/ubuntu/.orch"),
+    "few inodes": (node(), facts(disk_free_inodes=312), "only 312 inodes free for /home/ubuntu/.orch (`df -i`)"),
+    "slow link": (node(bandwidth_bps=1e10), facts(), "eno1 runs at 2.5Gbps, below the 10Gbps declared"),
+    "no such interface": (node(interface="eth9"), facts(), "no interface eth9"),
+    "another image": (node(image="pytorch-2.1"), facts(), "image pytorch-2.1, but torch 2.0.1"),
+    "torchvision": (node(), facts(torch=torch(torchvision=None, torchvision_error="operator nms")), "operator nms"),
+    "no NCCL": (node(), facts(torch=torch(nccl_available=False)), "no NCCL"),
+    "torch sees other GPUs": (
+        node(),
+        facts(gpus=(gpu(), gpu(index=1, uuid="GPU-2"))),
+        "torch 2.0.1+cu117 sees 1 GPU, nvidia-smi shows 2: look at",
+    ),
+    "somebody is on a GPU": (
+        node(),
+        facts(gpus=(gpu(occupants=(OTHER,)),)),
+        "GPU 0 (Tesla V100-PCIE-16GB) is in use by alice's python3 train.py (pid 4711, 12.0GiB)",
+    ),
+    "broken driver, no GPU asked for": (node(gpu=None, gpus=None), facts(gpus=(), gpu_error="NVML"), "its CPU"),
+}
+
+
+@pytest.mark.parametrize("case", WARNED)
+def test_a_host_is_warned_about_in_one_line(case):
+    declared, found, says = WARNED[case]
+    (line,) = checks.warnings(declared, found)
+    assert line.startswith("v100: ")
+    assert says in line
+
+
+@pytest.mark.parametrize(
+    ("declared", "found"),
+    [
+        (node(image="pytorch-2.0.1", bandwidth_bps=2.5e9), facts(hostname_addresses=("127.0.1.1",))),
+        (node(image="pytorch-2.0"), facts(clock_offset_s=-29.0)),
+        (node(), facts(clock_offset_s=-40.0, clock_error_s=40.0)),
+        (node(image="our own"), facts(torch=None)),
+        (node(), facts(disk_free_inodes=None)),
+        (node(), facts(disk_free_inodes=1 << 20)),
+        (node(paced=PACED, gpus=1), facts(**NO_GPU, torch=CPU_TORCH)),
+        (node(gpu=None, gpus=None), facts(**NO_GPU, torch=CPU_TORCH)),
+        (node(device="cpu"), facts(gpus=(gpu(occupants=(OTHER,)),))),
+        (node(), facts(gpus=(gpu(memory_used_bytes=600 << 20),))),
+    ],
+)
+def test_what_is_harmless_is_not_spoken_of(declared, found):
+    assert checks.warnings(declared, found) == ()

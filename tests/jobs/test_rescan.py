@@ -1,0 +1,225 @@
+"""Jobs of which this controller has lost everything, asked back from their hosts; and hosts that answer nonsense."""
+
+import json
+import shutil
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.controller import Controller
+from orchestrator.hosts.cluster import Cluster
+from orchestrator.hosts.connections import Connections
+from orchestrator.hosts.inventory import Node
+from orchestrator.jobs import rescan
+from orchestrator.paths import Home
+from orchestrator.store import Store
+from tests.jobs.test_state import PLAN
+from tests.support import forks
+from tests.support.local_job import gang
+from tests.support.quick_python import quick_python
+
+SAYS_AND_WAITS = "import time\nprint('hello', flush=True)\ntime.sleep(120)\n"
+HERE = Cluster(name="lab", file="lab.yaml", nodes=tuple(Node(name=n, host=f"10.0.0.{i}") for i, n in enumerate("abc")))
+JOB = "mnist-20261121-0912-k3f"
+TOLD = PLAN.model_copy(update={"job": JOB}).model_dump(mode="json", by_alias=True)
+
+
+def local_cluster(job):
+    nodes = [
+        Node(name=n.name, host="127.0.0.1", transport="local", python=sys.executable, workdir=n.workdir)
+        for n in job.plan.nodes
+    ]
+    return Cluster(name="test", file="test.yaml", nodes=tuple(nodes))
+
+
+@pytest.fixture
+def controller(tmp_path):
+    """Of a person with an empty $ORCH_HOME."""
+    home = Home(tmp_path / "orch-home")
+    with Connections(home) as connections:
+        yield Controller(Store(home), connections)
+
+
+@pytest.fixture
+def running(tmp_path):
+    with gang(tmp_path, SAYS_AND_WAITS, env={"API_TOKEN": "hunter2"}) as job:
+        job.launch()
+        job.wait_running()
+        yield job
+
+
+def test_a_job_that_nobody_here_remembers_is_found_on_its_hosts_with_all_that_can_be_done_to_it(
+    running, controller, tmp_path
+):
+    controller.store.save_cluster(local_cluster(running), current=True)
+    assert controller.jobs().records == ()
+    found = controller.rescan(["test"])
+    assert ([job.id for job in found.records], found.problems) == ([running.plan.job], {})
+    record, plan = controller.job("latest")
+    assert (record.state, record.started, record.nodes) == ("running", running.plan.created, ("a", "b"))
+    assert plan == running.plan.masked()
+    said = [item for item in controller.follow(plan, controller.hosts_of(plan)[0], until_end=False)]
+    assert sum(line.text == "hello" for lines in said if isinstance(lines, tuple) for line in lines) == 2
+    ended, stayed = controller.cancel(plan)
+    assert (ended.state, stayed) == ("cancelled", [])
+    run = controller.collect(plan, tmp_path / "runs").run
+    assert (run.rank("b", 1) / "stdout.log").read_text() == "hello\n"
+
+
+@pytest.mark.parametrize("name", ["job.json", "plan.json"])
+def test_a_damaged_file_is_rebuilt_and_the_sound_ones_stay_as_they_are(running, controller, name):
+    controller.store.save_cluster(local_cluster(running), current=True)
+    controller.rescan(["test"])
+    path = controller.store.home.job(running.plan.job) / name
+    path.write_bytes(path.read_bytes()[:100])
+    listed = controller.jobs()
+    assert list(listed.problems) == [running.plan.job]
+    assert [job.id for job in controller.rescan(["test"]).records] == [running.plan.job]
+    assert controller.jobs().problems == {}
+    assert controller.rescan(["test"]).records == ()
+
+
+def test_the_hosts_keep_the_plan_without_its_secrets_and_for_its_owner_alone(running):
+    for node in ("a", "b"):
+        plan = running.folder(node) / "plan.json"
+        assert plan.stat().st_mode & 0o777 == 0o600
+        assert "hunter2" not in plan.read_text()
+
+
+def test_a_damaged_job_that_no_host_knows_is_named_with_how_to_forget_it(running, controller):
+    controller.store.save_cluster(local_cluster(running), current=True)
+    controller.rescan(["test"])
+    job = controller.store.home.job(running.plan.job)
+    shutil.copytree(job, job.with_name("other"))
+    found = controller.rescan(["test"])
+    assert "no host that answered knows it" in str(found.problems["other"])
+
+
+def test_a_job_of_a_newer_version_is_left_alone(running, controller):
+    controller.store.save_cluster(local_cluster(running), current=True)
+    controller.rescan(["test"])
+    path = controller.store.home.job(running.plan.job) / "job.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 2}))
+    before = path.read_bytes()
+    assert controller.rescan(["test"]).records == ()
+    assert path.read_bytes() == before
+    assert "update this one" in str(controller.jobs().problems[running.plan.job])
+
+
+@pytest.mark.slow
+def test_after_a_lost_home_up_and_rescan_bring_everything_back(running, tmp_path):
+    python = quick_python(tmp_path / "quick")
+    nodes = "".join(
+        f"  - {{name: {n.name}, address: 127.0.0.1, workdir: {n.workdir}, python: {python}}}\n"
+        for n in running.plan.nodes
+    )
+    (tmp_path / "test.yaml").write_text(
+        f"cluster: test\ndefaults: {{transport: local, device: cpu, ranks: 1}}\nnodes:\n{nodes}"
+    )
+
+    def orch(*words):
+        done = forks.run(forks.ORCH, words, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done
+
+    orch("up", "test.yaml", "--allow-local")
+    assert json.loads(orch("jobs", "--json").stdout)["jobs"] == []
+    (found,) = json.loads(orch("jobs", "--rescan", "--json").stdout)["jobs"]
+    assert (found["id"], found["state"]) == (running.plan.job, "running")
+    assert orch("logs", "--job", "latest").stdout.count("hello") == 2
+    orch("cancel", "--job", "latest")
+    orch("collect", "--job", "latest")
+    assert json.loads(orch("jobs", "--json").stdout)["jobs"][0]["state"] == "cancelled"
+
+
+# ---- hosts that are not to be trusted ----------------------------------------------------------------------------
+
+
+def changed(**more):
+    return {**TOLD, **more}
+
+
+def node(index, **more):
+    nodes = [dict(one) for one in TOLD["nodes"]]
+    nodes[index] |= more
+    return changed(nodes=nodes)
+
+
+UNFIT = {
+    "another job": (changed(job="x"), "names another job"),
+    "an unknown node": (node(1, name="d"), "has no node d"),
+    "one node twice": (node(1, name="a"), "nodes contradict"),
+    "not the node that answers": (changed(nodes=TOLD["nodes"][1:], world_size=2), "nodes contradict"),
+    "a master that is none": (changed(master="z"), "nodes contradict"),
+    "no nodes": (changed(nodes=[]), "nodes contradict"),
+    "ranks without end": (node(2, ranks=10**12), "ranks contradict"),
+    "negative ranks": (node(0, ranks=-1), "ranks contradict"),
+    "ranks that overlap": (node(1, first_rank=0), "ranks contradict"),
+    "another world": (changed(world_size=7), "ranks contradict"),
+    "an endless grace": (changed(grace_s=1e300), "a grace of"),
+    "a grace that is none": (changed(grace_s=float("nan")), "a grace of"),
+    "no time": (changed(created="yesterday"), "yesterday"),
+    "a newer form": (changed(schema=2), "newer orch"),
+    "no plan": ([], ""),
+    "nothing": (None, ""),
+}
+
+
+@pytest.mark.parametrize(("told", "why"), UNFIT.values(), ids=list(UNFIT))
+def test_a_plan_that_does_not_fit_is_left_out_and_the_reason_said(told, why):
+    found = rescan.recall({"a": {JOB: {"plan": told, "agent": {}}}}, HERE)
+    plans, left_out = found.plans, found.left_out
+    assert plans == {}
+    assert len(left_out) == 1
+    assert why in left_out[0]
+
+
+def test_a_job_of_another_cluster_is_no_mistake_and_is_told_once():
+    told = {"plan": changed(cluster="theirs"), "agent": {}}
+    found = rescan.recall({"a": {JOB: told}, "b": {JOB: told}}, HERE)
+    assert (found.plans, found.left_out, found.elsewhere) == ({}, [], {"theirs": [JOB]})
+
+
+def test_a_job_is_taken_from_the_next_host_where_one_talks_nonsense():
+    found = rescan.recall({"a": {JOB: {"plan": {}}}, "b": {JOB: {"plan": TOLD}}}, HERE)
+    plans, left_out = found.plans, found.left_out
+    assert (list(plans), len(left_out)) == ([JOB], 1)
+
+
+@pytest.mark.parametrize("job", ["../../etc/cron.d/x", "a/b", ".hidden", "", "x" * 200, "a\n"])
+def test_a_job_whose_name_is_no_folders_name_is_left_out(job):
+    assert rescan.recall({"a": {job: {"plan": changed(job=job)}}}, HERE).plans == {}
+
+
+def test_where_the_hosts_are_is_the_inventorys_word():
+    told = node(1, workdir="/etc", python="/tmp/evil", activate="rm -rf /")
+    plan = rescan.adopt(told, HERE, node="a", job=JOB)
+    assert (plan.node("b").workdir, plan.node("b").python, plan.node("b").activate) == ("~/.orch", "python3", None)
+
+
+def test_texts_of_a_host_lose_their_control_characters():
+    plan = rescan.adopt(changed(exp="\x1b]0;owned\x07train\x1b[2J"), HERE, node="a", job=JOB)
+    assert plan.exp == "train"
+
+
+HOSTILE = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from([JOB, "a", TOLD]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*TOLD, "plan", "x"]), inner, max_size=6)
+    ),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from([*TOLD]), HOSTILE, max_size=4), HOSTILE)
+def test_whatever_a_host_remembers_it_is_a_plan_that_fits_or_a_reason(twisted, agent):
+    answers = {"a": {JOB: {"plan": changed(**twisted), "agent": agent}}}
+    found = rescan.recall(answers, HERE)
+    plans, left_out = found.plans, found.left_out
+    assert len(plans) + len(left_out) + len(found.elsewhere) == 1
+    for plan in plans.values():
+        assert {one.name for one in plan.nodes} <= set("abc")
+        assert rescan.record_of(plan).state == "lost"
+        rescan.agents_of(JOB, plan, answers)

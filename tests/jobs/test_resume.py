@@ -1,0 +1,202 @@
+"""`orch run --resume` and `--pass-local-rank`: real jobs of two hosts that are this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.errors import ProbeError, UsageError
+from orchestrator.jobs.resume import last_checkpoint, settings_of
+from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan
+from orchestrator.planning.request import read_wish
+from tests.support import forks
+from tests.support.trainer_ranks import started
+
+INVENTORY = """
+cluster: two
+defaults: {transport: local, device: cpu, python: PYTHON, env: {OMP_NUM_THREADS: "1"}}
+nodes:
+  - {name: one, host: localhost, port: 1001, workdir: WORK/one}
+  - {name: two, host: localhost, port: 1002, workdir: WORK/two}
+"""
+SMALL = ["data=synthetic", "samples=203", "batch=32", "epochs=2", "eval_every=0"]
+
+Orch = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def orch(tmp_path_factory: pytest.TempPathFactory) -> Orch:
+    """`orch WORDS` of a person with a cluster of two nodes; its exit code is checked."""
+    folder = tmp_path_factory.mktemp("two")
+    text = INVENTORY.replace("WORK", str(folder)).replace("PYTHON", sys.executable)
+    (folder / "two.yaml").write_text(text)
+    (folder / "other.yaml").write_text(text.replace("cluster: two", "cluster: other").replace("name: one", "name: uno"))
+    (folder / "tells.py").write_text("import os, sys\nprint(sys.argv[1:], os.environ['ORCH_CHECKPOINTS'])\n")
+
+    def types(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "ORCH_HOME": str(folder / "home")}
+        done = forks.run(forks.ORCH, words, cwd=folder, env=environment)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done
+
+    types("up", "two.yaml")
+    return types
+
+
+def experiment(orch: Orch, *settings: str, code: int = 0) -> str:
+    sets = [word for setting in (*SMALL, *settings) for word in ("--set", setting)]
+    return str(json.loads(orch("run", "--json", "--exp", "mnist_lenet", *sets, code=code).stdout)["id"])
+
+
+def plan_of(orch: Orch, *words: str) -> dict[str, Any]:
+    return dict(json.loads(orch("run", "--dry-run", "--json", *words).stdout))
+
+
+@pytest.fixture(scope="module")
+def job(orch: Orch) -> str:
+    """A job that ends after 10 of 14 updates, with checkpoints after 4, 8 and 10."""
+    return experiment(orch, "checkpoint_every=4", "steps=10")
+
+
+@pytest.mark.slow
+def test_a_new_job_goes_on_from_where_another_ended(orch: Orch, job: str, tmp_path: Path) -> None:
+    """With the losses of two ranks that nobody interrupts."""
+    settings = [f"--{setting}" for setting in (*SMALL, "device=cpu")]
+    with started(tmp_path, ["--exp=mnist_lenet", *settings], world_size=2) as ranks:
+        whole, _ = [rank.communicate(timeout=120)[0] for rank in ranks]
+    found = json.loads(orch("run", "--json", "--resume", job, "--set", "steps=0").stdout)
+    resumed = orch("logs", "--job", found["id"]).stdout
+    assert (found["state"], found["exp"]) == ("succeeded", "mnist_lenet")
+    assert f"jobs/{job}/checkpoints/step-000000010.pt after 10 updates" in resumed
+    last = [text.split("step 14/14")[1].split("samples/s")[0].split()[:2] for text in (whole, resumed)]
+    assert last[0] == last[1]
+    assert last[0][0] == "loss"
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_in_its_own_cluster_whichever_is_the_current_one(orch: Orch, job: str) -> None:
+    orch("up", "other.yaml")
+    assert plan_of(orch, "--resume", job)["cluster"] == "two"
+    refused = orch("run", "--dry-run", "--resume", job, "--cluster", "other", code=2).stderr
+    assert f"{job} ran on cluster two, not on other" in refused
+    orch("use", "two")
+
+
+@pytest.mark.slow
+def test_the_holder_of_the_checkpoint_is_the_new_master_whatever_was_elected(orch: Orch, job: str) -> None:
+    holder = plan_of(orch, "--resume", job)["master"]
+    (other,) = {"one", "two"} - {holder}
+    orch("master", other)
+    assert plan_of(orch, "--exp", "mnist_lenet")["master"] == other
+    plan = plan_of(orch, "--resume", job, "--set", "epochs=5")
+    assert plan["master"] == holder
+    assert (plan["settings"]["epochs"], plan["settings"]["batch"]) == (5, 32)
+    assert plan["settings"]["resume"].endswith(f"{holder}/jobs/{job}/checkpoints/step-000000010.pt")
+    refused = orch("run", "--dry-run", "--resume", job, "--nodes", other, code=2).stderr
+    assert f"{holder} holds the checkpoint of {job}, and takes no part" in refused
+    shutil.rmtree(Path(plan["settings"]["resume"]).parent)
+    refused = orch("run", "--dry-run", "--resume", job, code=2).stderr
+    assert f"{job} has no checkpoint on {holder}" in refused
+
+
+@pytest.mark.slow
+def test_a_script_of_the_old_launcher_is_given_its_local_rank(orch: Orch) -> None:
+    done = orch("run", "--json", "--pass-local-rank", "--", "tells.py", "--lr", "1")
+    found = json.loads(done.stdout)["id"]
+    said = orch("logs", "--job", found).stdout
+    assert said.count("['--local_rank=0', '--lr', '1']") == 2
+    assert said.count(f"jobs/{found}/checkpoints") == 2
+    refused = orch("run", "--resume", found, code=2).stderr
+    assert f"{found} ran tells.py, which goes on in its own way" in refused
+
+
+def test_resume_takes_no_other_experiment(orch: Orch) -> None:
+    assert "give it --set alone" in orch("run", "--resume", "latest", "--exp", "mnist_lenet", code=2).stderr
+    assert "no job" in orch("run", "--resume", "nothing", code=2).stderr.lower()
+
+
+# ---- without a job --------------------------------------------------------------------------------------------------
+
+
+class Host:
+    """Answers as a host might, or might not be expected to."""
+
+    node, workdir = "v100", "~/.orch"
+
+    def __init__(self, answer: dict[str, Any]) -> None:
+        self.answer = answer
+
+
+def old_plan(settings: Sequence[str], kind: str = "experiment") -> LaunchPlan:
+    wish = read_wish("mnist_lenet", settings, None, None, ())
+    node: dict[str, Any] = {"node_rank": 0, "first_rank": 0, "ranks": 1, "address": "10.0.0.1", "interface": None}
+    node |= {"device": "cpu", "gpu": None, "python": "python3", "workdir": "~/.orch", "torchrun": (), "command": ()}
+    return LaunchPlan.model_validate(
+        {
+            "schema": 1,
+            "job": "j1",
+            "exp": wish.request.name,
+            "kind": kind,
+            "cluster": "rack",
+            "master": "v100",
+            "settings": dict(wish.request.settings),
+            "master_address": "10.0.0.1",
+            "rendezvous_port": 29500,
+            "world_size": 1,
+            "created": "",
+            "nodes": ({"name": "v100", **node},),
+            "code": CodeFolder(sha256="0" * 64, source="", files=1, size_bytes=1),
+        }
+    )
+
+
+def test_the_old_jobs_own_settings_go_on_and_no_others() -> None:
+    settings = ["epochs=20", "sync_bn=true", "lr=0.003", "resume=/old.pt"]
+    exp, kept = settings_of(old_plan(settings))
+    assert exp == "mnist_lenet"
+    assert sorted(kept) == ["epochs=20", "lr=0.003", "sync_bn=True"]
+    again = read_wish(exp, kept, None, None, ()).request.settings
+    assert again == {**old_plan(settings).settings, "resume": ""}
+
+
+def test_a_scripts_job_is_refused_and_told_where_its_files_are() -> None:
+    with pytest.raises(UsageError) as caught:
+        settings_of(old_plan([], kind="script"))
+    assert "~/.orch/jobs/j1/checkpoints on v100" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"), [([], "--set checkpoint_every=500"), (["checkpoint_every=50"], "one every 50 updates")]
+)
+def test_a_job_without_checkpoints_names_the_setting(
+    monkeypatch: pytest.MonkeyPatch, settings: list[str], remedy: str
+) -> None:
+    monkeypatch.setattr("orchestrator.transport.ask.ask", lambda host, *_, **__: host.answer)
+    with pytest.raises(UsageError) as caught:
+        last_checkpoint(old_plan(settings), Host({"path": None}))  # type: ignore[arg-type]
+    assert "j1 has no checkpoint on v100" in str(caught.value)
+    assert remedy in caught.value.remedy
+
+
+def test_a_job_that_wrote_none_hands_on_what_it_had_begun_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"": None, "/jobs/j0/checkpoints": "/jobs/j0/checkpoints/step-000000009.pt"}
+    monkeypatch.setattr(
+        "orchestrator.transport.ask.ask", lambda host, _, request, **__: {"path": there[request["folder"]]}
+    )
+    old = old_plan(["resume=/jobs/j0/checkpoints/step-000000009.pt"])
+    assert last_checkpoint(old, Host({})) == there["/jobs/j0/checkpoints"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("path", ["relative.pt", "/a\nb", 7, "/" + "x" * 5000])
+def test_a_hosts_word_for_a_path_is_not_taken_on_trust(monkeypatch: pytest.MonkeyPatch, path: Any) -> None:
+    monkeypatch.setattr("orchestrator.transport.ask.ask", lambda host, *_, **__: host.answer)
+    with pytest.raises(ProbeError):
+        last_checkpoint(old_plan([]), Host({"path": path}))  # type: ignore[arg-type]

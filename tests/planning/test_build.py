@@ -1,0 +1,348 @@
+"""The launch plan of made-up hosts. `data/plan/` holds what `orch run --dry-run` shows for a2000_v100.
+
+A change that is meant: `ORCH_WRITE_GOLDEN=1 pytest tests/planning/test_build.py`, then read the difference.
+"""
+
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.errors import UsageError
+from orchestrator.hosts.election import elect
+from orchestrator.hosts.facts import Interface, Route
+from orchestrator.hosts.inventory import Node, Paced, load_inventory
+from orchestrator.planning.build import build_plan
+from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan
+from orchestrator.planning.profiles import kinds_of
+from orchestrator.planning.request import RunRequest
+from orchestrator.views import console
+from tests.hosts.test_checks import facts, gpu
+
+DATA = Path(__file__).parents[1] / "data" / "plan"
+INVENTORY = Path(__file__).parents[2] / "inventory"
+CODE = CodeFolder(sha256="c0de" * 16, source="/home/me/orch/trainer", files=17, size_bytes=91_000)
+RESNET = RunRequest(
+    kind="experiment",
+    name="resnet152_cifar",
+    command=("-m", "trainer", "--exp=resnet152_cifar"),
+    settings={"exp": "resnet152_cifar", "batch": 64, "lr": 0.1},
+)
+SCRIPT = RunRequest(kind="script", name="train.py", command=("train.py", "--lr", "0.1"))
+
+
+def plan(nodes, found, request=SCRIPT, master=None):
+    election = elect(nodes, found)
+    election = replace(election, master=master or election.master)
+    return build_plan("lab", nodes, found, election, request, job="j-1", code=CODE, created="2026-11-21T09:12:00+00:00")
+
+
+def host(number, *, interface="eno1", gpus=1, cores=16, peers=(41, 42), **changes):
+    """Facts of 192.168.1.<number>, with a route to every other."""
+    address = f"192.168.1.{number}"
+    cards = tuple(gpu(index=i, uuid=f"GPU-{number}-{i}") for i in range(gpus))
+    fields = {
+        "node": f"n{number}",
+        "boot_id": f"boot-{number}",
+        "cores": cores,
+        "gpus": cards,
+        "interfaces": (
+            Interface(name="lo", addresses=("127.0.0.1/8",), mtu=65536, up=True),
+            Interface(name=interface, addresses=(f"{address}/24",), mtu=1500, up=True),
+        ),
+        "routes": tuple(
+            Route(peers=(f"192.168.1.{peer}",), interface=interface, source=address) for peer in peers if peer != number
+        ),
+    }
+    return facts(**{**fields, **changes})
+
+
+def node(number, **changes):
+    return Node(**{"name": f"n{number}", "host": f"192.168.1.{number}", **changes})
+
+
+def pair(first=None, second=None, **first_changes):
+    """Nodes n41 (the master) and n42 with their facts."""
+    nodes = [node(41, **first_changes), node(42)]
+    return nodes, {"n41": first or host(41), "n42": second or host(42)}
+
+
+def a2000_v100() -> LaunchPlan:
+    nodes = load_inventory(INVENTORY / "a2000_v100.yaml").nodes
+    found = {
+        "a2000": host(41, interface="enp3s0", gpus=1, cores=8),
+        "v100": host(42, interface="ens5f0", gpus=1, cores=20),
+    }
+    small = gpu("8.6", index=0, uuid="GPU-41-0", name="NVIDIA RTX A2000 12GB", memory_bytes=12 << 30)
+    found["a2000"] = found["a2000"].model_copy(update={"gpus": (small,)})
+    election = elect(nodes, found)
+    return build_plan(
+        "a2000-v100", nodes, found, election, RESNET, job="resnet152_cifar-20261121-0912-k3f", code=CODE,
+        created="2026-11-21T09:12:00+00:00",
+    )  # fmt: skip
+
+
+def golden(name: str, text: str) -> None:
+    if os.environ.get("ORCH_WRITE_GOLDEN"):
+        (DATA / name).write_text(text)
+    assert text == (DATA / name).read_text()
+
+
+def test_the_plan_of_the_study_as_a_document():
+    golden("a2000_v100.json", a2000_v100().model_dump_json(by_alias=True, indent=1) + "\n")
+
+
+def test_the_plan_of_the_study_as_people_read_it(capsys):
+    console.print_plan(a2000_v100())
+    golden("a2000_v100.txt", capsys.readouterr().out)
+
+
+def test_a_plan_goes_to_json_and_back_unchanged():
+    made = a2000_v100()
+    assert LaunchPlan.model_validate(json.loads(made.model_dump_json(by_alias=True))) == made
+
+
+def test_the_master_is_rank_0_wherever_it_stands_in_the_file():
+    nodes, found = pair()
+    for master, other in (("n41", "n42"), ("n42", "n41")):
+        made = plan(nodes, found, master=master)
+        assert [(n.name, n.node_rank, n.first_rank) for n in made.nodes] == [(master, 0, 0), (other, 1, 1)]
+        assert made.master_address == made.nodes[0].address == f"192.168.1.{master[1:]}"
+        for one in made.nodes:
+            assert one.torchrun[one.torchrun.index("--master-addr") + 1] == made.master_address
+            assert one.torchrun[one.torchrun.index("--node-rank") + 1] == str(one.node_rank)
+
+
+def test_each_host_names_its_own_interface_for_nccl_exactly():
+    nodes, found = pair(host(41, interface="eth0"), host(42, interface="eth01"))
+    first, second = plan(nodes, found).nodes
+    assert (first.interface, second.interface) == ("eth0", "eth01")
+    assert (first.env["NCCL_SOCKET_IFNAME"], first.env["GLOO_SOCKET_IFNAME"]) == ("=eth0", "eth0,eth0")
+    assert (second.env["NCCL_SOCKET_IFNAME"], second.env["GLOO_SOCKET_IFNAME"]) == ("=eth01", "eth01,eth01")
+
+
+def test_a_declared_address_and_interface_beat_what_was_found():
+    there = Route(peers=("10.9.0.1",), interface="eno1", source="192.168.1.42")
+    nodes, found = pair(second=host(42, routes=(there,)), address="10.9.0.1", interface="ib0")
+    first = plan(nodes, found, master="n41").nodes[0]
+    assert (first.address, first.interface, first.env["GLOO_SOCKET_IFNAME"]) == ("10.9.0.1", "ib0", "ib0,ib0")
+
+
+def test_an_interface_is_found_by_the_route_where_none_has_the_address():
+    nodes, found = pair(host(41, interfaces=()))
+    assert plan(nodes, found).node("n41").interface == "eno1"
+
+
+def test_without_interface_nothing_is_said_to_the_libraries():
+    nodes, found = pair(host(41, interfaces=(), routes=()), address="192.168.1.41")
+    first = plan(nodes, found).node("n41")
+    assert first.interface is None
+    assert not [name for name in first.env if name.endswith("_IFNAME")]
+
+
+def test_an_unknown_training_address_names_the_host_and_the_key_to_set():
+    nodes, found = pair(second=host(42, routes=()))
+    with pytest.raises(UsageError, match=r"^n42: its training address is unknown.*`address:` for n42"):
+        plan(nodes, found)
+
+
+def test_a_host_alone_trains_on_its_loopback():
+    assert plan([node(41)], {"n41": host(41, peers=())}).master_address == "127.0.0.1"
+
+
+def test_the_inventorys_environment_wins_over_ours():
+    wanted = {"OMP_NUM_THREADS": "3", "NCCL_SOCKET_IFNAME": "bond0", "MY_OWN": "x"}
+    nodes, found = pair(env=wanted)
+    first = plan(nodes, found).node("n41")
+    assert first.env.items() >= wanted.items()
+    assert first.env["GLOO_SOCKET_IFNAME"] == "eno1,eno1"
+
+
+def test_accelerate_is_told_where_no_host_trains_on_a_gpu():
+    name = "ACCELERATE_USE_CPU"
+    nodes, found = pair(second=host(42, gpus=0), device="cpu")
+    assert [one.env[name] for one in plan(nodes, found).nodes] == ["true", "true"]
+    assert name not in plan(nodes, found, RESNET).node("n41").env
+    assert name not in plan(*pair(device="cpu")).node("n41").env  # n42 has a GPU
+    nodes, found = pair(second=host(42, gpus=0), device="cpu", env={name: "no"})
+    assert plan(nodes, found).node("n41").env[name] == "no"
+
+
+def test_hosts_with_unequal_numbers_of_gpus_get_as_many_ranks():
+    nodes, found = pair(host(41, gpus=3), host(42, gpus=1))
+    made = plan(nodes, found, RESNET, master="n41")
+    first, second = made.nodes
+    assert (made.world_size, first.ranks, second.first_rank, second.ranks) == (4, 3, 3, 1)
+    assert first.gpu_uuids == ("GPU-41-0", "GPU-41-1", "GPU-41-2")
+    assert first.env["CUDA_VISIBLE_DEVICES"] == "GPU-41-0,GPU-41-1,GPU-41-2"
+    assert second.env["CUDA_VISIBLE_DEVICES"] == "GPU-42-0"
+    assert first.torchrun[first.torchrun.index("--nproc-per-node") + 1] == "3"
+
+
+def test_ranks_of_the_inventory_beat_the_gpus_there_are_and_claim_no_more_of_them():
+    nodes, found = pair(host(41, gpus=3), ranks=2)
+    first = plan(nodes, found).node("n41")
+    assert (first.ranks, first.gpu_uuids) == (2, ("GPU-41-0", "GPU-41-1"))
+
+
+@pytest.mark.parametrize("named", ["2,0", "GPU-41-2, GPU-41-0,", "2,GPU-41-0,2"])
+def test_gpus_that_the_inventorys_environment_names_are_the_jobs_by_uuid(named):
+    """By index as nvidia-smi counts them, or by UUID: these are locked, watched and shown to CUDA, and no others."""
+    nodes, found = pair(host(41, gpus=3), env={"CUDA_VISIBLE_DEVICES": named, "CUDA_DEVICE_ORDER": "FASTEST_FIRST"})
+    first = plan(nodes, found).node("n41")
+    assert (first.ranks, first.gpu_uuids) == (2, ("GPU-41-2", "GPU-41-0"))
+    assert first.env["CUDA_VISIBLE_DEVICES"] == "GPU-41-2,GPU-41-0"
+    assert first.env["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
+
+
+def test_a_speed_is_that_of_the_gpu_which_the_job_gets():
+    nodes, found = pair(host(41, gpus=2), env={"CUDA_VISIBLE_DEVICES": "1"})
+    slow, fast = found["n41"].gpus[0], gpu(index=1, uuid="GPU-41-1", name="H100")
+    found["n41"] = found["n41"].model_copy(update={"gpus": (slow, fast)})
+    settings = {"exp": "mnist_lenet", "model": "lenet", "data": "mnist", "amp": "off", "batch": 8, "shares": "equal"}
+    made = plan(nodes, found, RunRequest("experiment", "mnist_lenet", (), settings=settings))
+    assert made.node("n41").gpu == "H100"
+    assert kinds_of(made, found)["n41", 0].device_name == "H100"
+
+
+@pytest.mark.parametrize(("named", "says"), [("3", "names GPU 3, which is not there"), ("GPU-4", "means several")])
+def test_a_gpu_that_is_not_there_is_named_before_anything_starts(named, says):
+    nodes, found = pair(host(41, gpus=3), env={"CUDA_VISIBLE_DEVICES": named})
+    with pytest.raises(UsageError, match=f"^n41: .*{says}.*2 .GPU-41-2.*orch up"):
+        plan(nodes, found)
+
+
+def test_an_environment_that_hides_all_gpus_leads_to_the_key_that_does_so():
+    nodes, found = pair(host(41, gpus=3), env={"CUDA_VISIBLE_DEVICES": ""})
+    with pytest.raises(UsageError, match=r"^n41: its CUDA_VISIBLE_DEVICES names no GPU.*device: cpu"):
+        plan(nodes, found)
+    nodes, found = pair(host(41, gpus=3), env={"CUDA_VISIBLE_DEVICES": ""}, device="cpu")
+    assert plan(nodes, found).node("n41").env["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_parts_of_a_gpu_stay_as_the_inventory_names_them():
+    nodes, found = pair(host(41), env={"CUDA_VISIBLE_DEVICES": "MIG-5f3a"})
+    assert plan(nodes, found).node("n41").env["CUDA_VISIBLE_DEVICES"] == "MIG-5f3a"
+
+
+def test_a_gpu_that_no_program_may_use_is_left_out():
+    nodes, found = pair(host(41, gpus=2))
+    closed = found["n41"].gpus[0].model_copy(update={"compute_mode": "Prohibited"})
+    found["n41"] = found["n41"].model_copy(update={"gpus": (closed, found["n41"].gpus[1])})
+    first = plan(nodes, found).node("n41")
+    assert (first.ranks, first.gpu_uuids) == (1, ("GPU-41-1",))
+
+
+def test_a_driver_that_tells_no_uuid_is_spoken_to_by_index():
+    nodes, found = pair(host(41, gpus=0))
+    found["n41"] = found["n41"].model_copy(update={"gpus": (gpu(index=0, uuid="[N/A]"),)})
+    first = plan(nodes, found).node("n41")
+    assert (first.env["CUDA_VISIBLE_DEVICES"], first.env["CUDA_DEVICE_ORDER"]) == ("0", "PCI_BUS_ID")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "devices", "backend"),
+    [((1, 1), ("cuda", "cuda"), "nccl"), ((0, 0), ("cpu", "cpu"), "gloo"), ((1, 0), ("cuda", "cpu"), "gloo")],
+)
+def test_the_backend_is_one_that_every_host_can(gpus, devices, backend):
+    nodes, found = pair(host(41, gpus=gpus[0]), host(42, gpus=gpus[1]))
+    made = plan(nodes, found, RESNET, master="n41")
+    assert tuple(one.device for one in made.nodes) == devices
+    for one, device in zip(made.nodes, devices, strict=True):
+        assert one.command == (*RESNET.command, f"--device={device}", f"--backend={backend}")
+        assert bool(one.gpu_uuids) == ("CUDA_VISIBLE_DEVICES" in one.env) == (device == "cuda")
+    assert [note for note in made.notes if "Gloo" in note] == list(made.notes)
+    assert bool(made.notes) == (len(set(devices)) > 1)
+
+
+def test_what_a_person_set_by_hand_is_not_said_twice():
+    nodes, found = pair()
+    request = RunRequest("experiment", "e", ("--backend=gloo",), settings={"backend": "gloo"}, chosen={"backend"})
+    assert plan(nodes, found, request).nodes[0].command == ("--backend=gloo", "--device=cuda")
+
+
+def test_a_device_set_by_hand_is_the_plans_device_too():
+    nodes, found = pair(host(41, gpus=2), host(42, gpus=2))
+    settings = {"device": "cpu", "batch": 8}
+    made = plan(nodes, found, RunRequest("experiment", "e", ("--device=cpu",), settings=settings, chosen={"device"}))
+    for one in made.nodes:
+        assert (one.device, one.gpu_uuids, one.command) == ("cpu", (), ("--device=cpu", "--backend=gloo"))
+
+
+def test_a_script_gets_its_own_arguments_and_nothing_else():
+    nodes, found = pair()
+    made = plan(nodes, found)
+    assert {one.command for one in made.nodes} == {("train.py", "--lr", "0.1")}
+    assert {one.shares for one in made.nodes} == {()}
+
+
+def test_nodes_that_are_one_machine_share_its_cores():
+    nodes, found = pair(host(41, cores=12, boot_id="same"), host(42, cores=12, boot_id="same", gpus=2))
+    assert {one.env["OMP_NUM_THREADS"] for one in plan(nodes, found).nodes} == {"4"}
+    nodes, found = pair(host(41, cores=12), host(42, cores=12, gpus=2))
+    assert [one.env["OMP_NUM_THREADS"] for one in plan(nodes, found, master="n41").nodes] == ["12", "6"]
+
+
+def test_a_rank_always_has_a_thread():
+    nodes, found = pair(host(41, cores=2, gpus=8))
+    assert plan(nodes, found).node("n41").env["OMP_NUM_THREADS"] == "1"
+
+
+@given(batch=st.integers(1, 5000), ranks=st.lists(st.integers(1, 8), min_size=1, max_size=6))
+def test_shares_add_up_to_the_batch_and_every_rank_has_one(batch, ranks):
+    numbers = range(11, 11 + len(ranks))
+    nodes = [node(number, ranks=count) for number, count in zip(numbers, ranks, strict=True)]
+    found = {f"n{number}": host(number, gpus=0, peers=numbers) for number in numbers}
+    request = RunRequest("experiment", "e", (), settings={"batch": batch})
+    made = plan(nodes, found, request)
+    assert [len(one.shares) for one in made.nodes] == [one.ranks for one in made.nodes]
+    shares = [share for one in made.nodes for share in one.shares]
+    assert sum(shares) == batch
+    assert max(shares) - min(shares) <= 1
+    assert any("fewer samples than there are ranks" in note for note in made.notes) == (batch < sum(ranks))
+
+
+def test_paced_hosts_compute_on_the_cpu_and_the_plan_says_so():
+    nodes, found = pair(paced=Paced(samples_per_s=333))
+    made = plan(nodes, found, RESNET)
+    assert made.node("n41").device == "cpu"
+    assert made.node("n41").paced["samples_per_s"] == 333
+    assert json.loads(made.node("n41").env["ORCH_PACED"]) == {"samples_per_s": 333}
+    assert "ORCH_PACED" not in plan(*pair(), RESNET).node("n41").env
+    assert any(note.startswith("n41: paced") for note in made.notes)
+
+
+def test_building_a_plan_changes_nothing_it_was_given_and_gives_the_same_again():
+    nodes, found = pair(env={"A": "1"})
+    before = [one.model_dump_json() for one in (*nodes, *found.values())]
+    first, second = plan(nodes, found, RESNET), plan(nodes, found, RESNET)
+    assert first == second
+    assert [one.model_dump_json() for one in (*nodes, *found.values())] == before
+
+
+def test_a_thousand_hosts_are_planned_within_a_second():
+    names = [(f"h{index}", f"10.0.{index // 250}.{index % 250 + 1}") for index in range(1000)]
+    nodes = [Node(name=name, host=address) for name, address in names]
+    found = {}
+    for index, (name, address) in enumerate(names):
+        peer = names[index - 1][1]
+        routes = (Route(peers=(peer,), interface="eno1", source=address),)
+        interfaces = (Interface(name="eno1", addresses=(f"{address}/16",), mtu=1500, up=True),)
+        found[name] = facts(node=name, boot_id=name, routes=routes, interfaces=interfaces)
+    election = elect(nodes, found)
+    started = time.process_time()
+    made = build_plan("big", nodes, found, election, RESNET, job="j", code=CODE, created="now")
+    assert time.process_time() - started < 1.0
+    assert (made.world_size, made.nodes[999].first_rank) == (1000, 999)
+
+
+def test_secrets_of_the_inventory_are_not_in_what_is_printed_or_kept():
+    made = plan(*pair(env={"HF_TOKEN": "canary", "AWS_SECRET_ACCESS_KEY": "canary", "NCCL_DEBUG": "INFO"}))
+    assert "canary" in made.model_dump_json()
+    assert "canary" not in made.masked().model_dump_json()
+    assert [node.env.get("NCCL_DEBUG") for node in made.masked().nodes].count("INFO") == 1

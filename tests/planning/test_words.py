@@ -1,0 +1,106 @@
+"""Whose a word of `orch run ...` is: orch's before the script, the script's after it. And what `~` stands for."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from orchestrator.cli import main
+from orchestrator.hosts.cluster import Cluster
+from orchestrator.hosts.inventory import Node
+from orchestrator.paths import Home
+from orchestrator.store import Store
+from tests.hosts.test_checks import facts
+
+
+@pytest.fixture
+def runs(capfd, tmp_path, monkeypatch):
+    """Types `orch run --dry-run --json LINE`; gives what each rank runs, and what is said beside it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    node = Node(name="alpha", host="10.0.0.1", gpu="A2000", gpus=1)
+    found = facts(node="alpha", workdir="/home/lab/.orch")
+    Store(Home.default()).save_cluster(Cluster(name="c", file="f", nodes=(node,), facts={"alpha": found}), current=True)
+
+    def types(line: str, code: int = 0) -> tuple[list[str], str]:
+        with pytest.raises(SystemExit) as end:
+            main(["run", "--dry-run", "--json", *shlex.split(line)], prog_name="orch")
+        out, err = capfd.readouterr()
+        assert end.value.code == code, err
+        plan = json.loads(out) if out else {"nodes": [{"command": []}], "notes": []}
+        return plan["nodes"][0]["command"], "\n".join([*plan["notes"], err])
+
+    return types
+
+
+OWNERS = {
+    "train.py --batch 96 --lr 0.1 --nodes x": "train.py --batch 96 --lr 0.1 --nodes x",
+    "--batch 8 train.py --batch 96 --help": "train.py --batch 96 --help",
+    "--nodes alpha -- train.py -- --lr 0.1": "train.py -- --lr 0.1",
+    "train.py -- --lr 0.1 -- x": "train.py --lr 0.1 -- x",
+    "-m pkg.train --lr 0.1 --dry-run": "-m pkg.train --lr 0.1 --dry-run",
+    "-m pkg.train -- --lr 0.1": "-m pkg.train --lr 0.1",
+    "-m --batch 8 -- pkg.train --batch 9": "-m pkg.train --batch 9",
+    "python -u train.py --json": "-u train.py --json",
+    "torchrun --max-restarts 3 train.py --lr 1": "train.py --lr 1",
+}
+
+
+@pytest.mark.parametrize("line", OWNERS)
+def test_what_follows_the_script_belongs_to_it(line, runs):
+    command, _ = runs(line)
+    assert shlex.join(command) == OWNERS[line]
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("train.py --batch 96 --nodes=x", "--batch, --nodes go to train.py; orch's own options stand before it"),
+        ("-m pkg.train --dry-run", "--dry-run goes to pkg.train; orch's own options stand before it"),
+        ("python train.py --exp x", "--exp goes to train.py"),
+        ("-- train.py --batch 96", ""),
+        ("train.py -- --batch 96", ""),
+        ("train.py --lr 0.1", ""),
+        ("torchrun --max-restarts 3 train.py", ""),
+    ],
+)  # fmt: skip
+def test_a_word_like_an_option_of_orch_is_named(line, named, runs):
+    _, said = runs(line)
+    assert named in said
+    assert (" to train.py" in said or " to pkg.train" in said) == bool(named)
+
+
+@pytest.mark.parametrize(
+    ("name", "begins", "said"),
+    [
+        ("run.sh", "echo hello", "run.sh is a shell script, and orch starts Python scripts"),
+        ("run", "#!/usr/bin/env -S bash -e\n", "run is a script for `/usr/bin/env -S bash -e`"),
+        ("run", "\x7fELF\0\0", "run is a compiled program"),
+        ("run", "#!/usr/bin/env python3\nprint(1)", ""),
+        ("run.py", "#!/usr/bin/env -S uv run --script\n", ""),
+    ],
+)
+def test_a_script_of_another_language_is_refused_before_any_host_is_asked(name, begins, said, runs, tmp_path):
+    (tmp_path / name).write_text(begins)
+    command, err = runs(f"./{name} 1", code=2 if said else 0)
+    assert said in err
+    assert command == ([] if said else [name, "1"])
+
+
+def test_a_home_folder_that_the_shell_here_filled_in_is_named(runs, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    _, err = runs("--exp mnist_lenet --set data_dir=/home/me/birds")
+    assert "/home/me/birds lies in your home folder here, and on alpha that is /home/lab" in err
+    assert "write --set 'data_dir=~/birds', with the quotes" in err
+    assert "give the script a path of the hosts" in runs("train.py --data=/home/me/birds")[1]
+    for line in ("--exp mnist_lenet --set 'data_dir=~/birds'", "train.py --data=/home/meg/birds"):
+        assert "home folder" not in runs(line)[1]
+    monkeypatch.setenv("HOME", "/home/lab")
+    assert "home folder" not in runs("--exp mnist_lenet --set data_dir=/home/lab/birds")[1]
+
+
+def test_a_tilde_reaches_the_hosts_as_it_was_written(runs):
+    command, _ = runs("--exp mnist_lenet --set 'data_dir=~/birds'")
+    assert "--data_dir=~/birds" in command
+    assert str(Path.home()) not in " ".join(command)

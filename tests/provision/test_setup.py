@@ -1,0 +1,302 @@
+"""Environments for hosts without a fitting torch: real venvs, a real pip, two tiny wheels that stand in for torch."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from orchestrator.cli.hosts import _setup_question
+from orchestrator.errors import HostError, UsageError
+from orchestrator.hosts.cluster import Cluster, Venv
+from orchestrator.provision import venvs
+from orchestrator.provision.requirements import Requirements
+from orchestrator.provision.venvs import PAIRS, Made, Wanted, choose
+from orchestrator.record import Owner
+from orchestrator.remote import environment
+from orchestrator.transport.ask import Host
+from orchestrator.transport.local import LocalTransport
+from tests.support.lab import lab
+from tests.support.quick_python import quick_python
+from tests.support.terminal import Person
+
+TORCH = """
+__version__ = "2.3.1"
+class version:
+    cuda = None
+from . import cuda, distributed
+"""
+CUDA = "is_available = lambda: False\nget_arch_list = list\n"
+DISTRIBUTED = "is_available = lambda: True\n"
+WANTED = Wanted("2.3.1", "0.18.1", any_torch=False)
+
+
+def wheel(folder: Path, name: str, version: str, files: dict[str, str]) -> None:
+    """A pure Python wheel, made by hand (PEP 427)."""
+    info = f"{name}-{version}.dist-info"
+    files = {
+        **files,
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: hand\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+        for path, text in files.items():
+            archive.writestr(path, text)
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory):
+    """Where pip is to look instead of an index: torch 2.3.1 with its torchvision, and a torch that does not load."""
+    folder = tmp_path_factory.mktemp("wheels")
+    parts = {"torch/distributed/__init__.py": DISTRIBUTED, "torch/cuda/__init__.py": CUDA}
+    wheel(folder, "torch", "2.3.1", {"torch/__init__.py": TORCH, **parts})
+    wheel(folder, "torchvision", "0.18.1", {"torchvision/__init__.py": "__version__ = '0.18.1'\n"})
+    wheel(folder, "torch", "2.4.0", {"torch/__init__.py": "raise ImportError('libnothing.so is missing')\n"})
+    wheel(folder, "torchvision", "0.19.0", {"torchvision/__init__.py": "__version__ = '0.19.0'\n"})
+    folder.chmod(0o755)
+    return folder
+
+
+OWNER = Owner(id="a" * 32, name="ada@desk")
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """A Python with another torch than any that is asked for here."""
+    return quick_python(tmp_path_factory.mktemp("bare"))
+
+
+def set_up(workdir, env, wanted=WANTED, *, python):
+    seen = []
+    host = Host(LocalTransport("here"), python, None, str(workdir))
+    offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": "/dev/null"}
+    envs = {"here": {**offline, **env}}
+    return venvs.set_up({"here": host}, wanted, envs, seen.append, owner=OWNER, cluster="rack")["here"], seen
+
+
+def whole(workdir):
+    """The markers of environments that are not half made."""
+    return [path for path in workdir.glob("venv/*/orch-venv.json") if "found" in json.loads(path.read_text())]
+
+
+def asked(python):
+    code = "import torch, torchvision; print(torch.__version__, torchvision.__version__)"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+
+
+# ---- which versions -------------------------------------------------------------------------------------------
+
+
+def test_the_torchvision_that_goes_with_a_torch_is_known():
+    assert choose("2.3.1", None) == WANTED
+    assert choose(None, "0.15.2").torch == "2.0.1"
+    assert choose("2.3.1", "0.18.0").torchvision == "0.18.0"
+
+
+def test_without_a_word_it_is_what_this_machine_has_and_hosts_with_any_torch_stay():
+    from importlib.metadata import version
+
+    assert choose(None, None) == Wanted(version("torch"), version("torchvision"), any_torch=True)
+
+
+def test_without_torch_on_this_machine_it_is_the_newest_known(monkeypatch):
+    def missing(name):
+        raise venvs.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(venvs.metadata, "version", missing)
+    assert choose(None, None).torch == list(PAIRS)[-1]
+
+
+def test_a_torch_from_before_numpy_2_gets_an_older_numpy():
+    assert "numpy<2" in choose("2.2.2", None).requirements
+    assert "numpy<2" not in choose("2.3.0", None).requirements
+
+
+@pytest.mark.parametrize(
+    ("torch", "torchvision", "words"),
+    [
+        ("2.3", None, "torchvision for torch 2.3 is not known"),
+        ("1.13.1", None, "too old"),
+        (None, "9.9.9", "no torch is known"),
+        ("2.3.1; rm -rf /", None, "is no version"),
+        ("--pre", None, "is no version"),
+        ("2.3.1", "../x", "is no version"),
+    ],
+)
+def test_what_is_no_pair_is_refused(torch, torchvision, words):
+    with pytest.raises(UsageError, match=words):
+        choose(torch, torchvision)
+
+
+def test_a_build_that_is_named_is_no_other_build():
+    found = {"torch": "2.14.1+cu132", "torchvision": "0.29.1+cu132"}
+    assert environment.fits(found, {"torch": "2.14.1", "torchvision": "0.29.1"})
+    assert environment.fits(found, {"torch": "2.14.1+cu132", "torchvision": "0.29.1"})
+    assert not environment.fits(found, {"torch": "2.14.1+cu126", "torchvision": "0.29.1"})
+    assert not environment.fits(found, {"torch": "2.14.0", "torchvision": "0.29.1"})
+
+
+# ---- on this machine ------------------------------------------------------------------------------------------
+
+
+def test_an_environment_is_made_once_kept_and_made_anew_where_it_is_half_done(wheels, bare, tmp_path):
+    env = {"PIP_FIND_LINKS": str(wheels)}
+    made, seen = set_up(tmp_path, env, python=bare)
+    assert made == Made(str(tmp_path / "venv/torch-2.3.1/bin/python"), "2.3.1", "0.18.1", "made")
+    assert asked(made.python) == ["2.3.1", "0.18.1"]
+    phases = list(dict.fromkeys(progress.phase for progress in seen if progress.phase != "connects"))
+    assert phases == ["asks python", "makes venv", "pip installs", "tries torch"]
+    nothing = {"PIP_FIND_LINKS": "/nowhere"}
+    assert set_up(tmp_path, nothing, python=bare)[0] == Made(made.python, "2.3.1", "0.18.1", "kept")
+    marker = tmp_path / "venv/torch-2.3.1/orch-venv.json"
+    marker.write_text(json.dumps({"users": json.loads(marker.read_text())["users"]}))
+    failed, _ = set_up(tmp_path, nothing, python=bare)
+    assert isinstance(failed, HostError)
+    assert "No matching distribution found for torch==2.3.1" in failed.message
+    assert whole(tmp_path) == []
+
+
+def test_a_torch_that_does_not_load_is_told_and_not_kept(wheels, bare, tmp_path):
+    failed, _ = set_up(tmp_path, {"PIP_FIND_LINKS": str(wheels)}, choose("2.4.0", None), python=bare)
+    assert "libnothing.so is missing" in failed.message
+    assert whole(tmp_path) == []
+
+
+def test_a_host_that_has_the_torch_itself_is_left_alone(tmp_path):
+    own, _ = set_up(tmp_path, {}, choose(None, None), python=sys.executable)
+    assert (own.state, own.python) == ("own", sys.executable)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_requirements_come_above_the_hosts_own_torch_once(wheels, bare, tmp_path):
+    """The host's Python is a virtual environment that has a torch: none is fetched, and a second run does nothing."""
+    base, _ = set_up(tmp_path / "host", {"PIP_FIND_LINKS": str(wheels)}, python=bare)
+    wheel(tmp_path, "needed", "1.0", {"needed.py": "word = 'here'\n"})
+    wheel(tmp_path, "later", "1.0", {"later.py": ""})
+    own, work, env = replace(WANTED, any_torch=True), tmp_path / "work", {"PIP_FIND_LINKS": str(tmp_path)}
+
+    def asks(*packages, env=env):
+        wanted = replace(own, extra=Requirements(packages, ("later<2",)))
+        return set_up(work, env, wanted, python=base.python)
+
+    (made, seen), nowhere = asks("needed==1.0", "torch"), {"PIP_FIND_LINKS": "/nowhere"}
+    assert made == Made(str(work / "venv/torch-2.3.1+own/bin/python"), "2.3.1", "0.18.1", "made")
+    assert "adds packages" in {progress.phase for progress in seen}
+    code = "import needed, torch; print(needed.word, torch.__file__)"
+    said = subprocess.run([made.python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert said[0] == "here" and said[1].startswith(str(tmp_path / "host"))
+    assert asks("needed==1.0", "torch", env=nowhere)[0].state == "kept"
+    assert asks("needed", "later")[0].state == "added"
+    failed, _ = asks("torch==1.0")
+    assert isinstance(failed, HostError) and failed.message.startswith("here: pip: ERROR"), failed
+    assert asks("needed", "later")[0].state == "added"  # what failed half way is done again
+    assert set_up(work, {}, own, python=base.python)[0].state == "own"
+
+
+def test_leaving_ends_pip(bare, tmp_path):
+    """The index takes the connection and says nothing: pip waits for it, and is gone when we are."""
+    with socket.create_server(("127.0.0.1", 0)) as index:
+        address = f"http://user:secret@127.0.0.1:{index.getsockname()[1]}/"
+        env = {"PIP_INDEX_URL": address, "PIP_CONFIG_FILE": "/dev/null", "PIP_TIMEOUT": "300"}
+        index.settimeout(120)
+        leave, host = threading.Event(), Host(LocalTransport("here"), bare, None, str(tmp_path))
+
+        def show(progress):
+            assert "secret" not in progress.line
+            if leave.wait(0):
+                raise KeyboardInterrupt
+
+        def until_interrupted():
+            with pytest.raises(KeyboardInterrupt):
+                venvs.set_up({"here": host}, WANTED, {"here": env}, show, owner=OWNER, cluster="rack")
+
+        setting_up = threading.Thread(target=until_interrupted)
+        setting_up.start()
+        waiting, _ = index.accept()
+        with waiting:
+            waiting.settimeout(30)
+            leave.set()
+            while waiting.recv(4096):
+                pass
+        setting_up.join(30)
+        assert not setting_up.is_alive()
+    assert whole(tmp_path) == []
+
+
+# ---- what is remembered ---------------------------------------------------------------------------------------
+
+
+def test_a_clusters_nodes_run_the_environment_and_get_their_own_python_back():
+    from orchestrator.hosts.inventory import Node
+
+    nodes = tuple(Node(name=name, host=name, python="/usr/bin/python3") for name in ("a", "b"))
+    venv = Venv(
+        python="/w/venv/torch-2.3.1/bin/python", base_python="/usr/bin/python3", torch="2.3.1", torchvision="0.18.1"
+    )
+    changed = Cluster(name="c", file="c.yaml", nodes=nodes).with_venvs({"a": venv})
+    assert [node.python for node in changed.nodes] == [venv.python, "/usr/bin/python3"]
+    assert changed.with_venvs({}).nodes == nodes
+
+
+def test_the_question_names_only_what_is_missing():
+    facts = {
+        f"h{n}": SimpleNamespace(torch=SimpleNamespace(version="2.3.1+cu121") if n > 1 else None) for n in range(4)
+    }
+    nodes, known = [SimpleNamespace(name=name) for name in facts], SimpleNamespace(facts=facts)
+    anything, extra = replace(WANTED, any_torch=True), Requirements(("tqdm",))
+    both = "Install torch 2.3.1 and torchvision 0.18.1 on h0, h1"
+    assert _setup_question(known, nodes, anything, None) == f"{both}?"
+    assert _setup_question(known, nodes, WANTED, None) == f"{both}?"
+    assert _setup_question(known, nodes[2:], anything, None) == ""
+    asked = _setup_question(known, nodes, replace(anything, extra=extra), Path("r.txt"))
+    assert asked == f"{both}, and 1 requirement of r.txt on h0..h3?"
+
+
+# ---- on a lab -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.lab
+@pytest.mark.timeout(300)
+def test_from_setup_to_down(wheels, tmp_path, tmp_path_factory):
+    """One host finds the wheels, the other has no way out. `up` and `run` use the environment; `down` removes it."""
+    links = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/home/lab/data/wheels", "PIP_CONFIG_FILE": "/dev/null"}
+    inventory = f"""
+cluster: setup
+defaults: {{device: cpu, ranks: 1}}
+nodes:
+  - {{name: alpha, host: 10.78.2.1, env: {json.dumps(links)}}}
+  - {{name: beta, host: 10.78.2.2}}
+"""
+    home = tmp_path_factory.mktemp("home")
+    with lab(inventory, quick=True) as pair:
+        person = Person(pair, home, tmp_path)
+        person.types("up", str(pair.inventory))
+        person.types("data", "push", str(wheels), "--to", "wheels", "--nodes", "alpha")
+        own = person.asks("run", "--exp", "mnist_lenet", "--dry-run")["nodes"][0]["python"]
+        refused = person.types("setup", "--torch", "2.3.1", exit_code=1)
+        assert "Install torch 2.3.1 and torchvision 0.18.1" in refused.stderr
+        done = person.types("setup", "--torch", "2.3.1", "--yes", "--json", exit_code=3)
+        found = json.loads(done.stdout)["nodes"]
+        python = "/home/lab/.orch/venv/torch-2.3.1/bin/python"
+        assert (found["alpha"]["state"], found["alpha"]["python"]) == ("made", python)
+        assert "No matching distribution" in found["beta"]["error"]
+        assert "no way to a package index" in found["beta"]["error"]
+        for _ in range(2):
+            shown = {node["name"]: node for node in person.asks("status")["cluster"]["nodes"]}
+            assert (shown["alpha"]["venv"], shown["alpha"]["torch"], shown["beta"]["venv"]) == ("2.3.1", "2.3.1", None)
+            plan = person.asks("run", "--exp", "mnist_lenet", "--dry-run")
+            assert {node["name"]: node["python"] for node in plan["nodes"]} == {"alpha": python, "beta": own}
+            person.types("up", str(pair.inventory))
+        person.types("down", "--yes")
+        assert pair.host_exec("alpha", ["ls", "-A", "/home/lab/.orch"]).returncode != 0
+        assert person.asks("status")["cluster"]["nodes"][0]["venv"] is None
+        assert person.asks("run", "--exp", "mnist_lenet", "--dry-run")["nodes"][0]["python"] == own

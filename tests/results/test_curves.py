@@ -1,0 +1,152 @@
+"""How a run learned: what is kept of it, and how it is drawn on the page and told on the terminal."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.results.analyse import analyse
+from orchestrator.results.curves import POINTS, Curves, Epoch, Evaluation, LossPoint
+from orchestrator.results.summary import Summary
+from orchestrator.views import console
+from orchestrator.views.linechart import Line, line_chart, percent_words
+from orchestrator.views.report import render_report
+from tests.support.run_folders import Host, end, start, step, write_run
+
+
+def evaluated(number: int, accuracy: Any, **fields: Any) -> dict[str, Any]:
+    return {"event": "eval", "epoch": 0, "step": number, "accuracy": accuracy, "loss": 0.3, **fields}
+
+
+def finished(epoch: int, seconds: Any) -> dict[str, Any]:
+    return {"event": "epoch", "epoch": epoch, "epoch_s": seconds}
+
+
+def of_run(tmp_path: Path, *lines: Any, other: Any = (), **options: Any) -> Summary:
+    """Of two ranks: what the first tells, and the second's; without it, the same."""
+    metrics = {0: [start(), *lines, end()], 1: [start(), *(other or lines), end()]}
+    return analyse(write_run(tmp_path / "run", [Host("a", **options), Host("b", **options)], metrics))
+
+
+def test_the_loss_is_the_mean_over_all_ranks_samples(tmp_path: Path) -> None:
+    own = [step(number, 10, 1, 1, 1, 1, loss=10.0 * number) for number in range(3)]
+    other = [step(number, 30, 1, 1, 1, 1, loss=90.0 * number) for number in range(3)]
+    assert of_run(tmp_path, *own, other=other).curves.loss == (
+        LossPoint(step=0, loss=0), LossPoint(step=1, loss=2.5), LossPoint(step=2, loss=5.0),
+    )  # fmt: skip
+
+
+def test_a_step_whose_loss_one_rank_did_not_tell_is_left_out(tmp_path: Path) -> None:
+    lines = [step(number, 10, 1, 1, 1, 1) for number in range(4)]
+    other = [*lines[:1], {**lines[1], "loss": None}, lines[2]]
+    assert [point.step for point in of_run(tmp_path, *lines, other=other).curves.loss] == [0, 2]
+
+
+def test_many_updates_are_few_points_of_their_means(tmp_path: Path) -> None:
+    steps = [step(number, 10, 1, 1, 1, 1, loss=10.0 * number) for number in range(5 * POINTS)]
+    curves = of_run(tmp_path, *steps).curves
+    assert (len(curves.loss), curves.updates_a_point) == (POINTS, 5)
+    assert (curves.loss[0], curves.loss[-1]) == (LossPoint(step=4, loss=2), LossPoint(step=999, loss=997))
+
+
+def test_evaluations_and_epochs_are_kept_once_each_and_what_cannot_be_is_left_out(tmp_path: Path) -> None:
+    odd = [evaluated(3, 1.5), evaluated(3, "0.9"), evaluated(-1, 0.5), evaluated(0.5, 0.5), finished(0, -1)]
+    again = [evaluated(9, 0.7), finished(0, 8.0), evaluated(9, 0.8, loss=None)]
+    lines = [step(0, 10, 1, 1, 1, 1), finished(0, 2.5), *odd, evaluated(4, 0.6), *again, finished(1, 9.0)]
+    curves = of_run(tmp_path, *lines).curves
+    assert curves.evaluations == (Evaluation(step=4, accuracy=0.6, loss=0.3), Evaluation(step=9, accuracy=0.8))
+    assert curves.epochs == (Epoch(epoch=0, seconds=8.0), Epoch(epoch=1, seconds=9.0))
+
+
+def test_of_many_evaluations_the_last_is_kept(tmp_path: Path) -> None:
+    lines = [evaluated(number, number / 1000) for number in range(3 * POINTS + 2)]
+    kept = of_run(tmp_path, step(0, 10, 1, 1, 1, 1), *lines).curves.evaluations
+    assert len(kept) <= POINTS
+    assert kept[-1].step == 3 * POINTS + 1
+
+
+def test_a_paced_run_learned_nothing(tmp_path: Path) -> None:
+    lines = [*(step(number, 10, 1, 1, 1, 1) for number in range(5)), evaluated(4, 0.5)]
+    assert of_run(tmp_path, *lines, paced=True).curves == Curves()
+
+
+# ---- drawn ---------------------------------------------------------------------------------------------------------
+
+
+def learned(tmp_path: Path) -> Summary:
+    steps = [step(number, 10, 1, 1, 1, 1, loss=10 * (2.3 - number / 10)) for number in range(20)]
+    classes = {"per_class": [0.9, 0.95]}
+    ends = [finished(0, 11.0), evaluated(9, 0.97, **classes), finished(1, 13.0), evaluated(19, 0.99, **classes)]
+    return of_run(tmp_path, *steps, *ends)
+
+
+def test_the_report_draws_loss_and_accuracy_in_the_pages_colours(tmp_path: Path) -> None:
+    page = render_report(learned(tmp_path))
+    assert page.count("<svg") == 2
+    assert 'aria-label="loss over updates"' in page and 'aria-label="test accuracy over updates"' in page
+    assert "97.0 %</span>" in page and "99.0 %</span>" in page
+    assert "2, 12 s each (11 to 13 s)" in page
+    drawings = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    assert not any(re.search(r"#[0-9a-f]{3}|rgb|style=", drawing) for drawing in drawings)
+
+
+def test_what_was_not_told_is_not_drawn(tmp_path: Path) -> None:
+    summary = learned(tmp_path)
+    only_loss = summary.curves.model_copy(update={"evaluations": summary.curves.evaluations[:1]})
+    assert render_report(summary.model_copy(update={"curves": only_loss})).count("<svg") == 1
+    assert "<svg" not in render_report(summary.model_copy(update={"curves": Curves()}))
+    assert render_report(summary.model_copy(update={"loss": None, "accuracy": None})).count("<svg") == 2
+
+
+VALUES = st.floats(-1e15, 1e15)
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**12), VALUES), min_size=1, max_size=9), st.booleans())
+def test_every_point_and_tick_lies_within_the_plot(points: list[tuple[float, float]], of_zero: bool) -> None:
+    chart = line_chart("t", [Line("a", sorted(points)), Line("b", ())], of_zero=of_zero)
+    assert [line.name for line in chart.lines] == ["a"]
+    places = [float(place) for place in re.findall(r"-?\d+\.\d+", chart.lines[0].path)]
+    places += [tick.place for tick in (*chart.x_ticks, *chart.y_ticks)]
+    assert all(-0.01 <= place <= 100.01 for place in places)
+    assert 2 <= len(chart.y_ticks) <= 8
+    assert len({tick.text for tick in chart.x_ticks}) == len(chart.x_ticks) >= 1
+
+
+@pytest.mark.parametrize(
+    ("values", "texts"),
+    [
+        ((0.968, 0.994), ["96 %", "97 %", "98 %", "99 %", "100 %"]),
+        ((0.991, 0.9915), ["99.10 %", "99.12 %", "99.14 %", "99.16 %"]),
+        ((1.0, 1.0), ["50 %", "100 %"]),
+        ((0.0, 0.0), ["0 %", "50 %"]),
+    ],
+)
+def test_ticks_are_round_and_told_apart(values: tuple[float, ...], texts: list[str]) -> None:
+    chart = line_chart("t", [Line("a", list(enumerate(values)))], words=percent_words)
+    assert [tick.text for tick in chart.y_ticks] == texts
+
+
+# ---- told ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_terminal_tells_accuracy_by_class_and_the_time_of_an_epoch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    console.print_summary(learned(tmp_path))
+    told = capsys.readouterr().out
+    assert "by class, %: 0 90.0, 1 95.0\n" in told
+    assert "epochs: 2, 12 s each (11 to 13 s)\n" in told
+
+
+@given(st.dictionaries(st.text(min_size=1, max_size=90), st.floats(0, 1), min_size=1, max_size=60))
+def test_accuracies_by_class_fit_into_80_columns(accuracies: dict[str, float]) -> None:
+    lines = console.class_lines(accuracies)
+    assert all(len(line) <= 80 for line in lines)
+    if len(accuracies) > console.CLASSES_SHOWN:
+        assert lines[0].startswith(f"  worst of {len(accuracies)} classes, %: ")
+        assert f"{100 * min(accuracies.values()):.1f}" in " ".join(lines)

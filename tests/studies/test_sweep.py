@@ -1,0 +1,283 @@
+"""Studies: every row is a run that can be made, and a sweep goes on where it was left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from orchestrator.controller import Controller
+from orchestrator.errors import HostError, HostsError, OrchError, UsageError
+from orchestrator.hosts.connections import Connections
+from orchestrator.hosts.inventory import load_inventory
+from orchestrator.paths import Home
+from orchestrator.planning.launch_plan import NodePlan
+from orchestrator.store import Store
+from orchestrator.studies import sweep, tables
+from orchestrator.studies.sweep import Sweep
+from orchestrator.studies.tables import STUDIES, Row, Study, choose_nodes
+from tests.support.quick_python import quick_python
+from trainer.shared.config import parse_settings
+
+ROWS = [(study, row) for study in STUDIES.values() for row in study.rows]
+SHORT = {"data": "synthetic", "steps": "5", "warmup_steps": "1", "batch": "8", "eval_every": "0"}
+
+
+def node(name, gpu, ranks=1):
+    return NodePlan(
+        name=name, node_rank=0, first_rank=0, ranks=ranks, address="10.0.0.1", interface=None, device="cpu", gpu=gpu,
+        python="python", workdir="~", env={}, command=(), torchrun=(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("study, row", ROWS, ids=[row.name for _, row in ROWS])
+def test_every_row_is_a_complete_experiment_with_a_published_cell_for_each_column(study, row):
+    settings = parse_settings(row.exp, row.settings)
+    assert settings.exp == row.exp
+    assert (len(row.cells), len(row.published)) == (len(study.columns), len(study.published))
+    assert bool(row.hosts) != bool(row.ranks)
+
+
+@pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
+def test_a_studys_rows_have_names_of_their_own_and_figures_that_exist(study):
+    assert len({row.name for row in study.rows}) == len(study.rows)
+    assert set(study.figures) <= sweep.FIGURES.keys()
+
+
+def test_a_row_takes_the_hosts_that_it_names_and_no_others():
+    row = next(row for row in STUDIES["mixed_clusters"].rows if row.name == "a16_a16_a2000-ddp")
+    hosts = [node("spare", "Tesla V100-16GB"), node("small", "RTX A2000"), node("double", "NVIDIA A16", 2)]
+    assert choose_nodes(row, hosts) == ("small", "double")
+    assert choose_nodes(row, [node("single", "A16", 1), hosts[1]]) == (
+        "needs hosts with 2 x A16 and 1 x A2000; there are 1 x A16, 1 x RTX A2000"
+    )
+
+
+def test_a_row_that_needs_a_number_of_ranks_spreads_them_over_as_many_hosts_as_fit():
+    hosts = [node("one", None), node("two", None, 2), node("three", None)]
+    assert choose_nodes(Row("r", (), "mnist_lenet", ranks=2), hosts) == ("one", "three")
+    assert choose_nodes(Row("r", (), "mnist_lenet", ranks=1), hosts) == ("one",)
+    assert choose_nodes(Row("r", (), "mnist_lenet", ranks=2), hosts[1:2]) == ("two",)
+    assert "needs 7 ranks in all" in choose_nodes(Row("r", (), "mnist_lenet", ranks=7), hosts)
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    """A study of three short rows, and sweeps of it on two local nodes on which nothing can be trained."""
+    with sweeps(tmp_path, monkeypatch, quick_python(tmp_path / "quick")) as made:
+        yield made
+
+
+@pytest.fixture
+def real_bench(tmp_path, monkeypatch):
+    """The same, on nodes that train."""
+    with sweeps(tmp_path, monkeypatch, sys.executable) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def sweeps(tmp_path, monkeypatch, python):
+    rows = (
+        Row("pair", ("two",), "mnist_lenet", {**SHORT, "strategy": "ddp"}, ranks=2, published=("1.0",)),
+        Row("none-can", ("x",), "mnist_lenet", SHORT, hosts=(("3090", 2),), published=("2.0",)),
+        Row("alone", ("one",), "mnist_lenet", {**SHORT, "strategy": "none"}, ranks=1, published=("3.0",)),
+    )
+    study = Study("t", "s", ("ranks",), ("samples_per_s", "train_s"), ("seconds",), rows)
+    monkeypatch.setitem(tables.STUDIES, "short", study)
+    nodes = "".join(f"  - {{name: {n}, address: 127.0.0.1, workdir: {tmp_path}/{n}}}\n" for n in "ab")
+    file = tmp_path / "inventory.yaml"
+    env = 'env: {OMP_NUM_THREADS: "1"}'
+    file.write_text(
+        f"cluster: t\ndefaults: {{transport: local, device: cpu, python: {python}, {env}}}\nnodes:\n{nodes}"
+    )
+    home = Home(tmp_path / "home")
+    with Connections(home) as connections:
+        controller = Controller(Store(home), connections)
+        controller.clusters.up(load_inventory(file))
+
+        def made(**overrides):
+            return Sweep("short", controller, controller.store.cluster("t"), tmp_path / "out", overrides)
+
+        yield made
+
+
+class Watch:
+    """Follows jobs to their end, or leaves the one named as a person's Ctrl-C would."""
+
+    def __init__(self, controller, leave=None):
+        self.controller, self.leave, self.seen = controller, leave, []
+
+    def __call__(self, row, plan, hosts):
+        self.seen.append((row.name, plan.job))
+        if row.name == self.leave:
+            raise KeyboardInterrupt
+        for _ in self.controller.follow(plan, hosts):
+            pass
+
+
+@pytest.mark.slow
+def test_a_sweep_that_was_left_takes_up_its_own_job_again_and_runs_no_row_twice(real_bench):
+    bench = real_bench
+    first = bench()
+    leaving = Watch(first.controller, leave="pair")
+    with pytest.raises(KeyboardInterrupt):
+        first.run(leaving, repeats=1)
+    again = bench()
+    watch = Watch(again.controller)
+    outcomes = again.run(watch, repeats=1)
+    (left,) = leaving.seen
+    assert [outcome.row.name for outcome in outcomes] == ["pair", "none-can", "alone"]
+    assert [run.job for run in outcomes[0].done.runs] == [left[1]], "the job that still ran was thrown away"
+    assert outcomes[0].done.runs[0].figures["samples_per_s"] > 0
+    assert outcomes[0].done.is_short
+    assert outcomes[1].why_not.startswith("needs hosts with 2 x 3090")
+    assert sum(name == "alone" for name, _ in watch.seen) == 1
+
+    idle = Watch(again.controller)
+    kept = bench().run(idle, repeats=1)
+    assert idle.seen == []
+    assert [outcome.done for outcome in kept] == [outcome.done for outcome in outcomes]
+    document = sweep.document("short", kept)
+    assert json.loads(json.dumps(document)) == document
+    assert [row["why_not"] is None for row in document["rows"]] == [True, False, True]
+
+
+def test_a_job_that_runs_on_but_cannot_be_followed_is_not_started_a_second_time(bench, monkeypatch):
+    one = bench()
+    (row, *_) = one.study.rows
+    begun = sweep.Done(begun="j", cluster="t")
+    running = SimpleNamespace(state="running")
+    store = SimpleNamespace(job=lambda job: running, plan=lambda job: "its plan")
+    found = SimpleNamespace(store=store, refresh=lambda record: record, hosts_of=lambda plan: ({}, {}))
+    monkeypatch.setattr(one, "controller", found)
+
+    def refused(*_):
+        raise HostsError([HostError("a", "its key changed", "")])
+
+    with pytest.raises(HostsError, match="its key changed"):
+        one._find_again(row, begun, refused)
+    assert one._find_again(row, begun, lambda *_: None) == "its plan"
+
+
+def test_a_table_of_somebody_elses_is_not_written_over(bench, tmp_path):
+    one = bench()
+    one.out.mkdir()
+    one.file.write_text("[]")
+    with pytest.raises(UsageError, match="no sweep of ours"):
+        one.run(Watch(one.controller))
+    assert one.file.read_text() == "[]"
+
+
+# ---- rows that are run more than once --------------------------------------------------------------------------------
+
+
+class Jobs:
+    """In place of jobs: each takes so many seconds, and gives the next of its row's figures."""
+
+    def __init__(self, monkeypatch, speeds, *, total_s=5.0):
+        self.speeds, self.total_s, self.rows = {name: list(of) for name, of in speeds.items()}, total_s, []
+        monkeypatch.setattr(Sweep, "_start", lambda one, row, nodes, runs, follow: self.start(row))
+        monkeypatch.setattr(Sweep, "_find_again", lambda *_: None)
+        monkeypatch.setattr(Sweep, "_run_of", lambda one, job, summary: self.run(job))
+
+    def start(self, row):
+        self.rows.append(row.name)
+        return SimpleNamespace(job=row.name, cluster="t", nodes=())
+
+    def run(self, name):
+        figures = {"samples_per_s": self.speeds[name].pop(0), "train_s": 1.0}
+        return sweep.RowRun(job=name, figures=figures, total_s=self.total_s)
+
+
+def sweep_of(bench):
+    one = bench()
+    collected = SimpleNamespace(errors={}, summary=None)
+    one.controller = SimpleNamespace(
+        store=SimpleNamespace(job=lambda job: SimpleNamespace(state="succeeded")), collect=lambda plan, out: collected
+    )
+    one._nodes = lambda: (node("a", None), node("b", None))
+    return one
+
+
+SPEEDS = {"pair": (50.0, 60.0, 52.0), "alone": (40.0, 41.0, 45.0)}
+
+
+def test_short_rows_are_run_three_times_in_rounds_and_long_ones_once(bench, monkeypatch):
+    jobs = Jobs(monkeypatch, SPEEDS)
+    outcomes = sweep_of(bench).run(None)
+    assert jobs.rows == ["pair", "alone"] * 3
+    assert outcomes[0].done.spread("samples_per_s") == sweep.Spread(50, 52, 60)
+    assert sweep.cells(tables.STUDIES["short"], outcomes[0]) == ("two", "52.0 (50.0 to 60.0)", "1.00", "1.0")
+    Jobs(monkeypatch, {})
+    assert [outcome.done for outcome in sweep_of(bench).run(None)] == [outcome.done for outcome in outcomes]
+
+    long = Jobs(monkeypatch, SPEEDS, total_s=90)
+    (once, *_) = sweep_of(bench).run(None, again=True)
+    assert long.rows == ["pair", "alone"]
+    assert sweep.cells(tables.STUDIES["short"], once) == ("two", "50.0", "1.00", "1.0")
+    more = Jobs(monkeypatch, SPEEDS)
+    sweep_of(bench).run(None, repeats=2, only=["alone"])
+    assert more.rows == ["alone"]
+
+
+def test_figures_of_other_settings_do_not_count_as_done(bench, monkeypatch):
+    Jobs(monkeypatch, SPEEDS)
+    sweep_of(bench).run(None, repeats=1)
+    jobs = Jobs(monkeypatch, SPEEDS)
+    (only, *_) = sweep_of(lambda: bench(lr="0.01")).run(None, only=["pair"], repeats=1)
+    assert jobs.rows == ["pair"]
+    assert only.done.overrides == {"lr": "0.01"}
+
+
+@pytest.mark.slow
+def test_a_row_whose_job_fails_ends_the_sweep_with_its_name_and_is_run_anew_the_next_time(bench, monkeypatch):
+    """On these nodes the trainer does not find its torch."""
+    study = tables.STUDIES["short"]
+    monkeypatch.setitem(tables.STUDIES, "short", replace(study, rows=(study.rows[2],)))
+    first = bench()
+    with pytest.raises(OrchError, match=r"^alone: mnist_lenet-\S+ did not succeed"):
+        first.run(Watch(first.controller))
+    jobs = Jobs(monkeypatch, SPEEDS)
+    (outcome,) = sweep_of(bench).run(None, repeats=1)
+    assert (jobs.rows, len(outcome.done.runs)) == (["alone"], 1)
+
+
+def test_a_row_of_another_cluster_gets_no_run_of_this_one(bench, monkeypatch):
+    Jobs(monkeypatch, SPEEDS)
+    (there, *_) = sweep_of(bench).run(None, repeats=1)
+    here = Jobs(monkeypatch, SPEEDS)
+    one = sweep_of(bench)
+    one.cluster = SimpleNamespace(name="another")
+    assert one.run(None, repeats=3)[0].done == there.done
+    assert here.rows == []
+
+
+def outcome(name, *values):
+    runs = tuple(sweep.RowRun(job=str(i), figures={"samples_per_s": value}) for i, value in enumerate(values))
+    return sweep.Outcome(Row(name, (name,), "mnist_lenet", published=("",)), sweep.Done(cluster="t", runs=runs))
+
+
+def test_rows_whose_ranges_overlap_are_within_noise(bench):
+    study = tables.STUDIES["short"]
+    rows = [outcome("a", 1, 6), outcome("b", 9, 10), outcome("c", 2, 3), outcome("d", 5, 6), outcome("e", 7, 8)]
+    (group,) = sweep.within_noise(study, [*rows, outcome("once", 9.5), outcome("f", 11, None)])
+    assert [row.name for row in group] == ["a", "c", "d"]
+    assert sweep.within_noise(study, rows[:2]) == []
+    assert sweep.document("short", rows)["within_noise"] == [["a", "c", "d"]]
+
+
+def test_a_table_of_one_run_a_row_is_read_as_it_was(bench, monkeypatch):
+    one = sweep_of(bench)
+    one.out.mkdir()
+    kept = {"cluster": "t", "hosts": "2 x CPU", "overrides": {}, "figures": {"samples_per_s": 7.0}, "valid": True}
+    rows = {"pair": {**kept, "job": "j", "complete": True}, "alone": {**kept, "job": "k", "complete": False}}
+    one.file.write_text(json.dumps({"schema": 1, "rows": rows}))
+    assert [run.figures for run in one._kept(one.study.rows[0]).runs] == [{"samples_per_s": 7.0}]
+    assert (one._kept(one.study.rows[2]).runs, one._kept(one.study.rows[2]).begun) == ((), "k")
+    jobs = Jobs(monkeypatch, SPEEDS)
+    assert one.run(None)[0].done.hosts == "2 x CPU"
+    assert "pair" not in jobs.rows

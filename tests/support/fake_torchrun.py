@@ -1,0 +1,85 @@
+"""Stands in for torchrun where a test trains nothing: meets the other hosts' launchers at the rendezvous port, starts
+the rank wrappers, ends them when one fails.
+
+python fake_torchrun.py RANKS NODE_RANK NODES MASTER_ADDRESS PORT JOB_DIR
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+from orch_remote.ports import listen
+
+MEET_S = 30.0
+
+
+def main() -> None:
+    ranks, node_rank, nodes, address, port, job_dir = sys.argv[1:]
+    store = os.environ.pop("ORCH_STORE", None)
+    server = socket.socket(fileno=int(store)) if store and node_rank == "0" else None
+    if server:
+        listen(server)
+    of_nodes = meet(server, int(node_rank), int(ranks), int(nodes), (address, int(port)), os.path.basename(job_dir))
+    sys.exit(run_ranks([sys.executable, "-m", "orch_remote.rank", job_dir], int(node_rank), of_nodes))
+
+
+def meet(
+    server: socket.socket | None, node_rank: int, ranks: int, nodes: int, place: tuple[str, int], job: str
+) -> list[int]:
+    """How many ranks each host has. As torchrun's static rendezvous: the first host listens, at `place`, and nobody
+    goes on before all are there.
+    """
+    if server is None:
+        return _ask({"node_rank": node_rank, "ranks": ranks, "job": job}, place)
+    server.settimeout(MEET_S)
+    guests = [server.accept()[0] for _ in range(nodes - 1)]
+    said = [json.loads(guest.recv(1000)) for guest in guests]
+    if strangers := [one for one in said if one["job"] != job]:
+        sys.exit(f"RuntimeError: met strangers: {strangers}")
+    found = {node_rank: ranks, **{one["node_rank"]: one["ranks"] for one in said}}
+    of_nodes = [found[number] for number in range(nodes)]
+    for guest in guests:
+        guest.sendall(json.dumps(of_nodes).encode())
+    return of_nodes
+
+
+def _ask(who: dict[str, object], place: tuple[str, int]) -> list[int]:
+    deadline = time.monotonic() + MEET_S
+    while True:
+        try:
+            with socket.create_connection(place, timeout=MEET_S) as host:
+                host.sendall(json.dumps(who).encode())
+                return json.loads(host.recv(10_000) or sys.exit("RuntimeError: the meeting broke up"))
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                sys.exit("RuntimeError: nobody to meet")
+            time.sleep(0.02)
+
+
+def run_ranks(command: list[str], node_rank: int, of_nodes: list[int]) -> int:
+    """To their end: 1 where one of them failed, and the others were ended."""
+    first, ranks = sum(of_nodes[:node_rank]), of_nodes[node_rank]
+    children = {}
+    for local in range(ranks):
+        place = {"RANK": first + local, "LOCAL_RANK": local, "WORLD_SIZE": sum(of_nodes), "LOCAL_WORLD_SIZE": ranks}
+        environment = {**os.environ, **{name: str(number) for name, number in place.items()}}
+        child = subprocess.Popen(command, env=environment, start_new_session=True)
+        children[child.pid] = child
+    failed = False
+    while children:
+        pid, status = os.wait()
+        children.pop(pid)
+        if status != 0:
+            failed = True
+            for child in children.values():
+                child.terminate()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    main()

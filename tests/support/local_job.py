@@ -1,0 +1,130 @@
+"""A job on this machine for tests of the real supervisor: two local nodes, any script, no inventory and no probe.
+
+`torch_free=True` puts `fake_torchrun.py` in torchrun's place: it starts the same rank wrappers with the same variables
+in a tenth of a second, for tests that count starts, deaths and leftovers and train nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+
+from orchestrator.jobs import launch as job
+from orchestrator.jobs.record import JobRecord
+from orchestrator.planning.build import torchrun_arguments
+from orchestrator.planning.bundle import pack_folder
+from orchestrator.planning.launch_plan import Elastic, LaunchPlan, NodePlan
+from orchestrator.transport.ask import Host
+from orchestrator.transport.local import LocalTransport
+
+LAUNCHER = Path(__file__).with_name("fake_torchrun.py")
+
+
+class Gang:
+    """One job: `launch()`, then look through `agents()` and `wait()`; everything of it ends with the context."""
+
+    def __init__(self, plan: LaunchPlan, blob: bytes) -> None:
+        self.plan, self.blob = plan, blob
+        self.hosts = {n.name: Host(LocalTransport(n.name), n.python, None, n.workdir) for n in plan.nodes}
+
+    def launch(self) -> None:
+        job.launch(self.plan, self.hosts, self.blob)
+
+    def folder(self, node: str) -> Path:
+        return Path(self.plan.node(node).workdir) / "jobs" / self.plan.job
+
+    def agents(self) -> dict[str, Mapping]:
+        return job.agents(self.plan, self.hosts)
+
+    def record(self) -> JobRecord:
+        nodes = tuple(node.name for node in self.plan.nodes)
+        return JobRecord(schema=1, id=self.plan.job, state="starting", exp=self.plan.exp, cluster="test", nodes=nodes)
+
+    def wait(self) -> JobRecord:
+        """Until every host has spoken its last word."""
+        found = {}
+        for name, item in job.watch(self.plan, self.hosts, offsets={}, follow=True, files=False):
+            if hasattr(item, "record"):
+                found[name] = item.record
+        return job.combine(self.plan, found, self.record(), datetime.now(timezone.utc))
+
+    def wait_for(self, condition) -> dict[str, Mapping]:
+        """Until condition(agents by node) holds; follows the records, does not poll."""
+        found = {}
+        for name, item in job.watch(self.plan, self.hosts, offsets={}, follow=True, files=False):
+            if hasattr(item, "record"):
+                found[name] = item.record
+                if len(found) == len(self.plan.nodes) and condition(found):
+                    return found
+        raise AssertionError(f"the job ended before the condition held: {found}")
+
+    def wait_running(self) -> dict[str, Mapping]:
+        return self.wait_for(
+            lambda agents: (
+                all(r.get("pid") for agent in agents.values() for r in agent.get("ranks", {}).values())
+                and all(agent.get("ranks") for agent in agents.values())
+            )
+        )
+
+
+def launcher_arguments(launcher: str, ranks: Sequence[int], index: int, master: str) -> tuple[str, ...]:
+    """For `fake_torchrun.py`, in torchrun's place on the host of this index."""
+    numbers = (ranks[index], index, len(ranks))
+    return (launcher, *map(str, numbers), master, "{rendezvous_port}", "{job_dir}")
+
+
+@contextmanager
+def gang(
+    tmp_path: Path,
+    script: str,
+    *,
+    ranks: Sequence[int] = (1, 1),
+    torch_free: bool = True,
+    elastic: Elastic | None = None,
+    command: Sequence[str] = ("script.py",),
+    env: Mapping[str, str] | None = None,
+    **plan_changes: object,
+) -> Iterator[Gang]:
+    """script: Python text that every rank runs. ranks: of node `a` (the master), `b`, and so on."""
+    folder = tmp_path / "code"
+    folder.mkdir()
+    (folder / "script.py").write_text(script)
+    code, blob = pack_folder(folder)
+    job_id = f"test-{tmp_path.name}"[:100]
+    nodes, first = [], 0
+    for index, count in enumerate(ranks):
+        torchrun = launcher_arguments(str(LAUNCHER), ranks, index, "127.0.0.1")
+        if not torch_free:
+            torchrun = torchrun_arguments(len(ranks), index, count, "127.0.0.1", elastic=bool(elastic))
+        nodes.append(
+            NodePlan(
+                name="abcdefgh"[index],
+                node_rank=index,
+                first_rank=first,
+                ranks=count,
+                address="127.0.0.1",
+                interface="lo",
+                device="cpu",
+                gpu=None,
+                python=sys.executable,
+                workdir=str(tmp_path / f"work-{index}"),
+                env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **(env or {})},
+                torchrun=torchrun,
+                command=tuple(command),
+            )
+        )
+        first += count
+    plan = LaunchPlan(
+        schema=1, job=job_id, exp="script.py", kind="script", cluster="test", master="a",
+        master_address="127.0.0.1", rendezvous_port=29500, world_size=sum(ranks), created="2026-01-01T00:00:00+00:00",
+        code=code, nodes=tuple(nodes), elastic=elastic,
+    ).model_copy(update={"grace_s": 1.0, **plan_changes})  # fmt: skip
+    made = Gang(plan, blob)
+    try:
+        yield made
+    finally:
+        job.cancel(made.plan, made.hosts)
+        made.wait()

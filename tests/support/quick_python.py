@@ -1,0 +1,29 @@
+"""A Python for hosts of tests that train nothing: its `torch` (`quick/`) takes no time, the real one takes seconds.
+
+It is a virtual environment made by hand, for `python:` of an inventory. Hosts of a lab have to be shown its folder:
+
+    with lab(INVENTORY.format(python=quick_python(folder)), binds=[str(folder)]) as hosts: ...
+"""
+
+from __future__ import annotations
+
+import compileall
+import shutil
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+
+
+def quick_python(folder: Path) -> str:
+    """Makes it there. For every user: its path."""
+    base = Path(sys._base_executable)
+    packages = folder / f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
+    shutil.copytree(TESTS / "quick", packages)
+    shutil.copy(TESTS / "fake_torchrun.py", packages)
+    compileall.compile_dir(packages, quiet=1)
+    (folder / "bin").mkdir()
+    (folder / "bin" / "python").symlink_to(base)
+    (folder / "pyvenv.cfg").write_text(f"home = {base.parent}\ninclude-system-site-packages = false\n")
+    folder.chmod(0o755)
+    return str(folder / "bin" / "python")

@@ -1,0 +1,120 @@
+"""The metrics file: one strict JSON object a line, each event with exactly its documented fields."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.shared import metrics as records
+from trainer.shared.errors import TrainError
+from trainer.shared.metrics import EVENT_FIELDS, MetricsWriter
+
+STEP: dict[str, Any] = dict.fromkeys(EVENT_FIELDS["step"], 1)
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_a_line_can_be_read_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    metrics = MetricsWriter(tmp_path / "metrics.jsonl")
+    metrics.write("step", **STEP)
+    assert lines_of(tmp_path / "metrics.jsonl") == [{"event": "step", **STEP}]
+
+
+def test_what_json_cannot_hold_is_written_as_null(tmp_path: Path) -> None:
+    metrics = MetricsWriter(tmp_path / "metrics.jsonl")
+    metrics.write("step", **{**STEP, "loss": float("nan"), "t_ms": float("inf"), "wall": [1.0, float("-inf")]})
+    (line,) = lines_of(tmp_path / "metrics.jsonl")
+    assert (line["loss"], line["t_ms"], line["wall"]) == (None, None, [1.0, None])
+
+
+def test_an_event_has_exactly_its_fields(tmp_path: Path) -> None:
+    metrics = MetricsWriter(tmp_path / "metrics.jsonl")
+    with pytest.raises(ValueError, match="step has the fields"):
+        metrics.write("step", step=1)
+    with pytest.raises(ValueError, match="step has the fields"):
+        metrics.write("step", **STEP, colour="red")
+
+
+def test_nothing_follows_the_end(tmp_path: Path) -> None:
+    metrics = MetricsWriter(tmp_path / "metrics.jsonl")
+    metrics.end("interrupted", "SIGTERM")
+    metrics.end("succeeded")
+    metrics.write("step", **STEP)
+    (line,) = lines_of(tmp_path / "metrics.jsonl")
+    assert (line["event"], line["status"], line["message"]) == ("end", "interrupted", "SIGTERM")
+    assert line["peak_memory_bytes"] > 1_000_000
+    assert line["total_s"] >= 0
+
+
+def test_a_second_writer_appends(tmp_path: Path) -> None:
+    for _ in range(2):
+        MetricsWriter(tmp_path / "metrics.jsonl").write("step", **STEP)
+    assert len(lines_of(tmp_path / "metrics.jsonl")) == 2
+
+
+def test_no_path_writes_nothing() -> None:
+    metrics = MetricsWriter(None)
+    metrics.write("step", **STEP)
+    metrics.end("succeeded")
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TrainError, match=r"cannot write metrics to .*absent/m\.jsonl"):
+        MetricsWriter(tmp_path / "absent" / "m.jsonl")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_told_once_and_the_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = MetricsWriter(Path("/dev/full"))
+    for _ in range(3):
+        metrics.write("step", **STEP)
+    metrics.end("succeeded")
+    told = capsys.readouterr().err
+    assert told.count("No space left") == told.count("\n") == 1
+
+
+def test_lines_that_found_no_room_are_counted_and_a_cut_one_is_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk with room for one line and a half, until somebody makes room."""
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsWriter(path)
+    whole, room = os.write, [300]
+
+    def write(handle: int, data: bytes) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = whole(handle, data[: room[0]])
+        room[0] -= taken
+        return taken
+
+    monkeypatch.setattr(os, "write", write)
+    for step in range(4):
+        metrics.write("step", **{**STEP, "step": step})
+    assert not path.read_bytes().endswith(b"\n")
+    room[0] = 10_000
+    metrics.write("step", **{**STEP, "step": 4})
+    metrics.end("succeeded")
+    monkeypatch.undo()
+    lines = lines_of(path)
+    assert [line["step"] for line in lines[:-1]] == [0, 1, 4]
+    assert (lines[-1]["event"], lines[-1]["dropped"]) == ("end", 2)
+
+
+def test_the_table_in_the_docstring_names_every_field_and_no_other() -> None:
+    table: dict[str, set[str]] = {}
+    for line in (records.__doc__ or "").splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) == 5 and cells[1] in EVENT_FIELDS:
+            table.setdefault(cells[1], set()).update(name.strip() for name in cells[2].split(","))
+    assert table == {event: set(fields) for event, fields in EVENT_FIELDS.items()}

@@ -1,0 +1,367 @@
+"""Checkpoints: all that a run needs to go on as if nobody had interrupted it, one file each.
+
+    keeper = CheckpointKeeper(run)                 rank 0 writes, the others send it what is their own
+    progress = keeper.resume()                     from `resume`; Progress() where nothing is to go on from
+    keeper.save(progress)                          on every rank, after an update
+
+With the world size, the shares and the settings of before, what follows is what would have followed, bit for bit on a
+CPU: the samples come from the stream's position, the ranks' own BatchNorm statistics and random states come back to
+them, and, in the middle of a round of local updates, their own weights, where the round began, and the average that
+travels. (ddp over three ranks or more sums its first update in another order.) Other ranks, or other shares, go on with
+the same samples, from the mean of the weights, in the same round; BatchNorm then begins with the mean of the ranks'
+statistics, each counted by its samples. Another way to synchronise finds what it has in common with the one before, and
+begins the rest anew.
+
+`model` is what an evaluation sees: the mean of the weights, and the statistics that belong to it. To write a checkpoint
+changes nothing of the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer import ranks
+from trainer.checkpoints.file import (
+    SCHEMA,
+    Checkpoint,
+    forget_older,
+    name_of,
+    newest,
+    open_folder,
+    parse,
+    read_file,
+    reason,
+    write_file,
+)
+from trainer.checkpoints.random_state import random_state
+from trainer.compute.models import running_statistics
+from trainer.data.sets import find_facts
+from trainer.look import looked_at
+from trainer.progress import Progress
+from trainer.shared.config import Settings
+from trainer.shared.errors import TrainError
+
+if TYPE_CHECKING:
+    from trainer.setup import Run
+
+_SAME = ("exp", "model", "data", "batch", "samples", "seed", "augment")
+"""Settings that a run must share with its checkpoint: of other data, the position in the stream would mean nothing."""
+_CHUNK = 1 << 26
+_IN_THE_MEAN = {"momentum", "weights", "round", "travelling"}
+"""What ranks have for themselves in a round of local updates: who begins without it, begins with the mean of it."""
+
+
+class CheckpointKeeper:
+    """The checkpoints of one run. Raises TrainError where this kind of run can have none."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.folder = folder_of(run.settings)
+        self.every = run.settings.checkpoint_every
+        if self.every or run.settings.resume:
+            check_kind(run)
+            with ranks.together(run.info.node):  # lists a folder once more; the hosts have agreed on it by now
+                self.data = find_facts(run.settings)[1] if run.info.rank == 0 else ""
+
+    def is_due(self, updates: int) -> bool:
+        """updates: of the whole run so far."""
+        return self.every > 0 and (updates % self.every == 0 or updates == self.run.last_step)
+
+    # ---- writing ----------------------------------------------------------------------------------------------
+
+    def save(self, progress: Progress) -> None:
+        """On every rank, which all leave it together. What it costs is recorded, and counts into no step."""
+        began_s = time.perf_counter()
+        content = self._collect(progress)
+        if content is not None:
+            updates = self._updates(progress)
+            path = self.folder / name_of(updates)
+            size, failure = 0, None
+            try:
+                size = write_file(path, content)
+                forget_older(self.folder)
+            except (OSError, RuntimeError) as error:  # torch wraps the disk's own word
+                failure = reason(error)
+                sys.stderr.write(f"cannot write checkpoint {path}: {failure}; training goes on\n")
+            write_ms = round((time.perf_counter() - began_s) * 1000, 3)
+            fields = {"step": updates - 1, "name": path.name, "bytes": size, "write_ms": write_ms}
+            self.run.metrics.write("checkpoint", **fields, failure=failure)
+        dist.barrier()
+
+    def _collect(self, progress: Progress) -> Checkpoint | None:
+        """The whole content on rank 0, None on the others."""
+        run = self.run
+        names = ranks.gather_lines(_name(run))
+        sums = _gather(torch.tensor([progress.loss_sum, progress.samples, progress.recent], dtype=torch.float64))
+        of_this_rank = self._own_tensors()
+        own = [_apart(flat, of_this_rank) for flat in _gather(_flat(of_this_rank.values()))]
+        random = _gather(random_state())
+        with looked_at(run, progress) as network:
+            seen = network.state_dict() if run.info.rank == 0 else {}
+            model = {name: tensor.detach().cpu().clone() for name, tensor in seen.items()}
+        if run.info.rank != 0:
+            return None
+        return Checkpoint(
+            schema=SCHEMA,
+            settings=dataclasses.asdict(run.settings),
+            data=self.data,
+            train_samples=run.facts.train_samples,
+            world_size=run.info.world_size,
+            names=names,
+            shares=list(run.stream.shares),
+            epoch=progress.epoch,
+            step=progress.step,
+            model=model,
+            momentum=[None if tensor is None else tensor.cpu() for tensor in _momentum(run.optimizer)],
+            scaler=scaler.state_dict() if (scaler := _scaler(run)) else {},
+            sums=[tensor.tolist() for tensor in sums],
+            own=own,
+            random=random,
+        )
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        """What each rank has for itself, by name (KIND or KIND.WHICH): BatchNorm's statistics; what its strategy keeps;
+        momentum, where weights alone are averaged.
+        """
+        run = self.run
+        own = _numbered("statistics", running_statistics(run.model)) | run.strategy.own_state()
+        if run.settings.strategy == "parameter_average" or run.settings.fidelity == "local":
+            own |= _numbered("momentum", [tensor for tensor in _momentum(run.optimizer) if tensor is not None])
+        return {name: tensor for name, tensor in own.items() if tensor.numel()}
+
+    # ---- going on ---------------------------------------------------------------------------------------------
+
+    def resume(self) -> Progress:
+        """Rank 0 reads, and tells the others. Raises TrainError, on every rank the same."""
+        info, source, saved, content = self.run.info, None, None, b""
+        passed_over: dict[Path, str] = {}
+        with ranks.together(info.node):
+            if info.rank == 0:
+                if source := source_of(self.run.settings):
+                    saved, content, passed_over = read_file(source)
+                    for line in passed_over.values():
+                        self.run.console.say(f"{line}; trying the one before it")
+                    self._check(saved)
+                if self.every:
+                    open_folder(self.folder, self._updates(saved) if saved else 0, passed_over)
+        content = _broadcast(content)
+        if not content:
+            return Progress()
+        names = ranks.gather_lines(_name(self.run))
+        with ranks.together(info.node):
+            saved = saved or parse(content, "the checkpoint")
+            if saved.names == names:
+                self._take_shares(saved)
+            return self._restore(saved, source)
+
+    def _take_shares(self, saved: Checkpoint) -> None:
+        """Those that the run had come to by itself (`shares=auto`), whatever a new one of these ranks begins with."""
+        run, before = self.run, self.run.stream.shares
+        if not run.rebalancer or saved.settings.get("shares") != "auto" or saved.shares == list(before):
+            return
+        if sum(saved.shares) != run.stream.batch or min(saved.shares) < 0:
+            return  # not what a trainer writes
+        run.rebalancer.take(saved.shares)
+        updates = self._updates(saved)
+        run.metrics.write("rebalance", step=updates, shares=saved.shares, before=list(before), spread=0.0)
+
+    def _restore(self, saved: Checkpoint, source: Path | None) -> Progress:
+        run, rank = self.run, self.run.info.rank
+        run.model.load_state_dict(saved.model)
+        _restore_momentum(run.optimizer, saved.momentum)
+        if saved.scaler and (scaler := _scaler(run)):
+            scaler.load_state_dict(saved.scaler)
+        same = saved.world_size == run.info.world_size and saved.shares == list(run.stream.shares)
+        own = saved.own[rank] if same else for_other_ranks(saved, run.info.world_size)
+        run.strategy.expect(own)
+        change = _fill(self._own_tensors(), own)
+        if not same:
+            run.strategy.regroup(run.stream.shares[rank] / run.stream.batch)
+        how = "" if same else _by_others(saved)
+        run.console.say(f"going on from {source} after {self._updates(saved)} updates{how}{change}")
+        if same:
+            loss_sum, samples, recent = saved.sums[rank]
+            return Progress(saved.epoch, saved.step, loss_sum, int(samples), recent, saved.random[rank])
+        # All ranks have the same statistics now, so that there is nothing to average yet.
+        loss_sum, samples = (sum(of_rank[part] for of_rank in saved.sums) if rank == 0 else 0.0 for part in (0, 1))
+        return Progress(saved.epoch, saved.step, loss_sum, int(samples))
+
+    def _check(self, saved: Checkpoint) -> None:
+        """On rank 0. Raises TrainError."""
+        now = dataclasses.asdict(self.run.settings)
+        other = [name for name in _SAME if saved.settings.get(name) != now[name]]
+        if other:
+            told = ", ".join(f"{name}={saved.settings.get(name)} (now {now[name]})" for name in other)
+            raise TrainError(f"the checkpoint is of a run with {told}: go on with the same, or start anew")
+        if (saved.data, saved.train_samples) != (self.data, self.run.facts.train_samples):
+            raise TrainError(
+                f"the checkpoint is of other data: {saved.train_samples} images for training, now there are "
+                f"{self.run.facts.train_samples}, or others by name; bring the same back, or start anew"
+            )
+        updates = self._updates(saved)
+        if updates > self.run.last_step:
+            raise TrainError(
+                f"the checkpoint is at update {updates}, this run ends at {self.run.last_step}: raise epochs or steps"
+            )
+        wanted = {name: tensor.shape for name, tensor in self.run.model.state_dict().items()}
+        if wanted != {name: tensor.shape for name, tensor in saved.model.items()}:
+            raise TrainError(f"the checkpoint holds another network than {now['model']}: start anew")
+        shapes = [parameter.shape for parameter in self.run.model.parameters()]
+        if [tensor.shape for tensor in saved.momentum if tensor is not None] not in ([], shapes):
+            raise TrainError("the checkpoint's momentum does not fit its network: start anew")
+
+    def _updates(self, of: Progress | Checkpoint) -> int:
+        return of.epoch * self.run.stream.steps + of.step
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where checkpoints are, and whether there may be any
+
+
+def folder_of(settings: Settings) -> Path:
+    """The person's word, else the job's own folder, else one beside the person."""
+    named = settings.checkpoint_dir or os.environ.get("ORCH_CHECKPOINTS") or "checkpoints"
+    return Path(named).expanduser().absolute()
+
+
+def source_of(settings: Settings) -> Path | None:
+    """What to go on from: what the person names, and after a restart by torchrun the newest of this very job."""
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # torchrun does not count a start that another host asked for; the launcher tells of each.
+    again = (restarts.isdecimal() and int(restarts) > 0) or os.environ.get("ORCH_RESTARTED") == "1"
+    if again and settings.checkpoint_every and newest(folder_of(settings)):
+        return folder_of(settings)
+    return Path(settings.resume).expanduser().absolute() if settings.resume else None
+
+
+def check_kind(run: Run) -> None:
+    if run.settings.strategy == "fsdp":
+        raise TrainError("checkpoint_every, resume: fsdp keeps the optimiser in pieces; use another strategy for these")
+    if not run.learns:
+        raise TrainError("checkpoint_every, resume: a run with paced ranks learns nothing that could be kept")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Between the ranks, over Gloo
+
+
+def _gather(own: Tensor) -> list[Tensor]:
+    """Every rank's tensor on rank 0, of whatever length; [] on the others."""
+    own = own.cpu()
+    lengths = [torch.zeros(1, dtype=torch.long) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, torch.tensor([own.numel()]))
+    longest = max(int(length) for length in lengths)
+    padded = torch.cat([own, own.new_zeros(longest - own.numel())])
+    found = [torch.empty_like(padded) for _ in lengths] if dist.get_rank() == 0 else None
+    dist.gather(padded, found)
+    return [tensor[: int(length)].clone() for tensor, length in zip(found or (), lengths, strict=False)]
+
+
+def _broadcast(content: bytes) -> bytes:
+    """Rank 0's bytes, on every rank."""
+    length = torch.tensor([len(content)])
+    dist.broadcast(length, src=0)
+    whole = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    if dist.get_rank() != 0:
+        whole = torch.empty(int(length), dtype=torch.uint8)
+    for part in whole.split(_CHUNK) if len(whole) else ():
+        dist.broadcast(part, src=0)
+    return content or whole.numpy().tobytes()
+
+
+def _flat(tensors: Iterable[Tensor]) -> Tensor:
+    """Their bytes, one after the other."""
+    none = torch.empty(0, dtype=torch.uint8)
+    return torch.cat([none, *(tensor.detach().flatten().cpu().view(torch.uint8) for tensor in tensors)])
+
+
+def _apart(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What `_flat` made of tensors that were like these."""
+    parts = flat.split([tensor.numel() * tensor.element_size() for tensor in like.values()]) if like else ()
+    return {
+        name: part.clone().view(like[name].dtype).view(like[name].shape) for name, part in zip(like, parts, strict=True)
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What each rank has for itself
+
+
+def _by_others(saved: Checkpoint) -> str:
+    shares = ",".join(map(str, saved.shares))
+    in_round = ", local updates with that of their weights" if "round.counts" in saved.own[0] else ""
+    return (
+        f"; they were made by {saved.world_size} ranks with shares {shares}: the samples stay the same, "
+        f"BatchNorm begins with the mean of the ranks' statistics{in_round}"
+    )
+
+
+def _numbered(kind: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {f"{kind}.{number}": tensor for number, tensor in enumerate(tensors)}
+
+
+def _fill(tensors: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> str:
+    """Where name and shape are the same. Gives the words to say what was not there, and what was there in vain."""
+    fits = {name for name, tensor in tensors.items() if name in kept and kept[name].shape == tensor.shape}
+    for name in fits:
+        tensors[name].copy_(kept[name])
+    anew, dropped = ({name.partition(".")[0] for name in {*of} - fits} - _IN_THE_MEAN for of in (tensors, kept))
+    told = f"; {', '.join(sorted(anew))}: not in the checkpoint, begun anew" if anew else ""
+    return told + (f"; {', '.join(sorted(dropped - anew))}: left out" if dropped - anew else "")
+
+
+def for_other_ranks(saved: Checkpoint, world_size: int) -> dict[str, Tensor]:
+    """What each of so many ranks begins with: of BatchNorm's statistics the mean by samples, of what compressing still
+    owes an equal part of the sum, of all else the mean; the mean of the weights stands in `model`.
+    """
+    samples = torch.tensor([of_rank[2] for of_rank in saved.sums])
+    parts = samples / samples.sum() if samples.sum() > 0 else torch.eye(saved.world_size)[0]
+    found = {}
+    for name in saved.own[0]:
+        of_ranks = torch.stack([own[name] for own in saved.own])
+        kind = name.partition(".")[0]
+        if kind in ("round", "travelling"):  # the same on all, or of no use to others
+            found[name] = of_ranks[0]
+        elif kind == "statistics":
+            found[name] = torch.tensordot(parts.to(of_ranks.dtype), of_ranks, dims=1)
+        elif kind != "weights":
+            found[name] = of_ranks.sum(0) / (world_size if kind == "memory" else saved.world_size)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parts of a run's state
+
+
+def _momentum(optimizer: Any) -> list[Tensor | None]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [optimizer.state.get(parameter, {}).get("momentum_buffer") for parameter in parameters]
+
+
+def _restore_momentum(optimizer: Any, momentum: Sequence[Tensor | None]) -> None:
+    """Not by load_state_dict: that would bring the old learning rate back, and a person may have set another."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter, kept in zip(parameters, momentum, strict=True):
+        if kept is not None:
+            own = torch.empty_like(parameter, requires_grad=False)  # in the parameter's order in memory
+            optimizer.state[parameter]["momentum_buffer"] = own.copy_(kept)
+
+
+def _name(run: Run) -> str:
+    """Of this rank, that tells it from all others in whatever order they come."""
+    return f"{run.info.node}:{run.info.local_rank}"
+
+
+def _scaler(run: Run) -> Any:
+    """torch's gradient scaler, None where nothing is scaled."""
+    return getattr(run.precision, "scaler", None)

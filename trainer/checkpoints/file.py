@@ -1,0 +1,251 @@
+"""The file of a checkpoint and the folder of them: written whole or not at all, read without trust.
+
+    size = write_file(folder / name_of(120), checkpoint)        the newest two stay
+    found = read_file(folder)                                   the newest there that is whole: found.checkpoint
+
+What torch.save writes, of plain containers and tensors: `torch.load(path, weights_only=True)` reads it.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import re
+import warnings
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer.shared.errors import TrainError
+
+SCHEMA = 2
+KEPT = 2
+"""The newest so many stay: should the disk damage one, there is another."""
+_SET_ASIDE = ".damaged"
+_NAME = re.compile(r"step-(\d{9})\.pt")
+_ZIP = b"PK\x03\x04"
+_PART = re.compile(r"data\.pkl|version|byteorder|\.format_version|\.storage_alignment|\.data/serialization_id|data/\d+")
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The file's content. Of each rank: its name, its share, sums (as in Progress), own tensors, random state.
+
+    data, train_samples: a word that tells different data apart, and how many samples an epoch has. momentum: as the
+    optimiser orders its parameters; None where it has none.
+    """
+
+    schema: int
+    settings: dict[str, Any]
+    data: str
+    train_samples: int
+    world_size: int
+    names: list[str]
+    shares: list[int]
+    epoch: int
+    step: int
+    model: dict[str, Tensor]
+    momentum: list[Tensor | None]
+    scaler: dict[str, Any]
+    sums: list[list[float]]
+    own: list[dict[str, Tensor]]
+    random: list[Tensor]
+
+
+def write_file(path: Path, checkpoint: Checkpoint) -> int:
+    """Beside its place first, synced, renamed: who reads meets a whole checkpoint or none. Returns its size in bytes.
+
+    Raises OSError or RuntimeError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.part")  # one writer a folder: what a killed one left is written over
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
+            torch.save(vars(checkpoint), file)
+            file.flush()
+            os.fsync(file.fileno())
+            size = file.tell()
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+    return size
+
+
+class DamagedError(TrainError):
+    """What was a checkpoint once, perhaps."""
+
+
+class Found(NamedTuple):
+    """content: the file's bytes. passed_over: what is damaged in the same folder and would have come first, with the
+    line that says so.
+    """
+
+    checkpoint: Checkpoint
+    content: bytes
+    passed_over: dict[Path, str]
+
+
+def read_file(source: Path) -> Found:
+    """A checkpoint, or of a folder the newest that is not damaged. Raises TrainError."""
+    damaged: dict[Path, str] = {}
+    try:
+        paths = sorted(_checkpoints(source), reverse=True) if source.is_dir() else [source]
+    except OSError as error:
+        raise TrainError(f"resume: cannot list {source} ({error.strerror})") from error
+    for path in paths:
+        try:
+            content = _read(path)
+            return Found(parse(content, str(path)), content, damaged)
+        except DamagedError as error:
+            damaged[path] = str(error)
+    if damaged:
+        before = [path for path in _checkpoints(source.parent) if path.name < source.name]
+        raise TrainError(next(iter(damaged.values())) + (f"; the one before it is {max(before)}" if before else ""))
+    raise TrainError(f"resume: no checkpoint in {source}; one is written every `checkpoint_every` updates")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        problem = f"resume: cannot read {path} ({error.strerror}): name a checkpoint or their folder"
+        raise DamagedError(problem) from error
+
+
+def parse(content: bytes, name: str) -> Checkpoint:
+    """Raises TrainError for what is damaged, newer or no checkpoint of ours. Nothing in it is executed.
+
+    Before 2.6 torch reads a tar in the old way whatever `weights_only` says (CVE-2025-32434), and a zip may have
+    anything before it. So torch is shown only what begins as a zip and has the parts of torch.save, each once.
+    """
+    if not content.startswith(_ZIP):
+        raise DamagedError(f"resume: {name} is damaged, or no checkpoint (it does not begin as a zip)")
+    try:
+        # The sums of each part: torch itself would take a flipped bit for a weight.
+        with zipfile.ZipFile(io.BytesIO(content)) as parts:
+            _check_parts(parts.namelist())
+            damaged = parts.testzip()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch 2.0 about itself
+            raw = {} if damaged else torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # zipfile and torch raise of many kinds for what is not theirs
+        raise DamagedError(f"resume: {name} is damaged, or no checkpoint ({reason(error)})") from error
+    if damaged:
+        raise DamagedError(f"resume: {name} is damaged: {damaged} in it is not as it was written")
+    schema = raw.get("schema") if isinstance(raw, dict) else None
+    if isinstance(schema, int) and schema != SCHEMA:
+        age, remedy = ("a newer", "update") if schema > SCHEMA else ("an older", "start anew")
+        raise TrainError(f"resume: {name} is of {age} version ({schema}, this one knows {SCHEMA}): {remedy}")
+    try:
+        checkpoint = Checkpoint(**raw)
+        _check_form(checkpoint)
+    except (TypeError, ValueError, AttributeError, IndexError) as error:
+        raise TrainError(f"resume: {name} is no checkpoint of this trainer ({reason(error)})") from error
+    return checkpoint
+
+
+def _check_parts(names: list[str]) -> None:
+    """Raises ValueError where they are not those of torch.save: one folder with a pickle, numbers and nothing else."""
+    tops = {name.partition("/")[0] for name in names}
+    parts = [name.partition("/")[2] for name in names]
+    strange = next((part for part in parts if not _PART.fullmatch(part)), None)
+    if len(tops) != 1 or strange is not None or "data.pkl" not in parts or len(set(parts)) != len(parts):
+        raise ValueError("it is not of the parts that torch.save writes")
+
+
+def _check_form(saved: Checkpoint) -> None:
+    """Raises TypeError or ValueError where a part is not what its name says."""
+    size = saved.world_size
+    if not all(
+        isinstance(number, int) and number >= 0 for number in (saved.train_samples, size, saved.epoch, saved.step)
+    ):
+        raise TypeError("a number is none")
+    for of_ranks, kind in (
+        (saved.names, str),
+        (saved.shares, int),
+        (saved.sums, list),
+        (saved.own, dict),
+        (saved.random, Tensor),
+    ):
+        if len(of_ranks) != size or size == 0 or not all(isinstance(one, kind) for one in of_ranks):
+            raise ValueError("the ranks' parts do not fit their number")
+    if any(len(sums) != 3 or not all(isinstance(one, float) for one in sums) for sums in saved.sums):
+        raise ValueError("a rank's sums are incomplete")
+    if not all(isinstance(one, Tensor) and one.is_floating_point() for own in saved.own for one in own.values()):
+        raise TypeError("what a rank has for itself is none")
+    if any(_shapes(own) != _shapes(saved.own[0]) for own in saved.own):
+        raise ValueError("what the ranks have for themselves is not alike")
+    if not all(isinstance(tensor, Tensor) for tensor in saved.model.values()):
+        raise TypeError("a weight is none")
+    if not all(tensor is None or isinstance(tensor, Tensor) for tensor in saved.momentum):
+        raise TypeError("a momentum is none")
+    if not isinstance(saved.settings, dict) or not isinstance(saved.scaler, dict) or not isinstance(saved.data, str):
+        raise TypeError("the settings are none")
+
+
+def _shapes(tensors: dict[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def reason(error: BaseException) -> str:
+    """One line."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The folder
+
+
+def name_of(updates: int) -> str:
+    return f"step-{updates:09}.pt"
+
+
+def newest(folder: Path) -> Path | None:
+    return max(_checkpoints(folder), default=None)
+
+
+def open_folder(folder: Path, updates: int, damaged: Iterable[Path] = ()) -> None:
+    """For a run that begins after so many updates; what it passed over is set aside under another name.
+
+    Raises TrainError where the folder cannot be made, or holds another run's checkpoints, which would pass for this
+    one's.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in damaged:
+            if path.parent.samefile(folder):
+                path.replace(path.with_name(path.name + _SET_ASIDE))
+        found = newest(folder)
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            return  # said when the first one cannot be written
+        raise TrainError(f"checkpoint_dir: cannot use {folder} ({error.strerror}): name another") from error
+    if found and int(_NAME.fullmatch(found.name)[1]) > updates:  # type: ignore[index]
+        raise TrainError(
+            f"checkpoint_dir: {found} is of an earlier run and further than update {updates}, where this one begins: "
+            "go on from it with --resume, or name another folder"
+        )
+
+
+def forget_older(folder: Path) -> None:
+    for path in sorted(_checkpoints(folder))[:-KEPT]:
+        path.unlink()
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []

@@ -1,0 +1,1 @@
+"""What one rank computes: the network, its arithmetic and precision, CUDA graphs."""

@@ -1,0 +1,42 @@
+"""How a rank's part of an update is cut into micro-batches: `sizes = MicroBatches(...).sizes(shares, rank)`.
+
+    MicroBatches(accumulate=0, caps=(None, 128), together=False).sizes((40, 200), rank=1)      (100, 100)
+
+A micro-batch goes forward and backward by itself, the gradients add up, and one exchange and one update follow. Imports
+no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainer.shared.shares import equal_shares
+
+
+class MicroBatches:
+    """accumulate: how many each rank takes, 0 as few as fit. caps: the most samples that each rank has memory for, None
+    where that is not known. together: all ranks take as many as the one that needs most, since they meet in each.
+    """
+
+    def __init__(self, accumulate: int, caps: Sequence[int | None], together: bool) -> None:
+        self.accumulate, self.caps, self.together = accumulate, list(caps), together
+
+    def sizes(self, shares: Sequence[int], rank: int) -> tuple[int, ...]:
+        """Of one rank, as even as whole samples allow; without samples it is one empty micro-batch."""
+        counts = [self._count(share, cap) for share, cap in zip(shares, self.caps, strict=True)]
+        count = max(counts) if self.together else counts[rank]
+        filled = max(counts[rank], min(count, shares[rank] // 2))
+        return equal_shares(shares[rank], filled) + (0,) * (count - filled)
+
+    def largest(self, shares: Sequence[int]) -> int:
+        """How many micro-batches the rank with most of them takes."""
+        return max(len(self.sizes(shares, rank)) for rank in range(len(shares)))
+
+    def _count(self, share: int, cap: int | None) -> int:
+        """Of two samples at least where memory holds two: BatchNorm can make nothing of one. Where it holds just two,
+        an odd share has one micro-batch of three.
+        """
+        forced = -(-share // cap) if cap else 1
+        if cap != 1:
+            forced = min(forced, share // 2)
+        return max(1, forced, min(self.accumulate, share // 2))

@@ -1,0 +1,61 @@
+"""BatchNorm's running statistics of a network that all ranks share: averaged over them, or estimated again.
+
+    average_running_statistics(network, group, samples)            each rank's have followed the shared weights
+    samples = estimate_running_statistics(network, batches)        they have followed others: then average these
+
+An average of weights that have gone apart, or an outer step, is a network that no rank has trained: its activations
+have means and variances of their own, which some forward passes find (Izmailov et al. 2018, section 3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.compute.models import running_statistics
+from trainer.flat import flatten, unflatten
+from trainer.ranks import sum_over_ranks
+
+BATCHES = 50
+"""Updates whose samples decide what is estimated again."""
+
+
+def average_running_statistics(model: nn.Module, group: dist.ProcessGroup, samples: float) -> None:
+    """Leaves on every rank the mean of all ranks' BatchNorm statistics, each counted by its samples.
+
+    samples: of this rank, that its statistics come from. The spread between the ranks' means is left out of the
+    variance: with shuffled samples it is small, and in the batches' own, which are those of a population, already.
+    """
+    statistics = running_statistics(model)
+    total = sum_over_ranks([float(samples)])[0]
+    if not statistics or total == 0:
+        return
+    flat = flatten(statistics) * (samples / total)
+    dist.all_reduce(flat, group=group)
+    unflatten(flat, statistics)
+
+
+@torch.no_grad()
+def estimate_running_statistics(model: nn.Module, batches: Iterable[Tensor]) -> int:
+    """Makes them the means over these images, each counted alike, and gives their number; leaves the counts of updates
+    as they are. batches: of the size that BatchNorm sees in training, none of them empty.
+    """
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    norms = [norm for norm in norms if norm.track_running_stats]
+    kept = [(norm.momentum, norm.num_batches_tracked.clone()) for norm in norms]
+    for norm in norms:
+        norm.reset_running_stats()
+    samples = 0
+    model.train()
+    for images in batches:
+        samples += len(images)
+        for norm in norms:
+            norm.momentum = len(images) / samples
+        model(images)
+    for norm, (momentum, updates) in zip(norms, kept, strict=True):
+        norm.momentum = momentum
+        norm.num_batches_tracked.copy_(updates)
+    return samples

@@ -1,0 +1,200 @@
+"""Which way batches reach the model, and both ways opened: `resident` where the set fits, else `workers`.
+
+    facts = agree_on_facts(settings, info)                        the data's, the same on all ranks
+    settings = choose_loader(settings, facts, info, device)       loader and num_workers as they turn out here
+    opened = open_batches(settings, facts, order, info, device)    to train and to test with
+
+What a model sees is the same to the last bit whichever is chosen, so that ranks may choose differently.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer import ranks
+from trainer.data import resident, workers
+from trainer.data.augment import AUGMENTATIONS
+from trainer.data.fetch import folder, prepare
+from trainer.data.sets import find_facts, known_facts, open_data, whole
+from trainer.env import RankInfo
+from trainer.paced.standin import BlankBatches
+from trainer.shared.config import Settings
+from trainer.shared.errors import TrainError
+from trainer.shared.experiments import DataSet
+from trainer.shared.shares import scale_shares
+from trainer.stream import RankBatches
+
+Batch = tuple[Tensor, Tensor]
+Batches = Iterable[Batch]
+
+
+class Opened(NamedTuple):
+    """A rank's batches. train: of the epoch that the order is set to. test: its part of the test data, opened anew for
+    each evaluation; None where it is paced. first: of that epoch's first updates, so many, without disturbing `train`.
+    """
+
+    train: Batches
+    test: Callable[[], Batches] | None
+    first: Callable[[int], Batches]
+
+
+_PART_OF_MEMORY = 0.25
+"""Of what is free, resident sets may take so much: the rest is for the model and for what else the host does."""
+
+
+def agree_on_facts(settings: Settings, info: RankInfo) -> DataSet:
+    """Counted on every host where the data are a folder. Raises TrainError where two hosts' folders differ.
+
+    A paced rank has no data: it takes the others' word, and where all are paced that of the experiment's own data set.
+    """
+    own = ""
+    with ranks.together(info.node):
+        if not info.pace:
+            facts, mark = find_facts(settings)
+            own = json.dumps([info.node, mark, facts.classes, facts.train_samples, facts.test_samples])
+    found = [json.loads(line) for line in ranks.gather_lines(own) if line]
+    if not found:
+        return known_facts(settings)
+    node, *first = found[0]
+    for other, *counted in found:
+        if counted != first:
+            raise TrainError(
+                f"the files in {folder(settings)} differ between {node} and {other}: bring the same to all"
+            )
+    _, classes, train_samples, test_samples = first
+    counts = {"classes": classes, "train_samples": train_samples, "test_samples": test_samples}
+    return dataclasses.replace(settings.data_set, **counts)
+
+
+def choose_loader(settings: Settings, facts: DataSet, info: RankInfo, device: torch.device) -> Settings:
+    """`loader` and `num_workers` as they turn out on this host. Raises TrainError for a set that cannot be resident."""
+    if info.pace:
+        return settings
+    loader = settings.loader
+    if loader != "workers":
+        needed, free = resident_bytes(facts) * ranks_on(device, info), free_bytes(device)
+        if loader == "resident" and needed > free:
+            raise TrainError(
+                f"{info.node}: the data set takes {needed / 2**30:.1f} GiB on {device}, and {free / 2**30:.1f} GiB are "
+                "free: use loader=workers"
+            )
+        loader = "resident" if loader == "resident" or needed <= _PART_OF_MEMORY * free else "workers"
+    processes = loader_processes(settings.num_workers, info, device) if loader == "workers" else 0
+    return dataclasses.replace(settings, loader=loader, num_workers=processes)
+
+
+def resident_bytes(facts: DataSet) -> int:
+    """One rank's copy of the training and test images."""
+    return (facts.train_samples + facts.test_samples) * (math.prod(facts.shape) + 8)
+
+
+def ranks_on(device: torch.device, info: RankInfo) -> int:
+    """How many ranks hold a copy in the same memory."""
+    return info.local_world_size if device.type == "cpu" else -(-info.local_world_size // torch.cuda.device_count())
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of a GPU as its driver says; of a host what it could give without swapping, within the limit of our cgroup."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        free = 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+        return min(free, _cgroup_bytes())
+    return 0
+
+
+def _cgroup_bytes() -> float:
+    """Left of this process's cgroup (version 2); without a limit, infinite."""
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        name = Path("/proc/self/cgroup").read_text(encoding="utf-8").strip().split("::")[1]
+        group = Path("/sys/fs/cgroup", name.lstrip("/"))
+        limit, used = ((group / file).read_text(encoding="utf-8").strip() for file in ("memory.max", "memory.current"))
+        return int(limit) - int(used)
+    return math.inf
+
+
+def loader_processes(wanted: int, info: RankInfo, device: torch.device) -> int:
+    """On the CPU none by itself: they would only take the cores that ranks compute on. More than 4 rarely help."""
+    if wanted >= 0:
+        return wanted
+    return 0 if device.type == "cpu" else min(4, len(os.sched_getaffinity(0)) // info.local_world_size)
+
+
+def open_batches(
+    settings: Settings, facts: DataSet, order: RankBatches, info: RankInfo, device: torch.device
+) -> Opened:
+    """All ranks of all hosts take part: one that fails, fails them all. A paced rank has blank batches."""
+    with ranks.together(info.node):  # one rank of each host fetches and unpacks
+        if info.local_rank == 0 and not info.pace:
+            prepare(settings)
+    with ranks.together(info.node):
+        if not info.pace:
+            if settings.loader == "resident":
+                return _resident(settings, facts, order, device, prepare_ahead(info, device))
+            return _workers(settings, facts, order, device)
+    return Opened(BlankBatches(order, facts.shape), None, lambda steps: BlankBatches(order.first(steps), facts.shape))
+
+
+def prepare_ahead(info: RankInfo, device: torch.device) -> resident.Ahead:
+    """On the CPU in a thread only where the rank's host has a core that no rank computes on: else it would take turns
+    with the thread that it is to relieve.
+    """
+    if device.type == "cuda":
+        return resident.in_stream
+    cores = len(os.sched_getaffinity(0)) // info.local_world_size
+    return resident.in_thread if cores > torch.get_num_threads() else resident.in_turn
+
+
+def _resident(
+    settings: Settings,
+    facts: DataSet,
+    order: RankBatches,
+    device: torch.device,
+    ahead: resident.Ahead,
+) -> Opened:
+    train, test = (
+        resident.ResidentSet(*whole(pictures, samples), facts, device)
+        for pictures, samples in zip(open_data(settings, facts), (facts.train_samples, facts.test_samples), strict=True)
+    )
+    how = AUGMENTATIONS[settings.augment], settings.seed
+    return Opened(
+        resident.ResidentBatches(train, order, *how, ahead),
+        lambda: resident.test_batches(test, own_test(facts, order), evaluated_at_once(facts, order)),
+        lambda steps: resident.ResidentBatches(train, order.first(steps), *how, resident.in_turn),
+    )
+
+
+def _workers(settings: Settings, facts: DataSet, order: RankBatches, device: torch.device) -> Opened:
+    pictures, test_pictures = open_data(settings, facts)
+    train = workers.Samples(pictures, facts, AUGMENTATIONS[settings.augment], settings.seed)
+    test, processes = workers.Samples(test_pictures, facts), settings.num_workers
+    return Opened(
+        workers.train_batches(train, order, facts.shape, processes, device),
+        lambda: workers.test_batches(test, own_test(facts, order), evaluated_at_once(facts, order), processes),
+        lambda steps: workers.train_batches(train, order.first(steps), facts.shape, processes, device),
+    )
+
+
+def own_test(facts: DataSet, order: RankBatches) -> range:
+    """This rank's part of the test data, in the proportion of the shares of now: who is fast in training is fast here,
+    and nobody waits long for the others.
+    """
+    parts = scale_shares(order.stream.shares, facts.test_samples)
+    first = sum(parts[: order.rank])
+    return range(first, first + parts[order.rank])
+
+
+def evaluated_at_once(facts: DataSet, order: RankBatches) -> int:
+    """Test samples of one batch: 1 MiB of pixels, or the rank's share of a training batch, which fits as well."""
+    return max(order.stream.shares[order.rank], (1 << 20) // math.prod(facts.shape))

@@ -1,0 +1,1 @@
+"""Runs that measure instead of training: a host alone, the network, its links."""

@@ -1,0 +1,283 @@
+"""How fast the ranks' network is: `measure(settings, rank_info, metrics)` times every collective, and trains nothing.
+
+    all_reduce       67108864 bytes    240.1 ms   2.24 Gbps   bus 2.24 Gbps
+
+For each size, the smallest first, and each operation: one call whose result is checked, then timed ones. Before each of
+them all ranks meet, and what counts is the slowest rank's time (the root of a broadcast is done when its bytes are in a
+buffer, which says nothing of the others); the median of these is recorded. All ranks take the same decisions, since
+they decide by figures that they have agreed on. What this torch's back end cannot do is recorded as such.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer import ranks
+from trainer.env import RankInfo
+from trainer.measure.links import measure_links
+from trainer.ranks import agreed, timed_together
+from trainer.setup import start_fields, use_threads
+from trainer.shared.alpha_beta import algorithm_gbps, bus_factor, fit
+from trainer.shared.config import CollectiveSettings
+from trainer.shared.errors import TrainError
+from trainer.shared.metrics import MetricsWriter
+from trainer.timing import Timer, timer_for
+
+LEAST_ITERATIONS = 3
+PATTERN = 4099
+"""Elements after which a buffer repeats itself; a prime, so that no part of a buffer looks like another one."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What stays the same from the first measurement to the last. patterns: each rank's elements, repeated."""
+
+    settings: CollectiveSettings
+    info: RankInfo
+    group: dist.ProcessGroup
+    device: torch.device
+    timer: Timer
+    patterns: tuple[Tensor, ...]
+    deadline_s: float
+
+    @property
+    def sum_of_patterns(self) -> Tensor:
+        """The sum over all ranks."""
+        return torch.stack(self.patterns).sum(0, dtype=torch.float32).to(self.patterns[0].dtype)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one operation and size. time_s: None where it was not measured, for the reason in `error`."""
+
+    size_bytes: int
+    iterations: int = 0
+    time_s: float | None = None
+    error: str | None = None
+
+
+def measure(settings: CollectiveSettings, info: RankInfo, metrics: MetricsWriter) -> None:
+    """Measures, records, prints. Raises TrainError for what a person can mend, and where a result is wrong."""
+    if info.world_size < 2:
+        raise TrainError("collectives: one rank alone has nobody to exchange bytes with; start two or more")
+    use_threads(info)
+    # A host that stands in for a GPU has none, but its network is its own.
+    device = torch.device("cpu") if info.pace else ranks.choose_device(settings.device, settings.backend, info)
+    group = ranks.join(info, settings.backend, device)
+    device = where_elements_lie(group, device, info)
+    cells = [(size, operation) for size in settings.sizes for operation in settings.chosen_operations]
+    start = start_fields(settings, info, device, group, None)
+    metrics.write("start", **start, batch_per_rank=None, batch_norm_groups=None, steps=len(cells))
+    deadline_s = time.monotonic() + settings.budget_s
+    bench = Bench(settings, info, group, device, timer_for(device), patterns_of(settings, info, device), deadline_s)
+    found: dict[str, list[Result]] = {operation: [] for operation in settings.chosen_operations}
+    for step, (size, operation) in enumerate(cells):
+        result = measure_one(bench, operation, size, found[operation][-1:], len(cells))
+        found[operation].append(result)
+        report(info, metrics, f"{step + 1}/{len(cells)}", step, operation, result)
+    for operation, results in found.items():
+        report_line(info, operation, results)
+    if settings.links:
+        measure_links(ranks.gather_lines(info.node), group, device, bench.timer, deadline_s, metrics)
+    ranks.leave()
+    metrics.end("succeeded")
+
+
+def where_elements_lie(group: dist.ProcessGroup, device: torch.device, info: RankInfo) -> torch.device:
+    """Gloo sends what lies in a host's memory. Given a GPU's it would read the same address there (send, recv:
+    pytorch#152645), or measure copies besides.
+    """
+    if dist.get_backend(group) != "gloo":
+        return device
+    if info.rank == 0 and device.type == "cuda":
+        print("gloo carries the elements, so that they lie in the hosts' memory, not on GPUs", flush=True)
+    return torch.device("cpu")
+
+
+def patterns_of(settings: CollectiveSettings, info: RankInfo, device: torch.device) -> tuple[Tensor, ...]:
+    """Whole numbers of 0 to 3: their sum over some 80 ranks is exact even in bfloat16."""
+    generator = torch.Generator().manual_seed(settings.seed)
+    drawn = torch.randint(0, 4, (info.world_size, PATTERN), generator=generator)
+    return tuple(drawn.to(device, DTYPES[settings.dtype]))
+
+
+def measure_one(bench: Bench, operation: str, size: int, before: list[Result], cells: int) -> Result:
+    """before: the same operation at the last smaller size, if there was one."""
+    element_bytes = bench.patterns[0].element_size()
+    part = max(1, size // element_bytes // bench.info.world_size)
+    size_bytes = part * bench.info.world_size * element_bytes
+    if before and before[0].time_s is None:
+        return Result(size_bytes, error=before[0].error)
+    if before and before[0].time_s is not None:
+        expected_s = (1 + LEAST_ITERATIONS) * before[0].time_s * size_bytes / before[0].size_bytes
+        left_s = agreed([bench.deadline_s - time.monotonic()], dist.ReduceOp.MIN)[0]
+        if expected_s > left_s:
+            why = f"left out: it would take some {expected_s:.1f} s, and {max(0.0, left_s):.1f} s of budget_s are left"
+            return Result(size_bytes, error=why)
+    exchange = Exchange(bench, operation, part)
+    first_s = try_first(bench, exchange)
+    if isinstance(first_s, str):
+        return Result(size_bytes, error=first_s)
+    if not before:  # the first call of all set connections up
+        first_s = max(timed(bench, exchange, 1))
+    slot_s = bench.settings.budget_s / cells / 2
+    times = timed(bench, exchange, iterations_for(first_s, slot_s, bench.settings.iterations))
+    return Result(size_bytes, len(times), statistics.median(times))
+
+
+def iterations_for(first_s: float, slot_s: float, most: int) -> int:
+    """As many as fit into the slot; some even where none does."""
+    return min(most, max(LEAST_ITERATIONS, int(slot_s / max(first_s, 1e-6))))
+
+
+def try_first(bench: Bench, exchange: Exchange) -> float | str:
+    """The time of a call whose result is right, or why this operation cannot be had here."""
+    refusal, seconds = "", 0.0
+    try:
+        seconds = timed_together(bench.timer, exchange.run)
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        refusal = f"torch {torch.__version__}, {dist.get_backend(bench.group)}: {first_line(error)}"
+    refused = next((line for line in ranks.gather_lines(refusal) if line), "")
+    if refused:
+        return refused
+    with ranks.together(bench.info.node):
+        if not exchange.is_right():
+            raise TrainError(f"{exchange.operation}: rank {bench.info.rank} received other values than were sent")
+    return agreed([seconds], dist.ReduceOp.MAX)[0]
+
+
+def timed(bench: Bench, exchange: Exchange, iterations: int) -> list[float]:
+    """Seconds of each call, of the rank that was slowest in it."""
+    return agreed([timed_together(bench.timer, exchange.run) for _ in range(iterations)], dist.ReduceOp.MAX)
+
+
+class Exchange:
+    """One operation on buffers of `part` elements for each rank: `run()` it, then ask once whether it `is_right()`.
+
+    Where one rank is the root it is rank 0. send_recv is a ring: each rank sends to the next one and receives from the
+    one before.
+    """
+
+    def __init__(self, bench: Bench, operation: str, part: int) -> None:
+        self.bench, self.operation, self.part = bench, operation, part
+        self.rank, self.world_size = bench.info.rank, bench.info.world_size
+        self.root = self.rank == 0
+        whole = part * self.world_size
+        gives_part = operation in ("gather", "all_gather")
+        takes_part = operation in ("scatter", "reduce_scatter")
+        self.given = self._filled(part if gives_part else whole)
+        in_place = operation in ("broadcast", "reduce", "all_reduce")
+        self.taken = self.given if in_place else self.given.new_zeros(part if takes_part else whole)
+        self.run: Callable[[], None] = getattr(self, f"_{operation}")
+
+    def _filled(self, count: int) -> Tensor:
+        pattern = self.bench.patterns[self.rank]
+        return pattern.repeat(-(-count // PATTERN))[:count].clone()
+
+    def _send_recv(self) -> None:
+        following, before = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
+        sending = dist.P2POp(dist.isend, self.given, following, self.bench.group)
+        receiving = dist.P2POp(dist.irecv, self.taken, before, self.bench.group)
+        for request in dist.batch_isend_irecv([sending, receiving]):
+            request.wait()
+
+    def _broadcast(self) -> None:
+        dist.broadcast(self.taken, 0, group=self.bench.group)
+
+    def _reduce(self) -> None:
+        dist.reduce(self.taken, 0, group=self.bench.group)
+
+    def _all_reduce(self) -> None:
+        dist.all_reduce(self.taken, group=self.bench.group)
+
+    def _gather(self) -> None:
+        dist.gather(self.given, self._parts(self.taken) if self.root else None, 0, group=self.bench.group)
+
+    def _all_gather(self) -> None:
+        if dist.get_backend(self.bench.group) == "nccl":  # which would copy every part of a list once more
+            dist.all_gather_into_tensor(self.taken, self.given, group=self.bench.group)
+        else:
+            dist.all_gather(self._parts(self.taken), self.given, group=self.bench.group)
+
+    def _scatter(self) -> None:
+        dist.scatter(self.taken, self._parts(self.given) if self.root else None, 0, group=self.bench.group)
+
+    def _reduce_scatter(self) -> None:
+        dist.reduce_scatter_tensor(self.taken, self.given, group=self.bench.group)
+
+    def _all_to_all(self) -> None:
+        dist.all_to_all_single(self.taken, self.given, group=self.bench.group)
+
+    def _parts(self, whole: Tensor) -> list[Tensor]:
+        return list(whole.split(self.part))
+
+    def is_right(self) -> bool:
+        """Of a rank that receives nothing, too."""
+        patterns, rank, part = self.bench.patterns, self.rank, self.part
+        if self.operation in ("reduce", "gather") and not self.root:
+            return True
+        if self.operation in ("reduce", "all_reduce"):
+            return repeats(self.taken, self.bench.sum_of_patterns)
+        if self.operation == "reduce_scatter":
+            return repeats(self.taken, self.bench.sum_of_patterns, rank * part)
+        if self.operation in ("broadcast", "send_recv"):
+            return repeats(self.taken, patterns[0 if self.operation == "broadcast" else rank - 1])
+        if self.operation == "scatter":
+            return repeats(self.taken, patterns[0], rank * part)
+        offset = rank * part if self.operation == "all_to_all" else 0
+        return all(repeats(*pair, offset) for pair in zip(self._parts(self.taken), patterns, strict=True))
+
+
+def repeats(values: Tensor, pattern: Tensor, offset: int = 0) -> bool:
+    """Are these the elements from `offset` on of a buffer that repeats the pattern?"""
+    pattern = pattern.roll(-(offset % PATTERN))
+    whole = len(values) // PATTERN * PATTERN
+    rows, rest = values[:whole].view(-1, PATTERN), values[whole:]
+    return bool((rows == pattern).all()) and bool((rest == pattern[: len(rest)]).all())
+
+
+def report(info: RankInfo, metrics: MetricsWriter, done: str, step: int, operation: str, result: Result) -> None:
+    """Rank 0 records the measurement, and says it to people."""
+    if info.rank != 0:
+        return
+    seconds = result.time_s
+    gbps = None if seconds is None else algorithm_gbps(result.size_bytes, seconds)
+    bus_gbps = None if gbps is None else gbps * bus_factor(operation, info.world_size)
+    metrics.write(
+        "collective",
+        step=step,
+        operation=operation,
+        bytes=result.size_bytes,
+        iterations=result.iterations,
+        time_ms=None if seconds is None else round(1000 * seconds, 6),
+        algbw_gbps=gbps,
+        busbw_gbps=bus_gbps,
+        error=result.error,
+    )
+    head = f"{done:>7}  {operation:14} {result.size_bytes:>10} bytes"
+    if seconds is None:
+        print(f"{head}  {result.error}", flush=True)
+    else:
+        print(f"{head}  {1000 * seconds:10.3f} ms  {gbps:7.3f} Gbps  bus {bus_gbps:7.3f} Gbps", flush=True)
+
+
+def report_line(info: RankInfo, operation: str, results: list[Result]) -> None:
+    """What the measurements of an operation amount to, in a line."""
+    line = fit([(result.size_bytes, result.time_s) for result in results if result.time_s])
+    if info.rank != 0 or line is None:
+        return
+    bus = f", bus {line.gbps * bus_factor(operation, info.world_size):.3f} Gbps" if line.gbps else ""
+    print(f"{operation:14} {1e6 * line.alpha_s:.0f} us + bytes at {line.gbps or 0:.3f} Gbps{bus}, "
+          f"within {100 * line.worst_error:.0f} %", flush=True)  # fmt: skip
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,1 @@
+"""Ranks that keep a GPU's time without computing."""

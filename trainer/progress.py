@@ -1,0 +1,44 @@
+"""How far a run has come: what a checkpoint holds beside the network and its optimiser."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from trainer.checkpoints.random_state import set_random_state
+
+_REMEMBERED = 0.9
+"""What torch's BatchNorm keeps of its running statistics at an update, unless told otherwise."""
+
+
+@dataclass
+class Progress:
+    """How far a run has come: what changes from update to update beside the network and its optimiser.
+
+    epoch, step: of the next update, the step within its epoch. loss_sum, samples: this rank's, of this epoch so far.
+    recent: this rank's samples, those of older updates counted less, as BatchNorm's running statistics count them.
+    random: the generators' states, to be taken back once the epoch's batches have been opened.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    loss_sum: float = 0.0
+    samples: int = 0
+    recent: float = 0.0
+    random: Tensor | None = None
+
+    def advance(self, samples: int) -> None:
+        """After an update with so many samples of this rank. Its loss follows when the device has come to it."""
+        self.step += 1
+        self.samples += samples
+        self.recent = _REMEMBERED * self.recent + samples
+
+    def begin_epoch(self) -> None:
+        self.epoch, self.step, self.loss_sum, self.samples = self.epoch + 1, 0, 0.0, 0
+
+    def restore_random(self) -> None:
+        """To open an epoch's batches draws from the generator, and that has been done before."""
+        if self.random is not None:
+            set_random_state(self.random)
+            self.random = None

@@ -1,0 +1,59 @@
+"""One rank's work from its settings to its exit code, whatever goes wrong on the way."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+
+from trainer import interrupt
+from trainer.env import read_rank_info
+from trainer.shared.config import AnySettings, CollectiveSettings
+from trainer.shared.errors import TrainError
+from trainer.shared.metrics import MetricsWriter
+
+
+def run(settings: AnySettings, may_complain: Callable[[], bool] = lambda: True) -> int:
+    """Trains or measures; whatever goes wrong is told on standard error and in the last record.
+
+    may_complain: whether nobody else has said what goes wrong; of many ranks all but the first suffer from its end.
+    """
+    try:
+        info = read_rank_info()
+        metrics = MetricsWriter(info.metrics_path)
+    except TrainError as error:
+        if may_complain():
+            say(f"error: {error}")
+        return 1
+    interrupt.watch(last_words=lambda: metrics.end("interrupted"))
+    try:
+        # torch only now: a usage mistake is answered at once
+        if isinstance(settings, CollectiveSettings):
+            from trainer.measure.collectives import measure as work
+        elif settings.profile_s:
+            from trainer.measure.profile import profile as work
+        else:
+            from trainer.train import train as work
+
+        work(settings, info, metrics)
+    except interrupt.Interrupted as signal:
+        metrics.end("interrupted", str(signal))
+        if may_complain():
+            say(f"interrupted by {signal}")
+        interrupt.leave(128 + signal.signum)
+    except TrainError as error:
+        metrics.end("failed", str(error))
+        if may_complain():
+            say(f"error: {error}")
+        interrupt.leave(1)
+    except BaseException as error:
+        metrics.end("failed", traceback.format_exception_only(error)[0].splitlines()[0][:300])
+        if may_complain():
+            traceback.print_exc()
+        interrupt.leave(1)
+    # Not through the interpreter's own end: a thread of torch's that is still there then may abort a finished run.
+    return interrupt.leave(0)
+
+
+def say(line: str) -> None:
+    sys.stderr.write(line + "\n")  # one write a line: torchrun's ranks share this stream

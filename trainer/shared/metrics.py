@@ -1,0 +1,193 @@
+"""The metric schema and its writer: one flat JSON object a line, one file a rank. Imports no torch.
+
+    {"event": "start", "schema": 1, "host": "v100", "rank": 0, "world_size": 2, ...}
+    {"event": "step", "step": 0, "epoch": 0, "samples": 32, "t_ms": 9.1, "load_ms": 2.0, ...}
+
+Steps and epochs count from 0. Every duration is measured on one host's monotonic clock; only `wall` is a time of day.
+A value that JSON cannot hold (NaN, infinity) is written as null. Every line also says its `event`.
+
+| event | field | meaning |
+| --- | --- | --- |
+| start | schema | version of this table, 1 |
+| start | host, node | host name; the name that the launcher gave this host (`ORCH_NODE`), else the host name |
+| start | rank, local_rank, world_size | this rank, its number on this host, the number of all ranks |
+| start | device, device_name | `cpu` or `cuda:0`; what the device calls itself |
+| start | torch, nccl, backend | versions (nccl null without GPUs); what carries gradients |
+| start | model, parameters, gradient_bytes | name; trainable parameters; bytes of a gradient; null: no training |
+| start | batch_per_rank | this rank's share of a full batch; null: no training |
+| start | batch_norm_groups | [samples, how many] of the groups that BatchNorm sees in a full batch; null: it has none |
+| start | steps | updates, or measurements, of the whole run |
+| start | paced | does this rank stand in for a GPU that is not there? |
+| start | settings | every setting, as `config.Settings` names them |
+| step | step, epoch | number of this update over the whole run; the epoch it belongs to |
+| step | samples | this rank's since its previous step line: over an epoch and all ranks they add up to the data set |
+| step | t_ms | end of the previous step to the end of this one; starts anew after an evaluation or checkpoint |
+| step | load_ms | until the batch lies on the device, what lies between two steps included |
+| step | compute_ms | then until this rank's own last gradient was ready |
+| step | exposed_ms | then until the summed gradient was there: the wire and the wait for slower ranks |
+| step | comm_ms | with a gradient handed over and not yet summed, beside backward, or all exposed; local: exposed |
+| step | optim_ms | then until the weights were updated |
+| step | loss | SUM of the losses of this rank's samples of this step; null in a run with paced ranks |
+| step | wall | Unix time at the end of the step |
+| epoch | epoch, steps, samples, loss, epoch_s | updates; samples and mean loss over ALL ranks; s since it, or `start` |
+| eval | epoch, step | after which epoch and update |
+| eval | samples, accuracy, per_class, loss | exact test samples over ALL ranks; 0..1; 0..1 or null each; mean loss |
+| eval | eval_s | duration |
+| collective | step, operation, bytes | number of this measurement; what was measured; bytes of the whole array |
+| collective | iterations, time_ms | times measured; median of each one's slowest rank; or 0 and null |
+| collective | algbw_gbps, busbw_gbps | decimal Gbit/s, as nccl-tests defines them (see `alpha_beta`) |
+| collective | error | why it was not measured, or null |
+| link | source, target | ranks, of two hosts; one sends to the other while all else is quiet |
+| link | bytes, time_ms, gbps | sent; median; algorithm bandwidth |
+| profile | samples, step_ms | of each batch size measured: its samples; median of forward, backward and optimiser |
+| profile | lateness | paced: of each size, how late backward ended, as a part of a step (median); else null |
+| profile | fixed_ms, sample_ms, worst_error | the line through the largest of those that count (all, or two or more |
+| | | that were at most 1 % late); the worst distance from it, as a part |
+| profile | largest | samples of the largest batch that counts |
+| profile | cap | the most samples that fit into memory at once; null: it was not reached |
+| profile | forward_ms, optim_ms | medians at the largest size: of forward, of the optimiser |
+| profile | again_samples, again_ms | a size that was measured once more at the end, and what it took then |
+| rebalance | step | the first update with the new shares, over the whole run |
+| rebalance | shares, before | samples of a full batch for each rank, from then on and until then |
+| rebalance | spread | of the ranks' compute times before, (max - min) / mean |
+| checkpoint | step | after which update; written by rank 0 alone |
+| checkpoint | name, bytes | of the file; 0 bytes where it could not be written |
+| checkpoint | write_ms | for which training stood still; part of no step |
+| checkpoint | failure | why it could not be written, else null; the run goes on |
+| end | status | `succeeded`, `failed` or `interrupted` |
+| end | message | one line of what failed, or null |
+| end | total_s | since the start of the process |
+| end | peak_memory_bytes | allocated on the GPU; paced: what the network would take there; else of the process |
+| end | lateness | paced: how late backward ended, as a part of a step (median; a profile: of its latest size that |
+| | | counts); else null |
+| end | valid | paced: was lateness at most 1 %? Beyond it the CPU was the limit, not the pace; else null |
+| end | dropped | lines that the disk had no room for |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainer.shared.errors import TrainError
+
+SCHEMA = 1
+LATE = 0.01
+"""A paced rank whose backward ends later than this part of a step, in the median, had too little CPU for its pace."""
+
+EVENT_FIELDS: dict[str, tuple[str, ...]] = {
+    "start": (
+        *("schema", "host", "node", "rank", "local_rank", "world_size", "device", "device_name", "torch", "nccl"),
+        *("backend", "model", "parameters", "gradient_bytes", "batch_per_rank", "batch_norm_groups", "steps"),
+        *("paced", "settings"),
+    ),
+    "step": (
+        *("step", "epoch", "samples", "t_ms", "load_ms", "compute_ms", "exposed_ms", "comm_ms", "optim_ms"),
+        *("loss", "wall"),
+    ),
+    "epoch": ("epoch", "steps", "samples", "loss", "epoch_s"),
+    "eval": ("epoch", "step", "samples", "accuracy", "per_class", "loss", "eval_s"),
+    "collective": ("step", "operation", "bytes", "iterations", "time_ms", "algbw_gbps", "busbw_gbps", "error"),
+    "link": ("source", "target", "bytes", "time_ms", "gbps"),
+    "profile": (
+        *("samples", "step_ms", "lateness", "fixed_ms", "sample_ms", "worst_error", "largest", "cap", "forward_ms"),
+        *("optim_ms", "again_samples", "again_ms"),
+    ),
+    "rebalance": ("step", "shares", "before", "spread"),
+    "checkpoint": ("step", "name", "bytes", "write_ms", "failure"),
+    "end": ("status", "message", "total_s", "peak_memory_bytes", "lateness", "valid", "dropped"),
+}
+
+
+def process_peak_memory_bytes() -> int:
+    """The most memory this process has held, in bytes (Linux counts it in KiB)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class MetricsWriter:
+    """Appends events to `path`; to nothing where it is None.
+
+    Each line is one write to the kernel, so that a killed process loses none; none is fsynced, since that would cost
+    more than a training step. A disk that takes no more never ends a run: its lines are dropped and counted, which is
+    said on standard error once, and a line that was cut is completed before the next. `peak_memory_bytes` and
+    `lateness` may be replaced once the device is known.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.peak_memory_bytes: Callable[[], int] = process_peak_memory_bytes
+        self.lateness: Callable[[], float | None] = lambda: None
+        self._started_s = time.monotonic()
+        self._path = path
+        self._lock = threading.Lock()  # a second thread writes the last line when the first one hangs
+        self._ended = False
+        self._dropped = 0
+        self._rest = b""  # of a line that the disk cut
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) if path else None
+        except OSError as error:
+            raise TrainError(f"cannot write metrics to {path} (ORCH_METRICS): {error.strerror}") from error
+
+    def write(self, event: str, **fields: Any) -> None:
+        """One line; ignores what comes after `end`."""
+        if set(fields) != set(EVENT_FIELDS[event]):
+            raise ValueError(f"{event} has the fields {EVENT_FIELDS[event]}, not {tuple(fields)}")
+        with self._lock:
+            if self._ended or self._file is None:
+                return
+            self._ended = event == "end"
+            if self._ended:
+                fields["dropped"] = self._dropped
+            line = json.dumps(_without_nan({"event": event, **fields}), allow_nan=False).encode() + b"\n"
+            try:
+                self._append(line)
+            except OSError as error:
+                self._drop(error)
+
+    def _append(self, line: bytes) -> None:
+        """Raises OSError where nothing of the line can be written; the rest of a line that was cut comes before it."""
+        assert self._file is not None  # noqa: S101 - for the type checker
+        if self._rest:
+            self._rest = self._rest[os.write(self._file, self._rest) :]
+            if self._rest:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._rest = line[os.write(self._file, line) :]
+
+    def _drop(self, error: OSError) -> None:
+        self._dropped += 1
+        if self._dropped == 1:
+            with contextlib.suppress(OSError):  # standard error may lie on the same disk
+                sys.stderr.write(f"cannot write metrics to {self._path}: {error.strerror}; training goes on\n")
+
+    def end(self, status: str, message: str | None = None) -> None:
+        """The last line; a second call does nothing."""
+        lateness = self.lateness()
+        self.write(
+            "end",
+            status=status,
+            message=message,
+            total_s=time.monotonic() - self._started_s,
+            peak_memory_bytes=self.peak_memory_bytes(),
+            lateness=lateness,
+            valid=None if lateness is None else lateness <= LATE,
+            dropped=0,  # `write` knows
+        )
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(item) for item in value]
+    return value

@@ -1,0 +1,73 @@
+"""How fast a rank is that stands in for a GPU which is not here. Imports no torch.
+
+    pace = read_pace('{"samples_per_s": 333, "fixed_ms": 2}')
+    pace.step_s(samples=128, step=0)            0.386: forward, backward and the optimiser
+
+The launcher hands it over as ORCH_PACED, from `paced` in the inventory.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.shared.errors import TrainError
+from trainer.shared.gpu_work import GB_PER_S
+
+FORWARD, BACKWARD, OPTIMISER = 0.33, 0.66, 0.01
+"""How a step's time divides. Backward computes two products a layer where forward computes one; the optimiser of
+ResNet-152 moves 1.2 GB, 1.3 ms of a V100's 154 ms at 900 GB/s."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """slowdown: (step, factor) pairs in the order of their steps: from that one on, all take factor times as long.
+    gb_per_s: the GPU's memory bandwidth, at which it does what lies beside its steps (`gpu_work`).
+    """
+
+    samples_per_s: float
+    fixed_ms: float = 0.0
+    jitter: float = 0.0
+    memory_bytes: int | None = None
+    slowdown: tuple[tuple[int, float], ...] = ()
+    gb_per_s: float = GB_PER_S
+
+    def step_s(self, samples: int, step: int, seed: object = 0) -> float:
+        """Seconds that a whole step takes with so many samples. seed: two ranks with one seed jitter alike."""
+        factor = 1.0
+        for at_step, slower in self.slowdown:
+            if step >= at_step:
+                factor = slower
+        if self.jitter:
+            factor *= 1 + self.jitter * random.Random(f"{seed}/{step}").uniform(-1, 1)  # noqa: S311, no secret
+        return factor * (self.fixed_ms / 1000 + samples / self.samples_per_s)
+
+
+def read_pace(text: str) -> Pace:
+    """Raises TrainError where the text is not what the launcher writes."""
+    try:
+        given: dict[str, Any] = json.loads(text)
+        changes = sorted((int(one["at_step"]), float(one["factor"])) for one in given.pop("slowdown", ()))
+        pace = Pace(**{name: value for name, value in given.items() if value is not None}, slowdown=tuple(changes))
+        _check(pace)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        raise TrainError(
+            f"ORCH_PACED is {text[:200]!r} ({error}); expected a JSON object like "
+            '{"samples_per_s": 333, "fixed_ms": 0, "jitter": 0, "slowdown": [{"at_step": 100, "factor": 2}]}'
+        ) from error
+    return pace
+
+
+def _check(pace: Pace) -> None:
+    """Raises ValueError or TypeError. The bounds are so wide that only a mistake lies beyond, and no sum overflows."""
+    speeds = [pace.samples_per_s, *(factor for _, factor in pace.slowdown)]
+    if not all(1e-6 <= speed <= 1e12 for speed in speeds):
+        raise ValueError("samples_per_s and factors lie between 1e-6 and 1e12")
+    if not 0 <= pace.fixed_ms <= 3_600_000 or not 0 <= pace.jitter <= 1:
+        raise ValueError("fixed_ms lies between 0 and 3600000, jitter between 0 and 1")
+    if not 1e-3 <= pace.gb_per_s <= 1e9:
+        raise ValueError("gb_per_s lies between 0.001 and 1e9")
+    if pace.memory_bytes is not None and not (isinstance(pace.memory_bytes, int) and pace.memory_bytes > 0):
+        raise ValueError("memory_bytes is a whole number above 0")

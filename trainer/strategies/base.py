@@ -1,0 +1,145 @@
+"""What a strategy is, and how the samples of unequal ranks come to count alike.
+
+With l_j the mean loss over rank j's m_j samples of n, the gradient wanted is sum_j (m_j/n) grad l_j. Every strategy
+that exchanges gradients adds them up, so each rank's loss is first multiplied by m_j/n: this makes it 1/n times the sum
+of its samples' losses. It stays exact for unequal shares, and for a share of 0; no pass over the gradients is spent on
+it, and what is rounded or compressed on its way has its weight already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from trainer.strategies.batch_norm import is_synchronised
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """computed: the mark of this rank's own last gradient. collectives: for each one that ran beside backward, the
+    marks of when this rank handed it over and when the sum was there, in the order of their ends. held_up_s: for which
+    this rank stood still on purpose between the calls that came after `computed`.
+    """
+
+    computed: Any
+    collectives: tuple[tuple[Any, Any], ...] = ()
+    held_up_s: float = 0.0
+
+
+class Strategy(Protocol):
+    model: nn.Module
+    """What the forward pass calls."""
+    keeps_statistics: bool
+    """Do the weights of `whole` come so close to those that each rank trains with, that BatchNorm's running statistics
+    of these belong to them?"""
+    updates_alone: bool
+    """May a rank take updates of its own between two that all make?"""
+
+    def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
+        """Leaves in .grad what the optimiser shall use: the gradient of the mean loss over the whole batch, each
+        part of it as its own rank's network sees it, or of a rank's own part where weights are averaged.
+
+        loss_sum: of this rank's `samples`, which are part of `batch` over all ranks; of its last micro-batch, where
+        others went before it through `accumulate`. samples: of all of them.
+        """
+
+    def without_sync(self) -> AbstractContextManager[object]:
+        """Around forward and `accumulate` of a micro-batch that another one follows: nothing travels."""
+
+    def backward_alone(self, loss_sum: Tensor, samples: int) -> None:
+        """For an update of this rank's own, from so many samples, where there may be any."""
+
+    def accumulate(self, loss_sum: Tensor, samples: int, batch: int) -> None:
+        """Adds a micro-batch's gradient to .grad; `backward` sends the sum. samples: of this rank's whole update."""
+
+    def after_update(self) -> None:
+        """Called when the optimiser has moved the weights: what a strategy sends then counts as synchronisation."""
+
+    def settle(self) -> None:
+        """Waits for what travels beside training, which changes nothing but when it has arrived."""
+
+    def own_state(self) -> dict[str, Tensor]:
+        """What this rank needs to go on beside momentum and the weights of `whole`, by name (KIND or KIND.WHICH), to be
+        kept and written into again.
+        """
+
+    def expect(self, kept: Mapping[str, Tensor]) -> None:
+        """Makes `own_state` one into which this, of a checkpoint, can be written, the weights being those of `whole`
+        already. Raises TrainError.
+        """
+
+    def regroup(self, part: float) -> None:
+        """After that, where other ranks, or shares, wrote the checkpoint. part: of each batch, that is this rank's."""
+
+    def whole(self) -> nn.Module:
+        """The network with the weights that all ranks share, for evaluations and checkpoints: the run's own or a copy,
+        so that nobody may change them. Called by all ranks; the run goes on as if nobody had.
+        """
+
+
+class Base:
+    """What most strategies have alike: ranks weigh their gradients as `weighted` does, nothing travels during backward
+    or after the update, and nothing has to be kept.
+    """
+
+    keeps_statistics = True
+    updates_alone = False
+
+    def without_sync(self) -> AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def accumulate(self, loss_sum: Tensor, samples: int, batch: int) -> None:
+        weighted(loss_sum, batch).backward()
+
+    def after_update(self) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
+    def own_state(self) -> dict[str, Tensor]:
+        return {}
+
+    def expect(self, kept: Mapping[str, Tensor]) -> None:
+        pass
+
+    def regroup(self, part: float) -> None:
+        pass
+
+
+def local_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    """The sum of the losses of this rank's samples.
+
+    A rank without samples still takes part in every collective: it sends one image of zeros through the network and
+    multiplies the result by 0, so that each gradient exists and is 0. In eval mode, to leave BatchNorm's statistics be;
+    a BatchNorm over all ranks needs it in training mode instead, and can do with no image at all.
+    """
+    if len(labels) or is_synchronised(model):
+        return cross_entropy(model(images), labels, reduction="sum")
+    model.eval()
+    nothing = model(images.new_zeros((1, *images.shape[1:]))).sum() * 0
+    model.train()
+    return nothing
+
+
+def weighted(loss_sum: Tensor, batch: int) -> Tensor:
+    """The loss to differentiate, for a rank whose samples are part of `batch` over all ranks."""
+    return loss_sum / batch
+
+
+def share_initial_state(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Leaves rank 0's weights and buffers on every rank."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        dist.broadcast(tensor.detach(), src=first_rank(group), group=group)
+
+
+def first_rank(group: dist.ProcessGroup) -> int:
+    """The number, among all ranks, of the group's first one: collectives name their root so."""
+    return dist.get_global_rank(group, 0)

@@ -1,0 +1,131 @@
+"""BatchNorm over the whole batch of all ranks, for any shares, on CPUs and GPUs alike.
+
+    synchronise_batch_norm(model, group)        every BatchNorm of the model, in place; its state_dict stays as it was
+
+A rank without samples calls the network with an empty batch: it sends nothing and takes part. In eval mode it is
+torch's own BatchNorm, with statistics that are the same on every rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import batch_norm
+
+from trainer.compute import fused_batch_norm
+
+
+class SynchronisedBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """Made by `synchronise_batch_norm`, which gives it its group."""
+
+    group: dist.ProcessGroup
+
+    def _check_input_dim(self, _: Tensor) -> None:
+        pass
+
+    def forward(self, images: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(images)
+        if images.is_cuda:
+            return fused_batch_norm.normalise(self, images)
+        count, mean, variance = whole_batch_statistics(images.detach(), self.group)
+        self._keep(count, mean, variance)
+        return _Normalise.apply(images, self.weight, self.bias, mean, variance, count, self.eps, self.group)
+
+    @torch.no_grad()
+    def _keep(self, count: Tensor, mean: Tensor, variance: Tensor) -> None:
+        """Moves the running statistics as torch does: the variance of a population, estimated from the batch."""
+        if not self.track_running_stats:
+            return
+        self.num_batches_tracked += 1
+        part = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        for running, batch in ((self.running_mean, mean), (self.running_var, variance * count / (count - 1))):
+            running += part * (batch.to(running.dtype) - running)
+
+
+def synchronise_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Has every BatchNorm of the model count the samples of all ranks of the group; alone it does so already."""
+    if group.size() == 1:
+        return
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.__class__ = SynchronisedBatchNorm  # parameters, buffers and hooks stay where they are
+            module.group = group
+
+
+def is_synchronised(model: nn.Module) -> bool:
+    return any(isinstance(module, SynchronisedBatchNorm) for module in model.modules())
+
+
+def whole_batch_statistics(images: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """Values a channel (as a tensor), mean and biased variance over all ranks.
+
+    Each rank's count, mean and squared distance from its own mean are merged (Chan, Golub and LeVeque 1979): sums of
+    squares would lose what float32 has to say where a mean is large.
+    """
+    images = _at_least_float32(images)
+    channels = images.shape[1]
+    own = images.new_zeros(1 + 2 * channels)
+    if values := images.numel() // channels:
+        variance, mean = torch.var_mean(images, _all_but_channels(images), correction=0)
+        own[0], own[1 : 1 + channels], own[1 + channels :] = values, mean, variance * values
+    of_ranks = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(of_ranks, own, group=group)
+    counts, means, squares = torch.stack(of_ranks).split([1, channels, channels], dim=1)
+    count = counts.sum()
+    mean = (counts * means).sum(0) / count
+    return count, mean, (squares + counts * (means - mean) ** 2).sum(0) / count
+
+
+class _Normalise(torch.autograd.Function):
+    """(x - mean) / sqrt(variance + eps) * weight + bias, whose gradient knows that mean and variance came from x."""
+
+    @staticmethod
+    def forward(
+        context: Any,
+        images: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+        count: Tensor,
+        eps: float,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        context.group = group
+        context.save_for_backward(images, weight, mean, torch.rsqrt(variance + eps), count)
+        if not len(images):
+            return torch.empty_like(images)
+        return batch_norm(images, mean, variance, weight, bias, training=False, eps=eps)
+
+    @staticmethod
+    def backward(context: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """With y = (x - mean) / std: dx = weight / std * (dy - mean(dy) - y * mean(dy * y)), the means over all ranks.
+
+        The gradients of weight and bias are this rank's own sums: the strategy adds them up with all others.
+        """
+        images, weight, mean, inverse_std, count = context.saved_tensors
+        gradient, channel = _at_least_float32(output_gradient), [1, -1, *[1] * (images.dim() - 2)]
+        normalised = (_at_least_float32(images) - mean.view(channel)) * inverse_std.view(channel)
+        dimensions = _all_but_channels(images)
+        own = torch.cat([gradient.sum(dimensions), (gradient * normalised).sum(dimensions)])
+        total = own.clone()
+        dist.all_reduce(total, group=context.group)
+        mean_gradient, mean_product = (part.view(channel) for part in (total / count).chunk(2))
+        scale = inverse_std if weight is None else inverse_std * weight
+        inner = (gradient - mean_gradient - normalised * mean_product) * scale.view(channel)
+        bias_gradient, weight_gradient = own.chunk(2)
+        if weight is None:
+            return inner.to(images.dtype), *[None] * 7
+        return inner.to(images.dtype), weight_gradient.to(weight.dtype), bias_gradient.to(weight.dtype), *[None] * 5
+
+
+def _at_least_float32(values: Tensor) -> Tensor:
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+
+
+def _all_but_channels(images: Tensor) -> list[int]:
+    return [dimension for dimension in range(images.dim()) if dimension != 1]
