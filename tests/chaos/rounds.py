@@ -131,7 +131,7 @@ class Round:
     def _torchrun(self, ranks: list[int], index: int, master: str) -> tuple[str, ...]:
         if self.torch:
             return torchrun_arguments(len(ranks), index, 1, master)
-        return launcher_arguments("{job_dir}/src/gang_launcher.py", ranks, index, master)
+        return launcher_arguments("{job_dir}/src/fake_torchrun.py", ranks, index, master)
 
     def launch(self) -> None:
         job.launch(self.plan, self.cell.connect(), self.blob)

@@ -323,7 +323,7 @@ def _drop_all(namespace: str, interface: str) -> None:
 
 
 def _role(command: bytes) -> str:
-    signs = {b"orch_remote.keeper": "keeper", b"gang_launcher.py": "launcher", b"orch_remote.launch": "launcher",
+    signs = {b"orch_remote.keeper": "keeper", b"fake_torchrun.py": "launcher", b"orch_remote.launch": "launcher",
              b"orch_remote.rank": "wrapper", b"script.py": "rank"}  # fmt: skip
     return next((role for sign, role in signs.items() if sign in command), "other")
 

@@ -3,7 +3,7 @@
 import socket
 import sys
 
-import gang_launcher
+import fake_torchrun
 
 from .elastic.rendezvous import static_tcp_rendezvous
 
@@ -16,5 +16,5 @@ def main():
     given = getattr(static_tcp_rendezvous.TCPStore, "keywords", {})
     store = socket.socket(fileno=given["master_listen_fd"]) if given else None
     place = (options["--master-addr"], int(options["--master-port"]))
-    of_nodes = gang_launcher.meet(store, node_rank, ranks, nodes, place, command[-1].rpartition("/")[2])
-    sys.exit(gang_launcher.run_ranks(command, node_rank, of_nodes))
+    of_nodes = fake_torchrun.meet(store, node_rank, ranks, nodes, place, command[-1].rpartition("/")[2])
+    sys.exit(fake_torchrun.run_ranks(command, node_rank, of_nodes))
