@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from trainer import nccl
 from trainer.env import RankInfo
+from trainer.own_gpu import own_gpu_first
 from trainer.shared.config import Settings
 from trainer.shared.errors import TrainError
 from trainer.shared.shares import Speed, at_most, parse_speeds, split_batch, without_absent
@@ -31,6 +32,7 @@ _LINE_BYTES = 1000
 
 def choose_device(wanted: str, backend: str, info: RankInfo) -> torch.device:
     """The rank's device. Raises TrainError for a GPU that is not there."""
+    is_first = wanted != "cpu" and backend == "gloo" and own_gpu_first(info.local_rank)
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -42,7 +44,7 @@ def choose_device(wanted: str, backend: str, info: RankInfo) -> torch.device:
             f"{info.node}: local rank {info.local_rank} has no GPU of its own ({gpus} visible) and nccl cannot "
             "share one; start fewer ranks, or use backend=gloo"
         )
-    device = torch.device("cuda", info.local_rank % gpus)
+    device = torch.device("cuda", 0 if is_first else info.local_rank % gpus)
     torch.cuda.set_device(device)
     return device
 

@@ -105,12 +105,10 @@ def _rank(folder: Path, number: int, exit_code: int) -> Rank:
     return Rank(exit_code, text, rows, rows[-1]["foreign"] if rows else [])
 
 
-def problems(ranks: Sequence[Rank], over: str = "nccl") -> str:
-    """What to show where a job did not end well: "" where each rank ended with 0 and kept to its own GPU. Over Gloo
-    that is not asked: torch's own threads for it now and then touch GPU 0, whichever rank's they are.
-    """
+def problems(ranks: Sequence[Rank]) -> str:
+    """What to show where a job did not end well: "" where each rank ended with 0 and kept to its own GPU."""
     return "\n".join(
         f"rank {number}: exit {rank.exit_code}, foreign contexts {rank.foreign}\n{rank.output[-3000:]}"
         for number, rank in enumerate(ranks)
-        if rank.exit_code or (rank.foreign and over == "nccl")
+        if rank.exit_code or rank.foreign
     )

@@ -135,7 +135,7 @@ def _record_into(path: Path) -> None:
     def record(self: MetricsWriter, event: str, **fields: Any) -> None:
         _write(self, event, **fields)
         more = {"counts": counts(), "foreign": sorted(contexts() - before - own), "now_s": _LIBRARY.standin_now()}
-        more["used_bytes"] = _LIBRARY.standin_used_bytes(min(own, default=0))
+        more["used_bytes"] = _LIBRARY.standin_used_bytes(torch.cuda.current_device() if own else 0)
         file.write(json.dumps({"event": event, **fields, **more}) + "\n")
 
     MetricsWriter.write = record

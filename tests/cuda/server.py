@@ -42,7 +42,7 @@ def serve() -> None:
     gang = None
     for line in sys.stdin:
         job = json.loads(line)
-        shape = {name: job[name] for name in SHAPE}
+        shape = {name: job[name] for name in SHAPE} | {"backend": backend_of(job["arguments"])}
         if not gang or gang.shape != shape or gang.broken:
             if gang:
                 gang.end()
@@ -117,6 +117,11 @@ class Rank:
         os.close(self.answers)
 
 
+def backend_of(arguments: list[str]) -> str:
+    """Over Gloo a rank's own GPU is its first: a process sees its GPUs in one order for good."""
+    return arguments[arguments.index("--backend") + 1] if "--backend" in arguments else ""
+
+
 def ranks_of(hosts: list[dict[str, Any]]) -> list[dict[str, str]]:
     """Each rank's environment, as torchrun and orch would set it."""
     world = sum(host["ranks"] for host in hosts)
@@ -127,6 +132,7 @@ def ranks_of(hosts: list[dict[str, Any]]) -> list[dict[str, str]]:
         for local in range(host["ranks"]):
             own = {"RANK": len(found), "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": host["ranks"]}
             own |= {"ORCH_NODE": f"host-{index}", "FAKE_DEVICES": host["ranks"], "DEVICE": host["device"]}
+            own |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(host["ranks"])))}  # orch sets it, too
             found.append({name: str(value) for name, value in {**common, **own}.items()})
     return found
 

@@ -20,4 +20,4 @@ def test_gpu_and_cpu_hosts_train_together(machine, hosts, more):
     none.
     """
     ranks = machine.run(Job((*LENET, "--strategy", "ddp", *more), hosts, limit_s=LIMIT_S))
-    assert not problems(ranks, over="gloo")
+    assert not problems(ranks)

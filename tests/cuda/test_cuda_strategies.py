@@ -68,7 +68,7 @@ def played(machine):
 @pytest.mark.parametrize(("way", "backend", "ranks"), JOBS)
 def test_it_runs_and_keeps_to_its_gpu(played, way, backend, ranks):
     """With three ranks one has no share, and takes part in every sum."""
-    assert not problems(played(way, backend, ranks), over=backend)
+    assert not problems(played(way, backend, ranks))
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -1,6 +1,11 @@
 // GPUs as torch asks after them: how many, which one is current, what they are.
+#include <cctype>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <sstream>
+#include <string>
+#include <vector>
 
 #include "counters.h"
 #include "clock.h"
@@ -15,11 +20,36 @@ static constexpr int kRegisters = 65536;
 
 static thread_local int current = 0;
 static thread_local cudaError_t last_error = cudaSuccess;
-static long contexts[16];  // calls that made one, or would have
+static long contexts[16];  // by GPU of the machine: calls that made one, or would have
+
+// The machine's GPUs in the order in which this process sees them, as CUDA_VISIBLE_DEVICES has it when CUDA is first
+// asked for something. Names other than numbers stand for the GPUs in their order.
+static std::vector<int> read_visible() {
+    std::vector<int> found;
+    const char* chosen = getenv("CUDA_VISIBLE_DEVICES");
+    for (int gpu = 0; !chosen && gpu < knobs().devices; gpu++) found.push_back(gpu);
+    if (!chosen) return found;
+    std::stringstream names(chosen);
+    for (std::string name; std::getline(names, name, ',');) {
+        int gpu = isdigit((unsigned char)name[0]) ? atoi(name.c_str()) : (int)found.size();
+        if (gpu >= knobs().devices) break;  // what follows a GPU that is not there is not seen either
+        found.push_back(gpu);
+    }
+    return found;
+}
+
+static const std::vector<int>& visible() {
+    static const std::vector<int> found = read_visible();
+    return found;
+}
+
+static bool is_there(int device) { return device >= 0 && device < (int)visible().size(); }
 
 int current_device() { return current; }
 
-void use_device(int device) { __atomic_add_fetch(&contexts[device], 1, __ATOMIC_RELAXED); }
+void use_device(int device) {
+    if (is_there(device)) __atomic_add_fetch(&contexts[visible()[device]], 1, __ATOMIC_RELAXED);
+}
 
 cudaError_t failed(cudaError_t error) {
     last_error = error;
@@ -28,10 +58,11 @@ cudaError_t failed(cudaError_t error) {
 
 extern "C" {
 
-long standin_context(int device) { return contexts[device]; }  // 0: this process never touched that GPU
+long standin_context(int gpu) { return contexts[gpu]; }  // 0: this process never touched that GPU of the machine
+long standin_visible_context(int device) { return is_there(device) ? contexts[visible()[device]] : 0; }
 
 cudaError_t cudaGetDeviceCount(int* count) {
-    *count = knobs().devices;
+    *count = (int)visible().size();
     return *count ? cudaSuccess : failed(cudaErrorNoDevice);
 }
 
@@ -41,7 +72,7 @@ cudaError_t cudaGetDevice(int* device) {
 }
 
 cudaError_t cudaSetDevice(int device) {
-    if (device < 0 || device >= knobs().devices) return failed(cudaErrorInvalidDevice);
+    if (!is_there(device)) return failed(cudaErrorInvalidDevice);
     current = device;
     use_device(device);
     return cudaSuccess;
@@ -58,11 +89,11 @@ cudaError_t cudaRuntimeGetVersion(int* version) {
 }
 
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
-    if (device < 0 || device >= knobs().devices) return failed(cudaErrorInvalidDevice);
+    if (!is_there(device)) return failed(cudaErrorInvalidDevice);
     memset(p, 0, sizeof *p);
     snprintf(p->name, sizeof p->name, "%s", knobs().name.c_str());
-    p->uuid.bytes[0] = 1 + device;
-    p->pciBusID = 1 + device;
+    p->uuid.bytes[0] = 1 + visible()[device];
+    p->pciBusID = 1 + visible()[device];
     p->major = knobs().cc / 10;
     p->minor = knobs().cc % 10;
     p->totalGlobalMem = (size_t)(knobs().gib * (1 << 30));
@@ -110,7 +141,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
 }
 
 cudaError_t cudaDeviceGetPCIBusId(char* id, int length, int device) {
-    snprintf(id, length, "0000:%02x:00.0", 1 + device);
+    snprintf(id, length, "0000:%02x:00.0", 1 + visible()[device]);
     return cudaSuccess;
 }
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <cstring>
 
 static std::string text(const char* name, const char* otherwise) {
     const char* value = getenv(name);
@@ -14,17 +13,9 @@ static double number(const char* name, double otherwise) {
     return value && *value ? atof(value) : otherwise;
 }
 
-static int visible(int devices) {
-    const char* chosen = getenv("CUDA_VISIBLE_DEVICES");
-    if (!chosen) return devices;
-    if (!*chosen) return 0;
-    int named = 1 + (int)std::count(chosen, chosen + strlen(chosen), ',');
-    return std::min(devices, named);
-}
-
 static Knobs read() {
     Knobs k;
-    k.devices = visible(std::min((int)number("FAKE_DEVICES", 1), 16));
+    k.devices = std::min((int)number("FAKE_DEVICES", 1), 16);
     k.name = text("FAKE_NAME", "Stand-in GPU");
     k.cc = (int)number("FAKE_CC", 86);
     k.gib = number("FAKE_GIB", 16);

@@ -3,7 +3,7 @@
 #include <string>
 
 struct Knobs {
-    int devices;            // FAKE_DEVICES: GPUs of this machine; CUDA_VISIBLE_DEVICES takes some away
+    int devices;            // FAKE_DEVICES: GPUs of this machine, 16 at most
     std::string name;       // FAKE_NAME: what each GPU calls itself
     int cc;                 // FAKE_CC: compute capability, 70 is a V100
     double gib;             // FAKE_GIB: memory of each GPU
