@@ -28,7 +28,7 @@ from orchestrator.jobs import collect
 from orchestrator.jobs.record import FINAL_STATES
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
-from orchestrator.planning.profiles import Kind, Measurement, Profile, Rank, kinds_of, tf32_of
+from orchestrator.planning.profiles import Kind, Measurement, Profile, Rank, cuda_graph_of, kinds_of, tf32_of
 from orchestrator.planning.request import parse_pairs, read_wish
 from orchestrator.results.events import Events, MetricsFile, read_events
 from orchestrator.transport.ask import Host
@@ -52,6 +52,13 @@ class Found:
     fresh: bool
 
 
+def _cuda_graph(exp: str, asked: Mapping[str, str]) -> str:
+    """As the run that is asked for will have it. Raises UsageError for a value that there is not."""
+    decide = ("strategy", "sync_bn", "accumulate", "cuda_graph")
+    pairs = [f"{key}={asked[key]}" for key in decide if key in asked]
+    return cuda_graph_of(read_wish(exp, pairs, None, None, ()).request.settings)
+
+
 class Profiling:
     """left_out: settings that were asked for and change nothing that a rank does alone.
 
@@ -72,11 +79,11 @@ class Profiling:
         self.left_out = tuple(
             f"{key}={asked[key]}" for key in _LEFT_OUT if asked.get(key, _LEFT_OUT[key]) != _LEFT_OUT[key]
         )
-        pairs = {**asked, **_LEFT_OUT}
-        pairs = {"profile_s": str(BUDGET_S), **pairs}
+        pairs = {"profile_s": str(BUDGET_S), **asked, **_LEFT_OUT}
         if exp == "collectives":
             raise UsageError("collectives trains nothing that a host could do alone", "choose another --exp")
         self.controller, self.cluster = controller, cluster
+        pairs["cuda_graph"] = _cuda_graph(exp, asked)
         self.wish = read_wish(exp, [f"{key}={value}" for key, value in pairs.items()], None, None, ())
         self.batch = int(self.wish.request.settings["batch"])
         if not self.wish.request.settings["profile_s"]:

@@ -22,6 +22,7 @@ from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.record import SCHEMA, Record
 from trainer.shared.experiments import DATA_SETS, EXPERIMENTS
 from trainer.shared.metrics import LATE
+from trainer.shared.replays import why_not_replayed
 from trainer.shared.shares import (
     BY_SPEED,
     PROFILED,
@@ -173,10 +174,17 @@ def kinds_of(plan: LaunchPlan, facts: Mapping[str, NodeFacts]) -> dict[Rank, Kin
     if "shares" not in plan.settings:
         return {}
     told = {name: str(plan.settings.get(name, "auto")) for name in GPU_SETTINGS} | {"tf32": tf32_of(plan, facts)}
+    told["cuda_graph"] = cuda_graph_of(plan.settings)
     asked = " ".join(f"{name}={value}" for name, value in told.items() if value != "auto")
     return {
         (node.name, i): _kind(plan, node, facts[node.name], i, asked) for node in plan.nodes for i in range(node.ranks)
     }
+
+
+def cuda_graph_of(settings: Mapping[str, Any]) -> str:
+    """The setting, off where others rule graphs out. A profile leaves these others out, and would not know."""
+    others = (str(settings.get("strategy")), bool(settings.get("sync_bn")), int(settings.get("accumulate", 0)))
+    return "off" if why_not_replayed(*others) else str(settings.get("cuda_graph", "auto"))
 
 
 def tf32_of(plan: LaunchPlan, facts: Mapping[str, NodeFacts]) -> str:

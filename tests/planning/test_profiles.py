@@ -327,6 +327,21 @@ def test_whether_tf32_is_used_follows_from_all_gpus_of_a_plan(asked, capabilitie
     assert tf32_of(plan, dict(zip(names, map(gpus, capabilities), strict=True))) == expected
 
 
+@pytest.mark.parametrize("asked", ["sync_bn=true", "strategy=fsdp", "accumulate=2"])
+def test_settings_that_rule_cuda_graphs_out_are_measured_without_them(controller, asked):
+    def of_gpus(*settings):
+        plan = planned(controller, *settings)
+        nodes = tuple(node.model_copy(update={"device": "cuda", "paced": None}) for node in plan.nodes)
+        plan = plan.model_copy(update={"nodes": nodes})
+        return kinds_of(plan, controller.store.cluster("t").facts)["v100a", 0]
+
+    assert of_gpus(asked).gpu_settings == of_gpus("cuda_graph=off").gpu_settings == "cuda_graph=off"
+    assert of_gpus("cuda_graph=on").gpu_settings == "cuda_graph=on"
+    cluster = controller.store.cluster("t")
+    for settings, graph in (([asked, "cuda_graph=on"], "off"), (["cuda_graph=on"], "on"), ([], "auto")):
+        assert Profiling(controller, cluster, "mnist_lenet", settings).wish.request.settings["cuda_graph"] == graph
+
+
 def test_changes_of_speed_in_the_course_of_a_run_make_no_other_kind(controller):
     plan = planned(controller)
     facts = controller.store.cluster("t").facts

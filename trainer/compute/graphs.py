@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from trainer.compute.models import gradient_bytes, stages_of, trainable
+from trainer.shared.replays import why_not_replayed
 
 WARM = 2
 """Plain passes of a size before it is recorded: cuDNN chooses its algorithms, lazily loaded kernels are there."""
@@ -53,12 +54,8 @@ def why_not(device: torch.device, settings: Any, model: nn.Module) -> str:
         return "the rank computes on the CPU"
     if "capture_error_mode" not in inspect.signature(torch.cuda.graph).parameters:
         return f"torch {torch.__version__} is older than 2.1"
-    if settings.strategy in ("fsdp", "dp"):
-        return f"strategy {settings.strategy} moves weights during a pass"
-    if settings.sync_bn:
-        return "with sync_bn ranks meet in the midst of a pass"
-    if settings.accumulate > 1:
-        return "accumulate adds up the gradients of several passes"
+    if why := why_not_replayed(settings.strategy, settings.sync_bn, settings.accumulate):
+        return why
     return "" if stages_of(model) else f"how {settings.model} is cut into pieces is not known"
 
 
