@@ -16,7 +16,7 @@ help:
 	@echo "make test    all tests (the lab ones need root); THOROUGH=1 tries ten times the cases of each property"
 	@echo "make chaos   faults on purpose, by a seed: FAULTS=1000 SEED=7 (needs root)"
 	@echo "make check   format, lint, types, layers"
-	@echo "make docs    write the generated pages of docs/reference anew"
+	@echo "make docs    write docs/reference from the code, and build docs/ into one site: build/docs"
 	@echo "make bench   the benchmarks under tests/bench"
 	@echo "make gpu     tests and speeds on this machine's GPUs, 20 minutes: MNIST=~/data GPU_PARTS=alone,two (docs/gpu.md)"
 
@@ -56,6 +56,8 @@ check: $(READY)
 
 docs: $(READY)
 	$(BIN)/python docs/reference.py
+	$(BIN)/sphinx-build -q -W --keep-going docs build/docs
+	@echo "the site: build/docs/index.html"
 
 bench: $(READY) packages
 	@for script in tests/bench/*.py; do $(BIN)/python $$script || exit 1; done
