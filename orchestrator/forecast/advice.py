@@ -4,7 +4,7 @@
     advise(scene).best["exact"].forecast.way.strategy   "ddp"
     advise(scene).without                               hosts that cost more than they bring
 
-Every way that the trainer knows is foreseen with equal shares and with those that let all ranks end together; the
+Every way that may be the fastest is predicted with equal shares and with those that let all ranks end together; the
 fastest of each fidelity is kept.
 """
 
@@ -19,7 +19,6 @@ from typing import Literal, get_args
 
 from orchestrator.forecast.links import Wire
 from orchestrator.forecast.step import (
-    STRATEGIES,
     Fidelity,
     Forecast,
     Host,
@@ -35,6 +34,8 @@ from trainer.shared.shares import equal_shares, fastest_shares, without_singles
 FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
 BUCKETS_MIB = (10.0, 25.0, 50.0, 100.0)
 LOCAL_OVERLAP = overlap_of(LOCAL_STEPS, -1)
+AFTER_BACKWARD = ("allreduce_flat", "allreduce")
+"""Strategies that are tried beside ddp; the other collectives are there for the studies."""
 GAIN = 1.01
 """What is less than one in a hundred faster is not worth a word."""
 FEW = 16
@@ -178,10 +179,7 @@ def ways(
         return
     for bucket_mib in buckets_mib:
         yield Way("ddp", fidelity, bucket_mib, sync_bn=sync_bn)
-    others = ["allreduce_flat", *(["allreduce"] if fidelity == "half" else [])]
-    if fidelity == "exact":
-        others += [name for name in STRATEGIES if name not in ("ddp", "allreduce_flat", "parameter_average")]
-    yield from (Way(name, fidelity, sync_bn=sync_bn) for name in others)
+    yield from (Way(name, fidelity, sync_bn=sync_bn) for name in AFTER_BACKWARD)
 
 
 def choices(scene: Scene, candidates: Sequence[Way]) -> list[Choice]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainer.env import read_rank_info
-from trainer.shared.config import FIELDS, SettingsError, help_text, parse_arguments, parse_settings
+from trainer.shared.config import SettingsError, fields_of, help_text, parse_arguments, parse_settings
 from trainer.shared.errors import TrainError
 from trainer.shared.experiments import EXPERIMENTS
 
@@ -159,7 +159,7 @@ def test_all_mistakes_of_the_arguments_are_told_at_once() -> None:
 def test_the_help_names_every_setting_and_its_sentence() -> None:
     text = help_text()
     assert "torchrun --standalone" in text
-    for name, field in FIELDS.items():
+    for name, field in fields_of("mnist_lenet").items():
         assert f"--{name} " in text
         assert field.metadata["help"].endswith(".")
         assert field.metadata["help"] in text

@@ -404,9 +404,6 @@ def fields_of(exp: str) -> dict[str, dataclasses.Field[Any]]:
     return {field.name: field for field in dataclasses.fields(_kind_of(exp))}
 
 
-FIELDS = fields_of(next(iter(TRAINING)))
-
-
 def parse_settings(exp: str, pairs: Mapping[str, str]) -> AnySettings:
     """The experiment's settings with `pairs` (key to text) in place of its own values.
 

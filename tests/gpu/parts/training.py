@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 
-from trainer.shared.config import FIELDS
+from trainer.shared.config import fields_of
 
 from .. import child, expected
 from ..here import visible
@@ -61,7 +61,7 @@ def _trained(bench: Bench, bare_ms: float | None) -> Iterator[Row]:
 
 def _without_switches(bench: Bench, amp: str, t_ms: float) -> Iterator[Row]:
     """t_ms: a step's, as the switches are by themselves."""
-    switches = [name for name in SWITCHES if name in FIELDS]
+    switches = [name for name in SWITCHES if name in fields_of("mnist_lenet")]
     if not switches:
         return
     done = _run(bench, f"training-{amp}-off", amp, *(word for name in switches for word in (f"--{name}", "off")))
