@@ -1,4 +1,4 @@
-"""What rank 0 says to people: about one line a second, and a last one with the result.
+"""What rank 0 says to people: about one line a second, and a last one with the result; and what others say aside.
 
 epoch 1  step 120/938  loss 0.3121  3821 samples/s  (load 0.4  compute 7.1  exposed 2.1  optimiser 0.5 ms)
 """
@@ -16,10 +16,12 @@ INTERVAL_S = 1.0
 
 
 class Console:
-    """Silent on every rank but 0. Speeds count the samples of all ranks and leave out the warm-up and evaluations."""
+    """Silent on every rank but 0, save `aside`. Speeds count the samples of all ranks and leave out the warm-up and
+    evaluations.
+    """
 
     def __init__(self, info: RankInfo, settings: Settings, steps: int) -> None:
-        self.speaks = info.rank == 0
+        self.speaks, self.rank = info.rank == 0, info.rank
         self.warmup_steps = settings.warmup_steps if steps > settings.warmup_steps else 0
         self.steps = steps
         self.first_step: int | None = None
@@ -61,6 +63,10 @@ class Console:
         speed = self.samples / self.train_s if self.train_s else 0.0
         total_s = time.monotonic() - self.started_s
         self.say(f"done: {self.steps} steps in {total_s:.1f} s, {speed:.0f} samples/s{accuracy}")
+
+    def aside(self, line: str) -> None:
+        """What concerns this rank alone, whichever it is: it stands in its own log."""
+        print(line if self.speaks else f"rank {self.rank}: {line}", flush=True)
 
     def say(self, line: str) -> None:
         if self.speaks:

@@ -133,6 +133,11 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
         console.say(f"cuda_graph: off, {no_graph}")
     if settings.local_steps != asked.local_steps:
         console.say(f"local_steps=0: {settings.local_steps}, since only orch knows how fast hosts and links are")
+
+    def gave_up(why: str) -> None:
+        metrics.write("setting", name="cuda_graph", value="off", why=why)
+        console.aside(f"cuda_graph: off from now on, {why}")
+
     rebalancer = None
     if settings.shares == "auto" and info.world_size > 1:
         balance = Balance(shares, speeds)
@@ -152,7 +157,7 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
         strategy=strategy,
         precision=precision,
         optimizer=build_optimizer(settings, model),
-        graphs=replayable(model, console.say) if settings.cuda_graph == "on" else None,
+        graphs=replayable(model, console.say, gave_up) if settings.cuda_graph == "on" else None,
         facts=facts,
         order=order,
         micro_batches=micro_batches,

@@ -37,7 +37,7 @@ from orchestrator.results.network import measures_collectives, not_measured, rea
 from orchestrator.results.rebalances import read_rebalances
 from orchestrator.results.straggler import find_bound, find_straggler
 from orchestrator.results.summary import GpuSummary, NodeSummary, RankEnd, Summary
-from orchestrator.results.used import settings_used
+from orchestrator.results.used import CHANGES, settings_used
 from orchestrator.text import one_line
 from orchestrator.units import format_bytes
 
@@ -125,7 +125,7 @@ def _summarise(
     paced = any(node.paced for node in nodes)
     restarts = max(events.starts().values(), default=1) - 1
     collectives = read_collectives(events, plan) if measures_collectives(plan) else None
-    settings, asked = settings_used(plan, starts)
+    settings, asked = settings_used(plan, starts, events.since_start("setting", CHANGES))
     rebalances = read_rebalances(events, plan)
     evaluation = {} if paced else next(iter(events.latest("eval").values()), {})
     return Summary(

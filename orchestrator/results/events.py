@@ -30,7 +30,7 @@ LARGEST = 1e12
 
 _COUNTED = ("step", "samples")
 _TIMES = ("t_ms", "load_ms", "compute_ms", "exposed_ms", "comm_ms", "optim_ms")
-_KEPT = ("start", "epoch", "eval", "collective", "link", "profile", "rebalance", "end")
+_KEPT = ("start", "setting", "epoch", "eval", "collective", "link", "profile", "rebalance", "end")
 """Events that are kept as they are."""
 _NOT_JSON = re.compile(rb"(?<=[:,\[\s])(?:NaN|[+-]?Infinity)(?=\s*[,}\]])")
 
@@ -69,6 +69,20 @@ class Events:
             "SELECT rank, arg_max(content, line) FROM others WHERE event = ? GROUP BY rank ORDER BY rank", [event]
         ).fetchall()
         return {rank: content for rank, text in rows if (content := _parse_object(text)) is not None}
+
+    def since_start(self, event: str, limit: int) -> dict[int, list[dict[str, Any]]]:
+        """Each rank's first events of this name after its last start, in their order."""
+        rows = self.connection.execute(
+            "SELECT rank, content FROM others AS o WHERE event = ? AND line >"
+            " (SELECT max(line) FROM others AS s WHERE s.rank = o.rank AND s.event = 'start')"
+            " QUALIFY row_number() OVER (PARTITION BY rank ORDER BY line) <= ? ORDER BY rank, line",
+            [event, limit],
+        ).fetchall()
+        found: dict[int, list[dict[str, Any]]] = {}
+        for rank, text in rows:
+            if (content := _parse_object(text)) is not None:
+                found.setdefault(rank, []).append(content)
+        return found
 
     def starts(self) -> dict[int, int]:
         """How often each rank was started and took a step: again in an elastic job, or by torchrun's --max-restarts."""

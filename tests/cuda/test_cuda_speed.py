@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import statistics
 
 from tests.cuda.machine import Host, Job, problems
@@ -97,6 +99,25 @@ def test_without_room_for_a_recording_a_run_goes_on_with_plain_passes(machine):
     rank = played(machine, batch=2048, samples=20000, knobs={"FAKE_GIB": 0.3})
     assert "cuda_graph: off from now on, a recording beside a plain pass takes" in rank.output
     assert len(rank.rows("step")) == 9
+
+
+def no_room_on_rank_1() -> None:
+    from trainer.compute import graphs
+
+    if os.environ["RANK"] == "1":
+        graphs._lacking = lambda *_: "no room"
+
+
+def test_a_rank_that_gives_its_graphs_up_says_so_whichever_it_is(machine):
+    asked = job(strategy="ddp", ranks=2)
+    prelude = f"{__name__}:{no_room_on_rank_1.__name__}"
+    first, second = machine.run(dataclasses.replace(asked, prelude=prelude))
+    assert not problems([first, second])
+    assert not first.rows("setting") and "off from now on" not in first.output
+    (told,) = second.rows("setting")
+    assert (told["name"], told["value"], told["why"]) == ("cuda_graph", "off", "no room")
+    assert "rank 1: cuda_graph: off from now on, no room\n" in second.output
+    assert (replayed_by(first) > 0, replayed_by(second)) == (True, 0)
 
 
 def test_a_v100_has_neither_bf16_nor_tf32(machine):

@@ -34,7 +34,7 @@ def trained(name, dtype, graphs, channels_last=False):
     if channels_last:
         model = model.to(memory_format=torch.channels_last)
     if graphs:
-        replayable(model, said.append)
+        replayable(model, said.append, said.append)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     generator = torch.Generator().manual_seed(1)
     for samples in (*[16] * (WARM + 3), 6, 16, 16):

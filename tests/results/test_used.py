@@ -47,6 +47,16 @@ def test_hosts_that_used_different_ones_are_named(tmp_path: Path) -> None:
     assert summary.settings["num_workers"] == "2 on a, 4 on b"
 
 
+def test_what_a_rank_changed_after_its_last_start_is_what_it_used(tmp_path: Path) -> None:
+    lines = told([2, 2], cuda_graph="on")
+    off = {"event": "setting", "name": "cuda_graph", "value": "off", "why": "no room"}
+    lines[0].insert(0, off)  # of a start before this one
+    lines[1].insert(3, off)
+    summary = analyse(write_run(tmp_path / "run", TWO, lines, settings={**ASKED, "cuda_graph": "auto"}))
+    assert summary.settings["cuda_graph"] == "on on a, off on b"
+    assert summary.asked["cuda_graph"] == "auto"
+
+
 def test_no_host_is_believed_a_setting_that_is_none(tmp_path: Path) -> None:
     lines = told([2, 2], batch=["<b>"], strategy="ddp\x1b[2J\n<b>", lr=1)
     summary = analyse(write_run(tmp_path / "run", TWO, lines, settings=ASKED))

@@ -1,7 +1,7 @@
 """CUDA graphs: forward and backward of a network queued with a few calls, instead of one call a kernel.
 
-    graphs = replayable(model, say)         in place; from the third training pass with one size of batch on, `model`
-                                            replays what it recorded for it
+    graphs = replayable(model, say, gave_up)    in place; from the third training pass with one size of batch on,
+                                                `model` replays what it recorded for it
 
 ResNet-152 takes 1,350 launches a step, whatever the batch: some 24 ms of the host's time, in which a fast GPU with a
 small batch has long been done. Recorded are forward and backward alone, in pieces: as a piece's backward ends, autograd
@@ -60,18 +60,18 @@ def why_not(device: torch.device, settings: Any, model: nn.Module) -> str:
 
 
 class Graphs:
-    """The recordings of one network, by the shape of its images. say: to people. enabled: may the next pass be recorded
-    or replayed?
+    """The recordings of one network, by the shape of its images. say: to people. gave_up: called with the reason when
+    this rank records and replays nothing any more. enabled: may the next pass be recorded or replayed?
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.say, self.enabled, self.given_up = say, True, False
+    def __init__(self, say: Callable[[str], None], gave_up: Callable[[str], None]) -> None:
+        self.say, self.gave_up, self.enabled, self.given_up = say, gave_up, True, False
         self.passes: dict[torch.Size, int] = {}
         self.recorded: dict[torch.Size, Recording] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Graphs:
         """Of a copied network, whose weights lie elsewhere: it replays nothing."""
-        copied = Graphs(self.say)
+        copied = Graphs(self.say, self.gave_up)
         copied.given_up = True
         return copied
 
@@ -114,14 +114,14 @@ class Graphs:
 
     def _give_up(self, why: str) -> None:
         self.given_up, self.recorded = True, {}
-        self.say(f"cuda_graph: off from now on, {why}")
+        self.gave_up(why)
 
 
-def replayable(model: nn.Module, say: Callable[[str], None]) -> Graphs:
+def replayable(model: nn.Module, say: Callable[[str], None], gave_up: Callable[[str], None]) -> Graphs:
     """The model's class becomes one whose forward pass asks the graphs first: parameters, hooks and names stay what and
     where they are.
     """
-    plain, graphs = type(model), Graphs(say)
+    plain, graphs = type(model), Graphs(say, gave_up)
 
     def forward(self: Any, images: Tensor) -> Tensor:
         recording = self.graphs.of(self, images)

@@ -96,7 +96,7 @@ def profile(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
         model, held = arranged(model, settings), _held(model, facts, settings, device)
     untimed = 1
     if settings.cuda_graph != "off" and not why_not(device, settings, model):
-        replayable(model, say=lambda line: None)
+        replayable(model, say=lambda line: None, gave_up=lambda why: None)
         untimed = 1 + WARM
     start = start_fields(settings, info, device, group, model)
     metrics.write("start", **start, batch_per_rank=None, batch_norm_groups=None, steps=0)

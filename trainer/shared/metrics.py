@@ -19,6 +19,7 @@ A value that JSON cannot hold (NaN, infinity) is written as null. Every line als
 | start | steps | updates, or measurements, of the whole run |
 | start | paced | does this rank stand in for a GPU that is not there? |
 | start | settings | every setting, as `config.Settings` names them |
+| setting | name, value, why | a setting that this rank changed after its `start`, and why |
 | step | step, epoch | number of this update over the whole run; the epoch it belongs to |
 | step | samples | this rank's since its previous step line: over an epoch and all ranks they add up to the data set |
 | step | t_ms | end of the previous step to the end of this one; starts anew after an evaluation or checkpoint |
@@ -91,6 +92,7 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
         *("backend", "model", "parameters", "gradient_bytes", "batch_per_rank", "batch_norm_groups", "steps"),
         *("paced", "settings"),
     ),
+    "setting": ("name", "value", "why"),
     "step": (
         *("step", "epoch", "samples", "t_ms", "load_ms", "compute_ms", "exposed_ms", "comm_ms", "optim_ms"),
         *("loss", "wall"),
