@@ -12,7 +12,7 @@ from torch import nn
 from tests.support.gloo_ranks import Gang, group_of
 from trainer.compute import arithmetic
 from trainer.compute.arithmetic import Devices, choose_arithmetic, has_fused_sgd, use_arithmetic
-from trainer.compute.precision import build_precision
+from trainer.compute.precision import Fp16, Full, build_precision
 from trainer.setup import build_optimizer
 from trainer.shared.config import STRATEGIES, SettingsError, parse_settings
 from trainer.shared.errors import TrainError
@@ -168,3 +168,16 @@ def test_an_update_that_fp16_leaves_out_leaves_nothing_behind():
             optimizer.step()
     for own, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.allclose(own, other, rtol=1e-6, atol=1e-7)
+
+
+def test_a_rank_that_scales_its_loss_by_itself_takes_its_scale_back():
+    if not hasattr(torch.amp, "GradScaler"):
+        pytest.skip("before torch 2.3 only a GPU can scale")
+    before, after = Fp16(CPU, None), Fp16(CPU, None)
+    before.scaler.load_state_dict({**before.scaler.state_dict(), "scale": 128.0, "_growth_tracker": 7})
+    after.take_scale(before.own_scale())
+    assert after.scaler.state_dict() == before.scaler.state_dict()
+    for damaged in ([float("nan"), 1.0], [0.0, 1.0], [2.0], [2.0, -1.0]):
+        with pytest.raises(TrainError, match="the checkpoint's loss scale makes no sense"):
+            after.take_scale({"scale.own": torch.tensor(damaged)})
+    assert not Full().own_scale()

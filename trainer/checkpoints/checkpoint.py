@@ -6,11 +6,11 @@
 
 With the world size, the shares and the settings of before, what follows is what would have followed, bit for bit on a
 CPU: the samples come from the stream's position, the ranks' own BatchNorm statistics and random states come back to
-them, and, in the middle of a round of local updates, their own weights, where the round began, and the average that
-travels. (ddp over three ranks or more sums its first update in another order.) Other ranks, or other shares, go on with
-the same samples, from the mean of the weights, in the same round; BatchNorm then begins with the mean of the ranks'
-statistics, each counted by its samples. Another way to synchronise finds what it has in common with the one before, and
-begins the rest anew.
+them, and, in the middle of a round of local updates, their own weights, loss scale, where the round began, and the
+average that travels. (ddp over three ranks or more sums its first update in another order.) Other ranks, or other
+shares, go on with the same samples, from the mean of the weights, in the same round; BatchNorm then begins with the
+mean of the ranks' statistics, each counted by its samples. Another way to synchronise finds what it has in common with
+the one before, and begins the rest anew.
 
 `model` is what an evaluation sees: the mean of the weights, and the statistics that belong to it. To write a checkpoint
 changes nothing of the run.
@@ -57,8 +57,9 @@ if TYPE_CHECKING:
 _SAME = ("exp", "model", "data", "batch", "samples", "seed", "augment")
 """Settings that a run must share with its checkpoint: of other data, the position in the stream would mean nothing."""
 _CHUNK = 1 << 26
-_IN_THE_MEAN = {"momentum", "weights", "round", "travelling"}
-"""What ranks have for themselves in a round of local updates: who begins without it, begins with the mean of it."""
+_IN_THE_MEAN = {"momentum", "weights", "round", "travelling", "scale"}
+"""What ranks have for themselves in a round of local updates: who begins without it, begins with the mean of it, or
+with rank 0's loss scale."""
 
 
 class CheckpointKeeper:
@@ -135,6 +136,7 @@ class CheckpointKeeper:
         """
         run = self.run
         own = _numbered("statistics", running_statistics(run.model)) | run.strategy.own_state()
+        own |= run.precision.own_scale()
         if run.settings.strategy == "parameter_average" or run.settings.fidelity == "local":
             own |= _numbered("momentum", [tensor for tensor in _momentum(run.optimizer) if tensor is not None])
         return {name: tensor for name, tensor in own.items() if tensor.numel()}
@@ -185,6 +187,7 @@ class CheckpointKeeper:
         own = saved.own[rank] if same else for_other_ranks(saved, run.info.world_size)
         run.strategy.expect(own)
         change = _fill(self._own_tensors(), own)
+        run.precision.take_scale(own)
         if not same:
             run.strategy.regroup(run.stream.shares[rank] / run.stream.batch)
         how = "" if same else _by_others(saved)
@@ -332,6 +335,8 @@ def for_other_ranks(saved: Checkpoint, world_size: int) -> dict[str, Tensor]:
         kind = name.partition(".")[0]
         if kind in ("round", "travelling"):  # the same on all, or of no use to others
             found[name] = of_ranks[0]
+        elif kind == "scale":  # the one with which none of them overflowed
+            found[name] = of_ranks.amin(0)
         elif kind == "statistics":
             found[name] = torch.tensordot(parts.to(of_ranks.dtype), of_ranks, dims=1)
         elif kind != "weights":

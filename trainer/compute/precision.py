@@ -14,7 +14,9 @@ Weights, gradients and sums over ranks stay in 32 bits (Micikevicius et al. 2018
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -25,6 +27,7 @@ from torch import Tensor
 from trainer.compute.arithmetic import is_ampere
 from trainer.shared.errors import TrainError
 
+_SCALE = "scale.own"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -42,6 +45,13 @@ class Full:
 
     def step(self, optimizer: Any) -> None:
         optimizer.step()
+
+    def own_scale(self) -> dict[str, Tensor]:
+        """What this rank's loss scale is, where it is not that of all ranks; to be kept, and given to `take_scale`."""
+        return {}
+
+    def take_scale(self, kept: Mapping[str, Tensor]) -> None:
+        pass
 
 
 class Bf16(Full):
@@ -62,7 +72,7 @@ class Fp16(Full):
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
-        self.device = device
+        self.device, self.is_alone = device, group is None
         self.scaler = _own_scaler(device) if group is None else _shared_scaler(device, group)
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -80,6 +90,22 @@ class Fp16(Full):
     def step(self, optimizer: Any) -> None:
         self.scaler.step(optimizer)
         self.scaler.update()
+
+    def own_scale(self) -> dict[str, Tensor]:
+        """The scale, and the updates since it last changed."""
+        state = self.scaler.state_dict() if self.is_alone else {}
+        return {_SCALE: torch.tensor([state["scale"], state["_growth_tracker"]], dtype=torch.float64)} if state else {}
+
+    def take_scale(self, kept: Mapping[str, Tensor]) -> None:
+        """Raises TrainError where it is none."""
+        if _SCALE not in kept or not self.is_alone:
+            return
+        numbers = kept[_SCALE].tolist()
+        if len(numbers) != 2 or not all(map(math.isfinite, numbers)) or numbers[0] <= 0 or numbers[1] < 0:
+            raise TrainError("resume: the checkpoint's loss scale makes no sense: it is not as it was written")
+        self.scaler.load_state_dict(
+            {**self.scaler.state_dict(), "scale": numbers[0], "_growth_tracker": int(numbers[1])}
+        )
 
 
 def _own_scaler(device: torch.device) -> Any:
