@@ -27,7 +27,7 @@ from orchestrator.hosts.masking import MASK
 from orchestrator.hosts.probe import probe
 from orchestrator.jobs.record import ENDED
 from orchestrator.owner import read_owner
-from orchestrator.planning.nccl import GpuHost, check_versions
+from orchestrator.planning.nccl import GpuHost, unlike_versions
 from orchestrator.store import Store
 from orchestrator.transport.ask import Host
 from orchestrator.transport.fanout import errors, errors_by_node, values
@@ -336,11 +336,7 @@ def unlike(cluster: Cluster) -> UnlikeError | None:
     """Why its usable hosts cannot train together on GPUs, if so."""
     usable = [node for node in cluster.active() if node.name in cluster.facts and node.name not in cluster.problems]
     facts = [(node, cluster.facts[node.name]) for node in usable]
-    try:
-        check_versions([GpuHost(node, found) for node, found in facts if checks.wants_cuda(node, found)])
-    except UnlikeError as error:
-        return error
-    return None
+    return unlike_versions([GpuHost(node, found) for node, found in facts if checks.wants_cuda(node, found)])
 
 
 def _problem(name: str, error: HostError) -> Problem:

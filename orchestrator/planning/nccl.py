@@ -1,7 +1,7 @@
 """What carries the gradients, and what NCCL has to be told where hosts are not alike, or cannot bridge. Pure.
 
     carrier = choose_carrier(nodes, facts, devices, ranks, request)     # backend, settings, notes
-    check_versions(hosts)                         # UnlikeError where their NCCL libraries differ
+    error = unlike_versions(hosts)                # an UnlikeError where their NCCL libraries differ
     nccl_settings(hosts, given={"NCCL_ALGO"})     # the same for all hosts; what a person set is left to them
 
 Nothing is set that the hosts' facts do not ask for, and every setting says why it is there. Names and meanings: NCCL's
@@ -86,7 +86,9 @@ def choose_carrier(
     ranks: Mapping[str, int],
     request: RunRequest,
 ) -> Carrier:
-    """What the person chose, else what every host can. Raises UnlikeError where NCCL is not the same everywhere."""
+    """What the person chose, else what every host can. Raises UnlikeError where NCCL is not the same everywhere; of a
+    script nobody knows whether it uses NCCL at all, and it gets a note.
+    """
     hosts = [GpuHost(node, facts[node.name], ranks[node.name]) for node in nodes if devices[node.name] == "cuda"]
     without = [host.node.name for host in hosts if host.facts.torch and not host.facts.torch.nccl_available]
     notes: tuple[str, ...] = ()
@@ -97,13 +99,21 @@ def choose_carrier(
     chosen = request.settings["backend"] if "backend" in request.chosen else "auto"
     if chosen == "gloo" or (chosen == "auto" and (notes or not hosts)):
         return Carrier("gloo", notes=notes)
-    check_versions(hosts)
+    is_own_script = request.kind != "experiment"
+    if wrong := unlike_versions(hosts):
+        if not is_own_script:
+            raise wrong
+        notes = (*notes, _if_it_uses_nccl(wrong))
     given = {*request.env, *(name for node in nodes for name in node.env)}
-    return Carrier("nccl", nccl_settings(hosts, given, own_script=request.kind != "experiment"))
+    return Carrier("nccl", nccl_settings(hosts, given, own_script=is_own_script), notes)
 
 
-def check_versions(hosts: Sequence[GpuHost]) -> None:
-    """Raises UnlikeError where NCCL is not the same everywhere: before 2.23.4 nobody notices, and ranks hang or compute
+def _if_it_uses_nccl(wrong: UnlikeError) -> str:
+    return f"{wrong.message}. A script that uses it would hang or fail, one that uses Gloo runs; {wrong.remedy}"
+
+
+def unlike_versions(hosts: Sequence[GpuHost]) -> UnlikeError | None:
+    """What to say where NCCL is not the same everywhere: before 2.23.4 it does not notice, and ranks hang or compute
     garbage; since then each gives up.
     """
     by_version = dict[str, list[GpuHost]]()
@@ -111,11 +121,11 @@ def check_versions(hosts: Sequence[GpuHost]) -> None:
         if host.facts.torch and host.facts.torch.nccl:
             by_version.setdefault(host.facts.torch.nccl, []).append(host)
     if len(by_version) < 2:
-        return
+        return None
     named = {version: [host.node.name for host in found] for version, found in by_version.items()}
     told = "; ".join(f"{version} on {host_set(names)}" for version, names in named.items())
     most = max(named.values(), key=len)
-    raise UnlikeError(
+    return UnlikeError(
         f"NCCL must be the same on all hosts that train together, and is not: {told}",
         f"give all of them one torch{_by_setup(hosts)}, or take alike ones: `--nodes {','.join(most)}`",
     )
