@@ -99,11 +99,11 @@ def choose_carrier(
     chosen = request.settings["backend"] if "backend" in request.chosen else "auto"
     if chosen == "gloo" or (chosen == "auto" and (notes or not hosts)):
         return Carrier("gloo", notes=notes)
-    is_own_script = request.kind != "experiment"
+    is_own_script, notes = request.kind != "experiment", ()
     if wrong := unlike_versions(hosts):
         if not is_own_script:
             raise wrong
-        notes = (*notes, _if_it_uses_nccl(wrong))
+        notes = (_if_it_uses_nccl(wrong),)
     given = {*request.env, *(name for node in nodes for name in node.env)}
     return Carrier("nccl", nccl_settings(hosts, given, own_script=is_own_script), notes)
 
