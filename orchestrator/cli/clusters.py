@@ -94,7 +94,7 @@ def status(no_look: bool, cluster: str | None, as_json: bool) -> None:
     orch status --no-look
     orch status --json | jq .cluster.master
     """
-    from orchestrator.views import console
+    from orchestrator.views import cluster_table, console, documents, job_table
 
     with open_controller() as controller:
         found = controller.store.cluster(cluster)
@@ -107,17 +107,17 @@ def status(no_look: bool, cluster: str | None, as_json: bool) -> None:
         jobs = told.records[:10]
     if as_json:
         document = {
-            "cluster": console.cluster_json(found, silent, on_gpus),
-            "jobs": console.jobs_json(jobs, told.unheard)["jobs"],
+            "cluster": documents.cluster_json(found, silent, on_gpus),
+            "jobs": documents.jobs_json(jobs, told.unheard)["jobs"],
         }
         console.print_json({"schema": 1, **document})
-        return console.warn_unheard(told.unheard)
-    console.print_status(found, silent)
+        return job_table.warn_unheard(told.unheard)
+    cluster_table.print_status(found, silent)
     if jobs:
-        console.print_jobs(jobs)
+        job_table.print_jobs(jobs)
     _warn_of_others(found, on_gpus or {}, [job.id for job in told.records])
-    console.warn_stalls(jobs)
-    console.warn_unheard(told.unheard)
+    job_table.warn_stalls(jobs)
+    job_table.warn_unheard(told.unheard)
     return None
 
 
@@ -143,12 +143,12 @@ def master(name: str | None, elect: bool, cluster: str | None) -> None:
     orch master v100
     orch master --elect
     """
-    from orchestrator.views import console
+    from orchestrator.views import cluster_table
 
     if bool(name) == elect:
         raise UsageError("name a node, or give --elect", "orch master NODE")
     with open_controller() as controller:
-        console.print_cluster(controller.clusters.pin_master(controller.store.cluster(cluster), name))
+        cluster_table.print_cluster(controller.clusters.pin_master(controller.store.cluster(cluster), name))
 
 
 @click.group()
@@ -214,10 +214,10 @@ def node_remove(name: str, cluster: str | None) -> None:
     \b
     orch node remove a2000
     """
-    from orchestrator.views import console
+    from orchestrator.views import cluster_table
 
     with open_controller() as controller:
-        console.print_cluster(controller.clusters.remove_node(controller.store.cluster(cluster), name))
+        cluster_table.print_cluster(controller.clusters.remove_node(controller.store.cluster(cluster), name))
 
 
 @node.command("release")
@@ -245,10 +245,10 @@ def node_restore(name: str, cluster: str | None) -> None:
 
 
 def _release(name: str, cluster: str | None, *, restore: bool) -> None:
-    from orchestrator.views import console
+    from orchestrator.views import cluster_table
 
     with open_controller() as controller:
-        console.print_cluster(
+        cluster_table.print_cluster(
             controller.clusters.release_node(controller.store.cluster(cluster), name, restore=restore)
         )
 
@@ -403,12 +403,12 @@ def _unpulled_words(lost: Unpulled) -> Iterator[str]:
 
 
 def _show_up(found: Up, as_json: bool) -> None:
-    from orchestrator.views import console
+    from orchestrator.views import cluster_table, console, documents
 
     if as_json:
-        console.print_json(console.cluster_json(found.cluster))
+        console.print_json(documents.cluster_json(found.cluster))
     else:
-        console.print_cluster(found.cluster)
+        cluster_table.print_cluster(found.cluster)
     for warning in found.warnings:
         console.warn(warning)
     console.fail_each([*found.problems.values(), *([found.unlike] if found.unlike else [])])

@@ -29,7 +29,7 @@ def clusters(as_json: bool) -> None:
     from dataclasses import asdict
 
     from orchestrator.jobs.record import ENDED
-    from orchestrator.views import console
+    from orchestrator.views import console, tables
 
     with open_controller() as controller:
         current = controller.store.current()
@@ -45,7 +45,7 @@ def clusters(as_json: bool) -> None:
         for mark, row in zip(marks, rows, strict=True)
     ]
     if cells:
-        console.print_table(columns, cells, right_from=99, drop=("file", "master", "jobs running"))
+        tables.print_table(columns, cells, right_from=99, drop=("file", "master", "jobs running"))
     if current:
         unknown = "" if any(marks) else ", which is not remembered"
         console.say(f"current: {current.name}{unknown} (by {current.by})")

@@ -145,7 +145,7 @@ def run(
     from orchestrator.planning.bundle import names_in
     from orchestrator.planning.request import read_wish
     from orchestrator.planning.variables import read_variables
-    from orchestrator.views import console
+    from orchestrator.views import console, launch_plan
 
     nodes_wanted = _nodes_wanted(elastic, max_restarts)
     variables = read_variables(env, env_files, os.environ)
@@ -170,7 +170,7 @@ def run(
             files = names_in(wish.blob)
             if as_json:
                 return console.print_json(shown.model_dump(mode="json", by_alias=True) | {"files": files})
-            return console.print_plan(shown, files)
+            return launch_plan.print_plan(shown, files)
         _run(controller, plan, wish.blob, as_json, detach=detach)
     return None
 
@@ -186,21 +186,21 @@ def _nodes_wanted(elastic: str | None, max_restarts: int | None) -> Elastic | No
 
 def _run(controller: Controller, plan: LaunchPlan, blob: bytes, as_json: bool, *, detach: bool) -> None:
     """To its end, or until it runs."""
-    from orchestrator.views import console
+    from orchestrator.views import console, following
 
     hosts = _launch(controller, plan, blob)
     if not detach:
         stream = console.err if as_json else console.out
-        _follow(controller, plan, lambda: console.print_events(controller.follow(plan, hosts), stream=stream))
+        _follow(controller, plan, lambda: following.print_events(controller.follow(plan, hosts), stream=stream))
     _finish(controller, plan, as_json, detached=detach)
 
 
 def _launch(controller: Controller, plan: LaunchPlan, blob: bytes) -> dict[str, Host]:
     from orchestrator.units import counted
-    from orchestrator.views import console
+    from orchestrator.views import console, launch_plan
 
-    console.warn_notes(plan)
-    console.warn_faster(plan.faster)
+    launch_plan.warn_notes(plan)
+    launch_plan.warn_faster(plan.faster)
     with busy(f"starting {plan.job} on {counted(len(plan.nodes), 'host')}"):
         try:
             hosts = controller.launch(plan, blob)
@@ -232,16 +232,16 @@ def _follow(controller: Controller, plan: LaunchPlan, show: Callable[[], None]) 
 
 
 def _finish(controller: Controller, plan: LaunchPlan, as_json: bool, *, detached: bool = False) -> None:
-    from orchestrator.views import console
+    from orchestrator.views import console, documents, job_table
 
     job = controller.store.job(plan.job)
     if as_json:
-        console.print_json(console.jobs_json([job])["jobs"][0] | {"schema": 1})
+        console.print_json(documents.jobs_json([job])["jobs"][0] | {"schema": 1})
     if detached:
         if not as_json:
             click.echo(plan.job)
         return
-    console.print_end(job)
+    job_table.print_end(job)
     if job.state != "succeeded":
         sys.exit(1)
     console.say(f"next: orch collect --job {plan.job}")
@@ -274,7 +274,7 @@ def jobs(rescan: bool, adopt: bool, yes: bool, limit: int | None, cluster: str |
     orch jobs --json | jq -r '.jobs[0].id'
     """
     from orchestrator.text import some
-    from orchestrator.views import console
+    from orchestrator.views import console, documents, job_table
 
     problems: dict[str, OrchError] = {}
     if adopt and not rescan:
@@ -291,11 +291,11 @@ def jobs(rescan: bool, adopt: bool, yes: bool, limit: int | None, cluster: str |
             problems |= {**rebuilt.problems, **_others(controller, names, adopt, yes)}
         found = controller.jobs(cluster)
     if as_json:
-        console.print_json(console.jobs_json(found.records[: limit or None], found.unheard))
+        console.print_json(documents.jobs_json(found.records[: limit or None], found.unheard))
     else:
         _show_jobs(found.records, SCREEN_JOBS if limit is None and console.out.is_terminal else limit or 0)
-    console.warn_stalls(found.records)
-    console.warn_unheard(found.unheard)
+    job_table.warn_stalls(found.records)
+    job_table.warn_unheard(found.unheard)
     problems = {**found.problems, **problems}
     console.fail_each(problems.values())
     if any(isinstance(error, HostError) for error in problems.values()):
@@ -305,9 +305,9 @@ def jobs(rescan: bool, adopt: bool, yes: bool, limit: int | None, cluster: str |
 def _show_jobs(records: Sequence[JobRecord], limit: int) -> None:
     """records: newest first. limit: 0 means all."""
     from orchestrator.jobs.record import ENDED
-    from orchestrator.views import console
+    from orchestrator.views import console, job_table
 
-    console.print_jobs(records[: limit or None])
+    job_table.print_jobs(records[: limit or None])
     older = records[limit:] if limit else ()
     if older:
         running = sum(job.state not in ENDED for job in older)
@@ -362,7 +362,7 @@ def logs(wanted: str | None, follow: bool, only_node: str | None, only_rank: int
     """
     from orchestrator.jobs.lines import Line
     from orchestrator.results.copies import copied_lines, is_removed, newest_copy, nothing_left
-    from orchestrator.views import console
+    from orchestrator.views import console, following
 
     def chosen(line: Line) -> bool:
         return only_node in (None, line.node) and only_rank in (None, line.rank)
@@ -378,10 +378,10 @@ def logs(wanted: str | None, follow: bool, only_node: str | None, only_rank: int
             if copy is None:
                 raise why
             console.say(f"{why.message}; these are the lines that were collected into {copy.root}")
-            return console.print_events(copied_lines(plan, copy), chosen)
+            return following.print_events(copied_lines(plan, copy), chosen)
         hosts, errors = controller.hosts_of(plan)
         console.fail_each(errors.values())
-        console.print_events(controller.follow(plan, hosts, until_end=follow), chosen)
+        following.print_events(controller.follow(plan, hosts, until_end=follow), chosen)
         if errors:
             sys.exit(3)
     return None
@@ -402,7 +402,7 @@ def cancel(wanted: str | None, yes: bool, cluster: str | None, as_json: bool) ->
     orch cancel
     """
     from orchestrator.jobs.record import ENDED
-    from orchestrator.views import console
+    from orchestrator.views import console, documents, job_table
 
     with open_controller() as controller:
         known, plan = controller.job(wanted, cluster) if wanted else _meant(controller, cluster, yes)
@@ -411,9 +411,9 @@ def cancel(wanted: str | None, yes: bool, cluster: str | None, as_json: bool) ->
         _cancel(controller, plan)
         job = controller.store.job(plan.job)
         if as_json:
-            console.print_json(console.jobs_json([job])["jobs"][0] | {"schema": 1})
+            console.print_json(documents.jobs_json([job])["jobs"][0] | {"schema": 1})
         else:
-            console.print_end(job)
+            job_table.print_end(job)
 
 
 def _meant(controller: Controller, cluster: str | None, yes: bool) -> tuple[JobRecord, LaunchPlan]:

@@ -102,13 +102,13 @@ def _imagined(exp: str, settings: tuple[str, ...], nodes: str, bandwidth: float 
 
 
 def _show(found: Outlook) -> None:
-    from orchestrator.views import console
+    from orchestrator.views import console, tables
     from orchestrator.views.plan import TITLES, changes, endings, headline, rows
 
     for sentence in headline(found):
         console.put(sentence)
     drop = ("wire", "of sum", "shares")
-    console.print_table(TITLES, rows(found), right_from=3, left_from=7, drop=drop)
+    tables.print_table(TITLES, rows(found), right_from=3, left_from=7, drop=drop)
     for sentence in changes(found):
         console.put(sentence)
     for sentence in found.basis:

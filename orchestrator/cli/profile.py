@@ -49,7 +49,7 @@ def profile(
     from orchestrator.errors import OrchError
     from orchestrator.planning.profiles import RETRY
     from orchestrator.profiling import Profiling, cells, document, measured_shares, titles
-    from orchestrator.views import console
+    from orchestrator.views import console, following, launch_plan, tables
 
     only = names_of(nodes)
     with open_controller() as controller:
@@ -62,8 +62,8 @@ def profile(
 
         def follow(plan: LaunchPlan, hosts: Mapping[str, Host]) -> None:
             console.say(f"measuring {plan.master} alone: {plan.job}")
-            console.warn_notes(plan, said)
-            console.print_events(controller.follow(plan, hosts), show=lambda line: False, stream=console.err)
+            launch_plan.warn_notes(plan, said)
+            following.print_events(controller.follow(plan, hosts), show=lambda line: False, stream=console.err)
 
         found = one.run(follow, again=again)
     shares = measured_shares(one.batch, found)
@@ -71,7 +71,7 @@ def profile(
         console.print_json(document(exp, one.batch, found, shares))
     else:
         lines = [cells(one.batch, each, shares.get(each.rank)) for each in found]
-        console.print_table(titles(one.batch), lines, right_from=2)
+        tables.print_table(titles(one.batch), lines, right_from=2)
     measured = {each.profile.node: each.profile for each in found}.values()
     for profile in measured:
         if words := profile.drift_words():

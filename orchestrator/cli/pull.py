@@ -153,14 +153,14 @@ def _words(pulled: Pulled | None, files: Sequence[Output], folder: Path) -> str:
 def _show_list(run: RunFolder, chosen: Mapping[str, Sequence[Output]]) -> None:
     from orchestrator.jobs.pull import is_here
     from orchestrator.units import format_bytes
-    from orchestrator.views import console
+    from orchestrator.views import tables
 
     rows = [
         (node, file.name, format_bytes(file.size), _when(file)[:16].replace("T", " "), _yes(is_here(run, node, file)))
         for node, files in chosen.items()
         for file in files
     ]
-    console.print_table(("node", "file", "size", "changed", "here"), rows, right_from=2)
+    tables.print_table(("node", "file", "size", "changed", "here"), rows, right_from=2)
 
 
 def _document(

@@ -50,7 +50,7 @@ def collect(
     orch collect --job mnist_lenet-20261121 --out ~/results
     """
     from orchestrator.units import format_bytes
-    from orchestrator.views import console
+    from orchestrator.views import comparison, console
 
     with open_controller() as controller:
         _, plan = chosen_job(controller, wanted, cluster)
@@ -59,7 +59,7 @@ def collect(
     if as_json:
         console.print_json(report.summary.to_json())
     else:
-        console.print_summary(report.summary)
+        comparison.print_summary(report.summary)
         console.put(f"report: {report.run.report}")
     console.say(f"{format_bytes(report.new_bytes)} new in {report.run.root}")
     for notice in report.notices:
@@ -106,7 +106,7 @@ def report(wanted: str | None, out: Path, cluster: str | None, as_json: bool) ->
     """
     from orchestrator.paths import RunFolder
     from orchestrator.results.copies import newest_copy
-    from orchestrator.views import console
+    from orchestrator.views import comparison, console
 
     with open_controller() as controller:
         # A folder of last month's run needs no memory of it.
@@ -120,5 +120,5 @@ def report(wanted: str | None, out: Path, cluster: str | None, as_json: bool) ->
         summary = controller.report(run_folder)
     if as_json:
         return console.print_json(summary.to_json())
-    console.print_summary(summary)
+    comparison.print_summary(summary)
     return console.put(f"report: {run_folder.report}")

@@ -56,7 +56,7 @@ def sweep(
     from orchestrator.planning.request import parse_pairs
     from orchestrator.studies.sweep import Sweep, document
     from orchestrator.studies.tables import STUDIES
-    from orchestrator.views import console
+    from orchestrator.views import console, following, launch_plan
 
     if study not in STUDIES:
         raise UsageError(f"{study!r} is no study", f"choose one of {', '.join(STUDIES)}")
@@ -73,9 +73,9 @@ def sweep(
 
         def follow(row: Row, plan: LaunchPlan, hosts: Mapping[str, Host]) -> None:
             console.say(f"{row.name}: {plan.job} on {', '.join(node.name for node in plan.nodes)}")
-            console.warn_notes(plan, said)
+            launch_plan.warn_notes(plan, said)
             try:
-                console.print_events(controller.follow(plan, hosts), show=lambda line: False, stream=console.err)
+                following.print_events(controller.follow(plan, hosts), show=lambda line: False, stream=console.err)
             except KeyboardInterrupt:
                 console.say(f"\nstopped watching; {plan.job} goes on, and the same command takes it up again")
                 console.say(f"cancel: orch cancel --job {plan.job}")
@@ -88,11 +88,11 @@ def sweep(
 def _show(study: Study, outcomes: Sequence[Outcome]) -> None:
     """The rows, measured beside published, and what stands in the way of those that were not run."""
     from orchestrator.studies.sweep import cells, dispensable, titles
-    from orchestrator.views import console
+    from orchestrator.views import console, tables
 
     rows = [cells(study, outcome) for outcome in outcomes]
     drop = dispensable(study)
-    console.print_table(titles(study), rows, right_from=len(study.columns), title=study.title, drop=drop)
+    tables.print_table(titles(study), rows, right_from=len(study.columns), title=study.title, drop=drop)
     measured_on = sorted({outcome.done.hosts for outcome in outcomes if outcome.done})
     console.put(f"measured on: {'; '.join(measured_on) or 'nothing yet'}")
     console.put(f"published: {study.source}")

@@ -21,7 +21,7 @@ from orchestrator.hosts.inventory import Node
 from orchestrator.paths import Home
 from orchestrator.store import Store
 from orchestrator.units import format_age
-from orchestrator.views import console
+from orchestrator.views import cluster_table, console
 
 
 @contextlib.contextmanager
@@ -90,7 +90,7 @@ def test_the_table_of_status_has_the_age_of_what_it_shows(tmp_path: Path, capsys
     cluster = remembered(tmp_path, node("a", note="old"), node("b"))
     silent = {"a": ConnectError("a", "no answer within 2 s", "look"), "b": AuthError("b", "login refused", "key")}
     with console.out.capture() as shown:
-        console.print_status(cluster, silent)
+        cluster_table.print_status(cluster, silent)
     lines = shown.get().splitlines()
     assert lines[1].split()[-1] == "probed"
     assert [" ".join(line.split()).rpartition("127.0.0.1 ")[2] for line in lines[2:4]] == [

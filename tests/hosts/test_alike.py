@@ -11,7 +11,7 @@ from orchestrator.text import place
 from orchestrator.transport import ssh
 from orchestrator.transport.hostkeys import Peer
 from orchestrator.transport.route import Hop
-from orchestrator.views import console
+from orchestrator.views import console, job_table
 
 
 def silent(node, host, port=22):
@@ -93,7 +93,7 @@ def hop(host):
 
 def test_who_gave_no_answer_and_every_reason(capsys):
     full = HostError("v100", "its disk is full", "free space")
-    console.warn_unheard({"job-1": {"a": silent("a", "h1"), "b": silent("b", "h2"), "v100": full}})
+    job_table.warn_unheard({"job-1": {"a": silent("a", "h1"), "b": silent("b", "h2"), "v100": full}})
     reasons = "no SSH login within 10 s; its disk is full"
     assert f"note: job-1: no answer from a, b, v100 ({reasons}); its state" in capsys.readouterr().err
 

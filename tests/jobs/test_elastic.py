@@ -23,7 +23,7 @@ from orchestrator.planning.build import build_plan
 from orchestrator.planning.elastic import parse_elastic
 from orchestrator.planning.launch_plan import Elastic
 from orchestrator.remote import processes
-from orchestrator.views import console
+from orchestrator.views import launch_plan
 from tests.jobs.test_state import HOSTILE, PLAN, known
 from tests.planning.test_build import CODE, SCRIPT, host, node
 from tests.remote.test_supervisor import left
@@ -62,7 +62,7 @@ def test_no_host_meets_by_c10d_whose_store_runs_what_anybody_lays_into_it():
 
 
 def test_a_dry_run_shows_that_a_job_is_elastic(capsys):
-    console.print_plan(plan())
+    launch_plan.print_plan(plan())
     shown = capsys.readouterr().out
     assert "rendezvous 192.168.1.42:29500 (static)" in shown
     assert "elastic: 2 to 3 nodes, at most 3 restarts of a host's ranks" in shown

@@ -31,7 +31,7 @@ from orchestrator.jobs.lines import Bars, Line
 from orchestrator.jobs.live import KEPT_STEPS, MAX_LINE_BYTES, LiveView, Progress, Row, Silence
 from orchestrator.jobs.record import Fault
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan, NodePlan
-from orchestrator.views import console
+from orchestrator.views import console, following, progress
 from tests.support import forks
 from tests.support.quick_python import quick_python
 
@@ -109,10 +109,10 @@ def test_the_time_left_is_that_of_the_host_with_most_to_do():
         feed.send(rank, line(event="start", schema=1, steps=100))
         for step in range(20 + 30 * rank):
             feed.step(rank, step, t_ms=100.0 * (rank + 1))
-    progress = feed.view.progress(65.0)
-    assert progress.left_s == pytest.approx(10.0)  # b: 50 steps of 0.2 s; a: 80 of 0.1 s
-    assert console.time_words(progress) == "running 1:05, about 0:10 left"
-    assert console.time_words(Progress((ROW,), 93784.0)) == "running 1d 02:03:04"
+    seen = feed.view.progress(65.0)
+    assert seen.left_s == pytest.approx(10.0)  # b: 50 steps of 0.2 s; a: 80 of 0.1 s
+    assert progress.time_words(seen) == "running 1:05, about 0:10 left"
+    assert progress.time_words(Progress((ROW,), 93784.0)) == "running 1d 02:03:04"
 
 
 def test_what_the_wire_alone_holds_up_is_told_beside_waiting():
@@ -298,7 +298,7 @@ def test_whatever_the_files_hold_there_is_a_sensible_answer(sent):
             assert row.loss is None or math.isfinite(row.loss)
             assert row.wait_share is None or 0 <= row.wait_share <= 1
             assert row.sync_share is None or 0 <= row.sync_share <= 1
-            assert console.progress_words(row)
+            assert progress.progress_words(row)
 
 
 @given(st.lists(st.integers(0, 900), max_size=8))
@@ -354,15 +354,15 @@ def test_each_fault_of_an_elastic_job_is_told_once_wherever_it_comes_to_stand(mo
 
 
 def test_a_line_reads_as_a_person_says_it():
-    assert console.progress_words(ROW) == "a2000: step 120/938, 333 samples/s, loss 0.312, sync 20 %, wait 41 %"
+    assert progress.progress_words(ROW) == "a2000: step 120/938, 333 samples/s, loss 0.312, sync 20 %, wait 41 %"
     unknown = Row("v100", 1, None, None, None, None)
-    assert console.progress_words(unknown) == "v100: step 1, - samples/s, loss -, sync -, wait -"
+    assert progress.progress_words(unknown) == "v100: step 1, - samples/s, loss -, sync -, wait -"
 
 
 def test_on_a_pipe_a_host_says_a_line_every_ten_seconds_and_a_last_one(monkeypatch, capsys):
     times = iter([100.0, 105.0, 110.5, 111.0, 112.0])
-    monkeypatch.setattr(console.time, "monotonic", lambda: next(times))
-    console.print_events([Progress((Row("a", step, 9, None, None, None),)) for step in range(1, 6)])
+    monkeypatch.setattr(following.time, "monotonic", lambda: next(times))
+    following.print_events([Progress((Row("a", step, 9, None, None, None),)) for step in range(1, 6)])
     said = capsys.readouterr()
     assert [text.partition(",")[0] for text in said.err.splitlines()] == ["a: step 3/9", "a: step 5/9"]
     assert said.out == ""
@@ -370,21 +370,23 @@ def test_on_a_pipe_a_host_says_a_line_every_ten_seconds_and_a_last_one(monkeypat
 
 def test_on_a_pipe_bars_and_silence_are_a_line_every_ten_seconds(monkeypatch, capsys):
     times = iter(range(100, 200, 5))
-    monkeypatch.setattr(console.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(following.time, "monotonic", lambda: next(times))
     bars = [Bars((Line("a", 0, "stderr", f" {n} %"),)) for n in range(6)]
-    console.print_events([Silence(2, 4.0), Silence(2, 9.0), Silence(2, 14.0), *bars, (Line("a", 0, "stderr", "end"),)])
+    following.print_events(
+        [Silence(2, 4.0), Silence(2, 9.0), Silence(2, 14.0), *bars, (Line("a", 0, "stderr", "end"),)]
+    )
     said = capsys.readouterr()
     assert said.err.splitlines() == ["2 ranks are starting (14 s)", "[a 0] 1 %", "[a 0] 3 %", "[a 0] 5 %"]
     assert said.out == "[a 0] end\n"
 
 
 def test_a_long_silence_is_not_called_a_start():
-    assert console.silence_words(Silence(1, 12.4)) == "1 rank is starting (12 s)"
-    assert console.silence_words(Silence(8, 300.0)) == "no line and no metric from any rank so far (5:00)"
+    assert progress.silence_words(Silence(1, 12.4)) == "1 rank is starting (12 s)"
+    assert progress.silence_words(Silence(8, 300.0)) == "no line and no metric from any rank so far (5:00)"
 
 
 def test_a_script_without_metrics_shows_its_lines_alone(capsys):
-    console.print_events([(Line("a", 0, "stdout", "hello"),)])
+    following.print_events([(Line("a", 0, "stdout", "hello"),)])
     assert capsys.readouterr() == ("[a 0] hello\n", "")
 
 
@@ -502,7 +504,7 @@ class Terminal:
 
 
 TABLE = """
-from orchestrator.views import console
+from orchestrator.views import console, following
 from orchestrator.jobs.live import Notice
 from orchestrator.jobs.lines import Line
 from orchestrator.jobs.live import Progress, Row
@@ -520,7 +522,7 @@ def events():
     END
 
 try:
-    console.print_events(events())
+    following.print_events(events())
 except ZeroDivisionError:
     console.say("error after all")
 console.say("the end")
@@ -552,7 +554,7 @@ def wrapped(text: str, width: int) -> list[str]:
 
 BARS = """
 import os, sys, time
-from orchestrator.views import console
+from orchestrator.views import console, following
 from orchestrator.jobs.lines import Bars, Line
 from orchestrator.jobs.live import Progress, Row, Silence
 
@@ -574,7 +576,7 @@ def events():
     yield (Line("a", 0, "stderr", "100%|####|"), Line("a", 1, "stderr", "100%|####|"))
     yield bars()
 
-console.print_events(events())
+following.print_events(events())
 console.say("the end")
 """
 ROW_OF_A = "yield Progress((Row('a', 5, 9, 10.0, 0.5, 0.1, 0.2),), 65.0)"
@@ -602,7 +604,7 @@ def test_a_silence_and_bars_are_seen_while_they_last(tmp_path):
 def test_a_table_fits_sixty_columns_and_cuts_the_name_alone():
     wide = Row("a-rack-with-a-long-name.example.org", 12345, 93800, 83333.0, 0.3124, 0.41, 0.2)
     with console.out.capture() as shown:
-        console.out.print(console.progress_table(Progress((ROW, wide)), 60), width=60)
+        console.out.print(progress.progress_table(Progress((ROW, wide)), 60), width=60)
     header, first, second = [text.rstrip() for text in re.sub(r"\x1b\[[^m]*m", "", shown.get()).splitlines()]
     assert max(map(len, (header, first, second))) <= 60
     assert first.split() == ["a2000", "120/938", "333", "0.312", "20", "%", "41", "%"]
@@ -613,7 +615,7 @@ def test_a_table_fits_sixty_columns_and_cuts_the_name_alone():
 def test_not_even_absurd_figures_fold_a_row():
     absurd = Row("a2000", 10**12 - 1, 10**12, 1e300, -1e12, 1.0)
     with console.out.capture() as shown:
-        console.out.print(console.progress_table(Progress((absurd, ROW)), 60), width=60)
+        console.out.print(progress.progress_table(Progress((absurd, ROW)), 60), width=60)
     lines = re.sub(r"\x1b\[[^m]*m", "", shown.get()).splitlines()
     assert len(lines) == 3
     assert max(map(len, lines)) <= 60
@@ -639,7 +641,7 @@ with open(os.environ["ORCH_METRICS"], "a", buffering=1) as metrics:
 
 def test_a_ctrl_c_waits_until_a_table_is_drawn():
     before, drawn = signal.getsignal(signal.SIGINT), []
-    with pytest.raises(KeyboardInterrupt), console._ctrl_c_waits():
+    with pytest.raises(KeyboardInterrupt), following._ctrl_c_waits():
         signal.raise_signal(signal.SIGINT)
         drawn.append("whole")
     assert drawn

@@ -167,7 +167,7 @@ def test_a_log_that_begins_anew_while_followed_is_shown_from_its_start_and_said(
 FOLLOWS = """
 import pickle, sys
 from types import SimpleNamespace
-from orchestrator.views import console
+from orchestrator.views import following
 from orchestrator.transport.ask import Host
 from orchestrator.controller import Controller
 from orchestrator.jobs.record import JobRecord
@@ -178,7 +178,7 @@ plan = LaunchPlan.model_validate_json(sys.stdin.read())
 record = JobRecord(schema=1, id=plan.job, state="running", exp="x", cluster="c", nodes=("a",))
 hosts = {n.name: Host(LocalTransport(n.name), n.python, None, n.workdir) for n in plan.nodes}
 store = SimpleNamespace(change_job=lambda name, change: change(record))
-console.print_events(Controller(store, SimpleNamespace(reopen=None)).follow(plan, hosts))
+following.print_events(Controller(store, SimpleNamespace(reopen=None)).follow(plan, hosts))
 peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))  # ru_maxrss is the parent's, too
 print(int(peak.split()[1]) // 1024, file=sys.stderr)
 """

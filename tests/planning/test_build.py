@@ -21,7 +21,7 @@ from orchestrator.planning.build import build_plan
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan
 from orchestrator.planning.profiles import kinds_of
 from orchestrator.planning.request import RunRequest
-from orchestrator.views import console
+from orchestrator.views import launch_plan
 from tests.hosts.test_checks import facts, gpu
 
 DATA = Path(__file__).parents[1] / "data" / "plan"
@@ -98,7 +98,7 @@ def test_the_plan_of_the_study_as_a_document():
 
 
 def test_the_plan_of_the_study_as_people_read_it(capsys):
-    console.print_plan(a2000_v100())
+    launch_plan.print_plan(a2000_v100())
     golden("a2000_v100.txt", capsys.readouterr().out)
 
 

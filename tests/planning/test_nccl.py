@@ -11,7 +11,7 @@ from orchestrator.hosts.cluster import Cluster, Problem
 from orchestrator.hosts.facts import RdmaPort
 from orchestrator.planning.nccl import GpuHost, unlike_versions
 from orchestrator.planning.request import RunRequest, read_wish
-from orchestrator.views import console
+from orchestrator.views import launch_plan
 from orchestrator.views.plan import outlook_of
 from tests.hosts.test_checks import facts as facts_of
 from tests.hosts.test_checks import torch as torch_of
@@ -153,7 +153,7 @@ def test_what_a_person_sets_is_theirs(own, ours, stays):
 
 def test_a_dry_run_shows_each_setting_with_its_reason(capsys):
     made, _ = told(gpu_host(41, rdma=(ROCE,)), gpu_host(42))
-    console.print_plan(made)
+    launch_plan.print_plan(made)
     shown = capsys.readouterr().out.splitlines()
     assert "sets NCCL_IB_DISABLE=1: no InfiniBand or RoCE on n42" in shown
     assert "sets NCCL_DEBUG=WARN: so that NCCL says what went wrong" in shown

@@ -25,7 +25,7 @@ from orchestrator.remote.processes import Use
 from orchestrator.remote.stillness import Sample, Stillness, what_it_does
 from orchestrator.results.analyse import analyse
 from orchestrator.transport import ask
-from orchestrator.views import console
+from orchestrator.views import documents, job_table
 from tests.support.local_job import gang
 from tests.support.run_folders import Host, write_run
 
@@ -198,9 +198,9 @@ def test_who_follows_is_told_once_and_again_when_it_changes(tmp_path: Path, caps
     assert told() == []
     assert len(told("waits", "waits")) == 1
     stalled = known.model_copy(update={"stall": Stall(quiet_s=60, ranks=(StillRank(node="a", rank=0, does="waits"),))})
-    console.warn_stalls([known, stalled])
+    job_table.warn_stalls([known, stalled])
     assert capsys.readouterr().err.count("no output for 1m00s: waiting") == 1
-    assert console.jobs_json([stalled])["jobs"][0]["stall"]["ranks"][0]["does"] == "waits"
+    assert documents.jobs_json([stalled])["jobs"][0]["stall"]["ranks"][0]["does"] == "waits"
 
 
 def test_a_report_says_how_the_ranks_were_found_last(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from orchestrator.results.analyse import analyse
 from orchestrator.results.curves import POINTS, Curves, Epoch, Evaluation, LossPoint
 from orchestrator.results.summary import Summary
-from orchestrator.views import console
+from orchestrator.views import comparison
 from orchestrator.views.linechart import Line, line_chart, percent_words
 from orchestrator.views.report import render_report
 from tests.support.run_folders import Host, end, start, step, write_run
@@ -137,7 +137,7 @@ def test_ticks_are_round_and_told_apart(values: tuple[float, ...], texts: list[s
 def test_the_terminal_tells_accuracy_by_class_and_the_time_of_an_epoch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    console.print_summary(learned(tmp_path))
+    comparison.print_summary(learned(tmp_path))
     told = capsys.readouterr().out
     assert "by class, %: 0 90.0, 1 95.0\n" in told
     assert "epochs: 2, 12 s each (11 to 13 s)\n" in told
@@ -145,8 +145,8 @@ def test_the_terminal_tells_accuracy_by_class_and_the_time_of_an_epoch(
 
 @given(st.dictionaries(st.text(min_size=1, max_size=90), st.floats(0, 1), min_size=1, max_size=60))
 def test_accuracies_by_class_fit_into_80_columns(accuracies: dict[str, float]) -> None:
-    lines = console.class_lines(accuracies)
+    lines = comparison.class_lines(accuracies)
     assert all(len(line) <= 80 for line in lines)
-    if len(accuracies) > console.CLASSES_SHOWN:
+    if len(accuracies) > comparison.CLASSES_SHOWN:
         assert lines[0].startswith(f"  worst of {len(accuracies)} classes, %: ")
         assert f"{100 * min(accuracies.values()):.1f}" in " ".join(lines)

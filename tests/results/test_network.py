@@ -12,7 +12,7 @@ from orchestrator.forecast.inputs import network_from
 from orchestrator.paths import RunFolder
 from orchestrator.results.analyse import analyse
 from orchestrator.results.summary import Summary
-from orchestrator.views import console
+from orchestrator.views import comparison
 from orchestrator.views.report import headline, write_report
 from tests.support.run_folders import Host, end, start, write_run
 from tests.views.test_report import PNG, Page, assert_self_contained
@@ -139,7 +139,7 @@ def test_the_page_tells_of_the_network_and_of_no_training(tmp_path: Path) -> Non
 
 
 def test_the_terminal_shows_a_line_an_operation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    console.print_summary(analyse(run_of_two(tmp_path / "run")))
+    comparison.print_summary(analyse(run_of_two(tmp_path / "run")))
     told = capsys.readouterr()
     assert told.err == ""
     title, head, *lines = told.out.splitlines()
@@ -174,7 +174,7 @@ def test_paths_between_hosts_are_told_by_name_each_way(tmp_path: Path, capsys: p
     summary = analyse(run)
     found = [(link.source, link.target, round(link.gbps, 3)) for link in summary.collectives.links]  # type: ignore[union-attr]
     assert found == [("a2000", "v100", 2.0), ("v100", "a2000", 0.5)]
-    console.print_summary(summary)
+    comparison.print_summary(summary)
     *_, head, first, second = capsys.readouterr().out.splitlines()
     assert head.split() == ["from", "/", "to", "a2000", "v100"]
     assert (first.split(), second.split()) == (["a2000", "-", "2"], ["v100", "0.5", "-"])

@@ -28,7 +28,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def orch() -> Callable[[list[str]], Any]:
-    names = ("controller", "views.console", "jobs.collect", "views.report", "results.analyse", "studies.sweep")
+    names = (
+        "controller",
+        "views.following",
+        "views.comparison",
+        "jobs.collect",
+        "views.report",
+        "results.analyse",
+        "studies.sweep",
+    )
     for name in (*names, "transport.ssh", "transport.local"):
         import_module(f"orchestrator.{name}")
     from orchestrator.cli import main

@@ -40,7 +40,7 @@ from orchestrator.jobs.live import LiveView, Notice
 from orchestrator.jobs.record import JobRecord
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan, NodePlan
 from orchestrator.transport import Result, ask
-from orchestrator.views import console
+from orchestrator.views import console, following, job_table
 
 SLOW_S = 5.0
 ROOT = Path(__file__).resolve().parents[2]
@@ -275,9 +275,9 @@ def _show(events: list[object], record: JobRecord, terminal: bool) -> None:
     before = console.out._file, console.err._file
     console.out.file = console.err.file = screen
     try:
-        console.print_events(iter(events), stream=fake)
-        console.print_end(record)
-        console.print_jobs([record])
+        following.print_events(iter(events), stream=fake)
+        job_table.print_end(record)
+        job_table.print_jobs([record])
     finally:
         console.out._file, console.err._file = before
     shown = COLOUR.sub("", screen.getvalue())

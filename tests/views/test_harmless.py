@@ -21,7 +21,7 @@ from orchestrator.jobs.record import JobRecord
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.results.analyse import analyse
 from orchestrator.results.summary import Summary
-from orchestrator.views import console
+from orchestrator.views import cluster_table, comparison, console, following, job_table, launch_plan
 from orchestrator.views.report import LogEnd, render_report
 from tests.support.run_folders import two_hosts
 
@@ -88,7 +88,7 @@ def test_log_lines_and_notices(texts):
         events.append(Progress((Row(text, 1, 2, 3.0, 4.0, 0.5),)))
         events += filter(None, [splitter.bars()])
     events.append(tuple(splitter.rest()))
-    assert_harmless(shown_by(lambda: console.print_events(events)))
+    assert_harmless(shown_by(lambda: following.print_events(events)))
 
 
 @quickly
@@ -96,17 +96,17 @@ def test_log_lines_and_notices(texts):
 def test_jobs(run, text):
     record = json.loads(run.job.read_text())
     job = JobRecord.model_validate({**everywhere(record, text), "state": "failed"})
-    assert_harmless(shown_by(lambda: console.print_jobs([job])))
-    assert_harmless(shown_by(lambda: console.print_end(job)))
+    assert_harmless(shown_by(lambda: job_table.print_jobs([job])))
+    assert_harmless(shown_by(lambda: job_table.print_end(job)))
 
 
 @quickly
 @given(hostile)
 def test_plans_and_clusters(run, text):
     plan = LaunchPlan.model_validate({**everywhere(json.loads(run.plan.read_text()), text), "notes": [text]})
-    assert_harmless(shown_by(lambda: console.print_plan(plan)))
+    assert_harmless(shown_by(lambda: launch_plan.print_plan(plan)))
     cluster = Cluster(schema=1, name=text, file=text, nodes=(), master=text, master_reason=text)
-    assert_harmless(shown_by(lambda: console.print_cluster(cluster)))
+    assert_harmless(shown_by(lambda: cluster_table.print_cluster(cluster)))
 
 
 @quickly
@@ -114,7 +114,7 @@ def test_plans_and_clusters(run, text):
 def test_summaries_and_pages(run, text):
     told = everywhere(json.loads(run.summary.read_text()), text) | {"warnings": [text], "missing": [text]}
     summary = Summary.model_validate(told)
-    assert_harmless(shown_by(lambda: console.print_summary(summary)))
+    assert_harmless(shown_by(lambda: comparison.print_summary(summary)))
     assert_harmless(render_report(summary, None, (LogEnd(text, (text, text)),)))
 
 
@@ -125,9 +125,9 @@ def test_harmless_words_are_shown_as_they_are():
 
 
 PRINTS = """
-from orchestrator.views import console
+from orchestrator.views import console, following
 from orchestrator.jobs.lines import Line
-console.print_events([(Line("a", 0, "stdout", "10 € for 東京"),)])
+following.print_events([(Line("a", 0, "stdout", "10 € for 東京"),)])
 console.put("Straße 東")
 console.warn("東")
 """

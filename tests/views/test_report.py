@@ -13,7 +13,7 @@ from rich.table import Table
 from orchestrator.paths import RunFolder
 from orchestrator.results.analyse import analyse
 from orchestrator.results.summary import Summary
-from orchestrator.views import console
+from orchestrator.views import comparison
 from orchestrator.views.charts import draw_throughput
 from orchestrator.views.report import efficiency_words, headline, render_report, write_report
 from tests.support.run_folders import Host, end, start, step, two_hosts, write_run
@@ -104,10 +104,10 @@ def test_the_page_tells_who_did_what_and_who_made_the_others_wait(tmp_path: Path
 
 def test_the_footnote_of_a_star_stands_only_where_a_star_does(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     summary = analyse(two_hosts(tmp_path / "run"))
-    console.print_summary(summary)
+    comparison.print_summary(summary)
     assert "* estimated" in capsys.readouterr().out
-    monkeypatch.setattr(console, "_table", lambda *words, **more: Table("node"))
-    console.print_summary(summary.model_copy(update={"efficiency": None}))
+    monkeypatch.setattr(comparison, "table", lambda *words, **more: Table("node"))
+    comparison.print_summary(summary.model_copy(update={"efficiency": None}))
     assert "*" not in capsys.readouterr().out
 
 

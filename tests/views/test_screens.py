@@ -11,7 +11,7 @@ from orchestrator.results.analyse import analyse
 from orchestrator.store import Store
 from orchestrator.studies.sweep import FIGURES, Done, Outcome, RowRun, cells, dispensable, titles
 from orchestrator.studies.tables import STUDIES
-from orchestrator.views import console
+from orchestrator.views import comparison, console, job_table, network, numbers, tables
 from tests.forecast.test_plan_command import RESNET, home, orch  # noqa: F401  (home is a fixture)
 from tests.support.run_folders import two_hosts
 from tests.test_store import cluster, job
@@ -44,7 +44,7 @@ def some_jobs(*clusters):
 
 
 def test_the_ids_of_jobs_are_whole_on_eighty_columns(screen):
-    header, first, *_, last = lines = screen(80, lambda: console.print_jobs(some_jobs("lab", "lab")))
+    header, first, *_, last = lines = screen(80, lambda: job_table.print_jobs(some_jobs("lab", "lab")))
     assert len(lines) == 4
     assert header.split() == ["job", "state", "started", "took", "exit"]
     assert first.split()[:2] == [ID.format(0), "failed"] and first.split()[-2:] == ["2:02:03", "137"]
@@ -52,16 +52,16 @@ def test_the_ids_of_jobs_are_whole_on_eighty_columns(screen):
 
 
 def test_jobs_of_several_clusters_name_theirs_and_a_wide_screen_shows_all(screen):
-    assert "cluster" in screen(100, lambda: console.print_jobs(some_jobs("lab", "rack")))[0].split()
-    header, first, *_ = screen(240, lambda: console.print_jobs(some_jobs("lab", "rack")))
+    assert "cluster" in screen(100, lambda: job_table.print_jobs(some_jobs("lab", "rack")))[0].split()
+    header, first, *_ = screen(240, lambda: job_table.print_jobs(some_jobs("lab", "rack")))
     assert header.split()[-5:] == ["exit", "nodes", "exp", "first", "failure"]
     assert "v100: rank 1 was killed by SIGKILL, most likely since memory ran out" in first
-    assert screen(48, lambda: console.print_jobs(some_jobs("lab")))[1].split()[0] == ID.format(0)
-    assert len(screen(20, lambda: console.print_jobs(some_jobs("lab")))) > 3  # folded: nothing of an id is lost
+    assert screen(48, lambda: job_table.print_jobs(some_jobs("lab")))[1].split()[0] == ID.format(0)
+    assert len(screen(20, lambda: job_table.print_jobs(some_jobs("lab")))) > 3  # folded: nothing of an id is lost
 
 
 def test_a_long_failure_is_folded_beside_whole_ids(screen):
-    lines = screen(130, lambda: console.print_jobs(some_jobs("lab")))
+    lines = screen(130, lambda: job_table.print_jobs(some_jobs("lab")))
     assert any(line.startswith(ID.format(0)) and "v100: rank" in line for line in lines)
     assert " ".join(word for line in lines for word in line.split() if word == "SIGKILL,") == "SIGKILL,"
 
@@ -81,10 +81,10 @@ def test_a_plan_on_a_narrow_screen_drops_columns_and_no_digit(home, monkeypatch,
 
 def test_the_comparison_of_hosts_fits_sixty_columns(screen, tmp_path):
     summary = analyse(two_hosts(tmp_path / "run"))
-    _, row, _ = screen(60, lambda: console._print_hosts(summary), "node|a2000|v100")
+    _, row, _ = screen(60, lambda: comparison.print_hosts(summary), "node|a2000|v100")
     node = summary.nodes[0]
     figures = [node.samples_per_s, node.step_ms.p50, node.compute_ms, node.sync_ms, node.wait_ms]
-    assert {console._figure(value) for value in figures} <= set(row.split())
+    assert {numbers.figure(value) for value in figures} <= set(row.split())
 
 
 @pytest.mark.parametrize(
@@ -115,11 +115,11 @@ def a_matrix(hosts):
 
 def test_links_of_many_hosts_stand_in_tables_beneath_each_other(screen):
     names, gbps = a_matrix(20)
-    lines = screen(80, lambda: console._print_links(names, gbps), rows=r"from / to|host-")
+    lines = screen(80, lambda: network.print_links(names, gbps), rows=r"from / to|host-")
     headers = [line.split()[3:] for line in lines if line.startswith("from / to")]
     assert [name for header in headers for name in header] == names and len(headers) == 3
     assert sum(line.count("2.35") for line in lines) == 20 * 19
-    assert len(screen(200, lambda: console._print_links(names, gbps), rows="from / to")) == 1
+    assert len(screen(200, lambda: network.print_links(names, gbps), rows="from / to")) == 1
 
 
 @pytest.mark.parametrize("study", STUDIES)
@@ -135,4 +135,4 @@ def test_a_study_keeps_its_rows_names_first_figure_and_the_published_one(screen,
 
 def sweep_table(study, outcomes):
     rows = [cells(study, outcome) for outcome in outcomes]
-    console.print_table(titles(study), rows, right_from=len(study.columns), drop=dispensable(study))
+    tables.print_table(titles(study), rows, right_from=len(study.columns), drop=dispensable(study))

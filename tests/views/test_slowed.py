@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from orchestrator.results.analyse import analyse
 from orchestrator.results.gpu_use import read_gpu_use
-from orchestrator.views import console
+from orchestrator.views import comparison
 from orchestrator.views.gpu_charts import HOSTS, POINTS, Course, gpu_charts, read_course
 from orchestrator.views.report import write_report
 from tests.support.run_folders import Host, lines, start, step, two_hosts, write_run
@@ -185,7 +185,7 @@ def test_report_and_terminal_name_slowed_gpus_the_stragglers_beside_it(tmp_path,
     drawings = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
     assert len(drawings) == 5  # and the loss
     assert 'class="marked"' in drawings[1] and 'class="line host1"' in drawings[1]
-    console.print_summary(summary)
+    comparison.print_summary(summary)
     said = capsys.readouterr().out
     assert said.index("straggler: a2000") < said.index(SLOW) < said.index(HOT)
 

@@ -1,0 +1,104 @@
+"""The summary of a collected run: its hosts compared, and what that comes to."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping
+
+from orchestrator.results.summary import NodeSummary, Summary
+from orchestrator.text import one_line
+from orchestrator.units import counted
+from orchestrator.views import console
+from orchestrator.views.job_table import failure_words
+from orchestrator.views.network import print_network
+from orchestrator.views.numbers import figure
+from orchestrator.views.tables import table
+
+COLUMNS = (
+    *("node", "GPU", "ranks", "batch/rank", "samples/s", "alone*", "step ms"),
+    *("load", "compute", "sync", "wait"),
+)
+DISPENSABLE = ("ranks", "batch/rank", "load", "GPU", "alone*")
+"""What a narrow screen does without, the first ones first."""
+SLOWED_SHOWN = 5
+CLASSES_SHOWN = 20
+
+
+def print_summary(summary: Summary) -> None:
+    """The comparison of the hosts, and what it comes to."""
+    if summary.collectives:
+        print_network(summary.collectives)
+    else:
+        print_hosts(summary)
+    if summary.first_failure:
+        console.put(failure_words(summary.first_failure))
+    for sentence in (*summary.missing, *summary.warnings):
+        console.warn(sentence)
+    for each in summary.faster:
+        console.put(each.words)
+        console.put(f"  try: {each.command}")
+
+
+def print_hosts(summary: Summary) -> None:
+    title = f"{summary.experiment}: {summary.state}, {counted(summary.steps, 'measured step')}"
+    shown = table(title, COLUMNS, list(map(_cells, summary.nodes)), right_from=2, drop=DISPENSABLE)
+    console.out.print(shown)
+    if summary.samples_per_s is not None:
+        has_star = summary.efficiency is not None or any(column.header == "alone*" for column in shown.columns)
+        _print_speed(summary, has_star=has_star)
+    for sentence in _findings(summary):
+        console.put(sentence)
+
+
+def _cells(node: NodeSummary) -> tuple[str, ...]:
+    step = node.step_ms.p50 if node.step_ms else None
+    alone = node.solo_samples_per_s or node.own_samples_per_s
+    figures = (node.samples_per_s, alone, step, node.load_ms, node.compute_ms, node.sync_ms, node.wait_ms)
+    batch = "-" if node.batch_per_rank is None else str(node.batch_per_rank)
+    return (node.name, node.gpu, str(node.ranks), batch, *map(figure, figures))
+
+
+def _print_speed(summary: Summary, *, has_star: bool) -> None:
+    """How fast the whole was. has_star: a footnote says what the hosts alone are judged by."""
+    whole = f"cluster: {figure(summary.samples_per_s)} samples/s"
+    if summary.efficiency is not None:
+        whole += f", {summary.efficiency:.2f} of the sum of its hosts' speeds alone*"
+    console.put(whole)
+    if has_star:
+        measured = summary.efficiency_basis == "solo"
+        basis = "measured with each host alone" if measured else "estimated: samples over compute time"
+        console.out.print(f"* {basis}", style="dim")
+    console.put(f"left out: {summary.left_out_words}")
+    if summary.wall_clock_words:
+        console.put(summary.wall_clock_words)
+
+
+def _findings(summary: Summary) -> Iterator[str]:
+    """What limited the run, who was waited for, and what it learned."""
+    if summary.prediction and summary.of_prediction:
+        yield f"{summary.prediction.words}; measured {summary.of_prediction:.0%} of it"
+    if summary.bound:
+        yield summary.bound.words
+    if summary.straggler:
+        yield f"straggler: {summary.straggler.node} — {summary.straggler.reason}"
+    for node in summary.slowed[:SLOWED_SHOWN]:
+        yield node.slowed_words
+    if more := summary.slowed[SLOWED_SHOWN:]:
+        yield f"so were GPUs of {counted(len(more), 'more host')} (the report and `--json` name them)"
+    if summary.batch_norm:
+        yield summary.batch_norm.words
+    if summary.accuracy is not None:
+        yield f"test accuracy: {summary.accuracy:.2%}"
+        yield from class_lines(summary.accuracy_per_class)
+    if summary.curves.epochs:
+        yield f"epochs: {summary.curves.epoch_words}"
+
+
+def class_lines(accuracies: Mapping[str, float]) -> list[str]:
+    """In at most 80 columns; of many classes those that did worst."""
+    worst = sorted(accuracies, key=lambda name: accuracies[name])[:5]
+    shown = list(accuracies) if len(accuracies) <= CLASSES_SHOWN else worst
+    head = "  by class, %: " if shown is not worst else f"  worst of {len(accuracies)} classes, %: "
+    cells = ", ".join(f"{one_line(name, 24)}\u00a0{100 * accuracies[name]:.1f}" for name in shown)
+    wrapped = textwrap.wrap(head + cells, 80, subsequent_indent="    ", break_long_words=False) if cells else []
+    return [line.replace("\u00a0", " ") for line in wrapped]

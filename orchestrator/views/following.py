@@ -1,0 +1,206 @@
+"""A run that is followed: every line of its ranks, and below or between them how it goes."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from rich.color import ColorSystem
+from rich.console import Console, Group
+from rich.live import Live
+from rich.segment import Segment, SegmentLines, Segments
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator.jobs.lines import Bars, Line
+from orchestrator.jobs.live import Notice, Progress, Silence
+from orchestrator.text import one_line
+from orchestrator.views import console
+from orchestrator.views.progress import STARTING_S, progress_table, progress_words, silence_words, time_words
+
+_RANK_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta", "bright_yellow")
+PROGRESS_LINE_S = 10.0
+BARS_SHOWN = 8
+
+
+def print_events(
+    events: Iterable[tuple[Line, ...] | Notice | Progress | Bars | Silence],
+    show: Callable[[Line], bool] = lambda line: True,
+    stream: Console = console.out,
+) -> None:
+    """Every line with its node and rank before it, a colour a rank, and how the run goes below or between them."""
+    words = _LineWords(stream)
+    board: _LiveTable | _Sentences = _LiveTable(stream) if _is_screen(stream) else _Sentences()
+    # What is printed past a table that stands on the same screen would be torn by its next drawing.
+    notices = stream if _is_screen(stream) and _is_screen(console.err) else console.err
+    try:
+        for event in events:
+            with board.whole():
+                if isinstance(event, Notice):
+                    console.warn(event.text, notices)
+                elif isinstance(event, Bars):
+                    board.show(Bars(tuple(line for line in event.lines if show(line))))
+                elif isinstance(event, (Progress, Silence)):
+                    board.show(event)
+                else:
+                    board.lines_come()
+                    # One segment as it is: laying out each line would cost a flood of them ten times what they cost us.
+                    if text := "".join([words.of(line) for line in event if show(line)]):
+                        stream.print(Segments([Segment(text)]), end="")
+    finally:
+        board.close()
+
+
+@contextlib.contextmanager
+def _ctrl_c_waits() -> Iterator[None]:
+    """Until what is under way is done."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[object] = []
+    before = signal.signal(signal.SIGINT, lambda *_: came.append(None))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        signal.raise_signal(signal.SIGINT)
+
+
+class _LineWords:
+    """Lines as they are printed, coloured where the stream shows colours."""
+
+    def __init__(self, stream: Console) -> None:
+        self._coloured = stream.color_system is not None and not stream.no_color
+        self._frames: dict[tuple[str, int, str], tuple[str, str]] = {}
+
+    def of(self, line: Line) -> str:
+        node, rank, stream, text = line
+        before, after = self._frames.get((node, rank, stream)) or self._frame(node, rank, stream)
+        return f"{before}{text}{after}"
+
+    def _frame(self, node: str, rank: int, stream: str) -> tuple[str, str]:
+        """What stands around the text of every line of this stream."""
+        prefix, after = _prefix(Line(node, rank, stream, "")), "\n"
+        if self._coloured:
+            colour = Style.parse(_RANK_COLOURS[rank % len(_RANK_COLOURS)])
+            prefix = colour.render(prefix, color_system=ColorSystem.STANDARD)
+            if stream == "stderr":
+                prefix, after = f"{prefix}\x1b[2m", "\x1b[0m\n"
+        self._frames[node, rank, stream] = prefix, after
+        return prefix, after
+
+
+def _is_screen(stream: Console) -> bool:
+    """FORCE_COLOR makes rich take a pipe for a terminal."""
+    return stream.is_interactive and stream.file.isatty()
+
+
+class _LiveTable:
+    """Below the lines on a terminal; drawn anew with each value, and left standing at the end."""
+
+    def __init__(self, stream: Console) -> None:
+        self._stream = stream
+        self._live: Live | None = None
+        self._shown: dict[type, Progress | Bars | Silence] = {}
+
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        """Around whatever is drawn: what a Ctrl-C tears would stand on the screen beside the next drawing of it."""
+        return _ctrl_c_waits()
+
+    def lines_come(self) -> None:
+        """What was said of their silence is over."""
+        if self._shown.pop(Silence, None):
+            self._draw()
+
+    def show(self, event: Progress | Bars | Silence) -> None:
+        if not isinstance(event, Silence):
+            self._shown.pop(Silence, None)
+        self._shown[type(event)] = event
+        self._draw()
+
+    def close(self) -> None:
+        if self._live:
+            self._shown = {kind: event for kind, event in self._shown.items() if kind is Progress}
+            self._draw()  # what was drawn over and over has come as lines
+            self._live.stop()
+
+    def _draw(self) -> None:
+        if self._live is None:
+            self._live = Live(
+                console=self._stream,
+                auto_refresh=False,
+                redirect_stdout=False,
+                redirect_stderr=_is_screen(console.err),
+            )
+            self._live.start()
+        # Laid out here, once: each line that is printed draws the table below it again.
+        parts = Group(*(part for kind in (Silence, Progress, Bars) for part in self._parts(self._shown.get(kind))))
+        lines = self._stream.render_lines(parts, pad=False) if parts.renderables else []
+        self._live.update(SegmentLines(lines, new_lines=True), refresh=True)
+
+    def _parts(self, event: Progress | Bars | Silence | None) -> Iterator[Table | Text]:
+        width = self._stream.width
+        if isinstance(event, Silence):
+            yield Text(silence_words(event), "dim", no_wrap=True, overflow="ellipsis")
+        elif isinstance(event, Progress):
+            yield progress_table(event, width)
+            if event.elapsed_s is not None:
+                yield Text(time_words(event), "dim", no_wrap=True, overflow="ellipsis")
+        elif isinstance(event, Bars):
+            for line in event.lines[:BARS_SHOWN]:
+                colour = _RANK_COLOURS[line.rank % len(_RANK_COLOURS)]
+                text = Text.assemble((_prefix(line), colour), console.plain(line.text.strip()))
+                text.no_wrap, text.overflow = True, "ellipsis"
+                yield text
+            if more := event.lines[BARS_SHOWN:]:
+                yield Text(f"and {len(more)} more that are drawn over and over", "dim")
+
+
+class _Sentences:
+    """Where there is no screen: one line a host and a bar, seldom, and the last word of each host at the end."""
+
+    def __init__(self) -> None:
+        self._due: float | None = None
+        self._latest: dict[type, Progress | Bars | Silence] = {}
+
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        """A pipe that nobody reads shall not hold a Ctrl-C up."""
+        return contextlib.nullcontext()
+
+    def lines_come(self) -> None:
+        self._latest.pop(Silence, None)
+
+    def show(self, event: Progress | Bars | Silence) -> None:
+        now = time.monotonic()
+        self._latest[type(event)] = event
+        if self._due is None:
+            self._due = now + PROGRESS_LINE_S
+        elif now >= self._due:
+            self._due = now + PROGRESS_LINE_S
+            self._say()
+
+    def close(self) -> None:
+        """What is still being drawn has come as lines."""
+        self._latest = {kind: event for kind, event in self._latest.items() if kind is Progress}
+        self._say()
+
+    def _say(self) -> None:
+        latest, self._latest = self._latest, {}
+        for event in latest.values():
+            if isinstance(event, Progress):
+                for row in event.rows:
+                    console.say(progress_words(row))
+            elif isinstance(event, Bars):
+                for line in event.lines[:BARS_SHOWN]:
+                    console.say(f"{_prefix(line)}{line.text.strip()}")
+            elif event.elapsed_s < STARTING_S:
+                console.say(silence_words(event))
+
+
+def _prefix(line: Line) -> str:
+    return f"[{one_line(line.node)} {line.rank}] "

@@ -1,0 +1,79 @@
+"""A launch plan in words, as `run --dry-run` prints it, and its notes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.text import Text
+
+from orchestrator.hosts.masking import MASK
+from orchestrator.planning.launch_plan import Faster, LaunchPlan, NodePlan
+from orchestrator.text import one_line, place
+from orchestrator.transport import shell
+from orchestrator.units import counted, format_bytes
+from orchestrator.views import console
+
+FILES_SHOWN = 40
+
+
+def print_plan(plan: LaunchPlan, files: Sequence[str] = ()) -> None:
+    """The whole plan as text: exactly what would run. files: what it ships; the first FILES_SHOWN are named."""
+    rendezvous = place(plan.master_address, plan.rendezvous_port)
+    console.put(f"job {plan.job} on cluster {plan.cluster}: {counted(plan.world_size, 'rank')}")
+    console.put(f"master {plan.master}, rendezvous {rendezvous} (static)")
+    if plan.elastic:
+        nodes = f"{plan.elastic.min_nodes} to {plan.elastic.max_nodes} nodes"
+        console.put(f"elastic: {nodes}, at most {plan.elastic.max_restarts} restarts of a host's ranks")
+    commit = f", {plan.code.commit.words}" if plan.code.commit else ""
+    size = f"{counted(plan.code.files, 'file')}, {format_bytes(plan.code.size_bytes)}"
+    console.put(f"ships {size}, from {plan.code.source} (sha256 {plan.code.sha256[:12]}){commit}")
+    _print_files(files)
+    for setting in plan.nccl:
+        console.put(f"sets {setting.words}")
+    for node in plan.nodes:
+        _print_node(plan, node)
+    if plan.prediction:
+        console.put(f"\n{plan.prediction.words}")
+    warn_notes(plan)
+    warn_faster(plan.faster)
+
+
+def _print_files(files: Sequence[str]) -> None:
+    for name in files[:FILES_SHOWN]:
+        console.put(f"  {one_line(name)}")
+    if len(files) > FILES_SHOWN:
+        console.put(f"  and {len(files) - FILES_SHOWN} more (`--json` names all)")
+
+
+def _print_node(plan: LaunchPlan, node: NodePlan) -> None:
+    last = node.first_rank + node.ranks - 1
+    ranks = f"rank {last}" if node.ranks == 1 else f"ranks {node.first_rank}..{last}"
+    rest = f" node rank {node.node_rank}, {ranks} on {node.device}"
+    console.out.print(Text.assemble("\n", console.plain(node.name, "bold"), rest))
+    console.put(f"  address    {node.address} on {node.interface or 'an unknown interface'}")
+    if node.shares:
+        console.put(f"  batch      {' + '.join(map(str, node.shares))} samples a step")
+    console.put(f"  workdir    {node.workdir}")
+    if node.prepare:
+        console.put(f"  prepare    {node.prepare}")
+    torchrun, command = plan.typed(node)
+    values = (f"{name}={value if value == MASK else shell.join([value])}" for name, value in node.env.items())
+    console.put(f"  env        {' '.join(values)}")
+    console.put(f"  torchrun   {shell.typed(torchrun)}")
+    console.put(f"  rank runs  {shell.typed(command)}")
+
+
+def warn_notes(plan: LaunchPlan, said: set[str] | None = None) -> None:
+    """said: what an earlier plan of the same command has noted, which is not repeated; this one's notes join it."""
+    said = set() if said is None else said
+    for note in plan.notes:
+        if note not in said:
+            console.warn(note)
+        said.add(note)
+
+
+def warn_faster(found: Iterable[Faster]) -> None:
+    """What would take less time, each with the line to copy."""
+    for each in found:
+        console.warn(each.words)
+        console.err.print(Text.assemble("  ", ("try:", "bold"), " ", console.plain(each.command)))
