@@ -30,7 +30,8 @@ from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.planning.profiles import Kind, Measurement, Profile, Rank, cuda_graph_of, kinds_of, tf32_of
 from orchestrator.planning.request import parse_pairs, read_wish
-from orchestrator.results.events import Events, MetricsFile, read_events
+from orchestrator.results.events import Events, MetricsFile
+from orchestrator.results.tables import read_events
 from orchestrator.transport.ask import Host
 from trainer.shared.shares import split_batch
 

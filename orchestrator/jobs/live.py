@@ -12,22 +12,21 @@ whatever a job's speed. Nothing in these files is trusted; what cannot be used i
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from orchestrator.jobs.frames import Piece
+from orchestrator.jobs.metric_lines import count, duration, number, parse_event
+from orchestrator.jobs.waits import wait_and_sync
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
+from trainer.shared.metrics import LARGEST, LINE_LIMIT, STEP_COUNTS
 
 WINDOW_STEPS = 20
 """Figures are means over so many steps."""
 KEPT_STEPS = 256
 """Of each rank: the ranks' files arrive one after another, and a window needs the steps that all of them have."""
-MAX_LINE_BYTES = 1 << 16
-LARGEST = 1e12
-"""No count or duration of ours is larger."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ class LiveView:
 
     def _row(self, node: NodePlan, shares: Mapping[int, _Exchange]) -> Row | None:
         numbers = node.rank_numbers
-        ranks = [self._ranks[number] for number in numbers if self._ranks[number].steps]
+        ranks = [self._ranks[rank] for rank in numbers if self._ranks[rank].steps]
         if not ranks:
             return None
         together = _common_steps(ranks)
@@ -118,8 +117,8 @@ class LiveView:
             steps=max((rank.total for rank in ranks if rank.total), default=None),
             samples_per_s=_samples_per_s(ranks, together),
             loss=_mean_loss(ranks, together),
-            wait_share=sum(shares[number].wait for number in numbers) / node.ranks if shares else None,
-            sync_share=sum(shares[number].sync for number in numbers) / node.ranks if shares else None,
+            wait_share=sum(shares[rank].wait for rank in numbers) / node.ranks if shares else None,
+            sync_share=sum(shares[rank].sync for rank in numbers) / node.ranks if shares else None,
             step_ms=_step_ms(ranks, together),
         )
 
@@ -165,7 +164,7 @@ class _Rank:
         else:
             brought = False
             self._unfinished = b"" if self._skipping else self._unfinished + rest
-        if len(self._unfinished) > MAX_LINE_BYTES:
+        if len(self._unfinished) > LINE_LIMIT:
             self._unfinished, self._skipping = b"", True
         return brought
 
@@ -175,29 +174,29 @@ class _Rank:
         lines[0] = lines[0].partition(b"\n")[0]
         brought = False
         for line in lines:
-            event = _event(line)
+            event = parse_event(line)
             if event is None:
                 continue
             if event.get("event") == "step":
                 brought |= self._add(event)
             elif event.get("event") == "start":
                 self.steps.clear()
-                self.total = _count(event, "steps") or None
+                self.total = count(event, "steps", LARGEST) or None
         return brought
 
     def _add(self, event: Mapping[str, Any]) -> bool:
-        step, samples = _count(event, "step"), _count(event, "samples")
+        step, samples = (count(event, key, LARGEST) for key in STEP_COUNTS)
         if step is None or samples is None:
             return False
-        wall, before = _number(event, "wall"), self._wall
+        wall, before = number(event, "wall", LARGEST), self._wall
         self._wall = wall
-        t_ms, exposed_ms = _duration(event, "t_ms"), _duration(event, "exposed_ms")
+        t_ms, exposed_ms = duration(event, "t_ms"), duration(event, "exposed_ms")
         if t_ms is None and wall is not None and before is not None and wall > before:
             t_ms = 1000 * (wall - before)
-        comm_ms = _duration(event, "comm_ms")
+        comm_ms = duration(event, "comm_ms")
         self.steps.pop(step, None)  # a step told again is the newest
         self.steps[step] = _Step(
-            samples, t_ms, exposed_ms, exposed_ms if comm_ms is None else comm_ms, _number(event, "loss")
+            samples, t_ms, exposed_ms, exposed_ms if comm_ms is None else comm_ms, number(event, "loss", LARGEST)
         )
         if len(self.steps) > KEPT_STEPS:
             del self.steps[next(iter(self.steps))]
@@ -247,57 +246,23 @@ def _step_ms(ranks: Sequence[_Rank], steps: Sequence[int]) -> float | None:
 
 
 def _exchange_shares(ranks: Mapping[int, _Rank]) -> dict[int, _Exchange]:
-    """By rank; none unless every rank of the job tells.
-
-    In each step the rank whose gradients were under way for the shortest time was the last one to come, and waited for
-    nobody. What another rank's took longer it waited, but for what hid behind its own computing. The rest of what did
-    not hide is the wire's.
-    """
+    """By rank, as `waits` has it; none unless every rank of the job tells."""
     waited, wired, lasted = (dict.fromkeys(ranks, 0.0) for _ in range(3))
     if not all(rank.steps for rank in ranks.values()):
         return {}
     for step in _common_steps(list(ranks.values())):
-        lines = {number: rank.steps[step] for number, rank in ranks.items()}
+        lines = {name: rank.steps[step] for name, rank in ranks.items()}
         under_way = [line.comm_ms for line in lines.values() if line.comm_ms is not None]
         if len(under_way) < len(lines):
             continue
         least = min(under_way)
-        for number, line in lines.items():
-            exposed_ms = line.exposed_ms or 0.0
-            wait_ms = min(exposed_ms, (line.comm_ms or 0.0) - least)
-            waited[number] += wait_ms
-            wired[number] += exposed_ms - wait_ms
-            lasted[number] += line.t_ms or 0.0
+        for name, line in lines.items():
+            wait_ms, sync_ms = wait_and_sync(line.exposed_ms or 0.0, line.comm_ms or 0.0, least)
+            waited[name] += wait_ms
+            wired[name] += sync_ms
+            lasted[name] += line.t_ms or 0.0
     if not all(lasted.values()):
         return {}
     return {
-        number: _Exchange(min(1.0, waited[number] / lasted[number]), min(1.0, wired[number] / lasted[number]))
-        for number in ranks
+        name: _Exchange(min(1.0, waited[name] / lasted[name]), min(1.0, wired[name] / lasted[name])) for name in ranks
     }
-
-
-def _event(line: bytes) -> dict[str, Any] | None:
-    if not line or len(line) > MAX_LINE_BYTES:
-        return None
-    try:
-        value = json.loads(line.decode())
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _number(event: Mapping[str, Any], key: str) -> float | None:
-    value = event.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return float(value) if abs(value) <= LARGEST else None  # nor is NaN
-
-
-def _duration(event: Mapping[str, Any], key: str) -> float | None:
-    value = _number(event, key)
-    return value if value is not None and value >= 0 else None
-
-
-def _count(event: Mapping[str, Any], key: str) -> int | None:
-    value = _duration(event, key)
-    return int(value) if value is not None and value == int(value) else None

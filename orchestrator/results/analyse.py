@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from orchestrator.errors import OrchError
 from orchestrator.files import write_json
 from orchestrator.jobs.faults import lost_nodes
+from orchestrator.jobs.metric_lines import count, number, text
 from orchestrator.jobs.record import FirstFailure, JobRecord
 from orchestrator.jobs.stall import last_words
 from orchestrator.paths import RunFolder
@@ -29,7 +30,7 @@ from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.record import SCHEMA, Record
 from orchestrator.results.batch_norm import read_batch_norm
 from orchestrator.results.curves import Curves, read_curves
-from orchestrator.results.events import Events, MetricsFile, count, number, read_events, text
+from orchestrator.results.events import Events, MetricsFile
 from orchestrator.results.faster import measured as faster_ways
 from orchestrator.results.gpu_use import read_gpu_use
 from orchestrator.results.measure import Figures, gpu_label, measure, write_steps
@@ -37,11 +38,12 @@ from orchestrator.results.network import measures_collectives, not_measured, rea
 from orchestrator.results.rebalances import read_rebalances
 from orchestrator.results.straggler import find_bound, find_straggler
 from orchestrator.results.summary import GpuSummary, NodeSummary, RankEnd, Summary
+from orchestrator.results.tables import read_events
 from orchestrator.results.used import CHANGES, settings_used
 from orchestrator.text import one_line
 from orchestrator.units import format_bytes
+from trainer.shared.metrics import SCHEMA as METRICS_SCHEMA
 
-METRICS_SCHEMA = 1
 RECORD_LIMIT = 64 * 2**20
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)

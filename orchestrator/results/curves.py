@@ -12,8 +12,9 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+from orchestrator.jobs.metric_lines import count, number
 from orchestrator.record import Record
-from orchestrator.results.events import Events, count, number
+from orchestrator.results.events import Events
 
 POINTS = 200
 _EVENTS = 100_000

@@ -1,4 +1,4 @@
-"""What a host's GPUs were doing while a job ran: its gpu.jsonl in, readings and what they come to out. Pure.
+"""What a host's GPUs were doing while a job ran: read from the gpu.jsonl that its supervisor wrote.
 
     read_gpu_use(run.gpu("v100"))       # GpuUse(utilisation=93.5, memory_bytes=12884901888, slowed=None)
 
@@ -9,16 +9,14 @@ holds an impossible number, counts for nothing.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.results.events import count, number
+from orchestrator.jobs.metric_lines import count, number, parse_event, whole_lines
 from orchestrator.results.slowed import Slowed, Slowing
 
-LINE_LIMIT = 4096
 # The largest that a number may be, and be one that a GPU can have.
 MOST = {"utilisation": 100, "memory_bytes": 2**50, "sm_mhz": 1e5, "watts": 1e5, "celsius": 1e3, "slowed_by": 2**64}
 MOST_LIMITS = {"max_sm_mhz": 1e5, "limit_watts": 1e5}
@@ -91,8 +89,7 @@ def _within(event: dict[str, Any], name: str, most: float) -> float | None:
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:
     with open(path, "rb") as file:
-        while line := file.readline(LINE_LIMIT):
-            with contextlib.suppress(ValueError, RecursionError):
-                event = json.loads(line)
-                if isinstance(event, dict) and event.get("event") == "gpu":
-                    yield event
+        for line in whole_lines(file):
+            event = parse_event(line) if line else None
+            if event and event.get("event") == "gpu":
+                yield event

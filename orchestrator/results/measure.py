@@ -6,15 +6,11 @@ Takes open `Events` and the plan, gives `Figures`: a few numbers a rank.
         figures = measure(events, plan)
         write_steps(events, plan, run.steps)
 
-Per step, `wait_ms = comm_j - min_k comm_k`, but no more than exposed_j, and `sync_ms = exposed_j - wait_ms`. comm is
-the time with a gradient under way: the rank that arrives last at an exchange waits for nobody there, so what it still
-spends is the wire. Where nothing overlaps, comm is exposed, wait is exposed_j - min_k exposed_k and sync is min_k
-exposed_k. Where backward runs on beside the exchange, a late rank costs the others only what the wire, busy with
-earlier gradients, does not hide; exposed alone would blame it for all. Only durations enter: hosts share no clock. A
-measured step is one that every reporting rank reported, with its time, after the warm-up; where ranks were started
-anew, after their last start (with fewer hosts, steps are other ones). The time of them all is the
-longest of the ranks' own sums: ranks that meet in every step take equally long over many of them, whereas summing
-each step's slowest rank would count twice what one host loses after a step and the others wait for in the next.
+What a rank waited in a step, and what the network alone took, is defined in `jobs.waits`. A measured step is one that
+every reporting rank reported, with its time, after the warm-up; where ranks were started again, after their last start
+(with fewer hosts, steps are other ones). The time of them all is the longest of the ranks' own sums: ranks that meet in
+every step take equally long over many of them, whereas summing each step's slowest rank would count twice what one host
+loses after a step and the others wait for in the next.
 """
 
 from __future__ import annotations
@@ -24,8 +20,12 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from duckdb import ColumnExpression, FunctionExpression
+
+from orchestrator.jobs.metric_lines import number
+from orchestrator.jobs.waits import wait_and_sync
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
-from orchestrator.results.events import Events, number
+from orchestrator.results.events import Events
 from orchestrator.results.summary import StepTime
 from orchestrator.text import one_line
 
@@ -104,22 +104,30 @@ def _last_epoch_loss(events: Events) -> float | None:
     return next((loss for loss in losses if loss is not None), None)
 
 
-_TIMED = """
+def _wait_and_sync() -> tuple[str, str]:
+    """SQL over the columns of `together`."""
+    exposed, comm, least_comm = (ColumnExpression(name) for name in ("exposed_ms", "comm_ms", "least_comm_ms"))
+    wait, sync = wait_and_sync(exposed, comm, least_comm, least=lambda a, b: FunctionExpression("least", a, b))
+    return str(wait), str(sync)
+
+
+_WAIT, _SYNC = _wait_and_sync()
+
+_TIMED = f"""
 CREATE TABLE timed AS
 WITH together AS (
     SELECT *, count(*) OVER step_ AS present, count(t_ms) OVER step_ AS with_time,
-           count(exposed_ms) OVER step_ AS with_exposed,
-           least(exposed_ms, comm_ms - min(comm_ms) OVER step_) AS waited_ms
+           count(exposed_ms) OVER step_ AS with_exposed, min(comm_ms) OVER step_ AS least_comm_ms
     FROM steps WINDOW step_ AS (PARTITION BY step)),
 ranks AS (SELECT count(DISTINCT rank) AS reporting, min(step) FILTER (last_start) AS first_step FROM steps)
-SELECT together.* EXCLUDE (last_start, present, with_time, with_exposed, waited_ms),
-       CASE WHEN with_exposed = {world_size} THEN waited_ms END AS wait_ms,
-       CASE WHEN with_exposed = {world_size} THEN exposed_ms - waited_ms END AS sync_ms,
+SELECT together.* EXCLUDE (last_start, present, with_time, with_exposed, least_comm_ms),
+       CASE WHEN with_exposed = {{world_size}} THEN {_WAIT} END AS wait_ms,
+       CASE WHEN with_exposed = {{world_size}} THEN {_SYNC} END AS sync_ms,
        present = reporting AS complete,
-       last_start AND step - first_step < {warmup} AS warmup,
-       last_start AND present = reporting AND with_time = reporting AND step - first_step >= {warmup} AS measured
+       last_start AND step - first_step < {{warmup}} AS warmup,
+       last_start AND present = reporting AND with_time = reporting AND step - first_step >= {{warmup}} AS measured
 FROM together, ranks
-"""
+"""  # noqa: S608 - names of our own
 
 _COUNTS = """
 SELECT count(DISTINCT step) FILTER (measured), count(DISTINCT step) FILTER (warmup) FROM timed

@@ -65,6 +65,14 @@ def test_a_command_that_neither_analyses_nor_ships_imports_nothing_for_it(tmp_pa
     assert {name.partition(".")[0] for name in done.stderr.split()} & {"duckdb", "matplotlib", "pathspec"} == set()
 
 
+def test_duckdb_comes_with_the_analysis_alone():
+    code = "import sys, orchestrator.controller, orchestrator.forecast.inputs, orchestrator.results.faster\n"
+    code += "import orchestrator.cli.results, orchestrator.views.console, orchestrator.results.published\n"
+    code += "print('duckdb' in sys.modules)\nimport orchestrator.results.analyse\nprint('duckdb' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_completion_script_is_made(shell):
     code = "from orchestrator.cli import main; main(prog_name='orch')"

@@ -28,12 +28,13 @@ from orchestrator.controller import Controller
 from orchestrator.jobs.faults import fault_words
 from orchestrator.jobs.frames import Agent, Beat, Piece
 from orchestrator.jobs.lines import Bars, Line
-from orchestrator.jobs.live import KEPT_STEPS, MAX_LINE_BYTES, LiveView, Progress, Row, Silence
+from orchestrator.jobs.live import KEPT_STEPS, LiveView, Progress, Row, Silence
 from orchestrator.jobs.record import Fault
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan, NodePlan
 from orchestrator.views import console, following, progress
 from tests.support import forks
 from tests.support.quick_python import quick_python
+from trainer.shared.metrics import LINE_LIMIT
 
 ORCH = [sys.executable, "-m", "orchestrator.cli"]
 ROW = Row("a2000", 120, 938, 333.3, 0.3124, 0.41, 0.2)
@@ -230,10 +231,10 @@ def test_memory_is_bounded_whatever_comes():
         feed.step(0, step)
     feed.send(0, b'{"event": "')
     for _ in range(20):
-        feed.send(0, b"x" * MAX_LINE_BYTES)
+        feed.send(0, b"x" * LINE_LIMIT)
     rank = feed.view._ranks[0]
     assert len(rank.steps) == KEPT_STEPS
-    assert len(rank._unfinished) <= MAX_LINE_BYTES
+    assert len(rank._unfinished) <= LINE_LIMIT
     feed.send(0, b'"}\n')
     feed.step(0, 5000)
     assert feed.rows()["a"].step == 5001
@@ -276,7 +277,7 @@ steps = st.fixed_dictionaries(
 garbage = st.one_of(
     st.binary(max_size=40),
     st.sampled_from(
-        [b"[" * 5000 + b"\n", b"9" * 5000 + b"\n", b'{"event":', b"\n", b"\xff\n", b"x" * (MAX_LINE_BYTES + 5)]
+        [b"[" * 5000 + b"\n", b"9" * 5000 + b"\n", b'{"event":', b"\n", b"\xff\n", b"x" * (LINE_LIMIT + 5)]
     ),
 )
 pieces = st.tuples(

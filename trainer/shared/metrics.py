@@ -110,6 +110,15 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     "end": ("status", "message", "total_s", "peak_memory_bytes", "lateness", "valid", "dropped"),
 }
 
+# What whoever reads these files may count on; a script of one's own may write anything.
+STEP_COUNTS = ("step", "samples")
+"""Whole numbers without which a step line says nothing."""
+STEP_TIMES = tuple(name for name in EVENT_FIELDS["step"] if name.endswith("_ms"))
+LARGEST = 1e12
+"""No count or duration of a step is larger; a larger one would only overflow the sums."""
+LINE_LIMIT = 64 * 2**10
+"""Bytes of a line with its newline."""
+
 
 def process_peak_memory_bytes() -> int:
     """The most memory this process has held, in bytes (Linux counts it in KiB)."""
