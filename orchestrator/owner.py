@@ -15,7 +15,7 @@ import socket
 from orchestrator.errors import StateError
 from orchestrator.files import locked, own_folder, write_json
 from orchestrator.paths import Home
-from orchestrator.record import SCHEMA, Owner
+from orchestrator.record import SCHEMA, Owner, RecordError, read_record
 
 
 def read_owner(home: Home) -> Owner:
@@ -26,10 +26,10 @@ def read_owner(home: Home) -> Owner:
             if not home.owner.exists():
                 write_json(home.owner, {"schema": SCHEMA, "id": secrets.token_hex(16), "name": _name()})
     try:
-        return Owner.model_validate_json(home.owner.read_bytes())
-    except (OSError, ValueError) as error:
+        return read_record(home.owner, Owner)
+    except (OSError, RecordError) as error:
         raise StateError(
-            f"{home.owner} is damaged ({str(error).splitlines()[0]})",
+            f"{home.owner} is damaged ({error})",
             "bring it back; or remove it, and `orch jobs --rescan --adopt` makes your jobs yours again",
         ) from error
 

@@ -1,28 +1,73 @@
-"""The base of every value that is written as JSON, and whose it is.
+"""The base of every value that is written as JSON, how one is written and read, and whose it is.
 
 Records are read back leniently: unknown keys of a newer version are kept out of the way. `schema` says which form a
-record has.
+record has; one of a newer form is refused.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 
+from orchestrator.errors import OrchError
 from orchestrator.files import write_atomic
 from orchestrator.text import one_line
 
 SCHEMA = 1
+RECORD_LIMIT = 64 * 2**20
+"""Bytes: a file that is larger is none of ours."""
 
 
 class Record(BaseModel):
     model_config = ConfigDict(frozen=True, defer_build=True, extra="ignore")
 
 
+AnyRecord = TypeVar("AnyRecord", bound=Record)
+
+
+class RecordError(ValueError):
+    """A file that holds no such record; its words say what is wrong with the content."""
+
+
 def write_record(path: Path, record: Record) -> None:
     write_atomic(path, record.model_dump_json(by_alias=True, indent=1) + "\n")
+
+
+def read_record(path: Path, form: type[AnyRecord]) -> AnyRecord:
+    """Raises OSError where it cannot be read, RecordError where it holds something else, OrchError for a newer form."""
+    with open(path, "rb") as file:
+        content = file.read(RECORD_LIMIT + 1)
+    if len(content) > RECORD_LIMIT:
+        raise RecordError("larger than such a record can be")
+    _refuse_newer(path, content)
+    try:
+        return form.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise RecordError(f"{where}: {first['msg']}") from error
+
+
+def _refuse_newer(path: Path, content: bytes) -> None:
+    with suppress(ValueError):  # what is no JSON is said where it is read
+        value = from_json(content)
+        schema = value.get("schema") if isinstance(value, dict) else None
+        if isinstance(schema, int) and schema > SCHEMA:
+            raise OrchError(f"{path} was written by a newer orch (schema {schema})", "update this one")
+
+
+def require_record(path: Path, form: type[AnyRecord], remedy: str) -> AnyRecord:
+    """The same where a person named the file. Raises OrchError alone."""
+    try:
+        return read_record(path, form)
+    except OSError as error:
+        raise OrchError(f"{path}: cannot be read ({error.strerror})", remedy) from error
+    except RecordError as error:
+        raise OrchError(f"{path}: {error}", remedy) from error
 
 
 class Owner(Record):

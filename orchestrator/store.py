@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 from pydantic import Field
 
@@ -36,7 +35,7 @@ from orchestrator.jobs.record import JobRecord
 from orchestrator.paths import Home
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.planning.profiles import Kind, Profile, Rank
-from orchestrator.record import SCHEMA, Record, write_record
+from orchestrator.record import SCHEMA, AnyRecord, Record, RecordError, read_record, write_record
 
 
 class Removal(Record):
@@ -63,9 +62,6 @@ class Current:
 
     name: str
     by: str
-
-
-RecordT = TypeVar("RecordT", bound=Record)
 
 
 class Store:
@@ -349,18 +345,15 @@ class Store:
         except OSError as error:
             self.unwritten = error
 
-    def _read(self, path: Path, form: type[RecordT]) -> RecordT:
+    def _read(self, path: Path, form: type[AnyRecord]) -> AnyRecord:
         try:
-            value: dict[str, Any] = json.loads(path.read_text())
-            if value.get("schema", 0) > SCHEMA:
-                raise OrchError(f"{path} was written by a newer orch (schema {value['schema']})", "update this one")
-            return form.model_validate(value)
+            return read_record(path, form)
         except OSError as error:
             if error.errno == errno.ENOENT:
                 raise _damaged(path, "it is missing") from error
             raise _damaged(path, error.strerror or str(error)) from error
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise _damaged(path, str(error).splitlines()[0]) from error
+        except RecordError as error:
+            raise _damaged(path, str(error)) from error
 
 
 class Launch:

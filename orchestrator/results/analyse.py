@@ -27,7 +27,7 @@ from orchestrator.jobs.record import FirstFailure, JobRecord
 from orchestrator.jobs.stall import last_words
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
-from orchestrator.record import SCHEMA, Record
+from orchestrator.record import RECORD_LIMIT, SCHEMA, require_record
 from orchestrator.results.batch_norm import read_batch_norm
 from orchestrator.results.curves import Curves, read_curves
 from orchestrator.results.events import Events, MetricsFile
@@ -44,9 +44,8 @@ from orchestrator.text import one_line
 from orchestrator.units import format_bytes
 from trainer.shared.metrics import SCHEMA as METRICS_SCHEMA
 
-RECORD_LIMIT = 64 * 2**20
+REMEDY = "a run folder is what `orch collect --job ID` makes"
 
-AnyRecord = TypeVar("AnyRecord", bound=Record)
 AnyFailure = TypeVar("AnyFailure", bound=FirstFailure)
 
 
@@ -58,13 +57,13 @@ def analyse(run: RunFolder, solo: Mapping[str, float] | None = None) -> Summary:
     Raises OrchError when there is no plan to read; what else is absent or damaged is told in the summary's `missing`
     and `warnings`.
     """
-    plan = _read_record(run.plan, LaunchPlan)
+    plan = require_record(run.plan, LaunchPlan, REMEDY)
     if measures_collectives(plan):
         plan = unpaced(plan)
     missing: list[str] = []
     job: JobRecord | None = None
     try:
-        job = _read_record(run.job, JobRecord)
+        job = require_record(run.job, JobRecord, REMEDY)
     except OrchError as error:
         missing.append(f"The job's record is not here ({error.message}), so how it ended is not known.")
     plan = _without_lost(plan, job)
@@ -88,22 +87,6 @@ def _without_lost(plan: LaunchPlan, job: JobRecord | None) -> LaunchPlan:
     lost = lost_nodes(job.faults) if job else frozenset[str]()
     left = tuple(node for node in plan.nodes if node.name not in lost)
     return plan.model_copy(update={"nodes": left, "world_size": sum(node.ranks for node in left)}) if lost else plan
-
-
-def _read_record(path: Path, kind: type[AnyRecord]) -> AnyRecord:
-    remedy = "a run folder is what `orch collect --job ID` makes"
-    try:
-        with open(path, "rb") as file:
-            content = file.read(RECORD_LIMIT + 1)
-        if len(content) > RECORD_LIMIT:
-            raise OrchError(f"{path}: larger than such a record can be", remedy)
-        return kind.model_validate_json(content)
-    except OSError as error:
-        raise OrchError(f"{path}: cannot be read ({error.strerror})", remedy) from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise OrchError(f"{path}: {where}: {first['msg']}", remedy) from error
 
 
 # ---- summing up: a few numbers a rank -----------------------------------------------------------------------------

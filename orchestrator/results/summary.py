@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field
 
-from orchestrator.errors import OrchError
 from orchestrator.jobs.record import Fault, FirstFailure
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import CodeFolder, Faster, Prediction, System
-from orchestrator.record import SCHEMA, Record
+from orchestrator.record import SCHEMA, Record, require_record
 from orchestrator.results.batch_norm import BatchNorm
 from orchestrator.results.curves import Curves
 from orchestrator.results.rebalances import Rebalance
@@ -27,7 +26,6 @@ from orchestrator.text import one_line
 from orchestrator.units import format_duration
 
 TEXT_LIMIT = 500
-SUMMARY_LIMIT = 64 * 2**20
 
 
 def _clean_if_text(value: Any) -> Any:
@@ -337,20 +335,7 @@ class Summary(Record):
     @classmethod
     def load(cls, run: RunFolder) -> Summary:
         """The summary of a run that was analysed. Raises OrchError when there is none or it cannot be read."""
-        remedy = "run `orch collect` for this job to make it anew"
-        try:
-            with open(run.summary, "rb") as file:
-                content = file.read(SUMMARY_LIMIT + 1)
-        except OSError as error:
-            raise OrchError(f"{run.summary}: cannot be read ({error.strerror})", remedy) from error
-        if len(content) > SUMMARY_LIMIT:
-            raise OrchError(f"{run.summary}: larger than a summary can be", remedy)
-        try:
-            return cls.model_validate_json(content)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"]) or "the file"
-            raise OrchError(f"{run.summary}: {where}: {first['msg']}", remedy) from error
+        return require_record(run.summary, cls, "run `orch collect` for this job to make it anew")
 
     def to_json(self) -> dict[str, Any]:
         """The document that `summary.json` holds."""
