@@ -22,6 +22,7 @@ from typing import Any
 
 from .answer import Refused, refusal
 from .children import KILL_S
+from .gpu_claim import REMEDY, claim
 from .layout import Job, Work, write_last_word
 from .logs import log_tail, telling_line
 from .memory import out_of_memory_kills
@@ -56,7 +57,9 @@ def main() -> None:
 
 
 def claim_gpus(work: Work, job: str, uuids: list[str], share: bool) -> None:
-    """Locks every GPU for as long as keeper or supervisor lives. Raises Refused where one is another job's."""
+    """Every GPU for as long as keeper or supervisor lives: in the work folder, where a lock can be shared, and on the
+    machine, for those with another one. Raises Refused where one is another job's.
+    """
     work.locks.mkdir(parents=True, exist_ok=True)
     for uuid in uuids:
         path = work.locks / f"gpu-{uuid}.lock"
@@ -67,12 +70,12 @@ def claim_gpus(work: Work, job: str, uuids: list[str], share: bool) -> None:
             if share:
                 continue  # beside a job that has it for itself: this one was asked to
             holder = os.read(lock, 200).decode(errors="replace").strip() or "another job"
-            remedy = "wait for it, cancel it, take other hosts (`--nodes`), or `--share` the GPU"
-            raise Refused(f"GPU {uuid} is in use by job {holder}", remedy) from None
+            raise Refused(f"GPU {uuid} is in use by job {holder}", REMEDY) from None
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from error  # the system does not say which file
         os.ftruncate(lock, 0)
         os.write(lock, job.encode())
+        claim(uuid, job, share=share)
 
 
 def keep(job: Job, node: dict[str, Any], supervisor: int) -> None:

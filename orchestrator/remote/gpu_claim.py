@@ -1,0 +1,74 @@
+"""One job on a GPU of this machine, whoever started it and wherever its work folder lies.
+
+    claim("GPU-5f3a9c1e-0b7d-4c52-9f0e-3a1d5b6c7e8f", job="mnist-1", share=False)      # for as long as we live
+
+The claim is a Unix socket of Linux's abstract namespace (unix(7)), named after the GPU. Who binds the name has it, and
+the kernel frees it with the last process that holds it: there is no file that somebody could own, replace or leave
+behind. It reaches as far as the network namespace, so that two containers do not see each other; a job that shares a
+GPU with one that was there before claims nothing; and whoever has a login can take a name, as with a lock in /tmp.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import socket
+import struct
+from pathlib import Path
+
+from .answer import Refused
+from .occupants import user_name
+
+REMEDY = "wait for it, cancel it, take other hosts (`--nodes`), or `--share` the GPU"
+_UUID = re.compile(r"(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.I)
+"""What names one GPU everywhere: an index may mean another one to another login."""
+_CREDENTIALS = struct.Struct("3i")
+_ASKING = 64
+"""So many may ask who holds it before the kernel lets no more."""
+
+
+def claim(uuid: str, job: str, *, share: bool) -> None:
+    """For as long as this process lives, or one that it forks. Raises Refused where another job has the GPU.
+
+    share: go on beside one that has it.
+    """
+    if not _UUID.fullmatch(uuid):
+        return
+    name = f"\0orch-{uuid}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as claimed:
+        try:
+            claimed.bind(name)
+            claimed.listen(_ASKING)
+            claimed.detach()
+            return
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                return  # a system without such names: the job goes on as it would without us
+    if share:
+        return
+    user, holder = _holder(name)
+    if holder != job:  # of this job another node may be on the same machine
+        raise Refused(f"GPU {uuid} is in use by {user or 'another '}job {holder}".rstrip(), REMEDY)
+
+
+def _holder(name: str) -> tuple[str, str]:
+    """Whose job holds it, `alice's `, and which one; "" for what the system does not tell."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        asking.setblocking(False)
+        try:
+            asking.connect(name)
+            told = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        except OSError:
+            return "", ""
+    pid, uid, _ = _CREDENTIALS.unpack(told)
+    return f"{user_name(uid)}'s ", _job_of(pid)
+
+
+def _job_of(pid: int) -> str:
+    """By its keeper's command line, `python -m orch_remote.keeper JOB_FOLDER ...`; "" where it is not to be read."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        return os.path.basename(words[3]) if words[2:3] == ["orch_remote.keeper"] else ""
+    return ""
