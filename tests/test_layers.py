@@ -44,11 +44,27 @@ PURE |= {"jobs.metric_lines", "jobs.waits"}
 
 SHARED = "trainer.shared"
 """All that orchestrator/ may know of the trainer."""
-TORCH_FREE = {"__init__", "__main__", "env", "interrupt", "worker", "estimate", "compute.microbatches"}
+TORCH_FREE = {"__init__", "__main__", "interrupt", "ranks", "ranks.rank_info", "rebalance", "rebalance.estimate"}
+TORCH_FREE |= {"compute", "compute.executor", "compute.microbatches"}
 """Of the trainer, beside all of shared/."""
 SPEAKS = {f"views.{name}" for name in ("cluster_table", "comparison", "console", "following", "job_table")}
 SPEAKS |= {f"views.{name}" for name in ("launch_plan", "network", "progress", "tables")}
 """With cli, the only files that know a screen and print: the streams, and what is put on them."""
+TRAINER_ORDER = [
+    "shared",
+    "ranks",
+    "compute",
+    "data",
+    "paced",
+    "strategies",
+    "rebalance",
+    "training",
+    "setup",
+    "checkpoints",
+    "measure",
+]
+"""The packages of trainer/: each knows those above it in this list alone; the files at its root know all."""
+MOST_AT_TRAINERS_ROOT = 6
 LAUNCHES = {"remote.launch"}
 """What runs torchrun on a host."""
 NOT_PURE = {"socket", "subprocess", "rich", "click", "paramiko", "fabric", "asyncio", "requests", "urllib"}
@@ -125,6 +141,10 @@ def test_few_files_lie_at_the_root():
     )
 
 
+def test_few_files_lie_at_the_root_of_the_trainer():
+    assert len(list((ROOT / "trainer").glob("*.py"))) <= MOST_AT_TRAINERS_ROOT
+
+
 # ---- who may know whom ----------------------------------------------------------------------------------------------
 
 
@@ -132,6 +152,16 @@ def test_few_files_lie_at_the_root():
 def test_a_room_knows_only_the_rooms_above_it_in_the_list(name):
     allowed = ORDER[: ORDER.index(room(name)) + 1]
     assert {found for found in ours(HERE[name]) if room(found) not in [*allowed, "remote"]} == set()
+
+
+@pytest.mark.parametrize("name", sorted(name for name in TRAINER if name.partition(".")[0] in TRAINER_ORDER))
+def test_a_package_of_the_trainer_knows_only_those_above_it_in_the_list(name):
+    allowed = TRAINER_ORDER[: TRAINER_ORDER.index(name.partition(".")[0]) + 1]
+    assert {found for found in ours(TRAINER[name], "trainer") if found.partition(".")[0] not in allowed} == set()
+
+
+def test_the_list_names_all_packages_of_the_trainer():
+    assert {path.parent.name for path in (ROOT / "trainer").glob("*/__init__.py")} == set(TRAINER_ORDER)
 
 
 @pytest.mark.parametrize("folder", ["orchestrator", "trainer"])

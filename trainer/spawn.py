@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import multiprocessing
 
-from trainer.run import run
+from trainer.run_rank import run
 from trainer.shared.config import AnySettings
 
 _ADDRESS = "127.0.0.1"

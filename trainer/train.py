@@ -17,18 +17,20 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer import ranks
 from trainer.checkpoints.checkpoint import CheckpointKeeper
 from trainer.data.loading import Batch
-from trainer.env import RankInfo
-from trainer.evaluate import evaluate
-from trainer.look import looked_at
-from trainer.progress import Progress
-from trainer.setup import Run, set_up
+from trainer.ranks.agreement import sum_over_ranks
+from trainer.ranks.process_group import leave
+from trainer.ranks.rank_info import RankInfo
+from trainer.setup.assemble import set_up
 from trainer.shared.config import Settings
 from trainer.shared.metrics import MetricsWriter
-from trainer.step_log import Step, StepLog
 from trainer.strategies import Exchange, local_loss
+from trainer.training.evaluate import evaluate
+from trainer.training.progress import Progress
+from trainer.training.run import Run
+from trainer.training.shared_network import shared_network
+from trainer.training.step_log import Step, StepLog
 
 
 def train(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
@@ -40,7 +42,7 @@ def train(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
     for epoch in range(progress.epoch, settings.epochs):
         started_s = time.monotonic()
         train_epoch(run, progress, keeper)
-        total_loss, samples = ranks.sum_over_ranks([progress.loss_sum, float(progress.samples)])
+        total_loss, samples = sum_over_ranks([progress.loss_sum, float(progress.samples)])
         loss, epoch_s = total_loss / samples if run.learns else None, round(time.monotonic() - started_s, 6)
         metrics.write("epoch", epoch=epoch, steps=progress.step, samples=int(samples), loss=loss, epoch_s=epoch_s)
 
@@ -48,7 +50,7 @@ def train(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
         is_last = step >= run.last_step
         if run.learns and settings.eval_every and (is_last or (epoch + 1) % settings.eval_every == 0):
             started_s = time.monotonic()
-            with looked_at(run, progress) as network:
+            with shared_network(run, progress) as network:
                 result = evaluate(network, run.test_batches(), run.facts.classes, run.device)
             eval_s = round(time.monotonic() - started_s, 6)
             metrics.write("eval", epoch=epoch, step=step - 1, **dataclasses.asdict(result), eval_s=eval_s)
@@ -60,7 +62,7 @@ def train(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
         run.rebalancer.settle()
     run.strategy.settle()
     run.timer.wait()  # a sum that a GPU still works on would be broken off with its process group
-    ranks.leave()
+    leave()
     metrics.end("succeeded")
     run.console.finished()
 

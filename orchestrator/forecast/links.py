@@ -41,7 +41,7 @@ class Costs:
     local_*: between two ranks of one host. moved_bytes_per_s, kernel_s: what a rank does to gradients before and after
     they travel (`trainer.shared.gpu_work`) takes so long, of the slowest rank. tree_broadcast: whole copies go from
     rank to rank in log2(n) rounds; else in pieces, along a chain. relays: the ranks of one host add up among themselves
-    first, as `trainer.strategies.wire` has them do.
+    first, as `trainer.strategies.gradient_sum` has them do.
     """
 
     name: str

@@ -224,7 +224,7 @@ def batch_norms_s(job: Job, wire: Wire) -> float:
 
 
 def fitted_mib(job: Job, wire: Wire, way: Way) -> float:
-    """What `bucket_mib=0` comes to, as `trainer.strategies.wire.fitted_bucket_bytes` finds it on the link itself."""
+    """What `bucket_mib=0` comes to, as `fitted_bucket_bytes` of trainer.strategies.gradient_sum measures it."""
     small_s, large_s = (sum(bucket_legs_s(Bucket(size, 0.0, ()), wire, way)) for size in (1 << 10, 1 << 22))
     beta = max(large_s - small_s, 1e-9) / ((1 << 22) - (1 << 10))
     fitted = max(1.0, math.sqrt(gradient_bytes(job.layers) * small_s / beta))

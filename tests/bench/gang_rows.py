@@ -26,22 +26,25 @@ sys.path.insert(0, os.getcwd())  # the shipped folder, with the trainer in it
 import torch
 import torch.distributed as dist
 
-from trainer import interrupt, ranks, setup
+from trainer import interrupt
 from trainer.checkpoints.checkpoint import CheckpointKeeper, Progress
-from trainer.env import RankInfo, read_rank_info
 from trainer.paced.anatomy import dissect
 from trainer.paced.standin import StandIn
-from trainer.setup import Run, set_up
+from trainer.ranks.process_group import join, leave
+from trainer.ranks.rank_info import RankInfo, read_rank_info
+from trainer.setup import assemble, network
+from trainer.setup.assemble import set_up
 from trainer.shared.config import parse_settings
 from trainer.shared.metrics import MetricsWriter
 from trainer.strategies.parameter_average import ParameterAverage
 from trainer.train import train_epoch
+from trainer.training.run import Run
 
 
 def main() -> None:
     told = json.loads(Path(sys.argv[1]).read_text())
     info = read_rank_info()
-    together = ranks.join(info, "gloo", torch.device("cpu"))
+    together = join(info, "gloo", torch.device("cpu"))
     alone = [dist.new_group([rank]) for rank in range(info.world_size)][info.rank]
     with tempfile.TemporaryDirectory() as folder:
         runs: dict[str, tuple[Run, Path | None]] = {}
@@ -59,7 +62,7 @@ def main() -> None:
                 end_rounds(run.strategy)
                 facts = {"row": name, "block": block, "block_s": block_s, "busy": busy, "late_s": late_s(run)[on_time:]}
                 tell({**facts, "counts_from": counts_from(run, told["warmup"])}, run, lines_from(file, begin))
-    ranks.leave()
+    leave()
     interrupt.leave(0)
 
 
@@ -68,8 +71,8 @@ def prepared(told: dict[str, Any], settings: dict[str, Any], info: RankInfo, gro
     steps = settings["steps"]
     pairs = {key: str(value) for key, value in settings.items() if key not in ("steps", "metrics")}
     pairs |= {"data": "synthetic", "samples": str(steps * settings["batch"]), "epochs": str(told["blocks"])}
-    ranks.join = lambda *_: group  # type: ignore[assignment]  # all rows meet in the gang that is there
-    setup.dissect = dissected  # and are of one network
+    assemble.join = lambda *_: group  # type: ignore[assignment]  # all rows meet in the gang that is there
+    network.dissect = dissected  # and are of one network
     run = set_up(parse_settings(told["exp"], pairs), info, MetricsWriter(file))
     run.console.speaks = False
     return run

@@ -25,13 +25,13 @@ from pathlib import Path
 import torch
 from rack import ROOT, show_machine, spread
 
-from trainer import ranks
 from trainer.data.loading import open_batches
+from trainer.data.sample_stream import RankBatches, SampleStream
 from trainer.data.sets import find_facts
-from trainer.env import read_rank_info
+from trainer.ranks.process_group import join
+from trainer.ranks.rank_info import read_rank_info
 from trainer.shared.config import parse_settings
 from trainer.shared.metrics import MetricsWriter
-from trainer.stream import RankBatches, SampleStream
 from trainer.train import train
 
 PAIRS = 15
@@ -59,7 +59,7 @@ def main(archives: Path) -> int:
 
 
 def compare(folder: str, batch: int) -> bool:
-    ranks.join(ALONE, "gloo", CPU)
+    join(ALONE, "gloo", CPU)
     loaders = {loader: Loader(folder, loader, batch) for loader in IMAGES}
     speeds: dict[str, list[float]] = {loader: [] for loader in loaders}
     for pair in range(PAIRS + 1):

@@ -24,12 +24,13 @@ from torch.nn.functional import cross_entropy
 from trainer.checkpoints.checkpoint import CheckpointKeeper, Progress
 from trainer.compute.models import build_model
 from trainer.data.loading import open_batches
-from trainer.env import read_rank_info
-from trainer.setup import Run, set_up
+from trainer.data.sample_stream import RankBatches, SampleStream
+from trainer.ranks.rank_info import read_rank_info
+from trainer.setup.assemble import set_up
 from trainer.shared.config import parse_settings
 from trainer.shared.metrics import EVENT_FIELDS, MetricsWriter
-from trainer.stream import RankBatches, SampleStream
 from trainer.train import train_epoch
+from trainer.training.run import Run
 
 WARMUP_BLOCKS = 2
 CASES = {

@@ -26,7 +26,7 @@ def rank_1_stays_away() -> None:
     """Rank 0 waits inside NCCL for a communicator that will not come about."""
     import os
 
-    from trainer import nccl
+    from trainer.ranks import nccl
 
     nccl.FIRST_SUM_S = 2.0
     if os.environ["RANK"] == "1":

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from orchestrator.forecast.layers import layers_of
 from orchestrator.forecast.links import NCCL, Site, Wire
 from orchestrator.forecast.step import Job, Way, averaging, bucket_legs_s, buckets_of, exchange_s
+from trainer.compute.executor import Executor
 from trainer.compute.models import build_model
+from trainer.compute.timer import CpuTimer
 from trainer.shared.config import parse_settings
 from trainer.shared.gpu_work import Work
 from trainer.strategies import build_strategy, local_loss
-from trainer.timing import CpuTimer
-from trainer.worker import Worker
 
 SHAPE = (1, 28, 28)
 GB_PER_S = 288
@@ -45,7 +45,7 @@ WAYS: dict[Way, dict[str, str]] = {
 }
 
 
-class Account(Worker):
+class Account(Executor):
     """Does the work, and keeps what it would take a GPU."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ def test_the_forecast_charges_the_work_that_a_rank_does(way: Way, alone: Any) ->
     account = Account()
     model = build_model("lenet", SHAPE, 10)
     settings = parse_settings("mnist_lenet", WAYS[way])
-    strategy = build_strategy(settings, model, alone, CpuTimer(), worker=account)
+    strategy = build_strategy(settings, model, alone, CpuTimer(), executor=account)
     exchanges = 2
     for _ in range(exchanges * way.every + way.overlap):
         model.zero_grad()

@@ -5,8 +5,8 @@ import torch
 
 from trainer.data import resident
 from trainer.data.augment import AUGMENTATIONS
+from trainer.data.sample_stream import RankBatches, SampleStream
 from trainer.shared.experiments import DATA_SETS
-from trainer.stream import RankBatches, SampleStream
 
 
 def batches_of(ahead, device, augment):

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from tests.support.gloo_ranks import Gang, group_of
+from trainer.compute.timer import CpuTimer
 from trainer.shared.config import STRATEGIES, parse_settings
 from trainer.strategies import build_strategy, local_loss
-from trainer.timing import CpuTimer
 
 NEWEST_FSDP = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
 FOR_RANKS = [name for name in STRATEGIES if name not in ("none", "dp") and (name != "fsdp" or NEWEST_FSDP)]

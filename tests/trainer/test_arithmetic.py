@@ -13,11 +13,11 @@ from tests.support.gloo_ranks import Gang, group_of
 from trainer.compute import arithmetic
 from trainer.compute.arithmetic import Devices, choose_arithmetic, has_fused_sgd, use_arithmetic
 from trainer.compute.precision import Fp16, Full, build_precision
-from trainer.setup import build_optimizer
+from trainer.compute.timer import CpuTimer
+from trainer.setup.optimizer import build_optimizer
 from trainer.shared.config import STRATEGIES, SettingsError, parse_settings
 from trainer.shared.errors import TrainError
 from trainer.strategies import build_strategy, local_loss
-from trainer.timing import CpuTimer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 AMPERES, MIXED, WITH_CPU = Devices(True, True), Devices(True, False), Devices(False, False)

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from trainer.env import RankInfo, read_rank_info
 from trainer.measure import collectives
 from trainer.measure.collectives import PATTERN, iterations_for, repeats
+from trainer.ranks.rank_info import RankInfo, read_rank_info
 from trainer.shared.alpha_beta import BUS_FACTORS, bus_factor
 from trainer.shared.config import CollectiveSettings, SettingsError, parse_settings
 from trainer.shared.errors import TrainError

@@ -24,15 +24,15 @@ import torch
 from torchvision.datasets import CIFAR10
 from torchvision.transforms.functional import pil_to_tensor
 
-from trainer import ranks
 from trainer.compute.models import build_model, gradient_bytes, has_batch_norm, trainable
 from trainer.data import fetch, loading, resident
+from trainer.data.sample_stream import RankBatches, SampleStream
 from trainer.data.sets import find_facts, open_data, whole
-from trainer.env import read_rank_info
+from trainer.ranks.process_group import join
+from trainer.ranks.rank_info import read_rank_info
 from trainer.shared.config import Settings, parse_settings
 from trainer.shared.errors import TrainError
 from trainer.shared.experiments import DATA_SETS, DataSet
-from trainer.stream import RankBatches, SampleStream
 
 CPU = torch.device("cpu")
 ALONE = read_rank_info({})
@@ -56,7 +56,7 @@ def facts_of(settings: Settings, train: int, test: int) -> DataSet:
 @pytest.fixture
 def alone() -> Iterator[None]:
     """A group of this process, which opening the data asks whether all ranks fare well."""
-    ranks.join(ALONE, "gloo", CPU)
+    join(ALONE, "gloo", CPU)
     yield
     torch.distributed.destroy_process_group()
 

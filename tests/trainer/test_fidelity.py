@@ -29,13 +29,13 @@ from tests.trainer.test_strategies import (
     vector,
     worst,
 )
+from trainer.compute.timer import CpuTimer
 from trainer.shared.config import SettingsError, parse_settings
 from trainer.shared.errors import TrainError
 from trainer.strategies import build_strategy, compressed, local_loss
+from trainer.strategies.gradient_sum import GradientSum, fitted_bucket_bytes
 from trainer.strategies.parameter_average import ParameterAverage
 from trainer.strategies.power_sgd import PowerSgd
-from trainer.strategies.wire import Wire, fitted_bucket_bytes
-from trainer.timing import CpuTimer
 
 SHAPES = ((6, 8), (5,), (6, 2, 4), (40, 30), (30, 10, 4))
 HALF = 2**-8
@@ -68,7 +68,7 @@ def test_sums_inside_each_host_first_are_the_same_sums(gang: Gang) -> None:
 
 
 def summed_in_16_bits(rank: int, values: list[float]) -> float:
-    wire = Wire(group_of(RANKS), ["a", "a", "b", "b"], torch.bfloat16)
+    wire = GradientSum(group_of(RANKS), ["a", "a", "b", "b"], torch.bfloat16)
     tensor = torch.full((3,), values[rank])
     wire.sum(tensor)
     return float(tensor[0])
@@ -81,7 +81,7 @@ def test_a_hosts_sum_is_rounded_and_not_what_it_is_made_of(gang: Gang) -> None:
 
 def relayed(rank: int, _: None) -> list[float]:
     """Thirty sums of other sizes, one of them in three pieces, all begun before the first is waited for."""
-    wire = Wire(group_of(RANKS), ["a", "b", "b", "a"])
+    wire = GradientSum(group_of(RANKS), ["a", "b", "b", "a"])
     tensors = [torch.full((1 + 997 * (number % 3),), float(rank * number)) for number in range(29)]
     tensors.append(torch.full((2 * wire.relay.piece + 1,), float(rank * 29)))
     sums = [future.wait() for future in [wire.begin(tensor) for tensor in tensors]]
@@ -94,7 +94,7 @@ def test_many_sums_at_once_are_not_mixed_up(gang: Gang) -> None:
 
 
 def with_a_lost_piece(_: int, __: None) -> str:
-    wire, reduce, begun = Wire(group_of(RANKS), ["a", "b", "b", "a"]), dist.reduce, []
+    wire, reduce, begun = GradientSum(group_of(RANKS), ["a", "b", "b", "a"]), dist.reduce, []
 
     def loses_the_second(*arguments: Any, **options: Any) -> Any:
         begun.append(arguments)
@@ -126,7 +126,7 @@ class LostSum:
 
 
 def with_a_lost_sum(_: int, __: None) -> str:
-    wire = Wire(group_of(RANKS))
+    wire = GradientSum(group_of(RANKS))
     with patch.object(dist, "all_reduce", return_value=LostSum()):
         try:
             wire.sum(torch.ones(3))
@@ -140,7 +140,7 @@ def test_a_sum_that_is_lost_is_not_taken_for_one(gang: Gang) -> None:
 
 
 def fitted(_: int, __: None) -> int:
-    return fitted_bucket_bytes(Wire(group_of(RANKS)), 232_000_000, torch.device("cpu"))
+    return fitted_bucket_bytes(GradientSum(group_of(RANKS)), 232_000_000, torch.device("cpu"))
 
 
 def test_buckets_fitted_to_the_link_are_the_same_on_all_ranks(gang: Gang) -> None:
@@ -174,7 +174,7 @@ def compressed_beside_exact(rank: int, columns: int | None) -> tuple[float, floa
     """Of ten updates (one where gradients are thin): how far the last sum is from the exact one; how far all that was
     sent and all that is still remembered is from the exact sums; and how far the ranks are from rank 0.
     """
-    wire = Wire(group_of(RANKS))
+    wire = GradientSum(group_of(RANKS))
     exchange = PowerSgd(gradients_of(0, 0), rank=2)
     sent, exact = ([torch.zeros(shape, dtype=torch.float64) for shape in SHAPES] for _ in range(2))
     for step in range(1 if columns else 10):
@@ -404,7 +404,7 @@ def with_a_lost_peer(_: int, __: Any) -> str:
     group = group_of(RANKS)
     dist.all_reduce = lost
     try:
-        Wire(group, dtype=torch.bfloat16)
+        GradientSum(group, dtype=torch.bfloat16)
     except Exception as error:
         return str(error)
     finally:

@@ -13,14 +13,14 @@ import torch
 from torchvision.transforms import functional
 
 from tests.support.trainer_ranks import of_event, trained
-from trainer import ranks
 from trainer.data import loading
 from trainer.data.folders import list_folder
+from trainer.data.sample_stream import RankBatches, SampleStream
 from trainer.data.sets import find_facts, open_data, whole
-from trainer.env import read_rank_info
+from trainer.ranks.process_group import join
+from trainer.ranks.rank_info import read_rank_info
 from trainer.shared.config import Settings, parse_settings
 from trainer.shared.errors import TrainError
-from trainer.stream import RankBatches, SampleStream
 
 CPU = torch.device("cpu")
 ALONE = read_rank_info({})
@@ -108,7 +108,7 @@ def test_a_broken_image_is_one_line_with_its_name(images: Path, loader: str, pro
     broken = images / "train" / "red" / "2.png"
     broken.write_bytes(broken.read_bytes()[:-40] if content is None else content)
     settings = settings_for(images, loader=loader, num_workers=processes)
-    ranks.join(ALONE, "gloo", CPU)
+    join(ALONE, "gloo", CPU)
     try:
         facts = loading.agree_on_facts(settings, ALONE)
         order = RankBatches(SampleStream(facts.train_samples, 4, (4,), 0), 0)
@@ -122,11 +122,11 @@ def test_a_broken_image_is_one_line_with_its_name(images: Path, loader: str, pro
 
 def test_hosts_whose_folders_differ_are_named(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = settings_for(images)
-    ranks.join(ALONE, "gloo", CPU)
+    join(ALONE, "gloo", CPU)
     try:
         other = json.dumps(["elsewhere", "another digest", 3, 12, 3])
-        gather_lines = ranks.gather_lines
-        monkeypatch.setattr(ranks, "gather_lines", lambda own: [*gather_lines(own), other if own else ""])
+        gather_lines = loading.gather_lines
+        monkeypatch.setattr(loading, "gather_lines", lambda own: [*gather_lines(own), other if own else ""])
         with pytest.raises(TrainError, match=f"the files in {images} differ between .* and elsewhere: bring the same"):
             loading.agree_on_facts(settings, ALONE)
     finally:

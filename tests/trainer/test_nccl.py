@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.gloo_ranks import Gang, group_of
-from trainer import nccl
+from trainer.ranks import nccl
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.env import read_rank_info
+from trainer.ranks.rank_info import read_rank_info
 from trainer.shared.errors import TrainError
 from trainer.shared.pace import BACKWARD, FORWARD, OPTIMISER, Pace, read_pace
 

@@ -14,8 +14,8 @@ import torch
 
 from trainer.data import resident
 from trainer.data.augment import AUGMENTATIONS
+from trainer.data.sample_stream import RankBatches, SampleStream
 from trainer.shared.experiments import DATA_SETS
-from trainer.stream import RankBatches, SampleStream
 
 WAYS = [resident.in_turn, resident.in_thread]
 

@@ -25,12 +25,12 @@ from tests.support.trainer_ranks import ROOT, environment, of_event, records, st
 from trainer.compute.microbatches import MicroBatches
 from trainer.compute.models import build_model
 from trainer.data.loading import loader_processes
-from trainer.env import read_rank_info
-from trainer.setup import check_batch_norm, check_pairs
+from trainer.data.sample_stream import SampleStream
+from trainer.ranks.rank_info import read_rank_info
+from trainer.setup.batch_norm import check_batch_norm, check_pairs
 from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
 from trainer.shared.metrics import EVENT_FIELDS
-from trainer.stream import SampleStream
 
 SYNTHETIC = ["--exp", "mnist_lenet", "--data", "synthetic", "--device", "cpu"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer"]

@@ -17,11 +17,17 @@ pytest.importorskip("torchvision")
 import torch
 import torch.multiprocessing as mp
 
-from trainer import ranks
 from trainer.compute.models import build_model
-from trainer.env import RankInfo
+from trainer.compute.timer import CpuTimer
+from trainer.data.blank import BlankBatches
+from trainer.data.sample_stream import RankBatches, SampleStream
 from trainer.paced.anatomy import Anatomy, dissect
-from trainer.paced.standin import BlankBatches, StandIn, StandInOptimizer, StandInWorker, Stopwatch, memory_needed
+from trainer.paced.executor import StandInExecutor
+from trainer.paced.memory import memory_needed
+from trainer.paced.standin import StandIn, StandInOptimizer
+from trainer.paced.stopwatch import Stopwatch
+from trainer.ranks.process_group import join, leave
+from trainer.ranks.rank_info import RankInfo
 from trainer.shared import gpu_work
 from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
@@ -29,8 +35,6 @@ from trainer.shared.gpu_work import Work
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.pace import BACKWARD, FORWARD, OPTIMISER, Pace
 from trainer.strategies import build_strategy, local_loss
-from trainer.stream import RankBatches, SampleStream
-from trainer.timing import CpuTimer
 
 SHAPE = (1, 28, 28)
 STEP_S = 0.5
@@ -196,7 +200,7 @@ def test_lateness_is_the_median_after_the_warm_up() -> None:
 
 def test_work_beside_a_step_takes_a_gpus_time_and_is_not_done() -> None:
     step = Step(Pace(samples_per_s=100, fixed_ms=100, gb_per_s=288))
-    worker, done = StandInWorker(step.stopwatch), list[str]()
+    worker, done = StandInExecutor(step.stopwatch), list[str]()
     step.take()
     before_s = step.clock.now()
     worker(gpu_work.leave(232_657_192), lambda: done.append("moved"))
@@ -207,7 +211,7 @@ def test_work_beside_a_step_takes_a_gpus_time_and_is_not_done() -> None:
 def test_short_work_is_made_up_for_with_what_follows() -> None:
     step = Step()
     step.take()
-    worker, before_s = StandInWorker(step.stopwatch), step.clock.now()
+    worker, before_s = StandInExecutor(step.stopwatch), step.clock.now()
     for _ in range(10):
         worker(Work(0, kernels=20), lambda: None)  # 0.2 ms each
     assert step.clock.now() - before_s == pytest.approx(0.0018)
@@ -220,14 +224,14 @@ def test_what_the_cpu_is_late_with_work_beside_a_step_counts_as_late() -> None:
     step.take()
     asleep = step.clock.sleep
     step.clock.sleep = lambda seconds: asleep(seconds + 0.02)  # others have the CPU
-    StandInWorker(step.stopwatch)(Work(0, kernels=1000), lambda: None)
+    StandInExecutor(step.stopwatch)(Work(0, kernels=1000), lambda: None)
     assert step.stopwatch.lateness == pytest.approx([0.02 / STEP_S])
 
 
 def test_a_threads_work_has_a_time_line_of_its_own() -> None:
     step = Step()
     step.take()
-    worker = StandInWorker(step.stopwatch)
+    worker = StandInExecutor(step.stopwatch)
     worker(Work(0, kernels=1000), lambda: None)
     before_s = step.clock.now()
     beside = worker.beside()
@@ -288,7 +292,7 @@ def test_a_batch_that_the_gpu_could_not_hold_is_refused_with_the_largest_that_fi
 def run_rank(rank: int, folder: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=(Path(folder) / "port").read_text())
     torch.set_num_threads(1)
-    group = ranks.join(RankInfo(rank, rank, 2, 2, "vm", f"node{rank}", None, "127.0.0.1"), "auto", torch.device("cpu"))
+    group = join(RankInfo(rank, rank, 2, 2, "vm", f"node{rank}", None, "127.0.0.1"), "auto", torch.device("cpu"))
     model = StandIn(dissect("lenet", SHAPE, 10), Stopwatch(Pace(samples_per_s=200)), 10)
     timer = CpuTimer()
     strategy = build_strategy(parse_settings("mnist_lenet", {"bucket_mib": "0.01"}), model, group, timer)
@@ -304,7 +308,7 @@ def run_rank(rank: int, folder: str) -> None:
     result["equal"] = all(torch.allclose(parameter.grad, 2 * parameter) for parameter in model.parameters())
     result["weights"] = float(sum(parameter.detach().double().sum() for parameter in model.parameters()))
     (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
-    ranks.leave()
+    leave()
 
 
 def test_ddps_hooks_fire_during_a_stand_ins_backward_and_real_gradients_travel(tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from trainer import step_log
-from trainer.progress import Progress
+from trainer.compute.timer import CpuTimer
 from trainer.shared.metrics import MetricsWriter
-from trainer.step_log import Step, StepLog
 from trainer.strategies import Exchange
-from trainer.timing import CpuTimer
+from trainer.training import step_log
+from trainer.training.progress import Progress
+from trainer.training.step_log import Step, StepLog
 
 
 class Device(CpuTimer):

@@ -24,16 +24,17 @@ from torch import nn
 from tests.support.gloo_ranks import RANKS, Gang, group_of
 from tests.support.trainer_ranks import of_event, trained
 from trainer.compute import precision
+from trainer.compute.brake import Brake
 from trainer.compute.models import build_model, gradient_bytes
 from trainer.compute.precision import build_precision
-from trainer.setup import check_batch_norm
+from trainer.compute.timer import CpuTimer
+from trainer.data.sample_stream import SampleStream
+from trainer.setup.batch_norm import check_batch_norm
 from trainer.shared.config import SettingsError, parse_settings
 from trainer.shared.errors import TrainError
 from trainer.shared.slow import Slow
 from trainer.strategies import after_backward, build_strategy, ddp, fsdp, local_loss
 from trainer.strategies.batch_norm import synchronise_batch_norm, whole_batch_statistics
-from trainer.stream import SampleStream
-from trainer.timing import Brake, CpuTimer
 
 NEWEST_FSDP = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
 AFTER_BACKWARD = ("allreduce", "allreduce_flat", "reduce_broadcast", "gather_scatter", "allgather", "reduce_scatter")

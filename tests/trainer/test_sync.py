@@ -21,21 +21,23 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.utils.data import DataLoader
 
-from trainer import ranks
-from trainer import setup as training
 from trainer.checkpoints.checkpoint import CheckpointKeeper
 from trainer.compute.running_statistics import average_running_statistics
-from trainer.env import RankInfo
-from trainer.evaluate import evaluate
-from trainer.progress import Progress
+from trainer.compute.timer import CpuTimer
+from trainer.ranks.agreement import together
+from trainer.ranks.process_group import join, leave
+from trainer.ranks.rank_info import RankInfo
+from trainer.setup import assemble
 from trainer.shared.config import STRATEGIES, Settings, parse_settings
 from trainer.shared.errors import TrainError
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.pace import Pace
 from trainer.shared.slow import PLACES
 from trainer.strategies import build_strategy, local_loss, weighted
-from trainer.timing import CpuTimer
 from trainer.train import train_epoch
+from trainer.training.evaluate import evaluate
+from trainer.training.progress import Progress
+from trainer.training.run import Run
 
 WORLD_SIZE = 3
 CPU = torch.device("cpu")
@@ -77,12 +79,12 @@ def compute_and_exposed_s(strategy_name: str, group: Any) -> tuple[float, float]
     return timer.ms(begin, computed) / 1000, timer.ms(computed, timer.mark()) / 1000
 
 
-def set_up(group: Any, rank: int, path: Path | None = None, pace: Pace | None = None, **more: str) -> training.Run:
+def set_up(group: Any, rank: int, path: Path | None = None, pace: Pace | None = None, **more: str) -> Run:
     """As `train` would, in the group that is already there."""
-    training.ranks.join = lambda *_: group
+    assemble.join = lambda *_: group
     pairs = {"data": "synthetic", "device": "cpu", "num_workers": "0", "batch": "12", "samples": "60", **more}
     info = RankInfo(rank, rank, WORLD_SIZE, WORLD_SIZE, "vm", f"node{rank}", None, None, pace)
-    return training.set_up(parse_settings("mnist_lenet", pairs), info, MetricsWriter(path))
+    return assemble.set_up(parse_settings("mnist_lenet", pairs), info, MetricsWriter(path))
 
 
 def braked_steps(group: Any, rank: int, folder: str, strategy: str, place: str) -> tuple[list[Any], list[str]]:
@@ -165,7 +167,7 @@ def first_pixel_data() -> list[tuple[Any, int]]:
 
 def failure_line(rank: int) -> str:
     try:
-        with ranks.together(f"node{rank}"):
+        with together(f"node{rank}"):
             if rank == 1:
                 raise TrainError("the disk is full")
     except TrainError as error:
@@ -177,7 +179,7 @@ def run_rank(rank: int, folder: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=(Path(folder) / "port").read_text())
     torch.set_num_threads(1)
     info = RankInfo(rank, rank, WORLD_SIZE, WORLD_SIZE, "vm", f"node{rank}", None, "127.0.0.1")
-    group = ranks.join(info, "auto", CPU)
+    group = join(info, "auto", CPU)
     result: dict[str, Any] = {"times": {name: [compute_and_exposed_s(name, group) for _ in range(3)] for name in TIMED}}
     result["statistics"] = averaged_statistics(group, rank)
     own = first_pixel_data()[rank * 4 : rank * 4 + 4]  # 4, 3 and none
@@ -200,7 +202,7 @@ def run_rank(rank: int, folder: str) -> None:
     asked = {"strategy": "fsdp"}, {"sync_bn": "true"}, {"amp": "bf16"}
     result["not paced"] = [refusal(group, rank, paced, **settings) for settings in asked]
     (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
-    ranks.leave()
+    leave()
 
 
 @pytest.fixture(scope="module")

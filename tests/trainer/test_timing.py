@@ -8,9 +8,10 @@ pytest.importorskip("torch")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer import timing
+from trainer.compute import brake as brakes
+from trainer.compute.brake import Brake
+from trainer.compute.timer import CpuTimer, covered_ms
 from trainer.shared.slow import Slow
-from trainer.timing import Brake, CpuTimer, covered_ms
 
 
 class Seconds(CpuTimer):
@@ -39,7 +40,7 @@ def test_a_collective_that_outlasts_later_ones_counts_from_its_own_begin() -> No
 
 def test_the_brake_holds_the_named_rank_at_the_named_place_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(timing.time, "sleep", slept.append)
+    monkeypatch.setattr(brakes.time, "sleep", slept.append)
     timer = Seconds()
     postponed: list[float] = []
     brake = Brake(Slow(rank=1, at="backward", ms=50), rank=1, timer=timer, postpone=postponed.append)

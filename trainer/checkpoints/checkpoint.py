@@ -30,7 +30,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer import ranks
 from trainer.checkpoints.file import (
     SCHEMA,
     Checkpoint,
@@ -43,16 +42,17 @@ from trainer.checkpoints.file import (
     reason,
     write_file,
 )
-from trainer.checkpoints.random_state import random_state
 from trainer.compute.models import running_statistics
 from trainer.data.sets import find_facts
-from trainer.look import looked_at
-from trainer.progress import Progress
+from trainer.ranks.agreement import gather_lines, together
 from trainer.shared.config import Settings
 from trainer.shared.errors import TrainError
+from trainer.training.progress import Progress
+from trainer.training.random_state import random_state
+from trainer.training.shared_network import shared_network
 
 if TYPE_CHECKING:
-    from trainer.setup import Run
+    from trainer.training.run import Run
 
 _SAME = ("exp", "model", "data", "batch", "samples", "seed", "augment")
 """Settings that a run must share with its checkpoint: of other data, the position in the stream would mean nothing."""
@@ -71,7 +71,7 @@ class CheckpointKeeper:
         self.every = run.settings.checkpoint_every
         if self.every or run.settings.resume:
             check_kind(run)
-            with ranks.together(run.info.node):  # lists a folder once more; the hosts have agreed on it by now
+            with together(run.info.node):  # lists a folder once more; the hosts have agreed on it by now
                 self.data = find_facts(run.settings)[1] if run.info.rank == 0 else ""
 
     def is_due(self, updates: int) -> bool:
@@ -102,12 +102,12 @@ class CheckpointKeeper:
     def _collect(self, progress: Progress) -> Checkpoint | None:
         """The whole content on rank 0, None on the others."""
         run = self.run
-        names = ranks.gather_lines(_name(run))
+        names = gather_lines(_name(run))
         sums = _gather(torch.tensor([progress.loss_sum, progress.samples, progress.recent], dtype=torch.float64))
         of_this_rank = self._own_tensors()
         own = [_apart(flat, of_this_rank) for flat in _gather(_flat(of_this_rank.values()))]
         random = _gather(random_state())
-        with looked_at(run, progress) as network:
+        with shared_network(run, progress) as network:
             seen = network.state_dict() if run.info.rank == 0 else {}
             model = {name: tensor.detach().cpu().clone() for name, tensor in seen.items()}
         if run.info.rank != 0:
@@ -147,7 +147,7 @@ class CheckpointKeeper:
         """Rank 0 reads, and tells the others. Raises TrainError, on every rank the same."""
         info, source, saved, content = self.run.info, None, None, b""
         passed_over: dict[Path, str] = {}
-        with ranks.together(info.node):
+        with together(info.node):
             if info.rank == 0:
                 if source := source_of(self.run.settings):
                     saved, content, passed_over = read_file(source)
@@ -159,8 +159,8 @@ class CheckpointKeeper:
         content = _broadcast(content)
         if not content:
             return Progress()
-        names = ranks.gather_lines(_name(self.run))
-        with ranks.together(info.node):
+        names = gather_lines(_name(self.run))
+        with together(info.node):
             saved = saved or parse(content, "the checkpoint")
             if saved.names == names:
                 self._take_shares(saved)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.ranks import agreed
+from trainer.ranks.agreement import agreed
 from trainer.shared.config import Settings
 from trainer.shared.errors import TrainError
 

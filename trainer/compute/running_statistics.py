@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.compute.flat_buffer import flatten, unflatten
 from trainer.compute.models import running_statistics
-from trainer.flat import flatten, unflatten
-from trainer.ranks import sum_over_ranks
+from trainer.ranks.agreement import sum_over_ranks
 
 BATCHES = 50
 """Updates whose samples decide what is estimated again."""

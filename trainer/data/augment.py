@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms import functional
 
-from trainer.stream import derive_seed
+from trainer.data.sample_stream import derive_seed
 
 MAX_DEGREES, MAX_SHIFT, MAX_SCALE = 10.0, 0.1, 0.1
 """`affine`: turned by so much either way, moved by whole pixels up to a tenth of the image, scaled by 0.9 to 1.1."""

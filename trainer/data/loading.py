@@ -21,18 +21,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer import ranks
 from trainer.data import resident, workers
 from trainer.data.augment import AUGMENTATIONS
+from trainer.data.blank import BlankBatches
 from trainer.data.fetch import folder, prepare
+from trainer.data.sample_stream import RankBatches
 from trainer.data.sets import find_facts, known_facts, open_data, whole
-from trainer.env import RankInfo
-from trainer.paced.standin import BlankBatches
+from trainer.ranks.agreement import gather_lines, together
+from trainer.ranks.rank_info import RankInfo
 from trainer.shared.config import Settings
 from trainer.shared.errors import TrainError
 from trainer.shared.experiments import DataSet
 from trainer.shared.shares import scale_shares
-from trainer.stream import RankBatches
 
 Batch = tuple[Tensor, Tensor]
 Batches = Iterable[Batch]
@@ -58,11 +58,11 @@ def agree_on_facts(settings: Settings, info: RankInfo) -> DataSet:
     A paced rank has no data: it takes the others' word, and where all are paced that of the experiment's own data set.
     """
     own = ""
-    with ranks.together(info.node):
+    with together(info.node):
         if not info.pace:
             facts, mark = find_facts(settings)
             own = json.dumps([info.node, mark, facts.classes, facts.train_samples, facts.test_samples])
-    found = [json.loads(line) for line in ranks.gather_lines(own) if line]
+    found = [json.loads(line) for line in gather_lines(own) if line]
     if not found:
         return known_facts(settings)
     node, *first = found[0]
@@ -135,10 +135,10 @@ def open_batches(
     settings: Settings, facts: DataSet, order: RankBatches, info: RankInfo, device: torch.device
 ) -> Opened:
     """All ranks of all hosts take part: one that fails, fails them all. A paced rank has blank batches."""
-    with ranks.together(info.node):  # one rank of each host fetches and unpacks
+    with together(info.node):  # one rank of each host fetches and unpacks
         if info.local_rank == 0 and not info.pace:
             prepare(settings)
-    with ranks.together(info.node):
+    with together(info.node):
         if not info.pace:
             if settings.loader == "resident":
                 return _resident(settings, facts, order, device, prepare_ahead(info, device))

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from trainer.data.augment import Augmentation
+from trainer.data.sample_stream import RankBatches
 from trainer.shared.experiments import DataSet
-from trainer.stream import RankBatches
 
 Batch = tuple[Tensor, Tensor]
 Job = Callable[[], list[Batch]]

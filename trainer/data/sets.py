@@ -20,10 +20,10 @@ from torchvision.transforms import functional
 from trainer.data.augment import random_words
 from trainer.data.fetch import folder, open_files
 from trainer.data.folders import FolderImages, list_folder
+from trainer.data.sample_stream import derive_seed
 from trainer.shared.config import Settings
 from trainer.shared.errors import TrainError
 from trainer.shared.experiments import DataSet
-from trainer.stream import derive_seed
 
 _MADE_AT_ONCE = 4096
 

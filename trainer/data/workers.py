@@ -19,9 +19,9 @@ from torchvision import transforms
 
 from trainer.data.augment import Augmentation
 from trainer.data.resident import in_stream
+from trainer.data.sample_stream import RankBatches
 from trainer.shared.errors import TrainError
 from trainer.shared.experiments import DataSet
-from trainer.stream import RankBatches
 
 Batch = tuple[Tensor, Tensor]
 

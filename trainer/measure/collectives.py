@@ -19,16 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer import ranks
-from trainer.env import RankInfo
+from trainer.compute.timer import Timer, timer_for
 from trainer.measure.links import measure_links
-from trainer.ranks import agreed, timed_together
-from trainer.setup import start_fields, use_threads
+from trainer.measure.timed_together import timed_together
+from trainer.ranks.agreement import agreed, gather_lines, together
+from trainer.ranks.devices import choose_device, use_threads
+from trainer.ranks.process_group import join, leave
+from trainer.ranks.rank_info import RankInfo
+from trainer.setup.start_record import start_fields
 from trainer.shared.alpha_beta import algorithm_gbps, bus_factor, fit
 from trainer.shared.config import CollectiveSettings
 from trainer.shared.errors import TrainError
 from trainer.shared.metrics import MetricsWriter
-from trainer.timing import Timer, timer_for
 
 LEAST_ITERATIONS = 3
 PATTERN = 4099
@@ -70,8 +72,8 @@ def measure(settings: CollectiveSettings, info: RankInfo, metrics: MetricsWriter
         raise TrainError("collectives: one rank alone has nobody to exchange bytes with; start two or more")
     use_threads(info)
     # A host that stands in for a GPU has none, but its network is its own.
-    device = torch.device("cpu") if info.pace else ranks.choose_device(settings.device, settings.backend, info)
-    group = ranks.join(info, settings.backend, device)
+    device = torch.device("cpu") if info.pace else choose_device(settings.device, settings.backend, info)
+    group = join(info, settings.backend, device)
     device = where_elements_lie(group, device, info)
     cells = [(size, operation) for size in settings.sizes for operation in settings.chosen_operations]
     start = start_fields(settings, info, device, group, None)
@@ -86,8 +88,8 @@ def measure(settings: CollectiveSettings, info: RankInfo, metrics: MetricsWriter
     for operation, results in found.items():
         report_line(info, operation, results)
     if settings.links:
-        measure_links(ranks.gather_lines(info.node), group, device, bench.timer, deadline_s, metrics)
-    ranks.leave()
+        measure_links(gather_lines(info.node), group, device, bench.timer, deadline_s, metrics)
+    leave()
     metrics.end("succeeded")
 
 
@@ -145,10 +147,10 @@ def try_first(bench: Bench, exchange: Exchange) -> float | str:
         seconds = timed_together(bench.timer, exchange.run)
     except (RuntimeError, NotImplementedError, ValueError) as error:
         refusal = f"torch {torch.__version__}, {dist.get_backend(bench.group)}: {first_line(error)}"
-    refused = next((line for line in ranks.gather_lines(refusal) if line), "")
+    refused = next((line for line in gather_lines(refusal) if line), "")
     if refused:
         return refused
-    with ranks.together(bench.info.node):
+    with together(bench.info.node):
         if not exchange.is_right():
             raise TrainError(f"{exchange.operation}: rank {bench.info.rank} received other values than were sent")
     return agreed([seconds], dist.ReduceOp.MAX)[0]

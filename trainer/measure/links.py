@@ -17,10 +17,11 @@ from itertools import permutations
 import torch
 import torch.distributed as dist
 
-from trainer.ranks import agreed, timed_together
+from trainer.compute.timer import Timer
+from trainer.measure.timed_together import timed_together
+from trainer.ranks.agreement import agreed
 from trainer.shared.alpha_beta import algorithm_gbps
 from trainer.shared.metrics import MetricsWriter
-from trainer.timing import Timer
 
 LINK_BYTES = 8 << 20
 """27 ms at 2.5 Gbps: many times what a message costs."""

@@ -22,16 +22,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer import ranks
 from trainer.compute.arithmetic import arranged, choose_arithmetic, devices_of_all_ranks, use_arithmetic
 from trainer.compute.graphs import WARM, replayable, why_not
 from trainer.compute.models import build_model, gradient_bytes
 from trainer.compute.precision import Full, build_precision
+from trainer.compute.timer import Timer, timer_for
 from trainer.data.loading import agree_on_facts, choose_loader, resident_bytes
-from trainer.env import RankInfo
 from trainer.paced.anatomy import dissect
-from trainer.paced.standin import StandIn, StandInOptimizer, most_samples
-from trainer.setup import build_optimizer, stand_in, start_fields, use_threads
+from trainer.paced.memory import most_samples
+from trainer.paced.standin import StandIn, StandInOptimizer
+from trainer.ranks.agreement import together
+from trainer.ranks.devices import choose_device, use_threads
+from trainer.ranks.process_group import join, leave
+from trainer.ranks.rank_info import RankInfo
+from trainer.setup.network import stand_in
+from trainer.setup.optimizer import build_optimizer
+from trainer.setup.start_record import start_fields
 from trainer.shared.alpha_beta import Line, fit
 from trainer.shared.config import Settings
 from trainer.shared.errors import TrainError
@@ -39,7 +45,6 @@ from trainer.shared.experiments import DataSet
 from trainer.shared.metrics import LATE, MetricsWriter
 from trainer.shared.pace import Pace
 from trainer.strategies import local_loss
-from trainer.timing import Timer, timer_for
 
 FIRST = 2
 """Samples of the smallest batch: BatchNorm can make nothing of one."""
@@ -81,14 +86,14 @@ class NoMemory(Exception):
 def profile(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
     """Measures, records. Raises TrainError for what a person can mend."""
     use_threads(info)
-    device = torch.device("cpu") if info.pace else ranks.choose_device(settings.device, settings.backend, info)
+    device = torch.device("cpu") if info.pace else choose_device(settings.device, settings.backend, info)
     if device.type == "cuda":
         metrics.peak_memory_bytes = lambda: torch.cuda.max_memory_allocated(device)
     torch.manual_seed(settings.seed)
-    group = ranks.join(info, settings.backend, device)
+    group = join(info, settings.backend, device)
     facts = agree_on_facts(settings, info)
     everyone = devices_of_all_ranks(device)
-    with ranks.together(info.node):
+    with together(info.node):
         settings = choose_arithmetic(choose_loader(settings, facts, info, device), device, everyone)
         use_arithmetic(settings)
         precision = build_precision(settings.amp, device, None)  # ranks of a host take their updates as they come
@@ -104,11 +109,11 @@ def profile(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
     if info.rank == 0:
         print(f"{settings.exp}: measuring {info.node} alone, {settings.profile_s:g} s", flush=True)
     dist.barrier()
-    with ranks.together(info.node):
+    with together(info.node):
         ladder = climb(subject.update, 2 * settings.batch, settings.profile_s, untimed=untimed)
         metrics.lateness = ladder.lateness
         metrics.write("profile", **record_of(ladder), **again(subject.update, ladder, settings.profile_s))
-    ranks.leave()
+    leave()
     metrics.end("succeeded")
 
 

@@ -34,6 +34,9 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import nn
 
+from trainer.compute.brake import NO_BRAKE, Brake
+from trainer.compute.executor import ON_DEVICE, Executor
+from trainer.compute.timer import Timer
 from trainer.shared.config import Settings
 from trainer.shared.errors import TrainError
 from trainer.strategies.after_backward import EXCHANGES, AfterBackward
@@ -43,11 +46,9 @@ from trainer.strategies.compressed import Compressed
 from trainer.strategies.ddp import Ddp
 from trainer.strategies.exact_first import ExactFirst
 from trainer.strategies.fsdp import Fsdp
+from trainer.strategies.gradient_sum import DTYPES, GradientSum
 from trainer.strategies.parameter_average import ParameterAverage
 from trainer.strategies.single import Alone
-from trainer.strategies.wire import DTYPES, Wire
-from trainer.timing import NO_BRAKE, Brake, Timer
-from trainer.worker import WORKER, Worker
 
 __all__ = ["Exchange", "Strategy", "build_strategy", "local_loss", "weighted"]
 
@@ -61,7 +62,7 @@ def build_strategy(
     group: dist.ProcessGroup,
     timer: Timer,
     brake: Brake = NO_BRAKE,
-    worker: Worker = WORKER,
+    executor: Executor = ON_DEVICE,
     *,
     nodes: Sequence[str] = (),
     devices: Sequence[str] = (),
@@ -85,31 +86,31 @@ def build_strategy(
         )
     if settings.sync_bn:
         synchronise_batch_norm(model, group)
-    wire = Wire(group, nodes, DTYPES[settings.sent_as], brake, worker, devices)
+    sums = GradientSum(group, nodes, DTYPES[settings.sent_as], brake, executor, devices)
     if settings.fidelity not in ("compressed", "local"):
-        return _exact(settings, model, wire, timer, brake)
+        return _exact(settings, model, sums, timer, brake)
     after = settings.exact_updates(updates)
     if not after:
-        return _lesser(settings, model, wire, timer, brake)
-    full = Wire(group, nodes, brake=brake, worker=worker, devices=devices) if wire.dtype else wire
+        return _lesser(settings, model, sums, timer, brake)
+    full = GradientSum(group, nodes, brake=brake, executor=executor, devices=devices) if sums.dtype else sums
     exact = _exact(settings, model, full, timer, brake)
-    return ExactFirst(exact, _lesser(settings, model, wire, timer, brake), after)
+    return ExactFirst(exact, _lesser(settings, model, sums, timer, brake), after)
 
 
-def _lesser(settings: Settings, model: nn.Module, wire: Wire, timer: Timer, brake: Brake) -> Strategy:
+def _lesser(settings: Settings, model: nn.Module, sums: GradientSum, timer: Timer, brake: Brake) -> Strategy:
     if settings.fidelity == "compressed":
-        return Compressed(model, wire, timer, brake, settings.compress_rank)
+        return Compressed(model, sums, timer, brake, settings.compress_rank)
     outer = (settings.outer_lr, settings.outer_momentum)
-    return ParameterAverage(model, wire, timer, brake, settings.local_steps, settings.overlap, *outer)
+    return ParameterAverage(model, sums, timer, brake, settings.local_steps, settings.overlap, *outer)
 
 
-def _exact(settings: Settings, model: nn.Module, wire: Wire, timer: Timer, brake: Brake) -> Strategy:
+def _exact(settings: Settings, model: nn.Module, sums: GradientSum, timer: Timer, brake: Brake) -> Strategy:
     """As far as the wire is."""
     name = settings.strategy
     if name == "ddp":
-        return Ddp(model, wire, timer, brake, settings.bucket_mib)
+        return Ddp(model, sums, timer, brake, settings.bucket_mib)
     if name == "fsdp":
-        return Fsdp(model, wire.group, timer, brake, settings.bucket_mib or FSDP_MIB)
+        return Fsdp(model, sums.group, timer, brake, settings.bucket_mib or FSDP_MIB)
     if name == "parameter_average":
-        return ParameterAverage(model, wire, timer, brake, every=1)
-    return AfterBackward(model, wire, timer, brake, EXCHANGES[name])
+        return ParameterAverage(model, sums, timer, brake, every=1)
+    return AfterBackward(model, sums, timer, brake, EXCHANGES[name])

@@ -1,6 +1,6 @@
 """Gradients exchanged when backward is done, by blocking collectives in one fixed order.
 
-    strategy = AfterBackward(model, wire, timer, brake, EXCHANGES["reduce_broadcast"])
+    strategy = AfterBackward(model, sums, timer, brake, EXCHANGES["reduce_broadcast"])
 
 Each exchange is one function: it takes this rank's gradients, in the order of the model's parameters, and leaves in
 them the sum over all ranks.
@@ -15,122 +15,123 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from trainer.compute.brake import Brake
+from trainer.compute.flat_buffer import flatten, unflatten
 from trainer.compute.models import trainable
-from trainer.flat import flatten, unflatten
+from trainer.compute.timer import Timer
 from trainer.shared import gpu_work
 from trainer.strategies.base import Base, Exchange, first_rank, share_initial_state, weighted
-from trainer.strategies.wire import Wire
-from trainer.timing import Brake, Timer
+from trainer.strategies.gradient_sum import GradientSum
 
 Gradients = Sequence[Tensor]
-Swap = Callable[[Gradients, Wire], None]
+Swap = Callable[[Gradients, GradientSum], None]
 
 
 class AfterBackward(Base):
     """Nothing travels before this rank's last gradient is there: what follows is the wire and the wait for others."""
 
-    def __init__(self, model: nn.Module, wire: Wire, timer: Timer, brake: Brake, exchange: Swap) -> None:
+    def __init__(self, model: nn.Module, sums: GradientSum, timer: Timer, brake: Brake, exchange: Swap) -> None:
         self.model = model
-        self.wire = wire
+        self.sums = sums
         self.timer = timer
         self.brake = brake
         self.exchange = exchange
-        share_initial_state(model, wire.group)
+        share_initial_state(model, sums.group)
 
     def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
         weighted(loss_sum, batch).backward()
         self.brake.pause("sync")
         computed = self.timer.mark()
-        before_s = self.wire.held_up_s
-        self.exchange([parameter.grad for parameter in trainable(self.model)], self.wire)
-        return Exchange(computed, held_up_s=self.wire.held_up_s - before_s)
+        before_s = self.sums.held_up_s
+        self.exchange([parameter.grad for parameter in trainable(self.model)], self.sums)
+        return Exchange(computed, held_up_s=self.sums.held_up_s - before_s)
 
     def whole(self) -> nn.Module:
         return self.model
 
 
-def joined(gradients: Gradients, wire: Wire) -> Tensor:
+def joined(gradients: Gradients, sums: GradientSum) -> Tensor:
     """All of them in one buffer."""
     flat = gradients[0].new_empty(sum(gradient.numel() for gradient in gradients))
-    wire.worker(gpu_work.copy(flat.nbytes), lambda: flatten(gradients, out=flat))
+    sums.executor(gpu_work.copy(flat.nbytes), lambda: flatten(gradients, out=flat))
     return flat
 
 
-def taken_apart(flat: Tensor, gradients: Gradients, wire: Wire) -> None:
-    wire.worker(gpu_work.copy(flat.nbytes), lambda: unflatten(flat, gradients))
+def taken_apart(flat: Tensor, gradients: Gradients, sums: GradientSum) -> None:
+    sums.executor(gpu_work.copy(flat.nbytes), lambda: unflatten(flat, gradients))
 
 
-def added_up(gathered: Sequence[Tensor], wire: Wire) -> Tensor:
+def added_up(gathered: Sequence[Tensor], sums: GradientSum) -> Tensor:
     total = torch.empty_like(gathered[0])
-    wire.worker(gpu_work.copy(len(gathered) * total.nbytes), lambda: sum_in_order(gathered, total))
+    sums.executor(gpu_work.copy(len(gathered) * total.nbytes), lambda: sum_in_order(gathered, total))
     return total
 
 
-def allreduce(gradients: Gradients, wire: Wire) -> None:
+def allreduce(gradients: Gradients, sums: GradientSum) -> None:
     """One all_reduce(SUM) a parameter: the loop of the studies, less its division."""
     for gradient in gradients:
-        wire.sum(gradient)
+        sums.sum(gradient)
 
 
-def allreduce_flat(gradients: Gradients, wire: Wire) -> None:
+def allreduce_flat(gradients: Gradients, sums: GradientSum) -> None:
     """One all_reduce(SUM) of all gradients in one buffer: one latency instead of one a parameter (the "tensor fusion"
     of Horovod, Sergeev and Del Balso 2018, with a buffer for everything).
     """
-    flat = joined(gradients, wire)
-    wire.sum(flat)
-    taken_apart(flat, gradients, wire)
+    flat = joined(gradients, sums)
+    sums.sum(flat)
+    taken_apart(flat, gradients, sums)
 
 
-def reduce_broadcast(gradients: Gradients, wire: Wire) -> None:
+def reduce_broadcast(gradients: Gradients, sums: GradientSum) -> None:
     """The sum to rank 0, and from there to all: the second primitive of the studies, and a parameter server's
     traffic (Li et al. 2014) with rank 0 as the server.
     """
-    flat, group = joined(gradients, wire), wire.group
-    wire.hold_up()
+    flat, group = joined(gradients, sums), sums.group
+    sums.hold_up()
     dist.reduce(flat, dst=first_rank(group), group=group)
-    wire.hold_up()
+    sums.hold_up()
     dist.broadcast(flat, src=first_rank(group), group=group)
-    taken_apart(flat, gradients, wire)
+    taken_apart(flat, gradients, sums)
 
 
-def gather_scatter(gradients: Gradients, wire: Wire) -> None:
+def gather_scatter(gradients: Gradients, sums: GradientSum) -> None:
     """Every rank's gradients to rank 0, which adds them up and scatters a copy of the sum to each: the exercise of the
     studies. Rank 0's link carries everything, twice.
     """
-    flat, group = joined(gradients, wire), wire.group
+    flat, group = joined(gradients, sums), sums.group
     is_first = dist.get_rank(group) == 0
     gathered = [torch.empty_like(flat) for _ in range(group.size())] if is_first else None
-    wire.hold_up()
+    sums.hold_up()
     dist.gather(flat, gathered, dst=first_rank(group), group=group)
-    sums = [added_up(gathered, wire)] * group.size() if gathered else None
-    wire.hold_up()
-    dist.scatter(flat, sums, src=first_rank(group), group=group)
-    taken_apart(flat, gradients, wire)
+    copies = [added_up(gathered, sums)] * group.size() if gathered else None
+    sums.hold_up()
+    dist.scatter(flat, copies, src=first_rank(group), group=group)
+    taken_apart(flat, gradients, sums)
 
 
-def allgather(gradients: Gradients, wire: Wire) -> None:
+def allgather(gradients: Gradients, sums: GradientSum) -> None:
     """Every rank's gradients to every rank, each adds them up itself: W times the bytes, and a sum whose order does not
     depend on the collective's algorithm.
     """
-    flat, group = joined(gradients, wire), wire.group
+    flat, group = joined(gradients, sums), sums.group
     gathered = [torch.empty_like(flat) for _ in range(group.size())]
-    wire.hold_up()
+    sums.hold_up()
     dist.all_gather(gathered, flat, group=group)
-    taken_apart(added_up(gathered, wire), gradients, wire)
+    taken_apart(added_up(gathered, sums), gradients, sums)
 
 
-def reduce_scatter(gradients: Gradients, wire: Wire) -> None:
+def reduce_scatter(gradients: Gradients, sums: GradientSum) -> None:
     """Each rank adds up one piece of the gradients and gives it to all: the two halves of a ring all-reduce
     (Patarasu and Yuan 2009), which sharded optimisers split apart (ZeRO, Rajbhandari et al. 2020).
     """
-    flat, group = joined(gradients, wire), wire.group
+    flat, group = joined(gradients, sums), sums.group
     flat = pad(flat, (0, -len(flat) % group.size()))  # pieces of one length
     pieces = list(flat.chunk(group.size()))
-    wire.hold_up()
+    sums.hold_up()
     own = reduced_piece(flat, pieces, group)
-    wire.hold_up()
+    sums.hold_up()
     dist.all_gather(pieces, own, group=group)
-    taken_apart(flat, gradients, wire)
+    taken_apart(flat, gradients, sums)
 
 
 EXCHANGES: dict[str, Swap] = {

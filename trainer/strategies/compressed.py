@@ -1,6 +1,6 @@
 """`fidelity=compressed`: gradients travel through PowerSGD.
 
-strategy = Compressed(model, wire, timer, brake, rank=2)
+strategy = Compressed(model, sums, timer, brake, rank=2)
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.compute.brake import Brake
 from trainer.compute.models import trainable
+from trainer.compute.timer import Timer
 from trainer.strategies.after_backward import AfterBackward
 from trainer.strategies.base import first_rank
+from trainer.strategies.gradient_sum import GradientSum
 from trainer.strategies.power_sgd import PowerSgd
-from trainer.strategies.wire import Wire
-from trainer.timing import Brake, Timer
 
 TOGETHER = 500
 """Updates after which all ranks take rank 0's weights: so seldom that they add less to an update than one more exchange
@@ -27,9 +28,9 @@ of P would, which would leave the rounding of P Q^T in place besides.
 class Compressed(AfterBackward):
     """All of a gradient at once, after backward: so little is left to send that there is nothing to hide."""
 
-    def __init__(self, model: nn.Module, wire: Wire, timer: Timer, brake: Brake, rank: int) -> None:
+    def __init__(self, model: nn.Module, sums: GradientSum, timer: Timer, brake: Brake, rank: int) -> None:
         self.power_sgd = PowerSgd(trainable(model), rank)
-        super().__init__(model, wire, timer, brake, self.power_sgd)
+        super().__init__(model, sums, timer, brake, self.power_sgd)
         self.updates = torch.zeros(1)
 
     def after_update(self) -> None:
@@ -51,4 +52,4 @@ class Compressed(AfterBackward):
         ranks together again.
         """
         for parameter in trainable(network):
-            dist.broadcast(parameter.detach(), src=first_rank(self.wire.group), group=self.wire.group)
+            dist.broadcast(parameter.detach(), src=first_rank(self.sums.group), group=self.sums.group)

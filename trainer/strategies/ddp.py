@@ -10,10 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.compute.brake import Brake
 from trainer.compute.models import gradient_bytes
+from trainer.compute.timer import Timer
 from trainer.strategies.base import Base, Exchange, weighted
-from trainer.strategies.wire import Wire, fitted_bucket_bytes
-from trainer.timing import Brake, Timer
+from trainer.strategies.gradient_sum import GradientSum, fitted_bucket_bytes
 
 # The name that newer torch gives to DDP's switch for overwriting buffers at each forward.
 _BUFFER_OPTION = next(
@@ -30,17 +31,17 @@ class Ddp(Base):
     before an evaluation): DDP would overwrite them with rank 0's at each step.
     """
 
-    def __init__(self, model: nn.Module, wire: Wire, timer: Timer, brake: Brake, bucket_mib: float) -> None:
-        self.wire = wire
+    def __init__(self, model: nn.Module, sums: GradientSum, timer: Timer, brake: Brake, bucket_mib: float) -> None:
+        self.sums = sums
         self.timer = timer
         self.brake = brake
         self.computed: Any = None
         self.collectives: list[tuple[Any, Any]] = []
         device = next(model.parameters()).device
-        self.bucket_mib = bucket_mib or fitted_bucket_bytes(wire, gradient_bytes(model), device) / 2**20
+        self.bucket_mib = bucket_mib or fitted_bucket_bytes(sums, gradient_bytes(model), device) / 2**20
         self.model = DistributedDataParallel(
             model,
-            process_group=wire.group,
+            process_group=sums.group,
             bucket_cap_mb=self.bucket_mib,
             gradient_as_bucket_view=True,
             **{_BUFFER_OPTION: False},
@@ -59,7 +60,7 @@ class Ddp(Base):
         def arrived():
             self.collectives.append((handed_over, self.timer.mark()))
 
-        return self.wire.begin(bucket.buffer(), arrived)
+        return self.sums.begin(bucket.buffer(), arrived)
 
     def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
         self.collectives.clear()

@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.compute.brake import Brake
 from trainer.compute.models import gradient_bytes
+from trainer.compute.timer import Timer
 from trainer.shared.errors import TrainError
 from trainer.strategies.base import Base, Exchange, share_initial_state, weighted
 from trainer.strategies.batch_norm import SynchronisedBatchNorm
-from trainer.timing import Brake, Timer
 
 
 class Fsdp(Base):

@@ -25,13 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.compute.brake import Brake
+from trainer.compute.flat_buffer import flatten, parts_of, unflatten
 from trainer.compute.models import trainable
-from trainer.flat import flatten, parts_of, unflatten
+from trainer.compute.timer import Timer
 from trainer.shared import gpu_work
 from trainer.shared.errors import TrainError
 from trainer.strategies.base import Base, Exchange, share_initial_state
-from trainer.strategies.wire import Wire
-from trainer.timing import Brake, Timer
+from trainer.strategies.gradient_sum import GradientSum
 
 
 class ParameterAverage(Base):
@@ -45,7 +46,7 @@ class ParameterAverage(Base):
     def __init__(
         self,
         model: nn.Module,
-        wire: Wire,
+        sums: GradientSum,
         timer: Timer,
         brake: Brake,
         every: int,
@@ -54,7 +55,7 @@ class ParameterAverage(Base):
         outer_momentum: float = 0.0,
     ) -> None:
         self.model = model
-        self.wire = wire
+        self.sums = sums
         self.timer = timer
         self.brake = brake
         self.every, self.overlap = every, overlap
@@ -62,7 +63,7 @@ class ParameterAverage(Base):
         self.updates = 0  # of this round, as the samples
         self.samples: float = 0
         self.samples_of_all = 0
-        share_initial_state(model, wire.group)
+        share_initial_state(model, sums.group)
         self.start: Tensor | None = None  # of the round: a checkpoint may still be read before the first one
         self.sent_from: Tensor  # the weights that the way which travels has led to
         self.way: Tensor
@@ -98,7 +99,7 @@ class ParameterAverage(Base):
 
     @property
     def keeps_statistics(self) -> bool:
-        is_alone = self.wire.group.size() == 1
+        is_alone = self.sums.group.size() == 1
         return (self.every == 1 or is_alone) and self.outer_lr == 1 and not self.outer_momentum
 
     def settle(self) -> None:
@@ -111,8 +112,8 @@ class ParameterAverage(Base):
         self.sent_from, self.way = torch.empty_like(self.start), torch.empty_like(self.start)
 
     def _send(self) -> None:
-        self.wire.worker(gpu_work.leave(self.way.nbytes), self._measure_way)
-        self.pieces, self.under_way = self.wire.begin_in_pieces(self.way), True
+        self.sums.executor(gpu_work.leave(self.way.nbytes), self._measure_way)
+        self.pieces, self.under_way = self.sums.begin_in_pieces(self.way), True
         self.updates = self.samples = self.samples_of_all = 0
 
     def _measure_way(self) -> None:
@@ -123,7 +124,7 @@ class ParameterAverage(Base):
         self.settle()
         self.under_way = False
         arrive = gpu_work.arrive if self.updates else gpu_work.arrive_at_once
-        self.wire.worker(arrive(self.way.nbytes), self._go_on)
+        self.sums.executor(arrive(self.way.nbytes), self._go_on)
 
     def _go_on(self) -> None:
         self._step(self.start, self.velocity, self.way)
@@ -156,7 +157,7 @@ class ParameterAverage(Base):
             self._step(start, self.velocity.clone(), self.way.clone())
         if self.updates:
             came = flatten(trainable(self.model)).sub_(since).mul_(self.samples / self.samples_of_all)
-            for piece in self.wire.begin_in_pieces(came):
+            for piece in self.sums.begin_in_pieces(came):
                 piece.wait()
             start = came.add_(start)
         network = copy.deepcopy(self.model)

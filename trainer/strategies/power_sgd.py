@@ -2,7 +2,7 @@
 remembered and sent later.
 
     exchange = PowerSgd(trainable(model), rank=2)
-    exchange(gradients, wire)            on every rank, in place: each rank's part becomes about the sum of all
+    exchange(gradients, sums)            on every rank, in place: each rank's part becomes about the sum of all
 
 A gradient M of n x m numbers becomes P Q^T with `rank` columns. Q is that of the update before (warm start), so that
 one multiplication a side follows the largest singular vectors. Each rank's part must already count by its samples:
@@ -18,9 +18,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from trainer.flat import flatten, unflatten
+from trainer.compute.flat_buffer import flatten, unflatten
 from trainer.shared import gpu_work
-from trainer.strategies.wire import Wire
+from trainer.strategies.gradient_sum import GradientSum
 
 _SEED = 20_191_208
 """Any number, the same on every rank: the first Q must be."""
@@ -96,13 +96,13 @@ class PowerSgd:
         self.tensors, self.bytes = len(parameters), sum(parameter.nbytes for parameter in parameters)
 
     @torch.no_grad()
-    def __call__(self, gradients: Sequence[Tensor], wire: Wire) -> None:
+    def __call__(self, gradients: Sequence[Tensor], sums: GradientSum) -> None:
         gradients = [gradient.detach() for gradient in gradients]
-        wire.worker(gpu_work.project(self.bytes, self.tensors), lambda: self._project(gradients))
-        _sum_all([*(stack.p for stack in self.stacks), *(gradients[position] for position in self.small)], wire)
-        wire.worker(gpu_work.project_back(self.bytes), self._project_back)
-        _sum_all([stack.q for stack in self.stacks], wire)
-        wire.worker(gpu_work.restore(self.bytes, self.tensors), lambda: self._write(gradients))
+        sums.executor(gpu_work.project(self.bytes, self.tensors), lambda: self._project(gradients))
+        _sum_all([*(stack.p for stack in self.stacks), *(gradients[position] for position in self.small)], sums)
+        sums.executor(gpu_work.project_back(self.bytes), self._project_back)
+        _sum_all([stack.q for stack in self.stacks], sums)
+        sums.executor(gpu_work.restore(self.bytes, self.tensors), lambda: self._write(gradients))
 
     def _project(self, gradients: Sequence[Tensor]) -> None:
         for stack in self.stacks:
@@ -125,10 +125,10 @@ class PowerSgd:
         return kept
 
 
-def _sum_all(tensors: Sequence[Tensor], wire: Wire) -> None:
+def _sum_all(tensors: Sequence[Tensor], sums: GradientSum) -> None:
     """In one buffer: one latency for all of them."""
     if not tensors:
         return
     flat = flatten(tensors)
-    wire.sum(flat)
+    sums.sum(flat)
     unflatten(flat, tensors)

@@ -1,6 +1,6 @@
 """Sums over Gloo in several legs, each of which has the next tensor while this one is further on.
 
-relay = Relay(group, nodes=["a16", "a16", "a2000"], dtype=torch.bfloat16, worker=WORKER)
+relay = Relay(group, nodes=["a16", "a16", "a2000"], dtype=torch.bfloat16, executor=ON_DEVICE)
 relay.begin(bucket).wait()               in place, in the host's memory
 """
 
@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.compute.executor import Executor
 from trainer.shared import gpu_work
 from trainer.strategies.base import first_rank
-from trainer.worker import Worker
 
 Group = dist.ProcessGroup
 Leg = Callable[[Tensor], Any]
@@ -38,9 +38,9 @@ class Relay:
     Without nodes it is one all-reduce. dtype: what a host's sum is rounded to before it travels.
     """
 
-    def __init__(self, group: Group, nodes: Sequence[str], dtype: torch.dtype | None, worker: Worker) -> None:
+    def __init__(self, group: Group, nodes: Sequence[str], dtype: torch.dtype | None, executor: Executor) -> None:
         inside, between = _hosts_first(group, nodes) if nodes else ([], [_sum_of(group)])
-        rounding = [partial(_round, dtype=dtype, worker=worker.beside())] if dtype else []
+        rounding = [partial(_round, dtype=dtype, executor=executor.beside())] if dtype else []
         legs = [
             *(partial(_travel, leg=leg) for leg in inside),
             *rounding,
@@ -53,7 +53,7 @@ class Relay:
             leaving: queue.SimpleQueue[Any] = queue.SimpleQueue()
             threading.Thread(target=_carry, args=(arriving, leg, leaving.put), daemon=True).start()
             arriving = leaving
-        deliver = partial(_deliver, worker=worker.beside())
+        deliver = partial(_deliver, executor=executor.beside())
         threading.Thread(target=_carry, args=(arriving, deliver, lambda _: None), daemon=True).start()
 
     def begin(self, tensor: Tensor) -> Any:
@@ -100,9 +100,9 @@ def _carry(arriving: Any, leg: Callable[[Parcel], Parcel], hand_on: Callable[[Pa
             parcel.future.set_exception(error)
 
 
-def _round(parcel: Parcel, dtype: torch.dtype, worker: Worker) -> Parcel:
+def _round(parcel: Parcel, dtype: torch.dtype, executor: Executor) -> Parcel:
     sent = torch.empty_like(parcel.tensor, dtype=dtype)
-    worker(gpu_work.cast(parcel.tensor.nbytes), lambda: sent.copy_(parcel.tensor))
+    executor(gpu_work.cast(parcel.tensor.nbytes), lambda: sent.copy_(parcel.tensor))
     return parcel._replace(sent=sent)
 
 
@@ -110,9 +110,9 @@ def _travel(parcel: Parcel, leg: Leg) -> Parcel:
     return parcel._replace(work=leg(parcel.sent))
 
 
-def _deliver(parcel: Parcel, worker: Worker) -> Parcel:
+def _deliver(parcel: Parcel, executor: Executor) -> Parcel:
     if parcel.sent is not parcel.tensor:
-        worker(gpu_work.cast(parcel.tensor.nbytes), lambda: parcel.tensor.copy_(parcel.sent))
+        executor(gpu_work.cast(parcel.tensor.nbytes), lambda: parcel.tensor.copy_(parcel.sent))
     parcel.future.set_result(parcel.tensor)
     return parcel
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from trainer.compute.brake import Brake
+from trainer.compute.timer import Timer
 from trainer.strategies.base import Base, Exchange, weighted
-from trainer.timing import Brake, Timer
 
 
 class Alone(Base):

@@ -19,19 +19,20 @@ from torch import nn
 
 from tests.support.checkpoint_driver import small_network
 from tests.support.gloo_ranks import RANKS, Gang, group_of
-from trainer import look, ranks, setup
 from trainer import train as training
 from trainer.checkpoints.file import read_file
 from trainer.compute.models import running_statistics
 from trainer.compute.running_statistics import estimate_running_statistics
-from trainer.env import RankInfo
-from trainer.evaluate import Evaluation
-from trainer.look import looked_at
-from trainer.progress import Progress
-from trainer.setup import Run
+from trainer.ranks.rank_info import RankInfo
+from trainer.setup import assemble, network
 from trainer.shared import experiments
 from trainer.shared.config import parse_settings
 from trainer.shared.metrics import MetricsWriter
+from trainer.training import shared_network as shared
+from trainer.training.evaluate import Evaluation
+from trainer.training.progress import Progress
+from trainer.training.run import Run
+from trainer.training.shared_network import shared_network
 
 SMALL = {"data": "synthetic", "device": "cpu", "num_workers": "0", "samples": "203", "batch": "32", "epochs": "3"}
 SMALL |= {"augment": "affine", "shares": "node0=3,node1=2,node2=2,node3=1"}  # 7 updates an epoch, 21 in all
@@ -68,17 +69,17 @@ def in_the_gang(lenet: bool = False) -> Iterator[list[Run]]:
     runs: list[Run] = []
 
     def noted(*arguments: Any) -> Run:
-        runs.append(setup.set_up(*arguments))
+        runs.append(assemble.set_up(*arguments))
         return runs[-1]
 
     few = dataclasses.replace(experiments.DATA_SETS["mnist"], test_samples=100)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(ranks, "join", lambda *_: group_of(RANKS)))
-        stack.enter_context(patch.object(ranks, "leave", lambda: None))
+        stack.enter_context(patch.object(assemble, "join", lambda *_: group_of(RANKS)))
+        stack.enter_context(patch.object(training, "leave", lambda: None))
         stack.enter_context(patch.object(training, "set_up", noted))
         stack.enter_context(patch.dict(experiments.DATA_SETS, mnist=few))
         if not lenet:
-            stack.enter_context(patch.object(setup, "build_model", small_network))
+            stack.enter_context(patch.object(network, "build_model", small_network))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         yield runs
 
@@ -141,7 +142,7 @@ def statistics_and_population(rank: int, settings: dict[str, str]) -> tuple[torc
     run = trained(rank, {**settings, **NO_LOOK})
     before, random = run.model.state_dict(), torch.get_rng_state()
     before = {name: tensor.clone() for name, tensor in before.items()}
-    with looked_at(run, Progress(recent=10.0)) as network:
+    with shared_network(run, Progress(recent=10.0)) as network:
         seen = torch.stack([network[1].running_mean, network[1].running_var]).clone()
         images = torch.cat([images for images, _ in run.first_batches(7)])
         with torch.no_grad():
@@ -182,7 +183,7 @@ def test_a_checkpoint_holds_the_statistics_that_belong_to_its_weights(gang: Gang
 
 
 def times_estimated(rank: int, settings: dict[str, str]) -> int:
-    with patch.object(look, "estimated_again", return_value=1) as estimated:
+    with patch.object(shared, "estimated_again", return_value=1) as estimated:
         trained(rank, dict(settings))
     return estimated.call_count
 

@@ -1,6 +1,6 @@
 """What an evaluation and a checkpoint see of a run, which goes on as if nobody had looked.
 
-with looked_at(run, progress) as network:           on every rank
+with shared_network(run, progress) as network:           on every rank
     result = evaluate(network, run.test_batches(), run.facts.classes, run.device)
 """
 
@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from trainer.checkpoints.random_state import random_state, set_random_state
 from trainer.compute.models import has_batch_norm
 from trainer.compute.running_statistics import BATCHES, average_running_statistics, estimate_running_statistics
+from trainer.training.random_state import random_state, set_random_state
 
 if TYPE_CHECKING:
-    from trainer.progress import Progress
-    from trainer.setup import Run
+    from trainer.training.progress import Progress
+    from trainer.training.run import Run
 
 
 @contextlib.contextmanager
-def looked_at(run: Run, progress: Progress) -> Iterator[nn.Module]:
+def shared_network(run: Run, progress: Progress) -> Iterator[nn.Module]:
     """The network that all ranks share: weights, and the BatchNorm statistics that belong to them. Nobody may change
     its weights. Afterwards every rank has its own statistics and generators back.
     """

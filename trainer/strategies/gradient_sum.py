@@ -1,8 +1,8 @@
-"""Sums over all ranks, by the way that costs the slow link least: `wire.sum(tensor)`.
+"""Sums over all ranks, by the way that costs the slow link least: `sums.sum(tensor)`.
 
-    wire = Wire(group, nodes=["a16", "a16", "a2000"], dtype=torch.bfloat16)
-    wire.sum(gradient)                       in place, blocking: travels in 16 bits, once between the two hosts
-    wire.begin(bucket).wait()                the same beside other work; sums go out in the order in which they began
+    sums = GradientSum(group, nodes=["a16", "a16", "a2000"], dtype=torch.bfloat16)
+    sums.sum(gradient)                       in place, blocking: travels in 16 bits, once between the two hosts
+    sums.begin(bucket).wait()                the same beside other work; sums go out in the order in which they began
 
 Every rank has to begin the same sums in the same order.
 """
@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.compute.brake import NO_BRAKE, Brake
+from trainer.compute.executor import ON_DEVICE, Executor
 from trainer.shared.errors import TrainError
 from trainer.strategies.relay import Relay, pieces_of
 from trainer.strategies.staging import Staging
-from trainer.timing import NO_BRAKE, Brake
-from trainer.worker import WORKER, Worker
 
 Group = dist.ProcessGroup
 Arrived = Callable[[], None]
@@ -38,10 +38,10 @@ _PIECE = 1 << 22
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Wire:
+class GradientSum:
     """nodes: of each rank its host, where those of one host shall add up among themselves first (Gloo; NCCL finds out
     by itself which ranks share one). dtype: what numbers travel in; None: what they are. brake: holds this rank up
-    before each call of a blocking collective, where `slow` says so; held_up_s adds that up. worker: does what is done
+    before each call of a blocking collective, where `slow` says so; held_up_s adds that up. executor: does what is done
     to the numbers before and after they travel. devices: of each rank its kind of device (`cpu`, `cuda`); without them
     all are CPUs.
 
@@ -54,10 +54,10 @@ class Wire:
         nodes: Sequence[str] = (),
         dtype: torch.dtype | None = None,
         brake: Brake = NO_BRAKE,
-        worker: Worker = WORKER,
+        executor: Executor = ON_DEVICE,
         devices: Sequence[str] = (),
     ) -> None:
-        self.group, self.worker = group, worker
+        self.group, self.executor = group, executor
         self.dtype = dtype
         self.brake, self.held_up_s = brake, 0.0
         if dtype and not _adds_up(dtype, group):
@@ -68,7 +68,7 @@ class Wire:
         is_shared = 1 < len(set(nodes)) < len(nodes)
         # What all ranks know alike decides: a relay's groups are made by all of them, or by none.
         relays = not by_nccl and (is_shared or dtype is not None or "cuda" in devices)
-        self.relay = Relay(group, nodes if is_shared else (), dtype, worker) if relays else None
+        self.relay = Relay(group, nodes if is_shared else (), dtype, executor) if relays else None
         self.staging = Staging(self.relay) if self.relay and on_gpu else None
         self.aside = torch.cuda.Stream() if by_nccl else None
 
@@ -146,26 +146,26 @@ def _adds_up(dtype: torch.dtype, group: Group) -> bool:
 _SMALL, _LARGE, _TIMES = 1 << 8, 1 << 20, 5
 
 
-def fitted_bucket_bytes(wire: Wire, gradient_bytes: int, device: torch.device) -> int:
+def fitted_bucket_bytes(sums: GradientSum, gradient_bytes: int, device: torch.device) -> int:
     """The size of bucket with which a gradient's S bytes are through first, by t = alpha + beta * bytes, measured now.
 
     Beside S * beta, k buckets cost k * alpha, and one bucket's S/k * beta lies before or behind all computing: the sum
     is least for buckets of sqrt(S * alpha / beta) bytes. On every rank the same: the slowest one's, to the next half
     power of two, so that the same link gives the same buckets, and the same order of sums, from run to run.
     """
-    small_s, large_s = (_seconds(wire, torch.zeros(elements, device=device)) for elements in (_SMALL, _LARGE))
+    small_s, large_s = (_seconds(sums, torch.zeros(elements, device=device)) for elements in (_SMALL, _LARGE))
     beta = max(large_s - small_s, 1e-9) / (4 * (_LARGE - _SMALL))
     fitted = torch.tensor([(gradient_bytes * small_s / beta) ** 0.5], dtype=torch.float64)
     dist.all_reduce(fitted, op=dist.ReduceOp.MAX)
     return int(2 ** (min(max(round(2 * math.log2(max(fitted.item(), 1.0))), 40), 56) / 2))
 
 
-def _seconds(wire: Wire, tensor: Tensor) -> float:
+def _seconds(sums: GradientSum, tensor: Tensor) -> float:
     """The median, which leaves out the first one, with the connecting."""
     taken = []
     for _ in range(_TIMES):
         began_s = time.perf_counter()
-        wire.begin(tensor).wait()
+        sums.begin(tensor).wait()
         if tensor.is_cuda:
             torch.cuda.synchronize()
         taken.append(time.perf_counter() - began_s)

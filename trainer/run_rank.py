@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 
 from trainer import interrupt
-from trainer.env import read_rank_info
+from trainer.ranks.rank_info import read_rank_info
 from trainer.shared.config import AnySettings, CollectiveSettings
 from trainer.shared.errors import TrainError
 from trainer.shared.metrics import MetricsWriter

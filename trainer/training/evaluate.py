@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from trainer.ranks import sum_over_ranks
+from trainer.ranks.agreement import sum_over_ranks
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from trainer.shared.gpu_work import Work
 
 
-class Worker:
-    """Does it. What it would take a GPU is for those alone who keep that time instead (`standin.StandInWorker`)."""
+class Executor:
+    """Does it. What it would take a GPU is for those alone who keep that time instead (`standin.StandInExecutor`)."""
 
     def __call__(self, work: Work, arithmetic: Callable[[], object]) -> None:
         arithmetic()
 
-    def beside(self) -> Worker:
+    def beside(self) -> Executor:
         """Another one, whose work runs beside this one's: each thread has its own."""
         return self
 
 
-WORKER = Worker()
+ON_DEVICE = Executor()

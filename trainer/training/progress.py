@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from trainer.checkpoints.random_state import set_random_state
+from trainer.training.random_state import set_random_state
 
 _REMEMBERED = 0.9
 """What torch's BatchNorm keeps of its running statistics at an update, unless told otherwise."""

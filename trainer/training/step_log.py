@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from trainer.progress import Progress
+from trainer.compute.timer import Timer, covered_ms
 from trainer.strategies import Exchange
-from trainer.timing import Timer, covered_ms
+from trainer.training.progress import Progress
 
 if TYPE_CHECKING:
-    from trainer.setup import Run
+    from trainer.training.run import Run
 
 
 MOMENT_S = 1.0

@@ -8,9 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from trainer.env import RankInfo
-from trainer.evaluate import Evaluation
+from trainer.ranks.rank_info import RankInfo
 from trainer.shared.config import Settings
+from trainer.training.evaluate import Evaluation
 
 INTERVAL_S = 1.0
 

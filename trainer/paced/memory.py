@@ -1,0 +1,40 @@
+"""Memory of a paced rank: what the GPU would need, and what the C library keeps."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+
+from trainer.paced.anatomy import Anatomy
+from trainer.shared.errors import TrainError
+from trainer.shared.pace import Pace
+
+
+def keep_freed_memory() -> None:
+    """Tells the C library not to hand freed memory back to the kernel: to get it anew for each step's gradients, page
+    by page, would cost more CPU than all the rest (mallopt(3); another C library than glibc may not have it).
+    """
+    trim_threshold, mmap_threshold = -1, -3
+    with contextlib.suppress(AttributeError, OSError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(mmap_threshold, 32 << 20)
+        libc.mallopt(trim_threshold, -1)
+
+
+def memory_needed(anatomy: Anatomy, pace: Pace, samples: int) -> int:
+    """Bytes that training with so many samples would take on the GPU. Raises TrainError where it has fewer."""
+    needed = anatomy.state_bytes + samples * anatomy.activation_bytes
+    fits = most_samples(anatomy, pace)
+    if fits is not None and pace.memory_bytes is not None and samples > fits:
+        raise TrainError(
+            f"out of memory: {samples} samples take {needed / 2**30:.1f} GiB, the GPU that this rank stands in for has "
+            f"{pace.memory_bytes / 2**30:.1f} GiB: at most {fits} samples fit; use a smaller batch, or accumulate=N"
+        )
+    return needed
+
+
+def most_samples(anatomy: Anatomy, pace: Pace) -> int | None:
+    """That the GPU has memory for; None where its memory is not told."""
+    if pace.memory_bytes is None:
+        return None
+    return max(0, (pace.memory_bytes - anatomy.state_bytes) // anatomy.activation_bytes)

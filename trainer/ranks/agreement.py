@@ -1,0 +1,55 @@
+"""What ranks tell each other: a line of each, numbers added up, and one failure for all.
+
+    with together(info.node):              # raises on every rank what any rank raised, the same line
+        open_data(settings)
+    loss, samples = sum_over_ranks([12.5, 32.0])
+
+All of it goes over Gloo between CPUs, whatever carries the gradients: it needs no GPU and waits for none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from trainer.shared.errors import TrainError
+
+_LINE_BYTES = 1000
+
+
+@contextlib.contextmanager
+def together(node: str) -> Iterator[None]:
+    """Waits for every rank at its end; a TrainError of one rank is raised on every rank, the lowest rank's first.
+
+    node: put before the line, since the others cannot know on which host it failed.
+    """
+    own = ""
+    try:
+        yield
+    except TrainError as error:
+        own = f"{node}: {error}"
+    for line in gather_lines(own):
+        if line:
+            raise TrainError(line)
+
+
+def gather_lines(own: str) -> list[str]:
+    """Each rank's line, in the order of ranks; what goes beyond 1,000 bytes is cut off."""
+    mine = torch.tensor(list(own.encode()[:_LINE_BYTES].ljust(_LINE_BYTES, b"\0")), dtype=torch.uint8)
+    lines = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(lines, mine)
+    return [bytes(line.tolist()).rstrip(b"\0").decode(errors="replace") for line in lines]
+
+
+def agreed(values: list[float], how: dist.ReduceOp) -> list[float]:
+    """The least, largest or sum over all ranks, value by value, in double precision."""
+    told = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(told, op=how)
+    return told.tolist()
+
+
+def sum_over_ranks(values: list[float]) -> list[float]:
+    return agreed(values, dist.ReduceOp.SUM)

@@ -1,0 +1,1 @@
+"""How a run begins: settings, device, data, network and strategy become one value, a `Run`."""

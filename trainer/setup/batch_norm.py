@@ -1,0 +1,53 @@
+"""What BatchNorm asks of how a batch is split: no group of a single sample."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from torch import nn
+
+from trainer.compute.microbatches import MicroBatches
+from trainer.compute.models import has_batch_norm
+from trainer.data.sample_stream import SampleStream
+from trainer.shared.config import Settings
+from trainer.shared.errors import TrainError
+
+
+def check_batch_norm(model: nn.Module, stream: SampleStream, whole_batch: bool = False) -> None:
+    """A single sample has no variance: torch's BatchNorm refuses it where the picture has shrunk to one point.
+
+    whole_batch: does it see the samples of all ranks (sync_bn)?
+    """
+    for step in {0, stream.steps - 1}:
+        split = stream.shares_at(step) if stream.batch_at(step) < stream.batch else stream.shares
+        groups = (stream.batch_at(step),) if whole_batch else split
+        if has_batch_norm(model) and 1 in groups:
+            raise TrainError(
+                f"batch: of {stream.batch_at(step)} samples one rank gets a single one, and BatchNorm needs two; "
+                f"choose another batch than {stream.batch}{'' if whole_batch else ', or sync_bn=true'}"
+            )
+
+
+def batch_norm_groups(
+    model: nn.Module, settings: Settings, micro_batches: MicroBatches, shares: Sequence[int], rank: int
+) -> list[tuple[int, int]] | None:
+    """(samples, how many groups of so many) that this rank's BatchNorm sees in an update with a full batch; None
+    without one, and for `dp`, which cuts the batch by itself.
+    """
+    if not has_batch_norm(model) or settings.strategy == "dp":
+        return None
+    sizes = [sum(shares)] if settings.sync_bn else micro_batches.sizes(shares, rank)
+    return sorted(Counter(size for size in sizes if size).items(), reverse=True)
+
+
+def check_pairs(model: nn.Module, micro_batches: MicroBatches, shares: Sequence[int]) -> None:
+    """The same for what a rank takes at once."""
+    sizes = {size for rank in range(len(shares)) for size in micro_batches.sizes(shares, rank)}
+    if has_batch_norm(model) and 1 in sizes:
+        raise TrainError("a micro-batch has a single sample, and BatchNorm needs two: local_batch=2, or more memory")
+
+
+def check_whole_batch(settings: Settings, micro_batches: MicroBatches, shares: Sequence[int]) -> None:
+    if settings.sync_bn and micro_batches.largest(shares) > 1:
+        raise TrainError("sync_bn sees the whole batch at once, in micro-batches it cannot: leave out one of the two")

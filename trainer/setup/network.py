@@ -1,0 +1,68 @@
+"""The network that a rank trains: the real one, or a stand-in where the rank is paced."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from trainer.compute.microbatches import MicroBatches
+from trainer.compute.models import build_model, has_batch_norm
+from trainer.data.sample_stream import SampleStream
+from trainer.paced.anatomy import dissect
+from trainer.paced.memory import keep_freed_memory, memory_needed
+from trainer.paced.standin import StandIn
+from trainer.paced.stopwatch import Stopwatch
+from trainer.ranks.rank_info import RankInfo
+from trainer.setup.batch_norm import check_batch_norm, check_pairs, check_whole_batch
+from trainer.shared.config import Settings
+from trainer.shared.errors import TrainError
+from trainer.shared.experiments import DataSet
+from trainer.shared.metrics import MetricsWriter
+from trainer.shared.pace import Pace
+
+
+def network(
+    settings: Settings,
+    facts: DataSet,
+    info: RankInfo,
+    metrics: MetricsWriter,
+    stream: SampleStream,
+    micro_batches: MicroBatches,
+) -> nn.Module:
+    """With real weights, or a stand-in where the rank is paced. Raises TrainError where its BatchNorm can make nothing
+    of how the batch is split.
+    """
+    if info.pace:
+        share = max(micro_batches.sizes(stream.shares, info.rank))
+        return stand_in(settings, facts, info, metrics, info.pace, share)
+    model = build_model(settings.model, facts.shape, facts.classes)
+    check_batch_norm(model, stream, settings.sync_bn)
+    check_pairs(model, micro_batches, stream.shares)
+    check_whole_batch(settings, micro_batches, stream.shares)
+    return model
+
+
+def needs_pairs(settings: Settings, facts: DataSet) -> bool:
+    """Would a rank with a single sample be refused? Paced ranks, which have no network, must say the same."""
+    with torch.device("meta"):
+        return not settings.sync_bn and has_batch_norm(build_model(settings.model, facts.shape, facts.classes))
+
+
+def stand_in(
+    settings: Settings, facts: DataSet, info: RankInfo, metrics: MetricsWriter, pace: Pace, share: int
+) -> StandIn:
+    """Raises TrainError where the share would not fit into the memory of the GPU that is stood in for, and for what
+    would need its arithmetic.
+    """
+    asked = {"strategy=fsdp": settings.strategy == "fsdp", "sync_bn=true": settings.sync_bn}
+    asked[f"amp={settings.amp}"] = settings.amp != "none"
+    for setting, is_set in asked.items():
+        if is_set:
+            raise TrainError(f"{setting} needs ranks that compute, this one is paced: leave it out, or leave paced out")
+    anatomy = dissect(settings.model, facts.shape, facts.classes)
+    needed = memory_needed(anatomy, pace, share)
+    stopwatch = Stopwatch(pace, seed=(settings.seed, info.rank))
+    keep_freed_memory()
+    metrics.peak_memory_bytes = lambda: needed
+    metrics.lateness = lambda: stopwatch.median_lateness(settings.warmup_steps)
+    return StandIn(anatomy, stopwatch, facts.classes)

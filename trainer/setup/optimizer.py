@@ -1,0 +1,24 @@
+"""The optimiser: SGD, or a stand-in where the rank is paced."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from trainer.compute.models import trainable
+from trainer.paced.standin import StandIn, StandInOptimizer
+from trainer.shared.config import Settings
+
+
+def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer | StandInOptimizer:
+    """settings: `fused_sgd` as it turned out."""
+    if isinstance(model, StandIn):
+        return StandInOptimizer(model)
+    rule = {"lr": settings.lr, "momentum": settings.momentum, "weight_decay": settings.weight_decay}
+    if settings.fused_sgd != "on":
+        return torch.optim.SGD(model.parameters(), **rule)
+    optimizer = torch.optim.SGD(model.parameters(), **rule, fused=True)
+    if settings.momentum:
+        # By itself it begins with memory as it finds it, which it would keep where fp16 leaves the first update out.
+        optimizer.state.update({weight: {"momentum_buffer": torch.zeros_like(weight)} for weight in trainable(model)})
+    return optimizer

@@ -1,0 +1,59 @@
+"""A run: what stays the same from its first update to its last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trainer.compute.brake import Brake
+from trainer.compute.graphs import Graphs
+from trainer.compute.microbatches import MicroBatches
+from trainer.compute.precision import Full
+from trainer.compute.timer import Timer
+from trainer.data.loading import Batches
+from trainer.data.sample_stream import RankBatches, SampleStream
+from trainer.paced.standin import StandInOptimizer
+from trainer.ranks.rank_info import RankInfo
+from trainer.rebalance.rebalancer import Rebalancer
+from trainer.shared.config import Settings
+from trainer.shared.experiments import DataSet
+from trainer.shared.metrics import MetricsWriter
+from trainer.strategies import Strategy
+from trainer.training.console import Console
+
+
+@dataclass(frozen=True)
+class Run:
+    """What stays the same from the first update to the last. learns: False where a rank is paced."""
+
+    settings: Settings
+    info: RankInfo
+    metrics: MetricsWriter
+    console: Console
+    device: torch.device
+    timer: Timer
+    brake: Brake
+    group: dist.ProcessGroup
+    model: nn.Module
+    strategy: Strategy
+    precision: Full
+    optimizer: torch.optim.Optimizer | StandInOptimizer
+    graphs: Graphs | None
+    facts: DataSet
+    order: RankBatches
+    micro_batches: MicroBatches
+    rebalancer: Rebalancer | None
+    batches: Batches
+    test_batches: Callable[[], Batches] | None
+    first_batches: Callable[[int], Batches]
+    last_step: int
+    learns: bool
+
+    @property
+    def stream(self) -> SampleStream:
+        """As it is cut now."""
+        return self.order.stream
