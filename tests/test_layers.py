@@ -39,7 +39,7 @@ PURE |= {f"planning.{name}" for name in ("build", "command_line", "elastic", "ho
 PURE |= {f"planning.{name}" for name in ("nccl", "profiles", "secret_words")}
 PURE |= {f"jobs.{name}" for name in ("faults", "frames", "heard", "lines", "live", "record", "redraw", "stall")}
 PURE |= {f"views.{name}" for name in ("charts", "documents", "gpu_charts", "linechart", "numbers", "plan", "report")}
-PURE |= {"jobs.metric_lines", "jobs.waits"}
+PURE |= {"hosts.cards", "jobs.metric_lines", "jobs.waits"}
 """The same of single files elsewhere."""
 
 SHARED = "trainer.shared"

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 from orchestrator.errors import UsageError
 from orchestrator.forecast.advice import Scene
-from orchestrator.forecast.gpus import CATALOGUE, Gpu, estimate_speed, find_gpu
+from orchestrator.forecast.gpus import estimate_speed
 from orchestrator.forecast.layers import Layer
 from orchestrator.forecast.links import GOODPUT, NCCL, Site, Wire
 from orchestrator.forecast.step import Host, Job
+from orchestrator.hosts.cards import CARDS, Card, find_card
 
 MOST_RANKS = 20_000
 _GROUP = re.compile(r"(?P<hosts>\d{1,6})x(?:(?P<gpus>\d{1,3})x)?(?P<gpu>[A-Za-z][A-Za-z0-9 .-]*|\d{4}[A-Za-z ]*)")
@@ -27,7 +28,7 @@ class Group:
 
     hosts: int
     gpus: int
-    gpu: Gpu
+    gpu: Card
 
     @property
     def kind(self) -> str:
@@ -54,9 +55,9 @@ def parse_groups(text: str) -> tuple[Group, ...]:
             raise UsageError(
                 f"{item.strip()!r} is no group of hosts", "write HOSTSxGPU or HOSTSxGPUSxGPU, like 500xA2000,2x4xA16"
             )
-        gpu = find_gpu(match["gpu"])
+        gpu = find_card(match["gpu"])
         if gpu is None:
-            known = ", ".join(each.name for each in CATALOGUE)
+            known = ", ".join(each.name for each in CARDS)
             raise UsageError(f"{match['gpu']} is not in the catalogue", f"it knows {known}")
         groups.append(Group(int(match["hosts"]), int(match["gpus"] or 1), gpu))
     ranks = sum(group.hosts * group.gpus for group in groups)

@@ -21,10 +21,11 @@ from typing import Any
 
 from orchestrator.errors import OrchError, UsageError
 from orchestrator.forecast.advice import BUCKETS_MIB, FIDELITIES, Scene, ways
-from orchestrator.forecast.gpus import ERROR, activation_bytes, estimate_speed, find_gpu
+from orchestrator.forecast.gpus import ERROR, activation_bytes, estimate_speed
 from orchestrator.forecast.layers import Layer, gradient_bytes, layers_of
 from orchestrator.forecast.links import GLOO, GOODPUT, NCCL, Costs, Site, Wire, measured
 from orchestrator.forecast.step import STRATEGIES, Fidelity, Forecast, Host, Job, Way, predict
+from orchestrator.hosts.cards import find_card
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan, Prediction
 from orchestrator.planning.profiles import Profiles
@@ -112,7 +113,7 @@ def _speeds(
         return tuple(profiles[rank].speed for rank in ranks), "profile"
     if node.paced:
         return (_pace(node.paced, layers),) * node.ranks, "pace"
-    gpu = find_gpu(node.gpu or "") if node.device == "cuda" else None
+    gpu = find_card(node.gpu or "") if node.device == "cuda" else None
     if gpu:
         return (estimate_speed(gpu, layers),) * node.ranks, "catalogue"
     what = f"its GPU, {node.gpu}," if node.device == "cuda" else "a CPU"
@@ -171,7 +172,7 @@ def _with_gpus(costs: Costs, plan: LaunchPlan) -> Costs:
 def _gb_per_s(node: NodePlan) -> float:
     if node.paced:
         return float(node.paced.get("gb_per_s") or GB_PER_S)
-    gpu = find_gpu(node.gpu or "")
+    gpu = find_card(node.gpu or "")
     return gpu.gb_per_s if gpu else GB_PER_S
 
 

@@ -14,11 +14,10 @@ from orchestrator.hosts.facts import NodeFacts, TorchFacts
 from orchestrator.hosts.inventory import Node
 from orchestrator.hosts.occupied import warnings as occupied
 from orchestrator.hosts.visible import VISIBLE
-from orchestrator.hosts.wheels import WHEELS_FOR, newest_for, numbers, supports
+from orchestrator.hosts.wheels import OLDEST_TORCH, WHEELS_FOR, newest_for, numbers, supports
 from orchestrator.units import counted, format_bandwidth, format_bytes, format_duration
 
 OLDEST_PYTHON = (3, 10)
-OLDEST_TORCH = (2, 0, 1)
 CLOCK_S = 30.0
 SHM_BYTES = 1 << 30
 DISK_BYTES = 1 << 30
@@ -86,8 +85,8 @@ def _torch(node: Node, facts: NodeFacts) -> Finding:
         return f"no torch in {facts.python_executable} ({facts.torch_error})", environment
     if not facts.torch:
         return FINE  # not asked for
-    if numbers(facts.torch.version) < OLDEST_TORCH:
-        return f"torch {facts.torch.version} is too old; 2.0.1 is the oldest", environment
+    if numbers(facts.torch.version) < numbers(OLDEST_TORCH):
+        return f"torch {facts.torch.version} is too old; {OLDEST_TORCH} is the oldest", environment
     if not facts.torch.gloo:
         return f"torch {facts.torch.version} has no distributed part (Gloo)", environment
     return FINE

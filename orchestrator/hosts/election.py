@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from orchestrator.errors import HostError, HostsError
+from orchestrator.hosts.cards import find_card
 from orchestrator.hosts.facts import NodeFacts
 from orchestrator.hosts.inventory import Node
 from orchestrator.units import format_bandwidth, format_bytes
@@ -27,32 +28,6 @@ from orchestrator.units import format_bandwidth, format_bytes
 GIB = 1 << 30
 # Memory that cards are sold with, in GiB. Inline ECC keeps a sixteenth of it from the driver's figure.
 SOLD_GIB = (1, 2, 3, 4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 141, 192, 288)
-# For labels that do not name their memory; a label such as V100-32GB goes before this.
-CARD_GIB = {
-    "P100": 16,
-    "V100": 16,
-    "T4": 16,
-    "A2": 16,
-    "A10": 24,
-    "A16": 16,
-    "A30": 24,
-    "A40": 48,
-    "A100": 40,
-    "L4": 24,
-    "L40": 48,
-    "L40S": 48,
-    "H100": 80,
-    "H200": 141,
-    "A2000": 12,
-    "A4000": 16,
-    "A5000": 24,
-    "A6000": 48,
-    "2080": 8,
-    "3080": 10,
-    "3090": 24,
-    "4090": 24,
-    "5090": 32,
-}
 
 
 @dataclass(frozen=True)
@@ -195,8 +170,8 @@ def _of_label(label: str) -> int:
     """The memory that a GPU's label names or stands for; makers write GB and mean GiB. 0 for unknown cards."""
     if named := re.search(r"(\d{1,4})\s*Gi?B\b", label, re.IGNORECASE):
         return int(named[1]) * GIB
-    words = re.findall(r"[A-Z]*\d+[A-Z]*", label.upper())
-    return max((CARD_GIB.get(word, 0) for word in words), default=0) * GIB
+    card = find_card(label)
+    return round(card.memory_gib) * GIB if card else 0
 
 
 def _address(node: Node, facts: NodeFacts | None) -> str | None:

@@ -17,6 +17,7 @@ from orchestrator.hosts.facts import Gpu
 
 WHEELS_FOR = "x86_64"
 """The machine, as uname has it, that `BUILDS` is about."""
+OLDEST_TORCH = "2.0.1"
 PAIRS = {
     "2.0.1": "0.15.2",
     "2.1.0": "0.16.0",

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from orchestrator.errors import HostError, ProbeError, UsageError
 from orchestrator.hosts import grammar
 from orchestrator.hosts.facts import NodeFacts
-from orchestrator.hosts.wheels import PAIRS, WHEELS_FOR, has_cu126, misfit, newest_for, numbers
+from orchestrator.hosts.wheels import OLDEST_TORCH, PAIRS, WHEELS_FOR, has_cu126, misfit, newest_for, numbers
 from orchestrator.provision.requirements import Requirements
 from orchestrator.record import Owner
 from orchestrator.text import one_line
@@ -84,8 +84,8 @@ def choose(torch: str | None, torchvision: str | None, hosts: Sequence[NodeFacts
         torch = next((known for known, vision in reversed(PAIRS.items()) if vision == torchvision), None)
         if not torch:
             raise UsageError(f"no torch is known that goes with torchvision {torchvision}", "give --torch as well")
-    if torch and numbers(torch) < (2, 0, 1):
-        raise UsageError(f"torch {torch} is too old", "2.0.1 is the oldest that runs here")
+    if torch and numbers(torch) < numbers(OLDEST_TORCH):
+        raise UsageError(f"torch {torch} is too old", f"{OLDEST_TORCH} is the oldest that runs here")
     judged = [facts for facts in hosts if facts.machine == WHEELS_FOR]
     if not torch:
         return _usual(judged)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from orchestrator.planning.launch_plan import NodePlan
+from orchestrator.results.published import LOADING, MIXED
 
 
 @dataclass(frozen=True)
@@ -141,11 +142,6 @@ def _bottlenecks() -> tuple[Row, ...]:
 
 
 def _input() -> tuple[Row, ...]:
-    published = {
-        "0": ("0.0064", "0.0011", "72.80", "99.08 %"),
-        "2": ("0.0043", "0.0012", "34.96", "99.10 %"),
-        "4": ("0.0005", "0.0012", "18.47", "99.07 %"),
-    }
     one = {"strategy": "none", "augment": "affine"}
     workers = tuple(
         Row(
@@ -154,9 +150,9 @@ def _input() -> tuple[Row, ...]:
             exp="mnist_lenet",
             settings={**one, "loader": "workers", "num_workers": count},
             ranks=1,
-            published=cells,
+            published=tuple(cells),
         )
-        for count, cells in published.items()
+        for count, *cells in LOADING.rows
     )
     resident = Row(
         name="resident",
@@ -172,7 +168,7 @@ def _input() -> tuple[Row, ...]:
 STUDIES: dict[str, Study] = {
     "mixed_clusters": Study(
         title="ResNet-152 on CIFAR-10 over mixed clusters: one all_reduce a parameter, and DDP's buckets",
-        source="RTX 3090, RTX A2000, A16 and Tesla V100-16GB hosts, 2.5 Gbps, PyTorch 2.0.1",
+        source=MIXED.hardware,
         columns=("cluster", "strategy"),
         figures=("samples_per_s", "step_ms", "sync_ms", "efficiency"),
         published=("published",),

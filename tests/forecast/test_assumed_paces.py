@@ -9,10 +9,11 @@ import pytest
 import yaml
 
 from orchestrator.forecast.advice import Scene
-from orchestrator.forecast.gpus import estimate_speed, find_gpu
+from orchestrator.forecast.gpus import estimate_speed
 from orchestrator.forecast.layers import layers_of
 from orchestrator.forecast.links import GOODPUT, NCCL, Site, Wire
 from orchestrator.forecast.step import Host, Job, Way, alone_samples_per_s, predict
+from orchestrator.hosts.cards import find_card
 from trainer.shared.shares import Speed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +35,7 @@ WAYS = (
 
 
 def estimated(gpu):
-    return estimate_speed(find_gpu(gpu), RESNET)
+    return estimate_speed(find_card(gpu), RESNET)
 
 
 @pytest.mark.parametrize("path", PACED, ids=lambda path: path.stem)
@@ -49,7 +50,7 @@ def test_every_twin_names_the_estimate_that_contradicts_its_paces_or_is_its_own(
 @pytest.mark.parametrize("path", PACED, ids=lambda path: path.stem)
 def test_every_twin_has_the_memory_bandwidth_of_its_card(path):
     for node in yaml.safe_load(path.read_text())["nodes"]:
-        assert node["paced"]["gb_per_s"] == find_gpu(node["gpu"]).gb_per_s
+        assert node["paced"]["gb_per_s"] == find_card(node["gpu"]).gb_per_s
 
 
 @pytest.mark.parametrize("path", CATALOGUE, ids=lambda path: path.stem)
@@ -75,7 +76,7 @@ def test_the_predicted_rows_of_the_readme_are_what_the_forecast_gives():
 
 def row_of(speeds, batch):
     hosts = tuple(Host(name, (speed,)) for name, speed in zip(("a2000", "v100"), speeds, strict=True))
-    costs = NCCL.on_gpus(min(find_gpu(gpu).gb_per_s for gpu in ("RTX A2000", "Tesla V100-16GB")))
+    costs = NCCL.on_gpus(min(find_card(gpu).gb_per_s for gpu in ("RTX A2000", "Tesla V100-16GB")))
     wire = Wire([Site(host.name, 1, GOODPUT * 2.5e9, GOODPUT * 2.5e9) for host in hosts], costs)
     scene = Scene(Job(RESNET, batch), hosts, wire)
     every, overlap = LOCAL[batch]

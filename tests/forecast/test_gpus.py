@@ -7,9 +7,10 @@ import math
 import pytest
 
 from orchestrator.errors import UsageError
-from orchestrator.forecast.gpus import CATALOGUE, activation_bytes, estimate_speed, failures, find_gpu
+from orchestrator.forecast.gpus import activation_bytes, estimate_speed, failures
 from orchestrator.forecast.imagined import imagine, is_imagined, parse_groups
 from orchestrator.forecast.layers import Layer, layers_of
+from orchestrator.hosts.cards import CARDS, find_card
 
 RESNET = layers_of("resnet152", (3, 32, 32), 10)
 
@@ -33,26 +34,26 @@ RESNET = layers_of("resnet152", (3, 32, 32), 10)
     ],
 )
 def test_a_label_means_a_card(label, name):
-    found = find_gpu(label)
+    found = find_card(label)
     assert (found.name if found else None) == name
 
 
 def test_every_figure_says_whether_it_was_verified():
-    for gpu in CATALOGUE:
+    for gpu in CARDS:
         assert gpu.source
         assert ("remembered" in gpu.source) == ("memory_gib" in gpu.unsure)
-        assert find_gpu(gpu.name) == gpu
+        assert find_card(gpu.name) == gpu
 
 
 def test_more_memory_bandwidth_is_more_speed():
-    by_bandwidth = sorted(CATALOGUE, key=lambda gpu: gpu.gb_per_s)
+    by_bandwidth = sorted(CARDS, key=lambda gpu: gpu.gb_per_s)
     times = [estimate_speed(gpu, RESNET).step_ms(256) for gpu in by_bandwidth]
     assert times == sorted(times, reverse=True)
 
 
 def test_a_network_of_resnet50s_work_runs_at_the_rule():
     """0.50 images/s per GB/s, which is what ResNet-50 at 224 px reaches: a V100 450."""
-    speed = estimate_speed(find_gpu("V100"), RESNET)
+    speed = estimate_speed(find_card("V100"), RESNET)
     work = sum(layer.work for layer in RESNET)
     assert 1000 / speed.sample_ms * work / 4.09e9 == pytest.approx(450)
 

@@ -6,8 +6,9 @@ from counts on the stand-in for CUDA, and from runs on CPUs. A figure outside of
 
 from __future__ import annotations
 
-from orchestrator.forecast.gpus import estimate_speed, find_gpu
+from orchestrator.forecast.gpus import estimate_speed
 from orchestrator.forecast.layers import gradient_bytes, layers_of
+from orchestrator.hosts.cards import find_card
 
 from .network import GBPS
 from .row import Range
@@ -22,7 +23,7 @@ _FASTER = Range(None, 0.8, "tensor cores, and half the bytes: large batches shou
 
 def step_ms(gpu: str, batch: int) -> Range | None:
     """A whole update in fp32; None for a card that the catalogue does not know."""
-    card = find_gpu(gpu)
+    card = find_card(gpu)
     if card is None:
         return None
     speed = estimate_speed(card, _LAYERS)

@@ -161,6 +161,8 @@ def test_a_host_kept_to_its_cpu_has_no_use_for_its_gpus():
         ("NVIDIA GeForce RTX 3090", 24),
         ("NVIDIA H100 80GB HBM3", 80),
         ("H100", 80),
+        ("NVIDIA GeForce RTX 2080 Ti", 11),
+        ("RTX3090", 24),
         ("some card", 0),
     ],
 )
