@@ -19,5 +19,5 @@ def test_gpu_and_cpu_hosts_train_together(machine, hosts, more):
     """Ranks of one host add up among themselves first, and 16-bit sums go another way than others: on every rank, or
     none.
     """
-    ranks = machine.run(Job((*LENET, "--strategy", "ddp", *more), hosts, limit_s=LIMIT_S))
+    ranks = machine.run(Job((*LENET, "--strategy", "ddp", "--backend", "gloo", *more), hosts, limit_s=LIMIT_S))
     assert not problems(ranks)
