@@ -171,6 +171,18 @@ def test_no_file_imports_itself_around_a_corner(folder):
     assert circles(knows) == []
 
 
+def test_no_file_on_a_host_imports_itself_around_a_corner():
+    knows = {name: siblings(tree) for name, tree in REMOTE.items()}
+    assert knows["remote.keeper"] >= {"remote.supervisor", "remote.layout"}  # they are seen at all
+    assert circles(knows) == []
+
+
+def siblings(tree):
+    """The modules of remote/ that one of them imports, each by a relative import."""
+    found = {f"remote{name}" for name in imports(tree) if name.startswith(".")} & REMOTE.keys()
+    return {name for name in found if name != "remote"}
+
+
 def circles(knows):
     """Who can be reached from itself."""
     reach = {name: set(found) for name, found in knows.items()}
@@ -223,7 +235,7 @@ def test_pure_modules_know_no_network_process_or_screen(name):
     assert reached - {"transport.shell", "transport.noise"} == set()
 
 
-@pytest.mark.parametrize("name", ["remote.verdict", "remote.generations"])
+@pytest.mark.parametrize("name", ["remote.verdict", "remote.generations", "remote.messages"])
 def test_what_the_hub_decides_is_pure_too(name):
     assert tops(REMOTE[name]) <= {"__future__", "collections", "re", "typing"}
 

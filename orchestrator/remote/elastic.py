@@ -1,6 +1,6 @@
 """A supervisor's part in an elastic job: the generation that it has come to, and what went wrong in each.
 
-elastic.add(found)                # a rank died, and the job goes on
+elastic.add(failure)              # a rank died, and the job goes on
 elastic.status()                  what the hub hears of it (`generations`)
 """
 
@@ -10,6 +10,7 @@ import contextlib
 import time
 from typing import Any
 
+from .messages import Failure, Fault, RankRecord, Status
 from .processes import Identity, identify
 
 KEPT = 20
@@ -20,11 +21,11 @@ TOLD = 8
 class Elastic:
     """ranks: the supervisor's record of each of its ranks."""
 
-    def __init__(self, node: dict[str, Any], ranks: dict[str, dict[str, Any]]) -> None:
+    def __init__(self, node: dict[str, Any], ranks: dict[str, RankRecord]) -> None:
         self.minimum: int = node["elastic"]["min_nodes"]
         self.generation = self.wanted = 0
         """The one that we are ready for or in, and the one that we are on the way to."""
-        self.faults: list[dict[str, Any]] = []
+        self.faults: list[Fault] = []
         self._ranks = ranks
         self._scripts = dict[str, Identity]()
         self._began = time.monotonic()
@@ -40,11 +41,12 @@ class Elastic:
         with contextlib.suppress(ProcessLookupError):  # it has ended already
             self._scripts[rank] = identify(event["pid"])
 
-    def add(self, found: dict[str, Any]) -> None:
-        """found: as a failure would be told. Something went wrong, and the job goes on."""
-        restart = None if found["rank"] is None else self._ranks.get(str(found["rank"]), {}).get("restarts", 0)
+    def add(self, failure: Failure) -> None:
+        """Something went wrong, and the job goes on."""
+        rank = failure["rank"]
+        restart = None if rank is None else self._ranks.get(str(rank), RankRecord()).get("restarts", 0)
         after_s = round(time.monotonic() - self._began, 3)
-        self.faults.append({**found, "after_s": after_s, "restart": restart, "generation": self.generation})
+        self.faults.append({**failure, "after_s": after_s, "restart": restart, "generation": self.generation})
         del self.faults[:-KEPT]
 
     def has_fallen(self) -> bool:
@@ -54,7 +56,7 @@ class Elastic:
     def is_through(self) -> bool:
         return all(rank.get("exit_code") == 0 for rank in self._ranks.values())
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Status:
         own = [fault for fault in self.faults if fault["rank"] is not None]  # of lost hosts the hub knows by itself
         return {"generation": self.generation, "faults": own[-TOLD:]}
 

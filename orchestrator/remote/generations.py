@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
-Status = dict[str, Any]
+from .messages import Fault, Order, Status
 
 
 class Generations:
@@ -27,7 +26,7 @@ class Generations:
         self._running = self._hearsay = False
         self._falls: Counter[str] = Counter()
 
-    def order(self, statuses: Mapping[str, Status]) -> dict[str, Any]:
+    def order(self, statuses: Mapping[str, Status]) -> Order:
         """What follows while no host has failed for good. statuses: of the hosts that are left, the master first.
 
         {"do": "give up", "cause": a fault} where a host has fallen too often.
@@ -46,10 +45,10 @@ class Generations:
         self._members, self._running = tuple(statuses), True
         return {"do": "start", "generation": self.number, "members": list(self._members)}
 
-    def _faults(self, statuses: Mapping[str, Status]) -> dict[str, dict[str, Any]]:
+    def _faults(self, statuses: Mapping[str, Status]) -> dict[str, Fault]:
         """Of each host its first fault in the generation that was started last; one of its own before an echo."""
         last = self.number if self._running else self.number - 1
-        found: dict[str, dict[str, Any]] = {}
+        found: dict[str, Fault] = {}
         for node, status in statuses.items():
             own = [fault for fault in status.get("faults", ()) if fault["generation"] == last]
             if own:
@@ -59,7 +58,7 @@ class Generations:
     def _gone(self, statuses: Mapping[str, Status]) -> set[str]:
         return set(self._members) - statuses.keys()
 
-    def _worn_out(self, statuses: Mapping[str, Status]) -> dict[str, Any] | None:
+    def _worn_out(self, statuses: Mapping[str, Status]) -> Fault | None:
         """Counts who fell; the fault of one that did once too often. Echoes count where nothing else explains them."""
         faults = self._faults(statuses)
         true = {node: fault for node, fault in faults.items() if not fault.get("secondary")}

@@ -18,14 +18,16 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from .answer import Refused, refusal
 from .children import KILL_S
+from .failures import OUT_OF_MEMORY, how_it_ended
 from .gpu_claim import REMEDY, claim
 from .layout import Job, Work, write_last_word
 from .logs import log_tail, telling_line
 from .memory import out_of_memory_kills
+from .messages import Failure, failure
 from .processes import (
     adopt_orphans,
     below_or_marked,
@@ -34,7 +36,7 @@ from .processes import (
     end_all,
     signal_name,
 )
-from .supervisor import OUT_OF_MEMORY, Supervisor, failure
+from .supervisor import Supervisor
 
 
 def main() -> None:
@@ -89,19 +91,24 @@ def keep(job: Job, node: dict[str, Any], supervisor: int) -> None:
     leftovers = kill_all(job, time.monotonic() + KILL_S)
     with contextlib.suppress(OSError):  # a full disk, or one that fails: the ranks are ended all the same
         if job.root.is_dir() and not job.is_final():
-            record = {**job.read_agent(), "state": "failed", "leftovers": leftovers, "ended": time.time()}
+            record: dict[str, Any] = {
+                **job.read_agent(),
+                "state": "failed",
+                "leftovers": leftovers,
+                "ended": time.time(),
+            }
             write_last_word(job, {**record, "first_failure": cause_of(job, node, record, status, memory_kills)})
 
 
-def cause_of(job: Job, node: dict[str, Any], record: dict[str, Any], status: int, memory_kills: int) -> dict[str, Any]:
+def cause_of(job: Job, node: dict[str, Any], record: dict[str, Any], status: int, memory_kills: int) -> Failure:
     """What the supervisor itself recorded before it died, else its death. status: as of wait(2). memory_kills: those
     of the kernel when the job began.
     """
     for one in record.get("failures", ()):
         if not one["secondary"]:
-            return dict(one)
-    name = signal_name(os.WTERMSIG(status)) if os.WIFSIGNALED(status) else None
-    how = f"was killed by {name}" if name else f"exited {os.waitstatus_to_exitcode(status)}"
+            return cast(Failure, dict(one))
+    code = os.waitstatus_to_exitcode(status)
+    name, how = signal_name(-code) if code < 0 else None, how_it_ended(code)
     if name == "SIGKILL" and out_of_memory_kills() > memory_kills:
         how += f": {OUT_OF_MEMORY}"
     return {

@@ -26,6 +26,7 @@ import json
 import os
 import re
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -165,11 +166,11 @@ class Job:
         return self.read_agent().get("state") in FINAL_STATES
 
 
-def write_record(job: Job, record: dict[str, Any]) -> None:
+def write_record(job: Job, record: Mapping[str, Any]) -> None:
     write_json(job.agent, fitted(record, RECORD_BYTES))
 
 
-def write_last_word(job: Job, record: dict[str, Any]) -> None:
+def write_last_word(job: Job, record: Mapping[str, Any]) -> None:
     """The record that says how the job ended: for that there is room even on a full disk. Its secrets end before it."""
     job.forget_secrets()
     try:

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 from .door import MAX_LINE, Door
 from .firewall import opening
-from .hub import Link, greet_member, introduce
+from .link import Link, greet_member, introduce
 
 BEAT_S = 3.0
 CONNECT_S = 5.0

@@ -37,7 +37,7 @@ RARER = 20
 very many connections to look through.
 """
 STILL_S = 22.0
-"""A supervisor without a pulse for this long has lost its lease (`hub`), and cannot end us: we end ourselves."""
+"""A supervisor without a pulse for this long has lost its lease (`lease`), and cannot end us: we end ourselves."""
 END_S = 5.0
 LOCAL_RANK = "--local_rank={LOCAL_RANK}"
 """As the plan writes it for scripts that expect this argument from torch.distributed.launch."""

@@ -1,41 +1,35 @@
 """What the hub decides from everybody's status: pure, so that every case can be tested without a process.
 
-A status: {"phase": "joining" | "joined" | "running" | "done" | "stopping" | "ended", "failures": [...], "cancelled":
-bool, "leftovers": [...], "cut": {node: how}}. An order: {"do": "wait" | "start" | "stop" | "finish", "state": ...,
-"first_failure": ...}. In an elastic job a start may be the start of another generation (`generations`), for which hosts
-are "regrouping".
+In an elastic job a start may be the start of another generation (`generations`), for which hosts are "regrouping".
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
 
-Status = dict[str, Any]
-Failure = dict[str, Any]
+from .messages import Failure, FinalState, Order, Status, failure, finish
 
 
-def decide(
-    statuses: dict[str, Status], lost: dict[str, str], settled: bool, minimum: int | None = None
-) -> dict[str, Any]:
+def decide(statuses: Mapping[str, Status], lost: Mapping[str, str], settled: bool, minimum: int | None = None) -> Order:
     """The order that follows. statuses: every member's latest, in node-rank order (a member not heard of yet has {}).
     lost: nodes that are gone, and why, in the order of their loss. settled: whether the time for stragglers to report
     after a stop is over. minimum: with so many hosts an elastic job goes on.
     """
     spared = spare(list(statuses), list(lost), minimum)
     failures = [f for node, status in statuses.items() if node not in spared for f in status.get("failures", ())]
-    failures += [_loss(node, why) for node, why in lost.items() if node not in spared]
+    failures += [failure("lost", node, why) for node, why in lost.items() if node not in spared]
     cancelled = any(status.get("cancelled") for status in statuses.values())
     phases = [status.get("phase") for node, status in statuses.items() if node not in lost]
     if failures or cancelled:
         first = first_cause(failures)
         if cancelled and (first is None or first.get("secondary")):
             first = None
-        state = "failed" if first else "cancelled"
-        over = settled or all(phase == "ended" for phase in phases)
-        return {"do": "finish" if over else "stop", "state": state, "first_failure": first}
+        state: FinalState = "failed" if first else "cancelled"
+        if settled or all(phase == "ended" for phase in phases):
+            return finish(state, first)
+        return {"do": "stop", "state": state, "first_failure": first}
     if all(phase in ("done", "ended") for phase in phases):
-        return {"do": "finish", "state": "succeeded", "first_failure": None}
+        return finish("succeeded", None)
     if all(phase not in (None, "joining") for phase in phases):
         return {"do": "start"}
     return {"do": "wait"}
@@ -50,7 +44,7 @@ def spare(members: list[str], lost: list[str], minimum: int | None) -> list[str]
     return lost[: max(0, len(members) - minimum)]
 
 
-def severed(statuses: dict[str, Status], lost: Iterable[str]) -> dict[str, str]:
+def severed(statuses: Mapping[str, Status], lost: Iterable[str]) -> dict[str, str]:
     """The hosts that have to go because they and another one do not reach each other, though the hub hears both, and
     why: of each such pair the one that more ways are cut to, and never the master where the other will do. statuses: as
     for `decide`; in `cut` each tells whom it does not reach, and how.
@@ -71,20 +65,14 @@ def severed(statuses: dict[str, Status], lost: Iterable[str]) -> dict[str, str]:
 
 
 def first_cause(failures: list[Failure]) -> Failure | None:
-    """The failure that came first, effects of others' deaths last. Each failure: kind "rank", "torchrun", "lost", ...;
-    `secondary` where its own log blames the network; `order` as the hub heard of it.
-    """
+    """The failure that came first, effects of others' deaths last."""
     if not failures:
         return None
-    return min(failures, key=lambda failure: (_weight(failure), failure.get("order", 0)))
+    return min(failures, key=lambda one: (_weight(one), one.get("order", 0)))
 
 
-def _weight(failure: Failure) -> int:
-    if failure.get("secondary"):
+def _weight(one: Failure) -> int:
+    if one.get("secondary"):
         return 2
     # A lost host explains everybody's broken connections, but not a rank that failed by its own word.
-    return 1 if failure["kind"] == "lost" else 0
-
-
-def _loss(node: str, why: str) -> Failure:
-    return {"kind": "lost", "node": node, "rank": None, "exit_code": None, "signal": None, "reason": why}
+    return 1 if one["kind"] == "lost" else 0

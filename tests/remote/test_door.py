@@ -15,7 +15,8 @@ import pytest
 
 from orchestrator.remote import door
 from orchestrator.remote.door import listen_at
-from orchestrator.remote.hub import Hub, join_hub
+from orchestrator.remote.hub import Hub
+from orchestrator.remote.link import join_hub
 from tests.support.local_job import gang
 
 TOKEN = b"t" * 32

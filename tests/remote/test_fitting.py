@@ -6,8 +6,9 @@ import pytest
 
 from orchestrator.remote.door import MAX_LINE
 from orchestrator.remote.fitting import fitted
+from orchestrator.remote.host_state import TOLD, HostState
 from orchestrator.remote.layout import RECORD_BYTES, RESERVE_BYTES, Work, write_last_word
-from orchestrator.remote.supervisor import TOLD, Supervisor, failure
+from orchestrator.remote.messages import failure
 
 LONG = "\U0001f642" * 500
 """A line as long as any that a log's end gives; each character takes 12 bytes in JSON."""
@@ -51,7 +52,7 @@ def test_what_fits_is_told_as_it_is():
 
 def test_a_members_status_is_one_line_of_the_hub_whatever_was_printed(tmp_path):
     node = {"name": "b", "rank_numbers": list(range(8)), "gpu_uuids": [], "env": {}, "is_master": False, "token": "00"}
-    member = Supervisor(Work(str(tmp_path)).job("j"), node)
+    member = HostState(Work(str(tmp_path)).job("j"), node, {}, lambda: None)
     member.failures = [long_failure(rank) for rank in range(20)]
     member.leftovers = [LONG] * 20
     assert len(json.dumps(member.status())) < MAX_LINE - 200  # its MAC stands before it

@@ -1,0 +1,168 @@
+"""The master's part: everybody's status in, one order out (`verdict`, `generations`), obeyed here like everywhere.
+
+coordinator = Coordinator(node, state, peers, takes_part, obey)
+port = await coordinator.listen()
+coordinator.open()                  # the word to go came
+coordinator.decide()                # after every change
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from . import verdict
+from .children import KILL_S, until
+from .generations import Generations
+from .host_state import HostState
+from .hub import Hub
+from .lease import LEASE_S
+from .messages import Failure, Order, Status, failure, finish
+from .peers import Peers
+from .rendezvous import Rendezvous
+
+JOIN_S = 30.0
+HEARSAY_S = 2.0
+"""Where all that is known so far is that a connection broke: so long may the one who broke it take to say so."""
+
+
+class Coordinator:
+    """takes_part: whether this host does; where it does not, nothing is decided. obey: called with each new order."""
+
+    def __init__(
+        self,
+        node: dict[str, Any],
+        state: HostState,
+        peers: Peers,
+        takes_part: Callable[[], bool],
+        obey: Callable[[Order], None],
+    ) -> None:
+        self.order: Order = {"do": "wait"}
+        self.rendezvous = Rendezvous(node["address"], node["rendezvous_port"])
+        self._node, self._state, self._peers = node, state, peers
+        self._takes_part, self._obey = takes_part, obey
+        members = {name for name in node["members"] if name != node["name"]}
+        self._hub = Hub(members, bytes.fromhex(node["token"]), lambda: self.order, self.decide)
+        self._generations = Generations(node["elastic"]["max_restarts"]) if node.get("elastic") else None
+        self._arrivals: dict[tuple[str, str, int | None], int] = {}
+
+    async def listen(self) -> int:
+        """For the members; returns the port."""
+        return await self._hub.listen(self._node["address"])
+
+    def open(self) -> None:
+        """Expects the members, claims the port that the ranks will meet at, tells it to them, and lets them try it."""
+        if self._peers.places:
+            self._hub.expect(JOIN_S, self._peers.remedy(self._node["name"]))
+        if port := self._claim_port():
+            self.order = {"do": "wait", "rendezvous_port": port}
+            self._hub.announce()
+            if self._peers.places:
+                self._peers.open_rendezvous(self.rendezvous.listen())
+
+    def dropped(self) -> dict[str, dict[str, int]]:
+        """By host, what its disk did not take of its ranks' output: a host whose disk fails can tell nobody else."""
+        return {node: status["dropped"] for node, status in self._hub.statuses.items() if "dropped" in status}
+
+    async def close(self) -> None:
+        """The others leave when their own ranks have ended: that may take them the whole ladder."""
+        self._hub.announce()
+        await until(lambda: self._hub.connected == 0, self._ladder_s)
+        self._hub.close()
+
+    # ---- deciding ---------------------------------------------------------------------------------------------
+
+    def decide(self, settled: bool = False) -> None:
+        """settled: whether the time for stragglers to report after a stop is over."""
+        if self.order["do"] == "finish" or not self._takes_part():
+            return
+        order = self._verdict(self._statuses(), settled)
+        if order["do"] == "give up":
+            self._state.fail(order["cause"])
+            return
+        if order["do"] == "wait" and "rendezvous_port" in self.order:
+            order["rendezvous_port"] = self.order["rendezvous_port"]
+        if order["do"] == "start":
+            port = self._port_of(order)
+            if port is None:
+                return  # that is a failure, which has been decided on
+            order["rendezvous_port"] = port
+        if order["do"] == "stop" and self.order["do"] != "stop":
+            asyncio.get_running_loop().call_later(self._ladder_s, self.decide, True)
+        if order != self.order:
+            self.order = order
+            self._hub.announce()
+            self._obey(order)
+
+    def _statuses(self) -> dict[str, Status]:
+        """Every member's latest, in node-rank order; each failure has its place in the order of their arrival."""
+        statuses = {name: self._hub.statuses.get(name, Status()) for name in self._node["members"]}
+        statuses[self._node["name"]] = self._state.status()
+        for status in statuses.values():
+            for one in status.get("failures", ()):
+                one.setdefault("order", self._arrival(one))
+        return statuses
+
+    def _arrival(self, one: Failure) -> int:
+        key = (one["node"], one["kind"], one["rank"])
+        return self._arrivals.setdefault(key, len(self._arrivals))
+
+    def _verdict(self, statuses: dict[str, Status], settled: bool) -> Order:
+        """In an elastic job, who is spared is a fault, and out for good."""
+        if self.order["do"] in ("wait", "start"):
+            for node, why in verdict.severed(statuses, self._hub.lost).items():
+                self._hub.lost.setdefault(node, why)
+        if self._state.elastic is None:
+            return verdict.decide(statuses, self._lost(), settled)
+        lost = self._lost_of_elastic(statuses)
+        order = verdict.decide(statuses, lost, settled, self._state.elastic.minimum)
+        if order["do"] != "start" or not self._generations:
+            return order
+        return self._generations.order({node: status for node, status in statuses.items() if node not in lost})
+
+    def _lost_of_elastic(self, statuses: dict[str, Status]) -> dict[str, str]:
+        """Who is gone, and why; those that the job goes on without are dismissed."""
+        assert self._state.elastic
+        for node in self._hub.statuses:  # a host that shuts down says so, and is as good as gone
+            leaves = [one for one in statuses[node].get("failures", ()) if one["kind"] == "supervisor"]
+            if leaves:
+                self._hub.lost.setdefault(node, leaves[0]["reason"])
+        lost = self._lost()
+        for node in verdict.spare(list(statuses), list(lost), self._state.elastic.minimum):
+            if not self._hub.is_dismissed(node):
+                loss = failure("lost", node, lost[node])
+                self._hub.dismiss(node, finish("failed", loss))
+                self._state.elastic.add(loss)
+        return lost
+
+    def _lost(self) -> dict[str, str]:
+        """Who is gone, and why, as the hub sees it; ourselves first where we are the one that is cut off."""
+        if not self._hub.lost or not self._hub.is_cut_off:
+            return self._hub.lost
+        why = f"no word from any other host for {LEASE_S:.0f} s: this one was cut off, or all of them went down"
+        return dict.fromkeys((self._node["name"], *self._node["members"]), why)
+
+    # ---- where the ranks meet ---------------------------------------------------------------------------------
+
+    def _port_of(self, start: Order) -> int | None:
+        """Each generation has a port of its own, and the first one's has been tried; None where there is none."""
+        if self.order["do"] == "start" and self.order.get("generation") == start.get("generation"):
+            return self.order["rendezvous_port"]
+        self._peers.close_rendezvous()
+        port = self.rendezvous.port if self.order["do"] == "wait" else self._claim_port()
+        if port is not None:
+            self.rendezvous.admit(self._hub.addresses.values())
+        return port
+
+    def _claim_port(self) -> int | None:
+        try:
+            return self.rendezvous.claim()
+        except OSError as error:
+            self._state.fail(failure("port", self._node["name"], f"no port to meet at: {error}"))
+            return None
+
+    @property
+    def _ladder_s(self) -> float:
+        """The longest that ending a host's ranks can take, and a little for the news to travel."""
+        return float(HEARSAY_S + 2 * self._node["grace_s"] + 2 * KILL_S)

@@ -1,0 +1,100 @@
+"""What a supervisor knows of its own host's part in a job, and what the hub hears of it.
+
+state = HostState(job, node, cut, changed)
+state.enter("joined")               # changed() is called
+state.fail(failure("port", ...))    # this ends the job
+state.status()                      # for the hub
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from .door import MAX_LINE
+from .elastic import Elastic
+from .fitting import fitted
+from .layout import Job
+from .messages import AgentRecord, Failure, Phase, Status, failure
+from .ranks import Ranks
+
+TOLD = 8
+"""So many of a host's failures are told and kept."""
+LEFTOVERS = 20
+CUT = 8
+
+
+class HostState:
+    """cut: whom this host does not reach, and how (`peers`). changed: called after every change."""
+
+    def __init__(self, job: Job, node: dict[str, Any], cut: Mapping[str, str], changed: Callable[[], None]) -> None:
+        self.phase: Phase = "joining"
+        self.cancelled = self.is_stopping = False
+        self.failures: list[Failure] = []
+        self.leftovers: list[str] = []
+        self.ranks = Ranks(job, node["rank_numbers"])
+        self.elastic = Elastic(node, self.ranks.records) if node.get("elastic") else None
+        self.changed = changed
+        self._job, self._name, self._cut = job, node["name"], cut
+
+    def enter(self, phase: Phase) -> None:
+        self.phase = phase
+        self.changed()
+
+    def fail(self, cause: Failure) -> None:
+        """This ends the job."""
+        # Where its folder is gone, whatever else fails then fails of that.
+        self.failures.append(cause if self.has_folder() else self.without_folder())
+        self.changed()
+
+    def rank_failed(self, cause: Failure) -> None:
+        """In an elastic job the hub has all ranks start again, until it has enough; any other job ends."""
+        if self.elastic is None:
+            self.fail(cause)
+        else:
+            self.elastic.add(cause)
+            self.changed()
+
+    def has_folder(self) -> bool:
+        """Whether the job's folder is there: without it nobody can speak to us."""
+        try:
+            return self._job.control.exists()
+        except OSError:  # a disk that fails does not say that it is gone
+            return True
+
+    def without_folder(self) -> Failure:
+        return failure("folder", self._name, f"the job's folder was removed ({self._job.root})")
+
+    @property
+    def generation(self) -> int:
+        return self.elastic.generation if self.elastic else 0
+
+    def status(self) -> Status:
+        status: Status = {
+            **(self.elastic.status() if self.elastic else Status()),
+            "phase": self.phase,
+            "failures": self._worst(),
+            "cancelled": self.cancelled,
+            "leftovers": self.leftovers[:LEFTOVERS],
+            "cut": dict([*self._cut.items()][:CUT]),
+        }
+        if dropped := self.ranks.dropped():
+            status["dropped"] = dropped
+        return cast(Status, fitted(status, MAX_LINE // 2))
+
+    def record(self) -> AgentRecord:
+        """The same for agent.json."""
+        record: AgentRecord = {
+            "phase": self.phase,
+            "ranks": self.ranks.records,
+            "failures": self._worst(),
+            "leftovers": self.leftovers,
+            **self.ranks.quiet,
+        }
+        if self.elastic:
+            record["faults"] = self.elastic.faults
+        return record
+
+    def _worst(self) -> list[Failure]:
+        """As many as a message and the record hold: causes before what only followed from another's death."""
+        return sorted(self.failures, key=lambda one: bool(one["secondary"]))[:TOLD]

@@ -1,0 +1,121 @@
+"""What a supervisor runs on its host, the inventory's `prepare` command and then torchrun, and what their ends mean.
+
+programs = Programs(job, node, state, drain, rendezvous)
+await programs.prepare()                    # whether it went well, or there is none
+await programs.run_torchrun(argv)           # until it ends
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import trouble
+from .children import Children
+from .failures import Failures, how_it_ended
+from .host_state import HostState
+from .layout import Job
+from .messages import Order, failure
+from .rendezvous import Rendezvous
+
+PREPARE = "ORCH_PREPARE"
+_NAMES = {"prepare": "the `prepare` command"}
+
+
+class Programs:
+    """drain: hears what the ranks have reported until now. rendezvous: the master's alone."""
+
+    def __init__(
+        self, job: Job, node: dict[str, Any], state: HostState, drain: Callable[[], None], rendezvous: Rendezvous | None
+    ) -> None:
+        self.children, self.failures = Children(job, node), Failures(node["name"])
+        self._job, self._node, self._state = job, node, state
+        self._drain, self._rendezvous = drain, rendezvous
+
+    async def prepare(self) -> bool:
+        """Runs the inventory's `prepare` command, once a host and job, before any rank starts."""
+        if not self._node.get("prepare"):
+            return True
+        # Every user of this host can read a command line, and only its owner an environment.
+        environment = {**self.children.environment(), PREPARE: self._node["prepare"]}
+        line = f'line=${PREPARE}; unset {PREPARE}; eval "$line"'
+        ended = self._start("prepare", ["sh", "-c", line], self._job.prepare_log, self._job.src, environment)
+        if ended is None:
+            return False
+        code = await ended
+        if code != 0 and not self._state.is_stopping:
+            reason = f"{_NAMES['prepare']} {how_it_ended(code)}"
+            self._state.fail(self.failures.of_program("prepare", reason, self._job.prepare_log, code))
+        self.failures.forget_memory_kills()  # from here on they are the ranks'
+        return code == 0
+
+    def torchrun_argv(self, order: Order, members: Sequence[str]) -> list[str]:
+        """order: a start. members: who starts, in the order of their node ranks."""
+        values = {
+            "rendezvous_port": str(order["rendezvous_port"]),
+            "job_dir": str(self._job.root),
+            "python": sys.executable,
+            "nodes": str(len(members)),
+            "node_rank": str(members.index(self._node["name"])),
+        }
+        return [sys.executable, *(_filled(part, values) for part in self._node["torchrun"])]
+
+    async def run_torchrun(self, argv: list[str]) -> None:
+        generation = self._state.generation
+        if not (ended := self._start_torchrun(argv)):
+            return
+        self.children.watch_gpus()
+        code = await ended
+        if generation != self._state.generation:
+            return  # we ended it, and the next one may run already
+        self.children.end_gpu_watch()
+        self._drain()
+        if self._state.phase != "running" or (self._state.elastic and self._state.elastic.has_fallen()):
+            return
+        if code == 0:
+            self._state.enter("done")
+        elif not self._state.failures:
+            self._torchrun_failed(code)
+
+    def _torchrun_failed(self, code: int) -> None:
+        found = self.failures.of_program("torchrun", f"torchrun {how_it_ended(code)}", self._job.torchrun_log, code)
+        if self._state.elastic and found["secondary"]:  # another host's fell while they met
+            found["rank"] = self._node["rank_numbers"][0]
+            self._state.rank_failed(found)
+        else:
+            self._state.fail(found)
+
+    def _start_torchrun(self, argv: list[str]) -> asyncio.Future[int] | None:
+        """The master's gets the socket that its store is to listen on, and we keep none of it."""
+        if not (self._rendezvous and self._rendezvous.store):
+            return self._start("torchrun", argv, self._job.torchrun_log, self._job.bin)
+        with self._rendezvous.store as store:
+            environment = {**self.children.environment(), "ORCH_STORE": str(store.fileno())}
+            return self._start("torchrun", argv, self._job.torchrun_log, self._job.bin, environment, [store.fileno()])
+
+    def _start(
+        self,
+        kind: str,
+        argv: list[str],
+        log: Path,
+        folder: Path,
+        environment: dict[str, str] | None = None,
+        handles: Sequence[int] = (),
+    ) -> asyncio.Future[int] | None:
+        """A child whose output goes to this log; None where this host cannot start it, which fails the job."""
+        try:
+            with open(log, "wb") as output:
+                return self.children.start(argv, output, folder, environment, handles)
+        except OSError as error:
+            reason = f"{_NAMES.get(kind, kind)} did not start: {trouble.told(error)}"
+            self._state.fail(failure(kind, self._node["name"], reason))
+            return None
+
+
+def _filled(part: str, values: dict[str, str]) -> str:
+    for name, value in values.items():
+        part = part.replace("{" + name + "}", value)
+    return part
