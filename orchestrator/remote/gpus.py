@@ -30,8 +30,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .commands import PATHS, SMI_S
 from .layout import Job
-from .probe import PATHS, SMI_S
 from .processes import die_with_parent
 
 EVERY_S = 2.0

@@ -12,7 +12,7 @@ import pytest
 from orchestrator.errors import ConnectError, HostError, ProbeError
 from orchestrator.hosts.facts import parse_facts
 from orchestrator.hosts.probe import probe as probe_host
-from orchestrator.remote import probe
+from orchestrator.remote import commands, hardware, probe
 from orchestrator.transport.ask import Host, ask
 from orchestrator.transport.fanout import for_each
 from orchestrator.transport.local import LocalTransport
@@ -221,7 +221,7 @@ def test_a_peer_is_an_argument_and_never_shell(tool, tmp_path):
 
 def test_a_profile_that_hides_gpus_says_nothing_about_the_host(tool, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    assert probe.run(["sh", "-c", "echo [$CUDA_VISIBLE_DEVICES]"], 5)["out"] == "[]\n"
+    assert commands.run(["sh", "-c", "echo [$CUDA_VISIBLE_DEVICES]"], 5)["out"] == "[]\n"
 
 
 # ---- the work folder ------------------------------------------------------------------------------------------
@@ -299,12 +299,12 @@ def test_active_ports_of_devices_that_we_may_open_are_told(tmp_path):
         if is_open:
             (tmp_path / f"dev/uverbs{number}").touch()
     (tmp_path / "sys/infiniband_verbs/abi_version").write_text("6\n")
-    assert probe.rdma_ports(f"{tmp_path}/sys", f"{tmp_path}/dev") == [["mlx5_0", "Ethernet"]]
-    assert probe.rdma_ports(f"{tmp_path}/none") == []
+    assert hardware.rdma_ports(f"{tmp_path}/sys", f"{tmp_path}/dev") == [["mlx5_0", "Ethernet"]]
+    assert hardware.rdma_ports(f"{tmp_path}/none") == []
 
 
 def test_the_maker_of_the_cpu_is_told_as_the_kernel_has_it():
     said = [
         line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "vendor_id" in line
     ]
-    assert probe.cpu_vendor() == (said[0] if said else None)
+    assert hardware.cpu_vendor() == (said[0] if said else None)

@@ -1,0 +1,77 @@
+"""Commands with a limit of time each, side by side: one that hangs costs its own answer and no other.
+
+    run(["nvidia-smi"], 30)                     # {"rc": 0, "out": "...", "err": ""}
+    run_all({"ip addr": ["ip", "addr"]}, 15)    # {"ip addr": {"rc": ...}}
+
+rc is 127 where a command is missing and 124 where it was too slow, as a shell and timeout(1) have it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+COMMAND_S = 15.0
+SMI_S = 30.0
+"""Where no program keeps the driver awake (no persistence mode), it takes nvidia-smi a few seconds for each GPU."""
+OUT_BYTES = 1 << 18
+ERR_BYTES = 1 << 12
+AT_ONCE = 8
+NOT_FOUND, TOO_SLOW = 127, 124
+# Tools that an SSH session's short PATH often misses.
+PATHS = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin:/usr/lib/wsl/lib:/usr/local/nvidia/bin"
+
+
+def run_all(lines: dict[str, list[str]], limit_s: float) -> dict[str, dict[str, Any]]:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        waiting = {
+            name: pool.submit(run, line, limit_s if name == "torch" else min(COMMAND_S, limit_s))
+            for name, line in lines.items()
+        }
+        return {name: future.result() for name, future in waiting.items()}
+
+
+def run(argv: list[str], limit_s: float) -> dict[str, Any]:
+    """Runs one command in a session of its own, and kills all of that when it is too slow."""
+    env = {**os.environ, "LC_ALL": "C", "PATH": f"{os.environ.get('PATH', '')}:{PATHS}"}
+    # A job chooses its GPUs itself; what a profile hides here says nothing about the host.
+    env.pop("CUDA_VISIBLE_DEVICES", None)
+    try:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd="/",
+            env=env,
+            start_new_session=True,
+        )
+    except FileNotFoundError:
+        return {"rc": NOT_FOUND, "out": "", "err": f"{argv[0]}: command not found"}
+    except OSError as error:
+        return {"rc": 126, "out": "", "err": f"{argv[0]}: {error.strerror}"}
+    try:
+        out, err = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        give_up(process)
+        return {"rc": TOO_SLOW, "out": "", "err": f"no answer in {limit_s:g} s"}
+    return {"rc": process.returncode, "out": text(out[:OUT_BYTES]), "err": text(err[-ERR_BYTES:])}
+
+
+def give_up(process: subprocess.Popen[bytes]) -> None:
+    """Kills a command and all it started. One stuck in the kernel takes the signal when it comes back, if ever."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for pipe in (process.stdout, process.stderr):
+        if pipe:
+            pipe.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(1)
+
+
+def text(data: bytes) -> str:
+    return data.decode("utf-8", "replace")

@@ -1,0 +1,94 @@
+"""What in a work folder belongs to whom: whose a job is, and which names there orch made at all.
+
+Ours is a job whose node.json (agent.json, where no job came of it) names this owner and this cluster. What is orch's is
+known by its mark and never by a name alone, for a person may have chosen the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from .agent import lives
+from .layout import GONE, JOB_ID, VENV_MARKER, Job, Work
+from .workfolder import MARK, names
+
+SHOWN = 50
+"""So many entries of a list are answered."""
+CODE = re.compile(r"[0-9a-f]{64}|\.[0-9a-f]{64}\.\d+")
+"""Whole, or half unpacked when its `prepare` was killed."""
+_LOCK = re.compile(r"gpu-.+\.lock|venv\.lock")
+LOCK_BYTES = 200
+"""More than any job's id has."""
+
+
+def whose(job: Job) -> tuple[str, str] | None:
+    """Owner id ("" for an older orch's, which wrote none) and cluster; None where no job of orch lies there."""
+    for told in (job.read_node(), job.read_agent()):
+        if told.get("job") == job.id:
+            owner = told.get("owner") or {}
+            return str(owner.get("id", "")), str(told.get("cluster", ""))
+    return None
+
+
+def is_mine(job: Job, request: dict[str, Any]) -> bool:
+    return whose(job) == (request["owner"]["id"], request["cluster"])
+
+
+def forget_old_secrets(jobs: Iterable[Job], request: dict[str, Any]) -> None:
+    """Of jobs of this cluster that are over: an older orch left them in place. It named no owner either."""
+    ours = [(owner, request["cluster"]) for owner in (request["owner"]["id"], "")]
+    for job in (job for job in jobs if whose(job) in ours):
+        agent = job.read_agent()
+        if (job.is_final() or "pid" in agent) and not lives(agent):
+            job.forget_secrets()
+
+
+def entry(job: Job) -> dict[str, Any]:
+    node, agent = job.read_node(), job.read_agent()
+    told = node or agent
+    owner = told.get("owner") or {}
+    return {
+        "job": job.id,
+        "cluster": told.get("cluster"),
+        "owner": owner.get("name"),
+        "state": agent.get("state"),
+        "alive": lives(agent),
+    }
+
+
+def jobs_of_orch(work: Work) -> list[Job]:
+    return [job for job in work.all_jobs() if not job.root.is_symlink() and whose(job)]
+
+
+def strange(work: Work) -> Iterator[str]:
+    """What lies there and is not of orch, relative to the work folder."""
+    folders = (work.jobs, work.codes, work.venvs, work.locks)
+    for name in names(work.root):
+        folder = work.root / name
+        if folder in folders and folder.is_dir():
+            yield from (f"{name}/{path.name}" for path in sorted(folder.iterdir()) if not _is_ours(work, path))
+        elif name != MARK:
+            yield name
+
+
+def _is_ours(work: Work, path: Path) -> bool:
+    """Whether orch made this entry of one of its four folders, for whomever."""
+    if path.name.startswith(GONE):
+        return True
+    if path.parent == work.jobs:
+        return path.is_dir() and whose(Job(path)) is not None
+    if path.parent == work.venvs:
+        return (path / VENV_MARKER).is_file()
+    return is_lock(path) if path.parent == work.locks else bool(CODE.fullmatch(path.name))
+
+
+def is_lock(path: Path) -> bool:
+    """Whether it says what `keeper` and `environment` write there: nothing, or a job's id."""
+    if not _LOCK.fullmatch(path.name) or path.is_symlink() or not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        said = file.read(LOCK_BYTES)
+    return not said or bool(JOB_ID.fullmatch(said.decode(errors="replace")))

@@ -1,0 +1,84 @@
+"""What `probe` asks in a process of its own: programs that may hang, or take torch along. Each prints JSON."""
+
+# Prints the numeric addresses that this host's own name leads to: a resolver may take its time.
+OWN_NAME = """
+import json, socket
+found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+print(json.dumps(sorted({entry[4][0] for entry in found})))
+"""
+
+# Prints {name: numeric address} of what was found in time. All at once: a dead resolver takes its time for each.
+NAMES = """
+import json, os, queue, socket, sys, threading, time
+end = time.monotonic() + float(sys.argv[1])
+todo, found = queue.SimpleQueue(), {}
+def look_up():
+    while True:
+        try:
+            name = todo.get_nowait()
+            found[name] = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
+        except queue.Empty:
+            return
+        except (OSError, ValueError):
+            pass
+for name in sys.argv[2:]:
+    todo.put(name)
+threads = [threading.Thread(target=look_up, daemon=True) for _ in sys.argv[2:][:256]]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join(max(0, end - time.monotonic()))
+print(json.dumps(dict(found)), flush=True)
+os._exit(0)
+"""
+
+# Prints what this torch is. A part that this build or version lacks is null, never a failure of the whole.
+TORCH = """
+import ctypes, json, subprocess, sys, types, warnings
+class Compiler(types.ModuleType):
+    # In place of torch's, which torchvision imports, uses for nothing here, and which takes longer than all the rest.
+    __path__ = []
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: None
+def vision():
+    # What it says of itself; "" where it does not load.
+    try:
+        for name in ("torch._dynamo", "torch._dynamo.utils"):
+            sys.modules.setdefault(name, Compiler(name))
+        import torchvision
+        return str(torchvision.__version__)
+    except Exception:
+        return ""
+def tell(ask):
+    try:
+        return ask()
+    except Exception:
+        return None
+import torch
+import torch.distributed as dist
+facts = {"version": str(torch.__version__), "cuda": torch.version.cuda}
+facts["nccl"] = tell(lambda: ".".join(str(part) for part in torch.cuda.nccl.version()))
+# Without this library NCCL uses no InfiniBand device, whatever the kernel lists.
+facts["verbs"] = bool(tell(lambda: ctypes.CDLL("libibverbs.so.1")))
+facts["cudnn"] = tell(lambda: torch.backends.cudnn.version())
+# get_arch_list() is empty where no GPU is in reach; the flags of the build are there always.
+facts["archs"] = tell(lambda: (torch._C._cuda_getArchFlags() or "").split()) or tell(torch.cuda.get_arch_list) or []
+distributed = dist.is_available()
+facts["gloo"] = bool(distributed and tell(getattr(dist, "is_gloo_available", lambda: True)))
+facts["nccl_available"] = bool(distributed and tell(lambda: dist.is_nccl_available()))
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    facts["devices"] = tell(lambda: torch.cuda.device_count() if torch.cuda.is_available() else 0) or 0
+facts["cuda_error"] = str(said[-1].message) if said else None
+facts["torchvision"] = facts["torchvision_error"] = None
+if found := vision():
+    facts["torchvision"] = found
+else:
+    plainly = "import torchvision; print(); print(torchvision.__version__)"
+    done = subprocess.run([sys.executable, "-c", plainly], capture_output=True, text=True, errors="replace")
+    said = (done.stderr if done.returncode else done.stdout).strip().splitlines() or ["exit code %d" % done.returncode]
+    facts["torchvision_error" if done.returncode else "torchvision"] = said[-1]
+print("\\n" + json.dumps(facts))
+"""
