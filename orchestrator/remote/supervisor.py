@@ -23,11 +23,12 @@ from .layout import Job
 from .lease import LEASE_S, Pulse
 from .membership import Membership
 from .messages import AgentRecord, Failure, FinalState, Order, failure, finish
-from .peers import Peers, Place, Unreached
+from .peers import Peers, Unreached
 from .programs import Programs
 from .record import Record
 from .stillness import LOOK_S as STILL_LOOK_S
 from .tasks import Tasks
+from .way import Place
 
 GO_S = 300.0
 """Prepared but not told to go for this long: the controller is gone, undo. Longer than the slowest upload may take."""

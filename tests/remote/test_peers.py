@@ -6,7 +6,9 @@ import socket
 import pytest
 
 from orchestrator.remote import peers as wire
-from orchestrator.remote.peers import Peers, Place, Unreached
+from orchestrator.remote import way
+from orchestrator.remote.peers import Peers, Unreached
+from orchestrator.remote.way import Place
 
 TOKEN = b"t" * 32
 SOON_S = 20.0
@@ -14,9 +16,10 @@ SOON_S = 20.0
 
 @pytest.fixture(autouse=True)
 def _short_times(monkeypatch):
-    for name, seconds in {"BEAT_S": 0.05, "CONNECT_S": 0.5, "ANSWER_S": 0.5, "PAUSE_S": 0.05, "FILTERED_S": 0.5,
-                          "SILENT_S": 1.0, "CUT_S": 1.0}.items():  # fmt: skip
+    for name, seconds in {"BEAT_S": 0.05, "PAUSE_S": 0.05, "CUT_S": 1.0}.items():
         monkeypatch.setattr(wire, name, seconds)
+    for name, seconds in {"CONNECT_S": 0.5, "ANSWER_S": 0.5, "FILTERED_S": 0.5, "SILENT_S": 1.0}.items():
+        monkeypatch.setattr(way, name, seconds)
 
 
 class Ring:
