@@ -44,10 +44,14 @@ from orchestrator.jobs.stall import News
 from orchestrator.owner import read_owner
 from orchestrator.paths import RUNS, RunFolder
 from orchestrator.planning.build import build_plan
+from orchestrator.planning.draft import Draft
 from orchestrator.planning.homes import homes_of, notes_on
 from orchestrator.planning.launch_plan import CodeFolder, Faster, LaunchPlan, NodePlan
-from orchestrator.planning.profiles import Profiles, kinds_of, with_speeds
-from orchestrator.planning.request import RunRequest, Wish, read_wish
+from orchestrator.planning.nccl import choose_carrier
+from orchestrator.planning.placement import place
+from orchestrator.planning.profiles import Profiles, kinds_of
+from orchestrator.planning.request import RunRequest, Wish, parse_pairs, read_experiment
+from orchestrator.planning.split import split_batch_of, split_equally
 from orchestrator.record import Owner, write_record
 from orchestrator.results.copies import is_removed, nothing_left
 from orchestrator.results.summary import Summary
@@ -134,9 +138,13 @@ class Controller:
         self, cluster: Cluster, request: RunRequest, code: CodeFolder, only: Sequence[str]
     ) -> tuple[LaunchPlan, Faster | None]:
         """With these nodes, and whether fewer of them would be faster."""
-        plan, profiles, not_kept = self._drawn(cluster, request, code, only)
-        plan = with_speeds(plan, profiles, not_kept)
-        return _with_outlook(plan, profiles, request, self.store.runs_of(COLLECTIVES))
+        draft, profiles, not_kept = self._drawn(cluster, request, code, only)
+        ranks = draft.placement.ranks
+        if draft.training:
+            split = split_batch_of(draft.training, ranks, profiles, not_kept)
+        else:
+            split = split_equally(request.batch, ranks)
+        return _with_outlook(draft.with_split(split), profiles, self.store.runs_of(COLLECTIVES))
 
     def outlook(
         self,
@@ -152,27 +160,39 @@ class Controller:
         and all others that are remembered. Raises UsageError where too little is known, HostsError for hosts that
         cannot take part.
         """
-        plan, profiles, _ = self._drawn(cluster, request, code, only)
-        with suppress(UsageError):  # shares by speeds that nobody has measured: the plan has equal ones
-            plan = with_speeds(plan, profiles)
+        draft, profiles, _ = self._drawn(cluster, request, code, only)
+        if draft.training:
+            ranks = draft.placement.ranks
+            try:
+                split = split_batch_of(draft.training, ranks, profiles)
+            except UsageError:  # by speeds that nobody has measured
+                split = split_equally(draft.training.batch, ranks)
+            draft = draft.with_split(split)
+        plan = build_plan(draft)
         network = read_network(out, plan) if out else read_network(RUNS, plan, self.store.runs_of(COLLECTIVES))
         view = look(plan, profiles, network, bandwidth_bps)
-        return with_rounds(plan, view), view
+        return build_plan(with_rounds(draft, view)), view
 
     def _drawn(
         self, cluster: Cluster, request: RunRequest, code: CodeFolder, only: Sequence[str]
-    ) -> tuple[LaunchPlan, Profiles, Profiles]:
-        """The plan with equal shares, what is known of its ranks, and profiles that count for nothing."""
+    ) -> tuple[Draft, Profiles, Profiles]:
+        """Who does what, what is known of the ranks' speeds, and profiles that count for nothing."""
         ready = self.clusters.ready(cluster, only)
-        made = _job_id(request.name)
-        plan = build_plan(
-            cluster.name, ready.nodes, ready.facts, ready.election, request, job=made, code=code, created=now_utc()
-        )
         homes = homes_of(ready.nodes, ready.facts)
-        plan = plan.model_copy(update={"notes": (*notes_on(request, str(Path.home()), homes), *plan.notes)})
-        kinds = kinds_of(plan, ready.facts)
+        request = replace(request, notes=(*notes_on(request, str(Path.home()), homes), *request.notes))
+        placement = place(ready.nodes, ready.facts, ready.election, request)
+        draft = Draft(
+            cluster=cluster.name,
+            job=_job_id(request.name),
+            created=now_utc(),
+            code=code,
+            request=request,
+            placement=placement,
+            carrier=choose_carrier(placement.nodes, request),
+        )
+        kinds = kinds_of(build_plan(draft), ready.facts)
         not_kept = self.store.profiles(kinds, cluster.name, valid=False)
-        return plan, self.store.profiles(kinds, cluster.name), not_kept
+        return draft, self.store.profiles(kinds, cluster.name), not_kept
 
     def resume(
         self, wanted: str, settings: Sequence[str], only: Sequence[str] = (), *, named: str | None = None
@@ -194,9 +214,9 @@ class Controller:
         if errors(found):
             raise HostsError(errors(found))
         path = last_checkpoint(old, values(found)[holder.name])
-        pairs = {item.partition("=")[0].strip(): item for item in (*kept, *settings, f"resume={path}")}
+        pairs = {**parse_pairs(settings, "--set KEY=VALUE"), "resume": path}
         pinned = cluster.model_copy(update={"master_pin": holder.name})
-        return pinned, read_wish(exp, list(pairs.values()), None, None, ())
+        return pinned, read_experiment(exp, pairs, kept)
 
     def launch(self, plan: LaunchPlan, blob: bytes) -> dict[str, Host]:
         """Starts the job on all its hosts or on none; remembers it first. Raises HostsError."""
@@ -644,22 +664,23 @@ def _is_gone(plan: LaunchPlan, agents: Mapping[str, Mapping[str, Any] | HostErro
     return len(gone) == len(plan.nodes) and all(gone)
 
 
-def _with_outlook(
-    plan: LaunchPlan, profiles: Profiles, request: RunRequest, measured: Sequence[Path]
-) -> tuple[LaunchPlan, Faster | None]:
-    """The same plan with what it is foreseen to do, as far as speeds and links are known; where the person leaves the
+def _with_outlook(draft: Draft, profiles: Profiles, measured: Sequence[Path]) -> tuple[LaunchPlan, Faster | None]:
+    """The plan with what it is foreseen to do, as far as speeds and links are known; where the person leaves the
     strategy to us, with the best one. And the same settings on fewer hosts, where that is faster. measured: run folders
     of collectives, beside those of the usual folder. Raises UsageError where that asks for what is not known.
     """
-    if plan.kind != "experiment" or plan.settings.get("profile_s"):
+    request, settings, plan = draft.request, draft.training, build_plan(draft)
+    if request.kind != "experiment" or (settings and settings.profile_s):
         return plan, None
     try:
         view = look(plan, profiles, read_network(RUNS, plan, measured))
     except UsageError as error:
         if request.best_way:
             raise
-        return with_rounds(plan, error), None
-    plan = with_rounds(with_best_way(plan, view, request.chosen) if request.best_way else plan, view)
+        return build_plan(with_rounds(draft, error)), None
+    if settings and request.best_way:
+        draft = with_best_way(draft, settings, view)
+    plan = build_plan(with_rounds(draft, view))
     notes = (*plan.notes, *memory_notes(plan, view))
     found = {"prediction": foreseen(plan, view), "faster": predicted(plan, view, request.chosen), "notes": notes}
     return plan.model_copy(update=found), without_slow(plan, view)

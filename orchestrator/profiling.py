@@ -29,7 +29,7 @@ from orchestrator.jobs.record import FINAL_STATES
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.planning.profiles import Kind, Measurement, Profile, Rank, cuda_graph_of, kinds_of, tf32_of
-from orchestrator.planning.request import parse_pairs, read_wish
+from orchestrator.planning.request import parse_pairs, read_experiment
 from orchestrator.results.events import Events, MetricsFile
 from orchestrator.results.tables import read_events
 from orchestrator.transport.ask import Host
@@ -56,8 +56,8 @@ class Found:
 def _cuda_graph(exp: str, asked: Mapping[str, str]) -> str:
     """As the run that is asked for will have it. Raises UsageError for a value that there is not."""
     decide = ("strategy", "sync_bn", "accumulate", "cuda_graph")
-    pairs = [f"{key}={asked[key]}" for key in decide if key in asked]
-    return cuda_graph_of(read_wish(exp, pairs, None, None, ()).request.settings)
+    settings = read_experiment(exp, {key: asked[key] for key in decide if key in asked}).request.training
+    return cuda_graph_of(settings) if settings else "auto"
 
 
 class Profiling:
@@ -85,15 +85,15 @@ class Profiling:
             raise UsageError("collectives trains nothing that a host could do alone", "choose another --exp")
         self.controller, self.cluster = controller, cluster
         pairs["cuda_graph"] = _cuda_graph(exp, asked)
-        self.wish = read_wish(exp, [f"{key}={value}" for key, value in pairs.items()], None, None, ())
-        self.batch = int(self.wish.request.settings["batch"])
-        if not self.wish.request.settings["profile_s"]:
+        self.wish = read_experiment(exp, pairs)
+        training = self.wish.request.training
+        if training is None or not training.profile_s:
             raise UsageError("profile_s=0 measures nothing", "leave it out")
+        self.batch = training.batch
         facts = controller.clusters.ready(cluster, only).facts
         self.whole = controller.plan(cluster, self.wish.request, self.wish.code, only)
         if "tf32" not in pairs:  # of all hosts: one that is measured alone does not know the others
-            agreed = [f"{key}={value}" for key, value in {**pairs, "tf32": tf32_of(self.whole, facts)}.items()]
-            self.wish = read_wish(exp, agreed, None, None, ())
+            self.wish = read_experiment(exp, {**pairs, "tf32": tf32_of(training.tf32, self.whole.nodes, facts)})
         self.machines = {name: fact.boot_id for name, fact in facts.items()}
         self.kinds = self._kinds(kinds_of(self.whole, facts), each)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,7 +17,6 @@ from orchestrator.cli.common import (
     cluster_option,
     job_option,
     json_option,
-    names_of,
     nodes_option,
     open_controller,
     settings_option,
@@ -28,9 +26,12 @@ from orchestrator.cli.script_words import ScriptCommand, files, went_to_script
 from orchestrator.errors import HostError, OrchError, UsageError
 
 if TYPE_CHECKING:
+    from orchestrator.cli.run_options import RunOptions
     from orchestrator.controller import Controller
+    from orchestrator.hosts.cluster import Cluster
     from orchestrator.jobs.record import JobRecord
-    from orchestrator.planning.launch_plan import Elastic, LaunchPlan
+    from orchestrator.planning.launch_plan import LaunchPlan
+    from orchestrator.planning.request import Wish, Words
     from orchestrator.transport.ask import Host
 
 SECOND_CTRL_C_S = 3.0
@@ -100,29 +101,7 @@ SCREEN_JOBS = 20
 @json_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGS]...]", shell_complete=files)
 @click.pass_context
-def run(
-    ctx: click.Context,
-    exp: str | None,
-    settings: tuple[str, ...],
-    resume: str | None,
-    is_module: bool,
-    folder: Path | None,
-    batch: int | None,
-    pass_local_rank: bool,
-    env: tuple[str, ...],
-    env_files: tuple[Path, ...],
-    nodes: str | None,
-    detach: bool,
-    dry_run: bool,
-    share: bool,
-    grace: float,
-    elastic: str | None,
-    max_restarts: int | None,
-    time_limit: float | None,
-    cluster: str | None,
-    as_json: bool,
-    command: tuple[str, ...],
-) -> None:
+def run(ctx: click.Context, /, **options: Any) -> None:
     """Launch a job on every host and follow it.
 
     A Ctrl-C leaves the job running and says how to come back; a second one within 3 s cancels it.
@@ -140,48 +119,46 @@ def run(
     orch's own options stand before the script or module; what follows it belongs to it. `python train.py`, `torchrun
     ... train.py` and `accelerate launch ... train.py` are understood in its place.
     """
+    from orchestrator.cli.run_options import RunOptions
+
+    _start(ctx, RunOptions(**options))
+
+
+def _start(ctx: click.Context, options: RunOptions) -> None:
     from dataclasses import replace
 
-    from orchestrator.planning.bundle import names_in
-    from orchestrator.planning.request import read_wish
-    from orchestrator.planning.variables import read_variables
-    from orchestrator.views import console, launch_plan
-
-    nodes_wanted = _nodes_wanted(elastic, max_restarts)
-    variables = read_variables(env, env_files, os.environ)
-    only = names_of(nodes)
-    if resume and any((exp, is_module, command, folder, batch, pass_local_rank)):
-        raise UsageError("--resume runs what the job ran", "give it --set alone")
+    elastic, variables, words = options.wanted_nodes(), options.variables(), options.words()
     with open_controller() as controller:
-        if resume:
-            chosen, wish = controller.resume(resume, settings, only, named=cluster)
-        else:
-            module, words = (command[0], command[1:]) if is_module and command else (None, command)
-            wish = read_wish(exp, settings, module, folder, words, batch, pass_local_rank)
-            chosen = controller.store.cluster(cluster)
-        strays = went_to_script(ctx, wish.request.name, wish.request.command) if command else ()
+        cluster, wish = _wish_of(controller, options, words)
+        strays = went_to_script(ctx, wish.request.name, wish.request.command) if words.command else ()
         request = replace(
-            wish.request, share_gpus=share, grace_s=grace, time_limit_s=time_limit,
-            elastic=nodes_wanted, env=variables, notes=(*strays, *wish.request.notes),
+            wish.request, share_gpus=options.share, grace_s=options.grace, time_limit_s=options.time_limit,
+            elastic=elastic, env=variables, notes=(*strays, *wish.request.notes),
         )  # fmt: skip
-        plan = controller.plan(chosen, request, wish.code, only)
-        if dry_run:
-            shown = plan.masked()
-            files = names_in(wish.blob)
-            if as_json:
-                return console.print_json(shown.model_dump(mode="json", by_alias=True) | {"files": files})
-            return launch_plan.print_plan(shown, files)
-        _run(controller, plan, wish.blob, as_json, detach=detach)
+        plan = controller.plan(cluster, request, wish.code, options.only)
+        if options.dry_run:
+            return _show_plan(plan, wish, options.as_json)
+        _run(controller, plan, wish.blob, options.as_json, detach=options.detach)
     return None
 
 
-def _nodes_wanted(elastic: str | None, max_restarts: int | None) -> Elastic | None:
-    from orchestrator.planning.elastic import DEFAULT_MAX_RESTARTS, parse_elastic
+def _wish_of(controller: Controller, options: RunOptions, words: Words) -> tuple[Cluster, Wish]:
+    from orchestrator.planning.request import read_wish
 
-    if max_restarts is not None and not elastic:
-        raise UsageError("--max-restarts belongs to --elastic", "--elastic MIN:MAX, numbers of nodes")
-    restarts = DEFAULT_MAX_RESTARTS if max_restarts is None else max_restarts
-    return parse_elastic(elastic, restarts) if elastic else None
+    if options.resume:
+        return controller.resume(options.resume, options.settings, options.only, named=options.cluster)
+    wish = read_wish(words)
+    return controller.store.cluster(options.cluster), wish
+
+
+def _show_plan(plan: LaunchPlan, wish: Wish, as_json: bool) -> None:
+    from orchestrator.planning.bundle import names_in
+    from orchestrator.views import console, launch_plan
+
+    shown, names = plan.masked(), names_in(wish.blob)
+    if as_json:
+        return console.print_json(shown.model_dump(mode="json", by_alias=True) | {"files": names})
+    return launch_plan.print_plan(shown, names)
 
 
 def _run(controller: Controller, plan: LaunchPlan, blob: bytes, as_json: bool, *, detach: bool) -> None:

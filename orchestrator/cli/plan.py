@@ -74,10 +74,10 @@ def plan(
 def _own(
     exp: str, settings: tuple[str, ...], nodes: str | None, bandwidth: float | None, out: Path, cluster: str | None
 ) -> Outlook:
-    from orchestrator.planning.request import read_wish
+    from orchestrator.planning.request import Words, read_wish
     from orchestrator.views.plan import outlook_of
 
-    wish = read_wish(exp, settings, None, None, ())
+    wish = read_wish(Words(exp=exp, settings=settings))
     only = names_of(nodes)
     with open_controller() as controller:
         chosen = controller.store.cluster(cluster)
@@ -89,16 +89,16 @@ def _own(
 
 def _imagined(exp: str, settings: tuple[str, ...], nodes: str, bandwidth: float | None) -> Outlook:
     from orchestrator.forecast.imagined import parse_groups
-    from orchestrator.planning.request import read_wish
+    from orchestrator.planning.request import Words, read_wish
     from orchestrator.views.plan import imagined_outlook
 
     groups = parse_groups(nodes)
     if bandwidth is None:
         raise UsageError("the links of hosts that you do not have are not known", "say --bandwidth 2.5Gbps")
-    request = read_wish(exp, settings, None, None, ()).request
-    if "strategy" not in request.settings:
+    request = read_wish(Words(exp=exp, settings=settings)).request
+    if request.training is None:
         raise UsageError(f"{exp} trains nothing that could be foreseen", "choose another --exp")
-    return imagined_outlook(groups, exp, request.settings, bandwidth, request.chosen)
+    return imagined_outlook(groups, request.training, bandwidth, request.chosen)
 
 
 def _show(found: Outlook) -> None:

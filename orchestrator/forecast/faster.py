@@ -9,7 +9,7 @@ Nothing here loses more than the job's own fidelity does; a rank by itself excha
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from orchestrator.forecast.advice import Policy, Scene, fewer, splits, ways
@@ -18,6 +18,7 @@ from orchestrator.forecast.step import Forecast, Way
 from orchestrator.planning.command_line import run_line
 from orchestrator.planning.launch_plan import Faster, LaunchPlan
 from orchestrator.results.faster import WORTH, may_leave, settings_on
+from trainer.shared.config import Settings, SettingsError
 from trainer.shared.shares import BY_SPEED
 
 FEW_NAMES = 8
@@ -30,7 +31,7 @@ class _Option:
 
     hosts: tuple[str, ...]
     forecast: Forecast
-    settings: Mapping[str, Any]
+    settings: Settings
 
 
 def predicted(plan: LaunchPlan, view: View, chosen: Collection[str]) -> tuple[Faster, ...]:
@@ -38,11 +39,11 @@ def predicted(plan: LaunchPlan, view: View, chosen: Collection[str]) -> tuple[Fa
 
     chosen: settings that the person made; how large a bucket is, or how many local steps there are, stays if so.
     """
-    now = foreseen(plan, view)
-    if now is None:
+    now, settings = foreseen(plan, view), plan.training
+    if now is None or settings is None:
         return ()
-    candidates = list(_candidates(plan, chosen))
-    options = [_best(plan, view, scene, candidates) for scene in (view.scene, *_fewer(plan, view))]
+    candidates = list(_candidates(settings, chosen))
+    options = [_best(settings, view, scene, candidates) for scene in (view.scene, *_fewer(plan, view))]
     speeds = sorted((option for option in options if option), key=lambda each: -each.forecast.samples_per_s)
     ones = [option for option in speeds if len(option.hosts) == 1 < len(plan.nodes)]
     best, alone = speeds[:1], ones[:1]
@@ -56,16 +57,17 @@ def without_slow(plan: LaunchPlan, view: View) -> Faster | None:
     """The same strategy on fewer hosts, with equal shares or those by speed, whichever the plan has. None where none
     of these is faster, or one rank alone would lose by its fidelity what only an exchange needs.
     """
-    now, way = foreseen(plan, view), way_of(plan.settings)
-    policy: Policy = "equal" if plan.settings["shares"] == "equal" else "measured"
-    if now is None or way is None:
+    now, settings = foreseen(plan, view), plan.training
+    way = way_of(settings) if settings else None
+    if now is None or settings is None or way is None:
         return None
-    options = [
-        _option(plan, view, scene, way, {}, policy)
+    policy: Policy = "equal" if settings.shares == "equal" else "measured"
+    options = (
+        _option(settings, view, scene, way, {}, policy)
         for scene in _fewer(plan, view)
         if scene.wire.ranks > 1 or way.fidelity == "exact"
-    ]
-    best = max(options, key=lambda each: each.forecast.samples_per_s, default=None)
+    )
+    best = max((option for option in options if option), key=lambda each: each.forecast.samples_per_s, default=None)
     if best is None or best.forecast.samples_per_s <= WORTH * now.samples_per_s:
         return None
     return _told(plan, view, best, now.samples_per_s)
@@ -74,10 +76,10 @@ def without_slow(plan: LaunchPlan, view: View) -> Faster | None:
 # ---- what there is to choose from -----------------------------------------------------------------------------------
 
 
-def _candidates(plan: LaunchPlan, chosen: Collection[str]) -> Iterator[tuple[Way, Mapping[str, Any]]]:
+def _candidates(settings: Settings, chosen: Collection[str]) -> Iterator[tuple[Way, Mapping[str, Any]]]:
     """With the settings that each of them takes."""
-    for way in ways(allowed(plan.settings), **kept(plan.settings, chosen)):
-        if pairs := runnable(plan, way, frozenset()):
+    for way in ways(allowed(settings), **kept(settings, chosen)):
+        if pairs := runnable(settings, way, ()):
             yield way, pairs
 
 
@@ -86,37 +88,46 @@ def _fewer(plan: LaunchPlan, view: View) -> Iterator[Scene]:
 
 
 def _best(
-    plan: LaunchPlan, view: View, scene: Scene, candidates: Sequence[tuple[Way, Mapping[str, Any]]]
+    settings: Settings, view: View, scene: Scene, candidates: Sequence[tuple[Way, Mapping[str, Any]]]
 ) -> _Option | None:
     if scene.wire.ranks == 1:
-        return _option(plan, view, scene, Way("ddp"), {}, "equal")
+        return _option(settings, view, scene, Way("ddp"), {}, "equal")
     options = (
-        _option(plan, view, scene, way, pairs, policy)
+        _option(settings, view, scene, way, pairs, policy)
         for way, pairs in candidates
         for policy in splits(scene, way.local_batch)
     )
-    return max(options, key=lambda each: each.forecast.samples_per_s, default=None)
+    return max((option for option in options if option), key=lambda each: each.forecast.samples_per_s, default=None)
 
 
-def _option(plan: LaunchPlan, view: View, scene: Scene, way: Way, pairs: Mapping[str, Any], policy: Policy) -> _Option:
+def _option(
+    settings: Settings, view: View, scene: Scene, way: Way, pairs: Mapping[str, Any], policy: Policy
+) -> _Option | None:
+    """settings: the plan's. pairs: those of the way. None where the trainer would refuse it."""
     shares = scene.shares(policy, way.local_batch)
-    forecast = forecast_in(scene, way, shares, int(plan.settings.get("accumulate", 0)))
-    names = tuple(host.name for host in scene.hosts)
-    settings = settings_on(plan, scene.wire.ranks, all_hosts=len(names) == len(plan.nodes))
+    forecast = forecast_in(scene, way, shares, settings.accumulate)
+    changes: dict[str, Any] = {}
     if scene.wire.ranks > 1:
-        settings |= {**pairs, "shares": _shares_setting(plan, view, scene, policy, shares)}
-    parts = parts_needed(scene, shares, view.speeds_from, settings)
-    if parts > 1 and not settings.get("local_batch"):
-        settings["accumulate"] = parts
-    return _Option(names, forecast, settings)
+        changes = {**pairs, "shares": _shares_setting(settings.shares, view, scene, policy, shares)}
+    try:
+        here = settings_on(settings, scene.wire.ranks, all_hosts=len(scene.hosts) == len(view.scene.hosts))
+        here = replace(here, **changes)
+        parts = parts_needed(scene, shares, view.speeds_from, here)
+        if parts > 1 and not here.local_batch:
+            here = replace(here, accumulate=parts)
+    except SettingsError:
+        return None
+    return _Option(tuple(host.name for host in scene.hosts), forecast, here)
 
 
-def _shares_setting(plan: LaunchPlan, view: View, scene: Scene, policy: Policy, shares: Sequence[int]) -> str:
-    """With which a run splits its batch like this. By speed it does so only where ranks are told their speeds."""
+def _shares_setting(asked: str, view: View, scene: Scene, policy: Policy, shares: Sequence[int]) -> str:
+    """With which a run splits its batch like this. By speed it does so only where ranks are told their speeds. asked:
+    the plan's.
+    """
     if policy == "equal":
         return "equal"
     if all(view.speeds_from[host.name] in ("profile", "by hand") for host in scene.hosts):
-        return str(plan.settings["shares"]) if plan.settings["shares"] in BY_SPEED else "measured"
+        return asked if asked in BY_SPEED else "measured"
     left = iter(shares)
     named = [
         (f"{host.name}:{i}" if len(host.speeds) > 1 else host.name, next(left))
@@ -143,10 +154,10 @@ def _told(plan: LaunchPlan, view: View, option: _Option, now_samples_per_s: floa
 def _what(plan: LaunchPlan, option: _Option) -> str:
     out = [node.name for node in plan.nodes if node.name not in option.hosts]
     if not out:
-        changed = {key: value for key, value in option.settings.items() if value != plan.settings.get(key)}
+        changed = {key: value for key, value in asdict(option.settings).items() if value != plan.settings.get(key)}
         words = {key: f"{key}={value}" for key, value in changed.items()}
         if "shares" in words:
-            words["shares"] = "equal shares" if changed["shares"] == "equal" else "shares by speed"
+            words["shares"] = "equal shares" if option.settings.shares == "equal" else "shares by speed"
         return ", ".join(words.values())
     if len(option.hosts) == 1:
         return f"{option.hosts[0]} alone"

@@ -3,7 +3,7 @@
     view = look(plan, profiles, read_network(Path("runs"), plan))
     view.scene, view.basis                      what `advise` takes; a sentence for each figure that is not measured
     foreseen(plan, view)                        Prediction(step_ms=949, samples_per_s=270, ...), kept in plan.json
-    with_best_way(plan, view, chosen)           strategy=auto, resolved
+    with_best_way(draft, view)                  strategy=auto, resolved
 
 A rank's speed is its profile's; else the pace that it was given; else an estimate from the catalogue. Links are as the
 newest `--exp collectives` run of these hosts measured them, else as declared, times what TCP leaves of it. Pure but for
@@ -27,15 +27,15 @@ from orchestrator.forecast.links import GLOO, GOODPUT, NCCL, Costs, Site, Wire, 
 from orchestrator.forecast.step import STRATEGIES, Fidelity, Forecast, Host, Job, Way, predict
 from orchestrator.hosts.cards import find_card
 from orchestrator.paths import RunFolder
+from orchestrator.planning.draft import Draft
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan, Prediction
 from orchestrator.planning.profiles import Profiles
 from orchestrator.results.summary import Collectives, Summary, link_matrix
 from orchestrator.units import format_bandwidth
 from trainer.shared.alpha_beta import algorithm_gbps, bus_factor
-from trainer.shared.config import LOCAL_STEPS, Settings, SettingsError, overlap_of, parse_settings
-from trainer.shared.experiments import DATA_SETS, EXPERIMENTS
+from trainer.shared.config import LOCAL_STEPS, Settings, SettingsError, overlap_of
 from trainer.shared.gpu_work import GB_PER_S
-from trainer.shared.shares import Speed, parse_speeds
+from trainer.shared.shares import Speed, Speeds, parse_speeds
 
 SEEN_RUNS = 50
 """Newest runs of collectives that are looked at for one of these hosts."""
@@ -78,35 +78,34 @@ def look(
     """bandwidth_bps: of every host, in place of what is declared or measured. Raises UsageError where a speed or a link
     is not known, and for what is no training of ours.
     """
-    settings = plan.settings
-    if plan.kind != "experiment" or "strategy" not in settings:
+    settings = plan.training
+    if settings is None:
         raise UsageError(f"{plan.exp} trains nothing that could be foreseen", "choose another --exp")
-    layers = network_of(plan.exp, settings)
-    told = {node.name: _speeds(node, plan, profiles, layers) for node in plan.nodes}
+    layers = network_of(settings)
+    by_hand = parse_speeds(settings.speeds)
+    told = {node.name: _speeds(node, settings.exp, by_hand, profiles, layers) for node in plan.nodes}
     for name, (speeds, _) in told.items():
         if any(speed.cap == 0 for speed in speeds):
             raise UsageError(f"{name}: not one sample fits into its memory", "leave it out with --nodes")
     hosts = tuple(Host(name, speeds) for name, (speeds, _) in told.items())
     speeds_from = {name: source for name, (_, source) in told.items()}
     wire, words = wire_of(plan, network, bandwidth_bps)
-    scene = Scene(Job(layers, int(settings["batch"])), hosts, wire)
+    scene = Scene(Job(layers, settings.batch), hosts, wire)
     return View(scene, speeds_from, (*_speed_words(speeds_from), *words))
 
 
-def network_of(exp: str, settings: Mapping[str, Any]) -> tuple[Layer, ...]:
-    data = DATA_SETS[settings["data"] if settings["data"] in DATA_SETS else EXPERIMENTS[exp]["data"]]
-    return layers_of(str(settings["model"]), data.shape, data.classes)
+def network_of(settings: Settings) -> tuple[Layer, ...]:
+    return layers_of(settings.model, settings.data_set.shape, settings.data_set.classes)
 
 
 # ---- how fast the ranks are -----------------------------------------------------------------------------------------
 
 
 def _speeds(
-    node: NodePlan, plan: LaunchPlan, profiles: Profiles, layers: Sequence[Layer]
+    node: NodePlan, exp: str, by_hand: Speeds, profiles: Profiles, layers: Sequence[Layer]
 ) -> tuple[tuple[Speed, ...], str]:
-    """Of the node's ranks, and where they come from."""
+    """Of the node's ranks, and where they come from. by_hand: the setting `speeds`."""
     ranks = [(node.name, local_rank) for local_rank in range(node.ranks)]
-    by_hand = parse_speeds(str(plan.settings.get("speeds", "")))
     if all(rank in by_hand for rank in ranks):
         return tuple(by_hand[rank] for rank in ranks), "by hand"
     if all(rank in profiles for rank in ranks):
@@ -119,7 +118,7 @@ def _speeds(
     what = f"its GPU, {node.gpu}," if node.device == "cuda" else "a CPU"
     raise UsageError(
         f"{node.name}: how fast it is is not known: no profile, and {what} is not in the catalogue",
-        f"measure it: `orch profile --exp {plan.exp}`, with the same --set",
+        f"measure it: `orch profile --exp {exp}`, with the same --set",
     )
 
 
@@ -269,70 +268,60 @@ def _pairs(found: Collectives, names: Sequence[str], bps: float) -> dict[tuple[s
 # ---- what a plan will do --------------------------------------------------------------------------------------------
 
 
-def way_of(settings: dict[str, Any]) -> Way | None:
+def way_of(settings: Settings) -> Way | None:
     """The way that these settings ask for. None: one that is not foreseen."""
-    strategy = str(settings["strategy"])
-    fidelity = allowed(settings)
-    half_wire = settings.get("wire") in ("bf16", "fp16")
+    strategy, fidelity = settings.strategy, allowed(settings)
+    half_wire = settings.wire in ("bf16", "fp16")
     if strategy in ("none", "dp"):
         return Way("ddp")  # one rank, which exchanges nothing
-    bucket_mib = float(settings["bucket_mib"])
     exact_part = exact_part_of(settings, fidelity)
     if fidelity == "local":
         rounds = {"half_wire": half_wire, **rounds_of(settings)}
-        return Way("parameter_average", "local", bucket_mib, exact_part=exact_part, **rounds)
+        return Way("parameter_average", "local", settings.bucket_mib, exact_part=exact_part, **rounds)
     if strategy == "parameter_average":
         return Way(strategy, "local", half_wire=half_wire)  # after every update
     if strategy not in STRATEGIES:
         return None
-    sync_bn = bool(settings.get("sync_bn"))
-    rank = int(settings.get("compress_rank", 2))
-    return Way(strategy, fidelity, bucket_mib, rank=rank, exact_part=exact_part, sync_bn=sync_bn)
+    way = Way(strategy, fidelity, settings.bucket_mib, rank=settings.compress_rank)
+    return dataclasses.replace(way, exact_part=exact_part, sync_bn=settings.sync_bn)
 
 
-def exact_part_of(settings: Mapping[str, Any], fidelity: str) -> float:
+def exact_part_of(settings: Settings, fidelity: str) -> float:
     """Of the updates of a run, those before it begins to compress, or to train locally, 0..1."""
-    name = {"compressed": "compress_after", "local": "local_after"}.get(fidelity, "")
-    after, updates = int(settings.get(name, 0)), updates_of(settings)
+    after = {"compressed": settings.compress_after, "local": settings.local_after}.get(fidelity, 0)
+    updates = updates_of(settings)
     return min(1.0, (updates // 10 if after < 0 else after) / updates)
 
 
-def updates_of(settings: Mapping[str, Any]) -> int:
+def updates_of(settings: Settings) -> int:
     """Of the whole run, as far as the data set is known here: a folder is taken to be as large as the experiment's."""
-    data = DATA_SETS[settings["data"] if settings["data"] in DATA_SETS else EXPERIMENTS[settings["exp"]]["data"]]
-    samples = min(int(settings["samples"]) or data.train_samples, data.train_samples)
-    whole = int(settings["epochs"]) * -(-samples // int(settings["batch"]))
-    return min(whole, int(settings["steps"]) or whole)
+    there = settings.data_set.train_samples
+    whole = settings.epochs * -(-min(settings.samples or there, there) // settings.batch)
+    return min(whole, settings.steps or whole)
 
 
-def rounds_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+def rounds_of(settings: Settings) -> dict[str, Any]:
     """Of local steps, as `Way` names them."""
-    every = int(settings.get("local_steps", 0)) or LOCAL_STEPS
-    overlap = overlap_of(every, int(settings.get("local_overlap", -1)))
-    return {"every": every, "overlap": overlap, "local_batch": int(settings.get("local_batch", 0))}
+    every = settings.local_steps or LOCAL_STEPS
+    overlap = overlap_of(every, settings.local_overlap)
+    return {"every": every, "overlap": overlap, "local_batch": settings.local_batch}
 
 
-def kept(settings: Mapping[str, Any], chosen: Collection[str]) -> dict[str, Any]:
+def kept(settings: Settings, chosen: Collection[str]) -> dict[str, Any]:
     """What every way that is tried has, as `ways` names it. chosen: settings that the person made."""
-    own_mib = float(settings["bucket_mib"]) if "bucket_mib" in chosen else 0.0
+    own_mib = settings.bucket_mib if "bucket_mib" in chosen else 0.0
     return {
         **rounds_of(settings),
-        "rank": int(settings.get("compress_rank", 2)),
-        "wire": str(settings.get("wire", "auto")),
+        "rank": settings.compress_rank,
+        "wire": settings.wire,
         "buckets_mib": (own_mib,) if own_mib else BUCKETS_MIB,
         "exact_parts": {each: exact_part_of(settings, each) for each in ("compressed", "local")},
-        "sync_bn": bool(settings.get("sync_bn")),
+        "sync_bn": settings.sync_bn,
     }
 
 
-def allowed(settings: Mapping[str, Any]) -> Fidelity:
-    told = settings.get("fidelity", "exact")
-    return next((each for each in FIDELITIES if each == told), "exact")
-
-
-def forecast_of(plan: LaunchPlan, view: View, way: Way) -> Forecast:
-    """With the plan's own shares and micro-batches."""
-    return forecast_in(view.scene, way, _shares_of(plan), int(plan.settings.get("accumulate", 0)))
+def allowed(settings: Settings) -> Fidelity:
+    return next(each for each in FIDELITIES if each == settings.fidelity)
 
 
 def forecast_in(scene: Scene, way: Way, shares: Sequence[int], micro: int) -> Forecast:
@@ -346,10 +335,6 @@ def forecast_in(scene: Scene, way: Way, shares: Sequence[int], micro: int) -> Fo
     return predict(scene.job, hosts, scene.wire, way, shares)
 
 
-def _shares_of(plan: LaunchPlan) -> list[int]:
-    return [share for node in plan.nodes for share in node.shares]
-
-
 def _in_parts(speed: Speed, share: int, micro: int) -> Speed:
     if micro < 1 or share < 1:
         return speed
@@ -358,10 +343,10 @@ def _in_parts(speed: Speed, share: int, micro: int) -> Speed:
 
 
 def memory_words(
-    scene: Scene, shares: Sequence[int], speeds_from: Mapping[str, str], settings: Mapping[str, Any]
+    scene: Scene, shares: Sequence[int], speeds_from: Mapping[str, str], settings: Settings
 ) -> Iterator[str]:
     """Of hosts that will do more at once than their memory holds: nobody tells their ranks what is estimated here."""
-    local_batch = int(settings.get("local_batch", 0))
+    local_batch = settings.local_batch
     found: dict[int, list[tuple[str, int]]] = {}
     for name, cap, share in _too_large(scene, shares, speeds_from, settings):
         found.setdefault(cap, []).append((name, share))
@@ -376,22 +361,16 @@ def memory_words(
         )
 
 
-def parts_needed(
-    scene: Scene, shares: Sequence[int], speeds_from: Mapping[str, str], settings: Mapping[str, Any]
-) -> int:
+def parts_needed(scene: Scene, shares: Sequence[int], speeds_from: Mapping[str, str], settings: Settings) -> int:
     """The setting `accumulate` with which these shares fit; 0 where they fit as they are."""
     return max((-(-share // cap) for _, cap, share in _too_large(scene, shares, speeds_from, settings)), default=0)
 
 
-def memory_notes(plan: LaunchPlan, view: View) -> tuple[str, ...]:
-    return tuple(memory_words(view.scene, _shares_of(plan), view.speeds_from, plan.settings))
-
-
 def _too_large(
-    scene: Scene, shares: Sequence[int], speeds_from: Mapping[str, str], settings: Mapping[str, Any]
+    scene: Scene, shares: Sequence[int], speeds_from: Mapping[str, str], settings: Settings
 ) -> Iterator[tuple[str, int, int]]:
     """Name, cap and share, in samples, of each rank that is told no cap and would need one."""
-    micro, local_batch = max(1, int(settings.get("accumulate", 0))), int(settings.get("local_batch", 0))
+    micro, local_batch = max(1, settings.accumulate), settings.local_batch
     split = iter(shares)
     for host in scene.hosts:
         untold = speeds_from.get(host.name, "catalogue") in UNTOLD
@@ -401,12 +380,17 @@ def _too_large(
                 yield host.kind or host.name, speed.cap, share
 
 
+def memory_notes(plan: LaunchPlan, view: View) -> tuple[str, ...]:
+    return tuple(memory_words(view.scene, plan.shares, view.speeds_from, plan.training)) if plan.training else ()
+
+
 def foreseen(plan: LaunchPlan, view: View) -> Prediction | None:
-    """None where the strategy is not foreseen."""
-    way = way_of(plan.settings)
-    if way is None:
+    """With the plan's own shares and micro-batches. None where the strategy is not foreseen."""
+    settings = plan.training
+    way = way_of(settings) if settings else None
+    if settings is None or way is None:
         return None
-    forecast = forecast_of(plan, view, way)
+    forecast = forecast_in(view.scene, way, plan.shares, settings.accumulate)
     return Prediction(
         step_ms=forecast.step_ms,
         samples_per_s=forecast.samples_per_s,
@@ -423,36 +407,33 @@ def _way_words(way: Way) -> Iterator[str]:
         yield "sync_bn: ranks meet in every BatchNorm, forward and backward, so that no sum of gradients is hidden"
 
 
-def with_best_way(plan: LaunchPlan, view: View, chosen: frozenset[str]) -> LaunchPlan:
-    """The same plan by the fastest way that its fidelity allows and the trainer knows, with its shares; it says so.
+def with_best_way(draft: Draft, settings: Settings, view: View) -> Draft:
+    """The same draft by the fastest way that its fidelity allows and the trainer knows, with its shares; it says so.
 
-    chosen: settings that the person made, which stay. Raises UsageError where none fits them.
+    settings: the draft's. What the person chose stays. Raises UsageError where none fits that.
     """
-    fidelity = allowed(plan.settings)
-    candidates = ways(fidelity, **kept(plan.settings, chosen))
-    known = [(way, pairs) for way in candidates if (pairs := runnable(plan, way, chosen))]
-    if not known:
+    fidelity, chosen = allowed(settings), draft.request.chosen
+    forecasts = [
+        (forecast_in(view.scene, way, draft.shares, settings.accumulate), changes)
+        for way in ways(fidelity, **kept(settings, chosen))
+        if (changes := runnable(settings, way, chosen))
+    ]
+    if not forecasts:
         raise UsageError(f"strategy=auto: no strategy fits fidelity {fidelity} and these settings", "name one")
-    way, pairs = max(known, key=lambda each: forecast_of(plan, view, each[0]).samples_per_s)
-    forecast = forecast_of(plan, view, way)
-    words = ", ".join(f"{key}={value}" for key, value in pairs.items())
-    notes = [f"strategy=auto: {words} ({fidelity}), predicted at {forecast.samples_per_s:.4g} samples/s"]
-    added = tuple(f"--{key}={value}" for key, value in pairs.items())
-    nodes = tuple(node.model_copy(update={"command": (*node.command, *added)}) for node in plan.nodes)
-    update = {"settings": {**plan.settings, **pairs}, "nodes": nodes, "notes": (*plan.notes, *notes)}
-    return plan.model_copy(update=update)
+    forecast, changes = max(forecasts, key=lambda each: each[0].samples_per_s)
+    words = ", ".join(f"{key}={value}" for key, value in changes.items())
+    predicted = f"predicted at {forecast.samples_per_s:.4g} samples/s"
+    return draft.settled(changes, f"strategy=auto: {words} ({fidelity}), {predicted}")
 
 
-def runnable(plan: LaunchPlan, way: Way, chosen: frozenset[str]) -> dict[str, Any] | None:
-    """The settings that make a run go this way. None where the trainer would refuse them."""
-    pairs: dict[str, Any] = {"strategy": way.strategy}
-    pairs |= {"bucket_mib": way.bucket_mib} if way.strategy == "ddp" else {}
-    if way.half_wire and plan.settings.get("wire") not in ("bf16", "fp16"):
+def runnable(settings: Settings, way: Way, chosen: Collection[str]) -> dict[str, Any] | None:
+    """The settings that make a run go this way, less the chosen ones. None where the trainer would refuse them."""
+    if way.half_wire and settings.wire not in ("bf16", "fp16"):
         return None  # a person's word
-    fields = {field.name for field in dataclasses.fields(Settings)}
-    everything = {key: value for key, value in {**plan.settings, **pairs}.items() if key in fields and key != "exp"}
+    changes: dict[str, Any] = {"strategy": way.strategy}
+    changes |= {"bucket_mib": way.bucket_mib} if way.strategy == "ddp" else {}
     try:
-        parse_settings(plan.exp, {key: str(value) for key, value in everything.items()})
+        dataclasses.replace(settings, **changes)
     except SettingsError:
         return None
-    return {key: value for key, value in pairs.items() if key not in chosen}
+    return {name: value for name, value in changes.items() if name not in chosen}

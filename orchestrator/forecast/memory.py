@@ -12,22 +12,23 @@ from orchestrator.forecast.gpus import RESERVED_BYTES, activation_bytes
 from orchestrator.forecast.inputs import network_of
 from orchestrator.forecast.layers import gradient_bytes
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
+from trainer.shared.config import Settings
 
 HALF = ("bf16", "fp16")
 
 
 def needed_bytes(plan: LaunchPlan, node: NodePlan) -> int:
-    if plan.kind != "experiment" or "strategy" not in plan.settings:
+    settings = plan.training
+    if settings is None:
         return RESERVED_BYTES
-    layers = network_of(plan.exp, plan.settings)
-    kept = activation_bytes(layers) * (0.5 if plan.settings.get("amp") in HALF else 1.0)
-    return round(RESERVED_BYTES + 3 * gradient_bytes(layers) + _samples_at_once(plan, node) * kept)
+    layers = network_of(settings)
+    kept = activation_bytes(layers) * (0.5 if settings.amp in HALF else 1.0)
+    return round(RESERVED_BYTES + 3 * gradient_bytes(layers) + _samples_at_once(settings, node) * kept)
 
 
-def _samples_at_once(plan: LaunchPlan, node: NodePlan) -> int:
+def _samples_at_once(settings: Settings, node: NodePlan) -> int:
     """On each GPU; none for a profile, which tries how many fit."""
-    if plan.settings.get("profile_s"):
+    if settings.profile_s:
         return 0
     share = max(node.shares, default=0) * node.ranks / max(1, len(node.gpu_uuids))
-    parts = max(1, int(plan.settings.get("accumulate", 0)))
-    return round(min(share / parts, int(plan.settings.get("local_batch", 0)) or share))
+    return round(min(share / max(1, settings.accumulate), settings.local_batch or share))

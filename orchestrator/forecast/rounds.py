@@ -1,6 +1,6 @@
 """How many updates lie between two averages of `fidelity=local` where the person leaves that to us. Pure.
 
-    plan = with_rounds(plan, view)          local_steps=0, resolved: settings, commands and a note
+    draft = with_rounds(draft, view)        local_steps=0, resolved: settings and a note
 
 More steps hide more of the wire, and let the ranks drift further apart: the fewest are taken that are about as fast
 as the most.
@@ -8,12 +8,13 @@ as the most.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from orchestrator.errors import UsageError
-from orchestrator.forecast.inputs import View, forecast_of, way_of
-from orchestrator.planning.launch_plan import LaunchPlan
-from trainer.shared.config import LOCAL_STEPS
+from orchestrator.forecast.inputs import View, forecast_in, way_of
+from orchestrator.planning.draft import Draft
+from trainer.shared.config import LOCAL_STEPS, Settings
 
 NEAR = 0.99
 """Of the best speed: what is as good as that."""
@@ -21,24 +22,24 @@ SAME = 0.999
 """Of the speed with half of the steps overlapping: as few as that takes."""
 
 
-def asks_for_rounds(plan: LaunchPlan) -> bool:
-    return plan.settings.get("fidelity") == "local" and plan.settings.get("local_steps") == 0
-
-
-def with_rounds(plan: LaunchPlan, view: View | UsageError) -> LaunchPlan:
-    """The same plan with the fewest local steps that hide the wire, and the fewest of them that overlap, where it asks
+def with_rounds(draft: Draft, view: View | UsageError) -> Draft:
+    """The same draft with the fewest local steps that hide the wire, and the fewest of them that overlap, where it asks
     for them. view: or why nothing can be predicted; then it is LOCAL_STEPS.
     """
-    if not asks_for_rounds(plan):
-        return plan
-    asked = int(plan.settings["local_overlap"])
+    settings = draft.training
+    if settings is None or settings.fidelity != "local" or settings.local_steps:
+        return draft
+    asked = settings.local_overlap
     if isinstance(view, UsageError):
         every = max(LOCAL_STEPS, asked + 1)
-        return _told(plan, every, asked, f"{every}, since {view.message}; {view.remedy}")
-    every, overlap = fewest_steps(lambda *rounds: _speed(plan, view, *rounds), asked)
-    samples_per_s = _speed(plan, view, every, overlap)
-    words = f"{every}, {overlap} of them while an average travels: predicted at {samples_per_s:.4g} samples/s"
-    return _told(plan, every, overlap, f"{words}, within 1 % of the most that {LOCAL_STEPS} would bring")
+        return _decided(draft, every, asked, f"{every}, since {view.message}; {view.remedy}")
+
+    def speed(every: int, overlap: int) -> float:
+        return _samples_per_s(settings, draft.shares, view, every, overlap)
+
+    every, overlap = fewest_steps(speed, asked)
+    words = f"{every}, {overlap} of them while an average travels: predicted at {speed(every, overlap):.4g} samples/s"
+    return _decided(draft, every, overlap, f"{words}, within 1 % of the most that {LOCAL_STEPS} would bring")
 
 
 def fewest_steps(speed: Callable[[int, int], float], asked: int) -> tuple[int, int]:
@@ -52,20 +53,12 @@ def fewest_steps(speed: Callable[[int, int], float], asked: int) -> tuple[int, i
     return every, next(overlap for overlap in overlaps if speed(every, overlap) >= SAME * speeds[every])
 
 
-def _speed(plan: LaunchPlan, view: View, every: int, overlap: int) -> float:
+def _samples_per_s(settings: Settings, shares: Sequence[int], view: View, every: int, overlap: int) -> float:
     """Once the exact updates of `local_after` are over."""
-    way = way_of({**plan.settings, "local_steps": every, "local_overlap": overlap, "local_after": 0})
+    way = way_of(replace(settings, local_steps=every, local_overlap=overlap, local_after=0))
     assert way  # noqa: S101 - for the type checker
-    return forecast_of(plan, view, way).samples_per_s
+    return forecast_in(view.scene, way, shares, settings.accumulate).samples_per_s
 
 
-def _told(plan: LaunchPlan, every: int, overlap: int, words: str) -> LaunchPlan:
-    pairs = {"local_steps": every, "local_overlap": overlap}
-    options = tuple(f"--{key}={value}" for key, value in pairs.items())
-    keys = tuple(f"--{key}=" for key in pairs)
-    nodes = tuple(
-        node.model_copy(update={"command": (*(w for w in node.command if not w.startswith(keys)), *options)})
-        for node in plan.nodes
-    )
-    update = {"settings": {**plan.settings, **pairs}, "nodes": nodes, "notes": (*plan.notes, f"local_steps=0: {words}")}
-    return plan.model_copy(update=update)
+def _decided(draft: Draft, every: int, overlap: int, words: str) -> Draft:
+    return draft.settled({"local_steps": every, "local_overlap": overlap}, f"local_steps=0: {words}")

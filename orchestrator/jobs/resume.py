@@ -1,8 +1,8 @@
 """Going on from a job's last checkpoint, in a new job.
 
-    exp, settings = settings_of(plan)                   ("mnist_lenet", ["epochs=20", "checkpoint_every=500"])
+    exp, kept = settings_of(plan)                       ("mnist_lenet", {"epochs": 20, "checkpoint_every": 500})
     path = last_checkpoint(plan, host)                  where it lies on the old job's master
-    wish = read_wish(exp, [*settings, f"resume={path}"], ...)
+    wish = read_experiment(exp, {"resume": path}, kept)
 
 The file stays on the host that wrote it, so that host is the new job's master, too; the other hosts need none.
 """
@@ -10,6 +10,7 @@ The file stays on the host that wrote it, so that host is the new job's master, 
 from __future__ import annotations
 
 import posixpath
+from typing import Any
 
 from orchestrator.errors import UsageError
 from orchestrator.planning.launch_plan import LaunchPlan
@@ -20,8 +21,8 @@ from trainer.shared.experiments import EXPERIMENTS
 ASK_S = 30.0
 
 
-def settings_of(plan: LaunchPlan) -> tuple[str, list[str]]:
-    """The job's experiment, and as KEY=VALUE each setting that is not the experiment's own.
+def settings_of(plan: LaunchPlan) -> tuple[str, dict[str, Any]]:
+    """The job's experiment, and each setting that is not the experiment's own.
 
     Raises UsageError where it was no experiment.
     """
@@ -30,7 +31,7 @@ def settings_of(plan: LaunchPlan) -> tuple[str, list[str]]:
         raise UsageError(f"{plan.job} ran {plan.exp}, which goes on in its own way", f"ORCH_CHECKPOINTS was {left}")
     own = EXPERIMENTS[plan.exp]
     changed = {key: value for key, value in plan.settings.items() if key in own and value != own[key]}
-    return plan.exp, [f"{key}={value}" for key, value in changed.items() if key != "resume"]
+    return plan.exp, {key: value for key, value in changed.items() if key != "resume"}
 
 
 def last_checkpoint(plan: LaunchPlan, host: Host) -> str:

@@ -1,40 +1,44 @@
 """The `orch run` line that runs a plan's job, or the same job on other hosts or with other settings. Pure.
 
     run_line(plan)                                  orch run --cluster lab --exp resnet152_cifar --nodes a2000,v100
-    run_line(plan, ["v100"], {**plan.settings, "batch": 512})
+    run_line(plan, ["v100"], replace(plan.training, batch=512))
 
 It is complete: whoever pastes it into a shell gets that run, whatever cluster is the current one there.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from orchestrator.planning.launch_plan import LOCAL_RANK, LaunchPlan
 from orchestrator.planning.request import RunRequest
-from trainer.shared.config import parse_settings
+from trainer.shared.config import AnySettings, fields_of
+from trainer.shared.experiments import EXPERIMENTS
 
 
-def run_line(plan: LaunchPlan, nodes: Collection[str] = (), settings: Mapping[str, Any] | None = None) -> str:
-    """Quoted for a shell. nodes: who takes part; none means those of the plan. settings: all of them, in place of the
-    plan's; only what differs from the experiment's own is spelled out.
+def run_line(plan: LaunchPlan, nodes: Collection[str] = (), settings: AnySettings | None = None) -> str:
+    """Quoted for a shell. nodes: who takes part; none means those of the plan. settings: in place of the plan's; only
+    what differs from the experiment's own is spelled out.
     """
     names = [node.name for node in plan.nodes if not nodes or node.name in nodes]
-    told = plan.settings if settings is None else settings
     options = [*_limits(plan, all_nodes=len(names) == len(plan.nodes)), "--nodes", ",".join(names)]
-    what, script = ([], _script(plan, told)) if plan.kind != "experiment" else (_experiment(plan.exp, told), [])
+    if plan.kind != "experiment":
+        what, script = list[str](), _script(plan)
+    else:
+        what, script = ["--exp", plan.exp, *_set(settings or plan.typed_settings)], []
     return shlex.join(["orch", "run", "--cluster", plan.cluster, *what, *options, *script])
 
 
-def _experiment(exp: str, settings: Mapping[str, Any]) -> list[str]:
-    own = dataclasses.asdict(parse_settings(exp, {}))
-    changed = {key: value for key, value in settings.items() if key in own and value != own[key]}
-    return ["--exp", exp, *(word for key, value in changed.items() for word in ("--set", f"{key}={_text(value)}"))]
+def _set(settings: AnySettings | None) -> Iterator[str]:
+    if settings is None:
+        return
+    for name in fields_of(settings.exp):
+        if (value := getattr(settings, name)) != EXPERIMENTS[settings.exp][name]:
+            yield from ("--set", f"{name}={_text(value)}")
 
 
 def _text(value: Any) -> str:
@@ -44,12 +48,12 @@ def _text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
 
 
-def _script(plan: LaunchPlan, settings: Mapping[str, Any]) -> list[str]:
+def _script(plan: LaunchPlan) -> list[str]:
     """The script or module with its arguments, after its own options."""
     words = list(plan.nodes[0].command)
     options = ["--folder", plan.code.source]
-    if "batch" in settings:
-        options += ["--batch", str(settings["batch"])]
+    if "batch" in plan.settings:
+        options += ["--batch", str(plan.settings["batch"])]
     if LOCAL_RANK in words:
         words.remove(LOCAL_RANK)
         options.append("--pass-local-rank")

@@ -41,7 +41,7 @@ def elastic_notes(elastic: Elastic, request: RunRequest, left_out: Sequence[str]
     notes = []
     if left_out:
         notes.append(f"{', '.join(left_out)}: left out, --elastic takes at most {elastic.max_nodes} nodes")
-    if request.kind == "experiment" and not request.settings.get("checkpoint_every"):
+    if request.kind == "experiment" and not (request.training and request.training.checkpoint_every):
         notes.append(
             "elastic without checkpoints: ranks that are started anew begin at step 0; set checkpoint_every, like 500"
         )

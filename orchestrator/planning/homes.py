@@ -28,7 +28,7 @@ def notes_on(request: RunRequest, own_home: str, homes: Mapping[str, str]) -> It
     """A sentence for each setting or script argument that names this machine's home folder."""
     if request.kind == "experiment":
         for key in sorted(request.chosen):
-            yield from expanded_here("--set", f"{key}=", str(request.settings.get(key)), own_home, homes)
+            yield from expanded_here("--set", f"{key}=", str(getattr(request.settings, key)), own_home, homes)
         return
     for word in request.command:
         path = word.partition("=")[2] if word.startswith("-") else word

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from orchestrator.hosts.masking import mask, masked_env
 from orchestrator.record import SCHEMA, Owner, Record
+from trainer.shared.config import AnySettings, Settings, SettingsError, settings_from
 
 LOCAL_RANK = "--local_rank={LOCAL_RANK}"
 """Filled in by the rank wrapper: what torch.distributed.launch would give a script."""
@@ -184,6 +185,7 @@ class LaunchPlan(Record):
     owner: Owner | None = None
     """Who starts it. None in plans of an older orch."""
     settings: dict[str, Any] = Field(default_factory=dict)
+    """An experiment's, all of them; of a script only the global batch, if it was given. `typed_settings` reads them."""
     master: str
     master_address: str
     rendezvous_port: int
@@ -211,6 +213,25 @@ class LaunchPlan(Record):
     """None where speeds or links are not known, or the strategy is not foreseen."""
     faster: tuple[Faster, ...] = ()
     """Ways that are predicted to take less time, the fastest first."""
+
+    @property
+    def typed_settings(self) -> AnySettings | None:
+        """None for a script, and for an experiment or a value that this version does not know."""
+        try:
+            return settings_from(self.exp, self.settings) if self.kind == "experiment" else None
+        except SettingsError:
+            return None
+
+    @property
+    def training(self) -> Settings | None:
+        """Its settings; None where it trains no network of ours, or by settings that this version does not know."""
+        found = self.typed_settings
+        return found if isinstance(found, Settings) else None
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Samples of a global batch for each rank, the ranks in their order; empty for a script of unknown batch."""
+        return tuple(share for node in self.nodes for share in node.shares)
 
     def node(self, name: str) -> NodePlan:
         return next(node for node in self.nodes if node.name == name)

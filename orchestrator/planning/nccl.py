@@ -1,6 +1,6 @@
 """What carries the gradients, and what NCCL has to be told where hosts are not alike, or cannot bridge. Pure.
 
-    carrier = choose_carrier(nodes, facts, devices, ranks, request)     # backend, settings, notes
+    carrier = choose_carrier(placement.nodes, request)                  # backend, settings, notes
     error = unlike_versions(hosts)                # an UnlikeError where their NCCL libraries differ
     nccl_settings(hosts, given={"NCCL_ALGO"})     # the same for all hosts; what a person set is left to them
 
@@ -10,7 +10,7 @@ user guide, "Environment Variables".
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +20,7 @@ from orchestrator.hosts.facts import NodeFacts
 from orchestrator.hosts.inventory import Node
 from orchestrator.hosts.wheels import newest_for, numbers
 from orchestrator.planning.launch_plan import NcclSetting
+from orchestrator.planning.placement import PlannedNode
 from orchestrator.planning.request import RunRequest
 from orchestrator.units import format_bandwidth
 
@@ -79,24 +80,18 @@ class Carrier:
     notes: tuple[str, ...] = ()
 
 
-def choose_carrier(
-    nodes: Sequence[Node],
-    facts: Mapping[str, NodeFacts],
-    devices: Mapping[str, str],
-    ranks: Mapping[str, int],
-    request: RunRequest,
-) -> Carrier:
+def choose_carrier(nodes: Sequence[PlannedNode], request: RunRequest) -> Carrier:
     """What the person chose, else what every host can. Raises UnlikeError where NCCL is not the same everywhere; of a
     script nobody knows whether it uses NCCL at all, and it gets a note.
     """
-    hosts = [GpuHost(node, facts[node.name], ranks[node.name]) for node in nodes if devices[node.name] == "cuda"]
+    hosts = [GpuHost(one.node, one.facts, one.ranks) for one in nodes if one.device == "cuda"]
     without = [host.node.name for host in hosts if host.facts.torch and not host.facts.torch.nccl_available]
     notes: tuple[str, ...] = ()
     if hosts and len(hosts) < len(nodes):
         notes = ("some hosts train on CUDA and some on the CPU: Gloo carries the gradients everywhere",)
     elif without:
         notes = (f"torch on {host_set(without)} has no NCCL: Gloo carries the gradients everywhere",)
-    chosen = request.settings["backend"] if "backend" in request.chosen else "auto"
+    chosen = request.settings.backend if request.settings and "backend" in request.chosen else "auto"
     if chosen == "gloo" or (chosen == "auto" and (notes or not hosts)):
         return Carrier("gloo", notes=notes)
     is_own_script, notes = request.kind != "experiment", ()
@@ -104,7 +99,7 @@ def choose_carrier(
         if not is_own_script:
             raise wrong
         notes = (_if_it_uses_nccl(wrong),)
-    given = {*request.env, *(name for node in nodes for name in node.env)}
+    given = {*request.env, *(name for one in nodes for name in one.node.env)}
     return Carrier("nccl", nccl_settings(hosts, given, own_script=is_own_script), notes)
 
 

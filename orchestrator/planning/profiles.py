@@ -1,7 +1,6 @@
-"""How fast ranks are alone: the record of a profile, whom it holds for, and a plan that makes use of it.
+"""How fast ranks are alone: the record of a profile, and whom it holds for. `split` makes use of them.
 
     kinds = kinds_of(plan, facts)                          by (node, local rank): all that its speed depends on
-    plan = with_speeds(plan, {rank: profile, ...})         its shares, what its ranks are told, who does what alone
 
 A profile lies under $ORCH_HOME by its kind's key, so that a new driver, torch or pace asks for a new one. Hosts of one
 type share theirs, unless one was measured by itself (`orch profile --each`). Pure: `profiling` measures.
@@ -11,33 +10,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from orchestrator.errors import UsageError
 from orchestrator.hosts.facts import NodeFacts
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.record import SCHEMA, Record
-from trainer.shared.experiments import DATA_SETS, EXPERIMENTS
+from trainer.shared.config import Settings
 from trainer.shared.metrics import LATE
 from trainer.shared.replays import why_not_replayed
-from trainer.shared.shares import (
-    BY_SPEED,
-    PROFILED,
-    Speed,
-    at_most,
-    equal_shares,
-    format_speeds,
-    parse_speeds,
-    split_batch,
-)
+from trainer.shared.shares import Speed
 
 DRIFT = 0.05
 """A profile that drifted by less is steady."""
-FEW_NAMES = 8
-"""The samples of more hosts than this are not listed in a note."""
+RETRY = "`orch profile --exp {exp}` while nothing else runs there, or with a larger --set batch= or --set profile_s="
+"""What to try after a profile that is not valid."""
 GPU_SETTINGS = ("tf32", "channels_last", "cudnn_benchmark", "fused_sgd", "cuda_graph")
 """Settings of the trainer that a GPU's speed depends on."""
 AMPERE = 8
@@ -171,48 +160,51 @@ Profiles = Mapping[Rank, Profile]
 
 def kinds_of(plan: LaunchPlan, facts: Mapping[str, NodeFacts]) -> dict[Rank, Kind]:
     """By (node, local rank); empty for what is no training of ours."""
-    if "shares" not in plan.settings:
+    settings = plan.training
+    if settings is None:
         return {}
-    told = {name: str(plan.settings.get(name, "auto")) for name in GPU_SETTINGS} | {"tf32": tf32_of(plan, facts)}
-    told["cuda_graph"] = cuda_graph_of(plan.settings)
+    told = {name: str(getattr(settings, name)) for name in GPU_SETTINGS}
+    told |= {"tf32": tf32_of(settings.tf32, plan.nodes, facts), "cuda_graph": cuda_graph_of(settings)}
     asked = " ".join(f"{name}={value}" for name, value in told.items() if value != "auto")
     return {
-        (node.name, i): _kind(plan, node, facts[node.name], i, asked) for node in plan.nodes for i in range(node.ranks)
+        (node.name, i): _kind(settings, node, facts[node.name], i, asked)
+        for node in plan.nodes
+        for i in range(node.ranks)
     }
 
 
-def cuda_graph_of(settings: Mapping[str, Any]) -> str:
+def cuda_graph_of(settings: Settings) -> str:
     """The setting, off where others rule graphs out. A profile leaves these others out, and would not know."""
-    others = (str(settings.get("strategy")), bool(settings.get("sync_bn")), int(settings.get("accumulate", 0)))
-    return "off" if why_not_replayed(*others) else str(settings.get("cuda_graph", "auto"))
+    why = why_not_replayed(settings.strategy, settings.sync_bn, settings.accumulate)
+    return "off" if why else settings.cuda_graph
 
 
-def tf32_of(plan: LaunchPlan, facts: Mapping[str, NodeFacts]) -> str:
-    """on or off, as its ranks will agree: by itself on where all have GPUs that can; auto where a driver does not say.
+def tf32_of(asked: str, nodes: Sequence[NodePlan], facts: Mapping[str, NodeFacts]) -> str:
+    """on or off, as the ranks of these nodes will agree: by itself on where all have GPUs that can; auto where a driver
+    does not say. asked: the setting `tf32`.
 
     A host that is measured alone would not know what the others have.
     """
-    asked = str(plan.settings.get("tf32", "auto"))
     if asked != "auto":
         return asked
-    if any(node.device != "cuda" for node in plan.nodes):
+    if any(node.device != "cuda" for node in nodes):
         return "off"
-    gpus = [gpu for node in plan.nodes for gpu in facts[node.name].gpus[: node.ranks]]
+    gpus = [gpu for node in nodes for gpu in facts[node.name].gpus[: node.ranks]]
     majors = [(gpu.compute_capability or "").partition(".")[0] for gpu in gpus]
     if not majors or not all(map(str.isdecimal, majors)):
         return "auto"
     return "on" if min(map(int, majors)) >= AMPERE else "off"
 
 
-def _kind(plan: LaunchPlan, node: NodePlan, facts: NodeFacts, local_rank: int, gpu_settings: str) -> Kind:
-    told, own = plan.settings, node.gpu_uuids
+def _kind(settings: Settings, node: NodePlan, facts: NodeFacts, local_rank: int, gpu_settings: str) -> Kind:
+    own = node.gpu_uuids
     gpu = next((gpu for gpu in facts.gpus if own and gpu.uuid == own[local_rank % len(own)]), None)
     pace = {key: value for key, value in node.paced.items() if key != "slowdown"} if node.paced else None
     return Kind(
-        exp=plan.exp,
-        model=str(told["model"]),
-        data=str(told["data"] if told["data"] in DATA_SETS else EXPERIMENTS[plan.exp]["data"]),
-        amp=str(told["amp"]),
+        exp=settings.exp,
+        model=settings.model,
+        data=settings.data_set_name,
+        amp=settings.amp,
         device=node.device,
         gpu=node.gpu,
         device_name=gpu.name if gpu else "paced" if pace else f"{facts.machine}, {facts.cores} cores",
@@ -223,116 +215,3 @@ def _kind(plan: LaunchPlan, node: NodePlan, facts: NodeFacts, local_rank: int, g
         gpu_settings=gpu_settings if node.device == "cuda" else "",
         paced=pace,
     )
-
-
-# ---- a plan that makes use of them --------------------------------------------------------------------------------
-
-
-def with_speeds(plan: LaunchPlan, profiles: Profiles, not_kept: Profiles | None = None) -> LaunchPlan:
-    """The same plan with every rank's share, and the speeds that are known told to the ranks. not_kept: profiles that
-    count for nothing, to say so where one is missed.
-
-    Raises UsageError where the setting `shares` does not fit the ranks, or asks for a profile that is not there.
-    """
-    told = plan.settings
-    if "shares" not in told or told.get("profile_s"):
-        return plan
-    batch = int(told["batch"])
-    ranks = [(node.name, i) for node in plan.nodes for i in range(node.ranks)]
-    by_hand = parse_speeds(str(told["speeds"]))
-    known = {**{rank: profile.speed for rank, profile in profiles.items()}, **by_hand}
-    speeds = {rank: at_most(speed, int(told["local_batch"])) for rank, speed in known.items()}
-    plan = _resolved(plan, all(rank in speeds for rank in ranks))
-    try:
-        shares = split_batch(str(plan.settings["shares"]), speeds, ranks, batch)
-    except ValueError as error:
-        missed = [not_kept[rank] for rank in ranks if rank in not_kept and rank not in known] if not_kept else []
-        if told["shares"] == "measured" and missed:
-            raise _not_kept(plan, missed) from error
-        raise UsageError(f"shares: {error}", _remedy(plan)) from error
-    split = dict(zip(ranks, shares, strict=True))
-    by_itself = told["shares"] == PROFILED and shares != equal_shares(batch, len(ranks))
-    notes = (_by_profile_words(plan, split),) if by_itself else ()
-    nodes = tuple(_told(node, plan, split, speeds, profiles) for node in plan.nodes)
-    return plan.model_copy(
-        update={"nodes": nodes, "notes": (*plan.notes, *notes, *_notes(plan, split, speeds, profiles))}
-    )
-
-
-def _resolved(plan: LaunchPlan, all_known: bool) -> LaunchPlan:
-    """With `shares` as they will be where the person leaves them to us."""
-    if plan.settings["shares"] != PROFILED:
-        return plan
-    by_speed = all_known and plan.settings["strategy"] not in ("none", "dp")
-    return plan.model_copy(update={"settings": {**plan.settings, "shares": "measured" if by_speed else "equal"}})
-
-
-def _by_profile_words(plan: LaunchPlan, split: Mapping[Rank, int]) -> str:
-    samples = {node.name: sum(split[node.name, i] for i in range(node.ranks)) for node in plan.nodes}
-    few = f" ({', '.join(f'{name} {share}' for name, share in samples.items())})" if len(samples) <= FEW_NAMES else ""
-    return f"shares=measured{few}, since every rank's speed is known; --set shares=equal splits the batch evenly"
-
-
-def _not_kept(plan: LaunchPlan, missed: Sequence[Profile]) -> UsageError:
-    words = {
-        f"{each.node} was measured on {each.created[:10]}, but not kept: {each.why_not_valid()}" for each in missed
-    }
-    return UsageError(f"shares: {'; '.join(sorted(words))}", f"{RETRY.format(exp=plan.exp)}; or --set shares=auto")
-
-
-RETRY = "`orch profile --exp {exp}` while nothing else runs there, or with a larger --set batch= or --set profile_s="
-"""What to try after a profile that is not valid."""
-
-
-def _remedy(plan: LaunchPlan) -> str:
-    if plan.settings["shares"] in BY_SPEED:
-        return f"measure it: `orch profile --exp {plan.exp}`, with the same --set"
-    return "name every node, or rank, that takes part"
-
-
-def _told(
-    node: NodePlan,
-    plan: LaunchPlan,
-    split: Mapping[Rank, int],
-    speeds: Mapping[Rank, Speed],
-    profiles: Profiles,
-) -> NodePlan:
-    own = [(node.name, i) for i in range(node.ranks)]
-    command = list(node.command)
-    if plan.settings["shares"] == "measured":
-        explicit = ",".join(f"{name}:{i}={share}" for (name, i), share in split.items())
-        command = [*(word for word in command if not word.startswith("--shares=")), f"--shares={explicit}"]
-    if speeds:  # those of a person, who may speak of some ranks alone, among them
-        command = [word for word in command if not word.startswith("--speeds=")]
-        command.append(f"--speeds={format_speeds(speeds)}")
-    alone = [profiles[rank].samples_per_s(int(plan.settings["batch"])) for rank in own if rank in profiles]
-    update = {
-        "command": tuple(command),
-        "shares": tuple(split[rank] for rank in own),
-        "solo_samples_per_s": sum(alone) if len(alone) == node.ranks else None,
-    }
-    return node.model_copy(update=update)
-
-
-def _notes(
-    plan: LaunchPlan, split: Mapping[Rank, int], speeds: Mapping[Rank, Speed], profiles: Profiles
-) -> Iterator[str]:
-    if plan.settings["shares"] not in BY_SPEED:
-        return
-    if not speeds.keys() >= split.keys():
-        yield "shares=auto: not every rank's speed is known, so they begin equal (`orch profile` measures)"
-        return
-    longest_ms = max(speeds[rank].step_ms(share) for rank, share in split.items())
-    for (node, i), share in split.items():
-        if share == 0:
-            yield (
-                f"{node}:{i} is left out (share 0): two samples would take it {speeds[node, i].step_ms(2):.0f} ms, "
-                f"and without it the whole batch is computed in {longest_ms:.0f} ms"
-            )
-    beyond = sorted(
-        f"{node}:{i} (beyond {profiles[node, i].largest})"
-        for (node, i), share in split.items()
-        if (node, i) in profiles and profiles[node, i].is_extrapolated(share)
-    )
-    if beyond:
-        yield f"extrapolated, since their shares are larger than what the profile tried: {', '.join(beyond)}"

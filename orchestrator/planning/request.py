@@ -1,16 +1,17 @@
-"""What a person wants to run, from the words of `orch run`: experiment, script or module, and the files it needs.
+"""What a person wants to run, and the files it needs: an experiment, a script, or a module.
 
-wish = read_wish("mnist_lenet", ["epochs=1"], None, None, ())
-wish.request.command        # ("-m", "trainer", "--exp=mnist_lenet", "--epochs=1")
+wish = read_wish(Words(exp="mnist_lenet", settings=("epochs=1",)))      as `orch run` is given it
+wish = read_experiment("mnist_lenet", {"epochs": "1"})                  the same
+wish.request.settings.epochs                                            1
 """
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from orchestrator.errors import UsageError
@@ -18,7 +19,7 @@ from orchestrator.planning.bundle import names_in, pack_folder
 from orchestrator.planning.launch_plan import LOCAL_RANK, CodeFolder, Elastic
 from orchestrator.planning.launchers import Program, not_python, read_program
 from orchestrator.planning.secret_words import names_secret, shows_secret
-from trainer.shared.config import SettingsError, parse_settings
+from trainer.shared.config import AnySettings, Settings, SettingsError, parse_settings
 from trainer.shared.shares import WORDS
 
 AUTO = "auto"
@@ -27,16 +28,17 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class RunRequest:
-    """command: arguments after the interpreter, the same on every host."""
-
     kind: Literal["experiment", "script", "module"]
     name: str
     """The experiment, or the script's or module's name."""
     command: tuple[str, ...]
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """An experiment's complete settings; of a script only the global batch, if it was told."""
-    chosen: frozenset[str] = frozenset()
-    """The settings that the person set by hand: the plan does not overrule them."""
+    """Arguments after the interpreter, the same on every host; those of an experiment end before its settings."""
+    settings: AnySettings | None = None
+    """Those of an experiment, all of them."""
+    chosen: Mapping[str, str] = field(default_factory=dict)
+    """The settings that the person set by hand, as they wrote them: the plan does not overrule them."""
+    batch: int | None = None
+    """Of a script: samples of one update over all ranks, where the person says so."""
     best_way: bool = False
     """strategy=auto: the plan chooses how the ranks stay together."""
     share_gpus: bool = False
@@ -49,13 +51,29 @@ class RunRequest:
     """What the person should know of how their words were understood."""
 
     @property
+    def training(self) -> Settings | None:
+        """Its settings; None of what trains no network of ours."""
+        return self.settings if isinstance(self.settings, Settings) else None
+
+    @property
+    def global_batch(self) -> int | None:
+        """Samples of one update over all ranks; None where it is not known, or there are none."""
+        return self.training.batch if self.training else self.batch
+
+    @property
+    def is_one_process(self) -> bool:
+        """Whether one process is to use all GPUs of its host."""
+        return self.training is not None and self.training.strategy == "dp"
+
+    @property
     def leaves_out(self) -> bool:
         """Whether hosts without which the job is faster may be left out: the person leaves the choice of a way, or of
         the shares, to what is known of speeds.
         """
-        shares = self.settings.get("shares")
-        by_speed = shares == "measured" and "shares" in self.chosen
-        return not self.elastic and (by_speed or (self.best_way and shares in WORDS))
+        if self.elastic or not self.training:
+            return False
+        shares = self.training.shares
+        return (shares == "measured" and "shares" in self.chosen) or (self.best_way and shares in WORDS)
 
 
 @dataclass(frozen=True)
@@ -67,42 +85,43 @@ class Wish:
     blob: bytes
 
 
-def read_wish(
-    exp: str | None,
-    settings: Sequence[str],
-    module: str | None,
-    folder: Path | None,
-    command: tuple[str, ...],
-    batch: int | None = None,
-    pass_local_rank: bool = False,
-) -> Wish:
-    """settings: KEY=VALUE each. folder: what to ship; by default the script's folder, or this one for a module. batch:
-    samples of an update over all ranks of a script, to be split among them. pass_local_rank: a script is given its
-    local rank as its first argument.
+@dataclass(frozen=True)
+class Words:
+    """What `orch run` was told to run: one of an experiment, a module, or a script with its arguments."""
 
-    Raises UsageError where it is not exactly one of the three kinds, and for any mistake in one.
-    """
-    if sum([bool(exp), bool(module), bool(command) and not module]) != 1:
+    exp: str | None = None
+    settings: tuple[str, ...] = ()
+    """Of the experiment, KEY=VALUE each."""
+    is_module: bool = False
+    """Whether `command` begins with a module's name."""
+    command: tuple[str, ...] = ()
+    """A script or module, and its arguments."""
+    folder: Path | None = None
+    """What to ship; None means the script's own folder, or this one for a module."""
+    batch: int | None = None
+    """Samples of an update over all ranks of a script, to be split among them."""
+    pass_local_rank: bool = False
+    """Whether a script is given its local rank as its first argument."""
+
+
+def read_wish(words: Words) -> Wish:
+    """Raises UsageError where it is not exactly one of the three kinds, and for any mistake in one."""
+    if bool(words.exp) == bool(words.command):
         raise UsageError("say what to run, once", "orch run --exp NAME, orch run -- SCRIPT ARGS, or orch run -m MODULE")
-    if exp and batch is not None:
-        raise UsageError("--batch belongs to a script of your own", f"--set batch={batch}")
-    if exp and pass_local_rank:
+    if words.exp and words.batch is not None:
+        raise UsageError("--batch belongs to a script of your own", f"--set batch={words.batch}")
+    if words.exp and words.pass_local_rank:
         raise UsageError(
             "--pass-local-rank belongs to a script of your own", "leave it out: the trainer knows its rank"
         )
-    if exp:
-        return _experiment(exp, parse_pairs(settings, "--set KEY=VALUE"))
-    _refuse_secrets(command)
-    if settings:
+    if words.exp:
+        return read_experiment(words.exp, parse_pairs(words.settings, "--set KEY=VALUE"))
+    _refuse_secrets(words.command[1:] if words.is_module else words.command)
+    if words.settings:
         raise UsageError("--set belongs to --exp", "give your script its own arguments after --")
-    told = {} if batch is None else {"batch": batch}
-    program = read_program((module, *command), is_module=True) if module else read_program(command)
-    arguments = ((LOCAL_RANK,) if pass_local_rank else ()) + program.arguments
-    if program.is_module:
-        words = (*program.flags, "-m", program.name, *arguments)
-        request = RunRequest("module", program.name, words, settings=told, notes=program.notes)
-        return Wish(request, *pack_folder(folder or Path()))
-    return _script(program, arguments, folder, told)
+    program = read_program(words.command, is_module=True) if words.is_module else read_program(words.command)
+    arguments = ((LOCAL_RANK,) if words.pass_local_rank else ()) + program.arguments
+    return _module(program, arguments, words) if program.is_module else _script(program, arguments, words)
 
 
 def _refuse_secrets(command: Sequence[str]) -> None:
@@ -129,30 +148,39 @@ def parse_pairs(items: Sequence[str], form: str) -> dict[str, str]:
     return pairs
 
 
-def _experiment(exp: str, pairs: dict[str, str]) -> Wish:
+def read_experiment(exp: str, pairs: Mapping[str, str], kept: Mapping[str, Any] = MappingProxyType({})) -> Wish:
+    """pairs: settings as a person writes them; strategy may be AUTO. kept: values of others, which `pairs` go before.
+
+    Raises UsageError for an experiment or a setting that there is not.
+    """
     best_way = pairs.get("strategy") == AUTO
     if best_way:
-        pairs = {key: value for key, value in pairs.items() if key != "strategy"}
+        pairs, kept = ({key: each[key] for key in each if key != "strategy"} for each in (pairs, kept))
     try:
-        checked = parse_settings(exp, pairs)
+        settings = parse_settings(exp, pairs, kept)
     except SettingsError as error:
         raise UsageError(str(error), "`python -m trainer --help` lists every setting") from error
     found = importlib.util.find_spec("trainer")
     if found is None or found.origin is None:
         raise UsageError("the trainer package is not installed beside orch", "install this project again")
-    command = ("-m", "trainer", f"--exp={exp}", *(f"--{key}={value}" for key, value in pairs.items()))
-    request = RunRequest(
-        "experiment", exp, command, settings=dataclasses.asdict(checked), chosen=frozenset(pairs), best_way=best_way
-    )
+    chosen = {**{key: str(value) for key, value in kept.items()}, **pairs}
+    command = ("-m", "trainer", f"--exp={exp}")
+    request = RunRequest("experiment", exp, command, settings=settings, chosen=chosen, best_way=best_way)
     return Wish(request, *pack_folder(Path(found.origin).parent, prefix="trainer/"))
 
 
-def _script(program: Program, arguments: tuple[str, ...], folder: Path | None, settings: Mapping[str, Any]) -> Wish:
+def _module(program: Program, arguments: tuple[str, ...], words: Words) -> Wish:
+    command = (*program.flags, "-m", program.name, *arguments)
+    request = RunRequest("module", program.name, command, batch=words.batch, notes=program.notes)
+    return Wish(request, *pack_folder(words.folder or Path()))
+
+
+def _script(program: Program, arguments: tuple[str, ...], words: Words) -> Wish:
     script = Path(program.name)
     if not script.is_file():
         raise UsageError(f"{script}: no such script", "give its path as seen from here")
     _refuse_other_languages(script)
-    root = (folder or script.parent).resolve()
+    root = (words.folder or script.parent).resolve()
     if not script.resolve().is_relative_to(root):
         raise UsageError(f"{script} is not inside {root}", "choose a --folder that holds the script")
     inside = script.resolve().relative_to(root).as_posix()
@@ -162,8 +190,8 @@ def _script(program: Program, arguments: tuple[str, ...], folder: Path | None, s
             f"{script} itself would stay here: .gitignore or .orchignore leaves it out, or it looks like a secret",
             f"take it out of there, or add a line `!{inside}` to {root / '.orchignore'}",
         )
-    words = (*program.flags, inside, *arguments)
-    return Wish(RunRequest("script", script.name, words, settings=settings, notes=program.notes), code, blob)
+    command = (*program.flags, inside, *arguments)
+    return Wish(RunRequest("script", script.name, command, batch=words.batch, notes=program.notes), code, blob)
 
 
 def _refuse_other_languages(script: Path) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from orchestrator.planning.command_line import run_line
 from orchestrator.planning.launch_plan import Faster, LaunchPlan
 from orchestrator.results.summary import NodeSummary
-from trainer.shared.config import OF_FIDELITY, parse_settings
+from trainer.shared.config import OF_FIDELITY, Settings
+from trainer.shared.experiments import EXPERIMENTS
 
 WORTH = 1.05
 """What is less than 5 % faster is not worth a word: by so much predictions and measurements may be off."""
@@ -32,6 +32,9 @@ def measured(plan: LaunchPlan, nodes: Sequence[NodeSummary], samples_per_s: floa
     others = tuple(one for one in plan.faster if len(one.hosts) > 1)
     if speeds[name] <= WORTH * samples_per_s or not may_leave(plan, (name,)):
         return others
+    settings = plan.training and settings_on(plan.training, plan.node(name).ranks, all_hosts=False)
+    if plan.kind == "experiment" and settings is None:  # of another version of orch: no line of ours would be the same
+        return others
     is_profiled = next(node for node in nodes if node.name == name).solo_samples_per_s is not None
     alone = Faster(
         hosts=(name,),
@@ -39,20 +42,18 @@ def measured(plan: LaunchPlan, nodes: Sequence[NodeSummary], samples_per_s: floa
         samples_per_s=speeds[name],
         of_time=samples_per_s / speeds[name],
         basis="profiled" if is_profiled else "computed",
-        command=run_line(plan, [name], settings_on(plan, plan.node(name).ranks, all_hosts=False)),
+        command=run_line(plan, [name], settings),
     )
     return (*(one for one in others if one.of_time * WORTH < alone.of_time), alone)
 
 
 def may_leave(plan: LaunchPlan, hosts: Collection[str]) -> bool:
     """A checkpoint to go on from lies on the master alone."""
-    return not plan.settings.get("resume") or plan.master in hosts
+    return plan.training is None or not plan.training.resume or plan.master in hosts
 
 
-def settings_on(plan: LaunchPlan, ranks: int, *, all_hosts: bool) -> dict[str, Any]:
-    """The plan's, less what speaks of ranks that are not there."""
-    if plan.kind != "experiment":
-        return dict(plan.settings)
-    own = dataclasses.asdict(parse_settings(plan.exp, {}))
+def settings_on(settings: Settings, ranks: int, *, all_hosts: bool) -> Settings:
+    """These, less what speaks of ranks that are not there."""
+    own = EXPERIMENTS[settings.exp]
     dropped = OF_ONE_RANK if ranks == 1 else () if all_hosts else ("slow", "shares")
-    return {**plan.settings, **{name: own[name] for name in dropped if name in plan.settings}}
+    return dataclasses.replace(settings, **{name: own[name] for name in dropped})

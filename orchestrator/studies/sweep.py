@@ -27,7 +27,7 @@ from orchestrator.files import locked, own_folder, write_atomic
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.jobs.record import FINAL_STATES
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
-from orchestrator.planning.request import read_wish
+from orchestrator.planning.request import read_experiment
 from orchestrator.record import SCHEMA, Record
 from orchestrator.results.summary import Summary
 from orchestrator.studies.tables import STUDIES, Row, Study, choose_nodes, hosts_words
@@ -159,7 +159,7 @@ class Sweep:
     def _nodes(self) -> tuple[NodePlan, ...]:
         """The cluster's nodes as a plan sees them, with their ranks and GPUs."""
         first = self.study.rows[0]
-        wish = read_wish(first.exp, (), None, None, ())
+        wish = read_experiment(first.exp, {})
         return self.controller.plan(self.cluster, wish.request, wish.code).nodes
 
     def _measure(self, row: Row, nodes: tuple[str, ...], before: Done | None, follow: Follow) -> Done:
@@ -189,8 +189,7 @@ class Sweep:
         return RowRun(job=job, figures=figures, valid=valid, total_s=summary.total_s)
 
     def _start(self, row: Row, nodes: tuple[str, ...], runs: tuple[RowRun, ...], follow: Follow) -> LaunchPlan:
-        pairs = [f"{key}={value}" for key, value in {**row.settings, **self.overrides}.items()]
-        wish = read_wish(row.exp, pairs, None, None, ())
+        wish = read_experiment(row.exp, {**row.settings, **self.overrides})
         plan = self.controller.plan(self.cluster, wish.request, wish.code, nodes)
         begun = Done(cluster=plan.cluster, hosts=hosts_words(plan.nodes), overrides=self.overrides, runs=runs)
         self._keep(row, begun.model_copy(update={"begun": plan.job}))

@@ -26,6 +26,7 @@ from orchestrator.planning.command_line import run_line
 from orchestrator.planning.launch_plan import LIMITS, Faster, LaunchPlan
 from orchestrator.planning.profiles import GPU_SETTINGS
 from orchestrator.units import format_bandwidth, format_duration
+from trainer.shared.config import Settings
 from trainer.shared.shares import WORDS
 
 TITLES = ("fidelity", "way", "shares", "step", "samples/s", "of sum", "wire", "limited by")
@@ -69,7 +70,8 @@ class Outlook:
 def outlook_of(plan: LaunchPlan, view: View, chosen: Collection[str]) -> Outlook:
     """chosen: the settings that the person made; a bucket size or a number of local steps among them stays."""
     unseen = {**UNSEEN, **(UNSEEN_OF_CATALOGUE if view.is_estimate else {})}
-    advice, limits = _advised(view.scene, plan.settings, chosen, view.speeds_from, unseen)
+    assert plan.training  # noqa: S101 - for the type checker: there is a view of nothing else
+    advice, limits = _advised(view.scene, plan.training, chosen, view.speeds_from, unseen)
     faster = predicted(plan, view, chosen)
     return Outlook(
         cluster=plan.cluster,
@@ -84,16 +86,16 @@ def outlook_of(plan: LaunchPlan, view: View, chosen: Collection[str]) -> Outlook
 
 
 def imagined_outlook(
-    groups: Sequence[Group], exp: str, settings: Mapping[str, Any], bandwidth_bps: float, chosen: Collection[str]
+    groups: Sequence[Group], settings: Settings, bandwidth_bps: float, chosen: Collection[str]
 ) -> Outlook:
-    layers = network_of(exp, settings)
-    scene = imagine(groups, layers, int(settings["batch"]), bandwidth_bps)
+    layers = network_of(settings)
+    scene = imagine(groups, layers, settings.batch, bandwidth_bps)
     unseen = {**UNSEEN, **UNSEEN_OF_CATALOGUE, **UNSEEN_OF_IMAGINED}
     advice, limits = _advised(scene, settings, chosen, {}, unseen)
     gpus = {group.gpu.name: group.gpu for group in groups}.values()
     return Outlook(
         cluster=", ".join(group.words for group in groups),
-        exp=exp,
+        exp=settings.exp,
         scene=scene,
         advice=advice,
         basis=(
@@ -111,7 +113,7 @@ def imagined_outlook(
 
 def _advised(
     scene: Scene,
-    settings: Mapping[str, Any],
+    settings: Settings,
     chosen: Collection[str],
     speeds_from: Mapping[str, str],
     unseen: Mapping[str, tuple[object, ...]],
@@ -127,11 +129,12 @@ def _trust(unsure: Collection[str]) -> str:
 
 
 def _unseen_words(
-    settings: Mapping[str, Any], chosen: Collection[str], unseen: Mapping[str, tuple[object, ...]]
+    settings: Settings, chosen: Collection[str], unseen: Mapping[str, tuple[object, ...]]
 ) -> Iterator[str]:
-    names = [name for name, harmless in unseen.items() if name in chosen and settings[name] not in harmless]
-    if names:
-        yield f"not looked at: {', '.join(f'{name}={settings[name]}' for name in names)}"
+    values = {name: getattr(settings, name) for name in unseen if name in chosen}
+    words = [f"{name}={value}" for name, value in values.items() if value not in unseen[name]]
+    if words:
+        yield f"not looked at: {', '.join(words)}"
 
 
 # ---- for people -----------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from orchestrator.forecast.inputs import forecast_in, look, read_network, way_of
 from orchestrator.forecast.step import Forecast, Host, Way
 from orchestrator.planning.launch_plan import LaunchPlan
 from tests.support.simulate import simulate_step_ms
+from trainer.shared.config import Settings, settings_from
 from trainer.shared.shares import Speed
 
 MOST = 1024.0
@@ -63,8 +64,14 @@ class Model:
         return last_true(lambda times: self.of_sum(settings, times) >= least)
 
     def _way(self, settings: Mapping[str, Any]) -> Way:
-        found = way_of({**self.plan.settings, **settings})
+        found = way_of(self._settings(settings))
         assert found, settings
+        return found
+
+    def _settings(self, settings: Mapping[str, Any]) -> Settings:
+        """The plan's, with a row's in their place."""
+        found = settings_from(self.plan.exp, {**self.plan.settings, **settings})
+        assert isinstance(found, Settings)
         return found
 
     def _scene(self, settings: Mapping[str, Any], times: float = 1.0) -> Scene:

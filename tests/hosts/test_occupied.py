@@ -9,6 +9,7 @@ from orchestrator.hosts.occupied import judge, warnings, without_jobs
 from orchestrator.planning.request import RunRequest
 from tests.hosts.test_checks import GIB, OTHER, facts, gpu
 from tests.planning.test_build import pair, plan
+from trainer.shared.config import settings_from
 
 ALICE = "alice's python3 train.py (pid 4711, 12.0GiB)"
 USED = {"memory_used_bytes": 12 * GIB, "occupants": (OTHER,)}
@@ -118,8 +119,8 @@ def test_where_a_clusters_own_jobs_are_listed_only_others_are_named():
 
 
 def needed(**changes):
-    settings = {"exp": "resnet152_cifar", "model": "resnet152", "data": "cifar10", "strategy": "ddp", "batch": 256}
-    request = RunRequest("experiment", "resnet152_cifar", (), settings={**settings, **changes})
+    settings = settings_from("resnet152_cifar", changes)
+    request = RunRequest("experiment", "resnet152_cifar", (), settings=settings)
     nodes, found = pair()
     made = plan(nodes, found, request)
     return needed_bytes(made, made.nodes[0])
@@ -131,7 +132,7 @@ def test_what_a_job_needs_follows_what_a_rank_does_at_once():
     sample = (needed() - alone) / 128
     assert needed(batch=128) == pytest.approx(alone + 64 * sample)
     assert needed(accumulate=4) == pytest.approx(alone + 32 * sample)
-    assert needed(local_batch=8) == pytest.approx(alone + 8 * sample)
+    assert needed(fidelity="local", local_batch=8) == pytest.approx(alone + 8 * sample)
     assert needed(amp="bf16") == pytest.approx(alone + 64 * sample)
 
 

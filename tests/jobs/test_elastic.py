@@ -15,19 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import UsageError
-from orchestrator.hosts.election import elect
 from orchestrator.jobs import launch as job
 from orchestrator.jobs.faults import fault_words, faults_of, lost_nodes
 from orchestrator.jobs.record import Fault, JobRecord
-from orchestrator.planning.build import build_plan
 from orchestrator.planning.elastic import parse_elastic
 from orchestrator.planning.launch_plan import Elastic
 from orchestrator.remote import processes
 from orchestrator.views import launch_plan
 from tests.jobs.test_state import HOSTILE, PLAN, known
-from tests.planning.test_build import CODE, SCRIPT, host, node
+from tests.planning.test_build import SCRIPT, host, node
+from tests.planning.test_build import plan as planned
 from tests.remote.test_supervisor import left
 from tests.support.local_job import Gang, gang
+from trainer.shared.config import parse_settings
 from trainer.shared.shares import without_absent
 
 LONG = pytest.mark.skipif(not os.environ.get("ORCH_LONG"), reason="minutes of torchrun meeting anew: ORCH_LONG=1")
@@ -40,8 +40,7 @@ def plan(elastic="2:3", *, max_restarts=3, **wish):
     nodes = [node(number) for number in CLUSTER]
     found = {f"n{number}": host(number, peers=CLUSTER) for number in CLUSTER}
     request = replace(SCRIPT, elastic=parse_elastic(elastic, max_restarts), **wish)
-    election = replace(elect(nodes, found), master="n42")
-    return build_plan("lab", nodes, found, election, request, job="j-1", code=CODE, created="2026-11-21T09:12:00+00:00")
+    return planned(nodes, found, request, master="n42")
 
 
 def option(one, name):
@@ -77,7 +76,8 @@ def test_no_more_hosts_take_part_than_may():
 
 @pytest.mark.parametrize(("every", "notes"), [(0, 1), (500, 0)])
 def test_an_experiment_without_checkpoints_is_told_what_that_means(every, notes):
-    made = plan(kind="experiment", settings={"batch": 6, "checkpoint_every": every})
+    settings = parse_settings("mnist_lenet", {"batch": "6", "checkpoint_every": str(every)})
+    made = plan(kind="experiment", settings=settings)
     assert len([note for note in made.notes if "begin at step 0" in note]) == notes
 
 

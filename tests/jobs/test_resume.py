@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ import pytest
 from orchestrator.errors import ProbeError, UsageError
 from orchestrator.jobs.resume import last_checkpoint, settings_of
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan
-from orchestrator.planning.request import read_wish
+from orchestrator.planning.request import Words, read_experiment, read_wish
 from tests.support import forks
 from tests.support.trainer_ranks import started
 
@@ -136,7 +137,7 @@ class Host:
 
 
 def old_plan(settings: Sequence[str], kind: str = "experiment") -> LaunchPlan:
-    wish = read_wish("mnist_lenet", settings, None, None, ())
+    wish = read_wish(Words(exp="mnist_lenet", settings=tuple(settings)))
     node: dict[str, Any] = {"node_rank": 0, "first_rank": 0, "ranks": 1, "address": "10.0.0.1", "interface": None}
     node |= {"device": "cpu", "gpu": None, "python": "python3", "workdir": "~/.orch", "torchrun": (), "command": ()}
     return LaunchPlan.model_validate(
@@ -147,7 +148,7 @@ def old_plan(settings: Sequence[str], kind: str = "experiment") -> LaunchPlan:
             "kind": kind,
             "cluster": "rack",
             "master": "v100",
-            "settings": dict(wish.request.settings),
+            "settings": dataclasses.asdict(wish.request.settings),
             "master_address": "10.0.0.1",
             "rendezvous_port": 29500,
             "world_size": 1,
@@ -160,10 +161,11 @@ def old_plan(settings: Sequence[str], kind: str = "experiment") -> LaunchPlan:
 
 def test_the_old_jobs_own_settings_go_on_and_no_others() -> None:
     settings = ["epochs=20", "sync_bn=true", "lr=0.003", "resume=/old.pt"]
-    exp, kept = settings_of(old_plan(settings))
+    exp, values = settings_of(old_plan(settings))
+    kept = [f"{key}={value}" for key, value in values.items()]
     assert exp == "mnist_lenet"
     assert sorted(kept) == ["epochs=20", "lr=0.003", "sync_bn=True"]
-    again = read_wish(exp, kept, None, None, ()).request.settings
+    again = dataclasses.asdict(read_experiment(exp, {}, values).request.settings)
     assert again == {**old_plan(settings).settings, "resume": ""}
 
 

@@ -18,11 +18,16 @@ from orchestrator.hosts.election import elect
 from orchestrator.hosts.facts import Interface, Route
 from orchestrator.hosts.inventory import Node, Paced, load_inventory
 from orchestrator.planning.build import build_plan
+from orchestrator.planning.draft import Draft
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan
+from orchestrator.planning.nccl import choose_carrier
+from orchestrator.planning.placement import place
 from orchestrator.planning.profiles import kinds_of
 from orchestrator.planning.request import RunRequest
+from orchestrator.planning.split import split_equally
 from orchestrator.views import launch_plan
 from tests.hosts.test_checks import facts, gpu
+from trainer.shared.config import parse_settings
 
 DATA = Path(__file__).parents[1] / "data" / "plan"
 INVENTORY = Path(__file__).parents[2] / "inventory"
@@ -31,15 +36,18 @@ RESNET = RunRequest(
     kind="experiment",
     name="resnet152_cifar",
     command=("-m", "trainer", "--exp=resnet152_cifar"),
-    settings={"exp": "resnet152_cifar", "batch": 64, "lr": 0.1},
+    settings=parse_settings("resnet152_cifar", {"batch": "64", "lr": "0.1"}),
 )
 SCRIPT = RunRequest(kind="script", name="train.py", command=("train.py", "--lr", "0.1"))
 
 
-def plan(nodes, found, request=SCRIPT, master=None):
+def plan(nodes, found, request=SCRIPT, master=None, *, cluster="lab", job="j-1"):
+    """With equal shares."""
     election = elect(nodes, found)
-    election = replace(election, master=master or election.master)
-    return build_plan("lab", nodes, found, election, request, job="j-1", code=CODE, created="2026-11-21T09:12:00+00:00")
+    placement = place(nodes, found, replace(election, master=master or election.master), request)
+    carrier = choose_carrier(placement.nodes, request)
+    draft = Draft(cluster, job, "2026-11-21T09:12:00+00:00", CODE, request, placement, carrier)
+    return build_plan(draft.with_split(split_equally(request.global_batch, placement.ranks)))
 
 
 def host(number, *, interface="eno1", gpus=1, cores=16, peers=(41, 42), **changes):
@@ -66,6 +74,12 @@ def node(number, **changes):
     return Node(**{"name": f"n{number}", "host": f"192.168.1.{number}", **changes})
 
 
+def by_hand(**chosen):
+    """An experiment with these settings, which a person set; its command has nothing before them."""
+    settings = parse_settings("mnist_lenet", chosen)
+    return RunRequest("experiment", "mnist_lenet", (), settings=settings, chosen=chosen)
+
+
 def pair(first=None, second=None, **first_changes):
     """Nodes n41 (the master) and n42 with their facts."""
     nodes = [node(41, **first_changes), node(42)]
@@ -80,11 +94,9 @@ def a2000_v100() -> LaunchPlan:
     }
     small = gpu("8.6", index=0, uuid="GPU-41-0", name="NVIDIA RTX A2000 12GB", memory_bytes=12 << 30)
     found["a2000"] = found["a2000"].model_copy(update={"gpus": (small,)})
-    election = elect(nodes, found)
-    return build_plan(
-        "a2000-v100", nodes, found, election, RESNET, job="resnet152_cifar-20261121-0912-k3f", code=CODE,
-        created="2026-11-21T09:12:00+00:00",
-    )  # fmt: skip
+    made = plan(nodes, found, RESNET, cluster="a2000-v100", job="resnet152_cifar-20261121-0912-k3f")
+    shown = {name: made.settings[name] for name in ("exp", "batch", "lr")}
+    return made.model_copy(update={"settings": shown})
 
 
 def golden(name: str, text: str) -> None:
@@ -204,8 +216,7 @@ def test_a_speed_is_that_of_the_gpu_which_the_job_gets():
     nodes, found = pair(host(41, gpus=2), env={"CUDA_VISIBLE_DEVICES": "1"})
     slow, fast = found["n41"].gpus[0], gpu(index=1, uuid="GPU-41-1", name="H100")
     found["n41"] = found["n41"].model_copy(update={"gpus": (slow, fast)})
-    settings = {"exp": "mnist_lenet", "model": "lenet", "data": "mnist", "amp": "off", "batch": 8, "shares": "equal"}
-    made = plan(nodes, found, RunRequest("experiment", "mnist_lenet", (), settings=settings))
+    made = plan(nodes, found, by_hand(batch="8", shares="equal"))
     assert made.node("n41").gpu == "H100"
     assert kinds_of(made, found)["n41", 0].device_name == "H100"
 
@@ -262,14 +273,13 @@ def test_the_backend_is_one_that_every_host_can(gpus, devices, backend):
 
 def test_what_a_person_set_by_hand_is_not_said_twice():
     nodes, found = pair()
-    request = RunRequest("experiment", "e", ("--backend=gloo",), settings={"backend": "gloo"}, chosen={"backend"})
+    request = by_hand(backend="gloo")
     assert plan(nodes, found, request).nodes[0].command == ("--backend=gloo", "--device=cuda")
 
 
 def test_a_device_set_by_hand_is_the_plans_device_too():
     nodes, found = pair(host(41, gpus=2), host(42, gpus=2))
-    settings = {"device": "cpu", "batch": 8}
-    made = plan(nodes, found, RunRequest("experiment", "e", ("--device=cpu",), settings=settings, chosen={"device"}))
+    made = plan(nodes, found, by_hand(device="cpu"))
     for one in made.nodes:
         assert (one.device, one.gpu_uuids, one.command) == ("cpu", (), ("--device=cpu", "--backend=gloo"))
 
@@ -298,8 +308,7 @@ def test_shares_add_up_to_the_batch_and_every_rank_has_one(batch, ranks):
     numbers = range(11, 11 + len(ranks))
     nodes = [node(number, ranks=count) for number, count in zip(numbers, ranks, strict=True)]
     found = {f"n{number}": host(number, gpus=0, peers=numbers) for number in numbers}
-    request = RunRequest("experiment", "e", (), settings={"batch": batch})
-    made = plan(nodes, found, request)
+    made = plan(nodes, found, by_hand(batch=str(batch)))
     assert [len(one.shares) for one in made.nodes] == [one.ranks for one in made.nodes]
     shares = [share for one in made.nodes for share in one.shares]
     assert sum(shares) == batch
@@ -334,9 +343,8 @@ def test_a_thousand_hosts_are_planned_within_a_second():
         routes = (Route(peers=(peer,), interface="eno1", source=address),)
         interfaces = (Interface(name="eno1", addresses=(f"{address}/16",), mtu=1500, up=True),)
         found[name] = facts(node=name, boot_id=name, routes=routes, interfaces=interfaces)
-    election = elect(nodes, found)
     started = time.process_time()
-    made = build_plan("big", nodes, found, election, RESNET, job="j", code=CODE, created="now")
+    made = plan(nodes, found, RESNET)
     assert time.process_time() - started < 1.0
     assert (made.world_size, made.nodes[999].first_rank) == (1000, 999)
 

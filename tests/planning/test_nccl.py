@@ -10,12 +10,12 @@ from orchestrator.hosts import checks
 from orchestrator.hosts.cluster import Cluster, Problem
 from orchestrator.hosts.facts import RdmaPort
 from orchestrator.planning.nccl import GpuHost, unlike_versions
-from orchestrator.planning.request import RunRequest, read_wish
+from orchestrator.planning.request import RunRequest, read_experiment
 from orchestrator.views import launch_plan
 from orchestrator.views.plan import outlook_of
 from tests.hosts.test_checks import facts as facts_of
 from tests.hosts.test_checks import torch as torch_of
-from tests.planning.test_build import RESNET, SCRIPT, host, node, pair, plan
+from tests.planning.test_build import RESNET, SCRIPT, by_hand, host, node, pair, plan
 
 ROCE, INFINIBAND = RdmaPort(device="mlx5_0", link_layer="Ethernet"), RdmaPort(device="mlx5_1", link_layer="InfiniBand")
 CHOICES = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NET_OVERHEAD": "1000"}
@@ -50,9 +50,7 @@ def test_hosts_without_gpus_hear_nothing_of_nccl():
         made, environments = told(first, second)
         assert environments == [{}, {}]
         assert (made.nccl, made.backend) == ((), "gloo")
-    made, environments = told(
-        gpu_host(41), gpu_host(42), RunRequest("experiment", "e", (), {"backend": "gloo"}, {"backend"})
-    )
+    made, environments = told(gpu_host(41), gpu_host(42), by_hand(backend="gloo"))
     assert (environments, made.backend) == ([{}, {}], "gloo")
 
 
@@ -160,7 +158,7 @@ def test_a_dry_run_shows_each_setting_with_its_reason(capsys):
 
 
 def test_orch_plan_shows_them_too_and_counts_on_nccl():
-    request = read_wish("resnet152_cifar", [], None, None, ()).request
+    request = read_experiment("resnet152_cifar", {}).request
     made, _ = told(gpu_host(41, rdma=(ROCE,)), gpu_host(42), request, bandwidth_bps=2.5e9)
     view = look(made, {})
     assert view.scene.wire.costs.name == "nccl"
@@ -214,7 +212,7 @@ def test_a_release_that_is_there_in_two_builds_is_no_remedy():
 
 def test_hosts_whose_gradients_go_by_gloo_may_have_any_nccl():
     found = {"n41": gpu_host(41, "2.30.7"), "n42": gpu_host(42, "2.29.3")}
-    by_gloo = RunRequest("experiment", "e", (), settings={"backend": "gloo"}, chosen={"backend"})
+    by_gloo = by_hand(backend="gloo")
     assert plan([node(41), node(42)], found, by_gloo).backend == "gloo"
     assert plan([node(41, device="cpu"), node(42)], found, RESNET).backend == "gloo"
 
@@ -225,7 +223,7 @@ def test_where_a_torch_lacks_nccl_the_plan_says_gloo_and_why():
     assert made.backend == "gloo"
     assert all("--backend=gloo" in one.command for one in made.nodes)
     assert made.notes == ("torch on n41 has no NCCL: Gloo carries the gradients everywhere",)
-    forced = RunRequest("experiment", "e", ("--backend=nccl",), settings={"backend": "nccl"}, chosen={"backend"})
+    forced = by_hand(backend="nccl")
     assert (plan(nodes, found, forced).backend, plan(nodes, found, forced).notes) == ("nccl", ())
 
 
@@ -237,7 +235,7 @@ def test_where_a_torch_lacks_nccl_the_plan_says_gloo_and_why():
     [({}, (0, 1, 2)), ({"ranks": 1}, (0, 1, 2)), ({"gpus": 2, "ranks": 1}, (0, 1))],
 )
 def test_dp_is_one_rank_that_sees_and_has_every_gpu_of_its_host(keys, gpus):
-    dp = RunRequest("experiment", "e", (), settings={"strategy": "dp", "batch": 8})
+    dp = by_hand(strategy="dp", batch="8")
     (one,) = plan([node(41, **keys)], {"n41": host(41, gpus=3, peers=())}, dp).nodes
     assert (one.ranks, one.shares) == (1, (8,))
     assert one.gpu_uuids == tuple(f"GPU-41-{number}" for number in gpus)

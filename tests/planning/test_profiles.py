@@ -20,7 +20,7 @@ from orchestrator.paths import Home, RunFolder
 from orchestrator.planning.command_line import run_line
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan, NodePlan
 from orchestrator.planning.profiles import Kind, Profile, kinds_of, tf32_of
-from orchestrator.planning.request import read_wish
+from orchestrator.planning.request import Words, read_wish
 from orchestrator.profiling import Profiling
 from orchestrator.results.analyse import analyse
 from orchestrator.store import Store
@@ -74,12 +74,12 @@ def remembered(kind: Kind, fixed_ms: float, sample_ms: float, **more) -> Profile
 
 def kinds(controller, *settings):
     cluster = controller.store.cluster("t")
-    wish = read_wish("mnist_lenet", settings, None, None, ())
+    wish = read_wish(Words(exp="mnist_lenet", settings=settings))
     return kinds_of(controller.plan(cluster, wish.request, wish.code), cluster.facts)
 
 
 def planned(controller, *settings, only=()):
-    wish = read_wish("mnist_lenet", settings, None, None, ())
+    wish = read_wish(Words(exp="mnist_lenet", settings=settings))
     return controller.plan(controller.store.cluster("t"), wish.request, wish.code, only)
 
 
@@ -254,6 +254,8 @@ def test_settings_that_a_host_alone_does_nothing_with_are_named(controller):
     assert "does nothing with it: accumulate=4, strategy=allreduce\n" in done.stderr
     plain = CliRunner().invoke(main, ["profile", "--exp", "mnist_lenet", "--json"])
     assert "left out" not in plain.stderr
+    auto = CliRunner().invoke(main, ["profile", "--exp", "mnist_lenet", "--json", "--set", "strategy=auto"])
+    assert (auto.exit_code, "does nothing with it: strategy=auto\n" in auto.stderr) == (0, True)
 
 
 # ---- for whom a profile holds -------------------------------------------------------------------------------------
@@ -323,8 +325,7 @@ def test_whether_tf32_is_used_follows_from_all_gpus_of_a_plan(asked, capabilitie
     names = [f"n{i}" for i in range(len(capabilities))]
     devices = ["cpu" if capability == "cpu" else "cuda" for capability in capabilities]
     nodes = [SimpleNamespace(name=name, device=device, ranks=1) for name, device in zip(names, devices, strict=True)]
-    plan = SimpleNamespace(settings={"tf32": asked}, nodes=nodes)
-    assert tf32_of(plan, dict(zip(names, map(gpus, capabilities), strict=True))) == expected
+    assert tf32_of(asked, nodes, dict(zip(names, map(gpus, capabilities), strict=True))) == expected
 
 
 @pytest.mark.parametrize("asked", ["sync_bn=true", "strategy=fsdp", "accumulate=2"])
@@ -339,7 +340,7 @@ def test_settings_that_rule_cuda_graphs_out_are_measured_without_them(controller
     assert of_gpus("cuda_graph=on").gpu_settings == "cuda_graph=on"
     cluster = controller.store.cluster("t")
     for settings, graph in (([asked, "cuda_graph=on"], "off"), (["cuda_graph=on"], "on"), ([], "auto")):
-        assert Profiling(controller, cluster, "mnist_lenet", settings).wish.request.settings["cuda_graph"] == graph
+        assert Profiling(controller, cluster, "mnist_lenet", settings).wish.request.settings.cuda_graph == graph
 
 
 def test_changes_of_speed_in_the_course_of_a_run_make_no_other_kind(controller):
@@ -397,7 +398,7 @@ def test_without_a_word_a_batch_is_split_by_the_profiles_where_every_rank_has_on
     assert plan.settings["shares"] == "measured" and any("--set shares=equal" in note for note in plan.notes)
     equal = planned(controller, "batch=64", "shares=equal")
     assert [node.shares for node in equal.nodes] == [node.shares for node in unknown.nodes]
-    assert "shares=equal" in run_line(equal) and "shares=equal" in settings_of(unknown)[1]
+    assert "shares=equal" in run_line(equal) and settings_of(unknown)[1]["shares"] == "equal"
 
 
 def test_a_profile_that_its_time_ended_early_is_told_as_a_line_that_goes_on(controller):

@@ -14,6 +14,7 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from trainer.shared.alpha_beta import BUS_FACTORS
@@ -333,10 +334,14 @@ class Settings:
         return parse_slow(self.slow)
 
     @property
+    def data_set_name(self) -> str:
+        """The experiment's own where the data are synthetic or a folder."""
+        return self.data if self.data in DATA_SETS else str(EXPERIMENTS[self.exp]["data"])
+
+    @property
     def data_set(self) -> DataSet:
-        """The facts of the data set; those of the experiment's own where the data are synthetic or a folder."""
-        name = self.data if self.data in DATA_SETS else EXPERIMENTS[self.exp]["data"]
-        return DATA_SETS[name]
+        """The facts of `data_set_name`."""
+        return DATA_SETS[self.data_set_name]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -404,15 +409,28 @@ def fields_of(exp: str) -> dict[str, dataclasses.Field[Any]]:
     return {field.name: field for field in dataclasses.fields(_kind_of(exp))}
 
 
-def parse_settings(exp: str, pairs: Mapping[str, str]) -> AnySettings:
-    """The experiment's settings with `pairs` (key to text) in place of its own values.
+def settings_from(exp: str, document: Mapping[str, Any]) -> AnySettings:
+    """As a record keeps them: names that are no settings are passed over, what is missing is the experiment's own.
+
+    Raises SettingsError where there is no such experiment, or a value is none that this version knows.
+    """
+    return parse_settings(exp, {}, {name: document[name] for name in fields_of(exp).keys() & document.keys()})
+
+
+def parse_settings(exp: str, pairs: Mapping[str, str], kept: Mapping[str, Any] = MappingProxyType({})) -> AnySettings:
+    """The experiment's settings with `kept` (values) and then `pairs` (key to text) in place of its own values.
 
     Raises SettingsError listing every mistake; an unknown name is answered with the nearest right one.
     """
     mistakes = []
     if exp not in EXPERIMENTS:
         mistakes.append(f"exp: {_not_among(exp, EXPERIMENTS)}")
-    values = dict(EXPERIMENTS.get(exp, next(iter(EXPERIMENTS.values()))))
+    mistakes += [
+        f"{name}: {value!r} is not a setting's value" for name, value in kept.items() if not _fits(exp, name, value)
+    ]
+    if mistakes and kept:
+        raise SettingsError(mistakes)
+    values = {**EXPERIMENTS.get(exp, next(iter(EXPERIMENTS.values()))), **kept}
     fields = fields_of(exp)
     for key, text in pairs.items():
         if key == "exp":
@@ -431,6 +449,11 @@ def parse_settings(exp: str, pairs: Mapping[str, str]) -> AnySettings:
     if mistakes:
         raise SettingsError(mistakes)
     return settings
+
+
+def _fits(exp: str, name: str, value: object) -> bool:
+    field = fields_of(exp).get(name)
+    return field is not None and isinstance(value, _TYPES[_kind(field)])
 
 
 def parse_arguments(arguments: Sequence[str]) -> AnySettings:
@@ -463,6 +486,7 @@ def parse_arguments(arguments: Sequence[str]) -> AnySettings:
     return settings
 
 
+_TYPES: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
 _EXPECTED = {"bool": "true|false"}
 
 

@@ -1,0 +1,71 @@
+"""The options of `orch run` as one value."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.cli.common import names_of
+from orchestrator.errors import UsageError
+from orchestrator.planning.elastic import DEFAULT_MAX_RESTARTS, parse_elastic
+from orchestrator.planning.launch_plan import Elastic
+from orchestrator.planning.request import Words
+from orchestrator.planning.variables import read_variables
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What click read, by the names of its parameters."""
+
+    exp: str | None
+    settings: tuple[str, ...]
+    resume: str | None
+    is_module: bool
+    folder: Path | None
+    batch: int | None
+    pass_local_rank: bool
+    env: tuple[str, ...]
+    env_files: tuple[Path, ...]
+    nodes: str | None
+    detach: bool
+    dry_run: bool
+    share: bool
+    grace: float
+    elastic: str | None
+    max_restarts: int | None
+    time_limit: float | None
+    cluster: str | None
+    as_json: bool
+    command: tuple[str, ...]
+
+    @property
+    def only(self) -> list[str]:
+        """The nodes that were named; none means all."""
+        return names_of(self.nodes)
+
+    def words(self) -> Words:
+        """What to run. Raises UsageError where --resume says it already."""
+        words = Words(
+            exp=self.exp,
+            settings=self.settings,
+            is_module=self.is_module,
+            command=self.command,
+            folder=self.folder,
+            batch=self.batch,
+            pass_local_rank=self.pass_local_rank,
+        )
+        if self.resume and words != Words(settings=self.settings):
+            raise UsageError("--resume runs what the job ran", "give it --set alone")
+        return words
+
+    def wanted_nodes(self) -> Elastic | None:
+        """Raises UsageError."""
+        if self.max_restarts is not None and not self.elastic:
+            raise UsageError("--max-restarts belongs to --elastic", "--elastic MIN:MAX, numbers of nodes")
+        restarts = DEFAULT_MAX_RESTARTS if self.max_restarts is None else self.max_restarts
+        return parse_elastic(self.elastic, restarts) if self.elastic else None
+
+    def variables(self) -> dict[str, str]:
+        """Those for this job alone, also from this process's environment. Raises UsageError with all mistakes."""
+        return read_variables(self.env, self.env_files, os.environ)

@@ -1,0 +1,124 @@
+"""Which host of a job does what: its rank numbers, training address, interface, device and GPUs. Pure.
+
+found = place(nodes, facts, election, request)
+found.nodes[0].node.name, found.nodes[0].ranks          the master; how many ranks it has
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from orchestrator.errors import UsageError
+from orchestrator.hosts.election import Election
+from orchestrator.hosts.facts import Gpu, NodeFacts
+from orchestrator.hosts.inventory import Node
+from orchestrator.hosts.visible import visible_gpus
+from orchestrator.planning.elastic import check_elastic
+from orchestrator.planning.request import RunRequest
+
+Device = Literal["cuda", "cpu"]
+
+
+@dataclass(frozen=True)
+class PlannedNode:
+    """What one host does in a job."""
+
+    node: Node
+    facts: NodeFacts
+    node_rank: int
+    first_rank: int
+    """The global rank of its local rank 0."""
+    ranks: int
+    address: str
+    """Numeric training address, without prefix length."""
+    interface: str | None
+    device: Device
+    gpus: tuple[Gpu, ...]
+    """Those of its ranks."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """nodes: in node-rank order, the master first. left_out: nodes that an elastic job has no room for."""
+
+    nodes: tuple[PlannedNode, ...]
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> list[tuple[str, int]]:
+        """(node, local rank) of each rank, in the order of their global ranks."""
+        return [(one.node.name, local_rank) for one in self.nodes for local_rank in range(one.ranks)]
+
+
+def place(nodes: Sequence[Node], facts: Mapping[str, NodeFacts], election: Election, request: RunRequest) -> Placement:
+    """nodes: those that take part, all with facts. Raises UsageError where no training address can be found, or the
+    nodes do not do for the elastic job that is wanted.
+    """
+    ordered, left_out = sorted(nodes, key=lambda node: node.name != election.master), list[Node]()
+    if request.elastic:
+        check_elastic(request.elastic, len(ordered))
+        ordered, left_out = ordered[: request.elastic.max_nodes], ordered[request.elastic.max_nodes :]
+    addresses = {node.name: _address(node, facts[node.name], ordered) for node in ordered}
+    planned, first_rank = list[PlannedNode](), 0
+    for node_rank, node in enumerate(ordered):
+        own = facts[node.name]
+        device = _device(node, own, request)
+        gpus = visible_gpus(node.name, own, node.env) if device == "cuda" else ()
+        ranks = _ranks(node, gpus, request)
+        planned.append(
+            PlannedNode(
+                node=node,
+                facts=own,
+                node_rank=node_rank,
+                first_rank=first_rank,
+                ranks=ranks,
+                address=addresses[node.name],
+                interface=_interface(node, own, ordered, addresses),
+                device=device,
+                gpus=gpus[: node.gpus if request.is_one_process else ranks],
+            )
+        )
+        first_rank += ranks
+    return Placement(tuple(planned), tuple(node.name for node in left_out))
+
+
+def _device(node: Node, facts: NodeFacts, request: RunRequest) -> Device:
+    """The person's own word for this run, else the inventory's, else what was found."""
+    if request.settings and "device" in request.chosen and request.settings.device != "auto":
+        return "cuda" if request.settings.device == "cuda" else "cpu"
+    if node.device != "auto":
+        return node.device
+    return "cuda" if facts.gpus and not node.paced else "cpu"
+
+
+def _ranks(node: Node, gpus: Sequence[Gpu], request: RunRequest) -> int:
+    if request.is_one_process:
+        return node.ranks or 1
+    return node.ranks or node.gpus or len(gpus) or 1
+
+
+def _address(node: Node, facts: NodeFacts, nodes: Sequence[Node]) -> str:
+    """The training address: declared, else the source of this host's own route to one of the others."""
+    if node.address:
+        return node.address
+    if way := facts.way_to(other.address or other.host for other in nodes if other is not node):
+        return way.source
+    if len(nodes) == 1 or node.transport == "local":
+        return "127.0.0.1"
+    raise UsageError(
+        f"{node.name}: its training address is unknown (no route to the other hosts was found)",
+        f"set `address:` for {node.name} in the inventory",
+    )
+
+
+def _interface(node: Node, facts: NodeFacts, nodes: Sequence[Node], addresses: Mapping[str, str]) -> str | None:
+    """The interface that carries this host's route to the master; on the master, the one that has its address."""
+    if node.interface:
+        return node.interface
+    for interface in facts.interfaces:
+        if addresses[node.name] in (address.partition("/")[0] for address in interface.addresses):
+            return interface.name
+    way = facts.way_to(addresses[other.name] for other in nodes if other is not node)
+    return way.interface if way else None
