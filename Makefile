@@ -51,7 +51,7 @@ chaos: $(READY) packages
 check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy orchestrator
+	$(BIN)/mypy orchestrator trainer
 	$(BIN)/python -m pytest -q tests/test_layers.py
 
 docs: $(READY)

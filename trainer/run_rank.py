@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 
 from trainer import interrupt
-from trainer.ranks.rank_info import read_rank_info
+from trainer.ranks.rank_info import RankInfo, read_rank_info
 from trainer.shared.config import AnySettings, CollectiveSettings
 from trainer.shared.errors import TrainError
 from trainer.shared.metrics import MetricsWriter
@@ -27,15 +27,7 @@ def run(settings: AnySettings, may_complain: Callable[[], bool] = lambda: True) 
         return 1
     interrupt.watch(last_words=lambda: metrics.end("interrupted"))
     try:
-        # torch only now: a usage mistake is answered at once
-        if isinstance(settings, CollectiveSettings):
-            from trainer.measure.collectives import measure as work
-        elif settings.profile_s:
-            from trainer.measure.profile import profile as work
-        else:
-            from trainer.train import train as work
-
-        work(settings, info, metrics)
+        _work(settings, info, metrics)
     except interrupt.Interrupted as signal:
         metrics.end("interrupted", str(signal))
         if may_complain():
@@ -57,3 +49,19 @@ def run(settings: AnySettings, may_complain: Callable[[], bool] = lambda: True) 
 
 def say(line: str) -> None:
     sys.stderr.write(line + "\n")  # one write a line: torchrun's ranks share this stream
+
+
+def _work(settings: AnySettings, info: RankInfo, metrics: MetricsWriter) -> None:
+    """Imports torch only here: a usage mistake is answered at once."""
+    if isinstance(settings, CollectiveSettings):
+        from trainer.measure.collectives import measure
+
+        measure(settings, info, metrics)
+    elif settings.profile_s:
+        from trainer.measure.profile import profile
+
+        profile(settings, info, metrics)
+    else:
+        from trainer.train import train
+
+        train(settings, info, metrics)

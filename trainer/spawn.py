@@ -53,7 +53,7 @@ def spawn(count: int, settings: AnySettings) -> int:
         return 0
     how = f"was killed by {failure.signal_name}" if failure.signal_name else f"exited {failure.exit_code}"
     sys.stderr.write(f"rank {failure.error_index} {how}; the others were ended\n")
-    return failure.exit_code if failure.exit_code > 0 else 128 - failure.exit_code
+    return int(failure.exit_code if failure.exit_code > 0 else 128 - failure.exit_code)
 
 
 def _wait(ranks: Any) -> multiprocessing.ProcessExitedException | None:

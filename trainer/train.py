@@ -36,25 +36,19 @@ from trainer.training.step_log import Step, StepLog
 def train(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
     """Trains, records, prints. Raises TrainError for what a person can mend."""
     run = set_up(settings, info, metrics)
-    settings = run.settings  # as they turned out on this host
     keeper = CheckpointKeeper(run)
     progress = keeper.resume()
-    for epoch in range(progress.epoch, settings.epochs):
+    for epoch in range(progress.epoch, run.settings.epochs):
         started_s = time.monotonic()
         train_epoch(run, progress, keeper)
         total_loss, samples = sum_over_ranks([progress.loss_sum, float(progress.samples)])
         loss, epoch_s = total_loss / samples if run.learns else None, round(time.monotonic() - started_s, 6)
         metrics.write("epoch", epoch=epoch, steps=progress.step, samples=int(samples), loss=loss, epoch_s=epoch_s)
 
-        step = epoch * run.stream.steps + progress.step
-        is_last = step >= run.last_step
-        if run.learns and settings.eval_every and (is_last or (epoch + 1) % settings.eval_every == 0):
-            started_s = time.monotonic()
-            with shared_network(run, progress) as network:
-                result = evaluate(network, run.test_batches(), run.facts.classes, run.device)
-            eval_s = round(time.monotonic() - started_s, 6)
-            metrics.write("eval", epoch=epoch, step=step - 1, **dataclasses.asdict(result), eval_s=eval_s)
-            run.console.evaluation(epoch, loss, result)
+        updates, every = epoch * run.stream.steps + progress.step, run.settings.eval_every
+        is_last = updates >= run.last_step
+        if loss is not None and every and (is_last or (epoch + 1) % every == 0):
+            evaluate_epoch(run, progress, updates, loss)
         if is_last:
             break
         progress.begin_epoch()
@@ -65,6 +59,19 @@ def train(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
     leave()
     metrics.end("succeeded")
     run.console.finished()
+
+
+def evaluate_epoch(run: Run, progress: Progress, updates: int, train_loss: float) -> None:
+    """updates: of the whole run so far."""
+    if run.test_batches is None:  # a paced rank, and no run with one of these evaluates
+        return
+    started_s = time.monotonic()
+    with shared_network(run, progress) as network:
+        result = evaluate(network, run.test_batches(), run.facts.classes, run.device)
+    eval_s = round(time.monotonic() - started_s, 6)
+    fields = dataclasses.asdict(result)
+    run.metrics.write("eval", epoch=progress.epoch, step=updates - 1, **fields, eval_s=eval_s)
+    run.console.evaluation(progress.epoch, train_loss, result)
 
 
 def train_epoch(run: Run, progress: Progress, keeper: CheckpointKeeper) -> None:
@@ -139,7 +146,8 @@ def differentiate(run: Run, images: Tensor, labels: Tensor, step: int) -> tuple[
     """
     batch, shares = run.stream.batch_at(step), run.stream.shares_at(step, run.order.epoch)
     sizes = run.micro_batches.sizes(shares, run.info.rank)
-    total, last = 0.0, len(sizes) - 1
+    losses: list[Tensor] = []
+    last = len(sizes) - 1
     alone = run.settings.local_batch > 0 and run.strategy.updates_alone
     if run.graphs:
         run.graphs.enabled = last == 0 or alone  # what several passes add up, a replay would write over
@@ -149,12 +157,13 @@ def differentiate(run: Run, images: Tensor, labels: Tensor, step: int) -> tuple[
                 loss_sum = local_loss(run.strategy.model, *part)
             if number == 0:
                 loss_sum.register_hook(lambda _: hold_up(run))
-            total, scaled = total + loss_sum.detach(), run.precision.scaled(loss_sum)
+            losses.append(loss_sum.detach())
+            scaled = run.precision.scaled(loss_sum)
             if number < last and alone:
                 update_alone(run, scaled, len(part[1]))
             elif number < last:
                 run.strategy.accumulate(scaled, len(labels), batch)
-    return total, run.strategy.backward(scaled, len(part[1] if alone else labels), batch)
+    return sum(losses[1:], losses[0]), run.strategy.backward(scaled, len(part[1] if alone else labels), batch)
 
 
 def update_alone(run: Run, loss_sum: Tensor, samples: int) -> None:

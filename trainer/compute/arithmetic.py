@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -90,8 +91,9 @@ def use_arithmetic(settings: Settings) -> None:
     torch.backends.cudnn.benchmark = settings.cudnn_benchmark == "on"
     if hasattr(torch.backends.cudnn, "conv"):  # torch 2.9 or newer, which warns of the names before
         precision = "tf32" if settings.tf32 == "on" else "ieee"
-        torch.backends.cudnn.conv.fp32_precision = precision
-        torch.backends.cudnn.rnn.fp32_precision = precision
+        cudnn: Any = torch.backends.cudnn  # makes its attributes as it is asked for them
+        cudnn.conv.fp32_precision = precision
+        cudnn.rnn.fp32_precision = precision
         torch.backends.cuda.matmul.fp32_precision = "ieee"
     else:
         torch.backends.cudnn.allow_tf32 = settings.tf32 == "on"

@@ -17,7 +17,7 @@ def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """Writes the parts of `flat` (what is left at its end is padding) into the tensors: on a GPU in a few launches."""
     pairs = list(parts_of(flat, tensors))
     if pairs and hasattr(torch, "_foreach_copy_"):  # torch 2.1
-        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+        torch._foreach_copy_([tensor for tensor, _ in pairs], [part for _, part in pairs])
         return
     for tensor, part in pairs:
         tensor.copy_(part)

@@ -30,7 +30,10 @@ def normalise(norm: Any, images: Tensor) -> Tensor:
             images, means, inverse_stds, *_running(norm), _part(norm), norm.eps, counts.reshape(-1)
         )
     counts = counts.to(torch.int32)
-    return _Normalise.apply(images, norm.weight, norm.bias, mean, inverse_std, counts, norm.eps, norm.group)
+    normalised: Tensor = _Normalise.apply(
+        images, norm.weight, norm.bias, mean, inverse_std, counts, norm.eps, norm.group
+    )
+    return normalised
 
 
 def _own_statistics(images: Tensor, eps: float) -> Tensor:
@@ -66,7 +69,7 @@ def _part(norm: Any) -> float:
     if not norm.track_running_stats:
         return 0.0
     norm.num_batches_tracked += 1
-    return 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
+    return 1 / float(norm.num_batches_tracked) if norm.momentum is None else float(norm.momentum)
 
 
 class _Normalise(torch.autograd.Function):

@@ -95,16 +95,19 @@ class Graphs:
         gc.collect()  # what it would free while a stream is recorded could not be freed
         torch.cuda.empty_cache()
         if lacking := _lacking(model, images.device):
-            return self._give_up(lacking)
+            self._give_up(lacking)
+            return None
         free = torch.cuda.mem_get_info(images.device)[0]
         try:
             found = Recording(model, images)
             gib = (free - torch.cuda.mem_get_info(images.device)[0]) / 2**30
             far, apart = distances(model, found, images)
         except RuntimeError as error:  # torch's word for whatever CUDA refuses
-            return self._give_up(str(error).partition("\n")[0][:200])
+            self._give_up(str(error).partition("\n")[0][:200])
+            return None
         if not far <= DIFFERENT + NOISE * apart:
-            return self._give_up(f"a replay is {far:.2g} off a plain pass, two of which are {apart:.2g} apart")
+            self._give_up(f"a replay is {far:.2g} off a plain pass, two of which are {apart:.2g} apart")
+            return None
         self.recorded[images.shape] = found
         self.say(
             f"cuda_graph: {len(images)} samples recorded in {len(found.pieces)} pieces, {gib:.1f} GiB, "
@@ -125,7 +128,8 @@ def replayable(model: nn.Module, say: Callable[[str], None], gave_up: Callable[[
 
     def forward(self: Any, images: Tensor) -> Tensor:
         recording = self.graphs.of(self, images)
-        return recording.replay(images) if recording else plain.forward(self, images)
+        output: Tensor = recording.replay(images) if recording else plain.forward(self, images)
+        return output
 
     model.graphs, model.plain_forward = graphs, plain.forward  # type: ignore[assignment]
     model.__class__ = type(plain.__name__, (plain,), {"forward": forward})
@@ -172,8 +176,8 @@ class Recording:
 def _record(stages: Sequence[nn.Module], images: Tensor) -> list[Piece]:
     pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
     pieces: list[Piece] = []
-    for piece in pieces_of(stages):
-        pieces.append(Piece(piece, pieces[-1].output if pieces else images, pool, stream))
+    for neighbours in pieces_of(stages):
+        pieces.append(Piece(neighbours, pieces[-1].output if pieces else images, pool, stream))
     gradient = torch.zeros_like(pieces[-1].output, requires_grad=False)
     for piece in reversed(pieces):
         gradient = piece.record_backward(gradient, pool, stream)
@@ -221,7 +225,8 @@ class _Replay(torch.autograd.Function):
     def forward(context: Any, piece: Piece, images: Tensor, *weights: Tensor) -> Tensor:
         context.piece = piece
         piece.forward.replay()
-        return piece.output.detach()
+        output: Tensor = piece.output
+        return output.detach()
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -24,7 +26,8 @@ class LeNet(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.classifier(self.features(images))
+        logits: Tensor = self.classifier(self.features(images))
+        return logits
 
 
 def build_model(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
@@ -33,7 +36,8 @@ def build_model(name: str, shape: tuple[int, int, int], classes: int) -> nn.Modu
         return LeNet(shape[0], shape[1], classes)
     from torchvision.models import resnet152  # 58,164,298 parameters with 10 classes
 
-    return resnet152(weights=None, num_classes=classes)
+    model: nn.Module = resnet152(weights=None, num_classes=classes)
+    return model
 
 
 def stages_of(model: nn.Module) -> list[nn.Module]:
@@ -52,6 +56,11 @@ def stages_of(model: nn.Module) -> list[nn.Module]:
 def gradient_bytes(model: nn.Module) -> int:
     """Bytes that one whole gradient has, before any compression."""
     return sum(parameter.numel() * parameter.element_size() for parameter in trainable(model))
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    """Of all parameters that are trained, in their order, when backward has given each its own."""
+    return [cast(Tensor, parameter.grad) for parameter in trainable(model)]
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

@@ -79,7 +79,8 @@ class Fp16(Full):
         return torch.autocast(self.device.type, torch.float16)
 
     def scaled(self, loss: Tensor) -> Tensor:
-        return self.scaler.scale(loss)
+        scaled: Tensor = self.scaler.scale(loss)
+        return scaled
 
     def unscale(self, optimizer: Any) -> None:
         """Called when the gradients are summed: ranks wait for each other here, too."""

@@ -44,18 +44,21 @@ def estimate_running_statistics(model: nn.Module, batches: Iterable[Tensor]) -> 
     as they are. batches: of the size that BatchNorm sees in training, none of them empty.
     """
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    norms = [norm for norm in norms if norm.track_running_stats]
-    kept = [(norm.momentum, norm.num_batches_tracked.clone()) for norm in norms]
-    for norm in norms:
+    kept = [
+        (norm, norm.momentum, norm.num_batches_tracked, norm.num_batches_tracked.clone())
+        for norm in norms
+        if norm.num_batches_tracked is not None  # track_running_stats=True
+    ]
+    for norm, *_ in kept:
         norm.reset_running_stats()
     samples = 0
     model.train()
     for images in batches:
         samples += len(images)
-        for norm in norms:
+        for norm, *_ in kept:
             norm.momentum = len(images) / samples
         model(images)
-    for norm, (momentum, updates) in zip(norms, kept, strict=True):
+    for norm, momentum, tracked, updates in kept:
         norm.momentum = momentum
-        norm.num_batches_tracked.copy_(updates)
+        tracked.copy_(updates)
     return samples

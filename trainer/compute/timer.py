@@ -14,13 +14,16 @@ from typing import Any
 
 import torch
 
+Mark = Any
+"""A moment on a device's time line: seconds of the host's clock, or an event of the GPU's."""
+
 
 class CpuTimer:
     """behind: steps that the device may lag behind the program."""
 
     behind = 0
 
-    def mark(self) -> float:
+    def mark(self) -> Mark:
         return time.perf_counter()
 
     mark_computing = mark
@@ -28,25 +31,25 @@ class CpuTimer:
     def wait(self) -> None:
         """Nothing to wait for: on a CPU work is done when the call returns."""
 
-    def wait_for(self, mark: float) -> None:
+    def wait_for(self, mark: Mark) -> None:
         pass
 
-    def is_over(self, mark: float) -> bool:
+    def is_over(self, mark: Mark) -> bool:
         return True
 
-    def ms(self, begin: float, end: float) -> float:
-        return (end - begin) * 1000
+    def ms(self, begin: Mark, end: Mark) -> float:
+        return float(end - begin) * 1000
 
 
 class CudaTimer:
     behind = 1
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> Mark:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def mark_computing(self) -> torch.cuda.Event:
+    def mark_computing(self) -> Mark:
         """In the stream that computes, from wherever another one is the current one."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.default_stream())
@@ -56,21 +59,21 @@ class CudaTimer:
         """Until the stream that computes has nothing left, so that its marks may be read."""
         torch.cuda.current_stream().synchronize()
 
-    def wait_for(self, mark: torch.cuda.Event) -> None:
+    def wait_for(self, mark: Mark) -> None:
         """Until the device has come to it; what was queued behind it goes on."""
         mark.synchronize()
 
-    def is_over(self, mark: torch.cuda.Event) -> bool:
-        return mark.query()
+    def is_over(self, mark: Mark) -> bool:
+        return bool(mark.query())
 
-    def ms(self, begin: Any, end: Any) -> float:
-        return begin.elapsed_time(end)
+    def ms(self, begin: Mark, end: Mark) -> float:
+        return float(begin.elapsed_time(end))
 
 
 Timer = CpuTimer | CudaTimer
 
 
-def covered_ms(timer: Timer, begin: Any, spans: Sequence[tuple[Any, Any]]) -> float:
+def covered_ms(timer: Timer, begin: Mark, spans: Sequence[tuple[Mark, Mark]]) -> float:
     """Milliseconds that lie in at least one span, in whatever order they come. begin: a mark before all of them."""
     covered, reached = 0.0, 0.0
     for first_ms, to_ms in sorted((timer.ms(begin, first), timer.ms(begin, last)) for first, last in spans):

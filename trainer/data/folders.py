@@ -56,7 +56,7 @@ def list_folder(root: Path) -> Listing:
     return Listing(root, classes, found["train"], found["val"])
 
 
-class FolderImages(Dataset):
+class FolderImages(Dataset[tuple[Any, int]]):
     """PIL images cut to `shape` (channels, height, width): the shorter side scaled to fit, the middle cut out."""
 
     def __init__(self, root: Path, files: Sequence[tuple[str, int]], shape: tuple[int, int, int]) -> None:

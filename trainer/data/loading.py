@@ -110,7 +110,7 @@ def free_bytes(device: torch.device) -> int:
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         free = 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
-        return min(free, _cgroup_bytes())
+        return int(min(free, _cgroup_bytes()))
     return 0
 
 

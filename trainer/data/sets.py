@@ -25,10 +25,12 @@ from trainer.shared.config import Settings
 from trainer.shared.errors import TrainError
 from trainer.shared.experiments import DataSet
 
+Pictures = Dataset[tuple[Any, int]]
+"""PIL images as they are stored, each with the number of its class."""
 _MADE_AT_ONCE = 4096
 
 
-class Synthetic(Dataset):
+class Synthetic(Pictures):
     """Each class is a fixed coarse picture, each sample that picture under noise: made up, but possible to learn."""
 
     def __init__(self, shape: tuple[int, int, int], classes: int, size: int, seed: int, split: str) -> None:
@@ -65,8 +67,12 @@ def find_facts(settings: Settings) -> tuple[DataSet, str]:
     if settings.data != "folder":
         return known_facts(settings), settings.data
     listing = list_folder(folder(settings))
-    counts = {"train_samples": len(listing.train), "test_samples": len(listing.val)}
-    facts = dataclasses.replace(settings.data_set, classes=len(listing.classes), **counts)
+    facts = dataclasses.replace(
+        settings.data_set,
+        classes=len(listing.classes),
+        train_samples=len(listing.train),
+        test_samples=len(listing.val),
+    )
     return _limited(facts, settings.samples), listing.digest
 
 
@@ -74,7 +80,7 @@ def _limited(facts: DataSet, samples: int) -> DataSet:
     return dataclasses.replace(facts, train_samples=min(samples or facts.train_samples, facts.train_samples))
 
 
-def open_data(settings: Settings, facts: DataSet) -> tuple[Dataset, Dataset]:
+def open_data(settings: Settings, facts: DataSet) -> tuple[Pictures, Pictures]:
     """The training and the test images. Raises TrainError where the files are absent or do not load."""
     if settings.data == "synthetic":
         kind, seed = (facts.shape, facts.classes), settings.seed
@@ -84,7 +90,8 @@ def open_data(settings: Settings, facts: DataSet) -> tuple[Dataset, Dataset]:
         )
     if settings.data == "folder":
         listing = list_folder(folder(settings))
-        return tuple(FolderImages(listing.root, files, facts.shape) for files in (listing.train, listing.val))
+        train, val = (FolderImages(listing.root, files, facts.shape) for files in (listing.train, listing.val))
+        return train, val
     try:
         return open_files(settings, train=True), open_files(settings, train=False)
     except (OSError, RuntimeError, ValueError, EOFError, AssertionError) as error:

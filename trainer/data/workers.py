@@ -26,7 +26,7 @@ from trainer.shared.experiments import DataSet
 Batch = tuple[Tensor, Tensor]
 
 
-class Samples(Dataset):
+class Samples(Dataset[tuple[Tensor, int]]):
     """Normalised images and labels; `vary`: as they are trained on, named by (epoch, index)."""
 
     def __init__(self, pictures: Any, facts: DataSet, augment: Augmentation | None = None, seed: int = 0) -> None:
@@ -53,7 +53,7 @@ class WorkerBatches:
     for a GPU is copied there while it computes with the one before.
     """
 
-    def __init__(self, loader: DataLoader, device: torch.device) -> None:
+    def __init__(self, loader: DataLoader[Any], device: torch.device) -> None:
         self.loader, self.device = loader, device
 
     def __iter__(self) -> Iterator[Batch]:

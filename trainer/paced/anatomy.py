@@ -79,7 +79,7 @@ def dissect(name: str, shape: tuple[int, int, int], classes: int) -> Anatomy:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _joined(visited: list[tuple[tuple[int, ...], float]]) -> tuple[Layer, ...]:

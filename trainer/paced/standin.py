@@ -58,12 +58,14 @@ class _Layer(torch.autograd.Function):
     """Passes its input on; in backward gives each weight a gradient, not before the layer's time has come."""
 
     @staticmethod
-    def forward(context: Any, output: Tensor, stopwatch: Stopwatch, release: float, is_first: bool, *weights: Tensor):
+    def forward(
+        context: Any, output: Tensor, stopwatch: Stopwatch, release: float, is_first: bool, *weights: Tensor
+    ) -> Tensor:
         context.stopwatch, context.release, context.is_first, context.weights = stopwatch, release, is_first, weights
         return output.clone()
 
     @staticmethod
-    def backward(context: Any, output_gradient: Tensor):
+    def backward(context: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
         # The weights under another name: a copy of each would take this CPU longer than a fast GPU its whole backward.
         gradients = [weight.detach() for weight in context.weights]
         context.stopwatch.until(context.release)

@@ -44,11 +44,11 @@ def gather_lines(own: str) -> list[str]:
     return [bytes(line.tolist()).rstrip(b"\0").decode(errors="replace") for line in lines]
 
 
-def agreed(values: list[float], how: dist.ReduceOp) -> list[float]:
+def agreed(values: list[float], how: dist.ReduceOp.RedOpType) -> list[float]:
     """The least, largest or sum over all ranks, value by value, in double precision."""
     told = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(told, op=how)
-    return told.tolist()
+    return [float(value) for value in told.tolist()]
 
 
 def sum_over_ranks(values: list[float]) -> list[float]:

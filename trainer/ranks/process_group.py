@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -43,14 +44,14 @@ def join(info: RankInfo, backend: str, device: torch.device) -> dist.ProcessGrou
     ranks_with_nccl = sum_over_ranks([float(own_gpu and dist.is_nccl_available())])[0]
     if backend == "nccl" or (backend == "auto" and ranks_with_nccl == info.world_size):
         return _nccl_group(info, device)
-    return dist.group.WORLD
+    return cast("dist.ProcessGroup", dist.group.WORLD)
 
 
 def _nccl_group(info: RankInfo, device: torch.device) -> dist.ProcessGroup:
     """Raises TrainError, the same on every rank, where NCCL differs among them or does not get through."""
     if wrong := nccl.unlike(gather_lines(f"{nccl.version()} {info.node}")):
         raise TrainError(wrong)
-    group = dist.new_group(backend="nccl", timeout=TIMEOUT)
+    group = cast("dist.ProcessGroup", dist.new_group(backend="nccl", timeout=TIMEOUT))
     if info.world_size > 1:
         ended = nccl.first_sum(group, device, nccl.patience_s(info.world_size))
         if wrong := nccl.stuck(gather_lines(nccl.rank_line(ended, info.local_world_size, info.node))):

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -55,7 +56,7 @@ class Rebalancer:
         self.balance, self.order, self.micro_batches = balance, order, micro_batches
         self.metrics, self.room, self.say = metrics, room, say
         self.asked_caps = tuple(micro_batches.caps)
-        self.group = dist.new_group(backend="gloo")
+        self.group = cast("dist.ProcessGroup", dist.new_group(backend="gloo"))
         self.times_ms: list[float] = []
         self.to_skip = max(2, warmup_steps)
         self.apart = FRESH

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -14,7 +16,7 @@ def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimiz
     """settings: `fused_sgd` as it turned out."""
     if isinstance(model, StandIn):
         return StandInOptimizer(model)
-    rule = {"lr": settings.lr, "momentum": settings.momentum, "weight_decay": settings.weight_decay}
+    rule: dict[str, Any] = {"lr": settings.lr, "momentum": settings.momentum, "weight_decay": settings.weight_decay}
     if settings.fused_sgd != "on":
         return torch.optim.SGD(model.parameters(), **rule)
     optimizer = torch.optim.SGD(model.parameters(), **rule, fused=True)

@@ -12,7 +12,7 @@ from torch import nn
 from trainer.compute.models import gradient_bytes, trainable
 from trainer.ranks import nccl
 from trainer.ranks.rank_info import RankInfo
-from trainer.shared.config import AnySettings
+from trainer.shared.config import AnySettings, Settings
 from trainer.shared.metrics import SCHEMA
 
 
@@ -33,7 +33,7 @@ def start_fields(
         "torch": torch.__version__,
         "nccl": nccl.version() if on_gpu else None,
         "backend": dist.get_backend(group),
-        "model": settings.model if model else None,
+        "model": settings.model if isinstance(settings, Settings) else None,
         "parameters": sum(parameter.numel() for parameter in trainable(model)) if model else None,
         "gradient_bytes": gradient_bytes(model) if model else None,
         "paced": info.pace is not None and model is not None,

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from trainer.compute.brake import Brake
 from trainer.compute.flat_buffer import flatten, unflatten
-from trainer.compute.models import trainable
+from trainer.compute.models import gradients_of
 from trainer.compute.timer import Timer
 from trainer.shared import gpu_work
 from trainer.strategies.base import Base, Exchange, first_rank, share_initial_state, weighted
@@ -43,7 +43,7 @@ class AfterBackward(Base):
         self.brake.pause("sync")
         computed = self.timer.mark()
         before_s = self.sums.held_up_s
-        self.exchange([parameter.grad for parameter in trainable(self.model)], self.sums)
+        self.exchange(gradients_of(self.model), self.sums)
         return Exchange(computed, held_up_s=self.sums.held_up_s - before_s)
 
     def whole(self) -> nn.Module:

@@ -34,13 +34,19 @@ class Exchange:
 
 
 class Strategy(Protocol):
-    model: nn.Module
-    """What the forward pass calls."""
-    keeps_statistics: bool
-    """Do the weights of `whole` come so close to those that each rank trains with, that BatchNorm's running statistics
-    of these belong to them?"""
-    updates_alone: bool
-    """May a rank take updates of its own between two that all make?"""
+    @property
+    def model(self) -> nn.Module:
+        """What the forward pass calls."""
+
+    @property
+    def keeps_statistics(self) -> bool:
+        """Do the weights of `whole` come so close to those that each rank trains with, that BatchNorm's running
+        statistics of these belong to them?
+        """
+
+    @property
+    def updates_alone(self) -> bool:
+        """May a rank take updates of its own between two that all make?"""
 
     def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
         """Leaves in .grad what the optimiser shall use: the gradient of the mean loss over the whole batch, each
@@ -89,14 +95,20 @@ class Base:
     or after the update, and nothing has to be kept.
     """
 
-    keeps_statistics = True
     updates_alone = False
+
+    @property
+    def keeps_statistics(self) -> bool:
+        return True
 
     def without_sync(self) -> AbstractContextManager[object]:
         return contextlib.nullcontext()
 
     def accumulate(self, loss_sum: Tensor, samples: int, batch: int) -> None:
         weighted(loss_sum, batch).backward()
+
+    def backward_alone(self, loss_sum: Tensor, samples: int) -> None:
+        raise NotImplementedError  # updates_alone is False
 
     def after_update(self) -> None:
         pass
@@ -124,7 +136,7 @@ def local_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     if len(labels) or is_synchronised(model):
         return cross_entropy(model(images), labels, reduction="sum")
     model.eval()
-    nothing = model(images.new_zeros((1, *images.shape[1:]))).sum() * 0
+    nothing: Tensor = model(images.new_zeros((1, *images.shape[1:]))).sum() * 0
     model.train()
     return nothing
 

@@ -8,7 +8,7 @@ torch's own BatchNorm, with statistics that are the same on every rank.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -33,13 +33,16 @@ class SynchronisedBatchNorm(nn.modules.batchnorm._BatchNorm):
             return fused_batch_norm.normalise(self, images)
         count, mean, variance = whole_batch_statistics(images.detach(), self.group)
         self._keep(count, mean, variance)
-        return _Normalise.apply(images, self.weight, self.bias, mean, variance, count, self.eps, self.group)
+        normalised: Tensor = _Normalise.apply(
+            images, self.weight, self.bias, mean, variance, count, self.eps, self.group
+        )
+        return normalised
 
     @torch.no_grad()
     def _keep(self, count: Tensor, mean: Tensor, variance: Tensor) -> None:
         """Moves the running statistics as torch does: the variance of a population, estimated from the batch."""
-        if not self.track_running_stats:
-            return
+        if self.num_batches_tracked is None or self.running_mean is None or self.running_var is None:
+            return  # track_running_stats=False
         self.num_batches_tracked += 1
         part = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         for running, batch in ((self.running_mean, mean), (self.running_var, variance * count / (count - 1))):
@@ -52,8 +55,9 @@ def synchronise_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> None:
         return
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.__class__ = SynchronisedBatchNorm  # parameters, buffers and hooks stay where they are
-            module.group = group
+            synchronised = cast(SynchronisedBatchNorm, module)
+            synchronised.__class__ = SynchronisedBatchNorm  # parameters, buffers and hooks stay where they are
+            synchronised.group = group
 
 
 def is_synchronised(model: nn.Module) -> bool:

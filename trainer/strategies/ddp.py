@@ -39,17 +39,19 @@ class Ddp(Base):
         self.collectives: list[tuple[Any, Any]] = []
         device = next(model.parameters()).device
         self.bucket_mib = bucket_mib or fitted_bucket_bytes(sums, gradient_bytes(model), device) / 2**20
+        keep_own_buffers: dict[str, Any] = {_BUFFER_OPTION: False}
         self.model = DistributedDataParallel(
             model,
             process_group=sums.group,
             bucket_cap_mb=self.bucket_mib,
             gradient_as_bucket_view=True,
-            **{_BUFFER_OPTION: False},
+            **keep_own_buffers,
         )
         # torch keeps what the hook gets where Python's collector cannot look: held strongly, all would stay for good.
         self.model.register_comm_hook(weakref.proxy(self), Ddp._send)
 
-    def _send(self, bucket):  # no annotations: DDP compares them with classes, ours are text
+    # Without annotations: DDP compares them with classes, and ours are text.
+    def _send(self, bucket):  # type: ignore[no-untyped-def]
         """DDP hands over buckets in order, so with the last one this rank has computed all its gradients."""
         self.brake.pause("call")
         if bucket.is_last():
@@ -57,7 +59,7 @@ class Ddp(Base):
             self.computed = self.timer.mark()
         handed_over = self.timer.mark()
 
-        def arrived():
+        def arrived() -> None:
             self.collectives.append((handed_over, self.timer.mark()))
 
         return self.sums.begin(bucket.buffer(), arrived)
@@ -68,7 +70,9 @@ class Ddp(Base):
         return Exchange(self.computed, tuple(self.collectives))
 
     def without_sync(self) -> AbstractContextManager[object]:
-        return self.model.no_sync()
+        paused: AbstractContextManager[object] = self.model.no_sync()
+        return paused
 
     def whole(self) -> nn.Module:
-        return self.model.module
+        network: nn.Module = self.model.module
+        return network

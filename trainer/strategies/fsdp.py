@@ -49,7 +49,8 @@ class Fsdp(Base):
         self.reductions = len(pieces) + has_rest
         for piece in (*pieces, [model]):  # the whole comes last: it takes what no piece has
             fully_shard(piece, mesh=mesh)
-            piece[0].set_custom_reduce_scatter(self)  # a piece's modules have one state
+            sharded: Any = piece[0]
+            sharded.set_custom_reduce_scatter(self)  # a piece's modules have one state
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -86,9 +87,10 @@ class Fsdp(Base):
     @contextlib.contextmanager
     def without_sync(self) -> Iterator[None]:
         """The weights of a piece still travel: all ranks take as many micro-batches."""
-        self.model.set_requires_gradient_sync(False)
+        sharded: Any = self.model
+        sharded.set_requires_gradient_sync(False)
         yield
-        self.model.set_requires_gradient_sync(True)
+        sharded.set_requires_gradient_sync(True)
 
     def whole(self) -> nn.Module:
         """A copy that lives as long as its user: every rank holds all weights meanwhile."""

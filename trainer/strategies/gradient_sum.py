@@ -93,7 +93,7 @@ class GradientSum:
         """
         sent = self._rounded(tensor)
         work = dist.all_reduce(sent, group=self.group, async_op=True)
-        future = torch.futures.Future(devices=[tensor.device])
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[tensor.device])
         with torch.cuda.stream(aside):
             work.wait()
             if sent is not tensor:

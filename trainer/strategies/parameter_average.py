@@ -64,7 +64,8 @@ class ParameterAverage(Base):
         self.samples: float = 0
         self.samples_of_all = 0
         share_initial_state(model, sums.group)
-        self.start: Tensor | None = None  # of the round: a checkpoint may still be read before the first one
+        self.has_begun = False  # a checkpoint may still be read before the first round
+        self.start: Tensor  # the weights with which the round began
         self.sent_from: Tensor  # the weights that the way which travels has led to
         self.way: Tensor
         self.under_way = False
@@ -76,7 +77,7 @@ class ParameterAverage(Base):
 
     def backward_alone(self, loss_sum: Tensor, samples: int) -> None:
         self.accumulate(loss_sum, samples, samples)
-        if self.start is None:
+        if not self.has_begun:
             self._begin()
         self.samples += samples
 
@@ -108,7 +109,7 @@ class ParameterAverage(Base):
         self.pieces = []
 
     def _begin(self) -> None:
-        self.start = flatten(trainable(self.model))
+        self.has_begun, self.start = True, flatten(trainable(self.model))
         self.sent_from, self.way = torch.empty_like(self.start), torch.empty_like(self.start)
 
     def _send(self) -> None:

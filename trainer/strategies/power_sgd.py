@@ -71,7 +71,7 @@ def orthonormal(matrices: Tensor, directions: Tensor) -> Tensor:
     Cholesky's way takes fewer calls, but squares the condition number, and leaves float32 nothing of such P.
     """
     limits = torch.finfo(matrices.dtype)
-    q = matrices / matrices.norm(dim=1, keepdim=True).clamp_min(limits.tiny)
+    q: Tensor = matrices / matrices.norm(dim=1, keepdim=True).clamp_min(limits.tiny)
     q += _NUDGE * limits.eps * directions  # rounding alone would have each kind of device go on in another direction
     for number in range(q.shape[2]):
         column, before = q[:, :, number : number + 1], q[:, :, :number]
@@ -118,7 +118,7 @@ class PowerSgd:
 
     def state(self) -> dict[str, Tensor]:
         """What the next update needs, by kind and shape: there is one stack of a shape. `memory` is this rank's own."""
-        kept = {}
+        kept: dict[str, Tensor] = {}
         for stack in self.stacks:
             of = "x".join(map(str, stack.memory.shape))
             kept |= {f"memory.{of}": stack.memory, f"q.{of}": stack.q}

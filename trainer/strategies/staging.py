@@ -36,7 +36,7 @@ class Staging:
         """
         computed = torch.cuda.Event(blocking=True)  # not at the cost of a core
         computed.record()
-        future = torch.futures.Future(devices=[tensor.device])
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[tensor.device])
         self.leaving.put(Parcel(tensor, arrived, computed, future))
         return future
 
