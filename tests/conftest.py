@@ -3,9 +3,18 @@
 import multiprocessing
 import os
 import signal
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Two threads that share a small sum spin while they wait for each other: on busy cores that takes twenty times the
+# processor. It is read where torch is imported, so the servers that ranks are forked from need it, too.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+# Without its bytecode a program is compiled at every start, and each test file at every run.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Beside other tests nothing takes as long as it does alone: what a property takes is no failure of it.
 # THOROUGH=1 tries more cases of each, and takes longer.
