@@ -1,6 +1,7 @@
 """How a rank's part of an update is cut into micro-batches: `sizes = MicroBatches(...).sizes(shares, rank)`.
 
-    MicroBatches(accumulate=0, caps=(None, 128), together=False).sizes((40, 200), rank=1)      (100, 100)
+    >>> MicroBatches(accumulate=0, caps=(None, 128), together=False).sizes((40, 200), rank=1)
+    (100, 100)
 
 A micro-batch goes forward and backward by itself, the gradients add up, and one exchange and one update follow. Imports
 no torch.

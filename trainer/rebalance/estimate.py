@@ -1,10 +1,11 @@
-"""How fast one rank computes now, learnt from its own times in the course of a run. Imports no torch.
+"""How fast one rank computes now, learnt from its own times during a run. Imports no torch.
 
-    estimate = Estimate(None)                    nothing is known: a time a sample
-    estimate.learn(128, [428.0, 431.0, 429.0])
-    estimate.leave(128)                          its share changes
-    estimate.learn(70, [254.0, 255.0, 253.0])
-    estimate.speed                               Speed(fixed_ms=45, sample_ms=2.99): both sizes together show both parts
+    >>> estimate = Estimate(None)                       # nothing is known yet
+    >>> estimate.learn(128, [428.0, 431.0, 429.0])
+    >>> estimate.leave(128)                             # its share changes
+    >>> estimate.learn(70, [254.0, 255.0, 253.0])
+    >>> round(estimate.speed.fixed_ms), round(estimate.speed.sample_ms, 2)      # two sizes show both parts
+    (42, 3.03)
 
 A time is a line's (`Speed`: a + b*m). As long as the rank has had one size of batch, its times say how high the line
 lies and nothing of a and b; the second size tells them apart.

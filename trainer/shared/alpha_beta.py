@@ -1,8 +1,12 @@
 """What an exchange of bytes costs: nccl-tests' bandwidths, and the line through measured times. Pure, no torch.
 
-    algorithm_gbps(2**20, 0.004)                     # 2.097: bytes over time
-    bus_factor("all_reduce", ranks=4)                # 1.5
-    fit([(2**10, 1.1e-4), (2**28, 0.92)])            # Line(alpha_s=..., slope_s=..., worst_error=...)
+    >>> round(algorithm_gbps(2**20, 0.004), 3)          # bytes over time
+    2.097
+    >>> bus_factor("all_reduce", ranks=4)
+    1.5
+    >>> line = fit([(1_000, 0.002), (2_000, 0.003), (4_000, 0.005)])
+    >>> round(line.alpha_s, 6), round(line.slope_s, 9)  # 1 ms, and 1 us a byte
+    (0.001, 1e-06)
 
 A bus bandwidth is the algorithm bandwidth times the operation's factor. It is what a link has to carry each way where
 the work is spread over all ranks as well as can be, so that it compares with the link's own speed whatever the number

@@ -1,7 +1,8 @@
 """The settings of one run: one flat frozen value, a sentence per field, checked in one place.
 
-    settings = parse_settings("mnist_lenet", {"batch": "128", "strategy": "allreduce"})
-    settings.batch                                                                          128
+    >>> settings = parse_settings("mnist_lenet", {"batch": "128", "strategy": "allreduce"})
+    >>> settings.batch
+    128
 
 `Settings` are those of training, `CollectiveSettings` those of measuring collectives. The same names are used as
 `--set key=value`, as `python -m trainer --key value`, in records and in reports. Imports no torch.

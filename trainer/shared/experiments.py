@@ -1,7 +1,9 @@
 """Named experiments, each a complete set of settings, and the facts of their data sets. Imports no torch.
 
-EXPERIMENTS["mnist_lenet"]["batch"]    64
-DATA_SETS["cifar10"].shape             (3, 32, 32)
+>>> EXPERIMENTS["mnist_lenet"]["batch"]
+64
+>>> DATA_SETS["cifar10"].shape
+(3, 32, 32)
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What a GPU takes for its work on gradients beside a step: copies, casts, compression, averages. Imports no torch.
 
-    gpu_work.cast(232_657_192).seconds(gb_per_s=288)        0.00136: fp32 to 16 bits
+    >>> round(cast(232_657_192).seconds(gb_per_s=288), 5)       # fp32 to 16 bits
+    0.00135
 
 Such work computes next to nothing, so its time is that of the memory, at the bandwidth of the card's data sheet times
 STREAMED, and of starting its kernels. A paced rank keeps these times, and the forecast counts the same; how many

@@ -1,7 +1,8 @@
 """How fast a rank is that stands in for a GPU which is not here. Imports no torch.
 
-    pace = read_pace('{"samples_per_s": 333, "fixed_ms": 2}')
-    pace.step_s(samples=128, step=0)            0.386: forward, backward and the optimiser
+    >>> pace = read_pace('{"samples_per_s": 333, "fixed_ms": 2}')
+    >>> round(pace.step_s(samples=128, step=0), 3)      # forward, backward and the optimiser
+    0.386
 
 The launcher hands it over as ORCH_PACED, from `paced` in the inventory.
 """

@@ -1,17 +1,23 @@
 """How a batch is split over ranks: whole samples, nothing lost, nothing twice. Imports no torch.
 
-equal_shares(64, 3)              (22, 21, 21)
-scale_shares((22, 21, 21), 10)   (4, 3, 3)
+>>> equal_shares(64, 3)
+(22, 21, 21)
+>>> scale_shares((22, 21, 21), 10)
+(4, 3, 3)
 
-    wanted = parse_shares("v100=5,a2000=2")
-    choose_shares(wanted, ranks=(("v100", 0), ("a2000", 0)), batch=64)      (46, 18)
+>>> wanted, ranks = parse_shares("v100=5,a2000=2"), (("v100", 0), ("a2000", 0))
+>>> choose_shares(wanted, ranks, batch=64)
+(46, 18)
 
-    v100, a2000 = Speed(fixed_ms=2, sample_ms=1.2), Speed(fixed_ms=3, sample_ms=3)
-    fastest_shares((v100, a2000), batch=64)                                 (46, 18)
-    v100.step_ms(46)                                                        57.2
+>>> v100, a2000 = Speed(fixed_ms=2, sample_ms=1.2), Speed(fixed_ms=3, sample_ms=3)
+>>> fastest_shares((v100, a2000), batch=64)
+(46, 18)
+>>> round(v100.step_ms(46), 1)
+57.2
 
-    speeds = parse_speeds("v100:0=2+1.2/512,a2000:0=3+3")
-    split_batch("measured", speeds, ranks=(("v100", 0), ("a2000", 0)), batch=64)    (46, 18)
+>>> speeds = parse_speeds("v100:0=2+1.2/512,a2000:0=3+3")
+>>> split_batch("measured", speeds, ranks, batch=64)
+(46, 18)
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """A bottleneck made on purpose, to see that the figures find it. Imports no torch.
 
-parse_slow("rank:1,at:sync,ms:50")          Slow(rank=1, at="sync", ms=50.0)
+>>> parse_slow("rank:1,at:sync,ms:50")
+Slow(rank=1, at='sync', ms=50.0)
 """
 
 from __future__ import annotations
