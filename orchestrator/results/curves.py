@@ -1,9 +1,9 @@
-"""How a run learned: its loss over the updates, and what each epoch and evaluation told.
+"""How a run learned: its loss over the updates, and what each epoch and evaluation reported.
 
     curves = read_curves(events)             # after `measure`
     curves.loss[-1].loss, curves.evaluations[-1].accuracy, curves.epochs[-1].seconds
 
-At most POINTS of each are kept. Pure: reads what `read_events` and `measure` laid into tables.
+At most POINTS of each are kept. Both tables have to be there: `steps` of `read_events`, `timed` of `measure`.
 """
 
 from __future__ import annotations

@@ -64,6 +64,11 @@ class Figures:
     step_ms: dict[str, StepTime]
     loss: float | None
 
+    @property
+    def wall_s(self) -> float:
+        """How long the measured steps took all of them together."""
+        return max((rank.total_ms for rank in self.ranks.values()), default=0.0) / 1000
+
     def of(self, node: NodePlan) -> list[RankFigures]:
         return [self.ranks[rank] for rank in node.rank_numbers if rank in self.ranks]
 

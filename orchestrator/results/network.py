@@ -1,11 +1,11 @@
-"""What a run of `--exp collectives` found out about the network. Pure.
+"""What a run of `--exp collectives` found out about the network.
 
 Takes the ranks' events and the plan, gives the measurements and, for each operation, the line through them:
 
     found = read_collectives(events, plan)
     found.operation("all_reduce").of_declared        # 0.93 of the slowest host's declared bandwidth
 
-Bandwidths and lines are computed anew from bytes and times, as `trainer.shared.alpha_beta` defines them.
+Bandwidths and lines are computed again from bytes and times, as `trainer.shared.alpha_beta` defines them.
 """
 
 from __future__ import annotations

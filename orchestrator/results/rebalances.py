@@ -1,4 +1,4 @@
-"""How a run's batch was split over its ranks in the course of it, from the ranks' `rebalance` events. Pure.
+"""How a run's batch was split over its ranks in the course of it, from the ranks' `rebalance` events.
 
 read_rebalances(events, plan)       (Rebalance(step=7, shares=(45, 19), before=(32, 32), spread=0.83), ...)
 """

@@ -1,4 +1,4 @@
-"""Who the others wait for, and what a step's length hangs on. Pure.
+"""Who the others wait for, and what limits a step. Pure.
 
 Takes the plan and the ranks' `Figures`, gives values of the summary:
 

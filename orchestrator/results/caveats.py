@@ -1,0 +1,107 @@
+"""What of a run is missing, and what must be read with care: a sentence each, for the summary.
+
+missing(plan, events, figures)              "v100: no metrics of rank 1 (it holds no event)."
+warnings(plan, events, figures, nodes)      "a2000: metrics of rank 0: the last line is cut off, left out."
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable
+
+from orchestrator.jobs.metric_lines import number
+from orchestrator.paths import RunFolder
+from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
+from orchestrator.results.events import Events, Rejects
+from orchestrator.results.measure import Figures
+from orchestrator.results.network import measures_collectives
+from orchestrator.results.summary import NodeSummary
+from orchestrator.text import one_line
+from orchestrator.units import counted, format_bytes
+from trainer.shared.metrics import SCHEMA
+
+
+def left_on_hosts(plan: LaunchPlan, run: RunFolder) -> Iterable[str]:
+    """What `collect` did not take of logs that are too long."""
+    for node in plan.nodes:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            for file, size in json.loads(run.left(node.name).read_text()).items():
+                yield f"{node.name}: the last {format_bytes(size)} of {file} were not collected (--max-log)."
+
+
+def missing(plan: LaunchPlan, events: Events, figures: Figures) -> Iterable[str]:
+    """What should be here and is not: ranks without metrics, ranks without steps."""
+    if plan.kind == "script" and len(events.absent) == plan.world_size:
+        yield "No rank wrote metrics to the file that ORCH_METRICS names, so neither speed nor batch is known."
+        return
+    for node in plan.nodes:
+        for rank in node.rank_numbers:
+            if rank in events.absent:
+                yield f"{node.name}: no metrics of rank {rank} ({events.absent[rank]})."
+            elif rank not in figures.reported and not measures_collectives(plan) and not plan.settings.get("profile_s"):
+                yield f"{node.name}: rank {rank} reported no step."
+    if figures.reported and len(figures.reported) < plan.world_size:
+        yield (
+            f"{len(figures.reported)} of {plan.world_size} ranks reported steps: the cluster's speed is theirs alone, "
+            "and waits, efficiency and straggler cannot be told."
+        )
+
+
+def warnings(plan: LaunchPlan, events: Events, figures: Figures, nodes: tuple[NodeSummary, ...]) -> Iterable[str]:
+    """What is here and could not be used, or says less than it seems to."""
+    starts = events.starts()
+    if times := max(starts.values(), default=1) - 1:
+        yield f"The ranks were started anew {_times(times)}; speeds and times are those after the last start."
+    node_of = {rank: node.name for node in plan.nodes for rank in node.rank_numbers}
+    for rank, rejects in sorted(events.rejects.items()):
+        for words in _rejected(rejects, was_restarted=starts.get(rank, 0) >= 2):
+            yield f"{node_of[rank]}: metrics of rank {rank}: {words}"
+    for rank, start in events.latest("start").items():
+        schema = start.get("schema")
+        if isinstance(schema, (int, float)) and schema > SCHEMA:
+            told = one_line(str(schema), 20)
+            yield f"{node_of[rank]}: rank {rank} writes metrics of schema {told}; this orch knows {SCHEMA}."
+    if figures.reported and not figures.steps:
+        yield _why_no_figures(figures)
+    for node in nodes:
+        if not node.valid:
+            yield f"{node.name}: its figures are not valid: {_why_not_valid(plan.node(node.name), events)}."
+
+
+def _rejected(rejects: Rejects, was_restarted: bool) -> Iterable[str]:
+    """Of one rank's lines. A rank that was started again repeats steps, which is no fault."""
+    if rejects.malformed:
+        yield f"{counted(rejects.malformed, 'line')} not JSON events, left out."
+    if rejects.too_long:
+        yield f"{counted(rejects.too_long, 'line')} too long, left out."
+    if rejects.refused:
+        yield f"{counted(rejects.refused, 'line')} with an impossible number (negative, infinite, none), left out."
+    if rejects.repeated and not was_restarted:
+        yield f"{counted(rejects.repeated, 'line')} with a step number seen before; the last line of a step counts."
+    if rejects.truncated:
+        yield "the last line is cut off, left out."
+
+
+def _why_not_valid(node: NodePlan, events: Events) -> str:
+    """In words, by how much its ranks missed their pace."""
+    ends = events.latest("end")
+    told = [ends.get(rank, {}) for rank in node.rank_numbers]
+    if not any(end.get("valid") is False for end in told):
+        return "not every rank has confirmed, in a last record, that it kept its pace"
+    late = max((value for end in told if (value := number(end, "lateness")) is not None), default=None)
+    by = "" if late is None else f" (backward ended {100 * late:.1f} % of a step late)"
+    return f"the lab's CPU was the limit{by}"
+
+
+def _why_no_figures(figures: Figures) -> str:
+    if figures.warmup_steps:
+        return (
+            f"No step could be measured after the warm-up ({figures.warmup_steps} left out): steps too few, without "
+            "times, or never reported by every rank."
+        )
+    return "No step could be measured: step lines without times, or none that every rank reported."
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
