@@ -33,6 +33,7 @@ from orchestrator.planning.request import parse_pairs, read_experiment
 from orchestrator.results.events import Events, MetricsFile
 from orchestrator.results.tables import read_events
 from orchestrator.transport.ask import Host
+from orchestrator.units import format_figure
 from trainer.shared.shares import split_batch
 
 Follow = Callable[[LaunchPlan, Mapping[str, Host]], None]
@@ -225,9 +226,9 @@ def cells(batch: int, each: Found, share: int | None) -> tuple[str, ...]:
     return (
         node if known.ranks == 1 else f"{node}:{local_rank}",
         known.gpu or known.device_name,
-        f"{known.fixed_ms:.3g}",
-        f"{known.sample_ms:.3g}",
-        f"{known.samples_per_s(batch):.1f}",
+        format_figure(known.fixed_ms),
+        format_figure(known.sample_ms),
+        format_figure(known.samples_per_s(batch)),
         str(known.cap) if known.cap else f"> {known.largest}",
         "-" if share is None else str(share),
         ("now" if each.fresh else known.created[:16].replace("T", " ")) + f" on {known.node}",

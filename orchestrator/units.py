@@ -60,6 +60,23 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f}B"
 
 
+def format_figure(value: float) -> str:
+    """A speed or a time in the unit that stands beside it, as often as it is written: `0.012`, `3.21`, `42.1`, `960.4`,
+    `12,345`.
+    """
+    size = abs(value)
+    if size >= 1e7:
+        return f"{value:.3g}"
+    if size >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if size >= 10 else f"{value:.2f}" if size >= 1 else f"{value:.3g}"
+
+
+def format_percent(part: float, digits: int = 0) -> str:
+    """`43 %` of 0.43."""
+    return f"{100 * part:.{digits}f} %"
+
+
 def counted(number: int, thing: str) -> str:
     """`1 rank`, `2 ranks`."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

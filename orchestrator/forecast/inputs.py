@@ -31,7 +31,7 @@ from orchestrator.planning.draft import Draft
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan, Prediction
 from orchestrator.planning.profiles import Profiles
 from orchestrator.results.summary import Collectives, Summary, link_matrix
-from orchestrator.units import format_bandwidth
+from orchestrator.units import format_bandwidth, format_figure
 from trainer.shared.alpha_beta import algorithm_gbps, bus_factor
 from trainer.shared.config import LOCAL_STEPS, Settings, SettingsError, overlap_of
 from trainer.shared.gpu_work import GB_PER_S

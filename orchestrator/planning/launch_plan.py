@@ -136,7 +136,8 @@ class Prediction(Record):
     def words(self) -> str:
         how = "estimated" if self.is_estimate else "predicted"
         limit = LIMITS.get(self.binds, self.binds)
-        return f"{how} {self.samples_per_s:.4g} samples/s in steps of {self.step_ms:.4g} ms, limited by the {limit}"
+        speed, step = format_figure(self.samples_per_s), format_figure(self.step_ms)
+        return f"{how} {speed} samples/s in steps of {step} ms, limited by the {limit}"
 
 
 class Faster(Record):

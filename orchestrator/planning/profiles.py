@@ -138,7 +138,7 @@ class Profile(Kind, Measurement):
         """Of one that got slower while it was measured: by how much; "" of any other."""
         if self.drift is None or self.drift < DRIFT:
             return ""
-        slower = f"{self.again_samples} samples took {100 * self.drift:.0f} % longer at the end of the measurement"
+        slower = f"{self.again_samples} samples took {format_percent(self.drift)} longer at the end of the measurement"
         why = "heat, a power cap, or another program"
         return f"{self.node}: {slower} than before ({why}): a long run may be slower than this"
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.results.summary import Summary
+from orchestrator.units import format_percent
 
 Cells = tuple[str, ...]
 
@@ -50,7 +51,7 @@ def _seconds(summary: Summary) -> str:
 
 
 def _accuracy(summary: Summary) -> str:
-    return "" if summary.accuracy is None else f"{100 * summary.accuracy:.2f} %"
+    return "" if summary.accuracy is None else format_percent(summary.accuracy, 2)
 
 
 def _backend_row(summary: Summary) -> Cells:

@@ -13,6 +13,7 @@ from collections import Counter
 from typing import Protocol
 
 from orchestrator.record import Record
+from orchestrator.units import format_percent
 
 # The first that a reading holds is its reason: a thermal slowdown sets the bit of a hardware slowdown, too.
 POWER_CAP = 0x04
@@ -48,7 +49,7 @@ class Slowed(Record):
     @property
     def words(self) -> str:
         cap = f" of {self.limit_watts:.0f} W" if self.limit_watts else ""
-        return f"slowed by {self.by}{cap} for {100 * self.share:.0f} % of the run{self._clocks}"
+        return f"slowed by {self.by}{cap} for {format_percent(self.share)} of the run{self._clocks}"
 
     @property
     def _clocks(self) -> str:

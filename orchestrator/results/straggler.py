@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.results.measure import Figures, RankFigures
 from orchestrator.results.summary import Bound, Part, Straggler
+from orchestrator.units import format_figure
 
 NOISE = 0.05
 """A wait below this part of a step names no straggler."""
@@ -93,12 +94,12 @@ def _reason(last: RankFigures, others: list[RankFigures], label: str, wait_ms: f
     load, other_load = last.load_ms or 0.0, _mean(rank.load_ms for rank in others)
     compute, other_compute = last.compute_ms or 0.0, _mean(rank.compute_ms for rank in others)
     if load - other_load > max(compute - other_compute, wait_ms / 2):
-        return f"loads data for {load:.1f} ms a step, {label} for {other_load:.1f} ms"
+        return f"loads data for {format_figure(load)} ms a step, {label} for {format_figure(other_load)} ms"
     per_sample, other_per_sample = _per_sample_ms([last]), _per_sample_ms(others)
     if per_sample and other_per_sample and per_sample > 1.05 * other_per_sample:
         return f"computes {per_sample / other_per_sample:.1f}x longer per sample than {label}"
     if compute > 1.05 * other_compute:
-        return f"computes {compute:.1f} ms a step for its share, {label} {other_compute:.1f} ms"
+        return f"computes {format_figure(compute)} ms a step for its share, {label} {format_figure(other_compute)} ms"
     return f"arrives last at the gradient exchange, though it loads and computes as fast as {label}"
 
 

@@ -23,7 +23,7 @@ from orchestrator.results.curves import Curves
 from orchestrator.results.rebalances import Rebalance
 from orchestrator.results.slowed import Slowed
 from orchestrator.text import one_line
-from orchestrator.units import format_duration
+from orchestrator.units import format_duration, format_figure, format_percent
 
 TEXT_LIMIT = 500
 
@@ -130,7 +130,7 @@ class Bound(Record):
     @property
     def words(self) -> str:
         """What to make faster first, in a sentence."""
-        share = f"{100 * self.share:.0f} %"
+        share = format_percent(self.share)
         return {
             "wire": f"Network-bound: {share} of each step is gradient traffic not hidden by compute.",
             "compute": f"Compute-bound: {share} of each step is {self.node}'s own forward and backward.",
@@ -322,7 +322,7 @@ class Summary(Record):
         part = self.whole_samples_per_s / self.samples_per_s
         return (
             f"Whole run: {format_duration(self.total_s)} by the wall clock, from the start of the ranks to their end: "
-            f"{self.whole_samples_per_s:.4g} samples/s, {part:.2f} of its measured steps' speed"
+            f"{format_figure(self.whole_samples_per_s)} samples/s, {format_percent(part)} of its measured steps' speed"
         )
 
     def share(self, node: NodeSummary) -> float | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from orchestrator.files import write_atomic
 from orchestrator.results.summary import Collectives, NodeSummary, Summary
-from orchestrator.units import counted, format_bytes
+from orchestrator.units import counted, format_bytes, format_figure
 
 # Okabe and Ito's palette, told apart by every common form of colour vision; the hatch keeps them apart on paper.
 _SERIES = (
@@ -75,7 +75,9 @@ def _figure(summary: Summary) -> Any:
         bars = axes.barh(
             places, values, bar_height * 0.92, label=label, color=colour, hatch=hatch, edgecolor="white", linewidth=0
         )
-        axes.bar_label(bars, [f"{value:,.4g}" if value else "" for value in values], padding=4, color=_INK, fontsize=9)
+        axes.bar_label(
+            bars, [format_figure(value) if value else "" for value in values], padding=4, color=_INK, fontsize=9
+        )
     axes.set_yticks(range(len(summary.nodes)), [_label(node) for node in summary.nodes], parse_math=False)
     axes.invert_yaxis()
     axes.set_xlabel("samples per second")

@@ -11,7 +11,7 @@ from orchestrator.units import counted
 from orchestrator.views import console
 from orchestrator.views.job_table import failure_words
 from orchestrator.views.network import print_network
-from orchestrator.views.numbers import figure
+from orchestrator.views.numbers import figure, percent
 from orchestrator.views.tables import table
 
 COLUMNS = (
@@ -76,7 +76,7 @@ def _print_speed(summary: Summary, *, has_star: bool) -> None:
 def _findings(summary: Summary) -> Iterator[str]:
     """What limited the run, who was waited for, and what it learned."""
     if summary.prediction and summary.of_prediction:
-        yield f"{summary.prediction.words}; measured {summary.of_prediction:.0%} of it"
+        yield f"{summary.prediction.words}; measured {percent(summary.of_prediction)} of it"
     if summary.bound:
         yield summary.bound.words
     if summary.straggler:
@@ -88,7 +88,7 @@ def _findings(summary: Summary) -> Iterator[str]:
     if summary.batch_norm:
         yield summary.batch_norm.words
     if summary.accuracy is not None:
-        yield f"test accuracy: {summary.accuracy:.2%}"
+        yield f"test accuracy: {percent(summary.accuracy, 2)}"
         yield from class_lines(summary.accuracy_per_class)
     if summary.curves.epochs:
         yield f"epochs: {summary.curves.epoch_words}"

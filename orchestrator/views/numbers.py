@@ -8,7 +8,9 @@ from __future__ import annotations
 import time
 from datetime import datetime
 
-from orchestrator.units import format_age
+from orchestrator.units import format_age, format_figure, format_percent
+
+UNKNOWN = "-"
 
 
 def clock(seconds: float) -> str:
@@ -20,20 +22,14 @@ def clock(seconds: float) -> str:
     return (f"{days}d {hours:02d}" if days else str(hours)) + f":{minutes % 60:02d}:{rest:02d}"
 
 
-def percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}".replace("%", " %")
-
-
-def short(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.0f}" if 100 <= abs(value) < 1e7 else f"{value:.3g}"
-
-
 def figure(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}" if value < 10 else f"{value:.1f}"
+    """A speed or a time, its unit beside it."""
+    return UNKNOWN if value is None else format_figure(value)
+
+
+def percent(part: float | None, digits: int = 0) -> str:
+    """part: 0..1."""
+    return UNKNOWN if part is None else format_percent(part, digits)
 
 
 def age(iso: str | None) -> str | None:

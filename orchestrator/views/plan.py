@@ -143,9 +143,9 @@ def _unseen_words(
 def headline(found: Outlook) -> tuple[str, ...]:
     job, wire = found.scene.job, found.scene.wire
     tensors = sum(len(layer.shapes) for layer in job.layers)
-    sent = f"{gradient_bytes(job.layers) / 1e6:.4g} MB of gradient in {tensors} tensors"
+    sent = f"{figure(gradient_bytes(job.layers) / 1e6)} MB of gradient in {tensors} tensors"
     return (
-        f"{found.exp} on {found.cluster}: {_many(len(wire.sites), 'host')}, {_many(wire.ranks, 'rank')}",
+        f"{found.exp} on {found.cluster}: {counted(len(wire.sites), 'host')}, {counted(wire.ranks, 'rank')}",
         f"batch {job.batch}, {sent}; all of this is predicted, not measured",
     )
 
@@ -163,11 +163,11 @@ def _row(found: Outlook, choice: Choice) -> tuple[str, ...]:
         f"{fidelity}{' *' if fidelity == found.advice.fidelity else ''}",
         way_words(choice),
         share_words(choice),
-        f"{forecast.step_ms:.4g} ms",
-        f"{choice.samples_per_s:.4g}" if choice.samples_per_s < 1e4 else f"{choice.samples_per_s:.0f}",
-        f"{choice.samples_per_s / found.advice.sum_of_parts:.2f}",
-        f"{forecast.sync_ms:.0f} ms",
-        f"{LIMITS[forecast.binds]}, {100 * of_step:.0f} %",
+        f"{figure(forecast.step_ms)} ms",
+        figure(choice.samples_per_s),
+        percent(choice.samples_per_s / found.advice.sum_of_parts),
+        f"{figure(forecast.sync_ms)} ms",
+        f"{LIMITS[forecast.binds]}, {percent(of_step)}",
     )
 
 
@@ -197,7 +197,7 @@ def changes(found: Outlook) -> Iterator[str]:
     """Sentences: who is better left out, and what would bring how much."""
     advice = found.advice
     now = advice.best[advice.fidelity].samples_per_s
-    whole = _count(advice.sum_of_parts)
+    whole = figure(advice.sum_of_parts)
     yield f"* the fidelity that the settings allow; the sum of all hosts alone is {whole} samples/s"
     for better in advice.without[:1]:
         yield f"better: {_hosts(better, found)}, {_gain(better, now)}"
@@ -233,7 +233,7 @@ def _hosts(change: WhatIf, found: Outlook) -> str:
     if len(out) <= FEW_NAMES:
         return f"without {', '.join(out)}"
     kinds = [kind for names in scene.kinds if (kind := [name for name in names if name not in stay])]
-    return "without " + " and ".join(f"the {_many(len(kind), 'host')} like {kind[0]}" for kind in kinds)
+    return "without " + " and ".join(f"the {counted(len(kind), 'host')} like {kind[0]}" for kind in kinds)
 
 
 def _imagined_hosts(stay: Collection[str], hosts: Sequence[Host]) -> str:
@@ -252,7 +252,7 @@ def _groups(hosts: Iterable[Host]) -> str:
 
 def _gain(change: WhatIf, now: float) -> str:
     choice = change.choice
-    rate = f"{_count(choice.samples_per_s)} samples/s, {choice.samples_per_s / now:.2f} times as many"
+    rate = f"{figure(choice.samples_per_s)} samples/s, {choice.samples_per_s / now:.2f} times as many"
     return f"{rate} ({way_words(choice)}; limited by the {LIMITS[choice.forecast.binds]})"
 
 
@@ -262,7 +262,7 @@ def _rings(found: Outlook) -> Iterator[str]:
     if wire.is_shared:
         size = gradient_bytes(found.scene.job.layers)
         flat, by_host = wire.all_reduce_s(size), sum(wire.relay_s(size))
-        yield f"one ring through all ranks: {1000 * flat:.0f} ms; inside each host first: {1000 * by_host:.0f} ms"
+        yield f"one ring through all ranks: {figure(1000 * flat)} ms; inside each host first: {figure(1000 * by_host)} ms"
 
 
 def _failure_words(told: Failures) -> str:
@@ -270,14 +270,6 @@ def _failure_words(told: Failures) -> str:
         f"failures: {told.a_day:.2g} a day; with a checkpoint every {format_duration(told.every_s)} (each takes "
         f"{format_duration(told.checkpoint_s)}) {100 * told.lost:.2g} % of the time is lost"
     )
-
-
-def _many(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
-
-
-def _count(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 # ---- for programs ---------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from orchestrator.jobs.live import Progress, Row, Silence
 from orchestrator.text import one_line
-from orchestrator.views.numbers import clock, percent, short
+from orchestrator.views.numbers import clock, figure, percent
 from orchestrator.views.tables import LEAST_NAME
 
 STARTING_S = 60.0
@@ -50,7 +50,7 @@ def progress_table(progress: Progress, width: int) -> Table:
 
 def _progress_cells(row: Row) -> tuple[str, ...]:
     shares = percent(row.sync_share), percent(row.wait_share)
-    return (_of_steps(row), short(row.samples_per_s), short(row.loss), *shares)
+    return (_of_steps(row), figure(row.samples_per_s), figure(row.loss), *shares)
 
 
 def progress_words(row: Row) -> str:

@@ -31,6 +31,7 @@ from orchestrator.units import counted, format_bandwidth, format_bytes, format_d
 from orchestrator.views.charts import draw_throughput
 from orchestrator.views.gpu_charts import GpuCharts, gpu_charts, read_course
 from orchestrator.views.linechart import Line, LineChart, line_chart, percent_words
+from orchestrator.views.numbers import figure, percent
 from trainer.shared.experiments import EXPERIMENTS
 
 NOTHING = "–"
@@ -156,7 +157,7 @@ def _who_did_the_work(summary: Summary) -> str:
     if max(shares.values()) - min(shares.values()) <= _EVEN:
         return f"{len(shares)} hosts did equal parts of the work"
     most = max(shares, key=lambda name: shares[name])
-    return f"{most} did {shares[most]:.0%} of the work".replace("%", " %")
+    return f"{most} did {percent(shares[most])} of the work"
 
 
 def efficiency_words(summary: Summary) -> str:
@@ -242,19 +243,6 @@ def _part_shares(node: NodeSummary, parts: tuple[tuple[str, str], ...]) -> list[
     return [(name.removesuffix("_ms"), 100 * value / total) for name, value in values]
 
 
-def figure(value: float | None) -> str:
-    """A quantity with three digits or more: `0.012`, `3.21`, `42.0`, `960`, `12,345`."""
-    if value is None:
-        return NOTHING
-    if abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 1 else f"{value:.3g}"
-
-
-def _percent(value: float | None, digits: int = 0) -> str:
-    return NOTHING if value is None else f"{100 * value:.{digits}f} %"
-
-
 def _how(end: RankEnd) -> str:
     if end.signal:
         return f"ended by {one_line(end.signal, 40)}"
@@ -266,7 +254,7 @@ def _moment(text: str | None) -> str:
 
 
 def _or_nothing(show: Any) -> Any:
-    return lambda value: NOTHING if value is None else show(value)
+    return lambda value, *more: NOTHING if value is None else show(value, *more)
 
 
 def _environment() -> Environment:
@@ -280,8 +268,8 @@ def _environment() -> Environment:
     )
     environment.filters |= {
         "fault": fault_words,
-        "figure": figure,
-        "percent": _percent,
+        "figure": _or_nothing(figure),
+        "percent": _or_nothing(percent),
         "moment": _moment,
         "how": _how,
         "ratio": _or_nothing("{:.2f}".format),
