@@ -297,7 +297,7 @@ class Controller:
             has_word = heard.take(name, item, now_s := time.monotonic())
             if isinstance(item, HostError) and not (until_end and isinstance(item, ConnectError)):
                 refused.append(item)  # its key changed, say: what it prints is not shown any more
-                yield Notice(f"{item}; the job does not depend on this link and goes on")
+                yield Notice(f"{item}; the job does not depend on this link and keeps running")
             elif isinstance(item, HostError):
                 if name not in broken:
                     yield Notice(f"{item}; the job does not depend on this link, trying again")
@@ -307,7 +307,7 @@ class Controller:
                 yield Notice(f"{name}: connected again")
             if isinstance(item, Piece):
                 if item.anew:
-                    yield Notice(f"{name}: {item.file} was cut, replaced or rotated on its host; it begins anew here")
+                    yield Notice(f"{name}: {item.file} was cut, replaced or rotated on its host; it starts again here")
                 if lines := tuple(splitter.split(name, item)):
                     is_silent = False
                     yield lines

@@ -100,7 +100,7 @@ class Store:
             raise UsageError(f"{by}no cluster named {chosen.name!r} is remembered", remedy)
         raise UsageError(
             f"{self.home.current_cluster} names no cluster that is remembered",
-            f"{meant}`orch use NAME` writes it anew, or `--cluster NAME`; {remembered}",
+            f"{meant}`orch use NAME` writes it again, or `--cluster NAME`; {remembered}",
         )
 
     def current(self) -> Current | None:
@@ -379,5 +379,5 @@ def _is_free(marker: Path) -> bool:
 
 def _damaged(path: Path, why: str) -> StateError:
     is_cluster = path.parent.name == "clusters"
-    remedy = "`orch up INVENTORY` writes it anew" if is_cluster else "`orch jobs --rescan` rebuilds it from the hosts"
+    remedy = "`orch up INVENTORY` writes it again" if is_cluster else "`orch jobs --rescan` rebuilds it from the hosts"
     return StateError(f"{path} is damaged ({why})", remedy)

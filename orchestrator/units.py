@@ -61,13 +61,11 @@ def format_bytes(count: float) -> str:
 
 
 def format_figure(value: float) -> str:
-    """A speed or a time in the unit that stands beside it, as often as it is written: `0.012`, `3.21`, `42.1`, `960.4`,
-    `12,345`.
-    """
+    """Three digits or more: `0.012`, `3.21`, `42.1`, `960`, `12,345`; the unit stands beside it."""
     size = abs(value)
     if size >= 1e7:
         return f"{value:.3g}"
-    if size >= 1000:
+    if size >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if size >= 10 else f"{value:.2f}" if size >= 1 else f"{value:.3g}"
 

@@ -232,7 +232,7 @@ def test_a_damaged_cluster_is_named_with_what_to_do_and_hides_no_other(store, co
     store.save_cluster(cluster("one"))
     store.save_cluster(cluster("two"), current=True)
     store.home.cluster("two").write_bytes(content)
-    with pytest.raises(StateError, match=r"two.json is damaged \(.*\): `orch up INVENTORY` writes it anew"):
+    with pytest.raises(StateError, match=r"two.json is damaged \(.*\): `orch up INVENTORY` writes it again"):
         store.cluster()
     assert store.cluster("one").name == "one"
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 allow_local_option = click.option(
-    "--allow-local", is_flag=True, help="Do not ask about what the file has run on this very machine."
+    "--allow-local", is_flag=True, help="Do not ask about commands that the file runs on this machine."
 )
 
 
@@ -41,9 +41,9 @@ allow_local_option = click.option(
 def up(inventory: Path, accept_new_host_keys: bool, allow_local: bool, as_json: bool) -> None:
     """Connect to every host, probe it, elect the master and say why.
 
-    The cluster is remembered as the current one. Exit code 3 if a host cannot be used, or if hosts
-    are so unlike that they cannot train together; the others still can. Commands
-    that the file has run on this machine (`transport: local`) are shown and asked about once.
+    The cluster becomes the current one. The exit code is 3 if a host cannot be used, or if hosts are too different to
+    train together; the others still can. If the file runs commands on this machine (`transport: local`), they are
+    shown and you are asked about them once.
 
     \b
     orch up inventory/a2000_v100.yaml
@@ -80,14 +80,14 @@ def _ask_about_local(home: Home, inventory: Inventory, yes: bool) -> None:
 
 
 @click.command()
-@click.option("--no-look", is_flag=True, help="Dial no host for this: show what is remembered of them.")
+@click.option("--no-look", is_flag=True, help="Contact no host; show what was last known.")
 @cluster_option
 @json_option
 def status(no_look: bool, cluster: str | None, as_json: bool) -> None:
-    """The cluster's hosts, who of them answers now, and its latest jobs.
+    """Show the cluster's hosts, which of them answer now, and its latest jobs.
 
-    Every host is dialled at once: one that is off costs 2 s. What stands beside its name is from when it was probed.
-    Who else is on its GPUs is looked up now, and named.
+    All hosts are contacted at the same time; one that is off costs 2 s. The facts in the table are from the last probe.
+    Other people's processes on the GPUs are looked up now and named.
 
     \b
     orch status
@@ -134,10 +134,10 @@ def _warn_of_others(cluster: Cluster, on_gpus: Mapping[str, NodeFacts], jobs: Se
 
 @click.command()
 @click.argument("name", metavar="NODE", required=False, shell_complete=node_names)
-@click.option("--elect", is_flag=True, help="Take the pin back: let the election choose again.")
+@click.option("--elect", is_flag=True, help="Remove the pin; the election chooses again.")
 @cluster_option
 def master(name: str | None, elect: bool, cluster: str | None) -> None:
-    """Pin the master of the current cluster; it beats the election.
+    """Pin the master of the current cluster; the pin overrides the election.
 
     \b
     orch master v100
@@ -153,7 +153,7 @@ def master(name: str | None, elect: bool, cluster: str | None) -> None:
 
 @click.group()
 def node() -> None:
-    """Add, remove, release or restore nodes of the current cluster, never touching your file.
+    """Add, remove, release or restore nodes of the current cluster; your inventory file is never changed.
 
     \b
     orch node add a16 host=192.168.1.52 gpu=A16 bandwidth=2.5Gbps
@@ -178,7 +178,8 @@ def node_add(
 ) -> None:
     """Add a host, with the keys of an inventory's node, and probe it.
 
-    What is not given comes from the `defaults:` of the cluster's inventory. A host that cannot be reached is not added.
+    Keys that you leave out come from the `defaults:` of the cluster's inventory. A host that cannot be reached is not
+    added.
 
     \b
     orch node add a16 host=192.168.1.52 gpu=A16 bandwidth=2.5Gbps
@@ -255,8 +256,12 @@ def _release(name: str, cluster: str | None, *, restore: bool) -> None:
 
 @click.command()
 @click.argument("name", metavar="NODE", shell_complete=node_names)
-@click.option("--inventory", type=click.Path(path_type=Path), help="Look the node up here, before the first `orch up`.")
-@click.option("--yes", is_flag=True, help="Record without asking: you have compared the fingerprint by other means.")
+@click.option(
+    "--inventory", type=click.Path(path_type=Path), help="Read the node from this file, before the first `orch up`."
+)
+@click.option(
+    "--yes", is_flag=True, help="Record without asking, after you have compared the fingerprint by other means."
+)
 @cluster_option
 def trust(name: str, inventory: Path | None, yes: bool, cluster: str | None) -> None:
     """Show a host's key and record it once you have compared its fingerprint.
@@ -287,13 +292,13 @@ def trust(name: str, inventory: Path | None, yes: bool, cluster: str | None) -> 
 
 
 @click.command()
-@click.option("--yes", is_flag=True, help="End ours.")
+@click.option("--yes", is_flag=True, help="End the processes that are ours.")
 @cluster_option
 @json_option
 def reap(yes: bool, cluster: str | None, as_json: bool) -> None:
-    """List what jobs without a supervisor left on the hosts, and with --yes end what is ours.
+    """List processes that jobs without a supervisor left on the hosts; --yes ends those that are ours.
 
-    Ours are the jobs of this cluster that were started with this $ORCH_HOME. Of others it says whose they are.
+    Ours are the jobs of this cluster that were started with this $ORCH_HOME. For the others it names the owner.
 
     \b
     orch reap
@@ -333,8 +338,8 @@ def _leftover_words(left: Leftover) -> str:
 def down(yes: bool, cluster: str | None, as_json: bool) -> None:
     """End this cluster's jobs and remove what we put on its hosts. Collected runs stay.
 
-    Only what was started with this $ORCH_HOME on this cluster goes, and what nobody else needs. Jobs of other clusters
-    and people, and files that orch did not make, are named and left alone.
+    It removes only what was started with this $ORCH_HOME on this cluster and what nobody else needs. Jobs of other
+    clusters and people, and files that orch did not make, are named and left alone.
 
     \b
     orch down --yes
@@ -346,7 +351,7 @@ def down(yes: bool, cluster: str | None, as_json: bool) -> None:
     with open_controller() as controller:
         found = controller.store.cluster(cluster)
         if jobs := controller.store.uncollected(found.name):
-            console.warn(f"jobs not collected: {len(jobs)} ({', '.join(jobs[:3])}); their files go, too")
+            console.warn(f"jobs not collected: {len(jobs)} ({', '.join(jobs[:3])}); their files are removed, too")
         with busy(f"looking at what jobs wrote on {counted(len(found.nodes), 'host')}"):
             lost = controller.unpulled(found)
         for line in _unpulled_words(lost):

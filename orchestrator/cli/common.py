@@ -42,7 +42,9 @@ cluster_option: Decorator = click.option(
     help="A remembered cluster.  [default: $ORCH_CLUSTER, else the one of the last `orch up` or `orch use`]",
     shell_complete=cluster_names,
 )
-json_option: Decorator = click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
+json_option: Decorator = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON document on standard output."
+)
 accept_option: Decorator = click.option(
     "--accept-new-host-keys", is_flag=True, help="Record the keys of hosts never seen before (never a changed one)."
 )
@@ -53,9 +55,15 @@ job_option: Decorator = click.option(
     shell_complete=job_ids,
 )
 out_option: Decorator = click.option(
-    "--out", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Folder of collected runs."
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("runs"),
+    show_default=True,
+    help="The folder of collected runs.",
 )
-nodes_option: Decorator = click.option("--nodes", metavar="A,B", help="Only these nodes.", shell_complete=node_names)
+nodes_option: Decorator = click.option(
+    "--nodes", metavar="A,B", help="Use only these nodes.", shell_complete=node_names
+)
 
 
 def given_out(out: Path) -> Path | None:
@@ -197,7 +205,7 @@ def _say_unwritten(home: Path, error: OSError) -> None:
     from orchestrator.views import console
 
     why = error.strerror or str(error)
-    console.warn(f"what this found is not remembered: {home} cannot be written ({why}); free space, or set ORCH_HOME")
+    console.warn(f"results are not remembered: {home} cannot be written ({why}); free space, or set ORCH_HOME")
 
 
 def _ask_passphrase(key_file: str) -> str | None:

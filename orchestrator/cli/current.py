@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @click.command()
 @json_option
 def clusters(as_json: bool) -> None:
-    """The clusters that are remembered; `*` marks the current one.
+    """List the remembered clusters; `*` marks the current one.
 
     \b
     orch clusters
@@ -73,7 +73,7 @@ def _row(store: Store, name: str, running: Sequence[JobRecord]) -> dict[str, Any
 def use(name: str) -> None:
     """Make a remembered cluster the current one, for all terminals; asks no host.
 
-    For one terminal alone set ORCH_CLUSTER there: it beats what `orch use` and `orch up` choose.
+    For one terminal only, set ORCH_CLUSTER there: it overrides `orch use` and `orch up`.
 
     \b
     orch use rack

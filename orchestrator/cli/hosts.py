@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @click.group()
 def data() -> None:
-    """Data sets on the hosts.
+    """Manage data sets on the hosts.
 
     \b
     orch data push ~/data
@@ -40,10 +40,10 @@ def data() -> None:
 @cluster_option
 @json_option
 def data_push(folder: Path, to: str | None, nodes: str | None, cluster: str | None, as_json: bool) -> None:
-    """Bring the data set in DIR to every host, verified; only what a host lacks is sent.
+    """Copy the data set in DIR to every host and verify it; only missing or changed files are sent.
 
-    What DIR holds comes to lie in the hosts' data folder, where `orch run --exp` looks for it. Broken off, by Ctrl-C or
-    a link, it loses nothing: the same command goes on.
+    The files land in the hosts' data folder, where `orch run --exp` looks for them. Interrupted pushes resume: run the
+    same command again.
 
     \b
     orch data push ~/data                      where ~/data/MNIST/raw/... is torchvision's layout
@@ -70,14 +70,12 @@ def data_push(folder: Path, to: str | None, nodes: str | None, cluster: str | No
             with push_board(names, manifest.size_bytes) as show:
                 found = Provision(controller.store, controller.connections).push(wanted, manifest, target, show)
         except KeyboardInterrupt:
-            console.say("what has arrived stays on the hosts; the same command goes on from there")
+            console.say("what has arrived stays on the hosts; the same command resumes there")
             raise
     whole = {"folder": target, "files": len(manifest.files), "bytes": manifest.size_bytes}
 
     def words(pushed: Any) -> str:
-        sent = (
-            f"{counted(pushed.files, 'file')}, {format_bytes(pushed.bytes)} sent" if pushed.files else "nothing lacked"
-        )
+        sent = f"{counted(pushed.files, 'file')}, {format_bytes(pushed.bytes)} sent" if pushed.files else "up to date"
         return f"{pushed.folder} is complete; {sent}"
 
     _show(found, words, whole if as_json else None)
@@ -87,15 +85,20 @@ def data_push(folder: Path, to: str | None, nodes: str | None, cluster: str | No
 
 @click.command()
 @click.option(
-    "--torch", metavar="X.Y.Z", help="Which torch; hosts with another one get it, too.", shell_complete=torch_versions
+    "--torch",
+    metavar="X.Y.Z",
+    help="Install this torch, also on hosts that have another one.",
+    shell_complete=torch_versions,
 )
-@click.option("--torchvision", metavar="X.Y.Z", help="Which torchvision. [default: the one that goes with that torch]")
+@click.option(
+    "--torchvision", metavar="X.Y.Z", help="Install this torchvision. [default: the one that matches that torch]"
+)
 @click.option(
     "-r",
     "--requirements",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Packages that your script needs, by pip; torch stays as it is.",
+    help="Install the packages that your script needs, by pip; torch stays as it is.",
 )
 @nodes_option
 @click.option("--yes", is_flag=True, help="Do not ask.")
@@ -112,9 +115,9 @@ def setup(
 ) -> None:
     """Give hosts without torch an environment that has it, in their work folder, by pip.
 
-    Without --torch, hosts that have a torch stay as they are; the others get the version of these, else this machine's,
-    or the newest known that runs on the GPUs and drivers of all hosts. `up` and `run` then use the environment's
-    Python; `orch down` removes it. A host without a way to the internet needs PIP_INDEX_URL, PIP_FIND_LINKS or
+    Without --torch, hosts that have a torch keep it. The others get the same version; where no host has one, they get
+    this machine's, or the newest known that runs on the GPUs and drivers of all hosts. `up` and `run` then use the
+    environment's Python; `orch down` removes it. A host without internet access needs PIP_INDEX_URL, PIP_FIND_LINKS or
     HTTPS_PROXY in its `env:`.
 
     \b
@@ -147,7 +150,7 @@ def setup(
             with setup_board(names) as show:
                 found = Provision(controller.store, controller.connections).set_up(known, picked, wanted, show)
         except KeyboardInterrupt:
-            console.say("ended on every host; what is half made is made anew by the next `orch setup`")
+            console.say("ended on every host; the next `orch setup` rebuilds partial environments")
             raise
     if found.up and found.up.unlike:
         console.warn(str(found.up.unlike))

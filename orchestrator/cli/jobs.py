@@ -48,12 +48,16 @@ SCREEN_JOBS = 20
     help="A named experiment: mnist_lenet, resnet152_cifar, or collectives (how fast the network is).",
     shell_complete=experiments,
 )
-@settings_option("One setting of the experiment; repeatable. `python -m trainer --help` lists all.")
+@settings_option("A setting of the experiment; repeatable. `python -m trainer --help` lists all.")
 @click.option(
-    "--resume", metavar="JOB", help="Go on from a job's last checkpoint, in a new job.", shell_complete=job_ids
+    "--resume", metavar="JOB", help="Start a new job from the last checkpoint of this one.", shell_complete=job_ids
 )
-@click.option("-m", "--module", "is_module", is_flag=True, help="What follows is a Python module of your folder.")
-@click.option("--folder", type=click.Path(path_type=Path), help="The folder to ship. [default: the script's, or this]")
+@click.option("-m", "--module", "is_module", is_flag=True, help="Run a Python module of your folder, not a script.")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    help="The folder to ship. [default: the script's folder, or the current one]",
+)
 @click.option(
     "--batch", type=click.IntRange(min=1), metavar="N", help="Split N samples an update: each rank's is in ORCH_SHARE."
 )
@@ -64,17 +68,17 @@ SCREEN_JOBS = 20
     "--env",
     multiple=True,
     metavar="NAME[=VALUE]",
-    help="A variable for the ranks of this job; repeatable. NAME alone: as it is here.",
+    help="A variable for the ranks of this job; repeatable. NAME alone takes its value from here.",
 )
 @click.option(
     "--env-file",
     "env_files",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="Such variables, a NAME=value a line; --env wins over it, and it over the inventory's `env:`.",
+    help="A file of such variables, one NAME=value per line; overrides the inventory's `env:`, --env overrides it.",
 )
 @nodes_option
-@click.option("--detach", is_flag=True, help="Return once it runs.")
+@click.option("--detach", is_flag=True, help="Return as soon as the job runs.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and start nothing.")
 @click.option("--share", is_flag=True, help="Use GPUs even if another job or other people are on them.")
 @click.option(
@@ -82,19 +86,19 @@ SCREEN_JOBS = 20
     type=Quantity("time"),
     default="3s",
     show_default=True,
-    help="What ranks have between INT, TERM and KILL.",
+    help="The time that ranks get between INT, TERM and KILL.",
 )
 @click.option(
     "--elastic",
     metavar="MIN:MAX",
-    help="Go on when ranks die or hosts other than the master are lost, with MIN to MAX nodes.",
+    help="Continue with MIN to MAX nodes when ranks die, or when hosts other than the master are lost.",
     shell_complete=node_ranges,
 )
 @click.option(
     "--max-restarts",
     type=click.IntRange(min=0),
     metavar="N",
-    help="With --elastic: start a host's ranks anew so often after one of them died. [default: 3]",
+    help="With --elastic: restart a host's ranks at most N times after one of them died. [default: 3]",
 )
 @click.option("--time-limit", type=Quantity("time"), help="End the job after this time: 90s, 30m, 12h.")
 @cluster_option
@@ -104,20 +108,20 @@ SCREEN_JOBS = 20
 def run(ctx: click.Context, /, **options: Any) -> None:
     """Launch a job on every host and follow it.
 
-    A Ctrl-C leaves the job running and says how to come back; a second one within 3 s cancels it.
+    Ctrl-C leaves the job running and says how to reattach; a second one within 3 s cancels it.
 
     \b
     orch run --exp mnist_lenet --set epochs=1
     orch run --exp resnet152_cifar --set strategy=allreduce --nodes a2000,v100 --detach
     orch run --exp mnist_lenet --set checkpoint_every=500
-    orch run --exp mnist_lenet --set checkpoint_every=500 --elastic 2:3  goes on when a third node is lost
-    orch run --resume latest --set epochs=20  goes on from that job's last checkpoint
+    orch run --exp mnist_lenet --set checkpoint_every=500 --elastic 2:3  continues when a third node is lost
+    orch run --resume latest --set epochs=20  resumes from that job's last checkpoint
     orch run --nodes v100 train.py --lr 0.1   your own torchrun script; its folder is shipped
     orch run -m mypackage.train --lr 0.1      the same for a module
     orch run --env HF_TOKEN --env-file .env train.py  with variables of this machine and of a file
 
-    orch's own options stand before the script or module; what follows it belongs to it. `python train.py`, `torchrun
-    ... train.py` and `accelerate launch ... train.py` are understood in its place.
+    Options of orch stand before the script or module; everything after it is passed to it. Instead of a script you can
+    give a whole `python train.py`, `torchrun ... train.py` or `accelerate launch ... train.py`.
     """
     from orchestrator.cli.run_options import RunOptions
 
@@ -199,8 +203,8 @@ def _follow(controller: Controller, plan: LaunchPlan, show: Callable[[], None]) 
         show()
     except KeyboardInterrupt:
         try:
-            console.say(f"\ndetached; the job goes on. Come back: orch logs -f --job {plan.job}")
-            console.say(f"cancel: orch cancel --job {plan.job} (or Ctrl-C again within {SECOND_CTRL_C_S:.0f} s)")
+            console.say(f"\nDetached; the job keeps running. Reattach: orch logs -f --job {plan.job}")
+            console.say(f"Cancel: orch cancel --job {plan.job} (or Ctrl-C again within {SECOND_CTRL_C_S:.0f} s)")
             threading.Event().wait(SECOND_CTRL_C_S)
         except KeyboardInterrupt:
             _cancel(controller, plan)
@@ -232,16 +236,15 @@ def _finish(controller: Controller, plan: LaunchPlan, as_json: bool, *, detached
     *("--limit", "limit"),
     type=click.IntRange(min=0),
     metavar="N",
-    help=f"The newest N alone; 0 means all.  [default: {SCREEN_JOBS} on a terminal, else all]",
+    help=f"Show only the newest N; 0 shows all.  [default: {SCREEN_JOBS} on a terminal, else all]",
 )
 @cluster_option
 @json_option
 def jobs(rescan: bool, adopt: bool, yes: bool, limit: int | None, cluster: str | None, as_json: bool) -> None:
-    """All remembered jobs of all clusters, newest first; those not ended are asked after on their hosts.
+    """List the jobs of all clusters, newest first; running jobs are refreshed from their hosts.
 
-    Hosts that give no answer are named on standard error, and as `unheard` in the JSON.
-    Found jobs that another $ORCH_HOME started can be looked at. Only that one can end or remove them, unless you say
-    with --adopt that it was yours.
+    Hosts that give no answer are named on standard error, and as `unheard` in the JSON. You can look at found jobs that
+    another $ORCH_HOME started, but only that one can end or remove them, unless you make them yours with --adopt.
 
     \b
     orch jobs
@@ -318,20 +321,20 @@ def _others(controller: Controller, clusters: list[str], adopt: bool, yes: bool)
         if adopt and (yes or click.confirm(question, default=False, err=True)):
             problems |= {f"adopt {name}": error for name, error in controller.adopt(found).items()}
         elif not adopt:
-            console.say("to be looked at alone; `orch jobs --rescan --adopt` makes them yours")
+            console.say("you can only look at them; `orch jobs --rescan --adopt` makes them yours")
     return problems
 
 
 @click.command()
 @job_option
-@click.option("-f", "--follow", is_flag=True, help="Go on until the job has ended.")
+@click.option("-f", "--follow", is_flag=True, help="Follow until the job has ended.")
 @click.option("--node", "only_node", metavar="N", help="Only this node.", shell_complete=node_names)
 @click.option("--rank", "only_rank", type=int, metavar="R", help="Only this rank.")
 @cluster_option
 def logs(wanted: str | None, follow: bool, only_node: str | None, only_rank: int | None, cluster: str | None) -> None:
-    """What the ranks printed, each line with its node and rank.
+    """Show what the ranks printed, each line with its node and rank.
 
-    After `orch down`, what was collected of it.
+    After `orch down` it shows what was collected.
 
     \b
     orch logs -f
@@ -370,9 +373,9 @@ def logs(wanted: str | None, follow: bool, only_node: str | None, only_rank: int
 @cluster_option
 @json_option
 def cancel(wanted: str | None, yes: bool, cluster: str | None, as_json: bool) -> None:
-    """End a job on all its hosts, and look a second time that nothing stayed.
+    """End a job on all its hosts, then check that nothing is left.
 
-    Without --job it is the latest of the cluster, and you are asked whether you mean it.
+    Without --job it is the latest job of the cluster, and you are asked to confirm.
 
     \b
     orch cancel --job mnist_lenet-20261121-0912-k3f
@@ -417,5 +420,5 @@ def _cancel(controller: Controller, plan: LaunchPlan) -> None:
     for line in stayed:
         console.fail(line)
     if stayed:
-        raise OrchError(f"{plan.job} is not proved to be gone", "`orch reap` lists what is left on the hosts")
+        raise OrchError(f"{plan.job} may still be running", "`orch reap` lists what is left on the hosts")
     console.say("ended on every host; none of its processes is left")

@@ -26,15 +26,17 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option("--exp", required=True, metavar="NAME", help="A named experiment.", shell_complete=experiments)
-@settings_option("One setting of the experiment; repeatable.")
+@settings_option("A setting of the experiment; repeatable.")
 @click.option(
     "--nodes",
     metavar="A,B",
-    help="Only these nodes; or hosts that you do not have: HOSTSxGPU or HOSTSxGPUSxGPU.",
+    help="Use only these nodes, or imagine hosts that you do not have: HOSTSxGPU or HOSTSxGPUSxGPU.",
     shell_complete=node_names,
 )
 @click.option(
-    "--bandwidth", type=Quantity("bandwidth"), help="Of every host's link, in place of what is declared or measured."
+    "--bandwidth",
+    type=Quantity("bandwidth"),
+    help="The bandwidth of every host's link; replaces what is declared or measured.",
 )
 @out_option
 @cluster_option
@@ -48,11 +50,11 @@ def plan(
     cluster: str | None,
     as_json: bool,
 ) -> None:
-    """Predict step time and samples/s of every way to run an experiment; starts nothing and asks no host.
+    """Predict the step time and samples/s of every strategy for an experiment.
 
-    Shows the best way for each fidelity, what it hangs on, hosts that cost more than they bring, and what a faster
-    link, one more host or a larger batch would change. Speeds come from `orch profile`, links from a collected
-    `--exp collectives` run; what is missing is estimated, and said to be.
+    It starts nothing and asks no host. It shows the fastest strategy of each fidelity, what limits it, hosts that cost
+    more than they contribute, and what a faster link, another host or a larger batch would change. Speeds come from
+    `orch profile`, links from a collected `--exp collectives` run; what is missing is estimated and marked as such.
 
     \b
     orch plan --exp resnet152_cifar
@@ -107,7 +109,7 @@ def _show(found: Outlook) -> None:
 
     for sentence in headline(found):
         console.put(sentence)
-    drop = ("wire", "of sum", "shares")
+    drop = ("network", "of sum", "shares")
     tables.print_table(TITLES, rows(found), right_from=3, left_from=7, drop=drop)
     for sentence in changes(found):
         console.put(sentence)

@@ -26,20 +26,21 @@ if TYPE_CHECKING:
 @click.option(
     "--exp", metavar="NAME", required=True, help="The experiment whose network is timed.", shell_complete=experiments
 )
-@settings_option("One setting of the experiment; repeatable. profile_s is the time for each host.")
+@settings_option("A setting of the experiment; repeatable. profile_s is the time for each host.")
 @nodes_option
-@click.option("--each", is_flag=True, help="Measure every host by itself, not one of each kind.")
-@click.option("--again", is_flag=True, help="Measure anew what is known.")
+@click.option("--each", is_flag=True, help="Measure every host, not just one of each kind.")
+@click.option("--again", is_flag=True, help="Measure again what is already known.")
 @cluster_option
 @json_option
 def profile(
     exp: str, settings: tuple[str, ...], nodes: str | None, each: bool, again: bool, cluster: str | None, as_json: bool
 ) -> None:
-    """Measure how fast each host computes alone: about 15 s for each kind of host, different machines at once.
+    """Measure how fast each host computes alone.
 
-    What is measured is remembered until the GPU, its driver, torch or the network's settings change. From then on
-    runs split a batch by it (`--set shares=equal` splits it evenly), and efficiency is told against it. A paced
-    host that kept its pace at fewer than two batch sizes has no profile, and the exit code is 1.
+    This takes about 15 s for each kind of host; different machines are measured at the same time. A profile is kept
+    until the GPU, its driver, torch or the network's settings change. Runs then split a batch by it (`--set
+    shares=equal` splits it evenly), and efficiency is reported against it. The exit code is 1 where a paced host kept
+    its pace at fewer than two batch sizes: it has no profile.
 
     \b
     orch profile --exp resnet152_cifar
@@ -56,7 +57,7 @@ def profile(
         one = Profiling(controller, controller.store.cluster(cluster), exp, settings, only=only, each=each)
 
         if one.left_out:
-            console.warn(f"left out, since a host alone does nothing with it: {', '.join(one.left_out)}")
+            console.warn(f"ignored, since they change nothing that a host does alone: {', '.join(one.left_out)}")
 
         said = set[str]()
 

@@ -36,8 +36,10 @@ MAX_TIME_S = 253402300799.0
 
 @click.command()
 @click.argument("words", nargs=-1, metavar="[JOB] [GLOB]...", shell_complete=job_ids)
-@click.option("--job", "wanted", metavar="ID", help="The job, in place of JOB.", shell_complete=job_ids)
-@click.option("--list", "only_list", is_flag=True, help="Show what there is and what is here already; bring nothing.")
+@click.option("--job", "wanted", metavar="ID", help="The job; replaces JOB.", shell_complete=job_ids)
+@click.option(
+    "--list", "only_list", is_flag=True, help="List the files and which of them are here already; pull nothing."
+)
 @nodes_option
 @out_option
 @cluster_option
@@ -53,10 +55,9 @@ def pull(
 ) -> None:
     """Bring home what a job wrote: its checkpoints, and every new or changed file of its script's folder.
 
-    JOB is an id, a unique prefix of one, or `latest`, which it is if you name none. A GLOB chooses files by name, as
-    `--list` shows them; `src/` may be left out. Each host's files come into OUT/JOB/nodes/NODE/files, checked by
-    SHA-256. Broken off, by Ctrl-C or a link, it loses nothing: the same command goes on. It works while the job runs,
-    too.
+    JOB is an id, a unique prefix of one, or `latest` (the default). A GLOB chooses files by the names that `--list`
+    shows; `src/` may be left out. The files of each host land in OUT/JOB/nodes/NODE/files and are checked by SHA-256.
+    Interrupted pulls resume: run the same command again. You can pull while the job runs.
 
     \b
     orch pull
@@ -108,7 +109,7 @@ def bring(
         with pull_board({node: sum(file.size for file in files) for node, files in chosen.items()}) as show:
             return controller.pull(plan, chosen, out, show)
     except KeyboardInterrupt:
-        console.say("what has come stays here; the same command goes on from there")
+        console.say("what has arrived stays here; the same command resumes there")
         raise
 
 

@@ -28,11 +28,9 @@ if TYPE_CHECKING:
 
 @click.command()
 @job_option
+@click.option("--checkpoints", is_flag=True, help="Also pull the job's checkpoints; `orch pull` pulls other files.")
 @click.option(
-    "--checkpoints", is_flag=True, help="Then pull the job's checkpoints, too; `orch pull` brings other files."
-)
-@click.option(
-    "--max-log", type=Quantity("size"), default="1GiB", show_default=True, help="Of each log no more than this."
+    "--max-log", type=Quantity("size"), default="1GiB", show_default=True, help="Pull at most this much of each log."
 )
 @out_option
 @cluster_option
@@ -42,7 +40,7 @@ def collect(
 ) -> None:
     """Pull a job's logs and metrics, compare its hosts, write the report.
 
-    Only what is new is pulled; works while the job runs, too.
+    Only new data is pulled. You can collect while the job runs.
 
     \b
     orch collect
@@ -96,7 +94,7 @@ def _pull_checkpoints(plan: LaunchPlan, out: Path) -> None:
 @cluster_option
 @json_option
 def report(wanted: str | None, out: Path, cluster: str | None, as_json: bool) -> None:
-    """The comparison of a collected run once more; asks no host.
+    """Show the comparison of a collected run again; asks no host.
 
     A run that is not in ./runs is found where it was collected last.
 

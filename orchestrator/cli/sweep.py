@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("study", shell_complete=studies)
 @settings_option("A setting for all rows, before their own; repeatable.")
-@click.option("--rows", metavar="A,B", help="Only these rows (their names stand in --json).")
+@click.option("--rows", metavar="A,B", help="Run only these rows (--json lists their names).")
 @click.option(
     "--repeats",
     type=click.IntRange(1, 100),
     metavar="N",
     help="Runs of each row. Default: 3 where the first takes less than a minute, else 1.",
 )
-@click.option("--again", is_flag=True, help="Measure rows anew that are done.")
+@click.option("--again", is_flag=True, help="Run rows again that are done.")
 @out_option
 @cluster_option
 @json_option
@@ -43,10 +43,11 @@ def sweep(
     cluster: str | None,
     as_json: bool,
 ) -> None:
-    """Run the rows of a reference study that this cluster can run: mixed_clusters, bottlenecks, input.
+    """Run the rows of a reference study that this cluster can run.
 
-    Rows that are done are not run again, also after a Ctrl-C; rows of other clusters stay in the same table. The table
-    has medians; rows whose ranges overlap are said to be within noise.
+    The studies are mixed_clusters, bottlenecks and input. Rows that are done are not run again, even after a Ctrl-C;
+    rows of other clusters stay in the same table. The table shows medians, and names rows whose ranges overlap as
+    within noise.
 
     \b
     orch sweep bottlenecks --set data_dir=/data
@@ -77,7 +78,7 @@ def sweep(
             try:
                 following.print_events(controller.follow(plan, hosts), show=lambda line: False, stream=console.err)
             except KeyboardInterrupt:
-                console.say(f"\nstopped watching; {plan.job} goes on, and the same command takes it up again")
+                console.say(f"\nstopped watching; {plan.job} keeps running, and the same command resumes it")
                 console.say(f"cancel: orch cancel --job {plan.job}")
                 raise
 
@@ -118,7 +119,7 @@ def _noise(study: Study, outcomes: Sequence[Outcome]) -> Iterator[str]:
         runs = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         yield f"measured: medians of {runs} runs; in brackets the least and the most"
     if counts and counts[0] == 1:
-        yield "a row that was run once has no range: by how much it varies is not known (--repeats 3)"
+        yield "a row that was run once has no range (--repeats 3 gives one)"
     for group in within_noise(study, outcomes):
         names = "; ".join(", ".join(row.cells) for row in group)
         yield f"within noise, by {FIGURES[study.figures[0]].title}: {names}"

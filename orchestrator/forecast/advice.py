@@ -1,4 +1,4 @@
-"""Which way to run a job on a cluster, what it hangs on, and what would make it faster. Pure.
+"""Which way to run a job on a cluster, what limits it, and what would make it faster. Pure.
 
     scene = Scene(job, hosts, wire)
     advise(scene).best["exact"].forecast.way.strategy   "ddp"
@@ -289,7 +289,7 @@ def _changes(scene: Scene) -> Iterator[tuple[str, Scene]]:
     fastest = max(scene.alone, key=lambda name: scene.alone[name])
     if scene.wire.sites[0].up_bps < float("inf"):
         kind = next(host.kind for host in scene.hosts if host.name == fastest)
-        yield f"one more {kind} host" if kind else f"one more host like {fastest}", scene.with_another(fastest)
+        yield f"adding a {kind} host" if kind else f"adding a host like {fastest}", scene.with_another(fastest)
     batch = scene.job.batch
     for larger in (2 * batch, 8 * batch):
         yield f"batch {larger} instead of {batch}", scene.with_batch(larger)

@@ -189,7 +189,7 @@ def _site(node: NodePlan, network: Network | None, bandwidth_bps: float | None) 
         bps = GLOO.local_bps
     else:
         raise UsageError(
-            f"{node.name}: what its link carries is not known",
+            f"{node.name}: the bandwidth of its link is unknown",
             "declare its `bandwidth`, give --bandwidth 2.5Gbps, or measure: `orch run --exp collectives`, then collect",
         )
     return Site(node.name, node.ranks, bps, bps)

@@ -162,7 +162,7 @@ def _pull(
                 collected.notices += pulls[name].note_left(run.left(name), item.left)
                 if found := pulls[name].check(item.files):
                     damaged[name] = found
-                    words = "did not agree with its host's any more; set aside as damaged, pulled anew"
+                    words = "did not agree with its host's any more; set aside as damaged, pulled again"
                     collected.notices += [f"{name}: {file} {words}" for file in found]
     finally:
         for name in hosts:

@@ -74,6 +74,6 @@ def fault_words(fault: Fault) -> str:
     """One line; the caller knows that the job went on."""
     when = f"after {fault.after_s:.0f} s"
     if fault.rank is None:
-        return f"{one_line(fault.node)}: lost {when}: {one_line(fault.reason)}; the job goes on without it"
+        return f"{one_line(fault.node)}: lost {when}: {one_line(fault.reason)}; the job continues without it"
     line = f" ({one_line(fault.log_line)})" if fault.log_line else ""
-    return f"{one_line(fault.node)}: {one_line(fault.reason)} {when}{line}; the ranks start anew"
+    return f"{one_line(fault.node)}: {one_line(fault.reason)} {when}{line}; the ranks are restarted"

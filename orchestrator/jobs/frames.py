@@ -236,7 +236,7 @@ def _frame(node: str, line: bytes, rank_of: Callable[[str], int | None]) -> tupl
             rank_of(header["left"])
             return Left(header["left"], one_line(header["why"])), 0
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise ProbeError(node, f"sent a frame that is none ({error.__class__.__name__}: {str(error)[:80]})") from error
+        raise ProbeError(node, f"sent an invalid frame ({error.__class__.__name__}: {str(error)[:80]})") from error
     return Beat(from_host=True), 0
 
 

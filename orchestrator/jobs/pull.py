@@ -344,7 +344,7 @@ class _Session:
                 elif isinstance(frame, Left):
                     self._left[frame.file] = frame.why
                     self._lacking.pop(frame.file, None)
-        raise ConnectError(node, "its answer ended too early", "pull again: it goes on where this one stopped")
+        raise ConnectError(node, "its answer ended too early", "pull again: it resumes where this one stopped")
 
     def _begun(self, output: Output) -> Held | None:
         """What came of this file before."""

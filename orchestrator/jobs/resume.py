@@ -28,7 +28,10 @@ def settings_of(plan: LaunchPlan) -> tuple[str, dict[str, Any]]:
     """
     if plan.kind != "experiment" or plan.exp not in EXPERIMENTS:
         left = f"{plan.node(plan.master).workdir}/jobs/{plan.job}/checkpoints on {plan.master}"
-        raise UsageError(f"{plan.job} ran {plan.exp}, which goes on in its own way", f"ORCH_CHECKPOINTS was {left}")
+        raise UsageError(
+            f"{plan.job} ran {plan.exp}: your own scripts resume themselves",
+            f"its checkpoints (ORCH_CHECKPOINTS) are in {left}",
+        )
     own = EXPERIMENTS[plan.exp]
     changed = {key: value for key, value in plan.settings.items() if key in own and value != own[key]}
     return plan.exp, {key: value for key, value in changed.items() if key != "resume"}
@@ -46,7 +49,7 @@ def last_checkpoint(plan: LaunchPlan, host: Host) -> str:
         return path
     every = plan.settings.get("checkpoint_every")
     if not every:
-        remedy = f"a job has some if told to: `orch run --exp {plan.exp} --set checkpoint_every=500`"
+        remedy = f"to write some: `orch run --exp {plan.exp} --set checkpoint_every=500`"
     else:
         remedy = f"it would write one every {every} updates; it ended before, or `orch down` has removed it"
     raise UsageError(f"{plan.job} has no checkpoint on {host.node}", remedy)

@@ -102,7 +102,7 @@ class News:
     def of(self, record: JobRecord) -> Iterator[str]:
         ranks = record.stall.ranks if record.stall and record.state == "running" else ()
         if record.stall and ranks and ranks != self._told:
-            yield f"{stall_words(record.stall)}; the job goes on"
+            yield f"{stall_words(record.stall)}; the job keeps running"
         self._told = ranks
         if not self._is_told_alone and (words := alone_words(self._plan, record)):
             self._is_told_alone = True

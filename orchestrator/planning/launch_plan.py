@@ -159,7 +159,7 @@ class Faster(Record):
     @property
     def words(self) -> str:
         how = {"profiled": "profiled alone", "computed": "by its compute time in this run"}.get(self.basis, self.basis)
-        return f"{self.what} would take {self.of_time:.2f} of the time ({how})"
+        return f"{self.what} would take {format_percent(self.of_time)} of the time ({how})"
 
 
 class NcclSetting(Record):

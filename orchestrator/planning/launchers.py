@@ -184,7 +184,7 @@ def _launched(launcher: _Launcher, typed: Sequence[str], words: Sequence[str]) -
             f"{' '.join(typed)} tells the script by variables, and orch needs them as its own",
             f"orch run {pairs} {'-m ' * is_module}{_tail(rest)}",
         )
-    elastic = "; `orch run --elastic MIN:MAX` goes on after failures" if _is_elastic(left) else ""
+    elastic = "; `orch run --elastic MIN:MAX` continues after failures" if _is_elastic(left) else ""
     return Program(
         rest[0], tuple(rest[1:]), is_module, notes=(f"left out: {shlex.join(left)}; {launcher.note}{elastic}",)
     )

@@ -3,7 +3,7 @@
 Takes plan.json, job.json and the ranks' metrics; writes steps.parquet and summary.json; gives the `Summary`.
 
     summary = analyse(RunFolder(Path("runs/mnist_lenet-20261121-0912-k3f")))
-    summary.straggler           # Straggler(node="a2000", reason="computes 2.4x longer per sample than v100", ...)
+    summary.straggler           # Straggler(node="a2000", reason="takes 2.4x as long per sample as v100", ...)
 
 How steps are measured is in `measure`, what each host did in `per_host`, what is missing or odd in `caveats`.
 """

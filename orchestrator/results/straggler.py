@@ -2,7 +2,7 @@
 
 Takes the plan and the ranks' `Figures`, gives values of the summary:
 
-    find_straggler(plan, figures)   # Straggler(node="a2000", reason="computes 2.5x longer per sample than v100", ...)
+    find_straggler(plan, figures)   # Straggler(node="a2000", reason="takes 2.5x as long per sample as v100", ...)
     find_bound(plan, figures)       # Bound(part="wire", node="a2000", share=0.78)
 """
 
@@ -97,7 +97,7 @@ def _reason(last: RankFigures, others: list[RankFigures], label: str, wait_ms: f
         return f"loads data for {format_figure(load)} ms a step, {label} for {format_figure(other_load)} ms"
     per_sample, other_per_sample = _per_sample_ms([last]), _per_sample_ms(others)
     if per_sample and other_per_sample and per_sample > 1.05 * other_per_sample:
-        return f"computes {per_sample / other_per_sample:.1f}x longer per sample than {label}"
+        return f"takes {per_sample / other_per_sample:.1f}x as long per sample as {label}"
     if compute > 1.05 * other_compute:
         return f"computes {format_figure(compute)} ms a step for its share, {label} {format_figure(other_compute)} ms"
     return f"arrives last at the gradient exchange, though it loads and computes as fast as {label}"

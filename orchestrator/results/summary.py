@@ -335,7 +335,7 @@ class Summary(Record):
     @classmethod
     def load(cls, run: RunFolder) -> Summary:
         """The summary of a run that was analysed. Raises OrchError when there is none or it cannot be read."""
-        return require_record(run.summary, cls, "run `orch collect` for this job to make it anew")
+        return require_record(run.summary, cls, "run `orch collect` for this job to make it again")
 
     def to_json(self) -> dict[str, Any]:
         """The document that `summary.json` holds."""

@@ -169,7 +169,7 @@ class Sweep:
         if self.controller.store.job(plan.job).state != "succeeded":
             raise OrchError(
                 f"{row.name}: {plan.job} did not succeed",
-                f"see `orch logs --job {plan.job}`; the same command goes on with this row",
+                f"see `orch logs --job {plan.job}`; the same command resumes with this row",
             )
         collected = self.controller.collect(plan, self.out)
         for error in collected.errors.values():

@@ -228,7 +228,7 @@ def _no_answer(host: Host, result: Result) -> ProbeError:
             f"python {host.python!r} does not start ({said or 'not found'})",
             f"set `python:` (or `activate:`) for {host.node} to a Python 3.10 or newer on that host"
             if "/venv/torch-" not in host.python
-            else "`orch setup` makes this environment anew",
+            else "`orch setup` rebuilds this environment",
         )
     if refused := next((words for sign, words in _REFUSED.items() if sign in result.stderr), None):
         what, remedy = refused

@@ -62,7 +62,7 @@ def _print_speed(summary: Summary, *, has_star: bool) -> None:
     """How fast the whole was. has_star: a footnote says what the hosts alone are judged by."""
     whole = f"cluster: {figure(summary.samples_per_s)} samples/s"
     if summary.efficiency is not None:
-        whole += f", {summary.efficiency:.2f} of the sum of its hosts' speeds alone*"
+        whole += f", {percent(summary.efficiency)} of its hosts' combined standalone speed*"
     console.put(whole)
     if has_star:
         measured = summary.efficiency_basis == "solo"

@@ -158,7 +158,7 @@ class _LiveTable:
                 text.no_wrap, text.overflow = True, "ellipsis"
                 yield text
             if more := event.lines[BARS_SHOWN:]:
-                yield Text(f"and {len(more)} more that are drawn over and over", "dim")
+                yield Text(f"and {len(more)} more progress bars", "dim")
 
 
 class _Sentences:

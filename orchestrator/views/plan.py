@@ -29,7 +29,7 @@ from orchestrator.units import format_bandwidth, format_duration
 from trainer.shared.config import Settings
 from trainer.shared.shares import WORDS
 
-TITLES = ("fidelity", "way", "shares", "step", "samples/s", "of sum", "wire", "limited by")
+TITLES = ("fidelity", "strategy", "shares", "step", "samples/s", "of sum", "network", "limited by")
 FEW_NAMES = 8
 """More hosts than this are not named one by one."""
 UNSEEN: dict[str, tuple[object, ...]] = {
@@ -198,7 +198,7 @@ def changes(found: Outlook) -> Iterator[str]:
     advice = found.advice
     now = advice.best[advice.fidelity].samples_per_s
     whole = figure(advice.sum_of_parts)
-    yield f"* the fidelity that the settings allow; the sum of all hosts alone is {whole} samples/s"
+    yield f"* the fidelity that the settings allow; the hosts' combined standalone speed is {whole} samples/s"
     for better in advice.without[:1]:
         yield f"better: {_hosts(better, found)}, {_gain(better, now)}"
     if not advice.without:
@@ -252,8 +252,16 @@ def _groups(hosts: Iterable[Host]) -> str:
 
 def _gain(change: WhatIf, now: float) -> str:
     choice = change.choice
-    rate = f"{figure(choice.samples_per_s)} samples/s, {choice.samples_per_s / now:.2f} times as many"
+    rate = f"{figure(choice.samples_per_s)} samples/s, {_compared(choice.samples_per_s / now)}"
     return f"{rate} ({way_words(choice)}; limited by the {LIMITS[choice.forecast.binds]})"
+
+
+def _compared(ratio: float) -> str:
+    """`21 % slower`, `35 % faster`, `2.13 times as fast`."""
+    if ratio >= 2:
+        return f"{figure(ratio)} times as fast"
+    by = percent(abs(ratio - 1))
+    return "as fast" if by == percent(0) else f"{by} {'faster' if ratio > 1 else 'slower'}"
 
 
 def _rings(found: Outlook) -> Iterator[str]:
@@ -261,8 +269,8 @@ def _rings(found: Outlook) -> Iterator[str]:
     wire = found.scene.wire
     if wire.is_shared:
         size = gradient_bytes(found.scene.job.layers)
-        flat, by_host = wire.all_reduce_s(size), sum(wire.relay_s(size))
-        yield f"one ring through all ranks: {figure(1000 * flat)} ms; inside each host first: {figure(1000 * by_host)} ms"
+        flat, by_host = (figure(1000 * seconds) for seconds in (wire.all_reduce_s(size), sum(wire.relay_s(size))))
+        yield f"one ring through all ranks: {flat} ms; inside each host first: {by_host} ms"
 
 
 def _failure_words(told: Failures) -> str:

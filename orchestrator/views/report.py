@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from orchestrator.files import write_atomic
 from orchestrator.jobs.faults import fault_words
+from orchestrator.jobs.record import FirstFailure
 from orchestrator.jobs.redraw import Drawing
 from orchestrator.paths import RunFolder
 from orchestrator.results.curves import Curves
@@ -114,13 +116,13 @@ def headline(summary: Summary) -> str:
     """The one sentence to remember of this run."""
     failure = summary.first_failure
     if failure is not None and summary.state != "succeeded":
-        return f"The job {summary.state}: {_where(failure.node, failure.rank)}: {failure.reason}"
+        return f"{_ended(summary.state)}: {_cause(failure)}"
     if summary.collectives:
         return _network_headline(summary, summary.collectives)
     if not summary.metrics:
-        return f"The job {summary.state}; it wrote no metrics."
+        return f"{_ended(summary.state)}; it wrote no metrics."
     if summary.samples_per_s is None:
-        return f"The job {summary.state}; no speed could be measured."
+        return f"{_ended(summary.state)}; no speed could be measured."
     speed = f"{figure(summary.samples_per_s)} samples/s"
     if any(node.samples_per_s is None for node in summary.nodes):
         return f"{speed} from the ranks that reported; the others left no figures."
@@ -128,18 +130,20 @@ def headline(summary: Summary) -> str:
     if summary.efficiency is None:
         return f"{work}; together {speed}." if len(summary.nodes) > 1 else f"{work} at {speed}."
     if len(summary.nodes) == 1:
-        return f"{work} at {speed}, {summary.efficiency:.2f} of its speed alone."
-    return f"{work}; the cluster ran at {summary.efficiency:.2f} of the sum of its parts."
+        return f"{work} at {speed}, {percent(summary.efficiency)} of its standalone speed."
+    return f"{work}; the cluster reached {percent(summary.efficiency)} of its hosts' combined standalone speed."
 
 
 def _network_headline(summary: Summary, found: Collectives) -> str:
     best = found.operation("all_reduce") or next(iter(found.operations), None)
     if best is None:
-        return f"The job {summary.state}; no collective could be measured."
+        return f"{_ended(summary.state)}; no collective could be measured."
     reached = f"{best.operation} of {format_bytes(best.largest_bytes)} ran at {figure(best.busbw_gbps)} Gbps"
     if best.of_declared is None or found.declared_gbps is None:
         return f"{reached} of bus bandwidth."
-    return f"{reached} of bus bandwidth, {best.of_declared:.2f} of the declared {figure(found.declared_gbps)} Gbps."
+    return (
+        f"{reached} of bus bandwidth, {percent(best.of_declared)} of the declared {figure(found.declared_gbps)} Gbps."
+    )
 
 
 def _times_by_size(found: Collectives) -> dict[int, dict[str, CollectiveTime]]:
@@ -163,7 +167,7 @@ def _who_did_the_work(summary: Summary) -> str:
 def efficiency_words(summary: Summary) -> str:
     """What the efficiency was measured against."""
     if summary.efficiency is None or summary.samples_per_s is None:
-        return "Not known: it needs the steps and the compute time of every rank."
+        return "Unknown: it needs the steps and the compute time of every rank."
     alone = summary.samples_per_s / summary.efficiency
     compared = f"{figure(summary.samples_per_s)} samples/s together, against {figure(alone)}"
     if summary.efficiency_basis == "solo":
@@ -193,8 +197,19 @@ def _settings_groups(summary: Summary) -> Iterator[tuple[str, dict[str, Any]]]:
     yield title, {key: value for key, value in summary.settings.items() if key in plain}
 
 
-def _where(node: str, rank: int | None) -> str:
-    return node if rank is None else f"{node}, rank {rank}"
+def _ended(state: str) -> str:
+    return f"The job was {state}" if state in ("cancelled", "lost") else f"The job {state}"
+
+
+def _cause(failure: FirstFailure) -> str:
+    """`rank 1 on v100 exited with code 1`."""
+    subject = f"rank {failure.rank} "
+    if failure.rank is None:
+        return f"{failure.node}: {failure.reason}"
+    if not failure.reason.startswith(subject):
+        return f"rank {failure.rank} on {failure.node}: {failure.reason}"
+    what = re.sub(r"^exited (?=-?[0-9])", "exited with code ", failure.reason.removeprefix(subject))
+    return f"{subject}on {failure.node} {what}"
 
 
 def _parts(summary: Summary) -> tuple[tuple[str, str], ...]:
@@ -246,7 +261,7 @@ def _part_shares(node: NodeSummary, parts: tuple[tuple[str, str], ...]) -> list[
 def _how(end: RankEnd) -> str:
     if end.signal:
         return f"ended by {one_line(end.signal, 40)}"
-    return "not known" if end.exit_code is None else f"exit code {end.exit_code}"
+    return "unknown" if end.exit_code is None else f"exit code {end.exit_code}"
 
 
 def _moment(text: str | None) -> str:
@@ -272,7 +287,6 @@ def _environment() -> Environment:
         "percent": _or_nothing(percent),
         "moment": _moment,
         "how": _how,
-        "ratio": _or_nothing("{:.2f}".format),
         "part_shares": _part_shares,
         "times_by_size": _times_by_size,
         "link_matrix": link_matrix,

@@ -44,7 +44,7 @@ def test_the_help_has_every_command_in_a_section_and_whole_sentences(capsys):
     shown = capsys.readouterr().out
     assert "..." not in shown.replace("[ARGS]...", "") and max(map(len, shown.splitlines())) <= 80
     words = " ".join(shown.split())
-    assert "End a job on all its hosts, and look a second time that nothing stayed" in words
+    assert "End a job on all its hosts, then check that nothing is left" in words
     assert shown.index("Hosts:") < shown.index("Jobs:") < shown.index("Results:") < shown.index("Cleaning up:")
 
 

@@ -39,7 +39,7 @@ def test_a_host_that_is_faster_alone_is_named_in_plan_dry_run_and_at_the_start()
     plan = dry_run()
     (found,) = plan.faster
     assert found.of_time == pytest.approx(plan.prediction.samples_per_s / 833)
-    assert found.words == f"v100 alone would take {found.of_time:.2f} of the time (predicted)"
+    assert found.words == f"v100 alone would take {100 * found.of_time:.0f} % of the time (predicted)"
     again = pasted(found.command)
     assert [node.name for node in again.nodes] == ["v100"]
     assert again.prediction.samples_per_s == pytest.approx(833)
@@ -115,7 +115,7 @@ def test_a_run_that_its_fastest_host_would_have_beaten_says_so_with_the_line(tmp
     run = two_hosts(tmp_path / "run")
     summary = analyse(run)
     (found,) = summary.faster  # 960 samples/s together; v100 did 2000 in its compute time
-    assert found.words == "v100 alone would take 0.48 of the time (by its compute time in this run)"
+    assert found.words == "v100 alone would take 48 % of the time (by its compute time in this run)"
     assert found.command.endswith("--nodes v100")
     assert found.words in render_report(summary)
     assert found.command in render_report(summary)

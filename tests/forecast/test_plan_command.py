@@ -110,7 +110,7 @@ def test_the_document_tells_every_way_and_what_it_rests_on(home):
         ("v100", "pace", 0.94 * 2.5e9),
         ("a2000", "pace", 0.94 * 2.5e9),
     ]
-    assert {change["change"] for change in told["what_if"]} >= {"links four times as fast", "one more host like v100"}
+    assert {change["change"] for change in told["what_if"]} >= {"links four times as fast", "adding a host like v100"}
     assert told["failures"] is None
 
 
@@ -229,10 +229,10 @@ def test_hosts_that_one_does_not_have_are_spoken_of_by_kind():
     """Names that are made up help nobody."""
     many = imagined("--nodes", "500xA2000,500xV100", "--set", "batch=64000")
     assert "better: without 500xA2000 (--nodes 500xV100), " in many
-    assert "one more V100 host: " in many
+    assert "adding a V100 host: " in many
     few = imagined("--nodes", "1xA2000,2x4xV100")
     assert "better: one 4xV100 host alone (--nodes 1x4xV100), " in few
-    assert "one more 4xV100 host: " in few
+    assert "adding a 4xV100 host: " in few
     assert "V100-" not in many + few
 
 

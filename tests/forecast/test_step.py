@@ -382,7 +382,7 @@ def test_more_of_everything_is_foreseen_for_the_fidelity_that_is_allowed():
     scene = paced(("a2000", "v100"), 2.5, 256)
     told = {change.change: change.choice.samples_per_s for change in advise(scene).what_if}
     assert told["links four times as fast"] == advise(scene.with_links(4)).best["exact"].samples_per_s
-    assert told["one more host like v1001"] < advise(scene).best["exact"].samples_per_s
+    assert told["adding a host like v1001"] < advise(scene).best["exact"].samples_per_s
     assert told["batch 2048 instead of 256"] > told["batch 512 instead of 256"]
 
 

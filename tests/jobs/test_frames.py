@@ -117,7 +117,7 @@ def test_an_empty_chunk_is_a_beat():
     ],
 )
 def test_a_name_that_is_not_this_jobs_ends_the_stream(name):
-    with pytest.raises(ProbeError, match=r"^a: sent a frame that is none"):
+    with pytest.raises(ProbeError, match=r"^a: sent an invalid frame"):
         read(frame({"file": name, "inode": 7, "offset": 0, "size": 1}, b"x"))
 
 

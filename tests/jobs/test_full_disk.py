@@ -331,7 +331,7 @@ time.sleep(600)
         runs = str(tmp_path / "runs")
         listed = types("jobs", "--json")
         assert json.loads(listed.stdout)["jobs"][0]["state"] == "running"
-        assert f"note: what this found is not remembered: {disk} cannot be written ({why})" in listed.stderr
+        assert f"note: results are not remembered: {disk} cannot be written ({why})" in listed.stderr
         types("collect", "--job", "latest", "--out", runs)
         if why == "Read-only file system":
             assert json.loads(types("status", "--json").stdout)["jobs"][0]["state"] == "running"

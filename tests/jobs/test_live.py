@@ -544,7 +544,7 @@ def test_a_table_stands_below_the_lines_and_stays_however_it_ends(end, last, wid
     assert shown[header].split() == ["node", "step", "samples/s", "loss", "sync", "wait"]
     assert shown[header + 1].split() == ["a2000", "29/938", "333", "0.312", "20", "%", "41", "%"]
     assert shown[header + 2].startswith("node-")
-    assert shown[header + 2].split()[1:] == ["999971/1000000", "83333", "-1e+09", "-", "-"]
+    assert shown[header + 2].split()[1:] == ["999971/1000000", "83,333", "-1e+09", "-", "-"]
     assert shown[header + 3 :] == [*last, "the end", ""]
     assert terminal.screen.cursor
 
@@ -609,7 +609,7 @@ def test_a_table_fits_sixty_columns_and_cuts_the_name_alone():
     header, first, second = [text.rstrip() for text in re.sub(r"\x1b\[[^m]*m", "", shown.get()).splitlines()]
     assert max(map(len, (header, first, second))) <= 60
     assert first.split() == ["a2000", "120/938", "333", "0.312", "20", "%", "41", "%"]
-    assert second.split()[1:] == ["12345/93800", "83333", "0.312", "20", "%", "41", "%"]
+    assert second.split()[1:] == ["12345/93800", "83,333", "0.312", "20", "%", "41", "%"]
     assert second.split()[0].endswith("…")
 
 
@@ -672,11 +672,14 @@ def test_a_run_shows_its_hosts_on_a_terminal_and_after_a_ctrl_c_on_a_pipe(two_ho
     terminal.until(r"^b +501/1000 +320 +0.5 +20 % +0 %$")
     terminal.until(r"^running \d+:\d\d, about 0:50 left$")
     terminal.presses_ctrl_c()
-    terminal.until("Come back: orch logs -f --job")
+    terminal.until("Reattach: orch logs -f --job")
     assert terminal.ends() == 130
     shown = terminal.text()
     assert (
-        shown.index("half") < shown.index("samples/s") < shown.index("501/1000") < shown.index("detached; the job goes")
+        shown.index("half")
+        < shown.index("samples/s")
+        < shown.index("501/1000")
+        < shown.index("Detached; the job keeps")
     )
     assert shown.count("samples/s") == 1
     assert terminal.screen.cursor

@@ -158,7 +158,7 @@ def test_a_log_that_begins_anew_while_followed_is_shown_from_its_start_and_said(
                 log.write_bytes(new)
             if shown and shown[-1].startswith(new.decode()[:10].strip()):
                 (job.folder("a") / "src" / "go_on").touch()
-    notice = "a: rank-0/stdout.log was cut, replaced or rotated on its host; it begins anew here"
+    notice = "a: rank-0/stdout.log was cut, replaced or rotated on its host; it starts again here"
     assert shown == ["first", notice, "unfinished", *new.decode().splitlines()]
 
 

@@ -116,7 +116,7 @@ def test_a_script_of_the_old_launcher_is_given_its_local_rank(orch: Orch) -> Non
     assert said.count("['--local_rank=0', '--lr', '1']") == 2
     assert said.count(f"jobs/{found}/checkpoints") == 2
     refused = orch("run", "--resume", found, code=2).stderr
-    assert f"{found} ran tells.py, which goes on in its own way" in refused
+    assert f"{found} ran tells.py: your own scripts resume themselves" in refused
 
 
 def test_resume_takes_no_other_experiment(orch: Orch) -> None:

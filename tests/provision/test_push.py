@@ -410,7 +410,7 @@ def test_ctrl_c_in_the_middle_loses_nothing(person, here):
     pushing.send_signal(signal.SIGINT)
     said, _ = pushing.communicate(timeout=30)
     assert pushing.returncode == 130
-    assert "goes on from there" in said
+    assert "resumes there" in said
     for node in ("alpha", "beta"):
         person.lab.link(node, "up")
     found = person.asks("data", "push", str(here))

@@ -191,7 +191,7 @@ def test_who_follows_is_told_once_and_again_when_it_changes(tmp_path: Path, caps
 
     assert told() == []
     assert told("waits", "busy") == [
-        "no output for 1m00s: waiting, with no CPU use: a (rank 0); using the CPU: a (rank 1); the job goes on"
+        "no output for 1m00s: waiting, with no CPU use: a (rank 0); using the CPU: a (rank 1); the job keeps running"
     ]
     assert told("waits", "busy", quiet_s=120) == []
     assert len(told("waits", "waits", quiet_s=180)) == 1

@@ -53,7 +53,7 @@ def test_two_hosts_with_unequal_ranks_come_to_the_figures_computed_by_hand(tmp_p
     assert summary.by_gpu["RTX A2000"].samples_per_s == pytest.approx(160)
     assert summary.straggler is not None
     assert summary.straggler.node == "a2000"
-    assert summary.straggler.reason == "computes 5.0x longer per sample than v100"
+    assert summary.straggler.reason == "takes 5.0x as long per sample as v100"
     assert summary.straggler.wait_ms == pytest.approx(40)
     assert (summary.accuracy, summary.accuracy_per_class) == (0.9923, {"0": 0.99, "1": 0.995})
     assert summary.loss == pytest.approx(0.5)
@@ -130,7 +130,7 @@ def test_of_ranks_that_were_started_anew_the_last_start_is_measured(tmp_path: Pa
     assert (summary.restarts, summary.steps, summary.warmup_steps_left_out) == (1, 9, 3)
     assert summary.samples_per_s == pytest.approx(64 / 0.05)
     assert summary.samples_total == 64 * 16
-    assert summary.warnings == ("The ranks were started anew once; speeds and times are those after the last start.",)
+    assert summary.warnings == ("The ranks were restarted once; speeds and times are those after the last start.",)
 
 
 def test_figures_are_of_the_hosts_that_went_on_and_the_page_says_who_was_lost(tmp_path: Path) -> None:
@@ -143,8 +143,8 @@ def test_figures_are_of_the_hosts_that_went_on_and_the_page_says_who_was_lost(tm
     assert (summary.samples_per_s, summary.missing) == (pytest.approx(32 / 0.05), ())
     assert [fault.node for fault in summary.faults] == ["a2000", "v100"]
     page = render_report(summary)
-    assert "v100: lost after 61 s: no word for 20 s; the job goes on without it" in page
-    assert "a2000: rank 0 exited 7 after 12 s; the ranks start anew" in page
+    assert "v100: lost after 61 s: no word for 20 s; the job continues without it" in page
+    assert "a2000: rank 0 exited 7 after 12 s; the ranks are restarted" in page
 
 
 def test_a_host_slow_at_loading_is_named_with_that_reason(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_on_a_single_host_the_straggler_is_a_rank(tmp_path: Path) -> None:
     straggler = analyse(write_run(tmp_path / "run", [Host("box", 2)], {0: fast, 1: slow})).straggler
     assert straggler is not None
     assert (straggler.node, straggler.rank) == ("box", 1)
-    assert straggler.reason == "computes 2.0x longer per sample than the other ranks"
+    assert straggler.reason == "takes 2.0x as long per sample as the other ranks"
 
 
 def test_one_slow_rank_among_many_gives_its_host_away(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_one_slow_rank_among_many_gives_its_host_away(tmp_path: Path) -> None:
     straggler = analyse(run).straggler
     assert straggler is not None
     assert (straggler.node, straggler.rank) == ("b", None)
-    assert straggler.reason == "computes 2.0x longer per sample than the others"
+    assert straggler.reason == "takes 2.0x as long per sample as the others"
 
 
 def test_a_host_late_for_another_reason_is_not_blamed_for_its_data(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_the_page_tells_of_the_network_and_of_no_training(tmp_path: Path) -> Non
     assert page.open == []
     assert run.chart.read_bytes().startswith(PNG)
     for sentence in (
-        "all_reduce of 256.0MiB ran at 2.25 Gbps of bus bandwidth, 0.90 of the declared 2.50 Gbps.",
+        "all_reduce of 256.0MiB ran at 2.25 Gbps of bus bandwidth, 90 % of the declared 2.50 Gbps.",
         "all_reduce 1.0KiB 204 256.0MiB 2.25 90 % 200 2.25 0 %",
         "256.0MiB 955 2.25 537 2.00",
         "2.0.1",

@@ -46,7 +46,7 @@ def test_what_the_wire_does_not_hide_of_a_late_ranks_delay_is_waiting(tmp_path: 
     assert waits_and_syncs(summary) == [(0, 10), (12, 18)]
     assert summary.straggler is not None
     assert (summary.straggler.node, summary.straggler.wait_ms) == ("a2000", pytest.approx(12))
-    assert summary.straggler.reason == "computes 1.3x longer per sample than v100"
+    assert summary.straggler.reason == "takes 1.3x as long per sample as v100"
 
 
 def test_a_rank_waits_no_longer_than_its_compute_leaves_exposed(tmp_path: Path) -> None:
@@ -122,14 +122,14 @@ def test_one_measured_step_names_a_host_only_where_most_of_it_is_waiting(tmp_pat
 def test_a_bottleneck_that_was_asked_for_is_named_as_such(tmp_path: Path, slow: str) -> None:
     summary = analysed(tmp_path, [((2, 80, 10, 8), {}), ((2, 40, 50, 8), {})], slow=slow)
     assert summary.straggler is not None
-    assert summary.straggler.reason == f"computes 2.0x longer per sample than v100 (slow={slow} was asked for)"
+    assert summary.straggler.reason == f"takes 2.0x as long per sample as v100 (slow={slow} was asked for)"
 
 
 @pytest.mark.parametrize("slow", ["", "rank:1,at:start,ms:40", "rank:01,at:sync,ms:40", None])
 def test_another_ranks_bottleneck_is_no_excuse(tmp_path: Path, slow: str | None) -> None:
     summary = analysed(tmp_path, [((2, 80, 10, 8), {}), ((2, 40, 50, 8), {})], slow=slow)
     assert summary.straggler is not None
-    assert summary.straggler.reason == "computes 2.0x longer per sample than v100"
+    assert summary.straggler.reason == "takes 2.0x as long per sample as v100"
 
 
 # ---- what binds ---------------------------------------------------------------------------------------------------

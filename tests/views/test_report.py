@@ -88,8 +88,8 @@ def test_the_page_holds_everything_within_itself(tmp_path: Path) -> None:
 def test_the_page_tells_who_did_what_and_who_made_the_others_wait(tmp_path: Path) -> None:
     text = page_of(two_hosts(tmp_path / "run")).text
     for sentence in (
-        "v100 did 83 % of the work; the cluster ran at 0.44 of the sum of its parts.",
-        "The others wait for a2000 , 40.0 ms a step: it computes 5.0x longer per sample than v100.",
+        "v100 did 83 % of the work; the cluster reached 44 % of its hosts' combined standalone speed.",
+        "The others wait for a2000 , 40.0 ms a step: it takes 5.0x as long per sample as v100.",
         "960 samples/s together, against 2,200, the sum of each host's samples over its own compute time.",
         "v100 Tesla V100-16GB 2.00 40.0 10.0 40.0 8.00",
         "Tesla V100-16GB 1 2 800 2,000 83 %",
@@ -171,7 +171,7 @@ def test_a_run_that_failed_before_its_first_step_has_a_page_that_starts_with_the
     run = write_run(tmp_path / "run", [Host("a2000"), Host("v100")], {}, state="failed", first_failure=FAILURE)
     page = page_of(run)
     assert_self_contained(page)
-    assert "The job failed: v100, rank 1: ended with exit code 1" in page.text
+    assert "The job failed: rank 1 on v100: ended with exit code 1" in page.text
     assert HOSTILE in page.text
     assert "v100: no metrics of rank 1" in page.text
     assert not run.chart.exists()
@@ -224,9 +224,9 @@ def test_an_absent_ranks_host_is_not_said_to_have_done_nothing(tmp_path: Path) -
 
 def test_headlines_for_one_host_for_even_hosts_and_for_no_figures(tmp_path: Path) -> None:
     one = analyse(write_run(tmp_path / "one", [Host("v100")], {0: ten_steps()}))
-    assert headline(one) == "v100 did all the work at 640 samples/s, 0.80 of its speed alone."
+    assert headline(one) == "v100 did all the work at 640 samples/s, 80 % of its standalone speed."
     even = analyse(write_run(tmp_path / "even", [Host("a"), Host("b")], {0: ten_steps(), 1: ten_steps()}))
-    assert headline(even).startswith("2 hosts did equal parts of the work; the cluster ran at 0.80")
+    assert headline(even).startswith("2 hosts did equal parts of the work; the cluster reached 80 %")
     none = analyse(write_run(tmp_path / "none", [Host("a")], {0: [{"event": "step", "step": 0, "samples": 1}]}))
     assert headline(none) == "The job succeeded; no speed could be measured."
 
