@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,11 +105,8 @@ def status(no_look: bool, cluster: str | None, as_json: bool) -> None:
         told = controller.jobs(found.name, silent)
         jobs = told.records[:10]
     if as_json:
-        document = {
-            "cluster": documents.cluster_json(found, silent, on_gpus),
-            "jobs": documents.jobs_json(jobs, told.unheard)["jobs"],
-        }
-        console.print_json({"schema": 1, **document})
+        cluster_now = documents.cluster_json(found, silent, on_gpus)
+        console.print_json(documents.status_json(cluster_now, jobs, told.unheard))
         return job_table.warn_unheard(told.unheard)
     cluster_table.print_status(found, silent)
     if jobs:
@@ -425,17 +421,13 @@ def _show_answers(
     answers: Mapping[str, Any],
     words: Callable[[Any], str],
     as_json: bool,
-    document: Callable[[Any], dict[str, Any]] = asdict,
 ) -> None:
-    from orchestrator.views import console
+    from orchestrator.views import console, documents
 
+    failed = {name: answer for name, answer in answers.items() if isinstance(answer, Exception)}
     if as_json:
-        nodes = {
-            name: {"error": str(answer)} if isinstance(answer, Exception) else document(answer)
-            for name, answer in answers.items()
-        }
-        console.print_json({"schema": 1, "nodes": nodes})
+        console.print_json(documents.nodes_json(answers, failed))
     else:
         console.print_answers(answers, words)
-    if any(isinstance(answer, Exception) for answer in answers.values()):
+    if failed:
         sys.exit(3)

@@ -12,14 +12,17 @@ import click
 from orchestrator.cli.common import cluster_option, json_option, names_of, nodes_option, open_controller
 from orchestrator.cli.complete import torch_versions
 from orchestrator.errors import HostError
-from orchestrator.units import counted
+from orchestrator.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from orchestrator.controller import Controller
     from orchestrator.hosts.cluster import Cluster
     from orchestrator.hosts.inventory import Node
-    from orchestrator.provision.venvs import Wanted
+    from orchestrator.provision.push import Pushed
+    from orchestrator.provision.service import Setup
+    from orchestrator.provision.venvs import Made, Wanted
 
 
 @click.group()
@@ -54,7 +57,6 @@ def data_push(folder: Path, to: str | None, nodes: str | None, cluster: str | No
     from orchestrator.planning.homes import expanded_here, homes_of
     from orchestrator.provision.manifest import read_manifest
     from orchestrator.provision.service import DATA_FOLDER, Provision, chosen, data_folder
-    from orchestrator.units import format_bytes
     from orchestrator.views import console
 
     with open_controller() as controller:
@@ -74,13 +76,14 @@ def data_push(folder: Path, to: str | None, nodes: str | None, cluster: str | No
             raise
     whole = {"folder": target, "files": len(manifest.files), "bytes": manifest.size_bytes}
 
-    def words(pushed: Any) -> str:
-        sent = f"{counted(pushed.files, 'file')}, {format_bytes(pushed.bytes)} sent" if pushed.files else "up to date"
-        return f"{pushed.folder} is complete; {sent}"
-
-    _show(found, words, whole if as_json else None)
+    _show(found, _pushed_words, whole if as_json else None)
     if target != DATA_FOLDER:
         console.say(f"use it: orch run ... --set {shlex.quote(f'data_dir={target}')}")
+
+
+def _pushed_words(pushed: Pushed) -> str:
+    sent = f"{counted(pushed.files, 'file')}, {format_bytes(pushed.bytes)} sent" if pushed.files else "up to date"
+    return f"{pushed.folder} is complete; {sent}"
 
 
 @click.command()
@@ -127,9 +130,8 @@ def setup(
     """
     from dataclasses import replace
 
-    from orchestrator.cli.boards import setup_board
     from orchestrator.provision.requirements import read_requirements
-    from orchestrator.provision.service import Provision, chosen, gpu_hosts
+    from orchestrator.provision.service import chosen, gpu_hosts
     from orchestrator.provision.venvs import choose
     from orchestrator.views import console
 
@@ -140,28 +142,49 @@ def setup(
         wanted = choose(torch, torchvision, gpu_hosts(known, picked))
         if extra:
             wanted = replace(wanted, extra=extra)
-        names = [node.name for node in picked]
-        question = _setup_question(known, picked, wanted, requirements)
-        if question and wanted.reason:
-            console.say(f"torch {wanted.torch}: {wanted.reason}")
-        if question and not yes:
-            click.confirm(question, abort=True, err=True)
-        try:
-            with setup_board(names) as show:
-                found = Provision(controller.store, controller.connections).set_up(known, picked, wanted, show)
-        except KeyboardInterrupt:
-            console.say("ended on every host; the next `orch setup` rebuilds partial environments")
-            raise
+        _agree(_setup_question(known, picked, wanted, requirements), wanted, yes=yes)
+        found = _set_up(controller, known, picked, wanted)
     if found.up and found.up.unlike:
         console.warn(str(found.up.unlike))
-    states = {"own": "has {} by itself", "kept": "has {} in its environment already", "made": "got {}"}
-    states["added"] = f"has {{}} in its environment, and got what {requirements} asks for"
     _show(
         found.outcomes,
-        lambda made: states[made.state].format(f"torch {made.torch} and torchvision {made.torchvision}"),
+        lambda made: _made_words(made, requirements),
         {"torch": wanted.torch, "torchvision": wanted.torchvision} if as_json else None,
         found.up.problems if found.up else {},
     )
+
+
+def _set_up(controller: Controller, cluster: Cluster, nodes: Sequence[Node], wanted: Wanted) -> Setup:
+    from orchestrator.cli.boards import setup_board
+    from orchestrator.provision.service import Provision
+    from orchestrator.views import console
+
+    try:
+        with setup_board([node.name for node in nodes]) as show:
+            return Provision(controller.store, controller.connections).set_up(cluster, nodes, wanted, show)
+    except KeyboardInterrupt:
+        console.say("ended on every host; the next `orch setup` rebuilds partial environments")
+        raise
+
+
+def _agree(question: str, wanted: Wanted, *, yes: bool) -> None:
+    """Says why it is this torch, and asks; where nothing is to be installed, neither."""
+    from orchestrator.views import console
+
+    if question and wanted.reason:
+        console.say(f"torch {wanted.torch}: {wanted.reason}")
+    if question and not yes:
+        click.confirm(question, abort=True, err=True)
+
+
+def _made_words(made: Made, requirements: Path | None) -> str:
+    what = f"torch {made.torch} and torchvision {made.torchvision}"
+    return {
+        "own": f"has {what} by itself",
+        "kept": f"has {what} in its environment already",
+        "made": f"got {what}",
+        "added": f"has {what} in its environment, and got what {requirements} asks for",
+    }[made.state]
 
 
 def _setup_question(cluster: Cluster, nodes: Sequence[Node], wanted: Wanted, requirements: Path | None) -> str:
@@ -190,15 +213,12 @@ def _show(
     problems: Mapping[str, HostError] | None = None,
 ) -> None:
     """A line a host, or the document with all of them; then what is wrong, which is exit code 3."""
-    from dataclasses import asdict
-
-    from orchestrator.views import console
+    from orchestrator.views import console, documents
 
     failed = {name: outcome for name, outcome in found.items() if isinstance(outcome, HostError)}
     failed |= {name: error for name, error in (problems or {}).items() if name in found and name not in failed}
     if document is not None:
-        nodes = {name: {"error": str(failed[name])} if name in failed else asdict(found[name]) for name in found}
-        console.print_json({"schema": 1, **document, "nodes": nodes})
+        console.print_json(documents.nodes_json(found, failed, document))
     else:
         console.print_answers({name: answer for name, answer in found.items() if name not in failed}, words)
     console.fail_each(failed.values())

@@ -217,7 +217,7 @@ def _finish(controller: Controller, plan: LaunchPlan, as_json: bool, *, detached
 
     job = controller.store.job(plan.job)
     if as_json:
-        console.print_json(documents.jobs_json([job])["jobs"][0] | {"schema": 1})
+        console.print_json(documents.job_json(job))
     if detached:
         if not as_json:
             click.echo(plan.job)
@@ -391,7 +391,7 @@ def cancel(wanted: str | None, yes: bool, cluster: str | None, as_json: bool) ->
         _cancel(controller, plan)
         job = controller.store.job(plan.job)
         if as_json:
-            console.print_json(documents.jobs_json([job])["jobs"][0] | {"schema": 1})
+            console.print_json(documents.job_json(job))
         else:
             job_table.print_end(job)
 

@@ -64,13 +64,13 @@ def plan(
     """
     from orchestrator.forecast.imagined import is_imagined
     from orchestrator.views import console
-    from orchestrator.views.plan import document
+    from orchestrator.views.documents import plan_json
 
     if nodes and is_imagined(nodes):
         found = _imagined(exp, settings, nodes, bandwidth)
     else:
         found = _own(exp, settings, nodes, bandwidth, out, cluster)
-    console.print_json(document(found)) if as_json else _show(found)
+    console.print_json(plan_json(found)) if as_json else _show(found)
 
 
 def _own(

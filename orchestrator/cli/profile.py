@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -19,6 +19,7 @@ from orchestrator.cli.complete import experiments
 
 if TYPE_CHECKING:
     from orchestrator.planning.launch_plan import LaunchPlan
+    from orchestrator.planning.profiles import Profile
     from orchestrator.transport.ask import Host
 
 
@@ -47,8 +48,6 @@ def profile(
     orch profile --exp resnet152_cifar --set amp=bf16 --each
     orch run --exp resnet152_cifar
     """
-    from orchestrator.errors import OrchError
-    from orchestrator.planning.profiles import RETRY
     from orchestrator.profiling import Profiling, cells, document, measured_shares, titles
     from orchestrator.views import console, following, launch_plan, tables
 
@@ -73,7 +72,15 @@ def profile(
     else:
         lines = [cells(one.batch, each, shares.get(each.rank)) for each in found]
         tables.print_table(titles(one.batch), lines, right_from=2)
-    measured = {each.profile.node: each.profile for each in found}.values()
+    _judge(exp, list({each.profile.node: each.profile for each in found}.values()))
+
+
+def _judge(exp: str, measured: Sequence[Profile]) -> None:
+    """Says what is to be doubted. Raises OrchError where a profile is not valid."""
+    from orchestrator.errors import OrchError
+    from orchestrator.planning.profiles import RETRY
+    from orchestrator.views import console
+
     for profile in measured:
         if words := profile.drift_words():
             console.warn(words)

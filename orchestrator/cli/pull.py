@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from orchestrator.jobs.pull import Output, Pulled
     from orchestrator.paths import RunFolder
     from orchestrator.planning.launch_plan import LaunchPlan
-
-MAX_TIME_S = 253402300799.0
-"""The last second that a date has: the year 9999."""
 
 
 @click.command()
@@ -68,34 +65,38 @@ def pull(
     """
     from orchestrator.jobs.pull import Pulled, matching
     from orchestrator.paths import RunFolder
-    from orchestrator.views import console
+    from orchestrator.views import console, documents
 
-    globs = words
-    if not wanted and words and re.fullmatch(r"[A-Za-z0-9_-]+", words[0]):  # what an id consists of
-        wanted, globs = words[0], words[1:]
+    wanted, globs = (wanted, words) if wanted else _job_and_globs(words)
     with open_controller() as controller:
         _, plan = chosen_job(controller, wanted, cluster)
         with busy(f"asking the hosts of {plan.job}"):
             outputs = controller.outputs(plan, names_of(nodes))
         chosen = {node: matching(listing.files, globs) for node, listing in outputs.found.items()}
         if globs and not any(chosen.values()) and not outputs.errors:
-            names = list(dict.fromkeys(o.name for listing in outputs.found.values() for o in listing.files))
-            remedy = f"it wrote {', '.join(names[:5])}{', ...' if names[5:] else ''}" if names else "it wrote no files"
-            raise UsageError(f"no file of {plan.job} fits {' '.join(globs)}", f"{remedy} (`--list` shows all)")
+            raise _nothing_fits(plan.job, globs, outputs)
         run, found = RunFolder(out / plan.job), dict[str, Pulled | HostError]()
         if not only_list and any(chosen.values()):
             found = bring(controller, plan, chosen, out)
     if as_json:
-        console.print_json(_document(plan.job, run, outputs, chosen, found))
-    elif only_list:
-        _show_list(run, chosen)
+        console.print_json(documents.pulled_json(plan.job, run, outputs.found, outputs.errors, chosen, found))
     else:
-        for line in lines(run, chosen, found):
-            console.put(line)
+        _show_list(run, chosen) if only_list else _show_pulled(run, chosen, found)
     for node, listing in outputs.found.items():
         for notice in listing.notices:
             console.warn(f"{node}: {notice}")
     leave(outputs.errors, found)
+
+
+def _job_and_globs(words: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
+    """The first word is the job's where it can be an id."""
+    return (words[0], words[1:]) if words and re.fullmatch(r"[A-Za-z0-9_-]+", words[0]) else (None, words)
+
+
+def _nothing_fits(job: str, globs: Sequence[str], outputs: Outputs) -> UsageError:
+    names = list(dict.fromkeys(file.name for listing in outputs.found.values() for file in listing.files))
+    remedy = f"it wrote {', '.join(names[:5])}{', ...' if names[5:] else ''}" if names else "it wrote no files"
+    return UsageError(f"no file of {job} fits {' '.join(globs)}", f"{remedy} (`--list` shows all)")
 
 
 def bring(
@@ -120,6 +121,15 @@ def lines(
     for node, files in chosen.items():
         if not isinstance(pulled := found.get(node), HostError):
             yield f"{node}: {_words(pulled, files, run.files(node))}"
+
+
+def _show_pulled(
+    run: RunFolder, chosen: Mapping[str, Sequence[Output]], found: Mapping[str, Pulled | HostError]
+) -> None:
+    from orchestrator.views import console
+
+    for line in lines(run, chosen, found):
+        console.put(line)
 
 
 def leave(errors: Mapping[str, HostError], found: Mapping[str, Pulled | HostError]) -> None:
@@ -155,50 +165,14 @@ def _show_list(run: RunFolder, chosen: Mapping[str, Sequence[Output]]) -> None:
     from orchestrator.jobs.pull import is_here
     from orchestrator.units import format_bytes
     from orchestrator.views import tables
+    from orchestrator.views.documents import changed
 
     rows = [
-        (node, file.name, format_bytes(file.size), _when(file)[:16].replace("T", " "), _yes(is_here(run, node, file)))
+        (node, file.name, format_bytes(file.size), changed(file)[:16].replace("T", " "), _yes(is_here(run, node, file)))
         for node, files in chosen.items()
         for file in files
     ]
     tables.print_table(("node", "file", "size", "changed", "here"), rows, right_from=2)
-
-
-def _document(
-    job: str,
-    run: RunFolder,
-    outputs: Outputs,
-    chosen: Mapping[str, Sequence[Output]],
-    found: Mapping[str, Pulled | HostError],
-) -> dict[str, Any]:
-    """What `--json` prints."""
-    from orchestrator.jobs.pull import is_here
-
-    nodes: dict[str, Any] = {node: {"error": str(error)} for node, error in outputs.errors.items()}
-    for node, files in chosen.items():
-        rows = [
-            {"name": file.name, "size": file.size, "changed": _when(file), "here": is_here(run, node, file)}
-            for file in files
-        ]
-        told: dict[str, Any] = {
-            "folder": str(run.files(node)),
-            "files": rows,
-            "skipped": dict(outputs.found[node].skipped),
-        }
-        pulled = found.get(node)
-        if isinstance(pulled, HostError):
-            told |= {"error": str(pulled)}
-        elif pulled:
-            told |= {"new_files": pulled.files, "new_bytes": pulled.bytes, "left": dict(pulled.left)}
-        nodes[node] = told
-    return {"schema": 1, "job": job, "nodes": nodes}
-
-
-def _when(file: Output) -> str:
-    """When it was changed, in ISO 8601."""
-    from datetime import datetime, timezone
-
-    return datetime.fromtimestamp(min(file.mtime_ns / 1e9, MAX_TIME_S), timezone.utc).isoformat(timespec="seconds")
 
 
 def _yes(is_so: bool) -> str:

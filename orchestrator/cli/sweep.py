@@ -13,8 +13,9 @@ from orchestrator.cli.complete import studies
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
+    from orchestrator.controller import Controller
     from orchestrator.planning.launch_plan import LaunchPlan
-    from orchestrator.studies.sweep import Outcome
+    from orchestrator.studies.sweep import Follow, Outcome
     from orchestrator.studies.tables import Row, Study
     from orchestrator.transport.ask import Host
 
@@ -57,7 +58,7 @@ def sweep(
     from orchestrator.planning.request import parse_pairs
     from orchestrator.studies.sweep import Sweep, document
     from orchestrator.studies.tables import STUDIES
-    from orchestrator.views import console, following, launch_plan
+    from orchestrator.views import console
 
     if study not in STUDIES:
         raise UsageError(f"{study!r} is no study", f"choose one of {', '.join(STUDIES)}")
@@ -69,21 +70,27 @@ def sweep(
     overrides = parse_pairs(settings, "--set KEY=VALUE")
     with open_controller() as controller:
         one = Sweep(study, controller, controller.store.cluster(cluster), out, overrides)
-
-        said = set[str]()
-
-        def follow(row: Row, plan: LaunchPlan, hosts: Mapping[str, Host]) -> None:
-            console.say(f"{row.name}: {plan.job} on {', '.join(node.name for node in plan.nodes)}")
-            launch_plan.warn_notes(plan, said)
-            try:
-                following.print_events(controller.follow(plan, hosts), show=lambda line: False, stream=console.err)
-            except KeyboardInterrupt:
-                console.say(f"\nstopped watching; {plan.job} keeps running, and the same command resumes it")
-                console.say(f"cancel: orch cancel --job {plan.job}")
-                raise
-
-        outcomes = one.run(follow, only=only, again=again, repeats=repeats)
+        outcomes = one.run(_follower(controller), only=only, again=again, repeats=repeats)
     console.print_json(document(study, outcomes)) if as_json else _show(STUDIES[study], outcomes)
+
+
+def _follower(controller: Controller) -> Follow:
+    """Shows what a row's job notes, and none of its lines."""
+    from orchestrator.views import console, following, launch_plan
+
+    said = set[str]()
+
+    def follow(row: Row, plan: LaunchPlan, hosts: Mapping[str, Host]) -> None:
+        console.say(f"{row.name}: {plan.job} on {', '.join(node.name for node in plan.nodes)}")
+        launch_plan.warn_notes(plan, said)
+        try:
+            following.print_events(controller.follow(plan, hosts), show=lambda line: False, stream=console.err)
+        except KeyboardInterrupt:
+            console.say(f"\nstopped watching; {plan.job} keeps running, and the same command resumes it")
+            console.say(f"cancel: orch cancel --job {plan.job}")
+            raise
+
+    return follow
 
 
 def _show(study: Study, outcomes: Sequence[Outcome]) -> None:

@@ -6,14 +6,26 @@ What stands in them is read by programs: a key is never renamed, and a figure is
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
 from typing import Any
 
 from orchestrator.errors import ConnectError, HostError
+from orchestrator.forecast.advice import Advice, Choice, WhatIf
+from orchestrator.forecast.layers import gradient_bytes
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.facts import NodeFacts
+from orchestrator.jobs.pull import Listing, Output, Pulled, is_here
 from orchestrator.jobs.record import JobRecord
+from orchestrator.paths import RunFolder
 from orchestrator.units import format_bandwidth
 from orchestrator.views.numbers import local_minute
+from orchestrator.views.plan import Outlook
+
+MOST_LISTED = 100
+"""A plan lists its hosts and shares where there are at most so many."""
+MAX_TIME_S = 253402300799.0
+"""The last second that a date has: the year 9999."""
 
 
 def cluster_json(
@@ -85,3 +97,119 @@ def jobs_json(
     keys = ("id", "state", "exp", "cluster", "nodes", *when)
     rows = [{key: job.model_dump(mode="json")[key] for key in keys} for job in jobs]
     return {"schema": 1, "jobs": [{**row, "unheard": list((unheard or {}).get(row["id"], ()))} for row in rows]}
+
+
+def status_json(
+    cluster: dict[str, Any], jobs: Sequence[JobRecord], unheard: Mapping[str, Mapping[str, HostError]]
+) -> dict[str, Any]:
+    """`orch status --json`. cluster: see `cluster_json`."""
+    return {"schema": 1, "cluster": cluster, "jobs": jobs_json(jobs, unheard)["jobs"]}
+
+
+def job_json(job: JobRecord) -> dict[str, Any]:
+    """One job alone: `run`, `cancel`."""
+    return {**jobs_json([job])["jobs"][0], "schema": 1}
+
+
+def nodes_json(
+    answers: Mapping[str, Any], failed: Mapping[str, Exception], more: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What each host answered, or why it did not. more: what holds for all of them."""
+    nodes = {name: {"error": str(failed[name])} if name in failed else asdict(answers[name]) for name in answers}
+    return {"schema": 1, **(more or {}), "nodes": nodes}
+
+
+def pulled_json(
+    job: str,
+    run: RunFolder,
+    outputs: Mapping[str, Listing],
+    errors: Mapping[str, HostError],
+    chosen: Mapping[str, Sequence[Output]],
+    found: Mapping[str, Pulled | HostError],
+) -> dict[str, Any]:
+    """`orch pull --json`."""
+    nodes: dict[str, Any] = {node: {"error": str(error)} for node, error in errors.items()}
+    for node, files in chosen.items():
+        rows = [
+            {"name": file.name, "size": file.size, "changed": changed(file), "here": is_here(run, node, file)}
+            for file in files
+        ]
+        told: dict[str, Any] = {
+            "folder": str(run.files(node)),
+            "files": rows,
+            "skipped": dict(outputs[node].skipped),
+        }
+        pulled = found.get(node)
+        if isinstance(pulled, HostError):
+            told |= {"error": str(pulled)}
+        elif pulled:
+            told |= {"new_files": pulled.files, "new_bytes": pulled.bytes, "left": dict(pulled.left)}
+        nodes[node] = told
+    return {"schema": 1, "job": job, "nodes": nodes}
+
+
+def changed(file: Output) -> str:
+    """When it was changed, in ISO 8601."""
+    return datetime.fromtimestamp(min(file.mtime_ns / 1e9, MAX_TIME_S), timezone.utc).isoformat(timespec="seconds")
+
+
+def plan_json(found: Outlook) -> dict[str, Any]:
+    """`orch plan --json`. Hosts and shares are listed where there are at most MOST_LISTED."""
+    advice, scene = found.advice, found.scene
+    return {
+        "schema": 1,
+        "cluster": found.cluster,
+        "exp": found.exp,
+        "batch": scene.job.batch,
+        "gradient_bytes": gradient_bytes(scene.job.layers),
+        "fidelity": advice.fidelity,
+        "sum_of_parts_samples_per_s": advice.sum_of_parts,
+        "hosts": _host_list(found),
+        "best": {fidelity: _choice(choice, advice) for fidelity, choice in advice.best.items()},
+        "ways": [_choice(choice, advice) for choice in advice.choices],
+        "without": [_what_if(change, advice) for change in advice.without],
+        "what_if": [_what_if(change, advice) for change in advice.what_if],
+        "failures": asdict(found.failures) if found.failures else None,
+        "faster": [each.model_dump() for each in found.faster],
+        "command": found.command or None,
+        "basis": list(found.basis),
+    }
+
+
+def _host_list(found: Outlook) -> list[dict[str, Any]] | None:
+    scene = found.scene
+    if len(scene.hosts) > MOST_LISTED:
+        return None
+    return [
+        {
+            "name": host.name,
+            "ranks": [asdict(speed) for speed in host.speeds],
+            "speed_from": found.speeds_from.get(host.name, "catalogue"),
+            "solo_samples_per_s": found.advice.alone[host.name],
+            "link_bps": site.up_bps if site.up_bps < float("inf") else None,
+        }
+        for host, site in zip(scene.hosts, scene.wire.sites, strict=True)
+    ]
+
+
+def _choice(choice: Choice, advice: Advice) -> dict[str, Any]:
+    forecast = choice.forecast
+    few = len(forecast.shares) <= MOST_LISTED
+    return {
+        "way": asdict(forecast.way),
+        "policy": choice.policy,
+        "shares": list(forecast.shares) if few else None,
+        "local_steps": list(forecast.local_steps) if few and forecast.local_steps else None,
+        "step_ms": forecast.step_ms,
+        "samples_per_s": forecast.samples_per_s,
+        "of_sum": forecast.samples_per_s / advice.sum_of_parts,
+        "sync_ms": forecast.sync_ms,
+        "binds": forecast.binds,
+        "wire_bytes": forecast.wire_bytes,
+        "ranks": [asdict(rank) for rank in forecast.ranks] if few else None,
+    }
+
+
+def _what_if(change: WhatIf, advice: Advice) -> dict[str, Any]:
+    hosts = list(change.hosts) if len(change.hosts) <= MOST_LISTED else len(change.hosts)
+    return {"change": change.change, "hosts": hosts, "choice": _choice(change.choice, advice)}

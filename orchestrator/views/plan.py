@@ -1,9 +1,8 @@
-"""What `orch plan` shows: rows, sentences and the JSON document of an outlook. Pure.
+"""What `orch plan` shows: rows and sentences of an outlook; `documents` has its JSON. Pure.
 
 found = outlook_of(plan, view, chosen=frozenset())
 rows(found)            the best way of each fidelity
 changes(found)         hosts to leave out, what a faster link would bring, ...
-document(found)        `orch plan --json`
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.forecast.advice import FIDELITIES, Advice, Choice, Scene, WhatIf, advise
@@ -278,70 +277,3 @@ def _failure_words(told: Failures) -> str:
         f"failures: {told.a_day:.2g} a day; with a checkpoint every {format_duration(told.every_s)} (each takes "
         f"{format_duration(told.checkpoint_s)}) {100 * told.lost:.2g} % of the time is lost"
     )
-
-
-# ---- for programs ---------------------------------------------------------------------------------------------------
-
-MOST_LISTED = 100
-
-
-def document(found: Outlook) -> dict[str, Any]:
-    """The document of `orch plan --json`. Hosts and shares are listed where there are at most MOST_LISTED."""
-    advice, scene = found.advice, found.scene
-    return {
-        "schema": 1,
-        "cluster": found.cluster,
-        "exp": found.exp,
-        "batch": scene.job.batch,
-        "gradient_bytes": gradient_bytes(scene.job.layers),
-        "fidelity": advice.fidelity,
-        "sum_of_parts_samples_per_s": advice.sum_of_parts,
-        "hosts": _host_list(found),
-        "best": {fidelity: _choice(choice, advice) for fidelity, choice in advice.best.items()},
-        "ways": [_choice(choice, advice) for choice in advice.choices],
-        "without": [_what_if(change, advice) for change in advice.without],
-        "what_if": [_what_if(change, advice) for change in advice.what_if],
-        "failures": asdict(found.failures) if found.failures else None,
-        "faster": [each.model_dump() for each in found.faster],
-        "command": found.command or None,
-        "basis": list(found.basis),
-    }
-
-
-def _host_list(found: Outlook) -> list[dict[str, Any]] | None:
-    scene = found.scene
-    if len(scene.hosts) > MOST_LISTED:
-        return None
-    return [
-        {
-            "name": host.name,
-            "ranks": [asdict(speed) for speed in host.speeds],
-            "speed_from": found.speeds_from.get(host.name, "catalogue"),
-            "solo_samples_per_s": found.advice.alone[host.name],
-            "link_bps": site.up_bps if site.up_bps < float("inf") else None,
-        }
-        for host, site in zip(scene.hosts, scene.wire.sites, strict=True)
-    ]
-
-
-def _choice(choice: Choice, advice: Advice) -> dict[str, Any]:
-    forecast = choice.forecast
-    few = len(forecast.shares) <= MOST_LISTED
-    return {
-        "way": asdict(forecast.way),
-        "policy": choice.policy,
-        "shares": list(forecast.shares) if few else None,
-        "local_steps": list(forecast.local_steps) if few and forecast.local_steps else None,
-        "step_ms": forecast.step_ms,
-        "samples_per_s": forecast.samples_per_s,
-        "of_sum": forecast.samples_per_s / advice.sum_of_parts,
-        "sync_ms": forecast.sync_ms,
-        "binds": forecast.binds,
-        "wire_bytes": forecast.wire_bytes,
-        "ranks": [asdict(rank) for rank in forecast.ranks] if few else None,
-    }
-
-
-def _what_if(change: WhatIf, advice: Advice) -> dict[str, Any]:
-    hosts = list(change.hosts) if len(change.hosts) <= MOST_LISTED else len(change.hosts)
-    return {"change": change.change, "hosts": hosts, "choice": _choice(change.choice, advice)}

@@ -152,7 +152,7 @@ def test_a_host_slow_at_loading_is_named_with_that_reason(tmp_path: Path) -> Non
     fast = [step(n, 32, 3, 20, 47, 1) for n in range(10)]
     straggler = analyse(write_run(tmp_path / "run", TWO, {0: slow, 1: fast})).straggler
     assert straggler is not None
-    assert (straggler.node, straggler.reason) == ("a2000", "loads data for 45.0 ms a step, v100 for 3.0 ms")
+    assert (straggler.node, straggler.reason) == ("a2000", "loads data for 45.0 ms a step, v100 for 3.00 ms")
 
 
 def test_a_host_with_too_large_a_share_is_named_with_that_reason(tmp_path: Path) -> None:
