@@ -90,7 +90,7 @@ def test_auto_leaves_a_host_out_and_says_so_unless_it_is_named():
     plan = dry_run("--set", "strategy=auto")
     assert [node.name for node in plan.nodes] == ["v100"]
     (said,) = (note for note in plan.notes if "leaves out" in note)
-    assert said.startswith("strategy=auto leaves out a2000: v100 alone would take 0.3")
+    assert said.startswith("strategy=auto leaves out a2000: v100 alone would take 3")
     assert "--nodes v100,a2000 keeps them" in said
     assert len(dry_run("--set", "strategy=auto", "--nodes", "a2000,v100").nodes) == 2
     assert len(dry_run("--set", "strategy=auto", "--set", "batch=2048", "--set", "shares=auto").nodes) == 1

@@ -327,11 +327,15 @@ def test_local_in_32_bits_is_shown_no_other(home):
     assert {way["way"]["half_wire"] for way in planned(*words)["ways"]} == {False}
 
 
+def _number(text):
+    return float(text.replace(",", ""))
+
+
 def test_rings_of_hosts_with_several_gpus_are_shown_beside_each_other(tmp_path, monkeypatch):
     monkeypatch.setenv("ORCH_HOME", str(tmp_path))
     shown = orch("plan", *RESNET, "--nodes", "2x4xA16", "--bandwidth", "2.5Gbps").stdout
     flat, by_host = map(
-        float, re.findall(r"one ring through all ranks: (\d+) ms; inside each host first: (\d+)", shown)[0]
+        _number, re.findall(r"one ring through all ranks: ([\d.,]+) ms; inside each host first: ([\d.,]+)", shown)[0]
     )
     assert by_host < flat
 
@@ -462,7 +466,7 @@ def test_the_prediction_stands_beside_the_measurement(tmp_path):
     assert summary.of_prediction == pytest.approx(960 / 1000)
     assert json.loads(run.summary.read_text())["prediction"]["step_ms"] == 95.0
     page = render_report(summary)
-    assert "estimated 1000 samples/s in steps of 95 ms" in page
+    assert "estimated 1,000 samples/s in steps of 95.0 ms" in page
     assert "96 % of it" in page
 
 

@@ -587,7 +587,7 @@ ROW_OF_A = "yield Progress((Row('a', 5, 9, 10.0, 0.5, 0.1, 0.2),), 65.0)"
 def test_bars_stand_below_the_lines_and_leave_their_last_state_alone(row):
     terminal = Terminal([sys.executable, "-c", BARS.replace("ROW", row, 1)], 60)
     assert terminal.ends() == 0
-    table = ["node  step  samples/s  loss  sync  wait", "a      5/9         10   0.5  20 %  10 %", "running 1:05"]
+    table = ["node  step  samples/s  loss  sync  wait", "a      5/9       10.0   0.5  20 %  10 %", "running 1:05"]
     lines = ["[a 0] 100%|####|", "[a 1] 100%|####|", *(table if row else [])]
     assert [text for text in terminal.screen.lines() if text] == [*lines, "the end"]
 

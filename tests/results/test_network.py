@@ -143,7 +143,7 @@ def test_the_terminal_shows_a_line_an_operation(tmp_path: Path, capsys: pytest.C
     told = capsys.readouterr()
     assert told.err == ""
     title, head, *lines = told.out.splitlines()
-    assert title.strip() == "collectives, declared 2.5 Gbps"
+    assert title.strip() == "collectives, declared 2.50 Gbps"
     assert head.split()[0] == "operation"
     assert lines[0].split() == [
         "all_reduce",
@@ -177,7 +177,7 @@ def test_paths_between_hosts_are_told_by_name_each_way(tmp_path: Path, capsys: p
     comparison.print_summary(summary)
     *_, head, first, second = capsys.readouterr().out.splitlines()
     assert head.split() == ["from", "/", "to", "a2000", "v100"]
-    assert (first.split(), second.split()) == (["a2000", "-", "2"], ["v100", "0.5", "-"])
+    assert (first.split(), second.split()) == (["a2000", "-", "2.00"], ["v100", "0.5", "-"])
     assert "Host to host" in write_report(run, summary).read_text()
     plain = run_of_two(tmp_path / "plain")
     assert "Host to host" not in write_report(plain, analyse(plain)).read_text()

@@ -123,7 +123,7 @@ def test_what_the_efficiency_leaves_out_is_named_and_the_whole_run_stands_beside
     assert summary.whole_samples_per_s == pytest.approx(7 * 96 / 9.5)
     text = page_of(run).text
     assert "Left out: the first 3 steps, evaluation and checkpoints." in text
-    assert "Whole run: 9.5s by the wall clock, from the start of the ranks to their end: 70.74 samples/s, 0.07" in text
+    assert "Whole run: 9.5s by the wall clock, from the start of the ranks to their end: 70.7 samples/s, 7 %" in text
     local = summary.model_copy(update={"settings": {"fidelity": "local"}})
     assert local.left_out_words.endswith("checkpoints and the averages that wait for these two or for the end")
     assert summary.model_copy(update={"restarts": 1}).wall_clock_words is None
@@ -186,7 +186,7 @@ def test_a_script_without_metrics_has_a_page_of_exit_codes_gpu_use_and_logs_alon
     (run.rank("v100", 1) / "stderr.log").write_text(f"{'x' * 20_000}\n\x1b[31m{HOSTILE}\n")
     page = page_of(run)
     assert_self_contained(page)
-    for shown in ("exit code 7", "ended by SIGKILL", "not known", "80 %", "3.0GiB", "nodes/v100/rank-1/stderr.log"):
+    for shown in ("exit code 7", "ended by SIGKILL", "unknown", "80 %", "3.0GiB", "nodes/v100/rank-1/stderr.log"):
         assert shown in page.text
     assert HOSTILE in page.text
     assert "No rank wrote metrics" in page.text

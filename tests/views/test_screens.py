@@ -66,17 +66,19 @@ def test_a_long_failure_is_folded_beside_whole_ids(screen):
     assert " ".join(word for line in lines for word in line.split() if word == "SIGKILL,") == "SIGKILL,"
 
 
-@pytest.mark.parametrize(("width", "dropped"), [(80, {"wire", "of"}), (70, {"wire", "of", "shares"}), (110, set())])
+@pytest.mark.parametrize(
+    ("width", "dropped"), [(80, {"network", "of"}), (70, {"network", "of", "shares"}), (110, set())]
+)
 def test_a_plan_on_a_narrow_screen_drops_columns_and_no_digit(home, monkeypatch, width, dropped):  # noqa: F811
     found = json.loads(orch("plan", *RESNET, "--json").stdout)["best"]
     monkeypatch.setattr(console.out, "width", width)
     lines = [line.rstrip() for line in orch("plan", *RESNET).stdout.splitlines()]
     header, *rows = [line for line in lines if re.match(r"(fidelity|exact|half|compressed|local)\b", line)]
     assert len(rows) == 4 and max(map(len, (header, *rows))) <= width
-    assert {"wire", "of", "shares"} - set(header.split()) == dropped
+    assert {"network", "of", "shares"} - set(header.split()) == dropped
     for row in rows:
         best = found[row.split()[0]]
-        assert {f"{best['samples_per_s']:.4g}", f"{best['step_ms']:.4g}"} <= set(row.split())
+        assert {numbers.figure(best["samples_per_s"]), numbers.figure(best["step_ms"])} <= set(row.split())
 
 
 def test_the_comparison_of_hosts_fits_sixty_columns(screen, tmp_path):
