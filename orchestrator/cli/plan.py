@@ -96,10 +96,10 @@ def _imagined(exp: str, settings: tuple[str, ...], nodes: str, bandwidth: float 
 
     groups = parse_groups(nodes)
     if bandwidth is None:
-        raise UsageError("the links of hosts that you do not have are not known", "say --bandwidth 2.5Gbps")
+        raise UsageError("the links of hosts that you do not have are unknown", "give --bandwidth 2.5Gbps")
     request = read_wish(Words(exp=exp, settings=settings)).request
     if request.training is None:
-        raise UsageError(f"{exp} trains nothing that could be foreseen", "choose another --exp")
+        raise UsageError(f"{exp} trains nothing whose speed could be predicted", "choose another --exp")
     return imagined_outlook(groups, request.training, bandwidth, request.chosen)
 
 

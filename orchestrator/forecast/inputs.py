@@ -80,7 +80,7 @@ def look(
     """
     settings = plan.training
     if settings is None:
-        raise UsageError(f"{plan.exp} trains nothing that could be foreseen", "choose another --exp")
+        raise UsageError(f"{plan.exp} trains nothing whose speed could be predicted", "choose another --exp")
     layers = network_of(settings)
     by_hand = parse_speeds(settings.speeds)
     told = {node.name: _speeds(node, settings.exp, by_hand, profiles, layers) for node in plan.nodes}
@@ -117,7 +117,7 @@ def _speeds(
         return (estimate_speed(gpu, layers),) * node.ranks, "catalogue"
     what = f"its GPU, {node.gpu}," if node.device == "cuda" else "a CPU"
     raise UsageError(
-        f"{node.name}: how fast it is is not known: no profile, and {what} is not in the catalogue",
+        f"{node.name}: its speed is unknown: no profile, and {what} is not in the catalogue",
         f"measure it: `orch profile --exp {exp}`, with the same --set",
     )
 
@@ -422,7 +422,7 @@ def with_best_way(draft: Draft, settings: Settings, view: View) -> Draft:
         raise UsageError(f"strategy=auto: no strategy fits fidelity {fidelity} and these settings", "name one")
     forecast, changes = max(forecasts, key=lambda each: each[0].samples_per_s)
     words = ", ".join(f"{key}={value}" for key, value in changes.items())
-    predicted = f"predicted at {forecast.samples_per_s:.4g} samples/s"
+    predicted = f"predicted at {format_figure(forecast.samples_per_s)} samples/s"
     return draft.settled(changes, f"strategy=auto: {words} ({fidelity}), {predicted}")
 
 

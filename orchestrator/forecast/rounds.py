@@ -14,6 +14,7 @@ from dataclasses import replace
 from orchestrator.errors import UsageError
 from orchestrator.forecast.inputs import View, forecast_in, way_of
 from orchestrator.planning.draft import Draft
+from orchestrator.units import format_figure
 from trainer.shared.config import LOCAL_STEPS, Settings
 
 NEAR = 0.99
@@ -38,7 +39,8 @@ def with_rounds(draft: Draft, view: View | UsageError) -> Draft:
         return _samples_per_s(settings, draft.shares, view, every, overlap)
 
     every, overlap = fewest_steps(speed, asked)
-    words = f"{every}, {overlap} of them while an average travels: predicted at {speed(every, overlap):.4g} samples/s"
+    predicted = f"predicted at {format_figure(speed(every, overlap))} samples/s"
+    words = f"{every}, {overlap} of them while an average travels: {predicted}"
     return _decided(draft, every, overlap, f"{words}, within 1 % of the most that {LOCAL_STEPS} would bring")
 
 

@@ -42,7 +42,5 @@ def elastic_notes(elastic: Elastic, request: RunRequest, left_out: Sequence[str]
     if left_out:
         notes.append(f"{', '.join(left_out)}: left out, --elastic takes at most {elastic.max_nodes} nodes")
     if request.kind == "experiment" and not (request.training and request.training.checkpoint_every):
-        notes.append(
-            "elastic without checkpoints: ranks that are started anew begin at step 0; set checkpoint_every, like 500"
-        )
+        notes.append("elastic without checkpoints: restarted ranks begin at step 0; set checkpoint_every, like 500")
     return tuple(notes)

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from orchestrator.hosts.masking import mask, masked_env
 from orchestrator.record import SCHEMA, Owner, Record
+from orchestrator.units import format_figure, format_percent
 from trainer.shared.config import AnySettings, Settings, SettingsError, settings_from
 
 LOCAL_RANK = "--local_rank={LOCAL_RANK}"

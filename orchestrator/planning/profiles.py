@@ -18,6 +18,7 @@ from pydantic import Field
 from orchestrator.hosts.facts import NodeFacts
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.record import SCHEMA, Record
+from orchestrator.units import format_percent
 from trainer.shared.config import Settings
 from trainer.shared.metrics import LATE
 from trainer.shared.replays import why_not_replayed

@@ -11,7 +11,6 @@ import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from orchestrator.forecast.advice import FIDELITIES, Advice, Choice, Scene, WhatIf, advise
 from orchestrator.forecast.faster import predicted
@@ -24,7 +23,8 @@ from orchestrator.forecast.step import STRATEGIES, Host
 from orchestrator.planning.command_line import run_line
 from orchestrator.planning.launch_plan import LIMITS, Faster, LaunchPlan
 from orchestrator.planning.profiles import GPU_SETTINGS
-from orchestrator.units import format_bandwidth, format_duration
+from orchestrator.units import counted, format_bandwidth, format_duration
+from orchestrator.views.numbers import figure, percent
 from trainer.shared.config import Settings
 from trainer.shared.shares import WORDS
 

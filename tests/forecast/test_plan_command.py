@@ -467,7 +467,7 @@ def test_the_prediction_stands_beside_the_measurement(tmp_path):
     assert json.loads(run.summary.read_text())["prediction"]["step_ms"] == 95.0
     page = render_report(summary)
     assert "estimated 1,000 samples/s in steps of 95.0 ms" in page
-    assert "96 % of it" in page
+    assert "96 % of the prediction" in page
 
 
 def test_a_run_without_a_prediction_has_none_to_show(tmp_path):
