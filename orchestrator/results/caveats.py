@@ -18,7 +18,7 @@ from orchestrator.results.measure import Figures
 from orchestrator.results.network import measures_collectives
 from orchestrator.results.summary import NodeSummary
 from orchestrator.text import one_line
-from orchestrator.units import counted, format_bytes
+from orchestrator.units import counted, format_bytes, format_percent
 from trainer.shared.metrics import SCHEMA
 
 
@@ -44,7 +44,7 @@ def missing(plan: LaunchPlan, events: Events, figures: Figures) -> Iterable[str]
     if figures.reported and len(figures.reported) < plan.world_size:
         yield (
             f"{len(figures.reported)} of {plan.world_size} ranks reported steps: the cluster's speed is theirs alone, "
-            "and waits, efficiency and straggler cannot be told."
+            "and waits, efficiency and straggler are unknown."
         )
 
 
@@ -52,7 +52,7 @@ def warnings(plan: LaunchPlan, events: Events, figures: Figures, nodes: tuple[No
     """What is here and could not be used, or says less than it seems to."""
     starts = events.starts()
     if times := max(starts.values(), default=1) - 1:
-        yield f"The ranks were started anew {_times(times)}; speeds and times are those after the last start."
+        yield f"The ranks were restarted {_times(times)}; speeds and times are those after the last start."
     node_of = {rank: node.name for node in plan.nodes for rank in node.rank_numbers}
     for rank, rejects in sorted(events.rejects.items()):
         for words in _rejected(rejects, was_restarted=starts.get(rank, 0) >= 2):
@@ -90,7 +90,7 @@ def _why_not_valid(node: NodePlan, events: Events) -> str:
     if not any(end.get("valid") is False for end in told):
         return "not every rank has confirmed, in a last record, that it kept its pace"
     late = max((value for end in told if (value := number(end, "lateness")) is not None), default=None)
-    by = "" if late is None else f" (backward ended {100 * late:.1f} % of a step late)"
+    by = "" if late is None else f" (backward ended {format_percent(late, 1)} of a step late)"
     return f"the lab's CPU was the limit{by}"
 
 
