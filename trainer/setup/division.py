@@ -1,0 +1,42 @@
+"""How an update is divided over the ranks: the sample stream, each rank's share, and its micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainer.compute.microbatches import MicroBatches
+from trainer.data.loading import agree_on_facts
+from trainer.data.sample_stream import RankBatches, SampleStream
+from trainer.ranks.rank_info import RankInfo
+from trainer.setup.network import needs_pairs
+from trainer.setup.shares import shares_of_ranks
+from trainer.shared.config import Settings
+from trainer.shared.experiments import DataSet
+from trainer.shared.shares import Speed
+
+
+@dataclass(frozen=True)
+class Division:
+    """shares: samples of a full batch for each rank. speeds: what is known of each rank's. last_step: updates of the
+    whole run.
+    """
+
+    facts: DataSet
+    order: RankBatches
+    micro_batches: MicroBatches
+    shares: tuple[int, ...]
+    speeds: list[Speed | None]
+    last_step: int
+
+
+def divide(settings: Settings, info: RankInfo) -> Division:
+    """Waits for all ranks. Raises TrainError where shares or data do not fit the ranks."""
+    shares, speeds = shares_of_ranks(settings, info)
+    facts = agree_on_facts(settings, info)
+    stream = SampleStream(facts.train_samples, settings.batch, shares, settings.seed, needs_pairs(settings, facts))
+    whole = settings.epochs * stream.steps
+    # fsdp gathers weights in each micro-batch: no rank may take one more than another.
+    caps = [speed.cap if speed else settings.local_batch or None for speed in speeds]
+    micro_batches = MicroBatches(settings.accumulate, caps, together=settings.strategy == "fsdp")
+    last_step = min(whole, settings.steps or whole)
+    return Division(facts, RankBatches(stream, info.rank), micro_batches, shares, speeds, last_step)
