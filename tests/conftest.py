@@ -56,15 +56,25 @@ class FailuresAtOnce:
             screen.write_line(report.longreprtext[-4000:])
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    if config.getoption("dist") == "loadfile":
+        from tests.support.together import TogetherScheduling
+
+        return TogetherScheduling(config, log)
+    return None
+
+
 LONGEST = """
-chaos/test_chaos provision/test_setup trainer/test_strategies lab/test_jobs jobs/test_elastic jobs/test_log_fidelity
-jobs/test_resume studies/test_sweep lab/test_wire lab/test_ports lab/test_resume neighbours/test_neighbours
-trainer/test_run trainer/test_checkpoint trainer/test_sync trainer/test_rebalance trainer/test_spawn
-remote/test_supervisor jobs/test_controller_crash transport/test_noise jobs/test_live transport/test_ssh test_security
-lab/test_refusals provision/test_push hosts/test_ownership jobs/test_rescan jobs/test_full_disk
-remote/test_host_limits results/test_analyse planning/test_profiles cli/test_readme lab/test_itself
+trainer/test_strategies trainer/test_checkpoint trainer/test_spawn trainer/test_run
+cuda/test_cuda_speed cuda/test_cuda_time_line remote/test_supervisor chaos/test_chaos
+jobs/test_elastic jobs/test_resume lab/test_jobs provision/test_setup jobs/test_log_fidelity hosts/test_ownership
+studies/test_sweep lab/test_resume jobs/test_controller_crash neighbours/test_neighbours lab/test_ports
+planning/test_profiles cli/test_readme jobs/test_rescan cli/test_node_add remote/test_host_limits lab/test_wire
+jobs/test_full_disk cli/test_cli results/test_analyse provision/test_push transport/test_noise transport/test_ssh
+lab/test_refusals jobs/test_live test_security
 """.split()  # noqa: SIM905
-"""Files by what they took, the longest first."""
+"""Files by the processor time that they took, the longest first."""
 
 
 def pytest_collection_modifyitems(config, items):
