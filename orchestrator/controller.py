@@ -30,17 +30,19 @@ from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.facts import NodeFacts
 from orchestrator.hosts.probe import probe
-from orchestrator.jobs import collect, pull, rescan
-from orchestrator.jobs import launch as job
+from orchestrator.jobs import collect, control, pull, rescan
 from orchestrator.jobs.faults import fault_words
 from orchestrator.jobs.frames import Agent, Beat, Piece
 from orchestrator.jobs.heard import Heard
+from orchestrator.jobs.launch import launch
 from orchestrator.jobs.lines import Bars, Line, Splitter
 from orchestrator.jobs.live import LiveView, Notice, Progress, Silence
 from orchestrator.jobs.pull import Listing, Output, Pulled, list_outputs
 from orchestrator.jobs.record import ENDED, FINAL_STATES, JobRecord
 from orchestrator.jobs.resume import last_checkpoint, settings_of
 from orchestrator.jobs.stall import News
+from orchestrator.jobs.state import combine, is_half_started
+from orchestrator.jobs.watch import watch, watch_records
 from orchestrator.owner import read_owner
 from orchestrator.paths import RUNS, RunFolder
 from orchestrator.planning.build import build_plan
@@ -234,15 +236,15 @@ class Controller:
         self._settle_half_starts()
         hosts = self._reach(cluster, plan)
         self._look_at_gpus(plan, hosts)
-        with self.store.launching(record, plan) as launch:
+        with self.store.launching(record, plan) as start:
 
             def undone() -> None:
                 self.store.save_job(record.model_copy(update={"state": "cancelled", "ended": now_utc()}))
                 self.store.nothing_to_collect(record.id)
-                launch.over()
+                start.over()
 
-            job.launch(plan, hosts, blob, undone)
-            launch.over()
+            launch(plan, hosts, blob, undone)
+            start.over()
         return hosts
 
     def _settle_half_starts(self) -> None:
@@ -293,7 +295,7 @@ class Controller:
         is_silent, bars_due = until_end, time.monotonic() + BARS_S
         news = News(plan)
         ended_at: float | None = None
-        for name, item in job.watch(plan, hosts, offsets={}, follow=until_end, reconnect=self.connections.reopen):
+        for name, item in watch(plan, hosts, offsets={}, follow=until_end, reconnect=self.connections.reopen):
             has_word = heard.take(name, item, now_s := time.monotonic())
             if isinstance(item, HostError) and not (until_end and isinstance(item, ConnectError)):
                 refused.append(item)  # its key changed, say: what it prints is not shown any more
@@ -407,9 +409,9 @@ class Controller:
         launched = not self.store.home.launching(record.id).exists()  # before the hosts are asked
         away = {node.name: silent[node.name] for node in plan.nodes if node.name in silent}
         hosts, unreachable = self.hosts_of(plan, without=away)
-        found: dict[str, Mapping[str, Any] | HostError] = {**away, **unreachable, **job.agents(plan, hosts)}
+        found: dict[str, Mapping[str, Any] | HostError] = {**away, **unreachable, **control.agents(plan, hosts)}
         if self.store.is_half_started(record.id):
-            if job.is_half_started(found):
+            if is_half_started(found):
                 found = {**away, **unreachable, **self._end(plan, hosts, fence=True)}
             if not errors_by_node(found):
                 self.store.start_is_over(record.id)
@@ -435,9 +437,9 @@ class Controller:
         self, plan: LaunchPlan, hosts: Mapping[str, Host], *, fence: bool
     ) -> dict[str, Mapping[str, Any] | HostError]:
         """Asks these hosts to end the job, and waits for their last records."""
-        found: dict[str, Mapping[str, Any] | HostError] = {**errors_by_node(job.cancel(plan, hosts, fence=fence))}
+        found: dict[str, Mapping[str, Any] | HostError] = {**errors_by_node(control.cancel(plan, hosts, fence=fence))}
         deadline = time.monotonic() + 2 * plan.grace_s + CANCEL_S
-        for name, item in job.watch(plan, hosts, offsets={}, follow=True, files=False):
+        for name, item in watch_records(plan, hosts):
             if isinstance(item, HostError):
                 found[name] = item
             elif isinstance(item, Agent):
@@ -469,8 +471,8 @@ class Controller:
         sound = [job_id for job_id in self.store.job_ids() if job_id not in self.store.damaged()]
         newer = [job_id for job_id, error in self.store.damaged().items() if not isinstance(error, StateError)]
         known = [*sound, *newer]
-        deadline_s = job.MAX_RECALLS * job.ASK_S
-        asked = self.connections.each(cluster.nodes, lambda host: job.recall(host, known), deadline_s=deadline_s)
+        deadline_s = control.RECALL_S
+        asked = self.connections.each(cluster.nodes, lambda host: control.recall(host, known), deadline_s=deadline_s)
         answers = values(asked)
         problems |= errors_by_node(asked)
         found = rescan.recall(answers, cluster)
@@ -482,7 +484,7 @@ class Controller:
         rebuilt = []
         for job_id, plan in found.plans.items():
             agents: dict[str, Mapping[str, Any] | HostError] = {**rescan.agents_of(job_id, plan, answers)}
-            record = job.combine(plan, agents, rescan.record_of(plan), datetime.now(timezone.utc))
+            record = combine(plan, agents, rescan.record_of(plan), datetime.now(timezone.utc))
             self.store.save_job(record, plan)
             if plan.owner != read_owner(self.store.home):  # `orch down` takes it from nobody
                 self.store.nothing_to_collect(record.id)
@@ -516,7 +518,7 @@ class Controller:
         self, plan: LaunchPlan, found: Mapping[str, Mapping[str, Any] | HostError], *, launched: bool = False
     ) -> JobRecord:
         now = datetime.now(timezone.utc)
-        return self.store.change_job(plan.job, lambda known: job.combine(plan, found, known, now, launched=launched))
+        return self.store.change_job(plan.job, lambda known: combine(plan, found, known, now, launched=launched))
 
     # ---- cleaning up ------------------------------------------------------------------------------------------
 

@@ -25,9 +25,10 @@ from orchestrator.hosts import belongings
 from orchestrator.hosts.belongings import Cleared, Who
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.facts import Interface
-from orchestrator.jobs import launch as job
+from orchestrator.jobs import control
 from orchestrator.jobs.collect import collect
 from orchestrator.jobs.frames import read_frames
+from orchestrator.jobs.launch import launch
 from orchestrator.paths import Home, RunFolder
 from orchestrator.record import Owner
 from orchestrator.remote.processes import MARK
@@ -174,10 +175,10 @@ def test_whatever_a_host_answers_to_a_request_it_is_an_error_of_ours(answer, tmp
     controller = Controller(store, Reaching(host))
     said = []
     with pytest.raises(OrchError) as refused:
-        job.launch(one, {"a": host}, b"")
+        launch(one, {"a": host}, b"")
     said += [str(error) for error in getattr(refused.value, "errors", [refused.value])]
     found = [*controller.clusters.reap(cluster, end=True).values(), *controller.clusters.down(cluster).values()]
-    found += [*job.agents(one, {"a": host}).values()]
+    found += [*control.agents(one, {"a": host}).values()]
     record = controller.refresh(store.job("fuzz"))
     said += [str(error) for error in found if isinstance(error, HostError)]
     assert all(text.isprintable() and len(text) < 800 for text in said)

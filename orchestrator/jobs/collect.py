@@ -28,8 +28,8 @@ from typing import IO, Any
 
 from orchestrator.errors import HostError, OrchError, ProbeError
 from orchestrator.files import flock, sync, write_json
-from orchestrator.jobs import launch as job
 from orchestrator.jobs.frames import HEAD_BYTES, Agent, End, Held, Piece, names_of
+from orchestrator.jobs.watch import watch
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.text import one_line
@@ -142,7 +142,7 @@ def _pull(
     look_at = LOOK_BYTES
     offsets = {name: pulls[name].held() for name in hosts}
     try:
-        for name, item in job.watch(plan, hosts, offsets=offsets, follow=False, limit_bytes=limit_bytes):
+        for name, item in watch(plan, hosts, offsets=offsets, follow=False, limit_bytes=limit_bytes):
             if isinstance(item, HostError):
                 collected.errors[name] = item
             elif isinstance(item, Piece):

@@ -2,7 +2,7 @@
 
     heard = Heard()
     if heard.take("a", frame, now_s):           # something changed that the job's state may depend on
-        job.combine(plan, heard.found(now_s), known, now)
+        combine(plan, heard.found(now_s), known, now)
 
 A host that loses power says nothing more, and its last record says for ever that its supervisor lives. So a record
 that speaks of the present counts only while its host is heard, or was a moment ago; what is said of an end stays said.

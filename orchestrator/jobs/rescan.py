@@ -1,7 +1,7 @@
 """Rebuilds what this controller lost of its jobs from what their hosts remember. Pure.
 
     plan = adopt(answer["plan"], cluster, node="v100", job="mnist_lenet-20261121-0912-k3f")
-    record = record_of(plan)            # `job.combine` then finds its state
+    record = record_of(plan)            # `state.combine` then finds its state
 
 No host is taken at its word. A plan that comes from one is for reading only (logs, cancel, collect): nothing is ever
 launched from it. Where the job's hosts are and how Python starts there is the inventory's word, everything that is

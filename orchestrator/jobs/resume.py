@@ -13,12 +13,11 @@ import posixpath
 from typing import Any
 
 from orchestrator.errors import UsageError
+from orchestrator.jobs.control import ask_host
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.transport import ask
 from orchestrator.transport.ask import Host
 from trainer.shared.experiments import EXPERIMENTS
-
-ASK_S = 30.0
 
 
 def settings_of(plan: LaunchPlan) -> tuple[str, dict[str, Any]]:
@@ -57,8 +56,7 @@ def last_checkpoint(plan: LaunchPlan, host: Host) -> str:
 
 def _newest(plan: LaunchPlan, host: Host, folder: str) -> str | None:
     """folder: "" for the job's own."""
-    request = {"action": "checkpoint", "workdir": plan.node(host.node).workdir, "job": plan.job, "folder": folder}
-    answer = ask.ask(host, "control", request, timeout_s=ASK_S)
+    answer = ask_host(host, plan, "checkpoint", folder=folder)
     return ask.understood(host.node, lambda: _path(answer["path"]))
 
 

@@ -14,9 +14,10 @@ from pathlib import Path
 from orchestrator.controller import Controller
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.inventory import load_inventory
-from orchestrator.jobs import launch as job
 from orchestrator.jobs.collect import claimed, collect
+from orchestrator.jobs.launch import launch
 from orchestrator.jobs.record import JobRecord
+from orchestrator.jobs.watch import watch
 from orchestrator.paths import Home, RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.store import Store
@@ -32,9 +33,9 @@ def main() -> None:
         hosts = connections.open(nodes)
         assert all(isinstance(host, Host) for host in hosts.values()), hosts
         if action == "launch":
-            job.launch(plan, hosts, (folder / "blob").read_bytes())
+            launch(plan, hosts, (folder / "blob").read_bytes())
         elif action == "follow":
-            for _ in job.watch(plan, hosts, offsets={}, follow=True):
+            for _ in watch(plan, hosts, offsets={}, follow=True):
                 pass
         elif action == "stay":
             stay(plan, hosts, connections, Store(Home(folder / "home")))

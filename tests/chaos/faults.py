@@ -23,7 +23,7 @@ from lab_net import Link
 from orchestrator.errors import OrchError
 from orchestrator.hosts import belongings
 from orchestrator.hosts.belongings import Who
-from orchestrator.jobs import launch as job
+from orchestrator.jobs import control
 from orchestrator.planning.build import RENDEZVOUS_PORT
 from orchestrator.record import Owner
 from orchestrator.transport import ask
@@ -360,7 +360,7 @@ def controller_killed_launching(r: Round) -> Generator[bool, None, Expected]:
     r.tell("controller killed")
     with contextlib.suppress(OrchError):
         r.launch()
-    job.cancel(r.plan, r.cell.connect(), fence=True)
+    control.cancel(r.plan, r.cell.connect(), fence=True)
     return Expected(state="cancelled|lost", logs_whole=False, detected_s=60.0)
 
 

@@ -18,9 +18,11 @@ from typing import Any
 
 from orchestrator.errors import OrchError
 from orchestrator.hosts.belongings import Who
-from orchestrator.jobs import launch as job
+from orchestrator.jobs import control
 from orchestrator.jobs.collect import Collected, claimed, collect
+from orchestrator.jobs.launch import launch
 from orchestrator.jobs.record import JobRecord
+from orchestrator.jobs.state import combine
 from orchestrator.paths import RunFolder
 from orchestrator.planning.build import RENDEZVOUS_PORT, torchrun_arguments
 from orchestrator.planning.bundle import pack_folder
@@ -134,10 +136,10 @@ class Round:
         return launcher_arguments("{job_dir}/src/fake_torchrun.py", ranks, index, master)
 
     def launch(self) -> None:
-        job.launch(self.plan, self.cell.connect(), self.blob)
+        launch(self.plan, self.cell.connect(), self.blob)
 
     def cancel(self) -> None:
-        job.cancel(self.plan, self.cell.connect())
+        control.cancel(self.plan, self.cell.connect())
 
     def wait_running(self) -> None:
         everywhere = set(self.cell.names)
@@ -298,7 +300,7 @@ def _look_back(round_: Round, expected: Expected, outcome: Outcome) -> None:
     known = JobRecord(
         schema=1, id=round_.job, state="running", exp="script.py", cluster="chaos", nodes=tuple(round_.cell.names)
     )
-    record = job.combine(round_.plan, collected.agents, known, datetime.now(timezone.utc))
+    record = combine(round_.plan, collected.agents, known, datetime.now(timezone.utc))
     round_.tell("ended", state=record.state, first_failure=record.first_failure and record.first_failure.model_dump())
     outcome.wrong += invariants.broken(round_, expected, record, collected)
 

@@ -11,9 +11,9 @@ import pytest
 
 from orchestrator.errors import ConnectError, OrchError
 from orchestrator.jobs import collect as collecting
-from orchestrator.jobs import launch as jobs
 from orchestrator.jobs.collect import HeldError, claimed, collect
 from orchestrator.jobs.frames import Piece
+from orchestrator.jobs.watch import watch
 from orchestrator.paths import RunFolder
 from orchestrator.record import write_record
 from orchestrator.results.analyse import analyse
@@ -331,7 +331,7 @@ def test_a_link_in_place_of_a_log_is_not_followed(ended, run, tmp_path):
 
 
 def wait_for_first_line(job):
-    for _, item in jobs.watch(job.plan, job.hosts, offsets={}, follow=True):
+    for _, item in watch(job.plan, job.hosts, offsets={}, follow=True):
         if isinstance(item, Piece) and b"first" in item.data:
             return
 
@@ -347,7 +347,7 @@ def test_who_only_looks_gets_every_byte_though_the_host_hangs_up_on_a_pager_at_r
             return breaking(ended.hosts[name], after)
 
         hosts = {"a": breaking(ended.hosts["a"], after)}
-        items = [item for _, item in jobs.watch(ended.plan, hosts, offsets={}, follow=False, reconnect=again)]
+        items = [item for _, item in watch(ended.plan, hosts, offsets={}, follow=False, reconnect=again)]
         came = b"".join(item.data for item in items if isinstance(item, Piece) and item.file == "rank-0/stdout.log")
         return came, [item for item in items if isinstance(item, ConnectError)]
 

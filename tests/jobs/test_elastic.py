@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import UsageError
-from orchestrator.jobs import launch as job
+from orchestrator.jobs import control
 from orchestrator.jobs.faults import fault_words, faults_of, lost_nodes
 from orchestrator.jobs.record import Fault, JobRecord
+from orchestrator.jobs.state import combine
 from orchestrator.planning.elastic import parse_elastic
 from orchestrator.planning.launch_plan import Elastic
 from orchestrator.remote import processes
@@ -138,7 +140,7 @@ KEYS = ("node", "rank", "reason", "after_s", "restart", "secondary", "log_line",
 @given(st.dictionaries(st.sampled_from("abc"), st.lists(st.dictionaries(st.sampled_from(KEYS), HOSTILE)) | HOSTILE))
 def test_whatever_hosts_tell_of_faults_it_is_a_job_record(faults):
     found = {name: {"faults": told} for name, told in faults.items()}
-    record = job.combine(ELASTIC, found, known(), job.datetime.now(job.timezone.utc))
+    record = combine(ELASTIC, found, known(), datetime.now(timezone.utc))
     assert JobRecord.model_validate_json(record.model_dump_json(by_alias=True)) == record
     assert all(fault_words(one).isprintable() for one in record.faults)
 
@@ -146,17 +148,17 @@ def test_whatever_hosts_tell_of_faults_it_is_a_job_record(faults):
 def test_a_lost_hosts_own_word_says_why_also_when_it_comes_late():
     guess = {**fault("c", None, 9.0), "reason": "its supervisor is gone: killed, or the host went down"}
     own = {"kind": "supervisor", "node": "c", "reason": "the supervisor was killed by SIGKILL", "signal": "SIGKILL"}
-    now = job.datetime.now(job.timezone.utc)
+    now = datetime.now(timezone.utc)
     records = {"a": {"faults": [guess], "state": "succeeded"}, "b": {"state": "succeeded"}}
-    ended = job.combine(ELASTIC, records, known("running"), now)
+    ended = combine(ELASTIC, records, known("running"), now)
     assert [one.reason for one in ended.faults] == [guess["reason"]]
     late = {**records, "c": {"state": "failed", "first_failure": own}}
     for before in (known("running"), ended):
-        found = job.combine(ELASTIC, late, before, now).faults
+        found = combine(ELASTIC, late, before, now).faults
         assert told(found) == [("c", None, 9.0)]
         assert (found[0].reason, found[0].signal) == (own["reason"], own["signal"])
     of_another = {**late, "c": {"state": "failed", "first_failure": {**own, "node": "a"}}}
-    assert job.combine(ELASTIC, of_another, ended, now).faults == ended.faults
+    assert combine(ELASTIC, of_another, ended, now).faults == ended.faults
 
 
 @pytest.mark.parametrize("kind", ["lost", "supervisor"])
@@ -166,9 +168,9 @@ def test_a_lost_host_speaks_of_its_own_end_alone(kind):
         "alive": False,
         "first_failure": {"kind": kind, "node": "c", "reason": "its lease is over"},
     }
-    now = job.datetime.now(job.timezone.utc)
-    assert job.combine(ELASTIC, {"c": own}, known("running"), now).state == "running"
-    assert job.combine(PLAN, {"c": own}, known("running"), now).state == "failed"
+    now = datetime.now(timezone.utc)
+    assert combine(ELASTIC, {"c": own}, known("running"), now).state == "running"
+    assert combine(PLAN, {"c": own}, known("running"), now).state == "failed"
 
 
 def test_a_job_of_an_earlier_version_has_no_faults():
@@ -332,7 +334,7 @@ def test_a_cancel_starts_nothing_anew(tmp_path):
     with gang(tmp_path, says, ranks=(1, 1, 1), torch_free=False, elastic=TWO_OF_THREE, grace_s=5.0) as made:
         made.launch()
         made.wait_running()
-        job.cancel(made.plan, made.hosts)
+        control.cancel(made.plan, made.hosts)
         assert made.wait().state == "cancelled"
         causes = [rank["cause"] for agent in made.agents().values() for rank in agent["ranks"].values()]
         assert causes == ["asked by SIGINT"] * 3

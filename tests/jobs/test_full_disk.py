@@ -18,9 +18,9 @@ from orchestrator.controller import Controller
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.inventory import Node
-from orchestrator.jobs import launch as jobs
 from orchestrator.jobs.frames import Piece
 from orchestrator.jobs.live import Notice
+from orchestrator.jobs.watch import watch
 from orchestrator.paths import Home
 from orchestrator.remote.pump import PIPE_BYTES, Pump
 from orchestrator.store import Store
@@ -191,7 +191,7 @@ def test_output_that_a_failing_disk_dropped_is_told_at_the_end_by_the_masters_wo
 
 def wait_for(job, text):
     waiting = set(range(job.plan.world_size))
-    for _, item in jobs.watch(job.plan, job.hosts, offsets={}, follow=True):
+    for _, item in watch(job.plan, job.hosts, offsets={}, follow=True):
         if isinstance(item, Piece) and text in item.data:
             waiting.discard(item.rank)
         if not waiting:

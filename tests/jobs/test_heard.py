@@ -7,7 +7,7 @@ import pytest
 from orchestrator.errors import ConnectError, HostError
 from orchestrator.jobs.frames import Agent, Beat
 from orchestrator.jobs.heard import SILENT_S, Heard
-from orchestrator.jobs.launch import combine
+from orchestrator.jobs.state import combine
 from orchestrator.planning.launch_plan import Elastic
 from tests.jobs.test_state import GONE, PLAN, alive, known, over
 

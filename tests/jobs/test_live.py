@@ -318,7 +318,7 @@ def test_a_burst_of_news_gives_its_first_and_its_last_value(monkeypatch):
     lines = [line(event="step", step=step, samples=1, t_ms=1.0) for step in range(50)]
     offsets = itertools.accumulate((len(data) for data in lines), initial=0)
     burst = [("a", Piece("rank-0/metrics.jsonl", 0, at, data)) for at, data in zip(offsets, lines, strict=False)]
-    monkeypatch.setattr(controller.job, "watch", lambda *_, **__: iter(burst))
+    monkeypatch.setattr(controller, "watch", lambda *_, **__: iter(burst))
     monkeypatch.setattr(controller, "PROGRESS_S", 60.0)
     followed = Controller(None, SimpleNamespace(reopen=None)).follow(plan_of(a=1), {})
     assert [event.rows[0].step for event in followed] == [1, 50]
@@ -329,7 +329,7 @@ def test_ranks_are_starting_until_the_first_line_or_metric_and_bars_come_folded(
     for text in ("\r 1%", "\r 2%\r 3%", "\r 4%\nend\n"):
         items.append(("a", Piece("rank-0/stderr.log", 0, offset, text.encode())))
         offset += len(text)
-    monkeypatch.setattr(controller.job, "watch", lambda *_, **__: iter(items))
+    monkeypatch.setattr(controller, "watch", lambda *_, **__: iter(items))
     monkeypatch.setattr(controller, "BARS_S", -1.0)  # with each word that comes
     events = list(Controller(None, SimpleNamespace(reopen=None)).follow(plan_of(a=1), {}))
     assert [type(event) for event in events] == [Silence, Silence, Bars, Bars, tuple, Bars]
@@ -344,7 +344,7 @@ def test_each_fault_of_an_elastic_job_is_told_once_wherever_it_comes_to_stand(mo
         SimpleNamespace(state="running", faults=faults, stall=None, joined=None)
         for faults in ((later,), (earlier, later), (earlier, later))
     ]
-    monkeypatch.setattr(controller.job, "watch", lambda *_, **__: iter([("a", Agent({}))] * 3))
+    monkeypatch.setattr(controller, "watch", lambda *_, **__: iter([("a", Agent({}))] * 3))
     monkeypatch.setattr(Controller, "_remember", lambda *_: records.pop(0))
     followed = Controller(None, SimpleNamespace(reopen=None)).follow(plan_of(a=1, b=1), {})
     told = [event.text for event in followed if isinstance(event, controller.Notice)]

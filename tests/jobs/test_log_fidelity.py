@@ -23,10 +23,10 @@ import pytest
 from orchestrator.controller import Controller
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.inventory import load_inventory
-from orchestrator.jobs import launch as jobs
 from orchestrator.jobs.collect import claimed
 from orchestrator.jobs.frames import Piece
 from orchestrator.jobs.live import Notice
+from orchestrator.jobs.watch import watch
 from orchestrator.paths import Home, RunFolder
 from orchestrator.store import Store
 from tests.support import forks
@@ -91,7 +91,7 @@ class Watched:
         self.cuts = 0
         hosts = {name: breaking(host, after()) for name, host in job.hosts.items()}
         again = lambda name: breaking(job.hosts[name], after())  # noqa: E731
-        for name, item in jobs.watch(job.plan, hosts, offsets={}, follow=True, reconnect=again):
+        for name, item in watch(job.plan, hosts, offsets={}, follow=True, reconnect=again):
             if isinstance(item, Piece):
                 before = self.files.get((name, item.file), b"")
                 assert item.offset == len(before)
@@ -103,7 +103,7 @@ class Watched:
 @pytest.fixture
 def at_once(monkeypatch):
     """Dials a broken link again without a pause."""
-    monkeypatch.setattr(jobs, "RETRY_S", 0.0)
+    monkeypatch.setattr("orchestrator.jobs.watch.RETRY_S", 0.0)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from orchestrator.errors import ConnectError, HostsError
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.inventory import Node
-from orchestrator.jobs import launch as jobs
+from orchestrator.jobs.launch import _place, launch, node_request
 from orchestrator.paths import Home
 from orchestrator.store import Store
 from orchestrator.transport import ask
@@ -64,14 +64,14 @@ def test_a_running_job_is_not_started_a_second_time(job, tmp_path):
 def test_of_two_controllers_that_start_one_job_at_once_at_most_one_does(job, tmp_path):
     outcomes = []
 
-    def launch():
+    def start():
         try:
-            jobs.launch(job.plan, job.hosts, job.blob)
+            launch(job.plan, job.hosts, job.blob)
             outcomes.append("started")
         except HostsError:
             outcomes.append("refused")
 
-    threads = [threading.Thread(target=launch) for _ in range(2)]
+    threads = [threading.Thread(target=start) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -91,7 +91,7 @@ def test_a_prepare_and_a_go_whose_answers_are_lost_start_one_gang_when_repeated(
     kept = job.plan.masked().model_dump(mode="json", by_alias=True)
 
     def prepare(node):
-        request = {"action": "prepare", "workdir": node.workdir, "node": jobs.node_request(job.plan, node, token)}
+        request = {"action": "prepare", "workdir": node.workdir, "node": node_request(job.plan, node, token)}
         request |= {"plan": kept, "blob_bytes": len(job.blob)}
         return ask.ask(job.hosts[node.name], "prepare", request, blob=job.blob, timeout_s=60)
 
@@ -109,7 +109,7 @@ def test_a_prepare_and_a_go_whose_answers_are_lost_start_one_gang_when_repeated(
         answers = thrice(prepare, node)
         assert len({answer["pid"] for answer in answers}) == 1, answers
         ports[node.name] = answers[0]["hub_port"]
-        peers[node.name] = jobs._place(node, answers[0])
+        peers[node.name] = _place(node, answers[0])
 
     def go(node):
         where = {"hub_port": ports["a"], "peers": peers}
@@ -150,7 +150,7 @@ def test_a_launch_that_loses_an_answer_undoes_itself_everywhere(job, action):
     hosts = {**job.hosts, "b": ask.Host(Deaf(host.transport, action), host.python, None, host.workdir)}
     undone = []
     with pytest.raises(HostsError, match="did not end in time"):
-        jobs.launch(job.plan, hosts, job.blob, lambda: undone.append(True))
+        launch(job.plan, hosts, job.blob, lambda: undone.append(True))
     assert undone == [True]
     job.wait()
     assert not any(agent.get("alive") for agent in job.agents().values())

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import ConnectError
-from orchestrator.jobs import launch as job
+from orchestrator.jobs import state
+from orchestrator.jobs.launch import node_request
 from orchestrator.jobs.record import FirstFailure, JobRecord
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from tests.planning.test_build import CODE
@@ -76,7 +77,7 @@ STATE_OF = {
 
 def combine(found, record, after_s=3600):
     """As if asked so many seconds after the job was begun."""
-    return job.combine(PLAN, found, record, datetime.fromisoformat(PLAN.created) + timedelta(seconds=after_s))
+    return state.combine(PLAN, found, record, datetime.fromisoformat(PLAN.created) + timedelta(seconds=after_s))
 
 
 @pytest.mark.parametrize(("found", "state"), STATE_OF.values(), ids=list(STATE_OF))
@@ -100,7 +101,7 @@ def test_a_job_that_ended_stays_ended_when_its_hosts_have_been_cleaned(state, fo
 def test_a_job_that_has_not_reached_its_hosts_yet_is_not_lost():
     unheard_of = dict.fromkeys("abc", NOTHING_KNOWN)
     assert combine(unheard_of, known(), after_s=5).state == "starting"
-    assert combine(unheard_of, known(), after_s=job.START_S + 1).state == "lost"
+    assert combine(unheard_of, known(), after_s=state.START_S + 1).state == "lost"
     assert combine(unheard_of, known("running"), after_s=5).state == "lost"
     assert combine(dict.fromkeys("abc", GONE), known(), after_s=5).state == "lost"
 
@@ -195,11 +196,11 @@ HALF_STARTED = {
 
 @pytest.mark.parametrize(("found", "half"), HALF_STARTED.values(), ids=list(HALF_STARTED))
 def test_a_start_is_half_done_where_a_host_waits_for_a_word_that_never_comes(found, half):
-    assert job.is_half_started(found) is half
+    assert state.is_half_started(found) is half
 
 
 def test_the_token_travels_in_the_request_of_each_host_with_its_own_ranks():
-    requests = [job.node_request(PLAN, one, "70ce") for one in PLAN.nodes]
+    requests = [node_request(PLAN, one, "70ce") for one in PLAN.nodes]
     assert [request["rank_numbers"] for request in requests] == [[0], [1], [2]]
     assert [request["is_master"] for request in requests] == [True, False, False]
     assert {request["token"] for request in requests} == {"70ce"}

@@ -19,7 +19,8 @@ import yaml
 from orchestrator.cli import main
 from orchestrator.errors import UsageError
 from orchestrator.hosts.masking import masked_env
-from orchestrator.jobs.launch import agents, cancel, node_request
+from orchestrator.jobs.control import agents, cancel
+from orchestrator.jobs.launch import node_request
 from orchestrator.planning.request import Words, read_wish
 from orchestrator.transport import shell, ssh
 from orchestrator.transport.ask import ask

@@ -7,14 +7,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from orchestrator.jobs import launch as jobs
 from orchestrator.jobs.record import JobRecord
 from orchestrator.jobs.stall import News, alone_words, joined
+from orchestrator.jobs.state import combine
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.remote.meeting import Meeting, connections
 from orchestrator.results.analyse import analyse
@@ -95,7 +96,7 @@ def test_addresses_of_both_families_are_read() -> None:
 
 
 def record_of(job: Any) -> JobRecord:
-    return jobs.combine(job.plan, job.agents(), job.wait(), jobs.datetime.now(jobs.timezone.utc))
+    return combine(job.plan, job.agents(), job.wait(), datetime.now(timezone.utc))
 
 
 def test_ranks_that_never_met_are_told_where_there_are_several(tmp_path: Path) -> None:
@@ -125,7 +126,7 @@ def test_a_job_that_goes_on_alone_is_told_so_while_it_runs(tmp_path: Path, monke
     with gang(tmp_path, "import time; time.sleep(600)") as job:
         job.launch()
         agents = job.wait_for(lambda found: joined(job.plan, found) is False)
-        record = jobs.combine(job.plan, agents, job.record(), jobs.datetime.now(jobs.timezone.utc))
+        record = combine(job.plan, agents, job.record(), datetime.now(timezone.utc))
         assert "joined no process group" in alone_words(job.plan, record)
 
 

@@ -10,14 +10,16 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from orchestrator.jobs import launch as jobs
+from orchestrator.jobs import control
 from orchestrator.jobs.record import JobRecord, Stall, StillRank
 from orchestrator.jobs.stall import News, stall_of, stall_words
+from orchestrator.jobs.state import combine
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.remote import stillness
 from orchestrator.remote.layout import Job
@@ -129,11 +131,11 @@ def test_a_hung_job_is_told_by_its_hosts_and_not_ended_for_it(tmp_path: Path, so
     with gang(tmp_path, hangs, ranks=(1, 2)) as job:
         job.launch()
         agents = job.wait_for(lambda found: stall_of(job.plan, found) is not None)
-        record = jobs.combine(job.plan, agents, job.record(), jobs.datetime.now(jobs.timezone.utc))
+        record = combine(job.plan, agents, job.record(), datetime.now(timezone.utc))
         assert record.state == "running"
         assert record.stall is not None
         assert {rank.rank: rank.does for rank in record.stall.ranks} == {0: "waits", 1: "ended", 2: "waits"}
-        jobs.cancel(job.plan, job.hosts)
+        control.cancel(job.plan, job.hosts)
         ended = job.wait()
     assert ended.state == "cancelled"
     assert ended.stall is not None and {rank.does for rank in ended.stall.ranks} == {"waits", "ended"}

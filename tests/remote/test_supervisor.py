@@ -13,8 +13,9 @@ from itertools import permutations
 import pytest
 
 from orchestrator.errors import HostsError
-from orchestrator.jobs import launch as jobs
+from orchestrator.jobs import control
 from orchestrator.jobs.frames import Piece
+from orchestrator.jobs.watch import watch
 from orchestrator.remote import processes
 from tests.support.local_job import gang
 
@@ -121,7 +122,7 @@ time.sleep(120)
         supervisors = [agent["pid"] for agent in job.wait_running().values()]
         wait_for_files(job, "ready")
         strays = [pid for pid in all_below(supervisors) if command(pid).startswith("sleep\x00100")]
-        jobs.cancel(job.plan, job.hosts)
+        control.cancel(job.plan, job.hosts)
         record = job.wait()
     assert len(strays) == 4
     assert record.state == "cancelled"
@@ -248,7 +249,7 @@ sys.exit(7 if os.environ["RANK"] == "2" else 0)
 def wait_for_files(job, text):
     """Until every rank has printed it; follows the files as `orch logs -f` does."""
     waiting = set(range(job.plan.world_size))
-    for _, item in jobs.watch(job.plan, job.hosts, offsets={}, follow=True):
+    for _, item in watch(job.plan, job.hosts, offsets={}, follow=True):
         if isinstance(item, Piece) and text.encode() in item.data:
             waiting.discard(item.rank)
         if not waiting:
@@ -324,7 +325,7 @@ def test_a_cancel_during_prepare_is_a_cancel(tmp_path):
         nodes = tuple(node.model_copy(update={"prepare": "touch begun; sleep 1000"}) for node in job.plan.nodes)
         job.plan = job.plan.model_copy(update={"nodes": nodes})
         job.launch()
-        jobs.cancel(job.plan, job.hosts)
+        control.cancel(job.plan, job.hosts)
         record = job.wait()
         assert (record.state, record.first_failure) == ("cancelled", None)
         assert outputs(job) == []

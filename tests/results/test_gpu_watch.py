@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.files import write_json
-from orchestrator.jobs import launch as jobs
+from orchestrator.jobs import control
 from orchestrator.jobs.collect import collect
 from orchestrator.jobs.frames import Piece
+from orchestrator.jobs.watch import watch
 from orchestrator.paths import RunFolder
 from orchestrator.record import write_record
 from orchestrator.remote import gpus, processes
@@ -117,7 +118,7 @@ def test_a_cancelled_job_takes_a_hanging_nvidia_smi_along(tmp_path, monkeypatch)
         job.launch()
         found = watching(job)
         began = time.monotonic()
-        jobs.cancel(job.plan, job.hosts)
+        control.cancel(job.plan, job.hosts)
         assert job.wait().state == "cancelled"
         assert time.monotonic() - began < 15
         assert [process for process in found if process.is_alive()] == []
@@ -310,5 +311,5 @@ def test_readings_come_with_the_stream_that_follows_a_job(tmp_path, monkeypatch)
     with gang(tmp_path, UNTIL_SEEN, ranks=(1,)) as job:
         with_gpus(job, "GPU-a")
         job.launch()
-        pieces = [p for _, p in jobs.watch(job.plan, job.hosts, offsets={}, follow=True) if isinstance(p, Piece)]
+        pieces = [p for _, p in watch(job.plan, job.hosts, offsets={}, follow=True) if isinstance(p, Piece)]
     assert "gpu.jsonl" in {piece.file for piece in pieces}

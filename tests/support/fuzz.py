@@ -33,11 +33,11 @@ from orchestrator.hosts import checks
 from orchestrator.hosts.facts import NodeFacts, parse_facts
 from orchestrator.hosts.inventory import Inventory, Node, parse_inventory
 from orchestrator.hosts.yamlfile import read_yaml
-from orchestrator.jobs import launch as job
 from orchestrator.jobs.frames import Agent, Piece, read_frames
 from orchestrator.jobs.lines import Splitter
 from orchestrator.jobs.live import LiveView, Notice
 from orchestrator.jobs.record import JobRecord
+from orchestrator.jobs.state import combine
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan, NodePlan
 from orchestrator.transport import Result, ask
 from orchestrator.views import console, following, job_table
@@ -259,7 +259,7 @@ def log(rng: random.Random) -> None:
                 if view.take("a", frame):
                     events.append(view.progress())
             elif isinstance(frame, Agent):
-                record = job.combine(PLAN, {"a": frame.record, "b": {}}, RECORD, datetime.now(timezone.utc))
+                record = combine(PLAN, {"a": frame.record, "b": {}}, RECORD, datetime.now(timezone.utc))
     except OrchError as error:
         events.append(Notice(str(error)))
     events.append(tuple(splitter.rest()))

@@ -12,8 +12,11 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 
-from orchestrator.jobs import launch as job
+from orchestrator.jobs import control
+from orchestrator.jobs.launch import launch
 from orchestrator.jobs.record import JobRecord
+from orchestrator.jobs.state import combine
+from orchestrator.jobs.watch import watch_records
 from orchestrator.planning.build import torchrun_arguments
 from orchestrator.planning.bundle import pack_folder
 from orchestrator.planning.launch_plan import Elastic, LaunchPlan, NodePlan
@@ -31,13 +34,13 @@ class Gang:
         self.hosts = {n.name: Host(LocalTransport(n.name), n.python, None, n.workdir) for n in plan.nodes}
 
     def launch(self) -> None:
-        job.launch(self.plan, self.hosts, self.blob)
+        launch(self.plan, self.hosts, self.blob)
 
     def folder(self, node: str) -> Path:
         return Path(self.plan.node(node).workdir) / "jobs" / self.plan.job
 
     def agents(self) -> dict[str, Mapping]:
-        return job.agents(self.plan, self.hosts)
+        return control.agents(self.plan, self.hosts)
 
     def record(self) -> JobRecord:
         nodes = tuple(node.name for node in self.plan.nodes)
@@ -46,15 +49,15 @@ class Gang:
     def wait(self) -> JobRecord:
         """Until every host has spoken its last word."""
         found = {}
-        for name, item in job.watch(self.plan, self.hosts, offsets={}, follow=True, files=False):
+        for name, item in watch_records(self.plan, self.hosts):
             if hasattr(item, "record"):
                 found[name] = item.record
-        return job.combine(self.plan, found, self.record(), datetime.now(timezone.utc))
+        return combine(self.plan, found, self.record(), datetime.now(timezone.utc))
 
     def wait_for(self, condition) -> dict[str, Mapping]:
         """Until condition(agents by node) holds; follows the records, does not poll."""
         found = {}
-        for name, item in job.watch(self.plan, self.hosts, offsets={}, follow=True, files=False):
+        for name, item in watch_records(self.plan, self.hosts):
             if hasattr(item, "record"):
                 found[name] = item.record
                 if len(found) == len(self.plan.nodes) and condition(found):
@@ -126,5 +129,5 @@ def gang(
     try:
         yield made
     finally:
-        job.cancel(made.plan, made.hosts)
+        control.cancel(made.plan, made.hosts)
         made.wait()

@@ -12,9 +12,9 @@ import pytest
 
 from orchestrator.controller import Controller
 from orchestrator.errors import ConnectError, HostKeyError, HostsError
-from orchestrator.jobs import launch as job
 from orchestrator.jobs.frames import Piece
 from orchestrator.jobs.live import Notice
+from orchestrator.jobs.watch import watch
 from orchestrator.paths import Home
 from orchestrator.store import Store
 from orchestrator.transport import ssh
@@ -40,14 +40,14 @@ def host_behind(server: Sshd, made) -> Host:
     return Host(transport, node.python, None, node.workdir)
 
 
-def watch(server: Sshd, made, host: Host):
+def watched(server: Sshd, made, host: Host):
     """What a follower gets, over as many connections as it takes."""
 
     def dial(name: str) -> Host:
         host.transport.close()
         return host_behind(server, made)
 
-    return job.watch(made.plan, {"a": host}, offsets={}, follow=True, reconnect=dial)
+    return watch(made.plan, {"a": host}, offsets={}, follow=True, reconnect=dial)
 
 
 def rank_lives(made) -> bool:
@@ -68,7 +68,7 @@ def behind_sshd(tmp_path):
 def test_an_sshd_that_restarts_costs_the_job_nothing_and_its_follower_no_byte(behind_sshd):
     server, made = behind_sshd
     seen, broken = b"", []
-    for _, item in watch(server, made, host_behind(server, made)):
+    for _, item in watched(server, made, host_behind(server, made)):
         if isinstance(item, ConnectError):
             broken.append(item)
             assert rank_lives(made)
@@ -92,7 +92,7 @@ def test_a_host_key_that_changes_in_mid_run_ends_the_following_and_not_the_job(b
     known = ssh.HostKeys(server.folder / "recorded", [server.folder / "users_known_hosts"])
     server.host_keys = lambda: known  # what was known stays known
     items = []
-    for _, item in watch(server, made, host):
+    for _, item in watched(server, made, host):
         items.append(item)
         if isinstance(item, Piece) and not any(isinstance(one, ConnectError) for one in items):
             server.stop()

@@ -1,0 +1,175 @@
+"""What state a job is in, from the records of its hosts' supervisors. Pure.
+
+    combine(plan, {"a": record, "b": HostError(...)}, known, now)       the job's record as it is now
+
+records: the supervisors' (`agent.json`), by host; nothing in them is taken on trust.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+from pydantic import ValidationError
+
+from orchestrator.errors import HostError
+from orchestrator.jobs.faults import faults_of, in_own_words, own_loss
+from orchestrator.jobs.record import ENDED, FirstFailure, JobRecord, JobState
+from orchestrator.jobs.stall import joined, stall_of
+from orchestrator.planning.launch_plan import LaunchPlan
+
+PREPARE_S = 120.0
+"""A host may take so long to prepare a job."""
+START_S = 2 * PREPARE_S + 30
+"""A job that no host knows of may still be on its way for this long."""
+_NO_WORD = "no supervisor and no final record on any host"
+
+
+def combine(
+    plan: LaunchPlan,
+    found: Mapping[str, Mapping[str, Any] | HostError],
+    known: JobRecord,
+    now: datetime,
+    *,
+    launched: bool = False,
+) -> JobRecord:
+    """The job's state from its hosts' records; `known` is what we knew before.
+
+    The master's last word counts for all. Without it: a host that ended on its own account, else a record whose
+    supervisor is gone means lost; a host that we cannot reach says nothing. What is known to have ended stays so,
+    whatever an older answer says, or a host whose files are gone (`orch down`). A host that an elastic job went on
+    without speaks of its own end alone; while its master and enough others cannot be asked, such a job counts as lost,
+    which a later answer may mend. Of a host that the others only miss, its own word tells why, also when it comes late.
+    launched: every host had been told to go when they were asked, so that none of it can be on its way.
+    """
+    records = {name: dict(record) for name, record in found.items() if isinstance(record, Mapping)}
+    if (met := joined(plan, records)) is not None:
+        known = known.model_copy(update={"joined": met})
+    if known.state in ENDED:
+        return _in_its_own_words(known, records)
+    known = _as_seen(plan, records, known)
+    final = _final(plan, records)
+    alive = [record for record in records.values() if record.get("alive")]
+    if records.get(plan.master) in final:
+        return _in_its_own_words(_ended(known, records[plan.master]), records)
+    if final and not alive:
+        word = min(final, key=lambda record: record["state"] == "succeeded")
+        ended = _in_its_own_words(_ended(known, word), records)
+        return ended.model_copy(update={"state": "lost"}) if _may_go_on(plan, records, word) else ended
+    if alive:
+        running = any(record.get("state") != "starting" for record in alive)
+        return known.model_copy(update={"state": "running" if running else "starting"})
+    return _without_a_supervisor(plan, records, known, may_come=not launched and _is_young(known, now))
+
+
+def _as_seen(plan: LaunchPlan, records: Mapping[str, Mapping[str, Any]], known: JobRecord) -> JobRecord:
+    """The same, with how its ranks stand and what it went on after."""
+    if len(records) == len(plan.nodes):  # else what was seen last
+        known = known.model_copy(update={"stall": stall_of(plan, records)})
+    if plan.elastic:
+        known = known.model_copy(update={"faults": faults_of(plan, records, known.faults)})
+    return known
+
+
+def _final(plan: LaunchPlan, records: Mapping[str, Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """The records that speak of an end of the job, and not of their host's own alone."""
+    return [
+        record
+        for name, record in records.items()
+        if record.get("state") in ("succeeded", "failed", "cancelled")
+        and not (plan.elastic and name != plan.master and own_loss(name, record))
+    ]
+
+
+def _without_a_supervisor(
+    plan: LaunchPlan, records: Mapping[str, Mapping[str, Any]], known: JobRecord, *, may_come: bool
+) -> JobRecord:
+    """None of these hosts runs it, and none says how it ended. may_come: it may still be on its way to them."""
+    undone = [record.get("state") == "undone" for record in records.values()]
+    if any(undone) and len(records) == len(plan.nodes) and not any("go" in record for record in records.values()):
+        return known.model_copy(update={"state": "cancelled"})  # one host undone, nobody told to go: nothing ran
+    unheard_of = all(record.get("state") in (None, "lost") for record in records.values())
+    if len(records) == len(plan.nodes) and not (unheard_of and may_come):
+        reason = "its files are gone from every host" if not any(records.values()) else _NO_WORD
+        gone = FirstFailure(node=plan.master, reason=reason)
+        return known.model_copy(update={"state": "lost", "first_failure": gone, "exit_code": 1})
+    return known
+
+
+def is_half_started(found: Mapping[str, Mapping[str, Any] | HostError]) -> bool:
+    """Whether some host that answered waits for a word that its dead controller never gave, or was never asked."""
+    records = [record for record in found.values() if isinstance(record, Mapping)]
+    return any("go" not in record and record.get("state") != "undone" for record in records)
+
+
+def _may_go_on(plan: LaunchPlan, records: Mapping[str, Mapping[str, Any]], word: Mapping[str, Any]) -> bool:
+    """Whether hosts that we cannot ask may be an elastic job that went on without those that we can. word: the last
+    of one of these; all that it tells of may be that it heard nothing of the master any more.
+    """
+    failure = word.get("first_failure")
+    if plan.elastic is None or not isinstance(failure, Mapping) or failure.get("kind") != "lost":
+        return False
+    silent = [node.name for node in plan.nodes if node.name not in records]
+    return failure.get("node") == plan.master in silent and len(silent) >= plan.elastic.min_nodes
+
+
+def _is_young(known: JobRecord, now: datetime) -> bool:
+    """Whether the job may still be on its way to its hosts."""
+    with contextlib.suppress(TypeError, ValueError):
+        age_s = (now - datetime.fromisoformat(known.started or "")).total_seconds()
+        return known.state == "starting" and age_s < START_S
+    return False
+
+
+def _ended(known: JobRecord, record: Mapping[str, Any]) -> JobRecord:
+    """record: as `remote/supervisor.py` wrote it on a host, so nothing in it is taken on trust."""
+    failure = _first_failure(record)
+    state: JobState = record["state"]
+    ended = known.ended
+    with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError, OSError):
+        ended = datetime.fromtimestamp(record["ended"], timezone.utc).isoformat(timespec="seconds")
+    return known.model_copy(
+        update={"state": state, "first_failure": failure, "exit_code": _exit_code(state, failure), "ended": ended}
+    )
+
+
+def _in_its_own_words(known: JobRecord, records: Mapping[str, Mapping[str, Any]]) -> JobRecord:
+    """The same, with the end of a host that was lost to the others as that host itself, or its keeper, tells it."""
+    faults = tuple(in_own_words(fault, records.get(fault.node, {})) for fault in known.faults)
+    known = known.model_copy(update={"faults": faults})
+    lost = known.first_failure
+    if lost is None or lost.kind != "lost":
+        return known
+    record = records.get(lost.node, {})
+    own = _first_failure(record) if record.get("state") == "failed" else None
+    if own is None or own.node != lost.node:
+        return known
+    return known.model_copy(update={"first_failure": own, "exit_code": _exit_code(known.state, own)})
+
+
+def _first_failure(record: Mapping[str, Any]) -> FirstFailure | None:
+    with contextlib.suppress(ValidationError):
+        return FirstFailure.model_validate(record.get("first_failure"))
+    return None
+
+
+def _exit_code(state: str, failure: FirstFailure | None) -> int | None:
+    """The first failing rank's own code, 128 + n for signal n as a shell has it."""
+    if state == "succeeded":
+        return 0
+    if state == "cancelled":
+        return None
+    if failure and failure.signal and (number := _signal_number(failure.signal)):
+        return 128 + number
+    return (failure.exit_code if failure else None) or 1
+
+
+def _signal_number(name: str) -> int:
+    """Of `SIGKILL`, or of `SIG40`, as `remote/processes.signal_name` writes one without a name; else 0."""
+    if name in signal.Signals.__members__:
+        return signal.Signals[name].value
+    number = name.removeprefix("SIG")
+    return int(number) if number.isdecimal() and len(number) < 3 else 0

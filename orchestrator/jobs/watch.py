@@ -1,0 +1,157 @@
+"""What the hosts of one job have to say, as it comes: one stream a host, over as many connections as it takes.
+
+for name, item in watch(plan, hosts, offsets={}, follow=True, reconnect=connections.reopen):
+    item                            a Piece of a file, an Agent's record, a Beat, an End, or that host's HostError
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from orchestrator.errors import ConnectError, HostError
+from orchestrator.jobs.frames import Beat, End, Frame, Held, read_frames
+from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.transport import ask
+from orchestrator.transport.ask import Host
+
+RETRY_S = 1.0
+WAITING_FRAMES = 64
+"""So much may have come and not been looked at, a piece of 256 KiB each at most; then the links wait, never the job."""
+
+
+def watch(
+    plan: LaunchPlan,
+    hosts: Mapping[str, Host],
+    *,
+    offsets: Mapping[str, Mapping[str, Held]],
+    follow: bool,
+    limit_bytes: int | None = None,
+    reconnect: Callable[[str], Host] | None = None,
+) -> Iterator[tuple[str, Frame | HostError]]:
+    """What the job's hosts have to say, as it comes: (node, frame), and (node, error) where a link broke.
+
+    offsets: per node and file, what is here already. limit_bytes: of a file no more than its first so many; None for
+    all. A broken link is dialled again by `reconnect`, for as long as it takes, and goes on where it stopped: every
+    byte comes once and in order, and the job does not depend on it. Without `reconnect` the host's part ends there.
+    Ends when every host has ended; a ("", Beat) comes when nobody has said a thing for a second.
+    """
+    wanted = {"follow": follow, "files": True, "limit_bytes": limit_bytes}
+    return _Watch(plan, hosts, wanted, reconnect).items(offsets)
+
+
+def watch_records(plan: LaunchPlan, hosts: Mapping[str, Host]) -> Iterator[tuple[str, Frame | HostError]]:
+    """The supervisors' records alone, until every host has ended; a host whose link breaks is not dialled again."""
+    wanted = {"follow": True, "files": False, "limit_bytes": None}
+    return _Watch(plan, hosts, wanted, None).items({})
+
+
+class _Watch:
+    """A thread a host; what they hear comes together in one queue. wanted: of the request to `remote/reader.py`."""
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        hosts: Mapping[str, Host],
+        wanted: Mapping[str, Any],
+        reconnect: Callable[[str], Host] | None,
+    ) -> None:
+        self._plan, self._hosts, self._wanted, self._reconnect = plan, hosts, wanted, reconnect
+        self._heard: queue.Queue[tuple[str, Frame | HostError | BaseException | None]] = queue.Queue(WAITING_FRAMES)
+        self._leaving = threading.Event()
+
+    def items(self, offsets: Mapping[str, Mapping[str, Held]]) -> Iterator[tuple[str, Frame | HostError]]:
+        names = [node.name for node in self._plan.nodes if node.name in self._hosts]
+        for name in names:
+            words = (name, dict(offsets.get(name, {})))
+            threading.Thread(target=self._listen, args=words, daemon=True, name=f"watch-{name}").start()
+        open_hosts = len(names)
+        try:
+            while open_hosts:
+                try:
+                    name, item = self._heard.get(timeout=1.0)
+                except queue.Empty:
+                    yield "", Beat()  # so that the reader can look at its own deadlines
+                    continue
+                if item is None:
+                    open_hosts -= 1
+                elif isinstance(item, HostError) or not isinstance(item, BaseException):
+                    yield name, item
+                else:
+                    raise item
+        finally:
+            self._leaving.set()
+
+    def _listen(self, name: str, held: dict[str, Held]) -> None:
+        try:
+            self._to_its_end(self._hosts[name], held)
+        except BaseException as error:  # a bug of ours: the main thread has to raise it
+            self._put(name, error)
+        self._put(name, None)
+
+    def _put(self, name: str, item: Frame | HostError | BaseException | None) -> None:
+        while not self._leaving.is_set():
+            try:
+                self._heard.put((name, item), timeout=1.0)
+                return
+            except queue.Full:
+                continue
+
+    def _to_its_end(self, host: Host, held: dict[str, Held]) -> None:
+        """One host's stream. `held` follows what has come.
+
+        What is there now is worth another connection as long as more of it comes: a host hangs up on who does not read
+        for minutes, as a pager at rest (`remote/watchdog.py`).
+        """
+        name, follow = host.node, self._wanted["follow"]
+        while not self._leaving.is_set():
+            before = _size(held)
+            try:
+                return self._read(host, held)
+            except HostError as error:
+                may_pass = self._reconnect is not None and isinstance(error, ConnectError)
+                is_worth_another = may_pass and (follow or _size(held) > before)
+                if follow or not is_worth_another:
+                    self._put(name, error)
+                if not is_worth_another:
+                    return None
+            try:
+                host = self._dial(host)
+            except HostError as error:
+                return self._put(name, error)
+        return None
+
+    def _read(self, host: Host, held: dict[str, Held]) -> None:
+        """One connection, until the host's last word. Raises HostError where it breaks before."""
+        node = self._plan.node(host.node)
+        marker, limit = ask.new_marker(), self._wanted["limit_bytes"]
+        offsets = {file: have.request() for file, have in held.items()}
+        ranks = list(node.rank_numbers)
+        request = {"workdir": node.workdir, "job": self._plan.job, "ranks": ranks, **self._wanted, "offsets": offsets}
+        with ask.open_stream(host, "reader", request, marker) as chunks:
+            frames = read_frames(host.node, chunks, frozenset(ranks), held, marker=marker.encode(), limit_bytes=limit)
+            for frame in frames:
+                if self._leaving.is_set():
+                    return
+                self._put(host.node, frame)
+                if isinstance(frame, End):
+                    return
+        raise ConnectError(host.node, "its answer ended too early")
+
+    def _dial(self, host: Host) -> Host:
+        """Raises HostError where it is not the link: a changed host key is not tried again, nor a refused login."""
+        assert self._reconnect  # noqa: S101 - for the type checker
+        if not self._wanted["follow"]:
+            return self._reconnect(host.node)
+        while not self._leaving.wait(RETRY_S):
+            try:
+                return self._reconnect(host.node)
+            except ConnectError:
+                continue
+        return host
+
+
+def _size(held: Mapping[str, Held]) -> int:
+    return sum(have.offset for have in held.values())
