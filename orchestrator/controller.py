@@ -31,6 +31,7 @@ from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.facts import NodeFacts
 from orchestrator.hosts.probe import probe
 from orchestrator.jobs import collect, control, pull, rescan
+from orchestrator.jobs.copies import is_removed, nothing_left
 from orchestrator.jobs.faults import fault_words
 from orchestrator.jobs.frames import Agent, Beat, Piece
 from orchestrator.jobs.heard import Heard
@@ -55,7 +56,6 @@ from orchestrator.planning.profiles import Profiles, kinds_of
 from orchestrator.planning.request import RunRequest, Wish, parse_pairs, read_experiment
 from orchestrator.planning.split import split_batch_of, split_equally
 from orchestrator.record import Owner, write_record
-from orchestrator.results.copies import is_removed, nothing_left
 from orchestrator.results.summary import Summary
 from orchestrator.store import Store
 from orchestrator.text import one_line
@@ -253,7 +253,7 @@ class Controller:
             if half not in self.store.job_ids():  # it died before it had asked any host
                 self.store.start_is_over(half)
             with suppress(OrchError):  # a damaged record, a host that is away: the next command tries again
-                self.refresh(self.store.job(half))
+                self.refresh(self.store.job_record(half))
 
     def _reach(self, cluster: Cluster, plan: LaunchPlan) -> dict[str, Host]:
         found = self.connections.open([cluster.node(node.name) for node in plan.nodes])
@@ -348,7 +348,7 @@ class Controller:
                 break
         if lines := tuple(splitter.rest()):
             yield lines
-        if _is_gone(plan, heard.records) and self.store.job(plan.job).state != "starting":
+        if _is_gone(plan, heard.records) and self.store.job_record(plan.job).state != "starting":
             raise nothing_left(self.store, plan)
         yield from _dropped(plan, heard.records)
         for error in refused if until_end and ended_at is not None else ():
@@ -361,7 +361,7 @@ class Controller:
     def job(self, wanted: str, cluster: str | None = None) -> tuple[JobRecord, LaunchPlan]:
         """wanted, cluster: as `Store.find_job` takes them."""
         found = self.store.find_job(wanted, cluster)
-        return self.store.job(found), self.store.plan(found)
+        return self.store.job_record(found), self.store.plan(found)
 
     def hosts_of(
         self, plan: LaunchPlan, only: Sequence[str] = (), without: Collection[str] = ()
@@ -461,7 +461,7 @@ class Controller:
                 problems[name] = error
         for job_id, lost in self.store.damaged().items():
             if isinstance(lost, StateError):
-                remedy = f"no host that answered knows it; remove {self.store.home.job(job_id)} to forget it"
+                remedy = f"no host that answered knows it; remove {self.store.home.job_folder(job_id)} to forget it"
                 problems[job_id] = StateError(lost.message, remedy)
         return Jobs(tuple(rebuilt), problems, notices=tuple(notices))
 
@@ -511,7 +511,7 @@ class Controller:
             failed |= missed
             for plan in ours:
                 if not missed.keys() & {node.name for node in plan.nodes}:
-                    self.store.save_job(self.store.job(plan.job), plan.model_copy(update={"owner": owner}))
+                    self.store.save_job(self.store.job_record(plan.job), plan.model_copy(update={"owner": owner}))
         return failed
 
     def _remember(

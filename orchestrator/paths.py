@@ -61,20 +61,20 @@ class Home:
     def cluster(self, name: str) -> Path:
         return self.clusters / f"{name}.json"
 
-    def job(self, job: str) -> Path:
+    def job_folder(self, job: str) -> Path:
         return self.jobs / job
 
     def uncollected(self, job: str) -> Path:
         """There as long as the hosts may hold files of this job that nobody has collected since its end."""
-        return self.job(job) / "uncollected"
+        return self.job_folder(job) / "uncollected"
 
     def removed(self, job: str) -> Path:
         """There once `orch down` has removed files of this job from its hosts."""
-        return self.job(job) / "removed.json"
+        return self.job_folder(job) / "removed.json"
 
     def collected(self, job: str) -> Path:
         """Into which run folders this job was collected or pulled, newest first."""
-        return self.job(job) / "collected.json"
+        return self.job_folder(job) / "collected.json"
 
     def allowed(self, digest: str) -> Path:
         """There once a person has allowed these commands of an inventory to run on this machine."""
@@ -82,7 +82,7 @@ class Home:
 
     def launching(self, job: str) -> Path:
         """There from the intent to start a job until every host has been told to go, and locked all the while."""
-        return self.job(job) / "launching"
+        return self.job_folder(job) / "launching"
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ class Profiling:
         except BaseException:  # a Ctrl-C, too: half a profile is of no use
             for plan, _ in launched:
                 with suppress(OrchError):
-                    if self.controller.store.job(plan.job).state not in FINAL_STATES:
+                    if self.controller.store.job_record(plan.job).state not in FINAL_STATES:
                         self.controller.cancel(plan)
             raise
 
@@ -164,7 +164,7 @@ class Profiling:
 
     def _read(self, plan: LaunchPlan, hosts: Mapping[str, Host]) -> list[Profile]:
         node = plan.nodes[0]
-        record = self.controller.store.job(plan.job)
+        record = self.controller.store.job_record(plan.job)
         if record.state != "succeeded":
             why = record.first_failure
             words = f": {why.log_line or why.reason}" if why else ""

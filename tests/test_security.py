@@ -179,7 +179,7 @@ def test_whatever_a_host_answers_to_a_request_it_is_an_error_of_ours(answer, tmp
     said += [str(error) for error in getattr(refused.value, "errors", [refused.value])]
     found = [*controller.clusters.reap(cluster, end=True).values(), *controller.clusters.down(cluster).values()]
     found += [*control.agents(one, {"a": host}).values()]
-    record = controller.refresh(store.job("fuzz"))
+    record = controller.refresh(store.job_record("fuzz"))
     said += [str(error) for error in found if isinstance(error, HostError)]
     assert all(text.isprintable() and len(text) < 800 for text in said)
     told = [answer for answer in found if not isinstance(answer, (HostError, dict))]

@@ -80,7 +80,7 @@ def test_a_job_and_its_plan_come_back_as_they_were_saved(store):
     store.save_job(record, plan)
     store.save_job(record.model_copy(update={"state": "succeeded", "exit_code": 0}))
     assert store.plan(plan.job) == plan
-    assert (store.job(plan.job).state, store.job(plan.job).exit_code) == ("succeeded", 0)
+    assert (store.job_record(plan.job).state, store.job_record(plan.job).exit_code) == ("succeeded", 0)
 
 
 def test_a_job_counts_as_not_collected_until_its_files_are_here(store):
@@ -181,19 +181,19 @@ def test_home_is_for_its_owner_alone_even_where_it_was_not(store):
 
 def test_a_file_of_a_newer_version_is_refused_and_left_alone(store):
     store.save_job(job("j"))
-    path = store.home.job("j") / "job.json"
+    path = store.home.job_folder("j") / "job.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 2}))
     before = path.read_bytes()
     with pytest.raises(OrchError, match=r"job.json was written by a newer orch \(schema 2\): update this one"):
-        store.job("j")
+        store.job_record("j")
     assert path.read_bytes() == before
 
 
 def test_what_a_newer_version_stored_besides_is_no_error(store):
     store.save_job(job("j"))
-    path = store.home.job("j") / "job.json"
+    path = store.home.job_folder("j") / "job.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "colour": "blue"}))
-    assert store.job("j") == job("j")
+    assert store.job_record("j") == job("j")
 
 
 DAMAGED = [
@@ -214,7 +214,7 @@ DAMAGED = [
 def test_a_damaged_job_is_named_with_what_to_do_and_hides_no_other(store, name, content):
     store.save_job(job("j"), a2000_v100().model_copy(update={"job": "j"}))
     store.save_job(job("sound"), a2000_v100().model_copy(update={"job": "sound"}))
-    (store.home.job("j") / name).write_bytes(content)
+    (store.home.job_folder("j") / name).write_bytes(content)
     (error,) = store.damaged().values()
     assert re.fullmatch(rf".*/j/{name} is damaged \(.+\): `orch jobs --rescan` rebuilds it from the hosts", str(error))
     assert "sound" in [found.id for found in store.jobs()]
@@ -252,7 +252,11 @@ def test_whatever_byte_of_a_state_file_is_lost_or_changed_only_its_own_part_is_d
     store.save_job(job("j"), a2000_v100().model_copy(update={"job": "j"}))
     store.save_job(job("sound"), a2000_v100().model_copy(update={"job": "sound"}))
     rng = random.Random(5)
-    for path in (store.home.cluster("lab"), store.home.job("j") / "job.json", store.home.job("j") / "plan.json"):
+    for path in (
+        store.home.cluster("lab"),
+        store.home.job_folder("j") / "job.json",
+        store.home.job_folder("j") / "plan.json",
+    ):
         whole = path.read_bytes()
         for at in range(0, len(whole), 17):
             flipped = bytes([whole[at] ^ (1 << rng.randrange(8))])
@@ -268,7 +272,7 @@ def test_whatever_byte_of_a_state_file_is_lost_or_changed_only_its_own_part_is_d
 def test_a_record_that_speaks_of_another_job_is_damaged(store):
     store.save_job(job("j"), a2000_v100().model_copy(update={"job": "../../x"}))
     store.save_job(job("k"), a2000_v100().model_copy(update={"job": "k"}))
-    (store.home.job("k") / "job.json").write_bytes((store.home.job("j") / "job.json").read_bytes())
+    (store.home.job_folder("k") / "job.json").write_bytes((store.home.job_folder("j") / "job.json").read_bytes())
     assert store.damaged().keys() == {"j", "k"}
 
 
@@ -278,7 +282,7 @@ def test_a_record_that_speaks_of_another_job_is_damaged(store):
 def test_a_start_is_remembered_before_it_begins_and_forgotten_when_it_is_over(store):
     plan = a2000_v100()
     with store.launching(job(plan.job), plan) as launch:
-        assert (store.job(plan.job), store.plan(plan.job)) == (job(plan.job), plan.masked())
+        assert (store.job_record(plan.job), store.plan(plan.job)) == (job(plan.job), plan.masked())
         assert store.half_started() == []  # somebody is at it
         launch.over()
     assert store.half_started() == []
@@ -313,7 +317,11 @@ def test_a_reader_beside_writers_meets_only_whole_files(store):
         for writer in writers:
             writer.join()
     assert seen <= {"x" * 20_000, "y" * 20_000}
-    assert sorted(path.name for path in store.home.job("j").iterdir()) == ["job.json", "plan.json", "uncollected"]
+    assert sorted(path.name for path in store.home.job_folder("j").iterdir()) == [
+        "job.json",
+        "plan.json",
+        "uncollected",
+    ]
 
 
 def test_a_write_waits_for_the_lock(store):
@@ -325,6 +333,6 @@ def test_a_write_waits_for_the_lock(store):
         writer.start()
         writer.join(0.2)
         assert writer.is_alive()
-        assert store.job("j").state == "running"
+        assert store.job_record("j").state == "running"
     writer.join(10)
-    assert store.job("j").state == "failed"
+    assert store.job_record("j").state == "failed"

@@ -80,12 +80,12 @@ def agrees(question: str) -> bool:
 
 def chosen_id(controller: Controller, wanted: str | None, cluster: str | None) -> str:
     """The job that a line names, else the latest of its cluster, and then it says which one that is."""
-    from orchestrator.store import LATEST
+    from orchestrator.jobs.remembered import LATEST
     from orchestrator.views import console
 
     found = controller.store.find_job(wanted or LATEST, cluster)
     if not wanted:
-        console.say(f"job {found}, the latest of cluster {controller.store.job(found).cluster}")
+        console.say(f"job {found}, the latest of cluster {controller.store.job_record(found).cluster}")
     return found
 
 

@@ -215,7 +215,7 @@ def _follow(controller: Controller, plan: LaunchPlan, show: Callable[[], None]) 
 def _finish(controller: Controller, plan: LaunchPlan, as_json: bool, *, detached: bool = False) -> None:
     from orchestrator.views import console, documents, job_table
 
-    job = controller.store.job(plan.job)
+    job = controller.store.job_record(plan.job)
     if as_json:
         console.print_json(documents.job_json(job))
     if detached:
@@ -340,8 +340,8 @@ def logs(wanted: str | None, follow: bool, only_node: str | None, only_rank: int
     orch logs -f
     orch logs --job resnet152 --node v100 --rank 0
     """
+    from orchestrator.jobs.copies import copied_lines, is_removed, newest_copy, nothing_left
     from orchestrator.jobs.lines import Line
-    from orchestrator.results.copies import copied_lines, is_removed, newest_copy, nothing_left
     from orchestrator.views import console, following
 
     def chosen(line: Line) -> bool:
@@ -389,7 +389,7 @@ def cancel(wanted: str | None, yes: bool, cluster: str | None, as_json: bool) ->
         if known.state in ENDED:
             console.say(f"{plan.job} has ended already; looking for what it may have left")
         _cancel(controller, plan)
-        job = controller.store.job(plan.job)
+        job = controller.store.job_record(plan.job)
         if as_json:
             console.print_json(documents.job_json(job))
         else:

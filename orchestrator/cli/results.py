@@ -102,8 +102,8 @@ def report(wanted: str | None, out: Path, cluster: str | None, as_json: bool) ->
     orch report
     orch report --job latest --json | jq .efficiency
     """
+    from orchestrator.jobs.copies import newest_copy
     from orchestrator.paths import RunFolder
-    from orchestrator.results.copies import newest_copy
     from orchestrator.views import comparison, console
 
     with open_controller() as controller:

@@ -166,7 +166,7 @@ class Sweep:
         """One more run of it."""
         runs = before.runs if before else ()
         plan = self._find_again(row, before, follow) or self._start(row, nodes, runs, follow)
-        if self.controller.store.job(plan.job).state != "succeeded":
+        if self.controller.store.job_record(plan.job).state != "succeeded":
             raise OrchError(
                 f"{row.name}: {plan.job} did not succeed",
                 f"see `orch logs --job {plan.job}`; the same command resumes with this row",
@@ -203,14 +203,14 @@ class Sweep:
         if before is None or before.begun is None or before.cluster != self.cluster.name:
             return None
         try:
-            record = self.controller.refresh(self.controller.store.job(before.begun))
+            record = self.controller.refresh(self.controller.store.job_record(before.begun))
             plan = self.controller.store.plan(before.begun)
         except OrchError:  # forgotten or damaged
             return None
         if record.state not in FINAL_STATES:
             hosts, _ = self.controller.hosts_of(plan)
             follow(row, plan, hosts)  # where this fails, the job runs on: another one beside it would disturb both
-            record = self.controller.store.job(before.begun)
+            record = self.controller.store.job_record(before.begun)
         return None if record.state in FINAL_STATES - {"succeeded"} else plan
 
     def _kept(self, row: Row) -> Done | None:

@@ -52,7 +52,7 @@ def stay(plan: LaunchPlan, hosts: dict[str, Host], connections: Connections, sto
     for number, _ in enumerate(Controller(store, connections).follow(plan, hosts)):
         if not number:
             print("following", flush=True)
-    print(store.job(plan.job).model_dump_json(), flush=True)
+    print(store.job_record(plan.job).model_dump_json(), flush=True)
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def test_nobody_cancels_by_mistake(answer, words, ended, orch, monkeypatch):
 
     def cancel(self, plan):
         cancelled.append(plan.job)
-        return self.store.job(plan.job), []
+        return self.store.job_record(plan.job), []
 
     monkeypatch.setattr(Controller, "cancel", cancel)
     monkeypatch.setattr(sys, "stdin", io.StringIO() if answer is None else Typist(answer))

@@ -116,12 +116,12 @@ def test_down_ends_and_removes_the_jobs_of_its_own_home_alone(homes, two_jobs):
         assert not mine.folder(node).exists()
     assert [hashes(others.folder(node)) for node in "ab"] == before
     assert all(agent["alive"] for agent in others.agents().values())
-    assert bob.refresh(bob.store.job(others.plan.job)).state == "running"
+    assert bob.refresh(bob.store.job_record(others.plan.job)).state == "running"
     # The victim's code is still there, the remover's is not.
     codes = {path.name for path in (mine.folder("a").parents[1] / "code").iterdir()}
     assert codes == {others.plan.code.sha256}
     # And it says what became of its own.
-    record = ada.store.job(mine.plan.job)
+    record = ada.store.job_record(mine.plan.job)
     assert record.state == "cancelled"
     assert ada.store.removal(mine.plan.job).nodes == ("a", "b")
     bob.down(bob.store.cluster())
@@ -138,7 +138,7 @@ def test_two_clusters_of_one_home_are_as_strange_to_each_other(homes, two_jobs):
         assert (answer.ended, answer.jobs) == ((), {})
         assert mine.plan.job in {there.job for there in answer.left}
     assert [hashes(mine.folder(node)) for node in "ab"] == before
-    assert ada.refresh(ada.store.job(mine.plan.job)).state == "running"
+    assert ada.refresh(ada.store.job_record(mine.plan.job)).state == "running"
 
 
 def test_reap_ends_what_is_ours_and_says_whose_the_rest_is(homes, two_jobs):
@@ -209,8 +209,8 @@ def test_files_that_somebody_removed_by_hand_make_a_job_lost_and_not_starting(ho
     mine.wait()
     for node in "ab":
         shutil.rmtree(mine.folder(node))
-    assert ada.store.job(mine.plan.job).state == "starting"
-    record = ada.refresh(ada.store.job(mine.plan.job))
+    assert ada.store.job_record(mine.plan.job).state == "starting"
+    record = ada.refresh(ada.store.job_record(mine.plan.job))
     assert (record.state, record.first_failure.reason) == ("lost", "its files are gone from every host")
 
 

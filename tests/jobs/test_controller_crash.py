@@ -193,7 +193,7 @@ def test_a_look_that_is_killed_changes_nothing(crashes):
         crash = Crash(job, folder)
         crash.controller().launch(job.plan, job.blob)
         job.wait_running()
-        known = Store(crash.home).job(job.plan.job)
+        known = Store(crash.home).job_record(job.plan.job)
         (points,) = crash.drive("jobs")
         for kill_at in of(points, 2):
             Store(crash.home).save_job(known)

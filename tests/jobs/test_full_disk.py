@@ -179,7 +179,7 @@ def test_output_that_a_failing_disk_dropped_is_told_at_the_end_by_the_masters_wo
                         fail(disk)
                         for word in ("during", "after"):
                             (talk / f"say-{word}").touch()
-            record = store.job(job.plan.job)
+            record = store.job_record(job.plan.job)
             assert (record.state, record.exit_code) == ("succeeded", 0)
             size = sum(len(f"{w} {n} {'.' * 90}\n") for w in ("during", "after") for n in range(20000))
             size += len("during is over\nafter is over\n")
@@ -319,7 +319,7 @@ time.sleep(600)
         ballast = fill(disk)
         if why == "Read-only file system":
             subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-        before = (store.home.job(job.plan.job) / "job.json").read_bytes()
+        before = (store.home.job_folder(job.plan.job) / "job.json").read_bytes()
 
         def types(*words):
             """Runs it to its end, which is a good one, with one word about the home; gives what it printed."""
@@ -342,8 +342,8 @@ time.sleep(600)
         assert json.loads(cancelled.stdout)["state"] == "cancelled"
         assert cancelled.stderr.index("ended on every host") < cancelled.stderr.index(why)
         assert types("jobs", "--json").stderr.count(why) == 1
-        assert (store.home.job(job.plan.job) / "job.json").read_bytes() == before
+        assert (store.home.job_folder(job.plan.job) / "job.json").read_bytes() == before
         subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
         ballast.unlink()
         assert why not in types("jobs").stderr
-        assert store.job(job.plan.job).state == "cancelled"
+        assert store.job_record(job.plan.job).state == "cancelled"

@@ -72,7 +72,7 @@ def test_a_job_that_nobody_here_remembers_is_found_on_its_hosts_with_all_that_ca
 def test_a_damaged_file_is_rebuilt_and_the_sound_ones_stay_as_they_are(running, controller, name):
     controller.store.save_cluster(local_cluster(running), current=True)
     controller.rescan(["test"])
-    path = controller.store.home.job(running.plan.job) / name
+    path = controller.store.home.job_folder(running.plan.job) / name
     path.write_bytes(path.read_bytes()[:100])
     listed = controller.jobs()
     assert list(listed.problems) == [running.plan.job]
@@ -91,7 +91,7 @@ def test_the_hosts_keep_the_plan_without_its_secrets_and_for_its_owner_alone(run
 def test_a_damaged_job_that_no_host_knows_is_named_with_how_to_forget_it(running, controller):
     controller.store.save_cluster(local_cluster(running), current=True)
     controller.rescan(["test"])
-    job = controller.store.home.job(running.plan.job)
+    job = controller.store.home.job_folder(running.plan.job)
     shutil.copytree(job, job.with_name("other"))
     found = controller.rescan(["test"])
     assert "no host that answered knows it" in str(found.problems["other"])
@@ -100,7 +100,7 @@ def test_a_damaged_job_that_no_host_knows_is_named_with_how_to_forget_it(running
 def test_a_job_of_a_newer_version_is_left_alone(running, controller):
     controller.store.save_cluster(local_cluster(running), current=True)
     controller.rescan(["test"])
-    path = controller.store.home.job(running.plan.job) / "job.json"
+    path = controller.store.home.job_folder(running.plan.job) / "job.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 2}))
     before = path.read_bytes()
     assert controller.rescan(["test"]).records == ()

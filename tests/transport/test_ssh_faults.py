@@ -129,7 +129,7 @@ def test_following_says_the_fingerprint_once_and_ends_in_that_error(behind_sshd,
     assert [text for text in notices if "SHA256:x" in text] == [
         f"{stranger}; the job does not depend on this link and keeps running"
     ]
-    assert store.job(made.plan.job).state in ("starting", "running") and rank_lives(made)
+    assert store.job_record(made.plan.job).state in ("starting", "running") and rank_lives(made)
 
 
 DIALS = """if True:

@@ -1,7 +1,7 @@
 """What is here of a job whose hosts may hold nothing of it any more: the run folders that it was collected into.
 
-copy = newest_copy(store, plan.job)          the newest run folder with its logs, wherever it lies
-raise nothing_left(store, plan)              an error that says what removed the files, and where the copy is
+copy = newest_copy(jobs, plan.job)          the newest run folder with its logs, wherever it lies
+raise nothing_left(jobs, plan)              an error that says what removed the files, and where the copy is
 for lines in copied_lines(plan, copy): ...
 """
 
@@ -15,29 +15,29 @@ from pathlib import Path
 from orchestrator.errors import OrchError
 from orchestrator.jobs.frames import Piece
 from orchestrator.jobs.lines import Line, Splitter
+from orchestrator.jobs.remembered import RememberedJobs
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan
-from orchestrator.store import Store
 
 PIECE_BYTES = 1 << 18
 LOGS = ("stdout.log", "stderr.log")
 
 
-def newest_copy(store: Store, job: str) -> RunFolder | None:
+def newest_copy(jobs: RememberedJobs, job: str) -> RunFolder | None:
     """None where the job was collected nowhere, as far as this $ORCH_HOME knows."""
-    copies = [RunFolder(folder) for folder in store.run_folders(job)]
+    copies = [RunFolder(folder) for folder in jobs.run_folders(job)]
     return next((copy for copy in copies if copy.summary.is_file()), None)
 
 
-def is_removed(store: Store, plan: LaunchPlan) -> bool:
+def is_removed(jobs: RememberedJobs, plan: LaunchPlan) -> bool:
     """Whether `orch down` has removed the job's files from all of its hosts."""
-    removal = store.removal(plan.job)
+    removal = jobs.removal(plan.job)
     return removal is not None and {node.name for node in plan.nodes} <= {*removal.nodes}
 
 
-def nothing_left(store: Store, plan: LaunchPlan) -> OrchError:
+def nothing_left(jobs: RememberedJobs, plan: LaunchPlan) -> OrchError:
     """What to tell a person who asks the hosts for this job's files."""
-    removal, copy = store.removal(plan.job), newest_copy(store, plan.job)
+    removal, copy = jobs.removal(plan.job), newest_copy(jobs, plan.job)
     what = f"its files were removed by `orch down` on {_date(removal.at)}" if removal else "no host holds its files"
     if copy:
         when = datetime.fromtimestamp(copy.summary.stat().st_mtime).astimezone().isoformat(timespec="seconds")

@@ -1,0 +1,236 @@
+"""What is remembered of jobs under $ORCH_HOME, so that any later command finds them.
+
+A start is remembered before it begins, and a lock that dies with the controller tells a start that is at work from one
+that was left half done:
+
+    with jobs.launching(record, plan) as start:         # job.json, plan.json, then `launching`, locked
+        ...                                             # prepare, go
+        start.over()                                    # without it the start counts as half done
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from pydantic import Field
+
+from orchestrator.errors import OrchError, UsageError
+from orchestrator.files import flock, locked, make_folder, write_json
+from orchestrator.hosts.remembered import RememberedClusters, damaged
+from orchestrator.jobs.record import JobRecord
+from orchestrator.paths import Home
+from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.record import SCHEMA, Record, write_record
+
+LATEST = "latest"
+"""In place of a job's id."""
+MAX_RUN_FOLDERS = 20
+"""Of one job: so many are remembered."""
+
+
+class Removal(Record):
+    """That `orch down` removed a job's files."""
+
+    schema_: int = Field(SCHEMA, alias="schema", serialization_alias="schema")
+    at: str
+    """When, ISO 8601."""
+    nodes: tuple[str, ...]
+    """From which hosts."""
+
+
+class RememberedJobs(RememberedClusters):
+    """Jobs, beside the clusters that they belong to."""
+
+    def __init__(self, home: Home) -> None:
+        super().__init__(home)
+        self._held: dict[str, JobRecord] = {}  # for the length of this command, where they could not be written
+
+    def save_job(self, record: JobRecord, plan: LaunchPlan | None = None) -> None:
+        """plan: of a job that is new here."""
+        folder = self.home.job_folder(record.id)
+        with self._locked():
+            if plan:
+                write_record(folder / "plan.json", plan.masked())
+                self.home.uncollected(record.id).touch()
+            write_record(folder / "job.json", record)
+
+    def change_job(self, job: str, change: Callable[[JobRecord], JobRecord]) -> JobRecord:
+        """Reads, changes and writes a job's record under the lock: two commands at once do not undo each other.
+
+        Where nothing can be written (a full disk, a read-only one) this command alone goes by the new record.
+        """
+        try:
+            with self._locked():
+                known = self.job_record(job)
+                record = change(known)
+                if record != known or job in self._held:
+                    write_record(self.home.job_folder(job) / "job.json", record)
+                    self._held.pop(job, None)
+        except OSError as error:
+            self.unwritten = error
+            record = self._held[job] = change(self.job_record(job))
+        return record
+
+    def job_record(self, job: str) -> JobRecord:
+        if job in self._held:
+            return self._held[job]
+        path = self.home.job_folder(job) / "job.json"
+        record = self._read(path, JobRecord)
+        if record.id != job:
+            raise damaged(path, f"it speaks of {record.id[:80]!r}")
+        return record
+
+    def plan(self, job: str) -> LaunchPlan:
+        path = self.home.job_folder(job) / "plan.json"
+        plan = self._read(path, LaunchPlan)
+        if plan.job != job:
+            raise damaged(path, f"it speaks of {plan.job[:80]!r}")
+        return plan
+
+    def jobs(self) -> list[JobRecord]:
+        """Newest first; the damaged ones left out."""
+        found = []
+        for job in self.job_ids():
+            with suppress(OrchError):
+                found.append(self.job_record(job))
+        return sorted(found, key=lambda job: (job.started or "", job.id), reverse=True)
+
+    def damaged(self) -> dict[str, OrchError]:
+        """Jobs whose record or plan cannot be read, and why."""
+        found: dict[str, OrchError] = {}
+        for job in self.job_ids():
+            try:
+                self.job_record(job)
+                self.plan(job)
+            except OrchError as error:
+                found[job] = error
+        return found
+
+    def job_ids(self) -> list[str]:
+        """Of all that are remembered, the damaged ones too. Without job.json nothing of a job has begun."""
+        return sorted(path.parent.name for path in self.home.jobs.glob("*/job.json"))
+
+    def uncollected(self, cluster: str) -> list[str]:
+        """Jobs of this cluster whose files `orch down` would take before anybody has collected them; newest first."""
+        return [job.id for job in self.jobs() if job.cluster == cluster and self.home.uncollected(job.id).exists()]
+
+    def nothing_to_collect(self, job: str) -> None:
+        """Its files are here since it ended, or its hosts hold none any more."""
+        with self._if_writable():
+            self.home.uncollected(job).unlink(missing_ok=True)
+
+    def files_removed(self, job: str, at: str, nodes: Sequence[str]) -> None:
+        """Notes that `orch down` removed the job's files from these hosts."""
+        with self._locked():
+            before = self.removal(job)
+            every = sorted({*nodes, *(before.nodes if before else ())})
+            write_record(self.home.removed(job), Removal(schema=1, at=at, nodes=tuple(every)))
+
+    def removal(self, job: str) -> Removal | None:
+        """None where `orch down` has removed nothing of this job. Raises StateError where the note is damaged."""
+        path = self.home.removed(job)
+        return self._read(path, Removal) if path.exists() else None
+
+    def remember_run(self, job: str, folder: Path) -> None:
+        """This run folder holds files of the job."""
+        here = folder.absolute()
+        folders = [here, *(known for known in self.run_folders(job) if known != here)][:MAX_RUN_FOLDERS]
+        with self._if_writable(), self._locked():
+            if self.home.job_folder(job).is_dir():  # else the job has been forgotten meanwhile
+                write_json(self.home.collected(job), {"schema": SCHEMA, "folders": [str(one) for one in folders]})
+
+    def run_folders(self, job: str) -> list[Path]:
+        """Those that hold files of the job and are still there; newest first. A damaged note counts as none."""
+        with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+            told = json.loads(self.home.collected(job).read_text())["folders"]
+            return [Path(folder) for folder in told if Path(folder).is_dir()]
+        return []
+
+    def runs_of(self, begins: str) -> list[Path]:
+        """The run folders of all jobs whose ids begin so."""
+        return [folder for job in self.job_ids() if job.startswith(begins) for folder in self.run_folders(job)]
+
+    def find_job(self, wanted: str, cluster: str | None = None) -> str:
+        """The id meant by an id, a unique prefix of one, or `latest`: the newest of the current cluster.
+
+        cluster: only its jobs, for a person named it. Raises UsageError where none or several fit.
+        """
+        jobs = {job.id: job for job in self.jobs()}
+        if wanted == LATEST and jobs:
+            return self._latest(list(jobs.values()), cluster)
+        known = [*jobs, *(job for job in self.job_ids() if job not in jobs)]
+        fitting = [job for job in known if job == wanted] or [job for job in known if job.startswith(wanted)]
+        if cluster:
+            elsewhere, cluster = fitting, self.cluster_name(cluster)
+            fitting = [job for job in fitting if job not in jobs or jobs[job].cluster == cluster]
+            if len(elsewhere) == 1 and not fitting:
+                where = jobs[elsewhere[0]].cluster
+                raise UsageError(f"{elsewhere[0]} ran on cluster {where}, not on {cluster}", "leave --cluster out")
+        if len(fitting) == 1:
+            return fitting[0]
+        if fitting:
+            raise UsageError(f"{wanted!r} fits several jobs: {', '.join(fitting[:5])}", "give more of the id")
+        if not known:
+            raise UsageError("no job yet", "start one with `orch run`; `orch jobs --rescan` asks the hosts for others")
+        raise UsageError(f"no job {wanted!r}", f"the latest: {', '.join(known[:5])} (`orch jobs` lists all)")
+
+    def _latest(self, jobs: Sequence[JobRecord], cluster: str | None) -> str:
+        """jobs: newest first, at least one. Without a current cluster the newest of all."""
+        if cluster or self.terminals():
+            cluster = self.cluster_name(cluster)
+        elif current := self.current():
+            cluster = current.name
+        for job in jobs:
+            if cluster in (None, job.cluster):
+                return job.id
+        newest = jobs[0]
+        raise UsageError(
+            f"no job yet on cluster {cluster}", f"the latest of cluster {newest.cluster}: --job {newest.id}"
+        )
+
+    # ---- starts -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def launching(self, record: JobRecord, plan: LaunchPlan) -> Iterator[Start]:
+        """Remembers the intent to start this job, and that we are at it for as long as we live."""
+        path = self.home.launching(record.id)
+        make_folder(path.parent)
+        with locked(path):
+            self.save_job(record, plan)
+            yield Start(path)
+
+    def half_started(self) -> list[str]:
+        """Jobs that a controller began to start and did not end starting, and that nobody is at any more."""
+        return sorted(path.parent.name for path in self.home.jobs.glob("*/launching") if _is_free(path))
+
+    def is_half_started(self, job: str) -> bool:
+        return _is_free(self.home.launching(job))
+
+    def start_is_over(self, job: str) -> None:
+        with self._if_writable():
+            Start(self.home.launching(job)).over()
+
+
+class Start:
+    """It is remembered until it is `over`."""
+
+    def __init__(self, marker: Path) -> None:
+        self._marker = marker
+
+    def over(self) -> None:
+        """Every host has been told to go, or nothing is left on any."""
+        self._marker.unlink(missing_ok=True)
+
+
+def _is_free(marker: Path) -> bool:
+    """Whether the marker is there and nobody holds it: its controller is dead, or gave up."""
+    try:
+        with open(marker, "rb") as file:
+            flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return marker.exists()
+    except (FileNotFoundError, BlockingIOError):
+        return False
