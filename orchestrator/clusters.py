@@ -253,10 +253,6 @@ class Clusters:
         self.store.save_cluster(cluster.with_venvs(_without(cluster.venvs, set(values(answers)))))
         return answers
 
-    def adopt(self, cluster: Cluster, jobs: Sequence[str]) -> dict[str, tuple[str, ...] | HostError]:
-        """Makes these jobs of the cluster ours on each node, whoever started them."""
-        return self._on_each(cluster, partial(belongings.adopt, jobs=jobs))
-
     def _on_each(self, cluster: Cluster, action: Callable[[Host, Who], Answer]) -> dict[str, Answer | HostError]:
         who = Who(read_owner(self.store.home), cluster.name)
         return self.connections.each(cluster.nodes, lambda host: action(host, who), deadline_s=belongings.CLEAR_S + 5)

@@ -26,17 +26,17 @@ from orchestrator.errors import OrchError, UsageError
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.jobs import collect
 from orchestrator.jobs.record import FINAL_STATES
+from orchestrator.jobs.running import RunningJob
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.planning.profiles import Kind, Measurement, Profile, Rank, cuda_graph_of, kinds_of, tf32_of
 from orchestrator.planning.request import parse_pairs, read_experiment
 from orchestrator.results.events import Events, MetricsFile
 from orchestrator.results.tables import read_events
-from orchestrator.transport.ask import Host
 from orchestrator.units import format_figure
 from trainer.shared.shares import split_batch
 
-Follow = Callable[[LaunchPlan, Mapping[str, Host]], None]
+Follow = Callable[[RunningJob], None]
 """Shows a job until its end."""
 
 BUDGET_S = 15.0
@@ -141,18 +141,18 @@ class Profiling:
     def _measure(self, names: Sequence[str], follow: Follow) -> list[Profile]:
         """One job a node, all at once."""
         plans = [self._plan_of(name) for name in names]
-        launched: list[tuple[LaunchPlan, Mapping[str, Host]]] = []
+        launched = list[RunningJob]()
         try:
             for plan in plans:
-                launched.append((plan, self.controller.launch(plan, self.wish.blob)))
-            for plan, hosts in launched:
-                follow(plan, hosts)
-            return [profile for plan, hosts in launched for profile in self._read(plan, hosts)]
+                launched.append(self.controller.launch(plan, self.wish.blob))
+            for job in launched:
+                follow(job)
+            return [profile for job in launched for profile in self._read(job)]
         except BaseException:  # a Ctrl-C, too: half a profile is of no use
-            for plan, _ in launched:
+            for job in launched:
                 with suppress(OrchError):
-                    if self.controller.store.job_record(plan.job).state not in FINAL_STATES:
-                        self.controller.cancel(plan)
+                    if job.record.state not in FINAL_STATES:
+                        job.cancel()
             raise
 
     def _plan_of(self, name: str) -> LaunchPlan:
@@ -162,9 +162,9 @@ class Profiling:
         node = plan.nodes[0]
         return plan.model_copy(update={"nodes": (node.model_copy(update={"env": {**node.env, **threads}}),)})
 
-    def _read(self, plan: LaunchPlan, hosts: Mapping[str, Host]) -> list[Profile]:
+    def _read(self, job: RunningJob) -> list[Profile]:
+        plan, record = job.plan, job.record
         node = plan.nodes[0]
-        record = self.controller.store.job_record(plan.job)
         if record.state != "succeeded":
             why = record.first_failure
             words = f": {why.log_line or why.reason}" if why else ""
@@ -175,7 +175,7 @@ class Profiling:
         with tempfile.TemporaryDirectory(prefix="orch-profile-") as folder:
             run = RunFolder(Path(folder) / plan.job)
             run.root.mkdir()
-            for error in collect.collect(plan, hosts, run).errors.values():
+            for error in collect.collect(plan, job.hosts, run).errors.values():
                 raise error
             self.controller.store.nothing_to_collect(plan.job)
             files = [MetricsFile(node.name, rank, run.metrics(node.name, rank)) for rank in node.rank_numbers]

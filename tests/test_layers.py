@@ -40,7 +40,8 @@ PURE |= {f"planning.{name}" for name in ("launch_plan", "launchers", "nccl", "pl
 PURE |= {f"planning.{name}" for name in ("secret_words", "split")}
 PURE |= {f"jobs.{name}" for name in ("faults", "frames", "heard", "lines", "live", "record", "redraw", "stall")}
 PURE |= {f"views.{name}" for name in ("charts", "documents", "gpu_charts", "linechart", "numbers", "plan", "report")}
-PURE |= {"hosts.cards", "jobs.metric_lines", "jobs.state", "jobs.waits"}
+PURE |= {f"jobs.{name}" for name in ("dropped", "follow", "metric_lines", "rescan", "state", "waits")}
+PURE |= {"hosts.cards"}
 """The same of single files elsewhere."""
 
 SHARED = "trainer.shared"

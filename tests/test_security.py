@@ -29,6 +29,7 @@ from orchestrator.jobs import control
 from orchestrator.jobs.collect import collect
 from orchestrator.jobs.frames import read_frames
 from orchestrator.jobs.launch import launch
+from orchestrator.jobs.running import RunningJob
 from orchestrator.paths import Home, RunFolder
 from orchestrator.record import Owner
 from orchestrator.remote.processes import MARK
@@ -179,7 +180,7 @@ def test_whatever_a_host_answers_to_a_request_it_is_an_error_of_ours(answer, tmp
     said += [str(error) for error in getattr(refused.value, "errors", [refused.value])]
     found = [*controller.clusters.reap(cluster, end=True).values(), *controller.clusters.down(cluster).values()]
     found += [*control.agents(one, {"a": host}).values()]
-    record = controller.refresh(store.job_record("fuzz"))
+    record = controller.job("fuzz").refresh()
     said += [str(error) for error in found if isinstance(error, HostError)]
     assert all(text.isprintable() and len(text) < 800 for text in said)
     told = [answer for answer in found if not isinstance(answer, (HostError, dict))]
@@ -390,7 +391,7 @@ def test_a_planted_run_folder_is_refused(tmp_path):
     (tmp_path / "out" / "fuzz").symlink_to(tmp_path / "target")
     os.chown(tmp_path / "out" / "fuzz", NOBODY, NOBODY, follow_symlinks=False)
     with pytest.raises(UsageError, match=r"out/fuzz belongs to another user"):
-        Controller(store, Reaching(None)).collect(fuzz.PLAN, tmp_path / "out")
+        Controller(store, Reaching(None)).collect(RunningJob(fuzz.PLAN, store, Reaching(None)), tmp_path / "out")
     assert list((tmp_path / "target").iterdir()) == []
 
 

@@ -19,11 +19,11 @@ SHOWN_JOBS, SHOWN_FILES, SHOWN_NAMES = 5, 3, 10
 
 if TYPE_CHECKING:
     from orchestrator.clusters import Up
-    from orchestrator.controller import Unpulled
     from orchestrator.hosts.belongings import Cleared, Leftover, Reaped, Survey
     from orchestrator.hosts.cluster import Cluster
     from orchestrator.hosts.facts import NodeFacts
     from orchestrator.hosts.inventory import Inventory
+    from orchestrator.jobs.outputs import Unpulled
     from orchestrator.paths import Home
 
 
@@ -340,6 +340,7 @@ def down(yes: bool, cluster: str | None, as_json: bool) -> None:
     \b
     orch down --yes
     """
+    from orchestrator.jobs.outputs import unpulled
     from orchestrator.views import console
 
     if as_json and not yes:
@@ -349,7 +350,7 @@ def down(yes: bool, cluster: str | None, as_json: bool) -> None:
         if jobs := controller.store.uncollected(found.name):
             console.warn(f"jobs not collected: {len(jobs)} ({', '.join(jobs[:3])}); their files are removed, too")
         with busy(f"looking at what jobs wrote on {counted(len(found.nodes), 'host')}"):
-            lost = controller.unpulled(found)
+            lost = unpulled(controller.store, controller.connections, found)
         for line in _unpulled_words(lost):
             console.warn(line)
         if not yes:

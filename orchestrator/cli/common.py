@@ -18,8 +18,7 @@ from orchestrator.errors import HostsError, OrchError
 
 if TYPE_CHECKING:
     from orchestrator.controller import Controller
-    from orchestrator.jobs.record import JobRecord
-    from orchestrator.planning.launch_plan import LaunchPlan
+    from orchestrator.jobs.running import RunningJob
 
 INTERRUPTED = 130
 _REMEDIES = {
@@ -89,7 +88,7 @@ def chosen_id(controller: Controller, wanted: str | None, cluster: str | None) -
     return found
 
 
-def chosen_job(controller: Controller, wanted: str | None, cluster: str | None) -> tuple[JobRecord, LaunchPlan]:
+def chosen_job(controller: Controller, wanted: str | None, cluster: str | None) -> RunningJob:
     return controller.job(chosen_id(controller, wanted, cluster))
 
 

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from orchestrator.controller import Controller
     from orchestrator.hosts.cluster import Cluster
     from orchestrator.jobs.record import JobRecord
+    from orchestrator.jobs.running import RunningJob
     from orchestrator.planning.launch_plan import LaunchPlan
     from orchestrator.planning.request import Wish, Words
-    from orchestrator.transport.ask import Host
 
 SECOND_CTRL_C_S = 3.0
 SHOWN = 5
@@ -169,14 +169,14 @@ def _run(controller: Controller, plan: LaunchPlan, blob: bytes, as_json: bool, *
     """To its end, or until it runs."""
     from orchestrator.views import console, following
 
-    hosts = _launch(controller, plan, blob)
+    job = _launch(controller, plan, blob)
     if not detach:
         stream = console.err if as_json else console.out
-        _follow(controller, plan, lambda: following.print_events(controller.follow(plan, hosts), stream=stream))
-    _finish(controller, plan, as_json, detached=detach)
+        _follow(job, lambda: following.print_events(job.follow(), stream=stream))
+    _finish(job, as_json, detached=detach)
 
 
-def _launch(controller: Controller, plan: LaunchPlan, blob: bytes) -> dict[str, Host]:
+def _launch(controller: Controller, plan: LaunchPlan, blob: bytes) -> RunningJob:
     from orchestrator.units import counted
     from orchestrator.views import console, launch_plan
 
@@ -184,16 +184,16 @@ def _launch(controller: Controller, plan: LaunchPlan, blob: bytes) -> dict[str, 
     launch_plan.warn_faster(plan.faster)
     with busy(f"starting {plan.job} on {counted(len(plan.nodes), 'host')}"):
         try:
-            hosts = controller.launch(plan, blob)
+            job = controller.launch(plan, blob)
         except KeyboardInterrupt:
             console.say(f"{plan.job} was not started; what was begun is undone")
             raise
     where = f"{counted(plan.world_size, 'rank')} on {counted(len(plan.nodes), 'host')}, master {plan.master}"
     console.say(f"job {plan.job}: {where}")
-    return hosts
+    return job
 
 
-def _follow(controller: Controller, plan: LaunchPlan, show: Callable[[], None]) -> None:
+def _follow(job: RunningJob, show: Callable[[], None]) -> None:
     """Shows until the end. The first Ctrl-C detaches, a second within SECOND_CTRL_C_S cancels."""
     import threading
 
@@ -203,29 +203,29 @@ def _follow(controller: Controller, plan: LaunchPlan, show: Callable[[], None]) 
         show()
     except KeyboardInterrupt:
         try:
-            console.say(f"\nDetached; the job keeps running. Reattach: orch logs -f --job {plan.job}")
-            console.say(f"Cancel: orch cancel --job {plan.job} (or Ctrl-C again within {SECOND_CTRL_C_S:.0f} s)")
+            console.say(f"\nDetached; the job keeps running. Reattach: orch logs -f --job {job.id}")
+            console.say(f"Cancel: orch cancel --job {job.id} (or Ctrl-C again within {SECOND_CTRL_C_S:.0f} s)")
             threading.Event().wait(SECOND_CTRL_C_S)
         except KeyboardInterrupt:
-            _cancel(controller, plan)
-            console.say(f"cancelled {plan.job}")
+            _cancel(job)
+            console.say(f"cancelled {job.id}")
         raise
 
 
-def _finish(controller: Controller, plan: LaunchPlan, as_json: bool, *, detached: bool = False) -> None:
+def _finish(job: RunningJob, as_json: bool, *, detached: bool = False) -> None:
     from orchestrator.views import console, documents, job_table
 
-    job = controller.store.job_record(plan.job)
+    record = job.record
     if as_json:
-        console.print_json(documents.job_json(job))
+        console.print_json(documents.job_json(record))
     if detached:
         if not as_json:
-            click.echo(plan.job)
+            click.echo(job.id)
         return
-    job_table.print_end(job)
-    if job.state != "succeeded":
+    job_table.print_end(record)
+    if record.state != "succeeded":
         sys.exit(1)
-    console.say(f"next: orch collect --job {plan.job}")
+    console.say(f"next: orch collect --job {job.id}")
 
 
 @click.command()
@@ -253,7 +253,6 @@ def jobs(rescan: bool, adopt: bool, yes: bool, limit: int | None, cluster: str |
     orch jobs --rescan --adopt            after it was lost
     orch jobs --json | jq -r '.jobs[0].id'
     """
-    from orchestrator.text import some
     from orchestrator.views import console, documents, job_table
 
     problems: dict[str, OrchError] = {}
@@ -262,13 +261,7 @@ def jobs(rescan: bool, adopt: bool, yes: bool, limit: int | None, cluster: str |
     with open_controller() as controller:
         cluster = _shown_cluster(controller, cluster)
         if rescan:
-            names = [cluster] if cluster else controller.store.cluster_names() or [controller.store.cluster_name()]
-            with busy(f"asking the hosts of {', '.join(names)}"):
-                rebuilt = controller.rescan(names)
-            console.say(f"rebuilt from the hosts: {some([job.id for job in rebuilt.records], SHOWN) or 'nothing'}")
-            for sentence in rebuilt.notices:
-                console.warn(sentence)
-            problems |= {**rebuilt.problems, **_others(controller, names, adopt, yes)}
+            problems |= _rescanned(controller, cluster, adopt=adopt, yes=yes)
         found = controller.jobs(cluster)
     if as_json:
         console.print_json(documents.jobs_json(found.records[: limit or None], found.unheard))
@@ -280,6 +273,20 @@ def jobs(rescan: bool, adopt: bool, yes: bool, limit: int | None, cluster: str |
     console.fail_each(problems.values())
     if any(isinstance(error, HostError) for error in problems.values()):
         sys.exit(HostError.exit_code)
+
+
+def _rescanned(controller: Controller, cluster: str | None, *, adopt: bool, yes: bool) -> Mapping[str, OrchError]:
+    """Asks the hosts for jobs that are unknown or damaged here, and says what came of it; gives what went wrong."""
+    from orchestrator.text import some
+    from orchestrator.views import console
+
+    names = [cluster] if cluster else controller.store.cluster_names() or [controller.store.cluster_name()]
+    with busy(f"asking the hosts of {', '.join(names)}"):
+        rebuilt = controller.lost_jobs.rescan(names)
+    console.say(f"rebuilt from the hosts: {some([job.id for job in rebuilt.records], SHOWN) or 'nothing'}")
+    for sentence in rebuilt.notices:
+        console.warn(sentence)
+    return {**rebuilt.problems, **_others(controller, names, adopt, yes)}
 
 
 def _show_jobs(records: Sequence[JobRecord], limit: int) -> None:
@@ -314,12 +321,12 @@ def _others(controller: Controller, clusters: list[str], adopt: bool, yes: bool)
     from orchestrator.views import console
 
     problems: dict[str, OrchError] = {}
-    for owner, found in controller.not_ours(clusters).items():
+    for owner, found in controller.lost_jobs.not_ours(clusters).items():
         whose = owner.name if owner else "an older orch"
         console.say(f"of {whose}: {some(found, SHOWN)}")
         question = f"Make these yours? {whose} can then neither end nor remove them."
         if adopt and (yes or click.confirm(question, default=False, err=True)):
-            problems |= {f"adopt {name}": error for name, error in controller.adopt(found).items()}
+            problems |= {f"adopt {name}": error for name, error in controller.lost_jobs.adopt(found).items()}
         elif not adopt:
             console.say("you can only look at them; `orch jobs --rescan --adopt` makes them yours")
     return problems
@@ -348,7 +355,8 @@ def logs(wanted: str | None, follow: bool, only_node: str | None, only_rank: int
         return only_node in (None, line.node) and only_rank in (None, line.rank)
 
     with open_controller() as controller:
-        _, plan = chosen_job(controller, wanted, cluster)
+        job = chosen_job(controller, wanted, cluster)
+        plan = job.plan
         if only_node:
             controller.store.cluster(plan.cluster).node(only_node)
         if only_rank is not None and not 0 <= only_rank < plan.world_size:
@@ -359,10 +367,10 @@ def logs(wanted: str | None, follow: bool, only_node: str | None, only_rank: int
                 raise why
             console.say(f"{why.message}; these are the lines that were collected into {copy.root}")
             return following.print_events(copied_lines(plan, copy), chosen)
-        hosts, errors = controller.hosts_of(plan)
-        console.fail_each(errors.values())
-        following.print_events(controller.follow(plan, hosts, until_end=follow), chosen)
-        if errors:
+        away = job.reach()
+        console.fail_each(away.values())
+        following.print_events(job.follow(until_end=follow), chosen)
+        if away:
             sys.exit(3)
     return None
 
@@ -385,40 +393,40 @@ def cancel(wanted: str | None, yes: bool, cluster: str | None, as_json: bool) ->
     from orchestrator.views import console, documents, job_table
 
     with open_controller() as controller:
-        known, plan = controller.job(wanted, cluster) if wanted else _meant(controller, cluster, yes)
-        if known.state in ENDED:
-            console.say(f"{plan.job} has ended already; looking for what it may have left")
-        _cancel(controller, plan)
-        job = controller.store.job_record(plan.job)
+        job = controller.job(wanted, cluster) if wanted else _meant(controller, cluster, yes)
+        if job.record.state in ENDED:
+            console.say(f"{job.id} has ended already; looking for what it may have left")
+        _cancel(job)
+        record = job.record
         if as_json:
-            console.print_json(documents.job_json(job))
+            console.print_json(documents.job_json(record))
         else:
-            job_table.print_end(job)
+            job_table.print_end(record)
 
 
-def _meant(controller: Controller, cluster: str | None, yes: bool) -> tuple[JobRecord, LaunchPlan]:
+def _meant(controller: Controller, cluster: str | None, yes: bool) -> RunningJob:
     """The latest job, once its person has said that it is the one to end. Raises UsageError where nobody does."""
     from orchestrator.jobs.record import ENDED
 
-    known, plan = chosen_job(controller, None, cluster)
-    known = controller.refresh(known)
+    job = chosen_job(controller, None, cluster)
+    known = job.refresh()
     if known.state in ENDED:
-        others = [job.id for job in controller.store.jobs() if job.state not in ENDED]
+        others = [other.id for other in controller.store.jobs() if other.state not in ENDED]
         remedy = f"still running: {', '.join(others)}: name one with --job" if others else "no other job runs, either"
         raise UsageError(f"{known.id} has ended already ({known.state})", remedy)
     question = f"Cancel {known.id} ({known.state}) on {', '.join(known.nodes)}?"
     if not yes and not agrees(question):
         raise UsageError("no job was cancelled", f"orch cancel --job {known.id}")
-    return known, plan
+    return job
 
 
-def _cancel(controller: Controller, plan: LaunchPlan) -> None:
+def _cancel(job: RunningJob) -> None:
     from orchestrator.views import console
 
-    with busy(f"ending {plan.job}"):
-        _, stayed = controller.cancel(plan)
+    with busy(f"ending {job.id}"):
+        _, stayed = job.cancel()
     for line in stayed:
         console.fail(line)
     if stayed:
-        raise OrchError(f"{plan.job} may still be running", "`orch reap` lists what is left on the hosts")
+        raise OrchError(f"{job.id} may still be running", "`orch reap` lists what is left on the hosts")
     console.say("ended on every host; none of its processes is left")

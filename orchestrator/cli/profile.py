@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -18,9 +18,8 @@ from orchestrator.cli.common import (
 from orchestrator.cli.complete import experiments
 
 if TYPE_CHECKING:
-    from orchestrator.planning.launch_plan import LaunchPlan
+    from orchestrator.jobs.running import RunningJob
     from orchestrator.planning.profiles import Profile
-    from orchestrator.transport.ask import Host
 
 
 @click.command()
@@ -60,10 +59,10 @@ def profile(
 
         said = set[str]()
 
-        def follow(plan: LaunchPlan, hosts: Mapping[str, Host]) -> None:
-            console.say(f"measuring {plan.master} alone: {plan.job}")
-            launch_plan.warn_notes(plan, said)
-            following.print_events(controller.follow(plan, hosts), show=lambda line: False, stream=console.err)
+        def follow(job: RunningJob) -> None:
+            console.say(f"measuring {job.plan.master} alone: {job.id}")
+            launch_plan.warn_notes(job.plan, said)
+            following.print_events(job.follow(), show=lambda line: False, stream=console.err)
 
         found = one.run(follow, again=again)
     shares = measured_shares(one.batch, found)

@@ -25,10 +25,10 @@ from orchestrator.errors import HostError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from orchestrator.controller import Controller, Outputs
+    from orchestrator.jobs.outputs import Outputs
     from orchestrator.jobs.pull import Output, Pulled
+    from orchestrator.jobs.running import RunningJob
     from orchestrator.paths import RunFolder
-    from orchestrator.planning.launch_plan import LaunchPlan
 
 
 @click.command()
@@ -69,17 +69,17 @@ def pull(
 
     wanted, globs = (wanted, words) if wanted else _job_and_globs(words)
     with open_controller() as controller:
-        _, plan = chosen_job(controller, wanted, cluster)
-        with busy(f"asking the hosts of {plan.job}"):
-            outputs = controller.outputs(plan, names_of(nodes))
+        job = chosen_job(controller, wanted, cluster)
+        with busy(f"asking the hosts of {job.id}"):
+            outputs = job.outputs(names_of(nodes))
         chosen = {node: matching(listing.files, globs) for node, listing in outputs.found.items()}
         if globs and not any(chosen.values()) and not outputs.errors:
-            raise _nothing_fits(plan.job, globs, outputs)
-        run, found = RunFolder(out / plan.job), dict[str, Pulled | HostError]()
+            raise _nothing_fits(job.id, globs, outputs)
+        run, found = RunFolder(out / job.id), dict[str, Pulled | HostError]()
         if not only_list and any(chosen.values()):
-            found = bring(controller, plan, chosen, out)
+            found = bring(job, chosen, out)
     if as_json:
-        console.print_json(documents.pulled_json(plan.job, run, outputs.found, outputs.errors, chosen, found))
+        console.print_json(documents.pulled_json(job.id, run, outputs.found, outputs.errors, chosen, found))
     else:
         _show_list(run, chosen) if only_list else _show_pulled(run, chosen, found)
     for node, listing in outputs.found.items():
@@ -99,16 +99,14 @@ def _nothing_fits(job: str, globs: Sequence[str], outputs: Outputs) -> UsageErro
     return UsageError(f"no file of {job} fits {' '.join(globs)}", f"{remedy} (`--list` shows all)")
 
 
-def bring(
-    controller: Controller, plan: LaunchPlan, chosen: Mapping[str, Sequence[Output]], out: Path
-) -> dict[str, Pulled | HostError]:
+def bring(job: RunningJob, chosen: Mapping[str, Sequence[Output]], out: Path) -> dict[str, Pulled | HostError]:
     """Pulls, and shows how it gets on."""
     from orchestrator.cli.boards import pull_board
     from orchestrator.views import console
 
     try:
         with pull_board({node: sum(file.size for file in files) for node, files in chosen.items()}) as show:
-            return controller.pull(plan, chosen, out, show)
+            return job.pull(chosen, out, show)
     except KeyboardInterrupt:
         console.say("what has arrived stays here; the same command resumes there")
         raise

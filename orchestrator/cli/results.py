@@ -51,9 +51,9 @@ def collect(
     from orchestrator.views import comparison, console
 
     with open_controller() as controller:
-        _, plan = chosen_job(controller, wanted, cluster)
-        with busy(f"collecting {plan.job}"):
-            report = controller.collect(plan, out, limit_bytes=int(max_log))
+        job = chosen_job(controller, wanted, cluster)
+        with busy(f"collecting {job.id}"):
+            report = controller.collect(job, out, limit_bytes=int(max_log))
     if as_json:
         console.print_json(report.summary.to_json())
     else:
@@ -64,7 +64,7 @@ def collect(
         console.warn(notice)
     console.fail_each(report.errors.values())
     if checkpoints:
-        _pull_checkpoints(plan, out)
+        _pull_checkpoints(job.plan, out)
     if report.errors:
         sys.exit(3)
 
@@ -76,11 +76,12 @@ def _pull_checkpoints(plan: LaunchPlan, out: Path) -> None:
     from orchestrator.views import console
 
     with open_controller() as controller:
-        outputs = controller.outputs(plan)
+        job = controller.job_of(plan)
+        outputs = job.outputs()
         globs = checkpoint_globs(plan)
         chosen = {node: matching(listing.files, globs) for node, listing in outputs.found.items()}
         chosen = {node: files for node, files in chosen.items() if files}
-        found = bring(controller, plan, chosen, out) if chosen else {}
+        found = bring(job, chosen, out) if chosen else {}
     for line in lines(RunFolder(out / plan.job), chosen, found):
         console.say(line)
     if not chosen:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,11 +13,9 @@ from orchestrator.cli.complete import studies
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
-    from orchestrator.controller import Controller
-    from orchestrator.planning.launch_plan import LaunchPlan
+    from orchestrator.jobs.running import RunningJob
     from orchestrator.studies.sweep import Follow, Outcome
     from orchestrator.studies.tables import Row, Study
-    from orchestrator.transport.ask import Host
 
 
 @click.command()
@@ -70,24 +68,24 @@ def sweep(
     overrides = parse_pairs(settings, "--set KEY=VALUE")
     with open_controller() as controller:
         one = Sweep(study, controller, controller.store.cluster(cluster), out, overrides)
-        outcomes = one.run(_follower(controller), only=only, again=again, repeats=repeats)
+        outcomes = one.run(_follower(), only=only, again=again, repeats=repeats)
     console.print_json(document(study, outcomes)) if as_json else _show(STUDIES[study], outcomes)
 
 
-def _follower(controller: Controller) -> Follow:
+def _follower() -> Follow:
     """Shows what a row's job notes, and none of its lines."""
     from orchestrator.views import console, following, launch_plan
 
     said = set[str]()
 
-    def follow(row: Row, plan: LaunchPlan, hosts: Mapping[str, Host]) -> None:
-        console.say(f"{row.name}: {plan.job} on {', '.join(node.name for node in plan.nodes)}")
-        launch_plan.warn_notes(plan, said)
+    def follow(row: Row, job: RunningJob) -> None:
+        console.say(f"{row.name}: {job.id} on {', '.join(node.name for node in job.plan.nodes)}")
+        launch_plan.warn_notes(job.plan, said)
         try:
-            following.print_events(controller.follow(plan, hosts), show=lambda line: False, stream=console.err)
+            following.print_events(job.follow(), show=lambda line: False, stream=console.err)
         except KeyboardInterrupt:
-            console.say(f"\nstopped watching; {plan.job} keeps running, and the same command resumes it")
-            console.say(f"cancel: orch cancel --job {plan.job}")
+            console.say(f"\nstopped watching; {job.id} keeps running, and the same command resumes it")
+            console.say(f"cancel: orch cancel --job {job.id}")
             raise
 
     return follow

@@ -116,58 +116,68 @@ def collect(
 
     A host that fails, or has nothing of the job any more, leaves what was there before.
     """
-    collected = Collected()
-    pulls = {node.name: _Pull(node, run.node(node.name)) for node in plan.nodes if node.name in hosts}
-    damaged = _pull(plan, {name: hosts[name] for name in pulls}, run, pulls, collected, progress, limit_bytes)
+    fetch = _Fetch(plan, run, progress, limit_bytes)
+    damaged = fetch.stream({node.name: hosts[node.name] for node in plan.nodes if node.name in hosts})
     if damaged:
-        again = {name: hosts[name] for name in damaged}
-        damaged = _pull(plan, again, run, pulls, collected, progress, limit_bytes)
+        damaged = fetch.stream({name: hosts[name] for name in damaged})
     for name, files in damaged.items():
         words = f"arrived damaged twice: {', '.join(files)}"
-        collected.errors[name] = ProbeError(name, words, "look at this host's disk, then collect again")
-    return collected
+        fetch.collected.errors[name] = ProbeError(name, words, "look at this host's disk, then collect again")
+    return fetch.collected
 
 
-def _pull(
-    plan: LaunchPlan,
-    hosts: Mapping[str, Host],
-    run: RunFolder,
-    pulls: Mapping[str, _Pull],
-    collected: Collected,
-    progress: Callable[[str, int], None],
-    limit_bytes: int,
-) -> dict[str, list[str]]:
-    """One stream of every host to its end. Returns, by node, the files that were set aside as damaged."""
-    damaged: dict[str, list[str]] = {}
-    look_at = LOOK_BYTES
-    offsets = {name: pulls[name].held() for name in hosts}
-    try:
-        for name, item in watch(plan, hosts, offsets=offsets, follow=False, limit_bytes=limit_bytes):
-            if isinstance(item, HostError):
-                collected.errors[name] = item
-            elif isinstance(item, Piece):
-                collected.notices += pulls[name].add(item)
-                collected.new_bytes += item.end - item.offset
-                progress(name, item.end - item.offset)
-                if collected.new_bytes > look_at:
-                    look_at = collected.new_bytes + LOOK_BYTES
-                    refuse_if_full(run.root)
-            elif isinstance(item, Agent):
-                collected.agents[name] = item.record
-                if item.record.get("gone") is True:  # what is known of this host's part is as good as it gets
-                    continue
-                if item.record.get("state") != "lost" or not run.agent(name).exists():
-                    write_json(run.agent(name), item.record)
-            elif isinstance(item, End):
-                collected.notices += pulls[name].note_left(run.left(name), item.left)
-                if found := pulls[name].check(item.files):
+class _Fetch:
+    """All hosts' files of one job, on their way into its run folder."""
+
+    def __init__(
+        self, plan: LaunchPlan, run: RunFolder, progress: Callable[[str, int], None], limit_bytes: int
+    ) -> None:
+        self.collected = Collected()
+        self._plan, self._run, self._progress, self._limit_bytes = plan, run, progress, limit_bytes
+        self._pulls = {node.name: _Pull(node, run.node(node.name)) for node in plan.nodes}
+        self._look_at = LOOK_BYTES
+
+    def stream(self, hosts: Mapping[str, Host]) -> dict[str, list[str]]:
+        """One stream of every host to its end. Returns, by node, the files that were set aside as damaged."""
+        damaged: dict[str, list[str]] = {}
+        offsets = {name: self._pulls[name].held() for name in hosts}
+        try:
+            for name, item in watch(self._plan, hosts, offsets=offsets, follow=False, limit_bytes=self._limit_bytes):
+                if isinstance(item, HostError):
+                    self.collected.errors[name] = item
+                elif isinstance(item, Piece):
+                    self._add(name, item)
+                elif isinstance(item, Agent):
+                    self._keep_record(name, item.record)
+                elif isinstance(item, End) and (found := self._end(name, item)):
                     damaged[name] = found
-                    words = "did not agree with its host's any more; set aside as damaged, pulled again"
-                    collected.notices += [f"{name}: {file} {words}" for file in found]
-    finally:
-        for name in hosts:
-            pulls[name].sync()
-    return damaged
+        finally:
+            for name in hosts:
+                self._pulls[name].sync()
+        return damaged
+
+    def _add(self, name: str, piece: Piece) -> None:
+        self.collected.notices += self._pulls[name].add(piece)
+        self.collected.new_bytes += piece.end - piece.offset
+        self._progress(name, piece.end - piece.offset)
+        if self.collected.new_bytes > self._look_at:
+            self._look_at = self.collected.new_bytes + LOOK_BYTES
+            refuse_if_full(self._run.root)
+
+    def _keep_record(self, name: str, record: dict[str, Any]) -> None:
+        self.collected.agents[name] = record
+        if record.get("gone") is True:  # what is known of this host's part is as good as it gets
+            return
+        if record.get("state") != "lost" or not self._run.agent(name).exists():
+            write_json(self._run.agent(name), record)
+
+    def _end(self, name: str, end: End) -> list[str]:
+        """Its files that are damaged, set aside."""
+        self.collected.notices += self._pulls[name].note_left(self._run.left(name), end.left)
+        damaged = self._pulls[name].check(end.files)
+        words = "did not agree with its host's any more; set aside as damaged, pulled again"
+        self.collected.notices += [f"{name}: {file} {words}" for file in damaged]
+        return damaged
 
 
 def refuse_if_full(folder: Path) -> None:

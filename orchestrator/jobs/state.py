@@ -105,6 +105,12 @@ def is_half_started(found: Mapping[str, Mapping[str, Any] | HostError]) -> bool:
     return any("go" not in record and record.get("state") != "undone" for record in records)
 
 
+def is_gone(plan: LaunchPlan, records: Mapping[str, Mapping[str, Any] | HostError]) -> bool:
+    """Whether all hosts of the job say that they hold nothing of it."""
+    gone = [isinstance(record, Mapping) and record.get("gone") is True for record in records.values()]
+    return len(gone) == len(plan.nodes) and all(gone)
+
+
 def _may_go_on(plan: LaunchPlan, records: Mapping[str, Mapping[str, Any]], word: Mapping[str, Any]) -> bool:
     """Whether hosts that we cannot ask may be an elastic job that went on without those that we can. word: the last
     of one of these; all that it tells of may be that it heard nothing of the master any more.

@@ -26,14 +26,14 @@ from orchestrator.errors import OrchError, UsageError
 from orchestrator.files import locked, own_folder, write_atomic
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.jobs.record import FINAL_STATES
-from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
+from orchestrator.jobs.running import RunningJob
+from orchestrator.planning.launch_plan import NodePlan
 from orchestrator.planning.request import read_experiment
 from orchestrator.record import SCHEMA, Record
 from orchestrator.results.summary import Summary
 from orchestrator.studies.tables import STUDIES, Row, Study, choose_nodes, hosts_words
-from orchestrator.transport.ask import Host
 
-Follow = Callable[[Row, LaunchPlan, Mapping[str, Host]], None]
+Follow = Callable[[Row, RunningJob], None]
 """Shows a job until its end."""
 
 REPEATS, SHORT_S = 3, 60.0
@@ -165,20 +165,20 @@ class Sweep:
     def _measure(self, row: Row, nodes: tuple[str, ...], before: Done | None, follow: Follow) -> Done:
         """One more run of it."""
         runs = before.runs if before else ()
-        plan = self._find_again(row, before, follow) or self._start(row, nodes, runs, follow)
-        if self.controller.store.job_record(plan.job).state != "succeeded":
+        job = self._find_again(row, before, follow) or self._start(row, nodes, runs, follow)
+        if job.record.state != "succeeded":
             raise OrchError(
-                f"{row.name}: {plan.job} did not succeed",
-                f"see `orch logs --job {plan.job}`; the same command resumes with this row",
+                f"{row.name}: {job.id} did not succeed",
+                f"see `orch logs --job {job.id}`; the same command resumes with this row",
             )
-        collected = self.controller.collect(plan, self.out)
+        collected = self.controller.collect(job, self.out)
         for error in collected.errors.values():
             raise error
         done = Done(
-            cluster=plan.cluster,
-            hosts=hosts_words(plan.nodes),
+            cluster=job.plan.cluster,
+            hosts=hosts_words(job.plan.nodes),
             overrides=self.overrides,
-            runs=(*runs, self._run_of(plan.job, collected.summary)),
+            runs=(*runs, self._run_of(job.id, collected.summary)),
         )
         self._keep(row, done)
         return done
@@ -188,30 +188,31 @@ class Sweep:
         valid = all(node.valid for node in summary.nodes)
         return RowRun(job=job, figures=figures, valid=valid, total_s=summary.total_s)
 
-    def _start(self, row: Row, nodes: tuple[str, ...], runs: tuple[RowRun, ...], follow: Follow) -> LaunchPlan:
+    def _start(self, row: Row, nodes: tuple[str, ...], runs: tuple[RowRun, ...], follow: Follow) -> RunningJob:
         wish = read_experiment(row.exp, {**row.settings, **self.overrides})
         plan = self.controller.plan(self.cluster, wish.request, wish.code, nodes)
         begun = Done(cluster=plan.cluster, hosts=hosts_words(plan.nodes), overrides=self.overrides, runs=runs)
         self._keep(row, begun.model_copy(update={"begun": plan.job}))
-        follow(row, plan, self.controller.launch(plan, wish.blob))
-        return plan
+        job = self.controller.launch(plan, wish.blob)
+        follow(row, job)
+        return job
 
-    def _find_again(self, row: Row, before: Done | None, follow: Follow) -> LaunchPlan | None:
+    def _find_again(self, row: Row, before: Done | None, follow: Follow) -> RunningJob | None:
         """The job that an interrupted sweep left for this row, at its end; None where it has to be run anew. Raises
         OrchError where it still runs and cannot be followed.
         """
         if before is None or before.begun is None or before.cluster != self.cluster.name:
             return None
         try:
-            record = self.controller.refresh(self.controller.store.job_record(before.begun))
-            plan = self.controller.store.plan(before.begun)
+            job = self.controller.job_of(self.controller.store.plan(before.begun))
+            record = job.refresh()
         except OrchError:  # forgotten or damaged
             return None
         if record.state not in FINAL_STATES:
-            hosts, _ = self.controller.hosts_of(plan)
-            follow(row, plan, hosts)  # where this fails, the job runs on: another one beside it would disturb both
-            record = self.controller.store.job_record(before.begun)
-        return None if record.state in FINAL_STATES - {"succeeded"} else plan
+            job.reach()
+            follow(row, job)  # where this fails, the job runs on: another one beside it would disturb both
+            record = job.record
+        return None if record.state in FINAL_STATES - {"succeeded"} else job
 
     def _kept(self, row: Row) -> Done | None:
         done = self._ledger().rows.get(row.name)

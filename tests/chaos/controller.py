@@ -11,12 +11,12 @@ import sys
 import time
 from pathlib import Path
 
-from orchestrator.controller import Controller
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.inventory import load_inventory
 from orchestrator.jobs.collect import claimed, collect
 from orchestrator.jobs.launch import launch
 from orchestrator.jobs.record import JobRecord
+from orchestrator.jobs.running import RunningJob
 from orchestrator.jobs.watch import watch
 from orchestrator.paths import Home, RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan
@@ -49,7 +49,7 @@ def main() -> None:
 def stay(plan: LaunchPlan, hosts: dict[str, Host], connections: Connections, store: Store) -> None:
     nodes = tuple(node.name for node in plan.nodes)
     store.save_job(JobRecord(id=plan.job, state="running", exp=plan.exp, cluster=plan.cluster, nodes=nodes), plan)
-    for number, _ in enumerate(Controller(store, connections).follow(plan, hosts)):
+    for number, _ in enumerate(RunningJob(plan, store, connections, hosts).follow()):
         if not number:
             print("following", flush=True)
     print(store.job_record(plan.job).model_dump_json(), flush=True)

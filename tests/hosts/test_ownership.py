@@ -116,7 +116,7 @@ def test_down_ends_and_removes_the_jobs_of_its_own_home_alone(homes, two_jobs):
         assert not mine.folder(node).exists()
     assert [hashes(others.folder(node)) for node in "ab"] == before
     assert all(agent["alive"] for agent in others.agents().values())
-    assert bob.refresh(bob.store.job_record(others.plan.job)).state == "running"
+    assert bob.job(others.plan.job).refresh().state == "running"
     # The victim's code is still there, the remover's is not.
     codes = {path.name for path in (mine.folder("a").parents[1] / "code").iterdir()}
     assert codes == {others.plan.code.sha256}
@@ -138,7 +138,7 @@ def test_two_clusters_of_one_home_are_as_strange_to_each_other(homes, two_jobs):
         assert (answer.ended, answer.jobs) == ((), {})
         assert mine.plan.job in {there.job for there in answer.left}
     assert [hashes(mine.folder(node)) for node in "ab"] == before
-    assert ada.refresh(ada.store.job_record(mine.plan.job)).state == "running"
+    assert ada.job(mine.plan.job).refresh().state == "running"
 
 
 def test_reap_ends_what_is_ours_and_says_whose_the_rest_is(homes, two_jobs):
@@ -192,12 +192,12 @@ def test_a_look_blanks_what_ended_jobs_of_an_older_orch_still_hold(tmp_path, loo
 def test_nobody_cancels_a_job_that_is_anothers(homes, two_jobs):
     ada, bob = homes
     _, others = two_jobs
-    found = ada.rescan(["test"])
+    found = ada.lost_jobs.rescan(["test"])
     assert [record.id for record in found.records] == [others.plan.job]
-    _, plan = ada.job(others.plan.job)
-    assert plan.owner == read_owner(bob.store.home)
+    job = ada.job(others.plan.job)
+    assert job.plan.owner == read_owner(bob.store.home)
     with pytest.raises(UsageError, match="belongs to"):
-        ada.cancel(plan)
+        job.cancel()
     assert all(agent["alive"] for agent in others.agents().values())
     assert ada.store.uncollected("test") != [others.plan.job]
 
@@ -210,7 +210,7 @@ def test_files_that_somebody_removed_by_hand_make_a_job_lost_and_not_starting(ho
     for node in "ab":
         shutil.rmtree(mine.folder(node))
     assert ada.store.job_record(mine.plan.job).state == "starting"
-    record = ada.refresh(ada.store.job_record(mine.plan.job))
+    record = ada.job(mine.plan.job).refresh()
     assert (record.state, record.first_failure.reason) == ("lost", "its files are gone from every host")
 
 
@@ -387,14 +387,14 @@ def test_a_rebuilt_home_takes_its_jobs_back_when_told_to_and_never_by_itself(hom
     with Connections(Home(tmp_path / "rebuilt")) as connections:
         anew = Controller(Store(Home(tmp_path / "rebuilt")), connections)
         anew.store.save_cluster(local_cluster(others), current=True)
-        anew.rescan(["test"])
+        anew.lost_jobs.rescan(["test"])
         assert all(others.plan.job not in answer.jobs for answer in anew.down(anew.store.cluster()).values())
-        former = anew.not_ours(["test"])
+        former = anew.lost_jobs.not_ours(["test"])
         assert {owner.name for owner in former} == {read_owner(c.store.home).name for c in (ada, bob)}
         chosen = former[read_owner(bob.store.home)]
         assert chosen == [others.plan.job]
-        assert anew.adopt(chosen) == {}
-        assert anew.not_ours(["test"]).keys() == {read_owner(ada.store.home)}
+        assert anew.lost_jobs.adopt(chosen) == {}
+        assert anew.lost_jobs.not_ours(["test"]).keys() == {read_owner(ada.store.home)}
         assert bob.down(bob.store.cluster())["a"].jobs == {}
         assert set(anew.down(anew.store.cluster())["a"].jobs) == {others.plan.job}
 
@@ -408,7 +408,7 @@ def test_another_file_does_not_silently_take_over_a_cluster_whose_jobs_have_not_
         ada.clusters.up(stranger)
     assert "another `cluster:` name" in refused.value.remedy
     assert [n.name for n in ada.store.cluster("test").nodes] == ["a", "b"]
-    ada.cancel(mine.plan)
+    ada.job_of(mine.plan).cancel()
     assert any("takes its place" in warning for warning in ada.clusters.up(stranger).warnings)
 
 

@@ -115,7 +115,8 @@ class Crash:
 
     def check_logs(self):
         """After the end: every rank's lines, all of them, once and in order."""
-        run = self.controller().collect(self.job.plan, self.folder / "runs").run
+        controller = self.controller()
+        run = controller.collect(controller.job_of(self.job.plan), self.folder / "runs").run
         for node in self.job.plan.nodes:
             for rank in node.rank_numbers:
                 log = run.rank(node.name, rank) / "stdout.log"
@@ -130,7 +131,7 @@ class Crash:
             return
         self.end()
         controller = self.controller()
-        for _ in controller.follow(self.job.plan, controller.hosts_of(self.job.plan)[0]):
+        for _ in controller.job_of(self.job.plan).follow():
             pass
         assert self.check() == "succeeded"
         self.check_logs()
@@ -211,7 +212,7 @@ def test_a_cancel_that_is_killed_can_be_made_again(crashes):
             job.wait_running()
             crash.drive("cancel", kill_at)
             assert crash.check() in ("running", "cancelled")
-            crash.controller().cancel(job.plan)
+            crash.controller().job_of(job.plan).cancel()
             assert crash.check() == "cancelled"
 
 

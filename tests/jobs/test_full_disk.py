@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.controller import Controller
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.inventory import Node
 from orchestrator.jobs.frames import Piece
 from orchestrator.jobs.live import Notice
+from orchestrator.jobs.running import RunningJob
 from orchestrator.jobs.watch import watch
 from orchestrator.paths import Home
 from orchestrator.remote.pump import PIPE_BYTES, Pump
@@ -169,7 +169,7 @@ def test_output_that_a_failing_disk_dropped_is_told_at_the_end_by_the_masters_wo
         (talk / "say-before").touch()
         notices, over = [], set()
         with Connections(store.home) as connections:
-            for event in Controller(store, connections).follow(job.plan, job.hosts):
+            for event in RunningJob(job.plan, store, connections, job.hosts).follow():
                 if isinstance(event, Notice):
                     notices.append(event.text)
                 elif isinstance(event, tuple) and not (talk / "say-during").exists():

@@ -23,12 +23,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator import controller
-from orchestrator.controller import Controller
+from orchestrator.jobs import follow
 from orchestrator.jobs.faults import fault_words
 from orchestrator.jobs.frames import Agent, Beat, Piece
 from orchestrator.jobs.lines import Bars, Line
-from orchestrator.jobs.live import KEPT_STEPS, LiveView, Progress, Row, Silence
+from orchestrator.jobs.live import KEPT_STEPS, LiveView, Notice, Progress, Row, Silence
 from orchestrator.jobs.record import Fault
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan, NodePlan
 from orchestrator.views import console, following, progress
@@ -314,13 +313,18 @@ def test_the_answer_is_the_same_however_the_bytes_are_cut(cuts):
     assert cut.rows() == whole.rows()
 
 
+def events_of(plan, items, remember=None):
+    """What a person who follows a job sees of these items, to the end."""
+    one = follow.Follow(plan, remember, until_end=True)
+    return [*one.events(items), *one.last_words()]
+
+
 def test_a_burst_of_news_gives_its_first_and_its_last_value(monkeypatch):
     lines = [line(event="step", step=step, samples=1, t_ms=1.0) for step in range(50)]
     offsets = itertools.accumulate((len(data) for data in lines), initial=0)
     burst = [("a", Piece("rank-0/metrics.jsonl", 0, at, data)) for at, data in zip(offsets, lines, strict=False)]
-    monkeypatch.setattr(controller, "watch", lambda *_, **__: iter(burst))
-    monkeypatch.setattr(controller, "PROGRESS_S", 60.0)
-    followed = Controller(None, SimpleNamespace(reopen=None)).follow(plan_of(a=1), {})
+    monkeypatch.setattr(follow, "PROGRESS_S", 60.0)
+    followed = events_of(plan_of(a=1), burst)
     assert [event.rows[0].step for event in followed] == [1, 50]
 
 
@@ -329,25 +333,22 @@ def test_ranks_are_starting_until_the_first_line_or_metric_and_bars_come_folded(
     for text in ("\r 1%", "\r 2%\r 3%", "\r 4%\nend\n"):
         items.append(("a", Piece("rank-0/stderr.log", 0, offset, text.encode())))
         offset += len(text)
-    monkeypatch.setattr(controller, "watch", lambda *_, **__: iter(items))
-    monkeypatch.setattr(controller, "BARS_S", -1.0)  # with each word that comes
-    events = list(Controller(None, SimpleNamespace(reopen=None)).follow(plan_of(a=1), {}))
+    monkeypatch.setattr(follow, "BARS_S", -1.0)  # with each word that comes
+    events = events_of(plan_of(a=1), items)
     assert [type(event) for event in events] == [Silence, Silence, Bars, Bars, tuple, Bars]
     assert [event.ranks for event in events[:2]] == [1, 1]
     texts = [[line.text for line in (event.lines if isinstance(event, Bars) else event)] for event in events[2:]]
     assert texts == [[" 1%"], [" 3%"], [" 4%", "end"], []]
 
 
-def test_each_fault_of_an_elastic_job_is_told_once_wherever_it_comes_to_stand(monkeypatch):
+def test_each_fault_of_an_elastic_job_is_told_once_wherever_it_comes_to_stand():
     later, earlier = Fault(node="b", reason="lost", after_s=9.0), Fault(node="a", rank=0, reason="died", after_s=4.0)
     records = [
         SimpleNamespace(state="running", faults=faults, stall=None, joined=None)
         for faults in ((later,), (earlier, later), (earlier, later))
     ]
-    monkeypatch.setattr(controller, "watch", lambda *_, **__: iter([("a", Agent({}))] * 3))
-    monkeypatch.setattr(Controller, "_remember", lambda *_: records.pop(0))
-    followed = Controller(None, SimpleNamespace(reopen=None)).follow(plan_of(a=1, b=1), {})
-    told = [event.text for event in followed if isinstance(event, controller.Notice)]
+    followed = events_of(plan_of(a=1, b=1), [("a", Agent({}))] * 3, lambda found: records.pop(0))
+    told = [event.text for event in followed if isinstance(event, Notice)]
     assert told == [fault_words(later), fault_words(earlier)]
 
 

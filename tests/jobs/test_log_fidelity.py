@@ -20,12 +20,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from orchestrator.controller import Controller
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.inventory import load_inventory
 from orchestrator.jobs.collect import claimed
 from orchestrator.jobs.frames import Piece
 from orchestrator.jobs.live import Notice
+from orchestrator.jobs.running import RunningJob
 from orchestrator.jobs.watch import watch
 from orchestrator.paths import Home, RunFolder
 from orchestrator.store import Store
@@ -128,7 +128,7 @@ def test_every_byte_comes_once_and_in_order_over_links_cut_at_random(counted, at
 
 def follow(job, hosts, reconnect):
     store = SimpleNamespace(change_job=lambda name, change: change(job.record()))
-    return Controller(store, SimpleNamespace(reopen=reconnect)).follow(job.plan, hosts)
+    return RunningJob(job.plan, store, SimpleNamespace(reopen=reconnect), hosts).follow()
 
 
 def test_every_line_is_shown_once_and_in_order_over_links_cut_every_64_kib(counted, at_once):
@@ -169,8 +169,8 @@ import pickle, sys
 from types import SimpleNamespace
 from orchestrator.views import following
 from orchestrator.transport.ask import Host
-from orchestrator.controller import Controller
 from orchestrator.jobs.record import JobRecord
+from orchestrator.jobs.running import RunningJob
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.transport.local import LocalTransport
 
@@ -178,7 +178,7 @@ plan = LaunchPlan.model_validate_json(sys.stdin.read())
 record = JobRecord(schema=1, id=plan.job, state="running", exp="x", cluster="c", nodes=("a",))
 hosts = {n.name: Host(LocalTransport(n.name), n.python, None, n.workdir) for n in plan.nodes}
 store = SimpleNamespace(change_job=lambda name, change: change(record))
-following.print_events(Controller(store, SimpleNamespace(reopen=None)).follow(plan, hosts))
+following.print_events(RunningJob(plan, store, SimpleNamespace(reopen=None), hosts).follow())
 peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))  # ru_maxrss is the parent's, too
 print(int(peak.split()[1]) // 1024, file=sys.stderr)
 """

@@ -55,30 +55,31 @@ def test_a_job_that_nobody_here_remembers_is_found_on_its_hosts_with_all_that_ca
 ):
     controller.store.save_cluster(local_cluster(running), current=True)
     assert controller.jobs().records == ()
-    found = controller.rescan(["test"])
+    found = controller.lost_jobs.rescan(["test"])
     assert ([job.id for job in found.records], found.problems) == ([running.plan.job], {})
-    record, plan = controller.job("latest")
+    job = controller.job("latest")
+    record, plan = job.record, job.plan
     assert (record.state, record.started, record.nodes) == ("running", running.plan.created, ("a", "b"))
     assert plan == running.plan.masked()
-    said = [item for item in controller.follow(plan, controller.hosts_of(plan)[0], until_end=False)]
+    said = [item for item in job.follow(until_end=False)]
     assert sum(line.text == "hello" for lines in said if isinstance(lines, tuple) for line in lines) == 2
-    ended, stayed = controller.cancel(plan)
+    ended, stayed = job.cancel()
     assert (ended.state, stayed) == ("cancelled", [])
-    run = controller.collect(plan, tmp_path / "runs").run
+    run = controller.collect(job, tmp_path / "runs").run
     assert (run.rank("b", 1) / "stdout.log").read_text() == "hello\n"
 
 
 @pytest.mark.parametrize("name", ["job.json", "plan.json"])
 def test_a_damaged_file_is_rebuilt_and_the_sound_ones_stay_as_they_are(running, controller, name):
     controller.store.save_cluster(local_cluster(running), current=True)
-    controller.rescan(["test"])
+    controller.lost_jobs.rescan(["test"])
     path = controller.store.home.job_folder(running.plan.job) / name
     path.write_bytes(path.read_bytes()[:100])
     listed = controller.jobs()
     assert list(listed.problems) == [running.plan.job]
-    assert [job.id for job in controller.rescan(["test"]).records] == [running.plan.job]
+    assert [job.id for job in controller.lost_jobs.rescan(["test"]).records] == [running.plan.job]
     assert controller.jobs().problems == {}
-    assert controller.rescan(["test"]).records == ()
+    assert controller.lost_jobs.rescan(["test"]).records == ()
 
 
 def test_the_hosts_keep_the_plan_without_its_secrets_and_for_its_owner_alone(running):
@@ -90,20 +91,20 @@ def test_the_hosts_keep_the_plan_without_its_secrets_and_for_its_owner_alone(run
 
 def test_a_damaged_job_that_no_host_knows_is_named_with_how_to_forget_it(running, controller):
     controller.store.save_cluster(local_cluster(running), current=True)
-    controller.rescan(["test"])
+    controller.lost_jobs.rescan(["test"])
     job = controller.store.home.job_folder(running.plan.job)
     shutil.copytree(job, job.with_name("other"))
-    found = controller.rescan(["test"])
+    found = controller.lost_jobs.rescan(["test"])
     assert "no host that answered knows it" in str(found.problems["other"])
 
 
 def test_a_job_of_a_newer_version_is_left_alone(running, controller):
     controller.store.save_cluster(local_cluster(running), current=True)
-    controller.rescan(["test"])
+    controller.lost_jobs.rescan(["test"])
     path = controller.store.home.job_folder(running.plan.job) / "job.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 2}))
     before = path.read_bytes()
-    assert controller.rescan(["test"]).records == ()
+    assert controller.lost_jobs.rescan(["test"]).records == ()
     assert path.read_bytes() == before
     assert "update this one" in str(controller.jobs().problems[running.plan.job])
 

@@ -101,9 +101,9 @@ def test_each_kind_of_host_is_measured_once_and_then_known(controller, monkeypat
         Profiling, "_profiles", lambda *job: [profile.model_copy(update=in_time) for profile in profiles_of(*job)]
     )
 
-    def follow(plan, hosts):
-        followed.append(plan.master)
-        list(controller.follow(plan, hosts))
+    def follow(job):
+        followed.append(job.plan.master)
+        list(job.follow())
 
     cluster = controller.store.cluster("t")
     found = Profiling(controller, cluster, "mnist_lenet", SHORT).run(follow)

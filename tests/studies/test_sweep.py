@@ -111,11 +111,11 @@ class Watch:
     def __init__(self, controller, leave=None):
         self.controller, self.leave, self.seen = controller, leave, []
 
-    def __call__(self, row, plan, hosts):
-        self.seen.append((row.name, plan.job))
+    def __call__(self, row, job):
+        self.seen.append((row.name, job.id))
         if row.name == self.leave:
             raise KeyboardInterrupt
-        for _ in self.controller.follow(plan, hosts):
+        for _ in job.follow():
             pass
 
 
@@ -151,8 +151,9 @@ def test_a_job_that_runs_on_but_cannot_be_followed_is_not_started_a_second_time(
     (row, *_) = one.study.rows
     begun = sweep.Done(begun="j", cluster="t")
     running = SimpleNamespace(state="running")
-    store = SimpleNamespace(job=lambda job: running, plan=lambda job: "its plan")
-    found = SimpleNamespace(store=store, refresh=lambda record: record, hosts_of=lambda plan: ({}, {}))
+    job = SimpleNamespace(plan="its plan", record=running, refresh=lambda: running, reach=dict)
+    store = SimpleNamespace(plan=lambda job: "its plan")
+    found = SimpleNamespace(store=store, job_of={"its plan": job}.get)
     monkeypatch.setattr(one, "controller", found)
 
     def refused(*_):
@@ -160,7 +161,7 @@ def test_a_job_that_runs_on_but_cannot_be_followed_is_not_started_a_second_time(
 
     with pytest.raises(HostsError, match="its key changed"):
         one._find_again(row, begun, refused)
-    assert one._find_again(row, begun, lambda *_: None) == "its plan"
+    assert one._find_again(row, begun, lambda *_: None).plan == "its plan"
 
 
 def test_a_table_of_somebody_elses_is_not_written_over(bench, tmp_path):
@@ -186,7 +187,8 @@ class Jobs:
 
     def start(self, row):
         self.rows.append(row.name)
-        return SimpleNamespace(job=row.name, cluster="t", nodes=())
+        plan, record = SimpleNamespace(cluster="t", nodes=()), SimpleNamespace(state="succeeded")
+        return SimpleNamespace(id=row.name, plan=plan, record=record)
 
     def run(self, name):
         figures = {"samples_per_s": self.speeds[name].pop(0), "train_s": 1.0}
@@ -196,9 +198,7 @@ class Jobs:
 def sweep_of(bench):
     one = bench()
     collected = SimpleNamespace(errors={}, summary=None)
-    one.controller = SimpleNamespace(
-        store=SimpleNamespace(job=lambda job: SimpleNamespace(state="succeeded")), collect=lambda plan, out: collected
-    )
+    one.controller = SimpleNamespace(collect=lambda job, out: collected)
     one._nodes = lambda: (node("a", None), node("b", None))
     return one
 

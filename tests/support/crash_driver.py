@@ -60,12 +60,12 @@ with Connections(home) as connections:
         controller.jobs()
     elif action == "run":
         plan = LaunchPlan.model_validate_json((folder / "plan.json").read_bytes())
-        hosts = controller.launch(plan, (folder / "blob").read_bytes())
+        job = controller.launch(plan, (folder / "blob").read_bytes())
         print(points, flush=True)
-        for _ in controller.follow(plan, hosts):
+        for _ in job.follow():
             pass
     elif action == "cancel":
-        controller.cancel(controller.job("latest")[1])
+        controller.job("latest").cancel()
     elif action == "collect":
-        controller.collect(controller.job("latest")[1], folder / "runs")
+        controller.collect(controller.job("latest"), folder / "runs")
 print(points)

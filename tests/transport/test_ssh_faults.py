@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.controller import Controller
 from orchestrator.errors import ConnectError, HostKeyError, HostsError
 from orchestrator.jobs.frames import Piece
 from orchestrator.jobs.live import Notice
+from orchestrator.jobs.running import RunningJob
 from orchestrator.jobs.watch import watch
 from orchestrator.paths import Home
 from orchestrator.store import Store
@@ -120,7 +120,7 @@ def test_following_says_the_fingerprint_once_and_ends_in_that_error(behind_sshd,
     store.save_job(made.record(), made.plan)
     notices = []
     with pytest.raises(HostsError) as ended:
-        for event in Controller(store, Strangers()).follow(made.plan, {"a": host}):
+        for event in RunningJob(made.plan, store, Strangers(), {"a": host}).follow():
             if isinstance(event, Notice):
                 notices.append(event.text)
             elif server.process:

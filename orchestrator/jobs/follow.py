@@ -1,0 +1,172 @@
+"""What a person who follows a job sees: lines, notices and how it goes, from what its hosts send.
+    follow = Follow(plan, remember, until_end=True)
+    for event in follow.events(watch(...)):     lines that came together, Notice, Progress, Bars, Silence
+        ...
+    for event in follow.last_words():           what is known once all has come
+
+The job goes on, or has ended (`ended_at_s`): then hosts that still send have LATE_S to come to their own end. A job
+that was lost may be found again. A link is up, broken (dialled again) or refused (nobody dials there any more).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from datetime import datetime
+from typing import Any
+
+from orchestrator.errors import ConnectError, HostError, HostsError
+from orchestrator.jobs.dropped import dropped_words
+from orchestrator.jobs.faults import fault_words
+from orchestrator.jobs.frames import Beat, Frame, Piece
+from orchestrator.jobs.heard import Heard
+from orchestrator.jobs.lines import Bars, Line, Splitter
+from orchestrator.jobs.live import LiveView, Notice, Progress, Silence
+from orchestrator.jobs.record import FINAL_STATES, Fault, JobRecord
+from orchestrator.jobs.stall import News
+from orchestrator.planning.launch_plan import LaunchPlan
+
+LATE_S = 10.0
+"""After the job's last word, so long do we wait for hosts that have not ended their stream."""
+PROGRESS_S = 0.25
+"""Between two values of a run's progress."""
+BARS_S = 1.0
+"""Between two states of lines that ranks draw over and over; and between two words about a silence."""
+
+Event = tuple[Line, ...] | Notice | Progress | Bars | Silence
+
+
+class Follow:
+    """remember: takes each host's record, or why there is none, and gives the job's record that comes of them.
+
+    until_end: the job is followed until it has ended, with its progress a few times a second, and with what ranks draw
+    over and over once a second; else only what is there now is told.
+    """
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        remember: Callable[[Mapping[str, Mapping[str, Any] | HostError]], JobRecord],
+        *,
+        until_end: bool,
+    ) -> None:
+        self.heard = Heard()
+        self.ended_at_s: float | None = None
+        """None while the job goes on; else when its end was known, or somebody last had something to show."""
+        self._plan, self._remember, self._until_end = plan, remember, until_end
+        self._links = _Links(dials_again=until_end)
+        self._splitter, self._view, self._news = Splitter(), LiveView(plan), News(plan)
+        self._faults_told = set[tuple[str, int | None, int | None]]()
+        self._is_silent, self._has_progress = until_end, False
+        self._progress_due_s, self._bars_due_s = 0.0, time.monotonic() + BARS_S
+
+    def events(self, items: Iterable[tuple[str, Frame | HostError]]) -> Iterator[Event]:
+        """Until the items end, or the job has and its hosts are late. items: as `watch` gives them."""
+        for name, item in items:
+            now_s = time.monotonic()
+            has_word = self.heard.take(name, item, now_s)
+            yield from self._links.words(name, item)
+            if isinstance(item, Piece):
+                yield from self._piece(name, item)
+            if has_word:
+                yield from self._word(now_s)
+            yield from self._when_due()
+            if self.ended_at_s is not None and time.monotonic() > self.ended_at_s + LATE_S:
+                break
+        if lines := tuple(self._splitter.rest()):
+            yield lines
+
+    def last_words(self) -> Iterator[Event]:
+        """What was lost, and how it went last. Raises HostsError where hosts refuse us while the job goes on."""
+        yield from map(Notice, dropped_words(self._plan, self.heard.records))
+        has_ended, refused = self.ended_at_s is not None, self._links.refused if self._until_end else []
+        for error in refused if has_ended else ():
+            yield Notice(f"{error.message}; not all that this host printed is shown here")
+        if self._has_progress:
+            yield self._progress()
+        if refused and not has_ended:
+            raise HostsError(refused)
+
+    def _piece(self, name: str, piece: Piece) -> Iterator[Event]:
+        """A piece of a file: the lines in it, and what it adds to the progress."""
+        if piece.anew:
+            yield Notice(f"{name}: {piece.file} was cut, replaced or rotated on its host; it starts again here")
+        if lines := tuple(self._splitter.split(name, piece)):
+            self._is_silent = False
+            yield lines
+        self._has_progress |= self._until_end and self._view.take(name, piece)
+        if self.ended_at_s is not None:  # who still has something to show is not late
+            self.ended_at_s = time.monotonic()
+
+    def _word(self, now_s: float) -> Iterator[Notice]:
+        """What hosts say of the job may have changed its state."""
+        record = self._remember(self.heard.found(now_s))
+        yield from self._faults(record.faults)
+        for words in self._news.of(record) if self._until_end else ():
+            yield Notice(words)
+        if record.state not in FINAL_STATES:
+            self.ended_at_s = None
+        elif self.ended_at_s is None:
+            if missed := self.heard.missed(now_s):
+                yield Notice(f"{', '.join(sorted(missed))}: no word any more; what the other hosts know counts")
+            self.ended_at_s = time.monotonic()
+
+    def _faults(self, faults: Iterable[Fault]) -> Iterator[Notice]:
+        """Each once. Hosts tell in their own time: a later fault may come to stand first."""
+        for fault in faults:
+            key = (fault.node, fault.rank, fault.restart)
+            if key in self._faults_told:
+                continue
+            self._faults_told.add(key)
+            yield Notice(fault_words(fault))
+            if fault.rank is None:
+                self._view.lose(fault.node)
+
+    def _when_due(self) -> Iterator[Event]:
+        """What is told in measured time, however fast it comes."""
+        if self._has_progress and time.monotonic() > self._progress_due_s:
+            self._has_progress, self._progress_due_s = False, time.monotonic() + PROGRESS_S
+            self._is_silent = False
+            yield self._progress()
+        if self._until_end and time.monotonic() > self._bars_due_s:
+            self._bars_due_s = time.monotonic() + BARS_S
+            if lines := tuple(self._splitter.settle()):
+                yield lines
+            if bars := self._splitter.bars():
+                self._is_silent = False
+                yield bars
+            if self._is_silent and self.ended_at_s is None:
+                yield Silence(self._plan.world_size, _since_s(self._plan))
+
+    def _progress(self) -> Progress:
+        return self._view.progress(_since_s(self._plan))
+
+
+class _Links:
+    """How the links to the hosts stand. dials_again: a broken one is dialled again, and nothing is lost by that."""
+
+    def __init__(self, *, dials_again: bool) -> None:
+        self._dials_again = dials_again
+        self._broken = set[str]()
+        self.refused: list[HostError] = []
+        """Of hosts that nobody dials any more, as one whose key changed: what they print is not shown."""
+
+    def words(self, name: str, item: Frame | HostError) -> Iterator[Notice]:
+        if isinstance(item, ConnectError) and self._dials_again:
+            if name not in self._broken:
+                yield Notice(f"{item}; the job does not depend on this link, trying again")
+            self._broken.add(name)
+        elif isinstance(item, HostError):
+            self.refused.append(item)
+            yield Notice(f"{item}; the job does not depend on this link and keeps running")
+        elif name in self._broken and item != Beat():  # its program spoke, not our own clock
+            self._broken.discard(name)
+            yield Notice(f"{name}: connected again")
+
+
+def _since_s(plan: LaunchPlan) -> float:
+    """Since the job was planned, by this machine's clock."""
+    with suppress(ValueError):
+        return max(0.0, time.time() - datetime.fromisoformat(plan.created).timestamp())
+    return 0.0

@@ -1,0 +1,263 @@
+"""One job and its hosts: all that can be asked of a job that was started, and what the answers make of its record.
+
+    job = controller.job("latest")          RunningJob; no host has been asked yet
+    job.record                              what is remembered
+    job.refresh()                           the record as its hosts have it now
+    for event in job.follow(): ...          until it has ended
+    record, stayed = job.cancel()
+
+Each of these connects to the hosts; `follow` alone goes on with those that were reached before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from orchestrator.errors import HostError, UsageError
+from orchestrator.files import own_folder
+from orchestrator.hosts.connections import Connections
+from orchestrator.jobs import collect, control, pull
+from orchestrator.jobs.copies import is_removed, nothing_left
+from orchestrator.jobs.dropped import dropped_words
+from orchestrator.jobs.follow import Event, Follow
+from orchestrator.jobs.frames import Agent
+from orchestrator.jobs.outputs import Outputs, outputs
+from orchestrator.jobs.record import ENDED, FINAL_STATES, JobRecord
+from orchestrator.jobs.remembered import RememberedJobs
+from orchestrator.jobs.state import combine, is_gone, is_half_started
+from orchestrator.jobs.watch import watch, watch_records
+from orchestrator.owner import read_owner
+from orchestrator.paths import RunFolder
+from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.record import write_record
+from orchestrator.text import one_line
+from orchestrator.transport.ask import Host, understood, words_of
+from orchestrator.transport.fanout import errors_by_node, values
+
+CANCEL_S = 60.0
+"""After twice the grace: so long may it take until every host has said its last word."""
+
+Told = dict[str, Mapping[str, Any] | HostError]
+"""By node: its supervisor's record, or why there is none."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """The job's files in a run folder. errors: hosts whose part is missing or incomplete. notices: what else there is
+    to know of the files.
+    """
+
+    record: JobRecord
+    new_bytes: int
+    errors: Mapping[str, HostError]
+    notices: Sequence[str]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is nothing more to come."""
+        return self.record.state in FINAL_STATES and not self.errors
+
+
+class RunningJob:
+    """hosts: those that were reached already, by node; None where nobody has tried."""
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        jobs: RememberedJobs,
+        connections: Connections,
+        hosts: Mapping[str, Host] | None = None,
+    ) -> None:
+        self.plan = plan
+        self._jobs, self._connections = jobs, connections
+        self._hosts = hosts
+
+    @property
+    def id(self) -> str:
+        return self.plan.job
+
+    @property
+    def record(self) -> JobRecord:
+        """What is remembered of it. Raises StateError where that is damaged."""
+        return self._jobs.job_record(self.id)
+
+    @property
+    def hosts(self) -> Mapping[str, Host]:
+        """Those that were reached, by node. Where nobody has tried yet, that is done now."""
+        if self._hosts is None:
+            self.reach()
+        return self._hosts or {}
+
+    def reach(self, only: Sequence[str] = (), without: Collection[str] = ()) -> dict[str, HostError]:
+        """Connects to the job's hosts, and gives the errors of those that cannot be reached. only: none means all."""
+        cluster = self._jobs.cluster(self.plan.cluster)
+        known = {node.name: node for node in cluster.nodes}
+        names = [node.name for node in self.plan.nodes if (not only or node.name in only) and node.name not in without]
+        found = self._connections.open([known[name] for name in names if name in known])
+        gone = [name for name in names if name not in known]
+        again = f"`orch up {cluster.file}` after adding it again"
+        removed = {name: HostError(name, f"is no longer in cluster {cluster.name}", again) for name in gone}
+        self._hosts = values(found)
+        return {**errors_by_node(found), **removed}
+
+    # ---- how it goes ----------------------------------------------------------------------------------------------
+
+    def follow(self, *, until_end: bool = True) -> Iterator[Event]:
+        """Every line of every rank from the first on, those together that came together; keeps the job's record up to
+        date. Raises OrchError where no host holds anything of the job any more. until_end: see `Follow`.
+        """
+        follow = Follow(self.plan, self._remember, until_end=until_end)
+        reopen = self._connections.reopen
+        yield from follow.events(watch(self.plan, self.hosts, offsets={}, follow=until_end, reconnect=reopen))
+        if is_gone(self.plan, follow.heard.records) and self.record.state != "starting":
+            raise nothing_left(self._jobs, self.plan)
+        yield from follow.last_words()
+
+    def refresh(self) -> JobRecord:
+        """The record as the hosts have it now; unchanged where none answers or it has ended.
+
+        A start that its controller left half done is undone first.
+        """
+        return self.asked_after()[0]
+
+    def asked_after(self, silent: Mapping[str, HostError] | None = None) -> tuple[JobRecord, dict[str, HostError]]:
+        """The same, and the hosts that gave no answer. silent: nodes that are known not to answer, and why."""
+        known, plan = self.record, self.plan
+        if known.state in ENDED:
+            return known, {}
+        launched = not self._jobs.home.launching(self.id).exists()  # before the hosts are asked
+        away = {node.name: silent[node.name] for node in plan.nodes if silent and node.name in silent}
+        away = {**away, **self.reach(without=away)}
+        found: Told = {**away, **control.agents(plan, self.hosts)}
+        if self._jobs.is_half_started(self.id):
+            if is_half_started(found):
+                found = {**away, **self._end(fence=True)}
+            if not errors_by_node(found):
+                self._jobs.start_is_over(self.id)
+        return self._remember(found, launched=launched), errors_by_node(found)
+
+    def _remember(self, found: Mapping[str, Mapping[str, Any] | HostError], *, launched: bool = False) -> JobRecord:
+        now = datetime.now(timezone.utc)
+        return self._jobs.change_job(self.id, lambda known: combine(self.plan, found, known, now, launched=launched))
+
+    # ---- its end --------------------------------------------------------------------------------------------------
+
+    def cancel(self) -> tuple[JobRecord, list[str]]:
+        """Ends the job everywhere, whatever we remember of it, and waits for it. Returns its record and, host by host,
+        what would not end or cannot be seen. Raises UsageError for a job that is somebody else's.
+        """
+        if self.plan.owner and self.plan.owner != read_owner(self._jobs.home):
+            raise UsageError(
+                f"{self.id} belongs to {self.plan.owner.name}",
+                "it is theirs to end; if that was you, `orch jobs --rescan --adopt` makes it yours",
+            )
+        away = self.reach()
+        half = self._jobs.is_half_started(self.id)
+        found = {**away, **self._end(fence=half)}
+        if half and not errors_by_node(found):
+            self._jobs.start_is_over(self.id)
+        return self._remember(found), [line for name in found for line in _stayed(name, found[name])]
+
+    def _end(self, *, fence: bool) -> Told:
+        """Asks the hosts to end the job, and waits for their last records."""
+        plan, hosts = self.plan, self.hosts
+        found: Told = {**errors_by_node(control.cancel(plan, hosts, fence=fence))}
+        deadline = time.monotonic() + 2 * plan.grace_s + CANCEL_S
+        for name, item in watch_records(plan, hosts):
+            if isinstance(item, HostError):
+                found[name] = item
+            elif isinstance(item, Agent):
+                found[name] = item.record
+            if time.monotonic() > deadline:
+                break
+        return found
+
+    def removed(self, records: Mapping[str, Mapping[str, Any]], when: str) -> None:
+        """Remembers that `orch down` took the job's files. records: the last of each host where it did."""
+        self._jobs.files_removed(self.id, when, list(records))
+        self._remember(records)
+
+    # ---- its files ------------------------------------------------------------------------------------------------
+
+    def refuse_if_removed(self) -> None:
+        """Raises OrchError where `orch down` has removed the job's files from all of its hosts."""
+        if is_removed(self._jobs, self.plan):
+            raise nothing_left(self._jobs, self.plan)
+
+    def collect(
+        self,
+        run: RunFolder,
+        progress: Callable[[str, int], None] = lambda *_: None,
+        *,
+        limit_bytes: int = collect.MAX_LOG_BYTES,
+    ) -> Fetched:
+        """Brings what is new of its logs and metrics into a folder, which should be `claimed`, and its plan and record.
+
+        limit_bytes: of a log, no more. Raises OrchError where no host holds anything of the job any more.
+        """
+        away = self.reach()
+        collected = collect.collect(self.plan, self.hosts, run, progress, limit_bytes=limit_bytes)
+        record = self._remember(collected.agents)
+        if record.state != "starting" and is_gone(self.plan, collected.agents):
+            raise nothing_left(self._jobs, self.plan)
+        self._jobs.remember_run(self.id, run.root)
+        write_record(run.plan, self.plan)
+        write_record(run.job, record)
+        notices = (*collected.notices, *dropped_words(self.plan, collected.agents))
+        return Fetched(record, collected.new_bytes, {**away, **collected.errors}, notices)
+
+    def outputs(self, only: Sequence[str] = ()) -> Outputs:
+        """What the job wrote beside its logs, as its hosts list it now. only: of these nodes; none means all. Raises
+        OrchError where no host holds anything of the job any more.
+        """
+        self.refuse_if_removed()
+        away = self._reach_own(only)
+        listed = outputs(self.plan, self.hosts)
+        if len(listed.found) == len(self.plan.nodes) and all(listing.gone for listing in listed.found.values()):
+            raise nothing_left(self._jobs, self.plan)
+        return Outputs(listed.found, {**away, **listed.errors})
+
+    def pull(
+        self,
+        wanted: Mapping[str, Sequence[pull.Output]],
+        out: Path,
+        show: Callable[[pull.Progress], None] = lambda _: None,
+    ) -> dict[str, pull.Pulled | HostError]:
+        """Brings these files of these nodes into `out/<job>/`. Raises HeldError while somebody else does."""
+        run = RunFolder(out / self.id)
+        own_folder(run.root)
+        with collect.alone(run.pull_lock, f"is pulling into {run.root}", "pull again when it is done"):
+            self._jobs.remember_run(self.id, run.root)
+            away = self._reach_own(list(wanted))
+            pulled = pull.pull(self.plan, self.hosts, run, wanted, show, self._reopened)
+        return {**pulled, **away}
+
+    def _reach_own(self, only: Sequence[str]) -> dict[str, HostError]:
+        """`reach`, each host with the work folder that the job has there."""
+        known = [node.name for node in self.plan.nodes]
+        for name in only:
+            if name not in known:
+                raise UsageError(f"{name}: no node of {self.id}", f"its nodes: {', '.join(known)}")
+        away = self.reach(only)
+        self._hosts = {name: self._in_its_folder(host) for name, host in self.hosts.items()}
+        return away
+
+    def _reopened(self, name: str) -> Host:
+        return self._in_its_folder(self._connections.reopen(name))
+
+    def _in_its_folder(self, host: Host) -> Host:
+        return replace(host, workdir=self.plan.node(host.node).workdir)
+
+
+def _stayed(name: str, found: Mapping[str, Any] | HostError) -> list[str]:
+    """What this host does not prove to be gone."""
+    if isinstance(found, HostError):
+        return [str(found)]
+    if found.get("alive"):
+        return [f"{name}: its supervisor still runs (state {one_line(found.get('state'), 20)})"]
+    return [f"{name}: {process}" for process in understood(name, lambda: words_of(found.get("leftovers", [])))]
