@@ -25,7 +25,7 @@ from orchestrator.remote import environment
 from orchestrator.transport.ask import Host
 from orchestrator.transport.local import LocalTransport
 from tests.support.lab import lab
-from tests.support.quick_python import quick_python
+from tests.support.quick_python import quick_python, with_quick_venv
 from tests.support.terminal import Person
 
 TORCH = """
@@ -72,7 +72,7 @@ OWNER = Owner(id="a" * 32, name="ada@desk")
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory):
     """A Python with another torch than any that is asked for here."""
-    return quick_python(tmp_path_factory.mktemp("bare"))
+    return with_quick_venv(quick_python(tmp_path_factory.mktemp("bare")), tmp_path_factory.mktemp("prepared"))
 
 
 def set_up(workdir, env, wanted=WANTED, *, python):
