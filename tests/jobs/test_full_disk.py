@@ -97,10 +97,10 @@ def fail(disk):
         os.close(handle)
 
 
-def until(path):
-    """Follows the folder until the script has made this file."""
+def until(path, holds=lambda content: True):
+    """Waits until the script has made this file, with a content of which `holds` is true."""
     deadline = time.monotonic() + 30
-    while not path.exists():
+    while not (path.exists() and holds(path.read_bytes())):
         assert time.monotonic() < deadline, f"waited for {path}"
         time.sleep(0.01)
 
@@ -213,7 +213,7 @@ time.sleep(60)
     with gang(tmp_path, script, ranks=(1,), env={"WRITTEN": str(tmp_path / "written")}) as job:
         job.launch()
         agents = job.wait_running()
-        until(tmp_path / "written")
+        until(tmp_path / "written", holds=any)
         os.kill(agents["a"]["pid"], signal.SIGKILL)
         assert job.wait().state == "failed"
         written = int.from_bytes((tmp_path / "written").read_bytes(), "little")
