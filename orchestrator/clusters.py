@@ -29,7 +29,7 @@ from orchestrator.jobs.record import ENDED
 from orchestrator.owner import read_owner
 from orchestrator.planning.nccl import GpuHost, unlike_versions
 from orchestrator.store import Store
-from orchestrator.transport.ask import Host
+from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.fanout import errors, errors_by_node, values
 
 PROBE_S = 90.0
@@ -169,7 +169,7 @@ class Clusters:
         known = {node.name: node for node in cluster.nodes if node.name in cluster.facts and node.name not in without}
         asked = [node for name, node in known.items() if checks.wants_cuda(node, cluster.facts[name])]
 
-        def look(host: Host) -> NodeFacts:
+        def look(host: ConnectedHost) -> NodeFacts:
             return probe(host, (), torch=False, timeout_s=GPUS_S)
 
         return values(self.connections.each(asked, look, deadline_s=GPUS_S)) if asked else {}
@@ -185,7 +185,7 @@ class Clusters:
     def _found(self, cluster: Cluster, nodes: Sequence[Node]) -> Up:
         peers = {node.name: _peers(node, cluster.nodes) for node in nodes}
 
-        def look(host: Host) -> NodeFacts:
+        def look(host: ConnectedHost) -> NodeFacts:
             return probe(host, peers[host.node], torch=True, timeout_s=PROBE_S)
 
         probed = self.connections.each(nodes, look, deadline_s=PROBE_S + 5)
@@ -240,7 +240,7 @@ class Clusters:
 
     def look(self, cluster: Cluster) -> dict[str, Survey | HostError]:
         """What lies in each node's work folder, and whose it is."""
-        return self._on_each(cluster, belongings.look)
+        return self._on_each(cluster, belongings.survey_host)
 
     def reap(self, cluster: Cluster, *, end: bool) -> dict[str, Reaped | HostError]:
         """What jobs without a supervisor, and silent links, left on each node; `end` ends ours."""
@@ -253,7 +253,9 @@ class Clusters:
         self.store.save_cluster(cluster.with_venvs(_without(cluster.venvs, set(values(answers)))))
         return answers
 
-    def _on_each(self, cluster: Cluster, action: Callable[[Host, Who], Answer]) -> dict[str, Answer | HostError]:
+    def _on_each(
+        self, cluster: Cluster, action: Callable[[ConnectedHost, Who], Answer]
+    ) -> dict[str, Answer | HostError]:
         who = Who(read_owner(self.store.home), cluster.name)
         return self.connections.each(cluster.nodes, lambda host: action(host, who), deadline_s=belongings.CLEAR_S + 5)
 

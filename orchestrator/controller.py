@@ -21,7 +21,15 @@ from orchestrator.clusters import Clusters, now_utc
 from orchestrator.errors import HostError, HostsError, OrchError, UsageError
 from orchestrator.files import own_folder
 from orchestrator.forecast.faster import predicted, without_slow
-from orchestrator.forecast.inputs import COLLECTIVES, View, foreseen, look, memory_notes, read_network, with_best_way
+from orchestrator.forecast.inputs import (
+    COLLECTIVES,
+    ForecastInputs,
+    foreseen,
+    inputs_of,
+    memory_notes,
+    read_network,
+    with_best_way,
+)
 from orchestrator.forecast.memory import needed_bytes
 from orchestrator.forecast.rounds import with_rounds
 from orchestrator.hosts import occupied
@@ -49,7 +57,7 @@ from orchestrator.planning.request import RunRequest, Wish, parse_pairs, read_ex
 from orchestrator.planning.split import split_batch_of, split_equally
 from orchestrator.results.summary import Summary
 from orchestrator.store import Store
-from orchestrator.transport.ask import Host
+from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.fanout import errors, for_each, values
 
 GPUS_S = 60.0
@@ -123,7 +131,7 @@ class Controller:
         *,
         out: Path | None = None,
         bandwidth_bps: float | None = None,
-    ) -> tuple[LaunchPlan, View]:
+    ) -> tuple[LaunchPlan, ForecastInputs]:
         """What would run, and what is known of its speed. out: a folder of collected runs; None means the usual one,
         and all others that are remembered. Raises UsageError where too little is known, HostsError for hosts that
         cannot take part.
@@ -138,7 +146,7 @@ class Controller:
             draft = draft.with_split(split)
         plan = build_plan(draft)
         network = read_network(out, plan) if out else read_network(RUNS, plan, self.store.runs_of(COLLECTIVES))
-        view = look(plan, profiles, network, bandwidth_bps)
+        view = inputs_of(plan, profiles, network, bandwidth_bps)
         return build_plan(with_rounds(draft, view)), view
 
     def _drawn(
@@ -222,15 +230,15 @@ class Controller:
             with suppress(OrchError):  # a damaged record, a host that is away: the next command tries again
                 self.job_of(self.store.plan(half)).refresh()
 
-    def _look_at_gpus(self, plan: LaunchPlan, hosts: Mapping[str, Host]) -> None:
+    def _look_at_gpus(self, plan: LaunchPlan, hosts: Mapping[str, ConnectedHost]) -> None:
         """Tells who is on the job's GPUs at this moment. Raises HostsError where that leaves no room for it."""
         on_gpus = {node.name: node for node in plan.nodes if node.gpu_uuids}
 
-        def look(node: NodePlan) -> NodeFacts:
+        def inputs_of(node: NodePlan) -> NodeFacts:
             return probe(hosts[node.name], (), torch=False, timeout_s=GPUS_S)
 
         refused = []
-        for name, found in for_each(on_gpus, look, deadline_s=GPUS_S).items():
+        for name, found in for_each(on_gpus, inputs_of, deadline_s=GPUS_S).items():
             node = on_gpus[name]
             seen = occupied.judge(name, found, node.gpu_uuids, needed_bytes(plan, node), share=plan.share_gpus)
             for line in seen.lines:
@@ -344,7 +352,7 @@ def _with_outlook(draft: Draft, profiles: Profiles, measured: Sequence[Path]) ->
     if request.kind != "experiment" or (settings and settings.profile_s):
         return plan, None
     try:
-        view = look(plan, profiles, read_network(RUNS, plan, measured))
+        view = inputs_of(plan, profiles, read_network(RUNS, plan, measured))
     except UsageError as error:
         if request.best_way:
             raise

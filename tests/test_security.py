@@ -34,8 +34,8 @@ from orchestrator.paths import Home, RunFolder
 from orchestrator.record import Owner
 from orchestrator.remote.processes import MARK
 from orchestrator.store import Store
-from orchestrator.transport import Result
-from orchestrator.transport.ask import Host
+from orchestrator.transport import CommandResult
+from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.fanout import for_each
 from orchestrator.transport.local import LocalTransport
 from tests.planning.test_build import pair, plan
@@ -136,7 +136,7 @@ class Answering:
 
     def run(self, command, *, stdin=b"", timeout_s):
         marker = re.search(rb'"marker": "([0-9a-f]{32})"', stdin)[1]
-        return Result(0, marker + json.dumps(self._answer).encode() + marker, b"")
+        return CommandResult(0, marker + json.dumps(self._answer).encode() + marker, b"")
 
     def close(self):
         pass
@@ -167,7 +167,7 @@ ODD = [
 
 @pytest.mark.parametrize("answer", ODD, ids=lambda answer: json.dumps(answer)[:40])
 def test_whatever_a_host_answers_to_a_request_it_is_an_error_of_ours(answer, tmp_path):
-    host = Host(Answering(answer), "python3", None, "~/.orch")
+    host = ConnectedHost(Answering(answer), "python3", None, "~/.orch")
     one = fuzz.PLAN.model_copy(update={"nodes": fuzz.PLAN.nodes[:1]})
     cluster = Cluster(name="c", file="f", nodes=[{"name": "a", "host": "h"}])
     store = Store(Home(tmp_path / "home"))
@@ -428,7 +428,7 @@ def test_a_stranger_with_the_same_command_line_is_spared(tmp_path):
         subprocess.Popen(argv, env={**os.environ, MARK: f"{folder}-2"}, start_new_session=True),
     ]
     try:
-        host = Host(LocalTransport("here"), sys.executable, None, str(tmp_path / "work"))
+        host = ConnectedHost(LocalTransport("here"), sys.executable, None, str(tmp_path / "work"))
         assert [found.there.job for found in belongings.reap(host, ada, end=True).found] == ["gone-1"]
         assert left.wait(10) == -9
         assert [stranger.poll() for stranger in strangers] == [None, None]

@@ -35,14 +35,14 @@ def hash_board(name: str) -> Iterator[Callable[[int, int], None]]:
 
 
 @contextmanager
-def push_board(nodes: Sequence[str], total_bytes: int) -> Iterator[Callable[[push.Progress], None]]:
+def push_board(nodes: Sequence[str], total_bytes: int) -> Iterator[Callable[[push.PushProgress], None]]:
     """Bytes that lie on each host of all, how fast they come, and how long the rest will take."""
     figures = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with _progress(_words("node"), _words("phase"), *figures) as board:
         tasks = {node: board.add_task("", node=node, phase="connects", total=total_bytes) for node in nodes}
         sending = set[str]()
 
-        def show(progress: push.Progress) -> None:
+        def show(progress: push.PushProgress) -> None:
             done = progress.looked_bytes if progress.phase == "looks" else progress.here_bytes
             if progress.phase == "sends" and progress.node not in sending:  # what was there came at no speed
                 sending.add(progress.node)
@@ -53,14 +53,14 @@ def push_board(nodes: Sequence[str], total_bytes: int) -> Iterator[Callable[[pus
 
 
 @contextmanager
-def pull_board(totals: Mapping[str, int]) -> Iterator[Callable[[pull.Progress], None]]:
+def pull_board(totals: Mapping[str, int]) -> Iterator[Callable[[pull.PullProgress], None]]:
     """The same for what comes from each host. totals: bytes, by node."""
     figures = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with _progress(_words("node"), _words("phase"), *figures) as board:
         tasks = {node: board.add_task("", node=node, phase="connects", total=total) for node, total in totals.items()}
         pulling = set[str]()
 
-        def show(progress: pull.Progress) -> None:
+        def show(progress: pull.PullProgress) -> None:
             done = min(progress.here_bytes, progress.total_bytes)
             if progress.phase == "pulls" and progress.node not in pulling:  # what was here came at no speed
                 pulling.add(progress.node)
@@ -71,7 +71,7 @@ def pull_board(totals: Mapping[str, int]) -> Iterator[Callable[[pull.Progress], 
 
 
 @contextmanager
-def setup_board(nodes: Sequence[str]) -> Iterator[Callable[[venvs.Progress], None]]:
+def setup_board(nodes: Sequence[str]) -> Iterator[Callable[[venvs.SetupProgress], None]]:
     """What each host is at, for how long the whole goes on, and what pip said last."""
     with _progress(_words("node"), TimeElapsedColumn(), _words("phase"), _words("line")) as board:
         tasks = {node: board.add_task("", node=node, phase="connects", line="", total=None) for node in nodes}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from orchestrator.hosts.inventory import Node
     from orchestrator.provision.push import Pushed
     from orchestrator.provision.service import Setup
-    from orchestrator.provision.venvs import Made, Wanted
+    from orchestrator.provision.venvs import Made, WantedVersions
 
 
 @click.group()
@@ -154,7 +154,7 @@ def setup(
     )
 
 
-def _set_up(controller: Controller, cluster: Cluster, nodes: Sequence[Node], wanted: Wanted) -> Setup:
+def _set_up(controller: Controller, cluster: Cluster, nodes: Sequence[Node], wanted: WantedVersions) -> Setup:
     from orchestrator.cli.boards import setup_board
     from orchestrator.provision.service import Provision
     from orchestrator.views import console
@@ -167,7 +167,7 @@ def _set_up(controller: Controller, cluster: Cluster, nodes: Sequence[Node], wan
         raise
 
 
-def _agree(question: str, wanted: Wanted, *, yes: bool) -> None:
+def _agree(question: str, wanted: WantedVersions, *, yes: bool) -> None:
     """Says why it is this torch, and asks; where nothing is to be installed, neither."""
     from orchestrator.views import console
 
@@ -187,7 +187,7 @@ def _made_words(made: Made, requirements: Path | None) -> str:
     }[made.state]
 
 
-def _setup_question(cluster: Cluster, nodes: Sequence[Node], wanted: Wanted, requirements: Path | None) -> str:
+def _setup_question(cluster: Cluster, nodes: Sequence[Node], wanted: WantedVersions, requirements: Path | None) -> str:
     """What is to be agreed to; "" where, as far as is known, no host lacks anything."""
     from orchestrator.hosts.alike import host_set
 
@@ -200,7 +200,7 @@ def _setup_question(cluster: Cluster, nodes: Sequence[Node], wanted: Wanted, req
     return f"Install {', and '.join(parts)}?" if parts else ""
 
 
-def _lacks(cluster: Cluster, name: str, wanted: Wanted) -> bool:
+def _lacks(cluster: Cluster, name: str, wanted: WantedVersions) -> bool:
     """Whether a host had no fitting torch when it was last looked at."""
     torch = cluster.facts[name].torch if name in cluster.facts else None
     return not torch or not (wanted.any_torch or wanted.torch in (torch.version, torch.version.partition("+")[0]))

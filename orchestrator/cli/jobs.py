@@ -348,10 +348,10 @@ def logs(wanted: str | None, follow: bool, only_node: str | None, only_rank: int
     orch logs --job resnet152 --node v100 --rank 0
     """
     from orchestrator.jobs.copies import copied_lines, is_removed, newest_copy, nothing_left
-    from orchestrator.jobs.lines import Line
+    from orchestrator.jobs.lines import LogLine
     from orchestrator.views import console, following
 
-    def chosen(line: Line) -> bool:
+    def chosen(line: LogLine) -> bool:
         return only_node in (None, line.node) and only_rank in (None, line.rank)
 
     with open_controller() as controller:

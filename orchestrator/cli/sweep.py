@@ -15,7 +15,7 @@ from orchestrator.errors import UsageError
 if TYPE_CHECKING:
     from orchestrator.jobs.running import RunningJob
     from orchestrator.studies.sweep import Follow, Outcome
-    from orchestrator.studies.tables import Row, Study
+    from orchestrator.studies.tables import Study, StudyRow
 
 
 @click.command()
@@ -78,7 +78,7 @@ def _follower() -> Follow:
 
     said = set[str]()
 
-    def follow(row: Row, job: RunningJob) -> None:
+    def follow(row: StudyRow, job: RunningJob) -> None:
         console.say(f"{row.name}: {job.id} on {', '.join(node.name for node in job.plan.nodes)}")
         launch_plan.warn_notes(job.plan, said)
         try:

@@ -17,13 +17,13 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Literal, get_args
 
-from orchestrator.forecast.links import Wire
+from orchestrator.forecast.links import LinkCosts
 from orchestrator.forecast.step import (
     Fidelity,
     Forecast,
-    Host,
-    Job,
+    HostSpeed,
     Way,
+    Workload,
     alone_samples_per_s,
     predict,
     speeds_of,
@@ -50,9 +50,9 @@ POLICIES: tuple[Policy, ...] = get_args(Policy)
 class Scene:
     """A job on a cluster. hosts and wire.sites: the same hosts in the same order."""
 
-    job: Job
-    hosts: tuple[Host, ...]
-    wire: Wire
+    job: Workload
+    hosts: tuple[HostSpeed, ...]
+    wire: LinkCosts
 
     @cached_property
     def equal(self) -> tuple[int, ...]:
@@ -91,7 +91,7 @@ class Scene:
         kept = set(names)
         sites = [site for site in self.wire.sites if site.name in kept]
         hosts = tuple(host for host in self.hosts if host.name in kept)
-        return Scene(self.job, hosts, Wire(sites, self.wire.costs, self.wire.pairs))
+        return Scene(self.job, hosts, LinkCosts(sites, self.wire.costs, self.wire.pairs))
 
     def with_batch(self, batch: int) -> Scene:
         return Scene(dataclasses.replace(self.job, batch=batch), self.hosts, self.wire)
@@ -102,7 +102,7 @@ class Scene:
             for site in self.wire.sites
         ]
         pairs = {pair: factor * bps for pair, bps in self.wire.pairs.items()}
-        return Scene(self.job, self.hosts, Wire(sites, self.wire.costs, pairs))
+        return Scene(self.job, self.hosts, LinkCosts(sites, self.wire.costs, pairs))
 
     def with_another(self, name: str) -> Scene:
         """With a second host like this one."""
@@ -110,7 +110,9 @@ class Scene:
         twin = f"{name}+"
         host = dataclasses.replace(self.hosts[index], name=twin)
         site = dataclasses.replace(self.wire.sites[index], name=twin)
-        return Scene(self.job, (*self.hosts, host), Wire([*self.wire.sites, site], self.wire.costs, self.wire.pairs))
+        return Scene(
+            self.job, (*self.hosts, host), LinkCosts([*self.wire.sites, site], self.wire.costs, self.wire.pairs)
+        )
 
 
 @dataclass(frozen=True)

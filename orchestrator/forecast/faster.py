@@ -13,7 +13,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from orchestrator.forecast.advice import Policy, Scene, fewer, splits, ways
-from orchestrator.forecast.inputs import View, allowed, forecast_in, foreseen, kept, parts_needed, runnable, way_of
+from orchestrator.forecast.inputs import (
+    ForecastInputs,
+    allowed,
+    forecast_in,
+    foreseen,
+    kept,
+    parts_needed,
+    runnable,
+    way_of,
+)
 from orchestrator.forecast.step import Forecast, Way
 from orchestrator.planning.command_line import run_line
 from orchestrator.planning.launch_plan import Faster, LaunchPlan
@@ -34,7 +43,7 @@ class _Option:
     settings: Settings
 
 
-def predicted(plan: LaunchPlan, view: View, chosen: Collection[str]) -> tuple[Faster, ...]:
+def predicted(plan: LaunchPlan, view: ForecastInputs, chosen: Collection[str]) -> tuple[Faster, ...]:
     """The fastest way of all and, where it is another, the fastest host alone; none where both are not WORTH it.
 
     chosen: settings that the person made; how large a bucket is, or how many local steps there are, stays if so.
@@ -53,7 +62,7 @@ def predicted(plan: LaunchPlan, view: View, chosen: Collection[str]) -> tuple[Fa
     return tuple(_told(plan, view, option, now.samples_per_s) for option in worth)
 
 
-def without_slow(plan: LaunchPlan, view: View) -> Faster | None:
+def without_slow(plan: LaunchPlan, view: ForecastInputs) -> Faster | None:
     """The same strategy on fewer hosts, with equal shares or those by speed, whichever the plan has. None where none
     of these is faster, or one rank alone would lose by its fidelity what only an exchange needs.
     """
@@ -83,12 +92,12 @@ def _candidates(settings: Settings, chosen: Collection[str]) -> Iterator[tuple[W
             yield way, pairs
 
 
-def _fewer(plan: LaunchPlan, view: View) -> Iterator[Scene]:
+def _fewer(plan: LaunchPlan, view: ForecastInputs) -> Iterator[Scene]:
     return (scene for scene in fewer(view.scene) if may_leave(plan, [host.name for host in scene.hosts]))
 
 
 def _best(
-    settings: Settings, view: View, scene: Scene, candidates: Sequence[tuple[Way, Mapping[str, Any]]]
+    settings: Settings, view: ForecastInputs, scene: Scene, candidates: Sequence[tuple[Way, Mapping[str, Any]]]
 ) -> _Option | None:
     if scene.wire.ranks == 1:
         return _option(settings, view, scene, Way("ddp"), {}, "equal")
@@ -101,7 +110,7 @@ def _best(
 
 
 def _option(
-    settings: Settings, view: View, scene: Scene, way: Way, pairs: Mapping[str, Any], policy: Policy
+    settings: Settings, view: ForecastInputs, scene: Scene, way: Way, pairs: Mapping[str, Any], policy: Policy
 ) -> _Option | None:
     """settings: the plan's. pairs: those of the way. None where the trainer would refuse it."""
     shares = scene.shares(policy, way.local_batch)
@@ -120,7 +129,7 @@ def _option(
     return _Option(tuple(host.name for host in scene.hosts), forecast, here)
 
 
-def _shares_setting(asked: str, view: View, scene: Scene, policy: Policy, shares: Sequence[int]) -> str:
+def _shares_setting(asked: str, view: ForecastInputs, scene: Scene, policy: Policy, shares: Sequence[int]) -> str:
     """With which a run splits its batch like this. By speed it does so only where ranks are told their speeds. asked:
     the plan's.
     """
@@ -140,7 +149,7 @@ def _shares_setting(asked: str, view: View, scene: Scene, policy: Policy, shares
 # ---- in words -------------------------------------------------------------------------------------------------------
 
 
-def _told(plan: LaunchPlan, view: View, option: _Option, now_samples_per_s: float) -> Faster:
+def _told(plan: LaunchPlan, view: ForecastInputs, option: _Option, now_samples_per_s: float) -> Faster:
     return Faster(
         hosts=option.hosts,
         what=_what(plan, option),

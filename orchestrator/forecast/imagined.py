@@ -14,8 +14,8 @@ from orchestrator.errors import UsageError
 from orchestrator.forecast.advice import Scene
 from orchestrator.forecast.gpus import estimate_speed
 from orchestrator.forecast.layers import Layer
-from orchestrator.forecast.links import GOODPUT, NCCL, Site, Wire
-from orchestrator.forecast.step import Host, Job
+from orchestrator.forecast.links import GOODPUT, NCCL, LinkCosts, Site
+from orchestrator.forecast.step import HostSpeed, Workload
 from orchestrator.hosts.cards import CARDS, Card, find_card
 
 MOST_RANKS = 20_000
@@ -68,7 +68,7 @@ def parse_groups(text: str) -> tuple[Group, ...]:
 
 def imagine(groups: Sequence[Group], layers: tuple[Layer, ...], batch: int, bandwidth_bps: float) -> Scene:
     """bandwidth_bps: of every host's link, as declared. Raises UsageError where a GPU is too small."""
-    hosts, sites = list[Host](), list[Site]()
+    hosts, sites = list[HostSpeed](), list[Site]()
     bps = GOODPUT * bandwidth_bps
     for group in groups:
         speeds = (estimate_speed(group.gpu, layers),) * group.gpus
@@ -76,7 +76,7 @@ def imagine(groups: Sequence[Group], layers: tuple[Layer, ...], batch: int, band
             raise UsageError(f"not one sample fits into the {group.gpu.memory_gib:g} GiB of an {group.gpu.name}")
         for _ in range(group.hosts):
             name = f"{group.gpu.name}-{len(hosts)}"
-            hosts.append(Host(name, speeds, group.kind))
+            hosts.append(HostSpeed(name, speeds, group.kind))
             sites.append(Site(name, group.gpus, bps, bps))
     costs = NCCL.on_gpus(min(group.gpu.gb_per_s for group in groups))
-    return Scene(Job(layers, batch), tuple(hosts), Wire(tuple(sites), costs))
+    return Scene(Workload(layers, batch), tuple(hosts), LinkCosts(tuple(sites), costs))

@@ -23,8 +23,8 @@ from orchestrator.errors import OrchError, UsageError
 from orchestrator.forecast.advice import BUCKETS_MIB, FIDELITIES, Scene, ways
 from orchestrator.forecast.gpus import ERROR, activation_bytes, estimate_speed
 from orchestrator.forecast.layers import Layer, gradient_bytes, layers_of
-from orchestrator.forecast.links import GLOO, GOODPUT, NCCL, Costs, Site, Wire, measured
-from orchestrator.forecast.step import STRATEGIES, Fidelity, Forecast, Host, Job, Way, predict
+from orchestrator.forecast.links import GLOO, GOODPUT, NCCL, LinkCosts, Overheads, Site, measured
+from orchestrator.forecast.step import STRATEGIES, Fidelity, Forecast, HostSpeed, Way, Workload, predict
 from orchestrator.hosts.cards import find_card
 from orchestrator.paths import RunFolder
 from orchestrator.planning.draft import Draft
@@ -46,7 +46,7 @@ UNTOLD = ("pace", "catalogue")
 
 
 @dataclass(frozen=True)
-class Network:
+class MeasuredLinks:
     """What a run of collectives measured. message_s: latency of its all_reduce, for each of its 2(n-1) messages. bps:
     what the slowest link carried; declared_bps: what was said of that one. pairs: what each path carries in a
     collective: as it does by itself, times what all_reduce makes of the slowest one that it takes.
@@ -60,7 +60,7 @@ class Network:
 
 
 @dataclass(frozen=True)
-class View:
+class ForecastInputs:
     """speeds_from: by host, profile, pace, by hand or catalogue. basis: what the figures rest on, a sentence each."""
 
     scene: Scene
@@ -72,9 +72,9 @@ class View:
         return "catalogue" in self.speeds_from.values()
 
 
-def look(
-    plan: LaunchPlan, profiles: Profiles, network: Network | None = None, bandwidth_bps: float | None = None
-) -> View:
+def inputs_of(
+    plan: LaunchPlan, profiles: Profiles, network: MeasuredLinks | None = None, bandwidth_bps: float | None = None
+) -> ForecastInputs:
     """bandwidth_bps: of every host, in place of what is declared or measured. Raises UsageError where a speed or a link
     is not known, and for what is no training of ours.
     """
@@ -87,11 +87,11 @@ def look(
     for name, (speeds, _) in told.items():
         if any(speed.cap == 0 for speed in speeds):
             raise UsageError(f"{name}: not one sample fits into its memory", "leave it out with --nodes")
-    hosts = tuple(Host(name, speeds) for name, (speeds, _) in told.items())
+    hosts = tuple(HostSpeed(name, speeds) for name, (speeds, _) in told.items())
     speeds_from = {name: source for name, (_, source) in told.items()}
     wire, words = wire_of(plan, network, bandwidth_bps)
-    scene = Scene(Job(layers, settings.batch), hosts, wire)
-    return View(scene, speeds_from, (*_speed_words(speeds_from), *words))
+    scene = Scene(Workload(layers, settings.batch), hosts, wire)
+    return ForecastInputs(scene, speeds_from, (*_speed_words(speeds_from), *words))
 
 
 def network_of(settings: Settings) -> tuple[Layer, ...]:
@@ -145,23 +145,25 @@ def _speed_words(speeds_from: dict[str, str]) -> Iterator[str]:
 # ---- what the links carry -------------------------------------------------------------------------------------------
 
 
-def wire_of(plan: LaunchPlan, network: Network | None, bandwidth_bps: float | None) -> tuple[Wire, tuple[str, ...]]:
+def wire_of(
+    plan: LaunchPlan, network: MeasuredLinks | None, bandwidth_bps: float | None
+) -> tuple[LinkCosts, tuple[str, ...]]:
     """The wire, and what is to be said of it."""
     costs = NCCL if plan.backend == "nccl" else GLOO
     if len(plan.nodes) == 1:
         node, costs = plan.nodes[0], _with_gpus(costs, plan)
-        return Wire((Site(node.name, node.ranks, float("inf"), float("inf")),), costs), (_costs_words(costs),)
+        return LinkCosts((Site(node.name, node.ranks, float("inf"), float("inf")),), costs), (_costs_words(costs),)
     if bandwidth_bps is not None:
         network = None  # a person's word goes before what was measured
     if network:
         costs = measured(costs, network.message_s, f"latency as {network.job} measured it")
     costs = _with_gpus(costs, plan)
     sites = tuple(_site(node, network, bandwidth_bps) for node in plan.nodes)
-    wire = Wire(sites, costs, network.pairs if network else {})
+    wire = LinkCosts(sites, costs, network.pairs if network else {})
     return wire, (_links_words(plan, network, bandwidth_bps), _costs_words(costs))
 
 
-def _with_gpus(costs: Costs, plan: LaunchPlan) -> Costs:
+def _with_gpus(costs: Overheads, plan: LaunchPlan) -> Overheads:
     """All wait for the rank with the slowest memory, a CPU's where one has no GPU."""
     if all(node.paced or node.device == "cuda" for node in plan.nodes):
         return costs.on_gpus(min(map(_gb_per_s, plan.nodes)))
@@ -175,7 +177,7 @@ def _gb_per_s(node: NodePlan) -> float:
     return gpu.gb_per_s if gpu else GB_PER_S
 
 
-def _site(node: NodePlan, network: Network | None, bandwidth_bps: float | None) -> Site:
+def _site(node: NodePlan, network: MeasuredLinks | None, bandwidth_bps: float | None) -> Site:
     declared = bandwidth_bps or node.bandwidth_bps
     if network and any(node.name in pair for pair in network.pairs):
         up_bps, down_bps = (max(bps for pair, bps in network.pairs.items() if pair[end] == node.name) for end in (0, 1))
@@ -195,7 +197,7 @@ def _site(node: NodePlan, network: Network | None, bandwidth_bps: float | None) 
     return Site(node.name, node.ranks, bps, bps)
 
 
-def _links_words(plan: LaunchPlan, network: Network | None, bandwidth_bps: float | None) -> str:
+def _links_words(plan: LaunchPlan, network: MeasuredLinks | None, bandwidth_bps: float | None) -> str:
     if bandwidth_bps:
         return f"links: {format_bandwidth(bandwidth_bps)} for every host, as you say, times {GOODPUT} of payload"
     if network:
@@ -205,11 +207,11 @@ def _links_words(plan: LaunchPlan, network: Network | None, bandwidth_bps: float
     return f"links: as declared (slowest {slowest}), times {GOODPUT} of payload; `orch run --exp collectives` measures"
 
 
-def _costs_words(costs: Costs) -> str:
+def _costs_words(costs: Overheads) -> str:
     return f"{costs.name}: {costs.source}"
 
 
-def read_network(out: Path, plan: LaunchPlan, elsewhere: Iterable[Path] = ()) -> Network | None:
+def read_network(out: Path, plan: LaunchPlan, elsewhere: Iterable[Path] = ()) -> MeasuredLinks | None:
     """The newest collected run of collectives over (at least) these hosts: in the folder of collected runs, or among
     run folders elsewhere.
     """
@@ -227,7 +229,7 @@ def read_network(out: Path, plan: LaunchPlan, elsewhere: Iterable[Path] = ()) ->
     return None
 
 
-def network_from(summary: Summary) -> Network | None:
+def network_from(summary: Summary) -> MeasuredLinks | None:
     """None where its all_reduce was not measured at several sizes, or no link was used."""
     ranks, found = summary.world_size, summary.collectives
     times = [time for time in found.times if time.operation == "all_reduce" and time.time_ms] if found else []
@@ -235,7 +237,7 @@ def network_from(summary: Summary) -> Network | None:
         return None
     latency_ms, gbps = latency_and_bandwidth({time.bytes: time.time_ms for time in times if time.time_ms})
     declared, bps = found.declared_gbps, 1e9 * gbps * bus_factor("all_reduce", ranks)
-    return Network(
+    return MeasuredLinks(
         job=summary.job,
         message_s=latency_ms / 1000 / (2 * (ranks - 1)),
         bps=bps,
@@ -380,11 +382,11 @@ def _too_large(
                 yield host.kind or host.name, speed.cap, share
 
 
-def memory_notes(plan: LaunchPlan, view: View) -> tuple[str, ...]:
+def memory_notes(plan: LaunchPlan, view: ForecastInputs) -> tuple[str, ...]:
     return tuple(memory_words(view.scene, plan.shares, view.speeds_from, plan.training)) if plan.training else ()
 
 
-def foreseen(plan: LaunchPlan, view: View) -> Prediction | None:
+def foreseen(plan: LaunchPlan, view: ForecastInputs) -> Prediction | None:
     """With the plan's own shares and micro-batches. None where the strategy is not foreseen."""
     settings = plan.training
     way = way_of(settings) if settings else None
@@ -407,7 +409,7 @@ def _way_words(way: Way) -> Iterator[str]:
         yield "sync_bn: ranks meet in every BatchNorm, forward and backward, so that no sum of gradients is hidden"
 
 
-def with_best_way(draft: Draft, settings: Settings, view: View) -> Draft:
+def with_best_way(draft: Draft, settings: Settings, view: ForecastInputs) -> Draft:
     """The same draft by the fastest way that its fidelity allows and the trainer knows, with its shares; it says so.
 
     settings: the draft's. What the person chose stays. Raises UsageError where none fits that.

@@ -35,7 +35,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Costs:
+class Overheads:
     """message_s: what a message between hosts costs beside its bytes. call_s: a collective, however many messages.
 
     local_*: between two ranks of one host. moved_bytes_per_s, kernel_s: what a rank does to gradients before and after
@@ -58,7 +58,7 @@ class Costs:
     def work_s(self, work: Work) -> float:
         return work.moved_bytes / self.moved_bytes_per_s + self.kernel_s * work.kernels
 
-    def on_gpus(self, gb_per_s: float) -> Costs:
+    def on_gpus(self, gb_per_s: float) -> Overheads:
         """Where ranks work on gradients as a GPU of this memory bandwidth does, the slowest of them."""
         source = f"{self.source}; work on gradients as at {gb_per_s:g} GB/s of a GPU's memory, an estimate"
         return dataclasses.replace(self, source=source, moved_bytes_per_s=STREAMED * 1e9 * gb_per_s, kernel_s=KERNEL_S)
@@ -69,7 +69,7 @@ class Costs:
 # One core of that machine, for 232.7 MB: to bf16 and back 0.12 s, 5.8 GB/s moved; PowerSGD of rank 2 0.37 s alone,
 # 0.42 s as two ranks do it at once, 5.6 GB/s moved; copies into memory not touched before 2.6 to 3.4 GB/s moved. The
 # averages of `local` move 16 GB/s: of CPUs that compute they are charged too much, 0.4 s a round of ResNet-152.
-GLOO = Costs(
+GLOO = Overheads(
     name="gloo",
     source="1 ms a message, as 2 hosts at 2.5 Gbps and 4 at 1 Gbps showed (0.7 to 1.06); CPU costs as of one core",
     message_s=1.0e-3,
@@ -81,7 +81,7 @@ GLOO = Costs(
     tree_broadcast=True,
     relays=True,
 )
-NCCL = Costs(
+NCCL = Overheads(
     name="nccl",
     source="assumed, not measured: 50 us a message over TCP, PCIe 3 inside a host",
     message_s=50e-6,
@@ -95,17 +95,17 @@ NCCL = Costs(
 )
 
 
-def measured(costs: Costs, message_s: float, source: str) -> Costs:
+def measured(costs: Overheads, message_s: float, source: str) -> Overheads:
     """With what a message costs as an all_reduce showed it, its call included, in place of what is assumed."""
     return dataclasses.replace(costs, message_s=message_s, call_s=0.0, source=source)
 
 
 @dataclass(frozen=True)
-class Wire:
+class LinkCosts:
     """pairs: what the path from one host to another carries, in bits a second, where that was measured by itself."""
 
     sites: Sequence[Site]
-    costs: Costs
+    costs: Overheads
     pairs: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     @cached_property
@@ -165,9 +165,9 @@ class Wire:
         return sum(self.sum_legs_s(size_bytes))
 
     @cached_property
-    def _heads(self) -> Wire:
+    def _heads(self) -> LinkCosts:
         """One rank of each host."""
-        return Wire([dataclasses.replace(site, ranks=1) for site in self.sites], self.costs, self.pairs)
+        return LinkCosts([dataclasses.replace(site, ranks=1) for site in self.sites], self.costs, self.pairs)
 
     def reduce_scatter_s(self, size_bytes: float) -> float:
         return self._called((self.ranks - 1) * self.round_s(size_bytes / self.ranks))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from orchestrator.errors import UsageError
-from orchestrator.forecast.inputs import View, forecast_in, way_of
+from orchestrator.forecast.inputs import ForecastInputs, forecast_in, way_of
 from orchestrator.planning.draft import Draft
 from orchestrator.units import format_figure
 from trainer.shared.config import LOCAL_STEPS, Settings
@@ -23,7 +23,7 @@ SAME = 0.999
 """Of the speed with half of the steps overlapping: as few as that takes."""
 
 
-def with_rounds(draft: Draft, view: View | UsageError) -> Draft:
+def with_rounds(draft: Draft, view: ForecastInputs | UsageError) -> Draft:
     """The same draft with the fewest local steps that hide the wire, and the fewest of them that overlap, where it asks
     for them. view: or why nothing can be predicted; then it is LOCAL_STEPS.
     """
@@ -55,7 +55,7 @@ def fewest_steps(speed: Callable[[int, int], float], asked: int) -> tuple[int, i
     return every, next(overlap for overlap in overlaps if speed(every, overlap) >= SAME * speeds[every])
 
 
-def _samples_per_s(settings: Settings, shares: Sequence[int], view: View, every: int, overlap: int) -> float:
+def _samples_per_s(settings: Settings, shares: Sequence[int], view: ForecastInputs, every: int, overlap: int) -> float:
     """Once the exact updates of `local_after` are over."""
     way = way_of(replace(settings, local_steps=every, local_overlap=overlap, local_after=0))
     assert way  # noqa: S101 - for the type checker

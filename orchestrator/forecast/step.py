@@ -24,7 +24,7 @@ from typing import Literal
 
 import trainer.shared.gpu_work as gpu_work
 from orchestrator.forecast.layers import FLOAT_BYTES, Layer, Shape, gradient_bytes
-from orchestrator.forecast.links import Wire
+from orchestrator.forecast.links import LinkCosts
 from trainer.shared.gpu_work import Work
 from trainer.shared.shares import Speed, at_most, fastest_shares
 
@@ -36,7 +36,7 @@ Binds = Literal["wire", "compute"]
 
 
 @dataclass(frozen=True)
-class Host:
+class HostSpeed:
     """speeds: of its ranks. kind: what hosts of its kind are called where one has no name of its own, like 4xA16."""
 
     name: str
@@ -45,7 +45,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Job:
+class Workload:
     """batch: samples of one update over all ranks."""
 
     layers: tuple[Layer, ...]
@@ -151,12 +151,12 @@ def compressed_bytes(shapes: tuple[Shape, ...], rank: int) -> int:
     return FLOAT_BYTES * total
 
 
-def speeds_of(hosts: Sequence[Host], local_batch: int) -> list[Speed]:
+def speeds_of(hosts: Sequence[HostSpeed], local_batch: int) -> list[Speed]:
     """Of all ranks, as they compute with updates of so many samples; 0 is no limit."""
     return [at_most(speed, local_batch) for host in hosts for speed in host.speeds]
 
 
-def predict(job: Job, hosts: Sequence[Host], wire: Wire, way: Way, shares: Sequence[int]) -> Forecast:
+def predict(job: Workload, hosts: Sequence[HostSpeed], wire: LinkCosts, way: Way, shares: Sequence[int]) -> Forecast:
     """shares: samples of each rank, host after host. Raises KeyError for a strategy that is not foreseen."""
     if way.exact_part:
         return _mixed(job, hosts, wire, way, shares)
@@ -172,7 +172,7 @@ def predict(job: Job, hosts: Sequence[Host], wire: Wire, way: Way, shares: Seque
     return _forecast(job, way, shares, ends, max(ends) + sync_ms, wire_bytes(job, way))
 
 
-def _overlapped(job: Job, speeds: Sequence[Speed], wire: Wire, way: Way, shares: Sequence[int]) -> Forecast:
+def _overlapped(job: Workload, speeds: Sequence[Speed], wire: LinkCosts, way: Way, shares: Sequence[int]) -> Forecast:
     ends = [speed.step_ms(samples) for speed, samples in zip(speeds, shares, strict=True)]
     micro = [speed.micro_batches(samples) for speed, samples in zip(speeds, shares, strict=True)]
     kinds = set(zip(ends, micro, strict=True))
@@ -184,7 +184,7 @@ def _overlapped(job: Job, speeds: Sequence[Speed], wire: Wire, way: Way, shares:
     return _forecast(job, way, shares, ends, legs[-1], wire_bytes(job, way))
 
 
-def _mixed(job: Job, hosts: Sequence[Host], wire: Wire, way: Way, shares: Sequence[int]) -> Forecast:
+def _mixed(job: Workload, hosts: Sequence[HostSpeed], wire: LinkCosts, way: Way, shares: Sequence[int]) -> Forecast:
     """Over a run that is exact at first."""
     lossy = dataclasses.replace(way, exact_part=0.0)
     strategy = "ddp" if way.fidelity == "local" else way.strategy
@@ -199,7 +199,7 @@ def _mixed(job: Job, hosts: Sequence[Host], wire: Wire, way: Way, shares: Sequen
     return _forecast(job, way, shares, then.own_ms, step_ms, sent_bytes, then.local_steps)
 
 
-def _in_step(job: Job, speeds: Sequence[Speed], wire: Wire, way: Way, shares: Sequence[int]) -> Forecast:
+def _in_step(job: Workload, speeds: Sequence[Speed], wire: LinkCosts, way: Way, shares: Sequence[int]) -> Forecast:
     """With `sync_bn` ranks meet in every BatchNorm, forward and backward, so that all compute as long as the slowest.
     A bucket that leaves beside backward is in the way of the next of these meetings, on the one group that carries
     both: nothing is hidden.
@@ -214,7 +214,7 @@ def _in_step(job: Job, speeds: Sequence[Speed], wire: Wire, way: Way, shares: Se
     return _forecast(job, way, shares, [own_ms] * len(shares), own_ms + 1000 * sync_s, wire_bytes(job, way))
 
 
-def batch_norms_s(job: Job, wire: Wire) -> float:
+def batch_norms_s(job: Workload, wire: LinkCosts) -> float:
     """What `sync_bn` sends in a step: forward each rank's count, means and variances to all; backward two sums."""
     channels = [layer.shapes[0][0] for layer in job.layers if layer.is_batch_norm]
     return sum(
@@ -223,7 +223,7 @@ def batch_norms_s(job: Job, wire: Wire) -> float:
     )
 
 
-def fitted_mib(job: Job, wire: Wire, way: Way) -> float:
+def fitted_mib(job: Workload, wire: LinkCosts, way: Way) -> float:
     """What `bucket_mib=0` comes to, as `fitted_bucket_bytes` of trainer.strategies.gradient_sum measures it."""
     small_s, large_s = (sum(bucket_legs_s(Bucket(size, 0.0, ()), wire, way)) for size in (1 << 10, 1 << 22))
     beta = max(large_s - small_s, 1e-9) / ((1 << 22) - (1 << 10))
@@ -238,7 +238,7 @@ def release_ms(step_ms: float, micro_batches: int, ready: float) -> float:
     return step_ms * (before + last * (FORWARD + BACKWARD * ready))
 
 
-def bucket_legs_s(bucket: Bucket, wire: Wire, way: Way) -> tuple[float, ...]:
+def bucket_legs_s(bucket: Bucket, wire: LinkCosts, way: Way) -> tuple[float, ...]:
     """What a bucket goes through; while it is in one leg, the next bucket is in the one before."""
     if way.fidelity == "half":
         cast_s = wire.costs.work_s(gpu_work.cast(bucket.bytes))
@@ -246,14 +246,14 @@ def bucket_legs_s(bucket: Bucket, wire: Wire, way: Way) -> tuple[float, ...]:
     return wire.sum_legs_s(bucket.bytes)
 
 
-def wire_bytes(job: Job, way: Way) -> float:
+def wire_bytes(job: Workload, way: Way) -> float:
     whole = gradient_bytes(job.layers)
     if way.fidelity == "compressed":
         return compressed_bytes(tuple(shape for layer in job.layers for shape in layer.shapes), way.rank)
     return (whole / 2 if way.fidelity == "half" or way.half_wire else whole) / way.every
 
 
-Exchange = Callable[[Wire, float], float]
+Exchange = Callable[[LinkCosts, float], float]
 EXCHANGES: dict[str, Exchange] = {
     "allreduce_flat": lambda wire, size: wire.sum_s(size),
     "reduce_scatter": lambda wire, size: wire.reduce_scatter_s(size) + wire.all_gather_s(size / wire.ranks),
@@ -266,7 +266,7 @@ EXCHANGES: dict[str, Exchange] = {
 STRATEGIES = ("ddp", "allreduce", *EXCHANGES)
 
 
-def exchange_s(job: Job, wire: Wire, way: Way) -> float:
+def exchange_s(job: Workload, wire: LinkCosts, way: Way) -> float:
     """Of a strategy that sends nothing before backward is over."""
     if way.fidelity == "compressed":  # a sum of one thin factor, and one of the other; what stays as it is goes along
         return 2 * wire.sum_s(wire_bytes(job, way) / 2) + compress_s(job, wire)
@@ -279,13 +279,13 @@ def exchange_s(job: Job, wire: Wire, way: Way) -> float:
     return casts_s + EXCHANGES[way.strategy](wire, sent) + sum(copies_s(job, wire, way))
 
 
-def compress_s(job: Job, wire: Wire) -> float:
+def compress_s(job: Workload, wire: LinkCosts) -> float:
     whole, tensors = gradient_bytes(job.layers), sum(len(layer.shapes) for layer in job.layers)
     parts = gpu_work.project(whole, tensors), gpu_work.project_back(whole), gpu_work.restore(whole, tensors)
     return sum(map(wire.costs.work_s, parts))
 
 
-def copies_s(job: Job, wire: Wire, way: Way) -> tuple[float, float]:
+def copies_s(job: Workload, wire: LinkCosts, way: Way) -> tuple[float, float]:
     """What every rank does before and after an exchange: copies into one buffer and back, or what an average takes."""
     before, after = _copies(gradient_bytes(job.layers), wire.ranks, way)
     return wire.costs.work_s(before), wire.costs.work_s(after)
@@ -304,7 +304,7 @@ def averaging(way: Way) -> Way:
     return Way("parameter_average", half_wire=way.half_wire, overlap=way.overlap)
 
 
-def _local(job: Job, speeds: Sequence[Speed], wire: Wire, way: Way, shares: Sequence[int]) -> Forecast:
+def _local(job: Workload, speeds: Sequence[Speed], wire: LinkCosts, way: Way, shares: Sequence[int]) -> Forecast:
     """`every` steps of the global batch to an average; what it takes beside copies, `overlap` of them hide."""
     own_ms = [speed.step_ms(samples) for speed, samples in zip(speeds, shares, strict=True)]
     sync_ms = 0.0
@@ -318,7 +318,7 @@ def _local(job: Job, speeds: Sequence[Speed], wire: Wire, way: Way, shares: Sequ
 
 
 def _forecast(
-    job: Job,
+    job: Workload,
     way: Way,
     shares: Sequence[int],
     compute_ms: Sequence[float],
@@ -344,7 +344,7 @@ def _forecast(
     )
 
 
-def alone_samples_per_s(host: Host, batch: int) -> float:
+def alone_samples_per_s(host: HostSpeed, batch: int) -> float:
     """What a host does by itself, with the whole batch on its ranks and no exchange."""
     shares = fastest_shares(host.speeds, batch)
     return 1000 * batch / max(speed.step_ms(samples) for speed, samples in zip(host.speeds, shares, strict=True))

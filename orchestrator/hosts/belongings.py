@@ -17,7 +17,7 @@ from typing import Any
 
 from orchestrator.record import Owner
 from orchestrator.text import one_line
-from orchestrator.transport.ask import Host, ask, understood, words_of
+from orchestrator.transport.ask import ConnectedHost, ask, understood, words_of
 
 LOOK_S = 30.0
 CLEAR_S = 180.0
@@ -88,14 +88,14 @@ class Cleared:
     why: tuple[str, ...]
 
 
-def look(host: Host, who: Who) -> Survey:
+def survey_host(host: ConnectedHost, who: Who) -> Survey:
     told = _ask(host, who, "survey", LOOK_S)
     return understood(
         host.node, lambda: Survey(_all(told["mine"]), _all(told["others"]), tuple(words_of(told["strange"])))
     )
 
 
-def reap(host: Host, who: Who, *, end: bool) -> Reaped:
+def reap(host: ConnectedHost, who: Who, *, end: bool) -> Reaped:
     told = _ask(host, who, "reap", CLEAR_S, end=end)
     return understood(
         host.node,
@@ -103,7 +103,7 @@ def reap(host: Host, who: Who, *, end: bool) -> Reaped:
     )
 
 
-def down(host: Host, who: Who) -> Cleared:
+def down(host: ConnectedHost, who: Who) -> Cleared:
     told = _ask(host, who, "down", CLEAR_S)
     return understood(
         host.node,
@@ -118,12 +118,12 @@ def down(host: Host, who: Who) -> Cleared:
     )
 
 
-def adopt(host: Host, who: Who, jobs: Sequence[str]) -> tuple[str, ...]:
+def adopt(host: ConnectedHost, who: Who, jobs: Sequence[str]) -> tuple[str, ...]:
     told = _ask(host, who, "adopt", LOOK_S, jobs=list(jobs))
     return understood(host.node, lambda: tuple(words_of(told["adopted"])))
 
 
-def _ask(host: Host, who: Who, action: str, timeout_s: float, **more: Any) -> dict[str, Any]:
+def _ask(host: ConnectedHost, who: Who, action: str, timeout_s: float, **more: Any) -> dict[str, Any]:
     request = {"action": action, "workdir": host.workdir, **who.request, **more}
     return ask(host, "belongings", request, timeout_s=timeout_s)
 

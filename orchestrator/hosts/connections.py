@@ -17,7 +17,7 @@ from orchestrator.errors import HostError
 from orchestrator.hosts.inventory import Node
 from orchestrator.paths import Home
 from orchestrator.transport import Transport
-from orchestrator.transport.ask import Host
+from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.fanout import errors_by_node, for_each
 from orchestrator.transport.local import LocalTransport
 
@@ -56,12 +56,12 @@ class Connections:
         for transport in list(self._transports.values()):  # a late host may still come to be among them
             transport.close()
 
-    def open(self, nodes: Sequence[Node]) -> dict[str, Host | HostError]:
+    def open(self, nodes: Sequence[Node]) -> dict[str, ConnectedHost | HostError]:
         """All at once; every node has its answer within the time for connecting."""
         return self.each(nodes, lambda host: host, deadline_s=5)
 
     def each(
-        self, nodes: Sequence[Node], action: Callable[[Host], R], *, deadline_s: float
+        self, nodes: Sequence[Node], action: Callable[[ConnectedHost], R], *, deadline_s: float
     ) -> dict[str, R | HostError]:
         """Connects to all at once and does this there as soon as a host answers, however long others stay silent.
 
@@ -84,14 +84,14 @@ class Connections:
         looked = for_each(names, lambda name: self.reopen(name, LOGIN_S, DIAL_S), deadline_s=LOGIN_S + 2)
         return errors_by_node(looked)
 
-    def reopen(self, name: str, timeout_s: float = CONNECT_S, dial_s: float = math.inf) -> Host:
+    def reopen(self, name: str, timeout_s: float = CONNECT_S, dial_s: float = math.inf) -> ConnectedHost:
         """A fresh connection to a node of `open`. timeout_s, dial_s: see `transport.ssh.connect`. Raises HostError."""
         previous = self._transports.pop(name, None)
         if previous:
             previous.close()
         node = self._nodes[name]
         self._transports[name] = self._connect(node, timeout_s, dial_s)
-        return Host(self._transports[name], node.python, node.activate, node.workdir)
+        return ConnectedHost(self._transports[name], node.python, node.activate, node.workdir)
 
     def _connect(self, node: Node, timeout_s: float, dial_s: float) -> Transport:
         if node.transport == "local":

@@ -57,7 +57,7 @@ def _memory(text: str) -> int:
 Name = Annotated[str, AfterValidator(grammar.name), _schema(pattern=f"^{grammar.NAME}$")]
 User = Annotated[str, AfterValidator(grammar.user), _schema(pattern=f"^{grammar.USER}$")]
 Interface = Annotated[str, AfterValidator(grammar.interface), _schema(pattern=f"^{grammar.INTERFACE}$")]
-Host = Annotated[str, AfterValidator(grammar.host), _schema(examples=["192.168.1.41"])]
+HostName = Annotated[str, AfterValidator(grammar.host), _schema(examples=["192.168.1.41"])]
 Address = Annotated[
     str, AfterValidator(_checked_only(grammar.address)), _schema(examples=["192.168.1.41", "192.168.1.41/24"])
 ]
@@ -187,7 +187,7 @@ class Entry(Defaults):
 
     name: Name
     """The node's name, in commands, tables and folder names."""
-    host: Host | None = None
+    host: HostName | None = None
     """Where SSH goes: a host name, an IP address or an alias of ~/.ssh/config."""
     address: Address | None = None
     """Numeric training address; default: the host's own on the route to the others."""
@@ -197,7 +197,7 @@ class Entry(Defaults):
     """True pins this node as the master; at most one."""
 
 
-class File(_Written):
+class InventoryFile(_Written):
     """A cluster of hosts that are reached by SSH."""
 
     cluster: Name
@@ -210,7 +210,7 @@ class Node(_Shared):
     """One host of a cluster, every value in its final form."""
 
     name: Name
-    host: Host
+    host: HostName
     address: Address | None = None
     """Numeric training address."""
     address_prefix: int | None = None
@@ -279,13 +279,13 @@ def node_from_keys(keys: Mapping[str, Any], source: str, defaults: Mapping[str, 
 
 def inventory_schema() -> dict[str, Any]:
     """The JSON Schema (2020-12) of an inventory file, for editors."""
-    schema = File.model_json_schema()
+    schema = InventoryFile.model_json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "orch inventory"}
 
 
 def _mistakes_of_form(document: Document) -> list[Mistake]:
     try:
-        File.model_validate(document.values)
+        InventoryFile.model_validate(document.values)
     except ValidationError as error:
         return [_mistake(details, document) for details in error.errors() if details["input"] is not REFUSED]
     return []
@@ -419,7 +419,7 @@ def _unknown_key(path: KeyPath) -> str:
 
 
 _MODELS: dict[str, type[_Written]] = {
-    "": File,
+    "": InventoryFile,
     "defaults": Defaults,
     "nodes": Entry,
     "paced": PacedEntry,

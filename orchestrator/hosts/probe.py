@@ -11,13 +11,13 @@ import time
 from collections.abc import Sequence
 
 from orchestrator.hosts.facts import MAX_PEERS, NodeFacts, parse_facts
-from orchestrator.transport.ask import Host, ask
+from orchestrator.transport.ask import ConnectedHost, ask
 
 # Kept back from the time for the way there and back, so that a slow fact costs itself and not the whole answer.
 SPARE_S = 5.0
 
 
-def probe(host: Host, peers: Sequence[str], *, torch: bool, timeout_s: float) -> NodeFacts:
+def probe(host: ConnectedHost, peers: Sequence[str], *, torch: bool, timeout_s: float) -> NodeFacts:
     """peers: addresses or names to ask the host's route to. torch: whether to import torch there (seconds)."""
     limit_s = max(timeout_s - SPARE_S, timeout_s / 2)
     request = {"workdir": host.workdir, "peers": list(peers[:MAX_PEERS]), "torch": torch, "limit_s": limit_s}

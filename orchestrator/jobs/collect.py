@@ -28,12 +28,12 @@ from typing import IO, Any
 
 from orchestrator.errors import HostError, OrchError, ProbeError
 from orchestrator.files import flock, sync, write_json
-from orchestrator.jobs.frames import HEAD_BYTES, Agent, End, Held, Piece, names_of
+from orchestrator.jobs.frames import HEAD_BYTES, Agent, End, FilePiece, Held, names_of
 from orchestrator.jobs.watch import watch
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.text import one_line
-from orchestrator.transport.ask import Host
+from orchestrator.transport.ask import ConnectedHost
 from orchestrator.units import format_bytes
 
 ORPHAN_S = 0.5
@@ -105,7 +105,7 @@ def _locked_within(file: IO[str], timeout_s: float) -> bool:
 
 def collect(
     plan: LaunchPlan,
-    hosts: Mapping[str, Host],
+    hosts: Mapping[str, ConnectedHost],
     run: RunFolder,
     progress: Callable[[str, int], None] = lambda node, size: None,
     *,
@@ -137,7 +137,7 @@ class _Fetch:
         self._pulls = {node.name: _Pull(node, run.node(node.name)) for node in plan.nodes}
         self._look_at = LOOK_BYTES
 
-    def stream(self, hosts: Mapping[str, Host]) -> dict[str, list[str]]:
+    def stream(self, hosts: Mapping[str, ConnectedHost]) -> dict[str, list[str]]:
         """One stream of every host to its end. Returns, by node, the files that were set aside as damaged."""
         damaged: dict[str, list[str]] = {}
         offsets = {name: self._pulls[name].held() for name in hosts}
@@ -145,7 +145,7 @@ class _Fetch:
             for name, item in watch(self._plan, hosts, offsets=offsets, follow=False, limit_bytes=self._limit_bytes):
                 if isinstance(item, HostError):
                     self.collected.errors[name] = item
-                elif isinstance(item, Piece):
+                elif isinstance(item, FilePiece):
                     self._add(name, item)
                 elif isinstance(item, Agent):
                     self._keep_record(name, item.record)
@@ -156,7 +156,7 @@ class _Fetch:
                 self._pulls[name].sync()
         return damaged
 
-    def _add(self, name: str, piece: Piece) -> None:
+    def _add(self, name: str, piece: FilePiece) -> None:
         self.collected.notices += self._pulls[name].add(piece)
         self.collected.new_bytes += piece.end - piece.offset
         self._progress(name, piece.end - piece.offset)
@@ -204,7 +204,7 @@ class _Pull:
                 found[name] = Held(size, self._inodes.get(name), file.read(HEAD_BYTES))
         return found
 
-    def add(self, piece: Piece) -> list[str]:
+    def add(self, piece: FilePiece) -> list[str]:
         """Appends it; a new generation of its file sets the older one aside. Returns notices."""
         path, notices = self._folder / piece.file, []
         path.parent.mkdir(parents=True, exist_ok=True)

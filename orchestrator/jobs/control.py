@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from orchestrator.errors import HostError
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.transport import ask
-from orchestrator.transport.ask import Host
+from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.fanout import for_each
 
 ASK_S = 30.0
@@ -25,7 +25,7 @@ RECALL_S = MAX_RECALLS * ASK_S
 R = TypeVar("R")
 
 
-def ask_host(host: Host, plan: LaunchPlan, action: str, **more: Any) -> dict[str, Any]:
+def ask_host(host: ConnectedHost, plan: LaunchPlan, action: str, **more: Any) -> dict[str, Any]:
     """Its answer to this action of `remote/control.py` on the job. Raises HostError."""
     request = {"action": action, "workdir": plan.node(host.node).workdir, "job": plan.job, **more}
     return ask.ask(host, "control", request, timeout_s=ASK_S)
@@ -45,7 +45,7 @@ def whose(plan: LaunchPlan) -> dict[str, Any]:
 
 
 def cancel(
-    plan: LaunchPlan, hosts: Mapping[str, Host], *, fence: bool = False
+    plan: LaunchPlan, hosts: Mapping[str, ConnectedHost], *, fence: bool = False
 ) -> dict[str, dict[str, Any] | HostError]:
     """Asks every host to end the job; each answers whether a supervisor was there to hear it.
 
@@ -55,7 +55,7 @@ def cancel(
     return on_all(plan, lambda name: ask_host(hosts[name], plan, action, **whose(plan)), ASK_S, only=hosts)
 
 
-def agents(plan: LaunchPlan, hosts: Mapping[str, Host]) -> dict[str, dict[str, Any] | HostError]:
+def agents(plan: LaunchPlan, hosts: Mapping[str, ConnectedHost]) -> dict[str, dict[str, Any] | HostError]:
     """Every host's supervisor record of this job; {} where the host knows nothing of it."""
 
     def look(name: str) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def agents(plan: LaunchPlan, hosts: Mapping[str, Host]) -> dict[str, dict[str, A
     return on_all(plan, look, ASK_S, only=hosts)
 
 
-def recall(host: Host, known: Sequence[str]) -> dict[str, Any]:
+def recall(host: ConnectedHost, known: Sequence[str]) -> dict[str, Any]:
     """What this host remembers of jobs beside those: by id {"plan", "agent"}, not to be taken on trust."""
     found = dict[str, Any]()
     for _ in range(MAX_RECALLS):

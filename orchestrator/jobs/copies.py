@@ -13,8 +13,8 @@ from datetime import datetime
 from pathlib import Path
 
 from orchestrator.errors import OrchError
-from orchestrator.jobs.frames import Piece
-from orchestrator.jobs.lines import Line, Splitter
+from orchestrator.jobs.frames import FilePiece
+from orchestrator.jobs.lines import LogLine, Splitter
 from orchestrator.jobs.remembered import RememberedJobs
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan
@@ -52,7 +52,7 @@ def _date(iso: str) -> str:
     return datetime.fromisoformat(iso).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
-def copied_lines(plan: LaunchPlan, run: RunFolder) -> Iterator[tuple[Line, ...]]:
+def copied_lines(plan: LaunchPlan, run: RunFolder) -> Iterator[tuple[LogLine, ...]]:
     """Every line of every rank that was collected, log after log."""
     splitter = Splitter()
     for node in plan.nodes:
@@ -65,7 +65,7 @@ def copied_lines(plan: LaunchPlan, run: RunFolder) -> Iterator[tuple[Line, ...]]
         yield lines
 
 
-def _pieces(path: Path, name: str, rank: int) -> Iterator[Piece]:
+def _pieces(path: Path, name: str, rank: int) -> Iterator[FilePiece]:
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         while data := file.read(PIECE_BYTES):
-            yield Piece(name, rank, file.tell() - len(data), data)
+            yield FilePiece(name, rank, file.tell() - len(data), data)

@@ -19,10 +19,10 @@ from typing import Any
 from orchestrator.errors import ConnectError, HostError, HostsError
 from orchestrator.jobs.dropped import dropped_words
 from orchestrator.jobs.faults import fault_words
-from orchestrator.jobs.frames import Beat, Frame, Piece
+from orchestrator.jobs.frames import Beat, FilePiece, Frame
 from orchestrator.jobs.heard import Heard
-from orchestrator.jobs.lines import Bars, Line, Splitter
-from orchestrator.jobs.live import LiveView, Notice, Progress, Silence
+from orchestrator.jobs.lines import Bars, LogLine, Splitter
+from orchestrator.jobs.live import LiveView, Notice, RunProgress, Silence
 from orchestrator.jobs.record import FINAL_STATES, Fault, JobRecord
 from orchestrator.jobs.stall import News
 from orchestrator.planning.launch_plan import LaunchPlan
@@ -34,7 +34,7 @@ PROGRESS_S = 0.25
 BARS_S = 1.0
 """Between two states of lines that ranks draw over and over; and between two words about a silence."""
 
-Event = tuple[Line, ...] | Notice | Progress | Bars | Silence
+Event = tuple[LogLine, ...] | Notice | RunProgress | Bars | Silence
 
 
 class Follow:
@@ -67,7 +67,7 @@ class Follow:
             now_s = time.monotonic()
             has_word = self.heard.take(name, item, now_s)
             yield from self._links.words(name, item)
-            if isinstance(item, Piece):
+            if isinstance(item, FilePiece):
                 yield from self._piece(name, item)
             if has_word:
                 yield from self._word(now_s)
@@ -88,7 +88,7 @@ class Follow:
         if refused and not has_ended:
             raise HostsError(refused)
 
-    def _piece(self, name: str, piece: Piece) -> Iterator[Event]:
+    def _piece(self, name: str, piece: FilePiece) -> Iterator[Event]:
         """A piece of a file: the lines in it, and what it adds to the progress."""
         if piece.anew:
             yield Notice(f"{name}: {piece.file} was cut, replaced or rotated on its host; it starts again here")
@@ -139,7 +139,7 @@ class Follow:
             if self._is_silent and self.ended_at_s is None:
                 yield Silence(self._plan.world_size, _since_s(self._plan))
 
-    def _progress(self) -> Progress:
+    def _progress(self) -> RunProgress:
         return self._view.progress(_since_s(self._plan))
 
 

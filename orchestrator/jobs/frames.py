@@ -34,7 +34,7 @@ _RANK_FILE = re.compile(rf"rank-(\d{{1,5}})/({'|'.join(map(re.escape, RANK_FILES
 
 
 @dataclass(frozen=True)
-class Piece:
+class FilePiece:
     """New bytes of one file. rank: None for a file of the node itself. inode: the file's on its host.
 
     anew: the file was cut, replaced or rotated on its host: what came before belongs to an older generation of it.
@@ -70,7 +70,7 @@ class Held:
         """What `remote/reader.py` has to know to go on from here."""
         return {"offset": self.offset, "inode": self.inode, "head": hashlib.sha256(self.head).hexdigest()}
 
-    def plus(self, piece: Piece) -> Held:
+    def plus(self, piece: FilePiece) -> Held:
         """With this piece, which goes on where this ends."""
         room = HEAD_BYTES - len(self.head)
         head = self.head + (bytes(min(room, piece.hole)) if piece.hole else piece.data[:room])
@@ -120,7 +120,7 @@ class Beat:
     from_host: bool = False
 
 
-Frame = Piece | Agent | Whole | Left | End | Beat
+Frame = FilePiece | Agent | Whole | Left | End | Beat
 
 
 def names_of(ranks: Iterable[int]) -> list[str]:
@@ -147,7 +147,7 @@ def read_frames(
     """
     held = {} if held is None else held
     rank_of = partial(_rank_of, ranks=ranks) if asked is None else partial(_none_of, asked=asked)
-    coming: Piece | None = None
+    coming: FilePiece | None = None
     buffer, due = bytearray(), 0  # so many bytes of the piece `coming` are still on their way
     skipped = 0
     for chunk in chunks:
@@ -169,11 +169,11 @@ def read_frames(
                 break
             skipped = 0
             frame, due = _frame(node, line, rank_of)
-            if isinstance(frame, Piece) and limit_bytes is not None and frame.end + due > limit_bytes:
+            if isinstance(frame, FilePiece) and limit_bytes is not None and frame.end + due > limit_bytes:
                 raise ProbeError(node, f"sent more of {frame.file} than its first {limit_bytes} bytes")
-            if isinstance(frame, Piece) and frame.hole:
+            if isinstance(frame, FilePiece) and frame.hole:
                 yield _follow_on(node, frame, held)
-            elif isinstance(frame, Piece):
+            elif isinstance(frame, FilePiece):
                 coming = frame
             else:
                 yield frame
@@ -181,7 +181,7 @@ def read_frames(
         raise ConnectError(node, "its answer broke off in the middle of a frame")
 
 
-def _follow_on(node: str, piece: Piece, held: MutableMapping[str, Held]) -> Piece:
+def _follow_on(node: str, piece: FilePiece, held: MutableMapping[str, Held]) -> FilePiece:
     before = held.get(piece.file, Held())
     if piece.offset == 0 and before.offset:
         before, piece = Held(), replace(piece, anew=True)
@@ -240,7 +240,7 @@ def _frame(node: str, line: bytes, rank_of: Callable[[str], int | None]) -> tupl
     return Beat(from_host=True), 0
 
 
-def _piece(header: dict[str, Any], rank_of: Callable[[str], int | None]) -> tuple[Piece, int]:
+def _piece(header: dict[str, Any], rank_of: Callable[[str], int | None]) -> tuple[FilePiece, int]:
     size, offset, inode, hole = header["size"], header["offset"], header["inode"], header.get("hole", 0)
     if not isinstance(hole, int) or not 0 <= hole <= MAX_HOLE_BYTES:
         raise ValueError(f"a hole of {hole!r} bytes")
@@ -250,7 +250,7 @@ def _piece(header: dict[str, Any], rank_of: Callable[[str], int | None]) -> tupl
         raise ValueError(f"offset {offset!r}")
     if inode is not None and not isinstance(inode, int):
         raise ValueError(f"inode {inode!r}")
-    return Piece(header["file"], rank_of(header["file"]), offset, b"", inode, hole=hole), size
+    return FilePiece(header["file"], rank_of(header["file"]), offset, b"", inode, hole=hole), size
 
 
 def _whole(header: dict[str, Any]) -> Whole:

@@ -16,14 +16,16 @@ from orchestrator.jobs.state import PREPARE_S
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.text import one_line
 from orchestrator.transport import ask
-from orchestrator.transport.ask import Host
+from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.fanout import errors, values
 
 SMALL_BYTES = 1 << 16
 """Code up to this size is sooner sent than asked for."""
 
 
-def launch(plan: LaunchPlan, hosts: Mapping[str, Host], blob: bytes, undone: Callable[[], None] = lambda: None) -> None:
+def launch(
+    plan: LaunchPlan, hosts: Mapping[str, ConnectedHost], blob: bytes, undone: Callable[[], None] = lambda: None
+) -> None:
     """Starts the job on all hosts or on none. Raises HostsError with every host's refusal.
 
     undone: called before it raises, if every host has confirmed that nothing of the job is left there.
@@ -38,7 +40,7 @@ def launch(plan: LaunchPlan, hosts: Mapping[str, Host], blob: bytes, undone: Cal
 
 
 class _Start:
-    def __init__(self, plan: LaunchPlan, hosts: Mapping[str, Host], blob: bytes) -> None:
+    def __init__(self, plan: LaunchPlan, hosts: Mapping[str, ConnectedHost], blob: bytes) -> None:
         self._plan, self._hosts, self._blob = plan, hosts, blob
         self._token = secrets.token_hex(32)
         self._kept = plan.masked().model_dump(mode="json", by_alias=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from orchestrator.jobs.frames import Piece
+from orchestrator.jobs.frames import FilePiece
 from orchestrator.jobs.redraw import MAX_ROW_CHARS as MAX_LINE_CHARS
 from orchestrator.jobs.redraw import Drawing
 from orchestrator.text import clean
@@ -21,7 +21,7 @@ from orchestrator.text import clean
 _UNCLEAN = re.compile(r"[^\n\t\x20-\x7e]")
 
 
-class Line(NamedTuple):
+class LogLine(NamedTuple):
     """One line of one rank. stream: "stdout" or "stderr"."""
 
     node: str
@@ -34,7 +34,7 @@ class Line(NamedTuple):
 class Bars:
     """What the lines that are being drawn show now, at most one a log."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[LogLine, ...]
 
 
 class Splitter:
@@ -43,9 +43,9 @@ class Splitter:
     def __init__(self) -> None:
         self._decoders: dict[tuple[str, str], codecs.IncrementalDecoder] = {}
         self._drawings: dict[tuple[str, str], Drawing] = {}
-        self._bars: tuple[Line, ...] = ()
+        self._bars: tuple[LogLine, ...] = ()
 
-    def split(self, node: str, piece: Piece) -> Iterator[Line]:
+    def split(self, node: str, piece: FilePiece) -> Iterator[LogLine]:
         """The lines that this piece completes. Pieces of anything but a rank's two logs give none."""
         stream = piece.file.rpartition("/")[2].removesuffix(".log")
         if piece.rank is None or stream not in ("stdout", "stderr"):
@@ -63,15 +63,15 @@ class Splitter:
         *whole, rest = (unfinished + text).split("\n")
         for line in whole:
             if len(line) <= MAX_LINE_CHARS:
-                yield Line(node, piece.rank, stream, line)
+                yield LogLine(node, piece.rank, stream, line)
             else:
-                yield from (Line(node, piece.rank, stream, part) for part in _parts(line))
+                yield from (LogLine(node, piece.rank, stream, part) for part in _parts(line))
         too_long = max(0, len(rest) - 1) // MAX_LINE_CHARS * MAX_LINE_CHARS
         for part in _parts(rest[:too_long]):
-            yield Line(node, piece.rank, stream, part)
+            yield LogLine(node, piece.rank, stream, part)
         drawing.restart(rest[too_long:])
 
-    def settle(self) -> Iterator[Line]:
+    def settle(self) -> Iterator[LogLine]:
         """Lines that were drawn over and are final now: to be asked for about every second."""
         for key, drawing in self._drawings.items():
             yield from _lines(key, drawing.settle())
@@ -85,22 +85,22 @@ class Splitter:
         self._bars = bars
         return Bars(bars)
 
-    def rest(self) -> Iterator[Line]:
+    def rest(self) -> Iterator[LogLine]:
         """What stood without a newline at the end."""
         for key in list(self._drawings):
             yield from self._last(key)
 
-    def _last(self, key: tuple[str, str]) -> Iterator[Line]:
+    def _last(self, key: tuple[str, str]) -> Iterator[LogLine]:
         if key in self._drawings:
             yield from (line for line in _lines(key, self._drawings.pop(key).rest()) if line.text)
 
 
-def _lines(key: tuple[str, str], texts: Iterable[str]) -> Iterator[Line]:
+def _lines(key: tuple[str, str], texts: Iterable[str]) -> Iterator[LogLine]:
     node, file = key
     rank, _, name = file.partition("/")
     number, stream = int(rank.removeprefix("rank-")), name.removesuffix(".log")
     for text in texts:
-        yield Line(node, number, stream, clean(text))
+        yield LogLine(node, number, stream, clean(text))
 
 
 def _parts(text: str) -> list[str]:

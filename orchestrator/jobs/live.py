@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from orchestrator.jobs.frames import Piece
+from orchestrator.jobs.frames import FilePiece
 from orchestrator.jobs.metric_lines import count, duration, number, parse_event
 from orchestrator.jobs.waits import wait_and_sync
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
@@ -37,7 +37,7 @@ class Notice:
 
 
 @dataclass(frozen=True)
-class Row:
+class HostRow:
     """One host. A figure is None where its ranks do not say enough."""
 
     node: str
@@ -56,10 +56,10 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunProgress:
     """The hosts that have taken a step, in the plan's order. elapsed_s: since the job was started."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[HostRow, ...]
     elapsed_s: float | None = None
 
     @property
@@ -84,7 +84,7 @@ class LiveView:
         self._nodes = {node.name: node for node in plan.nodes}
         self._ranks = {rank: _Rank() for node in plan.nodes for rank in node.rank_numbers}
 
-    def take(self, node: str, piece: Piece) -> bool:
+    def take(self, node: str, piece: FilePiece) -> bool:
         """Whether it brought a step. Pieces of other files are no news."""
         if piece.rank is None or not piece.file.endswith("/metrics.jsonl"):
             return False
@@ -100,18 +100,18 @@ class LiveView:
             for rank in gone.rank_numbers:
                 del self._ranks[rank]
 
-    def progress(self, elapsed_s: float | None = None) -> Progress:
+    def progress(self, elapsed_s: float | None = None) -> RunProgress:
         shares = _exchange_shares(self._ranks)
         rows = (self._row(node, shares) for node in self._nodes.values())
-        return Progress(tuple(row for row in rows if row), elapsed_s)
+        return RunProgress(tuple(row for row in rows if row), elapsed_s)
 
-    def _row(self, node: NodePlan, shares: Mapping[int, _Exchange]) -> Row | None:
+    def _row(self, node: NodePlan, shares: Mapping[int, _Exchange]) -> HostRow | None:
         numbers = node.rank_numbers
         ranks = [self._ranks[rank] for rank in numbers if self._ranks[rank].steps]
         if not ranks:
             return None
         together = _common_steps(ranks)
-        return Row(
+        return HostRow(
             node=node.name,
             step=min(rank.last for rank in ranks) + 1,
             steps=max((rank.total for rank in ranks if rank.total), default=None),

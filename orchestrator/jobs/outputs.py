@@ -14,12 +14,12 @@ from orchestrator.errors import HostError, OrchError
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
 from orchestrator.jobs.copies import is_removed
-from orchestrator.jobs.pull import Listing, Output, list_outputs, nowhere
+from orchestrator.jobs.pull import Output, OutputListing, list_outputs, nowhere
 from orchestrator.jobs.remembered import RememberedJobs
 from orchestrator.owner import read_owner
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan
-from orchestrator.transport.ask import Host
+from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.fanout import errors_by_node, values
 
 
@@ -27,7 +27,7 @@ from orchestrator.transport.fanout import errors_by_node, values
 class Outputs:
     """By node, what a job wrote beside its logs; and the hosts that could not be asked."""
 
-    found: Mapping[str, Listing]
+    found: Mapping[str, OutputListing]
     errors: Mapping[str, HostError]
 
 
@@ -39,7 +39,7 @@ class Unpulled:
     errors: Mapping[str, HostError]
 
 
-def outputs(plan: LaunchPlan, hosts: Mapping[str, Host]) -> Outputs:
+def outputs(plan: LaunchPlan, hosts: Mapping[str, ConnectedHost]) -> Outputs:
     listed = list_outputs(hosts, {name: [plan.job] for name in hosts})
     found = {name: listings[plan.job] for name, listings in values(listed).items()}
     return Outputs(found, errors_by_node(listed))

@@ -31,12 +31,12 @@ from typing import Any, Literal
 from orchestrator.errors import ConnectError, HostError, OrchError, ProbeError
 from orchestrator.files import folder_beneath, make_folder, sync
 from orchestrator.jobs.collect import SPARE_BYTES, refuse_if_full
-from orchestrator.jobs.frames import End, Held, Left, Piece, Whole, read_frames
+from orchestrator.jobs.frames import End, FilePiece, Held, Left, Whole, read_frames
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.text import one_line
 from orchestrator.transport import ask
-from orchestrator.transport.ask import Host
+from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.fanout import for_each
 from orchestrator.units import format_bytes
 
@@ -75,7 +75,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Listing:
+class OutputListing:
     """files: by name, in order. skipped: how many things are none to be handed out, by SKIPPED's kinds. gone: the host
     has no such job.
     """
@@ -90,7 +90,7 @@ class Listing:
 
 
 @dataclass(frozen=True)
-class Progress:
+class PullProgress:
     """here_bytes: of all that was asked for, so much is here."""
 
     node: str
@@ -112,17 +112,17 @@ class Pulled:
 
 
 def list_outputs(
-    hosts: Mapping[str, Host], jobs: Mapping[str, Sequence[str]]
-) -> dict[str, dict[str, Listing] | HostError]:
+    hosts: Mapping[str, ConnectedHost], jobs: Mapping[str, Sequence[str]]
+) -> dict[str, dict[str, OutputListing] | HostError]:
     """By node and job. jobs: by node, the ids to ask for."""
 
-    def one(host: Host) -> dict[str, Listing]:
+    def one(host: ConnectedHost) -> dict[str, OutputListing]:
         return _listed(host, jobs[host.node])
 
     return for_each(hosts, one, deadline_s=LIST_S)
 
 
-def _listed(host: Host, jobs: Sequence[str]) -> dict[str, Listing]:
+def _listed(host: ConnectedHost, jobs: Sequence[str]) -> dict[str, OutputListing]:
     heard = {job: _Heard() for job in jobs}
     with ask.exchange(host, "outputs", {"workdir": host.workdir, "jobs": list(jobs)}) as words:
         for word in words:
@@ -139,8 +139,8 @@ class _Heard:
         self.skipped: dict[str, int] = {}
         self.gone = False
 
-    def listing(self) -> Listing:
-        return Listing(tuple(self.files[name] for name in sorted(self.files)), self.skipped, self.gone)
+    def listing(self) -> OutputListing:
+        return OutputListing(tuple(self.files[name] for name in sorted(self.files)), self.skipped, self.gone)
 
 
 def _take_in(word: Mapping[str, Any], heard: Mapping[str, _Heard]) -> None:
@@ -214,11 +214,11 @@ def nowhere(runs: Sequence[RunFolder], node: str, files: Iterable[Output]) -> li
 
 def pull(
     plan: LaunchPlan,
-    hosts: Mapping[str, Host],
+    hosts: Mapping[str, ConnectedHost],
     run: RunFolder,
     wanted: Mapping[str, Sequence[Output]],
-    show: Callable[[Progress], None],
-    reopen: Callable[[str], Host],
+    show: Callable[[PullProgress], None],
+    reopen: Callable[[str], ConnectedHost],
 ) -> dict[str, Pulled | HostError]:
     """All hosts at once; what is here already does not come again. show: called from several threads. reopen: a new
     connection to a host whose link broke. The folder should be held (`collect.alone`).
@@ -228,7 +228,7 @@ def pull(
     _refuse_too_much(run, wanted)
     over = threading.Event()
 
-    def one(host: Host) -> Pulled:
+    def one(host: ConnectedHost) -> Pulled:
         session = _Session(host, plan.job, run, wanted[host.node], show)
         while True:
             before = session.most_bytes
@@ -279,7 +279,12 @@ class _Session:
     """A pull from one host, over as many links as it takes."""
 
     def __init__(
-        self, host: Host, job: str, run: RunFolder, wanted: Sequence[Output], show: Callable[[Progress], None]
+        self,
+        host: ConnectedHost,
+        job: str,
+        run: RunFolder,
+        wanted: Sequence[Output],
+        show: Callable[[PullProgress], None],
     ) -> None:
         self.host = host
         self.most_bytes = 0
@@ -336,7 +341,7 @@ class _Session:
             for frame in read_frames(node, chunks, frozenset(), held, marker=marker.encode(), asked=asked):
                 if isinstance(frame, End):
                     return
-                if isinstance(frame, Piece):
+                if isinstance(frame, FilePiece):
                     self._add(frame)
                 elif isinstance(frame, Whole):
                     self._finish(frame)
@@ -351,7 +356,7 @@ class _Session:
         size = _partial_size(_partial(self._run, self.host.node, output))
         return Held(size, output.inode) if 0 < size <= output.size else None
 
-    def _add(self, piece: Piece) -> None:
+    def _add(self, piece: FilePiece) -> None:
         coming = self._open(piece.file)
         if piece.offset == 0 and coming.at:
             self._here_bytes -= coming.at
@@ -416,7 +421,7 @@ class _Session:
                 self._left[state.file] = f"something else is in its place here ({error.strerror})"
 
     def _tell(self, phase: Phase) -> None:
-        self._show(Progress(self.host.node, phase, self._here_bytes, self._total_bytes))
+        self._show(PullProgress(self.host.node, phase, self._here_bytes, self._total_bytes))
 
 
 class _Incoming:
@@ -436,7 +441,7 @@ class _Incoming:
     def sha256(self) -> str:
         return self._digest.hexdigest()
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: FilePiece) -> None:
         left = memoryview(piece.data)
         while left:
             left = left[self._file.write(left) :]

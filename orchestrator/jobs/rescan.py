@@ -55,9 +55,7 @@ def recall(answers: Mapping[str, Mapping[str, Any]], cluster: Cluster) -> Recall
                 jobs_there = elsewhere.setdefault(str(other), [])
                 jobs_there += [] if job in jobs_there else [clean(str(job))[:128]]
             except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
-                left_out.append(
-                    f"{node}: what it remembers of job {clean(str(job))[:128]} does not fit ({_why(error)})"
-                )
+                left_out.append(f"{node}: job {clean(str(job))[:128]} is skipped: {_why(error)}")
     return Recalled(plans, left_out, elsewhere)
 
 

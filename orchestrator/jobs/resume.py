@@ -16,7 +16,7 @@ from orchestrator.errors import UsageError
 from orchestrator.jobs.control import ask_host
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.transport import ask
-from orchestrator.transport.ask import Host
+from orchestrator.transport.ask import ConnectedHost
 from trainer.shared.experiments import EXPERIMENTS
 
 
@@ -36,7 +36,7 @@ def settings_of(plan: LaunchPlan) -> tuple[str, dict[str, Any]]:
     return plan.exp, {key: value for key, value in changed.items() if key != "resume"}
 
 
-def last_checkpoint(plan: LaunchPlan, host: Host) -> str:
+def last_checkpoint(plan: LaunchPlan, host: ConnectedHost) -> str:
     """The newest one's path on the host of the job's master; where the job wrote none, that from which it had gone on.
 
     Raises UsageError where there is none, HostError.
@@ -54,7 +54,7 @@ def last_checkpoint(plan: LaunchPlan, host: Host) -> str:
     raise UsageError(f"{plan.job} has no checkpoint on {host.node}", remedy)
 
 
-def _newest(plan: LaunchPlan, host: Host, folder: str) -> str | None:
+def _newest(plan: LaunchPlan, host: ConnectedHost, folder: str) -> str | None:
     """folder: "" for the job's own."""
     answer = ask_host(host, plan, "checkpoint", folder=folder)
     return ask.understood(host.node, lambda: _path(answer["path"]))

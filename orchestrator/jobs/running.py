@@ -36,7 +36,7 @@ from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.record import write_record
 from orchestrator.text import one_line
-from orchestrator.transport.ask import Host, understood, words_of
+from orchestrator.transport.ask import ConnectedHost, understood, words_of
 from orchestrator.transport.fanout import errors_by_node, values
 
 CANCEL_S = 60.0
@@ -71,7 +71,7 @@ class RunningJob:
         plan: LaunchPlan,
         jobs: RememberedJobs,
         connections: Connections,
-        hosts: Mapping[str, Host] | None = None,
+        hosts: Mapping[str, ConnectedHost] | None = None,
     ) -> None:
         self.plan = plan
         self._jobs, self._connections = jobs, connections
@@ -87,7 +87,7 @@ class RunningJob:
         return self._jobs.job_record(self.id)
 
     @property
-    def hosts(self) -> Mapping[str, Host]:
+    def hosts(self) -> Mapping[str, ConnectedHost]:
         """Those that were reached, by node. Where nobody has tried yet, that is done now."""
         if self._hosts is None:
             self.reach()
@@ -226,7 +226,7 @@ class RunningJob:
         self,
         wanted: Mapping[str, Sequence[pull.Output]],
         out: Path,
-        show: Callable[[pull.Progress], None] = lambda _: None,
+        show: Callable[[pull.PullProgress], None] = lambda _: None,
     ) -> dict[str, pull.Pulled | HostError]:
         """Brings these files of these nodes into `out/<job>/`. Raises HeldError while somebody else does."""
         run = RunFolder(out / self.id)
@@ -247,10 +247,10 @@ class RunningJob:
         self._hosts = {name: self._in_its_folder(host) for name, host in self.hosts.items()}
         return away
 
-    def _reopened(self, name: str) -> Host:
+    def _reopened(self, name: str) -> ConnectedHost:
         return self._in_its_folder(self._connections.reopen(name))
 
-    def _in_its_folder(self, host: Host) -> Host:
+    def _in_its_folder(self, host: ConnectedHost) -> ConnectedHost:
         return replace(host, workdir=self.plan.node(host.node).workdir)
 
 

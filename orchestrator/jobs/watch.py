@@ -15,7 +15,7 @@ from orchestrator.errors import ConnectError, HostError
 from orchestrator.jobs.frames import Beat, End, Frame, Held, read_frames
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.transport import ask
-from orchestrator.transport.ask import Host
+from orchestrator.transport.ask import ConnectedHost
 
 RETRY_S = 1.0
 WAITING_FRAMES = 64
@@ -24,12 +24,12 @@ WAITING_FRAMES = 64
 
 def watch(
     plan: LaunchPlan,
-    hosts: Mapping[str, Host],
+    hosts: Mapping[str, ConnectedHost],
     *,
     offsets: Mapping[str, Mapping[str, Held]],
     follow: bool,
     limit_bytes: int | None = None,
-    reconnect: Callable[[str], Host] | None = None,
+    reconnect: Callable[[str], ConnectedHost] | None = None,
 ) -> Iterator[tuple[str, Frame | HostError]]:
     """What the job's hosts have to say, as it comes: (node, frame), and (node, error) where a link broke.
 
@@ -42,7 +42,7 @@ def watch(
     return _Watch(plan, hosts, wanted, reconnect).items(offsets)
 
 
-def watch_records(plan: LaunchPlan, hosts: Mapping[str, Host]) -> Iterator[tuple[str, Frame | HostError]]:
+def watch_records(plan: LaunchPlan, hosts: Mapping[str, ConnectedHost]) -> Iterator[tuple[str, Frame | HostError]]:
     """The supervisors' records alone, until every host has ended; a host whose link breaks is not dialled again."""
     wanted = {"follow": True, "files": False, "limit_bytes": None}
     return _Watch(plan, hosts, wanted, None).items({})
@@ -54,9 +54,9 @@ class _Watch:
     def __init__(
         self,
         plan: LaunchPlan,
-        hosts: Mapping[str, Host],
+        hosts: Mapping[str, ConnectedHost],
         wanted: Mapping[str, Any],
-        reconnect: Callable[[str], Host] | None,
+        reconnect: Callable[[str], ConnectedHost] | None,
     ) -> None:
         self._plan, self._hosts, self._wanted, self._reconnect = plan, hosts, wanted, reconnect
         self._heard: queue.Queue[tuple[str, Frame | HostError | BaseException | None]] = queue.Queue(WAITING_FRAMES)
@@ -99,7 +99,7 @@ class _Watch:
             except queue.Full:
                 continue
 
-    def _to_its_end(self, host: Host, held: dict[str, Held]) -> None:
+    def _to_its_end(self, host: ConnectedHost, held: dict[str, Held]) -> None:
         """One host's stream. `held` follows what has come.
 
         What is there now is worth another connection as long as more of it comes: a host hangs up on who does not read
@@ -123,7 +123,7 @@ class _Watch:
                 return self._put(name, error)
         return None
 
-    def _read(self, host: Host, held: dict[str, Held]) -> None:
+    def _read(self, host: ConnectedHost, held: dict[str, Held]) -> None:
         """One connection, until the host's last word. Raises HostError where it breaks before."""
         node = self._plan.node(host.node)
         marker, limit = ask.new_marker(), self._wanted["limit_bytes"]
@@ -140,7 +140,7 @@ class _Watch:
                     return
         raise ConnectError(host.node, "its answer ended too early")
 
-    def _dial(self, host: Host) -> Host:
+    def _dial(self, host: ConnectedHost) -> ConnectedHost:
         """Raises HostError where it is not the link: a changed host key is not tried again, nor a refused login."""
         assert self._reconnect  # noqa: S101 - for the type checker
         if not self._wanted["follow"]:

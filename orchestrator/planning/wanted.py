@@ -37,7 +37,7 @@ OURS, GITS = ".orchignore", ".gitignore"
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedFiles:
     """names: relative, with `/`, sorted. named: files that a `!` line of an .orchignore names exactly."""
 
     names: tuple[str, ...]
@@ -45,7 +45,7 @@ class Wanted:
     note: str = ""
 
 
-def wanted_files(folder: Path) -> Wanted:
+def wanted_files(folder: Path) -> WantedFiles:
     """Plain files only: what a link points to may not exist, or not be meant for another host."""
     rules = _Rules(folder)
     rules.add(folder, ALWAYS_LEFT)
@@ -60,7 +60,7 @@ def wanted_files(folder: Path) -> Wanted:
     else:
         found = [name for name in listed if rules.take(name, above_too=True)]
     plain = (name for name in found if (folder / name).is_file() and not (folder / name).is_symlink())
-    return Wanted(tuple(sorted(set(plain))), frozenset(rules.named), note)
+    return WantedFiles(tuple(sorted(set(plain))), frozenset(rules.named), note)
 
 
 class _Rules:

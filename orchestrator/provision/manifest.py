@@ -26,7 +26,7 @@ OURS = ".orch-"
 
 
 @dataclass(frozen=True)
-class File:
+class ManifestFile:
     """name: relative, with `/`. sha256: in hex."""
 
     name: str
@@ -37,7 +37,7 @@ class File:
 @dataclass(frozen=True)
 class Manifest:
     root: Path
-    files: tuple[File, ...]
+    files: tuple[ManifestFile, ...]
 
     @property
     def size_bytes(self) -> int:
@@ -63,7 +63,7 @@ def read_manifest(root: Path, progress: Callable[[int, int], None] = lambda *_: 
             sha256.update(piece)
             size, done = size + len(piece), done + len(piece)
             progress(done, total)
-        files.append(File(name, size, sha256.hexdigest()))
+        files.append(ManifestFile(name, size, sha256.hexdigest()))
     return Manifest(root, tuple(files))
 
 

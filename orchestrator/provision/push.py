@@ -19,7 +19,7 @@ from typing import Any, Literal
 from orchestrator.errors import ConnectError, HostError, ProbeError, UsageError
 from orchestrator.provision.manifest import Manifest, read_pieces
 from orchestrator.text import one_line
-from orchestrator.transport.ask import Host, exchange, understood
+from orchestrator.transport.ask import ConnectedHost, exchange, understood
 from orchestrator.transport.fanout import for_each
 
 PIECE_BYTES = 1 << 18
@@ -30,7 +30,7 @@ Phase = Literal["connects", "waits", "looks", "sends", "done"]
 
 
 @dataclass(frozen=True)
-class Progress:
+class PushProgress:
     """here_bytes: so much of the data set lies on the host. looked_bytes: of what lay there before, read so far."""
 
     node: str
@@ -49,11 +49,11 @@ class Pushed:
 
 
 def push(
-    hosts: Mapping[str, Host],
+    hosts: Mapping[str, ConnectedHost],
     manifest: Manifest,
     folder: str,
-    show: Callable[[Progress], None],
-    reopen: Callable[[str], Host],
+    show: Callable[[PushProgress], None],
+    reopen: Callable[[str], ConnectedHost],
 ) -> dict[str, Pushed | HostError]:
     """All hosts at once. show: called from several threads. reopen: a new connection to a host whose link broke.
 
@@ -61,7 +61,7 @@ def push(
     """
     over = threading.Event()
 
-    def one(host: Host) -> Pushed:
+    def one(host: ConnectedHost) -> Pushed:
         session = _Session(host, manifest, folder, show)
         while True:
             before = session.sent_bytes
@@ -81,21 +81,23 @@ def push(
 class _Session:
     """A push to one host, over as many links as it takes."""
 
-    def __init__(self, host: Host, manifest: Manifest, folder: str, show: Callable[[Progress], None]) -> None:
+    def __init__(
+        self, host: ConnectedHost, manifest: Manifest, folder: str, show: Callable[[PushProgress], None]
+    ) -> None:
         self.host, self.sent_bytes = host, 0
         self._manifest, self._folder, self._show = manifest, folder, show
         self._lacking: list[tuple[int, int]] = []
         self._files: set[int] = set()
         self._go = queue.SimpleQueue[bool]()
         self._problem: OSError | None = None
-        self._progress = Progress(host.node, "connects")
+        self._progress = PushProgress(host.node, "connects")
         self._before_bytes = 0
         """What lay on the host before this push."""
 
     def run(self) -> Pushed:
         self._lacking, self._go, self._problem = [], queue.SimpleQueue(), None
         request = {"folder": self._folder, "files": [(f.name, f.size, f.sha256) for f in self._manifest.files]}
-        self._progress = Progress(self.host.node, "connects")
+        self._progress = PushProgress(self.host.node, "connects")
         with exchange(self.host, "receive", request, self._pieces(self._go)) as words:
             try:
                 for word in words:
@@ -110,7 +112,7 @@ class _Session:
                 self._go.put(False)
         raise ProbeError(self.host.node, "its answer has no end", "try again")
 
-    def _heard(self, word: Mapping[str, Any]) -> Progress:
+    def _heard(self, word: Mapping[str, Any]) -> PushProgress:
         """The progress after a host's word. Raises ValueError, TypeError where that is none."""
         if "waits" in word:
             return replace(self._progress, phase="waits")
@@ -156,6 +158,6 @@ class _Session:
             self._problem = error
 
     def _pushed(self, end: Mapping[str, Any]) -> Pushed:
-        self._show(Progress(self.host.node, "done", here_bytes=self._manifest.size_bytes))
+        self._show(PushProgress(self.host.node, "done", here_bytes=self._manifest.size_bytes))
         folder = understood(self.host.node, lambda: one_line(end["folder"], 4096))
         return Pushed(folder, len(self._files), self.sent_bytes)

@@ -22,7 +22,7 @@ from orchestrator.owner import read_owner
 from orchestrator.provision import push, venvs
 from orchestrator.provision.manifest import Manifest
 from orchestrator.provision.push import Pushed
-from orchestrator.provision.venvs import Made, Wanted
+from orchestrator.provision.venvs import Made, WantedVersions
 from orchestrator.store import Store
 from orchestrator.transport.fanout import errors_by_node, values
 from trainer.shared.experiments import EXPERIMENTS
@@ -52,7 +52,7 @@ class Provision:
         nodes: Sequence[Node],
         manifest: Manifest,
         folder: str,
-        show: Callable[[push.Progress], None] = lambda _: None,
+        show: Callable[[push.PushProgress], None] = lambda _: None,
     ) -> dict[str, Pushed | HostError]:
         """An answer for every node. folder: on the hosts, as `data_folder` gives it."""
         found = self._connections.open(nodes)
@@ -65,8 +65,8 @@ class Provision:
         self,
         cluster: Cluster,
         nodes: Sequence[Node],
-        wanted: Wanted,
-        show: Callable[[venvs.Progress], None] = lambda _: None,
+        wanted: WantedVersions,
+        show: Callable[[venvs.SetupProgress], None] = lambda _: None,
     ) -> Setup:
         """Asks each node's own Python, makes what is missing, has the cluster use it, and probes these hosts anew."""
         bare = cluster.with_venvs({})

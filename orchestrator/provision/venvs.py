@@ -21,7 +21,7 @@ from orchestrator.hosts.wheels import OLDEST_TORCH, PAIRS, WHEELS_FOR, has_cu126
 from orchestrator.provision.requirements import Requirements
 from orchestrator.record import Owner
 from orchestrator.text import one_line
-from orchestrator.transport.ask import Host, exchange, understood
+from orchestrator.transport.ask import ConnectedHost, exchange, understood
 from orchestrator.transport.fanout import for_each
 
 LIMIT_S = 2 * 3600.0
@@ -30,7 +30,7 @@ _VERSION = re.compile(r"\d{1,4}(\.\d{1,4}){1,3}[A-Za-z0-9.]{0,20}(\+[A-Za-z0-9.]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedVersions:
     """any_torch: a host that has a torch of another version is left as it is."""
 
     torch: str
@@ -49,7 +49,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Progress:
+class SetupProgress:
     """phase: what the host is at. line: what pip said last."""
 
     node: str
@@ -69,7 +69,7 @@ class Made:
     state: Literal["own", "kept", "made", "added"]
 
 
-def choose(torch: str | None, torchvision: str | None, hosts: Sequence[NodeFacts] = ()) -> Wanted:
+def choose(torch: str | None, torchvision: str | None, hosts: Sequence[NodeFacts] = ()) -> WantedVersions:
     """The pair to install; without a word the one that this machine has, else the newest known, and not newer than the
     GPUs and drivers of all hosts allow. hosts: those with GPUs, which are to train together, and for which pip brings
     the usual wheels.
@@ -96,7 +96,7 @@ def choose(torch: str | None, torchvision: str | None, hosts: Sequence[NodeFacts
         raise UsageError(
             f"the torchvision for torch {torch} is not known here", f"give --torchvision; known: {known}, ..."
         )
-    return Wanted(torch, torchvision, any_torch=False)
+    return WantedVersions(torch, torchvision, any_torch=False)
 
 
 def _check_fit(torch: str, hosts: Sequence[NodeFacts]) -> None:
@@ -112,19 +112,21 @@ def _check_fit(torch: str, hosts: Sequence[NodeFacts]) -> None:
     raise UsageError(f"{node}: the wheels of torch {torch} hold {why}", ", or ".join(remedies))
 
 
-def _usual(hosts: Sequence[NodeFacts]) -> Wanted:
+def _usual(hosts: Sequence[NodeFacts]) -> WantedVersions:
     """What the GPU hosts with a torch have, if that is one release; else this machine's, or another one where that does
     not run on all GPUs. Raises UsageError where none does.
     """
     own_torch, own_torchvision = _own_pair()
-    usual = Wanted(own_torch, own_torchvision, any_torch=True)
+    usual = WantedVersions(own_torch, own_torchvision, any_torch=True)
     gpus = [gpu for facts in hosts for gpu in facts.gpus]
     there = {facts.torch.version.partition("+")[0] for facts in hosts if facts.torch and facts.torch.cuda}
     if all(facts.torch for facts in hosts):
         return usual
     for torch in there if len(there) == 1 else ():
         if torch in PAIRS and not any(misfit(torch, gpu) for gpu in gpus):
-            return Wanted(torch, PAIRS[torch], any_torch=True, reason="as the GPU hosts have it that have a torch")
+            return WantedVersions(
+                torch, PAIRS[torch], any_torch=True, reason="as the GPU hosts have it that have a torch"
+            )
     why = next((why for gpu in gpus if (why := misfit(own_torch, gpu))), None)
     if why is None:
         return usual
@@ -135,7 +137,7 @@ def _usual(hosts: Sequence[NodeFacts]) -> Wanted:
             "choose one with --torch and an index of your own, or leave hosts out (`orch node release`)",
         )
     reason = f"it runs on all GPUs; the wheels of {own_torch} hold {why}"
-    return Wanted(fitting, PAIRS[fitting], any_torch=True, reason=reason)
+    return WantedVersions(fitting, PAIRS[fitting], any_torch=True, reason=reason)
 
 
 def _own_pair() -> tuple[str, str]:
@@ -148,10 +150,10 @@ def _own_pair() -> tuple[str, str]:
 
 
 def set_up(
-    hosts: Mapping[str, Host],
-    wanted: Wanted,
+    hosts: Mapping[str, ConnectedHost],
+    wanted: WantedVersions,
     envs: Mapping[str, Mapping[str, str]],
-    show: Callable[[Progress], None],
+    show: Callable[[SetupProgress], None],
     *,
     owner: Owner,
     cluster: str,
@@ -171,8 +173,8 @@ def set_up(
         "limit_s": LIMIT_S,
     }
 
-    def one(host: Host) -> Made:
-        progress = Progress(host.node, "connects")
+    def one(host: ConnectedHost) -> Made:
+        progress = SetupProgress(host.node, "connects")
         own = {"workdir": host.workdir, "env": dict(envs.get(host.node, {}))}
         with exchange(host, "environment", {**request, **own}) as words:
             for word in words:
@@ -180,11 +182,11 @@ def set_up(
                     end = word["end"]
                     return understood(host.node, lambda: _made(end))  # noqa: B023
                 if "waits" in word:
-                    progress = Progress(host.node, "waits for another setup")
+                    progress = SetupProgress(host.node, "waits for another setup")
                 elif "phase" in word:
-                    progress = Progress(host.node, one_line(word["phase"], 40))
+                    progress = SetupProgress(host.node, one_line(word["phase"], 40))
                 elif "line" in word:
-                    progress = Progress(host.node, progress.phase, one_line(word["line"], 200))
+                    progress = SetupProgress(host.node, progress.phase, one_line(word["line"], 200))
                 show(progress)
         raise ProbeError(host.node, "its answer has no end", "try again")
 

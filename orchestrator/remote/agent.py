@@ -10,10 +10,10 @@ import time
 from typing import Any
 
 from . import processes
-from .layout import FINAL_STATES, Job
+from .layout import FINAL_STATES, JobFolder
 
 
-def look(job: Job) -> dict[str, Any]:
+def agent_state(job: JobFolder) -> dict[str, Any]:
     """The agent's record, its node's place in the job, and whether somebody still stands behind it."""
     agent = job.read_agent()
     with contextlib.suppress(KeyError):  # none, or that of another version
@@ -48,7 +48,7 @@ def identity(record: dict[str, Any]) -> processes.Identity:
     return processes.Identity(int(record["pid"]), int(record["start_time"]), str(record["boot_id"]))
 
 
-def tell(job: Job, message: dict[str, Any]) -> bool:
+def tell(job: JobFolder, message: dict[str, Any]) -> bool:
     """One line into the supervisor's FIFO; False where nobody reads it."""
     try:
         handle = os.open(job.control, os.O_WRONLY | os.O_NONBLOCK)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 from .answer import Refused, reply
-from .layout import Work, write_json
+from .layout import WorkFolder, write_json
 from .ownership import SHOWN, entry, forget_old_secrets, is_mine, jobs_of_orch, strange, whose
 from .reaping import reap
 from .removal import down
@@ -30,7 +30,7 @@ def main(request: dict[str, Any]) -> None:
 
 
 def survey(request: dict[str, Any]) -> dict[str, Any]:
-    work = Work(request["workdir"])
+    work = WorkFolder(request["workdir"])
     if content(work.root) == "absent":
         return {"mine": [], "others": [], "strange": []}
     jobs = jobs_of_orch(work)
@@ -45,7 +45,7 @@ def survey(request: dict[str, Any]) -> dict[str, Any]:
 def adopt(request: dict[str, Any]) -> dict[str, Any]:
     """{"adopted": [jobs]}: those of `jobs` that are there, belong to this cluster, and were not ours before."""
     adopted = []
-    work = Work(request["workdir"])
+    work = WorkFolder(request["workdir"])
     if found := unfit(work.root):
         raise Refused(*found)
     for job in (work.job(name) for name in request["jobs"]):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from . import trouble
-from .layout import Job
+from .layout import JobFolder
 from .processes import MARK, Identity, below_or_marked, describe, die_with_parent, end_all, process_group
 
 KILL_S = 5.0
@@ -38,7 +38,7 @@ _UNSET_PREFIXES = ("PET_", "TORCHELASTIC_", "ORCH_")
 class Children:
     """All of one job's processes on this host but ourselves."""
 
-    def __init__(self, job: Job, node: dict[str, Any]) -> None:
+    def __init__(self, job: JobFolder, node: dict[str, Any]) -> None:
         self._job, self._node = job, node
         self._exits: dict[int, asyncio.Future[int]] = {}
         self._gpu_watch = self._killed_group = 0

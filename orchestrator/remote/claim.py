@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .answer import Refused
-from .layout import Work
+from .layout import WorkFolder
 from .workfolder import MARK, content, danger, unfit
 
 CLAIM_S = 30.0
@@ -26,7 +26,7 @@ _PAUSE_S = 0.02
 
 
 @contextlib.contextmanager
-def claimed(work: Work) -> Iterator[None]:
+def claimed(work: WorkFolder) -> Iterator[None]:
     """While this is held, nobody removes what several jobs share. Raises Refused where the folder may not be used."""
     handle = _hold(work, fcntl.LOCK_SH, CLAIM_S)
     if handle is None:
@@ -41,7 +41,7 @@ def claimed(work: Work) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def alone_in(work: Work, wait_s: float) -> Iterator[bool]:
+def alone_in(work: WorkFolder, wait_s: float) -> Iterator[bool]:
     """Whether nobody else is at work there, and nobody begins while this is held. The folder has to be ours."""
     handle = _hold(work, fcntl.LOCK_EX, wait_s) if content(work.root) == "ours" else None
     try:
@@ -51,7 +51,7 @@ def alone_in(work: Work, wait_s: float) -> Iterator[bool]:
             os.close(handle)
 
 
-def _hold(work: Work, kind: int, wait_s: float) -> int | None:
+def _hold(work: WorkFolder, kind: int, wait_s: float) -> int | None:
     """A handle of the mark, locked; None where others hold it for all of that time."""
     deadline = time.monotonic() + wait_s
     while True:
@@ -68,7 +68,7 @@ def _hold(work: Work, kind: int, wait_s: float) -> int | None:
             return None
 
 
-def _open_mark(work: Work) -> int:
+def _open_mark(work: WorkFolder) -> int:
     while True:
         _refuse_unfit(work)  # before anything is written there
         with contextlib.suppress(FileNotFoundError):  # `orch down` removed it this very moment
@@ -88,7 +88,7 @@ def _make(root: Path) -> None:
             raise
 
 
-def _refuse_unfit(work: Work) -> None:
+def _refuse_unfit(work: WorkFolder) -> None:
     if found := unfit(work.root):
         raise Refused(*found)
 

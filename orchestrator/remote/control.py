@@ -22,10 +22,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .agent import lives, look, tell, wait_gone
+from .agent import agent_state, lives, tell, wait_gone
 from .answer import Refused, reply
 from .claim import claimed
-from .layout import READY_S, Job, Work, remove, write_json, write_last_word
+from .layout import READY_S, JobFolder, WorkFolder, remove, write_json, write_last_word
 
 UNDO_S = 10.0
 RECALL_BYTES = 1 << 19
@@ -83,13 +83,13 @@ def fence(request: dict[str, Any]) -> dict[str, Any]:
     return cancel(request)
 
 
-def _close_folder(job: Job, request: dict[str, Any]) -> None:
+def _close_folder(job: JobFolder, request: dict[str, Any]) -> None:
     """A job's folder is its lock: a `prepare` that is still on its way finds it taken and gives up. One that is at work
     is waited for, so that its supervisor can be told.
     """
     undone = {"schema": 1, "job": job.id, "state": "undone", "ended": time.time()}
     undone |= {"owner": request["owner"], "cluster": request["cluster"]}
-    with claimed(Work(request["workdir"])):
+    with claimed(WorkFolder(request["workdir"])):
         job.root.parent.mkdir(exist_ok=True)
         with contextlib.suppress(FileExistsError):
             job.root.mkdir(mode=0o700)
@@ -105,9 +105,9 @@ def _close_folder(job: Job, request: dict[str, Any]) -> None:
 
 
 def status(request: dict[str, Any]) -> dict[str, Any]:
-    work = Work(request["workdir"])
+    work = WorkFolder(request["workdir"])
     jobs = [work.job(request["job"])] if request.get("job") else work.all_jobs()
-    found = {job.id: look(job) for job in jobs[-200:] if job.root.is_dir()}
+    found = {job.id: agent_state(job) for job in jobs[-200:] if job.root.is_dir()}
     for job in jobs:
         # Where supervisor and keeper were killed, nobody else will; one that is being made has no record yet.
         if "pid" in found.get(job.id, {}) and not found[job.id]["alive"]:
@@ -126,7 +126,7 @@ def checkpoint(request: dict[str, Any]) -> dict[str, Any]:
 def recall(request: dict[str, Any]) -> dict[str, Any]:
     """{"jobs": {id: {"plan", "agent"}}, "more"}: newest first, as many as one answer holds. `known` are left out."""
     known, jobs, size = frozenset(request["known"]), dict[str, Any](), 0
-    unknown = [job for job in Work(request["workdir"]).all_jobs() if job.id not in known]
+    unknown = [job for job in WorkFolder(request["workdir"]).all_jobs() if job.id not in known]
     for job in sorted(unknown, key=lambda job: job.root.stat().st_mtime, reverse=True):
         try:
             text = job.plan.read_text()
@@ -138,9 +138,9 @@ def recall(request: dict[str, Any]) -> dict[str, Any]:
         size += len(text)
         if size > RECALL_BYTES:
             return {"jobs": jobs, "more": True}
-        jobs[job.id] = {"plan": plan, "agent": look(job)}
+        jobs[job.id] = {"plan": plan, "agent": agent_state(job)}
     return {"jobs": jobs, "more": False}
 
 
-def _job(request: dict[str, Any]) -> Job:
-    return Work(request["workdir"]).job(request["job"])
+def _job(request: dict[str, Any]) -> JobFolder:
+    return WorkFolder(request["workdir"]).job(request["job"])

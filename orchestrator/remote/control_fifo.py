@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from .layout import Job
+from .layout import JobFolder
 
 CHUNK_BYTES = 1 << 16
 
@@ -24,7 +24,7 @@ CHUNK_BYTES = 1 << 16
 class ControlFifo:
     """heard: called with each line; where it raises ValueError or KeyError, the line was no message of ours."""
 
-    def __init__(self, job: Job, heard: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, job: JobFolder, heard: Callable[[dict[str, Any]], None]) -> None:
         self._job, self._heard = job, heard
         self._control: int | None = None
         self._alive: int | None = None

@@ -18,7 +18,7 @@ KEPT = 20
 TOLD = 8
 
 
-class Elastic:
+class ElasticState:
     """ranks: the supervisor's record of each of its ranks."""
 
     def __init__(self, node: dict[str, Any], ranks: dict[str, RankRecord]) -> None:

@@ -35,9 +35,9 @@ from typing import Any
 from .agent import lives
 from .answer import Refused
 from .claim import claimed
-from .layout import VENV_MARKER, Work, read_json, write_json
+from .layout import VENV_MARKER, WorkFolder, read_json, write_json
 from .processes import die_with_parent
-from .talk import STDIN, Left, Talk, alone_at, gone, tell
+from .talk import STDIN, ControllerLeft, Talk, alone_at, gone, tell
 
 TRY_S = 180.0
 MAX_LINE = 300
@@ -56,7 +56,7 @@ def main(request: dict[str, Any]) -> None:
 
 def set_up(request: dict[str, Any], talk: Talk) -> dict[str, Any]:
     deadline = time.monotonic() + request["limit_s"]
-    work = Work(request["workdir"])
+    work = WorkFolder(request["workdir"])
     wanted = {name: request[name] for name in ("torch", "torchvision")}
     talk.say({"phase": "asks python"})
     found, _ = ask_versions(sys.executable, talk, deadline)
@@ -78,7 +78,7 @@ def set_up(request: dict[str, Any], talk: Talk) -> dict[str, Any]:
 
 
 def base(
-    work: Work,
+    work: WorkFolder,
     venv: Path,
     recipe: list[str],
     own: dict[str, str] | None,
@@ -118,7 +118,9 @@ def see_own_packages(venv: Path) -> None:
     (site / "own.pth").write_text("".join(f"{folder}\n" for folder in folders))
 
 
-def add(work: Work, venv: Path, user: dict[str, Any], request: dict[str, Any], talk: Talk, deadline: float) -> bool:
+def add(
+    work: WorkFolder, venv: Path, user: dict[str, Any], request: dict[str, Any], talk: Talk, deadline: float
+) -> bool:
     """Installs what a person's requirements ask for, torch as it is; False where that was done before."""
     marker = read_json(venv / VENV_MARKER)
     asked = {name: request[name] for name in ("packages", "constraints")}
@@ -161,7 +163,7 @@ def others(marker: dict[str, Any], user: dict[str, Any]) -> list[dict[str, Any]]
     return [known for known in marker.get("users", []) if (known["owner"]["id"], known["cluster"]) != mine]
 
 
-def refuse_to_replace(work: Work, venv: Path, marker: dict[str, Any], rest: list[dict[str, Any]]) -> None:
+def refuse_to_replace(work: WorkFolder, venv: Path, marker: dict[str, Any], rest: list[dict[str, Any]]) -> None:
     """Where what lies there is not ours, or somebody else needs it. rest: its other users."""
     if not marker and venv.is_dir() and any(venv.iterdir()):
         raise Refused(f"{venv} is there, and `orch setup` did not make it", "move it away, or choose another --torch")
@@ -175,7 +177,7 @@ def refuse_to_replace(work: Work, venv: Path, marker: dict[str, Any], rest: list
         refuse_if_used(work)
 
 
-def refuse_if_used(work: Work) -> None:
+def refuse_if_used(work: WorkFolder) -> None:
     """By a job that runs."""
     running = [job.id for job in work.all_jobs() if lives(job.read_agent())]
     if running:
@@ -268,7 +270,7 @@ def lines_of(handle: int, deadline: float) -> Iterator[str]:
     while time.monotonic() < deadline:
         ready, _, _ = select.select([handle, STDIN], [], [], 1.0)
         if STDIN in ready and gone(0):
-            raise Left
+            raise ControllerLeft
         if handle not in ready:
             continue
         data = os.read(handle, 1 << 16)

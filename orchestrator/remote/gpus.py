@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from .commands import PATHS, SMI_S
-from .layout import Job
+from .layout import JobFolder
 from .processes import die_with_parent
 
 EVERY_S = 2.0
@@ -62,7 +62,7 @@ _REFUSED = re.compile(r'Field "([a-z_.]{1,64})" is not a valid field')
 
 
 def main() -> None:
-    job = Job(Path(sys.argv[1]))
+    job = JobFolder(Path(sys.argv[1]))
     node = json.loads(job.node.read_text())
     ranks = node["rank_numbers"]
     # One rank may have several: then those that are left over are the last one's.

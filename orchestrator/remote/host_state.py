@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from .door import MAX_LINE
-from .elastic import Elastic
+from .elastic import ElasticState
 from .fitting import fitted
-from .layout import Job
+from .layout import JobFolder
 from .messages import AgentRecord, Failure, Phase, Status, failure
 from .ranks import Ranks
 
@@ -27,13 +27,15 @@ CUT = 8
 class HostState:
     """cut: whom this host does not reach, and how (`peers`). changed: called after every change."""
 
-    def __init__(self, job: Job, node: dict[str, Any], cut: Mapping[str, str], changed: Callable[[], None]) -> None:
+    def __init__(
+        self, job: JobFolder, node: dict[str, Any], cut: Mapping[str, str], changed: Callable[[], None]
+    ) -> None:
         self.phase: Phase = "joining"
         self.cancelled = self.is_stopping = False
         self.failures: list[Failure] = []
         self.leftovers: list[str] = []
         self.ranks = Ranks(job, node["rank_numbers"])
-        self.elastic = Elastic(node, self.ranks.records) if node.get("elastic") else None
+        self.elastic = ElasticState(node, self.ranks.records) if node.get("elastic") else None
         self.changed = changed
         self._job, self._name, self._cut = job, node["name"], cut
 

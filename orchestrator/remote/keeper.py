@@ -24,7 +24,7 @@ from .answer import Refused, refusal
 from .children import KILL_S
 from .failures import OUT_OF_MEMORY, how_it_ended
 from .gpu_claim import REMEDY, claim
-from .layout import Job, Work, write_last_word
+from .layout import JobFolder, WorkFolder, write_last_word
 from .logs import log_tail, telling_line
 from .memory import out_of_memory_kills
 from .messages import Failure, failure
@@ -40,11 +40,11 @@ from .supervisor import Supervisor
 
 
 def main() -> None:
-    job, answer = Job(Path(sys.argv[1])), int(sys.argv[2])
+    job, answer = JobFolder(Path(sys.argv[1])), int(sys.argv[2])
     try:
         node = json.loads(job.node.read_text())
         adopt_orphans()
-        claim_gpus(Work(node["workdir"]), job.id, node["gpu_uuids"], node["share_gpus"])
+        claim_gpus(WorkFolder(node["workdir"]), job.id, node["gpu_uuids"], node["share_gpus"])
         child = os.fork()
     except (OSError, Refused) as error:
         os.write(answer, json.dumps(refusal(error)).encode())
@@ -58,7 +58,7 @@ def main() -> None:
     asyncio.run(Supervisor(job, node).run(answer))
 
 
-def claim_gpus(work: Work, job: str, uuids: list[str], share: bool) -> None:
+def claim_gpus(work: WorkFolder, job: str, uuids: list[str], share: bool) -> None:
     """Every GPU for as long as keeper or supervisor lives: in the work folder, where a lock can be shared, and on the
     machine, for those with another one. Raises Refused where one is another job's.
     """
@@ -80,7 +80,7 @@ def claim_gpus(work: Work, job: str, uuids: list[str], share: bool) -> None:
         claim(uuid, job, share=share)
 
 
-def keep(job: Job, node: dict[str, Any], supervisor: int) -> None:
+def keep(job: JobFolder, node: dict[str, Any], supervisor: int) -> None:
     """The keeper: waits for the supervisor; ends what is left if it died without a final word."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
@@ -100,7 +100,7 @@ def keep(job: Job, node: dict[str, Any], supervisor: int) -> None:
             write_last_word(job, {**record, "first_failure": cause_of(job, node, record, status, memory_kills)})
 
 
-def cause_of(job: Job, node: dict[str, Any], record: dict[str, Any], status: int, memory_kills: int) -> Failure:
+def cause_of(job: JobFolder, node: dict[str, Any], record: dict[str, Any], status: int, memory_kills: int) -> Failure:
     """What the supervisor itself recorded before it died, else its death. status: as of wait(2). memory_kills: those
     of the kernel when the job began.
     """
@@ -118,7 +118,7 @@ def cause_of(job: Job, node: dict[str, Any], record: dict[str, Any], status: int
     }
 
 
-def kill_all(job: Job, deadline: float) -> list[str]:
+def kill_all(job: JobFolder, deadline: float) -> list[str]:
     """SIGKILL to everything of this job below us or marked, until none is left. Returns what stayed."""
     while True:
         left = below_or_marked(job.root)

@@ -46,7 +46,7 @@ RECORD_BYTES = RESERVE_BYTES - (1 << 13)
 """An agent.json takes no more: two blocks of a disk stay for its name and for what lies beside it."""
 
 
-class Work:
+class WorkFolder:
     """The work folder of one host."""
 
     def __init__(self, workdir: str) -> None:
@@ -82,18 +82,18 @@ class Work:
             raise ValueError(f"not a version: {torch!r}")
         return self.venvs / f"torch-{torch}"
 
-    def job(self, job: str) -> Job:
+    def job(self, job: str) -> JobFolder:
         if not JOB_ID.fullmatch(job):
             raise ValueError(f"not a job id: {job!r}")
-        return Job(self.jobs / job)
+        return JobFolder(self.jobs / job)
 
-    def all_jobs(self) -> list[Job]:
+    def all_jobs(self) -> list[JobFolder]:
         if not self.jobs.is_dir():
             return []
-        return [Job(folder) for folder in sorted(self.jobs.iterdir()) if JOB_ID.fullmatch(folder.name)]
+        return [JobFolder(folder) for folder in sorted(self.jobs.iterdir()) if JOB_ID.fullmatch(folder.name)]
 
 
-class Job:
+class JobFolder:
     """The folder of one job on this host."""
 
     def __init__(self, root: Path) -> None:
@@ -166,11 +166,11 @@ class Job:
         return self.read_agent().get("state") in FINAL_STATES
 
 
-def write_record(job: Job, record: Mapping[str, Any]) -> None:
+def write_record(job: JobFolder, record: Mapping[str, Any]) -> None:
     write_json(job.agent, fitted(record, RECORD_BYTES))
 
 
-def write_last_word(job: Job, record: Mapping[str, Any]) -> None:
+def write_last_word(job: JobFolder, record: Mapping[str, Any]) -> None:
     """The record that says how the job ended: for that there is room even on a full disk. Its secrets end before it."""
     job.forget_secrets()
     try:

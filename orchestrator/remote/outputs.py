@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from .beneath import folder
-from .layout import Job, Work
+from .layout import JobFolder, WorkFolder
 from .talk import Talk, tell
 
 ELSEWHERE = "checkpoint_dir"
@@ -44,12 +44,12 @@ def main(request: dict[str, Any]) -> None:
 
 
 def list_all(request: dict[str, Any], talk: Talk) -> dict[str, Any]:
-    work = Work(request["workdir"])
+    work = WorkFolder(request["workdir"])
     for job in [work.job(name) for name in request["jobs"]]:
         if not job.root.is_dir():
             talk.say({"job": job.id, "gone": 1})
             continue
-        found = Found(job)
+        found = FoundFile(job)
         part, size = [], 0
         for row in found.files():
             part.append(row)
@@ -62,10 +62,10 @@ def list_all(request: dict[str, Any], talk: Talk) -> dict[str, Any]:
     return {}
 
 
-class Found:
+class FoundFile:
     """The files that one job wrote, and how many things that are none, by kind."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: JobFolder) -> None:
         self._job = job
         self._shipped = read_shipped(job)
         self._count = 0
@@ -120,7 +120,7 @@ def mark(found: os.stat_result) -> list[int]:
     return [found.st_size, found.st_mtime_ns, found.st_ino]
 
 
-def read_shipped(job: Job) -> dict[str, list[int]]:
+def read_shipped(job: JobFolder) -> dict[str, list[int]]:
     """By name, the mark of every file as it was shipped; {} where nobody noted it."""
     try:
         return dict(json.loads(job.shipped.read_text()))
@@ -128,7 +128,7 @@ def read_shipped(job: Job) -> dict[str, list[int]]:
         return {}
 
 
-def checkpoint_folder(job: Job) -> Path | None:
+def checkpoint_folder(job: JobFolder) -> Path | None:
     """Where the job was told to put its checkpoints, if that is none of its own folders."""
     settings = job.read_node().get("settings") or {}
     named = settings.get("checkpoint_dir")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .agent import lives
-from .layout import GONE, JOB_ID, VENV_MARKER, Job, Work
+from .layout import GONE, JOB_ID, VENV_MARKER, JobFolder, WorkFolder
 from .workfolder import MARK, names
 
 SHOWN = 50
@@ -24,7 +24,7 @@ LOCK_BYTES = 200
 """More than any job's id has."""
 
 
-def whose(job: Job) -> tuple[str, str] | None:
+def whose(job: JobFolder) -> tuple[str, str] | None:
     """Owner id ("" for an older orch's, which wrote none) and cluster; None where no job of orch lies there."""
     for told in (job.read_node(), job.read_agent()):
         if told.get("job") == job.id:
@@ -33,11 +33,11 @@ def whose(job: Job) -> tuple[str, str] | None:
     return None
 
 
-def is_mine(job: Job, request: dict[str, Any]) -> bool:
+def is_mine(job: JobFolder, request: dict[str, Any]) -> bool:
     return whose(job) == (request["owner"]["id"], request["cluster"])
 
 
-def forget_old_secrets(jobs: Iterable[Job], request: dict[str, Any]) -> None:
+def forget_old_secrets(jobs: Iterable[JobFolder], request: dict[str, Any]) -> None:
     """Of jobs of this cluster that are over: an older orch left them in place. It named no owner either."""
     ours = [(owner, request["cluster"]) for owner in (request["owner"]["id"], "")]
     for job in (job for job in jobs if whose(job) in ours):
@@ -46,7 +46,7 @@ def forget_old_secrets(jobs: Iterable[Job], request: dict[str, Any]) -> None:
             job.forget_secrets()
 
 
-def entry(job: Job) -> dict[str, Any]:
+def entry(job: JobFolder) -> dict[str, Any]:
     node, agent = job.read_node(), job.read_agent()
     told = node or agent
     owner = told.get("owner") or {}
@@ -59,11 +59,11 @@ def entry(job: Job) -> dict[str, Any]:
     }
 
 
-def jobs_of_orch(work: Work) -> list[Job]:
+def jobs_of_orch(work: WorkFolder) -> list[JobFolder]:
     return [job for job in work.all_jobs() if not job.root.is_symlink() and whose(job)]
 
 
-def strange(work: Work) -> Iterator[str]:
+def strange(work: WorkFolder) -> Iterator[str]:
     """What lies there and is not of orch, relative to the work folder."""
     folders = (work.jobs, work.codes, work.venvs, work.locks)
     for name in names(work.root):
@@ -74,12 +74,12 @@ def strange(work: Work) -> Iterator[str]:
             yield name
 
 
-def _is_ours(work: Work, path: Path) -> bool:
+def _is_ours(work: WorkFolder, path: Path) -> bool:
     """Whether orch made this entry of one of its four folders, for whomever."""
     if path.name.startswith(GONE):
         return True
     if path.parent == work.jobs:
-        return path.is_dir() and whose(Job(path)) is not None
+        return path.is_dir() and whose(JobFolder(path)) is not None
     if path.parent == work.venvs:
         return (path / VENV_MARKER).is_file()
     return is_lock(path) if path.parent == work.locks else bool(CODE.fullmatch(path.name))

@@ -27,7 +27,7 @@ from . import firewall
 from .agent import lives
 from .answer import Refused, reply
 from .claim import claimed
-from .layout import READY_S, RESERVE_BYTES, Job, Work, remove, write_json
+from .layout import READY_S, RESERVE_BYTES, JobFolder, WorkFolder, remove, write_json
 from .outputs import mark
 from .workfolder import danger
 
@@ -40,7 +40,7 @@ def main(request: dict[str, Any]) -> None:
 
 def prepare(request: dict[str, Any]) -> dict[str, Any]:
     node = request["node"]
-    work = Work(request["workdir"])
+    work = WorkFolder(request["workdir"])
     job = work.job(node["job"])
     blob = sys.stdin.buffer.read(request["blob_bytes"])
     with claimed(work):
@@ -65,7 +65,7 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
             raise
 
 
-def same_job(job: Job, node: dict[str, Any]) -> dict[str, Any]:
+def same_job(job: JobFolder, node: dict[str, Any]) -> dict[str, Any]:
     """The answer to a `prepare` whose first answer was lost: the same again, never a second supervisor."""
     # Its maker may be at work this very moment: first node.json appears, then the supervisor's record.
     there = _await(job.read_node, READY_S)
@@ -81,7 +81,7 @@ def same_job(job: Job, node: dict[str, Any]) -> dict[str, Any]:
     raise Refused(f"a job named {job.id} is already there ({job.root})", "run again: a new id is made each time")
 
 
-def store_code(work: Work, sha256: str, blob: bytes) -> None:
+def store_code(work: WorkFolder, sha256: str, blob: bytes) -> None:
     """Unpacks the shipped tar under its hash, read-only. A crash half-way leaves only a temporary folder."""
     if hashlib.sha256(blob).hexdigest() != sha256:
         raise Refused("the shipped code arrived damaged", "run again")
@@ -112,7 +112,7 @@ def _unpack(tar: tarfile.TarFile, member: tarfile.TarInfo, into: Path) -> None:
     target.chmod(0o500 if member.mode & 0o100 else 0o400)
 
 
-def fill_folder(job: Job, node: dict[str, Any], plan: dict[str, Any], code: Path) -> None:
+def fill_folder(job: JobFolder, node: dict[str, Any], plan: dict[str, Any], code: Path) -> None:
     write_json(job.node, node)  # first: it tells whose the folder is
     write_json(job.plan, plan)
     job.src.mkdir()
@@ -139,7 +139,7 @@ def fill_folder(job: Job, node: dict[str, Any], plan: dict[str, Any], code: Path
     os.mkfifo(job.alive, 0o600)
 
 
-def start_supervisor(job: Job) -> dict[str, Any]:
+def start_supervisor(job: JobFolder) -> dict[str, Any]:
     """Starts it in its own session with no stream of ours, so that it outlives this connection; waits for its word."""
     read, write = os.pipe()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ORCH_")}

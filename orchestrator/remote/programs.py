@@ -17,7 +17,7 @@ from . import trouble
 from .children import Children
 from .failures import Failures, how_it_ended
 from .host_state import HostState
-from .layout import Job
+from .layout import JobFolder
 from .messages import Order, failure
 from .rendezvous import Rendezvous
 
@@ -29,7 +29,12 @@ class Programs:
     """drain: hears what the ranks have reported until now. rendezvous: the master's alone."""
 
     def __init__(
-        self, job: Job, node: dict[str, Any], state: HostState, drain: Callable[[], None], rendezvous: Rendezvous | None
+        self,
+        job: JobFolder,
+        node: dict[str, Any],
+        state: HostState,
+        drain: Callable[[], None],
+        rendezvous: Rendezvous | None,
     ) -> None:
         self.children, self.failures = Children(job, node), Failures(node["name"])
         self._job, self._node, self._state = job, node, state

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from . import trouble
-from .layout import Job, write_json
+from .layout import JobFolder, write_json
 from .meeting import Meeting
 from .memory import let_go_first
 from .processes import adopt_orphans, descendants, die_with_parent, end_all, pulse, signal_name
@@ -45,7 +45,7 @@ LOCAL_RANK = "--local_rank={LOCAL_RANK}"
 
 def main() -> None:
     parent = os.getppid()
-    job = Job(Path(sys.argv[1]))
+    job = JobFolder(Path(sys.argv[1]))
     node = json.loads(job.node.read_text())
     # As planned, also where torchrun, meeting anew with fewer hosts, has given it another number: this host's logs and
     # metrics stay in their own places.
@@ -79,7 +79,7 @@ def main() -> None:
     sys.exit(end["exit_code"] if end["signal"] is None else 128 - child.returncode)
 
 
-def _start(job: Job, node: dict[str, Any], rank: int) -> tuple[subprocess.Popen[bytes], list[Pump]]:
+def _start(job: JobFolder, node: dict[str, Any], rank: int) -> tuple[subprocess.Popen[bytes], list[Pump]]:
     folder = job.rank(rank)
     again = folder.is_dir()
     folder.mkdir(exist_ok=True)
@@ -132,7 +132,7 @@ def _catch_signals() -> int:
     return read
 
 
-def _meeting(job: Job, node: dict[str, Any], port: int) -> Meeting | None:
+def _meeting(job: JobFolder, node: dict[str, Any], port: int) -> Meeting | None:
     """None where there is nobody to meet."""
     if int(os.environ["WORLD_SIZE"]) < 2:
         return None
@@ -140,7 +140,7 @@ def _meeting(job: Job, node: dict[str, Any], port: int) -> Meeting | None:
     return Meeting(port, others - {node["address"]})
 
 
-def _look_out(job: Job, rank: int, pid: int, meeting: Meeting | None) -> Callable[[], None]:
+def _look_out(job: JobFolder, rank: int, pid: int, meeting: Meeting | None) -> Callable[[], None]:
     """What tells the supervisor, once, that the script has met other ranks."""
     began_s = due_s = time.monotonic()
 
@@ -217,7 +217,7 @@ def _describe(returncode: int, cause: str | None) -> dict[str, Any]:
     return {"exit_code": None if name else returncode, "signal": name, "cause": cause}
 
 
-def _tell(job: Job, event: dict[str, Any]) -> None:
+def _tell(job: JobFolder, event: dict[str, Any]) -> None:
     # Without a supervisor there is no reader (ENXIO); exit.json then speaks for itself.
     with contextlib.suppress(OSError):
         handle = os.open(job.control, os.O_WRONLY | os.O_NONBLOCK)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 from typing import Any, cast
 
-from .layout import Job
+from .layout import JobFolder
 from .messages import AgentRecord, RankRecord
 from .stillness import QUIET_S, Stillness
 
@@ -25,7 +25,7 @@ _AT_THE_END = ("exit_code", "signal", "cause", "met")
 class Ranks:
     """numbers: the global ones of this host's ranks."""
 
-    def __init__(self, job: Job, numbers: Iterable[int]) -> None:
+    def __init__(self, job: JobFolder, numbers: Iterable[int]) -> None:
         self.records: dict[str, RankRecord] = {str(rank): {} for rank in numbers}
         self.quiet: AgentRecord = {}
         """Since when none prints; {} before the first look."""

@@ -36,8 +36,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .agent import look
-from .layout import Job, Work
+from .agent import agent_state
+from .layout import JobFolder, WorkFolder
 from .pieces import Out, next_piece
 
 HEAD_BYTES = 1 << 12
@@ -50,7 +50,7 @@ NODE_FILES = ("supervisor.log", "torchrun.log", "prepare.log", "gpu.jsonl")
 def main(request: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
         os.nice(NICE)
-    job = Work(request["workdir"]).job(request["job"])
+    job = WorkFolder(request["workdir"]).job(request["job"])
     out = Out(request["marker"])
     names = [f"rank-{rank}/{name}" for rank in request["ranks"] for name in RANK_FILES] + list(NODE_FILES)
     limit, offsets = request["limit_bytes"], request["offsets"]
@@ -66,7 +66,7 @@ def main(request: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _told(out: Out, job: Job) -> Iterator[None]:
+def _told(out: Out, job: JobFolder) -> Iterator[None]:
     """A disk that fails here is told in words: to read again would only fail again."""
     try:
         yield
@@ -166,14 +166,14 @@ def _opened(path: Path) -> Any:
         os.close(handle)
 
 
-def _hand_out(out: Out, job: Job, files: list[LogFile]) -> None:
+def _hand_out(out: Out, job: JobFolder, files: list[LogFile]) -> None:
     """What is there now. The record is read once, before the files: what it calls final has nothing left to write."""
     out.frame({"agent": _look(job)})
     while any([file.send_new(only_present=True) for file in files]):
         out.beat()
 
 
-def _follow(out: Out, job: Job, files: list[LogFile]) -> None:
+def _follow(out: Out, job: JobFolder, files: list[LogFile]) -> None:
     agent: dict[str, Any] = {}
     while True:
         latest = _look(job)
@@ -189,8 +189,8 @@ def _follow(out: Out, job: Job, files: list[LogFile]) -> None:
             return
 
 
-def _look(job: Job) -> dict[str, Any]:
-    return look(job) if job.root.is_dir() else {"state": "lost", "alive": False, "gone": True}
+def _look(job: JobFolder) -> dict[str, Any]:
+    return agent_state(job) if job.root.is_dir() else {"state": "lost", "alive": False, "gone": True}
 
 
 def _controller_left(wait_s: float) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from . import processes
 from .agent import identity, lives, stopped, wait_gone
-from .layout import Job, Work
+from .layout import JobFolder, WorkFolder
 from .leftovers import forgotten
 from .ownership import SHOWN, entry, forget_old_secrets, is_mine, jobs_of_orch
 
@@ -17,7 +17,7 @@ END_S = 10.0
 
 def reap(request: dict[str, Any]) -> dict[str, Any]:
     found = []
-    work = Work(request["workdir"])
+    work = WorkFolder(request["workdir"])
     forget_old_secrets(jobs_of_orch(work), request)
     for job in work.all_jobs():
         agent = job.read_agent()
@@ -41,7 +41,7 @@ def _reap_programs(*, end: bool) -> dict[str, Any]:
     return {"programs": [processes.describe(program) for program in programs][:SHOWN]}
 
 
-def _wake(job: Job, still: dict[str, processes.Identity]) -> list[str]:
+def _wake(job: JobFolder, still: dict[str, processes.Identity]) -> list[str]:
     """Has who was stopped go on: a supervisor sees for itself whether its lease is over, a keeper without one ends what
     is left, and itself. What did not.
     """
@@ -57,7 +57,7 @@ def _wake(job: Job, still: dict[str, processes.Identity]) -> list[str]:
     return [processes.describe(one) for one in asleep.values()]
 
 
-def end_marked(job: Job) -> list[str]:
+def end_marked(job: JobFolder) -> list[str]:
     deadline = time.monotonic() + END_S
     while (pids := processes.marked(job.root)) and time.monotonic() < deadline:
         processes.end_all(pids, signal.SIGKILL)

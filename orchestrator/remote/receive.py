@@ -30,7 +30,7 @@ from typing import Any
 
 from .answer import Refused
 from .beneath import READ, UnsafeError, chosen_folder, holder, is_trusted
-from .talk import STDIN, Left, Talk, alone_at, tell
+from .talk import STDIN, ControllerLeft, Talk, alone_at, tell
 
 CHUNK_BYTES = 1 << 20
 SPARE_BYTES = 64 << 20
@@ -73,7 +73,7 @@ def receive(request: dict[str, Any], talk: Talk) -> dict[str, Any]:
     files = [Incoming(checked(name), size, digest) for name, size, digest in request["files"]]
     try:
         with chosen_folder(folder) as top, alone_at(LOCK, talk, dir_fd=top):
-            lacking = {index: file for index, file in look(top, files, talk)}
+            lacking = {index: file for index, file in compare(top, files, talk)}
             refuse_if_full(folder, top, sum(file.size - file.at for file in lacking.values()))
             told = [[index, file.at] for index, file in lacking.items()]
             for start in range(0, len(told), 1000):
@@ -100,7 +100,7 @@ def checked(name: str) -> str:
 # ---- what is here ---------------------------------------------------------------------------------------------
 
 
-def look(top: int, files: Iterable[Incoming], talk: Talk) -> Iterator[tuple[int, Incoming]]:
+def compare(top: int, files: Iterable[Incoming], talk: Talk) -> Iterator[tuple[int, Incoming]]:
     """The files that this host lacks, by their place in the request; each knows how much of it came before."""
     looked = 0
     buffer = memoryview(bytearray(CHUNK_BYTES))
@@ -195,7 +195,7 @@ def _bytes_from_controller(count: int) -> Iterator[memoryview]:
         ready, _, _ = select.select([STDIN], [], [], SILENT_S)
         got = os.readv(STDIN, [buffer[: min(count, CHUNK_BYTES)]]) if ready else 0
         if not got:
-            raise Left
+            raise ControllerLeft
         yield buffer[:got]
         count -= got
 

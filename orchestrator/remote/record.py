@@ -13,15 +13,15 @@ import sys
 import time
 from typing import cast
 
-from .layout import Job, write_last_word, write_record
+from .layout import JobFolder, write_last_word, write_record
 from .messages import AgentRecord, Process
 from .processes import identify
 
 
-class Record:
+class RecordWriter:
     """said: what the file says, and what joins it with the next `write`."""
 
-    def __init__(self, job: Job, node: str) -> None:
+    def __init__(self, job: JobFolder, node: str) -> None:
         self._job = job
         me = identify(os.getpid())
         self.said: AgentRecord = {

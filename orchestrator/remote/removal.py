@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from . import trouble
-from .agent import lives, look, tell, wait_gone
+from .agent import agent_state, lives, tell, wait_gone
 from .answer import Refused
 from .claim import alone_in
-from .layout import GONE, VENV_MARKER, VERSION, Work, read_json, remove, write_json
+from .layout import GONE, VENV_MARKER, VERSION, WorkFolder, read_json, remove, write_json
 from .ownership import CODE, SHOWN, entry, is_lock, is_mine, jobs_of_orch, strange
 from .reaping import end_marked
 from .workfolder import MARK, content, danger, names, unfit
@@ -29,7 +29,7 @@ def down(request: dict[str, Any]) -> dict[str, Any]:
     """{"removed": [paths, less those of jobs], "ended": [jobs that ran], "jobs": {removed job: its last record},
     "left": as `survey`'s others, "strange": [names], "why": what else stays, and why}.
     """
-    work = Work(request["workdir"])
+    work = WorkFolder(request["workdir"])
     answer: dict[str, Any] = {"removed": [], "ended": [], "jobs": {}, "left": [], "strange": [], "why": []}
     if found := danger(work.root):
         raise Refused(*found)
@@ -41,7 +41,7 @@ def down(request: dict[str, Any]) -> dict[str, Any]:
         if alone:
             _clear_halves(work, answer["why"])
         for job in jobs_of_orch(work):
-            agent = look(job)
+            agent = agent_state(job)
             # Without a supervisor's word its `prepare` may be at work.
             if is_mine(job, request) and not agent["alive"] and (alone or "pid" in agent):
                 answer["jobs"][job.id] = {key: agent.get(key) for key in ("state", "ended", "first_failure")}
@@ -60,7 +60,7 @@ def down(request: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def _end_ours(work: Work, request: dict[str, Any]) -> list[str]:
+def _end_ours(work: WorkFolder, request: dict[str, Any]) -> list[str]:
     """Cancels what runs of ours (its supervisors end it on the other hosts, too). Raises Refused where that fails."""
     mine = [job for job in jobs_of_orch(work) if is_mine(job, request)]
     live = [job for job in mine if lives(job.read_agent())]
@@ -75,7 +75,7 @@ def _end_ours(work: Work, request: dict[str, Any]) -> list[str]:
     return [job.id for job in live]
 
 
-def _remove_shared(work: Work, request: dict[str, Any], why: list[str]) -> Iterator[Path]:
+def _remove_shared(work: WorkFolder, request: dict[str, Any], why: list[str]) -> Iterator[Path]:
     """Nobody else is at work there."""
     left = jobs_of_orch(work)
     needed = {job.read_node().get("code") for job in left}
@@ -98,7 +98,7 @@ def _remove_shared(work: Work, request: dict[str, Any], why: list[str]) -> Itera
         yield from _remove_empty((work.locks,))
 
 
-def _clear_halves(work: Work, why: list[str]) -> None:
+def _clear_halves(work: WorkFolder, why: list[str]) -> None:
     """What an earlier removal did not get done with."""
     for path in [path for folder in (work.jobs, work.codes, work.venvs) for path in _entries(folder)]:
         if path.name.startswith(GONE):

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from .beneath import READ, folder, holder
-from .layout import Job, Work
+from .layout import JobFolder, WorkFolder
 from .outputs import ELSEWHERE, checkpoint_folder, mark
 from .pieces import Out, add_zeros, next_piece
 
@@ -38,7 +38,7 @@ NICE = 10
 def main(request: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
         os.nice(NICE)
-    job = Work(request["workdir"]).job(request["job"])
+    job = WorkFolder(request["workdir"]).job(request["job"])
     out = Out(request["marker"])
     with contextlib.suppress(BrokenPipeError):
         for name, size, mtime_ns, inode, offset in request["files"]:
@@ -52,7 +52,7 @@ def main(request: dict[str, Any]) -> None:
         out.frame({"end": {}})
 
 
-def send(out: Out, job: Job, name: str, told: list[int], offset: int) -> None:
+def send(out: Out, job: JobFolder, name: str, told: list[int], offset: int) -> None:
     """Raises OSError where the file cannot be opened or read."""
     top, _, below = name.partition("/")
     where: Path | None = checkpoint_folder(job) if top == ELSEWHERE else job.root

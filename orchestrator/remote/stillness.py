@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .layout import Job
+from .layout import JobFolder
 from .processes import Use, uses
 
 LOOK_S = 5.0
@@ -38,7 +38,7 @@ class Sample(NamedTuple):
 class Stillness:
     """One job's ranks on this host. Forgets whatever printed."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: JobFolder) -> None:
         self._job = job
         self._printed: dict[str, tuple[int, tuple[int, ...]]] = {}
         self._samples: dict[str, deque[Sample]] = {}

@@ -19,13 +19,13 @@ from . import trouble, verdict
 from .control_fifo import ControlFifo
 from .coordinator import HEARSAY_S, JOIN_S, Coordinator
 from .host_state import HostState
-from .layout import Job
+from .layout import JobFolder
 from .lease import LEASE_S, Pulse
 from .membership import Membership
 from .messages import AgentRecord, Failure, FinalState, Order, failure, finish
 from .peers import Peers, Unreached
 from .programs import Programs
-from .record import Record
+from .record import RecordWriter
 from .stillness import LOOK_S as STILL_LOOK_S
 from .tasks import Tasks
 from .way import Place
@@ -42,12 +42,12 @@ SETTLE_S = 0.3
 class Supervisor:
     """One host's part of one job. What is known of it is `state`; every change of that goes through `_changed`."""
 
-    def __init__(self, job: Job, node: dict[str, Any]) -> None:
+    def __init__(self, job: JobFolder, node: dict[str, Any]) -> None:
         token = bytes.fromhex(node["token"])
         self._job, self._node, self._token = job, node, token
         self._peers = Peers(node["name"], token, self._changed)
         self.state = HostState(job, node, self._peers.cut, self._changed)
-        self._record = Record(job, node["name"])
+        self._record = RecordWriter(job, node["name"])
         self._fifo = ControlFifo(job, self._heard)
         self._tasks, self._pulse = Tasks(self._crash), Pulse()
         self._coordinator = (

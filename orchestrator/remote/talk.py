@@ -59,7 +59,7 @@ class Talk:
                 time.sleep(BEAT_S)
 
 
-class Left(Exception):
+class ControllerLeft(Exception):
     """The controller has left: nobody is there to be told."""
 
 
@@ -67,7 +67,7 @@ def tell(request: dict[str, Any], action: Callable[[dict[str, Any], Talk], dict[
     os.umask(0o077)
     talk = Talk(request["marker"])
     threading.Thread(target=talk.beat, daemon=True).start()
-    with contextlib.suppress(BrokenPipeError, Left):
+    with contextlib.suppress(BrokenPipeError, ControllerLeft):
         talk.say(_outcome(request, action, talk))
     # Neither waits for threads nor flushes to a reader that has left.
     os._exit(0)
@@ -102,7 +102,7 @@ def alone_at(lock: Path | str, talk: Talk, dir_fd: int | None = None) -> Iterato
         while not try_lock(handle):
             talk.mention({"waits": 1})
             if gone(LOCK_S):
-                raise Left
+                raise ControllerLeft
         yield
     finally:
         os.close(handle)

@@ -60,7 +60,7 @@ class Slowed(Record):
         return f": {self.mhz:,.0f} MHz" + (f" of at most {self.most_mhz:,.0f}" if self.most_mhz else "")
 
 
-class Reading(Protocol):
+class ClockReading(Protocol):
     """As `gpu_use.Reading` has them."""
 
     @property
@@ -93,7 +93,7 @@ class Slowing:
     def __init__(self) -> None:
         self._gpus: dict[tuple[int, int | None], _Gpu] = {}
 
-    def add(self, reading: Reading) -> None:
+    def add(self, reading: ClockReading) -> None:
         if reading.slowed_by is not None:
             self._gpus.setdefault((reading.rank, reading.index), _Gpu()).add(reading, _reason(reading.slowed_by))
 
@@ -111,7 +111,7 @@ class _Gpu:
         self._most_mhz: float | None = None
         self._limit_watts: float | None = None
 
-    def add(self, reading: Reading, reason: str) -> None:
+    def add(self, reading: ClockReading, reason: str) -> None:
         self._readings += 1
         self._most_mhz, self._limit_watts = reading.max_sm_mhz, reading.limit_watts
         is_busy = reading.utilisation is None or reading.utilisation >= BUSY_PERCENT

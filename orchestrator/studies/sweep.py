@@ -31,9 +31,9 @@ from orchestrator.planning.launch_plan import NodePlan
 from orchestrator.planning.request import read_experiment
 from orchestrator.record import SCHEMA, Record
 from orchestrator.results.summary import Summary
-from orchestrator.studies.tables import STUDIES, Row, Study, choose_nodes, hosts_words
+from orchestrator.studies.tables import STUDIES, Study, StudyRow, choose_nodes, hosts_words
 
-Follow = Callable[[Row, RunningJob], None]
+Follow = Callable[[StudyRow, RunningJob], None]
 """Shows a job until its end."""
 
 REPEATS, SHORT_S = 3, 60.0
@@ -109,7 +109,7 @@ class Ledger(Record):
 class Outcome:
     """One line of the table: done, or why it is not."""
 
-    row: Row
+    row: StudyRow
     done: Done | None
     why_not: str = ""
 
@@ -151,7 +151,7 @@ class Sweep:
             return True
         return done.cluster == self.cluster.name and len(done.runs) <= turn and (repeats is not None or done.is_short)
 
-    def _outcome(self, row: Row, done: Done | None, chosen: tuple[str, ...] | str, asked: bool) -> Outcome:
+    def _outcome(self, row: StudyRow, done: Done | None, chosen: tuple[str, ...] | str, asked: bool) -> Outcome:
         done = done if done and done.runs else None
         why_not = "" if done or not isinstance(chosen, str) else chosen
         return Outcome(row, done, why_not if asked else "not asked for")
@@ -162,7 +162,7 @@ class Sweep:
         wish = read_experiment(first.exp, {})
         return self.controller.plan(self.cluster, wish.request, wish.code).nodes
 
-    def _measure(self, row: Row, nodes: tuple[str, ...], before: Done | None, follow: Follow) -> Done:
+    def _measure(self, row: StudyRow, nodes: tuple[str, ...], before: Done | None, follow: Follow) -> Done:
         """One more run of it."""
         runs = before.runs if before else ()
         job = self._find_again(row, before, follow) or self._start(row, nodes, runs, follow)
@@ -188,7 +188,7 @@ class Sweep:
         valid = all(node.valid for node in summary.nodes)
         return RowRun(job=job, figures=figures, valid=valid, total_s=summary.total_s)
 
-    def _start(self, row: Row, nodes: tuple[str, ...], runs: tuple[RowRun, ...], follow: Follow) -> RunningJob:
+    def _start(self, row: StudyRow, nodes: tuple[str, ...], runs: tuple[RowRun, ...], follow: Follow) -> RunningJob:
         wish = read_experiment(row.exp, {**row.settings, **self.overrides})
         plan = self.controller.plan(self.cluster, wish.request, wish.code, nodes)
         begun = Done(cluster=plan.cluster, hosts=hosts_words(plan.nodes), overrides=self.overrides, runs=runs)
@@ -197,7 +197,7 @@ class Sweep:
         follow(row, job)
         return job
 
-    def _find_again(self, row: Row, before: Done | None, follow: Follow) -> RunningJob | None:
+    def _find_again(self, row: StudyRow, before: Done | None, follow: Follow) -> RunningJob | None:
         """The job that an interrupted sweep left for this row, at its end; None where it has to be run anew. Raises
         OrchError where it still runs and cannot be followed.
         """
@@ -214,11 +214,11 @@ class Sweep:
             record = job.record
         return None if record.state in FINAL_STATES - {"succeeded"} else job
 
-    def _kept(self, row: Row) -> Done | None:
+    def _kept(self, row: StudyRow) -> Done | None:
         done = self._ledger().rows.get(row.name)
         return done if done and done.overrides == self.overrides else None
 
-    def _keep(self, row: Row, done: Done) -> None:
+    def _keep(self, row: StudyRow, done: Done) -> None:
         ledger = self._ledger()
         rows = {**ledger.rows, row.name: done}
         write_atomic(
@@ -306,7 +306,7 @@ def dispensable(study: Study) -> tuple[str, ...]:
     return (*study.published[:0:-1], *(FIGURES[name].title for name in study.figures[:0:-1]))
 
 
-def within_noise(study: Study, outcomes: Sequence[Outcome]) -> list[list[Row]]:
+def within_noise(study: Study, outcomes: Sequence[Outcome]) -> list[list[StudyRow]]:
     """Rows that the study's first figure does not tell apart: groups in which each one's range meets that of another.
     A row that was run once has no range and is in no group.
     """
@@ -315,7 +315,7 @@ def within_noise(study: Study, outcomes: Sequence[Outcome]) -> list[list[Row]]:
         spread = outcome.done.spread(study.figures[0]) if outcome.done and len(outcome.done.runs) > 1 else None
         if spread:
             found.append((spread, outcome.row))
-    groups: list[list[tuple[Spread, Row]]] = []
+    groups: list[list[tuple[Spread, StudyRow]]] = []
     for spread, row in sorted(found, key=lambda each: (each[0].least, each[0].most)):
         near = groups and any(spread.overlaps(other) for other, _ in groups[-1])
         groups[-1].append((spread, row)) if near else groups.append([(spread, row)])

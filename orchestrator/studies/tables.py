@@ -18,7 +18,7 @@ from orchestrator.results.published import LOADING, MIXED
 
 
 @dataclass(frozen=True)
-class Row:
+class StudyRow:
     """cells: under the study's own columns. hosts: GPU and ranks of each host that it needs; where it does not matter
     which they are, `ranks` says how many there must be in all. published: what the study gives, in its words.
     """
@@ -43,7 +43,7 @@ class Study:
     columns: tuple[str, ...]
     figures: tuple[str, ...]
     published: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[StudyRow, ...]
     note: str = ""
 
 
@@ -51,7 +51,7 @@ def hosts_words(nodes: Iterable[NodePlan]) -> str:
     return ", ".join(f"{node.ranks} x {node.gpu or 'CPU'}" for node in nodes)
 
 
-def choose_nodes(row: Row, nodes: Sequence[NodePlan]) -> tuple[str, ...] | str:
+def choose_nodes(row: StudyRow, nodes: Sequence[NodePlan]) -> tuple[str, ...] | str:
     """The nodes that run this row, the most hosts that fit; or why none of these can."""
     wanted = len(row.hosts) or min(row.ranks, len(nodes))
     for count in range(wanted, 0, -1):
@@ -66,7 +66,7 @@ def choose_nodes(row: Row, nodes: Sequence[NodePlan]) -> tuple[str, ...] | str:
     )
 
 
-def _fits(row: Row, nodes: Sequence[NodePlan]) -> bool:
+def _fits(row: StudyRow, nodes: Sequence[NodePlan]) -> bool:
     if not row.hosts:
         return sum(node.ranks for node in nodes) == row.ranks
     left = list(row.hosts)
@@ -87,9 +87,9 @@ _S1_CLUSTERS: dict[str, tuple[tuple[str, int], ...]] = {
 }
 
 
-def _mixed_clusters() -> tuple[Row, ...]:
+def _mixed_clusters() -> tuple[StudyRow, ...]:
     return tuple(
-        Row(
+        StudyRow(
             name=f"{cluster.replace(' + ', '_').replace(' ', '')}-{strategy}".lower(),
             cells=(cluster, strategy),
             exp="resnet152_cifar",
@@ -102,7 +102,7 @@ def _mixed_clusters() -> tuple[Row, ...]:
     )
 
 
-def _bottlenecks() -> tuple[Row, ...]:
+def _bottlenecks() -> tuple[StudyRow, ...]:
     base = {"samples": "12800", "epochs": "1", "eval_every": "1", "augment": "none", "shares": "equal"}
     primitives = (
         ("all_reduce", "allreduce", 2, "12.08"),
@@ -117,7 +117,7 @@ def _bottlenecks() -> tuple[Row, ...]:
     )
     return (
         *(
-            Row(
+            StudyRow(
                 name=f"{strategy}-{ranks}",
                 cells=(label, str(ranks), "never"),
                 exp="mnist_lenet",
@@ -128,7 +128,7 @@ def _bottlenecks() -> tuple[Row, ...]:
             for label, strategy, ranks, seconds in primitives
         ),
         *(
-            Row(
+            StudyRow(
                 name=f"sleep-{where}",
                 cells=("all_reduce", "2", label),
                 exp="mnist_lenet",
@@ -141,10 +141,10 @@ def _bottlenecks() -> tuple[Row, ...]:
     )
 
 
-def _input() -> tuple[Row, ...]:
+def _input() -> tuple[StudyRow, ...]:
     one = {"strategy": "none", "augment": "affine"}
     workers = tuple(
-        Row(
+        StudyRow(
             name=f"workers-{count}",
             cells=(f"workers, num_workers {count}",),
             exp="mnist_lenet",
@@ -154,7 +154,7 @@ def _input() -> tuple[Row, ...]:
         )
         for count, *cells in LOADING.rows
     )
-    resident = Row(
+    resident = StudyRow(
         name="resident",
         cells=("resident",),
         exp="mnist_lenet",

@@ -16,7 +16,7 @@ MAX_OUTPUT_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
-class Result:
+class CommandResult:
     """What a command left behind. exit_code is 128 + the signal's number for a command that a signal ended."""
 
     exit_code: int
@@ -35,7 +35,7 @@ class Transport(Protocol):
         """The node's name in the inventory."""
         ...
 
-    def run(self, command: str, *, stdin: bytes = b"", timeout_s: float) -> Result:
+    def run(self, command: str, *, stdin: bytes = b"", timeout_s: float) -> CommandResult:
         """Runs one line of POSIX shell to its end: until it has exited and nobody holds its outputs open.
 
         Output above MAX_OUTPUT_BYTES is a ProbeError, never a full memory. An error carries what

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from orchestrator.errors import ConnectError, HostError, ProbeError
 from orchestrator.text import message, one_line
-from orchestrator.transport import Result, Transport, shell
+from orchestrator.transport import CommandResult, Transport, shell
 from orchestrator.transport.noise import Listener, explained
 
 MAX_ANSWER_BYTES = 1 << 20
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Host:
+class ConnectedHost:
     """A host that we can ask: how to reach it and how to start Python there."""
 
     transport: Transport
@@ -60,7 +60,9 @@ def shipped_sources() -> dict[str, str]:
     return {names[entry.name]: entry.read_text() for entry in sorted(modules, key=lambda entry: entry.name)}
 
 
-def ask(host: Host, program: str, request: Mapping[str, Any], *, blob: bytes = b"", timeout_s: float) -> dict[str, Any]:
+def ask(
+    host: ConnectedHost, program: str, request: Mapping[str, Any], *, blob: bytes = b"", timeout_s: float
+) -> dict[str, Any]:
     """The program's answer. Raises ConnectError when the host does not answer in time, ProbeError when its Python or
     its shell does not, and HostError with the host's own words when the program refuses.
     """
@@ -91,7 +93,9 @@ def new_marker() -> str:
 
 
 @contextmanager
-def open_stream(host: Host, program: str, request: Mapping[str, Any], marker: str) -> Iterator[Iterator[bytes]]:
+def open_stream(
+    host: ConnectedHost, program: str, request: Mapping[str, Any], marker: str
+) -> Iterator[Iterator[bytes]]:
     """Starts a program that answers with a stream of bytes of its own form (see `remote/reader.py`), which begins with
     the marker; b"" comes at least once a second. The iterator raises as `exchange` has it.
     """
@@ -101,7 +105,7 @@ def open_stream(host: Host, program: str, request: Mapping[str, Any], marker: st
 
 @contextmanager
 def exchange(
-    host: Host, program: str, request: Mapping[str, Any], more: Iterable[bytes] = ()
+    host: ConnectedHost, program: str, request: Mapping[str, Any], more: Iterable[bytes] = ()
 ) -> Iterator[Iterator[dict[str, Any]]]:
     """Starts a program that tells how it gets on (see `remote/talk.py`): each of its words up to its `end`, and {} at
     least once a second. more: what it is sent after the request; drawn in a thread of its own, it must not raise.
@@ -116,7 +120,9 @@ def exchange(
 
 
 @contextmanager
-def _started(host: Host, program: str, stdin: bytes | Iterable[bytes], marker: str) -> Iterator[Iterator[bytes]]:
+def _started(
+    host: ConnectedHost, program: str, stdin: bytes | Iterable[bytes], marker: str
+) -> Iterator[Iterator[bytes]]:
     with (
         host.transport.stream(_command(host, program), stdin=stdin) as chunks,
         closing(_said(host.node, chunks, marker.encode())) as said,
@@ -175,12 +181,12 @@ def words_of(words: Any) -> list[str]:
     return [one_line(word) for word in words]
 
 
-def _command(host: Host, program: str) -> str:
+def _command(host: ConnectedHost, program: str) -> str:
     return shell.python_on_stdin(host.python, f"orch-{program}", activates=bool(host.activate))
 
 
 def _input(
-    host: Host, program: str, request: Mapping[str, Any], marker: str, blob: bytes, limit_s: int = STUCK_S
+    host: ConnectedHost, program: str, request: Mapping[str, Any], marker: str, blob: bytes, limit_s: int = STUCK_S
 ) -> bytes:
     """limit_s: then it ends itself on the host, whoever still waits; one that speaks winds it up again."""
     loader = resources.files("orchestrator.remote").joinpath("loader.py").read_bytes()
@@ -190,7 +196,7 @@ def _input(
     return b"%s%d\n%s%s\n%s\n%s" % (activate, len(loader), loader, shipped, line, blob)
 
 
-def _parse(host: Host, result: Result, marker: str) -> dict[str, Any]:
+def _parse(host: ConnectedHost, result: CommandResult, marker: str) -> dict[str, Any]:
     parts = result.stdout.split(marker.encode())
     if len(parts) != 3:
         raise _no_answer(host, result)
@@ -220,7 +226,7 @@ _REFUSED = {
 }
 
 
-def _no_answer(host: Host, result: Result) -> ProbeError:
+def _no_answer(host: ConnectedHost, result: CommandResult) -> ProbeError:
     said = one_line(_last_line(result.stderr) or _last_line(result.stdout))
     if result.exit_code in (126, 127):
         return ProbeError(

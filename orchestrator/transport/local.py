@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 
 from orchestrator.errors import ConnectError, HostError, ProbeError
-from orchestrator.transport import MAX_OUTPUT_BYTES, Result
+from orchestrator.transport import MAX_OUTPUT_BYTES, CommandResult
 
 _TICK_S = 1.0
 _MAX_PIECE_BYTES = 1 << 20
@@ -41,7 +41,7 @@ class LocalTransport:
     def node(self) -> str:
         return self._node
 
-    def run(self, command: str, *, stdin: bytes = b"", timeout_s: float) -> Result:
+    def run(self, command: str, *, stdin: bytes = b"", timeout_s: float) -> CommandResult:
         end = time.monotonic() + timeout_s
         output: dict[str, list[bytes]] = {"stdout": [], "stderr": []}
         size = 0
@@ -59,7 +59,7 @@ class LocalTransport:
         except HostError as error:
             error.said = b"".join(output["stdout"])
             raise
-        return Result(code if code >= 0 else 128 - code, b"".join(output["stdout"]), b"".join(output["stderr"]))
+        return CommandResult(code if code >= 0 else 128 - code, b"".join(output["stdout"]), b"".join(output["stderr"]))
 
     @contextlib.contextmanager
     def stream(self, command: str, *, stdin: bytes | Iterable[bytes] = b"") -> Iterator[Iterator[bytes]]:

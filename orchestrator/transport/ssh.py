@@ -35,7 +35,7 @@ import paramiko
 
 from orchestrator.errors import AuthError, ConnectError, HostError, ProbeError
 from orchestrator.text import one_line
-from orchestrator.transport import MAX_OUTPUT_BYTES, Result
+from orchestrator.transport import MAX_OUTPUT_BYTES, CommandResult
 from orchestrator.transport.deadline import Deadline
 from orchestrator.transport.hostkeys import HostKeys, OfferedKey, Peer, UnknownHostKeyError
 from orchestrator.transport.login import AskPassphrase, Login
@@ -148,7 +148,7 @@ class SshTransport:
         finally:
             self._lock.release()
 
-    def run(self, command: str, *, stdin: bytes = b"", timeout_s: float) -> Result:
+    def run(self, command: str, *, stdin: bytes = b"", timeout_s: float) -> CommandResult:
         deadline = Deadline(timeout_s)
         output: dict[int, list[bytes]] = {STDOUT: [], STDERR: []}
         size = 0
@@ -166,7 +166,7 @@ class SshTransport:
         except HostError as error:
             error.said = b"".join(output[STDOUT])
             raise
-        return Result(code, b"".join(output[STDOUT]), b"".join(output[STDERR]))
+        return CommandResult(code, b"".join(output[STDOUT]), b"".join(output[STDERR]))
 
     @contextlib.contextmanager
     def stream(self, command: str, *, stdin: bytes | Iterable[bytes] = b"") -> Iterator[Iterator[bytes]]:

@@ -15,7 +15,7 @@ from orchestrator.forecast.advice import Advice, Choice, WhatIf
 from orchestrator.forecast.layers import gradient_bytes
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.facts import NodeFacts
-from orchestrator.jobs.pull import Listing, Output, Pulled, is_here
+from orchestrator.jobs.pull import Output, OutputListing, Pulled, is_here
 from orchestrator.jobs.record import JobRecord
 from orchestrator.paths import RunFolder
 from orchestrator.units import format_bandwidth
@@ -122,7 +122,7 @@ def nodes_json(
 def pulled_json(
     job: str,
     run: RunFolder,
-    outputs: Mapping[str, Listing],
+    outputs: Mapping[str, OutputListing],
     errors: Mapping[str, HostError],
     chosen: Mapping[str, Sequence[Output]],
     found: Mapping[str, Pulled | HostError],

@@ -16,8 +16,8 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.jobs.lines import Bars, Line
-from orchestrator.jobs.live import Notice, Progress, Silence
+from orchestrator.jobs.lines import Bars, LogLine
+from orchestrator.jobs.live import Notice, RunProgress, Silence
 from orchestrator.text import one_line
 from orchestrator.views import console
 from orchestrator.views.progress import STARTING_S, progress_table, progress_words, silence_words, time_words
@@ -28,8 +28,8 @@ BARS_SHOWN = 8
 
 
 def print_events(
-    events: Iterable[tuple[Line, ...] | Notice | Progress | Bars | Silence],
-    show: Callable[[Line], bool] = lambda line: True,
+    events: Iterable[tuple[LogLine, ...] | Notice | RunProgress | Bars | Silence],
+    show: Callable[[LogLine], bool] = lambda line: True,
     stream: Console = console.out,
 ) -> None:
     """Every line with its node and rank before it, a colour a rank, and how the run goes below or between them."""
@@ -44,7 +44,7 @@ def print_events(
                     console.warn(event.text, notices)
                 elif isinstance(event, Bars):
                     board.show(Bars(tuple(line for line in event.lines if show(line))))
-                elif isinstance(event, (Progress, Silence)):
+                elif isinstance(event, (RunProgress, Silence)):
                     board.show(event)
                 else:
                     board.lines_come()
@@ -78,14 +78,14 @@ class _LineWords:
         self._coloured = stream.color_system is not None and not stream.no_color
         self._frames: dict[tuple[str, int, str], tuple[str, str]] = {}
 
-    def of(self, line: Line) -> str:
+    def of(self, line: LogLine) -> str:
         node, rank, stream, text = line
         before, after = self._frames.get((node, rank, stream)) or self._frame(node, rank, stream)
         return f"{before}{text}{after}"
 
     def _frame(self, node: str, rank: int, stream: str) -> tuple[str, str]:
         """What stands around the text of every line of this stream."""
-        prefix, after = _prefix(Line(node, rank, stream, "")), "\n"
+        prefix, after = _prefix(LogLine(node, rank, stream, "")), "\n"
         if self._coloured:
             colour = Style.parse(_RANK_COLOURS[rank % len(_RANK_COLOURS)])
             prefix = colour.render(prefix, color_system=ColorSystem.STANDARD)
@@ -106,7 +106,7 @@ class _LiveTable:
     def __init__(self, stream: Console) -> None:
         self._stream = stream
         self._live: Live | None = None
-        self._shown: dict[type, Progress | Bars | Silence] = {}
+        self._shown: dict[type, RunProgress | Bars | Silence] = {}
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
         """Around whatever is drawn: what a Ctrl-C tears would stand on the screen beside the next drawing of it."""
@@ -117,7 +117,7 @@ class _LiveTable:
         if self._shown.pop(Silence, None):
             self._draw()
 
-    def show(self, event: Progress | Bars | Silence) -> None:
+    def show(self, event: RunProgress | Bars | Silence) -> None:
         if not isinstance(event, Silence):
             self._shown.pop(Silence, None)
         self._shown[type(event)] = event
@@ -125,7 +125,7 @@ class _LiveTable:
 
     def close(self) -> None:
         if self._live:
-            self._shown = {kind: event for kind, event in self._shown.items() if kind is Progress}
+            self._shown = {kind: event for kind, event in self._shown.items() if kind is RunProgress}
             self._draw()  # what was drawn over and over has come as lines
             self._live.stop()
 
@@ -139,15 +139,15 @@ class _LiveTable:
             )
             self._live.start()
         # Laid out here, once: each line that is printed draws the table below it again.
-        parts = Group(*(part for kind in (Silence, Progress, Bars) for part in self._parts(self._shown.get(kind))))
+        parts = Group(*(part for kind in (Silence, RunProgress, Bars) for part in self._parts(self._shown.get(kind))))
         lines = self._stream.render_lines(parts, pad=False) if parts.renderables else []
         self._live.update(SegmentLines(lines, new_lines=True), refresh=True)
 
-    def _parts(self, event: Progress | Bars | Silence | None) -> Iterator[Table | Text]:
+    def _parts(self, event: RunProgress | Bars | Silence | None) -> Iterator[Table | Text]:
         width = self._stream.width
         if isinstance(event, Silence):
             yield Text(silence_words(event), "dim", no_wrap=True, overflow="ellipsis")
-        elif isinstance(event, Progress):
+        elif isinstance(event, RunProgress):
             yield progress_table(event, width)
             if event.elapsed_s is not None:
                 yield Text(time_words(event), "dim", no_wrap=True, overflow="ellipsis")
@@ -166,7 +166,7 @@ class _Sentences:
 
     def __init__(self) -> None:
         self._due: float | None = None
-        self._latest: dict[type, Progress | Bars | Silence] = {}
+        self._latest: dict[type, RunProgress | Bars | Silence] = {}
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
         """A pipe that nobody reads shall not hold a Ctrl-C up."""
@@ -175,7 +175,7 @@ class _Sentences:
     def lines_come(self) -> None:
         self._latest.pop(Silence, None)
 
-    def show(self, event: Progress | Bars | Silence) -> None:
+    def show(self, event: RunProgress | Bars | Silence) -> None:
         now = time.monotonic()
         self._latest[type(event)] = event
         if self._due is None:
@@ -186,13 +186,13 @@ class _Sentences:
 
     def close(self) -> None:
         """What is still being drawn has come as lines."""
-        self._latest = {kind: event for kind, event in self._latest.items() if kind is Progress}
+        self._latest = {kind: event for kind, event in self._latest.items() if kind is RunProgress}
         self._say()
 
     def _say(self) -> None:
         latest, self._latest = self._latest, {}
         for event in latest.values():
-            if isinstance(event, Progress):
+            if isinstance(event, RunProgress):
                 for row in event.rows:
                     console.say(progress_words(row))
             elif isinstance(event, Bars):
@@ -202,5 +202,5 @@ class _Sentences:
                 console.say(silence_words(event))
 
 
-def _prefix(line: Line) -> str:
+def _prefix(line: LogLine) -> str:
     return f"[{one_line(line.node)} {line.rank}] "

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from orchestrator.results.gpu_use import Reading, readings
 from orchestrator.results.slowed import is_slowed
-from orchestrator.views.linechart import Line, LineChart, line_chart
+from orchestrator.views.linechart import ChartLine, LineChart, line_chart
 
 POINTS = 150
 """Of a line, up to twice as many."""
@@ -128,8 +128,8 @@ def gpu_charts(courses: Mapping[str, Course]) -> GpuCharts:
     return GpuCharts(tuple(charts), tuple(drawn), unit, len(known))
 
 
-def _line(name: str, points: list[tuple[float, float, bool]], unit_s: float) -> Line:
+def _line(name: str, points: list[tuple[float, float, bool]], unit_s: float) -> ChartLine:
     scaled = [(seconds / unit_s, value, slowed) for seconds, value, slowed in points]
     runs = [list(run) for slowed, run in groupby(scaled, key=lambda point: point[2]) if slowed]
     marked = tuple(tuple((x, y) for x, y, _ in run) for run in runs)
-    return Line(name, [(x, y) for x, y, _ in scaled], marked=marked)
+    return ChartLine(name, [(x, y) for x, y, _ in scaled], marked=marked)

@@ -21,7 +21,7 @@ LEAST = 1e-9
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """points: (x, y) in the order of x. dots: each point is marked, too. marked: stretches of it that stand out."""
 
     name: str
@@ -55,7 +55,7 @@ class LineChart:
 
 
 def line_chart(
-    title: str, lines: Sequence[Line], *, of_zero: bool = False, words: Callable[[float, int], str] | None = None
+    title: str, lines: Sequence[ChartLine], *, of_zero: bool = False, words: Callable[[float, int], str] | None = None
 ) -> LineChart:
     """The x axis begins at 0. of_zero: the y axis, too, else a little below the least value. words: of a y value, to so
     many digits after the point.
@@ -84,7 +84,7 @@ def _plain(value: float, digits: int) -> str:
     return f"{value:.{digits}f}" if digits <= 4 and abs(value) < 1e5 else f"{value:.3g}"
 
 
-def _drawn(line: Line, across: Callable[[float], float], upwards: Callable[[float], float]) -> Drawn:
+def _drawn(line: ChartLine, across: Callable[[float], float], upwards: Callable[[float], float]) -> Drawn:
     def places(points: Points) -> list[str]:
         return [f"{across(x):.2f} {upwards(y):.2f}" for x, y in points]
 

@@ -16,10 +16,10 @@ from orchestrator.forecast.advice import FIDELITIES, Advice, Choice, Scene, What
 from orchestrator.forecast.faster import predicted
 from orchestrator.forecast.gpus import ERROR, HOST_DAYS, RESTART_S, Failures, failures
 from orchestrator.forecast.imagined import Group, imagine
-from orchestrator.forecast.inputs import View, allowed, kept, memory_words, network_of
+from orchestrator.forecast.inputs import ForecastInputs, allowed, kept, memory_words, network_of
 from orchestrator.forecast.layers import gradient_bytes
 from orchestrator.forecast.links import GOODPUT
-from orchestrator.forecast.step import STRATEGIES, Host
+from orchestrator.forecast.step import STRATEGIES, HostSpeed
 from orchestrator.planning.command_line import run_line
 from orchestrator.planning.launch_plan import LIMITS, Faster, LaunchPlan
 from orchestrator.planning.profiles import GPU_SETTINGS
@@ -66,7 +66,7 @@ class Outlook:
     """The `orch run` line of the fastest way that the fidelity allows; empty for hosts that one does not have."""
 
 
-def outlook_of(plan: LaunchPlan, view: View, chosen: Collection[str]) -> Outlook:
+def outlook_of(plan: LaunchPlan, view: ForecastInputs, chosen: Collection[str]) -> Outlook:
     """chosen: the settings that the person made; a bucket size or a number of local steps among them stays."""
     unseen = {**UNSEEN, **(UNSEEN_OF_CATALOGUE if view.is_estimate else {})}
     assert plan.training  # noqa: S101 - for the type checker: there is a view of nothing else
@@ -235,7 +235,7 @@ def _hosts(change: WhatIf, found: Outlook) -> str:
     return "without " + " and ".join(f"the {counted(len(kind), 'host')} like {kind[0]}" for kind in kinds)
 
 
-def _imagined_hosts(stay: Collection[str], hosts: Sequence[Host]) -> str:
+def _imagined_hosts(stay: Collection[str], hosts: Sequence[HostSpeed]) -> str:
     """In groups: their hosts have no names."""
     groups = _groups(host for host in hosts if host.name in stay)
     hint = f"(--nodes {shlex.quote(groups)})"
@@ -244,7 +244,7 @@ def _imagined_hosts(stay: Collection[str], hosts: Sequence[Host]) -> str:
     return f"without {_groups(host for host in hosts if host.name not in stay)} {hint}"
 
 
-def _groups(hosts: Iterable[Host]) -> str:
+def _groups(hosts: Iterable[HostSpeed]) -> str:
     """As `parse_groups` reads them."""
     return ",".join(f"{count}x{kind}" for kind, count in Counter(host.kind for host in hosts).items())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.jobs.live import Progress, Row, Silence
+from orchestrator.jobs.live import HostRow, RunProgress, Silence
 from orchestrator.text import one_line
 from orchestrator.views.numbers import clock, figure, percent
 from orchestrator.views.tables import LEAST_NAME
@@ -22,13 +22,13 @@ def silence_words(silence: Silence) -> str:
     return f"no line and no metric from any rank so far ({clock(silence.elapsed_s)})"
 
 
-def time_words(progress: Progress) -> str:
+def time_words(progress: RunProgress) -> str:
     """`running 1:02, about 4:10 left`."""
     left = progress.left_s
     return f"running {clock(progress.elapsed_s or 0)}" + (f", about {clock(left)} left" if left is not None else "")
 
 
-def progress_table(progress: Progress, width: int) -> Table:
+def progress_table(progress: RunProgress, width: int) -> Table:
     """At most `width` columns wide and one line a host; where it is narrow, names are cut before figures."""
     columns, figures = ["step", "samples/s", "loss", "sync", "wait"], [_progress_cells(row) for row in progress.rows]
 
@@ -48,16 +48,16 @@ def progress_table(progress: Progress, width: int) -> Table:
     return table
 
 
-def _progress_cells(row: Row) -> tuple[str, ...]:
+def _progress_cells(row: HostRow) -> tuple[str, ...]:
     shares = percent(row.sync_share), percent(row.wait_share)
     return (_of_steps(row), figure(row.samples_per_s), figure(row.loss), *shares)
 
 
-def progress_words(row: Row) -> str:
+def progress_words(row: HostRow) -> str:
     """`a2000: step 120/938, 333 samples/s, loss 0.312, sync 20 %, wait 41 %`."""
     step, speed, loss, sync, wait = _progress_cells(row)
     return f"{row.node}: step {step}, {speed} samples/s, loss {loss}, sync {sync}, wait {wait}"
 
 
-def _of_steps(row: Row) -> str:
+def _of_steps(row: HostRow) -> str:
     return f"{row.step}/{row.steps}" if row.steps else str(row.step)

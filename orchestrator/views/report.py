@@ -32,7 +32,7 @@ from orchestrator.text import clean, clean_lines, one_line
 from orchestrator.units import counted, format_bandwidth, format_bytes, format_duration
 from orchestrator.views.charts import draw_throughput
 from orchestrator.views.gpu_charts import GpuCharts, gpu_charts, read_course
-from orchestrator.views.linechart import Line, LineChart, line_chart, percent_words
+from orchestrator.views.linechart import ChartLine, LineChart, line_chart, percent_words
 from orchestrator.views.numbers import figure, percent
 from trainer.shared.experiments import EXPERIMENTS
 
@@ -244,9 +244,9 @@ def _curve_charts(curves: Curves) -> Iterator[LineChart]:
     tested = [(each.step + 1, each.loss) for each in curves.evaluations if each.loss is not None]
     accuracies = [(each.step + 1, each.accuracy) for each in curves.evaluations]
     if len(training) > 1:
-        yield line_chart("loss", [Line("training", training), Line("test", tested, dots=True)], of_zero=True)
+        yield line_chart("loss", [ChartLine("training", training), ChartLine("test", tested, dots=True)], of_zero=True)
     if len(accuracies) > 1:
-        yield line_chart("test accuracy", [Line("test", accuracies, dots=True)], words=percent_words)
+        yield line_chart("test accuracy", [ChartLine("test", accuracies, dots=True)], words=percent_words)
 
 
 def _part_shares(node: NodeSummary, parts: tuple[tuple[str, str], ...]) -> list[tuple[str, float]]:

@@ -23,12 +23,12 @@ from tests.support.local_job import Gang, gang
 LINES = """
 import sys, time
 from orchestrator.views import following
-from orchestrator.jobs.frames import Piece
+from orchestrator.jobs.frames import FilePiece
 from orchestrator.jobs.lines import Splitter
 
 data = b"".join(b"step %d loss 0.123456 lr 0.1 samples/s 333.2 and some other words\\n" % i for i in range(400_000))
 splitter, began = Splitter(), time.perf_counter()
-pieces = [Piece("rank-0/stdout.log", 0, at, data[at : at + (1 << 18)]) for at in range(0, len(data), 1 << 18)]
+pieces = [FilePiece("rank-0/stdout.log", 0, at, data[at : at + (1 << 18)]) for at in range(0, len(data), 1 << 18)]
 following.print_events(tuple(splitter.split("a", piece)) for piece in pieces)
 print((time.perf_counter() - began) / 0.4, file=sys.stderr)
 """

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.forecast.advice import Scene
-from orchestrator.forecast.inputs import forecast_in, look, read_network, way_of
-from orchestrator.forecast.step import Forecast, Host, Way
+from orchestrator.forecast.inputs import forecast_in, inputs_of, read_network, way_of
+from orchestrator.forecast.step import Forecast, HostSpeed, Way
 from orchestrator.planning.launch_plan import LaunchPlan
 from tests.support.simulate import simulate_step_ms
 from trainer.shared.config import Settings, settings_from
@@ -32,7 +32,7 @@ class Model:
     def __init__(self, plan: Mapping[str, Any], runs: Path) -> None:
         self.plan = LaunchPlan.model_validate(plan)
         self.network = read_network(runs, self.plan)
-        self.view = look(self.plan, {}, self.network)
+        self.view = inputs_of(self.plan, {}, self.network)
 
     @property
     def measured_gbps(self) -> float:
@@ -86,7 +86,7 @@ class Model:
         return int(settings.get("accumulate", 0))
 
 
-def _at(host: Host, times: float) -> Host:
+def _at(host: HostSpeed, times: float) -> HostSpeed:
     speeds = (Speed(speed.fixed_ms / times, speed.sample_ms / times, speed.cap) for speed in host.speeds)
     return dataclasses.replace(host, speeds=tuple(speeds))
 

@@ -21,7 +21,7 @@ from orchestrator.jobs.watch import watch
 from orchestrator.paths import Home, RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.store import Store
-from orchestrator.transport.ask import Host
+from orchestrator.transport.ask import ConnectedHost
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     nodes = [node for node in load_inventory(inventory).nodes if node.name in names]
     with Connections(Home(folder / "home")) as connections:
         hosts = connections.open(nodes)
-        assert all(isinstance(host, Host) for host in hosts.values()), hosts
+        assert all(isinstance(host, ConnectedHost) for host in hosts.values()), hosts
         if action == "launch":
             launch(plan, hosts, (folder / "blob").read_bytes())
         elif action == "follow":
@@ -46,7 +46,7 @@ def main() -> None:
                 time.sleep(0.01)
 
 
-def stay(plan: LaunchPlan, hosts: dict[str, Host], connections: Connections, store: Store) -> None:
+def stay(plan: LaunchPlan, hosts: dict[str, ConnectedHost], connections: Connections, store: Store) -> None:
     nodes = tuple(node.name for node in plan.nodes)
     store.save_job(JobRecord(id=plan.job, state="running", exp=plan.exp, cluster=plan.cluster, nodes=nodes), plan)
     for number, _ in enumerate(RunningJob(plan, store, connections, hosts).follow()):

@@ -27,7 +27,7 @@ from orchestrator.jobs import control
 from orchestrator.planning.build import RENDEZVOUS_PORT
 from orchestrator.record import Owner
 from orchestrator.transport import ask
-from orchestrator.transport.ask import Host
+from orchestrator.transport.ask import ConnectedHost
 
 from .rounds import US, Expected, Round, at_once
 from .world import Process, remove, small_disk
@@ -576,7 +576,7 @@ def down_of_others(r: Round) -> Generator[bool, None, Expected]:
     return Expected(state="succeeded", survives=True)
 
 
-def _clear(host: Host, who: Who) -> None:
+def _clear(host: ConnectedHost, who: Who) -> None:
     belongings.reap(host, who, end=True)
     cleared = belongings.down(host, who)
     if cleared.ended or cleared.jobs or not cleared.left:

@@ -34,7 +34,7 @@ from orchestrator.errors import HostError
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.inventory import load_inventory
 from orchestrator.paths import Home
-from orchestrator.transport.ask import Host
+from orchestrator.transport.ask import ConnectedHost
 from tests.support.lab import STATE, Lab, lab
 
 HOSTS_A_CELL = 3
@@ -253,7 +253,7 @@ class Cell:
         self.world, self.names = world, names
         self._connections: Connections | None = None
 
-    def connect(self) -> dict[str, Host]:
+    def connect(self) -> dict[str, ConnectedHost]:
         """Kept from round to round; a host that was cut off is dialled anew. Raises HostError."""
         if self._connections is None:
             nodes = [node for node in load_inventory(self.world.lab.inventory).nodes if node.name in self.names]
@@ -264,7 +264,7 @@ class Cell:
                 raise host
         return dict(self._hosts)
 
-    def reconnect(self, name: str) -> Host:
+    def reconnect(self, name: str) -> ConnectedHost:
         assert self._connections
         self._hosts[name] = self._connections.reopen(name)
         return self._hosts[name]

@@ -11,8 +11,8 @@ import yaml
 from orchestrator.forecast.advice import Scene
 from orchestrator.forecast.gpus import estimate_speed
 from orchestrator.forecast.layers import layers_of
-from orchestrator.forecast.links import GOODPUT, NCCL, Site, Wire
-from orchestrator.forecast.step import Host, Job, Way, alone_samples_per_s, predict
+from orchestrator.forecast.links import GOODPUT, NCCL, LinkCosts, Site
+from orchestrator.forecast.step import HostSpeed, Way, Workload, alone_samples_per_s, predict
 from orchestrator.hosts.cards import find_card
 from trainer.shared.shares import Speed
 
@@ -43,7 +43,7 @@ def test_every_twin_names_the_estimate_that_contradicts_its_paces_or_is_its_own(
     text = path.read_text()
     remark = " ".join(re.findall(r"^# ?(.*)", text, re.MULTILINE))
     for node in yaml.safe_load(text)["nodes"]:
-        speed = alone_samples_per_s(Host(node["gpu"], (estimated(node["gpu"]),)), 256)
+        speed = alone_samples_per_s(HostSpeed(node["gpu"], (estimated(node["gpu"]),)), 256)
         assert re.search(rf"\b{speed:,.0f}( samples/s)? for an? {node['gpu']}\b", remark), (node["gpu"], speed)
 
 
@@ -75,10 +75,10 @@ def test_the_predicted_rows_of_the_readme_are_what_the_forecast_gives():
 
 
 def row_of(speeds, batch):
-    hosts = tuple(Host(name, (speed,)) for name, speed in zip(("a2000", "v100"), speeds, strict=True))
+    hosts = tuple(HostSpeed(name, (speed,)) for name, speed in zip(("a2000", "v100"), speeds, strict=True))
     costs = NCCL.on_gpus(min(find_card(gpu).gb_per_s for gpu in ("RTX A2000", "Tesla V100-16GB")))
-    wire = Wire([Site(host.name, 1, GOODPUT * 2.5e9, GOODPUT * 2.5e9) for host in hosts], costs)
-    scene = Scene(Job(RESNET, batch), hosts, wire)
+    wire = LinkCosts([Site(host.name, 1, GOODPUT * 2.5e9, GOODPUT * 2.5e9) for host in hosts], costs)
+    scene = Scene(Workload(RESNET, batch), hosts, wire)
     every, overlap = LOCAL[batch]
     ways = (*WAYS, (Way("parameter_average", "local", every=every, overlap=overlap), "measured"))
     together = [predict(scene.job, hosts, wire, way, scene.shares(policy)).samples_per_s for way, policy in ways]

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from orchestrator.forecast.faster import predicted
-from orchestrator.forecast.inputs import look
+from orchestrator.forecast.inputs import inputs_of
 from orchestrator.planning.command_line import run_line
 from orchestrator.planning.launch_plan import CodeFolder, Elastic, LaunchPlan
 from orchestrator.results.analyse import analyse
@@ -80,7 +80,7 @@ def test_one_rank_takes_nothing_along_that_speaks_of_others():
 
 def test_a_job_that_goes_on_from_a_checkpoint_stays_with_the_host_that_holds_it():
     plan = dry_run("--set", "resume=/data/point.pt")
-    view = look(plan, {})
+    view = inputs_of(plan, {})
     assert alone(predicted(plan, view, {"resume"})).hosts == ("v100",)
     held = plan.model_copy(update={"master": "a2000"})
     assert alone(predicted(held, view, {"resume"})).hosts == ("a2000",)

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from orchestrator.forecast.layers import layers_of
-from orchestrator.forecast.links import NCCL, Site, Wire
-from orchestrator.forecast.step import Job, Way, averaging, bucket_legs_s, buckets_of, exchange_s
+from orchestrator.forecast.links import NCCL, LinkCosts, Site
+from orchestrator.forecast.step import Way, Workload, averaging, bucket_legs_s, buckets_of, exchange_s
 from trainer.compute.executor import Executor
 from trainer.compute.models import build_model
 from trainer.compute.timer import CpuTimer
@@ -85,13 +85,13 @@ def charged_s(way: Way) -> float:
     costs = NCCL.on_gpus(GB_PER_S)
     free = dataclasses.replace(costs, moved_bytes_per_s=math.inf, kernel_s=0.0)
     with_work_s, without_s = (
-        exchanged_s(way, Wire([Site("a", 1, math.inf, math.inf)], each)) for each in (costs, free)
+        exchanged_s(way, LinkCosts([Site("a", 1, math.inf, math.inf)], each)) for each in (costs, free)
     )
     return with_work_s - without_s
 
 
-def exchanged_s(way: Way, wire: Wire) -> float:
-    job = Job(layers_of("lenet", SHAPE, 10), batch=2)
+def exchanged_s(way: Way, wire: LinkCosts) -> float:
+    job = Workload(layers_of("lenet", SHAPE, 10), batch=2)
     if way.fidelity == "local":
         return exchange_s(job, wire, averaging(way))
     if way.strategy == "ddp":

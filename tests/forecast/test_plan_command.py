@@ -11,9 +11,9 @@ from click.testing import CliRunner
 
 from orchestrator.cli import main
 from orchestrator.forecast.advice import Scene, WhatIf
-from orchestrator.forecast.inputs import foreseen, look, network_from, read_network
-from orchestrator.forecast.links import GLOO, Site, Wire
-from orchestrator.forecast.step import Host, Job
+from orchestrator.forecast.inputs import foreseen, inputs_of, network_from, read_network
+from orchestrator.forecast.links import GLOO, LinkCosts, Site
+from orchestrator.forecast.step import HostSpeed, Workload
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.inventory import load_inventory
 from orchestrator.paths import Home
@@ -238,21 +238,21 @@ def test_hosts_that_one_does_not_have_are_spoken_of_by_kind():
 
 def what_if(hosts, stay):
     """What `plan` says of leaving out all but some of these hosts."""
-    wire = Wire([Site(host.name, 1, 1e9, 1e9) for host in hosts], GLOO)
-    scene = Scene(Job((), 64), hosts, wire)
+    wire = LinkCosts([Site(host.name, 1, 1e9, 1e9) for host in hosts], GLOO)
+    scene = Scene(Workload((), 64), hosts, wire)
     found = Outlook("lab", "x", scene, advice=None, basis=(), speeds_from={})
     return _hosts(WhatIf("without", tuple(stay), choice=None), found)
 
 
 def test_it_is_said_who_is_left_out():
-    hosts = tuple(Host(f"gpu{i}", (Speed(0, 1.0 + i // 10),)) for i in range(30))
+    hosts = tuple(HostSpeed(f"gpu{i}", (Speed(0, 1.0 + i // 10),)) for i in range(30))
     names = [host.name for host in hosts]
     assert what_if(hosts, names[:1]) == "gpu0 alone"
     assert what_if(hosts, names[:2]) == "only gpu0, gpu1 (--nodes gpu0,gpu1)"
     assert what_if(hosts, [*names[:3], *names[4:]]) == "without gpu3"
     assert what_if(hosts, names[10:]) == "without the 10 hosts like gpu0"
     assert what_if(hosts, names[:10]) == "without the 10 hosts like gpu10 and the 10 hosts like gpu20"
-    groups = tuple(Host(f"A2000 6GB-{i}", (Speed(0, 1.0),), "A2000 6GB") for i in range(3))
+    groups = tuple(HostSpeed(f"A2000 6GB-{i}", (Speed(0, 1.0),), "A2000 6GB") for i in range(3))
     assert what_if(groups, ["A2000 6GB-1"]) == "one A2000 6GB host alone (--nodes '1xA2000 6GB')"
 
 
@@ -447,7 +447,7 @@ def test_a_plan_foresees_its_own_strategy_and_shares(home):
 
 def test_micro_batches_that_are_asked_for_cost_their_fixed_part(home):
     plan = dry_run()
-    view = look(plan, {})
+    view = inputs_of(plan, {})
     slow = tuple(
         dataclasses.replace(h, speeds=tuple(dataclasses.replace(s, fixed_ms=50.0) for s in h.speeds))
         for h in view.scene.hosts

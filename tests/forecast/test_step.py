@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from orchestrator.forecast.advice import Scene, advise, choices, fewer, ways
 from orchestrator.forecast.layers import Layer, gradient_bytes, layers_of
-from orchestrator.forecast.links import GLOO, GOODPUT, NCCL, Site, Wire, measured
+from orchestrator.forecast.links import GLOO, GOODPUT, NCCL, LinkCosts, Site, measured
 from orchestrator.forecast.rounds import fewest_steps
 from orchestrator.forecast.step import (
     STRATEGIES,
-    Host,
-    Job,
+    HostSpeed,
     Way,
+    Workload,
     alone_samples_per_s,
     batch_norms_s,
     buckets_of,
@@ -44,9 +44,9 @@ EVERY_WAY = [
 
 def paced(names, gbps, batch, layers=RESNET, costs=GLOO):
     """One rank a host, at the speeds that the lab's twins assume."""
-    hosts = tuple(Host(f"{name}{i}", (Speed(0, 1000 / GPUS[name]),)) for i, name in enumerate(names))
+    hosts = tuple(HostSpeed(f"{name}{i}", (Speed(0, 1000 / GPUS[name]),)) for i, name in enumerate(names))
     bps = GOODPUT * 1e9 * gbps
-    return Scene(Job(layers, batch), hosts, Wire([Site(host.name, 1, bps, bps) for host in hosts], costs))
+    return Scene(Workload(layers, batch), hosts, LinkCosts([Site(host.name, 1, bps, bps) for host in hosts], costs))
 
 
 def forecast(scene, way, policy="equal"):
@@ -113,13 +113,13 @@ def test_powersgd_makes_resnet152_so_much_smaller(rank, factor):
 
 
 def test_a_ring_costs_what_patarasuk_and_yuan_prove():
-    wire = Wire([Site(str(i), 1, 2.5e9, 2.5e9) for i in range(4)], dataclasses.replace(GLOO, message_s=0.001))
+    wire = LinkCosts([Site(str(i), 1, 2.5e9, 2.5e9) for i in range(4)], dataclasses.replace(GLOO, message_s=0.001))
     assert wire.all_reduce_s(232.7e6) == pytest.approx(6 * 0.001 + 1.5 * 232.7e6 * 8 / 2.5e9)
 
 
 def test_ranks_of_one_host_add_up_first_where_the_trainer_has_them_do_so():
     sites = [Site("two", 2, 1e9, 1e9), Site("one", 1, 1e9, 1e9)]
-    wire = Wire(sites, dataclasses.replace(GLOO, message_s=0, local_message_s=0, local_bps=1e15))
+    wire = LinkCosts(sites, dataclasses.replace(GLOO, message_s=0, local_message_s=0, local_bps=1e15))
     assert wire.all_reduce_s(1e9) == pytest.approx(4 / 3 * 8)
     assert sum(wire.relay_s(1e9)) == pytest.approx(8.0, rel=1e-4)
     assert wire.sum_s(1e9) == sum(wire.relay_s(1e9))
@@ -152,12 +152,12 @@ def test_the_parts_of_a_step_add_up_for_every_rank():
 
 
 def test_accumulated_micro_batches_leave_before_the_last_one_nothing_on_the_wire():
-    whole, parts = (Host("one", (Speed(0, 1.0, cap),)) for cap in (None, 16))
+    whole, parts = (HostSpeed("one", (Speed(0, 1.0, cap),)) for cap in (None, 16))
     sites = [Site("one", 1, 1e9, 1e9), Site("two", 1, 1e9, 1e9)]
     times = []
     for host in (whole, parts):
-        hosts = (host, Host("two", (Speed(0, 0.001),)))
-        times.append(predict(Job(RESNET, 65), hosts, Wire(sites, GLOO), Way("ddp"), (64, 1)).step_ms)
+        hosts = (host, HostSpeed("two", (Speed(0, 0.001),)))
+        times.append(predict(Workload(RESNET, 65), hosts, LinkCosts(sites, GLOO), Way("ddp"), (64, 1)).step_ms)
     assert times[1] > times[0]
 
 
@@ -170,14 +170,14 @@ links = st.floats(5e7, 1e10)
 @st.composite
 def scenes(draw, alike=False):
     ranks = draw(st.lists(st.just(1) if alike else st.integers(1, 2), min_size=2, max_size=4))
-    hosts = tuple(Host(str(i), tuple(draw(speeds) for _ in range(n))) for i, n in enumerate(ranks))
+    hosts = tuple(HostSpeed(str(i), tuple(draw(speeds) for _ in range(n))) for i, n in enumerate(ranks))
     bps = draw(links)
     sites = [
         Site(host.name, n, *((bps, bps) if alike else (draw(links), draw(links))))
         for host, n in zip(hosts, ranks, strict=True)
     ]
     costs = dataclasses.replace(draw(st.sampled_from([GLOO, NCCL])), message_s=draw(st.floats(0, 2e-3)))
-    return Scene(Job(SMALL, draw(st.integers(1, 600))), hosts, Wire(sites, costs))
+    return Scene(Workload(SMALL, draw(st.integers(1, 600))), hosts, LinkCosts(sites, costs))
 
 
 RINGS = [way for way in EVERY_WAY if way.strategy not in ("gather_scatter", "reduce_broadcast")]
@@ -213,10 +213,10 @@ def test_on_racks_of_odd_hosts_the_simulator_says_nearly_the_same():
     for _ in range(40):
         ranks = [chance.choice([1, 1, 1, 2]) for _ in range(chance.randint(2, 5))]
         rates = [1000 / chance.choice(list(GPUS.values())) for _ in ranks]
-        hosts = tuple(Host(str(i), (Speed(chance.uniform(0, 20), rates[i]),) * n) for i, n in enumerate(ranks))
+        hosts = tuple(HostSpeed(str(i), (Speed(chance.uniform(0, 20), rates[i]),) * n) for i, n in enumerate(ranks))
         bps = [GOODPUT * chance.choice([1e9, 2.5e9, 10e9]) for _ in ranks]
-        wire = Wire([Site(str(i), n, bps[i], bps[i]) for i, n in enumerate(ranks)], GLOO)
-        scene = Scene(Job(RESNET, chance.choice([64, 256, 1024])), hosts, wire)
+        wire = LinkCosts([Site(str(i), n, bps[i], bps[i]) for i, n in enumerate(ranks)], GLOO)
+        scene = Scene(Workload(RESNET, chance.choice([64, 256, 1024])), hosts, wire)
         for way in (Way("ddp"), Way("allreduce_flat"), Way("ddp", "half"), Way("parameter_average", "local", every=8)):
             played = simulate_step_ms(scene.job, scene.hosts, scene.wire, way, scene.equal)
             misses.append(abs(played / forecast(scene, way).step_ms - 1))
@@ -234,8 +234,8 @@ def test_the_simulator_says_the_same_twice():
 
 def test_a_rank_sends_nothing_to_one_that_is_not_there_yet():
     """A slow root keeps all senders of a gather, however early they are."""
-    hosts = (Host("slow", (Speed(0, 10.0),)), Host("fast", (Speed(0, 0.1),)))
-    scene = Scene(Job(SMALL, 20), hosts, Wire([Site(h.name, 1, 1e9, 1e9) for h in hosts], GLOO))
+    hosts = (HostSpeed("slow", (Speed(0, 10.0),)), HostSpeed("fast", (Speed(0, 0.1),)))
+    scene = Scene(Workload(SMALL, 20), hosts, LinkCosts([Site(h.name, 1, 1e9, 1e9) for h in hosts], GLOO))
     played = simulate_step_ms(scene.job, scene.hosts, scene.wire, Way("gather_scatter"), scene.equal)
     assert played > 100 + 1000 * 8 * gradient_bytes(SMALL) / 1e9
 
@@ -315,7 +315,7 @@ LOCAL_16 = Way("parameter_average", "local", every=4, local_batch=16)
 
 
 def with_fixed_ms(scene, fixed_ms, cap=None):
-    hosts = tuple(Host(host.name, (Speed(fixed_ms, host.speeds[0].sample_ms, cap),)) for host in scene.hosts)
+    hosts = tuple(HostSpeed(host.name, (Speed(fixed_ms, host.speeds[0].sample_ms, cap),)) for host in scene.hosts)
     return Scene(scene.job, hosts, scene.wire)
 
 
@@ -340,8 +340,8 @@ def test_a_local_batch_costs_its_parts_in_the_simulator_too():
 
 
 def test_a_local_batch_changes_local_alone_and_its_shares():
-    hosts = (Host("steep", (Speed(40, 0.5),)), Host("flat", (Speed(0, 2.0),)))
-    scene = Scene(Job(RESNET, 256), hosts, Wire([Site(host.name, 1, 1e10, 1e10) for host in hosts], GLOO))
+    hosts = (HostSpeed("steep", (Speed(40, 0.5),)), HostSpeed("flat", (Speed(0, 2.0),)))
+    scene = Scene(Workload(RESNET, 256), hosts, LinkCosts([Site(host.name, 1, 1e10, 1e10) for host in hosts], GLOO))
     without, with_it = advise(scene), advise(scene, local_batch=16)
     for fidelity in ("exact", "half", "compressed"):
         assert with_it.best[fidelity] == without.best[fidelity]
@@ -352,7 +352,7 @@ def test_a_local_batch_changes_local_alone_and_its_shares():
 
 
 def test_a_measured_latency_takes_the_place_of_the_assumed_one():
-    wire = Wire([Site(str(i), 1, 1e9, 1e9) for i in range(4)], measured(GLOO, 0.002, "lab"))
+    wire = LinkCosts([Site(str(i), 1, 1e9, 1e9) for i in range(4)], measured(GLOO, 0.002, "lab"))
     assert wire.all_reduce_s(0) == pytest.approx(6 * 0.002)
 
 
@@ -387,31 +387,31 @@ def test_more_of_everything_is_foreseen_for_the_fidelity_that_is_allowed():
 
 
 def test_a_host_alone_takes_the_whole_batch_on_its_ranks():
-    host = Host("two", (Speed(1.0, 1.0), Speed(1.0, 1.0)))
+    host = HostSpeed("two", (Speed(1.0, 1.0), Speed(1.0, 1.0)))
     assert alone_samples_per_s(host, 100) == pytest.approx(100 / 0.051)
     assert fastest_shares(host.speeds, 100) == equal_shares(100, 2)
 
 
 def test_of_many_hosts_those_behind_a_slow_link_are_left_out_as_a_kind_of_their_own():
-    hosts = tuple(Host(f"gpu{i}", (Speed(0, 1.0),)) for i in range(20))
+    hosts = tuple(HostSpeed(f"gpu{i}", (Speed(0, 1.0),)) for i in range(20))
     sites = [Site(host.name, 1, bps, bps) for host, bps in zip(hosts, [1e8, 1e8] + 18 * [1e10], strict=True)]
-    scene = Scene(Job(RESNET, 2560), hosts, Wire(sites, GLOO))
+    scene = Scene(Workload(RESNET, 2560), hosts, LinkCosts(sites, GLOO))
     assert scene.kinds == (("gpu0", "gpu1"), tuple(f"gpu{i}" for i in range(2, 20)))
     assert advise(scene).without[0].hosts == tuple(f"gpu{i}" for i in range(2, 20))
 
 
 def test_no_rank_is_foreseen_with_a_single_sample():
     """As the trainer has it: BatchNorm can make nothing of one value."""
-    hosts = tuple(Host(str(i), (Speed(0, ms),)) for i, ms in enumerate((1.0, 1.0, 7.5)))
-    wire = Wire([Site(host.name, 1, 1e9, 1e9) for host in hosts], GLOO)
-    scene = Scene(Job(SMALL, 16), hosts, wire)
+    hosts = tuple(HostSpeed(str(i), (Speed(0, ms),)) for i, ms in enumerate((1.0, 1.0, 7.5)))
+    wire = LinkCosts([Site(host.name, 1, 1e9, 1e9) for host in hosts], GLOO)
+    scene = Scene(Workload(SMALL, 16), hosts, wire)
     assert fastest_shares([host.speeds[0] for host in hosts], 16) == (8, 7, 1)
     assert scene.measured == (9, 7, 0)
-    few = Scene(Job(SMALL, 4), hosts, wire)
+    few = Scene(Workload(SMALL, 4), hosts, wire)
     assert few.equal == (2, 1, 1)
     assert {choice.policy for choice in choices(few, list(ways("exact")))} == {"measured"}
     assert {choice.policy for choice in choices(scene, list(ways("exact")))} == {"equal", "measured"}
-    alone = Scene(Job(SMALL, 1), hosts[:1], Wire(wire.sites[:1], GLOO))
+    alone = Scene(Workload(SMALL, 1), hosts[:1], LinkCosts(wire.sites[:1], GLOO))
     assert alone.measured == (1,)
 
 
@@ -421,9 +421,9 @@ def test_local_travels_in_what_a_person_chose(wire, halves):
 
 
 def test_of_many_kinds_the_slowest_are_left_out_and_the_fastest_are_alone():
-    hosts = tuple(Host(f"h{i:02}", (Speed(0, 1 + i),)) for i in range(40))
-    wire = Wire([Site(host.name, 1, 1e9, 1e9) for host in hosts], GLOO)
-    kept = [[host.name for host in scene.hosts] for scene in fewer(Scene(Job(SMALL, 64), hosts, wire))]
+    hosts = tuple(HostSpeed(f"h{i:02}", (Speed(0, 1 + i),)) for i in range(40))
+    wire = LinkCosts([Site(host.name, 1, 1e9, 1e9) for host in hosts], GLOO)
+    kept = [[host.name for host in scene.hosts] for scene in fewer(Scene(Workload(SMALL, 64), hosts, wire))]
     assert len(kept) < 10
     assert ["h00"] in kept
     assert [host.name for host in hosts[:-1]] in kept

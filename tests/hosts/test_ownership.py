@@ -33,7 +33,7 @@ from orchestrator.provision import venvs
 from orchestrator.record import Owner
 from orchestrator.remote import claim, layout, processes
 from orchestrator.store import Store
-from orchestrator.transport.ask import Host
+from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.local import LocalTransport
 from tests.jobs.test_rescan import local_cluster
 from tests.support.local_job import gang
@@ -43,7 +43,7 @@ ADA, BOB = (Owner(id=letter * 32, name=f"{name}@desk") for letter, name in (("a"
 
 
 def here(workdir, name="here"):
-    return Host(LocalTransport(name), sys.executable, None, str(workdir))
+    return ConnectedHost(LocalTransport(name), sys.executable, None, str(workdir))
 
 
 def hashes(folder):
@@ -169,9 +169,11 @@ def test_reap_ends_what_is_ours_and_says_whose_the_rest_is(homes, two_jobs):
             stray.wait()
 
 
-@pytest.mark.parametrize("look", [belongings.look, lambda *who: belongings.reap(*who, end=False)], ids=["look", "reap"])
+@pytest.mark.parametrize(
+    "look", [belongings.survey_host, lambda *who: belongings.reap(*who, end=False)], ids=["look", "reap"]
+)
 def test_a_look_blanks_what_ended_jobs_of_an_older_orch_still_hold(tmp_path, look):
-    work = layout.Work(str(tmp_path / "work"))
+    work = layout.WorkFolder(str(tmp_path / "work"))
     ended, runs = {"state": "succeeded", "pid": 1}, {"state": "running", **processes.identify(os.getpid())._asdict()}
     jobs = {
         "older": (None, "test", ended), "mine": (ADA, "test", ended),
@@ -309,7 +311,7 @@ def test_a_folder_of_an_older_orch_is_taken_once_it_is_marked_by_hand(project):
 
 
 def test_an_empty_folder_of_a_persons_own_may_be_used_and_goes_when_it_is_empty_again(tmp_path):
-    work = layout.Work(str(tmp_path / "empty"))
+    work = layout.WorkFolder(str(tmp_path / "empty"))
     work.root.mkdir()
     with claim.claimed(work):
         assert (work.root / ".orch-work").is_file()
@@ -342,7 +344,7 @@ def test_an_environment_goes_with_its_last_user(tmp_path):
 
 
 def test_while_others_are_at_work_there_shared_things_stay(tmp_path):
-    work = layout.Work(str(tmp_path / "work"))
+    work = layout.WorkFolder(str(tmp_path / "work"))
     with claim.claimed(work):
         (work.codes / ("c" * 64)).mkdir(parents=True)
         answer = belongings.down(here(work.root), Who(ADA, "rack"))
@@ -354,7 +356,7 @@ def test_while_others_are_at_work_there_shared_things_stay(tmp_path):
 
 def test_a_start_never_meets_a_folder_that_is_being_removed(tmp_path):
     """Claims and removals at once: whoever holds a claim has a marked folder for as long."""
-    work, broken, over = layout.Work(str(tmp_path / "work")), [], threading.Event()
+    work, broken, over = layout.WorkFolder(str(tmp_path / "work")), [], threading.Event()
 
     def start():
         while not over.is_set():

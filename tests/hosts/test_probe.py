@@ -13,7 +13,7 @@ from orchestrator.errors import ConnectError, HostError, ProbeError
 from orchestrator.hosts.facts import parse_facts
 from orchestrator.hosts.probe import probe as probe_host
 from orchestrator.remote import commands, hardware, probe
-from orchestrator.transport.ask import Host, ask
+from orchestrator.transport.ask import ConnectedHost, ask
 from orchestrator.transport.fanout import for_each
 from orchestrator.transport.local import LocalTransport
 from tests.support.quick_python import quick_python
@@ -23,7 +23,7 @@ LOADER = Path(probe.__file__).with_name("loader.py").read_text()
 
 
 def host(name="here", python=sys.executable, activate=None, workdir="~/.orch"):
-    return Host(LocalTransport(name), python, activate, str(workdir))
+    return ConnectedHost(LocalTransport(name), python, activate, str(workdir))
 
 
 def probe_all(hosts, peers=(), *, torch=False, timeout_s):

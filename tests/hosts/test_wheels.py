@@ -6,7 +6,7 @@ from orchestrator.errors import UsageError
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.wheels import BUILDS, PAIRS, build_of, misfit, newest_for, numbers, supports
 from orchestrator.provision.service import gpu_hosts
-from orchestrator.provision.venvs import Wanted, choose
+from orchestrator.provision.venvs import WantedVersions, choose
 from tests.hosts.test_checks import CPU_TORCH, CU117, CU132, facts, gpu, node, torch
 
 V100 = gpu("7.0", driver="580.95.05")
@@ -84,8 +84,8 @@ def hosts(*cards, torches=()):
 
 def test_setup_installs_what_the_oldest_gpu_and_driver_run(monkeypatch):
     monkeypatch.setattr("orchestrator.provision.venvs._own_pair", lambda: ("2.15.0", "0.29.2"))
-    assert choose(None, None, hosts(A2000)) == Wanted("2.15.0", "0.29.2", any_torch=True)
-    assert choose(None, None, hosts(A2000, V100)) == Wanted("2.10.0", "0.25.0", any_torch=True)
+    assert choose(None, None, hosts(A2000)) == WantedVersions("2.15.0", "0.29.2", any_torch=True)
+    assert choose(None, None, hosts(A2000, V100)) == WantedVersions("2.10.0", "0.25.0", any_torch=True)
     assert choose(None, None, [facts(gpus=(V100,), torch=None, machine="aarch64")]).torch == "2.15.0"
     with pytest.raises(UsageError, match=r"orch knows no torch whose wheels run on the GPUs and drivers of all hosts"):
         choose(None, None, hosts(gpu("3.7"), BLACKWELL))
@@ -109,7 +109,7 @@ def test_a_machine_with_an_old_torch_holds_new_gpus_back_no_more_than_it_must(mo
 def test_setup_gives_hosts_without_torch_the_release_that_the_others_have(monkeypatch):
     monkeypatch.setattr("orchestrator.provision.venvs._own_pair", lambda: ("2.15.0", "0.29.2"))
     there = torch(version="2.3.1+cu121")
-    assert choose(None, None, hosts(A2000, V100, torches=[there])) == Wanted("2.3.1", "0.18.1", any_torch=True)
+    assert choose(None, None, hosts(A2000, V100, torches=[there])) == WantedVersions("2.3.1", "0.18.1", any_torch=True)
     too_new = torch(version="2.15.0+cu132")
     assert choose(None, None, hosts(A2000, V100, torches=[too_new])).torch == "2.10.0"
     assert choose(None, None, hosts(A2000, V100, torches=[CPU_TORCH])).torch == "2.10.0"

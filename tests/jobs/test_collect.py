@@ -12,7 +12,7 @@ import pytest
 from orchestrator.errors import ConnectError, OrchError
 from orchestrator.jobs import collect as collecting
 from orchestrator.jobs.collect import HeldError, claimed, collect
-from orchestrator.jobs.frames import Piece
+from orchestrator.jobs.frames import FilePiece
 from orchestrator.jobs.watch import watch
 from orchestrator.paths import RunFolder
 from orchestrator.record import write_record
@@ -332,7 +332,7 @@ def test_a_link_in_place_of_a_log_is_not_followed(ended, run, tmp_path):
 
 def wait_for_first_line(job):
     for _, item in watch(job.plan, job.hosts, offsets={}, follow=True):
-        if isinstance(item, Piece) and b"first" in item.data:
+        if isinstance(item, FilePiece) and b"first" in item.data:
             return
 
 
@@ -348,7 +348,7 @@ def test_who_only_looks_gets_every_byte_though_the_host_hangs_up_on_a_pager_at_r
 
         hosts = {"a": breaking(ended.hosts["a"], after)}
         items = [item for _, item in watch(ended.plan, hosts, offsets={}, follow=False, reconnect=again)]
-        came = b"".join(item.data for item in items if isinstance(item, Piece) and item.file == "rank-0/stdout.log")
+        came = b"".join(item.data for item in items if isinstance(item, FilePiece) and item.file == "rank-0/stdout.log")
         return came, [item for item in items if isinstance(item, ConnectError)]
 
     assert look(1 << 20) == (log.read_bytes(), [])

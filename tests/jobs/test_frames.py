@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import ConnectError, HostError, ProbeError
-from orchestrator.jobs.frames import HEAD_BYTES, MAX_LINE_BYTES, Agent, Beat, End, Held, Piece, read_frames
+from orchestrator.jobs.frames import HEAD_BYTES, MAX_LINE_BYTES, Agent, Beat, End, FilePiece, Held, read_frames
 from orchestrator.remote import reader
-from orchestrator.remote.layout import Work
+from orchestrator.remote.layout import WorkFolder
 
 RANKS = frozenset({0, 1})
 
@@ -35,7 +35,7 @@ STREAM = (
 )
 FRAMES = [
     Agent({"state": "running"}),
-    Piece("rank-1/stdout.log", 1, 0, b"abc\n\x00\xff{", 9),
+    FilePiece("rank-1/stdout.log", 1, 0, b"abc\n\x00\xff{", 9),
     Beat(from_host=True),
     End({"rank-1/stdout.log": (7, "ab")}),
 ]
@@ -53,7 +53,7 @@ def joined(frames):
     whole = []
     for one in frames:
         last = whole[-1] if whole else None
-        if isinstance(one, Piece) and isinstance(last, Piece) and one.offset == last.offset + len(last.data):
+        if isinstance(one, FilePiece) and isinstance(last, FilePiece) and one.offset == last.offset + len(last.data):
             whole[-1] = replace(last, data=last.data + one.data)
         else:
             whole.append(one)
@@ -151,7 +151,7 @@ def test_any_bytes_give_frames_or_a_probe_error(data):
 
 
 def test_a_disk_that_fails_on_its_host_is_told_in_words_and_ends_the_stream(tmp_path, monkeypatch, capfdbinary):
-    job = Work(str(tmp_path)).job("j")
+    job = WorkFolder(str(tmp_path)).job("j")
     (job.root / "rank-0").mkdir(parents=True)
     (job.root / "rank-0" / "stdout.log").write_bytes(b"printed")
 

@@ -17,7 +17,7 @@ import pytest
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.inventory import Node
-from orchestrator.jobs.frames import Piece
+from orchestrator.jobs.frames import FilePiece
 from orchestrator.jobs.live import Notice
 from orchestrator.jobs.running import RunningJob
 from orchestrator.jobs.watch import watch
@@ -192,7 +192,7 @@ def test_output_that_a_failing_disk_dropped_is_told_at_the_end_by_the_masters_wo
 def wait_for(job, text):
     waiting = set(range(job.plan.world_size))
     for _, item in watch(job.plan, job.hosts, offsets={}, follow=True):
-        if isinstance(item, Piece) and text in item.data:
+        if isinstance(item, FilePiece) and text in item.data:
             waiting.discard(item.rank)
         if not waiting:
             return

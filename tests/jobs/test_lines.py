@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.jobs.frames import Piece
+from orchestrator.jobs.frames import FilePiece
 from orchestrator.jobs.lines import MAX_LINE_CHARS, Splitter
 from orchestrator.text import clean, clean_lines, message, one_line
 
@@ -16,7 +16,7 @@ from orchestrator.text import clean, clean_lines, message, one_line
 def split(*pieces, file="rank-0/stdout.log"):
     splitter, offset, lines = Splitter(), 0, []
     for data in pieces:
-        lines += splitter.split("a", Piece(file, 0, offset, data))
+        lines += splitter.split("a", FilePiece(file, 0, offset, data))
         offset += len(data)
     return [line.text for line in (*lines, *splitter.rest())]
 
@@ -54,8 +54,8 @@ def harmless(line):
 def test_the_unfinished_line_of_an_older_generation_is_shown_before_the_new_one():
     splitter = Splitter()
     pieces = [
-        Piece("rank-0/stdout.log", 0, 0, b"old\nunfinished"),
-        Piece("rank-0/stdout.log", 0, 0, b"new\n", anew=True),
+        FilePiece("rank-0/stdout.log", 0, 0, b"old\nunfinished"),
+        FilePiece("rank-0/stdout.log", 0, 0, b"new\n", anew=True),
     ]
     assert [line.text for piece in pieces for line in splitter.split("a", piece)] == ["old", "unfinished", "new"]
 
@@ -104,7 +104,7 @@ def test_a_bar_is_shown_while_it_is_drawn_and_is_a_line_once_the_program_has_lef
         nonlocal offset
         data = text.encode()
         offset += len(data)
-        lines = [*splitter.split("a", Piece("rank-0/stderr.log", 0, offset - len(data), data)), *splitter.settle()]
+        lines = [*splitter.split("a", FilePiece("rank-0/stderr.log", 0, offset - len(data), data)), *splitter.settle()]
         bars = splitter.bars()
         return [line.text for line in lines], bars and [(line.rank, line.stream, line.text) for line in bars.lines]
 
@@ -123,7 +123,7 @@ def test_a_bar_without_end_takes_no_room():
     splitter, offset = Splitter(), 0
     for count in range(300):
         data = b"\r%d" % count * 1000
-        assert list(splitter.split("a", Piece("rank-0/stdout.log", 0, offset, data))) == []
+        assert list(splitter.split("a", FilePiece("rank-0/stdout.log", 0, offset, data))) == []
         offset += len(data)
     assert [line.text for line in splitter.rest()] == ["299"]
 

@@ -25,9 +25,9 @@ from hypothesis import strategies as st
 
 from orchestrator.jobs import follow
 from orchestrator.jobs.faults import fault_words
-from orchestrator.jobs.frames import Agent, Beat, Piece
-from orchestrator.jobs.lines import Bars, Line
-from orchestrator.jobs.live import KEPT_STEPS, LiveView, Notice, Progress, Row, Silence
+from orchestrator.jobs.frames import Agent, Beat, FilePiece
+from orchestrator.jobs.lines import Bars, LogLine
+from orchestrator.jobs.live import KEPT_STEPS, HostRow, LiveView, Notice, RunProgress, Silence
 from orchestrator.jobs.record import Fault
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan, NodePlan
 from orchestrator.views import console, following, progress
@@ -36,7 +36,7 @@ from tests.support.quick_python import quick_python
 from trainer.shared.metrics import LINE_LIMIT
 
 ORCH = [sys.executable, "-m", "orchestrator.cli"]
-ROW = Row("a2000", 120, 938, 333.3, 0.3124, 0.41, 0.2)
+ROW = HostRow("a2000", 120, 938, 333.3, 0.3124, 0.41, 0.2)
 
 
 def plan_of(**ranks: int) -> LaunchPlan:
@@ -63,12 +63,12 @@ class Feed:
         node = next(n for n in self.plan.nodes if rank in n.rank_numbers)
         at = self.offsets.get(rank, 0) if offset is None else offset
         self.offsets[rank] = at + len(data)
-        return self.view.take(node.name, Piece(f"rank-{rank}/metrics.jsonl", rank, at, data))
+        return self.view.take(node.name, FilePiece(f"rank-{rank}/metrics.jsonl", rank, at, data))
 
     def step(self, rank: int, step: int, **fields: object) -> bool:
         return self.send(rank, line(event="step", **{"step": step, "samples": 10, "t_ms": 100.0, **fields}))
 
-    def rows(self) -> dict[str, Row]:
+    def rows(self) -> dict[str, HostRow]:
         return {row.node: row for row in self.view.progress().rows}
 
 
@@ -98,8 +98,8 @@ def test_a_host_shows_its_step_its_ranks_speeds_together_and_their_mean_loss():
         feed.step(0, step, samples=10, loss=20.0)
         feed.step(1, step, samples=30, loss=30.0)
         feed.step(2, step, samples=10, loss=50.0, t_ms=50.0)
-    assert feed.rows()["a"] == Row("a", 3, 938, 100.0, 2.0, None, step_ms=100.0)
-    assert feed.rows()["b"] == Row("b", 3, None, 500.0, 2.0, None, step_ms=100.0)
+    assert feed.rows()["a"] == HostRow("a", 3, 938, 100.0, 2.0, None, step_ms=100.0)
+    assert feed.rows()["b"] == HostRow("b", 3, None, 500.0, 2.0, None, step_ms=100.0)
 
 
 def test_the_time_left_is_that_of_the_host_with_most_to_do():
@@ -112,7 +112,7 @@ def test_the_time_left_is_that_of_the_host_with_most_to_do():
     seen = feed.view.progress(65.0)
     assert seen.left_s == pytest.approx(10.0)  # b: 50 steps of 0.2 s; a: 80 of 0.1 s
     assert progress.time_words(seen) == "running 1:05, about 0:10 left"
-    assert progress.time_words(Progress((ROW,), 93784.0)) == "running 1d 02:03:04"
+    assert progress.time_words(RunProgress((ROW,), 93784.0)) == "running 1d 02:03:04"
 
 
 def test_what_the_wire_alone_holds_up_is_told_beside_waiting():
@@ -190,7 +190,7 @@ def test_lines_cut_anywhere_are_read_once_they_are_whole():
     )
     feed = Feed(a=1)
     assert sum(feed.send(0, data[at : at + 7]) for at in range(0, len(data), 7)) == 4
-    assert feed.rows()["a"] == Row("a", 4, 4, 2000.0, None, None, step_ms=1.0)
+    assert feed.rows()["a"] == HostRow("a", 4, 4, 2000.0, None, None, step_ms=1.0)
 
 
 def test_a_file_that_begins_anew_is_a_new_beginning():
@@ -198,7 +198,7 @@ def test_a_file_that_begins_anew_is_a_new_beginning():
     feed.send(0, line(event="start", steps=9))
     feed.step(0, 7)
     feed.send(0, line(event="step", step=0, samples=1, t_ms=1000.0), offset=0)
-    assert feed.rows()["a"] == Row("a", 1, None, 1.0, None, None, step_ms=1000.0)
+    assert feed.rows()["a"] == HostRow("a", 1, None, 1.0, None, None, step_ms=1000.0)
 
 
 def test_after_a_gap_reading_goes_on_with_the_next_whole_line():
@@ -221,7 +221,7 @@ def test_a_piece_of_many_lines_shows_its_total_and_its_newest_steps():
     lines = [line(event="step", step=step, samples=1, t_ms=1.0) for step in range(1000)]
     feed = Feed(a=1)
     feed.send(0, line(event="start", steps=5000) + b"".join(lines))
-    assert feed.rows()["a"] == Row("a", 1000, 5000, 1000.0, None, None, step_ms=1.0)
+    assert feed.rows()["a"] == HostRow("a", 1000, 5000, 1000.0, None, None, step_ms=1.0)
 
 
 def test_memory_is_bounded_whatever_comes():
@@ -257,7 +257,7 @@ def test_other_files_other_nodes_and_foreign_ranks_are_no_news():
     metrics = "rank-0/metrics.jsonl"
     others = [("a", "rank-0/stdout.log", 0), ("a", "supervisor.log", None)]
     for node, file, rank in [*others, ("z", metrics, 0), ("b", metrics, 0), ("a", "rank-7/metrics.jsonl", 7)]:
-        assert not feed.view.take(node, Piece(file, rank, 0, data))
+        assert not feed.view.take(node, FilePiece(file, rank, 0, data))
     assert feed.rows() == {}
 
 
@@ -322,7 +322,7 @@ def events_of(plan, items, remember=None):
 def test_a_burst_of_news_gives_its_first_and_its_last_value(monkeypatch):
     lines = [line(event="step", step=step, samples=1, t_ms=1.0) for step in range(50)]
     offsets = itertools.accumulate((len(data) for data in lines), initial=0)
-    burst = [("a", Piece("rank-0/metrics.jsonl", 0, at, data)) for at, data in zip(offsets, lines, strict=False)]
+    burst = [("a", FilePiece("rank-0/metrics.jsonl", 0, at, data)) for at, data in zip(offsets, lines, strict=False)]
     monkeypatch.setattr(follow, "PROGRESS_S", 60.0)
     followed = events_of(plan_of(a=1), burst)
     assert [event.rows[0].step for event in followed] == [1, 50]
@@ -331,7 +331,7 @@ def test_a_burst_of_news_gives_its_first_and_its_last_value(monkeypatch):
 def test_ranks_are_starting_until_the_first_line_or_metric_and_bars_come_folded(monkeypatch):
     offset, items = 0, [("", Beat()), ("", Beat())]
     for text in ("\r 1%", "\r 2%\r 3%", "\r 4%\nend\n"):
-        items.append(("a", Piece("rank-0/stderr.log", 0, offset, text.encode())))
+        items.append(("a", FilePiece("rank-0/stderr.log", 0, offset, text.encode())))
         offset += len(text)
     monkeypatch.setattr(follow, "BARS_S", -1.0)  # with each word that comes
     events = events_of(plan_of(a=1), items)
@@ -357,14 +357,14 @@ def test_each_fault_of_an_elastic_job_is_told_once_wherever_it_comes_to_stand():
 
 def test_a_line_reads_as_a_person_says_it():
     assert progress.progress_words(ROW) == "a2000: step 120/938, 333 samples/s, loss 0.312, sync 20 %, wait 41 %"
-    unknown = Row("v100", 1, None, None, None, None)
+    unknown = HostRow("v100", 1, None, None, None, None)
     assert progress.progress_words(unknown) == "v100: step 1, - samples/s, loss -, sync -, wait -"
 
 
 def test_on_a_pipe_a_host_says_a_line_every_ten_seconds_and_a_last_one(monkeypatch, capsys):
     times = iter([100.0, 105.0, 110.5, 111.0, 112.0])
     monkeypatch.setattr(following.time, "monotonic", lambda: next(times))
-    following.print_events([Progress((Row("a", step, 9, None, None, None),)) for step in range(1, 6)])
+    following.print_events([RunProgress((HostRow("a", step, 9, None, None, None),)) for step in range(1, 6)])
     said = capsys.readouterr()
     assert [text.partition(",")[0] for text in said.err.splitlines()] == ["a: step 3/9", "a: step 5/9"]
     assert said.out == ""
@@ -373,9 +373,9 @@ def test_on_a_pipe_a_host_says_a_line_every_ten_seconds_and_a_last_one(monkeypat
 def test_on_a_pipe_bars_and_silence_are_a_line_every_ten_seconds(monkeypatch, capsys):
     times = iter(range(100, 200, 5))
     monkeypatch.setattr(following.time, "monotonic", lambda: next(times))
-    bars = [Bars((Line("a", 0, "stderr", f" {n} %"),)) for n in range(6)]
+    bars = [Bars((LogLine("a", 0, "stderr", f" {n} %"),)) for n in range(6)]
     following.print_events(
-        [Silence(2, 4.0), Silence(2, 9.0), Silence(2, 14.0), *bars, (Line("a", 0, "stderr", "end"),)]
+        [Silence(2, 4.0), Silence(2, 9.0), Silence(2, 14.0), *bars, (LogLine("a", 0, "stderr", "end"),)]
     )
     said = capsys.readouterr()
     assert said.err.splitlines() == ["2 ranks are starting (14 s)", "[a 0] 1 %", "[a 0] 3 %", "[a 0] 5 %"]
@@ -388,7 +388,7 @@ def test_a_long_silence_is_not_called_a_start():
 
 
 def test_a_script_without_metrics_shows_its_lines_alone(capsys):
-    following.print_events([(Line("a", 0, "stdout", "hello"),)])
+    following.print_events([(LogLine("a", 0, "stdout", "hello"),)])
     assert capsys.readouterr() == ("[a 0] hello\n", "")
 
 
@@ -508,18 +508,18 @@ class Terminal:
 TABLE = """
 from orchestrator.views import console, following
 from orchestrator.jobs.live import Notice
-from orchestrator.jobs.lines import Line
-from orchestrator.jobs.live import Progress, Row
+from orchestrator.jobs.lines import LogLine
+from orchestrator.jobs.live import RunProgress, HostRow
 
 LONG = "node-with-a-name-longer-than-anyone-wants-to-read-in-a-table-of-figures"
 
 def events():
-    yield (Line("a", 0, "stdout", "before"),)
+    yield (LogLine("a", 0, "stdout", "before"),)
     for step in range(1, 30):
-        a2000 = Row("a2000", step, 938, 333.3, 0.3124, 0.41, 0.2)
-        yield Progress((a2000, Row(LONG, 10**6 - step, 10**6, 83333.0, -1e9, None)))
+        a2000 = HostRow("a2000", step, 938, 333.3, 0.3124, 0.41, 0.2)
+        yield RunProgress((a2000, HostRow(LONG, 10**6 - step, 10**6, 83333.0, -1e9, None)))
         if step % 10 == 0:
-            yield (Line("a", 0, "stdout", f"at {step} " + "x" * 70),)
+            yield (LogLine("a", 0, "stdout", f"at {step} " + "x" * 70),)
             yield Notice(f"link {step}")
     END
 
@@ -557,11 +557,11 @@ def wrapped(text: str, width: int) -> list[str]:
 BARS = """
 import os, sys, time
 from orchestrator.views import console, following
-from orchestrator.jobs.lines import Bars, Line
-from orchestrator.jobs.live import Progress, Row, Silence
+from orchestrator.jobs.lines import Bars, LogLine
+from orchestrator.jobs.live import RunProgress, HostRow, Silence
 
 def bars(*texts):
-    return Bars(tuple(Line("a", rank, "stderr", text) for rank, text in enumerate(texts)))
+    return Bars(tuple(LogLine("a", rank, "stderr", text) for rank, text in enumerate(texts)))
 
 def seen(name):
     while sys.argv[1:] and not os.path.exists(f"{sys.argv[1]}/{name}"):
@@ -575,13 +575,13 @@ def events():
     for step in range(3):
         yield bars(f" 3{step}%|#   |", " 40%|##  |")
     seen("bars")
-    yield (Line("a", 0, "stderr", "100%|####|"), Line("a", 1, "stderr", "100%|####|"))
+    yield (LogLine("a", 0, "stderr", "100%|####|"), LogLine("a", 1, "stderr", "100%|####|"))
     yield bars()
 
 following.print_events(events())
 console.say("the end")
 """
-ROW_OF_A = "yield Progress((Row('a', 5, 9, 10.0, 0.5, 0.1, 0.2),), 65.0)"
+ROW_OF_A = "yield RunProgress((HostRow('a', 5, 9, 10.0, 0.5, 0.1, 0.2),), 65.0)"
 
 
 @pytest.mark.parametrize("row", ["", ROW_OF_A])
@@ -604,9 +604,9 @@ def test_a_silence_and_bars_are_seen_while_they_last(tmp_path):
 
 
 def test_a_table_fits_sixty_columns_and_cuts_the_name_alone():
-    wide = Row("a-rack-with-a-long-name.example.org", 12345, 93800, 83333.0, 0.3124, 0.41, 0.2)
+    wide = HostRow("a-rack-with-a-long-name.example.org", 12345, 93800, 83333.0, 0.3124, 0.41, 0.2)
     with console.out.capture() as shown:
-        console.out.print(progress.progress_table(Progress((ROW, wide)), 60), width=60)
+        console.out.print(progress.progress_table(RunProgress((ROW, wide)), 60), width=60)
     header, first, second = [text.rstrip() for text in re.sub(r"\x1b\[[^m]*m", "", shown.get()).splitlines()]
     assert max(map(len, (header, first, second))) <= 60
     assert first.split() == ["a2000", "120/938", "333", "0.312", "20", "%", "41", "%"]
@@ -615,9 +615,9 @@ def test_a_table_fits_sixty_columns_and_cuts_the_name_alone():
 
 
 def test_not_even_absurd_figures_fold_a_row():
-    absurd = Row("a2000", 10**12 - 1, 10**12, 1e300, -1e12, 1.0)
+    absurd = HostRow("a2000", 10**12 - 1, 10**12, 1e300, -1e12, 1.0)
     with console.out.capture() as shown:
-        console.out.print(progress.progress_table(Progress((absurd, ROW)), 60), width=60)
+        console.out.print(progress.progress_table(RunProgress((absurd, ROW)), 60), width=60)
     lines = re.sub(r"\x1b\[[^m]*m", "", shown.get()).splitlines()
     assert len(lines) == 3
     assert max(map(len, lines)) <= 60

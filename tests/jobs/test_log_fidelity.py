@@ -23,7 +23,7 @@ import pytest
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.inventory import load_inventory
 from orchestrator.jobs.collect import claimed
-from orchestrator.jobs.frames import Piece
+from orchestrator.jobs.frames import FilePiece
 from orchestrator.jobs.live import Notice
 from orchestrator.jobs.running import RunningJob
 from orchestrator.jobs.watch import watch
@@ -92,7 +92,7 @@ class Watched:
         hosts = {name: breaking(host, after()) for name, host in job.hosts.items()}
         again = lambda name: breaking(job.hosts[name], after())  # noqa: E731
         for name, item in watch(job.plan, hosts, offsets={}, follow=True, reconnect=again):
-            if isinstance(item, Piece):
+            if isinstance(item, FilePiece):
                 before = self.files.get((name, item.file), b"")
                 assert item.offset == len(before)
                 assert not item.anew
@@ -168,7 +168,7 @@ FOLLOWS = """
 import pickle, sys
 from types import SimpleNamespace
 from orchestrator.views import following
-from orchestrator.transport.ask import Host
+from orchestrator.transport.ask import ConnectedHost
 from orchestrator.jobs.record import JobRecord
 from orchestrator.jobs.running import RunningJob
 from orchestrator.planning.launch_plan import LaunchPlan
@@ -176,7 +176,7 @@ from orchestrator.transport.local import LocalTransport
 
 plan = LaunchPlan.model_validate_json(sys.stdin.read())
 record = JobRecord(schema=1, id=plan.job, state="running", exp="x", cluster="c", nodes=("a",))
-hosts = {n.name: Host(LocalTransport(n.name), n.python, None, n.workdir) for n in plan.nodes}
+hosts = {n.name: ConnectedHost(LocalTransport(n.name), n.python, None, n.workdir) for n in plan.nodes}
 store = SimpleNamespace(change_job=lambda name, change: change(record))
 following.print_events(RunningJob(plan, store, SimpleNamespace(reopen=None), hosts).follow())
 peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))  # ru_maxrss is the parent's, too

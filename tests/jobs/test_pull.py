@@ -17,7 +17,7 @@ from orchestrator.jobs import pull as pulling
 from orchestrator.jobs.frames import Left, Whole, read_frames
 from orchestrator.jobs.pull import Output, Pulled, checkpoint_globs, is_here, list_outputs, matching
 from orchestrator.paths import RunFolder
-from orchestrator.transport.ask import Host
+from orchestrator.transport.ask import ConnectedHost
 from tests.support.broken_link import Breaking
 from tests.support.local_job import gang
 
@@ -135,7 +135,7 @@ def test_a_hole_takes_no_room_here_either(wrote, run):
 
 def test_one_who_reads_the_run_folder_never_meets_half_a_file(wrote, run):
     """Until a file is whole it has another name: the link breaks in the middle of it."""
-    hosts = {"a": Host(Breaking(wrote.hosts["a"].transport, 1_000_000), sys.executable, None, "/nowhere")}
+    hosts = {"a": ConnectedHost(Breaking(wrote.hosts["a"].transport, 1_000_000), sys.executable, None, "/nowhere")}
     hosts["a"] = at_work(wrote, hosts["a"])
 
     def gone(name):
@@ -162,7 +162,7 @@ def overhead(came_bytes):
 
 
 def at_work(job, host):
-    return Host(host.transport, host.python, None, job.hosts["a"].workdir)
+    return ConnectedHost(host.transport, host.python, None, job.hosts["a"].workdir)
 
 
 def test_a_broken_link_is_dialled_again_while_the_pull_gets_on(wrote, run):
@@ -170,7 +170,7 @@ def test_a_broken_link_is_dialled_again_while_the_pull_gets_on(wrote, run):
 
     def again(name):
         dialled.append(name)
-        return at_work(wrote, Host(Breaking(wrote.hosts[name].transport, 1_000_000), sys.executable, None, ""))
+        return at_work(wrote, ConnectedHost(Breaking(wrote.hosts[name].transport, 1_000_000), sys.executable, None, ""))
 
     found, _ = bring(wrote, run, ["src/snapshot.pt"], {"a": again("a")}, again)
     assert len(dialled) == 4  # 3 MB, and what the frames take
@@ -192,7 +192,7 @@ def test_a_file_that_never_rests_is_left_and_told(wrote, run, monkeypatch):
     path.write_bytes(b"0" * 100)
     try:
         wanted = {"a": [o for o in listed(wrote)["a"].files if o.name == "src/busy.log"]}
-        host = Host(Meddling(wrote.hosts["a"].transport, path), sys.executable, None, wrote.hosts["a"].workdir)
+        host = ConnectedHost(Meddling(wrote.hosts["a"].transport, path), sys.executable, None, wrote.hosts["a"].workdir)
         found = pulling.pull(wrote.plan, {"a": host}, run, wanted, lambda _: None, lambda name: host)
         assert "changes while it is read" in found["a"].left["src/busy.log"]
         assert here(run, "a") == {}
@@ -275,7 +275,7 @@ class Liar:
 
 
 def lies(*answers):
-    return Host(Liar(*answers), sys.executable, None, "/nowhere")
+    return ConnectedHost(Liar(*answers), sys.executable, None, "/nowhere")
 
 
 ODD_NAMES = ["../x", "src/../../x", "/etc/passwd", "src", "src/", "src//x", "src/./x", "logs/x", "src/a\x1b[2J", ""]

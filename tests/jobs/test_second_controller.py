@@ -147,7 +147,7 @@ class Deaf:
 @pytest.mark.parametrize("action", ["prepare", "go"])
 def test_a_launch_that_loses_an_answer_undoes_itself_everywhere(job, action):
     host = job.hosts["b"]
-    hosts = {**job.hosts, "b": ask.Host(Deaf(host.transport, action), host.python, None, host.workdir)}
+    hosts = {**job.hosts, "b": ask.ConnectedHost(Deaf(host.transport, action), host.python, None, host.workdir)}
     undone = []
     with pytest.raises(HostsError, match="did not end in time"):
         launch(job.plan, hosts, job.blob, lambda: undone.append(True))

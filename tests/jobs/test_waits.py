@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.jobs.frames import Piece
+from orchestrator.jobs.frames import FilePiece
 from orchestrator.jobs.live import LiveView
 from orchestrator.jobs.waits import wait_and_sync
 from orchestrator.planning.launch_plan import LaunchPlan
@@ -51,7 +51,7 @@ def test_a_run_that_is_followed(lines, expected, tmp_path: Path):
     view = LiveView(LaunchPlan.model_validate_json(run.plan.read_text()))
     for rank, line in enumerate(lines):
         content = "".join(json.dumps(one) + "\n" for one in step_lines([line])).encode()
-        assert view.take(f"h{rank}", Piece(f"rank-{rank}/metrics.jsonl", rank, 0, content))
+        assert view.take(f"h{rank}", FilePiece(f"rank-{rank}/metrics.jsonl", rank, 0, content))
     shown = [(row.wait_share * STEP_MS, row.sync_share * STEP_MS) for row in view.progress().rows]
     assert shown == [pytest.approx(each) for each in expected]
 

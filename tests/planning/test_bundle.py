@@ -11,7 +11,7 @@ import pytest
 from orchestrator.errors import UsageError
 from orchestrator.planning import bundle
 from orchestrator.planning.bundle import pack_folder
-from orchestrator.remote.layout import Work
+from orchestrator.remote.layout import WorkFolder
 from orchestrator.remote.prepare import Refused, store_code
 
 
@@ -131,7 +131,7 @@ def test_a_prefix_goes_before_every_name(tmp_path):
 def test_what_was_packed_lies_on_the_host_unchanged_read_only_and_executable_where_it_was(tmp_path):
     source = fill(tmp_path / "source", {"train.py": "print('größe')", "bin/go.sh": "#!/bin/sh\n", "empty": ""})
     (source / "bin/go.sh").chmod(0o755)
-    code_folder = store(Work(str(tmp_path / "work")), pack_folder(source)[1])
+    code_folder = store(WorkFolder(str(tmp_path / "work")), pack_folder(source)[1])
     assert everything_in(code_folder) == everything_in(source)
     modes = {}
     for path in [path for path in source.rglob("*") if path.is_file()]:
@@ -142,7 +142,7 @@ def test_what_was_packed_lies_on_the_host_unchanged_read_only_and_executable_whe
 
 
 def test_a_second_copy_of_the_same_code_changes_nothing(tmp_path):
-    work, blob = Work(str(tmp_path / "work")), pack_folder(fill(tmp_path / "source", {"a.py": "1"}))[1]
+    work, blob = WorkFolder(str(tmp_path / "work")), pack_folder(fill(tmp_path / "source", {"a.py": "1"}))[1]
     first = store(work, blob)
     before = (first / "a.py").stat().st_ino
     assert store(work, blob) == first
@@ -153,7 +153,7 @@ def test_a_second_copy_of_the_same_code_changes_nothing(tmp_path):
 @pytest.mark.parametrize("damage", [lambda blob: blob[:-1], lambda blob: b"x" + blob[1:], lambda blob: b""])
 def test_code_that_arrived_damaged_is_refused_and_leaves_nothing(tmp_path, damage):
     found, blob = pack_folder(fill(tmp_path / "source", {"a.py": "1"}))
-    work = Work(str(tmp_path / "work"))
+    work = WorkFolder(str(tmp_path / "work"))
     with pytest.raises(Refused, match="arrived damaged"):
         store_code(work, found.sha256, damage(blob))
     assert not work.root.exists()
@@ -179,7 +179,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("bad", HOSTILE.values(), ids=list(HOSTILE))
 def test_a_member_that_is_no_plain_file_inside_is_refused_and_nothing_stays(tmp_path, bad):
-    work = Work(str(tmp_path / "deep" / "er" / "work"))
+    work = WorkFolder(str(tmp_path / "deep" / "er" / "work"))
     with pytest.raises(Refused, match="no plain file"):
         store(work, tar_of((member("good.py"), b"1"), (bad, b"")))
     assert everything_in(work.root) == ["code"]
@@ -189,12 +189,12 @@ def test_a_member_that_is_no_plain_file_inside_is_refused_and_nothing_stays(tmp_
 @pytest.mark.parametrize("name", ["", "..", "ABC", "0" * 63, "0" * 65, "../" + "0" * 61, "0" * 63 + "\n"])
 def test_no_folder_is_named_by_what_is_no_hash(tmp_path, name):
     with pytest.raises(ValueError, match="not a sha256"):
-        Work(str(tmp_path)).code(name)
+        WorkFolder(str(tmp_path)).code(name)
 
 
 def test_too_little_free_space_is_said_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 5 << 20}))
-    work = Work(str(tmp_path / "work"))
+    work = WorkFolder(str(tmp_path / "work"))
     with pytest.raises(Refused, match="5 MiB free"):
         store(work, tar_of((member("a.py"), b"1")))
     assert not work.root.exists()

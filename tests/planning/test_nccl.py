@@ -5,7 +5,7 @@ import pytest
 from orchestrator.cli.clusters import _show_up
 from orchestrator.clusters import Up, unlike
 from orchestrator.errors import UnlikeError
-from orchestrator.forecast.inputs import look
+from orchestrator.forecast.inputs import inputs_of
 from orchestrator.hosts import checks
 from orchestrator.hosts.cluster import Cluster, Problem
 from orchestrator.hosts.facts import RdmaPort
@@ -160,12 +160,12 @@ def test_a_dry_run_shows_each_setting_with_its_reason(capsys):
 def test_orch_plan_shows_them_too_and_counts_on_nccl():
     request = read_experiment("resnet152_cifar", {}).request
     made, _ = told(gpu_host(41, rdma=(ROCE,)), gpu_host(42), request, bandwidth_bps=2.5e9)
-    view = look(made, {})
+    view = inputs_of(made, {})
     assert view.scene.wire.costs.name == "nccl"
     assert "sets NCCL_IB_DISABLE=1: no InfiniBand or RoCE on n42" in outlook_of(made, view, frozenset()).basis
     without = {"n41": gpu_host(41), "n42": host(42, torch=torch_of(nccl_available=False))}
     nodes = [node(number, bandwidth_bps=2.5e9) for number in (41, 42)]
-    assert look(plan(nodes, without, request), {}).scene.wire.costs.name == "gloo"
+    assert inputs_of(plan(nodes, without, request), {}).scene.wire.costs.name == "gloo"
 
 
 # ---- unlike hosts ---------------------------------------------------------------------------------------------

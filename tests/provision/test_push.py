@@ -18,7 +18,7 @@ from orchestrator.provision import push as datapush
 from orchestrator.provision.manifest import read_manifest
 from orchestrator.provision.push import Pushed
 from orchestrator.provision.service import DATA_FOLDER, data_folder
-from orchestrator.transport.ask import Host
+from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.local import LocalTransport
 from tests.support.lab import lab
 from tests.support.terminal import Person
@@ -43,7 +43,7 @@ def here(tmp_path):
 
 
 def host(name="here"):
-    return Host(LocalTransport(name), sys.executable, None, "/nowhere")
+    return ConnectedHost(LocalTransport(name), sys.executable, None, "/nowhere")
 
 
 def push(root, there, hosts=None, reopen=None):
@@ -166,7 +166,7 @@ class Cut:
 
 def test_a_broken_link_is_dialled_again_while_the_push_gets_on(here, tmp_path):
     there, dialled = tmp_path / "there", []
-    cut = Host(Cut(there), sys.executable, None, "/nowhere")
+    cut = ConnectedHost(Cut(there), sys.executable, None, "/nowhere")
     pushed, _ = push(here, there, {"here": cut}, lambda name: dialled.append(name) or host())
     assert dialled == ["here"]
     assert contents(there) == contents(here)
@@ -365,13 +365,13 @@ class Liar:
     ids=str,
 )
 def test_a_host_that_makes_no_sense_is_not_believed(here, words):
-    liar = Host(Liar(*words), "python3", None, "~/.orch")
+    liar = ConnectedHost(Liar(*words), "python3", None, "~/.orch")
     found = datapush.push({"liar": liar}, read_manifest(here), "~/data", lambda _: None, host)
     assert isinstance(found["liar"], ProbeError)
 
 
 def test_a_host_that_breaks_off_is_not_dialled_for_ever(here):
-    liar = Host(Liar({"beat": 1}), "python3", None, "~/.orch")
+    liar = ConnectedHost(Liar({"beat": 1}), "python3", None, "~/.orch")
     found = datapush.push({"liar": liar}, read_manifest(here), "~/data", lambda _: None, lambda _: liar)
     assert isinstance(found["liar"], ConnectError)
 

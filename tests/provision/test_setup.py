@@ -19,10 +19,10 @@ from orchestrator.errors import HostError, UsageError
 from orchestrator.hosts.cluster import Cluster, Venv
 from orchestrator.provision import venvs
 from orchestrator.provision.requirements import Requirements
-from orchestrator.provision.venvs import PAIRS, Made, Wanted, choose
+from orchestrator.provision.venvs import PAIRS, Made, WantedVersions, choose
 from orchestrator.record import Owner
 from orchestrator.remote import environment
-from orchestrator.transport.ask import Host
+from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.local import LocalTransport
 from tests.support.lab import lab
 from tests.support.quick_python import quick_python, with_quick_venv
@@ -36,7 +36,7 @@ from . import cuda, distributed
 """
 CUDA = "is_available = lambda: False\nget_arch_list = list\n"
 DISTRIBUTED = "is_available = lambda: True\n"
-WANTED = Wanted("2.3.1", "0.18.1", any_torch=False)
+WANTED = WantedVersions("2.3.1", "0.18.1", any_torch=False)
 
 
 def wheel(folder: Path, name: str, version: str, files: dict[str, str]) -> None:
@@ -77,7 +77,7 @@ def bare(tmp_path_factory):
 
 def set_up(workdir, env, wanted=WANTED, *, python):
     seen = []
-    host = Host(LocalTransport("here"), python, None, str(workdir))
+    host = ConnectedHost(LocalTransport("here"), python, None, str(workdir))
     offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": "/dev/null"}
     envs = {"here": {**offline, **env}}
     return venvs.set_up({"here": host}, wanted, envs, seen.append, owner=OWNER, cluster="rack")["here"], seen
@@ -105,7 +105,7 @@ def test_the_torchvision_that_goes_with_a_torch_is_known():
 def test_without_a_word_it_is_what_this_machine_has_and_hosts_with_any_torch_stay():
     from importlib.metadata import version
 
-    assert choose(None, None) == Wanted(version("torch"), version("torchvision"), any_torch=True)
+    assert choose(None, None) == WantedVersions(version("torch"), version("torchvision"), any_torch=True)
 
 
 def test_without_torch_on_this_machine_it_is_the_newest_known(monkeypatch):
@@ -208,7 +208,7 @@ def test_leaving_ends_pip(bare, tmp_path):
         address = f"http://user:secret@127.0.0.1:{index.getsockname()[1]}/"
         env = {"PIP_INDEX_URL": address, "PIP_CONFIG_FILE": "/dev/null", "PIP_TIMEOUT": "300"}
         index.settimeout(120)
-        leave, host = threading.Event(), Host(LocalTransport("here"), bare, None, str(tmp_path))
+        leave, host = threading.Event(), ConnectedHost(LocalTransport("here"), bare, None, str(tmp_path))
 
         def show(progress):
             assert "secret" not in progress.line

@@ -7,7 +7,7 @@ import pytest
 from orchestrator.remote.door import MAX_LINE
 from orchestrator.remote.fitting import fitted
 from orchestrator.remote.host_state import TOLD, HostState
-from orchestrator.remote.layout import RECORD_BYTES, RESERVE_BYTES, Work, write_last_word
+from orchestrator.remote.layout import RECORD_BYTES, RESERVE_BYTES, WorkFolder, write_last_word
 from orchestrator.remote.messages import failure
 
 LONG = "\U0001f642" * 500
@@ -32,7 +32,7 @@ def worst_record(ranks):
 
 @pytest.mark.parametrize("ranks", [1, 16, 1024])
 def test_the_last_word_fits_into_its_reserve_whatever_was_printed(tmp_path, ranks):
-    job = Work(str(tmp_path)).job("j")
+    job = WorkFolder(str(tmp_path)).job("j")
     job.root.mkdir(parents=True)
     record = worst_record(ranks)
     write_last_word(job, record)
@@ -52,7 +52,7 @@ def test_what_fits_is_told_as_it_is():
 
 def test_a_members_status_is_one_line_of_the_hub_whatever_was_printed(tmp_path):
     node = {"name": "b", "rank_numbers": list(range(8)), "gpu_uuids": [], "env": {}, "is_master": False, "token": "00"}
-    member = HostState(Work(str(tmp_path)).job("j"), node, {}, lambda: None)
+    member = HostState(WorkFolder(str(tmp_path)).job("j"), node, {}, lambda: None)
     member.failures = [long_failure(rank) for rank in range(20)]
     member.leftovers = [LONG] * 20
     assert len(json.dumps(member.status())) < MAX_LINE - 200  # its MAC stands before it

@@ -17,7 +17,7 @@ from orchestrator.hosts.belongings import Who
 from orchestrator.hosts.probe import probe
 from orchestrator.record import Owner
 from orchestrator.remote import memory, processes, trouble
-from orchestrator.transport.ask import Host
+from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.local import LocalTransport
 from tests.support.local_job import LAUNCHER, gang, launcher_arguments
 
@@ -89,7 +89,7 @@ def test_a_rank_that_finds_no_inode_for_its_logs_is_named_with_that(tmp_path):
 
 
 def test_up_counts_the_inodes_and_a_job_that_lacks_them_is_refused_with_that(tmp_path):
-    here = Host(LocalTransport("b"), sys.executable, None, str(tmp_path / "work-1"))
+    here = ConnectedHost(LocalTransport("b"), sys.executable, None, str(tmp_path / "work-1"))
     with gang(tmp_path, WAITS) as job, disk_of_few_inodes(tmp_path / "work-1", 100):
         found = probe(here, [], torch=False, timeout_s=30)
         assert 90 < found.disk_free_inodes < 100

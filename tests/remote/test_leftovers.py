@@ -13,10 +13,10 @@ import time
 import pytest
 
 from orchestrator.remote import leftovers, processes
-from orchestrator.remote.layout import Work, write_json
+from orchestrator.remote.layout import WorkFolder, write_json
 from orchestrator.transport import ask as call
 from orchestrator.transport import shell
-from orchestrator.transport.ask import Host, ask
+from orchestrator.transport.ask import ConnectedHost, ask
 from orchestrator.transport.local import LocalTransport
 
 
@@ -39,7 +39,7 @@ def ended_by_alarm(running):
 
 
 def request_of(name, request, limit_s=1):
-    here = Host(LocalTransport("here"), sys.executable, None, ".")
+    here = ConnectedHost(LocalTransport("here"), sys.executable, None, ".")
     return call._input(here, name, request, "MARK", b"", limit_s)
 
 
@@ -54,7 +54,7 @@ def test_a_program_with_a_deadline_ends_after_it(tmp_path):
     request = {"action": "prepare", "workdir": str(tmp_path), "node": {"job": "j"}, "plan": {}, "blob_bytes": 9}
     with program("prepare", request_of("prepare", request)) as running:  # waits for code that never comes
         assert ended_by_alarm(running)
-    monkeypatched = Host(LocalTransport("here"), sys.executable, None, str(tmp_path))
+    monkeypatched = ConnectedHost(LocalTransport("here"), sys.executable, None, str(tmp_path))
     assert ask(monkeypatched, "control", {"action": "status", "workdir": str(tmp_path)}, timeout_s=60) == {"jobs": {}}
 
 
@@ -62,7 +62,7 @@ def test_a_program_with_a_deadline_ends_after_it(tmp_path):
 def test_a_program_whose_words_nobody_takes_ends_and_one_that_is_heard_goes_on(name, tmp_path, monkeypatch):
     sources = {key: text.replace("STUCK_S = 120", "STUCK_S = 2") for key, text in call.shipped_sources().items()}
     monkeypatch.setattr(call, "shipped_sources", lambda: sources)
-    job = Work(str(tmp_path)).job("j")
+    job = WorkFolder(str(tmp_path)).job("j")
     (job.root / "rank-0").mkdir(parents=True)
     flood = b"x" * (1 << 20)
     (job.root / "rank-0" / "stdout.log").write_bytes(flood)
@@ -105,7 +105,7 @@ def nonblocking(path, flags):
 
 
 def test_reap_finds_what_is_stuck_and_nothing_that_is_at_work(tmp_path, monkeypatch):
-    job = Work(str(tmp_path)).job("j")
+    job = WorkFolder(str(tmp_path)).job("j")
     job.root.mkdir(parents=True)
     write_json(job.agent, {"state": "running", **processes.identify(os.getpid())._asdict()})
     follows = {

@@ -22,7 +22,7 @@ from orchestrator.jobs.stall import News, stall_of, stall_words
 from orchestrator.jobs.state import combine
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.remote import stillness
-from orchestrator.remote.layout import Job
+from orchestrator.remote.layout import JobFolder
 from orchestrator.remote.processes import Use
 from orchestrator.remote.stillness import Sample, Stillness, what_it_does
 from orchestrator.results.analyse import analyse
@@ -40,9 +40,9 @@ TALKS = "import time\nwhile True: print(1, flush=True); time.sleep(0.05)"
 
 
 @contextlib.contextmanager
-def ranks_of(root: Path, *scripts: str) -> Iterator[tuple[Job, dict[str, dict[str, Any]]]]:
+def ranks_of(root: Path, *scripts: str) -> Iterator[tuple[JobFolder, dict[str, dict[str, Any]]]]:
     """A rank for each script: a process with its log, and what the supervisor would know of it."""
-    job, children, told = Job(root), [], {}
+    job, children, told = JobFolder(root), [], {}
     with contextlib.ExitStack() as logs:
         for rank, script in enumerate(scripts):
             job.rank(rank).mkdir(parents=True)

@@ -14,7 +14,7 @@ import pytest
 
 from orchestrator.errors import HostsError
 from orchestrator.jobs import control
-from orchestrator.jobs.frames import Piece
+from orchestrator.jobs.frames import FilePiece
 from orchestrator.jobs.watch import watch
 from orchestrator.remote import processes
 from tests.support.local_job import gang
@@ -250,7 +250,7 @@ def wait_for_files(job, text):
     """Until every rank has printed it; follows the files as `orch logs -f` does."""
     waiting = set(range(job.plan.world_size))
     for _, item in watch(job.plan, job.hosts, offsets={}, follow=True):
-        if isinstance(item, Piece) and text.encode() in item.data:
+        if isinstance(item, FilePiece) and text.encode() in item.data:
             waiting.discard(item.rank)
         if not waiting:
             return

@@ -11,7 +11,7 @@ from orchestrator.hosts.consent import local_commands
 from orchestrator.hosts.inventory import load_inventory
 from orchestrator.remote import claim
 from orchestrator.remote.answer import Refused
-from orchestrator.remote.layout import Work
+from orchestrator.remote.layout import WorkFolder
 from orchestrator.remote.workfolder import content, danger, trial
 from tests.support import forks
 
@@ -33,7 +33,7 @@ def test_a_folder_that_every_user_may_write_is_refused_with_the_line_that_closes
     assert "mode 0777" in problem
     assert f"`chmod go-w {work}`" in remedy
     assert trial(str(work))["unfit"] == (problem, remedy)
-    with pytest.raises(Refused, match="may be written by every user"), claim.claimed(Work(str(work))):
+    with pytest.raises(Refused, match="may be written by every user"), claim.claimed(WorkFolder(str(work))):
         pass
     assert list(work.iterdir()) == []
     work.chmod(0o700)

@@ -14,7 +14,7 @@ from orchestrator.results.analyse import analyse
 from orchestrator.results.curves import POINTS, Curves, Epoch, Evaluation, LossPoint
 from orchestrator.results.summary import Summary
 from orchestrator.views import comparison
-from orchestrator.views.linechart import Line, line_chart, percent_words
+from orchestrator.views.linechart import ChartLine, line_chart, percent_words
 from orchestrator.views.report import render_report
 from tests.support.run_folders import Host, end, start, step, write_run
 
@@ -108,7 +108,7 @@ VALUES = st.floats(-1e15, 1e15)
 
 @given(st.lists(st.tuples(st.integers(0, 10**12), VALUES), min_size=1, max_size=9), st.booleans())
 def test_every_point_and_tick_lies_within_the_plot(points: list[tuple[float, float]], of_zero: bool) -> None:
-    chart = line_chart("t", [Line("a", sorted(points)), Line("b", ())], of_zero=of_zero)
+    chart = line_chart("t", [ChartLine("a", sorted(points)), ChartLine("b", ())], of_zero=of_zero)
     assert [line.name for line in chart.lines] == ["a"]
     places = [float(place) for place in re.findall(r"-?\d+\.\d+", chart.lines[0].path)]
     places += [tick.place for tick in (*chart.x_ticks, *chart.y_ticks)]
@@ -127,7 +127,7 @@ def test_every_point_and_tick_lies_within_the_plot(points: list[tuple[float, flo
     ],
 )
 def test_ticks_are_round_and_told_apart(values: tuple[float, ...], texts: list[str]) -> None:
-    chart = line_chart("t", [Line("a", list(enumerate(values)))], words=percent_words)
+    chart = line_chart("t", [ChartLine("a", list(enumerate(values)))], words=percent_words)
     assert [tick.text for tick in chart.y_ticks] == texts
 
 

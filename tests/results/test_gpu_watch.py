@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from orchestrator.files import write_json
 from orchestrator.jobs import control
 from orchestrator.jobs.collect import collect
-from orchestrator.jobs.frames import Piece
+from orchestrator.jobs.frames import FilePiece
 from orchestrator.jobs.watch import watch
 from orchestrator.paths import RunFolder
 from orchestrator.record import write_record
@@ -311,5 +311,5 @@ def test_readings_come_with_the_stream_that_follows_a_job(tmp_path, monkeypatch)
     with gang(tmp_path, UNTIL_SEEN, ranks=(1,)) as job:
         with_gpus(job, "GPU-a")
         job.launch()
-        pieces = [p for _, p in watch(job.plan, job.hosts, offsets={}, follow=True) if isinstance(p, Piece)]
+        pieces = [p for _, p in watch(job.plan, job.hosts, offsets={}, follow=True) if isinstance(p, FilePiece)]
     assert "gpu.jsonl" in {piece.file for piece in pieces}

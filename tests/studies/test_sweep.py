@@ -19,7 +19,7 @@ from orchestrator.planning.launch_plan import NodePlan
 from orchestrator.store import Store
 from orchestrator.studies import sweep, tables
 from orchestrator.studies.sweep import Sweep
-from orchestrator.studies.tables import STUDIES, Row, Study, choose_nodes
+from orchestrator.studies.tables import STUDIES, Study, StudyRow, choose_nodes
 from tests.support.quick_python import quick_python
 from trainer.shared.config import parse_settings
 
@@ -59,10 +59,10 @@ def test_a_row_takes_the_hosts_that_it_names_and_no_others():
 
 def test_a_row_that_needs_a_number_of_ranks_spreads_them_over_as_many_hosts_as_fit():
     hosts = [node("one", None), node("two", None, 2), node("three", None)]
-    assert choose_nodes(Row("r", (), "mnist_lenet", ranks=2), hosts) == ("one", "three")
-    assert choose_nodes(Row("r", (), "mnist_lenet", ranks=1), hosts) == ("one",)
-    assert choose_nodes(Row("r", (), "mnist_lenet", ranks=2), hosts[1:2]) == ("two",)
-    assert "needs 7 ranks in all" in choose_nodes(Row("r", (), "mnist_lenet", ranks=7), hosts)
+    assert choose_nodes(StudyRow("r", (), "mnist_lenet", ranks=2), hosts) == ("one", "three")
+    assert choose_nodes(StudyRow("r", (), "mnist_lenet", ranks=1), hosts) == ("one",)
+    assert choose_nodes(StudyRow("r", (), "mnist_lenet", ranks=2), hosts[1:2]) == ("two",)
+    assert "needs 7 ranks in all" in choose_nodes(StudyRow("r", (), "mnist_lenet", ranks=7), hosts)
 
 
 @pytest.fixture
@@ -82,9 +82,9 @@ def real_bench(tmp_path, monkeypatch):
 @contextlib.contextmanager
 def sweeps(tmp_path, monkeypatch, python):
     rows = (
-        Row("pair", ("two",), "mnist_lenet", {**SHORT, "strategy": "ddp"}, ranks=2, published=("1.0",)),
-        Row("none-can", ("x",), "mnist_lenet", SHORT, hosts=(("3090", 2),), published=("2.0",)),
-        Row("alone", ("one",), "mnist_lenet", {**SHORT, "strategy": "none"}, ranks=1, published=("3.0",)),
+        StudyRow("pair", ("two",), "mnist_lenet", {**SHORT, "strategy": "ddp"}, ranks=2, published=("1.0",)),
+        StudyRow("none-can", ("x",), "mnist_lenet", SHORT, hosts=(("3090", 2),), published=("2.0",)),
+        StudyRow("alone", ("one",), "mnist_lenet", {**SHORT, "strategy": "none"}, ranks=1, published=("3.0",)),
     )
     study = Study("t", "s", ("ranks",), ("samples_per_s", "train_s"), ("seconds",), rows)
     monkeypatch.setitem(tables.STUDIES, "short", study)
@@ -258,7 +258,7 @@ def test_a_row_of_another_cluster_gets_no_run_of_this_one(bench, monkeypatch):
 
 def outcome(name, *values):
     runs = tuple(sweep.RowRun(job=str(i), figures={"samples_per_s": value}) for i, value in enumerate(values))
-    return sweep.Outcome(Row(name, (name,), "mnist_lenet", published=("",)), sweep.Done(cluster="t", runs=runs))
+    return sweep.Outcome(StudyRow(name, (name,), "mnist_lenet", published=("",)), sweep.Done(cluster="t", runs=runs))
 
 
 def test_rows_whose_ranges_overlap_are_within_noise(bench):

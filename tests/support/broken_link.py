@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from orchestrator.errors import ConnectError
-from orchestrator.transport.ask import Host
+from orchestrator.transport.ask import ConnectedHost
 
 
 class Breaking:
@@ -32,5 +32,5 @@ class Breaking:
                 raise ConnectError(self.node, "the link broke")
 
 
-def breaking(host: Host, after: int) -> Host:
+def breaking(host: ConnectedHost, after: int) -> ConnectedHost:
     return replace(host, transport=Breaking(host.transport, after))

@@ -18,7 +18,7 @@ from orchestrator.jobs.collect import claimed, collect
 from orchestrator.jobs.frames import names_of
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan
-from orchestrator.transport.ask import Host
+from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.local import LocalTransport
 
 WRITING = os.O_WRONLY | os.O_RDWR
@@ -43,7 +43,9 @@ class Points:
 
 def pull(plan: LaunchPlan, run: RunFolder) -> list[str]:
     """One whole collect; what went wrong with it."""
-    hosts = {node.name: Host(LocalTransport(node.name), node.python, None, node.workdir) for node in plan.nodes}
+    hosts = {
+        node.name: ConnectedHost(LocalTransport(node.name), node.python, None, node.workdir) for node in plan.nodes
+    }
     with claimed(run):
         done = collect(plan, hosts, run)
     return [*map(str, done.errors.values()), *done.notices]

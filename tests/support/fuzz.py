@@ -33,13 +33,13 @@ from orchestrator.hosts import checks
 from orchestrator.hosts.facts import NodeFacts, parse_facts
 from orchestrator.hosts.inventory import Inventory, Node, parse_inventory
 from orchestrator.hosts.yamlfile import read_yaml
-from orchestrator.jobs.frames import Agent, Piece, read_frames
+from orchestrator.jobs.frames import Agent, FilePiece, read_frames
 from orchestrator.jobs.lines import Splitter
 from orchestrator.jobs.live import LiveView, Notice
 from orchestrator.jobs.record import JobRecord
 from orchestrator.jobs.state import combine
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan, NodePlan
-from orchestrator.transport import Result, ask
+from orchestrator.transport import CommandResult, ask
 from orchestrator.views import console, following, job_table
 
 SLOW_S = 5.0
@@ -207,8 +207,8 @@ def probe(rng: random.Random) -> None:
     stdout = b"Welcome!\n" + MARKER.encode() + text + MARKER.encode() + b"bye\n"
     if rng.random() < 0.05:
         stdout = damaged(rng, stdout)
-    host = ask.Host(_Answering(), "python3", None, "~/.orch")  # type: ignore[arg-type]
-    facts = parse_facts("v100", ask._parse(host, Result(0, stdout, b""), MARKER), 1795233448.0, 1795233454.0)
+    host = ask.ConnectedHost(_Answering(), "python3", None, "~/.orch")  # type: ignore[arg-type]
+    facts = parse_facts("v100", ask._parse(host, CommandResult(0, stdout, b""), MARKER), 1795233448.0, 1795233454.0)
     if NodeFacts.model_validate_json(facts.model_dump_json()) != facts:
         raise LetThrough("what was stored is not what was read")
     node = Node(
@@ -254,7 +254,7 @@ def log(rng: random.Random) -> None:
     events: list[object] = []
     try:
         for frame in read_frames("a", chunks, frozenset({0, 1})):
-            if isinstance(frame, Piece):
+            if isinstance(frame, FilePiece):
                 events.append(tuple(splitter.split("a", frame)))
                 if view.take("a", frame):
                     events.append(view.progress())

@@ -20,7 +20,7 @@ from orchestrator.jobs.watch import watch_records
 from orchestrator.planning.build import torchrun_arguments
 from orchestrator.planning.bundle import pack_folder
 from orchestrator.planning.launch_plan import Elastic, LaunchPlan, NodePlan
-from orchestrator.transport.ask import Host
+from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.local import LocalTransport
 
 LAUNCHER = Path(__file__).with_name("fake_torchrun.py")
@@ -31,7 +31,7 @@ class Gang:
 
     def __init__(self, plan: LaunchPlan, blob: bytes) -> None:
         self.plan, self.blob = plan, blob
-        self.hosts = {n.name: Host(LocalTransport(n.name), n.python, None, n.workdir) for n in plan.nodes}
+        self.hosts = {n.name: ConnectedHost(LocalTransport(n.name), n.python, None, n.workdir) for n in plan.nodes}
 
     def launch(self) -> None:
         launch(self.plan, self.hosts, self.blob)

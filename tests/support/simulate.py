@@ -19,12 +19,12 @@ from math import prod
 
 import trainer.shared.gpu_work as gpu_work
 from orchestrator.forecast.layers import FLOAT_BYTES, gradient_bytes
-from orchestrator.forecast.links import Wire
+from orchestrator.forecast.links import LinkCosts
 from orchestrator.forecast.step import (
     Bucket,
-    Host,
-    Job,
+    HostSpeed,
     Way,
+    Workload,
     averaging,
     buckets_of,
     compress_s,
@@ -66,7 +66,7 @@ class Transfer:
 
 
 def simulate_step_ms(
-    job: Job, hosts: Sequence[Host], wire: Wire, way: Way, shares: Sequence[int], steps: int = 3
+    job: Workload, hosts: Sequence[HostSpeed], wire: LinkCosts, way: Way, shares: Sequence[int], steps: int = 3
 ) -> float:
     """Mean length of the steps after the first. Two ranks at least."""
     transfers = tuple(_transfers(job, hosts, wire, way, shares))
@@ -102,7 +102,7 @@ def tree_broadcast(ranks: int, size_bytes: float) -> Iterator[Round]:
         have *= 2
 
 
-def sum_legs(wire: Wire, size_bytes: float) -> tuple[Leg, ...]:
+def sum_legs(wire: LinkCosts, size_bytes: float) -> tuple[Leg, ...]:
     """As `Wire.sum_legs_s` counts them."""
     if not (wire.costs.relays and wire.is_shared):
         return (Leg(tuple(all_reduce(wire.ranks, size_bytes))),)
@@ -127,7 +127,7 @@ def _together(of_hosts: Sequence[Sequence[Round]]) -> tuple[Round, ...]:
     return tuple(tuple(itertools.chain(*rounds)) for rounds in itertools.zip_longest(*of_hosts, fillvalue=()))
 
 
-def collectives_of(wire: Wire, strategy: str, size_bytes: float) -> tuple[Leg, ...]:
+def collectives_of(wire: LinkCosts, strategy: str, size_bytes: float) -> tuple[Leg, ...]:
     """What a strategy calls with all gradients in one buffer."""
     ranks, piece = wire.ranks, size_bytes / wire.ranks
     if strategy in ("allreduce_flat", "parameter_average"):
@@ -142,7 +142,9 @@ def collectives_of(wire: Wire, strategy: str, size_bytes: float) -> tuple[Leg, .
     return tuple(Leg(tuple(rounds)) for rounds in calls[strategy])
 
 
-def _transfers(job: Job, hosts: Sequence[Host], wire: Wire, way: Way, shares: Sequence[int]) -> Iterator[Transfer]:
+def _transfers(
+    job: Workload, hosts: Sequence[HostSpeed], wire: LinkCosts, way: Way, shares: Sequence[int]
+) -> Iterator[Transfer]:
     """In the order in which every rank takes part in them."""
     speeds = speeds_of(hosts, way.local_batch)
     ends_s = tuple(speed.step_ms(samples) / 1000 for speed, samples in zip(speeds, shares, strict=True))
@@ -163,7 +165,7 @@ def _transfers(job: Job, hosts: Sequence[Host], wire: Wire, way: Way, shares: Se
         yield _at_once(job, wire, way, ends_s)
 
 
-def _averaged(job: Job, wire: Wire, way: Way, ends_s: tuple[float, ...]) -> Iterator[Transfer]:
+def _averaged(job: Workload, wire: LinkCosts, way: Way, ends_s: tuple[float, ...]) -> Iterator[Transfer]:
     """A round of local steps. Where they overlap, it begins as the ways leave."""
     steps_s = tuple(way.every * end_s for end_s in ends_s)
     average = _at_once(job, wire, averaging(way), steps_s)
@@ -178,14 +180,14 @@ def _averaged(job: Job, wire: Wire, way: Way, ends_s: tuple[float, ...]) -> Iter
     yield Transfer(meanwhile_s, (Leg(work_s=arrive_s, compute_s=after_s, called=False),))
 
 
-def _bucket(bucket: Bucket, wire: Wire, way: Way) -> tuple[Leg, ...]:
+def _bucket(bucket: Bucket, wire: LinkCosts, way: Way) -> tuple[Leg, ...]:
     if way.fidelity != "half":
         return sum_legs(wire, bucket.bytes)
     cast = Leg(work_s=wire.costs.work_s(gpu_work.cast(bucket.bytes)), called=False)
     return cast, *sum_legs(wire, bucket.bytes / 2), cast
 
 
-def _each(job: Job, wire: Wire, way: Way, ends_s: tuple[float, ...]) -> Iterator[Transfer]:
+def _each(job: Workload, wire: LinkCosts, way: Way, ends_s: tuple[float, ...]) -> Iterator[Transfer]:
     """One collective a tensor."""
     part = 0.5 if way.fidelity == "half" else 1.0
     for layer in job.layers:
@@ -195,7 +197,7 @@ def _each(job: Job, wire: Wire, way: Way, ends_s: tuple[float, ...]) -> Iterator
             yield Transfer(ends_s, (Leg(work_s=casts_s, called=False), *sum_legs(wire, part * size)))
 
 
-def _at_once(job: Job, wire: Wire, way: Way, ends_s: tuple[float, ...]) -> Transfer:
+def _at_once(job: Workload, wire: LinkCosts, way: Way, ends_s: tuple[float, ...]) -> Transfer:
     """All gradients in one buffer, by one collective or two."""
     whole = gradient_bytes(job.layers)
     half = way.fidelity == "half" or way.half_wire
@@ -216,7 +218,7 @@ Program = Generator["float | Key", None, None]
 class _Play:
     """now_s is the clock; `due` what happens when, in the order of times and, at one time, of requests."""
 
-    def __init__(self, wire: Wire, transfers: Sequence[Transfer], steps: int) -> None:
+    def __init__(self, wire: LinkCosts, transfers: Sequence[Transfer], steps: int) -> None:
         self.wire, self.transfers, self.steps = wire, transfers, steps
         self.now_s = 0.0
         self.due: list[tuple[float, int, Callable[[], None]]] = []

@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from orchestrator.errors import HostError, ProbeError
-from orchestrator.transport import Result
+from orchestrator.transport import CommandResult
 from orchestrator.transport import ask as call
-from orchestrator.transport.ask import Host, ask
+from orchestrator.transport.ask import ConnectedHost, ask
 from orchestrator.transport.local import LocalTransport
 
 
@@ -24,15 +24,17 @@ class Answering:
 
     def run(self, command, *, stdin=b"", timeout_s):
         marker = re.search(rb'"marker": "([0-9a-f]{32})"', stdin)[1]
-        return Result(self._exit_code, self._say(marker), self._stderr)
+        return CommandResult(self._exit_code, self._say(marker), self._stderr)
 
 
 def asked(say, **more):
-    return ask(Host(Answering(say, **more), "python3", None, "~/.orch"), "control", {"action": "status"}, timeout_s=5)
+    return ask(
+        ConnectedHost(Answering(say, **more), "python3", None, "~/.orch"), "control", {"action": "status"}, timeout_s=5
+    )
 
 
 def local(tmp_path, python=sys.executable, activate=None):
-    return Host(LocalTransport("here"), str(python), activate, str(tmp_path / "work"))
+    return ConnectedHost(LocalTransport("here"), str(python), activate, str(tmp_path / "work"))
 
 
 def status(host):

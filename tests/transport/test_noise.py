@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.errors import ConnectError, ProbeError
-from orchestrator.jobs.frames import Agent, Beat, Piece, read_frames
+from orchestrator.jobs.frames import Agent, Beat, FilePiece, read_frames
 from orchestrator.transport import ask as call
-from orchestrator.transport.ask import Host, ask, exchange, new_marker, open_stream
+from orchestrator.transport.ask import ConnectedHost, ask, exchange, new_marker, open_stream
 from orchestrator.transport.local import LocalTransport
 from orchestrator.transport.noise import MAX_NOISE_BYTES
 from tests.support.lab import lab
@@ -81,10 +81,10 @@ def test_a_shell_that_prints_changes_nothing_for_run_logs_collect_and_cancel(per
 
 # ---- one channel at a time ------------------------------------------------------------------------------------
 
-QUIET = Host(LocalTransport("here"), sys.executable, None, "/nowhere")
+QUIET = ConnectedHost(LocalTransport("here"), sys.executable, None, "/nowhere")
 
 
-def noisy(line: str) -> Host:
+def noisy(line: str) -> ConnectedHost:
     return replace(QUIET, activate=line)
 
 
@@ -165,7 +165,7 @@ def test_noise_between_frames_is_skipped_however_the_bytes_are_cut():
     for size in (1, 2, 7, len(stream)):
         chunks = [stream[at : at + size] for at in range(0, len(stream), size)]
         found = list(read_frames("a", chunks, frozenset({0}), {}, marker=MARK))
-        pieces = b"".join(frame.data for frame in found if isinstance(frame, Piece))
+        pieces = b"".join(frame.data for frame in found if isinstance(frame, FilePiece))
         assert (found[0], pieces, found[-1]) == (Agent({"a": 1}), b"abc", Beat(from_host=True))
 
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import ConnectError, HostKeyError, HostsError
-from orchestrator.jobs.frames import Piece
+from orchestrator.jobs.frames import FilePiece
 from orchestrator.jobs.live import Notice
 from orchestrator.jobs.running import RunningJob
 from orchestrator.jobs.watch import watch
 from orchestrator.paths import Home
 from orchestrator.store import Store
 from orchestrator.transport import ssh
-from orchestrator.transport.ask import Host
+from orchestrator.transport.ask import ConnectedHost
 from tests.support.local_job import gang
 from tests.support.sshd import Sshd, make_key, needs_sshd, running_sshd, wait_for
 
@@ -34,16 +34,16 @@ for number in itertools.count():
 """
 
 
-def host_behind(server: Sshd, made) -> Host:
+def host_behind(server: Sshd, made) -> ConnectedHost:
     transport = ssh.connect(server.target(node="a"), host_keys=server.host_keys(), timeout_s=5)
     node = made.plan.nodes[0]
-    return Host(transport, node.python, None, node.workdir)
+    return ConnectedHost(transport, node.python, None, node.workdir)
 
 
-def watched(server: Sshd, made, host: Host):
+def watched(server: Sshd, made, host: ConnectedHost):
     """What a follower gets, over as many connections as it takes."""
 
-    def dial(name: str) -> Host:
+    def dial(name: str) -> ConnectedHost:
         host.transport.close()
         return host_behind(server, made)
 
@@ -74,7 +74,7 @@ def test_an_sshd_that_restarts_costs_the_job_nothing_and_its_follower_no_byte(be
             assert rank_lives(made)
             server.start()
             (made.folder("a") / "src" / "end").touch()
-        elif isinstance(item, Piece) and item.file == "rank-0/stdout.log":
+        elif isinstance(item, FilePiece) and item.file == "rank-0/stdout.log":
             if not seen:
                 server.stop()
             assert item.offset == len(seen)
@@ -94,7 +94,7 @@ def test_a_host_key_that_changes_in_mid_run_ends_the_following_and_not_the_job(b
     items = []
     for _, item in watched(server, made, host):
         items.append(item)
-        if isinstance(item, Piece) and not any(isinstance(one, ConnectError) for one in items):
+        if isinstance(item, FilePiece) and not any(isinstance(one, ConnectError) for one in items):
             server.stop()
         if isinstance(item, ConnectError):
             make_key(server.folder / "host_ed25519")

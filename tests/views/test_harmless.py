@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from orchestrator.errors import HostError
 from orchestrator.hosts.cluster import Cluster
-from orchestrator.jobs.frames import Piece
+from orchestrator.jobs.frames import FilePiece
 from orchestrator.jobs.lines import Splitter
-from orchestrator.jobs.live import Notice, Progress, Row
+from orchestrator.jobs.live import HostRow, Notice, RunProgress
 from orchestrator.jobs.record import JobRecord
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.results.analyse import analyse
@@ -82,10 +82,10 @@ def test_log_lines_and_notices(texts):
     splitter, offset, events = Splitter(), 0, []
     for text in texts:
         data = text.encode()
-        events.append(tuple(splitter.split("a", Piece("rank-0/stderr.log", 0, offset, data))))
+        events.append(tuple(splitter.split("a", FilePiece("rank-0/stderr.log", 0, offset, data))))
         offset += len(data)
         events.append(Notice(text))
-        events.append(Progress((Row(text, 1, 2, 3.0, 4.0, 0.5),)))
+        events.append(RunProgress((HostRow(text, 1, 2, 3.0, 4.0, 0.5),)))
         events += filter(None, [splitter.bars()])
     events.append(tuple(splitter.rest()))
     assert_harmless(shown_by(lambda: following.print_events(events)))
@@ -126,8 +126,8 @@ def test_harmless_words_are_shown_as_they_are():
 
 PRINTS = """
 from orchestrator.views import console, following
-from orchestrator.jobs.lines import Line
-following.print_events([(Line("a", 0, "stdout", "10 € for 東京"),)])
+from orchestrator.jobs.lines import LogLine
+following.print_events([(LogLine("a", 0, "stdout", "10 € for 東京"),)])
 console.put("Straße 東")
 console.warn("東")
 """

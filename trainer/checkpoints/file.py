@@ -88,7 +88,7 @@ class DamagedError(TrainError):
     """What was a checkpoint once, perhaps."""
 
 
-class Found(NamedTuple):
+class FoundCheckpoint(NamedTuple):
     """content: the file's bytes. passed_over: what is damaged in the same folder and would have come first, with the
     line that says so.
     """
@@ -98,7 +98,7 @@ class Found(NamedTuple):
     passed_over: dict[Path, str]
 
 
-def read_file(source: Path) -> Found:
+def read_file(source: Path) -> FoundCheckpoint:
     """A checkpoint, or of a folder the newest that is not damaged. Raises TrainError."""
     damaged: dict[Path, str] = {}
     try:
@@ -108,7 +108,7 @@ def read_file(source: Path) -> Found:
     for path in paths:
         try:
             content = _read(path)
-            return Found(parse(content, str(path)), content, damaged)
+            return FoundCheckpoint(parse(content, str(path)), content, damaged)
         except DamagedError as error:
             damaged[path] = str(error)
     if damaged:

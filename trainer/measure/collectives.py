@@ -124,7 +124,7 @@ def measure_one(bench: Bench, operation: str, size: int, before: list[Result], c
         if expected_s > left_s:
             why = f"left out: it would take some {expected_s:.1f} s, and {max(0.0, left_s):.1f} s of budget_s are left"
             return Result(size_bytes, error=why)
-    exchange = Exchange(bench, operation, part)
+    exchange = MeasuredExchange(bench, operation, part)
     first_s = try_first(bench, exchange)
     if isinstance(first_s, str):
         return Result(size_bytes, error=first_s)
@@ -140,7 +140,7 @@ def iterations_for(first_s: float, slot_s: float, most: int) -> int:
     return min(most, max(LEAST_ITERATIONS, int(slot_s / max(first_s, 1e-6))))
 
 
-def try_first(bench: Bench, exchange: Exchange) -> float | str:
+def try_first(bench: Bench, exchange: MeasuredExchange) -> float | str:
     """The time of a call whose result is right, or why this operation cannot be had here."""
     refusal, seconds = "", 0.0
     try:
@@ -156,12 +156,12 @@ def try_first(bench: Bench, exchange: Exchange) -> float | str:
     return agreed([seconds], dist.ReduceOp.MAX)[0]
 
 
-def timed(bench: Bench, exchange: Exchange, iterations: int) -> list[float]:
+def timed(bench: Bench, exchange: MeasuredExchange, iterations: int) -> list[float]:
     """Seconds of each call, of the rank that was slowest in it."""
     return agreed([timed_together(bench.timer, exchange.run) for _ in range(iterations)], dist.ReduceOp.MAX)
 
 
-class Exchange:
+class MeasuredExchange:
     """One operation on buffers of `part` elements for each rank: `run()` it, then ask once whether it `is_right()`.
 
     Where one rank is the root it is rank 0. send_recv is a ring: each rank sends to the next one and receives from the
