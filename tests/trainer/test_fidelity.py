@@ -242,7 +242,7 @@ def left_of_ddp(rank: int, _: None) -> tuple[bool, float]:
     compressed.TOGETHER = usual
     gc.collect()
     first = model[1].bias.detach().clone()
-    dist.broadcast(first, src=0, group=strategy.later.wire.group)
+    dist.broadcast(first, src=0, group=strategy.later.sums.group)
     return all(reference() is None for reference in gone), float((first - model[1].bias).norm())
 
 
