@@ -421,7 +421,7 @@ def test_a_file_that_was_cut_is_one_line(tmp_path: Path, part: float) -> None:
     ("changed", "expected"),
     [
         ({"schema": 3}, "is of a newer version \\(3, this one knows 2\\): update"),
-        ({"schema": 1}, "is of an older version \\(1, this one knows 2\\): start anew"),
+        ({"schema": 1}, "is of an older version \\(1, this one knows 2\\): start again without it"),
         ({"epoch": "one"}, "is no checkpoint of this trainer"),
         ({"world_size": 3}, "is no checkpoint of this trainer"),
         ({"sums": [[1.0], [1.0]]}, "is no checkpoint of this trainer"),

@@ -10,7 +10,7 @@ them, and, in the middle of a round of local updates, their own weights, loss sc
 average that travels. (ddp over three ranks or more sums its first update in another order.) Other ranks, or other
 shares, go on with the same samples, from the mean of the weights, in the same round; BatchNorm then begins with the
 mean of the ranks' statistics, each counted by its samples. Another way to synchronise finds what it has in common with
-the one before, and begins the rest anew.
+the one before, and begins the rest from scratch.
 
 `model` is what an evaluation sees: the mean of the weights, and the statistics that belong to it. To write a checkpoint
 changes nothing of the run.
@@ -205,11 +205,11 @@ class CheckpointKeeper:
         other = [name for name in _SAME if saved.settings.get(name) != now[name]]
         if other:
             told = ", ".join(f"{name}={saved.settings.get(name)} (now {now[name]})" for name in other)
-            raise TrainError(f"the checkpoint is of a run with {told}: go on with the same, or start anew")
+            raise TrainError(f"the checkpoint is of a run with {told}: resume with the same, or start again without it")
         if (saved.data, saved.train_samples) != (self.data, self.run.facts.train_samples):
             raise TrainError(
                 f"the checkpoint is of other data: {saved.train_samples} images for training, now there are "
-                f"{self.run.facts.train_samples}, or others by name; bring the same back, or start anew"
+                f"{self.run.facts.train_samples}, or others by name; bring the same back, or start again without it"
             )
         updates = self._updates(saved)
         if updates > self.run.last_step:
@@ -218,10 +218,10 @@ class CheckpointKeeper:
             )
         wanted = {name: tensor.shape for name, tensor in self.run.model.state_dict().items()}
         if wanted != {name: tensor.shape for name, tensor in saved.model.items()}:
-            raise TrainError(f"the checkpoint holds another network than {now['model']}: start anew")
+            raise TrainError(f"the checkpoint holds another network than {now['model']}: start again without it")
         shapes = [parameter.shape for parameter in self.run.model.parameters()]
         if [tensor.shape for tensor in saved.momentum if tensor is not None] not in ([], shapes):
-            raise TrainError("the checkpoint's momentum does not fit its network: start anew")
+            raise TrainError("the checkpoint's momentum does not fit its network: start again without it")
 
     def _updates(self, of: Progress | Checkpoint) -> int:
         return of.epoch * self.run.stream.steps + of.step
@@ -363,7 +363,7 @@ def _restore_momentum(optimizer: Any, momentum: Sequence[Tensor | None]) -> None
 
 
 def _name(run: Run) -> str:
-    """Of this rank, that tells it from all others in whatever order they come."""
+    """This rank's name, which distinguishes it from all others in whatever order they come."""
     return f"{run.info.node}:{run.info.local_rank}"
 
 

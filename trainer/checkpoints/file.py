@@ -147,7 +147,7 @@ def parse(content: bytes, name: str) -> Checkpoint:
         raise DamagedError(f"resume: {name} is damaged: {damaged} in it is not as it was written")
     schema = raw.get("schema") if isinstance(raw, dict) else None
     if isinstance(schema, int) and schema != SCHEMA:
-        age, remedy = ("a newer", "update") if schema > SCHEMA else ("an older", "start anew")
+        age, remedy = ("a newer", "update") if schema > SCHEMA else ("an older", "start again without it")
         raise TrainError(f"resume: {name} is of {age} version ({schema}, this one knows {SCHEMA}): {remedy}")
     try:
         checkpoint = Checkpoint(**raw)

@@ -43,7 +43,7 @@ OF_FIDELITY = {
 }
 """Settings that one fidelity alone looks at."""
 LOCAL_STEPS = 32
-"""Of local, where nobody has said or can tell how many hide the wire."""
+"""Local steps where nobody has said, and nobody knows, how many hide the wire."""
 INT_BELOW = 2**63
 """What torch and every record of ours can hold."""
 MODEL_CHANNELS = {"lenet": None, "resnet152": 3}
@@ -130,8 +130,8 @@ class Settings:
         at_least=0,
     )
     local_overlap: int = _setting(
-        "Updates that go on while local's ways travel, before the average is taken over; 0 waits for it, -1 is a "
-        "quarter of local_steps.",
+        "Updates that go on while local's weight changes travel, before the average is applied; 0 waits for it, -1 "
+        "is a quarter of local_steps.",
         at_least=-1,
     )
     local_after: int = _setting(
@@ -231,7 +231,7 @@ class Settings:
     warmup_steps: int = _setting("First updates that are left out of every speed.", at_least=0)
     checkpoint_every: int = _setting("Updates between checkpoints, one more at the end; 0 writes none.", at_least=0)
     checkpoint_dir: str = _setting("The folder for checkpoints; empty is the job's own, or ./checkpoints without one.")
-    resume: str = _setting("A checkpoint, or a folder of them, to go on from; empty starts anew.")
+    resume: str = _setting("A checkpoint, or a folder of them, to resume from; empty starts from scratch.")
     eval_every: int = _setting("Epochs between evaluations on the test data; 0 never evaluates.", at_least=0)
 
     def __post_init__(self) -> None:
@@ -313,7 +313,7 @@ class Settings:
 
     @property
     def overlap(self) -> int:
-        """Updates that go on while local's ways travel."""
+        """Updates that go on while local's weight changes travel."""
         return overlap_of(self.local_steps, self.local_overlap)
 
     def exact_updates(self, updates: int) -> int:
@@ -413,7 +413,7 @@ def fields_of(exp: str) -> dict[str, dataclasses.Field[Any]]:
 def settings_from(exp: str, document: Mapping[str, Any]) -> AnySettings:
     """As a record keeps them: names that are no settings are passed over, what is missing is the experiment's own.
 
-    Raises SettingsError where there is no such experiment, or a value is none that this version knows.
+    Raises SettingsError where there is no such experiment, or this version does not know a value.
     """
     return parse_settings(exp, {}, {name: document[name] for name in fields_of(exp).keys() & document.keys()})
 
