@@ -127,7 +127,7 @@ class Clusters:
 
     def set_venvs(self, name: str, venvs: Mapping[str, Venv | None]) -> Up:
         """Has these nodes run their environment's Python from now on (None: their own), and probes them."""
-        cluster = self.store.cluster(name)  # anew: making environments took its time
+        cluster = self.store.cluster(name)  # read again: making environments took its time
         there = {node: venv for node, venv in venvs.items() if node in {known.name for known in cluster.nodes}}
         kept = {**_without(cluster.venvs, set(there)), **{node: venv for node, venv in there.items() if venv}}
         cluster = cluster.with_venvs(kept)
@@ -213,7 +213,7 @@ class Clusters:
         return Up(_with_election(cluster, election), election, problems, tuple(warnings), unlike(cluster))
 
     def _elected(self, cluster: Cluster) -> Cluster:
-        """The same cluster with its master elected anew from the facts at hand, remembered."""
+        """The same cluster with its master elected again from the facts at hand, remembered."""
         cluster = _with_election(cluster, self._elect(cluster, cluster.active()))
         self.store.save_cluster(cluster)
         return cluster
@@ -295,7 +295,7 @@ def with_secrets(cluster: Cluster, nodes: Sequence[Node]) -> list[Node]:
     """These nodes with the values of `env` that may be secrets and `prepare`: we keep none, they are read from the
     inventory again.
 
-    Raises UsageError where it does not hold them any more.
+    Raises UsageError where it no longer holds them.
     """
     if not any(MASK in (*node.env.values(), node.prepare) for node in nodes):
         return list(nodes)

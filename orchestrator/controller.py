@@ -344,7 +344,7 @@ class Controller:
 
 
 def _with_outlook(draft: Draft, profiles: Profiles, measured: Sequence[Path]) -> tuple[LaunchPlan, Faster | None]:
-    """The plan with what it is foreseen to do, as far as speeds and links are known; where the person leaves the
+    """The plan with what it is predicted to do, as far as speeds and links are known; where the person leaves the
     strategy to us, with the best one. And the same settings on fewer hosts, where that is faster. measured: run folders
     of collectives, beside those of the usual folder. Raises UsageError where that asks for what is not known.
     """

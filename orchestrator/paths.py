@@ -134,7 +134,7 @@ class RunFolder:
         return self.node(node) / "agent.json"
 
     def left(self, node: str) -> Path:
-        """Of which logs not all was collected: file -> bytes that stayed on the host."""
+        """The logs that were not collected whole: file -> bytes that stayed on the host."""
         return self.node(node) / "left.json"
 
     def files(self, node: str) -> Path:

@@ -156,7 +156,7 @@ class Profiling:
             raise
 
     def _plan_of(self, name: str) -> LaunchPlan:
-        """Of this node alone, its ranks with the threads that they have among all."""
+        """A plan for this node alone, its ranks with the threads that they have among all."""
         plan = self.controller.plan(self.cluster, self.wish.request, self.wish.code, [name])
         threads = {key: value for key, value in self.whole.node(name).env.items() if key == "OMP_NUM_THREADS"}
         node = plan.nodes[0]

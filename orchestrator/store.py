@@ -26,7 +26,7 @@ class Store(RememberedJobs):
                 write_record(path, profile)
 
     def profiles(self, kinds: Mapping[Rank, Kind], cluster: str, *, valid: bool = True) -> dict[Rank, Profile]:
-        """Of the ranks that have one: its host's own, else that of its kind. One that is damaged counts as none, and
+        """The profile of each rank with one: its host's own, else that of its kind. A damaged one counts as none, and
         so does one that is not valid; with valid=False, one that is.
         """
         found = {}

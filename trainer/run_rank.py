@@ -14,7 +14,7 @@ from trainer.shared.metrics import MetricsWriter
 
 
 def run(settings: AnySettings, may_complain: Callable[[], bool] = lambda: True) -> int:
-    """Trains or measures; whatever goes wrong is told on standard error and in the last record.
+    """Trains or measures; whatever goes wrong is reported on standard error and in the last record.
 
     may_complain: whether nobody else has said what goes wrong; of many ranks all but the first suffer from its end.
     """

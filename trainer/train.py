@@ -3,7 +3,7 @@
 For each update load, forward, backward with synchronisation, optimiser, record; at the end of an epoch its loss, and an
 evaluation. Rank 0 speaks to people, one line a second; every rank writes its own records.
 
-Where a rank stands in for a GPU that is not there (`standin`), all ranks keep time and nobody learns: no loss, no
+Where a rank stands in for a GPU that is not there (`paced`), all ranks keep time and nobody learns: no loss, no
 evaluation.
 """
 

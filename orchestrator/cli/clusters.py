@@ -118,7 +118,7 @@ def status(no_look: bool, cluster: str | None, as_json: bool) -> None:
 
 
 def _warn_of_others(cluster: Cluster, on_gpus: Mapping[str, NodeFacts], jobs: Sequence[str]) -> None:
-    """Of those on the GPUs who are no job of this cluster."""
+    """Warns of processes on the GPUs that belong to no job of this cluster."""
     from orchestrator.hosts.checks import gpu_warnings
     from orchestrator.hosts.occupied import without_jobs
     from orchestrator.views import console

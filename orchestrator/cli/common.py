@@ -99,7 +99,7 @@ def settings_option(help: str) -> Decorator:
 
 
 def names_of(listed: str | None) -> list[str]:
-    """Of an option like --nodes; none where it was not given."""
+    """The names in an option like --nodes; none where it was not given."""
     return [name for name in (listed or "").split(",") if name]
 
 

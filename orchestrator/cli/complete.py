@@ -24,7 +24,7 @@ def cluster_names(context: click.Context, parameter: click.Parameter, begun: str
 
 
 def node_names(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
-    """Of the cluster chosen in this line, else of the current one; after a comma the next of several."""
+    """The nodes of the cluster chosen in this line, else of the current one; after a comma the next of several."""
     before, comma, last = begun.rpartition(",")
     return [before + comma + name for name in _fitting(_nodes(context), last)]
 

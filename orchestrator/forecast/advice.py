@@ -41,7 +41,7 @@ GAIN = 1.01
 FEW = 16
 """More hosts than this are left out kind by kind."""
 ENDS = 4
-"""Of more kinds than FEW, so many of the slowest are left out in turn, and as many of the fastest are alone."""
+"""With more kinds than FEW, this many of the slowest are left out in turn, and as many of the fastest run alone."""
 Policy = Literal["equal", "measured"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 

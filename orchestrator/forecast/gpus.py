@@ -23,11 +23,11 @@ IMAGES_PER_GB = 0.50
 RESNET50_WORK = 4.09e9
 """Multiplications of one 224 px image forward."""
 LAUNCH_MS = 0.1
-"""Of one layer: some ten kernels for forward, backward and update at about 10 us each. Assumed."""
+"""Launch time of one layer: some ten kernels for forward, backward and update at about 10 us each. Assumed."""
 WEIGHT_PASSES = 9
 """Times that a step reads or writes all weights: forward 1, backward 3, SGD with momentum 5. Counted."""
 RESERVED_BYTES = 2**30
-"""Of a GPU's memory, for CUDA and the allocator. Assumed."""
+"""The part of a GPU's memory that is kept for CUDA and the allocator. Assumed."""
 ERROR = "sample time +-25 % (worst card of the rule: 28 %), more for images below 224 px; fixed time +-50 %"
 
 
@@ -42,7 +42,7 @@ def estimate_speed(card: Card, layers: Sequence[Layer]) -> Speed:
 
 
 def activation_bytes(layers: Sequence[Layer]) -> int:
-    """Of one sample: what every layer gives, kept for backward."""
+    """Bytes that one sample needs: the output of every layer, kept for backward."""
     return round(sum(FLOAT_BYTES * layer.shapes[0][0] * layer.work / math.prod(layer.shapes[0]) for layer in layers))
 
 

@@ -32,7 +32,7 @@ class Group:
 
     @property
     def kind(self) -> str:
-        """Of each of its hosts, as `parse_groups` reads it after their number."""
+        """The kind of each host in the group, as `parse_groups` reads it after their number."""
         return f"{self.gpus}x{self.gpu.name}" if self.gpus > 1 else self.gpu.name
 
     @property

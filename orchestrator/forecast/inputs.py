@@ -104,7 +104,7 @@ def network_of(settings: Settings) -> tuple[Layer, ...]:
 def _speeds(
     node: NodePlan, exp: str, by_hand: Speeds, profiles: Profiles, layers: Sequence[Layer]
 ) -> tuple[tuple[Speed, ...], str]:
-    """Of the node's ranks, and where they come from. by_hand: the setting `speeds`."""
+    """The speeds of the node's ranks, and where they come from. by_hand: the setting `speeds`."""
     ranks = [(node.name, local_rank) for local_rank in range(node.ranks)]
     if all(rank in by_hand for rank in ranks):
         return tuple(by_hand[rank] for rank in ranks), "by hand"
@@ -249,7 +249,7 @@ def network_from(summary: Summary) -> MeasuredLinks | None:
 def latency_and_bandwidth(times_ms: Mapping[int, float]) -> tuple[float, float]:
     """ms, and Gbps, of times by bytes: the bandwidth of the largest size; and what small sizes take beyond it, in
     the median. The line that fits all of them best would let the noise of small ones move its slope, and with it what
-    a gradient's time is foreseen to be.
+    a gradient's time is predicted to be.
     """
     largest = max(times_ms)
     ms_a_byte = times_ms[largest] / largest
@@ -271,7 +271,7 @@ def _pairs(found: Collectives, names: Sequence[str], bps: float) -> dict[tuple[s
 
 
 def way_of(settings: Settings) -> Way | None:
-    """The way that these settings ask for. None: one that is not foreseen."""
+    """The way that these settings ask for. None: one that is not predicted."""
     strategy, fidelity = settings.strategy, allowed(settings)
     half_wire = settings.wire in ("bf16", "fp16")
     if strategy in ("none", "dp"):
@@ -289,21 +289,21 @@ def way_of(settings: Settings) -> Way | None:
 
 
 def exact_part_of(settings: Settings, fidelity: str) -> float:
-    """Of the updates of a run, those before it begins to compress, or to train locally, 0..1."""
+    """The part of a run's updates (0..1) before it begins to compress, or to train locally."""
     after = {"compressed": settings.compress_after, "local": settings.local_after}.get(fidelity, 0)
     updates = updates_of(settings)
     return min(1.0, (updates // 10 if after < 0 else after) / updates)
 
 
 def updates_of(settings: Settings) -> int:
-    """Of the whole run, as far as the data set is known here: a folder is taken to be as large as the experiment's."""
+    """The updates of the whole run, as far as the data set is known here; a folder counts as the experiment's set."""
     there = settings.data_set.train_samples
     whole = settings.epochs * -(-min(settings.samples or there, there) // settings.batch)
     return min(whole, settings.steps or whole)
 
 
 def rounds_of(settings: Settings) -> dict[str, Any]:
-    """Of local steps, as `Way` names them."""
+    """The settings of local steps, as `Way` names them."""
     every = settings.local_steps or LOCAL_STEPS
     overlap = overlap_of(every, settings.local_overlap)
     return {"every": every, "overlap": overlap, "local_batch": settings.local_batch}
@@ -347,7 +347,7 @@ def _in_parts(speed: Speed, share: int, micro: int) -> Speed:
 def memory_words(
     scene: Scene, shares: Sequence[int], speeds_from: Mapping[str, str], settings: Settings
 ) -> Iterator[str]:
-    """Of hosts that will do more at once than their memory holds: nobody tells their ranks what is estimated here."""
+    """Warnings about hosts that will do more at once than their memory holds: ranks do not learn these estimates."""
     local_batch = settings.local_batch
     found: dict[int, list[tuple[str, int]]] = {}
     for name, cap, share in _too_large(scene, shares, speeds_from, settings):
@@ -387,7 +387,7 @@ def memory_notes(plan: LaunchPlan, view: ForecastInputs) -> tuple[str, ...]:
 
 
 def foreseen(plan: LaunchPlan, view: ForecastInputs) -> Prediction | None:
-    """With the plan's own shares and micro-batches. None where the strategy is not foreseen."""
+    """With the plan's own shares and micro-batches. None where the strategy is not predicted."""
     settings = plan.training
     way = way_of(settings) if settings else None
     if settings is None or way is None:

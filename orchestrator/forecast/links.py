@@ -21,7 +21,7 @@ from functools import cached_property
 from trainer.shared.gpu_work import GB_PER_S, KERNEL_S, STREAMED, Work
 
 GOODPUT = 0.94
-"""Of a declared bandwidth, what TCP leaves for the payload: 0.94 to 0.956 (iperf3: 2.35 to 2.39 of 2.5 Gbps)."""
+"""The part of a declared bandwidth that TCP leaves for payload: 0.94 to 0.956 (iperf3: 2.35 to 2.39 of 2.5 Gbps)."""
 
 
 @dataclass(frozen=True)

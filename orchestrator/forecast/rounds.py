@@ -18,9 +18,9 @@ from orchestrator.units import format_figure
 from trainer.shared.config import LOCAL_STEPS, Settings
 
 NEAR = 0.99
-"""Of the best speed: what is as good as that."""
+"""A speed of at least this part of the best counts as equally good."""
 SAME = 0.999
-"""Of the speed with half of the steps overlapping: as few as that takes."""
+"""The fewest overlapping steps are taken that reach this part of the speed with half of the steps overlapping."""
 
 
 def with_rounds(draft: Draft, view: ForecastInputs | UsageError) -> Draft:

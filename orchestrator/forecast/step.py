@@ -1,7 +1,7 @@
-"""How long a step will take, and what it hangs on, for each way to keep the ranks together. Pure: no clock, no files.
+"""How long a step will take, and what limits it, for each way to keep the ranks together. Pure: no clock, no files.
 
-    hosts = (Host("a2000", (Speed(0, 1000 / 333),)), Host("v100", (Speed(0, 1000 / 833),)))
-    job = Job(layers_of("resnet152", (3, 32, 32), 10), batch=256)
+    hosts = (HostSpeed("a2000", (Speed(0, 1000 / 333),)), HostSpeed("v100", (Speed(0, 1000 / 833),)))
+    job = Workload(layers_of("resnet152", (3, 32, 32), 10), batch=256)
     found = predict(job, hosts, wire, Way("ddp"), shares=(128, 128))
     found.step_ms, found.samples_per_s, found.binds          948., 270., "wire"
 
@@ -57,7 +57,7 @@ class Way:
     """How ranks stay together. every: local steps between two averages. rank: PowerSGD's. half_wire: local's
     averages travel in 16 bits. overlap: steps that go on meanwhile. local_batch: of local's own updates, at most; 0
     where a rank makes one a step. exact_part: of the run's updates, the first that lose nothing yet, 0..1; what is
-    foreseen is then the mean over all. sync_bn: BatchNorm sees the samples of all ranks.
+    predicted is then the mean over all. sync_bn: BatchNorm sees the samples of all ranks.
     """
 
     strategy: str
@@ -96,7 +96,7 @@ class Forecast:
     sync_ms: float
     wire_bytes: float
     own_ms: tuple[float, ...]
-    """Of each rank: its compute, the update included."""
+    """The compute time of each rank, the update included."""
     critical: int
     binds: Binds
     local_steps: tuple[int, ...] = ()
@@ -152,12 +152,12 @@ def compressed_bytes(shapes: tuple[Shape, ...], rank: int) -> int:
 
 
 def speeds_of(hosts: Sequence[HostSpeed], local_batch: int) -> list[Speed]:
-    """Of all ranks, as they compute with updates of so many samples; 0 is no limit."""
+    """The speeds of all ranks when an update computes this many samples at once; 0 is no limit."""
     return [at_most(speed, local_batch) for host in hosts for speed in host.speeds]
 
 
 def predict(job: Workload, hosts: Sequence[HostSpeed], wire: LinkCosts, way: Way, shares: Sequence[int]) -> Forecast:
-    """shares: samples of each rank, host after host. Raises KeyError for a strategy that is not foreseen."""
+    """shares: samples of each rank, host after host. Raises KeyError for a strategy that is not predicted."""
     if way.exact_part:
         return _mixed(job, hosts, wire, way, shares)
     speeds = speeds_of(hosts, way.local_batch)
@@ -267,7 +267,7 @@ STRATEGIES = ("ddp", "allreduce", *EXCHANGES)
 
 
 def exchange_s(job: Workload, wire: LinkCosts, way: Way) -> float:
-    """Of a strategy that sends nothing before backward is over."""
+    """Seconds of exchange for a strategy that sends nothing before backward is over."""
     if way.fidelity == "compressed":  # a sum of one thin factor, and one of the other; what stays as it is goes along
         return 2 * wire.sum_s(wire_bytes(job, way) / 2) + compress_s(job, wire)
     whole = gradient_bytes(job.layers)

@@ -51,13 +51,13 @@ class Cluster(Record):
     probed: dict[str, str] = Field(default_factory=dict)
     """When each node was last looked at for its facts, with or without success, ISO 8601."""
     removed: tuple[str, ...] = ()
-    """Of the file's nodes, those that `orch node remove` took out."""
+    """The names of the file's nodes that `orch node remove` took out."""
     extra: tuple[Node, ...] = ()
     """Nodes that the file does not have: `orch node add`."""
     extra_keys: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """By such a node, the keys that were given; all else it has from `defaults`."""
     defaults: dict[str, Any] = Field(default_factory=dict)
-    """Of the file, as it writes them."""
+    """The file's `defaults`, as it writes them."""
     released: tuple[str, ...] = ()
     """Kept, but given no job until restored."""
     venvs: dict[str, Venv] = Field(default_factory=dict)

@@ -40,7 +40,7 @@ class Candidate:
     bandwidth_bps: float
     """Declared, else the speed of the training interface, else 0."""
     gpu_memory_bytes: int
-    """Of the largest GPU, as sold; 0 where there is none."""
+    """The memory of the largest GPU, as sold; 0 where there is none."""
     gpus: int
     address: str | None
     """Numeric training address, without prefix length."""

@@ -58,7 +58,7 @@ class Occupant(Fact):
 
     pid: Count
     memory_bytes: Count | None = None
-    """Of the GPU's; None where the driver does not say."""
+    """The GPU memory that it uses; None where the driver does not say."""
     user: Text | None = None
     """Its owner; None where the system hides it, as in a container."""
     command: Text | None = None

@@ -5,8 +5,8 @@
 
 A file here only ever grows: at any moment, also when a link broke or this program was killed, it is a beginning of
 the host's file, and the next collect goes on from its end. At the end of each pull the host's SHA-256 over all that
-it ever handed out has to agree; a file that does not is set aside (`stdout.log.damaged-1`) and pulled anew. A file
-that was cut, replaced or rotated on its host begins anew here too, and what there was before stays beside it:
+it ever handed out has to agree; a file that does not is set aside (`stdout.log.damaged-1`) and pulled again. A
+file that was cut, replaced or rotated on its host begins again here too, and what there was before stays beside it:
 `stdout.log.1` is the oldest generation, `stdout.log.2` the one after it. File names are ours; the host only fills them.
 """
 
@@ -43,7 +43,7 @@ MAX_LOG_BYTES = 1 << 30
 SPARE_BYTES, LOOK_BYTES = 16 << 20, 4 << 20
 """So much is left free on the disk here; it is looked at after so many new bytes, and again."""
 MAX_GENERATIONS = 1000
-"""Of one file, whatever its host says."""
+"""The most generations of one file, whatever its host says."""
 
 
 class HeldError(OrchError):
@@ -54,7 +54,7 @@ class HeldError(OrchError):
 class Collected:
     """new_bytes: pulled this time. agents: every host's record. errors: hosts whose part is missing or incomplete.
 
-    notices: what a person should know about files that began anew or were damaged.
+    notices: what a person should know about files that began again or were damaged.
     """
 
     new_bytes: int = 0
@@ -114,7 +114,7 @@ def collect(
     """progress(node, bytes) is called for every piece that comes. limit_bytes: of a file no more than its first so
     many. The folder should be `claimed`. Raises OSError where the disk here is all but full.
 
-    A host that fails, or has nothing of the job any more, leaves what was there before.
+    A host that fails, or no longer has anything of the job, leaves what was there before.
     """
     fetch = _Fetch(plan, run, progress, limit_bytes)
     damaged = fetch.stream({node.name: hosts[node.name] for node in plan.nodes if node.name in hosts})

@@ -1,4 +1,4 @@
-"""What is here of a job whose hosts may hold nothing of it any more: the run folders that it was collected into.
+"""What is here of a job whose hosts may no longer hold anything of it: the run folders that it was collected into.
 
 copy = newest_copy(jobs, plan.job)          the newest run folder with its logs, wherever it lies
 raise nothing_left(jobs, plan)              an error that says what removed the files, and where the copy is

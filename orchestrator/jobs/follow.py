@@ -150,7 +150,7 @@ class _Links:
         self._dials_again = dials_again
         self._broken = set[str]()
         self.refused: list[HostError] = []
-        """Of hosts that nobody dials any more, as one whose key changed: what they print is not shown."""
+        """Why hosts are no longer dialled, for example one whose key changed: what they print is not shown."""
 
     def words(self, name: str, item: Frame | HostError) -> Iterator[Notice]:
         if isinstance(item, ConnectError) and self._dials_again:

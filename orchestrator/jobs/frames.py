@@ -5,7 +5,7 @@
         ...
 
 A host is not trusted to name files: only the names that this job's logs can have are let through (or those that were
-asked for: `remote/sender.py`), a piece has to go on where the one before it ended (or begin its file anew), and lines
+asked for: `remote/sender.py`), a piece has to go on where the one before it ended (or begin its file again), and lines
 and pieces have a largest size. Anything else ends the stream with a ProbeError.
 """
 

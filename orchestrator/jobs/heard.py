@@ -17,7 +17,7 @@ from orchestrator.errors import ConnectError, HostError
 from orchestrator.jobs.frames import Agent, Beat, Frame
 
 SILENT_S = 30.0
-"""Longer than the lease of `remote/hub.py`: by then the other hosts have noticed, too, if it is more than our link."""
+"""Longer than LEASE_S of `remote/lease.py`: by then the other hosts have noticed, if it is more than our link."""
 
 
 class Heard:
@@ -38,7 +38,7 @@ class Heard:
                 self._silent_since_s.setdefault(silent, now_s)
         elif isinstance(item, ConnectError) or item == Beat():  # our own clock's beat: nothing came
             self._silent_since_s.setdefault(name, now_s)
-        elif isinstance(item, HostError):  # nobody dials there any more
+        elif isinstance(item, HostError):  # it is no longer dialled
             self._refused[name] = item
         else:
             self._silent_since_s.pop(name, None)

@@ -26,7 +26,7 @@ from trainer.shared.metrics import LARGEST, LINE_LIMIT, STEP_COUNTS
 WINDOW_STEPS = 20
 """Figures are means over so many steps."""
 KEPT_STEPS = 256
-"""Of each rank: the ranks' files arrive one after another, and a window needs the steps that all of them have."""
+"""Steps kept for each rank: files arrive one after another, and a window needs the steps that all ranks have."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class HostRow:
     step: int
     """Steps done by all ranks of this host that report, so the first one is 1."""
     steps: int | None
-    """Of the whole run."""
+    """The steps of the whole run."""
     samples_per_s: float | None
     loss: float | None
     """Mean over this host's samples."""
@@ -90,7 +90,7 @@ class LiveView:
             return False
         if node not in self._nodes or piece.rank not in self._nodes[node].rank_numbers:
             return False
-        if piece.offset == 0:  # the first piece, or the file was written anew
+        if piece.offset == 0:  # the first piece, or the file was rewritten
             self._ranks[piece.rank] = _Rank()
         return self._ranks[piece.rank].take(piece.offset, piece.data)
 
@@ -124,7 +124,7 @@ class LiveView:
 
 
 class _Exchange(NamedTuple):
-    """Of a rank's time, the parts (0..1) that the exchange of gradients took from it."""
+    """The parts (0..1) of a rank's time that the exchange of gradients took."""
 
     wait: float
     sync: float
@@ -236,7 +236,7 @@ def _mean_loss(ranks: Sequence[_Rank], steps: Sequence[int]) -> float | None:
 
 
 def _step_ms(ranks: Sequence[_Rank], steps: Sequence[int]) -> float | None:
-    """Of the slowest rank."""
+    """The step time of the slowest rank."""
     means = []
     for rank in ranks:
         told = [t_ms for step in steps if (t_ms := rank.steps[step].t_ms) is not None]

@@ -46,7 +46,7 @@ def outputs(plan: LaunchPlan, hosts: Mapping[str, ConnectedHost]) -> Outputs:
 
 
 def unpulled(jobs: RememberedJobs, connections: Connections, cluster: Cluster) -> Unpulled:
-    """Of the jobs that `down` would remove: what they wrote and no remembered run folder has."""
+    """What the jobs that `down` would remove wrote and no remembered run folder has."""
     plans = _own_plans(jobs, cluster)
     asked = {
         node.name: [plan.job for plan in plans if node.name in {planned.name for planned in plan.nodes}]
@@ -64,7 +64,7 @@ def unpulled(jobs: RememberedJobs, connections: Connections, cluster: Cluster) -
 
 
 def _own_plans(jobs: RememberedJobs, cluster: Cluster) -> list[LaunchPlan]:
-    """Of this home's jobs on the cluster, those whose hosts may still hold files."""
+    """The plans of this home's jobs on the cluster whose hosts may still hold files."""
     plans, own = list[LaunchPlan](), read_owner(jobs.home)
     for record in jobs.jobs():
         with suppress(OrchError):  # one that is damaged

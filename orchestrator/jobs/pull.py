@@ -316,7 +316,7 @@ class _Session:
         return Pulled(self._files, self._bytes, self._left)
 
     def _remove_older(self) -> None:
-        """States of these files that nobody asks for any more. What came in part of others is for their next pull."""
+        """States of these files that are no longer asked for. What came in part of others is for their next pull."""
         incoming = self._run.incoming(self.host.node)
         with contextlib.suppress(OSError):
             for path in incoming.iterdir():

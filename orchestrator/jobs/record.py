@@ -38,7 +38,7 @@ class Fault(FirstFailure):
     after_s: float = Field(ge=0, allow_inf_nan=False)
     """Since the word to start, as the host that tells it counts."""
     restart: int | None = None
-    """How often the rank had been started anew before."""
+    """How often the rank had been restarted before."""
 
 
 class StillRank(Record):
@@ -74,6 +74,6 @@ class JobRecord(Record):
     faults: tuple[Fault, ...] = ()
     """What an elastic job went on after, in the order of time."""
     stall: Stall | None = None
-    """Of a job that has ended: how its ranks were found last."""
+    """How the ranks of an ended job were found last."""
     joined: bool | None = None
     """Whether any rank has met another; False: each of several runs by itself. None: not known, or a single rank."""

@@ -60,7 +60,7 @@ class Drawing:
 
     @property
     def unfinished(self) -> str | None:
-        """Of a log whose only open line has never been drawn over, that line so far; else None."""
+        """The line so far, of a log whose only open line has never been drawn over; else None."""
         row = self._rows[0]
         return row.text if len(self._rows) == 1 and not (row.is_drawn or self._step or row._returned) else None
 

@@ -29,7 +29,7 @@ from orchestrator.record import SCHEMA, Record, write_record
 LATEST = "latest"
 """In place of a job's id."""
 MAX_RUN_FOLDERS = 20
-"""Of one job: so many are remembered."""
+"""The most run folders that are remembered of one job."""
 
 
 class Removal(Record):
@@ -111,7 +111,7 @@ class RememberedJobs(RememberedClusters):
         return found
 
     def job_ids(self) -> list[str]:
-        """Of all that are remembered, the damaged ones too. Without job.json nothing of a job has begun."""
+        """The ids of all remembered jobs, the damaged ones too. Without job.json nothing of a job has begun."""
         return sorted(path.parent.name for path in self.home.jobs.glob("*/job.json"))
 
     def uncollected(self, cluster: str) -> list[str]:
@@ -119,7 +119,7 @@ class RememberedJobs(RememberedClusters):
         return [job.id for job in self.jobs() if job.cluster == cluster and self.home.uncollected(job.id).exists()]
 
     def nothing_to_collect(self, job: str) -> None:
-        """Its files are here since it ended, or its hosts hold none any more."""
+        """Its files are here since it ended, or its hosts no longer hold any."""
         with self._if_writable():
             self.home.uncollected(job).unlink(missing_ok=True)
 

@@ -42,7 +42,7 @@ class Recalled:
 
 
 def recall(answers: Mapping[str, Mapping[str, Any]], cluster: Cluster) -> Recalled:
-    """answers: per node, `remote/control.recall`'s jobs."""
+    """answers: per node, the jobs that `recall` of `remote/control.py` found."""
     plans, left_out, elsewhere = dict[str, LaunchPlan](), list[str](), dict[str, list[str]]()
     for node, jobs in answers.items():
         for job, told in jobs.items():

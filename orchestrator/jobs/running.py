@@ -109,7 +109,7 @@ class RunningJob:
 
     def follow(self, *, until_end: bool = True) -> Iterator[Event]:
         """Every line of every rank from the first on, those together that came together; keeps the job's record up to
-        date. Raises OrchError where no host holds anything of the job any more. until_end: see `Follow`.
+        date. Raises OrchError where no host holds anything of the job now. until_end: see `Follow`.
         """
         follow = Follow(self.plan, self._remember, until_end=until_end)
         reopen = self._connections.reopen
@@ -198,7 +198,7 @@ class RunningJob:
     ) -> Fetched:
         """Brings what is new of its logs and metrics into a folder, which should be `claimed`, and its plan and record.
 
-        limit_bytes: of a log, no more. Raises OrchError where no host holds anything of the job any more.
+        limit_bytes: of a log, no more. Raises OrchError where no host holds anything of the job now.
         """
         away = self.reach()
         collected = collect.collect(self.plan, self.hosts, run, progress, limit_bytes=limit_bytes)
@@ -213,7 +213,7 @@ class RunningJob:
 
     def outputs(self, only: Sequence[str] = ()) -> Outputs:
         """What the job wrote beside its logs, as its hosts list it now. only: of these nodes; none means all. Raises
-        OrchError where no host holds anything of the job any more.
+        OrchError where no host holds anything of the job now.
         """
         self.refuse_if_removed()
         away = self._reach_own(only)

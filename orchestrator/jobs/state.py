@@ -174,7 +174,7 @@ def _exit_code(state: str, failure: FirstFailure | None) -> int | None:
 
 
 def _signal_number(name: str) -> int:
-    """Of `SIGKILL`, or of `SIG40`, as `remote/processes.signal_name` writes one without a name; else 0."""
+    """The number of `SIGKILL`, or `SIG40`, as `signal_name` of `remote.processes` writes one without a name; else 0."""
     if name in signal.Signals.__members__:
         return signal.Signals[name].value
     number = name.removeprefix("SIG")

@@ -22,6 +22,9 @@ Quantity = TypeVar("Quantity", bound=Any)
 def wait_and_sync(
     exposed: Quantity, comm: Quantity, least_comm: Quantity, least: Callable[[Quantity, Quantity], Quantity] = min
 ) -> tuple[Quantity, Quantity]:
-    """Of one rank in one step. least_comm: the shortest comm of all ranks in this step; least: of two quantities."""
+    """The wait and the sync time of one rank in one step. least_comm: the shortest comm of all ranks in this step.
+
+    least: returns the smaller of two quantities.
+    """
     wait = least(exposed, comm - least_comm)
     return wait, exposed - wait

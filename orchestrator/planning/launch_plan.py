@@ -28,7 +28,7 @@ class System(Record):
     memory_bytes: int
     python: str
     driver: str | None = None
-    """Of its GPUs; None where it has none."""
+    """The driver of its GPUs; None where it has none."""
     cuda: str | None = None
     """That torch was built for; None for a CPU build."""
 
@@ -87,7 +87,7 @@ class Elastic(Record):
     """With fewer hosts it fails."""
     max_nodes: int
     max_restarts: int
-    """So often torchrun starts a host's ranks anew after one of them died."""
+    """How often torchrun restarts a host's ranks after one of them died."""
 
 
 class Commit(Record):
@@ -212,7 +212,7 @@ class LaunchPlan(Record):
     notes: tuple[str, ...] = ()
     """What a person should know before this runs, one line each."""
     prediction: Prediction | None = None
-    """None where speeds or links are not known, or the strategy is not foreseen."""
+    """None where speeds or links are not known, or the strategy is not predicted."""
     faster: tuple[Faster, ...] = ()
     """Ways that are predicted to take less time, the fastest first."""
 

@@ -53,7 +53,7 @@ class GpuHost:
 
     @property
     def nccl(self) -> tuple[int, ...]:
-        """Of the library that its torch loads; empty where unknown."""
+        """The version of the library that its torch loads; empty where unknown."""
         torch = self.facts.torch
         return numbers(torch.nccl) if torch and torch.nccl else ()
 

@@ -53,11 +53,11 @@ class Kind(Record):
     torch: str | None
     driver: str | None
     ranks: int
-    """Of its host: they compute at the same time."""
+    """The ranks of its host: they compute at the same time."""
     threads: str | None = None
-    """Of a rank that computes on the CPU."""
+    """The threads of a rank that computes on the CPU."""
     gpu_settings: str = ""
-    """Of a rank with a GPU: those of GPU_SETTINGS that it does not decide by itself, like "tf32=off"."""
+    """For a rank with a GPU, those of GPU_SETTINGS that it does not decide by itself, like "tf32=off"."""
     paced: dict[str, Any] | None = None
     """The pace that it keeps, without its changes in the course of a run."""
     host: str | None = None
@@ -81,14 +81,14 @@ class Measurement(Record):
     fixed_ms: Ms
     sample_ms: Annotated[float, Field(gt=0, lt=1e9, allow_inf_nan=False)]
     lateness: Annotated[tuple[Ms | None, ...], Field(max_length=64)] = ()
-    """Of each size, where a paced rank was measured: how late backward ended, as a part of a step."""
+    """How late backward ended at each size, as a part of a step, where a paced rank was measured."""
     worst_error: Ms | None = None
     largest: Samples
     """The largest batch that was tried, and could be kept."""
     cap: Samples | None = None
     """The most samples that fit into memory at once; None: memory was not the limit."""
     forward_ms: Ms
-    """Of the largest size, like optim_ms."""
+    """The forward time at the largest size, as optim_ms."""
     optim_ms: Ms
     again_samples: Samples | None = None
     """A size that was measured once more at the end; None in profiles of an older orch."""
@@ -118,7 +118,7 @@ class Profile(Kind, Measurement):
         return tuple(size for size, late in zip(self.samples, self.lateness, strict=False) if (late or 0) > LATE)
 
     def why_not_valid(self) -> str:
-        """Of one that is not: at which sizes this machine was late, and by how much at the best of them."""
+        """At which sizes this machine was late, and by how much at the best of them, if the profile is not valid."""
         told = [(late, size) for size, late in zip(self.samples, self.lateness, strict=False) if late is not None]
         why = f"{self.node}'s CPU was too slow for the pace that it stands in for"
         if not told:
@@ -136,7 +136,7 @@ class Profile(Kind, Measurement):
         return self.again_ms / before - 1 if self.again_ms and before else None
 
     def drift_words(self) -> str:
-        """Of one that got slower while it was measured: by how much; "" of any other."""
+        """By how much it got slower while it was measured; "" where it did not."""
         if self.drift is None or self.drift < DRIFT:
             return ""
         slower = f"{self.again_samples} samples took {format_percent(self.drift)} longer at the end of the measurement"

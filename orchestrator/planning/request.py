@@ -23,7 +23,7 @@ from trainer.shared.config import AnySettings, Settings, SettingsError, parse_se
 from trainer.shared.shares import WORDS
 
 AUTO = "auto"
-"""As the value of `strategy`: the fastest that is foreseen."""
+"""As the value of `strategy`: the fastest that is predicted."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class RunRequest:
     chosen: Mapping[str, str] = field(default_factory=dict)
     """The settings that the person set by hand, as they wrote them: the plan does not overrule them."""
     batch: int | None = None
-    """Of a script: samples of one update over all ranks, where the person says so."""
+    """Samples of one update of a script over all ranks, where the person says so."""
     best_way: bool = False
     """strategy=auto: the plan chooses how the ranks stay together."""
     share_gpus: bool = False
@@ -91,7 +91,7 @@ class Words:
 
     exp: str | None = None
     settings: tuple[str, ...] = ()
-    """Of the experiment, KEY=VALUE each."""
+    """The settings of the experiment, KEY=VALUE each."""
     is_module: bool = False
     """Whether `command` begins with a module's name."""
     command: tuple[str, ...] = ()

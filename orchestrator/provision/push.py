@@ -57,7 +57,7 @@ def push(
 ) -> dict[str, Pushed | HostError]:
     """All hosts at once. show: called from several threads. reopen: a new connection to a host whose link broke.
 
-    Raises UsageError where a file here cannot be read any more.
+    Raises UsageError where a file here can no longer be read.
     """
     over = threading.Event()
 

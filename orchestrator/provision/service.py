@@ -1,7 +1,7 @@
 """What hosts are given on request, before any job: a data set, and an environment with torch.
 
 remembered cluster → its hosts, connected → data set there                      data push
-                                          → environments → probed anew           setup
+                                          → environments → probed again          setup
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Provision:
         wanted: WantedVersions,
         show: Callable[[venvs.SetupProgress], None] = lambda _: None,
     ) -> Setup:
-        """Asks each node's own Python, makes what is missing, has the cluster use it, and probes these hosts anew."""
+        """Asks each node's own Python, makes what is missing, has the cluster use it, and probes these hosts again."""
         bare = cluster.with_venvs({})
         own = {node.name: node for node in with_secrets(cluster, [bare.node(node.name) for node in nodes])}
         found = self._connections.open(list(own.values()))

@@ -38,7 +38,7 @@ def lives(agent: dict[str, Any]) -> bool:
 
 
 def stopped(agent: dict[str, Any]) -> dict[str, processes.Identity]:
-    """Of supervisor and keeper, who is there and stands still by a signal (state T): they hold the job's GPU locks."""
+    """Supervisor and keeper where they are stopped by a signal (state T): they hold the job's GPU locks."""
     found = {"supervisor": agent, "keeper": agent.get("keeper") or {}}
     there = {role: identity(one) for role, one in found.items() if "start_time" in one}
     return {role: one for role, one in there.items() if one.is_alive() and processes.is_stopped(one.pid)}

@@ -23,7 +23,7 @@ STRANGERS = 64
 STRANGER_S = 3.0
 """So long may one take to prove itself: a second, and two more for a network that loses packets."""
 SHARE = 8
-"""Of the descriptors that we may have, strangers take at most one in so many."""
+"""Strangers take at most one in this many of the descriptors that we may have."""
 BACKLOG = 512
 RETRY_S = 0.1
 MAX_LINE = 1 << 16

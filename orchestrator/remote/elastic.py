@@ -14,7 +14,7 @@ from .messages import Failure, Fault, RankRecord, Status
 from .processes import Identity, identify
 
 KEPT = 20
-"""Of all faults, the newest so many: the record has to fit into `layout.RESERVE_BYTES`."""
+"""How many of the newest faults are kept: the record has to fit into `layout.RESERVE_BYTES`."""
 TOLD = 8
 
 
@@ -61,7 +61,7 @@ class ElasticState:
         return {"generation": self.generation, "faults": own[-TOLD:]}
 
     def leave(self) -> list[Identity]:
-        """What the ranks of this generation run; they are nobody's any more."""
+        """What the ranks of this generation run; they belong to nobody now."""
         scripts = list(self._scripts.values())
         self._scripts.clear()
         return scripts

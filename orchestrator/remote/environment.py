@@ -13,7 +13,7 @@ tells (see `talk`):
 state: `own` where this Python has a fitting torch by itself, `kept` where the environment was here, `made`, `added`
 where it was here and packages came into it. Where packages are asked for and this Python has a fitting torch, the
 environment lies above it and sees all that it has. Its marker file says who uses it, and what it holds once it is
-whole: one that says nothing of that is half made, and made anew. pip lives no longer than the controller's interest in
+whole: one that says nothing of that is half made, and made again. pip lives no longer than the controller's interest in
 it, and not beyond the limit of time.
 """
 

@@ -52,6 +52,6 @@ def _cut(one: Any, chars: int) -> Any:
 
 
 def _few(name: str, told: dict[str, Any]) -> dict[str, Any]:
-    """Of ranks, those that did not end well."""
+    """Keeps only the ranks that did not end well."""
     worth = {key: one for key, one in told.items() if name != "ranks" or one.get("exit_code") != 0}
     return dict(list(worth.items())[:_FEW])

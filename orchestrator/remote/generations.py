@@ -1,4 +1,4 @@
-"""The hub's part in an elastic job: which hosts train together now, and when they start anew. Pure.
+"""The hub's part in an elastic job: which hosts train together now, and when they restart. Pure.
 
     generations = Generations(max_restarts=3)
     generations.order(statuses)     {"do": "start", "generation": 0, "members": ["a", "b", "c"]}
@@ -17,7 +17,7 @@ from .messages import Fault, Order, Status
 
 
 class Generations:
-    """max_restarts: so often may a host's ranks die and start anew."""
+    """max_restarts: how often a host's ranks may die and restart."""
 
     def __init__(self, max_restarts: int) -> None:
         self.number = 0
@@ -46,7 +46,7 @@ class Generations:
         return {"do": "start", "generation": self.number, "members": list(self._members)}
 
     def _faults(self, statuses: Mapping[str, Status]) -> dict[str, Fault]:
-        """Of each host its first fault in the generation that was started last; one of its own before an echo."""
+        """The first fault of each host in the generation that was started last; one of its own before an echo."""
         last = self.number if self._running else self.number - 1
         found: dict[str, Fault] = {}
         for node, status in statuses.items():

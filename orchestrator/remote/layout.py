@@ -138,7 +138,7 @@ class JobFolder:
         return node.get("token") == token or node.get("token_sha256") == _sha256(token)
 
     def forget_secrets(self) -> None:
-        """Of a job that is over: blanks what only its ranks needed and nobody else may read. A disk that is full takes
+        """Blanks what only the ranks of an ended job needed and nobody else may read. A disk that is full takes
         it, too; one that fails keeps what it holds.
         """
         with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
 """How long a supervisor that is not heard counts as there; and whether we ourselves stood still for so long.
 
-The lease binds both ways: who hears nothing for LEASE_S ends its own ranks, and who finds that it stood still for that
+The lease is mutual: who hears nothing for LEASE_S ends its own ranks, and who finds that it stood still for that
 long itself (`Pulse`) does nothing more of what it then hears, for the others have gone on without it.
 """
 

@@ -1,4 +1,4 @@
-"""Programs of ours on this host that nobody waits for any more, as a link that fell silent may leave them.
+"""Programs of ours on this host that nobody waits for now, as a link that fell silent may leave them.
 
     for program in forgotten(): program.signal(signal.SIGKILL)
 
@@ -21,7 +21,7 @@ _BOOTSTRAP = "exec(compile(i.read(int(i.readline())),sys.argv[1],sys.argv[2]))"
 
 
 def forgotten(old_s: float = OLD_S) -> list[Identity]:
-    """Of this user. old_s: younger ones are not looked at."""
+    """This user's forgotten programs. old_s: younger ones are not looked at."""
     stirred = {program: _stirred(program.pid) for program in _programs() if _age_s(program) > old_s}
     if stirred:
         time.sleep(LOOK_S)

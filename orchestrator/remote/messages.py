@@ -54,7 +54,7 @@ class RankRecord(TypedDict, total=False):
     ended: float
     restarts: int
     world_size: int
-    """Of an elastic job, in this generation."""
+    """The world size of an elastic job in this generation."""
     met: bool
     """Whether it has met other ranks; not there while nobody knows."""
     does: str
@@ -96,7 +96,7 @@ class Order(_Order, total=False):
     members: list[str]
     """Who starts, in the order of their node ranks."""
     hearsay: bool
-    """Of a regroup: whether all that is known is that a connection broke."""
+    """In a regroup: whether all that is known is that a connection broke."""
     state: FinalState
     first_failure: Failure | None
     cause: Failure

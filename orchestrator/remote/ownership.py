@@ -38,7 +38,7 @@ def is_mine(job: JobFolder, request: dict[str, Any]) -> bool:
 
 
 def forget_old_secrets(jobs: Iterable[JobFolder], request: dict[str, Any]) -> None:
-    """Of jobs of this cluster that are over: an older orch left them in place. It named no owner either."""
+    """Removes the secrets of ended jobs of this cluster: an older orch left them in place. It named no owner either."""
     ours = [(owner, request["cluster"]) for owner in (request["owner"]["id"], "")]
     for job in (job for job in jobs if whose(job) in ours):
         agent = job.read_agent()

@@ -130,7 +130,7 @@ class Peers:
                 link.send({"answer": question["ask"], "pad": question["pad"]})
 
     def _key(self, listener: str) -> bytes:
-        """Of this host's peer links alone: what is said to one is no word to another, nor to the hub."""
+        """The key of this host's peer links alone: what is said to one is no word to another, nor to the hub."""
         return hmac.new(self._token, f"peer {listener}".encode(), hashlib.sha256).digest()
 
     # ---- before the start ------------------------------------------------------------------------------------------

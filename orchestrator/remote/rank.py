@@ -47,7 +47,7 @@ def main() -> None:
     parent = os.getppid()
     job = JobFolder(Path(sys.argv[1]))
     node = json.loads(job.node.read_text())
-    # As planned, also where torchrun, meeting anew with fewer hosts, has given it another number: this host's logs and
+    # As planned, also where torchrun, meeting again with fewer hosts, has given it another number: this host's logs and
     # metrics stay in their own places.
     rank = int(node["rank_numbers"][int(os.environ["LOCAL_RANK"])])
     wakeup = _catch_signals()

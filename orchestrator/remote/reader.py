@@ -119,7 +119,7 @@ class LogFile:
         return size if self._limit_bytes is None else min(size, self._limit_bytes)
 
     def fingerprint(self) -> dict[str, Any] | None:
-        """Of exactly the bytes that the controller now has: a file that still grows can be checked too.
+        """The fingerprint of exactly the bytes that the controller now has: a file that still grows can be checked too.
 
         None where it has none, or where the file is no longer the one that they came from.
         """

@@ -231,7 +231,7 @@ def _settle(top: int, group: list[tuple[Incoming, int]]) -> None:
 
 
 def remove_partials(top: int, folders: Iterable[str]) -> None:
-    """Of contents that nobody asks for any more: with our lock held, nobody else is writing one."""
+    """Removes partial contents that are no longer asked for: with our lock held, nobody else is writing one."""
     for above in folders:
         with holder(top, f"{above}/" if above else "") as (at, _):
             for name in os.listdir(at):

@@ -116,7 +116,7 @@ def _clear(folder: Path, why: list[str]) -> bool:
 
 
 def _needed(venv: Path, pythons: list[str], request: dict[str, Any]) -> str:
-    """Who else needs this environment; "" where nobody does. It is not ours any more."""
+    """Who else needs this environment; "" where nobody does. It is no longer ours."""
     marker = read_json(venv / VENV_MARKER)
     if "users" not in marker:
         return "an older orch made it" if marker else "`orch setup` did not make it"

@@ -11,7 +11,7 @@ followed by `size` raw bytes:
     {"beat": 1}                                                 at least every second
     {"end": {}}                                                 the last frame
 
-A file that is no longer what was told begins anew, at offset 0. One that changes while it is read is read again, a few
+A file that is no longer as reported begins again, at offset 0. One that changes while it is read is read again, a few
 times. The SHA-256 is of all of its bytes, those that the controller had before included.
 """
 

@@ -24,7 +24,8 @@ from .processes import Use, uses
 LOOK_S = 5.0
 QUIET_S = 60.0
 IDLE = 0.03
-"""Of one core. A rank that waits in Gloo was measured to use 0.2 to 0.3 % (torch 2.15); timers add little."""
+"""A rank that uses less than this part of one core is idle. Waiting in Gloo was measured to use 0.2 to 0.3 % (torch
+2.15); timers add little."""
 RUNNABLE = 2
 """A rank that is found ready to run more often than this wants the CPU, also where a crowded host gives it none."""
 _FILES = ("stdout.log", "stderr.log", "metrics.jsonl")

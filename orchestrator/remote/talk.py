@@ -3,7 +3,7 @@
     tell(request, lambda request, talk: {"folder": ...})     # ... {"beat": 1} ... {"end": {"folder": ...}}
 
 What the host refuses is told as {"error", "remedy"}. A beat every second says that this end lives; how this end learns
-that the controller has left is a closed standard input (`gone`), or an output that nobody reads any more.
+that the controller has left is a closed standard input (`gone`), or an output that nobody reads.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Talk:
         self._told_at = 0.0
 
     def say(self, word: dict[str, Any]) -> None:
-        """Raises BrokenPipeError where nobody listens any more."""
+        """Raises BrokenPipeError where nobody listens."""
         line = f"{self._marker}{json.dumps(word)}{self._marker}\n"
         with self._lock:
             wind()

@@ -21,11 +21,11 @@ from orchestrator.results.rebalances import Rebalance
 NAMED = 6
 """Sizes of groups that are named one by one."""
 MOST_KINDS = 1000
-"""Of one rank that are read."""
+"""The most kinds that are read of one rank."""
 
 
 class BatchNorm(Record):
-    """Of an update with a full batch, as the run began."""
+    """BatchNorm in an update with a full batch, as the run began."""
 
     groups: tuple[tuple[int, int], ...]
     """(samples, how many groups of so many), the largest first."""

@@ -70,7 +70,7 @@ def warnings(plan: LaunchPlan, events: Events, figures: Figures, nodes: tuple[No
 
 
 def _rejected(rejects: Rejects, was_restarted: bool) -> Iterable[str]:
-    """Of one rank's lines. A rank that was started again repeats steps, which is no fault."""
+    """Caveats about the rejected lines of one rank. A rank that was started again repeats steps, which is no fault."""
     if rejects.malformed:
         yield f"{counted(rejects.malformed, 'line')} not JSON events, left out."
     if rejects.too_long:

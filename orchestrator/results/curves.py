@@ -18,7 +18,7 @@ from orchestrator.results.events import Events
 
 POINTS = 200
 _EVENTS = 100_000
-"""Of one name in a rank's file, the most that are read."""
+"""The most events of one name that are read from a rank's file."""
 
 AnyPoint = TypeVar("AnyPoint")
 

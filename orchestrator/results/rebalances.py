@@ -14,7 +14,7 @@ from orchestrator.record import Record
 from orchestrator.results.events import Events
 
 MOST = 200
-"""Of one run that are read and shown."""
+"""The most rebalances of one run that are read and shown."""
 
 Share = Annotated[int, Field(ge=0, lt=1 << 40)]
 
@@ -26,7 +26,7 @@ class Rebalance(Record):
     shares: tuple[Share, ...]
     before: tuple[Share, ...]
     spread: Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
-    """Of the ranks' compute times before, (max - min) / mean."""
+    """The spread of the ranks' compute times before: (max - min) / mean."""
 
 
 def read_rebalances(events: Events, plan: LaunchPlan) -> tuple[Rebalance, ...]:

@@ -28,9 +28,9 @@ REASONS = {
 BUSY_PERCENT = 20
 """A GPU that is used less than this does not need its clocks."""
 LEAST_SHARE = 0.05
-"""Of the run. What lasted less is not spoken of."""
+"""A part of the run; what lasted less is not mentioned."""
 LEAST_LOSS = 0.03
-"""Of the clock. A power cap is often reported of a card that hardly notices."""
+"""A part of the clock. A power cap is often reported of a card that hardly notices."""
 
 
 class Slowed(Record):
@@ -135,7 +135,7 @@ class _Gpu:
 
 
 def _median(counts: Counter[int]) -> float | None:
-    """Of the values counted; of an even number of them the upper of the two in the middle."""
+    """The median of the values counted; for an even number of them the upper of the two in the middle."""
     left = counts.total() // 2
     for value in sorted(counts):
         if left < counts[value]:

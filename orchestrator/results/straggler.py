@@ -109,6 +109,6 @@ def _per_sample_ms(ranks: list[RankFigures]) -> float | None:
 
 
 def _mean(values: Iterable[float | None]) -> float:
-    """Of those that are known; 0 of none."""
+    """The mean of the known values; 0 where none is known."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else 0.0

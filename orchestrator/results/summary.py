@@ -102,7 +102,7 @@ class GpuSummary(Record):
     samples_per_s: float | None = None
     own_samples_per_s: float | None = None
     share: float | None = None
-    """Of all samples of the measured steps, 0..1."""
+    """Its part of all samples of the measured steps, 0..1."""
 
 
 class Straggler(Record):
@@ -125,7 +125,7 @@ class Bound(Record):
     part: Part
     node: str
     share: float
-    """Of the step, 0..1."""
+    """Its part of the step, 0..1."""
 
     @property
     def words(self) -> str:
@@ -144,7 +144,7 @@ class CollectiveTime(Record):
 
     operation: str
     bytes: int
-    """Of the whole array."""
+    """The size of the whole array."""
     iterations: int = 0
     time_ms: float | None = None
     """Median of what the slowest rank needed."""
@@ -159,10 +159,10 @@ class CollectiveOperation(Record):
     operation: str
     smallest_bytes: int
     latency_us: float
-    """Of the smallest size."""
+    """The latency of the smallest size."""
     largest_bytes: int
     busbw_gbps: float
-    """Of the largest size."""
+    """The bus bandwidth at the largest size."""
     of_declared: float | None = None
     """busbw_gbps as a part of the slowest host's declared bandwidth."""
     alpha_us: float | None = None
@@ -218,7 +218,7 @@ class Summary(Record):
     settings: dict[str, Any] = Field(default_factory=dict)
     """As the ranks used them."""
     asked: dict[str, Any] = Field(default_factory=dict)
-    """Of the settings that turned out otherwise (`auto`, -1, ...), what was asked for."""
+    """What was asked for, where a setting turned out otherwise (`auto`, -1, ...)."""
     state: str
     world_size: int
     samples_per_s: float | None = None
@@ -240,7 +240,7 @@ class Summary(Record):
     faults: tuple[Fault, ...] = ()
     """What an elastic job went on after, in the order of time; hosts that were lost are not among `nodes`."""
     restarts: int = 0
-    """How often the ranks were started anew."""
+    """How often the ranks were started again."""
     metrics: bool = True
     """Whether any rank wrote metrics; without them there are logs, exit codes and GPU use."""
     steps: int = 0
@@ -257,7 +257,7 @@ class Summary(Record):
     """0..1, of the last evaluation; None when paced."""
     accuracy_per_class: dict[str, float] = Field(default_factory=dict)
     loss: float | None = None
-    """Of the last step that every rank reported, each rank counted by its samples; None when paced."""
+    """The loss of the last step that every rank reported, each rank counted by its samples; None when paced."""
     batch_norm: BatchNorm | None = None
     """The groups that it saw; None where the network has none, or its ranks do not tell."""
     curves: Curves = Field(default_factory=Curves)
@@ -265,7 +265,7 @@ class Summary(Record):
     rebalances: tuple[Rebalance, ...] = ()
     """How the shares followed the ranks' speeds (`shares=auto`), in the order of steps."""
     collectives: Collectives | None = None
-    """Of a run that measured the network and trained nothing."""
+    """The results of a run that measured the network and trained nothing."""
 
     @property
     def paced(self) -> bool:
@@ -291,7 +291,7 @@ class Summary(Record):
 
     @property
     def of_prediction(self) -> float | None:
-        """Measured speed over the one foreseen; None where one of them is not known."""
+        """Measured speed over the predicted one; None where one of them is not known."""
         if self.prediction is None or self.samples_per_s is None or self.prediction.samples_per_s <= 0:
             return None
         return self.samples_per_s / self.prediction.samples_per_s

@@ -16,7 +16,7 @@ from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.text import one_line
 
 NAMED = 4
-"""Of hosts with the same value, so many are named."""
+"""How many of the hosts with the same value are named."""
 CHANGES = 100
 """So many `setting` events of a rank are read."""
 Starts = Mapping[int, Mapping[str, Any]]

@@ -7,7 +7,7 @@
 
 Rows are repeated in rounds, so that a machine whose speed drifts does so for all of them. A row is remembered before
 its job starts. After an interruption its job is found again: followed if it still runs, collected if it has ended well,
-started anew otherwise. Rows done on other clusters stay in the same table.
+started again otherwise. Rows done on other clusters stay in the same table.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RowRun(Record):
 
 @dataclass(frozen=True)
 class Spread:
-    """Of a figure over a row's runs."""
+    """The spread of a figure over a row's runs."""
 
     least: float
     median: float
@@ -198,7 +198,7 @@ class Sweep:
         return job
 
     def _find_again(self, row: StudyRow, before: Done | None, follow: Follow) -> RunningJob | None:
-        """The job that an interrupted sweep left for this row, at its end; None where it has to be run anew. Raises
+        """The job that an interrupted sweep left for this row, at its end; None where it has to be run again. Raises
         OrchError where it still runs and cannot be followed.
         """
         if before is None or before.begun is None or before.cluster != self.cluster.name:
@@ -243,7 +243,7 @@ class Figure:
 
 
 def _largest(summary: Summary, *parts: str) -> float | None:
-    """Of all hosts, the sum of these parts of a step (ms); None where none is known."""
+    """The largest sum, over all hosts, of these parts of a step (ms); None where none is known."""
     sums = []
     for node in summary.nodes:
         values = [getattr(node, part) for part in parts]

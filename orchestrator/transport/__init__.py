@@ -1,7 +1,7 @@
-"""How a host is reached: one narrow seam, two ways through it (`ssh`, `local`).
+"""How a host is reached: one narrow interface with two implementations (`ssh`, `local`).
 
 A transport runs one shell command on one host. That is all it does: every other thing we do on a host is a
-standalone Python program of ours sent on standard input (see `call.py`), so nothing needs to be installed there
+standalone Python program of ours sent on standard input (see `ask.py`), so nothing needs to be installed there
 and nothing but data travels in the other direction.
 """
 

@@ -74,7 +74,7 @@ def errors_by_node(outcomes: Mapping[str, R | HostError]) -> dict[str, HostError
 
 
 class _Crew(Generic[T, R]):
-    """The threads that work on one fan-out. over: nobody waits for them any more."""
+    """The threads that work on one fan-out. over: nobody waits for them."""
 
     def __init__(self, items: Mapping[str, T], action: Callable[[T], R], deadline_s: float) -> None:
         self.over = threading.Event()

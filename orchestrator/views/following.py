@@ -101,7 +101,7 @@ def _is_screen(stream: Console) -> bool:
 
 
 class _LiveTable:
-    """Below the lines on a terminal; drawn anew with each value, and left standing at the end."""
+    """Below the lines on a terminal; drawn again with each value, and left standing at the end."""
 
     def __init__(self, stream: Console) -> None:
         self._stream = stream

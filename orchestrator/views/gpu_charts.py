@@ -19,7 +19,7 @@ from orchestrator.results.slowed import is_slowed
 from orchestrator.views.linechart import ChartLine, LineChart, line_chart
 
 POINTS = 150
-"""Of a line, up to twice as many."""
+"""Points of a line; up to twice as many are drawn."""
 HOSTS = 9
 """More lines than this cannot be told apart."""
 FIRST_S, LONGEST_S = 2.0, 1e9

@@ -58,7 +58,7 @@ def _lasted(job: JobRecord) -> str:
 
 
 def warn_stalls(jobs: Iterable[JobRecord]) -> None:
-    """Of jobs that run, those whose ranks stand still."""
+    """Warns of running jobs whose ranks stand still."""
     for job in jobs:
         if job.stall and job.state == "running":
             console.warn(f"{job.id}: {stall_words(job.stall)}")

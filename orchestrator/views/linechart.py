@@ -76,7 +76,7 @@ def line_chart(
 
 
 def percent_words(value: float, digits: int) -> str:
-    """Of 0..1."""
+    """A part (0..1) in percent."""
     return f"{100 * value:.{max(0, digits - 2)}f} %"
 
 

@@ -1,4 +1,4 @@
-"""When the hosts of an elastic job start anew, with whom, and when they have done so too often."""
+"""When the hosts of an elastic job restart, with whom, and when they have done so too often."""
 
 import itertools
 

@@ -37,7 +37,7 @@ def normalise(norm: Any, images: Tensor) -> Tensor:
 
 
 def _own_statistics(images: Tensor, eps: float) -> Tensor:
-    """Of each channel mean and 1 / sqrt(variance + eps), and the values that they come from."""
+    """The mean and 1 / sqrt(variance + eps) of each channel, and the number of values that they come from."""
     channels = images.shape[1]
     values = images.numel() // channels
     if not values:

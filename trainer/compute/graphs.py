@@ -70,7 +70,7 @@ class Graphs:
         self.recorded: dict[torch.Size, Recording] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Graphs:
-        """Of a copied network, whose weights lie elsewhere: it replays nothing."""
+        """The graphs of a copied network, whose weights lie elsewhere: it replays nothing."""
         copied = Graphs(self.say, self.gave_up)
         copied.given_up = True
         return copied

@@ -23,7 +23,7 @@ class MicroBatches:
         self.accumulate, self.caps, self.together = accumulate, list(caps), together
 
     def sizes(self, shares: Sequence[int], rank: int) -> tuple[int, ...]:
-        """Of one rank, as even as whole samples allow; without samples it is one empty micro-batch."""
+        """The micro-batches of one rank, as even as whole samples allow; without samples it is an empty one."""
         counts = [self._count(share, cap) for share, cap in zip(shares, self.caps, strict=True)]
         count = max(counts) if self.together else counts[rank]
         filled = max(counts[rank], min(count, shares[rank] // 2))
@@ -34,8 +34,8 @@ class MicroBatches:
         return max(len(self.sizes(shares, rank)) for rank in range(len(shares)))
 
     def _count(self, share: int, cap: int | None) -> int:
-        """Of two samples at least where memory holds two: BatchNorm can make nothing of one. Where it holds just two,
-        an odd share has one micro-batch of three.
+        """Micro-batches of two samples at least where memory holds two: BatchNorm can make nothing of one.
+        Where it holds just two, an odd share has one micro-batch of three.
         """
         forced = -(-share // cap) if cap else 1
         if cap != 1:

@@ -59,7 +59,7 @@ def gradient_bytes(model: nn.Module) -> int:
 
 
 def gradients_of(model: nn.Module) -> list[Tensor]:
-    """Of all parameters that are trained, in their order, when backward has given each its own."""
+    """The gradients of all trained parameters, in their order, when backward has given each its own."""
     return [cast(Tensor, parameter.grad) for parameter in trainable(model)]
 
 

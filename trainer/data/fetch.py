@@ -62,7 +62,7 @@ def prepare(settings: Settings) -> None:
 
 
 def _unpack_mnist(raw: Path) -> None:
-    """torchvision knows only the md5 of the archives as once published; many copies are packed anew."""
+    """torchvision knows only the md5 of the archives as once published; many copies were repacked."""
     for name, md5 in _MNIST_MD5.items():
         packed, unpacked = raw / f"{name}.gz", raw / name
         if unpacked.exists() or not packed.exists():

@@ -1,4 +1,4 @@
-"""Which way batches reach the model, and both ways opened: `resident` where the set fits, else `workers`.
+"""How batches reach the model, and both loaders opened: `resident` where the set fits, else `workers`.
 
     facts = agree_on_facts(settings, info)                        the data's, the same on all ranks
     settings = choose_loader(settings, facts, info, device)       loader and num_workers as they turn out here
@@ -49,7 +49,7 @@ class Opened(NamedTuple):
 
 
 _PART_OF_MEMORY = 0.25
-"""Of what is free, resident sets may take so much: the rest is for the model and for what else the host does."""
+"""The part of free memory that resident sets may take: the rest is for the model and for what else the host does."""
 
 
 def agree_on_facts(settings: Settings, info: RankInfo) -> DataSet:
@@ -104,7 +104,7 @@ def ranks_on(device: torch.device, info: RankInfo) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Of a GPU as its driver says; of a host what it could give without swapping, within the limit of our cgroup."""
+    """Free bytes: of a GPU as its driver says; of a host what it gives without swapping, within our cgroup's limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     with contextlib.suppress(OSError, StopIteration, ValueError):

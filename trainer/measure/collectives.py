@@ -58,7 +58,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one operation and size. time_s: None where it was not measured, for the reason in `error`."""
+    """The result of one operation and size. time_s: None where it was not measured, for the reason in `error`."""
 
     size_bytes: int
     iterations: int = 0
@@ -222,7 +222,7 @@ class MeasuredExchange:
         return list(whole.split(self.part))
 
     def is_right(self) -> bool:
-        """Of a rank that receives nothing, too."""
+        """Whether the result is right; true for a rank that receives nothing."""
         patterns, rank, part = self.bench.patterns, self.rank, self.part
         if self.operation in ("reduce", "gather") and not self.root:
             return True

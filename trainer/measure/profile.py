@@ -53,8 +53,8 @@ FEWEST, MOST = 2, 15
 the first size the fewest more."""
 
 HELD = 4
-"""Times the size of all gradients: the most that a way to stay together keeps beside gradients and momentum, which is
-local's start, sent weights, way and velocity."""
+"""Times the size of all gradients: the most that a strategy keeps beside gradients and momentum, which is
+local's start, sent weights, weight change and velocity."""
 
 ENOUGH = 2
 """Sizes at which a paced rank has to keep its pace: a line takes two."""
@@ -129,7 +129,7 @@ def _subject(
 
 
 def _held(model: nn.Module, facts: DataSet, settings: Settings, device: torch.device) -> Tensor:
-    """Of a GPU's memory as much as a run takes beside the training itself: what fits here has to fit there."""
+    """Holds as much of a GPU's memory as a run takes beside the training itself: what fits here has to fit there."""
     if device.type != "cuda":
         return torch.empty(0)
     images = resident_bytes(facts) if settings.loader == "resident" else 0
@@ -237,7 +237,7 @@ class Ladder:
         return self.in_time if self.kept_pace else self.times
 
     def lateness(self) -> float | None:
-        """Of the latest size that counts; None for a rank that computes."""
+        """The lateness of the latest size that counts; None for a rank that computes."""
         return max((times.lateness for times in self.counted.values() if times.lateness is not None), default=None)
 
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other: a line of each, numbers added up, and one failure for all.
+"""What ranks report to each other: a line of each, numbers added up, and one failure for all.
 
     with together(info.node):              # raises on every rank what any rank raised, the same line
         open_data(settings)

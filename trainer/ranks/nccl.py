@@ -22,7 +22,7 @@ A_RANK_S = 0.2
 
 
 def version() -> str | None:
-    """Of the NCCL library that is loaded; None where this torch was built without."""
+    """The version of the NCCL library that is loaded; None where this torch was built without."""
     return ".".join(str(part) for part in torch.cuda.nccl.version()) if dist.is_nccl_available() else None
 
 

@@ -6,7 +6,7 @@
 `Balance` decides and knows neither clock nor network; what a rank's times say of its speed, `estimate` knows.
 `Rebalancer` brings both the times and puts the shares into effect. Only compute time is compared, which ends before a
 rank waits for others. All ranks decide by themselves, the same from the same numbers. The samples of each update stay
-what they are: the stream is only cut anew.
+what they are: the stream is only divided again.
 """
 
 from __future__ import annotations

@@ -28,14 +28,14 @@ SENT = 8
 SUDDEN = 0.15
 """A rank whose latest FRESH times lie this far from those before has become another: what was before is forgotten."""
 NOISE = 0.05
-"""Of a rank's times, relative, as long as there are too few of them to tell."""
+"""The assumed relative noise of a rank's times, as long as there are too few of them to estimate it."""
 _GUESSED, _PROFILED, _SURE = 0.5, 0.1, 0.02
 """How far off the ms a sample may be, relative: by a guess, by a profile, by the best that a run can show."""
 _STEEPER = 10.0
 """The ms a sample fall to no less than a tenth at once: a host that became slower just then looks as if samples were
 free."""
 _LEAST_ERROR = 0.02
-"""Of a median, relative: between two shares a host may have become a little faster or slower."""
+"""The least relative error of a median: between two shares a host may have become a little faster or slower."""
 
 
 class Estimate:
@@ -46,7 +46,7 @@ class Estimate:
 
     def __init__(self, speed: Speed | None) -> None:
         self.speed = self.best = speed
-        """Of now, and the fastest that it was known to be."""
+        """The speed now, and the fastest that was known."""
         self.is_profiled = speed is not None
         self.is_anchored = self.is_profiled
         """Whether what is known holds for small batches, too: by a profile, or by a probe."""
@@ -58,7 +58,7 @@ class Estimate:
 
     @property
     def error(self) -> float:
-        """Of the median of its times, relative."""
+        """The relative error of the median of its times."""
         return 1.25 * self.noise / math.sqrt(max(1, len(self.times_ms)))
 
     def expected_ms(self, samples: int) -> float:

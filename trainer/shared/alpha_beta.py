@@ -26,7 +26,7 @@ def _one(ranks: int) -> float:
 
 
 def _others(ranks: int) -> float:
-    """Of n equal parts n-1 have to leave, or to reach, a rank; its own stays."""
+    """The part of an array that has to leave, or to reach, a rank: n-1 of n equal parts; its own stays."""
     return (ranks - 1) / ranks
 
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 GB_PER_S = 300.0
-"""Of a GPU of which nobody has said more: about an RTX A2000 (288). Assumed."""
+"""The memory bandwidth of an unknown GPU: about an RTX A2000 (288). Assumed."""
 STREAMED = 0.9
-"""Of the data sheet's bandwidth, what a kernel reaches that only moves numbers. Published: BabelStream 4.0 copies at
-812 of 900 GB/s on a V100-PCIE-16GB (its triad 846); 2.0 at 263 of 336 on a GTX 980 Ti. Not known of an A2000 or A16."""
+"""The part of the data sheet's bandwidth that a kernel reaches which only moves numbers. Published: BabelStream 4.0
+copies at 812 of 900 GB/s on a V100-PCIE-16GB (its triad 846); 2.0 at 263 of 336 on a GTX 980 Ti. Not known of an A2000
+or A16."""
 KERNEL_S = 10e-6
 """To start a kernel from Python, where kernels are too short to hide it. Assumed, as the catalogue does: one step of
 ResNet-152, 1,351 kernels, took a host 24 ms, 18 us each, on a stand-in for CUDA."""
@@ -64,7 +65,7 @@ def restore(size_bytes: float, tensors: float) -> Work:
 
 
 def leave(size_bytes: float) -> Work:
-    """Weights, before their way since the last average travels: into a buffer (2), less the start (3), weighed (2)."""
+    """Weights, before their change since the average travels: into a buffer (2), less the start (3), weighed (2)."""
     return Work(7 * size_bytes)
 
 

@@ -22,7 +22,7 @@ A value that JSON cannot hold (NaN, infinity) is written as null. Every line als
 | setting | name, value, why | a setting that this rank changed after its `start`, and why |
 | step | step, epoch | number of this update over the whole run; the epoch it belongs to |
 | step | samples | this rank's since its previous step line: over an epoch and all ranks they add up to the data set |
-| step | t_ms | end of the previous step to the end of this one; starts anew after an evaluation or checkpoint |
+| step | t_ms | end of the previous step to the end of this one; starts again after an evaluation or checkpoint |
 | step | load_ms | until the batch lies on the device, what lies between two steps included |
 | step | compute_ms | then until this rank's own last gradient was ready |
 | step | exposed_ms | then until the summed gradient was there: the wire and the wait for slower ranks |

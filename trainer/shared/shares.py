@@ -35,9 +35,9 @@ PROBED = 2
 """Samples that a rank without a share is given now and then, to see how fast it is: the fewest of which BatchNorm can
 make something."""
 BY_SPEED = ("measured", "auto")
-"""Ways to split a batch by how fast each rank is: as it was measured alone; and as it turns out in the run."""
+"""Policies that split a batch by how fast each rank is: as it was measured alone; and as it turns out in the run."""
 PROFILED = "profiled"
-"""The way where nobody has chosen one: as measured where every rank's speed is known, else equal."""
+"""The policy where nobody has chosen one: as measured where every rank's speed is known, else equal."""
 WORDS = (PROFILED, "equal", *BY_SPEED)
 
 

@@ -53,7 +53,7 @@ from trainer.strategies.single import Alone
 __all__ = ["Exchange", "Strategy", "build_strategy", "local_loss", "weighted"]
 
 FSDP_MIB = 25.0
-"""Of its pieces, where nobody has said more."""
+"""The size of FSDP's pieces where nobody has chosen one."""
 
 
 def build_strategy(

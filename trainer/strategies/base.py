@@ -1,6 +1,6 @@
 """What a strategy is, and how the samples of unequal ranks come to count alike.
 
-With l_j the mean loss over rank j's m_j samples of n, the gradient wanted is sum_j (m_j/n) grad l_j. Every strategy
+With l_j the mean loss over rank j's m_j samples of n, the gradient to find is sum_j (m_j/n) grad l_j. Every strategy
 that exchanges gradients adds them up, so each rank's loss is first multiplied by m_j/n: this makes it 1/n times the sum
 of its samples' losses. It stays exact for unequal shares, and for a share of 0; no pass over the gradients is spent on
 it, and what is rounded or compressed on its way has its weight already.

@@ -1,4 +1,4 @@
-"""Exact at first, while weights change fast, and a lesser way from then on: `compress_after`, `local_after`.
+"""Exact at first, while weights change fast, and a less exact strategy from then on: `compress_after`, `local_after`.
 
 strategy = ExactFirst(exact, Compressed(...), after=100)
 strategy = ExactFirst(exact, ParameterAverage(...), after=100)       post-local SGD (Lin et al. 2020)

@@ -4,11 +4,11 @@ McDonald, Hall and Mann 2010; with several updates in between it is local SGD (S
 SGD it is the exact gradient: w - lr * sum_j (m_j/n) g_j. The ranks' momenta stay their own.
 
 What travels is how far each rank came since the last average, so that it may be rounded to 16 bits: the weights
-themselves would lose their last digits. The mean of these ways is a step of an outer optimiser (DiLoCo,
+themselves would lose their last digits. The mean of these changes is a step of an outer optimiser (DiLoCo,
 Douillard et al. 2023): with a learning rate of 1 and no momentum it leads to the mean of the weights.
 
-With `overlap` the ranks train on while the ways travel, and take the mean over so many updates later: what they came
-since then is put on top of it, and is part of the next way (CoCoD-SGD, Shen et al. 2019; Streaming DiLoCo, Douillard
+With `overlap` the ranks train on while the changes travel, and take the mean over so many updates later: what they came
+since then is put on top of it, and is part of the next change (CoCoD-SGD, Shen et al. 2019; Streaming DiLoCo, Douillard
 et al. 2025). Nothing is lost or counted twice; a mean is only that much older.
 
 An evaluation or a checkpoint looks at the mean of the weights, and leaves each rank its own: a run goes on as if nobody
@@ -66,10 +66,10 @@ class ParameterAverage(Base):
         share_initial_state(model, sums.group)
         self.has_begun = False  # a checkpoint may still be read before the first round
         self.start: Tensor  # the weights with which the round began
-        self.sent_from: Tensor  # the weights that the way which travels has led to
+        self.sent_from: Tensor  # the weights at the end of the change that travels
         self.way: Tensor
         self.under_way = False
-        self.pieces: list[Any] = []  # of the way, none once it has arrived
+        self.pieces: list[Any] = []  # parts of the weight change; empty once it has arrived
         self.velocity = torch.zeros_like(flatten(trainable(model))) if outer_momentum else torch.empty(0)
 
     def accumulate(self, loss_sum: Tensor, samples: int, batch: int) -> None:
@@ -166,7 +166,7 @@ class ParameterAverage(Base):
         return network
 
     def own_state(self) -> dict[str, Tensor]:
-        """`weights` are this rank's own; `start`, and a way that has travelled, are the same on all ranks."""
+        """`weights` are this rank's own; `start`, and a change that has travelled, are the same on all ranks."""
         kept = {"velocity.0": self.velocity}
         if self.updates or self.under_way:
             counts = torch.tensor([self.updates, self.samples, self.samples_of_all], dtype=torch.float64)

@@ -66,9 +66,9 @@ def orthonormal(matrices: Tensor, directions: Tensor) -> Tensor:
     """The Q of each matrix's QR decomposition with a positive diagonal of R. matrices: (count, rows, columns), with no
     more columns than rows. directions: (rows, columns), what columns become that are zero or depend on others.
 
-    Gram and Schmidt's way on columns of length 1, each twice ("twice is enough": Giraud, Langou and Rozloznik 2005),
+    The Gram-Schmidt method on columns of length 1, each twice ("twice is enough": Giraud, Langou and Rozloznik 2005),
     for all matrices at once: a GPU's QR goes from one to the next, and its signs may be other than another device's.
-    Cholesky's way takes fewer calls, but squares the condition number, and leaves float32 nothing of such P.
+    Cholesky's method takes fewer calls, but squares the condition number, and leaves float32 nothing of such P.
     """
     limits = torch.finfo(matrices.dtype)
     q: Tensor = matrices / matrices.norm(dim=1, keepdim=True).clamp_min(limits.tiny)

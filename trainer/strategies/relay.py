@@ -70,7 +70,7 @@ class Relay:
 
 
 class Parcel(NamedTuple):
-    """tensor: where the sum is wanted. sent: what travels. work: its leg that is not over, or None."""
+    """tensor: where the sum is to be stored. sent: what travels. work: its leg that is not over, or None."""
 
     tensor: Tensor
     sent: Tensor
@@ -79,7 +79,7 @@ class Parcel(NamedTuple):
 
 
 def pieces_of(tensor: Tensor, elements: int) -> Sequence[Tensor]:
-    """Of so many elements each, in the tensor's own memory."""
+    """Pieces of this many elements each, in the tensor's own memory."""
     return tensor.view(-1).split(elements) if tensor.is_contiguous() else (tensor,)
 
 
