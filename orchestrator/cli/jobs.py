@@ -203,7 +203,7 @@ def _follow(job: RunningJob, show: Callable[[], None]) -> None:
         show()
     except KeyboardInterrupt:
         try:
-            console.say(f"\nDetached; the job keeps running. Reattach: orch logs -f --job {job.id}")
+            console.say(f"\nDetached; the job keeps running.\nReattach: orch logs -f --job {job.id}")
             console.say(f"Cancel: orch cancel --job {job.id} (or Ctrl-C again within {SECOND_CTRL_C_S:.0f} s)")
             threading.Event().wait(SECOND_CTRL_C_S)
         except KeyboardInterrupt:

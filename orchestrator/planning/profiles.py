@@ -88,7 +88,7 @@ class Measurement(Record):
     cap: Samples | None = None
     """The most samples that fit into memory at once; None: memory was not the limit."""
     forward_ms: Ms
-    """The forward time at the largest size, as optim_ms."""
+    """The forward time at the largest size, like optim_ms."""
     optim_ms: Ms
     again_samples: Samples | None = None
     """A size that was measured once more at the end; None in profiles of an older orch."""

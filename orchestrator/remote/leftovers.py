@@ -1,4 +1,4 @@
-"""Programs of ours on this host that nobody waits for now, as a link that fell silent may leave them.
+"""Programs of ours on this host that nobody waits for: a link that fell silent may leave them.
 
     for program in forgotten(): program.signal(signal.SIGKILL)
 

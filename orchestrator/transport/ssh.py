@@ -135,7 +135,7 @@ class SshTransport:
         return self._way.node
 
     def open(self, timeout_s: float) -> paramiko.Transport:
-        """The live connection, made again where there is none. The host key is checked each time."""
+        """The live connection; a new one where the last has ended. The host key is checked each time."""
         if not self._lock.acquire(timeout=timeout_s):
             raise ConnectError(self.node, f"no connection within {timeout_s:g} s", "try again")
         try:

@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.cli import main
 from orchestrator.clusters import Clusters, Up
-from orchestrator.controller import Controller
+from orchestrator.jobs.running import RunningJob
 from orchestrator.paths import Home
 from orchestrator.store import Store
 from tests.cli.test_cli import COMMANDS
@@ -102,11 +102,11 @@ class Typist(io.StringIO):
 def test_nobody_cancels_by_mistake(answer, words, ended, orch, monkeypatch):
     cancelled = []
 
-    def cancel(self, plan):
-        cancelled.append(plan.job)
-        return self.store.job_record(plan.job), []
+    def cancel(self):
+        cancelled.append(self.id)
+        return self.record, []
 
-    monkeypatch.setattr(Controller, "cancel", cancel)
+    monkeypatch.setattr(RunningJob, "cancel", cancel)
     monkeypatch.setattr(sys, "stdin", io.StringIO() if answer is None else Typist(answer))
     code, _, err = orch("cancel", *words)
     assert cancelled == ended

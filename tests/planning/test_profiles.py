@@ -251,11 +251,11 @@ def test_settings_that_a_host_alone_does_nothing_with_are_named(controller):
     asked = ["--set", "strategy=allreduce", "--set", "accumulate=4", "--set", "shares=equal", "--set", "batch=64"]
     done = CliRunner().invoke(main, ["profile", "--exp", "mnist_lenet", "--json", *asked])
     assert done.exit_code == 0, done.output
-    assert "does nothing with it: accumulate=4, strategy=allreduce\n" in done.stderr
+    assert "change nothing that a host does alone: accumulate=4, strategy=allreduce\n" in done.stderr
     plain = CliRunner().invoke(main, ["profile", "--exp", "mnist_lenet", "--json"])
-    assert "left out" not in plain.stderr
+    assert "change nothing" not in plain.stderr
     auto = CliRunner().invoke(main, ["profile", "--exp", "mnist_lenet", "--json", "--set", "strategy=auto"])
-    assert (auto.exit_code, "does nothing with it: strategy=auto\n" in auto.stderr) == (0, True)
+    assert (auto.exit_code, "change nothing that a host does alone: strategy=auto\n" in auto.stderr) == (0, True)
 
 
 # ---- for whom a profile holds -------------------------------------------------------------------------------------

@@ -34,8 +34,8 @@ class MicroBatches:
         return max(len(self.sizes(shares, rank)) for rank in range(len(shares)))
 
     def _count(self, share: int, cap: int | None) -> int:
-        """Micro-batches of two samples at least where memory holds two: BatchNorm can make nothing of one.
-        Where it holds just two, an odd share has one micro-batch of three.
+        """The number of micro-batches. Each has two samples at least where memory holds two, since BatchNorm can make
+        nothing of one. Where it holds just two, an odd share has one micro-batch of three.
         """
         forced = -(-share // cap) if cap else 1
         if cap != 1:
