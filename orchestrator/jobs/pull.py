@@ -20,7 +20,6 @@ import hashlib
 import os
 import shutil
 import stat
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -38,10 +37,9 @@ from orchestrator.text import one_line
 from orchestrator.transport import ask
 from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.fanout import for_each
+from orchestrator.transport.resumed import on_each_link
 from orchestrator.units import format_bytes
 
-FOREVER_S = 30 * 24 * 3600.0
-"""A pull has no limit of time: its bytes, or the host's beats, say that it goes on."""
 LIST_S = 120.0
 MAX_FILES = 100_000
 MAX_NAME, MAX_PART_BYTES, MAX_DEPTH = 1024, 255, 64
@@ -226,28 +224,9 @@ def pull(
     Raises OrchError where this disk has too little room.
     """
     _refuse_too_much(run, wanted)
-    over = threading.Event()
-
-    def one(host: ConnectedHost) -> Pulled:
-        session = _Session(host, plan.job, run, wanted[host.node], show)
-        while True:
-            before = session.most_bytes
-            try:
-                return session.run()
-            except ConnectError:  # while it gets on from one link to the next, it is worth another
-                if over.is_set() or session.most_bytes == before:
-                    raise
-            session.host = reopen(host.node)
-
-    try:
-        return for_each(
-            {name: hosts[name] for name in wanted if name in hosts},
-            one,
-            deadline_s=FOREVER_S,
-            at_once=max(1, len(hosts)),
-        )
-    finally:
-        over.set()
+    hosts = {name: hosts[name] for name in wanted if name in hosts}
+    sessions = {name: _Session(host, plan.job, run, wanted[name], show) for name, host in hosts.items()}
+    return on_each_link(sessions, reopen)
 
 
 def _refuse_too_much(run: RunFolder, wanted: Mapping[str, Sequence[Output]]) -> None:
@@ -287,7 +266,7 @@ class _Session:
         show: Callable[[PullProgress], None],
     ) -> None:
         self.host = host
-        self.most_bytes = 0
+        self.moved_bytes = 0
         """So much of what was asked for has been here at once: a host that sends the same again gets nowhere."""
         self._job, self._run, self._show = job, run, show
         self._asked = frozenset(_short(output.name) for output in wanted)
@@ -368,7 +347,7 @@ class _Session:
         if self._unlooked_bytes > LOOK_BYTES:
             self._unlooked_bytes = 0
             refuse_if_full(self._run.root)
-        self.most_bytes = max(self.most_bytes, self._here_bytes)
+        self.moved_bytes = max(self.moved_bytes, self._here_bytes)
         self._tell("pulls")
 
     def _open(self, name: str) -> _Incoming:

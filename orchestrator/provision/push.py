@@ -10,21 +10,18 @@ bytes go, as fast as the link takes them. Whatever arrived stays, however this e
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from orchestrator.errors import ConnectError, HostError, ProbeError, UsageError
+from orchestrator.errors import HostError, ProbeError, UsageError
 from orchestrator.provision.manifest import Manifest, read_pieces
 from orchestrator.text import one_line
 from orchestrator.transport.ask import ConnectedHost, exchange, understood
-from orchestrator.transport.fanout import for_each
+from orchestrator.transport.resumed import on_each_link
 
 PIECE_BYTES = 1 << 18
-FOREVER_S = 30 * 24 * 3600.0
-"""A push has no limit of time: its bytes, or the host's beats, say that it goes on."""
 
 Phase = Literal["connects", "waits", "looks", "sends", "done"]
 
@@ -59,23 +56,7 @@ def push(
 
     Raises UsageError where a file here can no longer be read.
     """
-    over = threading.Event()
-
-    def one(host: ConnectedHost) -> Pushed:
-        session = _Session(host, manifest, folder, show)
-        while True:
-            before = session.sent_bytes
-            try:
-                return session.run()
-            except ConnectError:  # while it gets on from one link to the next, it is worth another
-                if over.is_set() or session.sent_bytes == before:
-                    raise
-            session.host = reopen(host.node)
-
-    try:
-        return for_each(hosts, one, deadline_s=FOREVER_S, at_once=max(1, len(hosts)))
-    finally:
-        over.set()
+    return on_each_link({name: _Session(host, manifest, folder, show) for name, host in hosts.items()}, reopen)
 
 
 class _Session:
@@ -84,7 +65,7 @@ class _Session:
     def __init__(
         self, host: ConnectedHost, manifest: Manifest, folder: str, show: Callable[[PushProgress], None]
     ) -> None:
-        self.host, self.sent_bytes = host, 0
+        self.host, self.moved_bytes = host, 0
         self._manifest, self._folder, self._show = manifest, folder, show
         self._lacking: list[tuple[int, int]] = []
         self._files: set[int] = set()
@@ -123,11 +104,11 @@ class _Session:
         if "go" in word and self._progress.phase != "sends":
             self._files |= {index for index, _ in self._lacking}
             lacking = sum(self._manifest.files[index].size - offset for index, offset in self._lacking)
-            self._before_bytes = self._manifest.size_bytes - lacking - self.sent_bytes
+            self._before_bytes = self._manifest.size_bytes - lacking - self.moved_bytes
             self._go.put(True)
         elif self._progress.phase != "sends":
             return self._progress
-        return replace(self._progress, phase="sends", here_bytes=self._before_bytes + self.sent_bytes)
+        return replace(self._progress, phase="sends", here_bytes=self._before_bytes + self.moved_bytes)
 
     def _note_lacking(self, index: Any, offset: Any) -> None:
         if not isinstance(index, int) or not 0 <= index < len(self._manifest.files):
@@ -148,7 +129,7 @@ class _Session:
                 left = file.size - offset
                 for piece in read_pieces(self._manifest.root / file.name, offset, PIECE_BYTES):
                     yield piece[:left]
-                    self.sent_bytes += min(left, len(piece))
+                    self.moved_bytes += min(left, len(piece))
                     left -= len(piece)
                     if left <= 0:
                         break
@@ -160,4 +141,4 @@ class _Session:
     def _pushed(self, end: Mapping[str, Any]) -> Pushed:
         self._show(PushProgress(self.host.node, "done", here_bytes=self._manifest.size_bytes))
         folder = understood(self.host.node, lambda: one_line(end["folder"], 4096))
-        return Pushed(folder, len(self._files), self.sent_bytes)
+        return Pushed(folder, len(self._files), self.moved_bytes)
