@@ -15,32 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.jobs.metric_lines import count, number, parse_event, whole_lines
+from orchestrator.results.gpu_reading import Reading
 from orchestrator.results.slowed import Slowed, Slowing
 
 # The largest that a number may be, and be one that a GPU can have.
 MOST = {"utilisation": 100, "memory_bytes": 2**50, "sm_mhz": 1e5, "watts": 1e5, "celsius": 1e3, "slowed_by": 2**64}
 MOST_LIMITS = {"max_sm_mhz": 1e5, "limit_watts": 1e5}
-
-
-@dataclass(frozen=True)
-class Reading:
-    """One GPU at one moment; None for what its driver does not tell. rank: that has it. index: as nvidia-smi counts.
-    slowed_by: bits of nvmlClocksEventReasons.
-
-    max_sm_mhz, limit_watts: the highest clock that the card has, and the power that it may draw.
-    """
-
-    rank: int
-    index: int | None
-    wall: float | None
-    utilisation: float | None
-    memory_bytes: float | None
-    sm_mhz: float | None
-    watts: float | None
-    celsius: float | None
-    slowed_by: int | None
-    max_sm_mhz: float | None
-    limit_watts: float | None
 
 
 @dataclass(frozen=True)

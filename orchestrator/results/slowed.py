@@ -10,9 +10,9 @@ The bits are NVML's (nvml.h, nvmlClocksEventReasons). A GPU that idles, or whose
 from __future__ import annotations
 
 from collections import Counter
-from typing import Protocol
 
 from orchestrator.record import Record
+from orchestrator.results.gpu_reading import Reading
 from orchestrator.units import format_percent
 
 # The first that a reading holds is its reason: a thermal slowdown sets the bit of a hardware slowdown, too.
@@ -60,25 +60,6 @@ class Slowed(Record):
         return f": {self.mhz:,.0f} MHz" + (f" of at most {self.most_mhz:,.0f}" if self.most_mhz else "")
 
 
-class ClockReading(Protocol):
-    """As `gpu_use.Reading` has them."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def index(self) -> int | None: ...
-    @property
-    def utilisation(self) -> float | None: ...
-    @property
-    def sm_mhz(self) -> float | None: ...
-    @property
-    def slowed_by(self) -> int | None: ...
-    @property
-    def max_sm_mhz(self) -> float | None: ...
-    @property
-    def limit_watts(self) -> float | None: ...
-
-
 def is_slowed(slowed_by: int | None) -> bool:
     return bool(slowed_by and _reason(slowed_by))
 
@@ -93,7 +74,7 @@ class Slowing:
     def __init__(self) -> None:
         self._gpus: dict[tuple[int, int | None], _Gpu] = {}
 
-    def add(self, reading: ClockReading) -> None:
+    def add(self, reading: Reading) -> None:
         if reading.slowed_by is not None:
             self._gpus.setdefault((reading.rank, reading.index), _Gpu()).add(reading, _reason(reading.slowed_by))
 
@@ -111,7 +92,7 @@ class _Gpu:
         self._most_mhz: float | None = None
         self._limit_watts: float | None = None
 
-    def add(self, reading: ClockReading, reason: str) -> None:
+    def add(self, reading: Reading, reason: str) -> None:
         self._readings += 1
         self._most_mhz, self._limit_watts = reading.max_sm_mhz, reading.limit_watts
         is_busy = reading.utilisation is None or reading.utilisation >= BUSY_PERCENT

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from orchestrator.results.gpu_use import Reading, readings
+from orchestrator.results.gpu_reading import Reading
+from orchestrator.results.gpu_use import readings
 from orchestrator.results.slowed import is_slowed
 from orchestrator.views.linechart import ChartLine, LineChart, line_chart
 
