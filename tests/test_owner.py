@@ -12,7 +12,6 @@ from orchestrator.owner import read_owner
 from orchestrator.paths import Home
 from orchestrator.record import Owner
 from orchestrator.store import Store
-from tests.jobs.test_rescan import local_cluster
 from tests.support.local_job import gang
 
 
@@ -52,7 +51,7 @@ def test_a_launched_job_carries_its_owner_and_cluster_on_every_host(tmp_path):
     home = Home(tmp_path / "home")
     with gang(tmp_path, "print('hi')") as job, Connections(home) as connections:
         controller = Controller(Store(home), connections)
-        controller.store.save_cluster(local_cluster(job))
+        controller.store.save_cluster(job.cluster())
         controller.launch(job.plan, job.blob)
         owner = read_owner(home)
         for node in ("a", "b"):

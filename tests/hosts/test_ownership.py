@@ -35,7 +35,6 @@ from orchestrator.remote import claim, layout, processes
 from orchestrator.store import Store
 from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.local import LocalTransport
-from tests.jobs.test_rescan import local_cluster
 from tests.support.local_job import gang
 
 WAITS = "import os, time\nopen('weights', 'w').write('w')\nprint('on', flush=True)\ntime.sleep(300)\n"
@@ -79,7 +78,7 @@ def two_jobs(tmp_path, homes):
         other.plan = other.plan.model_copy(update={"nodes": nodes})
         other.hosts = {n.name: here(n.workdir, n.name) for n in nodes}
         for controller, job_ in ((ada, one), (bob, other)):
-            controller.store.save_cluster(local_cluster(job_), current=True)
+            controller.store.save_cluster(job_.cluster(), current=True)
             controller.launch(job_.plan, job_.blob)
         for job_ in (one, other):
             job_.wait_running()
@@ -131,7 +130,7 @@ def test_down_ends_and_removes_the_jobs_of_its_own_home_alone(homes, two_jobs):
 def test_two_clusters_of_one_home_are_as_strange_to_each_other(homes, two_jobs):
     ada, _ = homes
     mine, _ = two_jobs
-    other = local_cluster(mine).model_copy(update={"name": "other"})
+    other = mine.cluster().model_copy(update={"name": "other"})
     ada.store.save_cluster(other, current=True)
     before = [hashes(mine.folder(node)) for node in "ab"]
     for answer in ada.down(other).values():
@@ -388,7 +387,7 @@ def test_a_rebuilt_home_takes_its_jobs_back_when_told_to_and_never_by_itself(hom
     _, others = two_jobs
     with Connections(Home(tmp_path / "rebuilt")) as connections:
         anew = Controller(Store(Home(tmp_path / "rebuilt")), connections)
-        anew.store.save_cluster(local_cluster(others), current=True)
+        anew.store.save_cluster(others.cluster(), current=True)
         anew.lost_jobs.rescan(["test"])
         assert all(others.plan.job not in answer.jobs for answer in anew.down(anew.store.cluster()).values())
         former = anew.lost_jobs.not_ours(["test"])

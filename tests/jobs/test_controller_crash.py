@@ -17,9 +17,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.controller import Controller
-from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
-from orchestrator.hosts.inventory import Node
 from orchestrator.paths import Home
 from orchestrator.remote import processes
 from orchestrator.store import Store
@@ -48,11 +46,7 @@ class Crash:
     def __init__(self, job, folder):
         self.job, self.folder = job, folder
         self.home = Home(folder / "home")
-        nodes = [
-            Node(name=n.name, host="127.0.0.1", transport="local", python=sys.executable, workdir=n.workdir)
-            for n in job.plan.nodes
-        ]
-        Store(self.home).save_cluster(Cluster(name="test", file="test.yaml", nodes=tuple(nodes)), current=True)
+        Store(self.home).save_cluster(job.cluster(), current=True)
         (folder / "plan.json").write_text(job.plan.model_dump_json(by_alias=True))
         (folder / "blob").write_bytes(job.blob)
 

@@ -14,9 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
-from orchestrator.hosts.inventory import Node
 from orchestrator.jobs.frames import FilePiece
 from orchestrator.jobs.live import Notice
 from orchestrator.jobs.running import RunningJob
@@ -25,6 +23,7 @@ from orchestrator.paths import Home
 from orchestrator.remote.pump import PIPE_BYTES, Pump
 from orchestrator.store import Store
 from tests.support import forks
+from tests.support.disks import small_disk
 from tests.support.local_job import gang
 
 EXT4_IOC_SHUTDOWN, EXT4_GOING_FLAGS_NOLOGFLUSH = 0x8004587D, 2
@@ -41,22 +40,6 @@ for word in ("before", "during", "after"):
         time.sleep(0.01)
     chat(word)
 """
-
-
-@contextmanager
-def small_disk(place, size):
-    """A disk of this size, as tmpfs has them; only root may make one."""
-    place.mkdir(exist_ok=True)
-    if (
-        os.geteuid() != 0
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "none", place]).returncode
-    ):
-        pytest.skip("needs root, to mount a small disk")
-    (place / ".orch-work").touch()  # it is filled before a job comes
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "-l", place], check=True)
 
 
 def fill(disk):
@@ -158,12 +141,8 @@ def test_output_that_a_failing_disk_dropped_is_told_at_the_end_by_the_masters_wo
     ):
         a, b = job.plan.nodes
         job.plan = job.plan.model_copy(update={"nodes": (a, b.model_copy(update={"workdir": str(disk / "work")}))})
-        nodes = [
-            Node(name=n.name, host="127.0.0.1", transport="local", python=sys.executable, workdir=n.workdir)
-            for n in job.plan.nodes
-        ]
         store = Store(Home(tmp_path / "orch-home"))
-        store.save_cluster(Cluster(name="test", file="test.yaml", nodes=tuple(nodes)), current=True)
+        store.save_cluster(job.cluster(), current=True)
         store.save_job(job.record(), job.plan)
         job.launch()
         (talk / "say-before").touch()
@@ -272,12 +251,8 @@ def test_bytes_arrive_as_they_are_and_in_order(tmp_path):
 @pytest.mark.lab
 def test_a_full_disk_of_the_controller_is_one_line_and_afterwards_collect_completes(tmp_path):
     with small_disk(tmp_path / "disk", "1m") as disk, gang(tmp_path, "print('x' * 3_000_000)", ranks=(1,)) as job:
-        nodes = [
-            Node(name=n.name, host="127.0.0.1", transport="local", python=sys.executable, workdir=n.workdir)
-            for n in job.plan.nodes
-        ]
         store = Store(Home(tmp_path / "orch-home"))
-        store.save_cluster(Cluster(name="test", file="test.yaml", nodes=tuple(nodes)), current=True)
+        store.save_cluster(job.cluster(), current=True)
         store.save_job(job.record(), job.plan)
         job.launch()
         job.wait()
@@ -307,12 +282,8 @@ time.sleep(600)
         small_disk(tmp_path / "disk", "1m") as disk,
         gang(tmp_path, script, ranks=(1,), env={"SAID": str(said)}) as job,
     ):
-        nodes = [
-            Node(name=n.name, host="127.0.0.1", transport="local", python=sys.executable, workdir=n.workdir)
-            for n in job.plan.nodes
-        ]
         store = Store(Home(disk))
-        store.save_cluster(Cluster(name="test", file="test.yaml", nodes=tuple(nodes)), current=True)
+        store.save_cluster(job.cluster(), current=True)
         store.save_job(job.record(), job.plan)
         job.launch()
         until(said)

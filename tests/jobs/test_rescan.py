@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 
 import pytest
 from hypothesis import given
@@ -26,14 +25,6 @@ JOB = "mnist-20261121-0912-k3f"
 TOLD = PLAN.model_copy(update={"job": JOB}).model_dump(mode="json", by_alias=True)
 
 
-def local_cluster(job):
-    nodes = [
-        Node(name=n.name, host="127.0.0.1", transport="local", python=sys.executable, workdir=n.workdir)
-        for n in job.plan.nodes
-    ]
-    return Cluster(name="test", file="test.yaml", nodes=tuple(nodes))
-
-
 @pytest.fixture
 def controller(tmp_path):
     """Of a person with an empty $ORCH_HOME."""
@@ -53,7 +44,7 @@ def running(tmp_path):
 def test_a_job_that_nobody_here_remembers_is_found_on_its_hosts_with_all_that_can_be_done_to_it(
     running, controller, tmp_path
 ):
-    controller.store.save_cluster(local_cluster(running), current=True)
+    controller.store.save_cluster(running.cluster(), current=True)
     assert controller.jobs().records == ()
     found = controller.lost_jobs.rescan(["test"])
     assert ([job.id for job in found.records], found.problems) == ([running.plan.job], {})
@@ -71,7 +62,7 @@ def test_a_job_that_nobody_here_remembers_is_found_on_its_hosts_with_all_that_ca
 
 @pytest.mark.parametrize("name", ["job.json", "plan.json"])
 def test_a_damaged_file_is_rebuilt_and_the_sound_ones_stay_as_they_are(running, controller, name):
-    controller.store.save_cluster(local_cluster(running), current=True)
+    controller.store.save_cluster(running.cluster(), current=True)
     controller.lost_jobs.rescan(["test"])
     path = controller.store.home.job_folder(running.plan.job) / name
     path.write_bytes(path.read_bytes()[:100])
@@ -90,7 +81,7 @@ def test_the_hosts_keep_the_plan_without_its_secrets_and_for_its_owner_alone(run
 
 
 def test_a_damaged_job_that_no_host_knows_is_named_with_how_to_forget_it(running, controller):
-    controller.store.save_cluster(local_cluster(running), current=True)
+    controller.store.save_cluster(running.cluster(), current=True)
     controller.lost_jobs.rescan(["test"])
     job = controller.store.home.job_folder(running.plan.job)
     shutil.copytree(job, job.with_name("other"))
@@ -99,7 +90,7 @@ def test_a_damaged_job_that_no_host_knows_is_named_with_how_to_forget_it(running
 
 
 def test_a_job_of_a_newer_version_is_left_alone(running, controller):
-    controller.store.save_cluster(local_cluster(running), current=True)
+    controller.store.save_cluster(running.cluster(), current=True)
     controller.lost_jobs.rescan(["test"])
     path = controller.store.home.job_folder(running.plan.job) / "job.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 2}))

@@ -9,9 +9,7 @@ import pytest
 
 from orchestrator.controller import Controller
 from orchestrator.errors import ConnectError, HostsError
-from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
-from orchestrator.hosts.inventory import Node
 from orchestrator.jobs.launch import _place, launch, node_request
 from orchestrator.paths import Home
 from orchestrator.store import Store
@@ -34,12 +32,8 @@ def job(tmp_path):
 
 
 def controller_of(job, home):
-    nodes = [
-        Node(name=n.name, host="127.0.0.1", transport="local", python=sys.executable, workdir=n.workdir)
-        for n in job.plan.nodes
-    ]
     store = Store(Home(home))
-    store.save_cluster(Cluster(name="test", file="test.yaml", nodes=tuple(nodes)), current=True)
+    store.save_cluster(job.cluster(), current=True)
     return Controller(store, Connections(store.home))
 
 

@@ -13,14 +13,7 @@ from orchestrator.planning import bundle
 from orchestrator.planning.bundle import pack_folder
 from orchestrator.remote.layout import WorkFolder
 from orchestrator.remote.prepare import Refused, store_code
-
-
-def fill(folder, files):
-    for name, text in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return folder
+from tests.support.files import fill
 
 
 def names(blob):

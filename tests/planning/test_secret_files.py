@@ -16,6 +16,7 @@ from orchestrator.planning import secret_files, wanted
 from orchestrator.planning.bundle import pack_folder
 from orchestrator.planning.request import Words, read_wish
 from orchestrator.provision.manifest import read_manifest
+from tests.support.files import fill
 
 KEY = "-----BEGIN OPENSSH PRIVATE KEY-----\nabc\n"
 NEVER = {
@@ -51,14 +52,6 @@ FINE = {
     "environment.yaml": "",
     "deep/x.py": "",
 }
-
-
-def fill(folder, files):
-    for name, text in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return folder
 
 
 def shipped(folder):

@@ -19,6 +19,7 @@ from orchestrator.record import Owner
 from orchestrator.remote import memory, processes, trouble
 from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.local import LocalTransport
+from tests.support.disks import small_disk
 from tests.support.local_job import LAUNCHER, gang, launcher_arguments
 
 WAITS = "import time\ntime.sleep(120)\n"
@@ -36,19 +37,6 @@ os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 """
 
 
-@contextmanager
-def disk_of_few_inodes(place, inodes):
-    place.mkdir(exist_ok=True)
-    mount = ["mount", "-t", "tmpfs", "-o", f"size=128m,nr_inodes={inodes},mode=700", "none", place]
-    if os.geteuid() != 0 or subprocess.run(mount).returncode:
-        pytest.skip("needs root, to mount a small disk")
-    (place / ".orch-work").touch()  # it is filled before a job comes
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "-l", place], check=True)
-
-
 def change(job, name, **changes):
     nodes = tuple(node.model_copy(update=changes) if node.name == name else node for node in job.plan.nodes)
     job.plan = job.plan.model_copy(update={"nodes": nodes})
@@ -63,7 +51,7 @@ def left(job):
 
 @pytest.mark.parametrize("node", ["a", "b"])
 def test_a_host_without_inodes_for_torchruns_log_is_named_with_its_own_cause(tmp_path, node):
-    with gang(tmp_path, WAITS) as job, disk_of_few_inodes(tmp_path / f"work-{'ab'.index(node)}", 400):
+    with gang(tmp_path, WAITS) as job, small_disk(tmp_path / f"work-{'ab'.index(node)}", "128m", inodes=400):
         change(job, node, prepare=USES_UP_INODES)
         job.launch()
         record = job.wait()
@@ -77,7 +65,7 @@ def test_a_host_without_inodes_for_torchruns_log_is_named_with_its_own_cause(tmp
 def test_a_rank_that_finds_no_inode_for_its_logs_is_named_with_that(tmp_path):
     """torchrun itself could only say that its child exited 1."""
     (tmp_path / "first.py").write_text(USES_UP_INODES_FIRST)
-    with gang(tmp_path, WAITS) as job, disk_of_few_inodes(tmp_path / "work-1", 400):
+    with gang(tmp_path, WAITS) as job, small_disk(tmp_path / "work-1", "128m", inodes=400):
         argv = launcher_arguments(str(LAUNCHER), (1, 1), 1, "127.0.0.1")
         change(job, "b", torchrun=(str(tmp_path / "first.py"), str(tmp_path / "work-1"), *argv))
         job.launch()
@@ -90,7 +78,7 @@ def test_a_rank_that_finds_no_inode_for_its_logs_is_named_with_that(tmp_path):
 
 def test_up_counts_the_inodes_and_a_job_that_lacks_them_is_refused_with_that(tmp_path):
     here = ConnectedHost(LocalTransport("b"), sys.executable, None, str(tmp_path / "work-1"))
-    with gang(tmp_path, WAITS) as job, disk_of_few_inodes(tmp_path / "work-1", 100):
+    with gang(tmp_path, WAITS) as job, small_disk(tmp_path / "work-1", "128m", inodes=100):
         found = probe(here, [], torch=False, timeout_s=30)
         assert 90 < found.disk_free_inodes < 100
         subprocess.run(["sh", "-c", USES_UP_INODES], cwd=tmp_path / "work-1", check=True)

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 
+from orchestrator.hosts.cluster import Cluster
+from orchestrator.hosts.inventory import Node
 from orchestrator.jobs import control
 from orchestrator.jobs.launch import launch
 from orchestrator.jobs.record import JobRecord
@@ -41,6 +43,14 @@ class Gang:
 
     def agents(self) -> dict[str, Mapping]:
         return control.agents(self.plan, self.hosts)
+
+    def cluster(self) -> Cluster:
+        """Of its hosts, as the inventory of a person who has them would give it."""
+        nodes = [
+            Node(name=n.name, host="127.0.0.1", transport="local", python=sys.executable, workdir=n.workdir)
+            for n in self.plan.nodes
+        ]
+        return Cluster(name="test", file="test.yaml", nodes=tuple(nodes))
 
     def record(self) -> JobRecord:
         nodes = tuple(node.name for node in self.plan.nodes)

@@ -1,0 +1,25 @@
+"""Disks that are too small, for tests as root."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+
+@contextmanager
+def small_disk(place: Path, size: str, inodes: int | None = None) -> Iterator[Path]:
+    """A disk of this size and with so many inodes, as tmpfs has them; only root may make one."""
+    place.mkdir(exist_ok=True)
+    options = f"size={size},mode=700" + (f",nr_inodes={inodes}" if inodes else "")
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", place]).returncode:
+        pytest.skip("needs root, to mount a small disk")
+    (place / ".orch-work").touch()  # it is filled before a job comes
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
