@@ -90,7 +90,7 @@ class Children:
 
     def watch_gpus(self) -> None:
         if self._node["gpu_uuids"]:
-            argv = [sys.executable, "-m", "orch_remote.gpus", str(self._job.root)]
+            argv = [sys.executable, "-S", "-m", "orch_remote.gpus", str(self._job.root)]
             # Nothing of the job's own code is to be found before the standard library.
             environment = {**self.environment(), "PYTHONPATH": str(self._job.bin)}
             try:

@@ -25,6 +25,7 @@ import re
 import select
 import shutil
 import signal
+import site
 import subprocess
 import sys
 import time
@@ -113,9 +114,10 @@ def base(
 
 def see_own_packages(venv: Path) -> None:
     """As --system-site-packages, also where this Python is a virtual environment itself."""
+    site.main()  # the folders that this Python would look through, had we not started it without them
     folders = [path for path in sys.path if path.endswith(("site-packages", "dist-packages")) and Path(path).is_dir()]
-    (site,) = venv.glob("lib/python*/site-packages")
-    (site / "own.pth").write_text("".join(f"{folder}\n" for folder in folders))
+    (packages,) = venv.glob("lib/python*/site-packages")
+    (packages / "own.pth").write_text("".join(f"{folder}\n" for folder in folders))
 
 
 def add(

@@ -43,7 +43,7 @@ def _programs() -> list[Identity]:
 def _is_ours(words: list[str]) -> bool:
     if words[:1] == ["-c"]:  # a shell that waits for its `activate` line
         return len(words) == 3 and _BOOTSTRAP in words[1] and " orch-" in words[1]
-    return len(words) == 4 and words[0] == "-uc" and _BOOTSTRAP in words[1] and words[2].startswith("orch-")
+    return len(words) == 4 and words[0] == "-Suc" and _BOOTSTRAP in words[1] and words[2].startswith("orch-")
 
 
 def _age_s(program: Identity) -> float:

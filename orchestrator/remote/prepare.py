@@ -145,7 +145,7 @@ def start_supervisor(job: JobFolder) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ORCH_")}
     with open(job.supervisor_log, "wb") as log:
         child = subprocess.Popen(
-            [sys.executable, "-m", "orch_remote.keeper", str(job.root), str(write)],
+            [sys.executable, "-S", "-m", "orch_remote.keeper", str(job.root), str(write)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
