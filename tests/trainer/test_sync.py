@@ -42,7 +42,7 @@ from trainer.training.run import Run
 WORLD_SIZE = 3
 CPU = torch.device("cpu")
 SLOW_S = 0.5
-BRAKED_MS = 200
+BRAKED_MS = 400
 NEWEST_FSDP = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
 TIMED = ("ddp", "allreduce", "reduce_scatter", "parameter_average", *(["fsdp"] if NEWEST_FSDP else []))
 BRAKED = ("ddp", "allreduce", "parameter_average")
