@@ -52,15 +52,16 @@ class HeldError(OrchError):
 
 @dataclass
 class Collected:
-    """new_bytes: pulled this time. agents: every host's record. errors: hosts whose part is missing or incomplete.
-
-    notices: what a person should know about files that began again or were damaged.
-    """
+    """What one collection brought, by node."""
 
     new_bytes: int = 0
+    """What was pulled this time."""
     agents: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Every host's record."""
     errors: dict[str, HostError] = field(default_factory=dict)
+    """Hosts whose part is missing or incomplete."""
     notices: list[str] = field(default_factory=list)
+    """What a person should know about files that began again or were damaged."""
 
 
 @contextlib.contextmanager
@@ -175,7 +176,7 @@ class _Fetch:
         """Its files that are damaged, set aside."""
         self.collected.notices += self._pulls[name].note_left(self._run.left(name), end.left)
         damaged = self._pulls[name].check(end.files)
-        words = "did not agree with its host's any more; set aside as damaged, pulled again"
+        words = "no longer matched the file on its host; set aside as damaged and pulled again"
         self.collected.notices += [f"{name}: {file} {words}" for file in damaged]
         return damaged
 
@@ -208,7 +209,7 @@ class _Pull:
         """Appends it; a new generation of its file sets the older one aside. Returns notices."""
         path, notices = self._folder / piece.file, []
         path.parent.mkdir(parents=True, exist_ok=True)
-        if piece.anew and path.exists():
+        if piece.restarted and path.exists():
             aside = self._set_aside(path, "")
             words = f"was cut, replaced or rotated on its host; what it held before is here as {aside.name}"
             notices.append(f"{self._node.name}: {piece.file} {words}")
@@ -225,14 +226,14 @@ class _Pull:
 
     def check(self, files: Mapping[str, tuple[int, str]]) -> list[str]:
         """Sets aside every file that does not agree with the host's (size, SHA-256). Returns their names."""
-        damaged = [name for name, told in files.items() if _fingerprint(self._folder / name) != told]
+        damaged = [name for name, expected in files.items() if _fingerprint(self._folder / name) != expected]
         for path in [self._folder / name for name in damaged]:
             if path.exists():
                 self._set_aside(path, "damaged-")
         return damaged
 
     def note_left(self, note: Path, left: Mapping[str, int]) -> list[str]:
-        """Remembers, and tells, of which files more lies on the host than was asked for."""
+        """Notes and reports the files of which more lies on the host than was asked for."""
         if left or note.exists():
             write_json(note, left)
         return [
@@ -256,14 +257,14 @@ class _Pull:
                 path.rename(aside)
                 sync(path.parent)
                 return aside
-        raise ProbeError(self._node.name, f"began {path.name} anew more than {MAX_GENERATIONS} times")
+        raise ProbeError(self._node.name, f"restarted {path.name} more than {MAX_GENERATIONS} times")
 
 
 def _read_inodes(note: Path) -> dict[str, int | None]:
     """By the host's name for the file. Without the note (or with a damaged one) a file is known by its beginning."""
     with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
-        told = json.loads(note.read_text())
-        return {str(name): inode for name, inode in told.items() if isinstance(inode, int)}
+        inodes = json.loads(note.read_text())
+        return {str(name): inode for name, inode in inodes.items() if isinstance(inode, int)}
     return {}
 
 

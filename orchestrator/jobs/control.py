@@ -1,7 +1,7 @@
 """One question about one job to one host, or to all of its hosts: end, how it stands, what else is remembered there.
 
 agents(plan, hosts)                 {"a": {"state": "running", ...}, "b": HostError(...)}
-cancel(plan, hosts)                 every host is told to end the job; each answers at once
+cancel(plan, hosts)                 asks every host to end the job; each answers at once
 recall(host, known_ids)             the jobs that this host remembers beside those
 """
 
@@ -49,7 +49,7 @@ def cancel(
 ) -> dict[str, dict[str, Any] | HostError]:
     """Asks every host to end the job; each answers whether a supervisor was there to hear it.
 
-    fence: of a start that was left half done; where nothing of it has arrived yet, nothing will begin any more.
+    fence: the start was left half done; a host where nothing of it has arrived yet will start nothing later either.
     """
     action = "fence" if fence else "cancel"
     return on_all(plan, lambda name: ask_host(hosts[name], plan, action, **whose(plan)), ASK_S, only=hosts)
@@ -74,7 +74,7 @@ def recall(host: ConnectedHost, known: Sequence[str]) -> dict[str, Any]:
         jobs = answer.get("jobs")
         if not isinstance(jobs, dict) or not jobs.keys() - found.keys():
             break
-        found |= {str(name): told for name, told in jobs.items() if isinstance(told, dict)}
+        found |= {str(name): job for name, job in jobs.items() if isinstance(job, dict)}
         if answer.get("more") is not True:
             break
     return found

@@ -1,4 +1,4 @@
-"""What ranks printed and a disk did not take, from what their hosts tell. Pure.
+"""What ranks printed and a disk did not take, as their hosts report it. Pure.
 
     [*dropped_words(plan, records)]     ["a: the disk of its work folder was full or failed, 512 bytes of ..."]
 
@@ -14,7 +14,7 @@ from orchestrator.planning.launch_plan import LaunchPlan
 
 
 def dropped_words(plan: LaunchPlan, records: Mapping[str, Any]) -> Iterator[str]:
-    """By the word of each host; where its record cannot be read any more, by the master's, which heard of it before."""
+    """As each host's record says; where that is no longer readable, as the master's says, which heard of it before."""
     heard = _mapping(records.get(plan.master), "dropped")
     for node in plan.nodes:
         ranks = _mapping(records.get(node.name), "ranks")
@@ -26,7 +26,7 @@ def dropped_words(plan: LaunchPlan, records: Mapping[str, Any]) -> Iterator[str]
                 yield f"{node.name}: the disk of its work folder was full or failed, {lost}; the job went on"
 
 
-def _mapping(told: Any, key: str) -> Mapping[str, Any]:
+def _mapping(record: Any, key: str) -> Mapping[str, Any]:
     """What a host says under this key; {} where that is no object."""
-    found = told.get(key) if isinstance(told, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+    value = record.get(key) if isinstance(record, Mapping) else None
+    return value if isinstance(value, Mapping) else {}

@@ -1,4 +1,4 @@
-"""What an elastic job went on after, from what its hosts tell. Pure.
+"""What an elastic job went on after, as its hosts report it. Pure.
 
     faults_of(plan, records, known)     (Fault(node="v100", reason="no word for 20 s: ...", after_s=61.2), ...)
 
@@ -23,19 +23,19 @@ KEPT = 200
 def faults_of(
     plan: LaunchPlan, records: Mapping[str, Mapping[str, Any]], known: Sequence[Fault] = ()
 ) -> tuple[Fault, ...]:
-    """In the order of time. known: what was told before, maybe by a host that is away now.
+    """In the order of time. known: what was reported before, maybe by a host that is away now.
 
     Ranks that only felt another's death are left out, unless nobody says more.
     """
-    told = [one for name, record in records.items() for one in _told(plan, name, record)]
-    causes = [fault for fault, secondary in told if not secondary] or [*known] or [fault for fault, _ in told]
+    reported = [one for name, record in records.items() for one in _reported(plan, name, record)]
+    causes = [fault for fault, secondary in reported if not secondary] or [*known] or [fault for fault, _ in reported]
     found = {(fault.node, fault.rank, fault.restart): fault for fault in (*known, *causes)}
     faults_now = [in_own_words(fault, records.get(fault.node, {})) for fault in found.values()]
     return tuple(sorted(faults_now, key=lambda fault: fault.after_s)[:KEPT])
 
 
 def in_own_words(fault: Fault, record: Mapping[str, Any]) -> Fault:
-    """A lost host's fault as that host itself, or its keeper, tells its end: the others only miss it."""
+    """A lost host's fault with the reason that the host itself, or its keeper, gives: the others only miss it."""
     if fault.rank is not None or not own_loss(fault.node, record):
         return fault
     with contextlib.suppress(ValidationError):
@@ -45,7 +45,7 @@ def in_own_words(fault: Fault, record: Mapping[str, Any]) -> Fault:
     return fault
 
 
-def _told(plan: LaunchPlan, name: str, record: Mapping[str, Any]) -> list[tuple[Fault, bool]]:
+def _reported(plan: LaunchPlan, name: str, record: Mapping[str, Any]) -> list[tuple[Fault, bool]]:
     """A host speaks of its own ranks, and the master of lost hosts, too."""
     found = []
     faults = record.get("faults")

@@ -5,7 +5,7 @@
     for event in follow.last_words():           what is known once all has come
 
 The job goes on, or has ended (`ended_at_s`): then hosts that still send have LATE_S to come to their own end. A job
-that was lost may be found again. A link is up, broken (dialled again) or refused (nobody dials there any more).
+that was lost may be found again. A link is up, broken (dialled again) or refused (no longer dialled).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Follow:
     """remember: takes each host's record, or why there is none, and gives the job's record that comes of them.
 
     until_end: the job is followed until it has ended, with its progress a few times a second, and with what ranks draw
-    over and over once a second; else only what is there now is told.
+    over and over once a second; else only what is there now is shown.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Follow:
         self._plan, self._remember, self._until_end = plan, remember, until_end
         self._links = _Links(dials_again=until_end)
         self._splitter, self._view, self._news = Splitter(), LiveView(plan), News(plan)
-        self._faults_told = set[tuple[str, int | None, int | None]]()
+        self._faults_shown = set[tuple[str, int | None, int | None]]()
         self._is_silent, self._has_progress = until_end, False
         self._progress_due_s, self._bars_due_s = 0.0, time.monotonic() + BARS_S
 
@@ -90,7 +90,7 @@ class Follow:
 
     def _piece(self, name: str, piece: FilePiece) -> Iterator[Event]:
         """A piece of a file: the lines in it, and what it adds to the progress."""
-        if piece.anew:
+        if piece.restarted:
             yield Notice(f"{name}: {piece.file} was cut, replaced or rotated on its host; it starts again here")
         if lines := tuple(self._splitter.split(name, piece)):
             self._is_silent = False
@@ -109,22 +109,22 @@ class Follow:
             self.ended_at_s = None
         elif self.ended_at_s is None:
             if missed := self.heard.missed(now_s):
-                yield Notice(f"{', '.join(sorted(missed))}: no word any more; what the other hosts know counts")
+                yield Notice(f"{', '.join(sorted(missed))}: no longer answers; what the other hosts know counts")
             self.ended_at_s = time.monotonic()
 
     def _faults(self, faults: Iterable[Fault]) -> Iterator[Notice]:
-        """Each once. Hosts tell in their own time: a later fault may come to stand first."""
+        """Each once. Hosts report at different times: a later fault may be listed before an earlier one."""
         for fault in faults:
             key = (fault.node, fault.rank, fault.restart)
-            if key in self._faults_told:
+            if key in self._faults_shown:
                 continue
-            self._faults_told.add(key)
+            self._faults_shown.add(key)
             yield Notice(fault_words(fault))
             if fault.rank is None:
                 self._view.lose(fault.node)
 
     def _when_due(self) -> Iterator[Event]:
-        """What is told in measured time, however fast it comes."""
+        """What is shown at intervals, however fast it comes."""
         if self._has_progress and time.monotonic() > self._progress_due_s:
             self._has_progress, self._progress_due_s = False, time.monotonic() + PROGRESS_S
             self._is_silent = False

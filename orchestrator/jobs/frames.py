@@ -35,19 +35,19 @@ _RANK_FILE = re.compile(rf"rank-(\d{{1,5}})/({'|'.join(map(re.escape, RANK_FILES
 
 @dataclass(frozen=True)
 class FilePiece:
-    """New bytes of one file. rank: None for a file of the node itself. inode: the file's on its host.
-
-    anew: the file was cut, replaced or rotated on its host: what came before belongs to an older generation of it.
-    hole: so many zeros in place of bytes, which take no room on its disk.
-    """
+    """New bytes of one file."""
 
     file: str
     rank: int | None
+    """None for a file of the node itself."""
     offset: int
     data: bytes
     inode: int | None = None
-    anew: bool = False
+    """The file's on its host."""
+    restarted: bool = False
+    """Whether the file was cut, replaced or rotated on its host: what came before belongs to an older generation."""
     hole: int = 0
+    """So many zero bytes follow `data`; they take no room on the host's disk."""
 
     @property
     def end(self) -> int:
@@ -57,13 +57,11 @@ class FilePiece:
 
 @dataclass(frozen=True)
 class Held:
-    """What is here of a file: its first `offset` bytes, of which `head` are the first HEAD_BYTES.
-
-    inode: the file's on its host; None where that is not known.
-    """
+    """What is here of a file: its first `offset` bytes, of which `head` are the first HEAD_BYTES."""
 
     offset: int = 0
     inode: int | None = None
+    """The file's on its host; None where that is not known."""
     head: bytes = b""
 
     def request(self) -> dict[str, Any]:
@@ -86,23 +84,23 @@ class Agent:
 
 @dataclass(frozen=True)
 class End:
-    """What the controller now has of every file, by the host: name -> (size in bytes, SHA-256).
-
-    left: of files with more than was to be handed out, the rest in bytes.
-    """
+    """The last frame: what the host says that the controller now has."""
 
     files: dict[str, tuple[int, str]]
+    """Of every file its size in bytes and its SHA-256."""
     left: dict[str, int] = field(default_factory=dict)
+    """Of files with more than was to be handed out, the rest in bytes."""
 
 
 @dataclass(frozen=True)
 class Whole:
-    """All bytes of this file have come. sha256: of all of them, by the host."""
+    """All bytes of this file have come."""
 
     file: str
     size: int
     mtime_ns: int
     sha256: str
+    """The host's digest of all bytes."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +113,10 @@ class Left:
 
 @dataclass(frozen=True)
 class Beat:
-    """Nothing new. from_host: its program says so; else only our own clock."""
+    """Nothing new."""
 
     from_host: bool = False
+    """Whether the host's program says so; else only our own clock does."""
 
 
 Frame = FilePiece | Agent | Whole | Left | End | Beat
@@ -184,7 +183,7 @@ def read_frames(
 def _follow_on(node: str, piece: FilePiece, held: MutableMapping[str, Held]) -> FilePiece:
     before = held.get(piece.file, Held())
     if piece.offset == 0 and before.offset:
-        before, piece = Held(), replace(piece, anew=True)
+        before, piece = Held(), replace(piece, restarted=True)
     if piece.offset != before.offset:
         raise ProbeError(node, f"sent {piece.file} from byte {piece.offset} on, where {before.offset} was due")
     held[piece.file] = before.plus(piece)

@@ -51,16 +51,18 @@ class HostRow:
     wait_share: float | None
     """0..1: the part of its time in which it waited for slower ranks."""
     sync_share: float | None = None
-    """0..1: the part in which the wire alone held it up: gradients under way that no compute hides."""
+    """0..1: the part in which only the network held it up: gradients under way that no compute hides."""
     step_ms: float | None = None
 
 
 @dataclass(frozen=True)
 class RunProgress:
-    """The hosts that have taken a step, in the plan's order. elapsed_s: since the job was started."""
+    """How far the job is."""
 
     rows: tuple[HostRow, ...]
+    """The hosts that have taken a step, in the plan's order."""
     elapsed_s: float | None = None
+    """Since the job was started."""
 
     @property
     def left_s(self) -> float | None:
@@ -71,7 +73,7 @@ class RunProgress:
 
 @dataclass(frozen=True)
 class Silence:
-    """That no rank has printed a line or told a step so far."""
+    """No rank has printed a line or reported a step so far."""
 
     ranks: int
     elapsed_s: float
@@ -135,7 +137,7 @@ class _Step(NamedTuple):
     t_ms: float | None
     exposed_ms: float | None
     comm_ms: float | None
-    """How long a gradient was under way; all of it is exposed where a rank does not tell."""
+    """How long a gradient was under way; all of it is exposed where a rank does not report it."""
     loss: float | None
 
 
@@ -194,7 +196,7 @@ class _Rank:
         if t_ms is None and wall is not None and before is not None and wall > before:
             t_ms = 1000 * (wall - before)
         comm_ms = duration(event, "comm_ms")
-        self.steps.pop(step, None)  # a step told again is the newest
+        self.steps.pop(step, None)  # a step that is reported again is the newest
         self.steps[step] = _Step(
             samples, t_ms, exposed_ms, exposed_ms if comm_ms is None else comm_ms, number(event, "loss", LARGEST)
         )
@@ -205,7 +207,7 @@ class _Rank:
 
 
 def _common_steps(ranks: Sequence[_Rank]) -> list[int]:
-    """The newest steps that all these ranks have told, at most a window of them."""
+    """The newest steps that all these ranks have reported, at most a window of them."""
     found: list[int] = []
     for step in reversed(ranks[0].steps):
         if all(step in rank.steps for rank in ranks):
@@ -219,11 +221,11 @@ def _samples_per_s(ranks: Sequence[_Rank], steps: Sequence[int]) -> float | None
     """Each rank's samples over its own time, added up."""
     speed = 0.0
     for rank in ranks:
-        told = [rank.steps[step] for step in steps if rank.steps[step].t_ms is not None]
-        total_ms = sum(step.t_ms or 0 for step in told)
+        timed = [rank.steps[step] for step in steps if rank.steps[step].t_ms is not None]
+        total_ms = sum(step.t_ms or 0 for step in timed)
         if not total_ms:
             return None
-        speed += 1000 * sum(step.samples for step in told) / total_ms
+        speed += 1000 * sum(step.samples for step in timed) / total_ms
     return speed if math.isfinite(speed) else None
 
 
@@ -239,14 +241,14 @@ def _step_ms(ranks: Sequence[_Rank], steps: Sequence[int]) -> float | None:
     """The step time of the slowest rank."""
     means = []
     for rank in ranks:
-        told = [t_ms for step in steps if (t_ms := rank.steps[step].t_ms) is not None]
-        if told:
-            means.append(sum(told) / len(told))
+        times_ms = [t_ms for step in steps if (t_ms := rank.steps[step].t_ms) is not None]
+        if times_ms:
+            means.append(sum(times_ms) / len(times_ms))
     return max(means, default=None)
 
 
 def _exchange_shares(ranks: Mapping[int, _Rank]) -> dict[int, _Exchange]:
-    """By rank, as `waits` has it; none unless every rank of the job tells."""
+    """By rank, as `waits` has it; none unless every rank of the job reports its times."""
     waited, wired, lasted = (dict.fromkeys(ranks, 0.0) for _ in range(3))
     if not all(rank.steps for rank in ranks.values()):
         return {}

@@ -32,10 +32,12 @@ from orchestrator.units import counted
 
 @dataclass
 class Rescanned:
-    """records: the jobs that were rebuilt. problems: by job, cluster or host, what could not be read or asked."""
+    """What was found again on the hosts."""
 
     records: tuple[JobRecord, ...] = ()
+    """The jobs that were rebuilt."""
     problems: dict[str, OrchError] = field(default_factory=dict)
+    """By job, cluster or host, what could not be read or asked."""
     notices: tuple[str, ...] = ()
 
 

@@ -18,7 +18,7 @@ from orchestrator.text import one_line
 from trainer.shared.metrics import LARGEST, LINE_LIMIT
 
 LARGEST_NUMBER = 1e15
-"""The largest number that is read, bytes of memory included: beyond it a float no longer tells whole numbers apart."""
+"""The largest number that is read, bytes of memory included: a float does not hold every whole number beyond it."""
 
 
 def whole_lines(source: IO[bytes]) -> Iterator[bytes | None]:

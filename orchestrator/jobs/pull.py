@@ -5,8 +5,8 @@
         pulled = pull(plan, hosts, run, wanted, show, connections.reopen)
 
 A file lies in `nodes/<node>/files/` under the name that it has in the job's folder on its host, whole and as its host's
-SHA-256 has it, or not at all; it keeps its host's time of change, which with its size tells whether it is here already.
-Until it is whole it lies in `.incoming`, under a name that tells which state of which file it is: whatever broke or
+SHA-256 has it, or not at all; it keeps its host's time of change, which with its size shows whether it is here already.
+Until it is whole it lies in `.incoming`, under a name that identifies the file and its state: whatever broke or
 ended the pull, the next one goes on from there. A newer state of a file takes the older one's place.
 
 A host is not trusted: names are checked, counts and sizes bounded, free space here is looked at before and all along,
@@ -63,24 +63,27 @@ Phase = Literal["connects", "looks", "pulls", "done"]
 
 @dataclass(frozen=True)
 class Output:
-    """One file that a job wrote. name: in the job's folder, `src/snapshot.pt`. disk_bytes: fewer for a sparse file."""
+    """One file that a job wrote."""
 
     name: str
+    """In the job's folder: `src/snapshot.pt`."""
     size: int
     mtime_ns: int
     inode: int
     disk_bytes: int
+    """Fewer than `size` for a sparse file."""
 
 
 @dataclass(frozen=True)
 class OutputListing:
-    """files: by name, in order. skipped: how many things are none to be handed out, by SKIPPED's kinds. gone: the host
-    has no such job.
-    """
+    """What one host holds of a job's output."""
 
     files: tuple[Output, ...] = ()
+    """Sorted by name."""
     skipped: Mapping[str, int] = field(default_factory=dict)
+    """How many entries are not handed out, by SKIPPED's kinds."""
     gone: bool = False
+    """Whether the host has no such job."""
 
     @property
     def notices(self) -> list[str]:
@@ -89,21 +92,25 @@ class OutputListing:
 
 @dataclass(frozen=True)
 class PullProgress:
-    """here_bytes: of all that was asked for, so much is here."""
+    """How far the pull from one host is."""
 
     node: str
     phase: Phase
     here_bytes: int
+    """What is here of all that was asked for."""
     total_bytes: int
 
 
 @dataclass(frozen=True)
 class Pulled:
-    """files, bytes: those that came now. left: by name, why a file did not come."""
+    """What one pull brought from one host."""
 
     files: int
+    """How many came now."""
     bytes: int
+    """How many came now."""
     left: Mapping[str, str]
+    """By name, why a file did not come."""
 
 
 # ---- what there is --------------------------------------------------------------------------------------------
@@ -130,7 +137,7 @@ def _listed(host: ConnectedHost, jobs: Sequence[str]) -> dict[str, OutputListing
 
 
 class _Heard:
-    """What a host has told of one job so far."""
+    """What a host has reported of one job so far."""
 
     def __init__(self) -> None:
         self.files: dict[str, Output] = {}
@@ -150,8 +157,8 @@ def _take_in(word: Mapping[str, Any], heard: Mapping[str, _Heard]) -> None:
         known.files[output.name] = output
     if len(known.files) > MAX_FILES:
         raise ValueError(f"more than {MAX_FILES} files")
-    told = word.get("skipped", {})
-    known.skipped |= {why: int(told[why]) for why in SKIPPED if why in told}
+    skipped = word.get("skipped", {})
+    known.skipped |= {why: int(skipped[why]) for why in SKIPPED if why in skipped}
 
 
 def _output(name: Any, *numbers: Any) -> Output:
@@ -163,9 +170,9 @@ def _output(name: Any, *numbers: Any) -> Output:
     if any(len(os.fsencode(part)) > MAX_PART_BYTES for part in parts):
         raise ValueError(f"file name {name[:80]!r}")
     if len(numbers) != 4 or not all(type(number) is int and 0 <= number < 1 << 64 for number in numbers):
-        raise ValueError(f"what it tells of {name[:80]!r}")
+        raise ValueError(f"what it reports of {name[:80]!r}")
     if numbers[0] > MAX_SIZE_BYTES or numbers[1] >= 1 << 63:
-        raise ValueError(f"what it tells of {name[:80]!r}")
+        raise ValueError(f"what it reports of {name[:80]!r}")
     return Output(name, *numbers)
 
 
@@ -245,7 +252,7 @@ def _refuse_too_much(run: RunFolder, wanted: Mapping[str, Sequence[Output]]) -> 
 
 
 def _partial(run: RunFolder, node: str, output: Output) -> Path:
-    """Its name tells which state of which file it is to be."""
+    """Its name identifies the file and the state of it that is to come."""
     state = f"{output.size}:{output.mtime_ns}:{output.inode}"
     return run.incoming(node) / f"{_short(output.name)}-{_short(state)}.part"
 
@@ -291,7 +298,7 @@ class _Session:
             words = f"{one_line(min(self._lacking))} arrived damaged twice"
             raise ProbeError(self.host.node, words, "look at this host's disk, then pull again")
         self._remove_older()
-        self._tell("done")
+        self._report("done")
         return Pulled(self._files, self._bytes, self._left)
 
     def _remove_older(self) -> None:
@@ -307,7 +314,7 @@ class _Session:
         """One stream to its end: then each file is here, is left, or still lacks because it came damaged."""
         if not self._lacking:
             return
-        self._tell("looks")
+        self._report("looks")
         held = {name: begun for name, output in self._lacking.items() if (begun := self._begun(output))}
         rows = [
             [o.name, o.size, o.mtime_ns, o.inode, held[o.name].offset if o.name in held else 0]
@@ -339,7 +346,7 @@ class _Session:
         coming = self._open(piece.file)
         if piece.offset == 0 and coming.at:
             self._here_bytes -= coming.at
-            coming.begin_anew()
+            coming.restart()
         coming.add(piece)
         self._bytes += piece.end - piece.offset
         self._here_bytes += piece.end - piece.offset
@@ -348,7 +355,7 @@ class _Session:
             self._unlooked_bytes = 0
             refuse_if_full(self._run.root)
         self.moved_bytes = max(self.moved_bytes, self._here_bytes)
-        self._tell("pulls")
+        self._report("pulls")
 
     def _open(self, name: str) -> _Incoming:
         """The file that comes now: a host hands out one after the other."""
@@ -372,7 +379,7 @@ class _Session:
         coming = self._open(whole.file)
         if (coming.at, coming.sha256) != (whole.size, whole.sha256):
             self._here_bytes -= coming.at
-            coming.begin_anew()
+            coming.restart()
             return
         coming.close()
         self._coming = None
@@ -399,7 +406,7 @@ class _Session:
             except (NotADirectoryError, IsADirectoryError) as error:
                 self._left[state.file] = f"something else is in its place here ({error.strerror})"
 
-    def _tell(self, phase: Phase) -> None:
+    def _report(self, phase: Phase) -> None:
         self._show(PullProgress(self.host.node, phase, self._here_bytes, self._total_bytes))
 
 
@@ -432,7 +439,7 @@ class _Incoming:
             self._file.truncate(self.at)
             self._file.seek(self.at)
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         self._digest, self.at = hashlib.sha256(), 0
         self._file.seek(0)
         self._file.truncate()

@@ -36,7 +36,7 @@ class Fault(FirstFailure):
     """A rank that died, or a host that was lost (no rank), and an elastic job went on."""
 
     after_s: float = Field(ge=0, allow_inf_nan=False)
-    """Since the word to start, as the host that tells it counts."""
+    """Since the ranks were started, by the clock of the host that reports it."""
     restart: int | None = None
     """How often the rank had been restarted before."""
 

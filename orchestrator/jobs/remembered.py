@@ -1,7 +1,7 @@
 """What is remembered of jobs under $ORCH_HOME, so that any later command finds them.
 
-A start is remembered before it begins, and a lock that dies with the controller tells a start that is at work from one
-that was left half done:
+A start is remembered before it begins, and a lock that dies with the controller distinguishes a start that is at work
+from one that was left half done:
 
     with jobs.launching(record, plan) as start:         # job.json, plan.json, then `launching`, locked
         ...                                             # prepare, go
@@ -146,8 +146,8 @@ class RememberedJobs(RememberedClusters):
     def run_folders(self, job: str) -> list[Path]:
         """Those that hold files of the job and are still there; newest first. A damaged note counts as none."""
         with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-            told = json.loads(self.home.collected(job).read_text())["folders"]
-            return [Path(folder) for folder in told if Path(folder).is_dir()]
+            folders = json.loads(self.home.collected(job).read_text())["folders"]
+            return [Path(folder) for folder in folders if Path(folder).is_dir()]
         return []
 
     def runs_of(self, begins: str) -> list[Path]:
@@ -204,7 +204,7 @@ class RememberedJobs(RememberedClusters):
             yield Start(path)
 
     def half_started(self) -> list[str]:
-        """Jobs that a controller began to start and did not end starting, and that nobody is at any more."""
+        """Jobs whose start was begun and not finished, and whose controller no longer runs."""
         return sorted(path.parent.name for path in self.home.jobs.glob("*/launching") if _is_free(path))
 
     def is_half_started(self, job: str) -> bool:
@@ -222,7 +222,7 @@ class Start:
         self._marker = marker
 
     def over(self) -> None:
-        """Every host has been told to go, or nothing is left on any."""
+        """Every host has been asked to start, or nothing is left on any."""
         self._marker.unlink(missing_ok=True)
 
 

@@ -34,23 +34,26 @@ class OtherCluster(ValueError):
 
 @dataclass(frozen=True)
 class Recalled:
-    """plans: by job. left_out: what did not fit, and why. elsewhere: by other cluster, its jobs on these hosts."""
+    """What the hosts of a cluster remember of its jobs."""
 
     plans: dict[str, LaunchPlan]
+    """By job."""
     left_out: list[str]
+    """What did not fit, and why."""
     elsewhere: dict[str, list[str]]
+    """By other cluster, its jobs on these hosts."""
 
 
 def recall(answers: Mapping[str, Mapping[str, Any]], cluster: Cluster) -> Recalled:
     """answers: per node, the jobs that `recall` of `remote/control.py` found."""
     plans, left_out, elsewhere = dict[str, LaunchPlan](), list[str](), dict[str, list[str]]()
     for node, jobs in answers.items():
-        for job, told in jobs.items():
+        for job, remembered in jobs.items():
             if job in plans:
                 continue
             try:
-                plan = adopt(told["plan"], cluster, node=node, job=job)
-                plans[job] = plan.model_copy(update={"owner": _owner(told.get("agent"))})
+                plan = adopt(remembered["plan"], cluster, node=node, job=job)
+                plans[job] = plan.model_copy(update={"owner": _owner(remembered.get("agent"))})
             except OtherCluster as other:
                 jobs_there = elsewhere.setdefault(str(other), [])
                 jobs_there += [] if job in jobs_there else [clean(str(job))[:128]]
@@ -59,11 +62,11 @@ def recall(answers: Mapping[str, Mapping[str, Any]], cluster: Cluster) -> Recall
     return Recalled(plans, left_out, elsewhere)
 
 
-def adopt(told: Any, cluster: Cluster, *, node: str, job: str) -> LaunchPlan:
+def adopt(record: Any, cluster: Cluster, *, node: str, job: str) -> LaunchPlan:
     """The plan that this node gave for this job, checked. Raises ValueError for what does not fit."""
-    if told["schema"] > SCHEMA:
-        raise ValueError(f"written by a newer orch, schema {told['schema']}: update this one")
-    plan = LaunchPlan.model_validate(_cleaned(told))
+    if record["schema"] > SCHEMA:
+        raise ValueError(f"written by a newer orch, schema {record['schema']}: update this one")
+    plan = LaunchPlan.model_validate(_cleaned(record))
     if not JOB_ID.fullmatch(job) or plan.job != job:
         raise ValueError("it names another job")
     if plan.cluster != cluster.name:
@@ -96,16 +99,16 @@ def agents_of(job: str, plan: LaunchPlan, answers: Mapping[str, Mapping[str, Any
     found = {}
     for node in plan.nodes:
         if node.name in answers:
-            told = answers[node.name].get(job)
-            agent = told.get("agent") if isinstance(told, Mapping) else None
+            remembered = answers[node.name].get(job)
+            agent = remembered.get("agent") if isinstance(remembered, Mapping) else None
             found[node.name] = agent if isinstance(agent, Mapping) else {}
     return found
 
 
 def _owner(agent: Any) -> Owner | None:
-    """Whose it is by node.json, which tells when it was taken over; the plan beside it does not."""
-    told = agent.get("owner") if isinstance(agent, Mapping) else None
-    return Owner.model_validate(_cleaned(told)) if told else None
+    """Whose it is by node.json, which knows when it was taken over; the plan beside it does not."""
+    owner = agent.get("owner") if isinstance(agent, Mapping) else None
+    return Owner.model_validate(_cleaned(owner)) if owner else None
 
 
 def _check_numbers(plan: LaunchPlan) -> None:

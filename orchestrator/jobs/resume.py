@@ -60,8 +60,8 @@ def _newest(plan: LaunchPlan, host: ConnectedHost, folder: str) -> str | None:
     return ask.understood(host.node, lambda: _path(answer["path"]))
 
 
-def _path(told: object) -> str | None:
+def _path(path: object) -> str | None:
     """Raises ValueError for what a host would not say."""
-    if told is None or (isinstance(told, str) and told.startswith("/") and told.isprintable() and len(told) < 4096):
-        return told
+    if path is None or (isinstance(path, str) and path.startswith("/") and path.isprintable() and len(path) < 4096):
+        return path
     raise ValueError("a path")

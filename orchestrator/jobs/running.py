@@ -42,20 +42,20 @@ from orchestrator.transport.fanout import errors_by_node, values
 CANCEL_S = 60.0
 """After twice the grace: so long may it take until every host has said its last word."""
 
-Told = dict[str, Mapping[str, Any] | HostError]
+Records = dict[str, Mapping[str, Any] | HostError]
 """By node: its supervisor's record, or why there is none."""
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """The job's files in a run folder. errors: hosts whose part is missing or incomplete. notices: what else there is
-    to know of the files.
-    """
+    """The job's files in a run folder."""
 
     record: JobRecord
     new_bytes: int
     errors: Mapping[str, HostError]
+    """Hosts whose part is missing or incomplete."""
     notices: Sequence[str]
+    """What else there is to know of the files."""
 
     @property
     def is_whole(self) -> bool:
@@ -133,7 +133,7 @@ class RunningJob:
         launched = not self._jobs.home.launching(self.id).exists()  # before the hosts are asked
         away = {node.name: silent[node.name] for node in plan.nodes if silent and node.name in silent}
         away = {**away, **self.reach(without=away)}
-        found: Told = {**away, **control.agents(plan, self.hosts)}
+        found: Records = {**away, **control.agents(plan, self.hosts)}
         if self._jobs.is_half_started(self.id):
             if is_half_started(found):
                 found = {**away, **self._end(fence=True)}
@@ -163,10 +163,10 @@ class RunningJob:
             self._jobs.start_is_over(self.id)
         return self._remember(found), [line for name in found for line in _stayed(name, found[name])]
 
-    def _end(self, *, fence: bool) -> Told:
+    def _end(self, *, fence: bool) -> Records:
         """Asks the hosts to end the job, and waits for their last records."""
         plan, hosts = self.plan, self.hosts
-        found: Told = {**errors_by_node(control.cancel(plan, hosts, fence=fence))}
+        found: Records = {**errors_by_node(control.cancel(plan, hosts, fence=fence))}
         deadline = time.monotonic() + 2 * plan.grace_s + CANCEL_S
         for name, item in watch_records(plan, hosts):
             if isinstance(item, HostError):

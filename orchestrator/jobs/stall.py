@@ -2,7 +2,7 @@
 
     stall_of(plan, records)         # Stall(quiet_s=180, ranks=(...)); None while some rank prints
     joined(plan, records)           # False: none of several ranks ever met another
-    News(plan).of(record)           what to tell a person who follows the job
+    News(plan).of(record)           what to say to a person who follows the job
 
 records: the supervisors' (`agent.json`), by host; nothing in them is taken on trust.
 """
@@ -24,7 +24,7 @@ DOES = {
     "busy": "using the CPU",
     "ended": "ended",
 }
-"""In the order in which they are told."""
+"""In the order in which messages list them."""
 NAMED = 4
 MOST_S = 1e9
 
@@ -45,33 +45,33 @@ def stall_of(plan: LaunchPlan, records: Mapping[str, Any]) -> Stall | None:
     return Stall(quiet_s=quiet_s, ranks=tuple(found)) if still else None
 
 
-def _seconds(told: Any) -> float:
-    return float(told) if isinstance(told, (int, float)) and 0 <= told <= MOST_S else 0.0
+def _seconds(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) and 0 <= value <= MOST_S else 0.0
 
 
 def _does(record: Mapping[str, Any], rank: int) -> Any:
     """None where the rank prints, or nothing is known of it."""
     ranks = record.get("ranks")
-    told = ranks.get(str(rank)) if isinstance(ranks, Mapping) else None
-    if not isinstance(told, Mapping):
+    reported = ranks.get(str(rank)) if isinstance(ranks, Mapping) else None
+    if not isinstance(reported, Mapping):
         return None
-    if told.get("does") in ("waits", "disk", "stopped", "busy"):
-        return told["does"]
-    return "ended" if "exit_code" in told or "signal" in told else None
+    if reported.get("does") in ("waits", "disk", "stopped", "busy"):
+        return reported["does"]
+    return "ended" if "exit_code" in reported or "signal" in reported else None
 
 
 def joined(plan: LaunchPlan, records: Mapping[str, Any]) -> bool | None:
     """Whether any rank has met another; None where not every host has said so, or a rank has nobody to meet."""
-    told = list[Any]()
+    met = list[Any]()
     for node in plan.nodes:
         record = records.get(node.name)
         ranks = record.get("ranks") if isinstance(record, Mapping) else None
         for rank in node.rank_numbers:
             one = ranks.get(str(rank)) if isinstance(ranks, Mapping) else None
-            told.append(one.get("met") if isinstance(one, Mapping) else None)
-    if True in told:
+            met.append(one.get("met") if isinstance(one, Mapping) else None)
+    if True in met:
         return True
-    return False if plan.world_size > 1 and all(one is False for one in told) else None
+    return False if plan.world_size > 1 and all(one is False for one in met) else None
 
 
 def stall_words(stall: Stall) -> str:
@@ -92,20 +92,20 @@ def _groups(stall: Stall) -> Iterator[str]:
 
 
 class News:
-    """What a person who follows a job has not been told yet."""
+    """What a person who follows a job has not been shown yet."""
 
     def __init__(self, plan: LaunchPlan) -> None:
         self._plan = plan
-        self._told: tuple[StillRank, ...] = ()
-        self._is_told_alone = False
+        self._shown: tuple[StillRank, ...] = ()
+        self._is_alone_shown = False
 
     def of(self, record: JobRecord) -> Iterator[str]:
         ranks = record.stall.ranks if record.stall and record.state == "running" else ()
-        if record.stall and ranks and ranks != self._told:
+        if record.stall and ranks and ranks != self._shown:
             yield f"{stall_words(record.stall)}; the job keeps running"
-        self._told = ranks
-        if not self._is_told_alone and (words := alone_words(self._plan, record)):
-            self._is_told_alone = True
+        self._shown = ranks
+        if not self._is_alone_shown and (words := alone_words(self._plan, record)):
+            self._is_alone_shown = True
             yield words
 
 

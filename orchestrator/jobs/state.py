@@ -42,8 +42,8 @@ def combine(
     supervisor is gone means lost; a host that we cannot reach says nothing. What is known to have ended stays so,
     whatever an older answer says, or a host whose files are gone (`orch down`). A host that an elastic job went on
     without speaks of its own end alone; while its master and enough others cannot be asked, such a job counts as lost,
-    which a later answer may mend. Of a host that the others only miss, its own word tells why, also when it comes late.
-    launched: every host had been told to go when they were asked, so that none of it can be on its way.
+    which a later answer may mend. Why a host went silent for the others, its own word says, also when it comes late.
+    launched: every host had been asked to start before they were asked, so that none of it can be on its way.
     """
     records = {name: dict(record) for name, record in found.items() if isinstance(record, Mapping)}
     if (met := joined(plan, records)) is not None:
@@ -90,7 +90,7 @@ def _without_a_supervisor(
     """None of these hosts runs it, and none says how it ended. may_come: it may still be on its way to them."""
     undone = [record.get("state") == "undone" for record in records.values()]
     if any(undone) and len(records) == len(plan.nodes) and not any("go" in record for record in records.values()):
-        return known.model_copy(update={"state": "cancelled"})  # one host undone, nobody told to go: nothing ran
+        return known.model_copy(update={"state": "cancelled"})  # one host undone, none asked to start: nothing ran
     unheard_of = all(record.get("state") in (None, "lost") for record in records.values())
     if len(records) == len(plan.nodes) and not (unheard_of and may_come):
         reason = "its files are gone from every host" if not any(records.values()) else _NO_WORD
@@ -113,7 +113,7 @@ def is_gone(plan: LaunchPlan, records: Mapping[str, Mapping[str, Any] | HostErro
 
 def _may_go_on(plan: LaunchPlan, records: Mapping[str, Mapping[str, Any]], word: Mapping[str, Any]) -> bool:
     """Whether hosts that we cannot ask may be an elastic job that went on without those that we can. word: the last
-    of one of these; all that it tells of may be that it heard nothing of the master any more.
+    of one of these; it may only say that this host no longer heard the master.
     """
     failure = word.get("first_failure")
     if plan.elastic is None or not isinstance(failure, Mapping) or failure.get("kind") != "lost":
@@ -143,7 +143,7 @@ def _ended(known: JobRecord, record: Mapping[str, Any]) -> JobRecord:
 
 
 def _in_its_own_words(known: JobRecord, records: Mapping[str, Mapping[str, Any]]) -> JobRecord:
-    """The same, with the end of a host that was lost to the others as that host itself, or its keeper, tells it."""
+    """The same; why a host was lost to the others is as that host itself, or its keeper, says it."""
     faults = tuple(in_own_words(fault, records.get(fault.node, {})) for fault in known.faults)
     known = known.model_copy(update={"faults": faults})
     lost = known.first_failure

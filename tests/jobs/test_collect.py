@@ -200,7 +200,7 @@ def test_a_host_that_begins_its_files_anew_without_end_is_stopped(ended, run, mo
         pull(ended, run)
         path.unlink()
         path.write_text(text)
-    with pytest.raises(OrchError, match=r"a: began stdout\.log anew more than 1 times"):
+    with pytest.raises(OrchError, match=r"a: restarted stdout\.log more than 1 times"):
         pull(ended, run)
 
 

@@ -87,7 +87,7 @@ def test_a_piece_that_does_not_go_on_where_the_last_one_ended_is_refused(offset)
 
 def test_a_file_that_starts_again_is_told_apart_from_one_that_goes_on():
     pieces = read(piece(0, b"abc"), piece(3, b"d"), piece(0, b"x", inode=8), piece(1, b"y", inode=8))
-    assert [(one.offset, one.anew) for one in pieces] == [(0, False), (3, False), (0, True), (1, False)]
+    assert [(one.offset, one.restarted) for one in pieces] == [(0, False), (3, False), (0, True), (1, False)]
 
 
 def test_what_is_held_follows_what_has_come():

@@ -55,7 +55,7 @@ def test_the_unfinished_line_of_an_older_generation_is_shown_before_the_new_one(
     splitter = Splitter()
     pieces = [
         FilePiece("rank-0/stdout.log", 0, 0, b"old\nunfinished"),
-        FilePiece("rank-0/stdout.log", 0, 0, b"new\n", anew=True),
+        FilePiece("rank-0/stdout.log", 0, 0, b"new\n", restarted=True),
     ]
     assert [line.text for piece in pieces for line in splitter.split("a", piece)] == ["old", "unfinished", "new"]
 

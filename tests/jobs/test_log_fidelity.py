@@ -95,7 +95,7 @@ class Watched:
             if isinstance(item, FilePiece):
                 before = self.files.get((name, item.file), b"")
                 assert item.offset == len(before)
-                assert not item.anew
+                assert not item.restarted
                 self.files[name, item.file] = before + item.data
             self.cuts += isinstance(item, Exception)
 
