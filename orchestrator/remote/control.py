@@ -3,7 +3,7 @@
 Requests, by `action`; what makes a job, and what removes it, are programs of their own (`prepare`, `belongings`):
 
     go        tell the supervisor where the hub is; ranks start as soon as every host has joined
-    undo      end a prepared supervisor and remove the job's folder; cancel one that has been told to go
+    undo      end a prepared supervisor and remove the job's folder; cancel one that has been asked to start
     cancel    ask the supervisor to end the job, everywhere
     fence     the same for a start that was left half done, and keep what of it is still under way from beginning
     status    the agent records of one job or of all, and whether their supervisors live
@@ -52,8 +52,8 @@ def go(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def undo(request: dict[str, Any]) -> dict[str, Any]:
-    """Ends a supervisor that has not been told to go, and removes the job's folder. Nothing but what this very launch
-    made: an earlier job of the same name, or one that already runs, stays. fence: its `prepare` may still come.
+    """Ends a supervisor that has not been asked to start, and removes the job's folder: only what this very launch
+    made; an earlier job of the same name, or one that already runs, stays. fence: its `prepare` may still come.
     """
     job = _job(request)
     if request["fence"]:
@@ -85,7 +85,7 @@ def fence(request: dict[str, Any]) -> dict[str, Any]:
 
 def _close_folder(job: JobFolder, request: dict[str, Any]) -> None:
     """A job's folder is its lock: a `prepare` that is still on its way finds it taken and gives up. One that is at work
-    is waited for, so that its supervisor can be told.
+    is waited for, so that its supervisor can be asked to end.
     """
     undone = {"schema": 1, "job": job.id, "state": "undone", "ended": time.time()}
     undone |= {"owner": request["owner"], "cluster": request["cluster"]}
@@ -116,7 +116,7 @@ def status(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def checkpoint(request: dict[str, Any]) -> dict[str, Any]:
-    """{"path"}: null where there is none. folder: where the job was told to put them, "" for its own."""
+    """{"path"}: null where there is none. folder: where its settings put them, "" for its own."""
     job = _job(request)
     folder = job.src / Path(request["folder"]).expanduser() if request["folder"] else job.checkpoints
     found = [path for path in folder.glob("step-*.pt") if re.fullmatch(r"step-\d{9}\.pt", path.name)]

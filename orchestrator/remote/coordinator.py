@@ -52,7 +52,7 @@ class Coordinator:
         return await self._hub.listen(self._node["address"])
 
     def open(self) -> None:
-        """Expects the members, claims the port that the ranks will meet at, tells it to them, and lets them try it."""
+        """Expects the members, claims the port that the ranks will meet at, announces it, and lets members try it."""
         if self._peers.places:
             self._hub.expect(JOIN_S, self._peers.remedy(self._node["name"]))
         if port := self._claim_port():
@@ -62,7 +62,7 @@ class Coordinator:
                 self._peers.open_rendezvous(self.rendezvous.listen())
 
     def dropped(self) -> dict[str, dict[str, int]]:
-        """By host, what its disk did not take of its ranks' output: a host whose disk fails can tell nobody else."""
+        """By host, what its disk did not take of its ranks' output: a host whose disk fails cannot record it."""
         return {node: status["dropped"] for node, status in self._hub.statuses.items() if "dropped" in status}
 
     async def close(self) -> None:

@@ -15,7 +15,8 @@ from .processes import Identity, identify
 
 KEPT = 20
 """How many of the newest faults are kept: the record has to fit into `layout.RESERVE_BYTES`."""
-TOLD = 8
+MOST_REPORTED = 8
+"""So many of the newest faults travel with each report to the hub."""
 
 
 class ElasticState:
@@ -58,7 +59,7 @@ class ElasticState:
 
     def status(self) -> Status:
         own = [fault for fault in self.faults if fault["rank"] is not None]  # of lost hosts the hub knows by itself
-        return {"generation": self.generation, "faults": own[-TOLD:]}
+        return {"generation": self.generation, "faults": own[-MOST_REPORTED:]}
 
     def leave(self) -> list[Identity]:
         """What the ranks of this generation run; they belong to nobody now."""

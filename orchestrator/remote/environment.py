@@ -3,7 +3,7 @@
 Request: {"workdir", "torch", "torchvision", "requirements": what pip is to install, "any_torch": whether a torch of
 another version will do, "packages", "constraints": lines of a person's requirements, "env": variables for pip,
 "limit_s", "owner", "cluster": who will use it}. It
-tells (see `talk`):
+reports (see `talk`):
 
     {"waits": 1}                                   another setup is at work in this work folder
     {"phase": "asks python" | "makes venv" | "pip installs" | "tries torch"}
@@ -38,7 +38,7 @@ from .answer import Refused
 from .claim import claimed
 from .layout import VENV_MARKER, WorkFolder, read_json, write_json
 from .processes import die_with_parent
-from .talk import STDIN, ControllerLeft, Talk, alone_at, gone, tell
+from .talk import STDIN, ControllerLeft, Talk, alone_at, gone, serve
 
 TRY_S = 180.0
 MAX_LINE = 300
@@ -52,7 +52,7 @@ _NO_WAY_OUT = re.compile(r"new ?connection|network is unreachable|name resolutio
 
 def main(request: dict[str, Any]) -> None:
     die_with_parent(0)  # changes nothing, and loads what a child needs of it: later there are threads
-    tell(request, set_up)
+    serve(request, set_up)
 
 
 def set_up(request: dict[str, Any], talk: Talk) -> dict[str, Any]:

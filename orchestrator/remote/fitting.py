@@ -1,4 +1,4 @@
-"""Makes what a supervisor tells fit into so many bytes of JSON, whatever its ranks printed.
+"""Makes what a supervisor reports fit into so many bytes of JSON, whatever its ranks printed.
 
 fitted(record, 24_000)      # the record itself, or one whose longest words and lists are cut
 
@@ -19,30 +19,30 @@ _FEW = 20
 """In the end, so many ranks and so many hosts."""
 
 
-def fitted(told: Mapping[str, Any], most_bytes: int) -> dict[str, Any]:
-    found = dict(told)
+def fitted(record: Mapping[str, Any], most_bytes: int) -> dict[str, Any]:
+    short = dict(record)
     for chars, count in _STEPS:
-        if _json_bytes(found) <= most_bytes:
-            return found
-        found = _shorter(found, chars, count)
-    if _json_bytes(found) > most_bytes:
-        found |= {name: _few(name, found[name]) for name in ("ranks", "dropped") if name in found}
-    if found.get("first_failure") and _json_bytes(found) > most_bytes:
-        found["first_failure"] = _cut(found["first_failure"], _STEPS[0][0])
-    return found
+        if _json_bytes(short) <= most_bytes:
+            return short
+        short = _shorter(short, chars, count)
+    if _json_bytes(short) > most_bytes:
+        short |= {name: _few(name, short[name]) for name in ("ranks", "dropped") if name in short}
+    if short.get("first_failure") and _json_bytes(short) > most_bytes:
+        short["first_failure"] = _cut(short["first_failure"], _STEPS[0][0])
+    return short
 
 
 def _json_bytes(value: Any) -> int:
     return len(json.dumps(value))
 
 
-def _shorter(told: dict[str, Any], chars: int, count: int) -> dict[str, Any]:
-    found = dict(told)
+def _shorter(record: dict[str, Any], chars: int, count: int) -> dict[str, Any]:
+    short = dict(record)
     for name in ("failures", "leftovers", "faults"):
-        if name in found:
-            kept = found[name][-count:] if name == "faults" else found[name][:count]
-            found[name] = [_cut(one, chars) for one in kept]
-    return found
+        if name in short:
+            kept = short[name][-count:] if name == "faults" else short[name][:count]
+            short[name] = [_cut(one, chars) for one in kept]
+    return short
 
 
 def _cut(one: Any, chars: int) -> Any:
@@ -51,7 +51,7 @@ def _cut(one: Any, chars: int) -> Any:
     return {name: _cut(value, chars) if name in _SENTENCES else value for name, value in one.items()}
 
 
-def _few(name: str, told: dict[str, Any]) -> dict[str, Any]:
+def _few(name: str, entries: dict[str, Any]) -> dict[str, Any]:
     """Keeps only the ranks that did not end well."""
-    worth = {key: one for key, one in told.items() if name != "ranks" or one.get("exit_code") != 0}
+    worth = {key: one for key, one in entries.items() if name != "ranks" or one.get("exit_code") != 0}
     return dict(list(worth.items())[:_FEW])

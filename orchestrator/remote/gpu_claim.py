@@ -54,15 +54,15 @@ def claim(uuid: str, job: str, *, share: bool) -> None:
 
 
 def _holder(name: str) -> tuple[str, str]:
-    """Whose job holds it, `alice's `, and which one; "" for what the system does not tell."""
+    """Whose job holds it, `alice's `, and which one; "" for what the system does not say."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
         asking.setblocking(False)
         try:
             asking.connect(name)
-            told = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            credentials = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         except OSError:
             return "", ""
-    pid, uid, _ = _CREDENTIALS.unpack(told)
+    pid, uid, _ = _CREDENTIALS.unpack(credentials)
     return f"{user_name(uid)}'s ", _job_of(pid)
 
 

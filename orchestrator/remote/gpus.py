@@ -179,12 +179,12 @@ def readings(
         uuid, *values = [value.strip() for value in line.split(",")]
         if uuid not in rank_of or len(values) != len(keys) - 1:
             continue
-        told = {key: _number(value) for key, value in zip(keys[1:], values, strict=True)}
-        if (told.get("utilisation") or 0) > 100:
-            told["utilisation"] = None
-        if (mebibytes := told.pop("memory_mib", None)) is not None:
-            told["memory_bytes"] = int(mebibytes) << 20
-        known = {name: value for name, value in told.items() if value is not None}
+        values_by_key = {key: _number(value) for key, value in zip(keys[1:], values, strict=True)}
+        if (values_by_key.get("utilisation") or 0) > 100:
+            values_by_key["utilisation"] = None
+        if (mebibytes := values_by_key.pop("memory_mib", None)) is not None:
+            values_by_key["memory_bytes"] = int(mebibytes) << 20
+        known = {name: value for name, value in values_by_key.items() if value is not None}
         if known.keys() - {"index"}:
             found[uuid] = {"event": "gpu", "rank": rank_of[uuid], **known, "wall": round(wall, 3)}
     return list(found.values())
@@ -199,9 +199,9 @@ def _number(text: str) -> float | None:
 
 def without_known(event: dict[str, Any], limits: dict[Any, dict[str, Any]]) -> dict[str, Any]:
     """The event without those limits that were written before. limits: by rank and index, which are kept there."""
-    told, gpu = {name: event[name] for name in LIMITS if name in event}, (event["rank"], event.get("index"))
-    if limits.get(gpu) != told:
-        limits[gpu] = told
+    own, gpu = {name: event[name] for name in LIMITS if name in event}, (event["rank"], event.get("index"))
+    if limits.get(gpu) != own:
+        limits[gpu] = own
         return event
     return {name: value for name, value in event.items() if name not in LIMITS}
 

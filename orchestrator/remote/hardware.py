@@ -1,4 +1,4 @@
-"""What the kernel tells of this host's processor and network cards, and of the process that asks."""
+"""What the kernel says of this host's processor and network cards, and of the process that asks."""
 
 from __future__ import annotations
 

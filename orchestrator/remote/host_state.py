@@ -18,8 +18,8 @@ from .layout import JobFolder
 from .messages import AgentRecord, Failure, Phase, Status, failure
 from .ranks import Ranks
 
-TOLD = 8
-"""So many of a host's failures are told and kept."""
+MOST_REPORTED = 8
+"""So many of a host's failures are reported and kept."""
 LEFTOVERS = 20
 CUT = 8
 
@@ -99,4 +99,4 @@ class HostState:
 
     def _worst(self) -> list[Failure]:
         """As many as a message and the record hold: causes before what only followed from another's death."""
-        return sorted(self.failures, key=lambda one: bool(one["secondary"]))[:TOLD]
+        return sorted(self.failures, key=lambda one: bool(one["secondary"]))[:MOST_REPORTED]

@@ -63,7 +63,7 @@ class Hub:
         return node in self._dismissed
 
     def dismiss(self, node: str, farewell: Order) -> None:
-        """It has no part in this any more, and should it come back, this is all that it hears."""
+        """Excludes this host from now on; should it come back, this farewell is all that it hears."""
         self._dismissed[node] = farewell
         if node in self._deadlines:
             self._deadlines.pop(node).cancel()

@@ -1,4 +1,4 @@
-"""This host's network interfaces as the kernel tells them, without a command."""
+"""This host's network interfaces as the kernel lists them, without a command."""
 
 from __future__ import annotations
 

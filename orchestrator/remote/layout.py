@@ -4,7 +4,7 @@
          /code/<sha256>/                   code as shipped, verified, read-only
 <workdir>/locks/gpu-<uuid>.lock            held by the supervisor that uses this GPU
                /venv.lock                  held while an environment is made
-<workdir>/venv/torch-<version>/            environments of `orch setup`; orch-venv.json tells whose, and if whole
+<workdir>/venv/torch-<version>/            environments of `orch setup`; orch-venv.json says whose, and if whole
 <workdir>/jobs/<job>/node.json             what this host was asked to do (mode 0600); its secrets end with the job
                     /plan.json             the whole job's plan, less its secrets: for a controller that lost its own
                     /peers.json            where the job's supervisors listen for each other
@@ -187,7 +187,7 @@ def _sha256(text: str) -> str:
 
 
 def remove(folder: Path) -> None:
-    """Takes its name away first: nobody meets half of it, and what a crash leaves is told by that name. Raises OSError
+    """Takes its name away first: nobody meets half of it, and that name shows what a crash left. Raises OSError
     where something in it is another user's.
     """
     import shutil  # slow to import, and most programs remove nothing

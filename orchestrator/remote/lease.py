@@ -20,7 +20,7 @@ BROKEN_S = 5.0
 
 
 class Pulse:
-    """Tells whether we ourselves stood still: stopped by a signal, starved, or asleep with the whole machine."""
+    """Detects that we ourselves stood still: stopped by a signal, starved, or asleep with the whole machine."""
 
     def __init__(self) -> None:
         self._last = self._now()

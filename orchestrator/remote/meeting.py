@@ -29,12 +29,13 @@ Place = tuple[str, int]
 
 
 class Row(NamedTuple):
-    """A TCP connection as the kernel lists it (proc(5), net/tcp). inode: 0 where no process has it any more."""
+    """A TCP connection as the kernel lists it (proc(5), net/tcp)."""
 
     ours: Place
     theirs: Place
     state: int
     inode: int
+    """0 where no process holds it."""
 
 
 class Meeting:

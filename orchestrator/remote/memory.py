@@ -13,7 +13,7 @@ import contextlib
 from pathlib import Path
 
 RANKS_FIRST = 500
-"""Added to the ranks' score: a rank that is ended is told as what it is; launcher and supervisor tell it."""
+"""Added to the ranks' score, so that the kernel ends a rank before launcher and supervisor, which report it."""
 _FILES = ("memory.events", "memory.oom_control")  # of cgroup v2 and v1
 
 

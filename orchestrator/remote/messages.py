@@ -68,7 +68,7 @@ class RankRecord(TypedDict, total=False):
 
 
 class Status(TypedDict, total=False):
-    """What a member tells the hub: its whole present state. {} of one that was not heard of yet."""
+    """What a member reports to the hub: its whole present state. {} of one that was not heard of yet."""
 
     generation: int
     faults: list[Fault]
@@ -88,7 +88,7 @@ class _Order(TypedDict):
 
 
 class Order(_Order, total=False):
-    """What the hub tells all members to do. "give up" is for the hub alone: the job fails, by `cause`."""
+    """What the hub orders all members to do. "give up" is for the hub alone: the job fails, by `cause`."""
 
     rendezvous_port: int
     """Where the ranks meet: of a start, and of a wait as soon as it is known."""

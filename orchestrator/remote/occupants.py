@@ -4,8 +4,8 @@
     [{"gpu": "GPU-5f3a9c1e-...", "pid": 4711, "mebibytes": 8192, "user": "alice", "command": "python3 train.py",
       "job": None}]
 
-The text is nvidia-smi's answer to QUERY. Of a command line only the program and its script are told: what follows may
-be a secret. In a container nvidia-smi shows nothing, or processes of the machine around it, whose pids mean nothing
+The text is nvidia-smi's answer to QUERY. Of a command line only the program and its script are reported: what follows
+may be a secret. In a container nvidia-smi shows nothing, or processes of the machine around it, whose pids mean nothing
 here and which have no name for it: their owners are not known.
 """
 
@@ -22,14 +22,14 @@ from .processes import MARK
 
 QUERY = ("--query-compute-apps=gpu_uuid,pid,used_gpu_memory,process_name", "--format=csv,noheader,nounits")
 MOST = 256
-"""A crowd beyond this is not told."""
+"""Further processes are not reported."""
 
 
 def occupants(answer: str) -> list[dict[str, Any]]:
-    return list(_told(answer))[:MOST]
+    return list(_rows(answer))[:MOST]
 
 
-def _told(answer: str) -> Iterator[dict[str, Any]]:
+def _rows(answer: str) -> Iterator[dict[str, Any]]:
     for line in answer.splitlines():
         fields = [field.strip() for field in line.split(",", 3)]
         if len(fields) != 4 or not fields[1].isdigit():

@@ -1,14 +1,14 @@
 """What jobs wrote on this host beside their logs: names and sizes of what is in `checkpoints/`, and of every file in
 `src/`, the script's working folder, that is new or not as it was shipped.
 
-Request: {"workdir", "jobs": [ids]}. It tells (see `talk`), in parts:
+Request: {"workdir", "jobs": [ids]}. It reports (see `talk`), in parts:
 
     {"job": ID, "files": [[name, size, mtime_ns, inode, disk_bytes], ...]}     names relative to the job's folder
     {"job": ID, "skipped": {"links": 1, ...}}                                  what is no file to be handed out
     {"job": ID, "gone": 1}                                                     this host has no such job
     {"end": {}}
 
-Where the job was told to put its checkpoints into another folder (`checkpoint_dir`), those have names that begin with
+Where the job's setting `checkpoint_dir` names another folder for its checkpoints, those have names that begin with
 `checkpoint_dir/`. Links are never followed.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 
 from .beneath import folder
 from .layout import JobFolder, WorkFolder
-from .talk import Talk, tell
+from .talk import Talk, serve
 
 ELSEWHERE = "checkpoint_dir"
 CHECKPOINT = re.compile(r"step-\d{9}\.pt")
@@ -40,7 +40,7 @@ NICE = 10
 def main(request: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
         os.nice(NICE)
-    tell(request, list_all)
+    serve(request, list_all)
 
 
 def list_all(request: dict[str, Any], talk: Talk) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def read_shipped(job: JobFolder) -> dict[str, list[int]]:
 
 
 def checkpoint_folder(job: JobFolder) -> Path | None:
-    """Where the job was told to put its checkpoints, if that is none of its own folders."""
+    """Where the job's settings put its checkpoints, if that is outside its own folders."""
     settings = job.read_node().get("settings") or {}
     named = settings.get("checkpoint_dir")
     if not named or not isinstance(named, str):

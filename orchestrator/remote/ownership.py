@@ -26,10 +26,10 @@ LOCK_BYTES = 200
 
 def whose(job: JobFolder) -> tuple[str, str] | None:
     """Owner id ("" for an older orch's, which wrote none) and cluster; None where no job of orch lies there."""
-    for told in (job.read_node(), job.read_agent()):
-        if told.get("job") == job.id:
-            owner = told.get("owner") or {}
-            return str(owner.get("id", "")), str(told.get("cluster", ""))
+    for record in (job.read_node(), job.read_agent()):
+        if record.get("job") == job.id:
+            owner = record.get("owner") or {}
+            return str(owner.get("id", "")), str(record.get("cluster", ""))
     return None
 
 
@@ -48,11 +48,11 @@ def forget_old_secrets(jobs: Iterable[JobFolder], request: dict[str, Any]) -> No
 
 def entry(job: JobFolder) -> dict[str, Any]:
     node, agent = job.read_node(), job.read_agent()
-    told = node or agent
-    owner = told.get("owner") or {}
+    record = node or agent
+    owner = record.get("owner") or {}
     return {
         "job": job.id,
-        "cluster": told.get("cluster"),
+        "cluster": record.get("cluster"),
         "owner": owner.get("name"),
         "state": agent.get("state"),
         "alive": lives(agent),

@@ -34,7 +34,7 @@ PAUSE_S = 0.3
 TRIES = 3
 """At least so many: whoever stood still himself has waited for nothing."""
 CUT_S = 40.0
-"""While it runs: longer than the hub's lease, so that a host that is down is told as such."""
+"""While it runs: longer than the hub's lease, so that a host that is down is reported as such."""
 AT_ONCE = 16
 NEIGHBOURS = 16
 """A host watches so many that follow it in the ring of all: every pair, up to 33 hosts."""
@@ -188,7 +188,7 @@ class Peers:
             except Trouble as trouble:
                 self._missed(name, trouble)
             except (OSError, ValueError, asyncio.TimeoutError):
-                pass  # the next try tells why
+                pass  # the next try says why
             finally:
                 if link:
                     link.close()

@@ -113,7 +113,7 @@ def _unpack(tar: tarfile.TarFile, member: tarfile.TarInfo, into: Path) -> None:
 
 
 def fill_folder(job: JobFolder, node: dict[str, Any], plan: dict[str, Any], code: Path) -> None:
-    write_json(job.node, node)  # first: it tells whose the folder is
+    write_json(job.node, node)  # first: it says whose the folder is
     write_json(job.plan, plan)
     job.src.mkdir()
     shipped = {}

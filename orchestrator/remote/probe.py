@@ -4,7 +4,7 @@ Request: {"workdir", "peers": [addresses or names], "torch": bool, "limit_s"}. T
 
     {"commands": {name: {"rc", "out", "err"}}, "files": {path: text}, "values": {...}}
 
-The routes to hundreds of peers cost no process each: a socket tells our own address on the way to a peer, and `ip` is
+The routes to hundreds of peers cost no process each: a socket gives our own address on the way to a peer, and `ip` is
 asked once for each such address. Every command has its own limit of time and they run side by side, so that a driver
 that hangs or a dead NFS mount costs one fact and never the answer. Whatever may block without end runs in a process of
 its own for that reason. rc is 127 where a command is missing and 124 where it was too slow, as a shell and timeout(1)
@@ -75,7 +75,7 @@ def command_lines(workdir: str, peers: list[str], torch: bool, limit_s: float) -
     lines = {"torch": [sys.executable, "-c", TORCH]} if torch else {}
     python = [sys.executable, "-S", "-c"]  # what needs no more than the standard library starts in half the time
     names = [peer for peer in peers if not is_numeric(peer)]
-    names_s = 0.8 * min(COMMAND_S, limit_s)  # so that it tells what it has before it is killed
+    names_s = 0.8 * min(COMMAND_S, limit_s)  # so that it prints what it has before it is killed
     return {
         **lines,
         "workdir": [*python, workdir_trial(), workdir],

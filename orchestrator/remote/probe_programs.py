@@ -51,7 +51,7 @@ def vision():
         return str(torchvision.__version__)
     except Exception:
         return ""
-def tell(ask):
+def attempt(ask):
     try:
         return ask()
     except Exception:
@@ -59,18 +59,19 @@ def tell(ask):
 import torch
 import torch.distributed as dist
 facts = {"version": str(torch.__version__), "cuda": torch.version.cuda}
-facts["nccl"] = tell(lambda: ".".join(str(part) for part in torch.cuda.nccl.version()))
+facts["nccl"] = attempt(lambda: ".".join(str(part) for part in torch.cuda.nccl.version()))
 # Without this library NCCL uses no InfiniBand device, whatever the kernel lists.
-facts["verbs"] = bool(tell(lambda: ctypes.CDLL("libibverbs.so.1")))
-facts["cudnn"] = tell(lambda: torch.backends.cudnn.version())
+facts["verbs"] = bool(attempt(lambda: ctypes.CDLL("libibverbs.so.1")))
+facts["cudnn"] = attempt(lambda: torch.backends.cudnn.version())
 # get_arch_list() is empty where no GPU is in reach; the flags of the build are there always.
-facts["archs"] = tell(lambda: (torch._C._cuda_getArchFlags() or "").split()) or tell(torch.cuda.get_arch_list) or []
+facts["archs"] = attempt(lambda: (torch._C._cuda_getArchFlags() or "").split())
+facts["archs"] = facts["archs"] or attempt(torch.cuda.get_arch_list) or []
 distributed = dist.is_available()
-facts["gloo"] = bool(distributed and tell(getattr(dist, "is_gloo_available", lambda: True)))
-facts["nccl_available"] = bool(distributed and tell(lambda: dist.is_nccl_available()))
+facts["gloo"] = bool(distributed and attempt(getattr(dist, "is_gloo_available", lambda: True)))
+facts["nccl_available"] = bool(distributed and attempt(lambda: dist.is_nccl_available()))
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
-    facts["devices"] = tell(lambda: torch.cuda.device_count() if torch.cuda.is_available() else 0) or 0
+    facts["devices"] = attempt(lambda: torch.cuda.device_count() if torch.cuda.is_available() else 0) or 0
 facts["cuda_error"] = str(said[-1].message) if said else None
 facts["torchvision"] = facts["torchvision_error"] = None
 if found := vision():

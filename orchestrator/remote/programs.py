@@ -115,7 +115,7 @@ class Programs:
             with open(log, "wb") as output:
                 return self.children.start(argv, output, folder, environment, handles)
         except OSError as error:
-            reason = f"{_NAMES.get(kind, kind)} did not start: {trouble.told(error)}"
+            reason = f"{_NAMES.get(kind, kind)} did not start: {trouble.describe(error)}"
             self._state.fail(failure(kind, self._node["name"], reason))
             return None
 

@@ -39,7 +39,7 @@ class Pump(threading.Thread):
             fcntl.fcntl(self._pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self._over, self._end = os.pipe()
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
-        self._dropped = self._untold = 0
+        self._dropped = self._unreported = 0
         self._last = b"\n"
 
     def start(self) -> None:
@@ -50,8 +50,8 @@ class Pump(threading.Thread):
         """Empties the pipe, also where a child that was left behind holds it open. Returns the bytes dropped, ever."""
         os.close(self._end)
         self.join()
-        if self._untold:
-            self._tell()
+        if self._unreported:
+            self._report()
         return self._dropped
 
     def run(self) -> None:
@@ -72,7 +72,7 @@ class Pump(threading.Thread):
         return size
 
     def _put(self, data: memoryview) -> None:
-        if self._untold and not (self._has_room() and self._tell()):
+        if self._unreported and not (self._has_room() and self._report()):
             self._drop(len(data))
             return
         self._drop(len(data) - self._write(data))
@@ -89,14 +89,14 @@ class Pump(threading.Thread):
 
     def _drop(self, size: int) -> None:
         self._dropped += size
-        self._untold += size
+        self._unreported += size
 
-    def _tell(self) -> bool:
-        line = b"[orch] the disk was full: %d bytes of output are missing here\n" % self._untold
+    def _report(self) -> bool:
+        line = b"[orch] the disk was full: %d bytes of output are missing here\n" % self._unreported
         line = line if self._last == b"\n" else b"\n" + line
         if self._write(memoryview(line)) < len(line):
             return False
-        self._untold = 0
+        self._unreported = 0
         return True
 
     def _has_room(self) -> bool:

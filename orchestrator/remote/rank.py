@@ -1,4 +1,4 @@
-"""The wrapper around one rank: torchrun starts it, it runs the script and tells the truth about its end.
+"""The wrapper around one rank: torchrun starts it, it runs the script and reports how it ended.
 
 torchrun itself only ever says 1. The wrapper carries what the script prints into its two log files (`pump`), writes
 exit code or signal to `rank-<r>/exit.json` and to the supervisor's control FIFO, and never leaves the script behind: it
@@ -61,11 +61,11 @@ def main() -> None:
     try:
         child, pumps = _start(job, node, rank)
     except (OSError, RuntimeError) as error:  # RuntimeError: no further thread may start
-        told = trouble.told(error) if isinstance(error, OSError) else f"{error}: see `ulimit -u` on that host"
-        _tell(job, {"rank": rank, "event": "ended", **_describe(1, None), "trouble": told})
-        sys.exit(f"rank {rank} did not start: {told}")
-    _tell(job, {"rank": rank, "event": "started", "pid": child.pid, "wrapper": os.getpid(),
-                "world_size": int(os.environ["WORLD_SIZE"])})  # fmt: skip
+        why = trouble.describe(error) if isinstance(error, OSError) else f"{error}: see `ulimit -u` on that host"
+        _report(job, {"rank": rank, "event": "ended", **_describe(1, None), "trouble": why})
+        sys.exit(f"rank {rank} did not start: {why}")
+    _report(job, {"rank": rank, "event": "started", "pid": child.pid, "wrapper": os.getpid(),
+                  "world_size": int(os.environ["WORLD_SIZE"])})  # fmt: skip
     cause = _watch(child, wakeup, alive, int(agent.get("pid", 0)), _look_out(job, rank, child.pid, meeting))
     end = _describe(child.wait(), cause)
     if meeting:
@@ -75,7 +75,7 @@ def main() -> None:
         end["dropped_bytes"] = dropped
     with contextlib.suppress(OSError):
         write_json(job.rank(rank) / "exit.json", end)
-    _tell(job, {"rank": rank, "event": "ended", **end})
+    _report(job, {"rank": rank, "event": "ended", **end})
     sys.exit(end["exit_code"] if end["signal"] is None else 128 - child.returncode)
 
 
@@ -83,8 +83,8 @@ def _start(job: JobFolder, node: dict[str, Any], rank: int) -> tuple[subprocess.
     folder = job.rank(rank)
     again = folder.is_dir()
     folder.mkdir(exist_ok=True)
-    told = {"ORCH_METRICS": str(folder / "metrics.jsonl"), "ORCH_CHECKPOINTS": str(job.checkpoints)}
-    environment = {**os.environ, **told}
+    ours = {"ORCH_METRICS": str(folder / "metrics.jsonl"), "ORCH_CHECKPOINTS": str(job.checkpoints)}
+    environment = {**os.environ, **ours}
     if node["shares"]:
         environment["ORCH_SHARE"] = str(_share(node))
         environment["ORCH_BATCH"] = str(node["settings"]["batch"])
@@ -141,7 +141,7 @@ def _meeting(job: JobFolder, node: dict[str, Any], port: int) -> Meeting | None:
 
 
 def _look_out(job: JobFolder, rank: int, pid: int, meeting: Meeting | None) -> Callable[[], None]:
-    """What tells the supervisor, once, that the script has met other ranks."""
+    """A call that reports to the supervisor, once, that the script has met other ranks."""
     began_s = due_s = time.monotonic()
 
     def look() -> None:
@@ -150,7 +150,7 @@ def _look_out(job: JobFolder, rank: int, pid: int, meeting: Meeting | None) -> C
         if meeting and not meeting.seen and now_s >= due_s:
             due_s = now_s + (now_s - began_s) / RARER
             if meeting.look(pid):
-                _tell(job, {"rank": rank, "event": "met"})
+                _report(job, {"rank": rank, "event": "met"})
 
     return look
 
@@ -217,7 +217,7 @@ def _describe(returncode: int, cause: str | None) -> dict[str, Any]:
     return {"exit_code": None if name else returncode, "signal": name, "cause": cause}
 
 
-def _tell(job: JobFolder, event: dict[str, Any]) -> None:
+def _report(job: JobFolder, event: dict[str, Any]) -> None:
     # Without a supervisor there is no reader (ENXIO); exit.json then speaks for itself.
     with contextlib.suppress(OSError):
         handle = os.open(job.control, os.O_WRONLY | os.O_NONBLOCK)

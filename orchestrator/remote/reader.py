@@ -1,8 +1,8 @@
 """Hands a job's files back as a stream of frames, from where the controller already has them.
 
 Request: {"workdir", "job", "ranks": [numbers of this host], "offsets": {name: {"offset", "inode", "head"}}, "follow",
-"files", "limit_bytes"}; without `files` only the record is told, and of a file no more than its first `limit_bytes`
-(null: all) are handed out. Of each file the controller has the first `offset` bytes, `inode` (or null) is which file
+"files", "limit_bytes"}; without `files` only the record is sent, and of a file no more than its first `limit_bytes`
+(null: all). Of each file the controller has the first `offset` bytes, `inode` (or null) is which file
 they came from, and `head` the SHA-256 of the first HEAD_BYTES of them. Each frame is the request's marker and one JSON
 line, followed by `size` raw bytes where it says so:
 
@@ -14,8 +14,8 @@ line, followed by `size` raw bytes where it says so:
     {"end": {name: {"size", "sha256", "left"}}}                 of all that was handed out, ever, and how many bytes lie
                                                                 beyond the limit; the last frame
 
-A file that was cut, replaced or rotated since is another file: it comes again from offset 0. What tells is its size,
-its inode and its beginning; a file rewritten in place with the same beginning, and longer again before anybody looked,
+A file that was cut, replaced or rotated since is another file: it comes again from offset 0. Its size, its inode and
+its beginning show that; a file rewritten in place with the same beginning, and longer again before anybody looked,
 shows only in the hash at the end. An old log that rotation moved to another name is not looked for.
 
 With `follow` it goes on until the supervisor has spoken its last word (or is gone) and every byte is out, and its end
@@ -55,19 +55,19 @@ def main(request: dict[str, Any]) -> None:
     names = [f"rank-{rank}/{name}" for rank in request["ranks"] for name in RANK_FILES] + list(NODE_FILES)
     limit, offsets = request["limit_bytes"], request["offsets"]
     files = [LogFile(out, job.root, name, offsets.get(name), limit) for name in names if request["files"]]
-    with contextlib.suppress(BrokenPipeError), _told(out, job):
+    with contextlib.suppress(BrokenPipeError), _reported(out, job):
         if request["follow"]:
             _follow(out, job, files)
             out.frame({"end": {}})
         else:
             _hand_out(out, job, files)
             found = {file.name: file.fingerprint() for file in files}
-            out.frame({"end": {name: told for name, told in found.items() if told}})
+            out.frame({"end": {name: sums for name, sums in found.items() if sums}})
 
 
 @contextlib.contextmanager
-def _told(out: Out, job: JobFolder) -> Iterator[None]:
-    """A disk that fails here is told in words: to read again would only fail again."""
+def _reported(out: Out, job: JobFolder) -> Iterator[None]:
+    """A disk that fails here is reported in words: to read again would only fail again."""
     try:
         yield
     except BrokenPipeError:

@@ -23,11 +23,11 @@ def reap(request: dict[str, Any]) -> dict[str, Any]:
         agent = job.read_agent()
         still = stopped(agent)
         pids = [] if lives(agent) else processes.marked(job.root)
-        told = [f"its {role} is stopped, {processes.describe(one)}" for role, one in still.items()]
-        told += [processes.describe(pid) for pid in pids]
-        if told:
+        living = [f"its {role} is stopped, {processes.describe(one)}" for role, one in still.items()]
+        living += [processes.describe(pid) for pid in pids]
+        if living:
             mine = is_mine(job, request)
-            found.append({**entry(job), "mine": mine, "processes": told[:SHOWN]})
+            found.append({**entry(job), "mine": mine, "processes": living[:SHOWN]})
             if request["end"] and mine:
                 found[-1]["stayed"] = _wake(job, still) if still else end_marked(job)
     return {"found": found, **_reap_programs(end=request["end"])}

@@ -1,15 +1,15 @@
 """Takes a data set: says which files this host lacks, receives these, lets each appear whole or not at all.
 
-Request: {"folder", "files": [[name, size, sha256], ...]}, names relative to the folder. It tells (see `talk`):
+Request: {"folder", "files": [[name, size, sha256], ...]}, names relative to the folder. It reports (see `talk`):
 
     {"waits": 1}                       another push is at work in this folder
     {"looked": bytes}                  so much of what is here already has been read and hashed
     {"lacks": [[index, offset], ...]}  files to be sent, each from this offset on; comes in parts
-    {"go": 1}                          all is told and there is room; now the bytes come, in this order
+    {"go": 1}                          the list is complete and there is room; now the bytes come, in this order
     {"end": {"folder", "received"}}    every file is here; `received` counts the files that came
 
 A file comes under another name beside its place (`.orch-<hash>.part`), where a broken link leaves what has arrived: the
-next push goes on from there, and the hash over all of it decides in the end. The name tells which content it is to be.
+next push goes on from there, and the hash over all of it decides in the end. The name says which content it is to be.
 Beneath the folder no link is followed, and where another user has a say in what lies there nothing is written.
 """
 
@@ -30,7 +30,7 @@ from typing import Any
 
 from .answer import Refused
 from .beneath import READ, UnsafeError, chosen_folder, holder, is_trusted
-from .talk import STDIN, ControllerLeft, Talk, alone_at, tell
+from .talk import STDIN, ControllerLeft, Talk, alone_at, serve
 
 CHUNK_BYTES = 1 << 20
 SPARE_BYTES = 64 << 20
@@ -47,17 +47,18 @@ PARTIAL = ".orch-"
 def main(request: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
         os.nice(NICE)
-    tell(request, receive)
+    serve(request, receive)
 
 
 @dataclass
 class Incoming:
-    """One file of the request. at: so many bytes of it lie in its partial file, and `sha256` has seen them."""
+    """One file of the request."""
 
     name: str
     size: int
     digest: str
     at: int = 0
+    """So many bytes of it lie in its partial file, and `sha256` has seen them."""
     sha256: Any = field(default_factory=hashlib.sha256)
 
     @property
@@ -75,9 +76,9 @@ def receive(request: dict[str, Any], talk: Talk) -> dict[str, Any]:
         with chosen_folder(folder) as top, alone_at(LOCK, talk, dir_fd=top):
             lacking = {index: file for index, file in compare(top, files, talk)}
             refuse_if_full(folder, top, sum(file.size - file.at for file in lacking.values()))
-            told = [[index, file.at] for index, file in lacking.items()]
-            for start in range(0, len(told), 1000):
-                talk.say({"lacks": told[start : start + 1000]})
+            rows = [[index, file.at] for index, file in lacking.items()]
+            for start in range(0, len(rows), 1000):
+                talk.say({"lacks": rows[start : start + 1000]})
             talk.say({"go": 1})
             settle_all(top, (take(top, file) for file in lacking.values()))
             remove_partials(top, {file.name.rpartition("/")[0] for file in lacking.values()})

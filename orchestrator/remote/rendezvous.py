@@ -3,7 +3,7 @@
 rendezvous = Rendezvous("10.0.0.1", 29500)
 port = rendezvous.claim()                       # raises OSError
 rendezvous.listen()                             # so that the members can try the way there
-rendezvous.admit(["10.0.0.2"])                  # then only they get in, and nobody waits there any more
+rendezvous.admit(["10.0.0.2"])                  # then only they get in, and we no longer listen there
 """
 
 from __future__ import annotations

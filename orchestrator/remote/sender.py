@@ -1,7 +1,7 @@
 """Hands files that a job wrote to the controller, one after the other, as a stream of frames.
 
 Request: {"workdir", "job", "files": [[name, size, mtime_ns, inode, offset], ...]}: names, sizes and marks as `outputs`
-told them; the first `offset` bytes are at the controller. Each frame is the request's marker and one JSON line,
+reported them; the first `offset` bytes are at the controller. Each frame is the request's marker and one JSON line,
 followed by `size` raw bytes:
 
     {"file": NAME, "inode": 77, "offset": 0, "size": 4096}      and 4096 bytes
@@ -52,7 +52,7 @@ def main(request: dict[str, Any]) -> None:
         out.frame({"end": {}})
 
 
-def send(out: Out, job: JobFolder, name: str, told: list[int], offset: int) -> None:
+def send(out: Out, job: JobFolder, name: str, before: list[int], offset: int) -> None:
     """Raises OSError where the file cannot be opened or read."""
     top, _, below = name.partition("/")
     where: Path | None = checkpoint_folder(job) if top == ELSEWHERE else job.root
@@ -65,7 +65,7 @@ def send(out: Out, job: JobFolder, name: str, told: list[int], offset: int) -> N
                 found = os.fstat(handle)
                 if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
                     raise PermissionError(1, "it is no plain file of this user", name)
-                sha256 = send_bytes(out, name, handle, found, offset if mark(found) == told else 0)
+                sha256 = send_bytes(out, name, handle, found, offset if mark(found) == before else 0)
                 if mark(os.fstat(handle)) == mark(found):
                     out.frame({"whole": name, "size": found.st_size, "mtime_ns": found.st_mtime_ns, "sha256": sha256})
                     return

@@ -6,7 +6,7 @@
 What a rank does is judged by its main thread's state and the CPU time of all its processes (proc(5), stat):
 
     waits       sleeps, and uses next to no CPU: for other ranks, a download, a lock, a timer
-    busy        uses the CPU. NCCL does that, too, while it waits on a GPU: nobody can tell the two apart from here
+    busy        uses the CPU. NCCL does that, too, while it waits on a GPU: nobody can distinguish the two from here
     disk        waits in the kernel, mostly for a disk or its server
     stopped     by a signal (SIGSTOP), or held by a debugger
 """
@@ -46,14 +46,14 @@ class Stillness:
 
     def look(self, ranks: Mapping[str, Mapping[str, Any]], now_s: float) -> dict[str, str]:
         """ranks: the supervisor's records of them; those that have ended are left out. now_s: on a monotonic clock."""
-        running = {rank: told for rank, told in ranks.items() if told.get("pid") and "ended" not in told}
-        found = uses({told["pid"]: told["wrapper"] for told in running.values()})
-        for rank, told in running.items():
-            printed = (told["pid"], self._sizes(rank))
-            if self._printed.get(rank) != printed or told["pid"] not in found:
+        running = {rank: record for rank, record in ranks.items() if record.get("pid") and "ended" not in record}
+        found = uses({record["pid"]: record["wrapper"] for record in running.values()})
+        for rank, record in running.items():
+            printed = (record["pid"], self._sizes(rank))
+            if self._printed.get(rank) != printed or record["pid"] not in found:
                 self._printed[rank] = printed
                 self._samples[rank] = deque()
-            if use := found.get(told["pid"]):
+            if use := found.get(record["pid"]):
                 self._samples[rank].append(Sample(now_s, use))
         return self._judged(list(running), now_s)
 

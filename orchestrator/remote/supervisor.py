@@ -31,7 +31,7 @@ from .tasks import Tasks
 from .way import Place
 
 GO_S = 300.0
-"""Prepared but not told to go for this long: the controller is gone, undo. Longer than the slowest upload may take."""
+"""Prepared but not asked to start for this long: the controller is gone, undo. Longer than the slowest upload takes."""
 LOOK_S = 2.0
 SETTLE_S = 0.3
 """When a peer failed: so long may a rank of ours, dying of the true cause this very moment, take to say so. Longer
@@ -57,10 +57,10 @@ class Supervisor:
         rendezvous = self._coordinator.rendezvous if self._coordinator else None
         self._programs = Programs(job, node, self.state, self._fifo.drain, rendezvous)
         self._go: dict[str, Any] | None = None
-        self._told, self._finished = asyncio.Event(), asyncio.Event()
-        """Whether we know if we go; whether the last word is written."""
+        self._decided, self._finished = asyncio.Event(), asyncio.Event()
+        """Whether we know if we start; whether the last word is written."""
         self._rendezvous_port: int | None = None
-        self._told_to_meet = asyncio.Event()
+        self._may_meet = asyncio.Event()
         self._stopping: asyncio.Task[None] | None = None
         self._is_finishing = False
 
@@ -82,7 +82,7 @@ class Supervisor:
         os.write(answer, json.dumps({key: said.get(key) for key in ("pid", "hub_port", "peer_port")}).encode())
         os.close(answer)
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._told.wait(), GO_S)
+            await asyncio.wait_for(self._decided.wait(), GO_S)
         if self._go is None:
             self._write({"state": "undone", "ended": time.time()})
             return
@@ -126,7 +126,7 @@ class Supervisor:
         try:
             await self._peers.reach()
             if not self._coordinator:
-                await self._told_to_meet.wait()
+                await self._may_meet.wait()
                 assert self._rendezvous_port is not None
                 await self._peers.reach_rendezvous(self._node["master"], self._rendezvous_port)
         except Unreached as error:
@@ -134,7 +134,7 @@ class Supervisor:
             if self._stopping is None:
                 self.state.fail(cause)
                 if self._membership and not self._membership.has_heard:
-                    self._give_up(cause)  # whom could we still tell?
+                    self._give_up(cause)  # there is nobody to report to
             return False
         return True
 
@@ -145,7 +145,7 @@ class Supervisor:
                 self._write()
 
     async def _watch_folder(self) -> None:
-        """Somebody may remove the job's folder under us: then nobody can speak to us any more, so the job ends."""
+        """Somebody may remove the job's folder under us: then nobody can reach us, so the job ends."""
         while self.state.has_folder():
             await asyncio.sleep(LOOK_S)
         self.state.fail(self.state.without_folder())
@@ -154,7 +154,7 @@ class Supervisor:
 
     def _changed(self) -> None:
         if self._go is None and self.state.failures:
-            self._told.set()
+            self._decided.set()
         if self._membership:
             self._membership.announce()
         self._write()
@@ -174,7 +174,7 @@ class Supervisor:
             return
         if self._rendezvous_port is None and "rendezvous_port" in order:
             self._rendezvous_port = int(order["rendezvous_port"])
-            self._told_to_meet.set()
+            self._may_meet.set()
         state = self.state
         if order["do"] == "start" and state.phase == "joined" and order.get("generation", 0) == state.generation:
             self._start_ranks(order)
@@ -278,7 +278,7 @@ class Supervisor:
     def _crash(self, error: BaseException) -> NoReturn:
         """What nobody expected: the hub and the record learn of it, and the keeper ends what is left."""
         with contextlib.suppress(Exception):
-            how = trouble.told(error) if isinstance(error, OSError) else repr(error)
+            how = trouble.describe(error) if isinstance(error, OSError) else repr(error)
             reason = f"the supervisor failed: {how[:400]}"
             self.state.failures.append(failure("supervisor", self._node["name"], reason))
             self._changed()
@@ -291,11 +291,11 @@ class Supervisor:
             self._rank_reported(event)
         elif "go" in event:
             self._go, self._pulse = event["go"], Pulse()
-            self._told.set()
+            self._decided.set()
         elif event.get("request") == "cancel" and self.state.phase != "ended":
             self.state.cancelled = True
             if self._go is None:
-                self._told.set()
+                self._decided.set()
             else:
                 self._stop()
 

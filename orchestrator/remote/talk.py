@@ -1,9 +1,9 @@
-"""A program that takes its time and tells how it gets on: JSON objects, each between two markers, then its last word.
+"""A program that takes its time and reports its progress: JSON objects, each between two markers, then its last word.
 
-    tell(request, lambda request, talk: {"folder": ...})     # ... {"beat": 1} ... {"end": {"folder": ...}}
+    serve(request, lambda request, talk: {"folder": ...})     # ... {"beat": 1} ... {"end": {"folder": ...}}
 
-What the host refuses is told as {"error", "remedy"}. A beat every second says that this end lives; how this end learns
-that the controller has left is a closed standard input (`gone`), or an output that nobody reads.
+What the host refuses is reported as {"error", "remedy"}. A beat every second says that this end lives. That the
+controller has left shows here as a closed standard input (`gone`), or an output that nobody reads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .answer import Refused
 from .watchdog import wind
 
 BEAT_S = 1.0
-TELL_S = 0.25
+MENTION_S = 0.25
 LOCK_S = 0.2
 STDIN = 0
 
@@ -36,7 +36,7 @@ class Talk:
     def __init__(self, marker: str) -> None:
         self._marker = marker
         self._lock = threading.Lock()
-        self._told_at = 0.0
+        self._mentioned_at = 0.0
 
     def say(self, word: dict[str, Any]) -> None:
         """Raises BrokenPipeError where nobody listens."""
@@ -47,9 +47,9 @@ class Talk:
             sys.stdout.flush()
 
     def mention(self, word: dict[str, Any]) -> None:
-        """What need not be told each time: at most a few words a second."""
-        if time.monotonic() > self._told_at + TELL_S:
-            self._told_at = time.monotonic()
+        """Reports what may also be left out: at most a few words a second."""
+        if time.monotonic() > self._mentioned_at + MENTION_S:
+            self._mentioned_at = time.monotonic()
             self.say(word)
 
     def beat(self) -> None:
@@ -60,10 +60,10 @@ class Talk:
 
 
 class ControllerLeft(Exception):
-    """The controller has left: nobody is there to be told."""
+    """The controller has left: nobody reads what we report."""
 
 
-def tell(request: dict[str, Any], action: Callable[[dict[str, Any], Talk], dict[str, Any]]) -> None:
+def serve(request: dict[str, Any], action: Callable[[dict[str, Any], Talk], dict[str, Any]]) -> None:
     os.umask(0o077)
     talk = Talk(request["marker"])
     threading.Thread(target=talk.beat, daemon=True).start()

@@ -3,7 +3,7 @@
 except OSError as error:
     words(error)        # "No space left on device (/data/jobs): no inode is free there (`df -i`)"
     remedy(error)       # "delete files there, or set `workdir:` in the inventory to another folder"
-    told(error)         # both in one
+    describe(error)     # both in one
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def remedy(error: OSError, where: object = "", elsewhere: str = WORKDIR) -> str:
     return _REMEDIES.get(error.errno or 0, "").format(elsewhere=elsewhere)
 
 
-def told(error: OSError) -> str:
+def describe(error: OSError) -> str:
     return "; ".join(filter(None, (words(error), remedy(error))))
 
 

@@ -47,7 +47,7 @@ def spare(members: list[str], lost: list[str], minimum: int | None) -> list[str]
 def severed(statuses: Mapping[str, Status], lost: Iterable[str]) -> dict[str, str]:
     """The hosts that have to go because they and another one do not reach each other, though the hub hears both, and
     why: of each such pair the one that more ways are cut to, and never the master where the other will do. statuses: as
-    for `decide`; in `cut` each tells whom it does not reach, and how.
+    for `decide`; in `cut` each says whom it does not reach, and how.
     """
     master, found = next(iter(statuses)), dict[str, str]()
     cut = {

@@ -1,4 +1,4 @@
-"""Ends a program of ours that nobody hears any more: on a link that swallows packets a write blocks for ever.
+"""Ends a program of ours that nobody hears: on a link that swallows packets a write blocks for ever.
 
     wind()          # before each word: whoever does not come to say the next one within STUCK_S ends
 

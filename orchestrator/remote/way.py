@@ -38,12 +38,13 @@ BY_THE_NETWORK = {ECONNREFUSED, EHOSTUNREACH, ENETUNREACH, EHOSTDOWN, ETIMEDOUT,
 
 
 class Place(NamedTuple):
-    """Where a supervisor listens. firewall: which kind its host has (`firewall.kind`)."""
+    """Where a supervisor listens."""
 
     address: str
     port: int
     interface: str
     firewall: str
+    """Which kind its host has (`firewall.kind`)."""
 
 
 class Trouble(Exception):
@@ -112,8 +113,8 @@ def _passed_bytes(link: Link) -> tuple[int, int]:
     """Acknowledged by the other side, and received from it without a gap: tcpi_bytes_acked and tcpi_bytes_received of
     <linux/tcp.h>, Linux 4.1 or newer.
     """
-    told = link.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
-    return struct.unpack_from("=QQ", told, 120) if len(told) >= 136 else (0, 0)
+    info = link.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+    return struct.unpack_from("=QQ", info, 120) if len(info) >= 136 else (0, 0)
 
 
 def segment_bytes(link: Link) -> int:

@@ -74,7 +74,7 @@ def way_to(root: Path) -> Iterator[tuple[str, os.stat_result]]:
             continue
         links += 1
         if links > MAX_LINKS:
-            return  # whoever opens it is told so
+            return  # whoever opens it gets the system's error
         target = os.readlink(step)
         at = "/" if target.startswith("/") else at
         todo = [part for part in target.split("/") if part not in ("", ".")] + todo

@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.remote.door import MAX_LINE
 from orchestrator.remote.fitting import fitted
-from orchestrator.remote.host_state import TOLD, HostState
+from orchestrator.remote.host_state import MOST_REPORTED, HostState
 from orchestrator.remote.layout import RECORD_BYTES, RESERVE_BYTES, WorkFolder, write_last_word
 from orchestrator.remote.messages import failure
 
@@ -19,7 +19,7 @@ def long_failure(rank):
 
 
 def worst_record(ranks):
-    failures = [long_failure(rank) for rank in range(TOLD)]
+    failures = [long_failure(rank) for rank in range(MOST_REPORTED)]
     faults = [{**long_failure(0), "after_s": float(n), "restart": n, "generation": n} for n in range(20)]
     told = {"pid": 4194303, "wrapper": 4194303, "started": 1.7e9 + 1 / 3, "ended": 1.7e9 + 1 / 3, "cause": None}
     return {
@@ -41,7 +41,9 @@ def test_the_last_word_fits_into_its_reserve_whatever_was_printed(tmp_path, rank
     assert kept["failures"][0]["reason"].startswith("0 \U0001f642")
     assert kept["faults"][-1]["restart"] == 19
     assert (kept["state"], kept["job"], kept["first_failure"]["rank"]) == ("failed", "j" * 128, 0)
-    assert len(record["failures"]) == TOLD and record["first_failure"]["log_line"] == LONG  # the original is whole
+    assert (
+        len(record["failures"]) == MOST_REPORTED and record["first_failure"]["log_line"] == LONG
+    )  # the original is whole
 
 
 def test_what_fits_is_told_as_it_is():
