@@ -1,6 +1,6 @@
 """The command lines that a plan holds: the trainer's, rendered from its settled settings, and torchrun's. Pure.
 
-    trainer_arguments(draft, "cuda", draft.split.told)      ("-m", "trainer", "--exp=mnist_lenet", "--epochs=1", ...)
+    trainer_arguments(draft, "cuda", draft.split.settings)  ("-m", "trainer", "--exp=mnist_lenet", "--epochs=1", ...)
 
 Nothing else writes or changes them.
 """
@@ -12,16 +12,15 @@ from collections.abc import Mapping
 from orchestrator.planning.draft import Draft
 
 
-def trainer_arguments(draft: Draft, device: str, told: Mapping[str, str]) -> tuple[str, ...]:
-    """What the person set, as they wrote it; then what was found of the host and decided in this plan, which goes
-    before it.
+def trainer_arguments(draft: Draft, device: str, of_split: Mapping[str, str]) -> tuple[str, ...]:
+    """The settings that the person gave, as they wrote them; then those that the host and this plan decide, which win.
 
-    device: of the host. told: what the split of the batch tells the ranks.
+    device: of the host. of_split: the settings that follow from the split of the batch.
     """
     request = draft.request
-    found = {"device": device, "backend": draft.carrier.backend}
+    of_host = {"device": device, "backend": draft.carrier.backend}
     decided = {name: str(getattr(request.settings, name)) for name in draft.decided}
-    ours = {**{name: value for name, value in found.items() if name not in request.chosen}, **told, **decided}
+    ours = {**{name: value for name, value in of_host.items() if name not in request.chosen}, **of_split, **decided}
     theirs = {name: text for name, text in request.chosen.items() if name not in ours}
     return (*request.command, *(f"--{name}={value}" for name, value in {**theirs, **ours}.items()))
 

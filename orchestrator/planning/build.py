@@ -68,12 +68,12 @@ def _node_plans(draft: Draft) -> tuple[NodePlan, ...]:
     on_machine = Counter[str]()
     for one in nodes:
         on_machine[one.facts.boot_id] += one.ranks
-    told = draft.split.told
-    return tuple(_node_plan(draft, one, on_machine[one.facts.boot_id], told) for one in nodes)
+    of_split = draft.split.settings
+    return tuple(_node_plan(draft, one, on_machine[one.facts.boot_id], of_split) for one in nodes)
 
 
-def _node_plan(draft: Draft, one: PlannedNode, ranks_on_machine: int, told: Mapping[str, str]) -> NodePlan:
-    """told: what the split tells all ranks."""
+def _node_plan(draft: Draft, one: PlannedNode, ranks_on_machine: int, of_split: Mapping[str, str]) -> NodePlan:
+    """of_split: the settings that all ranks get from the split of the batch."""
     node, request, nodes = one.node, draft.request, draft.placement.nodes
     elastic, master_address = request.elastic is not None, nodes[0].address
     return NodePlan(
@@ -95,7 +95,7 @@ def _node_plan(draft: Draft, one: PlannedNode, ranks_on_machine: int, told: Mapp
         shares=_own_shares(draft.split, one),
         solo_samples_per_s=_alone(draft.split, one),
         torchrun=torchrun_arguments(len(nodes), one.node_rank, one.ranks, master_address, elastic=elastic),
-        command=trainer_arguments(draft, one.device, told) if request.settings else request.command,
+        command=trainer_arguments(draft, one.device, of_split) if request.settings else request.command,
         prepare=node.prepare,
         system=_system(one.facts),
     )
@@ -142,7 +142,7 @@ def _environment(draft: Draft, one: PlannedNode, ranks_on_machine: int) -> dict[
     environment |= {setting.name: setting.value for setting in draft.carrier.settings}
     if node.paced:
         environment["ORCH_PACED"] = json.dumps(node.paced.model_dump(mode="json", exclude_defaults=True))
-    # The GPUs that the inventory's `env` names are these, told by UUID.
+    # The GPUs that the inventory's `env` names are these, given by UUID.
     of_gpus = cuda_environment(one.gpus, node.env) if one.gpus else {}
     return {**environment, **node.env, **of_gpus, **request.env}
 

@@ -38,18 +38,18 @@ def commit_of(folder: Path) -> Commit | None:
     """The commit that is checked out there, and whether the folder holds anything else than that commit does."""
     try:
         head = git(folder, "rev-parse", "--verify", "-q", "HEAD^{commit}")
-        told = head.stdout.decode(errors="replace").strip()
-        if head.returncode or not re.fullmatch(r"[0-9a-f]{40}([0-9a-f]{24})?", told):
+        commit = head.stdout.decode(errors="replace").strip()
+        if head.returncode or not re.fullmatch(r"[0-9a-f]{40}([0-9a-f]{24})?", commit):
             return None
         if git(folder, "check-ignore", "-q", ".").returncode == 0:
             return None  # an environment inside somebody's project, for example: the commit does not hold this folder
-        return Commit(id=told, dirty=_is_dirty(folder))
+        return Commit(id=commit, dirty=_is_dirty(folder))
     except (OSError, subprocess.TimeoutExpired):
         return None
 
 
 def _is_dirty(folder: Path) -> bool | None:
-    """None where git cannot tell without running what the repository's own configuration names (clean filters)."""
+    """None where git cannot say without running what the repository's own configuration names (clean filters)."""
     settings = git(folder, "config", "--show-scope", "--name-only", "-z", "--get-regexp", "^filter\\.")
     scopes = settings.stdout.split(b"\0")[:-1:2]
     if settings.returncode not in (0, 1) or {b"local", b"worktree"} & set(scopes):

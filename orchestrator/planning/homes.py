@@ -14,7 +14,7 @@ from orchestrator.planning.request import RunRequest
 
 
 def homes_of(nodes: Iterable[Node], facts: Mapping[str, NodeFacts]) -> dict[str, str]:
-    """By node, its login's home folder, where the work folder tells it."""
+    """By node, its login's home folder, as far as the work folder shows it."""
     found = {}
     for node in nodes:
         if node.name in facts and node.workdir.startswith("~/"):
@@ -32,15 +32,15 @@ def notes_on(request: RunRequest, own_home: str, homes: Mapping[str, str]) -> It
         return
     for word in request.command:
         path = word.partition("=")[2] if word.startswith("-") else word
-        for told in _elsewhere(path, own_home, homes):
-            yield f"{told}; give the script a path of the hosts"
+        for problem in _elsewhere(path, own_home, homes):
+            yield f"{problem}; give the script a path of the hosts"
 
 
 def expanded_here(option: str, key: str, path: str, own_home: str, homes: Mapping[str, str]) -> Iterator[str]:
     """The same for one path that a host would expand itself. option, key: what is typed before it."""
-    for told in _elsewhere(path, own_home, homes):
+    for problem in _elsewhere(path, own_home, homes):
         quoted = shlex.quote(f"{key}~{path.removeprefix(own_home)}")
-        yield f"{told}; for each host's own write {option} {quoted}, with the quotes"
+        yield f"{problem}; for each host's own write {option} {quoted}, with the quotes"
 
 
 def _elsewhere(path: str, own_home: str, homes: Mapping[str, str]) -> Iterator[str]:

@@ -95,7 +95,7 @@ class Commit(Record):
 
     id: str
     dirty: bool | None = None
-    """Whether the folder held anything else, files that git does not know yet among it; None where git cannot tell."""
+    """Whether the folder held anything else, files that git does not track among it; None where git cannot say."""
 
     @property
     def words(self) -> str:
@@ -105,21 +105,23 @@ class Commit(Record):
 
 
 class CodeFolder(Record):
-    """Files to ship, addressed by content. left_out: what looks like a secret, the first hundred. notes: what a person
-    should know of the choice. commit: None outside of a repository.
-    """
+    """Files to ship, addressed by content."""
 
     sha256: str
+    """Of the packed files."""
     source: str
     files: int
     size_bytes: int
     left_out: tuple[str, ...] = ()
+    """Files that look like secrets, the first hundred of them."""
     notes: tuple[str, ...] = ()
+    """What a person should know of the choice of files."""
     commit: Commit | None = None
+    """None outside of a repository."""
 
 
 LIMITS = {"wire": "network", "compute": "computing"}
-"""What `binds` means, in words for people."""
+"""The values of `Prediction.binds`, in words for people."""
 
 
 class Prediction(Record):
@@ -128,6 +130,7 @@ class Prediction(Record):
     step_ms: float
     samples_per_s: float
     binds: str
+    """What limits the speed: a key of LIMITS."""
     is_estimate: bool
     """Whether some speed came from the hardware catalogue."""
     basis: tuple[str, ...] = ()
@@ -191,7 +194,7 @@ class LaunchPlan(Record):
     master: str
     master_address: str
     rendezvous_port: int
-    """The port asked for; the master takes another when it is in use, and tells every host."""
+    """The port asked for; the master takes another when it is in use, and announces it to every host."""
     world_size: int
     created: str
     code: CodeFolder
@@ -227,8 +230,8 @@ class LaunchPlan(Record):
     @property
     def training(self) -> Settings | None:
         """Its settings; None where it trains no network of ours, or by settings that this version does not know."""
-        found = self.typed_settings
-        return found if isinstance(found, Settings) else None
+        settings = self.typed_settings
+        return settings if isinstance(settings, Settings) else None
 
     @property
     def shares(self) -> tuple[int, ...]:

@@ -21,25 +21,28 @@ from orchestrator.errors import UsageError
 
 @dataclass(frozen=True)
 class Program:
-    """name: a script's path as seen from here, or a module's name. flags: of the interpreter, a word each."""
+    """What a person's command line asks to run."""
 
     name: str
+    """A script's path as seen from here, or a module's name."""
     arguments: tuple[str, ...] = ()
     is_module: bool = False
     flags: tuple[str, ...] = ()
+    """The interpreter's own, a word each."""
     notes: tuple[str, ...] = ()
+    """What was left out of the line, and why."""
 
 
 @dataclass(frozen=True)
 class _Launcher:
-    """What a launcher's own options look like, each in its spelling with `-`.
-
-    valued, flags: what orch does in its own way. variables: options that reach the script as an environment variable.
-    """
+    """A launcher's own options, each in its spelling with `-`."""
 
     valued: frozenset[str]
+    """Options with a value that orch sets itself."""
     flags: frozenset[str]
+    """Options without a value that orch sets itself."""
     variables: Mapping[str, str]
+    """Options that reach the script as an environment variable."""
     note: str
 
 
@@ -181,7 +184,7 @@ def _launched(launcher: _Launcher, typed: Sequence[str], words: Sequence[str]) -
     if variables:
         pairs = " ".join(f"--env {shlex.quote(pair)}" for pair in variables)
         raise UsageError(
-            f"{' '.join(typed)} tells the script by variables, and orch needs them as its own",
+            f"{' '.join(typed)} passes these options to the script as variables, and orch needs to set those itself",
             f"orch run {pairs} {'-m ' * is_module}{_tail(rest)}",
         )
     elastic = "; `orch run --elastic MIN:MAX` continues after failures" if _is_elastic(left) else ""

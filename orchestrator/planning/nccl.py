@@ -1,4 +1,4 @@
-"""What carries the gradients, and what NCCL has to be told where hosts are not alike, or cannot bridge. Pure.
+"""What carries the gradients, and which NCCL settings hosts need that are not alike, or cannot bridge. Pure.
 
     carrier = choose_carrier(placement.nodes, request)                  # backend, settings, notes
     error = unlike_versions(hosts)                # an UnlikeError where their NCCL libraries differ
@@ -73,11 +73,13 @@ class GpuHost:
 
 @dataclass(frozen=True)
 class Carrier:
-    """settings: for every host. notes: why it is not NCCL between GPUs."""
+    """What carries the gradients between the ranks."""
 
     backend: Literal["nccl", "gloo"]
     settings: tuple[NcclSetting, ...] = ()
+    """For every host."""
     notes: tuple[str, ...] = ()
+    """Why it is not NCCL between GPUs."""
 
 
 def choose_carrier(nodes: Sequence[PlannedNode], request: RunRequest) -> Carrier:
@@ -118,10 +120,10 @@ def unlike_versions(hosts: Sequence[GpuHost]) -> UnlikeError | None:
     if len(by_version) < 2:
         return None
     named = {version: [host.node.name for host in found] for version, found in by_version.items()}
-    told = "; ".join(f"{version} on {host_set(names)}" for version, names in named.items())
+    versions = "; ".join(f"{version} on {host_set(names)}" for version, names in named.items())
     most = max(named.values(), key=len)
     return UnlikeError(
-        f"NCCL must be the same on all hosts that train together, and is not: {told}",
+        f"NCCL must be the same on all hosts that train together, and is not: {versions}",
         f"give all of them one torch{_by_setup(hosts)}, or take alike ones: `--nodes {','.join(most)}`",
     )
 
@@ -143,11 +145,11 @@ def nccl_settings(
     """hosts: all that take part. given: names of variables that a person set on any of them. own_script: whether it
     is not our trainer that runs, which needs no help with torch's back ends.
     """
-    found = [NcclSetting(name="NCCL_DEBUG", value="WARN", reason="so that NCCL says what went wrong")]
-    found += _old_back_end(hosts) if own_script else ()
+    settings = [NcclSetting(name="NCCL_DEBUG", value="WARN", reason="so that NCCL says what went wrong")]
+    settings += _old_back_end(hosts) if own_script else ()
     if len(hosts) > 1:
-        found += [*_algorithms(hosts), *_network(hosts), *_uneven(hosts)]
-    return tuple(one for one in found if not {one.name, *SAME_MATTER.get(one.name, ())} & set(given))
+        settings += [*_algorithms(hosts), *_network(hosts), *_uneven(hosts)]
+    return tuple(one for one in settings if not {one.name, *SAME_MATTER.get(one.name, ())} & set(given))
 
 
 def _old_back_end(hosts: Sequence[GpuHost]) -> Iterator[NcclSetting]:

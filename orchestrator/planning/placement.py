@@ -1,7 +1,7 @@
 """Which host of a job does what: its rank numbers, training address, interface, device and GPUs. Pure.
 
-found = place(nodes, facts, election, request)
-found.nodes[0].node.name, found.nodes[0].ranks          the master; how many ranks it has
+placement = place(nodes, facts, election, request)
+placement.nodes[0].node.name, placement.nodes[0].ranks  the master; how many ranks it has
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ class PlannedNode:
 
 @dataclass(frozen=True)
 class Placement:
-    """nodes: in node-rank order, the master first. left_out: nodes that an elastic job has no room for."""
+    """Which hosts take part in a job, and how."""
 
     nodes: tuple[PlannedNode, ...]
+    """In node-rank order, the master first."""
     left_out: tuple[str, ...] = ()
+    """Nodes that an elastic job has no room for."""
 
     @property
     def ranks(self) -> list[tuple[str, int]]:

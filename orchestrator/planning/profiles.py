@@ -73,7 +73,7 @@ class Kind(Record):
 
 
 class Measurement(Record):
-    """The `profile` record of one rank, as its host tells it."""
+    """The `profile` record of one rank, as its host reports it."""
 
     samples: Annotated[tuple[Samples, ...], Field(min_length=1, max_length=64)]
     step_ms: Annotated[tuple[Ms, ...], Field(min_length=1, max_length=64)]
@@ -119,14 +119,15 @@ class Profile(Kind, Measurement):
 
     def why_not_valid(self) -> str:
         """At which sizes this machine was late, and by how much at the best of them, if the profile is not valid."""
-        told = [(late, size) for size, late in zip(self.samples, self.lateness, strict=False) if late is not None]
+        judged = [(late, size) for size, late in zip(self.samples, self.lateness, strict=False) if late is not None]
         why = f"{self.node}'s CPU was too slow for the pace that it stands in for"
-        if not told:
+        if not judged:
             return why
-        late, size = min(told)
+        late, size = min(judged)
         return (
-            f"{why} at {len(self.late_sizes)} of {len(told)} batch sizes from {self.samples[0]} to {self.samples[-1]}; "
-            f"the best was {size}, {100 * late:,.1f} % of a step late ({100 * LATE:g} % is allowed, at two sizes)"
+            f"{why} at {len(self.late_sizes)} of {len(judged)} batch sizes from {self.samples[0]} to "
+            f"{self.samples[-1]}; the best was {size}, {100 * late:,.1f} % of a step late "
+            f"({100 * LATE:g} % is allowed, at two sizes)"
         )
 
     @property
@@ -164,9 +165,9 @@ def kinds_of(plan: LaunchPlan, facts: Mapping[str, NodeFacts]) -> dict[Rank, Kin
     settings = plan.training
     if settings is None:
         return {}
-    told = {name: str(getattr(settings, name)) for name in GPU_SETTINGS}
-    told |= {"tf32": tf32_of(settings.tf32, plan.nodes, facts), "cuda_graph": cuda_graph_of(settings)}
-    asked = " ".join(f"{name}={value}" for name, value in told.items() if value != "auto")
+    chosen = {name: str(getattr(settings, name)) for name in GPU_SETTINGS}
+    chosen |= {"tf32": tf32_of(settings.tf32, plan.nodes, facts), "cuda_graph": cuda_graph_of(settings)}
+    asked = " ".join(f"{name}={value}" for name, value in chosen.items() if value != "auto")
     return {
         (node.name, i): _kind(settings, node, facts[node.name], i, asked)
         for node in plan.nodes

@@ -87,7 +87,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class Words:
-    """What `orch run` was told to run: one of an experiment, a module, or a script with its arguments."""
+    """What `orch run` is to run: one of an experiment, a module, or a script with its arguments."""
 
     exp: str | None = None
     settings: tuple[str, ...] = ()

@@ -2,9 +2,9 @@
 
     split = split_batch_of(settings, placement.ranks, profiles)
     split.shares["v100", 0], split.policy           46, "measured"
-    split.told                                      what the ranks are told: {"shares": "v100:0=46,...", "speeds": ...}
+    split.settings                                  what the ranks receive: {"shares": "v100:0=46,...", "speeds": ...}
 
-The controller divides the batch once, here; the ranks do it once more, by what they are told.
+The controller divides the batch once, here; the ranks do it once more, by the settings that they receive.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Split:
     notes: tuple[str, ...] = ()
 
     @property
-    def told(self) -> dict[str, str]:
-        """Settings by which the ranks come to the same shares."""
-        told = {}
+    def settings(self) -> dict[str, str]:
+        """The settings from which the ranks compute the same shares."""
+        settings = {}
         if self.policy == "measured":
-            told["shares"] = ",".join(f"{node}:{i}={share}" for (node, i), share in self.shares.items())
-        if self.speeds:  # those of a person, who may speak of some ranks alone, among them
-            told["speeds"] = format_speeds(self.speeds)
-        return told
+            settings["shares"] = ",".join(f"{node}:{i}={share}" for (node, i), share in self.shares.items())
+        if self.speeds:  # a person's own are among them, which may name some ranks alone
+            settings["speeds"] = format_speeds(self.speeds)
+        return settings
 
 
 def split_equally(batch: int | None, ranks: Sequence[Rank]) -> Split:

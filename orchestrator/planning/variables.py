@@ -45,17 +45,17 @@ RESERVED = {
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*": _OF_TORCHRUN,
     r"(NCCL|GLOO)_SOCKET_IFNAME": _OF_PLAN,
     r"CUDA_(VISIBLE_DEVICES|DEVICE_ORDER)": _OF_LOCKS,
-    r"ORCH_.*": "orch tells scripts its own words under such names",
+    r"ORCH_.*": "orch sets variables of such names itself",
 }
 """Patterns of names that orch sets itself, and why they cannot be given for a whole job."""
 
 
 def read_variables(given: Sequence[str], files: Sequence[Path], own: Mapping[str, str]) -> dict[str, str]:
     """given: NAME=VALUE, or NAME alone, each. own: this process's environment. Raises UsageError with all mistakes."""
-    found, mistakes = dict[str, str](), list[Mistake]()
+    variables, mistakes = dict[str, str](), list[Mistake]()
     for file in files:
         for line, name, value in _entries(file, _text(file), mistakes):
-            _take(found, Mistake(str(file), line, name), value, own, mistakes)
+            _take(variables, Mistake(str(file), line, name), value, own, mistakes)
     for item in given:
         name, equals, value = item.partition("=")
         if equals and (names_secret(name) or shows_secret(value)):
@@ -64,14 +64,14 @@ def read_variables(given: Sequence[str], files: Sequence[Path], own: Mapping[str
                 "line",
                 f"export it and give its name alone (`--env {name}`), or write it into an --env-file",
             )
-        _take(found, Mistake("--env", 0, name), value if equals else None, own, mistakes)
+        _take(variables, Mistake("--env", 0, name), value if equals else None, own, mistakes)
     if mistakes:
         raise UsageError("\n".join(str(mistake) for mistake in mistakes))
-    return found
+    return variables
 
 
 def _take(
-    found: dict[str, str], place: Mistake, value: str | None, own: Mapping[str, str], mistakes: list[Mistake]
+    variables: dict[str, str], place: Mistake, value: str | None, own: Mapping[str, str], mistakes: list[Mistake]
 ) -> None:
     """Adds one variable, or the mistake in it. place: its file, line and name."""
     name = place.message
@@ -79,7 +79,7 @@ def _take(
         grammar.env_name(name)
         if value is None and name not in own:
             raise ValueError("has no value here: it stands alone, and this machine's environment does not have it")
-        found[name] = grammar.env_value(own[name] if value is None else value)
+        variables[name] = grammar.env_value(own[name] if value is None else value)
         if why := next((why for pattern, why in RESERVED.items() if re.fullmatch(pattern, name)), None):
             raise ValueError(f"cannot be given: {why}")
     except ValueError as error:

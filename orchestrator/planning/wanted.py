@@ -1,8 +1,8 @@
 """Which files of a folder are to travel: what git would take in a repository, less what `.orchignore` names.
 
-    found = wanted_files(Path("proj"))
-    found.names                 # ["train.py", "pkg/a.py", ...]
-    found.note                  # why git was not asked in a repository, if so
+    files = wanted_files(Path("proj"))
+    files.names                 # ["train.py", "pkg/a.py", ...]
+    files.note                  # why git was not asked in a repository, if so
 
 git itself knows the .gitignore files above and below a folder, .git/info/exclude and the person's own excludes. Without
 a repository, or where git cannot answer, the ignore files from the repository's root on down are read here.
@@ -38,10 +38,12 @@ OURS, GITS = ".orchignore", ".gitignore"
 
 @dataclass(frozen=True)
 class WantedFiles:
-    """names: relative, with `/`, sorted. named: files that a `!` line of an .orchignore names exactly."""
+    """The files of a folder that are to be shipped."""
 
     names: tuple[str, ...]
+    """Relative, with `/`, sorted."""
     named: frozenset[str]
+    """Those that a `!` line of an .orchignore names exactly."""
     note: str = ""
 
 

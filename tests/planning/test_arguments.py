@@ -21,7 +21,7 @@ def draft(**chosen):
 
 
 def arguments(drawn):
-    return trainer_arguments(drawn, "cuda", drawn.split.told)
+    return trainer_arguments(drawn, "cuda", drawn.split.settings)
 
 
 def test_what_a_person_wrote_stays_as_it_is_written():

@@ -53,7 +53,7 @@ REFUSED = {
         "orch run -- train.py 1",
     ),
     "accelerate launch --cpu --mixed_precision bf16 -m pkg.train 1": (
-        "tells the script by variables",
+        "passes these options to the script as variables",
         "orch run --env ACCELERATE_USE_CPU=true --env ACCELERATE_MIXED_PRECISION=bf16 -m -- pkg.train 1",
     ),
 }
