@@ -41,7 +41,7 @@ def host_set(names: Sequence[str]) -> str:
 
 
 def _sentence(error: OrchError) -> tuple[str, str, str]:
-    """Its kind, and its message and remedy without what tells one host from another."""
+    """Its kind, and its message and remedy without what differs from host to host."""
     if not isinstance(error, HostError):
         return "", error.message, error.remedy
     words = _without_host(error.message.removeprefix(f"{error.node}: "), error)

@@ -36,13 +36,15 @@ class Who:
 
 @dataclass(frozen=True)
 class There:
-    """A job that lies on a host. owner: a name for people; None where an older orch started it."""
+    """A job that lies on a host."""
 
     job: str
     cluster: str
     owner: str | None
+    """A name for people; None where an older orch started it."""
     state: str | None
     alive: bool
+    """Whether its supervisor lives."""
 
     def __str__(self) -> str:
         state = "running" if self.alive else "ended"
@@ -58,69 +60,73 @@ class Survey:
 
 @dataclass(frozen=True)
 class Leftover:
-    """Processes of a job whose supervisor is gone. stayed: those that did not end; None where none was told to."""
+    """Processes of a job whose supervisor is gone."""
 
     there: There
     mine: bool
     processes: tuple[str, ...]
     stayed: tuple[str, ...] | None
+    """Those that did not end; None where none was asked to."""
 
 
 @dataclass(frozen=True)
 class Reaped:
-    """programs: short ones of orch that a silent link left, of this host's user."""
+    """What `orch reap` found on one host."""
 
     found: tuple[Leftover, ...]
     programs: tuple[str, ...]
+    """Short programs of orch that a silent link left, of this host's user."""
 
 
 @dataclass(frozen=True)
 class Cleared:
-    """jobs: those removed, with their last records, which are a host's word. left, strange: what was left alone: jobs,
-    and names that orch did not make. why: what else stays, and why.
-    """
+    """What `orch down` did on one host."""
 
     removed: tuple[str, ...]
     ended: tuple[str, ...]
     jobs: Mapping[str, Mapping[str, Any]]
+    """The jobs that were removed, with their last records, which are only the host's word."""
     left: tuple[There, ...]
+    """Other people's and clusters' jobs, which were left alone."""
     strange: tuple[str, ...]
+    """Names that orch did not make, which were left alone."""
     why: tuple[str, ...]
+    """What else stays, and why."""
 
 
 def survey_host(host: ConnectedHost, who: Who) -> Survey:
-    told = _ask(host, who, "survey", LOOK_S)
+    answer = _ask(host, who, "survey", LOOK_S)
     return understood(
-        host.node, lambda: Survey(_all(told["mine"]), _all(told["others"]), tuple(words_of(told["strange"])))
+        host.node, lambda: Survey(_all(answer["mine"]), _all(answer["others"]), tuple(words_of(answer["strange"])))
     )
 
 
 def reap(host: ConnectedHost, who: Who, *, end: bool) -> Reaped:
-    told = _ask(host, who, "reap", CLEAR_S, end=end)
+    answer = _ask(host, who, "reap", CLEAR_S, end=end)
     return understood(
         host.node,
-        lambda: Reaped(tuple(_leftover(one) for one in told["found"]), tuple(words_of(told["programs"]))),
+        lambda: Reaped(tuple(_leftover(one) for one in answer["found"]), tuple(words_of(answer["programs"]))),
     )
 
 
 def down(host: ConnectedHost, who: Who) -> Cleared:
-    told = _ask(host, who, "down", CLEAR_S)
+    answer = _ask(host, who, "down", CLEAR_S)
     return understood(
         host.node,
         lambda: Cleared(
-            removed=tuple(words_of(told["removed"])),
-            ended=tuple(words_of(told["ended"])),
-            jobs={one_line(job): dict(record) for job, record in told["jobs"].items()},
-            left=_all(told["left"]),
-            strange=tuple(words_of(told["strange"])),
-            why=tuple(words_of(told["why"])),
+            removed=tuple(words_of(answer["removed"])),
+            ended=tuple(words_of(answer["ended"])),
+            jobs={one_line(job): dict(record) for job, record in answer["jobs"].items()},
+            left=_all(answer["left"]),
+            strange=tuple(words_of(answer["strange"])),
+            why=tuple(words_of(answer["why"])),
         ),
     )
 
 
 def adopt(host: ConnectedHost, who: Who, jobs: Sequence[str]) -> tuple[str, ...]:
-    told = _ask(host, who, "adopt", LOOK_S, jobs=list(jobs))
-    return understood(host.node, lambda: tuple(words_of(told["adopted"])))
+    answer = _ask(host, who, "adopt", LOOK_S, jobs=list(jobs))
+    return understood(host.node, lambda: tuple(words_of(answer["adopted"])))
 
 
 def _ask(host: ConnectedHost, who: Who, action: str, timeout_s: float, **more: Any) -> dict[str, Any]:
@@ -128,15 +134,15 @@ def _ask(host: ConnectedHost, who: Who, action: str, timeout_s: float, **more: A
     return ask(host, "belongings", request, timeout_s=timeout_s)
 
 
-def _all(told: Any) -> tuple[There, ...]:
-    return tuple(_there(one) for one in told)
+def _all(jobs: Any) -> tuple[There, ...]:
+    return tuple(_there(one) for one in jobs)
 
 
-def _there(told: Mapping[str, Any]) -> There:
-    owner, state = (one_line(told[key], 200) if told[key] is not None else None for key in ("owner", "state"))
-    return There(one_line(told["job"]), one_line(told["cluster"]), owner, state, bool(told["alive"]))
+def _there(job: Mapping[str, Any]) -> There:
+    owner, state = (one_line(job[key], 200) if job[key] is not None else None for key in ("owner", "state"))
+    return There(one_line(job["job"]), one_line(job["cluster"]), owner, state, bool(job["alive"]))
 
 
-def _leftover(told: Mapping[str, Any]) -> Leftover:
-    stayed = tuple(words_of(told["stayed"])) if "stayed" in told else None
-    return Leftover(_there(told), bool(told["mine"]), tuple(words_of(told["processes"])), stayed)
+def _leftover(entry: Mapping[str, Any]) -> Leftover:
+    stayed = tuple(words_of(entry["stayed"])) if "stayed" in entry else None
+    return Leftover(_there(entry), bool(entry["mine"]), tuple(words_of(entry["processes"])), stayed)

@@ -15,13 +15,14 @@ KNOWN = "remembered from the vendor's data sheet, not verified"
 
 @dataclass(frozen=True)
 class Card:
-    """unsure: the figures that are estimates or not verified."""
+    """What is published of one model of GPU."""
 
     name: str
     gb_per_s: float
     memory_gib: float
     """As it is sold; makers write GB and mean GiB."""
     unsure: frozenset[str]
+    """The figures that are estimates or not verified."""
     source: str
 
 

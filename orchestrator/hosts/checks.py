@@ -51,7 +51,7 @@ def gpu_warnings(node: Node, facts: NodeFacts) -> tuple[str, ...]:
 
 
 def wants_cuda(node: Node, facts: NodeFacts) -> bool:
-    """Whether this host is to train on GPUs: told to, or left to choose and either has or declares some."""
+    """Whether this host is to train on GPUs: its `device` says so, or is `auto` and it has or declares some."""
     if node.device != "auto":
         return node.device == "cuda"
     return not node.paced and (bool(facts.gpus) or _declared(node) > 0)

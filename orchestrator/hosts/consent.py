@@ -1,7 +1,8 @@
 """What an inventory would have this very machine run, and whether its person has allowed it.
 
-    told = local_commands(inventory)            # "desk: activate: . ~/venv/bin/activate"
-    if told and not is_allowed(home, told): ... # ask, then allow(home, told)
+    commands = local_commands(inventory)            # "desk: activate: . ~/venv/bin/activate"
+    if commands and not is_allowed(home, commands): # ask, then allow(home, commands)
+        ...
 
 `transport: local` makes nodes of this machine, without a login in between: a file from somebody else could run anything
 here at `orch up`. What its local nodes would run is therefore asked about once, and again when that changes. A node
@@ -25,10 +26,11 @@ from orchestrator.paths import Home
 
 @dataclass(frozen=True)
 class Command:
-    """key: of the inventory. As text it shows no value of `env`, which may be a secret."""
+    """What one key of a node would run. As text it shows no value of `env`, which may be a secret."""
 
     node: str
     key: str
+    """The inventory's name for it, for example `activate`."""
     value: str
 
     def __str__(self) -> str:
@@ -40,7 +42,7 @@ _KNOWN_PYTHONS = frozenset({"python3", sys.executable, os.path.realpath(sys.exec
 
 def local_commands(inventory: Inventory) -> tuple[Command, ...]:
     """Everything that the file's local nodes would run here, or run it with."""
-    return tuple(told for node in inventory.nodes if node.transport == "local" for told in _commands(node))
+    return tuple(command for node in inventory.nodes if node.transport == "local" for command in _commands(node))
 
 
 def is_allowed(home: Home, commands: Sequence[Command]) -> bool:
@@ -48,7 +50,7 @@ def is_allowed(home: Home, commands: Sequence[Command]) -> bool:
 
 
 def allow(home: Home, commands: Sequence[Command]) -> None:
-    write_atomic(home.allowed(_digest(commands)), "".join(f"{told.node}: {told.key}\n" for told in commands))
+    write_atomic(home.allowed(_digest(commands)), "".join(f"{command.node}: {command.key}\n" for command in commands))
 
 
 def _commands(node: Node) -> list[Command]:
@@ -62,4 +64,4 @@ def _commands(node: Node) -> list[Command]:
 
 
 def _digest(commands: Sequence[Command]) -> str:
-    return hashlib.sha256(json.dumps([astuple(told) for told in commands]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([astuple(command) for command in commands]).encode()).hexdigest()

@@ -32,7 +32,7 @@ SOLD_GIB = (1, 2, 3, 4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 14
 
 @dataclass(frozen=True)
 class Candidate:
-    """One node as the election saw it. position: 1 for the master; None, with a why_not, for an unusable node."""
+    """One node as the election saw it."""
 
     name: str
     usable: bool
@@ -45,15 +45,17 @@ class Candidate:
     address: str | None
     """Numeric training address, without prefix length."""
     position: int | None = None
+    """1 for the master; None, with a `why_not`, for an unusable node."""
 
 
 @dataclass(frozen=True)
 class Election:
-    """candidates: the usable ones in the order of their rank, then the others by name."""
+    """The master, and why it is this one."""
 
     master: str
     reason: str
     candidates: tuple[Candidate, ...]
+    """The usable ones in the order of their rank, then the others by name."""
 
 
 def elect(nodes: Sequence[Node], facts: Mapping[str, NodeFacts | HostError]) -> Election:

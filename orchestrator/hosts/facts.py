@@ -77,7 +77,7 @@ class Gpu(Fact):
     driver: Text
     bus_id: Text
     compute_capability: Text | None = None
-    """Like "8.6"; None with drivers that cannot tell."""
+    """Like "8.6"; None with drivers that do not report it."""
     compute_mode: Text = "Default"
     """Or "Exclusive_Process": for one process at a time; or "Prohibited": for none."""
     occupants: tuple[Occupant, ...] = ()
@@ -98,10 +98,11 @@ class Interface(Fact):
 
 
 class Route(Fact):
-    """One way from this host to others. source: its own address on that way."""
+    """One route from this host to others."""
 
     interface: Text
     source: Text
+    """The host's own address on that route."""
     peers: tuple[Peer, ...] = ()
     """Who is reached on it, as was asked; empty on the way to all that no other route names."""
 
@@ -294,10 +295,10 @@ def _gpu(row: str, occupants: Mapping[str, Sequence[Occupant]]) -> Gpu:
     )
 
 
-def _occupants(told: Any) -> dict[str, list[Occupant]]:
+def _occupants(rows: Any) -> dict[str, list[Occupant]]:
     """By the GPU's uuid."""
     found: dict[str, list[Occupant]] = {}
-    for one in _some(told, MAX_OCCUPANTS):
+    for one in _some(rows, MAX_OCCUPANTS):
         memory, words = one["mebibytes"], {name: _text_or_none(one[name]) for name in ("user", "command", "job")}
         if not isinstance(memory, int | None):
             raise ValueError("memory that is no number")
@@ -340,7 +341,7 @@ def parse_torch(command: Command | None) -> tuple[TorchFacts | None, str | None]
 
 
 def parse_interfaces(ip: Command | None, files: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Interface, ...]:
-    """From `ip -j addr`, else from what the host's sockets told."""
+    """From `ip -j addr`, else from what the host's sockets showed."""
     speeds = _mapping(values.get("links", {}))
     if _failure(ip):
         return _socket_interfaces(values.get("sockets", []), files.get("/proc/net/if_inet6", ""), speeds)
@@ -389,7 +390,7 @@ def parse_routes(
 ) -> tuple[tuple[Route, ...], tuple[str, ...]]:
     """The ways out, and the peers that none leads to.
 
-    A socket told the source address towards each peer. Its interface is the one that `ip route get` named for that
+    A socket gave the source address towards each peer. Its interface is the one that `ip route get` named for that
     source, else the one that has the address. The way to most peers names none of them: in a cluster of hundreds, lists
     of peers on every host would be most of what is remembered.
     """
@@ -480,7 +481,8 @@ def parse_workdir(command: Command | None) -> dict[str, Any]:
     if not isinstance(path, str) or not path.startswith("/") or not path.isprintable():
         raise ValueError("no absolute path")
     free = {"disk_free_bytes": found["free"], "disk_free_inodes": found.get("inodes")}
-    unfit = tuple(clean(words, MAX_WORDS) for words in _some(told, 2)) if (told := found.get("unfit")) else None
+    why = found.get("unfit")
+    unfit = tuple(clean(words, MAX_WORDS) for words in _some(why, 2)) if why else None
     return {"workdir": path, **free, "workdir_error": error, "workdir_unfit": unfit}
 
 

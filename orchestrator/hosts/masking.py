@@ -22,5 +22,5 @@ def masked_env(env: dict[str, str]) -> dict[str, str]:
 
 
 def mask(shell: str | None) -> str | None:
-    """Whether there is such a piece of shell is all that is told: any of its words may be a secret."""
+    """Shows only that there is such a piece of shell: any of its words may be a secret."""
     return shell and MASK

@@ -3,7 +3,7 @@
     warnings(facts)       "GPU 0 (Tesla V100-PCIE-16GB) is in use by alice's python3 train.py (pid 4711, 8.2GiB)"
     judge("v100", facts, node.gpu_uuids, needed_bytes, share=False).refusal       a HostError, with what to try
 
-nvidia-smi tells the processes and the memory that is in use. In a container it may tell the memory alone.
+nvidia-smi reports the processes and the memory that is in use. In a container it may report the memory alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from orchestrator.text import one_line, some
 from orchestrator.units import format_bytes
 
 SHOWN = 3
-UNTOLD_BYTES = 1 << 30
+UNREPORTED_BYTES = 1 << 30
 """Less than this may be the driver's own, or a desktop's. Assumed."""
 ELSEWHERE = "wait until it is free, or take other hosts (`--nodes`)"
 
@@ -54,7 +54,7 @@ def judge(node: str, found: NodeFacts | HostError, uuids: Sequence[str], needed_
         return Seen((f"{node}: nvidia-smi: {found.gpu_error}; who else is on its GPUs is not known",))
     there = {gpu.uuid: gpu for gpu in found.gpus}
     if gone := [uuid for uuid in uuids if uuid not in there]:
-        return Seen((), HostError(node, f"its GPU {gone[0]} is not there any more", "`orch up` again"))
+        return Seen((), HostError(node, f"its GPU {gone[0]} is no longer there", "`orch up` again"))
     own = [there[uuid] for uuid in uuids]
     refusals = [error for gpu in own if (error := _refusal(node, gpu, needed_bytes, share))]
     if refusals:
@@ -69,7 +69,7 @@ def _refusal(node: str, gpu: Gpu, needed_bytes: int, share: bool) -> HostError |
         remedy = f"{ELSEWHERE}; its administrator can change the mode: `nvidia-smi -c DEFAULT`"
         return HostError(node, f"{_name(gpu)} is in exclusive compute mode, and in use by {who}", remedy)
     free = gpu.memory_bytes - gpu.memory_used_bytes
-    if share or not gpu.memory_bytes or free >= min(needed_bytes, gpu.memory_bytes - UNTOLD_BYTES):
+    if share or not gpu.memory_bytes or free >= min(needed_bytes, gpu.memory_bytes - UNREPORTED_BYTES):
         return None
     room = f"{format_bytes(free)} of {format_bytes(gpu.memory_bytes)} are free on {_name(gpu)}"
     words = f"{room}, and the job needs about {format_bytes(needed_bytes)}; on it: {who}"
@@ -84,7 +84,7 @@ def _occupants(gpu: Gpu) -> str:
     """Who is on it, those with the most memory first; "" where nobody is."""
     if gpu.occupants:
         return some([_one(each) for each in sorted(gpu.occupants, key=lambda each: -(each.memory_bytes or 0))], SHOWN)
-    if gpu.memory_used_bytes < UNTOLD_BYTES:
+    if gpu.memory_used_bytes < UNREPORTED_BYTES:
         return ""
     return f"programs that nvidia-smi does not name there ({format_bytes(gpu.memory_used_bytes)} of its memory)"
 

@@ -29,10 +29,11 @@ CLUSTER_VARIABLE = "ORCH_CLUSTER"
 
 @dataclass(frozen=True)
 class Current:
-    """The cluster that a command is about if its line names none. by: the variable or the file that says so."""
+    """The cluster that a command is about if its line names none."""
 
     name: str
     by: str
+    """The variable or the file that names it."""
 
 
 class RememberedClusters:
@@ -130,7 +131,7 @@ class RememberedClusters:
 
 
 def damaged(path: Path, why: str) -> StateError:
-    """What a person is told of a file of ours that cannot be used."""
+    """The error for a file of ours that cannot be used."""
     is_cluster = path.parent.name == "clusters"
     remedy = "`orch up INVENTORY` writes it again" if is_cluster else "`orch jobs --rescan` rebuilds it from the hosts"
     return StateError(f"{path} is damaged ({why})", remedy)

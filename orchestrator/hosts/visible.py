@@ -1,11 +1,11 @@
-"""Which of a host's GPUs a job may use, and how CUDA is told: by UUID, since an index means another GPU as soon as one
-fails or is added. Pure.
+"""Which of a host's GPUs a job may use, and their names for CUDA: UUIDs, since an index means another GPU as soon as
+one fails or is added. Pure.
 
     gpus = visible_gpus("a16", facts, {"CUDA_VISIBLE_DEVICES": "2,0"})     those that nvidia-smi numbers 2 and 0
     cuda_environment(gpus, {})                        {"CUDA_VISIBLE_DEVICES": "GPU-5f3a...,GPU-77b1...", ...}
 
 CUDA C++ Programming Guide, "CUDA Environment Variables": CUDA_VISIBLE_DEVICES holds indexes or UUIDs, and of a UUID as
-much of its beginning as tells it from the others.
+much of its beginning as distinguishes it from the others.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def visible_gpus(node: str, facts: NodeFacts, env: Mapping[str, str]) -> tuple[G
 
 
 def cuda_environment(gpus: Iterable[Gpu], env: Mapping[str, str]) -> dict[str, str]:
-    """What CUDA is told. env: of the inventory; parts of a GPU stay as it names them."""
+    """The variables that CUDA reads. env: of the inventory; parts of a GPU stay as it names them."""
     # Whatever else counts GPUs by index is to count as nvidia-smi does.
     order = {"CUDA_DEVICE_ORDER": env.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}
     return order if _names_parts(env) else {**order, VISIBLE: ",".join(map(_cuda_name, gpus))}
@@ -54,5 +54,5 @@ def _named(node: str, word: str, gpus: Sequence[Gpu]) -> Gpu:
 
 
 def _cuda_name(gpu: Gpu) -> str:
-    """Some drivers tell no UUID."""
+    """Its UUID; its index where the driver reports none."""
     return gpu.uuid if gpu.uuid.startswith("GPU-") else str(gpu.index)

@@ -52,11 +52,12 @@ PAIRS = {
 
 @dataclass(frozen=True)
 class Build:
-    """The wheels of torch from release `since` on. archs: what they hold code for."""
+    """The wheels of torch from release `since` on."""
 
     since: tuple[int, ...]
     cuda: tuple[int, int]
     archs: tuple[str, ...]
+    """The GPU architectures that they hold code for."""
 
 
 # The CUDA of the wheels that pip installs: their dependencies name it (2.7, 2.8, 2.10, 2.11, 2.14 and 2.15 were looked

@@ -51,12 +51,13 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class Document:
-    """What a file says. mistakes: what its YAML gets wrong, for the caller to report together with its own findings."""
+    """What a file says."""
 
     file: str
     values: dict[str, Any]
     lines: Mapping[KeyPath, int]
     mistakes: tuple[Mistake, ...]
+    """What its YAML gets wrong, for the caller to report together with its own findings."""
     world_writable: bool
 
     def line(self, path: KeyPath) -> int:

@@ -27,11 +27,13 @@ OURS = ".orch-"
 
 @dataclass(frozen=True)
 class ManifestFile:
-    """name: relative, with `/`. sha256: in hex."""
+    """One file of a data set."""
 
     name: str
+    """Relative, with `/`."""
     size: int
     sha256: str
+    """In hex."""
 
 
 @dataclass(frozen=True)

@@ -28,21 +28,26 @@ Phase = Literal["connects", "waits", "looks", "sends", "done"]
 
 @dataclass(frozen=True)
 class PushProgress:
-    """here_bytes: so much of the data set lies on the host. looked_bytes: of what lay there before, read so far."""
+    """How far the push to one host is."""
 
     node: str
     phase: Phase
     here_bytes: int = 0
+    """So much of the data set lies on the host."""
     looked_bytes: int = 0
+    """So much of what lay there before has been read."""
 
 
 @dataclass(frozen=True)
 class Pushed:
-    """folder: on the host. files, bytes: those that had to be sent."""
+    """What one push did on one host."""
 
     folder: str
+    """On the host."""
     files: int
+    """How many had to be sent."""
     bytes: int
+    """How many had to be sent."""
 
 
 def push(
@@ -112,7 +117,7 @@ class _Session:
 
     def _note_lacking(self, index: Any, offset: Any) -> None:
         if not isinstance(index, int) or not 0 <= index < len(self._manifest.files):
-            raise ValueError("a file that it was not told of")
+            raise ValueError("a file that was not announced to it")
         if not isinstance(offset, int) or not 0 <= offset <= self._manifest.files[index].size:
             raise ValueError("an offset outside of its file")
         if self._lacking and index <= self._lacking[-1][0]:

@@ -86,8 +86,8 @@ def chosen(cluster: Cluster, only: Sequence[str]) -> list[Node]:
 
 
 def gpu_hosts(cluster: Cluster, picked: Sequence[Node]) -> list[NodeFacts]:
-    """The hosts of the cluster, and these, whose GPUs a torch has to suit: those for which pip is told of no index or
-    folder of their own, as far as the inventory says.
+    """The hosts of the cluster, and these, whose GPUs a torch has to suit: those for which the inventory gives pip no
+    index or folder of their own.
     """
     nodes = {node.name: node for node in (*cluster.active(), *picked)}.values()
     known = [(node, cluster.facts[node.name]) for node in nodes if node.name in cluster.facts]

@@ -31,11 +31,12 @@ _VERSION = re.compile(r"\d{1,4}(\.\d{1,4}){1,3}[A-Za-z0-9.]{0,20}(\+[A-Za-z0-9.]
 
 @dataclass(frozen=True)
 class WantedVersions:
-    """any_torch: a host that has a torch of another version is left as it is."""
+    """What every host's environment is to hold."""
 
     torch: str
     torchvision: str
     any_torch: bool
+    """A host that has a torch of another version is left as it is."""
     extra: Requirements = field(default_factory=Requirements)
     """What a person's requirements file asks for beside them."""
     reason: str = field(default="", compare=False)
@@ -50,23 +51,26 @@ class WantedVersions:
 
 @dataclass(frozen=True)
 class SetupProgress:
-    """phase: what the host is at. line: what pip said last."""
+    """How far the setup of one host is."""
 
     node: str
     phase: str
+    """What the host is doing."""
     line: str = ""
+    """What pip printed last."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """state: `own` where the host's own Python has a fitting torch, `kept` where the environment was there, `made`,
-    `added` where only a requirements file's packages were missing.
-    """
+    """The environment that a host ended up with."""
 
     python: str
     torch: str
     torchvision: str
     state: Literal["own", "kept", "made", "added"]
+    """`own` where the host's own Python has a fitting torch, `kept` where the environment was there, `made`, `added`
+    where only a requirements file's packages were missing.
+    """
 
 
 def choose(torch: str | None, torchvision: str | None, hosts: Sequence[NodeFacts] = ()) -> WantedVersions:

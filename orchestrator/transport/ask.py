@@ -28,7 +28,7 @@ from orchestrator.transport.noise import Listener, explained
 
 MAX_ANSWER_BYTES = 1 << 20
 SILENT_S = 60.0
-"""A program that tells how it gets on has a beat every second."""
+"""How long a program that reports its progress may be silent; it sends a beat every second."""
 STUCK_S = 120
 """As `remote/watchdog.py` has it."""
 LATE_S = 60.0
@@ -88,7 +88,7 @@ def understood(node: str, read: Callable[[], T]) -> T:
 
 
 def new_marker() -> str:
-    """What a program's words are told apart by from all else that a host prints."""
+    """What distinguishes a program's words from all else that a host prints."""
     return secrets.token_hex(16)
 
 
@@ -107,7 +107,7 @@ def open_stream(
 def exchange(
     host: ConnectedHost, program: str, request: Mapping[str, Any], more: Iterable[bytes] = ()
 ) -> Iterator[Iterator[dict[str, Any]]]:
-    """Starts a program that tells how it gets on (see `remote/talk.py`): each of its words up to its `end`, and {} at
+    """Starts a program that reports its progress (see `remote/talk.py`): each of its words up to its `end`, and {} at
     least once a second. more: what it is sent after the request; drawn in a thread of its own, it must not raise.
 
     The iterator raises ConnectError when the host falls silent or the link breaks, HostError with the host's own words

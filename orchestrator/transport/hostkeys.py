@@ -33,18 +33,18 @@ _ENTRY = re.compile(r"(?:(@[\w-]+)\s+)?(\S+)\s+(\S+)\s+(\S+)")
 
 @dataclass(frozen=True)
 class Peer:
-    """Who we mean to talk to.
-
-    node: its name in the inventory. name: as known_hosts files write it, see `known_name`. pin: the inventory's
-    `host_key`. files: the person's known_hosts files where their SSH configuration names others. jump: this is a jump
-    host on the way to `node`.
-    """
+    """The SSH server that we mean to talk to."""
 
     node: str
+    """Its name in the inventory."""
     name: str
+    """As known_hosts files write it, see `known_name`."""
     pin: str | None = None
+    """The inventory's `host_key`."""
     files: tuple[Path, ...] | None = None
+    """The person's known_hosts files, where their SSH configuration names others than the usual ones."""
     jump: bool = False
+    """Whether this is a jump host on the way to `node`."""
 
     def __str__(self) -> str:
         return f"jump host {self.name}" if self.jump else self.name

@@ -4,7 +4,7 @@
     said = listener.take(chunk)             # from the first marker on; b"" until then
 
 A greeting in `.bashrc`, or a ForceCommand that prints before it runs what it was asked to, shares standard output with
-the program. Every program begins with the marker of its request, so that what comes before can be told apart.
+the program. Every program begins with the marker of its request, so that what comes before is recognised and dropped.
 """
 
 from __future__ import annotations

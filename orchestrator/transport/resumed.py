@@ -21,10 +21,12 @@ ResultT_co = TypeVar("ResultT_co", covariant=True)
 
 
 class Session(Protocol[ResultT_co]):
-    """host: where the next link leads. moved_bytes: never fewer than before; more of them is getting on."""
+    """A transfer that may need several links."""
 
     host: ConnectedHost
+    """Where the next link leads."""
     moved_bytes: int
+    """Never fewer than before; more means progress."""
 
     def run(self) -> ResultT_co:
         """To its end over one link. Raises ConnectError where that breaks, HostError for what no new link mends."""

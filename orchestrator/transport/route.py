@@ -36,9 +36,7 @@ _KEYWORD = re.compile(r"\s*(host|match|include)(?:\s*=\s*|\s+)(.+)", re.IGNORECA
 
 @dataclass(frozen=True)
 class Target:
-    """What the inventory says of one node. proxy_jump: `[user@]host[:port][,...]`, `none` for no jump at all.
-    host_key: `ssh-ed25519 AAAA...` or `SHA256:...`.
-    """
+    """What the inventory says of one node."""
 
     node: str
     host: str
@@ -46,25 +44,27 @@ class Target:
     user: str | None = None
     key_file: str | None = None
     host_key: str | None = None
+    """`ssh-ed25519 AAAA...` or `SHA256:...`."""
     proxy_jump: str | None = None
+    """`[user@]host[:port][,...]`; `none` for no jump at all."""
 
 
 @dataclass(frozen=True)
 class Hop:
-    """One SSH server on the way, all questions answered.
-
-    key_files: in the order to try. key_required: the inventory names the key, so that one which cannot be used is an
-    error. agent: keys of the agent may be tried beside these. through: the jump hosts before it, as `ssh -J` has them.
-    """
+    """One SSH server on the way to a node, with everything that is needed to log in."""
 
     peer: Peer
     host: str
     port: int
     user: str
     key_files: tuple[Path, ...]
+    """In the order to try."""
     key_required: bool
+    """Whether the inventory names the key, so that one which cannot be used is an error."""
     agent: bool
+    """Whether keys of the agent may be tried, too."""
     through: str = ""
+    """The jump hosts before it, as `ssh -J` has them."""
 
     @property
     def place(self) -> str:

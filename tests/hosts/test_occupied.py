@@ -70,7 +70,7 @@ def test_memory_shared_with_the_host_is_not_judged():
 
 def test_a_gpu_that_is_gone_is_named():
     seen = judged(uuids=("GPU-1", "GPU-9"))
-    assert seen.refusal.message == "v100: its GPU GPU-9 is not there any more"
+    assert seen.refusal.message == "v100: its GPU GPU-9 is no longer there"
     assert seen.refusal.remedy == "`orch up` again"
 
 
