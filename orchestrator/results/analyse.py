@@ -49,7 +49,7 @@ def analyse(run: RunFolder, solo: Mapping[str, float] | None = None) -> Summary:
 
     solo: samples/s that a node did alone, by node, in place of what its profile in the plan says.
 
-    Raises OrchError when there is no plan to read; what else is absent or damaged is told in the summary's `missing`
+    Raises OrchError when there is no plan to read; what else is absent or damaged stands in the summary's `missing`
     and `warnings`.
     """
     plan = require_record(run.plan, LaunchPlan, REMEDY)

@@ -61,10 +61,10 @@ class BatchNorm(Record):
 def read_batch_norm(
     starts: Mapping[int, Mapping[str, Any]], plan: LaunchPlan, rebalances: Sequence[Rebalance]
 ) -> BatchNorm | None:
-    """starts: each rank's last `start`. None where the network has no BatchNorm, or a rank does not tell."""
-    told = [_groups(starts.get(rank, {})) for node in plan.nodes for rank in node.rank_numbers]
-    known = [groups for groups in told if groups is not None]
-    if not known or len(known) < len(told):
+    """starts: each rank's last `start`. None where the network has no BatchNorm, or a rank does not report it."""
+    reported = [_groups(starts.get(rank, {})) for node in plan.nodes for rank in node.rank_numbers]
+    known = [groups for groups in reported if groups is not None]
+    if not known or len(known) < len(reported):
         return None
     if plan.settings.get("sync_bn"):
         return BatchNorm(groups=tuple(known[0].items())[:1], is_synchronised=True) if known[0] else None
@@ -74,12 +74,12 @@ def read_batch_norm(
 
 
 def _groups(start: Mapping[str, Any]) -> Counter[int] | None:
-    """How many groups of each size a rank tells of; a rank without samples has none."""
-    told = start.get("batch_norm_groups")
-    if not isinstance(told, list) or len(told) > MOST_KINDS:
+    """How many groups of each size a rank reports; a rank without samples has none."""
+    rows = start.get("batch_norm_groups")
+    if not isinstance(rows, list) or len(rows) > MOST_KINDS:
         return None
     found = Counter[int]()
-    for pair in told:
+    for pair in rows:
         if not (isinstance(pair, list) and len(pair) == 2 and all(type(n) is int and 0 < n < 1 << 40 for n in pair)):
             return None
         found[pair[0]] += pair[1]

@@ -60,8 +60,8 @@ def warnings(plan: LaunchPlan, events: Events, figures: Figures, nodes: tuple[No
     for rank, start in events.latest("start").items():
         schema = start.get("schema")
         if isinstance(schema, (int, float)) and schema > SCHEMA:
-            told = one_line(str(schema), 20)
-            yield f"{node_of[rank]}: rank {rank} writes metrics of schema {told}; this orch knows {SCHEMA}."
+            newer = one_line(str(schema), 20)
+            yield f"{node_of[rank]}: rank {rank} writes metrics of schema {newer}; this orch knows {SCHEMA}."
     if figures.reported and not figures.steps:
         yield _why_no_figures(figures)
     for node in nodes:
@@ -86,10 +86,10 @@ def _rejected(rejects: Rejects, was_restarted: bool) -> Iterable[str]:
 def _why_not_valid(node: NodePlan, events: Events) -> str:
     """In words, by how much its ranks missed their pace."""
     ends = events.latest("end")
-    told = [ends.get(rank, {}) for rank in node.rank_numbers]
-    if not any(end.get("valid") is False for end in told):
+    last = [ends.get(rank, {}) for rank in node.rank_numbers]
+    if not any(end.get("valid") is False for end in last):
         return "not every rank has confirmed, in a last record, that it kept its pace"
-    late = max((value for end in told if (value := number(end, "lateness")) is not None), default=None)
+    late = max((value for end in last if (value := number(end, "lateness")) is not None), default=None)
     by = "" if late is None else f" (backward ended {format_percent(late, 1)} of a step late)"
     return f"the lab's CPU was the limit{by}"
 

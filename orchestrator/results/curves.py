@@ -24,25 +24,29 @@ AnyPoint = TypeVar("AnyPoint")
 
 
 class LossPoint(Record):
-    """The mean over all samples of the updates since the point before. step: the last of them."""
+    """The mean over all samples of the updates since the point before."""
 
     step: int
+    """The last of these updates."""
     loss: float
 
 
 class Evaluation(Record):
-    """After an update. accuracy: 0..1; loss: the mean over the test data."""
+    """What the network reached after an update."""
 
     step: int
     accuracy: float
+    """0..1."""
     loss: float | None = None
+    """The mean over the test data."""
 
 
 class Epoch(Record):
-    """seconds: of its updates, evaluation left out; since the `start` record for one that was resumed."""
+    """How long an epoch took."""
 
     epoch: int
     seconds: float
+    """Of its updates, evaluation left out; since the `start` record for an epoch that was resumed."""
 
 
 class Curves(Record):
@@ -63,8 +67,8 @@ class Curves(Record):
 
 
 def read_curves(events: Events) -> Curves:
-    """Every rank tells the same of an epoch and an evaluation: the first that told any is heard. Of a step that was
-    taken more than once, after a new start, the last one counts.
+    """Every rank reports the same epochs and evaluations: the first rank that has any counts. Of a step that was taken
+    more than once, after a new start, the last one counts.
     """
     (steps,) = events.connection.execute("SELECT count(DISTINCT step) FROM timed WHERE complete").fetchone()
     rows = events.connection.execute(_LOSS, [max(1, min(POINTS, steps))]).fetchall()
@@ -86,15 +90,15 @@ SELECT max(step), sum(loss) / sum(samples) FROM parts GROUP BY part ORDER BY par
 
 
 def _evaluations(events: Events) -> Iterator[Evaluation]:
-    for told in _first_ranks(events, "eval"):
-        step, accuracy, loss = count(told, "step"), number(told, "accuracy"), number(told, "loss")
+    for event in _first_ranks(events, "eval"):
+        step, accuracy, loss = count(event, "step"), number(event, "accuracy"), number(event, "loss")
         if step is not None and accuracy is not None and 0 <= accuracy <= 1:
             yield Evaluation(step=step, accuracy=accuracy, loss=loss)
 
 
 def _epochs(events: Events) -> Iterator[Epoch]:
-    for told in _first_ranks(events, "epoch"):
-        epoch, seconds = count(told, "epoch"), number(told, "epoch_s")
+    for event in _first_ranks(events, "epoch"):
+        epoch, seconds = count(event, "epoch"), number(event, "epoch_s")
         if epoch is not None and seconds is not None and seconds >= 0:
             yield Epoch(epoch=epoch, seconds=seconds)
 

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Reading:
-    """One GPU at one moment; None for what its driver does not tell. rank: that has it. index: as nvidia-smi counts.
-    slowed_by: bits of nvmlClocksEventReasons.
-
-    max_sm_mhz, limit_watts: the highest clock that the card has, and the power that it may draw.
-    """
+    """One GPU at one moment; None for what its driver does not report."""
 
     rank: int
+    """The rank that uses it."""
     index: int | None
+    """As nvidia-smi counts."""
     wall: float | None
     utilisation: float | None
     memory_bytes: float | None
@@ -22,5 +20,8 @@ class Reading:
     watts: float | None
     celsius: float | None
     slowed_by: int | None
+    """Bits of nvmlClocksEventReasons."""
     max_sm_mhz: float | None
+    """The highest clock that the card has."""
     limit_watts: float | None
+    """The power that it may draw."""

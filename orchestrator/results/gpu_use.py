@@ -25,41 +25,40 @@ MOST_LIMITS = {"max_sm_mhz": 1e5, "limit_watts": 1e5}
 
 @dataclass(frozen=True)
 class GpuUse:
-    """utilisation: mean over the GPUs and all readings, 0..100. memory_bytes: the most that one GPU held at a time.
-    slowed: what held the most of them down for a part of the run that matters.
-
-    None where no reading tells it.
-    """
+    """How one host used its GPUs; None for what no reading shows."""
 
     utilisation: float | None = None
+    """Mean over the GPUs and all readings, 0..100."""
     memory_bytes: int | None = None
+    """The most that one GPU held at a time."""
     slowed: Slowed | None = None
+    """What held the most of them down for a part of the run that matters."""
 
 
 def read_gpu_use(path: Path) -> GpuUse:
     """A file that is not there is a host of whose GPUs nothing is known."""
-    used, told, memory, slowing = 0.0, 0, None, Slowing()
+    used, known, memory, slowing = 0.0, 0, None, Slowing()
     for reading in readings(path):
         if reading.utilisation is not None:
-            used, told = used + reading.utilisation, told + 1
+            used, known = used + reading.utilisation, known + 1
         if reading.memory_bytes is not None:
             memory = max(memory or 0, int(reading.memory_bytes))
         slowing.add(reading)
-    return GpuUse(used / told if told else None, memory, slowing.found())
+    return GpuUse(used / known if known else None, memory, slowing.found())
 
 
 def readings(path: Path) -> Iterator[Reading]:
-    """In the order of the file; none where there is no file. A limit holds until another one is told."""
+    """In the order of the file; none where there is no file. A limit holds until another one is reported."""
     limits: dict[tuple[int, int | None], dict[str, float | None]] = {}
     with contextlib.suppress(OSError):
         for event in _events(path):
             rank, index = count(event, "rank") or 0, count(event, "index")
             if event.keys() & MOST_LIMITS.keys() or (rank, index) not in limits:
                 limits[rank, index] = {name: _within(event, name, most) for name, most in MOST_LIMITS.items()}
-            told = {name: _within(event, name, most) for name, most in MOST.items()}
-            slowed_by = count(event, "slowed_by") if told.pop("slowed_by") is not None else None
+            values = {name: _within(event, name, most) for name, most in MOST.items()}
+            slowed_by = count(event, "slowed_by") if values.pop("slowed_by") is not None else None
             wall, limit = number(event, "wall"), limits[rank, index]
-            yield Reading(rank=rank, index=index, wall=wall, slowed_by=slowed_by, **told, **limit)
+            yield Reading(rank=rank, index=index, wall=wall, slowed_by=slowed_by, **values, **limit)
 
 
 def _within(event: dict[str, Any], name: str, most: float) -> float | None:

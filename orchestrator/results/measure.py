@@ -97,9 +97,9 @@ def measure(events: Events, plan: LaunchPlan) -> Figures:
 def _warmup_steps(plan: LaunchPlan, events: Events) -> int:
     ours = plan.settings.get("warmup_steps")
     for start in events.latest("start").values():
-        told = start.get("settings")
-        if ours is None and isinstance(told, dict):
-            ours = told.get("warmup_steps")
+        settings = start.get("settings")
+        if ours is None and isinstance(settings, dict):
+            ours = settings.get("warmup_steps")
     is_count = isinstance(ours, int) and not isinstance(ours, bool) and 0 <= ours <= 10**9
     return ours if is_count and ours is not None else DEFAULT_WARMUP_STEPS
 

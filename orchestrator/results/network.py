@@ -35,9 +35,9 @@ def unpaced(plan: LaunchPlan) -> LaunchPlan:
 
 
 def read_collectives(events: Events, plan: LaunchPlan) -> Collectives:
-    """Rank 0's measurements; lines that are none are left out."""
-    told = (_time(event, plan.world_size) for event in events.of_rank(0, "collective", LIMIT))
-    times = tuple(time for time in told if time)
+    """Rank 0's measurements; invalid lines are left out."""
+    read = (_time(event, plan.world_size) for event in events.of_rank(0, "collective", LIMIT))
+    times = tuple(time for time in read if time)
     declared = [node.bandwidth_bps / 1e9 for node in plan.nodes if node.bandwidth_bps]
     slowest = min(declared, default=None) if len(plan.nodes) > 1 else None  # within one host no link is used
     names = dict.fromkeys(time.operation for time in times)

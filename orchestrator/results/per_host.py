@@ -75,10 +75,10 @@ def _node_summary(node: NodePlan, figures: Figures, events: Events, solo: float 
 
 
 def _batch_per_rank(node: NodePlan, start: Mapping[str, Any], figures: Figures) -> int | None:
-    """As its first rank tells, else as `--batch` split it, else what a script's measured steps held on the average."""
-    told = count(start, "batch_per_rank")
-    if told is not None:
-        return told
+    """As its first rank reports it, else as `--batch` split it, else a script's mean over the measured steps."""
+    reported = count(start, "batch_per_rank")
+    if reported is not None:
+        return reported
     if node.shares:
         return node.shares[0]
     samples = [rank.samples for rank in figures.of(node)[:1]]
@@ -96,10 +96,10 @@ def _as_seen_by_its_host(node: NodeSummary, plan: LaunchPlan, run: RunFolder) ->
 
 def _rank_ends(agent: Path, node: NodePlan) -> Iterable[RankEnd]:
     """agent: the supervisor's record, written on the host and not taken on trust."""
-    told: Any = None
+    record: Any = None
     with contextlib.suppress(OSError, ValueError, RecursionError), open(agent, "rb") as file:
-        told = json.loads(file.read(RECORD_LIMIT))
-    ranks = told.get("ranks") if isinstance(told, dict) else None
+        record = json.loads(file.read(RECORD_LIMIT))
+    ranks = record.get("ranks") if isinstance(record, dict) else None
     for rank in node.rank_numbers:
         end = ranks.get(str(rank)) if isinstance(ranks, dict) else None
         known = {key: end.get(key) for key in ("exit_code", "signal")} if isinstance(end, dict) else {}

@@ -30,12 +30,12 @@ class Rebalance(Record):
 
 
 def read_rebalances(events: Events, plan: LaunchPlan) -> tuple[Rebalance, ...]:
-    """All ranks tell the same: the first one that tells any counts. What cannot be is left out."""
+    """All ranks report the same: the first one that reports any counts. Impossible records are left out."""
     for node in plan.nodes:
         for rank in node.rank_numbers:
-            told = [_read(event, plan.world_size) for event in events.of_rank(rank, "rebalance", MOST)]
-            if found := tuple(one for one in told if one):
-                return found
+            read = [_read(event, plan.world_size) for event in events.of_rank(rank, "rebalance", MOST)]
+            if rebalances := tuple(one for one in read if one):
+                return rebalances
     return ()
 
 

@@ -34,17 +34,22 @@ LEAST_LOSS = 0.03
 
 
 class Slowed(Record):
-    """One GPU over the run. rank: that has it. share: of the readings, 0..1. mhz: the median of the SM clock then;
-    instead_mhz: while it was busy and not slowed; most_mhz: that the card can have. limit_watts: of a power cap.
-    """
+    """One GPU that was slowed during the run."""
 
     rank: int
+    """The rank that uses it."""
     by: str
+    """What slowed it."""
     share: float
+    """Of the readings, 0..1."""
     mhz: float | None = None
+    """The median of the SM clock while it was slowed."""
     instead_mhz: float | None = None
+    """The median of the SM clock while it was busy and not slowed."""
     most_mhz: float | None = None
+    """The highest SM clock that the card has."""
     limit_watts: float | None = None
+    """Of a power cap."""
 
     @property
     def words(self) -> str:

@@ -20,7 +20,7 @@ from orchestrator.units import format_figure
 NOISE = 0.05
 """A wait below this part of a step names no straggler."""
 UNREPEATED = 0.5
-"""The same where a single step was measured, which tells nothing of its own noise."""
+"""The same where a single step was measured, whose noise is unknown."""
 STUDENT = (63.66, 9.92, 5.84, 4.60, 4.03, 3.71, 3.50, 3.36, 3.25)
 """Student's t at 99 %, two-sided, for 1 to 9 degrees of freedom."""
 

@@ -212,7 +212,7 @@ class Summary(Record):
     started: str | None = None
     ended: str | None = None
     command: str | None = None
-    """What each rank ran, as a shell would be told it; the interpreter is the host's."""
+    """What each rank ran, as one would type it into a shell; the interpreter is the host's."""
     code: CodeFolder | None = None
     """Where the shipped files came from."""
     settings: dict[str, Any] = Field(default_factory=dict)
@@ -259,7 +259,7 @@ class Summary(Record):
     loss: float | None = None
     """The loss of the last step that every rank reported, each rank counted by its samples; None when paced."""
     batch_norm: BatchNorm | None = None
-    """The groups that it saw; None where the network has none, or its ranks do not tell."""
+    """The groups that it saw; None where the network has none, or its ranks do not report it."""
     curves: Curves = Field(default_factory=Curves)
     """How it learned; empty when paced."""
     rebalances: tuple[Rebalance, ...] = ()

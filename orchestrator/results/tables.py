@@ -80,7 +80,7 @@ def _sieve(source: IO[bytes], target: IO[bytes], rejects: Rejects) -> None:
         if not _is_utf8(line):
             rejects.malformed += 1
         elif stripped := line.strip():
-            # json.dumps of Python writes these unless told otherwise; null is refused where a number must stand.
+            # json.dumps of Python writes these by default; null is refused where a number must stand.
             if b"NaN" in stripped or b"Infinity" in stripped:
                 stripped = _NOT_JSON.sub(b"null", stripped)
             target.write(stripped + b"\n")
@@ -143,7 +143,7 @@ SELECT $1, $2, line, event, event = 'step' AND ({_refusals()}),
 FROM numbers
 """  # noqa: S608 - names of our own
 
-# A script that writes only the time of day still tells its step's length: the difference on one host's clock.
+# A script that writes only the time of day still shows its step's length: the difference on one host's clock.
 _STEPS = f"""
 CREATE TABLE starts AS
 WITH ends AS (SELECT rank, max(line) AS last_step FROM lines WHERE event = 'step' AND NOT refused GROUP BY rank)

@@ -33,8 +33,8 @@ def _used(key: str, asked: Any, plan: LaunchPlan, starts: Starts, changes: Chang
     hosts: dict[Any, list[str]] = {}
     for node in plan.nodes:
         for rank in node.rank_numbers:
-            told = starts.get(rank, {}).get("settings")
-            value = told.get(key) if isinstance(told, Mapping) else None
+            settings = starts.get(rank, {}).get("settings")
+            value = settings.get(key) if isinstance(settings, Mapping) else None
             later = [change.get("value") for change in changes.get(rank, ()) if change.get("name") == key]
             value = later[-1] if later else value
             if isinstance(value, (str, int, float)) and not isinstance(asked, (dict, list)):
