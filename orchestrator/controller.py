@@ -20,13 +20,13 @@ from pathlib import Path
 from orchestrator.clusters import Clusters, now_utc
 from orchestrator.errors import HostError, HostsError, OrchError, UsageError
 from orchestrator.files import own_folder
-from orchestrator.forecast.faster import predicted, without_slow
+from orchestrator.forecast.faster import faster_ways, without_slow
 from orchestrator.forecast.inputs import (
     COLLECTIVES,
     ForecastInputs,
-    foreseen,
     inputs_of,
     memory_notes,
+    prediction_of,
     read_network,
     with_best_way,
 )
@@ -67,32 +67,33 @@ _ID_LETTERS = "abcdefghijkmnpqrstuvwxyz23456789"
 
 @dataclass(frozen=True)
 class Jobs:
-    """records: newest first. problems: by job, cluster or host, what could not be read or asked.
-
-    unheard: by job that may still run, its hosts that gave no answer. Its record is what the others say, or what was
-    known before.
-    """
+    """The jobs that are remembered, as their hosts report them now."""
 
     records: tuple[JobRecord, ...]
+    """Newest first."""
     problems: Mapping[str, OrchError]
+    """By job, cluster or host, what could not be read or asked."""
     unheard: Mapping[str, Mapping[str, HostError]]
+    """By job that may still run, its hosts that gave no answer. Its record is what the others say, or what was known
+    before.
+    """
 
 
 @dataclass(frozen=True)
 class Report:
-    """summary and the files it came from. errors: hosts whose part could not be fetched. notices: what else there is
-    to know of the files.
-    """
+    """A summary and the files it came from."""
 
     summary: Summary
     run: RunFolder
     new_bytes: int
     errors: Mapping[str, HostError]
+    """Hosts whose part could not be fetched."""
     notices: Sequence[str] = ()
+    """What else there is to know of the files."""
 
 
 class Controller:
-    """tell: is given what a person should know before a job starts, a line each."""
+    """tell: called with each line that a person should know before a job starts."""
 
     def __init__(self, store: Store, connections: Connections, tell: Callable[[str], None] = lambda line: None) -> None:
         self.store, self.connections, self.tell = store, connections, tell
@@ -103,17 +104,17 @@ class Controller:
 
     def plan(self, cluster: Cluster, request: RunRequest, code: CodeFolder, only: Sequence[str] = ()) -> LaunchPlan:
         """only: the nodes to take; none means all that are not released. Raises HostsError for unusable ones."""
-        plan, better = self._foreseen(cluster, request, code, only)
+        plan, better = self._plan_on(cluster, request, code, only)
         notes: tuple[str, ...] = ()
         while better and not only and request.leaves_out:
             notes += (_left_out_words(plan, better, request),)
-            plan, better = self._foreseen(cluster, request, code, better.hosts)
+            plan, better = self._plan_on(cluster, request, code, better.hosts)
         return plan.model_copy(update={"notes": (*plan.notes, *notes)})
 
-    def _foreseen(
+    def _plan_on(
         self, cluster: Cluster, request: RunRequest, code: CodeFolder, only: Sequence[str]
     ) -> tuple[LaunchPlan, Faster | None]:
-        """With these nodes, and whether fewer of them would be faster."""
+        """The plan with these nodes, and whether fewer of them would be faster."""
         draft, profiles, not_kept = self._drawn(cluster, request, code, only)
         ranks = draft.placement.ranks
         if draft.training:
@@ -223,7 +224,7 @@ class Controller:
         return job
 
     def _settle_half_starts(self) -> None:
-        """What a controller that died left half started holds GPUs, and nobody will ever tell it to go."""
+        """A job that a controller left half started when it died holds GPUs, and nobody will ever start it."""
         for half in self.store.half_started():
             if half not in self.store.job_ids():  # it died before it had asked any host
                 self.store.start_is_over(half)
@@ -231,7 +232,7 @@ class Controller:
                 self.job_of(self.store.plan(half)).refresh()
 
     def _look_at_gpus(self, plan: LaunchPlan, hosts: Mapping[str, ConnectedHost]) -> None:
-        """Tells who is on the job's GPUs at this moment. Raises HostsError where that leaves no room for it."""
+        """Says who is on the job's GPUs at this moment. Raises HostsError where that leaves no room for it."""
         on_gpus = {node.name: node for node in plan.nodes if node.gpu_uuids}
 
         def inputs_of(node: NodePlan) -> NodeFacts:
@@ -252,7 +253,7 @@ class Controller:
     def job(self, wanted: str, cluster: str | None = None) -> RunningJob:
         """wanted, cluster: as `Store.find_job` takes them."""
         found = self.store.find_job(wanted, cluster)
-        self.store.job_record(found)  # a damaged one is told of before its plan is
+        self.store.job_record(found)  # a damaged one is reported before its plan is read
         return self.job_of(self.store.plan(found))
 
     def job_of(self, plan: LaunchPlan) -> RunningJob:
@@ -293,8 +294,8 @@ class Controller:
         for wanted in {job_id for answer in cleared.values() for job_id in answer.jobs} & {*self.store.job_ids()}:
             with suppress(OrchError):  # its plan is damaged
                 plan = self.store.plan(wanted)
-                told = {node.name: cleared[node.name].jobs for node in plan.nodes if node.name in cleared}
-                if last := {name: jobs[wanted] for name, jobs in told.items() if wanted in jobs}:
+                removed = {node.name: cleared[node.name].jobs for node in plan.nodes if node.name in cleared}
+                if last := {name: jobs[wanted] for name, jobs in removed.items() if wanted in jobs}:
                     self.job_of(plan).removed(last, now)
         if not errors(answers):
             held = {there.job for answer in cleared.values() for there in answer.left}
@@ -361,8 +362,8 @@ def _with_outlook(draft: Draft, profiles: Profiles, measured: Sequence[Path]) ->
         draft = with_best_way(draft, settings, view)
     plan = build_plan(with_rounds(draft, view))
     notes = (*plan.notes, *memory_notes(plan, view))
-    found = {"prediction": foreseen(plan, view), "faster": predicted(plan, view, request.chosen), "notes": notes}
-    return plan.model_copy(update=found), without_slow(plan, view)
+    outlook = {"prediction": prediction_of(plan, view), "faster": faster_ways(plan, view, request.chosen)}
+    return plan.model_copy(update={**outlook, "notes": notes}), without_slow(plan, view)
 
 
 def _left_out_words(plan: LaunchPlan, better: Faster, request: RunRequest) -> str:

@@ -117,9 +117,10 @@ class Scene:
 
 @dataclass(frozen=True)
 class Choice:
-    """policy: how the batch is split."""
+    """One way to run the job, and one way to split its batch."""
 
     policy: Policy
+    """How the batch is split."""
     forecast: Forecast
 
     @property
@@ -129,25 +130,31 @@ class Choice:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """change: in words. choice: the best way then."""
+    """What another set of hosts or a faster link would bring."""
 
     change: str
+    """In words."""
     hosts: tuple[str, ...]
     choice: Choice
+    """The best way then."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """best: by fidelity. choices: every way, the best bucket size of each alone. without: fewer hosts that are faster,
-    the fastest first. what_if: for the fidelity that is allowed.
-    """
+    """Which way is best for a job on these hosts."""
 
     fidelity: Fidelity
+    """The one that the settings allow."""
     best: Mapping[Fidelity, Choice]
+    """By fidelity."""
     choices: tuple[Choice, ...]
+    """Every way, each only with its best bucket size."""
     alone: Mapping[str, float]
+    """samples/s of each host by itself."""
     without: tuple[WhatIf, ...]
+    """Fewer hosts that are faster, the fastest first."""
     what_if: tuple[WhatIf, ...]
+    """For the fidelity that is allowed."""
 
     @property
     def sum_of_parts(self) -> float:

@@ -1,6 +1,6 @@
 """Ways to run a job that take less time than the one at hand, each with the `orch run` line that takes it. Pure.
 
-    predicted(plan, view, chosen)           before it runs: fewer hosts, other shares, another strategy
+    faster_ways(plan, view, chosen)         before it runs: fewer hosts, other shares, another strategy
     without_slow(plan, view)                the same settings on fewer hosts, where that is the fastest
 
 Nothing here loses more than the job's own fidelity does; a rank by itself exchanges nothing, so it is exact.
@@ -17,9 +17,9 @@ from orchestrator.forecast.inputs import (
     ForecastInputs,
     allowed,
     forecast_in,
-    foreseen,
     kept,
     parts_needed,
+    prediction_of,
     runnable,
     way_of,
 )
@@ -36,19 +36,20 @@ FEW_NAMES = 8
 
 @dataclass(frozen=True)
 class _Option:
-    """settings: all of them, with which these hosts do what is predicted."""
+    """One way to run the job."""
 
     hosts: tuple[str, ...]
     forecast: Forecast
     settings: Settings
+    """All of them, with which these hosts do what is predicted."""
 
 
-def predicted(plan: LaunchPlan, view: ForecastInputs, chosen: Collection[str]) -> tuple[Faster, ...]:
+def faster_ways(plan: LaunchPlan, view: ForecastInputs, chosen: Collection[str]) -> tuple[Faster, ...]:
     """The fastest way of all and, where it is another, the fastest host alone; none where both are not WORTH it.
 
     chosen: settings that the person made; how large a bucket is, or how many local steps there are, stays if so.
     """
-    now, settings = foreseen(plan, view), plan.training
+    now, settings = prediction_of(plan, view), plan.training
     if now is None or settings is None:
         return ()
     candidates = list(_candidates(settings, chosen))
@@ -59,14 +60,14 @@ def predicted(plan: LaunchPlan, view: ForecastInputs, chosen: Collection[str]) -
     if alone and best[0].forecast.samples_per_s < WORTH * alone[0].forecast.samples_per_s:
         best = []  # fewer hosts are simpler
     worth = [option for option in (*best, *alone) if option.forecast.samples_per_s > WORTH * now.samples_per_s]
-    return tuple(_told(plan, view, option, now.samples_per_s) for option in worth)
+    return tuple(_faster(plan, view, option, now.samples_per_s) for option in worth)
 
 
 def without_slow(plan: LaunchPlan, view: ForecastInputs) -> Faster | None:
     """The same strategy on fewer hosts, with equal shares or those by speed, whichever the plan has. None where none
     of these is faster, or one rank alone would lose by its fidelity what only an exchange needs.
     """
-    now, settings = foreseen(plan, view), plan.training
+    now, settings = prediction_of(plan, view), plan.training
     way = way_of(settings) if settings else None
     if now is None or settings is None or way is None:
         return None
@@ -79,7 +80,7 @@ def without_slow(plan: LaunchPlan, view: ForecastInputs) -> Faster | None:
     best = max((option for option in options if option), key=lambda each: each.forecast.samples_per_s, default=None)
     if best is None or best.forecast.samples_per_s <= WORTH * now.samples_per_s:
         return None
-    return _told(plan, view, best, now.samples_per_s)
+    return _faster(plan, view, best, now.samples_per_s)
 
 
 # ---- what there is to choose from -----------------------------------------------------------------------------------
@@ -130,8 +131,8 @@ def _option(
 
 
 def _shares_setting(asked: str, view: ForecastInputs, scene: Scene, policy: Policy, shares: Sequence[int]) -> str:
-    """With which a run splits its batch like this. By speed it does so only where ranks are told their speeds. asked:
-    the plan's.
+    """The setting `shares` with which a run splits its batch like this; it splits by speed only where the ranks get
+    their speeds as settings. asked: the plan's.
     """
     if policy == "equal":
         return "equal"
@@ -149,7 +150,7 @@ def _shares_setting(asked: str, view: ForecastInputs, scene: Scene, policy: Poli
 # ---- in words -------------------------------------------------------------------------------------------------------
 
 
-def _told(plan: LaunchPlan, view: ForecastInputs, option: _Option, now_samples_per_s: float) -> Faster:
+def _faster(plan: LaunchPlan, view: ForecastInputs, option: _Option, now_samples_per_s: float) -> Faster:
     return Faster(
         hosts=option.hosts,
         what=_what(plan, option),

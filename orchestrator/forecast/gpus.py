@@ -59,14 +59,16 @@ DISK_BYTES_PER_S = 500e6
 
 @dataclass(frozen=True)
 class Failures:
-    """a_day: expected. checkpoint_s: writes one. every_s: the best time between two. lost: the part of all time that
-    goes to writing, to work done again and to starting again.
-    """
+    """What failures of hosts cost a long run."""
 
     a_day: float
+    """How many are expected."""
     checkpoint_s: float
+    """How long writing one checkpoint takes."""
     every_s: float
+    """The best time between two checkpoints."""
     lost: float
+    """The part of all time that goes to writing, to work done again and to starting again."""
 
 
 def failures(hosts: int, state_bytes: float, host_days: float = HOST_DAYS) -> Failures:

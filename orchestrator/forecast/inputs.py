@@ -1,8 +1,8 @@
 """A launch plan as the forecast sees it: how fast its ranks are, what its links carry, and where all that comes from.
 
-    view = look(plan, profiles, read_network(Path("runs"), plan))
+    view = inputs_of(plan, profiles, read_network(Path("runs"), plan))
     view.scene, view.basis                      what `advise` takes; a sentence for each figure that is not measured
-    foreseen(plan, view)                        Prediction(step_ms=949, samples_per_s=270, ...), kept in plan.json
+    prediction_of(plan, view)                   Prediction(step_ms=949, samples_per_s=270, ...), kept in plan.json
     with_best_way(draft, view)                  strategy=auto, resolved
 
 A rank's speed is its profile's; else the pace that it was given; else an estimate from the catalogue. Links are as the
@@ -41,31 +41,36 @@ SEEN_RUNS = 50
 """Newest runs of collectives that are looked at for one of these hosts."""
 COLLECTIVES = "collectives-"
 """How the ids of jobs begin that measure the network."""
-UNTOLD = ("pace", "catalogue")
-"""Whence speeds come that a run's ranks are not told, nor what their memory holds."""
+UNSENT = ("pace", "catalogue")
+"""The sources of speeds that a run's ranks do not receive, nor what their memory holds."""
 
 
 @dataclass(frozen=True)
 class MeasuredLinks:
-    """What a run of collectives measured. message_s: latency of its all_reduce, for each of its 2(n-1) messages. bps:
-    what the slowest link carried; declared_bps: what was said of that one. pairs: what each path carries in a
-    collective: as it does by itself, times what all_reduce makes of the slowest one that it takes.
-    """
+    """What a run of collectives measured."""
 
     job: str
     message_s: float
+    """Latency of its all_reduce, for each of its 2(n-1) messages."""
     bps: float
+    """What the slowest link carried."""
     declared_bps: float | None
+    """What the inventory says of that link."""
     pairs: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """What each path carries in a collective: as it does by itself, times what all_reduce makes of the slowest one that
+    it takes.
+    """
 
 
 @dataclass(frozen=True)
 class ForecastInputs:
-    """speeds_from: by host, profile, pace, by hand or catalogue. basis: what the figures rest on, a sentence each."""
+    """What a forecast starts from."""
 
     scene: Scene
     speeds_from: dict[str, str]
+    """By host: profile, pace, by hand or catalogue."""
     basis: tuple[str, ...]
+    """What the figures rest on, a sentence each."""
 
     @property
     def is_estimate(self) -> bool:
@@ -83,12 +88,12 @@ def inputs_of(
         raise UsageError(f"{plan.exp} trains nothing whose speed could be predicted", "choose another --exp")
     layers = network_of(settings)
     by_hand = parse_speeds(settings.speeds)
-    told = {node.name: _speeds(node, settings.exp, by_hand, profiles, layers) for node in plan.nodes}
-    for name, (speeds, _) in told.items():
+    speeds_of = {node.name: _speeds(node, settings.exp, by_hand, profiles, layers) for node in plan.nodes}
+    for name, (speeds, _) in speeds_of.items():
         if any(speed.cap == 0 for speed in speeds):
             raise UsageError(f"{name}: not one sample fits into its memory", "leave it out with --nodes")
-    hosts = tuple(HostSpeed(name, speeds) for name, (speeds, _) in told.items())
-    speeds_from = {name: source for name, (_, source) in told.items()}
+    hosts = tuple(HostSpeed(name, speeds) for name, (speeds, _) in speeds_of.items())
+    speeds_from = {name: source for name, (_, source) in speeds_of.items()}
     wire, words = wire_of(plan, network, bandwidth_bps)
     scene = Scene(Workload(layers, settings.batch), hosts, wire)
     return ForecastInputs(scene, speeds_from, (*_speed_words(speeds_from), *words))
@@ -371,14 +376,14 @@ def parts_needed(scene: Scene, shares: Sequence[int], speeds_from: Mapping[str, 
 def _too_large(
     scene: Scene, shares: Sequence[int], speeds_from: Mapping[str, str], settings: Settings
 ) -> Iterator[tuple[str, int, int]]:
-    """Name, cap and share, in samples, of each rank that is told no cap and would need one."""
+    """Name, cap and share, in samples, of each rank that receives no cap and would need one."""
     micro, local_batch = max(1, settings.accumulate), settings.local_batch
     split = iter(shares)
     for host in scene.hosts:
-        untold = speeds_from.get(host.name, "catalogue") in UNTOLD
+        has_no_cap = speeds_from.get(host.name, "catalogue") in UNSENT
         for speed, share in zip(host.speeds, split, strict=False):
             at_once = min(-(-share // micro), local_batch or share)
-            if untold and speed.cap and at_once > speed.cap:
+            if has_no_cap and speed.cap and at_once > speed.cap:
                 yield host.kind or host.name, speed.cap, share
 
 
@@ -386,7 +391,7 @@ def memory_notes(plan: LaunchPlan, view: ForecastInputs) -> tuple[str, ...]:
     return tuple(memory_words(view.scene, plan.shares, view.speeds_from, plan.training)) if plan.training else ()
 
 
-def foreseen(plan: LaunchPlan, view: ForecastInputs) -> Prediction | None:
+def prediction_of(plan: LaunchPlan, view: ForecastInputs) -> Prediction | None:
     """With the plan's own shares and micro-batches. None where the strategy is not predicted."""
     settings = plan.training
     way = way_of(settings) if settings else None
@@ -396,7 +401,7 @@ def foreseen(plan: LaunchPlan, view: ForecastInputs) -> Prediction | None:
     return Prediction(
         step_ms=forecast.step_ms,
         samples_per_s=forecast.samples_per_s,
-        binds=forecast.binds,
+        binds=forecast.limited_by,
         is_estimate=view.is_estimate,
         basis=(*view.basis, *_way_words(way)),
     )

@@ -20,10 +20,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Layer:
-    """shapes: of its parameters, in the order of `model.parameters()`. work: multiplications forward, for one image."""
+    """One layer of a network."""
 
     shapes: tuple[Shape, ...]
+    """Of its parameters, in the order of `model.parameters()`."""
     work: float
+    """Multiplications forward, for one image."""
 
     @property
     def is_batch_norm(self) -> bool:

@@ -26,34 +26,40 @@ GOODPUT = 0.94
 
 @dataclass(frozen=True)
 class Site:
-    """A host on the network. up_bps, down_bps: what its link carries of payload, in bits a second."""
+    """A host on the network."""
 
     name: str
     ranks: int
     up_bps: float
+    """What its link carries of payload away from it, in bits a second."""
     down_bps: float
+    """What its link carries of payload to it, in bits a second."""
 
 
 @dataclass(frozen=True)
 class Overheads:
-    """message_s: what a message between hosts costs beside its bytes. call_s: a collective, however many messages.
-
-    local_*: between two ranks of one host. moved_bytes_per_s, kernel_s: what a rank does to gradients before and after
-    they travel (`trainer.shared.gpu_work`) takes so long, of the slowest rank. tree_broadcast: whole copies go from
-    rank to rank in log2(n) rounds; else in pieces, along a chain. relays: the ranks of one host add up among themselves
-    first, as `trainer.strategies.gradient_sum` has them do.
-    """
+    """What a back end's collectives cost beside their bytes."""
 
     name: str
     source: str
     message_s: float
+    """Of a message between hosts."""
     call_s: float
+    """Of a collective, however many messages it takes."""
     local_message_s: float
+    """Of a message between two ranks of one host."""
     local_bps: float
+    """Between two ranks of one host."""
     moved_bytes_per_s: float
+    """How fast the slowest rank moves gradients in its memory before and after they travel
+    (`trainer.shared.gpu_work`).
+    """
     kernel_s: float
+    """Of one kernel of that work."""
     tree_broadcast: bool
+    """Whether whole copies go from rank to rank in log2(n) rounds; else they go in pieces, along a chain."""
     relays: bool
+    """Whether the ranks of one host add up among themselves first, as `trainer.strategies.gradient_sum` has them do."""
 
     def work_s(self, work: Work) -> float:
         return work.moved_bytes / self.moved_bytes_per_s + self.kernel_s * work.kernels
@@ -102,11 +108,12 @@ def measured(costs: Overheads, message_s: float, source: str) -> Overheads:
 
 @dataclass(frozen=True)
 class LinkCosts:
-    """pairs: what the path from one host to another carries, in bits a second, where that was measured by itself."""
+    """What it costs to exchange gradients between these hosts."""
 
     sites: Sequence[Site]
     costs: Overheads
     pairs: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """What the path from one host to another carries, in bits a second, where that was measured by itself."""
 
     @cached_property
     def ranks(self) -> int:

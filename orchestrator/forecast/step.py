@@ -3,7 +3,7 @@
     hosts = (HostSpeed("a2000", (Speed(0, 1000 / 333),)), HostSpeed("v100", (Speed(0, 1000 / 833),)))
     job = Workload(layers_of("resnet152", (3, 32, 32), 10), batch=256)
     found = predict(job, hosts, wire, Way("ddp"), shares=(128, 128))
-    found.step_ms, found.samples_per_s, found.binds          948., 270., "wire"
+    found.step_ms, found.samples_per_s, found.limited_by     948., 270., "wire"
 
 A rank computes a + b*m on its m samples (`trainer.shared.shares.Speed`), divided over update, forward and backward as
 `trainer.shared.pace` divides them. What runs after backward simply comes on top. Of `ddp`, whose buckets leave while
@@ -32,44 +32,50 @@ FORWARD, BACKWARD, OPTIMISER = 0.33, 0.66, 0.01
 """How compute divides: as `trainer.shared.pace` has it, which says why."""
 MIB = 2**20
 Fidelity = Literal["exact", "half", "compressed", "local"]
-Binds = Literal["wire", "compute"]
+Limit = Literal["wire", "compute"]
 
 
 @dataclass(frozen=True)
 class HostSpeed:
-    """speeds: of its ranks. kind: what hosts of its kind are called where one has no name of its own, like 4xA16."""
+    """How fast a host is."""
 
     name: str
     speeds: tuple[Speed, ...]
+    """Of its ranks."""
     kind: str = ""
+    """What hosts of its kind are called where one has no name of its own, like 4xA16."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """batch: samples of one update over all ranks."""
+    """What is to be trained."""
 
     layers: tuple[Layer, ...]
     batch: int
+    """Samples of one update over all ranks."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How ranks stay together. every: local steps between two averages. rank: PowerSGD's. half_wire: local's
-    averages travel in 16 bits. overlap: steps that go on meanwhile. local_batch: of local's own updates, at most; 0
-    where a rank makes one a step. exact_part: of the run's updates, the first that lose nothing yet, 0..1; what is
-    predicted is then the mean over all. sync_bn: BatchNorm sees the samples of all ranks.
-    """
+    """How ranks stay together."""
 
     strategy: str
     fidelity: Fidelity = "exact"
     bucket_mib: float = 25.0
     every: int = 1
+    """Local steps between two averages."""
     rank: int = 2
+    """Of PowerSGD."""
     half_wire: bool = False
+    """Whether local's averages travel in 16 bits."""
     overlap: int = 0
+    """Local steps that go on while an average travels."""
     local_batch: int = 0
+    """Samples of one of local's own updates, at most; 0 where a rank makes one update a step."""
     exact_part: float = 0.0
+    """The part of the run's updates that lose nothing yet, 0..1; what is predicted is then the mean over all."""
     sync_bn: bool = False
+    """Whether BatchNorm sees the samples of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -85,20 +91,22 @@ class RankTime:
 
 @dataclass(frozen=True)
 class Forecast:
-    """sync_ms: what every rank spends on the wire beside its compute. critical: the rank that waits least, binds: the
-    largest part of its step. wire_bytes: of one rank's gradient, as it travels, for one update.
-    """
+    """What one way to run a job is predicted to do."""
 
     way: Way
     shares: tuple[int, ...]
     step_ms: float
     samples_per_s: float
     sync_ms: float
+    """What every rank spends on the network beside its compute."""
     wire_bytes: float
+    """Of one rank's gradient, as it travels, for one update."""
     own_ms: tuple[float, ...]
     """The compute time of each rank, the update included."""
     critical: int
-    binds: Binds
+    """The rank that waits least."""
+    limited_by: Limit
+    """The largest part of its step."""
     local_steps: tuple[int, ...] = ()
     """Updates of each rank between two averages."""
 
@@ -113,10 +121,12 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Bucket:
-    """bytes: of fp32. ready: the part of backward after which its last gradient is there, 0..1."""
+    """Gradients that travel together."""
 
     bytes: int
+    """In fp32."""
     ready: float
+    """The part of backward after which its last gradient is there, 0..1."""
     shapes: tuple[Shape, ...]
 
 
@@ -329,7 +339,7 @@ def _forecast(
     """compute_ms: of each rank, its update included."""
     slowest = max(compute_ms)
     sync_ms = step_ms - slowest
-    parts: dict[Binds, float] = {"wire": sync_ms, "compute": (1 - OPTIMISER) * slowest}
+    parts: dict[Limit, float] = {"wire": sync_ms, "compute": (1 - OPTIMISER) * slowest}
     return Forecast(
         way=way,
         shares=tuple(shares),
@@ -339,7 +349,7 @@ def _forecast(
         wire_bytes=sent_bytes,
         own_ms=tuple(compute_ms),
         critical=compute_ms.index(slowest),
-        binds=max(parts, key=lambda part: parts[part]),
+        limited_by=max(parts, key=lambda part: parts[part]),
         local_steps=local_steps,
     )
 

@@ -134,17 +134,17 @@ def pulled_json(
             {"name": file.name, "size": file.size, "changed": changed(file), "here": is_here(run, node, file)}
             for file in files
         ]
-        told: dict[str, Any] = {
+        document: dict[str, Any] = {
             "folder": str(run.files(node)),
             "files": rows,
             "skipped": dict(outputs[node].skipped),
         }
         pulled = found.get(node)
         if isinstance(pulled, HostError):
-            told |= {"error": str(pulled)}
+            document |= {"error": str(pulled)}
         elif pulled:
-            told |= {"new_files": pulled.files, "new_bytes": pulled.bytes, "left": dict(pulled.left)}
-        nodes[node] = told
+            document |= {"new_files": pulled.files, "new_bytes": pulled.bytes, "left": dict(pulled.left)}
+        nodes[node] = document
     return {"schema": 1, "job": job, "nodes": nodes}
 
 
@@ -204,7 +204,7 @@ def _choice(choice: Choice, advice: Advice) -> dict[str, Any]:
         "samples_per_s": forecast.samples_per_s,
         "of_sum": forecast.samples_per_s / advice.sum_of_parts,
         "sync_ms": forecast.sync_ms,
-        "binds": forecast.binds,
+        "binds": forecast.limited_by,
         "wire_bytes": forecast.wire_bytes,
         "ranks": [asdict(rank) for rank in forecast.ranks] if few else None,
     }

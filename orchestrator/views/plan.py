@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.forecast.advice import FIDELITIES, Advice, Choice, Scene, WhatIf, advise
-from orchestrator.forecast.faster import predicted
+from orchestrator.forecast.faster import faster_ways
 from orchestrator.forecast.gpus import ERROR, HOST_DAYS, RESTART_S, Failures, failures
 from orchestrator.forecast.imagined import Group, imagine
 from orchestrator.forecast.inputs import ForecastInputs, allowed, kept, memory_words, network_of
@@ -51,15 +51,17 @@ UNSEEN_OF_IMAGINED: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class Outlook:
-    """cluster: in words. failures: of a cluster that one does not have."""
+    """What is predicted of one workload on one cluster."""
 
     cluster: str
+    """In words."""
     exp: str
     scene: Scene
     advice: Advice
     basis: tuple[str, ...]
     speeds_from: Mapping[str, str]
     failures: Failures | None = None
+    """Only for hosts that one does not have."""
     faster: tuple[Faster, ...] = ()
     """Than the settings as they stand."""
     command: str = ""
@@ -71,7 +73,7 @@ def outlook_of(plan: LaunchPlan, view: ForecastInputs, chosen: Collection[str]) 
     unseen = {**UNSEEN, **(UNSEEN_OF_CATALOGUE if view.is_estimate else {})}
     assert plan.training  # noqa: S101 - for the type checker: there is a view of nothing else
     advice, limits = _advised(view.scene, plan.training, chosen, view.speeds_from, unseen)
-    faster = predicted(plan, view, chosen)
+    faster = faster_ways(plan, view, chosen)
     return Outlook(
         cluster=plan.cluster,
         exp=plan.exp,
@@ -157,7 +159,7 @@ def rows(found: Outlook) -> list[tuple[str, ...]]:
 def _row(found: Outlook, choice: Choice) -> tuple[str, ...]:
     forecast, fidelity = choice.forecast, choice.forecast.way.fidelity
     critical = forecast.ranks[forecast.critical]
-    of_step = {"wire": forecast.sync_ms, "compute": critical.compute_ms}[forecast.binds] / forecast.step_ms
+    of_step = {"wire": forecast.sync_ms, "compute": critical.compute_ms}[forecast.limited_by] / forecast.step_ms
     return (
         f"{fidelity}{' *' if fidelity == found.advice.fidelity else ''}",
         way_words(choice),
@@ -166,7 +168,7 @@ def _row(found: Outlook, choice: Choice) -> tuple[str, ...]:
         figure(choice.samples_per_s),
         percent(choice.samples_per_s / found.advice.sum_of_parts),
         f"{figure(forecast.sync_ms)} ms",
-        f"{LIMITS[forecast.binds]}, {percent(of_step)}",
+        f"{LIMITS[forecast.limited_by]}, {percent(of_step)}",
     )
 
 
@@ -252,7 +254,7 @@ def _groups(hosts: Iterable[HostSpeed]) -> str:
 def _gain(change: WhatIf, now: float) -> str:
     choice = change.choice
     rate = f"{figure(choice.samples_per_s)} samples/s, {_compared(choice.samples_per_s / now)}"
-    return f"{rate} ({way_words(choice)}; limited by the {LIMITS[choice.forecast.binds]})"
+    return f"{rate} ({way_words(choice)}; limited by the {LIMITS[choice.forecast.limited_by]})"
 
 
 def _compared(ratio: float) -> str:
@@ -272,8 +274,8 @@ def _rings(found: Outlook) -> Iterator[str]:
         yield f"one ring through all ranks: {flat} ms; inside each host first: {by_host} ms"
 
 
-def _failure_words(told: Failures) -> str:
+def _failure_words(failures: Failures) -> str:
     return (
-        f"failures: {told.a_day:.2g} a day; with a checkpoint every {format_duration(told.every_s)} (each takes "
-        f"{format_duration(told.checkpoint_s)}) {100 * told.lost:.2g} % of the time is lost"
+        f"failures: {failures.a_day:.2g} a day; with a checkpoint every {format_duration(failures.every_s)} "
+        f"(each takes {format_duration(failures.checkpoint_s)}) {100 * failures.lost:.2g} % of the time is lost"
     )

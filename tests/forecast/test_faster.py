@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from orchestrator.forecast.faster import predicted
+from orchestrator.forecast.faster import faster_ways
 from orchestrator.forecast.inputs import inputs_of
 from orchestrator.planning.command_line import run_line
 from orchestrator.planning.launch_plan import CodeFolder, Elastic, LaunchPlan
@@ -81,9 +81,9 @@ def test_one_rank_takes_nothing_along_that_speaks_of_others():
 def test_a_job_that_goes_on_from_a_checkpoint_stays_with_the_host_that_holds_it():
     plan = dry_run("--set", "resume=/data/point.pt")
     view = inputs_of(plan, {})
-    assert alone(predicted(plan, view, {"resume"})).hosts == ("v100",)
+    assert alone(faster_ways(plan, view, {"resume"})).hosts == ("v100",)
     held = plan.model_copy(update={"master": "a2000"})
-    assert alone(predicted(held, view, {"resume"})).hosts == ("a2000",)
+    assert alone(faster_ways(held, view, {"resume"})).hosts == ("a2000",)
 
 
 def test_auto_leaves_a_host_out_and_says_so_unless_it_is_named():

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from orchestrator.cli import main
 from orchestrator.forecast.advice import Scene, WhatIf
-from orchestrator.forecast.inputs import foreseen, inputs_of, network_from, read_network
+from orchestrator.forecast.inputs import inputs_of, network_from, prediction_of, read_network
 from orchestrator.forecast.links import GLOO, LinkCosts, Site
 from orchestrator.forecast.step import HostSpeed, Workload
 from orchestrator.hosts.cluster import Cluster
@@ -454,7 +454,7 @@ def test_micro_batches_that_are_asked_for_cost_their_fixed_part(home):
     )
     view = dataclasses.replace(view, scene=dataclasses.replace(view.scene, hosts=slow))
     parts = plan.model_copy(update={"settings": {**plan.settings, "accumulate": 4}})
-    assert foreseen(parts, view).step_ms > foreseen(plan, view).step_ms + 100
+    assert prediction_of(parts, view).step_ms > prediction_of(plan, view).step_ms + 100
 
 
 def test_the_prediction_stands_beside_the_measurement(tmp_path):
