@@ -41,15 +41,15 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Up:
-    """What `orch up` found. election: None where no host is usable. unlike: why the usable hosts cannot train together,
-    though some of them can.
-    """
+    """What `orch up` found."""
 
     cluster: Cluster
     election: Election | None
+    """None where no host is usable."""
     problems: Mapping[str, HostError]
     warnings: tuple[str, ...]
     unlike: UnlikeError | None = None
+    """Why the usable hosts cannot train together, though some of them can."""
 
 
 @dataclass(frozen=True)
@@ -304,9 +304,9 @@ def with_secrets(cluster: Cluster, nodes: Sequence[Node]) -> list[Node]:
         inventory = load_inventory(Path(cluster.file))
     except InventoryError as error:
         raise UsageError(str(error.mistakes[0]), again) from error
-    told = {node.name: node for node in (*_extra_again(cluster, inventory), *inventory.nodes)}
+    nodes_now = {node.name: node for node in (*_extra_again(cluster, inventory), *inventory.nodes)}
     for node in nodes:
-        now = told.get(node.name)
+        now = nodes_now.get(node.name)
         if (now.env.keys() if now else set()) != node.env.keys():
             raise UsageError(
                 f"{cluster.file}: the `env` of node {node.name} is not the one of the last `orch up`", again
@@ -315,7 +315,7 @@ def with_secrets(cluster: Cluster, nodes: Sequence[Node]) -> list[Node]:
             raise UsageError(
                 f"{cluster.file}: the `prepare` of node {node.name} is not the one of the last `orch up`", again
             )
-    secret = {name: {"env": node.env, "prepare": node.prepare} for name, node in told.items()}
+    secret = {name: {"env": node.env, "prepare": node.prepare} for name, node in nodes_now.items()}
     return [node.model_copy(update=secret.get(node.name, {})) for node in nodes]
 
 
@@ -347,7 +347,7 @@ def _with_election(cluster: Cluster, election: Election | None) -> Cluster:
 
 
 def _place(node: Node) -> tuple[Any, ...]:
-    """Which folder of which machine a node is, as far as an inventory tells."""
+    """Which folder of which machine a node is, as far as an inventory says."""
     return node.transport, node.host, node.port, node.user, node.proxy_jump, node.workdir
 
 

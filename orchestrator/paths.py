@@ -81,7 +81,7 @@ class Home:
         return self.root / "allowed" / digest
 
     def launching(self, job: str) -> Path:
-        """There from the intent to start a job until every host has been told to go, and locked all the while."""
+        """There from the intent to start a job until every host has been asked to start, and locked all the while."""
         return self.job_folder(job) / "launching"
 
 

@@ -47,11 +47,12 @@ _LEFT_OUT |= {"resume": "", "checkpoint_every": "0"}
 
 @dataclass(frozen=True)
 class Found:
-    """One rank's profile. fresh: measured just now."""
+    """One rank's profile."""
 
     rank: Rank
     profile: Profile
     fresh: bool
+    """Whether it was measured just now."""
 
 
 def _cuda_graph(exp: str, asked: Mapping[str, str]) -> str:
@@ -184,12 +185,12 @@ class Profiling:
 
     def _profiles(self, plan: LaunchPlan, node: NodePlan, events: Events) -> list[Profile]:
         """One of each kind: of ranks that are alike, the slowest one's, since the others wait for it."""
-        told, ends = events.latest("profile"), events.latest("end")
+        measurements, ends = events.latest("profile"), events.latest("end")
         by_key: dict[str, Profile] = {}
         for local_rank in range(node.ranks):
             kind, end = self.kinds[node.name, local_rank], ends.get(local_rank, {})
             try:
-                measured = Measurement.model_validate(told.get(local_rank))
+                measured = Measurement.model_validate(measurements.get(local_rank))
             except ValidationError as error:
                 raise OrchError(
                     f"{node.name}: rank {local_rank} left no measurement", f"see `orch logs --job {plan.job}`"

@@ -71,8 +71,8 @@ def _ask_about_local(home: Home, inventory: Inventory, yes: bool) -> None:
     if not commands or is_allowed(home, commands):
         return
     console.say(f"{inventory.file} would have this machine run, as you:")
-    for told in commands:
-        console.say(f"  {told}")
+    for command in commands:
+        console.say(f"  {command}")
     if not yes and not agrees("Do you trust this file?"):
         raise UsageError(f"{inventory.file}: nothing of it was run", "read it, then `orch up --allow-local` with it")
     allow(home, commands)
@@ -102,18 +102,18 @@ def status(no_look: bool, cluster: str | None, as_json: bool) -> None:
             with busy(f"looking at {counted(len(found.nodes), 'host')}"):
                 silent = controller.connections.silent(found.nodes)
                 on_gpus = controller.clusters.on_gpus(found, without=silent)
-        told = controller.jobs(found.name, silent)
-        jobs = told.records[:10]
+        listed = controller.jobs(found.name, silent)
+        jobs = listed.records[:10]
     if as_json:
         cluster_now = documents.cluster_json(found, silent, on_gpus)
-        console.print_json(documents.status_json(cluster_now, jobs, told.unheard))
-        return job_table.warn_unheard(told.unheard)
+        console.print_json(documents.status_json(cluster_now, jobs, listed.unheard))
+        return job_table.warn_unheard(listed.unheard)
     cluster_table.print_status(found, silent)
     if jobs:
         job_table.print_jobs(jobs)
-    _warn_of_others(found, on_gpus or {}, [job.id for job in told.records])
+    _warn_of_others(found, on_gpus or {}, [job.id for job in listed.records])
     job_table.warn_stalls(jobs)
-    job_table.warn_unheard(told.unheard)
+    job_table.warn_unheard(listed.unheard)
     return None
 
 

@@ -15,7 +15,7 @@ from orchestrator.paths import Home
 
 
 def job_ids(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
-    """Newest first, as far as ids tell; and `latest`."""
+    """Newest first, by their ids; and `latest`."""
     return _fitting(["latest", *sorted(_jobs(), reverse=True)], begun)
 
 

@@ -38,7 +38,7 @@ SECOND_CTRL_C_S = 3.0
 SHOWN = 5
 """So many jobs are named on one line."""
 SCREEN_JOBS = 20
-"""So many `orch jobs` shows on a terminal unless told otherwise."""
+"""So many `orch jobs` shows on a terminal by default."""
 
 
 @click.command(cls=ScriptCommand)

@@ -116,7 +116,7 @@ def _show(study: Study, outcomes: Sequence[Outcome]) -> None:
 
 
 def _noise(study: Study, outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """How often the rows were run, and which of them that does not tell apart."""
+    """How often the rows were run, and which of them differ by no more than noise."""
     from orchestrator.studies.sweep import FIGURES, within_noise
 
     counts = sorted({len(outcome.done.runs) for outcome in outcomes if outcome.done})

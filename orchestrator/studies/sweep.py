@@ -41,12 +41,13 @@ REPEATS, SHORT_S = 3, 60.0
 
 
 class RowRun(Record):
-    """One job of a row. total_s: how long it took; None where that is not known."""
+    """One job of a row."""
 
     job: str
     figures: dict[str, float | None] = Field(default_factory=dict)
     valid: bool = True
     total_s: float | None = None
+    """How long it took; None where that is not known."""
 
 
 @dataclass(frozen=True)
@@ -307,7 +308,7 @@ def dispensable(study: Study) -> tuple[str, ...]:
 
 
 def within_noise(study: Study, outcomes: Sequence[Outcome]) -> list[list[StudyRow]]:
-    """Rows that the study's first figure does not tell apart: groups in which each one's range meets that of another.
+    """Rows that the study's first figure does not distinguish: groups in which each range overlaps another one.
     A row that was run once has no range and is in no group.
     """
     found = []

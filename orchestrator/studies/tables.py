@@ -19,30 +19,32 @@ from orchestrator.results.published import LOADING, MIXED
 
 @dataclass(frozen=True)
 class StudyRow:
-    """cells: under the study's own columns. hosts: GPU and ranks of each host that it needs; where it does not matter
-    which they are, `ranks` says how many there must be in all. published: what the study gives, in its words.
-    """
+    """One configuration that a study measured."""
 
     name: str
     cells: tuple[str, ...]
+    """Under the study's own columns."""
     exp: str
     settings: Mapping[str, str] = field(default_factory=dict)
     hosts: tuple[tuple[str, int], ...] = ()
+    """GPU and ranks of each host that it needs."""
     ranks: int = 0
+    """How many there must be in all, where it does not matter on which hosts."""
     published: tuple[str, ...] = ()
+    """What the study gives, in its words."""
 
 
 @dataclass(frozen=True)
 class Study:
-    """figures: what of a run's summary stands in the table (names that `sweep` knows); by the first of them, rows are
-    told apart. published: the columns of the rows' published cells.
-    """
+    """A published study that can be run again."""
 
     title: str
     source: str
     columns: tuple[str, ...]
     figures: tuple[str, ...]
+    """What of a run's summary stands in the table (names that `sweep` knows); the first of them compares the rows."""
     published: tuple[str, ...]
+    """The columns of the rows' published cells."""
     rows: tuple[StudyRow, ...]
     note: str = ""
 

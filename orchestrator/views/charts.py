@@ -18,7 +18,7 @@ from orchestrator.files import write_atomic
 from orchestrator.results.summary import Collectives, NodeSummary, Summary
 from orchestrator.units import counted, format_bytes, format_figure
 
-# Okabe and Ito's palette, told apart by every common form of colour vision; the hatch keeps them apart on paper.
+# Okabe and Ito's palette, distinct for every common form of colour vision; the hatch distinguishes them on paper.
 _SERIES = (
     ("samples_per_s", "in the cluster", "#0072B2", ""),
     ("own_samples_per_s", "own compute speed (estimate of alone)", "#E69F00", "//"),

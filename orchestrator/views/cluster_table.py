@@ -31,9 +31,9 @@ def _print_nodes(cluster: Cluster, nodes: Sequence[Mapping[str, Any]], when: str
     """when: the key of the time that comes last."""
     columns = ("name", "IP", "id", "note", "GPU", "bandwidth", "image", "torch", "venv", "status", when)
     rows = [[str(node["address" if column == "IP" else column.lower()] or "") for column in columns] for node in nodes]
-    told = [index for index in range(len(columns)) if any(row[index] for row in rows)]  # a narrow screen has no room
-    shown = [[row[index] for index in told] for row in rows]
+    filled = [index for index in range(len(columns)) if any(row[index] for row in rows)]  # a narrow screen has no room
+    shown = [[row[index] for index in filled] for row in rows]
     drop = ("added", "venv", "note", "image", "id", "bandwidth")
-    console.out.print(table(f"cluster {cluster.name}", [columns[index] for index in told], shown, drop=drop))
+    console.out.print(table(f"cluster {cluster.name}", [columns[index] for index in filled], shown, drop=drop))
     if cluster.master:
         console.out.print(Text.assemble("master: ", console.plain(cluster.master_reason, "bold")))

@@ -22,7 +22,7 @@ from orchestrator.views.linechart import ChartLine, LineChart, line_chart
 POINTS = 150
 """Points of a line; up to twice as many are drawn."""
 HOSTS = 9
-"""More lines than this cannot be told apart."""
+"""More lines than this cannot be distinguished."""
 FIRST_S, LONGEST_S = 2.0, 1e9
 MINUTES_FROM_S = 600.0
 QUANTITIES = {
@@ -35,18 +35,20 @@ QUANTITIES = {
 
 @dataclass
 class Stretch:
-    """Sums over some seconds. by: of each quantity, the sum and how many readings told it."""
+    """Sums over some seconds."""
 
     readings: int = 0
     slowed: int = 0
+    """How many of the readings found it slowed."""
     by: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Of each quantity the sum, and how many readings had it."""
 
     def add(self, other: Stretch) -> None:
         self.readings += other.readings
         self.slowed += other.slowed
-        for name, (total, told) in other.by.items():
+        for name, (total, times) in other.by.items():
             before = self.by.get(name, (0.0, 0))
-            self.by[name] = (before[0] + total, before[1] + told)
+            self.by[name] = (before[0] + total, before[1] + times)
 
 
 class Course:
@@ -66,9 +68,9 @@ class Course:
         since_s = reading.wall - self._began
         if not 0 <= since_s < LONGEST_S:  # its clock was set
             return
-        told = {name: (value, 1) for name in QUANTITIES if (value := getattr(reading, name)) is not None}
-        found = Stretch(1, int(is_slowed(reading.slowed_by)), told)
-        self._stretches.setdefault(int(since_s // self.stretch_s), Stretch()).add(found)
+        values = {name: (value, 1) for name in QUANTITIES if (value := getattr(reading, name)) is not None}
+        stretch = Stretch(1, int(is_slowed(reading.slowed_by)), values)
+        self._stretches.setdefault(int(since_s // self.stretch_s), Stretch()).add(stretch)
         while max(self._stretches) >= 2 * POINTS:
             self._halve()
 
@@ -91,9 +93,9 @@ class Course:
     def points(self, quantity: str) -> Iterator[tuple[float, float, bool]]:
         """Seconds, the mean, and whether it was slowed for most of that time."""
         for number, stretch in sorted(self._stretches.items()):
-            total, told = stretch.by.get(quantity, (0.0, 0))
-            if told:
-                yield number * self.stretch_s, total / told, 2 * stretch.slowed > stretch.readings
+            total, times = stretch.by.get(quantity, (0.0, 0))
+            if times:
+                yield number * self.stretch_s, total / times, 2 * stretch.slowed > stretch.readings
 
 
 def read_course(path: Path) -> Course:
@@ -105,16 +107,19 @@ def read_course(path: Path) -> Course:
 
 @dataclass(frozen=True)
 class GpuCharts:
-    """hosts: those drawn, in the order of their colours. unit: of the time. of: hosts that there would be."""
+    """The GPUs' course over the run, a chart for each quantity."""
 
     charts: tuple[LineChart, ...]
     hosts: tuple[str, ...]
+    """Those drawn, in the order of their colours."""
     unit: str
+    """Of the time."""
     of: int
+    """How many hosts there would be to draw."""
 
 
 def gpu_charts(courses: Mapping[str, Course]) -> GpuCharts:
-    """A chart for each quantity of which a host told two points. Of too many hosts those that were slowed most."""
+    """A chart for each quantity of which a host reported two points. Of too many hosts those that were slowed most."""
     known = {name: course for name, course in courses.items() if course.lasted_s}
     most = sorted(known, key=lambda name: -known[name].slowed)[:HOSTS]
     drawn = {name: known[name] for name in known if name in most}

@@ -28,8 +28,8 @@ def print_jobs(jobs: Sequence[JobRecord]) -> None:
     drop = ["exp", "nodes", "first failure", "exit", "took", "cluster", "started"]
     idle = {"cluster"} if len({job.cluster for job in jobs}) < 2 else set()
     idle |= {name for index, name in enumerate(columns) if rows and not any(str(row[index]) for row in rows)}
-    told = [index for index, name in enumerate(columns) if name not in idle]
-    columns, rows = [columns[index] for index in told], [tuple(row[index] for index in told) for row in rows]
+    filled = [index for index, name in enumerate(columns) if name not in idle]
+    columns, rows = [columns[index] for index in filled], [tuple(row[index] for index in filled) for row in rows]
     console.out.print(table(None, columns, rows, drop=drop, text=("first failure",)))
 
 

@@ -22,22 +22,27 @@ LEAST = 1e-9
 
 @dataclass(frozen=True)
 class ChartLine:
-    """points: (x, y) in the order of x. dots: each point is marked, too. marked: stretches of it that stand out."""
+    """One line of a chart, in the chart's own quantities."""
 
     name: str
     points: Points
+    """(x, y) in the order of x."""
     dots: bool = False
+    """Whether each point is marked, too."""
     marked: Sequence[Points] = ()
+    """Stretches of it that stand out."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """path: of an SVG. dots: a path of length 0 for each point. marked: the stretches that stand out."""
+    """One line of a chart as paths of an SVG."""
 
     name: str
     path: str
     dots: str
+    """A path of length 0 for each point."""
     marked: str = ""
+    """The stretches that stand out."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,7 @@ def _scale(low: float, high: float) -> Callable[[float], float]:
 
 def _marks(low: float, high: float, *, whole: bool = False) -> tuple[list[float], int]:
     """Round values from at most `low` to at least `high`, 1, 2 or 5 times a power of ten apart; and how many digits
-    after the point tell them apart.
+    after the point distinguish them.
     """
     apart = max((high - low or abs(high) or 1.0) / TICKS, LEAST)
     power = 10.0 ** math.floor(math.log10(apart))

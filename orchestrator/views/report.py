@@ -55,9 +55,10 @@ def write_report(run: RunFolder, summary: Summary) -> Path:
 
 @dataclass(frozen=True)
 class LogEnd:
-    """The last lines of a log. name: the file, as seen from the run's folder."""
+    """The last lines of a log."""
 
     name: str
+    """The file, as seen from the run's folder."""
     lines: tuple[str, ...]
 
 
