@@ -43,7 +43,7 @@ def spawn(count: int, settings: AnySettings) -> int:
             if process.is_alive():
                 os.kill(process.pid, signum)
 
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it would tell whom it ends
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it would report whom it ends
     for signum in _SIGNALS:
         signal.signal(signum, pass_on)
     failure = _wait(ranks)
@@ -68,7 +68,7 @@ def _wait(ranks: Any) -> multiprocessing.ProcessExitedException | None:
 
 def _be_rank(rank: int, count: int, port: int, settings: AnySettings, speaker: Any) -> None:
     who = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-    # torch's own words for a store that somebody else keeps: what torchrun's agent tells its workers.
+    # torch's own words for a store that somebody else keeps: what torchrun's agent gives its workers.
     store = {"MASTER_ADDR": _ADDRESS, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
     store |= {"TORCHELASTIC_RUN_ID": "spawn", "TORCHELASTIC_RESTART_COUNT": 0}
     os.environ.update({name: str(value) for name, value in {**who, **store}.items()})

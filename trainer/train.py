@@ -123,7 +123,7 @@ def update(run: Run, images: Tensor, labels: Tensor, progress: Progress, begin: 
 
 
 def drawn(run: Run, progress: Progress) -> Iterator[Batch]:
-    """This rank's batches from where `progress` is to the end of the epoch, or of the run; drawn anew where the shares
+    """This rank's batches from where `progress` is to the end of the epoch, or of the run; drawn again where the shares
     have changed, since what a loader has prepared by then is cut by the old ones.
     """
     epoch_ends = min(run.stream.steps, run.last_step - progress.epoch * run.stream.steps)

@@ -46,7 +46,7 @@ def with_rounds(draft: Draft, view: ForecastInputs | UsageError) -> Draft:
 
 def fewest_steps(speed: Callable[[int, int], float], asked: int) -> tuple[int, int]:
     """Steps from one average to the next, and those that go on while it travels. speed: samples/s by both. asked: the
-    setting `local_overlap`; -1 is up to half of the steps.
+    setting `local_overlap`; -1 allows up to half of the steps (where a person sets `local_steps`, -1 is a quarter).
     """
     most = max(LOCAL_STEPS, asked + 1)
     speeds = {every: speed(every, every // 2 if asked < 0 else asked) for every in range(max(1, asked + 1), most + 1)}

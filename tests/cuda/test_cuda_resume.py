@@ -46,4 +46,4 @@ def test_each_rank_goes_on_with_its_own_loss_scale_and_others_with_the_least(mac
     assert ["scale 64.0" in same[0].output, "scale 65.0" in same[1].output] == [True, True]
     others = played(machine, (Host(3),), "no", "--resume", str(tmp_path))
     assert all("scale 64.0" in rank.output for rank in others)
-    assert "begun anew" not in same[0].output + others[0].output
+    assert "started fresh" not in same[0].output + others[0].output

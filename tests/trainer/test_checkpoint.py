@@ -72,9 +72,9 @@ def ended(folder: Path, arguments: list[str], world_size: int, code: int, **more
     with started(folder, arguments, world_size, **more) as processes:
         for process in processes:
             process.join(120)
-    told = [(folder / f"{rank}.err").read_text() for rank in range(world_size)]
-    assert [process.exitcode for process in processes] == [code] * world_size, told
-    return told
+    errors = [(folder / f"{rank}.err").read_text() for rank in range(world_size)]
+    assert [process.exitcode for process in processes] == [code] * world_size, errors
+    return errors
 
 
 def finished(folder: Path, arguments: list[str], world_size: int = 2, **more: str) -> str:
@@ -184,7 +184,7 @@ def test_what_one_way_to_synchronise_keeps_is_not_poured_into_another(tmp_path: 
         assert losses(tmp_path / "without", rank) == losses(tmp_path / "with", rank)
     compressed = ["--fidelity", "compressed", "--steps", "10", "--resume", "../stopped/checkpoints"]
     said = finished(tmp_path / "compressed", compressed)
-    assert "; memory, q, updates: not in the checkpoint, begun anew; velocity: left out\n" in said
+    assert "; memory, q, updates: not in the checkpoint, started fresh; velocity: left out\n" in said
 
 
 def test_other_ranks_begin_with_a_mean_by_samples_and_owe_as_much_as_before(tmp_path: Path) -> None:
@@ -214,8 +214,8 @@ def test_a_run_that_had_ended_by_its_steps_trains_no_further(stopped: Path, tmp_
     assert [events(tmp_path, event) for event in ("step", "checkpoint")] == [[], []]
     assert sorted(path.name for path in kept.iterdir()) == names
     assert events(tmp_path, "end")[0]["status"] == "succeeded"
-    (again,), told = events(tmp_path, "eval"), events(stopped, "eval")[-1]
-    assert (again["step"], again["loss"]) == (told["step"], told["loss"])
+    (again,), last = events(tmp_path, "eval"), events(stopped, "eval")[-1]
+    assert (again["step"], again["loss"]) == (last["step"], last["loss"])
 
 
 def test_another_number_of_ranks_goes_on_with_the_same_samples(stopped: Path, tmp_path: Path) -> None:
@@ -236,8 +236,8 @@ def test_shares_that_a_run_had_come_to_by_itself_go_on_with_the_same_ranks(tmp_p
     finished(tmp_path / "stopped", [*uneven, "--checkpoint_every", "10", "--steps", "10"])
     finished(tmp_path / "resumed", [*even, "--resume", "../stopped/checkpoints"])
     assert_goes_on_like(tmp_path / "whole", tmp_path / "resumed", first=10)
-    (told,) = events(tmp_path / "resumed", "rebalance")
-    assert (told["step"], told["shares"], told["before"]) == (10, [24, 8], [16, 16])
+    (change,) = events(tmp_path / "resumed", "rebalance")
+    assert (change["step"], change["shares"], change["before"]) == (10, [24, 8], [16, 16])
 
 
 def test_without_batch_norm_other_ranks_give_the_same_losses(tmp_path: Path) -> None:
@@ -256,14 +256,14 @@ def test_the_newest_two_stay_and_the_records_tell_of_each(stopped: Path) -> None
     files = sorted((stopped / "checkpoints").iterdir())
     assert [path.name for path in files] == ["step-000000008.pt", "step-000000010.pt"]
     assert [path.stat().st_mode & 0o777 for path in files] == [0o600] * 2
-    told = events(stopped, "checkpoint")
-    assert [(one["step"], one["name"], one["failure"]) for one in told] == [
+    records = events(stopped, "checkpoint")
+    assert [(one["step"], one["name"], one["failure"]) for one in records] == [
         (3, "step-000000004.pt", None),
         (7, "step-000000008.pt", None),
         (9, "step-000000010.pt", None),
     ]
-    assert [one["bytes"] for one in told[1:]] == [path.stat().st_size for path in files]
-    assert all(one["write_ms"] > 0 for one in told)
+    assert [one["bytes"] for one in records[1:]] == [path.stat().st_size for path in files]
+    assert all(one["write_ms"] > 0 for one in records)
     assert events(stopped, "checkpoint", rank=1) == []
 
 
@@ -291,9 +291,9 @@ def test_a_full_disk_ends_no_run(tmp_path: Path) -> None:
     assert len(lines) == 2
     assert lines[0].startswith(f"cannot write checkpoint {folder}/checkpoints/step-000000005.pt: ")
     assert lines[0].endswith("; training goes on")
-    told = events(folder, "checkpoint")
-    assert [one["bytes"] for one in told] == [0, 0]
-    assert all(one["failure"] for one in told)
+    records = events(folder, "checkpoint")
+    assert [one["bytes"] for one in records] == [0, 0]
+    assert all(one["failure"] for one in records)
     assert list((folder / "checkpoints").iterdir()) == []
 
 

@@ -144,7 +144,7 @@ class CheckpointKeeper:
     # ---- going on ---------------------------------------------------------------------------------------------
 
     def resume(self) -> Progress:
-        """Rank 0 reads, and tells the others. Raises TrainError, on every rank the same."""
+        """Rank 0 reads it and broadcasts what it read. Raises TrainError, on every rank the same."""
         info, source, saved, content = self.run.info, None, None, b""
         passed_over: dict[Path, str] = {}
         with together(info.node):
@@ -204,8 +204,10 @@ class CheckpointKeeper:
         now = dataclasses.asdict(self.run.settings)
         other = [name for name in _SAME if saved.settings.get(name) != now[name]]
         if other:
-            told = ", ".join(f"{name}={saved.settings.get(name)} (now {now[name]})" for name in other)
-            raise TrainError(f"the checkpoint is of a run with {told}: resume with the same, or start again without it")
+            changed = ", ".join(f"{name}={saved.settings.get(name)} (now {now[name]})" for name in other)
+            raise TrainError(
+                f"the checkpoint is of a run with {changed}: resume with the same, or start again without it"
+            )
         if (saved.data, saved.train_samples) != (self.data, self.run.facts.train_samples):
             raise TrainError(
                 f"the checkpoint is of other data: {saved.train_samples} images for training, now there are "
@@ -240,7 +242,7 @@ def folder_of(settings: Settings) -> Path:
 def source_of(settings: Settings) -> Path | None:
     """What to go on from: what the person names, and after a restart by torchrun the newest of this very job."""
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    # torchrun does not count a start that another host asked for; the launcher tells of each.
+    # torchrun does not count a start that another host asked for; the launcher reports each.
     again = (restarts.isdecimal() and int(restarts) > 0) or os.environ.get("ORCH_RESTARTED") == "1"
     if again and settings.checkpoint_every and newest(folder_of(settings)):
         return folder_of(settings)
@@ -314,13 +316,13 @@ def _numbered(kind: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def _fill(tensors: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> str:
-    """Where name and shape are the same. Gives the words to say what was not there, and what was there in vain."""
+    """Copies what has the same name and shape. Returns the words for what was not there, and for what was not used."""
     fits = {name for name, tensor in tensors.items() if name in kept and kept[name].shape == tensor.shape}
     for name in fits:
         tensors[name].copy_(kept[name])
-    anew, dropped = ({name.partition(".")[0] for name in {*of} - fits} - _IN_THE_MEAN for of in (tensors, kept))
-    told = f"; {', '.join(sorted(anew))}: not in the checkpoint, begun anew" if anew else ""
-    return told + (f"; {', '.join(sorted(dropped - anew))}: left out" if dropped - anew else "")
+    fresh, dropped = ({name.partition(".")[0] for name in {*of} - fits} - _IN_THE_MEAN for of in (tensors, kept))
+    words = f"; {', '.join(sorted(fresh))}: not in the checkpoint, started fresh" if fresh else ""
+    return words + (f"; {', '.join(sorted(dropped - fresh))}: left out" if dropped - fresh else "")
 
 
 def for_other_ranks(saved: Checkpoint, world_size: int) -> dict[str, Tensor]:

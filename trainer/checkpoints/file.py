@@ -36,25 +36,26 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The file's content. Of each rank: its name, its share, sums (as in Progress), own tensors, random state.
-
-    data, train_samples: a word that tells different data apart, and how many samples an epoch has. momentum: as the
-    optimiser orders its parameters; None where it has none.
-    """
+    """The file's content."""
 
     schema: int
     settings: dict[str, Any]
     data: str
+    """A word that differs for different data."""
     train_samples: int
+    """How many samples an epoch has."""
     world_size: int
     names: list[str]
+    """Of each rank, as are `shares`, `sums`, `own` and `random`."""
     shares: list[int]
     epoch: int
     step: int
     model: dict[str, Tensor]
     momentum: list[Tensor | None]
+    """As the optimiser orders its parameters; None for one that has none."""
     scaler: dict[str, Any]
     sums: list[list[float]]
+    """As in `Progress`."""
     own: list[dict[str, Tensor]]
     random: list[Tensor]
 
@@ -89,13 +90,13 @@ class DamagedError(TrainError):
 
 
 class FoundCheckpoint(NamedTuple):
-    """content: the file's bytes. passed_over: what is damaged in the same folder and would have come first, with the
-    line that says so.
-    """
+    """A checkpoint that can be read."""
 
     checkpoint: Checkpoint
     content: bytes
+    """The file's bytes."""
     passed_over: dict[Path, str]
+    """Damaged files of the same folder that would have come first, with the line that says so."""
 
 
 def read_file(source: Path) -> FoundCheckpoint:

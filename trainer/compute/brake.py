@@ -10,8 +10,8 @@ from trainer.shared.slow import Slow
 
 
 class Brake:
-    """Holds this rank up where the setting `slow` says so; by itself nowhere. postpone: told for how many seconds, by
-    which a stand-in's deadlines are due later: otherwise it would make up for the pause.
+    """Holds this rank up where the setting `slow` says so, and nowhere without it. postpone: called with the seconds by
+    which a stand-in's deadlines are due later; otherwise it would make up for the pause.
     """
 
     def __init__(

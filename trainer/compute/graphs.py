@@ -61,7 +61,7 @@ def why_not(device: torch.device, settings: Any, model: nn.Module) -> str:
 
 class Graphs:
     """The recordings of one network, by the shape of its images. say: to people. gave_up: called with the reason when
-    this rank records and replays nothing any more. enabled: may the next pass be recorded or replayed?
+    this rank stops recording and replaying. enabled: may the next pass be recorded or replayed?
     """
 
     def __init__(self, say: Callable[[str], None], gave_up: Callable[[str], None]) -> None:

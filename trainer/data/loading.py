@@ -39,13 +39,14 @@ Batches = Iterable[Batch]
 
 
 class Opened(NamedTuple):
-    """A rank's batches. train: of the epoch that the order is set to. test: its part of the test data, opened anew for
-    each evaluation; None where it is paced. first: of that epoch's first updates, so many, without disturbing `train`.
-    """
+    """A rank's batches."""
 
     train: Batches
+    """Of the epoch that the order is set to."""
     test: Callable[[], Batches] | None
+    """Opens its part of the test data, for each evaluation again; None where the rank is paced."""
     first: Callable[[int], Batches]
+    """Opens the batches of that epoch's first updates, so many, without disturbing `train`."""
 
 
 _PART_OF_MEMORY = 0.25

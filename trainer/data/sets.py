@@ -60,7 +60,7 @@ def known_facts(settings: Settings) -> DataSet:
 
 
 def find_facts(settings: Settings) -> tuple[DataSet, str]:
-    """The facts of the data that this run trains on, and a word that tells different data apart.
+    """The facts of the data that this run trains on, and a word that differs for different data.
 
     A folder's classes and images are counted. Raises TrainError where it is not as it should be.
     """

@@ -40,7 +40,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Bench:
-    """What stays the same from the first measurement to the last. patterns: each rank's elements, repeated."""
+    """What stays the same from the first measurement to the last."""
 
     settings: CollectiveSettings
     info: RankInfo
@@ -48,6 +48,7 @@ class Bench:
     device: torch.device
     timer: Timer
     patterns: tuple[Tensor, ...]
+    """Each rank's elements, repeated."""
     deadline_s: float
 
     @property
@@ -58,11 +59,12 @@ class Bench:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one operation and size. time_s: None where it was not measured, for the reason in `error`."""
+    """The result of one operation and size."""
 
     size_bytes: int
     iterations: int = 0
     time_s: float | None = None
+    """None where it was not measured, for the reason in `error`."""
     error: str | None = None
 
 

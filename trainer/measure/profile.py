@@ -65,14 +65,13 @@ STRAIGHT = 0.02
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of one update, or their medians over several. lateness: how late a paced rank's backward ended, as a
-    part of a step; None for a rank that computes.
-    """
+    """The times of one update, or their medians over several."""
 
     step_ms: float
     forward_ms: float
     optim_ms: float
     lateness: float | None = None
+    """How late a paced rank's backward ended, as a part of a step; None for a rank that computes."""
 
     @property
     def kept_pace(self) -> bool:
@@ -216,10 +215,12 @@ _NO_MEMORY = re.compile(
 
 @dataclass(frozen=True)
 class Ladder:
-    """times: of each size measured, ascending. cap: the most samples that fit, None where memory was no limit."""
+    """The times of growing batch sizes."""
 
     times: dict[int, Times]
+    """Of each size that was measured, ascending."""
     cap: int | None
+    """The most samples that fit; None where memory was no limit."""
 
     @property
     def in_time(self) -> dict[int, Times]:

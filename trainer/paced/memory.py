@@ -11,7 +11,7 @@ from trainer.shared.pace import Pace
 
 
 def keep_freed_memory() -> None:
-    """Tells the C library not to hand freed memory back to the kernel: to get it anew for each step's gradients, page
+    """Has the C library keep freed memory: to get it from the kernel again for each step's gradients, page
     by page, would cost more CPU than all the rest (mallopt(3); another C library than glibc may not have it).
     """
     trim_threshold, mmap_threshold = -1, -3
@@ -34,7 +34,7 @@ def memory_needed(anatomy: Anatomy, pace: Pace, samples: int) -> int:
 
 
 def most_samples(anatomy: Anatomy, pace: Pace) -> int | None:
-    """That the GPU has memory for; None where its memory is not told."""
+    """How many samples the GPU has memory for; None where its memory is not known."""
     if pace.memory_bytes is None:
         return None
     return max(0, (pace.memory_bytes - anatomy.state_bytes) // anatomy.activation_bytes)

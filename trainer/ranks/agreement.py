@@ -46,9 +46,9 @@ def gather_lines(own: str) -> list[str]:
 
 def agreed(values: list[float], how: dist.ReduceOp.RedOpType) -> list[float]:
     """The least, largest or sum over all ranks, value by value, in double precision."""
-    told = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(told, op=how)
-    return [float(value) for value in told.tolist()]
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor, op=how)
+    return [float(value) for value in tensor.tolist()]
 
 
 def sum_over_ranks(values: list[float]) -> list[float]:

@@ -34,8 +34,8 @@ def unlike(lines: Sequence[str]) -> str:
         nodes.setdefault(found, []).append(node)
     if len(nodes) < 2:
         return ""
-    told = "; ".join(f"{found} on {', '.join(dict.fromkeys(names))}" for found, names in nodes.items())
-    return f"NCCL must be the same on all ranks, and is not ({told}): install one build of torch everywhere"
+    versions = "; ".join(f"{found} on {', '.join(dict.fromkeys(names))}" for found, names in nodes.items())
+    return f"NCCL must be the same on all ranks, and is not ({versions}): install one build of torch everywhere"
 
 
 def patience_s(ranks: int) -> float:

@@ -60,7 +60,7 @@ def _nccl_group(info: RankInfo, device: torch.device) -> dist.ProcessGroup:
 
 
 def _store(info: RankInfo) -> dist.Store:
-    """Where the ranks tell each other their addresses. A torchrun that starts all of one host's ranks anew keeps its
+    """Where the ranks exchange their addresses. A torchrun that starts all of one host's ranks again keeps its
     store, and those of the ranks that died are still in it: each start has a part of its own.
     """
     store, _, _ = next(dist.rendezvous("env://", info.rank, info.world_size, timeout=TIMEOUT))

@@ -22,9 +22,7 @@ from trainer.shared.pace import Pace, read_pace
 
 @dataclass(frozen=True)
 class RankInfo:
-    """master: "address:port" of the rendezvous, or None for a process that nobody launched. pace: of a rank that
-    stands in for a GPU.
-    """
+    """Who this rank is, from the launcher's variables."""
 
     rank: int
     local_rank: int
@@ -34,7 +32,9 @@ class RankInfo:
     node: str
     metrics_path: Path | None
     master: str | None
+    """"address:port" of the rendezvous; None for a process that nobody launched."""
     pace: Pace | None = None
+    """Of a rank that stands in for a GPU."""
 
 
 def read_rank_info(environment: Mapping[str, str] = os.environ) -> RankInfo:

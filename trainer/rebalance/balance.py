@@ -29,13 +29,12 @@ PROBE_COST = 0.05
 
 @dataclass(frozen=True)
 class Change:
-    """spread: of the ranks' compute times with the shares before, (max - min) / mean. The shares may be the same, and
-    only the probes others.
-    """
+    """New shares. They may be the same as before, and only the probes be others."""
 
     shares: tuple[int, ...]
     before: tuple[int, ...]
     spread: float
+    """Of the ranks' compute times with the shares before, (max - min) / mean."""
     probes: Probes = NO_PROBES
 
 

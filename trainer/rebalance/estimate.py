@@ -8,7 +8,7 @@
     (42, 3.03)
 
 A time is a line's (`Speed`: a + b*m). As long as the rank has had one size of batch, its times say how high the line
-lies and nothing of a and b; the second size tells them apart.
+lies and nothing of a and b; the second size separates them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FRESH = 3
 """Times with the samples of now that there have to be before they are judged."""
 KEPT = 48
 SENT = 8
-"""A rank's latest times that travel at once; so many tell its noise."""
+"""A rank's latest times that travel at once; so many show its noise."""
 SUDDEN = 0.15
 """A rank whose latest FRESH times lie this far from those before has become another: what was before is forgotten."""
 NOISE = 0.05
@@ -78,7 +78,7 @@ class Estimate:
         if len(self.times_ms) < FRESH:
             return
         if self.before and self.before[0] != samples:
-            self._tell_apart(*self.before, samples, middle_ms)
+            self._separate(*self.before, samples, middle_ms)
         self.before = None
         if self.best is None or middle_ms < self.best.step_ms(samples):
             self.best = self.speed
@@ -115,7 +115,7 @@ class Estimate:
         self.slope_error = max(self.slope_error, _GUESSED)
         return recent
 
-    def _tell_apart(self, samples: int, time_ms: float, samples_now: int, now_ms: float) -> None:
+    def _separate(self, samples: int, time_ms: float, samples_now: int, now_ms: float) -> None:
         """Turns the line about its point of now: the slope between two medians and what it was thought to be count as
         much as each is sure (a Kalman filter of one unknown).
 

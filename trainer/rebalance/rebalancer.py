@@ -1,4 +1,4 @@
-"""Shares in a run: the ranks tell each other their compute times, and all take their new shares from one update on."""
+"""Shares in a run: the ranks exchange their compute times, and all take their new shares from one update on."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ HEAD = 3
 
 
 class Rebalancer:
-    """Tells the ranks each other's compute times every few updates, beside the update that follows, and has all of
-    them take their new shares from one update on.
+    """Exchanges the ranks' compute times every few updates, beside the update that follows, and has all ranks take
+    their new shares from one update on.
 
     room: the most samples that this rank's memory holds, as the run itself shows it; None where that is not known, or
-    a profile has told. say: to people. How often they are told follows from what telling and deciding have taken so
-    far, on the rank where they take longest; in a group of their own, since a sum of theirs would otherwise have to
-    wait for whatever travels.
+    a profile says it. say: to people. How often times are exchanged follows from what exchanging and deciding have
+    taken so far, on the rank where they take longest. They travel in a group of their own, since their sum would
+    otherwise have to wait for whatever travels.
 
     New shares throw away what loaders have prepared. So they have to save more time than that costs, over as many
     updates as have passed since the last ones; what it costs is seen when the run, or a split, begins.

@@ -17,16 +17,17 @@ from trainer.shared.shares import Speed
 
 @dataclass(frozen=True)
 class Division:
-    """shares: samples of a full batch for each rank. speeds: what is known of each rank's. last_step: updates of the
-    whole run.
-    """
+    """How the data and the batches are divided."""
 
     facts: DataSet
     order: RankBatches
     micro_batches: MicroBatches
     shares: tuple[int, ...]
+    """Samples of a full batch for each rank."""
     speeds: list[Speed | None]
+    """Of each rank; None where nothing is known."""
     last_step: int
+    """Updates of the whole run."""
 
 
 def divide(settings: Settings, info: RankInfo) -> Division:

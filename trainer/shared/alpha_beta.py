@@ -90,7 +90,7 @@ def fit(points: Sequence[tuple[float, float]]) -> Line | None:
     uu, uv, vv = sum(u * u for u, _ in rows), sum(u * v for u, v in rows), sum(v * v for _, v in rows)
     u1, v1 = sum(u for u, _ in rows), sum(v for _, v in rows)
     determinant = uu * vv - uv * uv
-    if determinant <= 1e-12 * uu * vv:  # sizes too close to tell what each costs
+    if determinant <= 1e-12 * uu * vv:  # sizes too close to each other to separate the two costs
         return None
     alpha, beta = (u1 * vv - v1 * uv) / determinant, (v1 * uu - u1 * uv) / determinant
     if alpha < 0:

@@ -73,7 +73,7 @@ def _setting(
 
 
 def overlap_of(local_steps: int, asked: int) -> int:
-    """asked: the setting `local_overlap`."""
+    """asked: the setting `local_overlap`. (Where `orch` predicts `local_steps`, it settles -1 beforehand.)"""
     return local_steps // 4 if asked < 0 else asked
 
 
@@ -131,7 +131,8 @@ class Settings:
     )
     local_overlap: int = _setting(
         "Updates that go on while local's weight changes travel, before the average is applied; 0 waits for it, -1 "
-        "is a quarter of local_steps.",
+        "is a quarter of local_steps; where orch chooses local_steps (0), -1 is the fewest that are predicted to hide "
+        "the network, at most half of them.",
         at_least=-1,
     )
     local_after: int = _setting(
@@ -322,7 +323,7 @@ class Settings:
         return updates // 10 if asked < 0 else asked
 
     def as_used(self, updates: int) -> Settings:
-        """These settings with every `auto` and -1 of the wire replaced by what a run of so many updates makes of it."""
+        """These settings with each `auto` and -1 of the exchange replaced by its value in a run of so many updates."""
         found: dict[str, Any] = {"wire": self.sent_as}
         if self.fidelity == "compressed":
             found["compress_after"] = self.exact_updates(updates)

@@ -14,14 +14,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DataSet:
-    """shape: channels, height, width of one image. mean, std: of each channel, in parts of full brightness."""
+    """What is known of a data set."""
 
     shape: tuple[int, int, int]
+    """Channels, height, width of one image."""
     classes: int
     train_samples: int
     test_samples: int
     mean: tuple[float, ...]
+    """Of each channel, in parts of full brightness."""
     std: tuple[float, ...]
+    """Of each channel, in parts of full brightness."""
 
 
 DATA_SETS = {

@@ -24,16 +24,16 @@ ResNet-152 moves 1.2 GB, 1.3 ms of a V100's 154 ms at 900 GB/s."""
 
 @dataclass(frozen=True)
 class Pace:
-    """slowdown: (step, factor) pairs in the order of their steps: from that one on, all take factor times as long.
-    gb_per_s: the GPU's memory bandwidth, at which it does what lies beside its steps (`gpu_work`).
-    """
+    """The speed of the GPU that a rank stands in for."""
 
     samples_per_s: float
     fixed_ms: float = 0.0
     jitter: float = 0.0
     memory_bytes: int | None = None
     slowdown: tuple[tuple[int, float], ...] = ()
+    """(step, factor) pairs in the order of their steps: from that one on, all take factor times as long."""
     gb_per_s: float = GB_PER_S
+    """The GPU's memory bandwidth, at which it does what lies beside its steps (`gpu_work`)."""
 
     def step_s(self, samples: int, step: int, seed: object = 0) -> float:
         """Seconds that a whole step takes with so many samples. seed: two ranks with one seed jitter alike."""

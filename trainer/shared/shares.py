@@ -121,15 +121,16 @@ def choose_shares(wanted: Wanted, ranks: Sequence[tuple[str, int]], batch: int) 
 
 @dataclass(frozen=True)
 class Speed:
-    """How long a rank computes on m samples: t = a + b*m, the model of AdaptDL (Qiao et al., OSDI 2021).
-
-    cap: the most samples that fit in its memory at once; more are done one such micro-batch after the other, and each
-    costs fixed_ms. None: no limit is known.
-    """
+    """How long a rank computes on m samples: t = a + b*m, the model of AdaptDL (Qiao et al., OSDI 2021)."""
 
     fixed_ms: float
+    """a: of each micro-batch, whatever its size."""
     sample_ms: float
+    """b: of each sample."""
     cap: int | None = None
+    """The most samples that fit in its memory at once; more are done one such micro-batch after the other, and each
+    costs fixed_ms. None: no limit is known.
+    """
 
     def step_ms(self, samples: int) -> float:
         """0 for no samples: such a rank computes nothing."""

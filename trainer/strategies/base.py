@@ -23,14 +23,16 @@ from trainer.strategies.batch_norm import is_synchronised
 
 @dataclass(frozen=True)
 class Exchange:
-    """computed: the mark of this rank's own last gradient. collectives: for each one that ran beside backward, the
-    marks of when this rank handed it over and when the sum was there, in the order of their ends. held_up_s: for which
-    this rank stood still on purpose between the calls that came after `computed`.
-    """
+    """What one exchange of gradients left on the device's time line."""
 
     computed: Any
+    """The mark of this rank's own last gradient."""
     collectives: tuple[tuple[Any, Any], ...] = ()
+    """For each one that ran beside backward, the marks of when this rank handed it over and when the sum was there, in
+    the order of their ends.
+    """
     held_up_s: float = 0.0
+    """How long this rank stood still on purpose between the calls that came after `computed`."""
 
 
 class Strategy(Protocol):

@@ -27,8 +27,8 @@ class Fsdp(Base):
     """piece_mib: the largest part of the network that is gathered and reduced at once, in MiB.
 
     The model's parameters become torch's DTensors, in the same order: an optimiser has to be built after this. Through
-    blocking collectives (Gloo) backward itself waits for slower ranks, in all pieces but the last; a rank cannot tell
-    that from computing.
+    blocking collectives (Gloo) backward itself waits for slower ranks, in all pieces but the last; a rank cannot
+    distinguish that from computing.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Fsdp(Base):
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         """The reduce-scatter of one piece, as fully_shard wants it called: on a GPU in a stream of its own, behind that
-        of the piece before, so that a mark there would tell nothing of computing. Gloo knows no average.
+        of the piece before, so that a mark there would say nothing of computing. Gloo knows no average.
         """
         self.brake.pause("call")
         if len(self.collectives) == self.reductions - 1:

@@ -84,7 +84,7 @@ class GradientSum:
             summed = self.relay.begin(tensor)
         else:
             summed = dist.all_reduce(tensor, group=self.group, async_op=True).get_future()
-        return summed.then(partial(_told, tensor=tensor, arrived=arrived))
+        return summed.then(partial(_finished, tensor=tensor, arrived=arrived))
 
     def _begin_aside(self, tensor: Tensor, arrived: Arrived, aside: torch.cuda.Stream) -> Any:
         """A stream beside the one that computes waits for NCCL, and whoever waits for the future waits for that one.
@@ -125,7 +125,7 @@ class GradientSum:
         self.held_up_s += self.brake.pause("call")
 
 
-def _told(summed: Any, tensor: Tensor, arrived: Arrived) -> Tensor:
+def _finished(summed: Any, tensor: Tensor, arrived: Arrived) -> Tensor:
     summed.wait()  # raises what went wrong with it
     arrived()
     return tensor

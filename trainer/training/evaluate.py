@@ -18,11 +18,12 @@ from trainer.ranks.agreement import sum_over_ranks
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Over all ranks. per_class: accuracy of each class, None where the test data have no sample of it."""
+    """What an evaluation gave, over all ranks."""
 
     samples: int
     accuracy: float
     per_class: tuple[float | None, ...]
+    """Accuracy of each class; None where the test data have no sample of it."""
     loss: float
 
 

@@ -9,24 +9,25 @@ from torch import Tensor
 from trainer.training.random_state import set_random_state
 
 _REMEMBERED = 0.9
-"""What torch's BatchNorm keeps of its running statistics at an update, unless told otherwise."""
+"""What torch's BatchNorm keeps of its running statistics at an update by default."""
 
 
 @dataclass
 class Progress:
-    """How far a run has come: what changes from update to update beside the network and its optimiser.
-
-    epoch, step: of the next update, the step within its epoch. loss_sum, samples: this rank's, of this epoch so far.
-    recent: this rank's samples, those of older updates counted less, as BatchNorm's running statistics count them.
-    random: the generators' states, to be taken back once the epoch's batches have been opened.
-    """
+    """How far a run has come: what changes from update to update beside the network and its optimiser."""
 
     epoch: int = 0
+    """Of the next update."""
     step: int = 0
+    """Of the next update, within its epoch."""
     loss_sum: float = 0.0
+    """This rank's, of this epoch so far."""
     samples: int = 0
+    """This rank's, of this epoch so far."""
     recent: float = 0.0
+    """This rank's samples, those of older updates counted less, as BatchNorm's running statistics count them."""
     random: Tensor | None = None
+    """The generators' states, to be restored once the epoch's batches have been opened."""
 
     def advance(self, samples: int) -> None:
         """After an update with so many samples of this rank. Its loss follows when the device has come to it."""

@@ -28,7 +28,7 @@ from trainer.training.console import Console
 
 @dataclass(frozen=True)
 class Run:
-    """What stays the same from the first update to the last. learns: False where a rank is paced."""
+    """What stays the same from the first update to the last."""
 
     settings: Settings
     info: RankInfo
@@ -52,6 +52,7 @@ class Run:
     first_batches: Callable[[int], Batches]
     last_step: int
     learns: bool
+    """False where a rank is paced."""
 
     @property
     def stream(self) -> SampleStream:

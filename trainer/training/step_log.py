@@ -37,16 +37,17 @@ MOMENT_S = 1.0
 class Step:
     """One update: what it trained on, and its marks in the order in which the device comes to them. The exchange holds
     the one between `loaded` and `summed`.
-
-    number: of the whole run. batch, samples: over all ranks, and of this one. loss: the sum over these, on its way to
-    the host, where it is by `end`; None in a paced run.
     """
 
     number: int
+    """In the whole run."""
     epoch: int
     batch: int
+    """Samples over all ranks."""
     samples: int
+    """Of this rank."""
     loss: Tensor | None
+    """The sum over these samples, on its way to the host, where it is by `end`; None in a paced run."""
     exchange: Exchange
     begin: Any
     loaded: Any
