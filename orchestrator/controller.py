@@ -4,7 +4,7 @@ request → plan → (GPUs looked at) → launch → RunningJob                 
 RunningJob → collect → analyse → report                                         collect
 
 How a cluster comes to be is `clusters`' to know, what can be asked of a job `jobs/running`'s, which jobs were lost
-`jobs/lost`'s; `profiling` and `studies/sweep` run jobs of their own through this.
+`jobs/lost`'s; what is in `measuring/` runs jobs of its own through this.
 """
 
 from __future__ import annotations

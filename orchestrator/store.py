@@ -6,15 +6,31 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from orchestrator.errors import OrchError
+from orchestrator.errors import OrchError, StateError
 from orchestrator.files import make_folder
+from orchestrator.hosts.remembered import ListedCluster
+from orchestrator.jobs.record import ENDED
 from orchestrator.jobs.remembered import RememberedJobs
 from orchestrator.planning.profiles import Kind, Profile, Rank
 from orchestrator.record import write_record
 
 
 class Store(RememberedJobs):
-    """Profiles, beside jobs and clusters."""
+    """Profiles, beside jobs and clusters, and the list of clusters with their jobs."""
+
+    def listed_clusters(self) -> list[ListedCluster]:
+        """Every remembered cluster, a damaged one with its error."""
+        running = [job for job in self.jobs() if job.state not in ENDED]
+        return [
+            self._listed(name, tuple(job.id for job in running if job.cluster == name)) for name in self.cluster_names()
+        ]
+
+    def _listed(self, name: str, running: tuple[str, ...]) -> ListedCluster:
+        try:
+            cluster = self.cluster(name)
+        except StateError as error:
+            return ListedCluster(name, running=running, error=str(error))
+        return ListedCluster(name, tuple(node.name for node in cluster.nodes), cluster.master, cluster.file, running)
 
     def save_profile(self, profile: Profile) -> None:
         """One that is not valid takes the place of none that is."""

@@ -17,22 +17,22 @@ ORDER = [
     "store",
     "results",
     "forecast",
+    "studies",
     "views",
     "clusters",
     "provision",
     "controller",
-    "profiling",
-    "studies",
+    "measuring",
     "cli",
 ]
 """The rooms of orchestrator/: packages, and files at its root. Each knows those above it in this list alone."""
 GROUND = {"__init__", "errors", "units", "text", "files", "paths", "record", "owner"}
 """Files at the root that everybody may import."""
-MOST_AT_ROOT = 12
+MOST_AT_ROOT = 11
 
 PURE_PACKAGES = {"forecast", "results"}
 """Their modules know no network, process or screen, and reach no host."""
-PURE = {"text", "units", "transport.shell", "transport.noise", "studies.tables"}
+PURE = {"text", "units", "transport.shell", "transport.noise", "studies.figures", "studies.ledger", "studies.tables"}
 PURE |= {f"hosts.{name}" for name in ("alike", "checks", "election", "facts", "grammar", "inventory", "masking")}
 PURE |= {f"hosts.{name}" for name in ("occupied", "visible", "wheels")}
 PURE |= {f"planning.{name}" for name in ("arguments", "build", "command_line", "draft", "elastic", "homes")}
@@ -50,7 +50,7 @@ TORCH_FREE = {"__init__", "__main__", "interrupt", "ranks", "ranks.rank_info", "
 TORCH_FREE |= {"compute", "compute.executor", "compute.microbatches"}
 """Of the trainer, beside all of shared/."""
 SPEAKS = {f"views.{name}" for name in ("cluster_table", "comparison", "console", "following", "job_table")}
-SPEAKS |= {f"views.{name}" for name in ("launch_plan", "network", "progress", "tables")}
+SPEAKS |= {f"views.{name}" for name in ("launch_plan", "network", "profile_table", "progress", "study_table", "tables")}
 """With cli, the only files that know a screen and print: the streams, and what is put on them."""
 TRAINER_ORDER = [
     "shared",

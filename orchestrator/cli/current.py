@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import click
 
 from orchestrator.cli.common import json_option, open_controller
 from orchestrator.cli.complete import cluster_names
-from orchestrator.errors import StateError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from orchestrator.jobs.record import JobRecord
-    from orchestrator.store import Store
 
 
 @click.command()
@@ -26,22 +17,17 @@ def clusters(as_json: bool) -> None:
     orch clusters
     orch clusters --json | jq -r .current.name
     """
-    from dataclasses import asdict
-
-    from orchestrator.jobs.record import ENDED
-    from orchestrator.views import console, tables
+    from orchestrator.views import console, documents, tables
 
     with open_controller() as controller:
         current = controller.store.current()
-        running = [job for job in controller.store.jobs() if job.state not in ENDED]
-        rows = [_row(controller.store, name, running) for name in controller.store.cluster_names()]
+        rows = controller.store.listed_clusters()
     if as_json:
-        document = {"schema": 1, "current": asdict(current) if current else None, "clusters": rows}
-        return console.print_json(document)
+        return console.print_json(documents.clusters_json(current, rows))
     columns = ("", "cluster", "hosts", "master", "jobs running", "file")
-    marks = ["*" if current and row["name"] == current.name else "" for row in rows]
+    marks = ["*" if current and row.name == current.name else "" for row in rows]
     cells = [
-        (mark, row["name"], str(len(row["nodes"])), row["master"] or "", str(len(row["running"])), row["file"] or "")
+        (mark, row.name, str(len(row.nodes)), row.master or "", str(len(row.running)), row.file or "")
         for mark, row in zip(marks, rows, strict=True)
     ]
     if cells:
@@ -52,20 +38,9 @@ def clusters(as_json: bool) -> None:
     else:
         console.say("no cluster is the current one: `orch up INVENTORY`, or `orch use NAME`")
     for row in rows:
-        if row["error"]:
-            console.warn(row["error"])
+        if row.error:
+            console.warn(row.error)
     return None
-
-
-def _row(store: Store, name: str, running: Sequence[JobRecord]) -> dict[str, Any]:
-    """running: all jobs that had not ended when they were last asked after."""
-    own = [job.id for job in running if job.cluster == name]
-    row: dict[str, Any] = {"name": name, "nodes": [], "master": None, "file": None, "running": own, "error": None}
-    try:
-        cluster = store.cluster(name)
-    except StateError as error:
-        return row | {"error": str(error)}
-    return row | {"nodes": [node.name for node in cluster.nodes], "master": cluster.master, "file": cluster.file}
 
 
 @click.command()

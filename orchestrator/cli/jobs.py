@@ -157,11 +157,11 @@ def _wish_of(controller: Controller, options: RunOptions, words: Words) -> tuple
 
 def _show_plan(plan: LaunchPlan, wish: Wish, as_json: bool) -> None:
     from orchestrator.planning.bundle import names_in
-    from orchestrator.views import console, launch_plan
+    from orchestrator.views import console, documents, launch_plan
 
     shown, names = plan.masked(), names_in(wish.blob)
     if as_json:
-        return console.print_json(shown.model_dump(mode="json", by_alias=True) | {"files": names})
+        return console.print_json(documents.dry_run_json(shown, names))
     return launch_plan.print_plan(shown, names)
 
 

@@ -47,8 +47,8 @@ def profile(
     orch profile --exp resnet152_cifar --set amp=bf16 --each
     orch run --exp resnet152_cifar
     """
-    from orchestrator.profiling import Profiling, cells, document, measured_shares, titles
-    from orchestrator.views import console, following, launch_plan, tables
+    from orchestrator.measuring.profiling import Profiling
+    from orchestrator.views import console, documents, following, launch_plan, profile_table
 
     only = names_of(nodes)
     with open_controller() as controller:
@@ -65,12 +65,10 @@ def profile(
             following.print_events(job.follow(), show=lambda line: False, stream=console.err)
 
         found = one.run(follow, again=again)
-    shares = measured_shares(one.batch, found)
     if as_json:
-        console.print_json(document(exp, one.batch, found, shares))
+        console.print_json(documents.profile_json(exp, one.batch, found))
     else:
-        lines = [cells(one.batch, each, shares.get(each.rank)) for each in found]
-        tables.print_table(titles(one.batch), lines, right_from=2)
+        profile_table.print_profiles(one.batch, found)
     _judge(exp, list({each.profile.node: each.profile for each in found}.values()))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +13,8 @@ from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
     from orchestrator.jobs.running import RunningJob
-    from orchestrator.studies.sweep import Follow, Outcome
-    from orchestrator.studies.tables import Study, StudyRow
+    from orchestrator.measuring.sweep import Follow
+    from orchestrator.studies.tables import StudyRow
 
 
 @click.command()
@@ -53,10 +52,10 @@ def sweep(
     orch sweep mixed_clusters --cluster a16-v100 --repeats 5
     orch sweep input --set epochs=1 --json | jq '.rows[].measured.figures'
     """
+    from orchestrator.measuring.sweep import Sweep
     from orchestrator.planning.request import parse_pairs
-    from orchestrator.studies.sweep import Sweep, document
     from orchestrator.studies.tables import STUDIES
-    from orchestrator.views import console
+    from orchestrator.views import console, documents, study_table
 
     if study not in STUDIES:
         raise UsageError(f"{study!r} is no study", f"choose one of {', '.join(STUDIES)}")
@@ -69,7 +68,9 @@ def sweep(
     with open_controller() as controller:
         one = Sweep(study, controller, controller.store.cluster(cluster), out, overrides)
         outcomes = one.run(_follower(), only=only, again=again, repeats=repeats)
-    console.print_json(document(study, outcomes)) if as_json else _show(STUDIES[study], outcomes)
+    if as_json:
+        return console.print_json(documents.sweep_json(study, outcomes))
+    return study_table.print_study(STUDIES[study], outcomes)
 
 
 def _follower() -> Follow:
@@ -89,42 +90,3 @@ def _follower() -> Follow:
             raise
 
     return follow
-
-
-def _show(study: Study, outcomes: Sequence[Outcome]) -> None:
-    """The rows, measured beside published, and what stands in the way of those that were not run."""
-    from orchestrator.studies.sweep import cells, dispensable, titles
-    from orchestrator.views import console, tables
-
-    rows = [cells(study, outcome) for outcome in outcomes]
-    drop = dispensable(study)
-    tables.print_table(titles(study), rows, right_from=len(study.columns), title=study.title, drop=drop)
-    measured_on = sorted({outcome.done.hosts for outcome in outcomes if outcome.done})
-    console.put(f"measured on: {'; '.join(measured_on) or 'nothing yet'}")
-    console.put(f"published: {study.source}")
-    for line in _noise(study, outcomes):
-        console.put(line)
-    if study.note:
-        console.out.print(study.note, style="dim")
-    for outcome in outcomes:
-        if outcome.why_not:
-            console.put(f"{outcome.row.name}: not run, {outcome.why_not}")
-        elif outcome.done and not outcome.done.valid:
-            console.warn(
-                f"{outcome.row.name}: the machine was too slow for the paces it stood in for; its figures do not count"
-            )
-
-
-def _noise(study: Study, outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """How often the rows were run, and which of them differ by no more than noise."""
-    from orchestrator.studies.sweep import FIGURES, within_noise
-
-    counts = sorted({len(outcome.done.runs) for outcome in outcomes if outcome.done})
-    if counts and counts[-1] > 1:
-        runs = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-        yield f"measured: medians of {runs} runs; in brackets the least and the most"
-    if counts and counts[0] == 1:
-        yield "a row that was run once has no range (--repeats 3 gives one)"
-    for group in within_noise(study, outcomes):
-        names = "; ".join(", ".join(row.cells) for row in group)
-        yield f"within noise, by {FIGURES[study.figures[0]].title}: {names}"

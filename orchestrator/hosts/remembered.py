@@ -36,6 +36,20 @@ class Current:
     """The variable or the file that names it."""
 
 
+@dataclass(frozen=True)
+class ListedCluster:
+    """One remembered cluster in a list of them."""
+
+    name: str
+    nodes: tuple[str, ...] = ()
+    master: str | None = None
+    file: str | None = None
+    running: tuple[str, ...] = ()
+    """The ids of its jobs that had not ended when they were last refreshed."""
+    error: str | None = None
+    """Why nothing else is known of it, where its record is damaged."""
+
+
 class RememberedClusters:
     """unwritten: why something that a reading command learned could not be remembered; such a command goes on."""
 

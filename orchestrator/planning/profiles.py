@@ -3,7 +3,7 @@
     kinds = kinds_of(plan, facts)                          by (node, local rank): all that its speed depends on
 
 A profile lies under $ORCH_HOME by its kind's key, so that a new driver, torch or pace asks for a new one. Hosts of one
-type share theirs, unless one was measured by itself (`orch profile --each`). Pure: `profiling` measures.
+type share theirs, unless one was measured by itself (`orch profile --each`). Pure: `measuring/profiling` measures.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -22,7 +23,7 @@ from orchestrator.units import format_percent
 from trainer.shared.config import Settings
 from trainer.shared.metrics import LATE
 from trainer.shared.replays import why_not_replayed
-from trainer.shared.shares import Speed
+from trainer.shared.shares import Speed, split_batch
 
 DRIFT = 0.05
 """A profile that drifted by less is steady."""
@@ -152,6 +153,24 @@ class Profile(Kind, Measurement):
         """Alone, with the whole batch, in parts as large as its memory holds."""
         samples = min(batch, self.cap or batch)
         return 1000 * samples / self.speed.step_ms(samples)
+
+
+@dataclass(frozen=True)
+class RankProfile:
+    """The profile that one rank goes by."""
+
+    rank: Rank
+    profile: Profile
+    fresh: bool
+    """Whether it was measured just now."""
+
+
+def measured_shares(batch: int, known: Sequence[RankProfile]) -> dict[Rank, int]:
+    """Each rank's part of a batch that is split by these; empty where one of them is not valid."""
+    if not all(each.profile.valid for each in known):
+        return {}
+    speeds = {each.rank: each.profile.speed for each in known}
+    return dict(zip(speeds, split_batch("measured", speeds, list(speeds), batch), strict=True))
 
 
 Profiles = Mapping[Rank, Profile]

@@ -15,9 +15,14 @@ from orchestrator.forecast.advice import Advice, Choice, WhatIf
 from orchestrator.forecast.layers import gradient_bytes
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.facts import NodeFacts
+from orchestrator.hosts.remembered import Current, ListedCluster
 from orchestrator.jobs.pull import Output, OutputListing, Pulled, is_here
 from orchestrator.jobs.record import JobRecord
 from orchestrator.paths import RunFolder
+from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.planning.profiles import RankProfile, measured_shares
+from orchestrator.studies.ledger import Done, Outcome, within_noise
+from orchestrator.studies.tables import STUDIES, Study
 from orchestrator.units import format_bandwidth
 from orchestrator.views.numbers import local_minute
 from orchestrator.views.plan import Outlook
@@ -87,6 +92,12 @@ def node_status(cluster: Cluster, name: str, silent: Mapping[str, HostError]) ->
     if name == cluster.master:
         return "master"
     return "connected" if name in cluster.facts else "not probed"
+
+
+def clusters_json(current: Current | None, clusters: Sequence[ListedCluster]) -> dict[str, Any]:
+    """`orch clusters --json`."""
+    rows = [asdict(cluster) for cluster in clusters]
+    return {"schema": 1, "current": asdict(current) if current else None, "clusters": rows}
 
 
 def jobs_json(
@@ -213,3 +224,53 @@ def _choice(choice: Choice, advice: Advice) -> dict[str, Any]:
 def _what_if(change: WhatIf, advice: Advice) -> dict[str, Any]:
     hosts = list(change.hosts) if len(change.hosts) <= MOST_LISTED else len(change.hosts)
     return {"change": change.change, "hosts": hosts, "choice": _choice(change.choice, advice)}
+
+
+def dry_run_json(plan: LaunchPlan, files: Sequence[str]) -> dict[str, Any]:
+    """`orch run --dry-run --json`. plan: masked. files: what is shipped."""
+    return plan.model_dump(mode="json", by_alias=True) | {"files": list(files)}
+
+
+def profile_json(exp: str, batch: int, known: Sequence[RankProfile]) -> dict[str, Any]:
+    """`orch profile --json`. batch: samples, split over the ranks by what was measured."""
+    shares = measured_shares(batch, known)
+    ranks = [
+        {
+            "node": each.rank[0],
+            "local_rank": each.rank[1],
+            "share": shares.get(each.rank),
+            "samples_per_s": each.profile.samples_per_s(batch),
+            "fresh": each.fresh,
+            **each.profile.model_dump(mode="json", by_alias=True, exclude={"schema_", "node"}),
+            "measured_on": each.profile.node,
+        }
+        for each in known
+    ]
+    return {"schema": 1, "exp": exp, "batch": batch, "ranks": ranks}
+
+
+def sweep_json(name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """`orch sweep --json`. name: the study's."""
+    study = STUDIES[name]
+    rows = [
+        {
+            "name": outcome.row.name,
+            **dict(zip(study.columns, outcome.row.cells, strict=True)),
+            "measured": _measured(study, outcome.done) if outcome.done else None,
+            "published": dict(zip(study.published, outcome.row.published, strict=True)),
+            "why_not": outcome.why_not or None,
+        }
+        for outcome in outcomes
+    ]
+    noise = [[row.name for row in group] for group in within_noise(study, outcomes)]
+    return {"schema": 1, "study": name, "source": study.source, "rows": rows, "within_noise": noise}
+
+
+def _measured(study: Study, done: Done) -> dict[str, Any]:
+    """figures: medians; least, most: the ends of their ranges."""
+    spreads = {name: done.spread(name) for name in study.figures}
+    parts = {"figures": "median", "least": "least", "most": "most"}
+    ranges = {
+        key: {name: spread and getattr(spread, part) for name, spread in spreads.items()} for key, part in parts.items()
+    }
+    return {**done.model_dump(mode="json"), **ranges, "valid": done.valid}

@@ -11,7 +11,7 @@ from trainer.shared.metrics import EVENT_FIELDS, LARGEST, LINE_LIMIT, STEP_COUNT
 
 ORCHESTRATOR = Path(__file__).parents[2] / "orchestrator"
 READERS = [path for path in (ORCHESTRATOR / "results").glob("*.py") if path.stem != "gpu_use"]
-READERS += [ORCHESTRATOR / "jobs" / "live.py", ORCHESTRATOR / "profiling.py"]
+READERS += [ORCHESTRATOR / "jobs" / "live.py", ORCHESTRATOR / "measuring" / "profiling.py"]
 """What reads metrics.jsonl; gpu.jsonl is no rank's."""
 
 

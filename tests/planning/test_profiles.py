@@ -16,12 +16,12 @@ from orchestrator.errors import UsageError
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.inventory import load_inventory
 from orchestrator.jobs.resume import settings_of
+from orchestrator.measuring.profiling import Profiling
 from orchestrator.paths import Home, RunFolder
 from orchestrator.planning.command_line import run_line
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan, NodePlan
 from orchestrator.planning.profiles import Kind, Profile, kinds_of, tf32_of
 from orchestrator.planning.request import Words, read_wish
-from orchestrator.profiling import Profiling
 from orchestrator.results.analyse import analyse
 from orchestrator.store import Store
 from trainer.shared.shares import fastest_shares, format_speeds, parse_speeds

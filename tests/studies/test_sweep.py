@@ -14,12 +14,13 @@ from orchestrator.controller import Controller
 from orchestrator.errors import HostError, HostsError, OrchError, UsageError
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.inventory import load_inventory
+from orchestrator.measuring.sweep import Sweep
 from orchestrator.paths import Home
 from orchestrator.planning.launch_plan import NodePlan
 from orchestrator.store import Store
-from orchestrator.studies import sweep, tables
-from orchestrator.studies.sweep import Sweep
+from orchestrator.studies import figures, ledger, tables
 from orchestrator.studies.tables import STUDIES, Study, StudyRow, choose_nodes
+from orchestrator.views import documents, study_table
 from tests.support.quick_python import quick_python
 from trainer.shared.config import parse_settings
 
@@ -45,7 +46,7 @@ def test_every_row_is_a_complete_experiment_with_a_published_cell_for_each_colum
 @pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
 def test_a_studys_rows_have_names_of_their_own_and_figures_that_exist(study):
     assert len({row.name for row in study.rows}) == len(study.rows)
-    assert set(study.figures) <= sweep.FIGURES.keys()
+    assert set(study.figures) <= figures.FIGURES.keys()
 
 
 def test_a_row_takes_the_hosts_that_it_names_and_no_others():
@@ -141,7 +142,7 @@ def test_a_sweep_that_was_left_takes_up_its_own_job_again_and_runs_no_row_twice(
     kept = bench().run(idle, repeats=1)
     assert idle.seen == []
     assert [outcome.done for outcome in kept] == [outcome.done for outcome in outcomes]
-    document = sweep.document("short", kept)
+    document = documents.sweep_json("short", kept)
     assert json.loads(json.dumps(document)) == document
     assert [row["why_not"] is None for row in document["rows"]] == [True, False, True]
 
@@ -149,7 +150,7 @@ def test_a_sweep_that_was_left_takes_up_its_own_job_again_and_runs_no_row_twice(
 def test_a_job_that_runs_on_but_cannot_be_followed_is_not_started_a_second_time(bench, monkeypatch):
     one = bench()
     (row, *_) = one.study.rows
-    begun = sweep.Done(begun="j", cluster="t")
+    begun = ledger.Done(begun="j", cluster="t")
     running = SimpleNamespace(state="running")
     job = SimpleNamespace(plan="its plan", record=running, refresh=lambda: running, reach=dict)
     store = SimpleNamespace(plan=lambda job: "its plan")
@@ -192,7 +193,7 @@ class Jobs:
 
     def run(self, name):
         figures = {"samples_per_s": self.speeds[name].pop(0), "train_s": 1.0}
-        return sweep.RowRun(job=name, figures=figures, total_s=self.total_s)
+        return ledger.RowRun(job=name, figures=figures, total_s=self.total_s)
 
 
 def sweep_of(bench):
@@ -210,15 +211,15 @@ def test_short_rows_are_run_three_times_in_rounds_and_long_ones_once(bench, monk
     jobs = Jobs(monkeypatch, SPEEDS)
     outcomes = sweep_of(bench).run(None)
     assert jobs.rows == ["pair", "alone"] * 3
-    assert outcomes[0].done.spread("samples_per_s") == sweep.Spread(50, 52, 60)
-    assert sweep.cells(tables.STUDIES["short"], outcomes[0]) == ("two", "52.0 (50.0 to 60.0)", "1.00", "1.0")
+    assert outcomes[0].done.spread("samples_per_s") == ledger.Spread(50, 52, 60)
+    assert study_table.cells(tables.STUDIES["short"], outcomes[0]) == ("two", "52.0 (50.0 to 60.0)", "1.00", "1.0")
     Jobs(monkeypatch, {})
     assert [outcome.done for outcome in sweep_of(bench).run(None)] == [outcome.done for outcome in outcomes]
 
     long = Jobs(monkeypatch, SPEEDS, total_s=90)
     (once, *_) = sweep_of(bench).run(None, again=True)
     assert long.rows == ["pair", "alone"]
-    assert sweep.cells(tables.STUDIES["short"], once) == ("two", "50.0", "1.00", "1.0")
+    assert study_table.cells(tables.STUDIES["short"], once) == ("two", "50.0", "1.00", "1.0")
     more = Jobs(monkeypatch, SPEEDS)
     sweep_of(bench).run(None, repeats=2, only=["alone"])
     assert more.rows == ["alone"]
@@ -257,17 +258,17 @@ def test_a_row_of_another_cluster_gets_no_run_of_this_one(bench, monkeypatch):
 
 
 def outcome(name, *values):
-    runs = tuple(sweep.RowRun(job=str(i), figures={"samples_per_s": value}) for i, value in enumerate(values))
-    return sweep.Outcome(StudyRow(name, (name,), "mnist_lenet", published=("",)), sweep.Done(cluster="t", runs=runs))
+    runs = tuple(ledger.RowRun(job=str(i), figures={"samples_per_s": value}) for i, value in enumerate(values))
+    return ledger.Outcome(StudyRow(name, (name,), "mnist_lenet", published=("",)), ledger.Done(cluster="t", runs=runs))
 
 
 def test_rows_whose_ranges_overlap_are_within_noise(bench):
     study = tables.STUDIES["short"]
     rows = [outcome("a", 1, 6), outcome("b", 9, 10), outcome("c", 2, 3), outcome("d", 5, 6), outcome("e", 7, 8)]
-    (group,) = sweep.within_noise(study, [*rows, outcome("once", 9.5), outcome("f", 11, None)])
+    (group,) = ledger.within_noise(study, [*rows, outcome("once", 9.5), outcome("f", 11, None)])
     assert [row.name for row in group] == ["a", "c", "d"]
-    assert sweep.within_noise(study, rows[:2]) == []
-    assert sweep.document("short", rows)["within_noise"] == [["a", "c", "d"]]
+    assert ledger.within_noise(study, rows[:2]) == []
+    assert documents.sweep_json("short", rows)["within_noise"] == [["a", "c", "d"]]
 
 
 def test_a_table_of_one_run_a_row_is_read_as_it_was(bench, monkeypatch):

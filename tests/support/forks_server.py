@@ -35,7 +35,7 @@ def orch() -> Callable[[list[str]], Any]:
         "jobs.collect",
         "views.report",
         "results.analyse",
-        "studies.sweep",
+        "measuring.sweep",
     )
     for name in (*names, "transport.ssh", "transport.local"):
         import_module(f"orchestrator.{name}")

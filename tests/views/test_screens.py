@@ -9,9 +9,11 @@ from orchestrator.jobs.record import FirstFailure
 from orchestrator.paths import Home
 from orchestrator.results.analyse import analyse
 from orchestrator.store import Store
-from orchestrator.studies.sweep import FIGURES, Done, Outcome, RowRun, cells, dispensable, titles
+from orchestrator.studies.figures import FIGURES
+from orchestrator.studies.ledger import Done, Outcome, RowRun
 from orchestrator.studies.tables import STUDIES
 from orchestrator.views import comparison, console, job_table, network, numbers, tables
+from orchestrator.views.study_table import cells, dispensable, titles
 from tests.forecast.test_plan_command import RESNET, home, orch  # noqa: F401  (home is a fixture)
 from tests.support.run_folders import two_hosts
 from tests.test_store import cluster, job

@@ -14,9 +14,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -29,12 +27,19 @@ from orchestrator.jobs.record import FINAL_STATES
 from orchestrator.jobs.running import RunningJob
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
-from orchestrator.planning.profiles import Kind, Measurement, Profile, Rank, cuda_graph_of, kinds_of, tf32_of
+from orchestrator.planning.profiles import (
+    Kind,
+    Measurement,
+    Profile,
+    Rank,
+    RankProfile,
+    cuda_graph_of,
+    kinds_of,
+    tf32_of,
+)
 from orchestrator.planning.request import parse_pairs, read_experiment
 from orchestrator.results.events import Events, MetricsFile
 from orchestrator.results.tables import read_events
-from orchestrator.units import format_figure
-from trainer.shared.shares import split_batch
 
 Follow = Callable[[RunningJob], None]
 """Shows a job until its end."""
@@ -43,16 +48,6 @@ BUDGET_S = 15.0
 # What a rank does by itself depends on none of these.
 _LEFT_OUT = {"shares": "equal", "speeds": "", "accumulate": "0", "strategy": "ddp", "sync_bn": "false", "slow": ""}
 _LEFT_OUT |= {"resume": "", "checkpoint_every": "0"}
-
-
-@dataclass(frozen=True)
-class Found:
-    """One rank's profile."""
-
-    rank: Rank
-    profile: Profile
-    fresh: bool
-    """Whether it was measured just now."""
 
 
 def _cuda_graph(exp: str, asked: Mapping[str, str]) -> str:
@@ -108,7 +103,7 @@ class Profiling:
         known = self.controller.store.profiles(shared, self.cluster.name)
         return {rank: kind.of(known[rank].host) if rank in known else kind for rank, kind in shared.items()}
 
-    def run(self, follow: Follow, *, again: bool = False) -> list[Found]:
+    def run(self, follow: Follow, *, again: bool = False) -> list[RankProfile]:
         """Every rank's profile, those that were not known measured. Raises HostsError or OrchError where that fails.
 
         One that is not valid counts for nothing: a rank goes on by what was known of it.
@@ -122,7 +117,9 @@ class Profiling:
                 measured[profile.key] = profile
                 store.save_profile(profile)
         return [
-            Found(rank, measured[kind.key], True) if kind.key in measured else Found(rank, known[rank], False)
+            RankProfile(rank, measured[kind.key], True)
+            if kind.key in measured
+            else RankProfile(rank, known[rank], False)
             for rank, kind in self.kinds.items()
         ]
 
@@ -207,47 +204,3 @@ class Profiling:
             if profile.samples_per_s(self.batch) < other.samples_per_s(self.batch):
                 by_key[kind.key] = profile
         return list(by_key.values())
-
-
-def titles(batch: int) -> tuple[str, ...]:
-    return ("host", "GPU", "fixed ms", "ms/sample", "samples/s", "most at once", f"share of {batch}", "measured")
-
-
-def measured_shares(batch: int, found: Sequence[Found]) -> dict[Rank, int]:
-    """Each rank's part of a batch that is split by these; empty where one of them is not valid."""
-    if not all(each.profile.valid for each in found):
-        return {}
-    speeds = {each.rank: each.profile.speed for each in found}
-    return dict(zip(speeds, split_batch("measured", speeds, list(speeds), batch), strict=True))
-
-
-def cells(batch: int, each: Found, share: int | None) -> tuple[str, ...]:
-    """A line of the table: how fast a rank is alone, and its part of a batch that is split by it, if it is known."""
-    (node, local_rank), known = each.rank, each.profile
-    return (
-        node if known.ranks == 1 else f"{node}:{local_rank}",
-        known.gpu or known.device_name,
-        format_figure(known.fixed_ms),
-        format_figure(known.sample_ms),
-        format_figure(known.samples_per_s(batch)),
-        str(known.cap) if known.cap else f"> {known.largest}",
-        "-" if share is None else str(share),
-        ("now" if each.fresh else known.created[:16].replace("T", " ")) + f" on {known.node}",
-    )
-
-
-def document(exp: str, batch: int, found: Sequence[Found], shares: Mapping[Rank, int]) -> dict[str, Any]:
-    """What `orch profile --json` prints. shares: see `measured_shares`."""
-    ranks = [
-        {
-            "node": each.rank[0],
-            "local_rank": each.rank[1],
-            "share": shares.get(each.rank),
-            "samples_per_s": each.profile.samples_per_s(batch),
-            "fresh": each.fresh,
-            **each.profile.model_dump(mode="json", by_alias=True, exclude={"schema_", "node"}),
-            "measured_on": each.profile.node,
-        }
-        for each in found
-    ]
-    return {"schema": 1, "exp": exp, "batch": batch, "ranks": ranks}

@@ -1,0 +1,157 @@
+"""Runs a study's rows one after the other and keeps what came of each, so that a sweep goes on where it stopped.
+
+    sweep = Sweep(study_name, controller, cluster, out, overrides={})
+    for outcome in sweep.run(follow, only=["3090x2-ddp"], repeats=3):
+        outcome.row.name, outcome.done.spread("samples_per_s"), outcome.why_not
+
+Rows are repeated in rounds, so that a machine whose speed drifts does so for all of them. A row is remembered before
+its job starts. After an interruption its job is found again: followed if it still runs, collected if it has ended well,
+started again otherwise. Rows done on other clusters stay in the same table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from orchestrator.controller import Controller
+from orchestrator.errors import OrchError, UsageError
+from orchestrator.files import locked, own_folder, write_atomic
+from orchestrator.hosts.cluster import Cluster
+from orchestrator.jobs.record import FINAL_STATES
+from orchestrator.jobs.running import RunningJob
+from orchestrator.planning.launch_plan import NodePlan
+from orchestrator.planning.request import read_experiment
+from orchestrator.record import SCHEMA
+from orchestrator.results.summary import Summary
+from orchestrator.studies.figures import FIGURES
+from orchestrator.studies.ledger import Done, Ledger, Outcome, RowRun
+from orchestrator.studies.tables import STUDIES, Study, StudyRow, choose_nodes, hosts_words
+
+Follow = Callable[[StudyRow, RunningJob], None]
+"""Shows a job until its end."""
+
+REPEATS = 3
+"""How often a short row is run where nothing else is asked for."""
+
+
+class Sweep:
+    """overrides: settings that go before the rows' own; figures made under others do not count as done."""
+
+    def __init__(
+        self, name: str, controller: Controller, cluster: Cluster, out: Path, overrides: Mapping[str, str]
+    ) -> None:
+        self.study: Study = STUDIES[name]
+        self.controller, self.cluster, self.out, self.overrides = controller, cluster, out, dict(overrides)
+        self.file = out / f"sweep-{name}.json"
+
+    def run(
+        self, follow: Follow, *, only: Sequence[str] = (), again: bool = False, repeats: int | None = None
+    ) -> list[Outcome]:
+        """Every row, as often as `repeats` says; None: REPEATS times where its first run was short, else once.
+
+        Raises HostsError where the cluster cannot be used at all, OrchError where a row's job fails: what was done
+        before is kept.
+        """
+        own_folder(self.out)
+        with locked(self.out / f".{self.file.name}.lock"):
+            nodes, rows = self._nodes(), self.study.rows
+            asked = {row.name for row in rows if not only or row.name in only}
+            done = {row.name: None if again and row.name in asked else self._kept(row) for row in rows}
+            chosen = {row.name: choose_nodes(row, nodes) for row in rows}
+            for turn in range(repeats or REPEATS):
+                for row in rows:
+                    here = chosen[row.name]
+                    if row.name in asked and not isinstance(here, str) and self._due(done[row.name], turn, repeats):
+                        done[row.name] = self._measure(row, here, done[row.name], follow)
+        return [self._outcome(row, done[row.name], chosen[row.name], row.name in asked) for row in rows]
+
+    def _due(self, done: Done | None, turn: int, repeats: int | None) -> bool:
+        """Whether a row is to be run in this turn. What another cluster has measured is left as it is."""
+        if done is None or not done.runs:
+            return True
+        return done.cluster == self.cluster.name and len(done.runs) <= turn and (repeats is not None or done.is_short)
+
+    def _outcome(self, row: StudyRow, done: Done | None, chosen: tuple[str, ...] | str, asked: bool) -> Outcome:
+        done = done if done and done.runs else None
+        why_not = "" if done or not isinstance(chosen, str) else chosen
+        return Outcome(row, done, why_not if asked else "not asked for")
+
+    def _nodes(self) -> tuple[NodePlan, ...]:
+        """The cluster's nodes as a plan sees them, with their ranks and GPUs."""
+        first = self.study.rows[0]
+        wish = read_experiment(first.exp, {})
+        return self.controller.plan(self.cluster, wish.request, wish.code).nodes
+
+    def _measure(self, row: StudyRow, nodes: tuple[str, ...], before: Done | None, follow: Follow) -> Done:
+        """One more run of it."""
+        runs = before.runs if before else ()
+        job = self._find_again(row, before, follow) or self._start(row, nodes, runs, follow)
+        if job.record.state != "succeeded":
+            raise OrchError(
+                f"{row.name}: {job.id} did not succeed",
+                f"see `orch logs --job {job.id}`; the same command resumes with this row",
+            )
+        collected = self.controller.collect(job, self.out)
+        for error in collected.errors.values():
+            raise error
+        done = Done(
+            cluster=job.plan.cluster,
+            hosts=hosts_words(job.plan.nodes),
+            overrides=self.overrides,
+            runs=(*runs, self._run_of(job.id, collected.summary)),
+        )
+        self._keep(row, done)
+        return done
+
+    def _run_of(self, job: str, summary: Summary) -> RowRun:
+        figures = {name: FIGURES[name].of(summary) for name in self.study.figures}
+        valid = all(node.valid for node in summary.nodes)
+        return RowRun(job=job, figures=figures, valid=valid, total_s=summary.total_s)
+
+    def _start(self, row: StudyRow, nodes: tuple[str, ...], runs: tuple[RowRun, ...], follow: Follow) -> RunningJob:
+        wish = read_experiment(row.exp, {**row.settings, **self.overrides})
+        plan = self.controller.plan(self.cluster, wish.request, wish.code, nodes)
+        begun = Done(cluster=plan.cluster, hosts=hosts_words(plan.nodes), overrides=self.overrides, runs=runs)
+        self._keep(row, begun.model_copy(update={"begun": plan.job}))
+        job = self.controller.launch(plan, wish.blob)
+        follow(row, job)
+        return job
+
+    def _find_again(self, row: StudyRow, before: Done | None, follow: Follow) -> RunningJob | None:
+        """The job that an interrupted sweep left for this row, at its end; None where it has to be run again. Raises
+        OrchError where it still runs and cannot be followed.
+        """
+        if before is None or before.begun is None or before.cluster != self.cluster.name:
+            return None
+        try:
+            job = self.controller.job_of(self.controller.store.plan(before.begun))
+            record = job.refresh()
+        except OrchError:  # forgotten or damaged
+            return None
+        if record.state not in FINAL_STATES:
+            job.reach()
+            follow(row, job)  # where this fails, the job runs on: another one beside it would disturb both
+            record = job.record
+        return None if record.state in FINAL_STATES - {"succeeded"} else job
+
+    def _kept(self, row: StudyRow) -> Done | None:
+        done = self._ledger().rows.get(row.name)
+        return done if done and done.overrides == self.overrides else None
+
+    def _keep(self, row: StudyRow, done: Done) -> None:
+        ledger = self._ledger()
+        rows = {**ledger.rows, row.name: done}
+        write_atomic(
+            self.file, ledger.model_copy(update={"rows": rows}).model_dump_json(by_alias=True, indent=1) + "\n"
+        )
+
+    def _ledger(self) -> Ledger:
+        try:
+            return Ledger.model_validate_json(self.file.read_bytes())
+        except FileNotFoundError:
+            return Ledger(schema=SCHEMA)
+        except (OSError, ValidationError) as error:
+            raise UsageError(f"{self.file}: no sweep of ours ({type(error).__name__})", "move it away") from error

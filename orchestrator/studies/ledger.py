@@ -1,0 +1,107 @@
+"""What came of a study's rows: their runs, the spread of a figure over them, rows it does not distinguish. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from orchestrator.record import SCHEMA, Record
+from orchestrator.studies.tables import Study, StudyRow
+
+SHORT_S = 60.0
+"""A row whose first run took less is short: it is run several times unasked."""
+
+
+class RowRun(Record):
+    """One job of a row."""
+
+    job: str
+    figures: dict[str, float | None] = Field(default_factory=dict)
+    valid: bool = True
+    total_s: float | None = None
+    """How long it took; None where that is not known."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The spread of a figure over a row's runs."""
+
+    least: float
+    median: float
+    most: float
+
+    def overlaps(self, other: Spread) -> bool:
+        return self.least <= other.most and other.least <= self.most
+
+
+class Done(Record):
+    """What is kept of a row: the runs that are collected, and the job that was begun after them."""
+
+    cluster: str
+    hosts: str = ""
+    """What it ran on, in a few words."""
+    overrides: dict[str, str] = Field(default_factory=dict)
+    runs: tuple[RowRun, ...] = ()
+    begun: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_one_run(cls, value: Any) -> Any:
+        """Files of the time when a row was run once."""
+        if not isinstance(value, dict) or "job" not in value:
+            return value
+        run = {key: value[key] for key in ("job", "figures", "valid") if key in value}
+        return {**value, "runs": [run]} if value.get("complete") else {**value, "begun": value["job"]}
+
+    @property
+    def is_short(self) -> bool:
+        """Whether its first run took so little time that others may follow unasked."""
+        return bool(self.runs) and self.runs[0].total_s is not None and self.runs[0].total_s < SHORT_S
+
+    @property
+    def valid(self) -> bool:
+        return all(run.valid for run in self.runs)
+
+    def spread(self, figure: str) -> Spread | None:
+        """None where a run lacks it."""
+        values = [run.figures.get(figure) for run in self.runs]
+        known = [value for value in values if value is not None]
+        if not known or len(known) < len(values):
+            return None
+        return Spread(min(known), statistics.median(known), max(known))
+
+
+class Ledger(Record):
+    """`<out>/sweep-<study>.json`."""
+
+    schema_: int = Field(SCHEMA, alias="schema", serialization_alias="schema")
+    rows: dict[str, Done] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One line of the table: done, or why it is not."""
+
+    row: StudyRow
+    done: Done | None
+    why_not: str = ""
+
+
+def within_noise(study: Study, outcomes: Sequence[Outcome]) -> list[list[StudyRow]]:
+    """Rows that the study's first figure does not distinguish: groups in which each range overlaps another one.
+    A row that was run once has no range and is in no group.
+    """
+    found = []
+    for outcome in outcomes:
+        spread = outcome.done.spread(study.figures[0]) if outcome.done and len(outcome.done.runs) > 1 else None
+        if spread:
+            found.append((spread, outcome.row))
+    groups: list[list[tuple[Spread, StudyRow]]] = []
+    for spread, row in sorted(found, key=lambda each: (each[0].least, each[0].most)):
+        near = groups and any(spread.overlaps(other) for other, _ in groups[-1])
+        groups[-1].append((spread, row)) if near else groups.append([(spread, row)])
+    return [[row for _, row in group] for group in groups if len(group) > 1]
