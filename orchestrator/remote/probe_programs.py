@@ -34,7 +34,7 @@ os._exit(0)
 
 # Prints what this torch is. A part that this build or version lacks is null, never a failure of the whole.
 TORCH = """
-import ctypes, json, subprocess, sys, types, warnings
+import ctypes, json, os, subprocess, sys, types, warnings
 class Compiler(types.ModuleType):
     # In place of torch's, which torchvision imports, uses for nothing here, and which takes longer than all the rest.
     __path__ = []
@@ -81,5 +81,6 @@ else:
     done = subprocess.run([sys.executable, "-c", plainly], capture_output=True, text=True, errors="replace")
     said = (done.stderr if done.returncode else done.stdout).strip().splitlines() or ["exit code %d" % done.returncode]
     facts["torchvision_error" if done.returncode else "torchvision"] = said[-1]
-print("\\n" + json.dumps(facts))
+print("\\n" + json.dumps(facts), flush=True)
+os._exit(0)  # to take torch down takes as long as a quarter of its start
 """
