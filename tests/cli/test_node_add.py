@@ -1,7 +1,6 @@
 """`orch node add`: what it takes from the inventory's defaults, and what it leaves as it was."""
 
 import json
-import sys
 
 import pytest
 
@@ -11,6 +10,7 @@ from orchestrator.errors import UsageError
 from orchestrator.hosts.inventory import load_inventory
 from orchestrator.paths import Home
 from orchestrator.store import Store
+from tests.support.quick_python import quick_python
 
 FILE = """\
 cluster: pair
@@ -25,12 +25,17 @@ def a_terminal_that_nobody_reads(monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
 
 
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    return quick_python(tmp_path_factory.mktemp("python") / "quick")
+
+
 @pytest.fixture
-def rack(tmp_path, monkeypatch, capfd):
+def rack(tmp_path, monkeypatch, capfd, python):
     """The inventory file, and `orch` in this process: its exit code, output and errors."""
     monkeypatch.setenv("ORCH_HOME", str(tmp_path / "home"))
     file = tmp_path / "pair.yaml"
-    file.write_text(FILE % (sys.executable, tmp_path / "w"))
+    file.write_text(FILE % (python, tmp_path / "w"))
 
     def orch(*words):
         with pytest.raises(SystemExit) as ended:
@@ -63,11 +68,11 @@ def test_a_node_has_what_it_does_not_say_from_the_defaults(rack):
     assert with_secrets(remembered(), [remembered().node("b")])[0].env == {"OTHER": "x"}
 
 
-def test_the_defaults_of_the_last_up_serve_where_the_file_has_gone(rack):
+def test_the_defaults_of_the_last_up_serve_where_the_file_has_gone(rack, python):
     file, _ = rack
     file.unlink()
     node, words = node_with_defaults(remembered(), {"name": "b", "note": "n"})
-    assert (node.transport, node.device, node.note, node.python) == ("local", "cpu", "n", sys.executable)
+    assert (node.transport, node.device, node.note, node.python) == ("local", "cpu", "n", python)
     assert words.endswith(f"from the defaults of the last `orch up` ({file} cannot be used now)")
     with pytest.raises(UsageError):
         with_secrets(remembered(), [node])

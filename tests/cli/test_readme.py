@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support import forks
+from tests.support.quick_python import quick_python
 
 ROOT = Path(__file__).resolve().parents[2]
-ORCH = [sys.executable, "-m", "orchestrator.cli"]
 INVENTORY = """
 cluster: readme
 defaults: {transport: local, device: cpu, python: PYTHON, env: {OMP_NUM_THREADS: "1"}}
@@ -28,7 +27,8 @@ def test_the_script_of_the_docs_takes_part_in_the_comparison(tmp_path):
     (script,) = re.findall(r"```python\n(# train\.py\n.*?)```", (ROOT / "docs" / "scripts.md").read_text(), re.DOTALL)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "train.py").write_text(script)
-    inventory = INVENTORY.replace("WORK", str(tmp_path)).replace("PYTHON", sys.executable)
+    python = quick_python(tmp_path / "quick", trains=True)
+    inventory = INVENTORY.replace("WORK", str(tmp_path)).replace("PYTHON", python)
     (tmp_path / "readme.yaml").write_text(inventory)
 
     def orch(*words: str) -> str:
@@ -37,7 +37,7 @@ def test_the_script_of_the_docs_takes_part_in_the_comparison(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    orch("up", "readme.yaml")
+    orch("up", "readme.yaml", "--allow-local")
     orch("run", "--batch", "97", "--", "mine/train.py")  # odd: the two ranks' shares differ
     summary = json.loads(orch("collect", "--job", "latest", "--json"))
     assert summary["state"] == "succeeded"

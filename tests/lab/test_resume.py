@@ -23,7 +23,7 @@ SLOW = "slow=rank:0,at:start,ms:100"
 
 
 def test_a_job_that_was_ended_goes_on_where_its_checkpoint_is(tmp_path):
-    with lab(INVENTORY) as pair:
+    with lab(INVENTORY, trains=True) as pair:
         (tmp_path / "work").mkdir()
         person = Person(pair, tmp_path / "home", tmp_path / "work")
         person.types("up", str(pair.inventory))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +23,7 @@ from orchestrator.planning.profiles import Kind, Profile, kinds_of, tf32_of
 from orchestrator.planning.request import Words, read_wish
 from orchestrator.results.analyse import analyse
 from orchestrator.store import Store
+from tests.support.quick_python import quick_python
 from trainer.shared.shares import fastest_shares, format_speeds, parse_speeds
 
 PACES = {"a2000": "{samples_per_s: 333, fixed_ms: 4}", "v100": "{samples_per_s: 833, fixed_ms: 3}"}
@@ -38,10 +38,9 @@ def inventory(tmp_path, names):
         for name in names
     )
     file = tmp_path / "inventory.yaml"
-    env = 'env: {OMP_NUM_THREADS: "1"}'
+    python, env = quick_python(tmp_path / "quick", trains=True), 'env: {OMP_NUM_THREADS: "1"}'
     file.write_text(
-        f"cluster: t\ndefaults: {{transport: local, device: cpu, gpus: 1, python: {sys.executable}, {env}}}\n"
-        f"nodes:\n{nodes}"
+        f"cluster: t\ndefaults: {{transport: local, device: cpu, gpus: 1, python: {python}, {env}}}\nnodes:\n{nodes}"
     )
     return file
 

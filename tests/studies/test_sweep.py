@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -76,7 +75,7 @@ def bench(tmp_path, monkeypatch):
 @pytest.fixture
 def real_bench(tmp_path, monkeypatch):
     """The same, on nodes that train."""
-    with sweeps(tmp_path, monkeypatch, sys.executable) as made:
+    with sweeps(tmp_path, monkeypatch, quick_python(tmp_path / "quick", trains=True)) as made:
         yield made
 
 

@@ -1,4 +1,4 @@
-"""Stands in for torchrun where a test trains nothing: meets the other hosts' launchers at the rendezvous port, starts
+"""Stands in for torchrun where a test is not about it: meets the other hosts' launchers at the rendezvous port, starts
 the rank wrappers, ends them when one fails.
 
 python fake_torchrun.py RANKS NODE_RANK NODES MASTER_ADDRESS PORT JOB_DIR
@@ -24,18 +24,20 @@ def main() -> None:
     server = socket.socket(fileno=int(store)) if store and node_rank == "0" else None
     if server:
         listen(server)
-    of_nodes = meet(server, int(node_rank), int(ranks), int(nodes), (address, int(port)), os.path.basename(job_dir))
-    sys.exit(run_ranks([sys.executable, "-m", "orch_remote.rank", job_dir], int(node_rank), of_nodes))
+    met = meet(server, int(node_rank), int(ranks), int(nodes), (address, int(port)), os.path.basename(job_dir))
+    sys.exit(run_ranks([sys.executable, "-m", "orch_remote.rank", job_dir], int(node_rank), *met))
 
 
 def meet(
     server: socket.socket | None, node_rank: int, ranks: int, nodes: int, place: tuple[str, int], job: str
-) -> list[int]:
-    """How many ranks each host has. As torchrun's static rendezvous: the first host listens, at `place`, and nobody
-    goes on before all are there.
+) -> tuple[list[int], tuple[str, int]]:
+    """How many ranks each host has, and a free place on the first host where the ranks may meet.
+
+    As torchrun's static rendezvous: the first host listens, at `place`, and nobody goes on before all are there.
     """
     if server is None:
-        return _ask({"node_rank": node_rank, "ranks": ranks, "job": job}, place)
+        of_nodes, ranks_port = _ask({"node_rank": node_rank, "ranks": ranks, "job": job}, place)
+        return of_nodes, (place[0], ranks_port)
     server.settimeout(MEET_S)
     guests = [server.accept()[0] for _ in range(nodes - 1)]
     said = [json.loads(guest.recv(1000)) for guest in guests]
@@ -43,12 +45,15 @@ def meet(
         sys.exit(f"RuntimeError: met strangers: {strangers}")
     found = {node_rank: ranks, **{one["node_rank"]: one["ranks"] for one in said}}
     of_nodes = [found[number] for number in range(nodes)]
+    with socket.socket(server.family) as free:
+        free.bind((place[0], 0))
+        ranks_port = free.getsockname()[1]
     for guest in guests:
-        guest.sendall(json.dumps(of_nodes).encode())
-    return of_nodes
+        guest.sendall(json.dumps([of_nodes, ranks_port]).encode())
+    return of_nodes, (place[0], ranks_port)
 
 
-def _ask(who: dict[str, object], place: tuple[str, int]) -> list[int]:
+def _ask(who: dict[str, object], place: tuple[str, int]) -> tuple[list[int], int]:
     deadline = time.monotonic() + MEET_S
     while True:
         try:
@@ -61,13 +66,15 @@ def _ask(who: dict[str, object], place: tuple[str, int]) -> list[int]:
             time.sleep(0.02)
 
 
-def run_ranks(command: list[str], node_rank: int, of_nodes: list[int]) -> int:
+def run_ranks(command: list[str], node_rank: int, of_nodes: list[int], meeting: tuple[str, int]) -> int:
     """To their end: 1 where one of them failed, and the others were ended."""
     first, ranks = sum(of_nodes[:node_rank]), of_nodes[node_rank]
+    everywhere = {"WORLD_SIZE": sum(of_nodes), "LOCAL_WORLD_SIZE": ranks}
+    everywhere |= {"MASTER_ADDR": meeting[0], "MASTER_PORT": meeting[1]}
     children = {}
     for local in range(ranks):
-        place = {"RANK": first + local, "LOCAL_RANK": local, "WORLD_SIZE": sum(of_nodes), "LOCAL_WORLD_SIZE": ranks}
-        environment = {**os.environ, **{name: str(number) for name, number in place.items()}}
+        place = {"RANK": first + local, "LOCAL_RANK": local, **everywhere}
+        environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
         child = subprocess.Popen(command, env=environment, start_new_session=True)
         children[child.pid] = child
     failed = False

@@ -101,10 +101,19 @@ class Lab:
 
 
 @contextlib.contextmanager
-def lab(inventory: str | Path, *, binds: Iterable[str] = (), trust: bool = True, quick: bool = False) -> Iterator[Lab]:
+def lab(
+    inventory: str | Path,
+    *,
+    binds: Iterable[str] = (),
+    trust: bool = True,
+    quick: bool = False,
+    trains: bool = False,
+    torchrun: bool = False,
+) -> Iterator[Lab]:
     """Brings up the hosts of an inventory (a path, or its text). trust=False leaves the hosts' keys out of it.
 
     quick: their Python's torch starts ranks and trains nothing (`quick_python`), where the inventory names no other.
+    trains: the same, and their ranks have the real torch; torchrun: so has what starts the ranks.
     """
     _skip_unless_possible()
     _remove_the_dead()
@@ -115,9 +124,11 @@ def lab(inventory: str | Path, *, binds: Iterable[str] = (), trust: bool = True,
     with tempfile.TemporaryDirectory(prefix="orch-lab-") as folder:
         standing = Lab(content["cluster"], Path(folder, "inventory.yaml"), nodes)
         standing.inventory.write_text(yaml.safe_dump(content))
-        if quick:
+        if quick or trains or torchrun:
             binds = [*binds, f"{folder}/quick"]
-            content["defaults"].setdefault("python", quick_python(Path(folder, "quick")))
+            content["defaults"].setdefault(
+                "python", quick_python(Path(folder, "quick"), trains=trains, torchrun=torchrun)
+            )
             standing.inventory.write_text(yaml.safe_dump(content))
         shown = [word for bind in binds for word in ("--bind", bind)]
         try:

@@ -1,4 +1,4 @@
-"""A Python for hosts of tests that train nothing: its `torch` (`quick/`) takes no time, the real one takes seconds.
+"""A Python for hosts of tests that are not about torch: its own (`quick/`) takes no time, the real one takes seconds.
 
 It is a virtual environment made by hand, for `python:` of an inventory. Hosts of a lab have to be shown its folder:
 
@@ -16,12 +16,28 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent
 
 
-def quick_python(folder: Path) -> str:
-    """Makes it there. For every user: its path."""
+REAL_TORCH = """import os, sys
+if CONDITION:
+    sys.path[-1:-1] = PACKAGES
+"""
+FOR_RANKS = '"RANK" in os.environ'
+FOR_JOBS = 'sys.orig_argv[1] != "-c"'
+
+
+def quick_python(folder: Path, *, trains: bool = False, torchrun: bool = False) -> str:
+    """Makes it there. For every user: its path.
+
+    trains: ranks have the real torch, and only who asks what a host has, or starts ranks, has the quick one.
+    torchrun: what starts ranks has the real one, too.
+    """
     base = Path(sys._base_executable)
     packages = folder / f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
     shutil.copytree(TESTS / "quick", packages)
     shutil.copy(TESTS / "fake_torchrun.py", packages)
+    if trains or torchrun:
+        real = [path for path in sys.path if path.endswith("site-packages")]
+        text = REAL_TORCH.replace("CONDITION", FOR_JOBS if torchrun else FOR_RANKS).replace("PACKAGES", repr(real))
+        (packages / "sitecustomize.py").write_text(text)
     compileall.compile_dir(packages, quiet=1)
     (folder / "bin").mkdir()
     (folder / "bin" / "python").symlink_to(base)

@@ -16,5 +16,5 @@ def main():
     given = getattr(static_tcp_rendezvous.TCPStore, "keywords", {})
     store = socket.socket(fileno=given["master_listen_fd"]) if given else None
     place = (options["--master-addr"], int(options["--master-port"]))
-    of_nodes = fake_torchrun.meet(store, node_rank, ranks, nodes, place, command[-1].rpartition("/")[2])
-    sys.exit(fake_torchrun.run_ranks(command, node_rank, of_nodes))
+    met = fake_torchrun.meet(store, node_rank, ranks, nodes, place, command[-1].rpartition("/")[2])
+    sys.exit(fake_torchrun.run_ranks(command, node_rank, *met))
