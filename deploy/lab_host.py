@@ -195,7 +195,7 @@ def _is_system(row: list[str], user: str) -> bool:
 
 
 def _kernel(root: Path) -> None:
-    """proc and sys anew, for they show the namespaces that they are mounted in; the devices are the machine's."""
+    """Mounts proc and sys again: they show the namespaces that they are mounted in; the devices are the machine's."""
     for name in ("proc", "sys", "dev"):
         (root / name).mkdir()
     _mount("-t", "proc", "proc", str(root / "proc"))

@@ -169,7 +169,7 @@ def _end_processes(names: Sequence[str], timeout_s: float = 10.0) -> None:
 
 
 def _kill(pids: Sequence[int], wanted: set[tuple[int, int]], handles: contextlib.ExitStack) -> None:
-    """A pidfd holds on to the process that we looked at, so a number used anew is never signalled."""
+    """A pidfd holds on to the process that we looked at, so a reused number is never signalled."""
     poll = select.poll()
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):

@@ -10,17 +10,17 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "bench"))
 
 from model import MOST, last_true
-from rows import Row, Told, steps_in_all
+from rows import RankReport, Row, steps_in_all
 
 
-def told(block: int = 0, rank: int = 0, **fields) -> Told:
+def report(block: int = 0, rank: int = 0, **fields) -> RankReport:
     columns = {"t_ms": [900.0, 100.0, 100.0], "late_s": [0.5, 0.0, 0.0], "samples": [10, 10, 10], **fields}
     more = {"compute_ms": [], "exposed_ms": [], "block_s": 1.0, "busy": 0.5, "counts_from": 1}
-    return Told(row="ddp", block=block, rank=rank, **{**more, **columns})
+    return RankReport(row="ddp", block=block, rank=rank, **{**more, **columns})
 
 
 def test_first_steps_count_neither_for_speed_nor_as_late():
-    row = Row("ddp", {}, [told()])
+    row = Row("ddp", {}, [report()])
     assert row.samples_per_s == pytest.approx(100)
     assert (row.late, row.valid) == (0, True)
 
@@ -36,18 +36,18 @@ def test_first_steps_count_neither_for_speed_nor_as_late():
     ],
 )
 def test_a_row_is_valid_where_the_cpu_was_not_the_limit(fields, valid):
-    assert Row("ddp", {}, [told(**fields)]).valid is valid
+    assert Row("ddp", {}, [report(**fields)]).valid is valid
 
 
 def test_what_keeps_the_cores_busy_is_seen_as_late_where_ranks_train_alone():
-    assert Row("alone 128", {"strategy": "none"}, [told(busy=1.0)]).valid
-    assert not Row("alone 128", {"strategy": "none"}, [told(busy=1.0, late_s=[0.0, 0.1, 0.1])]).valid
+    assert Row("alone 128", {"strategy": "none"}, [report(busy=1.0)]).valid
+    assert not Row("alone 128", {"strategy": "none"}, [report(busy=1.0, late_s=[0.0, 0.1, 0.1])]).valid
 
 
 def test_the_latest_rank_judges_and_one_bad_block_does_not():
     late = {"late_s": [0.0, 0.1, 0.1]}
-    assert not Row("ddp", {}, [told(rank=0), told(rank=1, **late)]).valid
-    assert Row("ddp", {}, [told(block=0), told(block=1, **late), told(block=2)]).valid
+    assert not Row("ddp", {}, [report(rank=0), report(rank=1, **late)]).valid
+    assert Row("ddp", {}, [report(block=0), report(block=1, **late), report(block=2)]).valid
 
 
 @pytest.mark.parametrize(

@@ -67,18 +67,18 @@ def test_it_needs_the_standard_library_alone_beside_what_it_starts():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--parts", "alone,some"], "no such part: some; there are tests, alone"),
         (["--mnist", "/nowhere"], "holds no MNIST/raw"),
         (["--minutes", "0"], "is not a number of minutes"),
     ],
 )
-def test_wrong_usage_is_answered_at_once(capsys, arguments, told):
+def test_wrong_usage_is_answered_at_once(capsys, arguments, message):
     with pytest.raises(SystemExit) as left:
         program.main(arguments)
     assert left.value.code == 2
-    assert told in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_mistake_of_a_part_is_a_row(bench):
@@ -121,8 +121,8 @@ def test_an_interrupted_run_writes_its_file(tmp_path, monkeypatch, capsys):
     assert str(archive) in capsys.readouterr().out
     with tarfile.open(archive) as packed:
         (name,) = [name for name in packed.getnames() if name.endswith("result.json")]
-        told = json.load(packed.extractfile(name))
-    assert told["interrupted"] and [row["what"] for row in told["rows"]] == ["first"]
+        document = json.load(packed.extractfile(name))
+    assert document["interrupted"] and [row["what"] for row in document["rows"]] == ["first"]
 
 
 # ---- running programs -----------------------------------------------------------------------------------------------
@@ -260,11 +260,11 @@ def collective(operation, time_ms, error=None):
 
 
 def test_a_collective_that_is_refused_is_named(tmp_path):
-    told = [collective("all_reduce", 7.0), collective("send_recv", None, "no such thing")]
-    first, second = collectives.rows_of("gloo", ran(tmp_path, *told), why_not="")
+    events = [collective("all_reduce", 7.0), collective("send_recv", None, "no such thing")]
+    first, second = collectives.rows_of("gloo", ran(tmp_path, *events), why_not="")
     assert (first.verdict, first.measured, first.note) == ("differs", "1 of 2", "send_recv: no such thing")
     assert second.verdict == "as expected"
-    (row,) = collectives.rows_of("gloo", ran(tmp_path, *told, exit_code=1, output="error: lost\n"), why_not="")
+    (row,) = collectives.rows_of("gloo", ran(tmp_path, *events, exit_code=1, output="error: lost\n"), why_not="")
     assert (row.verdict, row.note) == ("failed", "lost (after all_reduce)")
 
 

@@ -55,12 +55,12 @@ def test_a_launched_job_carries_its_owner_and_cluster_on_every_host(tmp_path):
         controller.launch(job.plan, job.blob)
         owner = read_owner(home)
         for node in ("a", "b"):
-            told = json.loads((job.folder(node) / "node.json").read_text())
-            assert (told["owner"], told["cluster"]) == ({"id": owner.id, "name": owner.name}, "test")
+            record = json.loads((job.folder(node) / "node.json").read_text())
+            assert (record["owner"], record["cluster"]) == ({"id": owner.id, "name": owner.name}, "test")
         assert controller.store.plan(job.plan.job).owner == owner
 
 
-def test_only_the_id_tells_owners_apart():
+def test_only_the_id_distinguishes_owners():
     ada = Owner(id="a" * 32, name="ada@desk")
     assert ada == ada.model_copy(update={"name": "ada@laptop"})
     assert len({ada, ada.model_copy(update={"name": "ada@laptop"})}) == 1

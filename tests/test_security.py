@@ -183,8 +183,8 @@ def test_whatever_a_host_answers_to_a_request_it_is_an_error_of_ours(answer, tmp
     record = controller.job("fuzz").refresh()
     said += [str(error) for error in found if isinstance(error, HostError)]
     assert all(text.isprintable() and len(text) < 800 for text in said)
-    told = [answer for answer in found if not isinstance(answer, (HostError, dict))]
-    shown = [replace(answer, jobs={}) if isinstance(answer, Cleared) else answer for answer in told]
+    accepted = [answer for answer in found if not isinstance(answer, (HostError, dict))]
+    shown = [replace(answer, jobs={}) if isinstance(answer, Cleared) else answer for answer in accepted]
     words = [word for one in shown for word in fuzz.strings(asdict(one))]
     if record.first_failure:
         words += [record.first_failure.node, record.first_failure.reason]

@@ -3,7 +3,7 @@
     python tests/bench/flood.py [ROUNDS]
 
 Each round runs the job alone and with what `orch logs -f` does attached, in turns, on this machine: a step writes 40 kB
-to each of its two streams and computes a little. Told are steps a second, what a step takes, the follower's largest
+to each of its two streams and computes a little. It prints steps a second, what a step takes, the follower's largest
 memory and how much it printed. Then how long a line takes from its bytes to the output.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.jobs.test_log_fidelity import FLOODS, follower_of, told_by
+from tests.jobs.test_log_fidelity import FLOODS, figures_of, follower_of
 from tests.support.local_job import Gang, gang
 
 LINES = """
@@ -40,7 +40,7 @@ def flood(folder: Path, watch: Callable[[Gang], None]) -> dict[str, float]:
     with gang(folder, FLOODS, ranks=(1,)) as job:
         job.launch()
         watch(job)
-        return told_by(job)
+        return figures_of(job)
 
 
 def follow(job: Gang) -> None:
@@ -57,8 +57,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for number in range(rounds):
             for how, watch in (("alone", lambda job: None), ("followed", follow)):
-                told = flood(Path(folder, f"{how}-{number}"), watch)
-                print(f"{how:9} {told['steps_per_s']:.1f} steps/s, {told['work_ms']:.2f} ms of work a step")
+                figures = flood(Path(folder, f"{how}-{number}"), watch)
+                print(f"{how:9} {figures['steps_per_s']:.1f} steps/s, {figures['work_ms']:.2f} ms of work a step")
     done = subprocess.run([sys.executable, "-c", LINES], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=True)
     print(f"400,000 lines            {float(done.stderr):.2f} us a line")
 

@@ -42,17 +42,17 @@ from trainer.training.run import Run
 
 
 def main() -> None:
-    told = json.loads(Path(sys.argv[1]).read_text())
+    asked = json.loads(Path(sys.argv[1]).read_text())
     info = read_rank_info()
     together = join(info, "gloo", torch.device("cpu"))
     alone = [dist.new_group([rank]) for rank in range(info.world_size)][info.rank]
     with tempfile.TemporaryDirectory() as folder:
         runs: dict[str, tuple[Run, Path | None]] = {}
-        for name, settings in told["rows"].items():
+        for name, settings in asked["rows"].items():
             group = alone if settings["strategy"] == "none" else together
             file = Path(folder, f"{len(runs)}.jsonl") if settings.get("metrics", True) else None
-            runs[name] = prepared(told, settings, info, group, file), file
-        for block in range(told["blocks"]):
+            runs[name] = prepared(asked, settings, info, group, file), file
+        for block in range(asked["blocks"]):
             for name, (run, file) in runs.items():
                 dist.barrier()
                 begin = file.stat().st_size if file else 0
@@ -61,19 +61,19 @@ def main() -> None:
                 block_s, busy = time.perf_counter() - began_s, busy_since(before)
                 end_rounds(run.strategy)
                 facts = {"row": name, "block": block, "block_s": block_s, "busy": busy, "late_s": late_s(run)[on_time:]}
-                tell({**facts, "counts_from": counts_from(run, told["warmup"])}, run, lines_from(file, begin))
+                tell({**facts, "counts_from": counts_from(run, asked["warmup"])}, run, lines_from(file, begin))
     leave()
     interrupt.leave(0)
 
 
-def prepared(told: dict[str, Any], settings: dict[str, Any], info: RankInfo, group: Any, file: Path | None) -> Run:
+def prepared(asked: dict[str, Any], settings: dict[str, Any], info: RankInfo, group: Any, file: Path | None) -> Run:
     """An epoch of its stream is a block."""
     steps = settings["steps"]
     pairs = {key: str(value) for key, value in settings.items() if key not in ("steps", "metrics")}
-    pairs |= {"data": "synthetic", "samples": str(steps * settings["batch"]), "epochs": str(told["blocks"])}
+    pairs |= {"data": "synthetic", "samples": str(steps * settings["batch"]), "epochs": str(asked["blocks"])}
     assemble.join = lambda *_: group  # type: ignore[assignment]  # all rows meet in the gang that is there
     network.dissect = dissected  # and are of one network
-    run = set_up(parse_settings(told["exp"], pairs), info, MetricsWriter(file))
+    run = set_up(parse_settings(asked["exp"], pairs), info, MetricsWriter(file))
     run.console.speaks = False
     return run
 
@@ -123,8 +123,8 @@ def lines_from(file: Path | None, begin: int) -> list[dict[str, Any]]:
 def tell(facts: dict[str, Any], run: Run, lines: list[dict[str, Any]]) -> None:
     steps = [line for line in lines if line["event"] == "step"]
     columns = ("t_ms", "compute_ms", "exposed_ms", "comm_ms", "samples")
-    told = {column: [step[column] for step in steps] for column in columns}
-    print(json.dumps({**facts, "rank": run.info.rank, "node": run.info.node, **told}))
+    values = {column: [step[column] for step in steps] for column in columns}
+    print(json.dumps({**facts, "rank": run.info.rank, "node": run.info.node, **values}))
     sys.stdout.flush()
 
 

@@ -144,11 +144,13 @@ def measured_columns(
     model = Model(planned(lab, {}), lab.person.folder / "runs")
     chosen: dict[str, dict[str, Any]] = {}
     for batch in batches:
-        told = fastest(hosts, batch)[1]
+        shares = fastest(hosts, batch)[1]
         rows = {row: ROWS[row] for row in ROWS if row in asked.rows.split(",")}
-        rows |= {f"auto-{fidelity}": auto(lab, fidelity, batch, told) for fidelity in asked.auto.split(",") if fidelity}
+        rows |= {
+            f"auto-{fidelity}": auto(lab, fidelity, batch, shares) for fidelity in asked.auto.split(",") if fidelity
+        }
         rows = {name: {"batch": batch, **rounds_of(row, batch), **row} for name, row in rows.items()}
-        rows = with_shares(rows, told)
+        rows = with_shares(rows, shares)
         for name, row in rows.items():
             step_s = model.forecast(row).step_ms / 1000
             chosen[f"{batch} {name}"] = {**row, "steps": steps_of(step_s, asked)}

@@ -64,8 +64,8 @@ def main() -> None:
         for number in range(pairs):
             for name in sorted(ways, reverse=bool(number % 2)):
                 times[name].append(ways[name](number))
-                told = times[name][-1]
-                print(f"{name:15} torchrun {told.torchrun:5.2f} s, first step {told.first_step:5.2f} s", flush=True)
+                newest = times[name][-1]
+                print(f"{name:15} torchrun {newest.torchrun:5.2f} s, first step {newest.first_step:5.2f} s", flush=True)
     show_machine()
     print(f"{pairs} pairs, from typing the command, in seconds:")
     for what in Times._fields:

@@ -49,8 +49,8 @@ class Model:
 
     def played_of_sum(self, settings: Mapping[str, Any]) -> float:
         scene = self._scene(settings)
-        told = self.forecast(settings)
-        step_ms = simulate_step_ms(scene.job, scene.hosts, scene.wire, told.way, told.shares)
+        predicted = self.forecast(settings)
+        step_ms = simulate_step_ms(scene.job, scene.hosts, scene.wire, predicted.way, predicted.shares)
         return 1000 * scene.job.batch / step_ms / sum(scene.alone.values())
 
     def alone(self, batch: int) -> Mapping[str, float]:

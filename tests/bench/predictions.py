@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from rack import Rack, rack, show_machine
-from rows import Host, fastest, foreseen, inventory, measure, with_shares
+from rows import Host, fastest, inventory, measure, predicted, with_shares
 
 LOCAL = {"strategy": "ddp", "shares": "fastest", "fidelity": "local"}
 ROWS: dict[str, dict[str, Any]] = {
@@ -43,7 +43,7 @@ ROWS: dict[str, dict[str, Any]] = {
 SOURCES = {"exact": "speeds known exactly", "profiled": "speeds from `orch profile`"}
 """Keys of a row in the file, and where its prediction had the hosts' speeds from."""
 CLOSE = 0.03
-"""Rows nearer to each other than this cannot be told apart by a few steps."""
+"""Rows nearer to each other than this cannot be distinguished by a few steps."""
 
 
 def main() -> None:
@@ -73,18 +73,18 @@ def try_one(seed: int, asked: argparse.Namespace) -> dict[str, Any]:
     hosts = random_hosts(chance, asked.jitter)
     # Shorter steps than this, the two cores that stand in for all hosts cannot keep.
     batch = round(chance.uniform(0.25, 0.6) * sum(host.samples_per_s for host in hosts))
-    shares, told_shares = fastest(hosts, batch)
-    chosen = with_shares({name: ROWS[name] for name in asked.rows.split(",")}, told_shares)
+    shares, shares_setting = fastest(hosts, batch)
+    chosen = with_shares({name: ROWS[name] for name in asked.rows.split(",")}, shares_setting)
     with rack(inventory(hosts)) as lab:
         measured = measure(lab, chosen, batch=batch, blocks=1, steps=3, warmup_blocks=0)
-        told = {
-            name: {"measured": row.samples_per_s, "exact": foreseen(lab, row), "late": row.late, "valid": row.valid}
+        figures = {
+            name: {"measured": row.samples_per_s, "exact": predicted(lab, row), "late": row.late, "valid": row.valid}
             for name, row in measured.items()
         }
         if profile(lab, batch, asked.profile_s):
             for name, row in measured.items():
-                told[name]["profiled"] = foreseen(lab, row)
-    return {"seed": seed, "batch": batch, "shares": shares, "hosts": [asdict(host) for host in hosts], "rows": told}
+                figures[name]["profiled"] = predicted(lab, row)
+    return {"seed": seed, "batch": batch, "shares": shares, "hosts": [asdict(host) for host in hosts], "rows": figures}
 
 
 def profile(lab: Rack, batch: int, profile_s: float) -> bool:

@@ -59,11 +59,11 @@ class Rack:
 
     def pace(self, inventory: str) -> None:
         """The same hosts at another pace, as if their owner had changed the file: text of an inventory."""
-        told = yaml.safe_load(self.lab.inventory.read_text())
+        described = yaml.safe_load(self.lab.inventory.read_text())
         paces = {node["name"]: node["paced"] for node in yaml.safe_load(inventory)["nodes"]}
-        for node in told["nodes"]:
+        for node in described["nodes"]:
             node["paced"] = paces[node["name"]]
-        self.lab.inventory.write_text(yaml.safe_dump(told))
+        self.lab.inventory.write_text(yaml.safe_dump(described))
         self.person.types("up", str(self.lab.inventory))
 
     def run(self, exp: str, nodes: Sequence[str] = (), **settings: Any) -> Measured:

@@ -3,7 +3,7 @@
 with rack(inventory(hosts, "2.5Gbps")) as lab:
     rows = measure(lab, {"alone": {...}, "ddp": {...}}, batch=256, blocks=3, steps=8)
     rows["ddp"].speeds                              samples/s of each block
-    foreseen(lab, rows["ddp"])                      what `orch run --dry-run` says of the same settings
+    predicted(lab, rows["ddp"])                      what `orch run --dry-run` says of the same settings
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Told:
+class RankReport:
     """One rank's figures of one row and block, which took block_s, while the machine's cores were so busy. Of a row
     without metrics there are no others.
     """
@@ -88,22 +88,24 @@ class Told:
 
 @dataclass(frozen=True)
 class Row:
-    """told: of the measured blocks."""
+    """One way to train, measured."""
 
     name: str
     settings: Mapping[str, Any]
-    told: Sequence[Told]
+    reports: Sequence[RankReport]
 
     @cached_property
-    def ranks(self) -> dict[int, list[Told]]:
-        return {rank: [one for one in self.told if one.rank == rank] for rank in sorted({t.rank for t in self.told})}
+    def ranks(self) -> dict[int, list[RankReport]]:
+        return {
+            rank: [one for one in self.reports if one.rank == rank] for rank in sorted({t.rank for t in self.reports})
+        }
 
     @cached_property
     def speeds(self) -> list[float]:
         """samples/s of each block: of all ranks, in the time of the slowest."""
         found = []
-        for block in sorted({one.block for one in self.told}):
-            ranks = [one for one in self.told if one.block == block]
+        for block in sorted({one.block for one in self.reports}):
+            ranks = [one for one in self.reports if one.block == block]
             samples = sum(sum(one.samples[one.measured]) for one in ranks)
             found.append(1000 * samples / max(sum(one.t_ms[one.measured]) for one in ranks))
         return found
@@ -111,8 +113,8 @@ class Row:
     @cached_property
     def blocks_s(self) -> list[float]:
         """Of each block: as long as its slowest rank took."""
-        blocks = sorted({one.block for one in self.told})
-        return [max(one.block_s for one in self.told if one.block == block) for block in blocks]
+        blocks = sorted({one.block for one in self.reports})
+        return [max(one.block_s for one in self.reports if one.block == block) for block in blocks]
 
     @property
     def samples_per_s(self) -> float:
@@ -121,11 +123,11 @@ class Row:
     @property
     def late(self) -> float:
         """Of the latest rank, in the median of its blocks."""
-        return max(statistics.median(one.late for one in told) for told in self.ranks.values())
+        return max(statistics.median(one.late for one in blocks) for blocks in self.ranks.values())
 
     @property
     def busy(self) -> float:
-        return statistics.median(one.busy for one in self.told)
+        return statistics.median(one.busy for one in self.reports)
 
     @property
     def valid(self) -> bool:
@@ -135,7 +137,7 @@ class Row:
     @property
     def alone(self) -> dict[int, float]:
         """Of a row whose ranks train alone: samples/s of each."""
-        return {rank: statistics.median(one.samples_per_s for one in told) for rank, told in self.ranks.items()}
+        return {rank: statistics.median(one.samples_per_s for one in blocks) for rank, blocks in self.ranks.items()}
 
     def milliseconds(self, rank: int, column: str) -> float:
         """A mean: of rounds of local steps, one step in many has nearly all of it."""
@@ -186,9 +188,9 @@ def measure(
         file.unlink()
     logs = lab.collect()[1].glob("nodes/*/rank-*/stdout.log")
     lines = [json.loads(line) for log in logs for line in log.read_text().splitlines() if line.startswith("{")]
-    names = Told.__dataclass_fields__
-    told = [Told(**{name: line[name] for name in names}) for line in lines if line["block"] >= warmup_blocks]
-    return {name: Row(name, asked[name], [one for one in told if one.row == name]) for name in rows}
+    names = RankReport.__dataclass_fields__
+    reports = [RankReport(**{name: line[name] for name in names}) for line in lines if line["block"] >= warmup_blocks]
+    return {name: Row(name, asked[name], [one for one in reports if one.row == name]) for name in rows}
 
 
 def steps_in_all(settings: Mapping[str, Any], steps: int) -> int:
@@ -213,7 +215,7 @@ def planned(lab: Rack, settings: Mapping[str, Any]) -> dict[str, Any]:
     return lab.person.asks("run", "--exp", "resnet152_cifar", *words, "--dry-run")
 
 
-def foreseen(lab: Rack, row: Row) -> float:
+def predicted(lab: Rack, row: Row) -> float:
     """samples/s"""
     return float(planned(lab, row.settings)["prediction"]["samples_per_s"])
 

@@ -104,8 +104,8 @@ def alone(lab: Rack, node: str) -> tuple[float, bool]:
 
 def measure_overload(lab: Rack) -> bool:
     speed, valid = alone(lab, "beyond")
-    told = "called valid" if valid else "called not valid"
-    print(f"asked for {BEYOND_SAMPLES_PER_S} samples/s, more than the CPU can do: {speed:.1f} samples/s, {told}")
+    verdict = "called valid" if valid else "called not valid"
+    print(f"asked for {BEYOND_SAMPLES_PER_S} samples/s, more than the CPU can do: {speed:.1f} samples/s, {verdict}")
     return not valid
 
 

@@ -67,10 +67,10 @@ def play(world: World, asked: argparse.Namespace, rounds: list[tuple[int, str]],
                 number, kind = waiting.get_nowait()
             except queue.Empty:
                 return
-            outcome, told = run_round(cell, asked.seed, number, kind, FAULTS[kind], torch=asked.torch)
+            outcome, log = run_round(cell, asked.seed, number, kind, FAULTS[kind], torch=asked.torch)
             with writing:
                 outcomes.append(outcome)
-                lines = [*told, {"event": "outcome", **asdict(outcome)}]
+                lines = [*log, {"event": "outcome", **asdict(outcome)}]
                 events.writelines(json.dumps(line) + "\n" for line in lines)
                 events.flush()
                 _show(outcome, asked)

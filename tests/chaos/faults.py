@@ -126,9 +126,9 @@ def power_off_master(r: Round) -> Generator[bool, None, Expected]:
             follower.kill()
             r.world.power_on(r.master)
             r.cell.close()
-        told = json.loads(shown.read_text().splitlines()[-1])
-        if (told["state"], told["exit_code"], told["first_failure"]["node"]) != ("failed", 1, r.master):
-            raise RuntimeError(f"who followed the job was told {told}")
+        request = json.loads(shown.read_text().splitlines()[-1])
+        if (request["state"], request["exit_code"], request["first_failure"]["node"]) != ("failed", 1, r.master):
+            raise RuntimeError(f"who followed the job was request {request}")
 
     return Expected(
         node=r.master, says="no word|gone", left_out=frozenset({r.master}), heal=on, logs_whole=False, **LEASE
@@ -192,7 +192,7 @@ def freeze_host(r: Round) -> Generator[bool, None, Expected]:
 
 @fault
 def freeze_host_before_start(r: Round) -> Generator[bool, None, Expected]:
-    """While its `prepare` runs: when it thaws, the word to start may lie there unread, and is not obeyed any more."""
+    """While its `prepare` runs: when it thaws, the word to start may lie there unread, and is no longer obeyed."""
     over = f"/tmp/{r.job}.over"
     r.prepare[r.victim] = f"until [ -e {over} ]; do sleep 0.05; done"
     yield False
@@ -292,7 +292,7 @@ def _pair(r: Round) -> tuple[str, str, int | None]:
 
 @fault
 def parted(r: Round) -> Generator[bool, None, Expected]:
-    """Two hosts do not reach each other any more, and the master hears both."""
+    """Two hosts no longer reach each other, and the master hears both."""
     first, second, largest = _pair(r)
     r.victim = second
     yield True

@@ -45,7 +45,7 @@ class Expected:
     """What a fault should come to. state: one, or several with `|` between them. node: whom the first failure names;
     None where several may be right.
 
-    survives: the job goes on, and is told to end afterwards. detected_s, gone_s: how soon the first of the other hosts'
+    survives: the job goes on and is asked to end later. detected_s, gone_s: how soon the first of the other hosts'
     ranks ends, and then all that can end. heal: brings back what was frozen or cut off.
     """
 
@@ -94,7 +94,7 @@ class Round:
         self.workdir = {name: f"{HOME}/.orch" for name in cell.names}
         self.env: dict[str, str] = {}
         self.prepare: dict[str, str] = {}
-        self.told: list[dict[str, Any]] = []
+        self.log: list[dict[str, Any]] = []
         self.afterwards = contextlib.ExitStack()
 
     # ---- the job ----------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class Round:
             (self.on_disk(name) / "src" / "end").touch()
 
     def collect(self) -> Collected:
-        """Dials the hosts anew where the links are gone."""
+        """Dials the hosts again where the links are gone."""
         run = RunFolder(self.folder / "run")
         for attempt in range(3):
             with claimed(run):
@@ -206,7 +206,7 @@ class Round:
 
     def tell(self, event: str, **more: Any) -> None:
         at_s = round(time.monotonic(), 2)
-        self.told.append({"round": self.job, "kind": self.kind, "at_s": at_s, "event": event, **more})
+        self.log.append({"round": self.job, "kind": self.kind, "at_s": at_s, "event": event, **more})
 
     def pause(self, longest_s: float) -> None:
         time.sleep(self.rng.uniform(0.0, longest_s))
@@ -231,7 +231,7 @@ def run_round(
     outcome.took_s = round(time.monotonic() - started, 1)
     with contextlib.suppress(OrchError, OSError, RuntimeError):
         _tidy(round_, bool(outcome.wrong))
-    return outcome, round_.told
+    return outcome, round_.log
 
 
 def _play(round_: Round, fault: Callable[[Round], Any], outcome: Outcome) -> None:

@@ -1,4 +1,4 @@
-"""What a rank does in a round: prints numbered lines until it is told to end, and misbehaves as CHAOS says."""
+"""What a rank does in a round: prints numbered lines until it is asked to end, and misbehaves as CHAOS says."""
 
 import json
 import os
@@ -8,18 +8,18 @@ import subprocess
 import sys
 import time
 
-told = json.loads(os.environ["CHAOS"])
+asked = json.loads(os.environ["CHAOS"])
 rank = os.environ["RANK"]
-if told["ignores"]:
+if asked["ignores"]:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-if told["daemons"]:
+if asked["daemons"]:
     # Its own session, no parent, and in one of the two nothing of our environment.
     for scrubbed in (["env", "-i"], []):
         subprocess.run([*scrubbed, "setsid", "-f", "bash", "-c", f"exec -a '{os.environ['ORCH_JOB']} stray' sleep 900"])
-after_s, how, last_words = told["exits"].get(rank, (None, 0, ""))
+after_s, how, last_words = asked["exits"].get(rank, (None, 0, ""))
 is_over = pathlib.Path("end").exists
-if told["gloo"]:
+if asked["gloo"]:
     import torch
     from torch import distributed
 
@@ -27,9 +27,9 @@ if told["gloo"]:
 
     def is_over():
         """Together, so that nobody waits in a collective for one who has left."""
-        told_to = torch.tensor([float(pathlib.Path("end").exists())])
-        distributed.all_reduce(told_to)
-        return bool(told_to)
+        end = torch.tensor([float(pathlib.Path("end").exists())])
+        distributed.all_reduce(end)
+        return bool(end)
 
 
 started = time.monotonic()
@@ -43,5 +43,5 @@ while not is_over():
             os.kill(os.getpid(), signal.Signals[how])
         os._exit(how)
     time.sleep(0.05)
-if told["gloo"]:
+if asked["gloo"]:
     distributed.destroy_process_group()  # with threads of it alive, the interpreter's own end may abort

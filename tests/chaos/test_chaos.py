@@ -44,7 +44,7 @@ TESTED = {
     "port_taken": "remote/test_supervisor.test_where_a_stranger_has_the_port_the_ranks_meet_at_another",
     "full_disk": "jobs/test_full_disk.test_a_hosts_full_disk_loses_nothing_that_was_written_and_does_not_stop_the_job",
     "log_truncated": (
-        "jobs/test_log_fidelity.test_a_log_that_begins_anew_while_followed_is_shown_from_its_start_and_said"
+        "jobs/test_log_fidelity.test_a_log_that_restarts_while_followed_is_shown_from_its_start_with_a_notice"
     ),
     "collected_over_and_over": "jobs/test_log_fidelity.test_two_collects_at_once_do_no_harm_and_the_second_only_reads",
     "folder_removed": "remote/test_supervisor.test_a_removed_job_folder_ends_the_job",

@@ -211,17 +211,17 @@ class World:
         lab_net.set_link(self.ports[node], link)
 
     def deaf(self, node: str) -> None:
-        """Nothing reaches the host any more; what it says still arrives."""
+        """Nothing reaches the host from now on; what it says still arrives."""
         port = self.ports[node]
         _drop_all(port.namespace, port.interface)
 
     def mute(self, node: str) -> None:
-        """Nothing that the host says arrives any more."""
+        """Nothing that the host says arrives from now on."""
         port = self.ports[node]
         _drop_all(lab_net.hub_namespace(port.cluster), port.hub_interface)
 
     def part(self, node: str, other: str, largest: int | None = None) -> None:
-        """Nothing passes between these two hosts any more, or no packet larger than so many bytes."""
+        """Nothing passes between these two hosts from now on, or no packet larger than so many bytes."""
         only = f"meta length > {largest} " if largest else ""
         address = self.ports[other].addresses[0].split("/")[0]
         rules = f"type filter hook input priority 0\nip saddr {address} {only}drop"
@@ -254,7 +254,7 @@ class Cell:
         self._connections: Connections | None = None
 
     def connect(self) -> dict[str, ConnectedHost]:
-        """Kept from round to round; a host that was cut off is dialled anew. Raises HostError."""
+        """Kept from round to round; a host that was cut off is dialled again. Raises HostError."""
         if self._connections is None:
             nodes = [node for node in load_inventory(self.world.lab.inventory).nodes if node.name in self.names]
             self._connections = Connections(Home(self.world.folder / f"home-{self.names[0]}"))
@@ -270,7 +270,7 @@ class Cell:
         return self._hosts[name]
 
     def close(self) -> None:
-        """The next `connect` dials all of them anew."""
+        """The next `connect` dials all of them again."""
         if self._connections:
             self._connections.__exit__(None, None, None)
             self._connections = None

@@ -1,4 +1,4 @@
-"""What a person is told before `orch down` and after it: what nobody pulled, what is gone, and where the copies are."""
+"""What a person reads before `orch down` and after it: what nobody pulled, what is gone, and where the copies are."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_so_does_a_pull(after):
     assert "removed by `orch down`" in after.types("pull", after.lost, exit_code=1).stderr
 
 
-def test_jobs_still_tells_how_they_ended(after):
+def test_jobs_still_shows_how_they_ended(after):
     found = json.loads(after.types("jobs", "--json").stdout)["jobs"]
     assert {job["id"]: job["state"] for job in found} == {after.kept: "succeeded", after.lost: "succeeded"}
 

@@ -241,7 +241,7 @@ def test_any_terminal_will_do(term, columns):
     try:
         while data := os.read(screen, 65536):
             shown += data
-    except OSError:  # how Linux tells that nobody holds the other side any more
+    except OSError:  # how Linux says that nobody holds the other side
         pass
     os.close(screen)
     assert process.wait(30) == 0, shown

@@ -79,11 +79,11 @@ def test_status_says_who_answers_and_when_they_were_probed(tmp_path: Path, monke
     monkeypatch.setattr(connections, "DIAL_S", 0.3)
     with off() as dead:
         cluster = remembered(tmp_path, node("here", transport="local"), node("dead", dead))
-        told = json.loads(CliRunner().invoke(main, ["status", "--json"]).stdout)["cluster"]["nodes"]
+        nodes = json.loads(CliRunner().invoke(main, ["status", "--json"]).stdout)["cluster"]["nodes"]
         as_left = json.loads(CliRunner().invoke(main, ["status", "--json", "--no-look"]).stdout)["cluster"]["nodes"]
-    assert [(one["status"], one["answers"]) for one in told] == [("master", True), ("no answer", False)]
+    assert [(one["status"], one["answers"]) for one in nodes] == [("master", True), ("no answer", False)]
     assert [(one["status"], one["answers"]) for one in as_left] == [("master", None), ("not probed", None)]
-    assert [one["probed"] for one in told] == list(cluster.probed.values())
+    assert [one["probed"] for one in nodes] == list(cluster.probed.values())
 
 
 def test_the_table_of_status_has_the_age_of_what_it_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,5 +111,5 @@ def test_the_table_of_status_has_the_age_of_what_it_shows(tmp_path: Path, capsys
         (3e5, "3 days ago"),
     ],
 )
-def test_an_age_is_told_in_its_largest_unit(seconds: float, words: str) -> None:
+def test_an_age_is_shown_in_its_largest_unit(seconds: float, words: str) -> None:
     assert format_age(seconds) == words

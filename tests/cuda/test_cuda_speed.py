@@ -1,4 +1,4 @@
-"""What a step asks of CUDA, as far as a GPU's speed hangs on it; what a GPU is refused; what a profile finds to fit."""
+"""What a step asks of CUDA, where that sets a GPU's speed; what a GPU is refused; what a profile finds to fit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.cuda.machine import Host, Job, problems
 LENET = {"exp": "mnist_lenet", "data": "synthetic", "samples": 144, "steps": 9, "batch": 12, "eval_every": 0}
 LENET |= {"strategy": "none"}
 SKIPPED = 5
-"""Steps: DDP cuts its buckets anew, and graphs are recorded."""
+"""Steps: DDP cuts its buckets again, and graphs are recorded."""
 
 
 def job(*, ranks=1, knobs=None, **settings):
@@ -114,8 +114,8 @@ def test_a_rank_that_gives_its_graphs_up_says_so_whichever_it_is(machine):
     first, second = machine.run(dataclasses.replace(asked, prelude=prelude))
     assert not problems([first, second])
     assert not first.rows("setting") and "off from now on" not in first.output
-    (told,) = second.rows("setting")
-    assert (told["name"], told["value"], told["why"]) == ("cuda_graph", "off", "no room")
+    (change,) = second.rows("setting")
+    assert (change["name"], change["value"], change["why"]) == ("cuda_graph", "off", "no room")
     assert "rank 1: cuda_graph: off from now on, no room\n" in second.output
     assert (replayed_by(first) > 0, replayed_by(second)) == (True, 0)
 

@@ -95,23 +95,26 @@ def test_the_best_of_each_fidelity_fits_a_hundred_columns(home):
     assert any("the pace that the inventory sets" in line for line in shown)
 
 
-def test_the_document_tells_every_way_and_what_it_rests_on(home):
-    told = planned()
-    assert told["best"]["exact"]["samples_per_s"] == max(
-        way["samples_per_s"] for way in told["ways"] if way["way"]["fidelity"] == "exact"
+def test_the_document_has_every_way_and_what_it_rests_on(home):
+    document = planned()
+    assert document["best"]["exact"]["samples_per_s"] == max(
+        way["samples_per_s"] for way in document["ways"] if way["way"]["fidelity"] == "exact"
     )
-    assert {way["way"]["strategy"] for way in told["ways"]} == {
+    assert {way["way"]["strategy"] for way in document["ways"]} == {
         "ddp",
         "allreduce",
         "allreduce_flat",
         "parameter_average",
     }
-    assert [(h["name"], h["speed_from"], h["link_bps"]) for h in told["hosts"]] == [
+    assert [(h["name"], h["speed_from"], h["link_bps"]) for h in document["hosts"]] == [
         ("v100", "pace", 0.94 * 2.5e9),
         ("a2000", "pace", 0.94 * 2.5e9),
     ]
-    assert {change["change"] for change in told["what_if"]} >= {"links four times as fast", "adding a host like v100"}
-    assert told["failures"] is None
+    assert {change["change"] for change in document["what_if"]} >= {
+        "links four times as fast",
+        "adding a host like v100",
+    }
+    assert document["failures"] is None
 
 
 def test_the_same_plan_twice_says_the_same(home):
@@ -124,20 +127,20 @@ def test_a_bandwidth_that_is_given_beats_what_is_declared(home):
     assert fast["hosts"][0]["link_bps"] == 0.94 * 10e9
 
 
-def test_fewer_nodes_are_foreseen_alone(home):
-    told = planned("--nodes", "v100")
-    assert told["best"]["exact"]["samples_per_s"] == pytest.approx(833)
-    assert told["without"] == []
+def test_fewer_nodes_are_predicted_alone(home):
+    document = planned("--nodes", "v100")
+    assert document["best"]["exact"]["samples_per_s"] == pytest.approx(833)
+    assert document["without"] == []
 
 
 def test_links_are_as_the_newest_run_of_collectives_measured_them(home, tmp_path):
     write_collectives(tmp_path / "runs", job="collectives-20261120-0912-old", alpha_ms=9e3)
     write_collectives(tmp_path / "runs")
     write_collectives(tmp_path / "runs", job="collectives-20261122-0912-oth", cluster="another")
-    told = planned()
-    assert told["hosts"][0]["link_bps"] == pytest.approx(2.2e9 * 4 / 3)
-    assert any("measured by collectives-20261121-0912-abc" in words for words in told["basis"])
-    assert any("latency as collectives-20261121-0912-abc" in words for words in told["basis"])
+    document = planned()
+    assert document["hosts"][0]["link_bps"] == pytest.approx(2.2e9 * 4 / 3)
+    assert any("measured by collectives-20261121-0912-abc" in words for words in document["basis"])
+    assert any("latency as collectives-20261121-0912-abc" in words for words in document["basis"])
 
 
 def test_a_run_of_collectives_gives_the_latency_of_one_message():
@@ -167,16 +170,16 @@ def test_a_profile_beats_the_pace(home):
                 created="2026-11-21T09:00:00+00:00",
             )
         )  # fmt: skip
-    told = planned()
-    assert {h["speed_from"] for h in told["hosts"]} == {"profile"}
-    assert told["hosts"][0]["ranks"] == [{"fixed_ms": 10.0, "sample_ms": 1.0, "cap": 100}]
+    document = planned()
+    assert {h["speed_from"] for h in document["hosts"]} == {"profile"}
+    assert document["hosts"][0]["ranks"] == [{"fixed_ms": 10.0, "sample_ms": 1.0, "cap": 100}]
 
 
 def test_gpus_without_a_profile_are_estimated_and_said_to_be(home, tmp_path):
     remember(tmp_path, "a2000_v100.yaml")
-    told = planned()
-    assert {h["speed_from"] for h in told["hosts"]} == {"catalogue"}
-    assert any("estimate" in words and "orch profile" in words for words in told["basis"])
+    document = planned()
+    assert {h["speed_from"] for h in document["hosts"]} == {"catalogue"}
+    assert any("estimate" in words and "orch profile" in words for words in document["basis"])
 
 
 def test_a_cpu_whose_speed_nobody_measured_is_an_error_with_its_remedy(home, tmp_path):
@@ -205,16 +208,16 @@ def test_a_host_whose_memory_holds_no_sample_is_named(home):
         (("--exp", "resnet", "--nodes", "5xA2000", "--bandwidth", "1Gbps"), "resnet152_cifar"),
     ],
 )
-def test_wrong_usage_is_told(home, words, said):
+def test_wrong_usage_is_refused_in_words(home, words, said):
     assert said in orch("plan", *words, code=2).stderr
 
 
 def test_a_thousand_hosts_that_one_does_not_have(tmp_path, monkeypatch):
     monkeypatch.setenv("ORCH_HOME", str(tmp_path))
     words = ("--nodes", "500xA2000,500xV100", "--bandwidth", "2.5Gbps")
-    told = planned(*words)
-    assert told["failures"]["a_day"] == pytest.approx(1000 / 365)
-    assert told["best"]["exact"]["binds"] == "wire"
+    document = planned(*words)
+    assert document["failures"]["a_day"] == pytest.approx(1000 / 365)
+    assert document["best"]["exact"]["binds"] == "wire"
     shown = orch("plan", *RESNET, *words).stdout
     assert "500 hosts A2000, 500 hosts V100" in shown
     assert "failures: 2.7 a day" in shown
@@ -256,7 +259,7 @@ def test_it_is_said_who_is_left_out():
     assert what_if(groups, ["A2000 6GB-1"]) == "one A2000 6GB host alone (--nodes '1xA2000 6GB')"
 
 
-def test_a_local_batch_is_foreseen_where_it_holds_and_nowhere_else():
+def test_a_local_batch_is_predicted_where_it_holds_and_nowhere_else():
     words = ("--nodes", "2xA2000,2xV100", "--bandwidth", "2.5Gbps", "--set", "batch=2048", "--set", "fidelity=local")
     without, with_it = planned(*words), planned(*words, "--set", "local_batch=16")
     assert with_it["best"]["local"]["step_ms"] > 1.5 * without["best"]["local"]["step_ms"]
@@ -265,10 +268,10 @@ def test_a_local_batch_is_foreseen_where_it_holds_and_nowhere_else():
 
 
 def test_of_hosts_that_one_has_a_local_batch_leaves_the_speeds_alone(home):
-    told = planned("--set", "fidelity=local", "--set", "local_batch=16")
-    assert {rank["cap"] for host in told["hosts"] for rank in host["ranks"]} == {None}
-    assert told["best"]["local"]["local_steps"][0] > 32
-    assert told["sum_of_parts_samples_per_s"] == planned()["sum_of_parts_samples_per_s"]
+    document = planned("--set", "fidelity=local", "--set", "local_batch=16")
+    assert {rank["cap"] for host in document["hosts"] for rank in host["ranks"]} == {None}
+    assert document["best"]["local"]["local_steps"][0] > 32
+    assert document["sum_of_parts_samples_per_s"] == planned()["sum_of_parts_samples_per_s"]
 
 
 def test_a_share_beyond_what_memory_is_thought_to_hold_is_said(home, tmp_path):
@@ -344,11 +347,11 @@ def test_rings_of_hosts_with_several_gpus_are_shown_beside_each_other(tmp_path, 
 
 
 def dry_run(*words):
-    told = orch("run", *RESNET, *words, "--dry-run", "--json").stdout
-    return LaunchPlan.model_validate_json(told)
+    printed = orch("run", *RESNET, *words, "--dry-run", "--json").stdout
+    return LaunchPlan.model_validate_json(printed)
 
 
-def test_auto_takes_the_fastest_that_is_foreseen_and_says_so(home):
+def test_auto_takes_the_fastest_that_is_predicted_and_says_so(home):
     plan = dry_run("--set", "strategy=auto", "--nodes", "a2000,v100")
     assert plan.settings["strategy"] == "ddp"
     for node in plan.nodes:
@@ -375,7 +378,7 @@ def test_auto_stays_within_the_fidelity_that_is_allowed(home, settings, expected
     assert any(f"({plan.settings['fidelity']})" in note for note in plan.notes)
 
 
-def test_local_in_16_bits_is_foreseen_where_a_person_asks_for_it(home):
+def test_local_in_16_bits_is_predicted_where_a_person_asks_for_it(home):
     local = ("--set", "fidelity=local", "--set", "local_overlap=0", "--set", "shares=v100=5,a2000=2")
     whole, half = dry_run(*local).prediction, dry_run(*local, "--set", "wire=bf16").prediction
     assert half.step_ms < whole.step_ms
@@ -398,9 +401,9 @@ def test_the_prediction_kept_with_a_run_knows_how_long_it_is_exact(home, fidelit
     exact = dry_run("--set", f"strategy={strategy}").prediction.step_ms
     at_once = dry_run(*lossy, "--set", f"{setting}=0").prediction.step_ms
     for after, part in ((-1, 0.1), (25, 0.25), (200, 1.0)):
-        told = dry_run(*lossy, "--set", f"{setting}={after}").prediction
-        assert told.step_ms == pytest.approx(part * exact + (1 - part) * at_once)
-        assert any(f"{100 * part:.3g} % of its updates exact" in words for words in told.basis)
+        prediction = dry_run(*lossy, "--set", f"{setting}={after}").prediction
+        assert prediction.step_ms == pytest.approx(part * exact + (1 - part) * at_once)
+        assert any(f"{100 * part:.3g} % of its updates exact" in words for words in prediction.basis)
     asked = planned(*lossy, "--set", f"{setting}=-1")
     assert asked["best"][fidelity]["way"]["exact_part"] == pytest.approx(0.1)
 
@@ -435,7 +438,7 @@ def test_auto_needs_speeds_and_links(home, tmp_path):
     orch("run", *RESNET, *words)
 
 
-def test_a_plan_foresees_its_own_strategy_and_shares(home):
+def test_a_plan_predicts_its_own_strategy_and_shares(home):
     equal, split = dry_run(), dry_run("--set", "shares=v100=5,a2000=2")
     assert equal.prediction.step_ms == pytest.approx(977, rel=0.05)
     assert split.prediction.step_ms < equal.prediction.step_ms

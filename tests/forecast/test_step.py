@@ -144,11 +144,11 @@ def test_a_step_takes_what_was_measured_on_a_lab(names, gbps, strategy, step_ms)
 
 def test_the_parts_of_a_step_add_up_for_every_rank():
     for way in EVERY_WAY:
-        told = forecast(paced(("a2000", "v100", "a16"), 1.0, 256), way)
-        for rank in told.ranks:
-            assert rank.compute_ms + rank.optim_ms + rank.exposed_ms == pytest.approx(told.step_ms)
-            assert rank.exposed_ms == pytest.approx(rank.wait_ms + told.sync_ms)
-        assert told.ranks[told.critical].wait_ms == pytest.approx(0)
+        predicted = forecast(paced(("a2000", "v100", "a16"), 1.0, 256), way)
+        for rank in predicted.ranks:
+            assert rank.compute_ms + rank.optim_ms + rank.exposed_ms == pytest.approx(predicted.step_ms)
+            assert rank.exposed_ms == pytest.approx(rank.wait_ms + predicted.sync_ms)
+        assert predicted.ranks[predicted.critical].wait_ms == pytest.approx(0)
 
 
 def test_accumulated_micro_batches_leave_before_the_last_one_nothing_on_the_wire():
@@ -202,9 +202,9 @@ def test_where_one_rank_is_the_root_the_simulator_is_no_further_than_twice(scene
 @given(scenes(), st.sampled_from(RINGS))
 def test_on_unlike_links_the_forecast_is_a_bound(scene, way):
     """Pieces of early ranks pass slow links before the last rank joins: a step may be that much shorter."""
-    told = forecast(scene, way)
+    predicted = forecast(scene, way)
     played = simulate_step_ms(scene.job, scene.hosts, scene.wire, way, scene.equal)
-    assert 0.5 * told.step_ms <= played <= told.step_ms * (1 + 1e-9)
+    assert 0.5 * predicted.step_ms <= played <= predicted.step_ms * (1 + 1e-9)
 
 
 def test_on_racks_of_odd_hosts_the_simulator_says_nearly_the_same():
@@ -274,9 +274,9 @@ def test_shares_hold_the_whole_batch(scene):
 @settings(max_examples=40)
 @given(scenes(), st.sampled_from(EVERY_WAY))
 def test_a_step_is_never_shorter_than_its_slowest_rank(scene, way):
-    told = forecast(scene, way)
-    assert told.sync_ms >= -1e-9 * told.step_ms
-    assert told.samples_per_s > 0
+    predicted = forecast(scene, way)
+    assert predicted.sync_ms >= -1e-9 * predicted.step_ms
+    assert predicted.samples_per_s > 0
 
 
 @pytest.mark.parametrize("costs", [GLOO, NCCL])
@@ -323,20 +323,20 @@ def test_with_a_local_batch_a_rank_makes_an_update_of_each_part_of_its_share():
     scene = paced(("a2000", "v100"), 2.5, 256)
     small = with_fixed_ms(scene, 0, cap=8)
     one_a_step = dataclasses.replace(LOCAL_16, local_batch=0)
-    told = {
+    predicted = {
         (cap, way.local_batch): predict(cluster.job, cluster.hosts, cluster.wire, way, (64, 192)).local_steps
         for cap, cluster in ((None, scene), (8, small))
         for way in (LOCAL_16, one_a_step)
     }
-    assert told == {(None, 16): (16, 48), (8, 16): (32, 96), (None, 0): (4, 4), (8, 0): (4, 4)}
+    assert predicted == {(None, 16): (16, 48), (8, 16): (32, 96), (None, 0): (4, 4), (8, 0): (4, 4)}
 
 
 def test_a_local_batch_costs_its_parts_in_the_simulator_too():
     scene = with_fixed_ms(paced(("a2000", "v100"), 2.5, 256), 20.0)
-    told = predict(scene.job, scene.hosts, scene.wire, LOCAL_16, scene.equal)
-    assert told.own_ms[0] == pytest.approx(8 * 20 + 128 / 0.333)
+    predicted = predict(scene.job, scene.hosts, scene.wire, LOCAL_16, scene.equal)
+    assert predicted.own_ms[0] == pytest.approx(8 * 20 + 128 / 0.333)
     played = simulate_step_ms(scene.job, scene.hosts, scene.wire, LOCAL_16, scene.equal)
-    assert played == pytest.approx(told.step_ms, rel=1e-9)
+    assert played == pytest.approx(predicted.step_ms, rel=1e-9)
 
 
 def test_a_local_batch_changes_local_alone_and_its_shares():
@@ -361,29 +361,29 @@ def test_a_measured_latency_takes_the_place_of_the_assumed_one():
 
 def test_the_best_way_of_each_fidelity_is_the_fastest_of_all():
     scene = paced(("a2000", "v100"), 2.5, 256)
-    told = advise(scene)
+    advice = advise(scene)
     for fidelity in ("exact", "half", "compressed", "local"):
         tried = [
             forecast(scene, way, policy).samples_per_s
             for way, policy in itertools.product(ways(fidelity), ("equal", "measured"))
         ]
-        assert told.best[fidelity].samples_per_s == pytest.approx(max(tried))
-        assert told.best[fidelity].forecast.way.fidelity == fidelity
+        assert advice.best[fidelity].samples_per_s == pytest.approx(max(tried))
+        assert advice.best[fidelity].forecast.way.fidelity == fidelity
 
 
 def test_a_host_that_costs_more_than_it_brings_is_named():
-    told = advise(paced(("a2000", "v100"), 2.5, 256))
-    assert told.without[0].hosts == ("v1001",)
-    assert told.without[0].choice.samples_per_s == pytest.approx(833)
+    advice = advise(paced(("a2000", "v100"), 2.5, 256))
+    assert advice.without[0].hosts == ("v1001",)
+    assert advice.without[0].choice.samples_per_s == pytest.approx(833)
     assert advise(paced(("a2000", "v100"), 2.5, 256), "local").without == ()
 
 
-def test_more_of_everything_is_foreseen_for_the_fidelity_that_is_allowed():
+def test_more_of_everything_is_predicted_for_the_fidelity_that_is_allowed():
     scene = paced(("a2000", "v100"), 2.5, 256)
-    told = {change.change: change.choice.samples_per_s for change in advise(scene).what_if}
-    assert told["links four times as fast"] == advise(scene.with_links(4)).best["exact"].samples_per_s
-    assert told["adding a host like v1001"] < advise(scene).best["exact"].samples_per_s
-    assert told["batch 2048 instead of 256"] > told["batch 512 instead of 256"]
+    speeds = {change.change: change.choice.samples_per_s for change in advise(scene).what_if}
+    assert speeds["links four times as fast"] == advise(scene.with_links(4)).best["exact"].samples_per_s
+    assert speeds["adding a host like v1001"] < advise(scene).best["exact"].samples_per_s
+    assert speeds["batch 2048 instead of 256"] > speeds["batch 512 instead of 256"]
 
 
 def test_a_host_alone_takes_the_whole_batch_on_its_ranks():
@@ -400,7 +400,7 @@ def test_of_many_hosts_those_behind_a_slow_link_are_left_out_as_a_kind_of_their_
     assert advise(scene).without[0].hosts == tuple(f"gpu{i}" for i in range(2, 20))
 
 
-def test_no_rank_is_foreseen_with_a_single_sample():
+def test_no_rank_is_predicted_with_a_single_sample():
     """As the trainer has it: BatchNorm can make nothing of one value."""
     hosts = tuple(HostSpeed(str(i), (Speed(0, ms),)) for i, ms in enumerate((1.0, 1.0, 7.5)))
     wire = LinkCosts([Site(host.name, 1, 1e9, 1e9) for host in hosts], GLOO)

@@ -144,11 +144,11 @@ def _chosen(names: str) -> tuple[Part, ...]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    told = "\n".join(f"  {part.name:12} {part.shows}" for part in all_parts())
+    parts = "\n".join(f"  {part.name:12} {part.shows}" for part in all_parts())
     parser = argparse.ArgumentParser(
         prog="python -m tests.gpu",
         description="What orch does on this machine's GPUs: a table, and one file to send back.",
-        epilog=f"parts:\n{told}\n\nexample: python -m tests.gpu --parts alone,two --mnist ~/data",
+        epilog=f"parts:\n{parts}\n\nexample: python -m tests.gpu --parts alone,two --mnist ~/data",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(

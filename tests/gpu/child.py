@@ -44,10 +44,10 @@ class Ended:
     @property
     def cause(self) -> str:
         """One line that tells why it failed, as far as its output knows."""
-        told, last = error_in(self.output), last_word(self.output)
-        if self.exit_code is not None and told:
-            return told
-        return f"{self._how_it_ended}{f'; last: {told or last}' if told or last else ', without a word'}"
+        error, last = error_in(self.output), last_word(self.output)
+        if self.exit_code is not None and error:
+            return error
+        return f"{self._how_it_ended}{f'; last: {error or last}' if error or last else ', without a word'}"
 
     @property
     def _how_it_ended(self) -> str:

@@ -79,10 +79,10 @@ def _ask_driver() -> list[dict[str, str]]:
     """Older drivers lack some fields; then none."""
     command = ["nvidia-smi", f"--query-gpu={','.join(_DRIVER)}", "--format=csv,noheader"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    rows = csv.reader(io.StringIO(told.stdout if told.returncode == 0 else ""), skipinitialspace=True)
+    rows = csv.reader(io.StringIO(answer.stdout if answer.returncode == 0 else ""), skipinitialspace=True)
     return [dict(zip(_DRIVER, row, strict=False)) for row in rows]
 
 
@@ -154,9 +154,9 @@ def _unusable(torch: Any) -> str:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        told = (str(error).splitlines() or ["no word"])[0]
+        reason = (str(error).splitlines() or ["no word"])[0]
         return (
-            f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use the GPU: {told}\n"
+            f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use the GPU: {reason}\n"
             "Does nvidia-smi list it? Where the driver is too old for this CUDA, install a torch that is built for an "
             'older one (docs/gpu.md, "Which torch").'
         )

@@ -24,11 +24,11 @@ def shaped() -> tuple[tuple[str, ...], str]:
     missing = [name for name in ("unshare", "ip", "tc") if not shutil.which(name)]
     if missing:
         return (), f"{' and '.join(missing)} not found (Debian: iproute2, util-linux)"
-    told = ""
+    error = ""
     for as_root in ((), ("--user", "--map-root-user")):
         prefix = ("unshare", *as_root, "--net", "sh", "-c", _SHAPE, "sh")
         tried = subprocess.run([*prefix, "true"], capture_output=True, text=True, timeout=20)
         if tried.returncode == 0:
             return prefix, ""
-        told = told or (tried.stderr.strip().splitlines() or ["no word"])[-1]
-    return (), f"{told}{'' if os.geteuid() == 0 else '; root may make one'}"
+        error = error or (tried.stderr.strip().splitlines() or ["no word"])[-1]
+    return (), f"{error}{'' if os.geteuid() == 0 else '; root may make one'}"

@@ -2,7 +2,7 @@
 
 On one GPU, too: both then compute there in turn. NCCL goes by sockets over `lo`, as between hosts: each rank names a
 host of its own (NCCL_HOSTID), so that NCCL tries neither peer access nor shared memory between them, nor finds that
-they share a GPU (it compares the bus ids of one host's ranks; from 2.30 on it may be told to allow it).
+they share a GPU (it compares the bus ids of one host's ranks; from 2.30 on a setting allows it).
 """
 
 from __future__ import annotations

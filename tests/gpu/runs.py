@@ -41,8 +41,8 @@ class Done:
 
     @property
     def cause(self) -> str:
-        told = [end["message"] for end in self.all("end", rank=None) if end.get("message")]
-        return told[0] if told and self.ended.exit_code is not None else self.ended.cause
+        messages = [end["message"] for end in self.all("end", rank=None) if end.get("message")]
+        return messages[0] if messages and self.ended.exit_code is not None else self.ended.cause
 
     def all(self, event: str, rank: int | None = 0) -> list[Mapping[str, Any]]:
         """rank None: of all ranks."""

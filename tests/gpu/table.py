@@ -35,8 +35,8 @@ def lines_of(row: Row) -> str:
 
 def summary(rows: list[Row]) -> str:
     counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in ("as expected", *_OTHER)}
-    told = [f"{count} {verdict}" for verdict, count in counts.items() if count]
-    return f"{len(rows)} rows: {', '.join(told) or 'none judged'}"
+    counted = [f"{count} {verdict}" for verdict, count in counts.items() if count]
+    return f"{len(rows)} rows: {', '.join(counted) or 'none judged'}"
 
 
 _OTHER = VERDICTS[1:-1]

@@ -122,7 +122,7 @@ def test_a_pinned_host_that_is_down_is_passed_over_and_the_reason_says_so():
     assert "no answer" in election.candidates[2].why_not
 
 
-def test_without_a_usable_host_every_hosts_reason_is_told():
+def test_without_a_usable_host_every_hosts_reason_is_given():
     nodes = [node("a", "10.0.0.1"), node("b", "10.0.0.2")]
     with pytest.raises(HostsError, match=r"(?s)a: no answer.*b: not looked at yet") as caught:
         elect(nodes, {"a": down("a")})

@@ -49,9 +49,9 @@ def test_the_way_to_most_hosts_names_none_of_them():
     lan, vpn = "192.168.1.41", "10.8.0.2"
     near, far = [f"192.168.1.{n}" for n in range(50, 250)], ["10.8.0.5", "gate.example"]
     sources = {**dict.fromkeys(near, lan), **dict.fromkeys(far, vpn)}
-    told = {"ip route 10.8.0.5": {"rc": 0, "out": f'[{{"dev": "tun0", "prefsrc": "{vpn}"}}]', "err": ""}}
+    commands = {"ip route 10.8.0.5": {"rc": 0, "out": f'[{{"dev": "tun0", "prefsrc": "{vpn}"}}]', "err": ""}}
     peers = [*near[:9], *far, "nowhere.example", *near[9:]]
-    facts = parse(answer_with({"commands": told, "values": {"sources": sources}}), peers=peers)
+    facts = parse(answer_with({"commands": commands, "values": {"sources": sources}}), peers=peers)
     assert [(way.interface, way.source, way.peers) for way in facts.routes] == [
         ("eno1", lan, ()),
         ("tun0", vpn, ("10.8.0.5", "gate.example")),

@@ -49,7 +49,7 @@ def test_a_gpu_for_one_process_takes_no_second(share):
 
 
 def test_where_nobody_is_no_need_is_too_great():
-    """Whether a job fits into an empty GPU is told elsewhere, where it is planned."""
+    """Whether a job fits into an empty GPU is decided elsewhere, where it is planned."""
     assert judged(needed=99 * GIB).refusal is None
     assert judged(needed=99 * GIB, memory_used_bytes=600 << 20).refusal is None
     # What needs all of it is split into parts that fit, and it has as good as all.

@@ -295,9 +295,9 @@ def test_down_opens_what_a_script_closed_and_goes_on_where_another_users_file_st
         program = "import json, os, shutil; from orchestrator.remote import belongings; os.setuid(65534);"
         program += f"print(json.dumps(belongings.down({asked})))"
         for gone in (["closed", "foreign", "plain"], []):
-            told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-            answer = json.loads(told.stdout)
-            assert sorted(answer["jobs"]) == gone, told.stderr
+            done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+            answer = json.loads(done.stdout)
+            assert sorted(answer["jobs"]) == gone, done.stderr
             [why] = answer["why"]
             assert why.startswith("a part of jobs/") and "Permission denied" in why
         assert [path.name for path in work.rglob("*") if path.is_file()] == [".orch-work", "weights"]
@@ -324,8 +324,8 @@ def test_an_empty_folder_of_a_persons_own_may_be_used_and_goes_when_it_is_empty_
 def venv_of(work, *users):
     venv = work / "venv/torch-2.3.1"
     venv.mkdir(parents=True)
-    told = [{"owner": who.owner.model_dump(), "cluster": who.cluster} for who in users]
-    (venv / "orch-venv.json").write_text(json.dumps({"requirements": [], "found": {}, "users": told}))
+    owners = [{"owner": who.owner.model_dump(), "cluster": who.cluster} for who in users]
+    (venv / "orch-venv.json").write_text(json.dumps({"requirements": [], "found": {}, "users": owners}))
     return venv
 
 
@@ -382,22 +382,22 @@ def test_a_start_never_meets_a_folder_that_is_being_removed(tmp_path):
 # ---- who is who -----------------------------------------------------------------------------------------------
 
 
-def test_a_rebuilt_home_takes_its_jobs_back_when_told_to_and_never_by_itself(homes, two_jobs, tmp_path):
+def test_a_rebuilt_home_takes_its_jobs_back_when_asked_to_and_never_by_itself(homes, two_jobs, tmp_path):
     ada, bob = homes
     _, others = two_jobs
     with Connections(Home(tmp_path / "rebuilt")) as connections:
-        anew = Controller(Store(Home(tmp_path / "rebuilt")), connections)
-        anew.store.save_cluster(others.cluster(), current=True)
-        anew.lost_jobs.rescan(["test"])
-        assert all(others.plan.job not in answer.jobs for answer in anew.down(anew.store.cluster()).values())
-        former = anew.lost_jobs.not_ours(["test"])
+        rebuilt = Controller(Store(Home(tmp_path / "rebuilt")), connections)
+        rebuilt.store.save_cluster(others.cluster(), current=True)
+        rebuilt.lost_jobs.rescan(["test"])
+        assert all(others.plan.job not in answer.jobs for answer in rebuilt.down(rebuilt.store.cluster()).values())
+        former = rebuilt.lost_jobs.not_ours(["test"])
         assert {owner.name for owner in former} == {read_owner(c.store.home).name for c in (ada, bob)}
         chosen = former[read_owner(bob.store.home)]
         assert chosen == [others.plan.job]
-        assert anew.lost_jobs.adopt(chosen) == {}
-        assert anew.lost_jobs.not_ours(["test"]).keys() == {read_owner(ada.store.home)}
+        assert rebuilt.lost_jobs.adopt(chosen) == {}
+        assert rebuilt.lost_jobs.not_ours(["test"]).keys() == {read_owner(ada.store.home)}
         assert bob.down(bob.store.cluster())["a"].jobs == {}
-        assert set(anew.down(anew.store.cluster())["a"].jobs) == {others.plan.job}
+        assert set(rebuilt.down(rebuilt.store.cluster())["a"].jobs) == {others.plan.job}
 
 
 def test_another_file_does_not_silently_take_over_a_cluster_whose_jobs_have_not_ended(homes, two_jobs, tmp_path):

@@ -52,7 +52,7 @@ def gathered(**changes):
     return parse_facts("here", raw, started, time.time(), changes.get("peers", ()))
 
 
-def test_this_machine_tells_what_it_is(tmp_path):
+def test_this_machine_reports_what_it_is(tmp_path):
     answers = probe_all({"here": host(workdir=tmp_path)}, ["127.0.0.1"], timeout_s=30)
     facts = answers["here"]
     assert facts.python_executable == sys.executable
@@ -280,7 +280,7 @@ def test_a_host_that_refuses_is_a_host_error():
     assert isinstance(probe_all({"old": old}, timeout_s=10)["old"], HostError)
 
 
-def test_active_ports_of_devices_that_we_may_open_are_told(tmp_path):
+def test_active_ports_of_devices_that_we_may_open_are_reported(tmp_path):
     """As the kernel shows two cards of which one's port is down, and a third that a container does not hand in."""
     for number, (name, state, layer, is_open) in enumerate(
         [
@@ -303,7 +303,7 @@ def test_active_ports_of_devices_that_we_may_open_are_told(tmp_path):
     assert hardware.rdma_ports(f"{tmp_path}/none") == []
 
 
-def test_the_maker_of_the_cpu_is_told_as_the_kernel_has_it():
+def test_the_maker_of_the_cpu_is_reported_as_the_kernel_has_it():
     said = [
         line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "vendor_id" in line
     ]

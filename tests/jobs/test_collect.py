@@ -118,11 +118,11 @@ def test_a_second_collect_pulls_nothing_and_touches_nothing(ended, run):
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == before
 
 
-def test_progress_tells_every_byte_of_every_host(ended, run):
-    told = []
-    collected = collect(ended.plan, ended.hosts, run, lambda node, size: told.append((node, size)))
-    assert sum(size for _, size in told) == collected.new_bytes
-    assert {node for node, _ in told} == {"a", "b"}
+def test_progress_counts_every_byte_of_every_host(ended, run):
+    progress = []
+    collected = collect(ended.plan, ended.hosts, run, lambda node, size: progress.append((node, size)))
+    assert sum(size for _, size in progress) == collected.new_bytes
+    assert {node for node, _ in progress} == {"a", "b"}
 
 
 def test_what_a_running_job_has_written_comes_now_and_the_rest_later(tmp_path, run):
@@ -164,7 +164,7 @@ def rotate(path):
 
 
 @pytest.mark.parametrize("change", [cut_short, rewrite_longer, replace_alike, rotate])
-def test_a_file_that_began_anew_on_its_host_is_pulled_whole_and_the_older_one_stays(ended, run, change):
+def test_a_file_that_restarted_on_its_host_is_pulled_whole_and_the_older_one_stays(ended, run, change):
     pull(ended, run)
     old = here(run)["a/rank-0/metrics.jsonl"]
     change(ended.folder("a") / "rank-0" / "metrics.jsonl")
@@ -183,8 +183,8 @@ def test_every_generation_stays_in_its_order(ended, run):
         path.write_text(text)
         pull(ended, run)
     folder = run.rank("a", 0)
-    told = {found.name: found.read_text() for found in folder.glob("stdout.log*")}
-    assert told == {
+    texts = {found.name: found.read_text() for found in folder.glob("stdout.log*")}
+    assert texts == {
         "stdout.log.1": "first\n",
         "stdout.log.2": "second one\n",
         "stdout.log.3": "third\n",
@@ -193,7 +193,7 @@ def test_every_generation_stays_in_its_order(ended, run):
     assert pull(ended, run).notices == []
 
 
-def test_a_host_that_begins_its_files_anew_without_end_is_stopped(ended, run, monkeypatch):
+def test_a_host_that_restarts_its_files_without_end_is_stopped(ended, run, monkeypatch):
     monkeypatch.setattr(collecting, "MAX_GENERATIONS", 1)
     path = ended.folder("a") / "rank-0" / "stdout.log"
     for text in ("first\n", "second one\n"):
@@ -379,7 +379,7 @@ def test_the_holes_of_a_sparse_log_take_no_room_here(ended, run):
     assert pull(ended, run).new_bytes == 0  # it is known by its beginning, and agrees by its hash
 
 
-def test_of_a_log_no_more_is_collected_than_asked_for_and_what_stayed_is_told(ended, run):
+def test_no_more_of_a_log_is_collected_than_asked_for_and_what_stayed_is_reported(ended, run):
     log = ended.folder("a") / "rank-0" / "stdout.log"
     log.write_bytes(b"0123456789" * 1000)
     hosts = ended.hosts

@@ -158,7 +158,7 @@ def test_a_run_that_is_killed_at_its_write_points_leaves_a_whole_gang_or_none(cr
         launched, points = crash.drive("run")
     assert launched > 30
     seen = set()
-    # Most of them while it launches: how many looks come after that hangs on how long the ranks take.
+    # Most of them while it launches: how many looks come after that depends on how long the ranks take.
     for kill_at in sorted({*of(launched, 7), *of(points, 2)}):
         made, folder = crashes(kill_at)
         with made as job:

@@ -1,4 +1,4 @@
-"""`--elastic MIN:MAX`: the plan, what is told of faults, and jobs of three hosts on this machine that lose some."""
+"""`--elastic MIN:MAX`: the plan, what is reported of faults, and jobs of three hosts on this machine that lose some."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support.local_job import Gang, gang
 from trainer.shared.config import parse_settings
 from trainer.shared.shares import without_absent
 
-LONG = pytest.mark.skipif(not os.environ.get("ORCH_LONG"), reason="minutes of torchrun meeting anew: ORCH_LONG=1")
+LONG = pytest.mark.skipif(not os.environ.get("ORCH_LONG"), reason="minutes of torchrun meeting again: ORCH_LONG=1")
 
 TWO_OF_THREE = Elastic(min_nodes=2, max_nodes=3, max_restarts=3)
 CLUSTER = (41, 42, 43)
@@ -77,7 +77,7 @@ def test_no_more_hosts_take_part_than_may():
 
 
 @pytest.mark.parametrize(("every", "notes"), [(0, 1), (500, 0)])
-def test_an_experiment_without_checkpoints_is_told_what_that_means(every, notes):
+def test_an_experiment_without_checkpoints_gets_a_note_of_what_that_means(every, notes):
     settings = parse_settings("mnist_lenet", {"batch": "6", "checkpoint_every": str(every)})
     made = plan(kind="experiment", settings=settings)
     assert len([note for note in made.notes if "begin at step 0" in note]) == notes
@@ -94,7 +94,7 @@ def test_more_nodes_than_there_are_cannot_be_wanted():
         plan("2:4")
 
 
-# ---- what is told of faults -----------------------------------------------------------------------------------------
+# ---- what is reported of faults --------------------------------------------------------------------------------------
 
 ELASTIC = PLAN.model_copy(update={"elastic": TWO_OF_THREE})
 
@@ -105,20 +105,20 @@ def fault(node, rank=None, after_s=1.0, *, secondary=False, restart=0):
     return dict(node=node, rank=rank, reason=reason, after_s=after_s, restart=restart, secondary=secondary)
 
 
-def told(faults):
+def places(faults):
     return [(found.node, found.rank, found.after_s) for found in faults]
 
 
 def test_faults_of_all_hosts_stand_in_the_order_of_time():
     records = {"a": {"faults": [fault("c", None, 9.0)]}, "b": {"faults": [fault("b", 1, 4.0)]}}
-    assert told(faults_of(ELASTIC, records)) == [("b", 1, 4.0), ("c", None, 9.0)]
+    assert places(faults_of(ELASTIC, records)) == [("b", 1, 4.0), ("c", None, 9.0)]
     assert lost_nodes(faults_of(ELASTIC, records)) == {"c"}
 
 
 def test_who_only_felt_anothers_death_is_named_where_nobody_says_more():
     echo, cause = fault("a", 0, 3.0, secondary=True), fault("b", 1, 4.0)
-    assert told(faults_of(ELASTIC, {"a": {"faults": [echo]}, "b": {"faults": [cause]}})) == [("b", 1, 4.0)]
-    assert told(faults_of(ELASTIC, {"a": {"faults": [echo]}})) == [("a", 0, 3.0)]
+    assert places(faults_of(ELASTIC, {"a": {"faults": [echo]}, "b": {"faults": [cause]}})) == [("b", 1, 4.0)]
+    assert places(faults_of(ELASTIC, {"a": {"faults": [echo]}})) == [("a", 0, 3.0)]
 
 
 def test_a_host_speaks_of_its_own_ranks_and_the_master_alone_of_lost_hosts():
@@ -126,9 +126,9 @@ def test_a_host_speaks_of_its_own_ranks_and_the_master_alone_of_lost_hosts():
     assert faults_of(ELASTIC, {"b": {"faults": lies}}) == ()
 
 
-def test_what_was_told_before_stays_when_its_host_is_away():
+def test_what_was_reported_before_stays_when_its_host_is_away():
     before = faults_of(ELASTIC, {"b": {"faults": [fault("b", 1, 4.0)]}})
-    assert told(faults_of(ELASTIC, {"a": {"faults": [fault("b", None, 9.0)]}}, before)) == [
+    assert places(faults_of(ELASTIC, {"a": {"faults": [fault("b", None, 9.0)]}}, before)) == [
         ("b", 1, 4.0),
         ("b", None, 9.0),
     ]
@@ -138,8 +138,8 @@ KEYS = ("node", "rank", "reason", "after_s", "restart", "secondary", "log_line",
 
 
 @given(st.dictionaries(st.sampled_from("abc"), st.lists(st.dictionaries(st.sampled_from(KEYS), HOSTILE)) | HOSTILE))
-def test_whatever_hosts_tell_of_faults_it_is_a_job_record(faults):
-    found = {name: {"faults": told} for name, told in faults.items()}
+def test_whatever_hosts_report_of_faults_it_is_a_job_record(faults):
+    found = {name: {"faults": reported} for name, reported in faults.items()}
     record = combine(ELASTIC, found, known(), datetime.now(timezone.utc))
     assert JobRecord.model_validate_json(record.model_dump_json(by_alias=True)) == record
     assert all(fault_words(one).isprintable() for one in record.faults)
@@ -155,7 +155,7 @@ def test_a_lost_hosts_own_word_says_why_also_when_it_comes_late():
     late = {**records, "c": {"state": "failed", "first_failure": own}}
     for before in (known("running"), ended):
         found = combine(ELASTIC, late, before, now).faults
-        assert told(found) == [("c", None, 9.0)]
+        assert places(found) == [("c", None, 9.0)]
         assert (found[0].reason, found[0].signal) == (own["reason"], own["signal"])
     of_another = {**late, "c": {"state": "failed", "first_failure": {**own, "node": "a"}}}
     assert combine(ELASTIC, of_another, ended, now).faults == ended.faults
@@ -267,7 +267,7 @@ def check_that_it_went_on(made: Gang, left: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [pytest.param("a", marks=LONG), "b"])
-def test_a_killed_rank_starts_anew_from_the_last_checkpoint(tmp_path, victim):
+def test_a_killed_rank_starts_again_from_the_last_checkpoint(tmp_path, victim):
     with trains(tmp_path, hosts=2) as made:
         made.launch()
         agents = until_step(made, 12)
@@ -329,7 +329,7 @@ dist.barrier()
 
 @LONG
 @pytest.mark.slow
-def test_a_cancel_starts_nothing_anew(tmp_path):
+def test_a_cancel_starts_nothing_again(tmp_path):
     says = "import os, signal, time\nprint('began', flush=True)\ntime.sleep(600)\n"
     with gang(tmp_path, says, ranks=(1, 1, 1), torch_free=False, elastic=TWO_OF_THREE, grace_s=5.0) as made:
         made.launch()

@@ -85,7 +85,7 @@ def test_a_piece_that_does_not_go_on_where_the_last_one_ended_is_refused(offset)
         read(piece(0, b"abc"), piece(offset, b"d"))
 
 
-def test_a_file_that_starts_again_is_told_apart_from_one_that_goes_on():
+def test_a_file_that_starts_again_is_distinguished_from_one_that_goes_on():
     pieces = read(piece(0, b"abc"), piece(3, b"d"), piece(0, b"x", inode=8), piece(1, b"y", inode=8))
     assert [(one.offset, one.restarted) for one in pieces] == [(0, False), (3, False), (0, True), (1, False)]
 
@@ -137,7 +137,7 @@ def test_an_endless_line_is_refused_before_it_fills_the_memory():
         read(*[b"x" * (1 << 16)] * (MAX_LINE_BYTES // (1 << 16) + 1))
 
 
-def test_a_stream_that_breaks_off_inside_a_frame_is_told():
+def test_a_stream_that_breaks_off_inside_a_frame_is_reported():
     with pytest.raises(ConnectError, match="broke off"):
         read(STREAM[:-5])
 
@@ -150,7 +150,7 @@ def test_any_bytes_give_frames_or_a_probe_error(data):
         assert "\n" not in str(error)
 
 
-def test_a_disk_that_fails_on_its_host_is_told_in_words_and_ends_the_stream(tmp_path, monkeypatch, capfdbinary):
+def test_a_disk_that_fails_on_its_host_is_reported_in_words_and_ends_the_stream(tmp_path, monkeypatch, capfdbinary):
     job = WorkFolder(str(tmp_path)).job("j")
     (job.root / "rank-0").mkdir(parents=True)
     (job.root / "rank-0" / "stdout.log").write_bytes(b"printed")

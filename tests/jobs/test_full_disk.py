@@ -115,24 +115,24 @@ def test_a_hosts_full_disk_loses_nothing_that_was_written_and_does_not_stop_the_
         assert (record.state, record.exit_code) == ("succeeded", 0)
         for node, agent in job.agents().items():
             assert agent["state"] == "succeeded"
-            (rank, told) = next(iter(agent["ranks"].items()))
+            (rank, reported) = next(iter(agent["ranks"].items()))
             log = (job.folder(node) / f"rank-{rank}" / "stdout.log").read_text()
             assert log.count("before ") == 20000
-            assert told["dropped_bytes"] > 0
+            assert reported["dropped_bytes"] > 0
             if room_again:
                 assert log.count("after ") == 20000
                 assert log.endswith(f"after 19999 {'.' * 90}\n")
                 notices = re.findall(r"\[orch\] the disk was full: (\d+) bytes of output are missing here\n", log)
-                assert [int(size) for size in notices] == [told["dropped_bytes"]]
+                assert [int(size) for size in notices] == [reported["dropped_bytes"]]
                 said = sum(len(f"{w} {n} {'.' * 90}\n") for w in ("before", "during", "after") for n in range(20000))
                 here = len(log) - len("[orch] the disk was full:  bytes of output are missing here\n" + notices[0])
                 # The notice begins on a line of its own: its newline may be one more.
-                assert said - here in (told["dropped_bytes"], told["dropped_bytes"] - 1)
+                assert said - here in (reported["dropped_bytes"], reported["dropped_bytes"] - 1)
 
 
 @pytest.mark.lab
-def test_output_that_a_failing_disk_dropped_is_told_at_the_end_by_the_masters_word(tmp_path):
-    """The host's own record lies on the disk that failed, and nobody can read it any more."""
+def test_the_master_reports_at_the_end_what_output_a_failing_disk_dropped(tmp_path):
+    """The host's own record lies on the disk that failed, and nobody can read it."""
     talk = tmp_path / "talk"
     talk.mkdir()
     with (

@@ -16,7 +16,7 @@ NO_WORD = over("failed", first_failure={"node": "a", "kind": "lost", "reason": "
 LATE_S = 2 * SILENT_S
 
 
-def told(*items):
+def heard_after(*items):
     """A Heard after these (seconds, host, frame or error)."""
     heard = Heard()
     for at_s, name, item in items:
@@ -32,31 +32,31 @@ RUNNING = [(0.0, name, alive()) for name in "abc"]
 
 
 def test_a_dead_masters_last_word_counts_no_more_when_the_others_have_ended():
-    heard = told(*RUNNING, (20.0, "a", BROKE), (21.0, "b", NO_WORD), (22.0, "c", NO_WORD))
+    heard = heard_after(*RUNNING, (20.0, "a", BROKE), (21.0, "b", NO_WORD), (22.0, "c", NO_WORD))
     assert state(heard, 25.0) == "running"
     ended = combine(PLAN, heard.found(20.1 + SILENT_S), known("running"), None)
     assert (ended.state, ended.exit_code, ended.first_failure.node) == ("failed", 1, "a")
 
 
 def test_a_job_that_the_other_hosts_know_to_have_succeeded_has_although_its_masters_word_is_missing():
-    heard = told(*RUNNING, (20.0, "a", BROKE), (21.0, "b", over("succeeded")), (22.0, "c", over("succeeded")))
+    heard = heard_after(*RUNNING, (20.0, "a", BROKE), (21.0, "b", over("succeeded")), (22.0, "c", over("succeeded")))
     assert state(heard, LATE_S) == "succeeded"
 
 
 def test_a_link_that_broke_ends_no_job_that_another_host_says_to_run():
-    heard = told(*RUNNING, (1.0, "a", BROKE), (1.0, "b", BROKE), (100.0, "c", Beat(from_host=True)))
+    heard = heard_after(*RUNNING, (1.0, "a", BROKE), (1.0, "b", BROKE), (100.0, "c", Beat(from_host=True)))
     assert state(heard, 100.0) == "running"
-    assert state(told(*RUNNING, (1.0, "a", BROKE), (2.0, "b", GONE)), 100.0) == "running"
+    assert state(heard_after(*RUNNING, (1.0, "a", BROKE), (2.0, "b", GONE)), 100.0) == "running"
 
 
 def test_a_controller_that_hears_no_host_at_all_does_not_know_the_job_to_have_ended():
-    heard = told(*RUNNING, *((1.0, name, BROKE) for name in "abc"))
+    heard = heard_after(*RUNNING, *((1.0, name, BROKE) for name in "abc"))
     assert heard.missed(100.0) == frozenset("abc")
     assert state(heard, 100.0) == "running"
 
 
 def test_a_host_that_is_heard_again_counts_again():
-    heard = told(*RUNNING, (20.0, "a", BROKE), (21.0, "b", NO_WORD), (22.0, "c", NO_WORD))
+    heard = heard_after(*RUNNING, (20.0, "a", BROKE), (21.0, "b", NO_WORD), (22.0, "c", NO_WORD))
     assert heard.take("", Beat(), LATE_S)
     assert heard.missed(LATE_S) == {"a"}
     assert heard.take("a", Beat(from_host=True), LATE_S)
@@ -65,14 +65,14 @@ def test_a_host_that_is_heard_again_counts_again():
 
 def test_a_host_that_falls_silent_without_a_broken_link_is_missed_too():
     beats = [(float(second), "", Beat()) for second in range(5, 60)]
-    heard = told(*RUNNING, (1.0, "b", NO_WORD), (2.0, "c", NO_WORD), (4.0, "a", Beat(from_host=True)), *beats)
+    heard = heard_after(*RUNNING, (1.0, "b", NO_WORD), (2.0, "c", NO_WORD), (4.0, "a", Beat(from_host=True)), *beats)
     assert state(heard, 5.0 + SILENT_S - 1) == "running"
     assert state(heard, 5.1 + SILENT_S) == "failed"
 
 
 def test_frames_that_waited_while_nobody_looked_make_no_host_silent():
     """The time runs from when all that came has been taken: a terminal may hold everything up for minutes."""
-    heard = told(*RUNNING, (300.0, "b", NO_WORD))
+    heard = heard_after(*RUNNING, (300.0, "b", NO_WORD))
     assert heard.missed(300.0) == frozenset()
 
 
@@ -86,11 +86,11 @@ def test_the_word_changes_with_a_record_and_with_who_is_missed_and_with_nothing_
     assert heard.take("a", Beat(from_host=True), 5.0 + SILENT_S)
 
 
-def test_a_host_that_nobody_dials_any_more_speaks_of_its_end_alone():
+def test_a_host_that_is_no_longer_dialled_speaks_of_its_end_alone():
     refused = HostError("a", "its host key changed")
-    heard = told(*RUNNING, (1.0, "a", refused), (2.0, "b", NO_WORD), (3.0, "c", NO_WORD))
+    heard = heard_after(*RUNNING, (1.0, "a", refused), (2.0, "b", NO_WORD), (3.0, "c", NO_WORD))
     assert state(heard, 3.0) == "failed"
-    assert state(told((0.0, "a", over("succeeded")), (1.0, "a", refused)), 1.0) == "succeeded"
+    assert state(heard_after((0.0, "a", over("succeeded")), (1.0, "a", refused)), 1.0) == "succeeded"
 
 
 @pytest.mark.parametrize(("minimum", "gone"), [*itertools.product((1, 2, 3), ("a", "ac", "ab", "c"))])
@@ -98,12 +98,12 @@ def test_an_elastic_job_whose_master_and_enough_others_cannot_be_asked_may_go_on
     plan = PLAN.model_copy(update={"elastic": Elastic(min_nodes=minimum, max_nodes=3, max_restarts=3)})
     items = [(1.0, name, BROKE) if name in gone else (1.0, name, NO_WORD) for name in "abc"]
     may_go_on = "a" in gone and len(gone) >= minimum
-    assert state(told(*RUNNING, *items), LATE_S, plan) == ("lost" if may_go_on else "failed")
+    assert state(heard_after(*RUNNING, *items), LATE_S, plan) == ("lost" if may_go_on else "failed")
 
 
 def test_an_elastic_jobs_end_by_another_cause_is_the_hubs_word_and_no_guess():
     plan = PLAN.model_copy(update={"elastic": Elastic(min_nodes=1, max_nodes=3, max_restarts=3)})
     rank = over("failed", first_failure={"node": "b", "rank": 1, "kind": "rank", "reason": "rank 1 exited 7"})
     for word, expected in ((rank, "failed"), (over("succeeded"), "succeeded")):
-        heard = told(*RUNNING, (1.0, "a", BROKE), (1.0, "b", word), (1.0, "c", word))
+        heard = heard_after(*RUNNING, (1.0, "a", BROKE), (1.0, "b", word), (1.0, "c", word))
         assert state(heard, LATE_S, plan) == expected

@@ -79,7 +79,7 @@ def line(**fields: object) -> bytes:
 # ---- the fold -------------------------------------------------------------------------------------------------
 
 
-def test_a_lost_host_is_shown_no_more_and_the_others_waiting_is_told_without_it():
+def test_a_lost_host_is_no_longer_shown_and_the_others_waiting_is_computed_without_it():
     feed = Feed(a=1, b=1, c=1)
     for rank in range(3):
         feed.step(rank, 0, exposed_ms=10.0 * (rank + 1))
@@ -115,7 +115,7 @@ def test_the_time_left_is_that_of_the_host_with_most_to_do():
     assert progress.time_words(RunProgress((ROW,), 93784.0)) == "running 1d 02:03:04"
 
 
-def test_what_the_wire_alone_holds_up_is_told_beside_waiting():
+def test_what_the_network_alone_holds_up_is_shown_beside_waiting():
     feed = Feed(fast=1, slow=1)
     for step in range(5):
         feed.step(0, step, exposed_ms=83.0)
@@ -177,7 +177,7 @@ def test_a_run_that_has_no_loss_shows_none():
     assert feed.rows()["a"].loss is None
 
 
-def test_a_script_that_tells_only_the_time_of_day_has_a_speed():
+def test_a_script_that_writes_only_the_time_of_day_has_a_speed():
     feed = Feed(a=1)
     for step in range(4):
         feed.step(0, step, t_ms=None, wall=1000.0 + step / 2)
@@ -193,7 +193,7 @@ def test_lines_cut_anywhere_are_read_once_they_are_whole():
     assert feed.rows()["a"] == HostRow("a", 4, 4, 2000.0, None, None, step_ms=1.0)
 
 
-def test_a_file_that_begins_anew_is_a_new_beginning():
+def test_a_file_that_restarts_is_a_new_beginning():
     feed = Feed(a=1)
     feed.send(0, line(event="start", steps=9))
     feed.step(0, 7)
@@ -210,7 +210,7 @@ def test_after_a_gap_reading_goes_on_with_the_next_whole_line():
     assert feed.rows()["a"].step == 61
 
 
-def test_a_step_told_again_counts_once_as_told_last():
+def test_a_step_reported_again_counts_once_as_reported_last():
     feed = Feed(a=1)
     feed.step(0, 0, samples=999)
     feed.step(0, 0, samples=10)
@@ -341,15 +341,15 @@ def test_ranks_are_starting_until_the_first_line_or_metric_and_bars_come_folded(
     assert texts == [[" 1%"], [" 3%"], [" 4%", "end"], []]
 
 
-def test_each_fault_of_an_elastic_job_is_told_once_wherever_it_comes_to_stand():
+def test_each_fault_of_an_elastic_job_is_shown_once_wherever_it_is_listed():
     later, earlier = Fault(node="b", reason="lost", after_s=9.0), Fault(node="a", rank=0, reason="died", after_s=4.0)
     records = [
         SimpleNamespace(state="running", faults=faults, stall=None, joined=None)
         for faults in ((later,), (earlier, later), (earlier, later))
     ]
     followed = events_of(plan_of(a=1, b=1), [("a", Agent({}))] * 3, lambda found: records.pop(0))
-    told = [event.text for event in followed if isinstance(event, Notice)]
-    assert told == [fault_words(later), fault_words(earlier)]
+    notices = [event.text for event in followed if isinstance(event, Notice)]
+    assert notices == [fault_words(later), fault_words(earlier)]
 
 
 # ---- on a pipe ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Logs, once and in order: links cut anywhere, files that begin anew, floods, and collects that are killed.
+"""Logs, once and in order: links cut anywhere, files that restart, floods, and collects that are killed.
 
 Real reader processes, real `orch` commands. ORCH_KILLS=n kills so many real `orch collect` at random moments (4 by
 default) and, from 20 on, one at every write point; ORCH_LONG=1 adds a link that is down for longer than SSH waits.
@@ -144,7 +144,7 @@ def test_every_line_is_shown_once_and_in_order_over_links_cut_every_64_kib(count
 
 
 @pytest.mark.parametrize("new", [b"new\n", b"a new and much longer beginning of this file\n" * 50])
-def test_a_log_that_begins_anew_while_followed_is_shown_from_its_start_and_said(tmp_path, new):
+def test_a_log_that_restarts_while_followed_is_shown_from_its_start_with_a_notice(tmp_path, new):
     shown = []
     with gang(tmp_path, WAITS, ranks=(1,)) as job:
         job.launch()
@@ -185,7 +185,7 @@ print(int(peak.split()[1]) // 1024, file=sys.stderr)
 
 
 def follower_of(job) -> subprocess.Popen[bytes]:
-    """A process that follows it as `orch logs -f` does; at its end it tells its memory in MiB on standard error."""
+    """A process that follows it as `orch logs -f` does; at its end it prints its memory in MiB on standard error."""
     pipe = subprocess.PIPE
     following = subprocess.Popen([sys.executable, "-c", FOLLOWS], stdin=pipe, stdout=pipe, stderr=pipe)
     following.stdin.write(job.plan.model_dump_json(by_alias=True).encode())
@@ -193,7 +193,7 @@ def follower_of(job) -> subprocess.Popen[bytes]:
     return following
 
 
-def told_by(job) -> dict[str, float]:
+def figures_of(job) -> dict[str, float]:
     assert job.wait().state == "succeeded"
     return json.loads((job.folder("a") / "rank-0" / "metrics.jsonl").read_text())
 
@@ -206,7 +206,7 @@ def test_a_flood_is_followed_whole_and_in_bounded_memory(tmp_path):
             while data := following.stdout.read(1 << 20):
                 printed += data.count(b"\n")
             memory_mib = int(following.stderr.read().split()[-1])
-        told_by(job)
+        figures_of(job)
         written = sum((job.folder("a") / "rank-0" / f"{name}.log").stat().st_size for name in ("stdout", "stderr"))
     assert (printed * 100, written) == (FLOOD_BYTES, FLOOD_BYTES)
     assert memory_mib < 200
@@ -218,7 +218,7 @@ def test_a_flood_ends_while_its_reader_stands_still(tmp_path):
         with follower_of(job) as following:
             assert following.stdout.read(1)
             os.kill(following.pid, signal.SIGSTOP)
-            told_by(job)
+            figures_of(job)
             os.kill(following.pid, signal.SIGKILL)
 
 

@@ -183,11 +183,11 @@ def test_what_came_before_of_another_state_is_not_taken_for_this_one(wrote, run)
     partial = pulling._partial(run, "a", output)
     write_atomic(partial, b"0" * 999 + b"damaged on this disk")
     found, _ = bring(wrote, run, ["src/snapshot.pt"])
-    assert found["a"].files == 1  # found out by its hash, and come anew
+    assert found["a"].files == 1  # its hash showed it, and it came again
     assert here(run, "a") == there(wrote, "a", ["src/snapshot.pt"])
 
 
-def test_a_file_that_never_rests_is_left_and_told(wrote, run, monkeypatch):
+def test_a_file_that_never_rests_is_left_and_reported(wrote, run, monkeypatch):
     path = wrote.folder("a") / "src" / "busy.log"
     path.write_bytes(b"0" * 100)
     try:
@@ -236,7 +236,7 @@ def test_a_pattern_means_what_a_person_thinks_it_does(globs, means):
     assert [output.name for output in matching(files, globs)] == [name for name in WRITTEN if name in means]
 
 
-def test_the_checkpoints_of_a_job_are_known_wherever_it_was_told_to_put_them(wrote, tmp_path, run):
+def test_the_checkpoints_of_a_job_are_known_wherever_its_settings_put_them(wrote, tmp_path, run):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     for name in ("step-000000100.pt", "unrelated.pt"):
@@ -377,7 +377,7 @@ def test_a_link_in_the_run_folder_is_not_followed_either(wrote, run, tmp_path):
     assert here(run, "a") == {"src/empty": b""}
 
 
-def test_a_disk_that_is_too_small_here_is_told_before_anything_comes(wrote, run, monkeypatch):
+def test_a_disk_that_is_too_small_here_is_reported_before_anything_comes(wrote, run, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 40, 0, 17 << 20))
     with pytest.raises(OrchError, match=r"MiB are to come, and 17.0MiB are free there"):

@@ -22,7 +22,7 @@ from tests.support.quick_python import quick_python
 SAYS_AND_WAITS = "import time\nprint('hello', flush=True)\ntime.sleep(120)\n"
 HERE = Cluster(name="lab", file="lab.yaml", nodes=tuple(Node(name=n, host=f"10.0.0.{i}") for i, n in enumerate("abc")))
 JOB = "mnist-20261121-0912-k3f"
-TOLD = PLAN.model_copy(update={"job": JOB}).model_dump(mode="json", by_alias=True)
+PLAN_JSON = PLAN.model_copy(update={"job": JOB}).model_dump(mode="json", by_alias=True)
 
 
 @pytest.fixture
@@ -130,11 +130,11 @@ def test_after_a_lost_home_up_and_rescan_bring_everything_back(running, tmp_path
 
 
 def changed(**more):
-    return {**TOLD, **more}
+    return {**PLAN_JSON, **more}
 
 
 def node(index, **more):
-    nodes = [dict(one) for one in TOLD["nodes"]]
+    nodes = [dict(one) for one in PLAN_JSON["nodes"]]
     nodes[index] |= more
     return changed(nodes=nodes)
 
@@ -143,7 +143,7 @@ UNFIT = {
     "another job": (changed(job="x"), "names another job"),
     "an unknown node": (node(1, name="d"), "has no node d"),
     "one node twice": (node(1, name="a"), "nodes contradict"),
-    "not the node that answers": (changed(nodes=TOLD["nodes"][1:], world_size=2), "nodes contradict"),
+    "not the node that answers": (changed(nodes=PLAN_JSON["nodes"][1:], world_size=2), "nodes contradict"),
     "a master that is none": (changed(master="z"), "nodes contradict"),
     "no nodes": (changed(nodes=[]), "nodes contradict"),
     "ranks without end": (node(2, ranks=10**12), "ranks contradict"),
@@ -159,23 +159,23 @@ UNFIT = {
 }
 
 
-@pytest.mark.parametrize(("told", "why"), UNFIT.values(), ids=list(UNFIT))
-def test_a_plan_that_does_not_fit_is_left_out_and_the_reason_said(told, why):
-    found = rescan.recall({"a": {JOB: {"plan": told, "agent": {}}}}, HERE)
+@pytest.mark.parametrize(("plan", "why"), UNFIT.values(), ids=list(UNFIT))
+def test_a_plan_that_does_not_fit_is_left_out_and_the_reason_said(plan, why):
+    found = rescan.recall({"a": {JOB: {"plan": plan, "agent": {}}}}, HERE)
     plans, left_out = found.plans, found.left_out
     assert plans == {}
     assert len(left_out) == 1
     assert why in left_out[0]
 
 
-def test_a_job_of_another_cluster_is_no_mistake_and_is_told_once():
-    told = {"plan": changed(cluster="theirs"), "agent": {}}
-    found = rescan.recall({"a": {JOB: told}, "b": {JOB: told}}, HERE)
+def test_a_job_of_another_cluster_is_no_mistake_and_is_reported_once():
+    remembered = {"plan": changed(cluster="theirs"), "agent": {}}
+    found = rescan.recall({"a": {JOB: remembered}, "b": {JOB: remembered}}, HERE)
     assert (found.plans, found.left_out, found.elsewhere) == ({}, [], {"theirs": [JOB]})
 
 
 def test_a_job_is_taken_from_the_next_host_where_one_talks_nonsense():
-    found = rescan.recall({"a": {JOB: {"plan": {}}}, "b": {JOB: {"plan": TOLD}}}, HERE)
+    found = rescan.recall({"a": {JOB: {"plan": {}}}, "b": {JOB: {"plan": PLAN_JSON}}}, HERE)
     plans, left_out = found.plans, found.left_out
     assert (list(plans), len(left_out)) == ([JOB], 1)
 
@@ -186,8 +186,8 @@ def test_a_job_whose_name_is_no_folders_name_is_left_out(job):
 
 
 def test_where_the_hosts_are_is_the_inventorys_word():
-    told = node(1, workdir="/etc", python="/tmp/evil", activate="rm -rf /")
-    plan = rescan.adopt(told, HERE, node="a", job=JOB)
+    claimed = node(1, workdir="/etc", python="/tmp/evil", activate="rm -rf /")
+    plan = rescan.adopt(claimed, HERE, node="a", job=JOB)
     assert (plan.node("b").workdir, plan.node("b").python, plan.node("b").activate) == ("~/.orch", "python3", None)
 
 
@@ -197,15 +197,20 @@ def test_texts_of_a_host_lose_their_control_characters():
 
 
 HOSTILE = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from([JOB, "a", TOLD]),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from([JOB, "a", PLAN_JSON]),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*TOLD, "plan", "x"]), inner, max_size=6)
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*PLAN_JSON, "plan", "x"]), inner, max_size=6)
     ),
     max_leaves=8,
 )
 
 
-@given(st.dictionaries(st.sampled_from([*TOLD]), HOSTILE, max_size=4), HOSTILE)
+@given(st.dictionaries(st.sampled_from([*PLAN_JSON]), HOSTILE, max_size=4), HOSTILE)
 def test_whatever_a_host_remembers_it_is_a_plan_that_fits_or_a_reason(twisted, agent):
     answers = {"a": {JOB: {"plan": changed(**twisted), "agent": agent}}}
     found = rescan.recall(answers, HERE)

@@ -169,7 +169,7 @@ def test_the_old_jobs_own_settings_go_on_and_no_others() -> None:
     assert again == {**old_plan(settings).settings, "resume": ""}
 
 
-def test_a_scripts_job_is_refused_and_told_where_its_files_are() -> None:
+def test_a_scripts_job_is_refused_and_the_error_says_where_its_files_are() -> None:
     with pytest.raises(UsageError) as caught:
         settings_of(old_plan([], kind="script"))
     assert "~/.orch/jobs/j1/checkpoints on v100" in str(caught.value)

@@ -156,7 +156,7 @@ def test_a_launch_that_cannot_undo_itself_is_settled_by_the_next_look(job, tmp_p
     real = ask.ask
 
     def cut(host, program, request, **options):
-        """The link to b breaks with this request: it arrives, and nothing comes back any more."""
+        """The link to b breaks with this request: it arrives, and its answer is lost."""
         answer = real(host, program, request, **options)
         if host.node == "b" and request["action"] in (action, "undo"):
             raise ConnectError("b", "no route to host")
@@ -169,7 +169,7 @@ def test_a_launch_that_cannot_undo_itself_is_settled_by_the_next_look(job, tmp_p
         controller.launch(job.plan, job.blob)
     monkeypatch.undo()
     controller.jobs()
-    job.wait()  # where all had been told to go, they were told to end, too
+    job.wait()  # where all had been asked to start, they were asked to end, too
     (record,) = controller.jobs().records
     assert record.state == "cancelled"
     assert not any(agent.get("alive") for agent in job.agents().values())

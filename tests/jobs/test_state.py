@@ -182,13 +182,13 @@ def test_whatever_a_first_failure_holds_the_record_and_its_code_are_sound(found)
     assert record.exit_code != 0
 
 
-WAITING, TOLD = alive("starting"), alive("starting", go=1.0)
+WAITING, ASKED = alive("starting"), alive("starting", go=1.0)
 HALF_STARTED = {
     "all wait for a word": (dict.fromkeys("abc", WAITING), True),
-    "one does not know of it": ({"a": TOLD, "b": NOTHING_KNOWN, "c": TOLD}, True),
-    "one was told, the others wait": ({"a": TOLD, "b": WAITING, "c": WAITING}, True),
-    "all were told": (dict.fromkeys("abc", TOLD), False),
-    "all that answer were told": ({"a": TOLD, "b": UNREACHABLE, "c": TOLD}, False),
+    "one does not know of it": ({"a": ASKED, "b": NOTHING_KNOWN, "c": ASKED}, True),
+    "one was asked, the others wait": ({"a": ASKED, "b": WAITING, "c": WAITING}, True),
+    "all were asked": (dict.fromkeys("abc", ASKED), False),
+    "all that answer were asked": ({"a": ASKED, "b": UNREACHABLE, "c": ASKED}, False),
     "all is undone": (dict.fromkeys("abc", over("undone")), False),
     "nobody answers": (dict.fromkeys("abc", UNREACHABLE), False),
 }
@@ -206,13 +206,13 @@ def test_the_token_travels_in_the_request_of_each_host_with_its_own_ranks():
     assert {request["token"] for request in requests} == {"70ce"}
 
 
-def test_of_a_host_that_others_miss_its_own_word_tells_why_also_when_it_comes_later():
+def test_a_host_that_others_miss_says_itself_why_also_when_it_comes_later():
     missed = over("failed", **failure(kind="lost", reason="no word for 20 s"))
     own = over("failed", **failure(kind="supervisor", reason="was killed", signal="SIGKILL"))
     at_first = combine({"a": missed, "b": UNREACHABLE}, known())
     assert (at_first.first_failure.reason, at_first.exit_code) == ("no word for 20 s", 1)
-    for told in (combine({"a": missed, "b": own}, known()), combine({"b": own}, at_first)):
-        assert (told.first_failure.reason, told.exit_code) == ("was killed", 137)
+    for record in (combine({"a": missed, "b": own}, known()), combine({"b": own}, at_first)):
+        assert (record.first_failure.reason, record.exit_code) == ("was killed", 137)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The lab: hosts that are hosts, links that break as told, and nothing left behind."""
+"""The lab: hosts that are hosts, links that break when asked, and nothing left behind."""
 
 from __future__ import annotations
 

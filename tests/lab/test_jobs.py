@@ -151,10 +151,10 @@ def test_hosts_without_an_answer_are_named_and_a_cancel_from_a_new_process_leave
     listed, status = person.types("jobs", "--json"), person.types("status", "--json")
     for line in away[2:]:
         person.lab.controller_exec(line, check=True)
-    for told in (listed, status):
-        row = json.loads(told.stdout)["jobs"][0]
+    for shown in (listed, status):
+        row = json.loads(shown.stdout)["jobs"][0]
         assert (row["id"], row["state"], row["unheard"]) == (job, "running", ["alpha", "beta"])
-        assert f"note: {job}: no answer from alpha, beta (" in told.stderr
+        assert f"note: {job}: no answer from alpha, beta (" in shown.stderr
     assert [node["status"] for node in json.loads(status.stdout)["cluster"]["nodes"]] == ["no answer", "no answer"]
     again = person.types("jobs", "--json")
     assert json.loads(again.stdout)["jobs"][0]["unheard"] == [] and "no answer" not in again.stderr

@@ -27,10 +27,10 @@ import os, pathlib, time
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 print("began", flush=True)
-told = torch.zeros(1)
-while not told:
-    told[0] = float(pathlib.Path("end").exists())
-    dist.all_reduce(told)
+end = torch.zeros(1)
+while not end:
+    end[0] = float(pathlib.Path("end").exists())
+    dist.all_reduce(end)
     time.sleep(0.05)
 dist.barrier()
 dist.destroy_process_group()

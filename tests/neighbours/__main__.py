@@ -46,8 +46,8 @@ def main() -> int:
             tally["rounds"] += 1
             tally["losses"] += len(wrong)
         tally["files compared by hash"] = eyes.compared
-    told = ", ".join(f"{count} {what}" for what, count in tally.items())
-    print(f"seed {asked.seed}: {told}, {time.monotonic() - started:.0f} s")
+    counts = ", ".join(f"{count} {what}" for what, count in tally.items())
+    print(f"seed {asked.seed}: {counts}, {time.monotonic() - started:.0f} s")
     return 1 if tally["losses"] else 0
 
 

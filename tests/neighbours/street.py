@@ -112,8 +112,8 @@ class Street:
     def leave_stray(self, host: str, person: Person, job: str) -> None:
         """A process of theirs that no supervisor watches, and the folder of its job."""
         folder = f"/home/{person.login}/.orch/jobs/{job}"
-        told = {"job": job, "owner": read_owner(Home(self.home(person))).model_dump(), "cluster": person.cluster}
-        self.write(host, person.login, f".orch/jobs/{job}/node.json", json.dumps(told))
+        record = {"job": job, "owner": read_owner(Home(self.home(person))).model_dump(), "cluster": person.cluster}
+        self.write(host, person.login, f".orch/jobs/{job}/node.json", json.dumps(record))
         number = str(LOGINS[person.login])
         become = ["setpriv", f"--reuid={number}", f"--regid={number}", "--clear-groups", "--"]
         line = f"ORCH_JOB_DIR={folder} exec setsid -f sleep 1000001 </dev/null >/dev/null 2>&1"

@@ -91,7 +91,7 @@ class Look:
         return found
 
     def has_ended(self, host: str, job: str) -> bool:
-        """Whether nothing of it writes any more."""
+        """Whether nothing of it still writes."""
         return job not in self.busy and self.agents.get((host, job), {}).get("state", "succeeded") in FINAL_STATES
 
     @property
@@ -150,7 +150,7 @@ class Eyes:
         return found
 
     def _seen(self, path: str) -> Seen:
-        """Hashes anew only where inode, size or times changed."""
+        """Hashes again only where inode, size or times changed."""
         with open(path, "rb") as file:
             now = os.fstat(file.fileno())
             key = (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)

@@ -35,7 +35,7 @@ def test_what_the_plan_decides_takes_the_place_of_what_was_written_and_stands_on
     assert (drawn.training.local_steps, drawn.training.overlap, drawn.notes) == (8, 2, ("because",))
 
 
-def test_a_split_by_speed_is_told_in_samples_and_kept_as_a_policy():
+def test_a_split_by_speed_is_sent_in_samples_and_kept_as_a_policy():
     drawn = draft(shares="measured", batch="6", speeds="n41:0=0+1,n42:0=0+2")
     drawn = drawn.with_split(split_batch_of(drawn.training, drawn.placement.ranks, {}))
     assert (drawn.shares, drawn.training.shares) == ((4, 2), "measured")

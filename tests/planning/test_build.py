@@ -175,7 +175,7 @@ def test_the_inventorys_environment_wins_over_ours():
     assert first.env["GLOO_SOCKET_IFNAME"] == "eno1,eno1"
 
 
-def test_accelerate_is_told_where_no_host_trains_on_a_gpu():
+def test_accelerate_is_set_to_the_cpu_where_no_host_trains_on_a_gpu():
     name = "ACCELERATE_USE_CPU"
     nodes, found = pair(second=host(42, gpus=0), device="cpu")
     assert [one.env[name] for one in plan(nodes, found).nodes] == ["true", "true"]
@@ -249,7 +249,7 @@ def test_a_gpu_that_no_program_may_use_is_left_out():
     assert (first.ranks, first.gpu_uuids) == (1, ("GPU-41-1",))
 
 
-def test_a_driver_that_tells_no_uuid_is_spoken_to_by_index():
+def test_gpus_of_a_driver_without_uuids_are_named_by_index():
     nodes, found = pair(host(41, gpus=0))
     found["n41"] = found["n41"].model_copy(update={"gpus": (gpu(index=0, uuid="[N/A]"),)})
     first = plan(nodes, found).node("n41")

@@ -35,18 +35,18 @@ def project(tmp_path: Path) -> Path:
 
 
 def test_a_folder_as_it_was_committed_is_named_by_its_commit(project: Path) -> None:
-    told = commit_of(project)
-    assert told is not None
-    assert (told.id, told.dirty) == (ask(project, "rev-parse", "HEAD"), False)
-    assert told.words == f"commit {told.id[:12]}"
+    commit = commit_of(project)
+    assert commit is not None
+    assert (commit.id, commit.dirty) == (ask(project, "rev-parse", "HEAD"), False)
+    assert commit.words == f"commit {commit.id[:12]}"
     (project / "runs").mkdir()
     (project / "runs" / "log").write_text("")  # ignored
     (project.parent / "other.py").write_text("changed, and not shipped")
-    assert pack_folder(project)[0].commit == told
+    assert pack_folder(project)[0].commit == commit
 
 
 @pytest.mark.parametrize("change", ["edited", "staged", "new", "deleted"])
-def test_any_other_content_is_told(project: Path, change: str) -> None:
+def test_any_other_content_is_noted(project: Path, change: str) -> None:
     if change == "deleted":
         (project / "train.py").unlink()
         (project / "b.py").write_text("")
@@ -54,9 +54,9 @@ def test_any_other_content_is_told(project: Path, change: str) -> None:
         (project / ("new.py" if change == "new" else "train.py")).write_text("print(2)\n")
     if change == "staged":
         ask(project, "add", "-A")
-    told = pack_folder(project)[0].commit
-    assert told is not None and told.dirty is True
-    assert told.words.endswith(", with changes that are not committed")
+    commit = pack_folder(project)[0].commit
+    assert commit is not None and commit.dirty is True
+    assert commit.words.endswith(", with changes that are not committed")
 
 
 def test_what_is_no_part_of_a_commit_has_none(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_a_repository_names_no_program_that_we_run(project: Path, setting: str) 
     else:
         ask(project, "config", setting, str(hook))
     os.utime(project / "train.py", (1, 1))  # git has to look into it
-    told = commit_of(project)
-    assert told is not None
-    assert told.dirty is (True if setting == "core.fsmonitor" else None)
+    commit = commit_of(project)
+    assert commit is not None
+    assert commit.dirty is (True if setting == "core.fsmonitor" else None)
     assert not (project.parent / "ran").exists()

@@ -1,4 +1,4 @@
-"""What people type before a script is understood, or they are told what to type."""
+"""What people type before a script is understood, or the error says what to type."""
 
 import shlex
 
@@ -30,7 +30,7 @@ def test_a_launcher_before_the_script_is_understood_and_named(line):
     assert all(note.startswith(f"left out: {first}") for note in notes)
 
 
-def test_what_a_launcher_was_told_about_ranks_is_named():
+def test_what_a_launchers_options_say_of_ranks_is_named():
     (note,) = read_program(shlex.split("torchrun --nproc_per_node=4 --nnodes 2:3 train.py")).notes
     assert "torchrun --nproc_per_node=4 --nnodes 2:3;" in note
     assert "`ranks:`" in note and "--nodes A,B" in note and "--elastic MIN:MAX" in note

@@ -1,4 +1,4 @@
-"""What NCCL is told on hosts that are not alike, and when such hosts are refused: plans of made-up hosts."""
+"""The NCCL settings of hosts that are not alike, and when such hosts are refused: plans of made-up hosts."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def gpu_host(number, nccl="2.27.5", vendor="GenuineIntel", rdma=(), *, verbs=Tru
     return host(number, torch=found, cpu_vendor=vendor, rdma=rdma, interface="eno1", **changes)
 
 
-def told(first, second, request=RESNET, **node_keys):
+def variables(first, second, request=RESNET, **node_keys):
     """The variables of NCCL on each of two hosts; `bandwidth_bps` unknown unless given."""
     made = plan([node(41, **node_keys), node(42, **node_keys)], {"n41": first, "n42": second}, request)
     names = ("NCCL_", "TORCH_")
@@ -38,8 +38,8 @@ def told(first, second, request=RESNET, **node_keys):
     return made, mine
 
 
-def test_alike_hosts_are_told_nothing_but_to_say_what_goes_wrong():
-    made, environments = told(gpu_host(41), gpu_host(42))
+def test_alike_hosts_get_no_setting_but_to_say_what_goes_wrong():
+    made, environments = variables(gpu_host(41), gpu_host(42))
     assert environments == [{"NCCL_DEBUG": "WARN"}] * 2
     assert [(setting.name, setting.value) for setting in made.nccl] == [("NCCL_DEBUG", "WARN")]
     assert made.backend == "nccl"
@@ -47,10 +47,10 @@ def test_alike_hosts_are_told_nothing_but_to_say_what_goes_wrong():
 
 def test_hosts_without_gpus_hear_nothing_of_nccl():
     for first, second in ((host(41, gpus=0), host(42, gpus=0)), (gpu_host(41), host(42, gpus=0))):
-        made, environments = told(first, second)
+        made, environments = variables(first, second)
         assert environments == [{}, {}]
         assert (made.nccl, made.backend) == ((), "gloo")
-    made, environments = told(gpu_host(41), gpu_host(42), by_hand(backend="gloo"))
+    made, environments = variables(gpu_host(41), gpu_host(42), by_hand(backend="gloo"))
     assert (environments, made.backend) == ([{}, {}], "gloo")
 
 
@@ -66,7 +66,7 @@ def test_hosts_without_gpus_hear_nothing_of_nccl():
     ],
 )
 def test_cpus_of_two_makers_get_one_algorithm_where_nccl_goes_by_them(nccl, vendors, expected):
-    made, environments = told(gpu_host(41, nccl, vendors[0]), gpu_host(42, nccl, vendors[1]))
+    made, environments = variables(gpu_host(41, nccl, vendors[0]), gpu_host(42, nccl, vendors[1]))
     assert environments == [{"NCCL_DEBUG": "WARN", **expected}] * 2
     reasons = {setting.reason for setting in made.nccl if setting.name in CHOICES}
     assert all("AMD beside Intel" in reason and nccl in reason for reason in reasons)
@@ -85,7 +85,7 @@ def test_cpus_of_two_makers_get_one_algorithm_where_nccl_goes_by_them(nccl, vend
     ],
 )
 def test_infiniband_is_left_alone_only_where_every_host_has_it(first, second, reason):
-    made, environments = told(gpu_host(41, **first), gpu_host(42, **second))
+    made, environments = variables(gpu_host(41, **first), gpu_host(42, **second))
     assert [one.get("NCCL_IB_DISABLE") for one in environments] == ["1" if reason else None] * 2
     assert [setting.reason for setting in made.nccl if setting.name == "NCCL_IB_DISABLE"] == (
         [reason] if reason else []
@@ -109,13 +109,13 @@ def test_a_host_alone_needs_no_word_about_other_hosts():
     ],
 )
 def test_channels_and_sockets_fit_the_slowest_link(bandwidth_bps, rdma, expected):
-    _, environments = told(gpu_host(41, rdma=rdma), gpu_host(42, rdma=rdma), bandwidth_bps=bandwidth_bps)
+    _, environments = variables(gpu_host(41, rdma=rdma), gpu_host(42, rdma=rdma), bandwidth_bps=bandwidth_bps)
     assert environments == [{"NCCL_DEBUG": "WARN", **expected}] * 2
 
 
 @pytest.mark.parametrize(("nccl", "gpus", "expected"), [("2.31.2", 3, "0"), ("2.31.2", 1, None), ("2.30.7", 3, None)])
 def test_unequal_numbers_of_gpus_do_without_nvls_where_it_would_hang(nccl, gpus, expected):
-    _, environments = told(gpu_host(41, nccl, gpus=gpus), gpu_host(42, nccl))
+    _, environments = variables(gpu_host(41, nccl, gpus=gpus), gpu_host(42, nccl))
     assert [one.get("NCCL_NVLS_ENABLE") for one in environments] == [expected] * 2
 
 
@@ -124,7 +124,7 @@ def test_unequal_numbers_of_gpus_do_without_nvls_where_it_would_hang(nccl, gpus,
     [("2.15.0+cu132", SCRIPT, "0"), ("2.14.1+cu132", SCRIPT, None), ("2.15.0+cu132", RESNET, None)],
 )
 def test_a_persons_own_script_gets_the_back_end_that_overlaps(torch, request_, expected):
-    _, environments = told(gpu_host(41, torch=torch), gpu_host(42, torch=torch), request_)
+    _, environments = variables(gpu_host(41, torch=torch), gpu_host(42, torch=torch), request_)
     assert [one.get("TORCH_DIST_USE_NCCL2") for one in environments] == [expected] * 2
 
 
@@ -150,7 +150,7 @@ def test_what_a_person_sets_is_theirs(own, ours, stays):
 
 
 def test_a_dry_run_shows_each_setting_with_its_reason(capsys):
-    made, _ = told(gpu_host(41, rdma=(ROCE,)), gpu_host(42))
+    made, _ = variables(gpu_host(41, rdma=(ROCE,)), gpu_host(42))
     launch_plan.print_plan(made)
     shown = capsys.readouterr().out.splitlines()
     assert "sets NCCL_IB_DISABLE=1: no InfiniBand or RoCE on n42" in shown
@@ -159,7 +159,7 @@ def test_a_dry_run_shows_each_setting_with_its_reason(capsys):
 
 def test_orch_plan_shows_them_too_and_counts_on_nccl():
     request = read_experiment("resnet152_cifar", {}).request
-    made, _ = told(gpu_host(41, rdma=(ROCE,)), gpu_host(42), request, bandwidth_bps=2.5e9)
+    made, _ = variables(gpu_host(41, rdma=(ROCE,)), gpu_host(42), request, bandwidth_bps=2.5e9)
     view = inputs_of(made, {})
     assert view.scene.wire.costs.name == "nccl"
     assert "sets NCCL_IB_DISABLE=1: no InfiniBand or RoCE on n42" in outlook_of(made, view, frozenset()).basis

@@ -94,7 +94,7 @@ def remember_all(controller, **more):
 @pytest.mark.slow
 def test_each_kind_of_host_is_measured_once_and_then_known(controller, monkeypatch):
     followed, profiles_of = [], Profiling._profiles
-    # On a busy machine stand-ins are late for their pace, and such a profile would be measured anew.
+    # On a busy machine stand-ins are late for their pace, and such a profile would be measured again.
     in_time = {"valid": True}
     monkeypatch.setattr(
         Profiling, "_profiles", lambda *job: [profile.model_copy(update=in_time) for profile in profiles_of(*job)]
@@ -167,7 +167,7 @@ def test_what_splits_go_by_is_what_is_measured_again(controller, monkeypatch):
 LATE = {"samples": (2, 4, 8), "step_ms": (9, 9, 9), "lateness": (0.5, 0.032, 0.001), "valid": False}
 
 
-def test_a_profile_that_is_not_valid_is_told_and_counts_for_nothing(controller, monkeypatch):
+def test_a_profile_that_is_not_valid_is_reported_and_counts_for_nothing(controller, monkeypatch):
     Stopwatch(monkeypatch, 9, **LATE)
     assert set(profiled(controller).values()) == {(9, True)}
     assert controller.store.profiles(kinds(controller), "t") == {}
@@ -179,9 +179,9 @@ def test_a_profile_that_is_not_valid_is_told_and_counts_for_nothing(controller, 
         "v100a's CPU was too slow for the pace that it stands in for at 2 of 3 batch sizes from 2 to 8" in done.stderr
     )
     assert "8, 0.1 % of a step late (1 % is allowed, at two sizes)" in done.stderr
-    told = CliRunner().invoke(main, ["profile", "--exp", "mnist_lenet", "--json"])
-    assert told.exit_code == 1
-    assert [(rank["valid"], rank["share"]) for rank in json.loads(told.stdout)["ranks"]] == [(False, None)] * 3
+    shown = CliRunner().invoke(main, ["profile", "--exp", "mnist_lenet", "--json"])
+    assert shown.exit_code == 1
+    assert [(rank["valid"], rank["share"]) for rank in json.loads(shown.stdout)["ranks"]] == [(False, None)] * 3
 
 
 def test_shares_that_miss_a_profile_which_was_not_kept_say_so(controller, monkeypatch):
@@ -232,15 +232,15 @@ def test_a_wrong_experiment_or_setting_is_refused_before_anything_starts(control
         Profiling(controller, cluster, "mnist_lenet", ["profile_s=0"])
 
 
-def test_the_command_shows_what_is_known_and_measures_nothing_anew(controller):
+def test_the_command_shows_what_is_known_and_measures_nothing_again(controller):
     remember_all(controller)
     done = CliRunner().invoke(main, ["profile", "--exp", "mnist_lenet", "--json"])
     assert done.exit_code == 0, done.output
-    told = json.loads(done.stdout)
-    assert {rank["node"]: (rank["sample_ms"], rank["fresh"]) for rank in told["ranks"]} == {
+    document = json.loads(done.stdout)
+    assert {rank["node"]: (rank["sample_ms"], rank["fresh"]) for rank in document["ranks"]} == {
         "a2000a": (3.003, False), "a2000b": (3.003, False), "v100a": (1.2, False),
     }  # fmt: skip
-    assert sum(rank["share"] for rank in told["ranks"]) == told["batch"] == 64
+    assert sum(rank["share"] for rank in document["ranks"]) == document["batch"] == 64
     table = CliRunner().invoke(main, ["profile", "--exp", "mnist_lenet"])
     assert "2026-11-21" in table.output and "v100a" in table.output
 
@@ -371,15 +371,15 @@ def test_a_profile_that_was_kept_although_it_is_not_valid_is_as_good_as_none(con
 # ---- what a plan makes of them ------------------------------------------------------------------------------------
 
 
-def test_measured_shares_are_those_that_are_done_first_and_the_ranks_are_told(controller):
+def test_measured_shares_are_those_that_are_done_first_and_the_ranks_receive_them(controller):
     remember_all(controller)
     plan = planned(controller, "shares=measured", "batch=64")
-    told = {node.name: node.shares for node in plan.nodes}
+    shares = {node.name: node.shares for node in plan.nodes}
     ranks = [node.name for node in plan.nodes]
     speeds = {name: remembered_speed(name) for name in ranks}
-    assert [told[name][0] for name in ranks] == list(fastest_shares([speeds[name] for name in ranks], 64))
+    assert [shares[name][0] for name in ranks] == list(fastest_shares([speeds[name] for name in ranks], 64))
     for node in plan.nodes:
-        assert f"--shares={','.join(f'{name}:0={told[name][0]}' for name in ranks)}" in node.command
+        assert f"--shares={','.join(f'{name}:0={shares[name][0]}' for name in ranks)}" in node.command
         (option,) = (word for word in node.command if word.startswith("--speeds="))
         assert parse_speeds(option.removeprefix("--speeds=")) == {(name, 0): speeds[name] for name in ranks}
         alone_ms = speeds[node.name].step_ms(64)
@@ -400,22 +400,22 @@ def test_without_a_word_a_batch_is_split_by_the_profiles_where_every_rank_has_on
     assert "shares=equal" in run_line(equal) and settings_of(unknown)[1]["shares"] == "equal"
 
 
-def test_a_profile_that_its_time_ended_early_is_told_as_a_line_that_goes_on(controller):
+def test_a_profile_that_its_time_ended_early_is_sent_as_a_line_that_goes_on(controller):
     remember_all(controller, largest=8)
     plan = planned(controller, "shares=measured", "batch=64")
-    (told,) = {word for node in plan.nodes for word in node.command if word.startswith("--speeds=")}
-    assert all(speed.cap is None for speed in parse_speeds(told.removeprefix("--speeds=")).values())
+    (setting,) = {word for node in plan.nodes for word in node.command if word.startswith("--speeds=")}
+    assert all(speed.cap is None for speed in parse_speeds(setting.removeprefix("--speeds=")).values())
     assert any("extrapolated" in note and "v100a:0 (beyond 8)" in note for note in plan.notes)
     remember_all(controller, largest=64)
     assert not any("extrapolated" in note for note in planned(controller, "shares=measured", "batch=64").notes)
 
 
-def test_speeds_of_some_ranks_by_hand_are_told_with_those_that_were_measured(controller):
+def test_speeds_of_some_ranks_by_hand_are_sent_with_those_that_were_measured(controller):
     remember_all(controller)
     plan = planned(controller, "shares=measured", "batch=64", "speeds=v100a:0=5+9")
     for node in plan.nodes:
-        (told,) = (word for word in node.command if word.startswith("--speeds="))
-        speeds = parse_speeds(told.removeprefix("--speeds="))
+        (setting,) = (word for word in node.command if word.startswith("--speeds="))
+        speeds = parse_speeds(setting.removeprefix("--speeds="))
         assert speeds["v100a", 0] == parse_speeds("v100a:0=5+9")["v100a", 0]
         assert speeds["a2000a", 0] == speeds["a2000b", 0] == remembered_speed("a2000")
 
@@ -493,7 +493,7 @@ def run_of(tmp_path, *lines, solo=(100.0, 300.0)):
     return run
 
 
-def test_efficiency_is_told_against_profiles_where_every_host_has_one(tmp_path):
+def test_efficiency_is_measured_against_profiles_where_every_host_has_one(tmp_path):
     summary = analyse(run_of(tmp_path))
     assert (summary.efficiency_basis, summary.samples_per_s) == ("solo", pytest.approx(200))
     assert summary.efficiency == pytest.approx(0.5)

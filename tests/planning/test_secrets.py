@@ -57,7 +57,7 @@ def command_lines(count: int) -> list[list[str]]:
     return [[word() for _ in range(rng.randrange(1, 6))] for _ in range(count)]
 
 
-def told(lines: list[list[str]]) -> tuple[str, bytes]:
+def one_text(lines: list[list[str]]) -> tuple[str, bytes]:
     """One shell text for many command lines, and what it has to print."""
     text = "\n".join(shell.join(["printf", "%s\\0", *argv]) for argv in lines)
     return text, "".join(f"{word}\0" for argv in lines for word in argv).encode()
@@ -69,7 +69,7 @@ def test_ten_thousand_random_command_lines_pass_each_shell_unchanged(name):
         pytest.skip(f"{name} is not installed")
     lines = command_lines(10_000)
     for start in range(0, len(lines), 1000):
-        text, expected = told(lines[start : start + 1000])
+        text, expected = one_text(lines[start : start + 1000])
         done = subprocess.run([name, "-s"], input=text.encode(), capture_output=True, timeout=60)
         assert (done.returncode, done.stdout) == (0, expected)
 
@@ -80,7 +80,7 @@ def test_random_command_lines_pass_a_real_sshd_unchanged(tmp_path):
     with running_sshd(tmp_path / "host") as server:
         transport = ssh.connect(server.target(), host_keys=server.host_keys())
         for start in range(0, 1000, 100):
-            text, expected = told(command_lines(1000)[start : start + 100])
+            text, expected = one_text(command_lines(1000)[start : start + 100])
             assert transport.run(text, timeout_s=30).stdout == expected
         transport.close()
 
@@ -207,7 +207,7 @@ def test_a_secret_of_the_inventory_is_nowhere_but_in_files_for_its_owner_alone(t
 
 
 def test_what_a_job_was_given_in_secret_lies_nowhere_on_its_host_once_it_is_over(tmp_path):
-    """However it ended: by itself, cancelled, its supervisor killed, before it was told to go, everything killed."""
+    """However it ended: by itself, cancelled, its supervisor killed, before it was kept to go, everything killed."""
     waits = "import time\nprint('ready', flush=True)\ntime.sleep(120)\n"
     canary = secrets.token_hex(16)
     ways = {"ends": "pass", "cancelled": waits, "supervisor-killed": waits, "undone": waits, "all-killed": waits}
@@ -218,8 +218,8 @@ def test_what_a_job_was_given_in_secret_lies_nowhere_on_its_host_once_it_is_over
             work = Path(node.workdir)
             if way == "undone":
                 request = {"action": "prepare", "workdir": node.workdir, "plan": {}, "blob_bytes": len(made.blob)}
-                told = node_request(made.plan, node, token)
-                ask(made.hosts["a"], "prepare", {**request, "node": told}, blob=made.blob, timeout_s=60)
+                kept = node_request(made.plan, node, token)
+                ask(made.hosts["a"], "prepare", {**request, "node": kept}, blob=made.blob, timeout_s=60)
             else:
                 made.launch()
             assert canary in (made.folder("a") / "node.json").read_text()
@@ -235,8 +235,8 @@ def test_what_a_job_was_given_in_secret_lies_nowhere_on_its_host_once_it_is_over
             made.wait()
             agents(made.plan, made.hosts)  # `orch jobs` asks this: where all were killed, it is the first to know
             assert holding(work, canary) == [], way
-            told = json.loads((made.folder("a") / "node.json").read_text())
-            assert (told["env"], told["token"], told["cluster"]) == ({}, "", "test")
+            kept = json.loads((made.folder("a") / "node.json").read_text())
+            assert (kept["env"], kept["token"], kept["cluster"]) == ({}, "", "test")
             if way == "undone":  # the undo that comes late still knows its own
                 ask(made.hosts["a"], "control",
                     {"action": "undo", "workdir": node.workdir, "job": made.plan.job, "token": token, "fence": False},

@@ -98,7 +98,7 @@ def test_a_file_that_came_half_goes_on_where_it_stopped(here, tmp_path):
     assert not waiting.exists()
 
 
-def test_what_was_damaged_on_the_host_is_found_out_and_comes_anew(here, tmp_path):
+def test_what_was_damaged_on_the_host_is_detected_and_comes_again(here, tmp_path):
     there = tmp_path / "there"
     partial(here, there, f"{RAW}/images", b"i" * 1_999_999 + b"x")
     failed, _ = push(here, there)
@@ -423,7 +423,7 @@ def test_ctrl_c_in_the_middle_loses_nothing(person, here):
 
 
 @pytest.mark.lab
-def test_a_disk_that_is_too_small_is_told_before_anything_is_sent(person, here):
+def test_a_disk_that_is_too_small_is_reported_before_anything_is_sent(person, here):
     person.lab.host_exec("alpha", ["mkdir", "-p", "/home/lab/small"], check=True)
     person.lab.host_exec(
         "alpha", ["mount", "-t", "tmpfs", "-o", "size=40m,mode=1777", "small", "/home/lab/small"], check=True

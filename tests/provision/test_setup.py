@@ -148,7 +148,7 @@ def test_a_build_that_is_named_is_no_other_build():
 # ---- on this machine ------------------------------------------------------------------------------------------
 
 
-def test_an_environment_is_made_once_kept_and_made_anew_where_it_is_half_done(wheels, bare, tmp_path):
+def test_an_environment_is_made_once_kept_and_made_again_where_it_is_half_done(wheels, bare, tmp_path):
     env = {"PIP_FIND_LINKS": str(wheels)}
     made, seen = set_up(tmp_path, env, python=bare)
     assert made == Made(str(tmp_path / "venv/torch-2.3.1/bin/python"), "2.3.1", "0.18.1", "made")
@@ -165,7 +165,7 @@ def test_an_environment_is_made_once_kept_and_made_anew_where_it_is_half_done(wh
     assert whole(tmp_path) == []
 
 
-def test_a_torch_that_does_not_load_is_told_and_not_kept(wheels, bare, tmp_path):
+def test_a_torch_that_does_not_load_is_reported_and_not_kept(wheels, bare, tmp_path):
     failed, _ = set_up(tmp_path, {"PIP_FIND_LINKS": str(wheels)}, choose("2.4.0", None), python=bare)
     assert "libnothing.so is missing" in failed.message
     assert whole(tmp_path) == []

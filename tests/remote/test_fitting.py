@@ -21,11 +21,11 @@ def long_failure(rank):
 def worst_record(ranks):
     failures = [long_failure(rank) for rank in range(MOST_REPORTED)]
     faults = [{**long_failure(0), "after_s": float(n), "restart": n, "generation": n} for n in range(20)]
-    told = {"pid": 4194303, "wrapper": 4194303, "started": 1.7e9 + 1 / 3, "ended": 1.7e9 + 1 / 3, "cause": None}
+    of_rank = {"pid": 4194303, "wrapper": 4194303, "started": 1.7e9 + 1 / 3, "ended": 1.7e9 + 1 / 3, "cause": None}
     return {
         "state": "failed", "job": "j" * 128, "node": "n" * 64, "failures": failures, "faults": faults,
         "leftovers": [LONG] * 300, "first_failure": long_failure(0), "ended": 1.7e9,
-        "ranks": {str(rank): {**told, "exit_code": rank % 2, "signal": None} for rank in range(ranks)},
+        "ranks": {str(rank): {**of_rank, "exit_code": rank % 2, "signal": None} for rank in range(ranks)},
         "dropped": {f"node-{n}": {str(n): 10**12} for n in range(2000)},
     }  # fmt: skip
 
@@ -46,7 +46,7 @@ def test_the_last_word_fits_into_its_reserve_whatever_was_printed(tmp_path, rank
     )  # the original is whole
 
 
-def test_what_fits_is_told_as_it_is():
+def test_what_fits_is_reported_as_it_is():
     record = {"state": "failed", "failures": [long_failure(0)], "faults": [], "ranks": {"0": {"exit_code": 0}}}
     assert fitted(record, 1 << 20) == record
     assert fitted(record, len(json.dumps(record))) == record

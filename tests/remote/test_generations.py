@@ -15,8 +15,8 @@ def fault(node, generation=0, *, secondary=False):
     return {"node": node, "rank": 0, "reason": "rank 0 exited 1", "secondary": secondary, "generation": generation}
 
 
-def of(nodes, *told, **others):
-    return {node: others.get(node, status(*told)) for node in nodes}
+def of(nodes, *statuses, **others):
+    return {node: others.get(node, status(*statuses)) for node in nodes}
 
 
 def started(max_restarts=3, nodes="abc"):
@@ -28,14 +28,14 @@ def started(max_restarts=3, nodes="abc"):
 def fall(made, nodes, falls, left=None):
     """These hosts' ranks die; then all that are left are ready again. What follows."""
     number = made.number
-    told = {node: status("running", number, *faults) for node, faults in falls.items()}
-    order = made.order(of(left or nodes, "running", number, **told))
+    statuses = {node: status("running", number, *faults) for node, faults in falls.items()}
+    order = made.order(of(left or nodes, "running", number, **statuses))
     assert (order["do"], order["generation"]) == ("regroup", number + 1)
-    told = {node: status("joined", number + 1, *faults) for node, faults in falls.items()}
-    return made.order(of(left or nodes, "joined", number + 1, **told))
+    statuses = {node: status("joined", number + 1, *faults) for node, faults in falls.items()}
+    return made.order(of(left or nodes, "joined", number + 1, **statuses))
 
 
-def test_nothing_starts_anew_while_nobody_falls():
+def test_nothing_starts_again_while_nobody_falls():
     made = started()
     for phase in ("joined", "running", "done"):
         assert made.order(of("abc", phase)) == {"do": "start", "generation": 0, "members": ["a", "b", "c"]}
@@ -52,7 +52,7 @@ def test_when_a_rank_dies_all_hosts_gather_and_then_start_together():
     assert made.order(of("abc", "running", 1, **ready))["do"] == "start"
 
 
-def test_a_lost_host_is_not_among_those_that_start_anew_and_the_master_stays_the_first():
+def test_a_lost_host_is_not_among_those_that_start_again_and_the_master_stays_the_first():
     made = started()
     assert made.order(of("ac", "running"))["do"] == "regroup"
     assert made.order(of("ac", "joined", 1)) == {"do": "start", "generation": 1, "members": ["a", "c"]}
@@ -65,12 +65,12 @@ def test_a_host_that_is_lost_while_they_gather_starts_no_further_generation():
     assert made.order(of("ab", "joined", 1)) == {"do": "start", "generation": 1, "members": ["a", "b"]}
 
 
-def test_a_host_that_was_through_starts_anew_with_the_others():
+def test_a_host_that_was_through_starts_again_with_the_others():
     made = started()
-    told = {"a": status("done"), "b": status("running", 0, fault("b"))}
-    assert made.order(of("abc", "running", **told))["do"] == "regroup"
-    told = {"a": status("done"), "b": status("joined", 1)}
-    assert made.order(of("abc", "joined", 1, **told))["do"] == "regroup"
+    statuses = {"a": status("done"), "b": status("running", 0, fault("b"))}
+    assert made.order(of("abc", "running", **statuses))["do"] == "regroup"
+    statuses = {"a": status("done"), "b": status("joined", 1)}
+    assert made.order(of("abc", "joined", 1, **statuses))["do"] == "regroup"
 
 
 def test_as_long_as_only_echoes_are_heard_the_truth_is_given_time():
@@ -112,7 +112,7 @@ def test_where_nobody_says_more_than_an_echo_it_does_not_go_on_for_ever():
     assert orders == ["start", "start", "give up"]
 
 
-def test_faults_of_earlier_generations_start_nothing_anew():
+def test_faults_of_earlier_generations_start_nothing_again():
     made = started()
     old = [fault("b", made.number)]
     assert fall(made, "abc", {"b": old})["do"] == "start"

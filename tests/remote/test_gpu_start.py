@@ -56,12 +56,12 @@ def seen_by_probe():
     return parse_facts("here", raw, raw["values"]["wall_start"], raw["values"]["wall_end"])
 
 
-def test_a_process_on_a_gpu_is_told_with_its_owner_its_script_and_its_job(smi, somebody):
+def test_a_process_on_a_gpu_is_reported_with_its_owner_its_script_and_its_job(smi, somebody):
     smi(9000, [f"GPU-a, {somebody}, 8192, /usr/bin/python3", "GPU-b, 1, 1, init"], "Exclusive_Process")
     (gpu,) = seen_by_probe().gpus
     python = os.path.basename(sys.executable)
-    told = Occupant(pid=somebody, memory_bytes=8 << 30, user=getpass.getuser(), command=f"{python} train.py")
-    assert gpu.occupants == (told.model_copy(update={"job": "mnist-1"}),)
+    expected = Occupant(pid=somebody, memory_bytes=8 << 30, user=getpass.getuser(), command=f"{python} train.py")
+    assert gpu.occupants == (expected.model_copy(update={"job": "mnist-1"}),)
     assert (gpu.compute_mode, gpu.memory_used_bytes) == ("Exclusive_Process", 9000 << 20)
 
 
@@ -75,12 +75,12 @@ def test_a_pid_of_another_world_is_no_process_of_ours(smi):
 def test_of_a_process_that_is_gone_its_pid_and_memory_remain():
     gone = subprocess.Popen(["true"])
     gone.wait()
-    (told,) = occupants.occupants(f"GPU-a, {gone.pid}, 12, a, b\n")
-    assert told == {"gpu": "GPU-a", "pid": gone.pid, "mebibytes": 12, "user": None, "command": None, "job": None}
+    (occupant,) = occupants.occupants(f"GPU-a, {gone.pid}, 12, a, b\n")
+    assert occupant == {"gpu": "GPU-a", "pid": gone.pid, "mebibytes": 12, "user": None, "command": None, "job": None}
 
 
 @pytest.mark.parametrize(
-    ("command_line", "told"),
+    ("command_line", "shown"),
     [
         (b"/opt/conda/bin/python\0-u\0train.py\0", "python"),
         (b"/opt/conda/bin/python\0/home/me/train.py\0hf_secret\0", "python train.py"),
@@ -89,8 +89,8 @@ def test_of_a_process_that_is_gone_its_pid_and_memory_remain():
         (b"", ""),
     ],
 )
-def test_of_a_command_line_only_what_is_no_secret_is_told(command_line, told):
-    assert occupants._program(command_line) == told
+def test_of_a_command_line_only_what_is_no_secret_is_reported(command_line, shown):
+    assert occupants._program(command_line) == shown
 
 
 class Started:
@@ -103,8 +103,8 @@ class Started:
         known = Node(name="a", host="127.0.0.1", transport="local", python=sys.executable, workdir=node.workdir)
         store = Store(home)
         store.save_cluster(Cluster(name="test", file="test.yaml", nodes=(known,)), current=True)
-        self.told = []
-        self.controller = Controller(store, Connections(home), self.told.append)
+        self.said = []
+        self.controller = Controller(store, Connections(home), self.said.append)
 
     def launch(self):
         self.controller.launch(self.plan, self.job.blob)
@@ -115,7 +115,7 @@ def test_a_job_starts_beside_somebody_and_says_beside_whom(smi, somebody, tmp_pa
     with gang(tmp_path, SLEEPS, ranks=(1,)) as job:
         started = Started(job, Home(tmp_path / "home"))
         started.launch()
-        assert started.told == [
+        assert started.said == [
             f"a: GPU 0 (Tesla V100-PCIE-16GB) is in use by {getpass.getuser()}'s job mnist-1 (pid {somebody}, 12.0GiB)"
         ]
         assert job.folder("a").is_dir()
@@ -140,8 +140,8 @@ def test_status_looks_who_is_on_the_gpus_now(smi, somebody, tmp_path, monkeypatc
     Store(Home(tmp_path / "home")).save_cluster(cluster, current=True)
     smi(12288, [f"GPU-a, {somebody}, 12288, python3"])
     shown = CliRunner().invoke(main, ["status", "--json"])
-    (told,) = json.loads(shown.stdout)["cluster"]["nodes"]
-    assert [(each["gpu"], each["pid"], each["job"]) for each in told["occupants"]] == [(0, somebody, "mnist-1")]
+    (shown_node,) = json.loads(shown.stdout)["cluster"]["nodes"]
+    assert [(each["gpu"], each["pid"], each["job"]) for each in shown_node["occupants"]] == [(0, somebody, "mnist-1")]
     before = json.loads(CliRunner().invoke(main, ["status", "--json", "--no-look"]).stdout)["cluster"]["nodes"][0]
     assert before["occupants"] == []
     words = CliRunner().invoke(main, ["status"]).stderr

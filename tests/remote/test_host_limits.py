@@ -1,4 +1,4 @@
-"""A host that runs out of what a job needs (inodes, processes, memory) says so itself, and its word is the one told."""
+"""A host that runs out of what a job needs (inodes, processes, memory) says so itself, and that is reported."""
 
 import errno
 import os
@@ -151,7 +151,7 @@ def test_an_error_of_a_hosts_system_gets_the_remedy_of_its_own_cause(number, say
     assert trouble.remedy(error, "/data", "move").startswith(try_this) or try_this in trouble.remedy(error)
 
 
-def test_what_nobody_foresaw_in_a_supervisor_is_told_by_that_host(tmp_path):
+def test_what_nobody_expected_in_a_supervisor_is_reported_by_that_host(tmp_path):
     with gang(tmp_path, WAITS) as job:
         change(job, "b", torchrun=("no program has a \0 in its arguments",))
         job.launch()
@@ -182,7 +182,7 @@ def memory_limit(name, size):
         place.rmdir()
 
 
-def test_a_rank_that_outgrows_its_cgroup_is_told_as_out_of_memory_and_its_launcher_lives_to_tell(tmp_path):
+def test_a_rank_that_outgrows_its_cgroup_is_reported_as_out_of_memory_and_its_launcher_survives(tmp_path):
     with memory_limit("own", 400 << 20) as members, gang(tmp_path, EATS, ranks=(1,)) as job:
         change(job, "a", prepare=f"echo $PPID > {members}")
         job.launch()

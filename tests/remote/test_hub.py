@@ -230,7 +230,7 @@ async def test_a_member_that_has_ended_may_leave(wired):
 
 
 @on_a_hub
-async def test_a_member_told_to_close_stays_no_longer_and_mourns_nobody(wired):
+async def test_a_member_asked_to_close_leaves_and_reports_nobody_lost(wired):
     member = Member(wired)
     await wired.until(lambda hub: "b" in hub.statuses)
     await member.leave()
@@ -263,7 +263,7 @@ async def test_a_member_whose_connection_falls_silent_dials_again_before_its_lea
         member = Member(wired, cable.port)
         await wired.until(lambda hub: "b" in hub.statuses)
         for _ in range(2):
-            cable.swallow()  # as a cut does: what is under way is lost, and nobody is told
+            cable.swallow()  # as a cut does: what is under way is lost, and nobody learns of it
             first = member.it._link
             while member.it._link in (None, first):
                 await asyncio.sleep(0.01)

@@ -99,7 +99,7 @@ def record_of(job: Any) -> JobRecord:
     return combine(job.plan, job.agents(), job.wait(), datetime.now(timezone.utc))
 
 
-def test_ranks_that_never_met_are_told_where_there_are_several(tmp_path: Path) -> None:
+def test_ranks_that_never_met_are_reported_where_there_are_several(tmp_path: Path) -> None:
     with gang(tmp_path, "print(1)") as job:
         job.launch()
         record = record_of(job)
@@ -114,7 +114,7 @@ def test_a_rank_alone_has_nobody_to_meet(tmp_path: Path) -> None:
         assert record_of(job).joined is None
 
 
-def test_a_job_that_goes_on_alone_is_told_so_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_goes_on_alone_is_reported_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = dict(ask.shipped_sources())
     for module, long, brief in (
         ("ranks", "ALONE_S = 120.0", "ALONE_S = 0.5"),
@@ -143,11 +143,15 @@ def test_only_what_all_ranks_say_counts(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [Host("a"), Host("b", ranks=2)], {}, kind="script", exp="train.py", settings={})
     plan = LaunchPlan.model_validate_json(run.plan.read_text())
 
-    def told(*met: Any) -> bool | None:
+    def joined_when(*met: Any) -> bool | None:
         ranks = [{"met": one} for one in met]
         return joined(plan, {"a": {"ranks": {"0": ranks[0]}}, "b": {"ranks": {"1": ranks[1], "2": ranks[2]}}})
 
-    assert [told(False, False, False), told(False, True, False), told(False, None, False)] == [False, True, None]
+    assert [joined_when(False, False, False), joined_when(False, True, False), joined_when(False, None, False)] == [
+        False,
+        True,
+        None,
+    ]
     assert joined(plan, {"a": {"ranks": {"0": {"met": False}}}}) is None
     record = JobRecord.model_validate_json(run.job.read_text()).model_copy(update={"joined": False})
     run.job.write_text(record.model_dump_json(by_alias=True))

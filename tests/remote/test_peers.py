@@ -135,11 +135,11 @@ def test_a_port_that_lets_nothing_through_is_named_with_host_and_port_and_the_li
         kept, guest = full()
         with kept, guest:
             ring.lead("b", "c", kept.getsockname()[1])
-            told = await unreached(ring.of["b"])
+            error = await unreached(ring.of["b"])
             where = f"127.0.0.1 port {kept.getsockname()[1]}"
-        assert told.node == "c"
-        assert f"b cannot reach c at {where}, where its supervisor listens (no connection): is a firewall" in str(told)
-        assert str(told).endswith("sudo ufw allow in on lo from 127.0.0.1")
+        assert error.node == "c"
+        assert f"b cannot reach c at {where}, where its supervisor listens (no connection): is a firewall" in str(error)
+        assert str(error).endswith("sudo ufw allow in on lo from 127.0.0.1")
 
     run(test)
 
@@ -148,21 +148,21 @@ def test_a_port_that_refuses_is_named_too():
     async def test(ring):
         with nobody() as kept:
             ring.lead("a", "c", kept.getsockname()[1])
-            told = await unreached(ring.of["a"])
-        assert "(connection refused): is a firewall on c?" in str(told)
-        assert "sudo ufw" in str(told)
+            error = await unreached(ring.of["a"])
+        assert "(connection refused): is a firewall on c?" in str(error)
+        assert "sudo ufw" in str(error)
 
     run(test)
 
 
-def test_a_way_that_loses_large_packets_is_told_apart_from_a_firewall():
+def test_a_way_that_loses_large_packets_is_distinguished_from_a_firewall():
     async def test(ring):
         server = await asyncio.start_server(lambda r, w: small_only(r, w, ring.ports["c"]), "127.0.0.1", 0)
         ring.lead("b", "c", server.sockets[0].getsockname()[1])
-        told = await unreached(ring.of["b"])
+        error = await unreached(ring.of["b"])
         server.close()
-        assert "small packets pass and large ones do not" in str(told)
-        assert "firewall" not in str(told)
+        assert "small packets pass and large ones do not" in str(error)
+        assert "firewall" not in str(error)
 
     run(test)
 
@@ -171,9 +171,9 @@ def test_who_listens_with_another_jobs_token_is_not_reached():
     async def test(ring):
         stranger = Peers("c", b"x" * 32, lambda: None)
         ring.lead("b", "c", await stranger.listen("127.0.0.1"))
-        told = await unreached(ring.of["b"])
+        error = await unreached(ring.of["b"])
         stranger.close()
-        assert told.node == "c"
+        assert error.node == "c"
 
     run(test)
 
@@ -188,7 +188,7 @@ def test_a_link_of_one_host_is_no_link_of_another():
     run(test)
 
 
-def test_a_way_that_breaks_in_the_run_is_told_and_so_is_its_healing():
+def test_a_way_that_breaks_in_the_run_is_reported_and_so_is_its_repair():
     async def test(ring):
         await asyncio.gather(*(one.reach() for one in ring.of.values()))
         b, port = ring.of["b"], ring.ports["c"]

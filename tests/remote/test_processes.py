@@ -71,7 +71,7 @@ def test_the_mark_finds_a_process_that_left_its_parent(tmp_path):
         os.kill(pid, signal.SIGKILL)
 
 
-def test_a_list_of_processes_made_before_a_pid_was_used_anew_harms_nobody(sleeper):
+def test_a_list_of_processes_made_before_a_pid_was_reused_harms_nobody(sleeper):
     before = Identity(sleeper.pid, processes.start_time(sleeper.pid) - 1, processes.boot_id())
     processes.end_all([before], signal.SIGKILL)
     assert sleeper.poll() is None

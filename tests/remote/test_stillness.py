@@ -42,54 +42,56 @@ TALKS = "import time\nwhile True: print(1, flush=True); time.sleep(0.05)"
 @contextlib.contextmanager
 def ranks_of(root: Path, *scripts: str) -> Iterator[tuple[JobFolder, dict[str, dict[str, Any]]]]:
     """A rank for each script: a process with its log, and what the supervisor would know of it."""
-    job, children, told = JobFolder(root), [], {}
+    job, children, records = JobFolder(root), [], {}
     with contextlib.ExitStack() as logs:
         for rank, script in enumerate(scripts):
             job.rank(rank).mkdir(parents=True)
             log = logs.enter_context(open(job.rank(rank) / "stdout.log", "wb"))
             children.append(subprocess.Popen([sys.executable, "-c", script], stdout=log))
-            told[str(rank)] = {"pid": children[-1].pid, "wrapper": children[-1].pid}
+            records[str(rank)] = {"pid": children[-1].pid, "wrapper": children[-1].pid}
         try:
-            yield job, told
+            yield job, records
         finally:
             for child in children:
                 child.kill()
                 child.wait()
 
 
-def look_until_quiet(still: Stillness, told: Mapping[str, Mapping[str, Any]], looks: int = 600) -> dict[str, str]:
+def look_until_quiet(still: Stillness, records: Mapping[str, Mapping[str, Any]], looks: int = 600) -> dict[str, str]:
     for _ in range(looks):
-        if found := still.look(told, time.monotonic()):
+        if found := still.look(records, time.monotonic()):
             return found
         time.sleep(0.1)
     return {}
 
 
-def test_ranks_that_print_nothing_are_told_apart_by_what_they_do(
+def test_ranks_that_print_nothing_are_distinguished_by_what_they_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stillness, "QUIET_S", 1.5)
     stopped = f"import os, signal; os.kill(os.getpid(), {int(signal.SIGSTOP)})"
-    with ranks_of(tmp_path, SLEEPS, COMPUTES, stopped) as (job, told):
+    with ranks_of(tmp_path, SLEEPS, COMPUTES, stopped) as (job, records):
         still = Stillness(job)
-        assert still.look(told, time.monotonic()) == {}
+        assert still.look(records, time.monotonic()) == {}
         expected = {"0": "waits", "1": "busy", "2": "stopped"}
         deadline = time.monotonic() + 60
-        while (found := look_until_quiet(still, told)) != expected:  # one may still be at its start in the first window
+        while (
+            found := look_until_quiet(still, records)
+        ) != expected:  # one may still be at its start in the first window
             assert time.monotonic() < deadline, found
             time.sleep(0.1)
         (job.rank(1) / "metrics.jsonl").write_text("a step")  # any sign of life on this host is one of the job
-        assert still.look(told, time.monotonic()) == {}
-        told["1"]["ended"] = 1.0
-        assert still.look(told, time.monotonic()) == {"0": "waits", "2": "stopped"}
+        assert still.look(records, time.monotonic()) == {}
+        records["1"]["ended"] = 1.0
+        assert still.look(records, time.monotonic()) == {"0": "waits", "2": "stopped"}
 
 
 def test_a_rank_that_prints_now_and_then_never_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stillness, "QUIET_S", 3.0)
-    with ranks_of(tmp_path, SLEEPS, TALKS) as (job, told):
+    with ranks_of(tmp_path, SLEEPS, TALKS) as (job, records):
         while not (job.rank(1) / "stdout.log").stat().st_size:
             time.sleep(0.05)
-        assert look_until_quiet(Stillness(job), told, looks=40) == {}
+        assert look_until_quiet(Stillness(job), records, looks=40) == {}
 
 
 def seen(*uses: tuple[int, str]) -> deque[Sample]:
@@ -126,7 +128,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ask, "shipped_sources", lambda: sources)
 
 
-def test_a_hung_job_is_told_by_its_hosts_and_not_ended_for_it(tmp_path: Path, soon: None) -> None:
+def test_a_hung_job_is_reported_by_its_hosts_and_not_ended_for_it(tmp_path: Path, soon: None) -> None:
     hangs = "import os, time\nif os.environ['RANK'] != '1':\n    time.sleep(600)\n"
     with gang(tmp_path, hangs, ranks=(1, 2)) as job:
         job.launch()
@@ -181,24 +183,24 @@ def test_no_host_is_believed_what_makes_no_sense(tmp_path: Path, lie: Any) -> No
     assert found is None or found.quiet_s == 0
 
 
-def test_who_follows_is_told_once_and_again_when_it_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_who_follows_sees_it_once_and_again_when_it_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = plan_of(tmp_path)
     known = JobRecord(schema=1, id=plan.job, state="running", exp="e", cluster="c", nodes=("a", "b"))
     news = News(plan)
 
-    def told(*does: str, quiet_s: float = 60) -> list[str]:
+    def shown(*does: str, quiet_s: float = 60) -> list[str]:
         ranks = tuple(StillRank(node="a", rank=n, does=word) for n, word in enumerate(does))  # type: ignore[arg-type]
         stall = Stall(quiet_s=quiet_s, ranks=ranks) if ranks else None
         return list(news.of(known.model_copy(update={"stall": stall})))
 
-    assert told() == []
-    assert told("waits", "busy") == [
+    assert shown() == []
+    assert shown("waits", "busy") == [
         "no output for 1m00s: waiting, with no CPU use: a (rank 0); using the CPU: a (rank 1); the job keeps running"
     ]
-    assert told("waits", "busy", quiet_s=120) == []
-    assert len(told("waits", "waits", quiet_s=180)) == 1
-    assert told() == []
-    assert len(told("waits", "waits")) == 1
+    assert shown("waits", "busy", quiet_s=120) == []
+    assert len(shown("waits", "waits", quiet_s=180)) == 1
+    assert shown() == []
+    assert len(shown("waits", "waits")) == 1
     stalled = known.model_copy(update={"stall": Stall(quiet_s=60, ranks=(StillRank(node="a", rank=0, does="waits"),))})
     job_table.warn_stalls([known, stalled])
     assert capsys.readouterr().err.count("no output for 1m00s: waiting") == 1

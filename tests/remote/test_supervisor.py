@@ -362,7 +362,7 @@ def test_a_real_time_signal_is_reported_by_its_number(tmp_path):
     assert record.exit_code == 168
 
 
-def test_nodes_that_share_one_work_folder_are_told_so(tmp_path):
+def test_nodes_that_share_one_work_folder_are_refused_in_words(tmp_path):
     with gang(tmp_path, WAITS) as job:
         nodes = tuple(node.model_copy(update={"workdir": str(tmp_path / "shared")}) for node in job.plan.nodes)
         job.plan = job.plan.model_copy(update={"nodes": nodes})

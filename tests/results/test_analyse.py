@@ -121,7 +121,7 @@ def test_of_a_repeated_step_the_last_line_counts(tmp_path: Path) -> None:
     assert "10 lines with a step number seen before" in summary.warnings[0]
 
 
-def test_of_ranks_that_were_started_anew_the_last_start_is_measured(tmp_path: Path) -> None:
+def test_of_ranks_that_were_restarted_the_last_start_is_measured(tmp_path: Path) -> None:
     """Six steps, a death, and from step 4 on twelve more that take half as long."""
     first = [step(n, 32, 2, 80, 16, 2) for n in range(6)]
     second = [step(n, 32, 2, 40, 6, 2) for n in range(4, 16)]
@@ -200,8 +200,8 @@ def test_a_wait_within_the_noise_names_nobody(tmp_path: Path) -> None:
 def test_gpu_use_is_averaged_and_gives_the_memory_when_the_rank_does_not(tmp_path: Path) -> None:
     gpu = [{"event": "gpu", "index": 0, "utilisation": use, "memory_bytes": 2**30 * use} for use in (1, 3)]
     garbage = b'{"event":"gpu","utilisation":900,"memory_bytes":-1}\n[]\n\xff\n{"event":"gpu","utilisation":50'
-    told = {ONE[0].name: lines(gpu) + garbage}
-    summary = analyse(write_run(tmp_path / "run", ONE, {0: [start()]}, gpu=told))
+    files = {ONE[0].name: lines(gpu) + garbage}
+    summary = analyse(write_run(tmp_path / "run", ONE, {0: [start()]}, gpu=files))
     assert (summary.nodes[0].gpu_utilisation, summary.nodes[0].peak_memory_bytes) == (2.0, 3 * 2**30)
 
 
@@ -215,15 +215,15 @@ def test_a_paced_run_has_neither_loss_nor_accuracy(tmp_path: Path) -> None:
 
 
 def test_a_script_that_writes_only_samples_and_the_time_of_day_still_has_a_speed(tmp_path: Path) -> None:
-    told = [{"event": "step", "step": n, "samples": 10, "wall": 1.8e9 + n / 4} for n in range(10)]
-    summary = analyse(write_run(tmp_path / "run", ONE, {0: told}, kind="script", settings={}))
+    events = [{"event": "step", "step": n, "samples": 10, "wall": 1.8e9 + n / 4} for n in range(10)]
+    summary = analyse(write_run(tmp_path / "run", ONE, {0: events}, kind="script", settings={}))
     assert summary.samples_per_s == pytest.approx(40)
     assert (summary.efficiency, summary.nodes[0].compute_ms) == (None, None)
 
 
 def test_a_script_that_writes_only_samples_has_a_total_and_no_speed(tmp_path: Path) -> None:
-    told = [{"event": "step", "step": n, "samples": 10} for n in range(10)]
-    summary = analyse(write_run(tmp_path / "run", ONE, {0: told}, kind="script", settings={}))
+    events = [{"event": "step", "step": n, "samples": 10} for n in range(10)]
+    summary = analyse(write_run(tmp_path / "run", ONE, {0: events}, kind="script", settings={}))
     assert (summary.samples_total, summary.samples_per_s) == (100, None)
     assert any("without times" in warning for warning in summary.warnings)
 
@@ -279,11 +279,11 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("bad", BAD_LINES, ids=str)
-def test_a_bad_line_is_told_and_changes_no_figure(tmp_path: Path, bad: str) -> None:
-    line, told = BAD_LINES[bad]
+def test_a_bad_line_is_reported_and_changes_no_figure(tmp_path: Path, bad: str) -> None:
+    line, words = BAD_LINES[bad]
     whole = analyse(write_run(tmp_path / "whole", ONE, {0: ten_steps()}))
     damaged = analyse(write_run(tmp_path / "damaged", ONE, {0: lines(ten_steps()) + line}))
-    assert any(told in warning for warning in damaged.warnings), damaged.warnings
+    assert any(words in warning for warning in damaged.warnings), damaged.warnings
     assert damaged.samples_per_s == whole.samples_per_s == pytest.approx(640)
     assert damaged.samples_total == 320
 

@@ -17,7 +17,7 @@ ACCUMULATES = "the update of one process that adds up the gradients of these gro
 
 
 def summary_of(folder, groups, *, settings=None, later=()):
-    """Of a run in which each rank told of these groups. later: shares that shares=auto came to."""
+    """The summary of a run in which each rank reported these groups. later: shares that shares=auto came to."""
     events = {
         rank: [
             start(rank=rank, **({} if own is None else {"batch_norm_groups": own})),
@@ -31,26 +31,26 @@ def summary_of(folder, groups, *, settings=None, later=()):
     return analyse(write_run(folder, hosts, events, settings={"warmup_steps": 0, **(settings or {})}))
 
 
-def told(shares, rank, model=NORMED, accumulate=0, caps=None, **settings):
+def groups(shares, rank, model=NORMED, accumulate=0, caps=None, **settings):
     pairs = {key: str(value) for key, value in settings.items()}
     parts = MicroBatches(accumulate, caps or [None] * len(shares), together=False)
     return batch_norm_groups(model, parse_settings("resnet152_cifar", pairs), parts, shares, rank)
 
 
-# ---- what a rank tells ----------------------------------------------------------------------------------------------
+# ---- what a rank reports --------------------------------------------------------------------------------------------
 
 
-def test_a_rank_tells_of_its_part_or_of_its_micro_batches():
-    assert told((183, 73), 0) == [(183, 1)]
-    assert told((183, 73), 0, caps=[64, None]) == [(61, 3)]
-    assert told((183, 73), 1, accumulate=2) == [(37, 1), (36, 1)]
-    assert told((256, 0), 1) == []
-    assert told((183, 73), 1, sync_bn=True) == [(256, 1)]
+def test_a_rank_reports_its_part_or_its_micro_batches():
+    assert groups((183, 73), 0) == [(183, 1)]
+    assert groups((183, 73), 0, caps=[64, None]) == [(61, 3)]
+    assert groups((183, 73), 1, accumulate=2) == [(37, 1), (36, 1)]
+    assert groups((256, 0), 1) == []
+    assert groups((183, 73), 1, sync_bn=True) == [(256, 1)]
 
 
-def test_without_batch_norm_and_where_a_process_cuts_the_batch_by_itself_nothing_is_told():
-    assert told((183, 73), 0, model=PLAIN) is None
-    assert told((256,), 0, strategy="dp") is None
+def test_without_batch_norm_and_where_a_process_cuts_the_batch_by_itself_nothing_is_reported():
+    assert groups((183, 73), 0, model=PLAIN) is None
+    assert groups((256,), 0, strategy="dp") is None
 
 
 # ---- what the report says of it -------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def test_a_change_in_mid_run_is_said(tmp_path):
 
 
 @pytest.mark.parametrize("odd", [None, "73", [[73]], [[73, -1]], [[True, 1]], [[73, 1.5]], [[1, 1]] * 2000])
-def test_what_a_rank_does_not_tell_or_tells_oddly_is_not_guessed(tmp_path, odd):
+def test_what_a_rank_does_not_report_or_reports_oddly_is_not_guessed(tmp_path, odd):
     found = summary_of(tmp_path / "run", [[[73, 1]], odd])
     assert found.batch_norm is None
     assert fidelity_words(found) == "exact"

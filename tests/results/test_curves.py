@@ -1,4 +1,4 @@
-"""How a run learned: what is kept of it, and how it is drawn on the page and told on the terminal."""
+"""How a run learned: what is kept of it, and how it is drawn on the page and shown on the terminal."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_loss_is_the_mean_over_all_ranks_samples(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-def test_a_step_whose_loss_one_rank_did_not_tell_is_left_out(tmp_path: Path) -> None:
+def test_a_step_whose_loss_one_rank_did_not_report_is_left_out(tmp_path: Path) -> None:
     lines = [step(number, 10, 1, 1, 1, 1) for number in range(4)]
     other = [*lines[:1], {**lines[1], "loss": None}, lines[2]]
     assert [point.step for point in of_run(tmp_path, *lines, other=other).curves.loss] == [0, 2]
@@ -95,7 +95,7 @@ def test_the_report_draws_loss_and_accuracy_in_the_pages_colours(tmp_path: Path)
     assert not any(re.search(r"#[0-9a-f]{3}|rgb|style=", drawing) for drawing in drawings)
 
 
-def test_what_was_not_told_is_not_drawn(tmp_path: Path) -> None:
+def test_what_was_not_reported_is_not_drawn(tmp_path: Path) -> None:
     summary = learned(tmp_path)
     only_loss = summary.curves.model_copy(update={"evaluations": summary.curves.evaluations[:1]})
     assert render_report(summary.model_copy(update={"curves": only_loss})).count("<svg") == 1
@@ -126,21 +126,21 @@ def test_every_point_and_tick_lies_within_the_plot(points: list[tuple[float, flo
         ((0.0, 0.0), ["0 %", "50 %"]),
     ],
 )
-def test_ticks_are_round_and_told_apart(values: tuple[float, ...], texts: list[str]) -> None:
+def test_ticks_are_round_and_distinct(values: tuple[float, ...], texts: list[str]) -> None:
     chart = line_chart("t", [ChartLine("a", list(enumerate(values)))], words=percent_words)
     assert [tick.text for tick in chart.y_ticks] == texts
 
 
-# ---- told ----------------------------------------------------------------------------------------------------------
+# ---- on the terminal ------------------------------------------------------------------------------------------------
 
 
-def test_the_terminal_tells_accuracy_by_class_and_the_time_of_an_epoch(
+def test_the_terminal_shows_accuracy_by_class_and_the_time_of_an_epoch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     comparison.print_summary(learned(tmp_path))
-    told = capsys.readouterr().out
-    assert "by class, %: 0 90.0, 1 95.0\n" in told
-    assert "epochs: 2, 12 s each (11 to 13 s)\n" in told
+    printed = capsys.readouterr().out
+    assert "by class, %: 0 90.0, 1 95.0\n" in printed
+    assert "epochs: 2, 12 s each (11 to 13 s)\n" in printed
 
 
 @given(st.dictionaries(st.text(min_size=1, max_size=90), st.floats(0, 1), min_size=1, max_size=60))

@@ -272,13 +272,13 @@ def test_a_host_without_gpus_is_not_asked(tmp_path, monkeypatch):
 
 def test_what_the_driver_does_not_know_is_left_out():
     unknown = ", [N/A]" * 6
-    told = [
+    readings = [
         f"GPU-a, 0, [N/A], 512{unknown}",
         f"GPU-b, 1, 250, [N/A]{unknown}",
         f"GPU-c, [N/A], 3, 99999999999{unknown}",
         "GPU-d, 3, 1, 1, 0, 0.0, 0, 0x0000000000000001, -5, 1e9",
     ]
-    found = gpus.readings(told, KEYS, {"GPU-a": 0, "GPU-b": 1, "GPU-c": 2, "GPU-d": 3}, 7.0)
+    found = gpus.readings(readings, KEYS, {"GPU-a": 0, "GPU-b": 1, "GPU-c": 2, "GPU-d": 3}, 7.0)
     idle = {"utilisation": 1, "sm_mhz": 0, "watts": 0.0, "celsius": 0, "slowed_by": 1, "memory_bytes": 1 << 20}
     assert found == [
         {"event": "gpu", "rank": 0, "index": 0, "memory_bytes": 512 << 20, "wall": 7.0},

@@ -23,9 +23,9 @@ HOSTS = [Host("a2000", paced=True), Host("v100", gpu="Tesla V100-16GB", paced=Tr
 
 
 def time_of(operation: str, size: int, alpha_ms: float, gbps: float, **fields: Any) -> dict[str, Any]:
-    told = {"event": "collective", "step": 0, "operation": operation, "bytes": size, "iterations": 7}
-    told |= {"time_ms": alpha_ms + 8e-6 * size / gbps, "algbw_gbps": 1e9, "busbw_gbps": 1e9, "error": None}
-    return told | fields
+    event = {"event": "collective", "step": 0, "operation": operation, "bytes": size, "iterations": 7}
+    event |= {"time_ms": alpha_ms + 8e-6 * size / gbps, "algbw_gbps": 1e9, "busbw_gbps": 1e9, "error": None}
+    return event | fields
 
 
 def run_of_two(root: Path, *more: Any, sizes: list[int] = SIZES) -> RunFolder:
@@ -111,7 +111,7 @@ def test_one_size_is_measured_without_a_line(tmp_path: Path) -> None:
     write_report(run, summary)
 
 
-def test_the_page_tells_of_the_network_and_of_no_training(tmp_path: Path) -> None:
+def test_the_page_shows_the_network_and_no_training(tmp_path: Path) -> None:
     run = run_of_two(tmp_path / "run")
     page = Page(write_report(run, analyse(run)).read_text())
     assert_self_contained(page)
@@ -140,9 +140,9 @@ def test_the_page_tells_of_the_network_and_of_no_training(tmp_path: Path) -> Non
 
 def test_the_terminal_shows_a_line_an_operation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     comparison.print_summary(analyse(run_of_two(tmp_path / "run")))
-    told = capsys.readouterr()
-    assert told.err == ""
-    title, head, *lines = told.out.splitlines()
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    title, head, *lines = printed.out.splitlines()
     assert title.strip() == "collectives, declared 2.50 Gbps"
     assert head.split()[0] == "operation"
     assert lines[0].split() == [
@@ -168,7 +168,7 @@ def link_of(source: int, target: int, gbps: float) -> dict[str, Any]:
 LINKS = (link_of(0, 1, 2.0), link_of(1, 0, 0.5))
 
 
-def test_paths_between_hosts_are_told_by_name_each_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_paths_between_hosts_are_shown_by_name_each_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     strange = ({**LINKS[0], "source": 7}, {**LINKS[0], "time_ms": 0}, {**LINKS[0], "bytes": -1}, {"event": "link"})
     run = run_of_two(tmp_path / "run", *LINKS, *strange)
     summary = analyse(run)
@@ -195,7 +195,7 @@ def test_a_plan_takes_each_path_as_measured_and_as_slow_as_all_reduce_found_the_
 def test_a_summary_of_an_older_orch_still_loads(tmp_path: Path) -> None:
     run = run_of_two(tmp_path / "run")
     analyse(run)
-    told = json.loads(run.summary.read_text())
-    del told["collectives"]
-    run.summary.write_text(json.dumps(told))
+    document = json.loads(run.summary.read_text())
+    del document["collectives"]
+    run.summary.write_text(json.dumps(document))
     assert Summary.load(run).collectives is None

@@ -1,4 +1,4 @@
-"""Who the others wait for, and what binds a step: from step lines whose figures can be checked in the head."""
+"""Who the others wait for, and what limits a step: from step lines whose figures can be checked in the head."""
 
 from __future__ import annotations
 
@@ -132,9 +132,9 @@ def test_another_ranks_bottleneck_is_no_excuse(tmp_path: Path, slow: str | None)
     assert summary.straggler.reason == "takes 2.0x as long per sample as v100"
 
 
-# ---- what binds ---------------------------------------------------------------------------------------------------
+# ---- what limits a step --------------------------------------------------------------------------------------------
 
-BINDS = {
+LIMITED_BY = {
     "input": ((60, 20, 12, 8), (10, 20, 62, 8), "Input-bound: for 60 % of each step a2000 waits for its own data."),
     "compute": (
         (2, 70, 20, 8),
@@ -150,9 +150,9 @@ BINDS = {
 }
 
 
-@pytest.mark.parametrize("part", BINDS)
-def test_the_largest_part_of_the_slowest_ranks_step_binds(tmp_path: Path, part: Any) -> None:
-    slowest, other, words = BINDS[part]
+@pytest.mark.parametrize("part", LIMITED_BY)
+def test_the_largest_part_of_the_slowest_ranks_step_is_the_limit(tmp_path: Path, part: Any) -> None:
+    slowest, other, words = LIMITED_BY[part]
     summary = analysed(tmp_path, [(slowest, {}), (other, {})])
     share = max(slowest) / 100
     assert summary.bound == Bound(part=part, node="a2000", share=share)
@@ -161,7 +161,7 @@ def test_the_largest_part_of_the_slowest_ranks_step_binds(tmp_path: Path, part: 
 
 
 def test_waiting_is_nobodys_bound(tmp_path: Path) -> None:
-    """v100's largest part is the wait for a2000: what binds is a2000's compute."""
+    """v100's largest part is the wait for a2000: the limit is a2000's compute."""
     summary = analysed(tmp_path, [((2, 80, 10, 8), {}), ((2, 9, 81, 8), {})])
     assert summary.bound is not None
     assert (summary.bound.part, summary.bound.node) == ("compute", "a2000")

@@ -16,7 +16,7 @@ TWO = [Host("a"), Host("b")]
 ASKED = {**SETTINGS, "num_workers": -1, "loader": "auto"}
 
 
-def told(loaders: list[int], **more: Any) -> dict[int, list[Any]]:
+def lines_of(loaders: list[int], **more: Any) -> dict[int, list[Any]]:
     """Each rank's lines: it loaded with so many processes."""
     used = [{"warmup_steps": 3, "num_workers": count, "loader": "workers", **more} for count in loaders]
     return {
@@ -34,7 +34,7 @@ def with_plan(run: RunFolder, **changes: Any) -> RunFolder:
 
 
 def test_settings_are_shown_as_they_turned_out_beside_what_was_asked(tmp_path: Path) -> None:
-    summary = analyse(write_run(tmp_path / "run", TWO, told([2, 2]), settings=ASKED))
+    summary = analyse(write_run(tmp_path / "run", TWO, lines_of([2, 2]), settings=ASKED))
     assert (summary.settings["num_workers"], summary.settings["loader"]) == (2, "workers")
     assert summary.settings["batch"] == 96  # no rank tells another
     assert summary.asked == {"num_workers": -1, "loader": "auto"}
@@ -43,12 +43,12 @@ def test_settings_are_shown_as_they_turned_out_beside_what_was_asked(tmp_path: P
 
 
 def test_hosts_that_used_different_ones_are_named(tmp_path: Path) -> None:
-    summary = analyse(write_run(tmp_path / "run", TWO, told([2, 4]), settings=ASKED))
+    summary = analyse(write_run(tmp_path / "run", TWO, lines_of([2, 4]), settings=ASKED))
     assert summary.settings["num_workers"] == "2 on a, 4 on b"
 
 
 def test_what_a_rank_changed_after_its_last_start_is_what_it_used(tmp_path: Path) -> None:
-    lines = told([2, 2], cuda_graph="on")
+    lines = lines_of([2, 2], cuda_graph="on")
     off = {"event": "setting", "name": "cuda_graph", "value": "off", "why": "no room"}
     lines[0].insert(0, off)  # of a start before this one
     lines[1].insert(3, off)
@@ -58,7 +58,7 @@ def test_what_a_rank_changed_after_its_last_start_is_what_it_used(tmp_path: Path
 
 
 def test_no_host_is_believed_a_setting_that_is_none(tmp_path: Path) -> None:
-    lines = told([2, 2], batch=["<b>"], strategy="ddp\x1b[2J\n<b>", lr=1)
+    lines = lines_of([2, 2], batch=["<b>"], strategy="ddp\x1b[2J\n<b>", lr=1)
     summary = analyse(write_run(tmp_path / "run", TWO, lines, settings=ASKED))
     assert summary.settings["batch"] == 96
     assert summary.settings["strategy"] == "ddp <b>"

@@ -234,7 +234,7 @@ def test_figures_of_other_settings_do_not_count_as_done(bench, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_row_whose_job_fails_ends_the_sweep_with_its_name_and_is_run_anew_the_next_time(bench, monkeypatch):
+def test_a_row_whose_job_fails_ends_the_sweep_with_its_name_and_is_run_again_the_next_time(bench, monkeypatch):
     """On these nodes the trainer does not find its torch."""
     study = tables.STUDIES["short"]
     monkeypatch.setitem(tables.STUDIES, "short", replace(study, rows=(study.rows[2],)))

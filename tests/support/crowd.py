@@ -108,9 +108,9 @@ class Crowd:
 
     def heard_at(self) -> list[float]:
         """When each program that `orch` ran on these hosts had ended, by this machine's clock; then forgets them."""
-        told = self.lab.host_exec("all", ["cat", HEARD]).stdout.split()
+        words = self.lab.host_exec("all", ["cat", HEARD]).stdout.split()
         self.lab.host_exec("all", ["truncate", "-s", "0", HEARD], check=True)
-        return sorted(float(word) for word in told)
+        return sorted(float(word) for word in words)
 
     def _record(self, peers: list[str]) -> None:
         """What the probe answers there now, for `quick` hosts to give."""

@@ -152,7 +152,7 @@ def strings(value: object) -> Iterator[str]:
 
 
 def said(text: str) -> None:
-    """An error message must be fit for a terminal; several lines only where several mistakes are told."""
+    """An error message must be fit for a terminal; several lines only where there are several mistakes."""
     for line in text.split("\n"):
         if not line.isprintable():
             raise LetThrough(f"unprintable message {line!r}")

@@ -39,8 +39,8 @@ class Gang:
             pipe.send((function, case))
         answers = []
         for rank, pipe in enumerate(self.pipes):
-            told = "; ".join(answer.text for answer in answers if isinstance(answer, Raised))
-            assert pipe.poll(timeout_s), f"rank {rank} gives no answer; {told}"
+            errors = "; ".join(answer.text for answer in answers if isinstance(answer, Raised))
+            assert pipe.poll(timeout_s), f"rank {rank} gives no answer; {errors}"
             answers.append(pipe.recv())
         for answer in answers:
             assert not isinstance(answer, Raised), answer.text

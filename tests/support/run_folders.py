@@ -34,7 +34,7 @@ class Host:
 
 
 def start(**fields: Any) -> dict[str, Any]:
-    told = {
+    values = {
         "event": "start",
         "schema": 1,
         "host": "gpu-box",
@@ -49,12 +49,12 @@ def start(**fields: Any) -> dict[str, Any]:
         "batch_per_rank": 32,
         "settings": {"warmup_steps": 3},
     }
-    return told | fields
+    return values | fields
 
 
 def step(number: int, samples: int, load: float, compute: float, exposed: float, optim: float, **fields: Any) -> Any:
     """A step line whose total is the sum of its parts; its samples' losses sum to 0.5 a sample."""
-    told = {
+    values = {
         "event": "step",
         "step": number,
         "epoch": 0,
@@ -67,7 +67,7 @@ def step(number: int, samples: int, load: float, compute: float, exposed: float,
         "loss": 0.5 * samples,
         "wall": 1.8e9 + number,
     }
-    return told | fields
+    return values | fields
 
 
 def end(peak_memory_bytes: int = 2**30, **fields: Any) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class Sshd:
         wait_for(self._listens, f"sshd to listen ({self.folder / 'sshd.log'})")
 
     def stop(self) -> None:
-        """Ends the server and its open connections, none of which can say any more that its command has ended."""
+        """Ends the server and its open connections, none of which can still say that its command has ended."""
         if self.process:
             self.freeze()
             for child in _children(self.process.pid):
@@ -84,7 +84,7 @@ class Sshd:
             self.process = None
 
     def freeze(self) -> None:
-        """The server and its connections stay, and answer nothing any more."""
+        """The server and its connections stay, and no longer answer anything."""
         assert self.process
         for pid in [self.process.pid, *_children(self.process.pid)]:
             with contextlib.suppress(ProcessLookupError):  # a connection may just have ended

@@ -54,7 +54,7 @@ def trained(rank, case):
         optimizer.step()
         strategy.after_update()
     weights = torch.cat([parameter.detach().flatten() for parameter in strategy.whole().parameters()])
-    return weights, sent[1:]  # torch cuts the buckets of ddp anew after the first update
+    return weights, sent[1:]  # torch cuts the buckets of ddp again after the first update
 
 
 @pytest.mark.parametrize("name", FOR_RANKS)

@@ -252,7 +252,7 @@ def test_without_batch_norm_other_ranks_give_the_same_losses(tmp_path: Path) -> 
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
 
 
-def test_the_newest_two_stay_and_the_records_tell_of_each(stopped: Path) -> None:
+def test_the_newest_two_stay_and_each_has_a_record(stopped: Path) -> None:
     files = sorted((stopped / "checkpoints").iterdir())
     assert [path.name for path in files] == ["step-000000008.pt", "step-000000010.pt"]
     assert [path.stat().st_mode & 0o777 for path in files] == [0o600] * 2
@@ -451,7 +451,7 @@ def test_a_folder_without_a_checkpoint_names_the_setting(tmp_path: Path) -> None
         read_file(tmp_path)
 
 
-def test_a_folder_that_cannot_be_made_is_told_before_training(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_reported_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(TrainError, match=r"checkpoint_dir: cannot use .*/file/below"):
         open_folder(tmp_path / "file" / "below", 0)

@@ -1,4 +1,4 @@
-"""Collectives over real Gloo: right values, agreed times, a budget that holds, refusals told and not raised."""
+"""Collectives over real Gloo: right values, agreed times, a budget that holds, refusals reported and not raised."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedP
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True), folder
 
 
-def test_every_operation_is_measured_and_told_under_torchrun(two: Any) -> None:
+def test_every_operation_is_measured_and_reported_under_torchrun(two: Any) -> None:
     result, folder = two
     assert result.returncode == 0, result.stderr
     found = measured_in(folder / "0.jsonl")
@@ -196,7 +196,7 @@ def test_settings_choose_operations_and_sizes() -> None:
     assert parse_settings("collectives", {}).chosen_operations == tuple(BUS_FACTORS)
 
 
-def test_mistakes_in_settings_are_told_at_once() -> None:
+def test_mistakes_in_settings_are_reported_at_once() -> None:
     with pytest.raises(SettingsError) as caught:
         settings_for(operations="all_reduse", max_bytes="100", min_bytes="200", lr="1", batch="3")
     text = "\n".join(caught.value.mistakes)

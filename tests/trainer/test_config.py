@@ -60,7 +60,7 @@ def test_pairs_replace_the_experiments_values_with_their_own_types() -> None:
     assert settings.epochs == EXPERIMENTS["mnist_lenet"]["epochs"]
 
 
-def test_all_mistakes_are_told_at_once_and_the_nearest_right_name_with_them() -> None:
+def test_all_mistakes_are_reported_at_once_and_the_nearest_right_name_with_them() -> None:
     mistakes = mistakes_of(
         "mnist_lente",
         bacth="3",
@@ -142,7 +142,7 @@ def test_arguments_are_taken_with_blanks_equal_signs_and_dashes() -> None:
     assert (settings.data_dir, settings.batch, settings.weight_decay) == ("/data", 32, 0.1)
 
 
-def test_all_mistakes_of_the_arguments_are_told_at_once() -> None:
+def test_all_mistakes_of_the_arguments_are_reported_at_once() -> None:
     with pytest.raises(SettingsError) as caught:
         parse_arguments(["--batch", "--lr", "x", "epochs", "--seed", "1", "--seed=2"])
     assert len(caught.value.mistakes) == 5
@@ -179,7 +179,7 @@ def test_the_rank_is_read_from_torchruns_environment() -> None:
     assert (info.node, info.master, info.metrics_path) == ("v100", "10.0.0.1:29500", Path("/m/3"))
 
 
-def test_a_broken_environment_is_told_by_the_variables_name() -> None:
+def test_a_broken_environment_is_reported_by_the_variables_name() -> None:
     with pytest.raises(TrainError, match="RANK is 'one'"):
         read_rank_info({"RANK": "one"})
     with pytest.raises(TrainError, match="MASTER_ADDR"):

@@ -124,7 +124,7 @@ def test_synthetic_data_follow_from_seed_and_index_alone(tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
-def test_synthetic_classes_can_be_told_apart(tmp_path: Path) -> None:
+def test_synthetic_classes_can_be_distinguished(tmp_path: Path) -> None:
     settings = settings_for("resnet152_cifar", tmp_path, data="synthetic")
     pixels, labels = (part for part in whole(open_data(settings, find_facts(settings)[0])[0], 200))
     means = torch.stack([pixels[labels == label].double().mean(0) for label in range(10)])
@@ -133,7 +133,7 @@ def test_synthetic_classes_can_be_told_apart(tmp_path: Path) -> None:
 
 
 def make_cifar_archive(folder: Path, monkeypatch: pytest.MonkeyPatch, samples: int = 4) -> None:
-    """The real archive's format with few random images; torchvision is told their md5."""
+    """The real archive's format with few random images; torchvision is given their md5."""
     generator = torch.Generator().manual_seed(0)
     names = [*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]
     files = {"batches.meta": pickle.dumps({"label_names": [str(n) for n in range(10)]})}
@@ -235,7 +235,7 @@ def test_archives_that_are_not_mnist_are_refused_by_name(tmp_path: Path, monkeyp
         fetch.prepare(settings_for("mnist_lenet", tmp_path))
 
 
-def test_a_truncated_archive_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_truncated_archive_is_reported_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = tmp_path / "MNIST" / "raw"
     make_mnist_archives(raw, monkeypatch)
     archive = raw / "train-images-idx3-ubyte.gz"
@@ -245,7 +245,7 @@ def test_a_truncated_archive_is_told_in_one_line(tmp_path: Path, monkeypatch: py
     assert "\n" not in str(caught.value)
 
 
-def test_unpacked_files_that_do_not_load_are_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpacked_files_that_do_not_load_give_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = tmp_path / "MNIST" / "raw"
     make_mnist_archives(raw, monkeypatch)
     settings = settings_for("mnist_lenet", tmp_path)
@@ -272,7 +272,7 @@ def test_a_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert fetch.folder(parse_settings("mnist_lenet", {})) == tmp_path / "data"
 
 
-def test_archives_that_cannot_be_unpacked_are_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_archives_that_cannot_be_unpacked_give_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = tmp_path / "MNIST" / "raw"
     make_mnist_archives(raw, monkeypatch)
     (raw / f".train-images-idx3-ubyte.{os.getpid()}").mkdir()  # in the way of the file, for root as well

@@ -113,7 +113,7 @@ def with_a_lost_piece(_: int, __: None) -> str:
 
 
 def test_a_piece_that_is_lost_fails_the_sum(gang: Gang) -> None:
-    assert all("Connection closed by peer" in told for told in gang.run(with_a_lost_piece, None))
+    assert all("Connection closed by peer" in error for error in gang.run(with_a_lost_piece, None))
 
 
 class LostSum:
@@ -136,7 +136,7 @@ def with_a_lost_sum(_: int, __: None) -> str:
 
 
 def test_a_sum_that_is_lost_is_not_taken_for_one(gang: Gang) -> None:
-    assert all("Connection closed by peer" in told for told in gang.run(with_a_lost_sum, None))
+    assert all("Connection closed by peer" in error for error in gang.run(with_a_lost_sum, None))
 
 
 def fitted(_: int, __: None) -> int:
@@ -340,7 +340,7 @@ def test_a_round_that_no_run_has_written_is_refused(counts: list[float]) -> None
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"fidelity": "hlaf"}, "fidelity: 'hlaf' is not one of exact, half, compressed, local; did you mean half?"),
         (
@@ -362,10 +362,10 @@ def test_a_round_that_no_run_has_written_is_refused(counts: list[float]) -> None
         ),
     ],
 )
-def test_what_does_not_go_together_is_told(settings: dict[str, str], told: str) -> None:
+def test_what_does_not_go_together_is_refused_in_words(settings: dict[str, str], message: str) -> None:
     with pytest.raises(SettingsError) as refused:
         parse_settings("mnist_lenet", settings)
-    assert refused.value.mistakes == (told,)
+    assert refused.value.mistakes == (message,)
 
 
 def test_nothing_is_lost_unless_asked_for() -> None:
@@ -413,9 +413,9 @@ def with_a_lost_peer(_: int, __: Any) -> str:
 
 
 def test_a_lost_peer_is_not_taken_for_a_kind_of_number(gang: Gang) -> None:
-    assert all("Connection closed by peer" in told for told in gang.run(with_a_lost_peer, None))
+    assert all("Connection closed by peer" in error for error in gang.run(with_a_lost_peer, None))
 
 
 def test_half_says_what_to_use_where_gloo_knows_no_bf16(gang: Gang) -> None:
-    told = f"wire bf16: torch {torch.__version__} cannot add it up; use wire=fp16"
-    assert gang.run(without_bf16, None) == [told] * RANKS
+    message = f"wire bf16: torch {torch.__version__} cannot add it up; use wire=fp16"
+    assert gang.run(without_bf16, None) == [message] * RANKS

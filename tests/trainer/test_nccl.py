@@ -40,7 +40,7 @@ def test_what_torch_raises_is_raised_where_it_can_be_caught(gang):
     assert gang.run(raises, None)[0].endswith("Error")
 
 
-def test_unequal_versions_are_told_by_node_and_equal_ones_are_not():
+def test_unequal_versions_are_reported_by_node_and_equal_ones_are_not():
     assert nccl.unlike(["2.27.5 a", "2.27.5 a", "2.27.5 b"]) == ""
     words = nccl.unlike(["2.27.5 a", "2.27.5 a", "2.29.3 b"])
     assert "2.27.5 on a; 2.29.3 on b" in words and "one build of torch" in words

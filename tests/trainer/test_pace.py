@@ -32,10 +32,10 @@ def test_the_parts_of_a_step_are_the_whole_step() -> None:
 
 def test_everything_that_the_launcher_may_write_is_read() -> None:
     slowdown = [{"at_step": 30, "factor": 1.0}, {"at_step": 10, "factor": 2}]
-    told = {"samples_per_s": 833, "fixed_ms": 1.5, "jitter": 0.1, "memory_bytes": 2**34, "slowdown": slowdown}
+    values = {"samples_per_s": 833, "fixed_ms": 1.5, "jitter": 0.1, "memory_bytes": 2**34, "slowdown": slowdown}
     pace = Pace(833, 1.5, 0.1, 2**34, ((10, 2.0), (30, 1.0)))
-    assert read_pace(json.dumps(told)) == pace
-    assert read_rank_info({"ORCH_PACED": json.dumps(told)}).pace == pace
+    assert read_pace(json.dumps(values)) == pace
+    assert read_rank_info({"ORCH_PACED": json.dumps(values)}).pace == pace
     assert read_pace('{"samples_per_s": 833, "memory_bytes": null}') == Pace(833)
     assert read_rank_info({"ORCH_PACED": ""}).pace is None
 
@@ -65,10 +65,10 @@ def test_jitter_differs_from_step_to_step_and_from_rank_to_rank_and_fills_its_bo
 def test_jitter_is_the_same_in_every_process() -> None:
     program = "from trainer.shared.pace import Pace; print(Pace(100, jitter=0.5).step_s(100, 7, seed=(3, 1)))"
     environment = {**os.environ, "PYTHONHASHSEED": "12345"}
-    told = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )
-    assert float(told.stdout) == Pace(100, jitter=0.5).step_s(100, 7, seed=(3, 1))
+    assert float(done.stdout) == Pace(100, jitter=0.5).step_s(100, 7, seed=(3, 1))
 
 
 BAD = {

@@ -42,7 +42,7 @@ def gang(tmp_path_factory):
 
 
 class Cluster:
-    """Ranks of true speeds under noise, whose times a Balance is told as in a run: every FRESH steps, one step late; a
+    """Ranks of true speeds under noise, whose times a Balance receives as in a run: every FRESH steps, one step late; a
     probe's at once.
     """
 
@@ -51,7 +51,7 @@ class Cluster:
         self.random = random.Random(seed)
         self.changes, self.took_ms = [], []
         self.forget()
-        self.told = None
+        self.sent = None
 
     def forget(self):
         self.times = [[] for _ in self.speeds]
@@ -63,13 +63,13 @@ class Cluster:
         now = [max(0.1, self.random.gauss(1, self.noise)) * ms for ms in ideal]
         for rank, (took, share) in enumerate(zip(split, self.balance.shares, strict=True)):
             self.times[rank] += [now[rank]] if took == share > 0 or took > share == 0 else []
-        if self.told:
-            told, self.told = self.told, None
-            if change := self.balance.observe(told):
+        if self.sent:
+            times, self.sent = self.sent, None
+            if change := self.balance.observe(times):
                 self.changes += [change] if change.shares != change.before else []
                 self.forget()
         elif max(map(len, self.times)) >= FRESH or stream.is_probe(len(self.took_ms)):
-            self.told = self.times
+            self.sent = self.times
             self.forget()
         self.took_ms.append(max(ideal))
 
@@ -240,7 +240,7 @@ def test_micro_batches_hold_every_sample_and_fit(shares, accumulate, cap, togeth
 # ---- in a run -----------------------------------------------------------------------------------------------------
 
 
-def test_a_stream_cut_anew_gives_the_same_updates():
+def test_a_stream_cut_again_gives_the_same_updates():
     stream = SampleStream(size=203, batch=32, shares=(16, 16), seed=0)
     whole = [sorted(stream.indices(2, step, 0) + stream.indices(2, step, 1)) for step in range(stream.steps)]
     orders = [RankBatches(stream, rank) for rank in (0, 1)]
@@ -380,7 +380,7 @@ def test_a_host_slowed_in_a_run_is_relieved_within_10_steps(tmp_path):
         max(speed.step_ms(share) for speed, share in zip(speeds, shares, strict=True))
         for shares in (best, changes[-1]["shares"])
     )
-    assert then_ms <= 1.1 * best_ms  # by the paces: what a step really takes hangs on who else uses this machine
+    assert then_ms <= 1.1 * best_ms  # by the paces: what a step really takes depends on who else uses this machine
 
 
 def test_a_host_that_was_slow_for_a_while_is_back_within_50_steps_in_a_run(tmp_path):

@@ -74,13 +74,13 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_told_once_and_the_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_reported_once_and_the_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     metrics = MetricsWriter(Path("/dev/full"))
     for _ in range(3):
         metrics.write("step", **STEP)
     metrics.end("succeeded")
-    told = capsys.readouterr().err
-    assert told.count("No space left") == told.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert printed.count("No space left") == printed.count("\n") == 1
 
 
 def test_lines_that_found_no_room_are_counted_and_a_cut_one_is_completed(

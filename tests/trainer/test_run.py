@@ -206,7 +206,7 @@ def test_a_paced_rank_keeps_its_pace_learns_nothing_and_says_so(tmp_path: Path) 
 
 
 def test_one_paced_rank_among_real_ones_means_no_loss_for_anybody(tmp_path: Path) -> None:
-    """And a pace that no CPU keeps, 3 microseconds a step, is told to be the CPU's fault."""
+    """And a pace that no CPU keeps, 3 microseconds a step, is reported as the CPU's fault."""
     pace = json.dumps({"samples_per_s": 10**7})
     real, paced = trained(tmp_path, [*SYNTHETIC, "--steps", "5"], 2, of_ranks=[{}, {"ORCH_PACED": pace}])
     for lines in (real, paced):

@@ -103,7 +103,7 @@ def test_the_times_are_those_of_the_steps_own_marks(run):
 
 def test_whoever_decides_after_each_step_hears_of_it_at_once(run):
     heard = []
-    run.rebalancer = SimpleNamespace(after_update=lambda *told: heard.append(told))
+    run.rebalancer = SimpleNamespace(after_update=lambda *values: heard.append(values))
     with StepLog(run, Progress()) as log:
         log.begin()
         log.add(step(0))

@@ -408,13 +408,13 @@ def refusal(rank: int, name: str) -> str:
 
 @pytest.mark.parametrize("name", ["none", "dp"])
 def test_several_ranks_without_synchronisation_are_refused(gang: Gang, name: str) -> None:
-    told = f"strategy {name} is for a process alone, there are 4 ranks: use ddp or allreduce"
-    assert gang.run(refusal, name) == [told] * RANKS
+    message = f"strategy {name} is for a process alone, there are 4 ranks: use ddp or allreduce"
+    assert gang.run(refusal, name) == [message] * RANKS
 
 
 def test_fsdp_says_which_torch_it_needs(gang: Gang) -> None:
-    told = f"strategy fsdp needs torch 2.9 or newer, this is {torch.__version__}: use ddp"
-    assert gang.run(refusal, "fsdp") == [told] * RANKS
+    message = f"strategy fsdp needs torch 2.9 or newer, this is {torch.__version__}: use ddp"
+    assert gang.run(refusal, "fsdp") == [message] * RANKS
 
 
 def test_fsdp_holds_each_weight_once(gang: Gang) -> None:

@@ -261,13 +261,13 @@ def test_the_brakes_places_are_before_forward_before_backward_and_after_the_last
 
 
 def test_a_brake_for_a_rank_that_is_not_there_is_refused_by_every_rank(results: list[dict[str, Any]]) -> None:
-    (told,) = {result["no such rank"] for result in results}
-    assert told == "slow: rank:3,at:start,ms:1 names a rank that is not there; the last one is 2"
+    (message,) = {result["no such rank"] for result in results}
+    assert message == "slow: rank:3,at:start,ms:1 names a rank that is not there; the last one is 2"
 
 
 def test_a_paced_rank_without_the_memory_ends_the_others_too(results: list[dict[str, Any]]) -> None:
-    (told,) = {result["memory"] for result in results}
-    assert told.startswith("node1: out of memory: 4 samples take ")
+    (message,) = {result["memory"] for result in results}
+    assert message.startswith("node1: out of memory: 4 samples take ")
     assert {result["own share"] for result in results} == {"no failure"}  # 5 are rank 0's, which is real
 
 
@@ -277,8 +277,8 @@ def test_a_paced_rank_keeps_up_with_ranks_that_compute(results: list[dict[str, A
 
 
 def test_what_needs_a_paced_ranks_arithmetic_is_refused_by_every_rank(results: list[dict[str, Any]]) -> None:
-    (told,) = {tuple(result["not paced"]) for result in results}
-    for setting, line in zip(("strategy=fsdp", "sync_bn=true", "amp=bf16"), told, strict=True):
+    (messages,) = {tuple(result["not paced"]) for result in results}
+    for setting, line in zip(("strategy=fsdp", "sync_bn=true", "amp=bf16"), messages, strict=True):
         assert line.startswith(f"node1: {setting} needs ranks that compute, this one is paced: ")
 
 
@@ -295,7 +295,7 @@ def test_every_test_sample_counts_once_on_any_number_of_ranks(results: list[dict
         assert per_class == [0.6, 1.0, None]
 
 
-def test_one_ranks_failure_is_told_by_every_rank_in_the_same_words(results: list[dict[str, Any]]) -> None:
+def test_one_ranks_failure_is_reported_by_every_rank_in_the_same_words(results: list[dict[str, Any]]) -> None:
     assert {result["failure"] for result in results} == {"node1: the disk is full"}
 
 

@@ -114,9 +114,9 @@ os.execvp("bash", ["bash", "-c", {line!r}])
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become a user whom `ulimit -u` binds")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become a user whom `ulimit -u` limits")
 @pytest.mark.parametrize("line", ["ls; exit 1", "/usr/bin/python3 -c 'import threading as t; t.Thread().start()'"])
-def test_a_host_where_its_user_may_start_no_process_is_told_so(tmp_path, line):
+def test_a_host_where_its_user_may_start_no_process_says_so(tmp_path, line):
     """`ulimit -u` as bash and Python meet it; start-up files have nothing to do with it."""
     (tmp_path / "python").write_text(AS_NOBODY.format(line=line))
     (tmp_path / "python").chmod(0o755)

@@ -87,7 +87,7 @@ def test_waiting_for_ones_turn_costs_no_time() -> None:
     assert for_each({"queues": 1.0}, action, deadline_s=0.3) == {"queues": "heard"}
 
 
-def test_no_work_begins_when_nobody_waits_for_it_any_more() -> None:
+def test_no_work_begins_once_nobody_waits_for_it() -> None:
     release, begun = threading.Event(), []
 
     def action(node: str) -> None:

@@ -144,7 +144,7 @@ def speak(host, channel, timeout_s):
             list(words)
 
 
-def test_a_greeting_and_then_no_python_is_told_with_both():
+def test_a_greeting_and_then_no_python_is_reported_with_both():
     host = replace(noisy("echo welcome"), python="/nowhere/python")
     with pytest.raises(ConnectError, match=r"ended before it had said a word; its shell prints at login \('welcome'\)"):
         stream_of(host)

@@ -164,7 +164,7 @@ def test_leaving_a_stream_closes_the_commands_input(host: SshTransport, tmp_path
     wait_for(said.exists, "the command to see the end of its input")
 
 
-def test_a_stream_whose_link_breaks_raises_and_the_next_command_connects_anew(tmp_path: Path) -> None:
+def test_a_stream_whose_link_breaks_raises_and_the_next_command_connects_again(tmp_path: Path) -> None:
     with running_sshd(tmp_path / "host") as server:
         transport = connect(server.target(), host_keys=server.host_keys())
         with pytest.raises(ConnectError, match=r"v100: .*broke"), transport.stream("echo here; cat") as chunks:

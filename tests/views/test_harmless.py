@@ -112,8 +112,8 @@ def test_plans_and_clusters(run, text):
 @quickly
 @given(hostile)
 def test_summaries_and_pages(run, text):
-    told = everywhere(json.loads(run.summary.read_text()), text) | {"warnings": [text], "missing": [text]}
-    summary = Summary.model_validate(told)
+    document = everywhere(json.loads(run.summary.read_text()), text) | {"warnings": [text], "missing": [text]}
+    summary = Summary.model_validate(document)
     assert_harmless(shown_by(lambda: comparison.print_summary(summary)))
     assert_harmless(render_report(summary, None, (LogEnd(text, (text, text)),)))
 

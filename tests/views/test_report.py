@@ -85,7 +85,7 @@ def test_the_page_holds_everything_within_itself(tmp_path: Path) -> None:
     assert run.chart.read_bytes().startswith(PNG)
 
 
-def test_the_page_tells_who_did_what_and_who_made_the_others_wait(tmp_path: Path) -> None:
+def test_the_page_says_who_did_what_and_who_made_the_others_wait(tmp_path: Path) -> None:
     text = page_of(two_hosts(tmp_path / "run")).text
     for sentence in (
         "v100 did 83 % of the work; the cluster reached 44 % of its hosts' combined standalone speed.",
@@ -197,13 +197,13 @@ def test_a_script_without_metrics_has_a_page_of_exit_codes_gpu_use_and_logs_alon
 
 
 def test_hostile_names_and_log_lines_stay_text(tmp_path: Path) -> None:
-    told = start(device_name=HOSTILE, host=HOSTILE, torch=HOSTILE, model=HOSTILE, backend=HOSTILE)
+    values = start(device_name=HOSTILE, host=HOSTILE, torch=HOSTILE, model=HOSTILE, backend=HOSTILE)
     evaluation = {"event": "eval", "accuracy": 0.5, "per_class": {HOSTILE[:70]: 0.5}}
     hosts = [Host("$x_{<b>$", gpu=HOSTILE), Host("東京", gpu="$\\frac$")]
     run = write_run(
         tmp_path / "run",
         hosts,
-        {0: [told, *ten_steps(), evaluation], 1: ten_steps()},
+        {0: [values, *ten_steps(), evaluation], 1: ten_steps()},
         exp="$\\frac$",
         settings={HOSTILE: HOSTILE, "strategy": HOSTILE},
         state="failed",

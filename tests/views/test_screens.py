@@ -99,7 +99,7 @@ def test_the_comparison_of_hosts_fits_sixty_columns(screen, tmp_path):
         (("--limit", "0"), 30, ""),
     ],
 )
-def test_the_list_of_jobs_ends_where_it_is_told_to(words, count, said, monkeypatch, tmp_path):
+def test_the_list_of_jobs_ends_where_the_options_say(words, count, said, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     store = Store(Home.default())
     store.save_cluster(cluster("lab"), current=True)

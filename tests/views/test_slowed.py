@@ -18,8 +18,15 @@ CAP, HEAT, HARDWARE, IDLE, OWN_CLOCKS = 0x4, 0x20, 0x8, 0x1, 0x2
 
 
 def reading(second, mhz=1800, slowed_by=0, rank=0, **fields):
-    told = {"event": "gpu", "rank": rank, "index": 0, "utilisation": 97, "memory_bytes": 2**30, "wall": 1.8e9 + second}
-    return {**told, "sm_mhz": mhz, "watts": 65.5, "celsius": 70, "slowed_by": slowed_by, **fields}
+    values = {
+        "event": "gpu",
+        "rank": rank,
+        "index": 0,
+        "utilisation": 97,
+        "memory_bytes": 2**30,
+        "wall": 1.8e9 + second,
+    }
+    return {**values, "sm_mhz": mhz, "watts": 65.5, "celsius": 70, "slowed_by": slowed_by, **fields}
 
 
 def limits(second=0, **fields):
@@ -40,7 +47,7 @@ def found(tmp_path, events):
     return read_gpu_use(path).slowed
 
 
-def test_a_power_cap_is_told_with_its_share_and_what_it_cost(tmp_path):
+def test_a_power_cap_is_shown_with_its_share_and_what_it_cost(tmp_path):
     slowed = found(tmp_path, capped(100, 43))
     assert slowed.words == "slowed by its power cap of 70 W for 43 % of the run: 1,290 instead of 1,800 MHz"
 
@@ -63,7 +70,7 @@ def test_where_it_never_ran_free_the_cards_own_clock_is_named(tmp_path):
         (CAP | IDLE | OWN_CLOCKS, "its power cap"),
     ],
 )
-def test_the_reason_that_is_told_is_the_one_behind_it(tmp_path, bits, by):
+def test_the_reason_that_is_given_is_the_one_behind_it(tmp_path, bits, by):
     slowed = found(tmp_path, [reading(0), *(reading(n, 900, bits) for n in range(1, 10))])
     assert slowed.words == f"slowed by {by} for 90 % of the run: 900 instead of 1,800 MHz"
 
@@ -81,7 +88,7 @@ def test_the_reason_that_is_told_is_the_one_behind_it(tmp_path, bits, by):
         [reading(n, slowed_by=2**70) for n in range(9)],
         [reading(n, slowed_by=4.5) for n in range(9)],
     ],
-    ids=["none", "free", "idle", "set so", "for a moment", "hardly", "not told", "no mask", "no bits"],
+    ids=["none", "free", "idle", "set so", "for a moment", "hardly", "not reported", "no mask", "no bits"],
 )
 def test_what_holds_nobody_up_is_not_spoken_of(tmp_path, events):
     assert found(tmp_path, events) is None
@@ -141,9 +148,9 @@ def test_each_host_is_a_line_and_its_slow_stretches_are_marked(tmp_path):
     assert second.marked == ""
 
 
-def test_what_a_driver_does_not_tell_has_no_chart(tmp_path):
-    told = [reading(2 * n, None, None, watts=None) for n in range(9)]
-    assert [chart.title for chart in gpu_charts({"a": course_of(tmp_path, told)}).charts] == [
+def test_what_a_driver_does_not_report_has_no_chart(tmp_path):
+    readings = [reading(2 * n, None, None, watts=None) for n in range(9)]
+    assert [chart.title for chart in gpu_charts({"a": course_of(tmp_path, readings)}).charts] == [
         "GPU use, %",
         "temperature, °C",
     ]
@@ -157,8 +164,8 @@ def test_of_many_hosts_those_that_were_slowed_are_drawn(tmp_path):
 
 
 def test_a_clock_that_was_set_spoils_no_line(tmp_path):
-    told = [reading(0), reading(2), reading(-500_000), reading(1e12), reading(4, wall="soon"), reading(6)]
-    assert [second for second, _, _ in course_of(tmp_path, told).points("watts")] == [0, 2, 6]
+    readings = [reading(0), reading(2), reading(-500_000), reading(1e12), reading(4, wall="soon"), reading(6)]
+    assert [second for second, _, _ in course_of(tmp_path, readings).points("watts")] == [0, 2, 6]
 
 
 # ---- said ------------------------------------------------------------------------------------------------------

@@ -38,13 +38,13 @@ def rows_of(backend: str, done: Done, why_not: str) -> Iterator[Row]:
     if not done.succeeded:
         yield failed(f"collectives, {backend}", f"{done.cause} (after {', '.join(right) or 'none'})")
         return
-    told = "; ".join(f"{name}: {error}" for name, error in refused.items() if name not in right)
+    refusals = "; ".join(f"{name}: {error}" for name, error in refused.items() if name not in right)
     yield finding(
         f"collectives, {backend}: right results",
         right == operations,
         f"{len(right)} of {len(operations)}",
         "all",
-        note=told,
+        note=refusals,
     )
     sums = [record for record in records if record["operation"] == "all_reduce" and record["busbw_gbps"]]
     if sums:

@@ -80,13 +80,13 @@ def _by_nsys(bench: Bench) -> list[Kernel]:
     _run(bench, "overlap-nsys", "nsys", "profile", "--trace=cuda", "--sample=none", "-f", "true", "-o", str(report))
     command = ["nsys", "stats", "-q", "-r", "cuda_gpu_trace", "--format", "csv", f"{report}.nsys-rep"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=max(1.0, bench.runs.left_s))
+        done = subprocess.run(command, capture_output=True, text=True, timeout=max(1.0, bench.runs.left_s))
     except (OSError, subprocess.TimeoutExpired):
         return []
     finally:
         for scratch in bench.folder.glob("nsys.*"):
             scratch.unlink()
-    return of_nsys(told.stdout)
+    return of_nsys(done.stdout)
 
 
 def of_nsys(table: str) -> list[Kernel]:

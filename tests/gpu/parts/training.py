@@ -26,12 +26,12 @@ def play(bench: Bench) -> Iterator[Row]:
     bare_ms: dict[str, float] = {}
     for name, options in (("plain SGD", ()), ("fused SGD", ("--fused",))):
         what = f"bare loop, fp32, {name}"
-        told = _bare(bench, name, *options)
-        if isinstance(told, str):
-            yield failed(what, told)
+        bare = _bare(bench, name, *options)
+        if isinstance(bare, str):
+            yield failed(what, bare)
         else:
-            bare_ms[name] = told
-            yield figure(what, told, "ms", note="batch 256, synchronised once, at its end")
+            bare_ms[name] = bare
+            yield figure(what, bare, "ms", note="batch 256, synchronised once, at its end")
     yield from _trained(bench, min(bare_ms.values(), default=None))
 
 
