@@ -48,7 +48,7 @@ def starting(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
 
     Raises SettingsError.
     """
-    found: dict[str, str] = {}
+    options: dict[str, str] = {}
     left: list[str] = []
     rest = list(arguments)
     while rest:
@@ -58,14 +58,14 @@ def starting(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
         if key not in ("__spawn", "__local_rank"):
             left.append(word)
             continue
-        found[key] = value if equals or not rest else rest.pop(0)
-    if not found.get("__local_rank", "0").isdecimal():
-        raise SettingsError([f"local_rank: {found['__local_rank']!r} is not a number"])
-    if "__spawn" not in found:
+        options[key] = value if equals or not rest else rest.pop(0)
+    if not options.get("__local_rank", "0").isdecimal():
+        raise SettingsError([f"local_rank: {options['__local_rank']!r} is not a number"])
+    if "__spawn" not in options:
         return None, left
     if "RANK" in os.environ:
         raise SettingsError(["spawn: torchrun has started this rank already; leave --spawn out"])
-    return _how_many(found["__spawn"]), left
+    return _how_many(options["__spawn"]), left
 
 
 def _how_many(text: str) -> int:

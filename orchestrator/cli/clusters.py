@@ -55,11 +55,11 @@ def up(inventory: Path, accept_new_host_keys: bool, allow_local: bool, as_json: 
     with open_controller(accept_new_host_keys) as controller:
         _ask_about_local(controller.store.home, loaded, allow_local)
         with busy(f"probing {counted(len(loaded.nodes), 'host')}"):
-            found = controller.clusters.up(loaded)
+            probed = controller.clusters.up(loaded)
         terminals = controller.store.terminals()
     if terminals and terminals.name != loaded.cluster:
         console.warn(f"{terminals.by}={terminals.name} still chooses in this terminal: unset {terminals.by}")
-    _show_up(found, as_json)
+    _show_up(probed, as_json)
 
 
 def _ask_about_local(home: Home, inventory: Inventory, yes: bool) -> None:
@@ -96,22 +96,22 @@ def status(no_look: bool, cluster: str | None, as_json: bool) -> None:
     from orchestrator.views import cluster_table, console, documents, job_table
 
     with open_controller() as controller:
-        found = controller.store.cluster(cluster)
+        known = controller.store.cluster(cluster)
         silent = on_gpus = None
         if not no_look:
-            with busy(f"looking at {counted(len(found.nodes), 'host')}"):
-                silent = controller.connections.silent(found.nodes)
-                on_gpus = controller.clusters.on_gpus(found, without=silent)
-        listed = controller.jobs(found.name, silent)
+            with busy(f"looking at {counted(len(known.nodes), 'host')}"):
+                silent = controller.connections.silent(known.nodes)
+                on_gpus = controller.clusters.on_gpus(known, without=silent)
+        listed = controller.jobs(known.name, silent)
         jobs = listed.records[:10]
     if as_json:
-        cluster_now = documents.cluster_json(found, silent, on_gpus)
+        cluster_now = documents.cluster_json(known, silent, on_gpus)
         console.print_json(documents.status_json(cluster_now, jobs, listed.unheard))
         return job_table.warn_unheard(listed.unheard)
-    cluster_table.print_status(found, silent)
+    cluster_table.print_status(known, silent)
     if jobs:
         job_table.print_jobs(jobs)
-    _warn_of_others(found, on_gpus or {}, [job.id for job in listed.records])
+    _warn_of_others(known, on_gpus or {}, [job.id for job in listed.records])
     job_table.warn_stalls(jobs)
     job_table.warn_unheard(listed.unheard)
     return None
@@ -198,8 +198,8 @@ def node_add(
         if inherited:
             console.say(inherited)
         with busy(f"probing {name}"):
-            found = controller.clusters.add_node(known, values, made)
-    _show_up(found, as_json)
+            probed = controller.clusters.add_node(known, values, made)
+    _show_up(probed, as_json)
 
 
 @node.command("remove")
@@ -275,11 +275,11 @@ def trust(name: str, inventory: Path | None, yes: bool, cluster: str | None) -> 
     from orchestrator.views import console
 
     with open_controller() as controller:
-        found = load_inventory(inventory) if inventory else controller.store.cluster(cluster)
+        source = load_inventory(inventory) if inventory else controller.store.cluster(cluster)
         host_keys = HostKeys.default(controller.store.home)
         offered = None
         while offered is None or offered.peer.jump:  # the jump hosts on the way come first
-            offered = ssh.fetch_host_key(target_of(found.node(name)), host_keys=host_keys)
+            offered = ssh.fetch_host_key(target_of(source.node(name)), host_keys=host_keys)
             console.say(f"{offered.peer} shows the {offered.key.get_name()} key {offered.fingerprint}")
             if not yes and not click.confirm("Is this the fingerprint of that host?", default=False, err=True):
                 raise UsageError(f"{name}: its key was not recorded", "compare it on the host's own console")
@@ -346,21 +346,21 @@ def down(yes: bool, cluster: str | None, as_json: bool) -> None:
     if as_json and not yes:
         raise UsageError("`orch down --json` asks nobody", "say so with --yes")
     with open_controller() as controller:
-        found = controller.store.cluster(cluster)
-        if jobs := controller.store.uncollected(found.name):
+        known = controller.store.cluster(cluster)
+        if jobs := controller.store.uncollected(known.name):
             console.warn(f"jobs not collected: {len(jobs)} ({', '.join(jobs[:3])}); their files are removed, too")
-        with busy(f"looking at what jobs wrote on {counted(len(found.nodes), 'host')}"):
-            lost = unpulled(controller.store, controller.connections, found)
+        with busy(f"looking at what jobs wrote on {counted(len(known.nodes), 'host')}"):
+            lost = unpulled(controller.store, controller.connections, known)
         for line in _unpulled_words(lost):
             console.warn(line)
         if not yes:
-            with busy(f"looking at {counted(len(found.nodes), 'host')}"):
-                surveys = controller.clusters.look(found)
+            with busy(f"looking at {counted(len(known.nodes), 'host')}"):
+                surveys = controller.clusters.look(known)
             console.fail_each(seen for seen in surveys.values() if isinstance(seen, HostError))
-            _say_what_goes(found, [seen for seen in surveys.values() if not isinstance(seen, HostError)])
-            click.confirm(f"Do this on {counted(len(found.nodes), 'host')}?", abort=True, err=True)
-        with busy(f"clearing {counted(len(found.nodes), 'host')}"):
-            answers = controller.down(found)
+            _say_what_goes(known, [seen for seen in surveys.values() if not isinstance(seen, HostError)])
+            click.confirm(f"Do this on {counted(len(known.nodes), 'host')}?", abort=True, err=True)
+        with busy(f"clearing {counted(len(known.nodes), 'host')}"):
+            answers = controller.down(known)
     _show_answers(answers, _cleared_words, as_json)
 
 
@@ -404,17 +404,17 @@ def _unpulled_words(lost: Unpulled) -> Iterator[str]:
         yield f"not asked what its jobs wrote: {error}"
 
 
-def _show_up(found: Up, as_json: bool) -> None:
+def _show_up(probed: Up, as_json: bool) -> None:
     from orchestrator.views import cluster_table, console, documents
 
     if as_json:
-        console.print_json(documents.cluster_json(found.cluster))
+        console.print_json(documents.cluster_json(probed.cluster))
     else:
-        cluster_table.print_cluster(found.cluster)
-    for warning in found.warnings:
+        cluster_table.print_cluster(probed.cluster)
+    for warning in probed.warnings:
         console.warn(warning)
-    console.fail_each([*found.problems.values(), *([found.unlike] if found.unlike else [])])
-    if found.problems or found.unlike:
+    console.fail_each([*probed.problems.values(), *([probed.unlike] if probed.unlike else [])])
+    if probed.problems or probed.unlike:
         sys.exit(3)
 
 

@@ -67,10 +67,10 @@ def plan(
     from orchestrator.views.documents import plan_json
 
     if nodes and is_imagined(nodes):
-        found = _imagined(exp, settings, nodes, bandwidth)
+        outlook = _imagined(exp, settings, nodes, bandwidth)
     else:
-        found = _own(exp, settings, nodes, bandwidth, out, cluster)
-    console.print_json(plan_json(found)) if as_json else _show(found)
+        outlook = _own(exp, settings, nodes, bandwidth, out, cluster)
+    console.print_json(plan_json(outlook)) if as_json else _show(outlook)
 
 
 def _own(
@@ -103,17 +103,17 @@ def _imagined(exp: str, settings: tuple[str, ...], nodes: str, bandwidth: float 
     return imagined_outlook(groups, request.training, bandwidth, request.chosen)
 
 
-def _show(found: Outlook) -> None:
+def _show(outlook: Outlook) -> None:
     from orchestrator.views import console, tables
     from orchestrator.views.plan import TITLES, changes, endings, headline, rows
 
-    for sentence in headline(found):
+    for sentence in headline(outlook):
         console.put(sentence)
     drop = ("network", "of sum", "shares")
-    tables.print_table(TITLES, rows(found), right_from=3, left_from=7, drop=drop)
-    for sentence in changes(found):
+    tables.print_table(TITLES, rows(outlook), right_from=3, left_from=7, drop=drop)
+    for sentence in changes(outlook):
         console.put(sentence)
-    for sentence in found.basis:
+    for sentence in outlook.basis:
         console.out.print(console.plain(sentence, "dim"))
-    for sentence in endings(found):
+    for sentence in endings(outlook):
         console.put(sentence)

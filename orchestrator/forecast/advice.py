@@ -194,21 +194,21 @@ def ways(
 def choices(scene: Scene, candidates: Sequence[Way]) -> list[Choice]:
     """Fastest first; a tie goes to the simpler way, the one named first."""
     by_batch = {local_batch: splits(scene, local_batch) for local_batch in {way.local_batch for way in candidates}}
-    found = [
+    unsorted = [
         Choice(policy, predict(scene.job, scene.hosts, scene.wire, way, by_batch[way.local_batch][policy]))
         for policy in POLICIES
         for way in candidates
         if policy in by_batch[way.local_batch]
     ]
-    return sorted(found, key=lambda choice: -choice.samples_per_s)
+    return sorted(unsorted, key=lambda choice: -choice.samples_per_s)
 
 
 def splits(scene: Scene, local_batch: int) -> dict[Policy, tuple[int, ...]]:
     """Without equal shares where they give a rank a single sample, of which BatchNorm can make nothing."""
-    found = {policy: scene.shares(policy, local_batch) for policy in POLICIES}
-    if 1 in found["equal"] and found["measured"] != found["equal"]:
-        del found["equal"]
-    return found
+    shares = {policy: scene.shares(policy, local_batch) for policy in POLICIES}
+    if 1 in shares["equal"] and shares["measured"] != shares["equal"]:
+        del shares["equal"]
+    return shares
 
 
 def advise(
@@ -262,9 +262,9 @@ def advise(
     )
 
 
-def _one_a_kind(found: Iterable[Choice]) -> Iterator[Choice]:
+def _one_a_kind(every: Iterable[Choice]) -> Iterator[Choice]:
     seen = set()
-    for choice in found:
+    for choice in every:
         way = choice.forecast.way
         kind = way.strategy, way.fidelity, way.half_wire, choice.policy
         if kind not in seen:

@@ -23,7 +23,7 @@ class Layer:
     """One layer of a network."""
 
     shapes: tuple[Shape, ...]
-    """Of its parameters, in the order of `model.parameters()`."""
+    """The shapes of its parameters, in the order of `model.parameters()`."""
     work: float
     """Multiplications forward, for one image."""
 

@@ -43,19 +43,19 @@ class Overheads:
     name: str
     source: str
     message_s: float
-    """Of a message between hosts."""
+    """The cost of a message between hosts."""
     call_s: float
-    """Of a collective, however many messages it takes."""
+    """The cost of a collective, however many messages it takes."""
     local_message_s: float
-    """Of a message between two ranks of one host."""
+    """The cost of a message between two ranks of one host."""
     local_bps: float
-    """Between two ranks of one host."""
+    """What travels between two ranks of one host, in bits a second."""
     moved_bytes_per_s: float
     """How fast the slowest rank moves gradients in its memory before and after they travel
     (`trainer.shared.gpu_work`).
     """
     kernel_s: float
-    """Of one kernel of that work."""
+    """The cost of one kernel of that work."""
     tree_broadcast: bool
     """Whether whole copies go from rank to rank in log2(n) rounds; else they go in pieces, along a chain."""
     relays: bool

@@ -2,8 +2,8 @@
 
     hosts = (HostSpeed("a2000", (Speed(0, 1000 / 333),)), HostSpeed("v100", (Speed(0, 1000 / 833),)))
     job = Workload(layers_of("resnet152", (3, 32, 32), 10), batch=256)
-    found = predict(job, hosts, wire, Way("ddp"), shares=(128, 128))
-    found.step_ms, found.samples_per_s, found.limited_by     948., 270., "wire"
+    forecast = predict(job, hosts, wire, Way("ddp"), shares=(128, 128))
+    forecast.step_ms, forecast.samples_per_s, forecast.limited_by     948., 270., "wire"
 
 A rank computes a + b*m on its m samples (`trainer.shared.shares.Speed`), divided over update, forward and backward as
 `trainer.shared.pace` divides them. What runs after backward simply comes on top. Of `ddp`, whose buckets leave while
@@ -41,7 +41,7 @@ class HostSpeed:
 
     name: str
     speeds: tuple[Speed, ...]
-    """Of its ranks."""
+    """Each rank's speed."""
     kind: str = ""
     """What hosts of its kind are called where one has no name of its own, like 4xA16."""
 
@@ -65,7 +65,7 @@ class Way:
     every: int = 1
     """Local steps between two averages."""
     rank: int = 2
-    """Of PowerSGD."""
+    """PowerSGD's rank."""
     half_wire: bool = False
     """Whether local's averages travel in 16 bits."""
     overlap: int = 0
@@ -100,7 +100,7 @@ class Forecast:
     sync_ms: float
     """What every rank spends on the network beside its compute."""
     wire_bytes: float
-    """Of one rank's gradient, as it travels, for one update."""
+    """What one rank's gradient takes on the network for one update."""
     own_ms: tuple[float, ...]
     """The compute time of each rank, the update included."""
     critical: int

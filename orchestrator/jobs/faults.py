@@ -29,8 +29,8 @@ def faults_of(
     """
     reported = [one for name, record in records.items() for one in _reported(plan, name, record)]
     causes = [fault for fault, secondary in reported if not secondary] or [*known] or [fault for fault, _ in reported]
-    found = {(fault.node, fault.rank, fault.restart): fault for fault in (*known, *causes)}
-    faults_now = [in_own_words(fault, records.get(fault.node, {})) for fault in found.values()]
+    by_place = {(fault.node, fault.rank, fault.restart): fault for fault in (*known, *causes)}
+    faults_now = [in_own_words(fault, records.get(fault.node, {})) for fault in by_place.values()]
     return tuple(sorted(faults_now, key=lambda fault: fault.after_s)[:KEPT])
 
 
@@ -47,15 +47,15 @@ def in_own_words(fault: Fault, record: Mapping[str, Any]) -> Fault:
 
 def _reported(plan: LaunchPlan, name: str, record: Mapping[str, Any]) -> list[tuple[Fault, bool]]:
     """A host speaks of its own ranks, and the master of lost hosts, too."""
-    found = []
+    reported = []
     faults = record.get("faults")
     for one in faults[-KEPT:] if isinstance(faults, list) else ():
         with contextlib.suppress(ValidationError):
             fault = Fault.model_validate(one)
             lost = name == plan.master and fault.rank is None and fault.node in {node.name for node in plan.nodes}
             if lost or (fault.node == name and fault.rank in plan.node(name).rank_numbers):
-                found.append((fault, bool(one.get("secondary"))))
-    return found
+                reported.append((fault, bool(one.get("secondary"))))
+    return reported
 
 
 def own_loss(name: str, record: Mapping[str, Any]) -> bool:

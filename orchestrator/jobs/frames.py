@@ -87,9 +87,9 @@ class End:
     """The last frame: what the host says that the controller now has."""
 
     files: dict[str, tuple[int, str]]
-    """Of every file its size in bytes and its SHA-256."""
+    """Each file's size in bytes and its SHA-256."""
     left: dict[str, int] = field(default_factory=dict)
-    """Of files with more than was to be handed out, the rest in bytes."""
+    """The bytes that were not to be handed out, of files with more than that."""
 
 
 @dataclass(frozen=True)

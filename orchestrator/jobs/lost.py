@@ -1,6 +1,6 @@
 """Jobs that this $ORCH_HOME has lost or never had: asked back from the hosts of a cluster, and taken over.
 
-found = LostJobs(jobs, connections).rescan(["rack"])        the jobs that were rebuilt, and what could not be
+LostJobs(jobs, connections).rescan(["rack"])                the jobs that were rebuilt, and what could not be
 lost.not_ours(["rack"])                                     those of them that another home started
 lost.adopt([...])                                           ... are this home's from now on
 """
@@ -47,35 +47,35 @@ class LostJobs:
 
     def rescan(self, clusters: Sequence[str]) -> Rescanned:
         """Asks every host of these clusters for jobs that are unknown or damaged here, and remembers them again."""
-        found = Rescanned()
+        rescanned = Rescanned()
         for name in clusters:
             try:
-                self._rescan(self._jobs.cluster(name), found, clusters)
+                self._rescan(self._jobs.cluster(name), rescanned, clusters)
             except StateError as error:
-                found.problems[name] = error
+                rescanned.problems[name] = error
         for job_id, lost in self._jobs.damaged().items():
             if isinstance(lost, StateError):
                 folder = self._jobs.home.job_folder(job_id)
                 remedy = f"no host that answered knows it; remove {folder} to forget it"
-                found.problems[job_id] = StateError(lost.message, remedy)
-        return found
+                rescanned.problems[job_id] = StateError(lost.message, remedy)
+        return rescanned
 
-    def _rescan(self, cluster: Cluster, found: Rescanned, asked_too: Sequence[str]) -> None:
+    def _rescan(self, cluster: Cluster, rescanned: Rescanned, asked_too: Sequence[str]) -> None:
         """asked_too: clusters that are asked as well; a job of another one that lies here is named."""
         known = self._known()
         asked = self._connections.each(
             cluster.nodes, lambda host: control.recall(host, known), deadline_s=control.RECALL_S
         )
         answers = values(asked)
-        found.problems |= errors_by_node(asked)
+        rescanned.problems |= errors_by_node(asked)
         recalled = rescan.recall(answers, cluster)
         for other, jobs in recalled.elsewhere.items():
             if other not in asked_too:
                 words = f"skipped {counted(len(jobs), 'job')} of cluster {other} on the hosts of {cluster.name}"
-                found.notices += (words,)
+                rescanned.notices += (words,)
         for number, words in enumerate(recalled.left_out):
-            found.problems[f"{cluster.name} {number}"] = OrchError(words, "it stays on its host, untouched")
-        found.records += tuple(self._rebuilt(plan, answers) for plan in recalled.plans.values())
+            rescanned.problems[f"{cluster.name} {number}"] = OrchError(words, "it stays on its host, untouched")
+        rescanned.records += tuple(self._rebuilt(plan, answers) for plan in recalled.plans.values())
 
     def _known(self) -> list[str]:
         """Jobs that need not be asked for: sound ones, and those that a newer orch wrote."""
@@ -93,13 +93,13 @@ class LostJobs:
 
     def not_ours(self, clusters: Sequence[str]) -> dict[Owner | None, list[str]]:
         """The remembered jobs of these clusters that another home started; None: an older orch, which left no name."""
-        found, own = dict[Owner | None, list[str]](), read_owner(self._jobs.home)
+        by_owner, own = dict[Owner | None, list[str]](), read_owner(self._jobs.home)
         for record in self._jobs.jobs():
             with suppress(OrchError):
                 owner = self._jobs.plan(record.id).owner
                 if record.cluster in clusters and owner != own:
-                    found.setdefault(owner, []).append(record.id)
-        return found
+                    by_owner.setdefault(owner, []).append(record.id)
+        return by_owner
 
     def adopt(self, jobs: Sequence[str]) -> dict[str, HostError]:
         """Makes these remembered jobs ours, on every host of theirs; gives the hosts where that could not be done."""

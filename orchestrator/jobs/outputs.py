@@ -41,8 +41,8 @@ class Unpulled:
 
 def outputs(plan: LaunchPlan, hosts: Mapping[str, ConnectedHost]) -> Outputs:
     listed = list_outputs(hosts, {name: [plan.job] for name in hosts})
-    found = {name: listings[plan.job] for name, listings in values(listed).items()}
-    return Outputs(found, errors_by_node(listed))
+    by_node = {name: listings[plan.job] for name, listings in values(listed).items()}
+    return Outputs(by_node, errors_by_node(listed))
 
 
 def unpulled(jobs: RememberedJobs, connections: Connections, cluster: Cluster) -> Unpulled:

@@ -33,7 +33,7 @@ MAX_RUN_FOLDERS = 20
 
 
 class Removal(Record):
-    """That `orch down` removed a job's files."""
+    """When `orch down` removed a job's files."""
 
     schema_: int = Field(SCHEMA, alias="schema", serialization_alias="schema")
     at: str

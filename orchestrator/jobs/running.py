@@ -98,12 +98,12 @@ class RunningJob:
         cluster = self._jobs.cluster(self.plan.cluster)
         known = {node.name: node for node in cluster.nodes}
         names = [node.name for node in self.plan.nodes if (not only or node.name in only) and node.name not in without]
-        found = self._connections.open([known[name] for name in names if name in known])
+        connected = self._connections.open([known[name] for name in names if name in known])
         gone = [name for name in names if name not in known]
         again = f"`orch up {cluster.file}` after adding it again"
         removed = {name: HostError(name, f"is no longer in cluster {cluster.name}", again) for name in gone}
-        self._hosts = values(found)
-        return {**errors_by_node(found), **removed}
+        self._hosts = values(connected)
+        return {**errors_by_node(connected), **removed}
 
     # ---- how it goes ----------------------------------------------------------------------------------------------
 
@@ -133,17 +133,17 @@ class RunningJob:
         launched = not self._jobs.home.launching(self.id).exists()  # before the hosts are asked
         away = {node.name: silent[node.name] for node in plan.nodes if silent and node.name in silent}
         away = {**away, **self.reach(without=away)}
-        found: Records = {**away, **control.agents(plan, self.hosts)}
+        records: Records = {**away, **control.agents(plan, self.hosts)}
         if self._jobs.is_half_started(self.id):
-            if is_half_started(found):
-                found = {**away, **self._end(fence=True)}
-            if not errors_by_node(found):
+            if is_half_started(records):
+                records = {**away, **self._end(fence=True)}
+            if not errors_by_node(records):
                 self._jobs.start_is_over(self.id)
-        return self._remember(found, launched=launched), errors_by_node(found)
+        return self._remember(records, launched=launched), errors_by_node(records)
 
-    def _remember(self, found: Mapping[str, Mapping[str, Any] | HostError], *, launched: bool = False) -> JobRecord:
+    def _remember(self, records: Mapping[str, Mapping[str, Any] | HostError], *, launched: bool = False) -> JobRecord:
         now = datetime.now(timezone.utc)
-        return self._jobs.change_job(self.id, lambda known: combine(self.plan, found, known, now, launched=launched))
+        return self._jobs.change_job(self.id, lambda known: combine(self.plan, records, known, now, launched=launched))
 
     # ---- its end --------------------------------------------------------------------------------------------------
 
@@ -158,24 +158,24 @@ class RunningJob:
             )
         away = self.reach()
         half = self._jobs.is_half_started(self.id)
-        found = {**away, **self._end(fence=half)}
-        if half and not errors_by_node(found):
+        records = {**away, **self._end(fence=half)}
+        if half and not errors_by_node(records):
             self._jobs.start_is_over(self.id)
-        return self._remember(found), [line for name in found for line in _stayed(name, found[name])]
+        return self._remember(records), [line for name in records for line in _stayed(name, records[name])]
 
     def _end(self, *, fence: bool) -> Records:
         """Asks the hosts to end the job, and waits for their last records."""
         plan, hosts = self.plan, self.hosts
-        found: Records = {**errors_by_node(control.cancel(plan, hosts, fence=fence))}
+        records: Records = {**errors_by_node(control.cancel(plan, hosts, fence=fence))}
         deadline = time.monotonic() + 2 * plan.grace_s + CANCEL_S
         for name, item in watch_records(plan, hosts):
             if isinstance(item, HostError):
-                found[name] = item
+                records[name] = item
             elif isinstance(item, Agent):
-                found[name] = item.record
+                records[name] = item.record
             if time.monotonic() > deadline:
                 break
-        return found
+        return records
 
     def removed(self, records: Mapping[str, Mapping[str, Any]], when: str) -> None:
         """Remembers that `orch down` took the job's files. records: the last of each host where it did."""
@@ -254,10 +254,10 @@ class RunningJob:
         return replace(host, workdir=self.plan.node(host.node).workdir)
 
 
-def _stayed(name: str, found: Mapping[str, Any] | HostError) -> list[str]:
+def _stayed(name: str, record: Mapping[str, Any] | HostError) -> list[str]:
     """What this host does not prove to be gone."""
-    if isinstance(found, HostError):
-        return [str(found)]
-    if found.get("alive"):
-        return [f"{name}: its supervisor still runs (state {one_line(found.get('state'), 20)})"]
-    return [f"{name}: {process}" for process in understood(name, lambda: words_of(found.get("leftovers", [])))]
+    if isinstance(record, HostError):
+        return [str(record)]
+    if record.get("alive"):
+        return [f"{name}: its supervisor still runs (state {one_line(record.get('state'), 20)})"]
+    return [f"{name}: {process}" for process in understood(name, lambda: words_of(record.get("leftovers", [])))]

@@ -34,10 +34,10 @@ def pack_folder(folder: Path, *, prefix: str = "") -> tuple[CodeFolder, bytes]:
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder", "name the folder that holds your script with --folder")
     refuse_home(folder, "make a folder for the script (`mkdir ~/project`) and run it there, or name one with --folder")
-    found = wanted_files(folder)
+    wanted = wanted_files(folder)
     try:
-        secret = [name for name in found.names if name not in found.named and is_secret(folder, name)]
-        files = [name for name in found.names if name not in set(secret)]
+        secret = [name for name in wanted.names if name not in wanted.named and is_secret(folder, name)]
+        files = [name for name in wanted.names if name not in set(secret)]
         sizes = {file: (folder / file).stat().st_size for file in files}
         _refuse_too_much(folder, sizes)
         blob = _tar(folder, files, prefix)
@@ -51,7 +51,7 @@ def pack_folder(folder: Path, *, prefix: str = "") -> tuple[CodeFolder, bytes]:
         files=len(files),
         size_bytes=sum(sizes.values()),
         left_out=tuple(secret[:MAX_NAMED]),
-        notes=tuple(filter(None, (found.note, left_out_words(secret)))),
+        notes=tuple(filter(None, (wanted.note, left_out_words(secret)))),
         commit=commit_of(folder),
     )
     return described, blob

@@ -108,7 +108,7 @@ class CodeFolder(Record):
     """Files to ship, addressed by content."""
 
     sha256: str
-    """Of the packed files."""
+    """Digest of the packed files."""
     source: str
     files: int
     size_bytes: int

@@ -107,20 +107,20 @@ def _close_folder(job: JobFolder, request: dict[str, Any]) -> None:
 def status(request: dict[str, Any]) -> dict[str, Any]:
     work = WorkFolder(request["workdir"])
     jobs = [work.job(request["job"])] if request.get("job") else work.all_jobs()
-    found = {job.id: agent_state(job) for job in jobs[-200:] if job.root.is_dir()}
+    agents = {job.id: agent_state(job) for job in jobs[-200:] if job.root.is_dir()}
     for job in jobs:
         # Where supervisor and keeper were killed, nobody else will; one that is being made has no record yet.
-        if "pid" in found.get(job.id, {}) and not found[job.id]["alive"]:
+        if "pid" in agents.get(job.id, {}) and not agents[job.id]["alive"]:
             job.forget_secrets()
-    return {"jobs": found}
+    return {"jobs": agents}
 
 
 def checkpoint(request: dict[str, Any]) -> dict[str, Any]:
     """{"path"}: null where there is none. folder: where its settings put them, "" for its own."""
     job = _job(request)
     folder = job.src / Path(request["folder"]).expanduser() if request["folder"] else job.checkpoints
-    found = [path for path in folder.glob("step-*.pt") if re.fullmatch(r"step-\d{9}\.pt", path.name)]
-    return {"path": str(max(found)) if found else None}
+    paths = [path for path in folder.glob("step-*.pt") if re.fullmatch(r"step-\d{9}\.pt", path.name)]
+    return {"path": str(max(paths)) if paths else None}
 
 
 def recall(request: dict[str, Any]) -> dict[str, Any]:

@@ -31,32 +31,32 @@ class Failures:
 
     def of_program(self, kind: str, reason: str, log: Path, code: int) -> Failure:
         """code: its exit code, negative for a signal. log: where the cause may stand."""
-        found = failure(kind, self._node, reason)
-        found["exit_code"] = code if code > 0 else None
-        found["signal"] = signal_name(-code) if code < 0 else None
-        return self._explained(found, log)
+        cause = failure(kind, self._node, reason)
+        cause["exit_code"] = code if code > 0 else None
+        cause["signal"] = signal_name(-code) if code < 0 else None
+        return self._explained(cause, log)
 
     def of_rank(self, event: dict[str, Any], log: Path) -> Failure:
         """event: as the rank's wrapper reports its end (`rank`). Raises KeyError where that is not of this form."""
         if "trouble" in event:
-            found = failure("rank", self._node, f"rank {event['rank']} did not start: {event['trouble']}")
-            found["rank"], found["exit_code"] = event["rank"], event["exit_code"]
-            return self._explained(found, None)
+            cause = failure("rank", self._node, f"rank {event['rank']} did not start: {event['trouble']}")
+            cause["rank"], cause["exit_code"] = event["rank"], event["exit_code"]
+            return self._explained(cause, None)
         how = f"was killed by {event['signal']}" if event["signal"] else f"exited {event['exit_code']}"
-        found = failure("rank", self._node, f"rank {event['rank']} {how}")
-        found["rank"], found["exit_code"], found["signal"] = event["rank"], event["exit_code"], event["signal"]
-        return self._explained(found, log)
+        cause = failure("rank", self._node, f"rank {event['rank']} {how}")
+        cause["rank"], cause["exit_code"], cause["signal"] = event["rank"], event["exit_code"], event["signal"]
+        return self._explained(cause, log)
 
-    def _explained(self, found: Failure, log: Path | None) -> Failure:
-        if found["signal"] == "SIGKILL" and out_of_memory_kills() > self._memory_kills:
-            found["reason"] += f": {OUT_OF_MEMORY}"
+    def _explained(self, cause: Failure, log: Path | None) -> Failure:
+        if cause["signal"] == "SIGKILL" and out_of_memory_kills() > self._memory_kills:
+            cause["reason"] += f": {OUT_OF_MEMORY}"
         # Nobody who is killed from outside says why; one who aborts (NCCL's watchdog does) has said it before.
-        if found["signal"] in (None, "SIGABRT"):
+        if cause["signal"] in (None, "SIGABRT"):
             lines = log_tail(log) if log else []
-            found["log_line"], found["secondary"] = telling_line(lines), is_secondary(lines)
+            cause["log_line"], cause["secondary"] = telling_line(lines), is_secondary(lines)
             if known := advice(lines):
-                found["reason"] += f": {known}"
-        return found
+                cause["reason"] += f": {known}"
+        return cause
 
 
 def how_it_ended(code: int) -> str:

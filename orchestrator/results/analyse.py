@@ -156,7 +156,7 @@ def _from_ranks(plan: LaunchPlan, events: Events) -> dict[str, Any]:
 def _from_steps(plan: LaunchPlan, figures: Figures, nodes: tuple[NodeSummary, ...]) -> dict[str, Any]:
     """Hosts are compared only where every rank reported."""
     speed = cluster_speed(figures)
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "samples_per_s": speed,
         "by_gpu": by_gpu(nodes, plan, figures),
         "steps": figures.steps,
@@ -164,9 +164,9 @@ def _from_steps(plan: LaunchPlan, figures: Figures, nodes: tuple[NodeSummary, ..
         "samples_total": figures.samples_total,
     }
     if len(figures.reported) < plan.world_size:
-        return found
+        return fields
     part, basis = efficiency(speed, nodes)
-    return found | {
+    return fields | {
         "efficiency": part,
         "efficiency_basis": basis,
         "faster": faster_ways(plan, nodes, speed),
@@ -178,14 +178,14 @@ def _from_steps(plan: LaunchPlan, figures: Figures, nodes: tuple[NodeSummary, ..
 def _training(plan: LaunchPlan, figures: Figures, events: Events) -> dict[str, Any]:
     """What the network learned; a rank that stands in for a GPU learns nothing."""
     rebalances = read_rebalances(events, plan)
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "batch_norm": read_batch_norm(events.latest("start"), plan, rebalances),
         "rebalances": rebalances,
     }
     if any(node.paced for node in plan.nodes):
-        return found
+        return fields
     evaluation = next(iter(events.latest("eval").values()), {})
-    return found | {
+    return fields | {
         "accuracy": _ratio(evaluation.get("accuracy")),
         "accuracy_per_class": _per_class(evaluation.get("per_class")),
         "loss": figures.loss,

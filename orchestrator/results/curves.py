@@ -46,7 +46,7 @@ class Epoch(Record):
 
     epoch: int
     seconds: float
-    """Of its updates, evaluation left out; since the `start` record for an epoch that was resumed."""
+    """The time of its updates, evaluation left out; since the `start` record for an epoch that was resumed."""
 
 
 class Curves(Record):

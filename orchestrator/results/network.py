@@ -2,8 +2,8 @@
 
 Takes the ranks' events and the plan, gives the measurements and, for each operation, the line through them:
 
-    found = read_collectives(events, plan)
-    found.operation("all_reduce").of_declared        # 0.93 of the slowest host's declared bandwidth
+    collectives = read_collectives(events, plan)
+    collectives.operation("all_reduce").of_declared  # 0.93 of the slowest host's declared bandwidth
 
 Bandwidths and lines are computed again from bytes and times, as `trainer.shared.alpha_beta` defines them.
 """

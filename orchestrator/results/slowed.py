@@ -41,7 +41,7 @@ class Slowed(Record):
     by: str
     """What slowed it."""
     share: float
-    """Of the readings, 0..1."""
+    """The part of the readings that found it slowed, 0..1."""
     mhz: float | None = None
     """The median of the SM clock while it was slowed."""
     instead_mhz: float | None = None
@@ -49,7 +49,7 @@ class Slowed(Record):
     most_mhz: float | None = None
     """The highest SM clock that the card has."""
     limit_watts: float | None = None
-    """Of a power cap."""
+    """The limit, where a power cap slowed it."""
 
     @property
     def words(self) -> str:

@@ -41,7 +41,7 @@ class Stretch:
     slowed: int = 0
     """How many of the readings found it slowed."""
     by: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """Of each quantity the sum, and how many readings had it."""
+    """Each quantity's sum, and how many readings had it."""
 
     def add(self, other: Stretch) -> None:
         self.readings += other.readings
@@ -113,7 +113,7 @@ class GpuCharts:
     hosts: tuple[str, ...]
     """Those drawn, in the order of their colours."""
     unit: str
-    """Of the time."""
+    """The unit of time: seconds or minutes."""
     of: int
     """How many hosts there would be to draw."""
 

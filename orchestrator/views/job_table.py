@@ -65,7 +65,7 @@ def warn_stalls(jobs: Iterable[JobRecord]) -> None:
 
 
 def warn_unheard(unheard: Mapping[str, Mapping[str, HostError]]) -> None:
-    """That a job's state is not what all its hosts say now."""
+    """Warns of jobs whose state is not what all their hosts say now."""
     for job, errors in unheard.items():
         names, why = host_set(list(errors)), "; ".join(reasons(errors.values()))
         console.warn(

@@ -46,7 +46,7 @@ class Checkpoint:
     """How many samples an epoch has."""
     world_size: int
     names: list[str]
-    """Of each rank, as are `shares`, `sums`, `own` and `random`."""
+    """Each rank's name; `shares`, `sums`, `own` and `random` are by rank, too."""
     shares: list[int]
     epoch: int
     step: int

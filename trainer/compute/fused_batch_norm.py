@@ -65,7 +65,7 @@ def _running(norm: Any) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _part(norm: Any) -> float:
-    """By which the running statistics move."""
+    """How far the running statistics move at an update."""
     if not norm.track_running_stats:
         return 0.0
     norm.num_batches_tracked += 1

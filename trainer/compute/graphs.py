@@ -80,9 +80,9 @@ class Graphs:
         learns = model.training and torch.is_grad_enabled() and len(images) > 0
         if self.given_up or not self.enabled or not learns:
             return None
-        if found := self.recorded.pop(images.shape, None):
-            self.recorded[images.shape] = found  # at the end: the one used last
-            return found
+        if recording := self.recorded.pop(images.shape, None):
+            self.recorded[images.shape] = recording  # at the end: the one used last
+            return recording
         if images.numel() > max((shape.numel() for shape in self.passes), default=0):
             self.recorded.clear()  # larger than any before: all room is for its plain passes
         self.passes[images.shape] = self.passes.get(images.shape, 0) + 1
@@ -202,9 +202,9 @@ class Piece:
         self.output_gradient = gradient
         wanted = [*([self.images] if self.images.requires_grad else []), *self.aliases]
         with recorded(self.backward, pool, stream):
-            found = torch.autograd.grad(self.output, wanted, gradient)
-        self.gradients = found[len(wanted) - len(self.aliases) :]
-        self.images_gradient = found[0] if self.images.requires_grad else None
+            gradients = torch.autograd.grad(self.output, wanted, gradient)
+        self.gradients = gradients[len(wanted) - len(self.aliases) :]
+        self.images_gradient = gradients[0] if self.images.requires_grad else None
         self.output = self.output.detach()  # without what led to it, whose memory the pool may use again
         return gradient if self.images_gradient is None else self.images_gradient
 

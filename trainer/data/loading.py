@@ -42,7 +42,7 @@ class Opened(NamedTuple):
     """A rank's batches."""
 
     train: Batches
-    """Of the epoch that the order is set to."""
+    """The batches of the epoch that the order is set to."""
     test: Callable[[], Batches] | None
     """Opens its part of the test data, for each evaluation again; None where the rank is paced."""
     first: Callable[[int], Batches]

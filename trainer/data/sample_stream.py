@@ -128,6 +128,6 @@ class RankBatches(Sampler[list[tuple[int, int]]]):
 
     def first(self, steps: int) -> RankBatches:
         """The same epoch's first steps by themselves, as it is cut now, however far this one has been drawn."""
-        found = RankBatches(self.stream, self.rank, steps)
-        found.epoch = self.epoch
-        return found
+        batches = RankBatches(self.stream, self.rank, steps)
+        batches.epoch = self.epoch
+        return batches

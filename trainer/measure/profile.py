@@ -218,7 +218,7 @@ class Ladder:
     """The times of growing batch sizes."""
 
     times: dict[int, Times]
-    """Of each size that was measured, ascending."""
+    """By size, of all sizes that were measured, ascending."""
     cap: int | None
     """The most samples that fit; None where memory was no limit."""
 

@@ -34,7 +34,7 @@ class RankInfo:
     master: str | None
     """"address:port" of the rendezvous; None for a process that nobody launched."""
     pace: Pace | None = None
-    """Of a rank that stands in for a GPU."""
+    """The speed to keep, where this rank stands in for a GPU."""
 
 
 def read_rank_info(environment: Mapping[str, str] = os.environ) -> RankInfo:

@@ -34,7 +34,7 @@ class Change:
     shares: tuple[int, ...]
     before: tuple[int, ...]
     spread: float
-    """Of the ranks' compute times with the shares before, (max - min) / mean."""
+    """(max - min) / mean of the ranks' compute times with the shares before."""
     probes: Probes = NO_PROBES
 
 

@@ -25,7 +25,7 @@ class Division:
     shares: tuple[int, ...]
     """Samples of a full batch for each rank."""
     speeds: list[Speed | None]
-    """Of each rank; None where nothing is known."""
+    """Each rank's speed; None where nothing is known."""
     last_step: int
     """Updates of the whole run."""
 

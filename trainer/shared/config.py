@@ -324,12 +324,12 @@ class Settings:
 
     def as_used(self, updates: int) -> Settings:
         """These settings with each `auto` and -1 of the exchange replaced by its value in a run of so many updates."""
-        found: dict[str, Any] = {"wire": self.sent_as}
+        settled: dict[str, Any] = {"wire": self.sent_as}
         if self.fidelity == "compressed":
-            found["compress_after"] = self.exact_updates(updates)
+            settled["compress_after"] = self.exact_updates(updates)
         if self.fidelity == "local":
-            found |= {"local_after": self.exact_updates(updates), "local_overlap": self.overlap}
-        return dataclasses.replace(self, **found)
+            settled |= {"local_after": self.exact_updates(updates), "local_overlap": self.overlap}
+        return dataclasses.replace(self, **settled)
 
     @property
     def bottleneck(self) -> Slow | None:
@@ -393,10 +393,10 @@ class CollectiveSettings:
     @property
     def sizes(self) -> tuple[int, ...]:
         """In bytes, the smallest first."""
-        found = [self.min_bytes]
-        while found[-1] * self.factor <= self.max_bytes:
-            found.append(found[-1] * self.factor)
-        return tuple(found)
+        sizes = [self.min_bytes]
+        while sizes[-1] * self.factor <= self.max_bytes:
+            sizes.append(sizes[-1] * self.factor)
+        return tuple(sizes)
 
 
 AnySettings = Settings | CollectiveSettings

@@ -22,9 +22,9 @@ class DataSet:
     train_samples: int
     test_samples: int
     mean: tuple[float, ...]
-    """Of each channel, in parts of full brightness."""
+    """Each channel's mean, in parts of full brightness."""
     std: tuple[float, ...]
-    """Of each channel, in parts of full brightness."""
+    """Each channel's standard deviation, in parts of full brightness."""
 
 
 DATA_SETS = {

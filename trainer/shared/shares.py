@@ -162,17 +162,17 @@ def parse_speeds(text: str) -> dict[tuple[str, int], Speed]:
         fixed, _, rest = speed.partition("+")
         sample, slash, cap = rest.partition("/")
         try:
-            found = Speed(float(fixed), float(sample), int(cap) if slash else None)
+            parsed = Speed(float(fixed), float(sample), int(cap) if slash else None)
             key = (node, int(local_rank))
         except ValueError:
             raise ValueError(
                 f"{item!r}: expected fixed ms + ms a sample / most samples, like v100:0=2+1.2/512"
             ) from None
-        if not node or key in speeds or not (0 <= found.fixed_ms < 1e9 and 0 < found.sample_ms < 1e9):
+        if not node or key in speeds or not (0 <= parsed.fixed_ms < 1e9 and 0 < parsed.sample_ms < 1e9):
             raise ValueError(f"{item!r}: a rank once, its fixed ms at least 0, its ms a sample more than 0")
-        if found.cap is not None and found.cap < 1:
+        if parsed.cap is not None and parsed.cap < 1:
             raise ValueError(f"{item!r}: no sample fits; leave the rank out")
-        speeds[key] = found
+        speeds[key] = parsed
     return speeds
 
 

@@ -17,13 +17,13 @@ class Progress:
     """How far a run has come: what changes from update to update beside the network and its optimiser."""
 
     epoch: int = 0
-    """Of the next update."""
+    """The next update's epoch."""
     step: int = 0
-    """Of the next update, within its epoch."""
+    """The next update's number within its epoch."""
     loss_sum: float = 0.0
-    """This rank's, of this epoch so far."""
+    """The sum over this rank's samples of this epoch so far."""
     samples: int = 0
-    """This rank's, of this epoch so far."""
+    """This rank's samples of this epoch so far."""
     recent: float = 0.0
     """This rank's samples, those of older updates counted less, as BatchNorm's running statistics count them."""
     random: Tensor | None = None

@@ -45,7 +45,7 @@ class Step:
     batch: int
     """Samples over all ranks."""
     samples: int
-    """Of this rank."""
+    """Samples of this rank."""
     loss: Tensor | None
     """The sum over these samples, on its way to the host, where it is by `end`; None in a paced run."""
     exchange: Exchange
