@@ -65,12 +65,13 @@ class InventoryError(UsageError):
 
 
 class HostError(OrchError):
-    """node: the node's name in the inventory. at: its address or host name, where the words hold it. said: what a
-    command printed that did not come to its end."""
+    """One host cannot be used. node: its name in the inventory."""
 
     exit_code = 3
     at: str = ""
+    """The host's address or name, where the words hold it."""
     said: bytes = b""
+    """What a command printed that did not come to its end."""
 
     def __init__(self, node: str, message: str, remedy: str = "") -> None:
         super().__init__(f"{node}: {message}", remedy)

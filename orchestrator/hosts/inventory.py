@@ -224,15 +224,15 @@ class Node(_Shared):
 
 
 class Inventory(_Model):
-    """A cluster. defaults: as the file writes them. warnings: what is allowed but unwise about the file, one line
-    each.
-    """
+    """A cluster, as its file describes it."""
 
     cluster: str
     nodes: tuple[Node, ...]
     file: str
     defaults: dict[str, Any] = Field(default_factory=dict)
+    """As the file writes them."""
     warnings: tuple[str, ...] = ()
+    """What is allowed but unwise about the file, one line each."""
 
     def node(self, name: str) -> Node:
         """The node of this name. Raises UsageError naming the nearest right one."""

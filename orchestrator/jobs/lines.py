@@ -22,11 +22,12 @@ _UNCLEAN = re.compile(r"[^\n\t\x20-\x7e]")
 
 
 class LogLine(NamedTuple):
-    """One line of one rank. stream: "stdout" or "stderr"."""
+    """One line of one rank."""
 
     node: str
     rank: int
     stream: str
+    """stdout or stderr."""
     text: str
 
 

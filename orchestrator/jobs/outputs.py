@@ -33,10 +33,12 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Unpulled:
-    """By job, what would be lost with its files on its hosts: (node, file). errors: hosts that could not be asked."""
+    """What would be lost with the jobs' files on their hosts."""
 
     files: Mapping[str, Sequence[tuple[str, Output]]]
+    """By job: (node, file)."""
     errors: Mapping[str, HostError]
+    """Hosts that could not be asked."""
 
 
 def outputs(plan: LaunchPlan, hosts: Mapping[str, ConnectedHost]) -> Outputs:

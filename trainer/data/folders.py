@@ -28,11 +28,12 @@ _LAYOUT = "data=folder reads DATA_DIR/train/CLASS/* and DATA_DIR/val/CLASS/*"
 
 @dataclass(frozen=True)
 class Listing:
-    """train, val: each image's path below `root` and the number of its class."""
+    """The images of a folder."""
 
     root: Path
     classes: tuple[str, ...]
     train: tuple[tuple[str, int], ...]
+    """Each image's path below `root` and the number of its class, as in `val`."""
     val: tuple[tuple[str, int], ...]
 
     @property

@@ -42,15 +42,15 @@ NO_PROBES = Probes((), 1)
 
 @dataclass(frozen=True)
 class SampleStream:
-    """shares: samples of a full batch for each rank; they add up to `batch`. pairs: no rank is given a single sample,
-    not even of a short batch.
-    """
+    """How the samples of an epoch go to the ranks."""
 
     size: int
     batch: int
     shares: Sequence[int]
+    """Samples of a full batch for each rank; they add up to `batch`."""
     seed: int
     pairs: bool = False
+    """Whether no rank may get a single sample, not even of a short batch."""
     probes: Probes = NO_PROBES
 
     @property

@@ -24,18 +24,22 @@ _LAYERS = 64
 
 @dataclass(frozen=True)
 class Layer:
-    """parameters: positions in the order of `model.parameters()`. work: its part of the forward pass, 0..1."""
+    """One layer of a network."""
 
     parameters: tuple[int, ...]
+    """Positions in the order of `model.parameters()`."""
     work: float
+    """Its part of the forward pass, 0..1."""
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """model: the network on the meta device. layers: in the order in which forward visits them."""
+    """What a stand-in has to know of a network."""
 
     model: nn.Module
+    """The network on the meta device."""
     layers: tuple[Layer, ...]
+    """In the order in which forward visits them."""
     activation_bytes: int
 
     @property

@@ -29,10 +29,12 @@ one shape, and one for each tensor that travels as it is are 1,199 for ResNet-15
 
 @dataclass(frozen=True)
 class Work:
-    """moved_bytes: read and written in the GPU's memory."""
+    """What a GPU does beside forward and backward."""
 
     moved_bytes: float
+    """What is read and written in the GPU's memory."""
     kernels: float = 0.0
+    """How many kernels have to be started."""
 
     def seconds(self, gb_per_s: float) -> float:
         """On a GPU whose data sheet promises this bandwidth."""

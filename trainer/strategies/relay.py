@@ -70,11 +70,14 @@ class Relay:
 
 
 class Parcel(NamedTuple):
-    """tensor: where the sum is to be stored. sent: what travels. work: its leg that is not over, or None."""
+    """One sum under way."""
 
     tensor: Tensor
+    """Where the sum is to be stored."""
     sent: Tensor
+    """What travels."""
     work: Any
+    """Its leg that is not over, or None."""
     future: Any
 
 

@@ -70,9 +70,10 @@ class Staging:
 
 
 class Parcel(NamedTuple):
-    """computed: the event behind which the tensor holds what shall travel."""
+    """One tensor that waits to travel."""
 
     tensor: Tensor
     arrived: Callable[[], None]
     computed: torch.cuda.Event
+    """After this event the tensor holds what shall travel."""
     future: Any
