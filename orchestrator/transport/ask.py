@@ -2,8 +2,8 @@
 
     answer = ask(host, "probe", {"peers": ["192.168.1.42"]}, timeout_s=20)
 
-Nothing is installed for it: the whole small package travels with each request, behind `remote/loader.py`, which makes
-it importable. The request names a random marker; the answer stands between two such markers, and a stream begins with
+Nothing is installed for it: the modules that it needs travel with each request, behind `remote/loader.py`, which makes
+them importable. The request names a random marker; the answer stands between two such markers, and a stream begins with
 one, so that a shell that prints a banner spoils nothing (`noise`). What comes back is untrusted: its size is capped, it
 is parsed as JSON and nothing else, and it must be an object.
 """
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from importlib import resources
 from itertools import chain
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from orchestrator.errors import ConnectError, HostError, ProbeError
 from orchestrator.text import message, one_line
 from orchestrator.transport import CommandResult, Transport, shell
 from orchestrator.transport.noise import Listener, explained
+from orchestrator.transport.sources import needed, shipped_sources
 
 MAX_ANSWER_BYTES = 1 << 20
 SILENT_S = 60.0
@@ -49,15 +50,6 @@ class ConnectedHost:
     @property
     def node(self) -> str:
         return self.transport.node
-
-
-@cache
-def shipped_sources() -> dict[str, str]:
-    """Module name on the host -> its text: all of `orchestrator/remote/` but the loader."""
-    folder = resources.files("orchestrator.remote")
-    modules = [entry for entry in folder.iterdir() if entry.name.endswith(".py") and entry.name != "loader.py"]
-    names = {entry.name: f"orch_remote.{entry.name[:-3]}" for entry in modules} | {"__init__.py": "orch_remote"}
-    return {names[entry.name]: entry.read_text() for entry in sorted(modules, key=lambda entry: entry.name)}
 
 
 def ask(
@@ -190,7 +182,8 @@ def _input(
 ) -> bytes:
     """limit_s: then it ends itself on the host, whoever still waits; one that speaks winds it up again."""
     loader = resources.files("orchestrator.remote").joinpath("loader.py").read_bytes()
-    shipped = json.dumps({"program": program, "limit_s": limit_s, "sources": shipped_sources()}).encode()
+    sources = needed(program, shipped_sources())
+    shipped = json.dumps({"program": program, "limit_s": limit_s, "sources": sources}).encode()
     line = json.dumps({**request, "marker": marker}).encode()
     activate = f"{host.activate}\n".encode() if host.activate else b""
     return b"%s%d\n%s%s\n%s\n%s" % (activate, len(loader), loader, shipped, line, blob)

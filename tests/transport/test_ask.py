@@ -1,5 +1,6 @@
 """One question to one host: what a real shell and a real Python answer, and what a bad host might."""
 
+import ast
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from orchestrator.transport import CommandResult
 from orchestrator.transport import ask as call
 from orchestrator.transport.ask import ConnectedHost, ask
 from orchestrator.transport.local import LocalTransport
+from orchestrator.transport.sources import needed, shipped_sources
 
 
 class Answering:
@@ -39,6 +41,24 @@ def local(tmp_path, python=sys.executable, activate=None):
 
 def status(host):
     return ask(host, "control", {"action": "status", "workdir": host.workdir}, timeout_s=30)
+
+
+def imported(text):
+    """The modules of ours that a module imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
+            found |= {node.module} if node.module else {name.name for name in node.names}
+    return {f"orch_remote.{name}" for name in found}
+
+
+def test_with_each_program_travels_all_that_it_imports_and_no_more():
+    sources = shipped_sources()
+    for module in (name.partition(".")[2] for name in sources if name != "orch_remote"):
+        found, started = needed(module, sources), {"keeper", "launch", "rank", "gpus"} if module == "prepare" else set()
+        roots = {"orch_remote"} | {f"orch_remote.{name}" for name in {module} | started}
+        assert set(found) == roots.union(*(imported(text) for text in found.values())), module
+    assert len(needed("control", sources)) < len(sources) / 3
 
 
 @pytest.mark.parametrize("around", [(b"", b""), (b"Welcome!\n", b""), (b"", b"\nbye"), (b"\x1b[0m{}\n", b"{}\xff\n")])
