@@ -24,7 +24,6 @@ from typing import Any
 
 from .agent import agent_state, lives, tell, wait_gone
 from .answer import Refused, reply
-from .claim import claimed
 from .layout import READY_S, JobFolder, WorkFolder, remove, write_json, write_last_word
 
 UNDO_S = 10.0
@@ -87,6 +86,8 @@ def _close_folder(job: JobFolder, request: dict[str, Any]) -> None:
     """A job's folder is its lock: a `prepare` that is still on its way finds it taken and gives up. One that is at work
     is waited for, so that its supervisor can be asked to end.
     """
+    from .claim import claimed  # nothing else here needs it, and the jobs' states are asked for often
+
     undone = {"schema": 1, "job": job.id, "state": "undone", "ended": time.time()}
     undone |= {"owner": request["owner"], "cluster": request["cluster"]}
     with claimed(WorkFolder(request["workdir"])):

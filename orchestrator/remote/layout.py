@@ -25,7 +25,6 @@ import contextlib
 import json
 import os
 import re
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -192,7 +191,7 @@ def remove(folder: Path) -> None:
     """
     import shutil  # slow to import, and most programs remove nothing
 
-    aside = folder.with_name(f"{GONE}{secrets.token_hex(8)}")
+    aside = folder.with_name(f"{GONE}{os.urandom(8).hex()}")
     folder.rename(aside)
     try:
         shutil.rmtree(aside)

@@ -16,7 +16,7 @@ import asyncio
 import hashlib
 import hmac
 import json
-import secrets
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -58,7 +58,7 @@ class Link:
 
 async def greet_member(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes) -> tuple[str, Link]:
     """The hub's side of the handshake: the member's name and the link to it. The `door` says how long it may take."""
-    ours = secrets.token_hex(16)
+    ours = os.urandom(16).hex()
     writer.write(ours.encode() + b"\n")
     answer = json.loads(await _read_line(reader, None))
     node, theirs = str(answer["node"]), str(answer["nonce"])
@@ -78,7 +78,7 @@ async def introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
     """Who we are, to a `greet_member` on the other side, which proves itself with the first line that it sends."""
     try:
         theirs = (await _read_line(reader, HANDSHAKE_S)).decode()
-        ours = secrets.token_hex(16)
+        ours = os.urandom(16).hex()
         key = _session_key(token, theirs, ours, node)
         mac = _mac(key, b"join", 0, node.encode()).decode()
         writer.write(json.dumps({"node": node, "nonce": ours, "mac": mac}).encode() + b"\n")

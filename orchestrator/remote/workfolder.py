@@ -19,7 +19,6 @@ import json
 import os
 import pwd
 import re
-import secrets
 import shlex
 import stat
 import sys
@@ -194,7 +193,7 @@ def _written(root: Path) -> str | None:
             folder = folder.parent
         for folder in reversed(made):
             os.makedirs(folder, 0o700, exist_ok=True)
-        file = root / f".probe-{secrets.token_hex(8)}"
+        file = root / f".probe-{os.urandom(8).hex()}"
         with open(file, "xb") as handle:
             made.insert(0, file)
             handle.write(b"x" * 4096)
