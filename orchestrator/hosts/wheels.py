@@ -48,6 +48,9 @@ PAIRS = {
     "2.15.0": "0.29.2",
 }
 """torch -> the torchvision that was released with it (torchvision's README and its packages' own metadata)."""
+# pip alone chooses well for most of them, as their torchvision requires one torch (0.28.0: `torch==2.13.0`, 0.29.0:
+# `torch==2.14.0`); but 0.29.2 requires `torch>=2.14.0` alone, so that pip would put it beside 2.14.0, too. And these
+# releases are what is chosen from where a host's GPU or driver is too old for the newest.
 
 
 @dataclass(frozen=True)
