@@ -344,7 +344,7 @@ def _cluster_named(text: str) -> str:
 
 
 def _read(path: Path) -> Inventory:
-    from orchestrator.hosts.inventory import load_inventory  # here, for it brings pydantic, and most commands need none
+    from orchestrator.hosts.inventory_file import load_inventory
 
     return load_inventory(path)
 

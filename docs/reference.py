@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from orchestrator.cli import SECTIONS, main
-from orchestrator.hosts.inventory import inventory_schema
+from orchestrator.hosts.inventory_file import inventory_schema
 from trainer.shared.config import fields_of
 from trainer.shared.experiments import EXPERIMENTS, TRAINING
 

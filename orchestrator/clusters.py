@@ -22,7 +22,8 @@ from orchestrator.hosts.cluster import Cluster, Problem, Venv
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.election import Election, elect
 from orchestrator.hosts.facts import NodeFacts
-from orchestrator.hosts.inventory import Inventory, Node, load_inventory, node_from_keys
+from orchestrator.hosts.inventory import Inventory, Node
+from orchestrator.hosts.inventory_file import load_inventory, node_from_keys
 from orchestrator.hosts.masking import MASK
 from orchestrator.hosts.probe import probe
 from orchestrator.jobs.record import ENDED

@@ -34,6 +34,8 @@ PURE_PACKAGES = {"forecast", "results"}
 """Their modules know no network, process or screen, and reach no host."""
 PURE = {"text", "units", "transport.shell", "transport.noise", "studies.figures", "studies.ledger", "studies.tables"}
 PURE |= {f"hosts.{name}" for name in ("alike", "checks", "election", "facts", "grammar", "inventory", "masking")}
+PURE |= {f"hosts.{name}" for name in ("device_answers", "inventory_mistakes", "network_answers")}
+PURE |= {"hosts.parse_facts", "hosts.raw_answer"}
 PURE |= {f"hosts.{name}" for name in ("occupied", "visible", "wheels")}
 PURE |= {f"planning.{name}" for name in ("arguments", "build", "command_line", "draft", "elastic", "homes")}
 PURE |= {f"planning.{name}" for name in ("launch_plan", "launchers", "nccl", "placement", "profiles")}

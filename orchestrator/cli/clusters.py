@@ -48,7 +48,7 @@ def up(inventory: Path, accept_new_host_keys: bool, allow_local: bool, as_json: 
     orch up inventory/a2000_v100.yaml
     orch up inventory/lab_pair.yaml --accept-new-host-keys
     """
-    from orchestrator.hosts.inventory import load_inventory
+    from orchestrator.hosts.inventory_file import load_inventory
     from orchestrator.views import console
 
     loaded = load_inventory(inventory)
@@ -181,7 +181,8 @@ def node_add(
     orch node add a16 host=192.168.1.52 gpu=A16 bandwidth=2.5Gbps
     """
     from orchestrator.clusters import node_with_defaults
-    from orchestrator.hosts.inventory import Inventory, node_from_keys
+    from orchestrator.hosts.inventory import Inventory
+    from orchestrator.hosts.inventory_file import node_from_keys
     from orchestrator.hosts.yamlfile import resolve_scalar
     from orchestrator.planning.request import parse_pairs
     from orchestrator.views import console
@@ -269,7 +270,7 @@ def trust(name: str, inventory: Path | None, yes: bool, cluster: str | None) -> 
     orch trust v100 --inventory inventory/a2000_v100.yaml
     """
     from orchestrator.hosts.connections import target_of
-    from orchestrator.hosts.inventory import load_inventory
+    from orchestrator.hosts.inventory_file import load_inventory
     from orchestrator.transport import ssh
     from orchestrator.transport.hostkeys import HostKeys
     from orchestrator.views import console

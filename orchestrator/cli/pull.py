@@ -25,8 +25,9 @@ from orchestrator.errors import HostError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from orchestrator.jobs.listing import Output
     from orchestrator.jobs.outputs import Outputs
-    from orchestrator.jobs.pull import Output, Pulled
+    from orchestrator.jobs.pull import Pulled
     from orchestrator.jobs.running import RunningJob
     from orchestrator.paths import RunFolder
 
@@ -63,7 +64,8 @@ def pull(
     orch pull latest snapshot.pt 'checkpoints/*'
     orch pull mnist_lenet-20261121 --nodes v100 --out ~/results
     """
-    from orchestrator.jobs.pull import Pulled, matching
+    from orchestrator.jobs.listing import matching
+    from orchestrator.jobs.pull import Pulled
     from orchestrator.paths import RunFolder
     from orchestrator.views import console, documents
 
@@ -160,7 +162,7 @@ def _words(pulled: Pulled | None, files: Sequence[Output], folder: Path) -> str:
 
 
 def _show_list(run: RunFolder, chosen: Mapping[str, Sequence[Output]]) -> None:
-    from orchestrator.jobs.pull import is_here
+    from orchestrator.jobs.listing import is_here
     from orchestrator.units import format_bytes
     from orchestrator.views import tables
     from orchestrator.views.documents import changed

@@ -71,7 +71,7 @@ def collect(
 
 def _pull_checkpoints(plan: LaunchPlan, out: Path) -> None:
     from orchestrator.cli.pull import bring, leave, lines
-    from orchestrator.jobs.pull import checkpoint_globs, matching
+    from orchestrator.jobs.listing import checkpoint_globs, matching
     from orchestrator.paths import RunFolder
     from orchestrator.views import console
 

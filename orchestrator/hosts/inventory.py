@@ -1,4 +1,4 @@
-"""The inventory: takes a YAML file that describes a cluster's hosts, gives a checked, frozen `Inventory`.
+"""What an inventory says: the cluster's hosts, checked and frozen. `inventory_file` reads one.
 
     cluster: a2000-v100
     defaults: {user: ubuntu, key_file: ~/.ssh/id_ed25519, python: /opt/conda/bin/python}
@@ -6,27 +6,20 @@
       - {name: a2000, host: 192.168.1.41, gpu: RTX A2000, gpus: 1, bandwidth: 2.5Gbps}
       - {name: v100, host: 192.168.1.42, gpu: Tesla V100-16GB, gpus: 1, bandwidth: 2.5Gbps}
 
-    inventory = load_inventory(Path("inventory/a2000_v100.yaml"))
-    inventory.node("v100").bandwidth_bps         # 2500000000.0
-
-`File`, `Entry` and `Defaults` are the file as a person writes it: strict, and the source of the published JSON Schema.
-`Inventory` and `Node` are what every later stage sees and what is stored: they go to JSON and back.
+`InventoryFile`, `Entry` and `Defaults` are the file as a person writes it: strict, and the source of the published JSON
+Schema. `Inventory` and `Node` are what every later stage sees and what is stored: they go to JSON and back.
 """
 
 from __future__ import annotations
 
 import difflib
-import sys
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
-from pydantic_core import ErrorDetails
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
-from orchestrator.errors import InventoryError, Mistake, UsageError
+from orchestrator.errors import UsageError
 from orchestrator.hosts import grammar
-from orchestrator.hosts.yamlfile import REFUSED, Document, KeyPath, read_yaml
 from orchestrator.units import parse_bandwidth, parse_bytes
 from trainer.shared.gpu_work import GB_PER_S
 
@@ -87,7 +80,7 @@ class _Model(BaseModel):
     )
 
 
-class _Written(_Model):
+class Written(_Model):
     """The file's side: nothing unknown, nothing converted in silence."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -119,11 +112,11 @@ class Paced(_Pace):
     slowdown: tuple[Slowdown, ...] = ()
 
 
-class SlowdownEntry(Slowdown, _Written):
+class SlowdownEntry(Slowdown, Written):
     """From this step on, the host takes `factor` times as long."""
 
 
-class PacedEntry(_Pace, _Written):
+class PacedEntry(_Pace, Written):
     """A stand-in for a GPU that is not there: its ranks keep this speed on the CPU."""
 
     memory: Memory | None = None
@@ -173,7 +166,7 @@ class _Shared(_Model):
     """How to reach the host; local: this machine, without SSH."""
 
 
-class Defaults(_Shared, _Written):
+class Defaults(_Shared, Written):
     """Values for every node that does not say otherwise."""
 
     bandwidth: Bandwidth | None = None
@@ -197,7 +190,7 @@ class Entry(Defaults):
     """True pins this node as the master; at most one."""
 
 
-class InventoryFile(_Written):
+class InventoryFile(Written):
     """A cluster of hosts that are reached by SSH."""
 
     cluster: Name
@@ -240,191 +233,7 @@ class Inventory(_Model):
             if node.name == name:
                 return node
         known = [node.name for node in self.nodes]
-        raise UsageError(f"cluster {self.cluster} has no node {grammar.show(name)}", _nearest(name, known))
-
-
-# -------------------------------------------------------------------------------------------------------- reading
-
-
-def load_inventory(path: Path) -> Inventory:
-    """Reads and checks an inventory. Raises InventoryError with all mistakes of the file, in order of their lines."""
-    return parse_inventory(read_yaml(path, verbatim=["env"]))
-
-
-def parse_inventory(document: Document) -> Inventory:
-    """The inventory that a document describes. Raises InventoryError with all its mistakes."""
-    mistakes = [*document.mistakes, *_mistakes_of_form(document)]
-    nodes = _build_nodes(document, mistakes)
-    mistakes += check_together(nodes, document.file)
-    if mistakes:
-        raise InventoryError(sorted(mistakes, key=lambda mistake: mistake.line))
-    warning = f"{document.file}: every user of this machine can change this file; try chmod o-w"
-    return Inventory(
-        cluster=document.values["cluster"],
-        nodes=tuple(nodes),
-        file=document.file,
-        defaults=dict(document.values.get("defaults", {})),
-        warnings=(warning,) if document.world_writable else (),
-    )
-
-
-def node_from_keys(keys: Mapping[str, Any], source: str, defaults: Mapping[str, Any] | None = None) -> Node:
-    """One node from the keys of the file's `nodes`, for a node that comes from elsewhere (source, in messages).
-    defaults: as a file writes them.
-    """
-    values = {"cluster": "any", "defaults": dict(defaults or {}), "nodes": [dict(keys)]}
-    document = Document(source, values, {}, (), False)
-    return parse_inventory(document).nodes[0]
-
-
-def inventory_schema() -> dict[str, Any]:
-    """The JSON Schema (2020-12) of an inventory file, for editors."""
-    schema = InventoryFile.model_json_schema()
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "orch inventory"}
-
-
-def _mistakes_of_form(document: Document) -> list[Mistake]:
-    try:
-        InventoryFile.model_validate(document.values)
-    except ValidationError as error:
-        return [_mistake(details, document) for details in error.errors() if details["input"] is not REFUSED]
-    return []
-
-
-_Written_ = TypeVar("_Written_", bound=_Written)
-
-
-def _salvage(model: type[_Written_], values: Any) -> _Written_ | None:
-    """What the right keys say, so that one wrong key does not hide the mistakes between nodes."""
-    for _ in range(2):
-        try:
-            return model.model_validate(values)
-        except ValidationError as error:
-            wrong = {details["loc"][0] for details in error.errors() if details["loc"]}
-            values = {key: value for key, value in values.items() if key not in wrong} if wrong else values
-    return None
-
-
-def _build_nodes(document: Document, mistakes: list[Mistake]) -> list[Node]:
-    defaults = _salvage(Defaults, document.values.get("defaults", {})) or Defaults()
-    written = document.values.get("nodes")
-    nodes = []
-    for index, values in enumerate(written if isinstance(written, list) else ()):
-        entry = _salvage(Entry, values)
-        if entry is None:
-            continue
-        node = _build_node(entry, defaults, document.line(("nodes", index)))
-        if node is not None:
-            nodes.append(node)
-        elif values.get("host") is None:
-            message = f"node {entry.name}: `host` is missing; give the name or address that SSH goes to"
-            mistakes.append(Mistake(document.file, document.line(("nodes", index)), message))
-    return nodes
-
-
-def _build_node(entry: Entry, defaults: Defaults, line: int) -> Node | None:
-    """The node in its final form; None when it says nowhere to connect to."""
-    values = defaults.model_dump(exclude_unset=True) | entry.model_dump(exclude_unset=True)
-    if values.get("transport") == "local":
-        # This machine's own Python that holds orch, and with the `trainer` extra torch: the one surely fit here.
-        values = {"host": "localhost", "python": sys.executable} | values
-    if not values.get("host"):
-        return None
-    values["env"] = defaults.env | entry.env
-    if values.get("bandwidth"):
-        values["bandwidth_bps"] = parse_bandwidth(values["bandwidth"])
-    if values.get("address"):
-        values["address"], values["address_prefix"] = grammar.address(values["address"])
-    if values.get("paced") and values["paced"].get("memory"):
-        values["paced"]["memory_bytes"] = parse_bytes(values["paced"]["memory"])
-    return Node.model_validate(values | {"line": line})
-
-
-def check_together(nodes: Iterable[Node], file: str) -> list[Mistake]:
-    """What is wrong between nodes: names, ways in or addresses that two share, and two masters."""
-    nodes = list(nodes)
-    by_ssh = [node for node in nodes if node.transport == "ssh"]
-    return [
-        *_shared(nodes, lambda node: node.name.lower(), "have the same name (upper and lower case are the same)", file),
-        *_shared(
-            by_ssh,
-            lambda node: (node.host.lower(), node.port or 22, node.proxy_jump),
-            "have the same host and port",
-            file,
-        ),
-        *_shared(by_ssh, lambda node: node.address, "have the same training address", file),
-        *_shared(nodes, lambda node: node.master or None, "are both pinned as master; keep one", file),
-    ]
-
-
-def _shared(nodes: list[Node], key: Callable[[Node], Hashable], problem: str, file: str) -> list[Mistake]:
-    """One mistake for every node whose key another had before; None is no key."""
-    first: dict[Hashable, Node] = {}
-    mistakes = []
-    for node in nodes:
-        if (value := key(node)) is None or (other := first.setdefault(value, node)) is node:
-            continue
-        message = f"nodes {other.name} (line {other.line}) and {node.name} {problem}"
-        mistakes.append(Mistake(file, node.line, message))
-    return mistakes
-
-
-# ------------------------------------------------------------------------------------------------------- messages
-
-
-def _mistake(details: ErrorDetails, document: Document) -> Mistake:
-    """One of pydantic's findings as a person should read it."""
-    path = details["loc"]
-    if path[-1:] == ("[key]",) and path[-3:-2] == ("env",):  # pydantic's word for: the key itself, not its value
-        line = document.line(path[:-1])
-        name = str(path[-2]).partition("=")[0]  # what stands behind may be a secret
-        message = f"{grammar.show(name)} must be a variable's name alone: {grammar.ENV_FORM}"
-        return Mistake(document.file, line, f"{_where(path[:-2], document)}{message}")
-    kind = details["type"]
-    if kind == "missing":
-        message = f"`{path[-1]}` is missing"
-    elif kind == "extra_forbidden":
-        message = _unknown_key(path)
-    else:
-        return Mistake(document.file, document.line(path), f"{_where(path, document)}{_problem(details)}")
-    return Mistake(document.file, document.line(path), f"{_where(path[:-1], document)}{message}")
-
-
-def _where(path: KeyPath, document: Document) -> str:
-    """`node v100: paced.jitter: `: the words before a message."""
-    words = []
-    if "env" in path:  # somebody wrote `NAME=value` for a key: the value may be a secret
-        path = tuple(part.partition("=")[0] if isinstance(part, str) else part for part in path)
-    if path[:1] == ("nodes",) and len(path) > 1:
-        node = document.values["nodes"][path[1]]
-        name = node.get("name") if isinstance(node, dict) else None
-        words.append(f"node {name if isinstance(name, str) and name.isprintable() else int(path[1]) + 1}")
-        path = path[2:]
-    elif path[:1] == ("defaults",):
-        words.append("defaults")
-        path = path[1:]
-    dotted = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
-    if dotted:
-        words.append(dotted if dotted.isprintable() and len(dotted) < 100 else grammar.show(dotted))
-    return "".join(f"{word}: " for word in words)
-
-
-def _unknown_key(path: KeyPath) -> str:
-    key = str(path[-1])
-    names = [part for part in path[:-1] if isinstance(part, str)]
-    model = _MODELS[names[-1] if names else ""]
-    if model is Defaults and key in Entry.model_fields:
-        return f"`{key}` belongs to one node, not to `defaults`"
-    return f"unknown key {grammar.show(key)}; {_nearest(key, list(model.model_fields))}"
-
-
-_MODELS: dict[str, type[_Written]] = {
-    "": InventoryFile,
-    "defaults": Defaults,
-    "nodes": Entry,
-    "paced": PacedEntry,
-    "slowdown": SlowdownEntry,
-}
+        raise UsageError(f"cluster {self.cluster} has no node {grammar.show(name)}", nearest(name, known))
 
 
 _ALSO_CALLED = {
@@ -447,64 +256,8 @@ _ALSO_CALLED = {
 """What other tools, and people, call our keys."""
 
 
-def _nearest(word: str, known: list[str]) -> str:
+def nearest(word: str, known: list[str]) -> str:
     plain = word.lower().replace("-", "_")
     also = [key for key, names in _ALSO_CALLED.items() if key in known and plain in names]
     near = also or difflib.get_close_matches(plain, known, n=1)
     return f"did you mean `{near[0]}`?" if near else f"choose from {', '.join(sorted(known))}"
-
-
-def _problem(details: ErrorDetails) -> str:
-    kind, found, limits = details["type"], details["input"], details.get("ctx", {})
-    if kind == "value_error":
-        return str(limits["error"])
-    if found is None:
-        return "is empty; give a value or remove the key"
-    if kind == "string_type" and details["loc"][-1] in ("bandwidth", "memory"):
-        example = "2.5Gbps" if details["loc"][-1] == "bandwidth" else "16GiB"
-        return f"must be written with its unit, like {example}, not {_found(found)}"
-    if kind in _FORMS:
-        shown = _kind(found) if "env" in details["loc"] else _found(found)
-        return f"{_FORMS[kind].format(**limits)}, not {shown}{_quote_hint(kind, found)}"
-    return str(details["msg"])
-
-
-_FORMS = {
-    "string_type": "must be text",
-    "int_type": "must be a whole number",
-    "int_from_float": "must be a whole number",
-    "float_type": "must be a number",
-    "finite_number": "must be a finite number",
-    "bool_type": "must be true or false",
-    "literal_error": "must be {expected}",
-    "greater_than": "must be more than {gt:g}",
-    "greater_than_equal": "must be at least {ge:g}",
-    "less_than_equal": "must be at most {le:g}",
-    "dict_type": "must be a mapping like {{key: value}}",
-    "model_type": "must be a mapping like {{key: value}}",
-    "list_type": "must be a list, one item a line behind `- `",
-    "too_short": "must hold at least one item",
-}
-
-
-def _kind(value: Any) -> str:
-    """What a value of `env` is, for a message: the value itself may be a secret."""
-    return {str: "text", bool: "true or false", dict: "a mapping", list: "a list"}.get(type(value), "a number")
-
-
-def _found(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, dict):
-        return "a mapping"
-    if isinstance(value, list):
-        return "a list" if value else "an empty list"
-    return grammar.show(value)
-
-
-def _quote_hint(kind: str, found: Any) -> str:
-    if kind == "string_type" and isinstance(found, (bool, int, float)):
-        return "; put it in quotes"
-    if kind in ("int_type", "float_type", "bool_type") and isinstance(found, str):
-        return "; write it plainly, without quotes, unit or leading zero"
-    return ""

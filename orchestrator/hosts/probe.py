@@ -10,7 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from orchestrator.hosts.facts import MAX_PEERS, NodeFacts, parse_facts
+from orchestrator.hosts.facts import NodeFacts
+from orchestrator.hosts.network_answers import MAX_PEERS
+from orchestrator.hosts.parse_facts import parse_facts
 from orchestrator.transport.ask import ConnectedHost, ask
 
 # Kept back from the time for the way there and back, so that a slow fact costs itself and not the whole answer.

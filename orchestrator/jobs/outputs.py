@@ -14,7 +14,7 @@ from orchestrator.errors import HostError, OrchError
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
 from orchestrator.jobs.copies import is_removed
-from orchestrator.jobs.pull import Output, OutputListing, list_outputs, nowhere
+from orchestrator.jobs.listing import Output, OutputListing, list_outputs, nowhere
 from orchestrator.jobs.remembered import RememberedJobs
 from orchestrator.owner import read_owner
 from orchestrator.paths import RunFolder

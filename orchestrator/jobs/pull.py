@@ -1,6 +1,5 @@
 """Brings home what a job wrote beside its logs: checkpoints, and every new or changed file of its working folder.
 
-    listings = list_outputs(hosts, {plan.job: plan})           by node: Listing(files, skipped), or that host's error
     with collect.alone(run.pull_lock, ...):
         pulled = pull(plan, hosts, run, wanted, show, connections.reopen)
 
@@ -9,7 +8,7 @@ SHA-256 has it, or not at all; it keeps its host's time of change, which with it
 Until it is whole it lies in `.incoming`, under a name that identifies the file and its state: whatever broke or
 ended the pull, the next one goes on from there. A newer state of a file takes the older one's place.
 
-A host is not trusted: names are checked, counts and sizes bounded, free space here is looked at before and all along,
+A host is not trusted: `listing` checks names, counts and sizes; free space here is looked at before and all along,
 nothing is written outside of the run folder, and what comes is bytes and never loaded.
 """
 
@@ -20,74 +19,31 @@ import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from orchestrator.errors import ConnectError, HostError, OrchError, ProbeError
 from orchestrator.files import folder_beneath, make_folder, sync
 from orchestrator.jobs.collect import SPARE_BYTES, refuse_if_full
 from orchestrator.jobs.frames import End, FilePiece, Held, Left, Whole, read_frames
+from orchestrator.jobs.listing import Output, is_here
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.text import one_line
 from orchestrator.transport import ask
 from orchestrator.transport.ask import ConnectedHost
-from orchestrator.transport.fanout import for_each
 from orchestrator.transport.resumed import on_each_link
 from orchestrator.units import format_bytes
 
-LIST_S = 120.0
-MAX_FILES = 100_000
-MAX_NAME, MAX_PART_BYTES, MAX_DEPTH = 1024, 255, 64
-MAX_SIZE_BYTES = 1 << 50
 LOOK_BYTES = 16 << 20
 """After so many bytes the free space is looked at again."""
 SETTLE_FILES, SETTLE_BYTES = 64, 64 << 20
 """Files are brought to the disk in groups: one commit of the file system then serves many small ones."""
-ROOTS = ("checkpoints", "src", "checkpoint_dir")
-SKIPPED = {
-    "links": "links, which are not followed",
-    "special": "neither files nor folders",
-    "foreign": "another user's",
-    "odd_names": "with names that are too long or not printable",
-    "more": f"beyond the first {MAX_FILES}",
-}
 ZEROS = bytes(1 << 20)
 
 Phase = Literal["connects", "looks", "pulls", "done"]
-
-
-@dataclass(frozen=True)
-class Output:
-    """One file that a job wrote."""
-
-    name: str
-    """In the job's folder: `src/snapshot.pt`."""
-    size: int
-    mtime_ns: int
-    inode: int
-    disk_bytes: int
-    """Fewer than `size` for a sparse file."""
-
-
-@dataclass(frozen=True)
-class OutputListing:
-    """What one host holds of a job's output."""
-
-    files: tuple[Output, ...] = ()
-    """Sorted by name."""
-    skipped: Mapping[str, int] = field(default_factory=dict)
-    """How many entries are not handed out, by SKIPPED's kinds."""
-    gone: bool = False
-    """Whether the host has no such job."""
-
-    @property
-    def notices(self) -> list[str]:
-        return [f"{count} left on the host: {SKIPPED[why]}" for why, count in self.skipped.items() if count]
 
 
 @dataclass(frozen=True)
@@ -111,110 +67,6 @@ class Pulled:
     """How many came now."""
     left: Mapping[str, str]
     """By name, why a file did not come."""
-
-
-# ---- what there is --------------------------------------------------------------------------------------------
-
-
-def list_outputs(
-    hosts: Mapping[str, ConnectedHost], jobs: Mapping[str, Sequence[str]]
-) -> dict[str, dict[str, OutputListing] | HostError]:
-    """By node and job. jobs: by node, the ids to ask for."""
-
-    def one(host: ConnectedHost) -> dict[str, OutputListing]:
-        return _listed(host, jobs[host.node])
-
-    return for_each(hosts, one, deadline_s=LIST_S)
-
-
-def _listed(host: ConnectedHost, jobs: Sequence[str]) -> dict[str, OutputListing]:
-    heard = {job: _Heard() for job in jobs}
-    with ask.exchange(host, "outputs", {"workdir": host.workdir, "jobs": list(jobs)}) as words:
-        for word in words:
-            if "job" in word:
-                ask.understood(host.node, partial(_take_in, word, heard))
-    return {job: one.listing() for job, one in heard.items()}
-
-
-class _Heard:
-    """What a host has reported of one job so far."""
-
-    def __init__(self) -> None:
-        self.files: dict[str, Output] = {}
-        self.skipped: dict[str, int] = {}
-        self.gone = False
-
-    def listing(self) -> OutputListing:
-        return OutputListing(tuple(self.files[name] for name in sorted(self.files)), self.skipped, self.gone)
-
-
-def _take_in(word: Mapping[str, Any], heard: Mapping[str, _Heard]) -> None:
-    """Raises ValueError, KeyError, TypeError for what a host would not say."""
-    known = heard[word["job"]]
-    known.gone |= "gone" in word
-    for row in word.get("files", ()):
-        output = _output(*row)
-        known.files[output.name] = output
-    if len(known.files) > MAX_FILES:
-        raise ValueError(f"more than {MAX_FILES} files")
-    skipped = word.get("skipped", {})
-    known.skipped |= {why: int(skipped[why]) for why in SKIPPED if why in skipped}
-
-
-def _output(name: Any, *numbers: Any) -> Output:
-    if not isinstance(name, str) or len(name) > MAX_NAME or not name.isprintable():
-        raise ValueError("a file name")
-    top, *parts = name.split("/")
-    if top not in ROOTS or not 0 < len(parts) <= MAX_DEPTH or any(part in ("", ".", "..") for part in parts):
-        raise ValueError(f"file name {name[:80]!r}")
-    if any(len(os.fsencode(part)) > MAX_PART_BYTES for part in parts):
-        raise ValueError(f"file name {name[:80]!r}")
-    if len(numbers) != 4 or not all(type(number) is int and 0 <= number < 1 << 64 for number in numbers):
-        raise ValueError(f"what it reports of {name[:80]!r}")
-    if numbers[0] > MAX_SIZE_BYTES or numbers[1] >= 1 << 63:
-        raise ValueError(f"what it reports of {name[:80]!r}")
-    return Output(name, *numbers)
-
-
-def matching(files: Iterable[Output], globs: Sequence[str]) -> tuple[Output, ...]:
-    """Those that one of these shell patterns means, all where there is none. `*` crosses `/`, and a pattern may leave
-    out what leads to the file: `snapshot.pt` and `src/snapshot.pt` mean the same, `checkpoints` all that is in it.
-    """
-    return tuple(output for output in files if not globs or any(_fits(output.name, glob) for glob in globs))
-
-
-def _fits(name: str, glob: str) -> bool:
-    glob = glob.removeprefix("./").rstrip("/")
-    ways = (name, name.partition("/")[2], *([] if "/" in glob else [name.rpartition("/")[2]]))
-    return any(fnmatchcase(way, form) for way in ways for form in (glob, f"{glob}/*"))
-
-
-def checkpoint_globs(plan: LaunchPlan) -> list[str]:
-    """What means a job's checkpoints."""
-    own = os.path.normpath(str(plan.settings.get("checkpoint_dir") or "."))
-    inside = [f"src/{own}"] if own != "." and not own.startswith(("/", "~", "..")) else []
-    return ["checkpoints/*", "checkpoint_dir/*", *inside]
-
-
-def is_here(run: RunFolder, node: str, output: Output) -> bool:
-    """Whether this state of the file lies whole in this run folder."""
-    try:
-        found = (run.files(node) / output.name).lstat()
-    except OSError:
-        return False
-    same_time = found.st_mtime_ns == output.mtime_ns or (
-        found.st_mtime_ns % 10**9 == 0 and 0 <= output.mtime_ns - found.st_mtime_ns < 10**9
-    )  # some file systems keep whole seconds
-    return stat.S_ISREG(found.st_mode) and found.st_size == output.size and same_time
-
-
-def nowhere(runs: Sequence[RunFolder], node: str, files: Iterable[Output]) -> list[Output]:
-    """Those that none of these run folders has. What lies in a folder of the person's own is not the job's to lose."""
-    own = [output for output in files if not output.name.startswith("checkpoint_dir/")]
-    return [output for output in own if not any(is_here(run, node, output) for run in runs)]
-
-
-# ---- bringing it home -----------------------------------------------------------------------------------------
 
 
 def pull(

@@ -26,6 +26,7 @@ from orchestrator.jobs.copies import is_removed, nothing_left
 from orchestrator.jobs.dropped import dropped_words
 from orchestrator.jobs.follow import Event, Follow
 from orchestrator.jobs.frames import Agent
+from orchestrator.jobs.listing import Output
 from orchestrator.jobs.outputs import Outputs, outputs
 from orchestrator.jobs.record import ENDED, FINAL_STATES, JobRecord
 from orchestrator.jobs.remembered import RememberedJobs
@@ -224,7 +225,7 @@ class RunningJob:
 
     def pull(
         self,
-        wanted: Mapping[str, Sequence[pull.Output]],
+        wanted: Mapping[str, Sequence[Output]],
         out: Path,
         show: Callable[[pull.PullProgress], None] = lambda _: None,
     ) -> dict[str, pull.Pulled | HostError]:

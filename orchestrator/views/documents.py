@@ -16,7 +16,8 @@ from orchestrator.forecast.layers import gradient_bytes
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.facts import NodeFacts
 from orchestrator.hosts.remembered import Current, ListedCluster
-from orchestrator.jobs.pull import Output, OutputListing, Pulled, is_here
+from orchestrator.jobs.listing import Output, OutputListing, is_here
+from orchestrator.jobs.pull import Pulled
 from orchestrator.jobs.record import JobRecord
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan

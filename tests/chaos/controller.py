@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from orchestrator.hosts.connections import Connections
-from orchestrator.hosts.inventory import load_inventory
+from orchestrator.hosts.inventory_file import load_inventory
 from orchestrator.jobs.collect import claimed, collect
 from orchestrator.jobs.launch import launch
 from orchestrator.jobs.record import JobRecord

@@ -32,7 +32,7 @@ from lab_net import Link
 
 from orchestrator.errors import HostError
 from orchestrator.hosts.connections import Connections
-from orchestrator.hosts.inventory import load_inventory
+from orchestrator.hosts.inventory_file import load_inventory
 from orchestrator.paths import Home
 from orchestrator.transport.ask import ConnectedHost
 from tests.support.lab import STATE, Lab, lab

@@ -7,7 +7,7 @@ import pytest
 from orchestrator.cli import main
 from orchestrator.clusters import node_with_defaults, with_secrets
 from orchestrator.errors import UsageError
-from orchestrator.hosts.inventory import load_inventory
+from orchestrator.hosts.inventory_file import load_inventory
 from orchestrator.paths import Home
 from orchestrator.store import Store
 from tests.support.quick_python import quick_python

@@ -15,7 +15,7 @@ from orchestrator.forecast.inputs import inputs_of, network_from, prediction_of,
 from orchestrator.forecast.links import GLOO, LinkCosts, Site
 from orchestrator.forecast.step import HostSpeed, Workload
 from orchestrator.hosts.cluster import Cluster
-from orchestrator.hosts.inventory import load_inventory
+from orchestrator.hosts.inventory_file import load_inventory
 from orchestrator.paths import Home
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.planning.profiles import Profile, kinds_of

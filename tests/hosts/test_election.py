@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from orchestrator.errors import ConnectError, HostError, HostsError
 from orchestrator.hosts.election import elect
 from orchestrator.hosts.facts import Interface, Route
-from orchestrator.hosts.inventory import Node, Paced, load_inventory
+from orchestrator.hosts.inventory import Node, Paced
+from orchestrator.hosts.inventory_file import load_inventory
 from tests.hosts.test_checks import facts, gpu
 
 INVENTORY = Path(__file__).parents[2] / "inventory"

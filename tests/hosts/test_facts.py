@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import ProbeError
-from orchestrator.hosts.facts import MAX_TEXT, NodeFacts, parse_facts
+from orchestrator.hosts.facts import MAX_TEXT, NodeFacts
+from orchestrator.hosts.parse_facts import parse_facts
 from tests.support.fuzz import strings
 
 DATA = Path(__file__).parents[1] / "data" / "facts"

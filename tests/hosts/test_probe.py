@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import ConnectError, HostError, ProbeError
-from orchestrator.hosts.facts import parse_facts
+from orchestrator.hosts.parse_facts import parse_facts
 from orchestrator.hosts.probe import probe as probe_host
 from orchestrator.remote import commands, hardware, probe
 from orchestrator.transport.ask import ConnectedHost, ask

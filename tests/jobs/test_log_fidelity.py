@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import pytest
 
 from orchestrator.hosts.cluster import Cluster
-from orchestrator.hosts.inventory import load_inventory
+from orchestrator.hosts.inventory_file import load_inventory
 from orchestrator.jobs.collect import claimed
 from orchestrator.jobs.frames import FilePiece
 from orchestrator.jobs.live import Notice

@@ -13,9 +13,11 @@ import pytest
 
 from orchestrator.errors import HostError, OrchError, ProbeError
 from orchestrator.files import write_atomic
+from orchestrator.jobs import listing
 from orchestrator.jobs import pull as pulling
 from orchestrator.jobs.frames import Left, Whole, read_frames
-from orchestrator.jobs.pull import Output, Pulled, checkpoint_globs, is_here, list_outputs, matching
+from orchestrator.jobs.listing import Output, checkpoint_globs, is_here, list_outputs, matching
+from orchestrator.jobs.pull import Pulled
 from orchestrator.paths import RunFolder
 from orchestrator.transport.ask import ConnectedHost
 from tests.support.broken_link import Breaking
@@ -299,7 +301,7 @@ def test_nor_one_with_impossible_figures(numbers):
 
 
 def test_nor_one_that_never_ends(monkeypatch):
-    monkeypatch.setattr(pulling, "MAX_FILES", 100)
+    monkeypatch.setattr(listing, "MAX_FILES", 100)
     rows = json.dumps({"job": "j", "files": [[f"src/{i}", 1, 1, 1, 1] for i in range(101)]}).encode()
     assert "makes no sense" in str(list_outputs({"a": lies(b"MARKER" + rows + b"MARKER")}, {"a": ["j"]})["a"])
 

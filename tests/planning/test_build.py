@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from orchestrator.errors import UsageError
 from orchestrator.hosts.election import elect
 from orchestrator.hosts.facts import Interface, Route
-from orchestrator.hosts.inventory import Node, Paced, load_inventory
+from orchestrator.hosts.inventory import Node, Paced
+from orchestrator.hosts.inventory_file import load_inventory
 from orchestrator.planning.build import build_plan
 from orchestrator.planning.draft import Draft
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan

@@ -13,7 +13,7 @@ from orchestrator.cli import main
 from orchestrator.controller import Controller
 from orchestrator.errors import UsageError
 from orchestrator.hosts.connections import Connections
-from orchestrator.hosts.inventory import load_inventory
+from orchestrator.hosts.inventory_file import load_inventory
 from orchestrator.jobs.resume import settings_of
 from orchestrator.measuring.profiling import Profiling
 from orchestrator.paths import Home, RunFolder

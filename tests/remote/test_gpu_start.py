@@ -14,8 +14,9 @@ from orchestrator.controller import Controller
 from orchestrator.errors import HostsError
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
-from orchestrator.hosts.facts import Occupant, parse_facts
+from orchestrator.hosts.facts import Occupant
 from orchestrator.hosts.inventory import Node
+from orchestrator.hosts.parse_facts import parse_facts
 from orchestrator.paths import Home
 from orchestrator.remote import occupants, probe
 from orchestrator.store import Store

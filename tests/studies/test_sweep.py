@@ -12,7 +12,7 @@ import pytest
 from orchestrator.controller import Controller
 from orchestrator.errors import HostError, HostsError, OrchError, UsageError
 from orchestrator.hosts.connections import Connections
-from orchestrator.hosts.inventory import load_inventory
+from orchestrator.hosts.inventory_file import load_inventory
 from orchestrator.measuring.sweep import Sweep
 from orchestrator.paths import Home
 from orchestrator.planning.launch_plan import NodePlan

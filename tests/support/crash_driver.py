@@ -15,7 +15,7 @@ from pathlib import Path
 
 from orchestrator.controller import Controller
 from orchestrator.hosts.connections import Connections
-from orchestrator.hosts.inventory import load_inventory
+from orchestrator.hosts.inventory_file import load_inventory
 from orchestrator.paths import Home
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.store import Store

@@ -30,8 +30,10 @@ from rich.console import Console
 
 from orchestrator.errors import InventoryError, OrchError
 from orchestrator.hosts import checks
-from orchestrator.hosts.facts import NodeFacts, parse_facts
-from orchestrator.hosts.inventory import Inventory, Node, parse_inventory
+from orchestrator.hosts.facts import NodeFacts
+from orchestrator.hosts.inventory import Inventory, Node
+from orchestrator.hosts.inventory_file import parse_inventory
+from orchestrator.hosts.parse_facts import parse_facts
 from orchestrator.hosts.yamlfile import read_yaml
 from orchestrator.jobs.frames import Agent, FilePiece, read_frames
 from orchestrator.jobs.lines import Splitter
