@@ -93,10 +93,10 @@ class Report:
 
 
 class Controller:
-    """tell: called with each line that a person should know before a job starts."""
+    """What a person asks for, in the order of its stages. say: called with each line to read before a job starts."""
 
-    def __init__(self, store: Store, connections: Connections, tell: Callable[[str], None] = lambda line: None) -> None:
-        self.store, self.connections, self.tell = store, connections, tell
+    def __init__(self, store: Store, connections: Connections, say: Callable[[str], None] = lambda line: None) -> None:
+        self.store, self.connections, self.say = store, connections, say
         self.clusters = Clusters(store, connections)
         self.lost_jobs = LostJobs(store, connections)
 
@@ -243,7 +243,7 @@ class Controller:
             node = on_gpus[name]
             seen = occupied.judge(name, found, node.gpu_uuids, needed_bytes(plan, node), share=plan.share_gpus)
             for line in seen.lines:
-                self.tell(line)
+                self.say(line)
             refused += [seen.refusal] if seen.refusal else []
         if refused:
             raise HostsError(refused)

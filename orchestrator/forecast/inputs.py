@@ -222,7 +222,7 @@ def read_network(out: Path, plan: LaunchPlan, elsewhere: Iterable[Path] = ()) ->
     """
     wanted = {node.name for node in plan.nodes}
     found_runs = [*out.glob(f"{COLLECTIVES}*"), *elsewhere]
-    newest = sorted(found_runs, key=lambda folder: folder.name, reverse=True)  # their names tell when
+    newest = sorted(found_runs, key=lambda folder: folder.name, reverse=True)  # their names say when
     for folder in newest[:SEEN_RUNS]:
         try:
             summary = Summary.load(RunFolder(folder))

@@ -49,9 +49,9 @@ def judge(node: str, found: NodeFacts | HostError, uuids: Sequence[str], needed_
     on each. share: the person wants them all the same, where that can work at all.
     """
     if isinstance(found, HostError):
-        return Seen((f"{found.message}; who else is on its GPUs is not known",))
+        return Seen((f"{found.message}; who else uses its GPUs is unknown",))
     if found.gpu_error:
-        return Seen((f"{node}: nvidia-smi: {found.gpu_error}; who else is on its GPUs is not known",))
+        return Seen((f"{node}: nvidia-smi: {found.gpu_error}; who else uses its GPUs is unknown",))
     there = {gpu.uuid: gpu for gpu in found.gpus}
     if gone := [uuid for uuid in uuids if uuid not in there]:
         return Seen((), HostError(node, f"its GPU {gone[0]} is no longer there", "`orch up` again"))
@@ -73,7 +73,7 @@ def _refusal(node: str, gpu: Gpu, needed_bytes: int, share: bool) -> HostError |
         return None
     room = f"{format_bytes(free)} of {format_bytes(gpu.memory_bytes)} are free on {_name(gpu)}"
     words = f"{room}, and the job needs about {format_bytes(needed_bytes)}; on it: {who}"
-    return HostError(node, words, f"{ELSEWHERE}, or `--share` it all the same")
+    return HostError(node, words, f"{ELSEWHERE}, or share it: `--share`")
 
 
 def _name(gpu: Gpu) -> str:

@@ -109,7 +109,7 @@ class Follow:
             self.ended_at_s = None
         elif self.ended_at_s is None:
             if missed := self.heard.missed(now_s):
-                yield Notice(f"{', '.join(sorted(missed))}: no longer answers; what the other hosts know counts")
+                yield Notice(f"{', '.join(sorted(missed))}: no answer; the job's state is as the other hosts report it")
             self.ended_at_s = time.monotonic()
 
     def _faults(self, faults: Iterable[Fault]) -> Iterator[Notice]:

@@ -96,7 +96,7 @@ class Children:
             try:
                 self.start(argv, sys.stderr, self._job.bin, environment)
             except OSError as error:  # the job goes on unwatched
-                sys.stderr.write(f"GPU use is not known: {trouble.words(error)}\n")
+                sys.stderr.write(f"GPU use is unknown: {trouble.words(error)}\n")
             else:
                 self._gpu_watch = next(reversed(self._exits))
 

@@ -91,7 +91,7 @@ def watch(program: str, rank_of: Mapping[str, int], log: Path) -> None:
             continue
         useless = 0 if seen else useless + 1
         time.sleep(max(0.0, began + EVERY_S - time.monotonic()))
-    sys.stderr.write(f"GPU use is not known from here on: {why}\n")
+    sys.stderr.write(f"GPU use is unknown from here on: {why}\n")
 
 
 def listen(program: str, fields: Mapping[str, str], note: Callable[[Sequence[str]], bool]) -> tuple[bool, str, str]:

@@ -35,7 +35,7 @@ print((time.perf_counter() - began) / 0.4, file=sys.stderr)
 
 
 def flood(folder: Path, watch: Callable[[Gang], None]) -> dict[str, float]:
-    """What the job tells of its steps."""
+    """What the job reports of its steps."""
     folder.mkdir()
     with gang(folder, FLOODS, ranks=(1,)) as job:
         job.launch()
@@ -44,7 +44,7 @@ def flood(folder: Path, watch: Callable[[Gang], None]) -> dict[str, float]:
 
 
 def follow(job: Gang) -> None:
-    """Follows it to its end, and tells what that cost."""
+    """Follows it to its end, and says what that cost."""
     printed = 0
     with follower_of(job) as following:
         while data := following.stdout.read(1 << 20):

@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", type=int, help="this one round of the seed's")
     parser.add_argument("--cells", type=int, default=6, help="rounds at once, on three hosts each")
     parser.add_argument("--torch", action="store_true", help="real torchrun in place of its quick stand-in")
-    parser.add_argument("--resume", action="store_true", help="leave out what the log tells as played")
+    parser.add_argument("--resume", action="store_true", help="leave out the rounds that the log lists as played")
     parser.add_argument("--log", type=Path)
     return parser
 

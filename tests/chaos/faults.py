@@ -38,7 +38,7 @@ TORCH_FREE = {"mixed_exits"}
 """Where ranks meet in collectives, one that is done ends all others before they come to their own end."""
 STRANGERS = Path(__file__).parents[1] / "support" / "strangers.py"
 LEASE = {"detected_s": 30.0, "gone_s": 15.0}
-"""Promised for what only silence tells."""
+"""Promised for what only silence shows."""
 
 
 def fault(kind: Fault) -> Fault:

@@ -275,7 +275,7 @@ def test_of_hosts_that_one_has_a_local_batch_leaves_the_speeds_alone(home):
 
 
 def test_a_share_beyond_what_memory_is_thought_to_hold_is_said(home, tmp_path):
-    """Without a profile nobody tells the ranks."""
+    """Without a profile the ranks receive no speeds."""
     remember(tmp_path, "a2000_v100.yaml")
     words = ("--set", "batch=16384")
     remedy = "`orch profile`, or --set accumulate=3"

@@ -43,7 +43,7 @@ class Ended:
 
     @property
     def cause(self) -> str:
-        """One line that tells why it failed, as far as its output knows."""
+        """One line that says why it failed, as far as its output knows."""
         error, last = error_in(self.output), last_word(self.output)
         if self.exit_code is not None and error:
             return error

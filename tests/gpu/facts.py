@@ -1,4 +1,4 @@
-"""What machine this is: as torch sees it, asked in a process of its own, and as the driver tells it.
+"""What machine this is: as torch sees it, asked in a process of its own, and as the driver reports it.
 
 facts = find_facts(folder)
 facts.why_unusable, facts.gpu, facts.nccl           "", "NVIDIA H200", (2, 30, 7)

@@ -16,7 +16,7 @@ CASES = {
 """shape, batch, updates, type, and how far the update may be off, as a part of it.
 
 On a CPU LeNet's in fp32 lies 2e-5 from that in fp64. ResNet-152 with fresh weights turns fp32's rounding into 8 to 16 %
-of its first update (batch 32, by whether oneDNN computes): only fp64 tells whether it is the same network.
+of its first update (batch 32, by whether oneDNN computes): only fp64 shows whether it is the same network.
 """
 
 

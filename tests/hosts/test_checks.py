@@ -121,7 +121,7 @@ FREE = {
         node(),
         facts(gpus=(gpu(compute_mode="Prohibited"), gpu(index=1, uuid="GPU-2")), torch=torch(devices=2)),
     ),
-    "an old driver does not tell": (node(), facts(gpus=(gpu(capability=None),))),
+    "an old driver does not report it": (node(), facts(gpus=(gpu(capability=None),))),
 }
 
 

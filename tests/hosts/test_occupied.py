@@ -82,9 +82,9 @@ def test_of_gpus_that_the_job_does_not_get_nothing_is_said():
 
 def test_a_look_that_fails_keeps_nobody_from_starting():
     late = judged(found=ConnectError("v100", "no answer within 60 s"))
-    assert (late.refusal, late.lines) == (None, ("v100: no answer within 60 s; who else is on its GPUs is not known",))
+    assert (late.refusal, late.lines) == (None, ("v100: no answer within 60 s; who else uses its GPUs is unknown",))
     slow = judged(found=facts(gpus=(), gpu_error="no answer in 30 s"))
-    assert slow.lines == ("v100: nvidia-smi: no answer in 30 s; who else is on its GPUs is not known",)
+    assert slow.lines == ("v100: nvidia-smi: no answer in 30 s; who else uses its GPUs is unknown",)
 
 
 def test_the_largest_of_many_come_first_and_the_rest_are_counted():

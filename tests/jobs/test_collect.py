@@ -152,7 +152,7 @@ def rewrite_longer(path):
 
 
 def replace_alike(path):
-    """Another file of the same name, which only its inode tells from the old one for the first 4 KiB."""
+    """Another file of the same name, which only its inode distinguishes from the old one for the first 4 KiB."""
     other = path.with_name("other")
     other.write_bytes(path.read_bytes()[:-10] + b"y" * 5000)
     other.rename(path)
@@ -205,7 +205,7 @@ def test_a_host_that_restarts_its_files_without_end_is_stopped(ended, run, monke
 
 
 def test_a_file_changed_in_its_middle_is_set_aside_and_comes_whole_with_the_same_collect(ended, run):
-    """Same inode, same beginning, longer: only the hash over all of it can tell."""
+    """Same inode, same beginning, longer: only the hash over all of it can show that."""
     pull(ended, run)
     path = ended.folder("a") / "rank-0" / "metrics.jsonl"
     old = path.read_bytes()

@@ -28,7 +28,7 @@ nodes:
 """
 HOSTS = {"alpha": "10.77.1.1", "beta": "10.77.1.2"}
 RANKS = {"alpha": (0,), "beta": (1, 2)}
-# Goes on until a file tells it with which code each rank is to exit. No torch: these tests count processes.
+# Goes on until a file says with which code each rank is to exit. No torch: these tests count processes.
 WAITS = """
 import json, os, pathlib, sys, time
 print("hello from", os.environ["RANK"], flush=True)

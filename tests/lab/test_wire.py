@@ -165,7 +165,7 @@ def test_a_run_ends_with_the_cause_when_the_masters_host_loses_power_and_stays_a
     run = ended["power"].result()
     assert run.exit_code == 1, run.shown
     assert run.lasted_s < 75, run.shown
-    assert "alpha3: no longer answers; what the other hosts know counts" in run.shown
+    assert "alpha3: no answer; the job's state is as the other hosts report it" in run.shown
     assert "first cause: alpha3: no word from the master for 20 s" in run.shown
     (job,) = cells[2].person.asks("jobs", "--cluster", cells[2].cluster, exit_code=None)["jobs"]
     assert (job["state"], job["exit_code"], job["first_failure"]["node"]) == ("failed", 1, "alpha3")

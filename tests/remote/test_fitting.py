@@ -1,4 +1,4 @@
-"""What a supervisor tells fits: into the room kept on a full disk, and into one line of the hub."""
+"""What a supervisor reports fits: into the room kept on a full disk, and into one line of the hub."""
 
 import json
 

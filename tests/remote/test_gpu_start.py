@@ -95,7 +95,7 @@ def test_of_a_command_line_only_what_is_no_secret_is_reported(command_line, show
 
 
 class Started:
-    """A job of one node with GPU-a, and a controller that remembers what it is to tell."""
+    """A job of one node with GPU-a, and a controller that keeps the lines it is to show."""
 
     def __init__(self, job, home):
         (node,) = job.plan.nodes

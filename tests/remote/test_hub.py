@@ -286,7 +286,7 @@ async def test_a_member_cut_off_for_good_is_lost_on_both_sides_when_the_lease_is
 
 @on_a_hub
 async def test_a_hub_that_refuses_connections_is_gone_before_the_lease_is_over(wired):
-    lease.LEASE_S = 100.0  # only the refusal is left to tell; the fixture puts it back
+    lease.LEASE_S = 100.0  # only the refusal is left to show it; the fixture puts it back
     member = Member(wired)
     await wired.until(lambda hub: "b" in hub.statuses)
     wired.hub.close()

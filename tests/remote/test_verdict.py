@@ -87,7 +87,7 @@ HOW = "no connection"
 
 
 def cut(**ways):
-    """cut(b="c"): b tells that it does not reach c."""
+    """cut(b="c"): b reports that it does not reach c."""
     return {name: status("running") | {"cut": dict.fromkeys(ways.get(name, ""), HOW)} for name in "abcd"}
 
 

@@ -28,7 +28,7 @@ def finished(epoch: int, seconds: Any) -> dict[str, Any]:
 
 
 def of_run(tmp_path: Path, *lines: Any, other: Any = (), **options: Any) -> Summary:
-    """Of two ranks: what the first tells, and the second's; without it, the same."""
+    """Two ranks: what the first reports, and the second; without it, the same."""
     metrics = {0: [start(), *lines, end()], 1: [start(), *(other or lines), end()]}
     return analyse(write_run(tmp_path / "run", [Host("a", **options), Host("b", **options)], metrics))
 

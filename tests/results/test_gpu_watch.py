@@ -211,7 +211,7 @@ def test_garbage_is_no_reading_and_asking_ends_with_the_reason_in_the_log(tmp_pa
     path = nvidia_smi(tmp_path / "bin", script)
     gpus.watch(path.partition(":")[0] + "/nvidia-smi", {"GPU-a": 0}, tmp_path / "gpu.jsonl")
     assert not (tmp_path / "gpu.jsonl").exists()
-    assert "GPU use is not known from here on: nvidia-smi exited" in capfd.readouterr().err
+    assert "GPU use is unknown from here on: nvidia-smi exited" in capfd.readouterr().err
 
 
 def test_a_program_that_is_gone_is_no_crash(tmp_path, monkeypatch, capfd):

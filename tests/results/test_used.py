@@ -36,7 +36,7 @@ def with_plan(run: RunFolder, **changes: Any) -> RunFolder:
 def test_settings_are_shown_as_they_turned_out_beside_what_was_asked(tmp_path: Path) -> None:
     summary = analyse(write_run(tmp_path / "run", TWO, lines_of([2, 2]), settings=ASKED))
     assert (summary.settings["num_workers"], summary.settings["loader"]) == (2, "workers")
-    assert summary.settings["batch"] == 96  # no rank tells another
+    assert summary.settings["batch"] == 96  # no rank reports another
     assert summary.asked == {"num_workers": -1, "loader": "auto"}
     assert '<dt>num_workers</dt><dd>2 <span class="soft">(asked: -1)</span></dd>' in render_report(summary)
     assert Summary.load(RunFolder(tmp_path / "run")) == summary

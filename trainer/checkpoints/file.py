@@ -173,7 +173,7 @@ def _check_form(saved: Checkpoint) -> None:
     if not all(
         isinstance(number, int) and number >= 0 for number in (saved.train_samples, size, saved.epoch, saved.step)
     ):
-        raise TypeError("a number is none")
+        raise TypeError("a count or position is not a whole number of at least 0")
     for of_ranks, kind in (
         (saved.names, str),
         (saved.shares, int),
@@ -186,15 +186,15 @@ def _check_form(saved: Checkpoint) -> None:
     if any(len(sums) != 3 or not all(isinstance(one, float) for one in sums) for sums in saved.sums):
         raise ValueError("a rank's sums are incomplete")
     if not all(isinstance(one, Tensor) and one.is_floating_point() for own in saved.own for one in own.values()):
-        raise TypeError("what a rank has for itself is none")
+        raise TypeError("a rank's own state is not a tensor of floating point")
     if any(_shapes(own) != _shapes(saved.own[0]) for own in saved.own):
-        raise ValueError("what the ranks have for themselves is not alike")
+        raise ValueError("the ranks' own states differ in name or shape")
     if not all(isinstance(tensor, Tensor) for tensor in saved.model.values()):
-        raise TypeError("a weight is none")
+        raise TypeError("a weight is not a tensor")
     if not all(tensor is None or isinstance(tensor, Tensor) for tensor in saved.momentum):
-        raise TypeError("a momentum is none")
+        raise TypeError("a momentum is not a tensor")
     if not isinstance(saved.settings, dict) or not isinstance(saved.scaler, dict) or not isinstance(saved.data, str):
-        raise TypeError("the settings are none")
+        raise TypeError("the settings, the scaler or the name of the data have another type")
 
 
 def _shapes(tensors: dict[str, Tensor]) -> dict[str, torch.Size]:

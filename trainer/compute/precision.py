@@ -130,7 +130,7 @@ def _shared_scaler(device: torch.device, group: dist.ProcessGroup) -> Any:
 
 def build_precision(amp: str, device: torch.device, group: dist.ProcessGroup | None) -> Full:
     """group: of the ranks that leave an update out together (fp16); None where each decides by itself, and waits for
-    nobody: what they would tell each other in `local` would queue behind the weights that travel.
+    nobody: what they would exchange in `local` would queue behind the weights that travel.
 
     Raises TrainError where the device, or this torch on it, cannot compute so.
     """
