@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from trainer.interrupt import leave
 from trainer.run_rank import run, say
 from trainer.shared.config import SettingsError, help_text, parse_arguments
 
@@ -70,15 +71,15 @@ def starting(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
 
 def _how_many(text: str) -> int:
     if text == "gpu":
-        import torch
+        from trainer.spawn import gpu_count
 
-        if not torch.cuda.device_count():
+        if not (found := gpu_count()):
             raise SettingsError(["spawn: torch sees no GPU here; give a number of ranks, and --device cpu"])
-        return torch.cuda.device_count()
+        return found
     if not text.isdecimal() or not 1 <= int(text) <= 1024:
         raise SettingsError([f"spawn: {text!r} is not gpu or a number of ranks from 1"])
     return int(text)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -42,12 +42,15 @@ class Forked:
         cwd: str | Path | None = None,
         input_: str = "",
         network: Path | None = None,
+        session: bool = False,
     ) -> None:
-        """env, cwd: ours where not given. network: a namespace to be in. Standard input ends after `input_`."""
+        """env, cwd: ours where not given. network: a namespace to be in. session: whether it begins one of its own.
+        Standard input ends after `input_`.
+        """
         self.args, self.returncode = list(words), None
         ends = [os.pipe() for _ in range(4)]
         place = {"env": dict(os.environ if env is None else env), "cwd": str(cwd or os.getcwd())}
-        request = {"words": self.args, "network": network and str(network), **place}
+        request = {"words": self.args, "network": network and str(network), "session": session, **place}
         theirs = [ends[0][0], *(write for _, write in ends[1:])]
         try:
             self.pid = _server(kind).fork(request, theirs)

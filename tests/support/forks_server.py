@@ -106,6 +106,8 @@ def become(program: Callable[[list[str]], Any], request: dict[str, Any], handles
         for number, handle in enumerate(handles[:3]):
             os.dup2(handle, number)
         os.closerange(3, 1024)
+        if request["session"]:
+            os.setsid()
         if request["network"]:
             enter(request["network"])
         os.environ.clear()

@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("torchvision")
 
+from tests.support import forks
 from trainer.__main__ import starting
 from trainer.shared.config import SettingsError
 
@@ -26,19 +27,24 @@ SYNTHETIC = ["--exp", "mnist_lenet", "--data", "synthetic", "--device", "cpu", "
 
 
 @contextlib.contextmanager
-def spawned(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def spawned(folder: Path, *arguments: str, fresh: bool = False) -> Iterator[Any]:
     """`python -m trainer --spawn 2` in a session of its own, of which nothing may stay."""
     env = {**os.environ, "ORCH_METRICS": f"{folder}/{{rank}}.jsonl", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "trainer", "--spawn", "2", *SYNTHETIC, *arguments]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, cwd=ROOT, env=env, text=True, start_new_session=True, **pipes)
-    try:
-        yield process
-        wait_until(lambda: not is_there(process.pid))
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+    words = ["--spawn", "2", *SYNTHETIC, *arguments]
+    process: Any
+    if fresh:
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        command = [sys.executable, "-m", "trainer", *words]
+        process = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, **pipes)
+    else:
+        process = forks.start(forks.TRAINER, words, cwd=ROOT, env=env, session=True)
+    with process:
+        try:
+            yield process
+            wait_until(lambda: not is_there(process.pid))
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def is_there(group: int) -> bool:
@@ -60,18 +66,13 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 100) -> None:
         time.sleep(0.02)
 
 
-def rank_process(parent: int, rank: int) -> int:
-    """The ranks are the children of the process that they are forked from, in their order."""
-    (server,) = (pid for pid in children(parent) if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes())
-    return children(server)[rank]
-
-
 def children(parent: int) -> list[int]:
+    """Its ranks, in their order."""
     return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
 
 
 def test_ranks_train_together_and_the_end_is_theirs(tmp_path: Path) -> None:
-    with spawned(tmp_path, "--samples", "100", "--epochs", "1", "--eval_every", "0") as process:
+    with spawned(tmp_path, "--samples", "100", "--epochs", "1", "--eval_every", "0", fresh=True) as process:
         said, errors = process.communicate(timeout=120)
         assert (process.returncode, errors) == (0, "")
     first = "mnist_lenet: lenet on synthetic, batch 64 over 2 ranks, strategy ddp, fidelity exact"
@@ -93,7 +94,7 @@ def test_what_all_ranks_refuse_is_said_once(tmp_path: Path) -> None:
 def test_a_rank_that_is_killed_ends_all_and_is_named(tmp_path: Path) -> None:
     with spawned(tmp_path, "--epochs", "1000") as process:
         wait_until(lambda: len(records(tmp_path, 0)) > 3)
-        os.kill(rank_process(process.pid, 1), signal.SIGKILL)
+        os.kill(children(process.pid)[1], signal.SIGKILL)
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 128 + signal.SIGKILL
     assert errors.splitlines()[-1] == "rank 1 was killed by SIGKILL; the others were ended"
