@@ -71,8 +71,9 @@ OWNER = Owner(id="a" * 32, name="ada@desk")
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory):
-    """A Python with another torch than any that is asked for here."""
-    return with_quick_venv(quick_python(tmp_path_factory.mktemp("bare")), tmp_path_factory.mktemp("prepared"))
+    """A Python with another torch than any that is asked for here; its pip lies in its folder, too."""
+    folder = tmp_path_factory.mktemp("bare")
+    return with_quick_venv(quick_python(folder), folder / "pip")
 
 
 def set_up(workdir, env, wanted=WANTED, *, python):
@@ -180,6 +181,7 @@ def test_a_host_that_has_the_torch_itself_is_left_alone(tmp_path):
 def test_requirements_come_above_the_hosts_own_torch_once(wheels, bare, tmp_path):
     """The host's Python is a virtual environment that has a torch: none is fetched, and a second run does nothing."""
     base, _ = set_up(tmp_path / "host", {"PIP_FIND_LINKS": str(wheels)}, python=bare)
+    with_quick_venv(base.python, tmp_path / "pip")
     wheel(tmp_path, "needed", "1.0", {"needed.py": "word = 'here'\n"})
     wheel(tmp_path, "later", "1.0", {"later.py": ""})
     own, work, env = replace(WANTED, any_torch=True), tmp_path / "work", {"PIP_FIND_LINKS": str(tmp_path)}
@@ -266,18 +268,18 @@ def test_the_question_names_only_what_is_missing():
 
 @pytest.mark.lab
 @pytest.mark.timeout(300)
-def test_from_setup_to_down(wheels, tmp_path, tmp_path_factory):
+def test_from_setup_to_down(wheels, bare, tmp_path, tmp_path_factory):
     """One host finds the wheels, the other has no way out. `up` and `run` use the environment; `down` removes it."""
     links = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/home/lab/data/wheels", "PIP_CONFIG_FILE": "/dev/null"}
     inventory = f"""
 cluster: setup
-defaults: {{device: cpu, ranks: 1}}
+defaults: {{device: cpu, ranks: 1, python: {bare}}}
 nodes:
   - {{name: alpha, host: 10.78.2.1, env: {json.dumps(links)}}}
   - {{name: beta, host: 10.78.2.2}}
 """
     home = tmp_path_factory.mktemp("home")
-    with lab(inventory, quick=True) as pair:
+    with lab(inventory, binds=[str(Path(bare).parents[1])]) as pair:
         person = Person(pair, home, tmp_path)
         person.types("up", str(pair.inventory))
         person.types("data", "push", str(wheels), "--to", "wheels", "--nodes", "alpha")
