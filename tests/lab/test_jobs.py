@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from tests.support.lab import lab
+from tests.support.quick_python import quick_python
 from tests.support.terminal import Person
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(600)]
@@ -26,6 +27,7 @@ nodes:
   - {name: alpha, host: 10.77.1.1, ranks: 1}
   - {name: beta, host: 10.77.1.2, ranks: 2}
 """
+DISKS = Path("/var/lib/orch-lab")
 HOSTS = {"alpha": "10.77.1.1", "beta": "10.77.1.2"}
 RANKS = {"alpha": (0,), "beta": (1, 2)}
 # Goes on until a file says with which code each rank is to exit. No torch: these tests count processes.
@@ -39,9 +41,15 @@ sys.exit(json.loads(end.read_text()).get(os.environ["RANK"], 0))
 
 
 @pytest.fixture(scope="module")
-def person(tmp_path_factory):
+def python(tmp_path_factory):
+    """With the real torchrun."""
+    return quick_python(tmp_path_factory.mktemp("python") / "quick", torchrun=True)
+
+
+@pytest.fixture(scope="module")
+def person(tmp_path_factory, python):
     """To them, the hosts have a torchrun that starts ranks and nothing else: most tests count processes."""
-    with lab(INVENTORY, quick=True) as pair:
+    with lab(INVENTORY, quick=True, binds=[str(Path(python).parents[1])]) as pair:
         folder = tmp_path_factory.mktemp("work")
         someone = Person(pair, tmp_path_factory.mktemp("home"), folder)
         (folder / "waits").mkdir()
@@ -51,11 +59,11 @@ def person(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def trainer(person, tmp_path_factory):
+def trainer(person, python, tmp_path_factory):
     """Another person on the same hosts, with the real torchrun."""
     someone = Person(person.lab, tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("work"))
     content = yaml.safe_load(person.lab.inventory.read_text())
-    del content["defaults"]["python"]
+    content["defaults"]["python"] = python
     (someone.folder / "rack.yaml").write_text(yaml.safe_dump(content))
     someone.types("up", "rack.yaml")
     return someone
@@ -64,9 +72,10 @@ def trainer(person, tmp_path_factory):
 def begin(person: Person) -> str:
     """A job that waits, with all its ranks running; its id."""
     job = person.types("run", "--detach", "--", "waits/waits.py").stdout.strip()
-    with person.starts("logs", "-f", "--job", job) as following:
-        until_all_speak(following)
-        os.kill(controller_pid(following.pid), signal.SIGKILL)
+    disks = DISKS / person.lab.cluster
+    logs = f"*/home/lab/.orch/jobs/{job}/rank-*/stdout.log"
+    until(lambda: sum("hello from" in log.read_text() for log in disks.glob(logs)) == 3, "all ranks to speak")
+    assert person.job(job)["state"] == "running"  # and from now on it is remembered so
     return job
 
 
