@@ -38,9 +38,9 @@ from orchestrator.transport import CommandResult
 from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.fanout import for_each
 from orchestrator.transport.local import LocalTransport
-from tests.planning.test_build import pair, plan
 from tests.support import fuzz
 from tests.support.local_job import gang
+from tests.support.plans import pair, plan
 
 ROOT = Path(__file__).resolve().parents[1]
 NOBODY = 65534

@@ -9,28 +9,17 @@ import threading
 import pytest
 
 from orchestrator.errors import OrchError, StateError, UsageError
-from orchestrator.hosts.cluster import Cluster, Problem
-from orchestrator.hosts.inventory import Node
-from orchestrator.jobs.record import JobRecord
+from orchestrator.hosts.cluster import Problem
 from orchestrator.paths import Home
 from orchestrator.store import Store
-from tests.hosts.test_checks import facts
-from tests.planning.test_build import a2000_v100
+from tests.support.plans import a2000_v100
+from tests.support.probed_hosts import facts
+from tests.support.remembered import cluster, job
 
 
 @pytest.fixture
 def store(tmp_path):
     return Store(Home(tmp_path / "home"))
-
-
-def cluster(name="lab", **changes):
-    nodes = (Node(name="a", host="10.0.0.1"), Node(name="b", host="10.0.0.2", bandwidth_bps=2.5e9))
-    return Cluster(**{"name": name, "file": "/home/me/lab.yaml", "nodes": nodes, **changes})
-
-
-def job(name, started="2026-11-21T09:00:00+00:00", **changes):
-    fields = {"id": name, "state": "running", "exp": "mnist_lenet", "cluster": "lab", "nodes": ("a", "b")}
-    return JobRecord(**{**fields, "started": started, **changes})
 
 
 def test_a_cluster_comes_back_as_it_was_saved(store):

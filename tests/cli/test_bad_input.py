@@ -28,8 +28,8 @@ from orchestrator.hosts.facts import Interface, Route
 from orchestrator.hosts.inventory import Node
 from orchestrator.paths import Home
 from orchestrator.store import Store
-from tests.hosts.test_checks import facts
 from tests.hosts.test_inventory import KEY
+from tests.support.probed_hosts import facts
 
 ROOT = Path(__file__).resolve().parents[2]
 ORCH = [sys.executable, "-m", "orchestrator.cli"]

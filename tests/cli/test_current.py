@@ -14,8 +14,8 @@ from orchestrator.jobs.running import RunningJob
 from orchestrator.paths import Home
 from orchestrator.store import Store
 from tests.cli.test_cli import COMMANDS
-from tests.planning.test_build import a2000_v100
-from tests.test_store import cluster, job
+from tests.support.plans import a2000_v100
+from tests.support.remembered import cluster, job
 
 
 @pytest.fixture

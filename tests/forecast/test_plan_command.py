@@ -24,7 +24,7 @@ from orchestrator.results.summary import Summary
 from orchestrator.store import Store
 from orchestrator.views.plan import Outlook, _hosts
 from orchestrator.views.report import render_report
-from tests.planning.test_build import INVENTORY, host
+from tests.support.plans import INVENTORY, host
 from tests.support.run_folders import two_hosts
 from trainer.shared.shares import Speed
 

@@ -9,7 +9,7 @@ from orchestrator.hosts.election import elect
 from orchestrator.hosts.facts import Interface, Route
 from orchestrator.hosts.inventory import Node, Paced
 from orchestrator.hosts.inventory_file import load_inventory
-from tests.hosts.test_checks import facts, gpu
+from tests.support.probed_hosts import facts, gpu
 
 INVENTORY = Path(__file__).parents[2] / "inventory"
 MIB = 1 << 20

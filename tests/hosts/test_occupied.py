@@ -7,8 +7,8 @@ from orchestrator.forecast.memory import needed_bytes
 from orchestrator.hosts.facts import Occupant
 from orchestrator.hosts.occupied import judge, warnings, without_jobs
 from orchestrator.planning.request import RunRequest
-from tests.hosts.test_checks import GIB, OTHER, facts, gpu
-from tests.planning.test_build import pair, plan
+from tests.support.plans import pair, plan
+from tests.support.probed_hosts import GIB, OTHER, facts, gpu
 from trainer.shared.config import settings_from
 
 ALICE = "alice's python3 train.py (pid 4711, 12.0GiB)"

@@ -7,7 +7,7 @@ from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.wheels import BUILDS, PAIRS, build_of, misfit, newest_for, numbers, supports
 from orchestrator.provision.service import gpu_hosts
 from orchestrator.provision.venvs import WantedVersions, choose
-from tests.hosts.test_checks import CPU_TORCH, CU117, CU132, facts, gpu, node, torch
+from tests.support.probed_hosts import CPU_TORCH, CU117, CU132, facts, gpu, node, torch
 
 V100 = gpu("7.0", driver="580.95.05")
 A2000 = gpu("8.6", name="NVIDIA RTX A2000 12GB", driver="580.95.05")

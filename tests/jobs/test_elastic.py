@@ -25,10 +25,10 @@ from orchestrator.planning.launch_plan import Elastic
 from orchestrator.remote import processes
 from orchestrator.views import launch_plan
 from tests.jobs.test_state import HOSTILE, PLAN, known
-from tests.planning.test_build import SCRIPT, host, node
-from tests.planning.test_build import plan as planned
 from tests.remote.test_supervisor import left
 from tests.support.local_job import Gang, gang
+from tests.support.plans import SCRIPT, host, node
+from tests.support.plans import plan as planned
 from trainer.shared.config import parse_settings
 from trainer.shared.shares import without_absent
 

@@ -12,7 +12,7 @@ from orchestrator.jobs import state
 from orchestrator.jobs.launch import node_request
 from orchestrator.jobs.record import FirstFailure, JobRecord
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
-from tests.planning.test_build import CODE
+from tests.support.plans import CODE
 
 STATES = ("starting", "running", "succeeded", "failed", "cancelled", "lost")
 

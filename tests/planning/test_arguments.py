@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from orchestrator.hosts.election import elect
 from orchestrator.planning.arguments import trainer_arguments
 from orchestrator.planning.draft import Draft
 from orchestrator.planning.nccl import choose_carrier
 from orchestrator.planning.placement import place
 from orchestrator.planning.split import split_batch_of
-from tests.planning.test_build import CODE, by_hand, elect, pair
+from tests.support.plans import CODE, by_hand, pair
 from trainer.shared.config import SettingsError, settings_from
 
 

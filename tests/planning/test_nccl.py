@@ -13,9 +13,9 @@ from orchestrator.planning.nccl import GpuHost, unlike_versions
 from orchestrator.planning.request import RunRequest, read_experiment
 from orchestrator.views import launch_plan
 from orchestrator.views.plan import outlook_of
-from tests.hosts.test_checks import facts as facts_of
-from tests.hosts.test_checks import torch as torch_of
-from tests.planning.test_build import RESNET, SCRIPT, by_hand, host, node, pair, plan
+from tests.support.plans import RESNET, SCRIPT, by_hand, host, node, pair, plan
+from tests.support.probed_hosts import facts as facts_of
+from tests.support.probed_hosts import torch as torch_of
 
 ROCE, INFINIBAND = RdmaPort(device="mlx5_0", link_layer="Ethernet"), RdmaPort(device="mlx5_1", link_layer="InfiniBand")
 CHOICES = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NET_OVERHEAD": "1000"}

@@ -11,7 +11,7 @@ from orchestrator.planning.command_line import run_line
 from orchestrator.planning.launch_plan import CodeFolder
 from orchestrator.planning.variables import read_variables
 from orchestrator.views import launch_plan
-from tests.planning.test_build import RESNET, host, plan
+from tests.support.plans import RESNET, host, plan
 
 OWN = {"HF_TOKEN": "hf_here", "HOME": "/root"}
 FILE = """\

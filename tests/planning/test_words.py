@@ -11,7 +11,7 @@ from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.inventory import Node
 from orchestrator.paths import Home
 from orchestrator.store import Store
-from tests.hosts.test_checks import facts
+from tests.support.probed_hosts import facts
 
 
 @pytest.fixture

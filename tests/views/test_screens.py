@@ -15,8 +15,8 @@ from orchestrator.studies.tables import STUDIES
 from orchestrator.views import comparison, console, job_table, network, numbers, tables
 from orchestrator.views.study_table import cells, dispensable, titles
 from tests.forecast.test_plan_command import RESNET, home, orch  # noqa: F401  (home is a fixture)
+from tests.support.remembered import cluster, job
 from tests.support.run_folders import two_hosts
-from tests.test_store import cluster, job
 
 ID = "resnet152_cifar-20261121-{:04d}-k3f"
 FAILURE = FirstFailure(node="v100", rank=1, reason="rank 1 was killed by SIGKILL, most likely since memory ran out")
