@@ -149,3 +149,4 @@ if __name__ == "__main__":
     gc.collect()
     gc.freeze()  # no fork looks through what was imported, which would copy all of it
     serve(program, socket.socket(fileno=int(sys.argv[2])))
+    os._exit(0)  # torch takes most of a second to clear away
