@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -65,22 +66,42 @@ def test_a_row_that_needs_a_number_of_ranks_spreads_them_over_as_many_hosts_as_f
     assert "needs 7 ranks in all" in choose_nodes(StudyRow("r", (), "mnist_lenet", ranks=7), hosts)
 
 
+def come_up(folder, python):
+    """The home of somebody whose cluster of two local nodes is up."""
+    nodes = "".join(f"  - {{name: {n}, address: 127.0.0.1, workdir: {folder}/{n}}}\n" for n in "ab")
+    file = folder / "inventory.yaml"
+    env = 'env: {OMP_NUM_THREADS: "1"}'
+    file.write_text(
+        f"cluster: t\ndefaults: {{transport: local, device: cpu, python: {python}, {env}}}\nnodes:\n{nodes}"
+    )
+    home = Home(folder / "home")
+    with Connections(home) as connections:
+        Controller(Store(home), connections).clusters.up(load_inventory(file))
+    return home
+
+
+@pytest.fixture(scope="module")
+def quick_home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("quick")
+    return come_up(folder, quick_python(folder / "quick"))
+
+
 @pytest.fixture
-def bench(tmp_path, monkeypatch):
+def bench(tmp_path, monkeypatch, quick_home):
     """A study of three short rows, and sweeps of it on two local nodes on which nothing can be trained."""
-    with sweeps(tmp_path, monkeypatch, quick_python(tmp_path / "quick")) as made:
+    with sweeps(tmp_path, monkeypatch, Home(shutil.copytree(quick_home.root, tmp_path / "home"))) as made:
         yield made
 
 
 @pytest.fixture
 def real_bench(tmp_path, monkeypatch):
     """The same, on nodes that train."""
-    with sweeps(tmp_path, monkeypatch, quick_python(tmp_path / "quick", trains=True)) as made:
+    with sweeps(tmp_path, monkeypatch, come_up(tmp_path, quick_python(tmp_path / "quick", trains=True))) as made:
         yield made
 
 
 @contextlib.contextmanager
-def sweeps(tmp_path, monkeypatch, python):
+def sweeps(tmp_path, monkeypatch, home):
     rows = (
         StudyRow("pair", ("two",), "mnist_lenet", {**SHORT, "strategy": "ddp"}, ranks=2, published=("1.0",)),
         StudyRow("none-can", ("x",), "mnist_lenet", SHORT, hosts=(("3090", 2),), published=("2.0",)),
@@ -88,16 +109,8 @@ def sweeps(tmp_path, monkeypatch, python):
     )
     study = Study("t", "s", ("ranks",), ("samples_per_s", "train_s"), ("seconds",), rows)
     monkeypatch.setitem(tables.STUDIES, "short", study)
-    nodes = "".join(f"  - {{name: {n}, address: 127.0.0.1, workdir: {tmp_path}/{n}}}\n" for n in "ab")
-    file = tmp_path / "inventory.yaml"
-    env = 'env: {OMP_NUM_THREADS: "1"}'
-    file.write_text(
-        f"cluster: t\ndefaults: {{transport: local, device: cpu, python: {python}, {env}}}\nnodes:\n{nodes}"
-    )
-    home = Home(tmp_path / "home")
     with Connections(home) as connections:
         controller = Controller(Store(home), connections)
-        controller.clusters.up(load_inventory(file))
 
         def made(**overrides):
             return Sweep("short", controller, controller.store.cluster("t"), tmp_path / "out", overrides)
