@@ -7,6 +7,7 @@ in a tenth of a second, for tests that count starts, deaths and leftovers and tr
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -22,6 +23,8 @@ from orchestrator.jobs.watch import watch_records
 from orchestrator.planning.build import torchrun_arguments
 from orchestrator.planning.bundle import pack_folder
 from orchestrator.planning.launch_plan import Elastic, LaunchPlan, NodePlan
+from orchestrator.remote.agent import agent_state
+from orchestrator.remote.layout import JobFolder
 from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.local import LocalTransport
 
@@ -65,14 +68,18 @@ class Gang:
         return combine(self.plan, found, self.record(), datetime.now(timezone.utc))
 
     def wait_for(self, condition) -> dict[str, Mapping]:
-        """Until condition(agents by node) holds; follows the records, does not poll."""
-        found = {}
-        for name, item in watch_records(self.plan, self.hosts):
-            if hasattr(item, "record"):
-                found[name] = item.record
-                if len(found) == len(self.plan.nodes) and condition(found):
-                    return found
-        raise AssertionError(f"the job ended before the condition held: {found}")
+        """Until condition(agents by node) holds. Reads the records where they lie: no host is asked."""
+        while True:
+            found = {node.name: agent_state(JobFolder(self.folder(node.name))) for node in self.plan.nodes}
+            if all("pid" in agent for agent in found.values()) and condition(found):
+                return found
+            assert not self.is_over(), f"the job ended before the condition held: {found}"
+            time.sleep(0.02)
+
+    def is_over(self) -> bool:
+        """Whether every host has spoken its last word, and its keeper has ended."""
+        jobs = [JobFolder(self.folder(node.name)) for node in self.plan.nodes]
+        return all(job.is_final() and not agent_state(job)["alive"] for job in jobs)
 
     def wait_running(self) -> dict[str, Mapping]:
         return self.wait_for(
@@ -139,5 +146,6 @@ def gang(
     try:
         yield made
     finally:
-        control.cancel(made.plan, made.hosts)
-        made.wait()
+        if not made.is_over():
+            control.cancel(made.plan, made.hosts)
+            made.wait()
