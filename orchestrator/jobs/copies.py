@@ -8,6 +8,7 @@ for lines in copied_lines(plan, copy): ...
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -55,12 +56,11 @@ def _date(iso: str) -> str:
 def copied_lines(plan: LaunchPlan, run: RunFolder) -> Iterator[tuple[LogLine, ...]]:
     """Every line of every rank that was collected, log after log."""
     splitter = Splitter()
-    for node in plan.nodes:
-        for rank in node.rank_numbers:
-            for log in LOGS:
-                for piece in _pieces(run.rank(node.name, rank) / log, f"rank-{rank}/{log}", rank):
-                    if lines := tuple(splitter.split(node.name, piece)):
-                        yield lines
+    ranks = [(node.name, rank) for node in plan.nodes for rank in node.rank_numbers]
+    for (node, rank), log in itertools.product(ranks, LOGS):
+        for piece in _pieces(run.rank(node, rank) / log, f"rank-{rank}/{log}", rank):
+            if lines := tuple(splitter.split(node, piece)):
+                yield lines
     if lines := tuple(splitter.rest()):
         yield lines
 

@@ -94,15 +94,18 @@ class FoundFile:
                 if why := self._not_ours(name, found):
                     self.skipped[why] += 1
                 elif stat.S_ISDIR(found.st_mode):
-                    if entry.name != "__pycache__":
-                        with contextlib.suppress(OSError), folder(entry.name, top) as below:
-                            yield from self._below(below, name)
+                    yield from self._in_folder(top, entry.name, name)
                 elif not UNFINISHED.fullmatch(entry.name) and self._shipped.get(name) != mark(found):
                     self._count += 1
                     if self._count > MAX_FILES:
                         self.skipped["more"] += 1
                         continue
                     yield [name, found.st_size, found.st_mtime_ns, found.st_ino, found.st_blocks * 512]
+
+    def _in_folder(self, top: int, own_name: str, name: str) -> Iterator[list[Any]]:
+        if own_name != "__pycache__":
+            with contextlib.suppress(OSError), folder(own_name, top) as below:
+                yield from self._below(below, name)
 
     def _not_ours(self, name: str, found: os.stat_result) -> str | None:
         if stat.S_ISLNK(found.st_mode):

@@ -48,11 +48,15 @@ def print_events(
                     board.show(event)
                 else:
                     board.lines_come()
-                    # One segment as it is: laying out each line would cost a flood of them ten times what they cost us.
-                    if text := "".join([words.of(line) for line in event if show(line)]):
-                        stream.print(Segments([Segment(text)]), end="")
+                    _print_lines("".join([words.of(line) for line in event if show(line)]), stream)
     finally:
         board.close()
+
+
+def _print_lines(text: str, stream: Console) -> None:
+    """One segment as it is: laying out each line would cost a flood of them ten times what they cost us."""
+    if text:
+        stream.print(Segments([Segment(text)]), end="")
 
 
 @contextlib.contextmanager
