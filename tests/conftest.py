@@ -24,10 +24,8 @@ settings.register_profile(
 )
 settings.load_profile("beside-others")
 
-# What ranks import, and an optimiser with its first step: that takes seconds, and is done once for all of a test run.
-RANKS_IMPORT = ["torch._dynamo", "torch.distributed.fsdp", "trainer.strategies", "trainer.train"]
-RANKS_IMPORT += ["trainer.measure.collectives"]
-multiprocessing.set_forkserver_preload(RANKS_IMPORT)
+# Ranks are forked where all that they import is there already.
+multiprocessing.set_forkserver_preload(["tests.support.ranks_import"])
 
 # Started in the background, a test run inherits an ignored SIGINT, and so would everything that it starts: the tests of
 # Ctrl-C would wait for ever.

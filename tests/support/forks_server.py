@@ -45,14 +45,7 @@ def orch() -> Callable[[list[str]], Any]:
 
 
 def trainer() -> Callable[[list[str]], Any]:
-    for name in (
-        "torch._dynamo",
-        "torch.distributed.fsdp",
-        "trainer.strategies",
-        "trainer.train",
-        "trainer.measure.profile",
-    ):
-        import_module(name)
+    import_module("tests.support.ranks_import")
     from trainer.__main__ import main
 
     return main
