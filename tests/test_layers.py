@@ -61,6 +61,7 @@ TRAINER_ORDER = [
     "data",
     "paced",
     "strategies",
+    "pipeline",
     "rebalance",
     "training",
     "setup",

@@ -1,0 +1,126 @@
+"""Gradients of weights, later than those of what went in: what the stage before waits for goes first.
+
+    later = Later()
+    split_backward(network, later)
+    loss.backward()                       inputs' gradients, and those of small weights (BatchNorm, biases)
+    later.run(later.cut())                those of the convolutions' and linear layers' weights
+
+Each is computed by the very function that autograd would have called, with the other half of its results left out, and
+added to `.grad` as autograd would have: the sums are the same to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Work = Callable[[], None]
+
+
+class Later:
+    """What has been put off, in the order in which autograd came to it."""
+
+    def __init__(self) -> None:
+        self._works: list[Work] = []
+
+    def add(self, work: Work) -> None:
+        self._works.append(work)
+
+    def cut(self) -> list[Work]:
+        """All since the last time."""
+        works, self._works = self._works, []
+        return works
+
+
+def split_backward(network: nn.Module, later: Later) -> None:
+    """From now on backward leaves the weights' gradients of its convolutions and linear layers to `later`."""
+    for module in network.modules():
+        if type(module) is nn.Conv2d and module.padding_mode == "zeros" and not isinstance(module.padding, str):
+            module.forward = partial(_convolved, module, later)  # type: ignore[method-assign]
+        elif type(module) is nn.Linear:
+            module.forward = partial(_linear, module, later)  # type: ignore[method-assign]
+
+
+def _convolved(module: nn.Conv2d, later: Later, images: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():
+        return module._conv_forward(images, module.weight, module.bias)
+    output: Tensor = _Convolution.apply(images, module.weight, module.bias, module, later)  # type: ignore[no-untyped-call]
+    return output
+
+
+def _linear(module: nn.Linear, later: Later, inputs: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():
+        return nn.functional.linear(inputs, module.weight, module.bias)
+    output: Tensor = _Product.apply(inputs, module.weight, module.bias, later)  # type: ignore[no-untyped-call]
+    return output
+
+
+def added(weight: Tensor, gradient: Tensor) -> None:
+    """As autograd does it."""
+    gradient = gradient.to(weight.dtype)
+    if weight.grad is None:
+        weight.grad = gradient
+    else:
+        weight.grad += gradient
+
+
+def _cast(*tensors: Tensor | None) -> list[Any]:
+    """To what autocast would have computed with."""
+    kind = next(tensor.device.type for tensor in tensors if tensor is not None)
+    on = torch.is_autocast_cpu_enabled() if kind == "cpu" else torch.is_autocast_enabled()
+    if not on:
+        return list(tensors)
+    to = torch.get_autocast_cpu_dtype() if kind == "cpu" else torch.get_autocast_gpu_dtype()
+    return [None if tensor is None else tensor.to(to) for tensor in tensors]
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        context: Any, images: Tensor, weight: Tensor, bias: Tensor | None, module: nn.Conv2d, later: Later
+    ) -> Tensor:
+        cast_images, cast_weight, cast_bias = _cast(images, weight, bias)
+        context.save_for_backward(cast_images, cast_weight)
+        context.weight, context.bias, context.module, context.later = weight, bias, module, later
+        return module._conv_forward(cast_images, cast_weight, cast_bias)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
+        images, weight = context.saved_tensors
+        parameter, has_bias, module = context.weight, context.bias is not None, context.module
+        sizes = list(context.bias.shape) if has_bias else None
+        shape = (module.stride, module.padding, module.dilation, False, (0, 0), module.groups)
+
+        def derived(mask: list[bool]) -> tuple[Any, ...]:
+            found: tuple[Any, ...] = torch.ops.aten.convolution_backward(gradient, images, weight, sizes, *shape, mask)
+            return found
+
+        context.later.add(lambda: added(parameter, derived([False, True, False])[1]))
+        of_images, _, of_bias = derived([context.needs_input_grad[0], False, has_bias])
+        return of_images, None, of_bias, None, None
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, later: Later) -> Tensor:
+        cast_inputs, cast_weight, cast_bias = _cast(inputs, weight, bias)
+        context.save_for_backward(cast_inputs, cast_weight)
+        context.weight, context.bias, context.later = weight, bias, later
+        return nn.functional.linear(cast_inputs, cast_weight, cast_bias)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
+        inputs, weight = context.saved_tensors
+        parameter = context.weight
+
+        def of_weight() -> None:
+            added(parameter, gradient.flatten(0, -2).t() @ inputs.flatten(0, -2))
+
+        context.later.add(of_weight)
+        of_inputs = gradient @ weight if context.needs_input_grad[0] else None
+        of_bias = gradient.flatten(0, -2).sum(0) if context.bias is not None else None
+        return of_inputs, None, of_bias, None

@@ -1,0 +1,137 @@
+"""Which rank holds which blocks, and the way of each micro-batch over the ranks. Pure.
+
+    layout = Layout.of(parse_stages("v100:0-31,a16:32-51"), nodes=["v100", "a16", "a16"], blocks=52)
+    layout.place(rank=2)                                Place(pipeline=0, stage=1, lane=1)
+    layout.routes(pipeline=0, sizes={0: (8, 8, 8)})     micro-batches, each with its rank in every stage
+
+The ranks of one host are the lanes of its stage: each holds all of the stage, and takes micro-batches whole, so that
+BatchNorm sees the same groups however many GPUs a host has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from trainer.shared.stages import Pipelines, Stage, check_stages
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's. lane: its number among the ranks of its stage."""
+
+    pipeline: int
+    stage: int
+    lane: int
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One on its way through a pipeline. number: within the update, in the order in which every stage takes them.
+    ranks: the one that takes it in each stage.
+    """
+
+    number: int
+    size: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """pipelines: as `stages` has them. ranks: of each pipeline, and each stage of it, the ranks in their order."""
+
+    pipelines: Pipelines
+    ranks: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @staticmethod
+    def of(pipelines: Pipelines, nodes: Sequence[str], blocks: int) -> Layout:
+        """nodes: each rank's host; where all ranks are on one host, the names of stages are ranks' numbers.
+
+        Raises ValueError where stages and ranks do not fit each other.
+        """
+        names = nodes if len(set(nodes)) > 1 else [str(rank) for rank in range(len(nodes))]
+        check_stages(pipelines, blocks)
+        held = tuple(
+            tuple(tuple(rank for rank, name in enumerate(names) if name == stage.node) for stage in stages)
+            for stages in pipelines
+        )
+        staged = {
+            stage.node: ranks
+            for stages, row in zip(pipelines, held, strict=True)
+            for stage, ranks in zip(stages, row, strict=True)
+        }
+        if absent := [node for node, ranks in staged.items() if not ranks]:
+            raise ValueError(f"{absent[0]!r} has a stage, and is not among {', '.join(dict.fromkeys(names))}")
+        if idle := [name for name in names if name not in staged]:
+            raise ValueError(f"{idle[0]!r} has no stage: give it blocks, or leave it out")
+        return Layout(pipelines, held)
+
+    @property
+    def first_ranks(self) -> tuple[int, ...]:
+        """Those that read samples."""
+        return tuple(rank for stages in self.ranks for rank in stages[0])
+
+    def place(self, rank: int) -> Place:
+        return next(
+            Place(number, stage, lanes.index(rank))
+            for number, stages in enumerate(self.ranks)
+            for stage, lanes in enumerate(stages)
+            if rank in lanes
+        )
+
+    def stage(self, rank: int) -> Stage:
+        place = self.place(rank)
+        return self.pipelines[place.pipeline][place.stage]
+
+    def holders(self, block: int) -> tuple[int, ...]:
+        """All ranks that hold a block, whose gradients add up."""
+        return tuple(
+            sorted(
+                rank
+                for stages, held in zip(self.pipelines, self.ranks, strict=True)
+                for stage, lanes in zip(stages, held, strict=True)
+                if stage.first <= block <= stage.last
+                for rank in lanes
+            )
+        )
+
+    def segments(self, blocks: int) -> list[tuple[range, tuple[int, ...]]]:
+        """The network as stretches of blocks that the same ranks hold."""
+        found: list[tuple[range, tuple[int, ...]]] = []
+        for block in range(blocks):
+            holders = self.holders(block)
+            if found and found[-1][1] == holders:
+                found[-1] = range(found[-1][0].start, block + 1), holders
+            else:
+                found.append((range(block, block + 1), holders))
+        return found
+
+    def routes(self, pipeline: int, sizes: Mapping[int, Sequence[int]]) -> tuple[MicroBatch, ...]:
+        """One update's micro-batches. sizes: those of each rank of the first stage, which reads them."""
+        stages = self.ranks[pipeline]
+        order = interleaved([len(sizes[rank]) for rank in stages[0]])
+        left = [list(sizes[rank]) for rank in stages[0]]
+        later = [interleaved(even(len(order), len(lanes))) for lanes in stages[1:]]
+        return tuple(
+            MicroBatch(
+                number,
+                left[lane].pop(0),
+                (stages[0][lane], *(lanes[of[number]] for lanes, of in zip(stages[1:], later, strict=True))),
+            )
+            for number, lane in enumerate(order)
+        )
+
+
+def even(count: int, lanes: int) -> list[int]:
+    """So many micro-batches over so many lanes."""
+    return [count // lanes + (lane < count % lanes) for lane in range(lanes)]
+
+
+def interleaved(counts: Sequence[int]) -> list[int]:
+    """Lanes, each as often as it has micro-batches, as evenly mixed as that goes.
+
+    >>> interleaved([4, 2])
+    [0, 1, 0, 0, 1, 0]
+    """
+    turns = [((2 * turn + 1) / (2 * count), lane) for lane, count in enumerate(counts) for turn in range(count)]
+    return [lane for _, lane in sorted(turns)]
