@@ -47,15 +47,16 @@ def split_backward(network: nn.Module, later: Later) -> None:
 
 def _convolved(module: nn.Conv2d, later: Later, images: Tensor) -> Tensor:
     if not torch.is_grad_enabled():
-        return module._conv_forward(images, module.weight, module.bias)
-    output: Tensor = _Convolution.apply(images, module.weight, module.bias, module, later)  # type: ignore[no-untyped-call]
+        output: Tensor = module._conv_forward(images, module.weight, module.bias)
+    else:
+        output = _Convolution.apply(images, module.weight, module.bias, module, later)
     return output
 
 
 def _linear(module: nn.Linear, later: Later, inputs: Tensor) -> Tensor:
     if not torch.is_grad_enabled():
         return nn.functional.linear(inputs, module.weight, module.bias)
-    output: Tensor = _Product.apply(inputs, module.weight, module.bias, later)  # type: ignore[no-untyped-call]
+    output: Tensor = _Product.apply(inputs, module.weight, module.bias, later)
     return output
 
 
@@ -86,7 +87,8 @@ class _Convolution(torch.autograd.Function):
         cast_images, cast_weight, cast_bias = _cast(images, weight, bias)
         context.save_for_backward(cast_images, cast_weight)
         context.weight, context.bias, context.module, context.later = weight, bias, module, later
-        return module._conv_forward(cast_images, cast_weight, cast_bias)
+        output: Tensor = module._conv_forward(cast_images, cast_weight, cast_bias)
+        return output
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:

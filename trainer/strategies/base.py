@@ -33,6 +33,10 @@ class Exchange:
     """
     held_up_s: float = 0.0
     """How long this rank stood still on purpose between the calls that came after `computed`."""
+    waits: tuple[tuple[Any, Any], ...] = ()
+    """Marks of begin and end of each time before `computed` in which this rank stood still for another's data."""
+    tasks: tuple[Any, ...] = ()
+    """What a stage of a pipeline did when."""
 
 
 class Strategy(Protocol):

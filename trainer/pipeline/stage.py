@@ -1,0 +1,70 @@
+"""One stage's work on micro-batches: forward, backward for what went in, and later for its own weights.
+
+stage = Stage(part, precision, splits=True)
+output = stage.forward(inputs)                  to be sent on; of the last stage the sum of losses
+gradient = stage.backward(gradient_of_output)   of the oldest micro-batch, for the stage before; None of the first
+stage.weights()                                 of the oldest one whose backward is over
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from trainer.compute.precision import Full
+from trainer.pipeline.deferred import Later, Work, split_backward
+from trainer.strategies.base import weighted
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A micro-batch between forward and backward."""
+
+    inputs: Tensor
+    output: Tensor
+
+
+class Stage:
+    """part: the blocks of this stage, in a row. reads: are its inputs images, which have no gradient? splits: do its
+    weights' gradients come later?
+    """
+
+    def __init__(self, part: nn.Module, precision: Full, *, reads: bool, splits: bool) -> None:
+        self.part, self.precision, self.reads = part, precision, reads
+        self.later = Later() if splits else None
+        self._passes: deque[Pass] = deque()
+        self._put_off: deque[list[Work]] = deque()
+        if self.later:
+            split_backward(part, self.later)
+
+    def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Tensor:
+        """labels: of the last stage, which gives the sum of the losses. The result has no history."""
+        inputs = inputs.detach().requires_grad_(not self.reads)
+        with self.precision.autocast():
+            output = self.part(inputs)
+            if labels is not None:
+                output = cross_entropy(output, labels, reduction="sum")
+        self._passes.append(Pass(inputs, output))
+        result: Tensor = output.detach()
+        return result
+
+    def backward(self, gradient: Tensor | None, batch: int) -> Tensor | None:
+        """gradient: of the output; None where that is a loss. batch: samples of the whole update."""
+        done = self._passes.popleft()
+        if gradient is None:
+            weighted(self.precision.scaled(done.output), batch).backward()
+        else:
+            torch.autograd.backward(done.output, gradient)
+        if self.later:
+            self._put_off.append(self.later.cut())
+        return done.inputs.grad
+
+    def weights(self) -> None:
+        """Adds to the weights' `.grad`."""
+        with torch.no_grad():
+            for work in self._put_off.popleft():
+                work()

@@ -1,0 +1,227 @@
+"""A pipeline: `strategy = Pipeline(stage, ...)`, one update of it with `strategy.update(images, labels, sizes, batch)`.
+
+The hosts are stages: each holds some blocks of the network, and its optimiser's state of these alone. Samples enter at
+the first stage in micro-batches, activations go on from stage to stage, gradients come back the same way, and each
+stage adds up its own. So the update is that of one process that accumulates over the same micro-batches, and over a
+link go some thousand numbers a sample in place of every weight's gradient.
+
+torch.distributed.pipelining computes the same and is not used: its schedules are fixed tables of equal stages that
+receive when they need and not before, so that a slow link stands still while they compute.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.compute.brake import Brake
+from trainer.compute.models import gradients_of
+from trainer.compute.timer import Timer
+from trainer.pipeline.layout import Layout, MicroBatch
+from trainer.pipeline.links import ACTIVATIONS, GRADIENTS, LABELS, Receiver, Sender
+from trainer.pipeline.stage import Stage
+from trainer.shared.turns import Task, Turns, in_flight_of
+from trainer.strategies.after_backward import allreduce_flat
+from trainer.strategies.base import Base, Exchange
+from trainer.strategies.gradient_sum import GradientSum
+
+
+@dataclass(frozen=True)
+class Done:
+    """One task of an update, with the marks of its begin and end. number: of the micro-batch."""
+
+    task: Task
+    number: int
+    begin: Any
+    end: Any
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Shapes of one sample: before this stage (None of the first one) and behind it (None of the last one)."""
+
+    before: tuple[int, ...] | None
+    behind: tuple[int, ...] | None
+    dtype: torch.dtype
+
+
+class Pipeline(Base):
+    """stage: this rank's. sums: over the ranks that hold the same blocks; None where no other does. group: carries what
+    crosses the cuts, by Gloo.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        layout: Layout,
+        cuts: Cuts,
+        group: dist.ProcessGroup,
+        sums: GradientSum | None,
+        timer: Timer,
+        brake: Brake,
+        device: torch.device,
+        *,
+        in_flight: int,
+    ) -> None:
+        self.stage, self.layout, self.cuts, self.sums = stage, layout, cuts, sums
+        self.timer, self.brake, self.device = timer, brake, device
+        self.rank = dist.get_rank()
+        place = layout.place(self.rank)
+        self.pipeline, self.number = place.pipeline, place.stage
+        stages = layout.ranks[place.pipeline]
+        self.is_first, self.is_last = place.stage == 0, place.stage == len(stages) - 1
+        lanes = len(stages[place.stage])
+        self.in_flight = -(-in_flight_of(in_flight, len(stages), place.stage) // lanes)
+        self.news = threading.Condition()
+        self.ahead: deque[list[MicroBatch]] = deque()
+        """Of each update that was announced and has not begun, the micro-batches that this rank takes."""
+        before = () if self.is_first else stages[place.stage - 1]
+        behind = () if self.is_last else stages[place.stage + 1]
+        labels = not (self.is_first and self.is_last)
+        self.inputs = self._receivers(group, before, ACTIVATIONS)
+        self.gradients = self._receivers(group, behind, GRADIENTS)
+        self.labels = self._receivers(group, stages[0] if self.is_last and labels else (), LABELS)
+        self.to_next = {rank: Sender(group, rank, ACTIVATIONS) for rank in behind}
+        self.to_before = {rank: Sender(group, rank, GRADIENTS) for rank in before}
+        self.to_last = {rank: Sender(group, rank, LABELS) for rank in (stages[-1] if self.is_first and labels else ())}
+
+    def _receivers(self, group: dist.ProcessGroup, ranks: Sequence[int], tag: int) -> dict[int, Receiver]:
+        return {rank: Receiver(group, rank, tag, self.news, self.device) for rank in ranks}
+
+    @property
+    def model(self) -> nn.Module:
+        return self.stage.part
+
+    def whole(self) -> nn.Module:
+        return self.stage.part
+
+    def announce(self, sizes: Mapping[int, Sequence[int]]) -> None:
+        """Makes room for what an update's neighbours will send. Called for each update, in their order, before it or
+        while the one before it runs: what comes early has not to wait at its source. sizes: as `update` has them.
+        """
+        routes = self.layout.routes(self.pipeline, sizes)
+        own = [one for one in routes if one.ranks[self.number] == self.rank]
+        for one in own:
+            if self.cuts.before is not None:
+                self.inputs[one.ranks[self.number - 1]].expect((one.size, *self.cuts.before), self.cuts.dtype)
+            if self.cuts.behind is not None:
+                self.gradients[one.ranks[self.number + 1]].expect((one.size, *self.cuts.behind), self.cuts.dtype)
+            if self.labels:
+                self.labels[one.ranks[0]].expect((one.size,), torch.int64)
+        self.ahead.append(own)
+
+    def update(self, images: Tensor, labels: Tensor, batch: int) -> tuple[Tensor, Exchange]:
+        """Leaves in .grad the gradient of the mean loss over the whole batch, for this stage's weights.
+
+        images, labels: this rank's, of the first stage, in its micro-batches' order; of the oldest update that was
+        announced. Gives the sum of the losses that this rank has computed.
+        """
+        run = Update(self, self.ahead.popleft(), images, labels, batch)
+        loss_sum, done, waits = run.run()
+        self.brake.pause("sync")
+        computed = self.timer.mark()
+        held_up_s = 0.0
+        if self.sums:
+            before_s = self.sums.held_up_s
+            allreduce_flat(gradients_of(self.model), self.sums)
+            held_up_s = self.sums.held_up_s - before_s
+        return loss_sum, Exchange(computed, held_up_s=held_up_s, waits=tuple(waits), tasks=tuple(done))
+
+    def settle(self) -> None:
+        for sender in (*self.to_next.values(), *self.to_before.values(), *self.to_last.values()):
+            sender.settle()
+
+
+class Update:
+    """One update of one rank: its micro-batches, what has come and what is due."""
+
+    def __init__(
+        self, pipeline: Pipeline, own: Sequence[MicroBatch], images: Tensor, labels: Tensor, batch: int
+    ) -> None:
+        self.of, self.own, self.batch = pipeline, own, batch
+        sizes = [one.size for one in self.own]
+        self.parts = list(zip(images.split(sizes), labels.split(sizes), strict=True)) if pipeline.is_first else []
+        self.turns = Turns(len(self.own), pipeline.in_flight, pipeline.stage.later is not None)
+        self.losses: list[Tensor] = []
+        self.done: list[Done] = []
+        self.waits: list[tuple[Any, Any]] = []
+
+    def run(self) -> tuple[Tensor, list[Done], list[tuple[Any, Any]]]:
+        timer = self.of.timer
+        while not self.turns.is_over:
+            task = self._take()
+            begin = timer.mark()
+            number = self._do(task)
+            self.done.append(Done(task, number, begin, timer.mark()))
+            if len(self.done) > 1:
+                timer.wait_for(self.done[-2].end)  # so that what comes next is chosen when the device is ready for it
+        zero = torch.zeros((), device=self.of.device)
+        return sum(self.losses[1:], self.losses[0]) if self.losses else zero, self.done, self.waits
+
+    def _take(self) -> Task:
+        """The next task, when there is one."""
+        with self.of.news:
+            if task := self._next():
+                return task
+            begin = self.of.timer.mark()
+            while not (task := self._next()):
+                self.of.news.wait()
+            self.waits.append((begin, self.of.timer.mark()))
+            return task
+
+    def _next(self) -> Task | None:
+        turns = self.turns
+        return turns.take(
+            has_input=turns.forwards < turns.count and self._has_input(self.own[turns.forwards]),
+            has_gradient=turns.backwards < turns.forwards and self._has_gradient(self.own[turns.backwards]),
+        )
+
+    def _has_input(self, one: MicroBatch) -> bool:
+        of = self.of
+        images = of.is_first or of.inputs[one.ranks[of.number - 1]].has_arrived
+        return images and (not of.labels or of.labels[one.ranks[0]].has_arrived)
+
+    def _has_gradient(self, one: MicroBatch) -> bool:
+        return self.of.is_last or self.of.gradients[one.ranks[self.of.number + 1]].has_arrived
+
+    def _do(self, task: Task) -> int:
+        if task is Task.FORWARD:
+            return self._forward(self.own[self.turns.forwards - 1], self.turns.forwards - 1)
+        if task is Task.BACKWARD:
+            return self._backward(self.own[self.turns.backwards - 1])
+        self.of.stage.weights()
+        return self.own[self.turns.weights - 1].number
+
+    def _forward(self, one: MicroBatch, index: int) -> int:
+        of = self.of
+        labels = None
+        if of.is_first:
+            inputs, labels = self.parts[index]
+            if of.to_last:
+                of.to_last[one.ranks[-1]].send(labels)
+        else:
+            inputs = of.inputs[one.ranks[of.number - 1]].take()
+            labels = of.labels[one.ranks[0]].take() if of.labels else None
+        output = of.stage.forward(inputs, labels if of.is_last else None)
+        if of.is_last:
+            self.losses.append(output)
+        else:
+            of.to_next[one.ranks[of.number + 1]].send(output.to(of.cuts.dtype))
+        return one.number
+
+    def _backward(self, one: MicroBatch) -> int:
+        of = self.of
+        if one is self.own[0]:
+            of.brake.pause("backward")
+        gradient = None if of.is_last else of.gradients[one.ranks[of.number + 1]].take()
+        gradient = of.stage.backward(gradient, self.batch)
+        if gradient is not None and not of.is_first:
+            of.to_before[one.ranks[of.number - 1]].send(gradient.to(of.cuts.dtype))
+        return one.number
