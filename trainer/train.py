@@ -19,6 +19,8 @@ from torch import Tensor
 
 from trainer.checkpoints.checkpoint import CheckpointKeeper
 from trainer.data.loading import Batch
+from trainer.pipeline.evaluation import outputs
+from trainer.pipeline.strategy import Pipeline
 from trainer.ranks.agreement import sum_over_ranks
 from trainer.ranks.process_group import leave
 from trainer.ranks.rank_info import RankInfo
@@ -26,7 +28,8 @@ from trainer.setup.assemble import set_up
 from trainer.shared.config import Settings
 from trainer.shared.metrics import MetricsWriter
 from trainer.strategies import Exchange, local_loss
-from trainer.training.evaluate import evaluate
+from trainer.training.evaluate import evaluate, judged
+from trainer.training.piped import piped
 from trainer.training.progress import Progress
 from trainer.training.run import Run
 from trainer.training.shared_network import shared_network
@@ -67,7 +70,11 @@ def evaluate_epoch(run: Run, progress: Progress, updates: int, train_loss: float
         return
     started_s = time.monotonic()
     with shared_network(run, progress) as network:
-        result = evaluate(network, run.test_batches(), run.facts.classes, run.device)
+        if isinstance(run.strategy, Pipeline):
+            logits = outputs(run.strategy, run.test_batches())
+            result = judged(network, logits, run.facts.classes, run.device)
+        else:
+            result = evaluate(network, run.test_batches(), run.facts.classes, run.device)
     eval_s = round(time.monotonic() - started_s, 6)
     fields = dataclasses.asdict(result)
     run.metrics.write("eval", epoch=progress.epoch, step=updates - 1, **fields, eval_s=eval_s)
@@ -144,6 +151,8 @@ def differentiate(run: Run, images: Tensor, labels: Tensor, step: int) -> tuple[
 
     step: within its epoch.
     """
+    if isinstance(run.strategy, Pipeline):
+        return piped(run, run.strategy, images, labels, step)
     batch, shares = run.stream.batch_at(step), run.stream.shares_at(step, run.order.epoch)
     sizes = run.micro_batches.sizes(shares, run.info.rank)
     losses: list[Tensor] = []

@@ -17,10 +17,11 @@ from trainer.compute.brake import NO_BRAKE
 from trainer.compute.models import stages_of
 from trainer.compute.precision import Full
 from trainer.compute.timer import CpuTimer
+from trainer.pipeline.cuts import Cuts
 from trainer.pipeline.layout import Layout
 from trainer.pipeline.part import part_of
 from trainer.pipeline.stage import Stage
-from trainer.pipeline.strategy import Cuts, Pipeline
+from trainer.pipeline.strategy import Pipeline
 from trainer.shared.shares import equal_shares
 from trainer.shared.stages import parse_stages
 from trainer.strategies.gradient_sum import GradientSum

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from trainer.compute.executor import Executor
+from trainer.paced.stage_clock import StageClock
 from trainer.paced.stopwatch import Stopwatch
 from trainer.shared.gpu_work import Work
 
@@ -15,7 +16,7 @@ class StandInExecutor(Executor):
     SHORT_S = 0.5e-3
     """No sleep is as exact as this; what is shorter is made up for with the work that follows."""
 
-    def __init__(self, stopwatch: Stopwatch, is_beside: bool = False) -> None:
+    def __init__(self, stopwatch: Stopwatch | StageClock, is_beside: bool = False) -> None:
         self.stopwatch, self.is_beside = stopwatch, is_beside
         self.free_s = 0.0
 

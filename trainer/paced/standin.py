@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.paced.anatomy import Anatomy
+from trainer.paced.part import PacedPart
 from trainer.paced.stopwatch import Stopwatch
 from trainer.shared.pace import BACKWARD, FORWARD
 
@@ -77,7 +78,7 @@ class _Layer(torch.autograd.Function):
 class StandInOptimizer:
     """Takes the time of an update and leaves the weights alone."""
 
-    def __init__(self, model: StandIn) -> None:
+    def __init__(self, model: StandIn | PacedPart) -> None:
         self.model = model
 
     def zero_grad(self, set_to_none: bool = True) -> None:

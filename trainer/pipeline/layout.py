@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from trainer.compute.microbatches import MicroBatches
 from trainer.shared.stages import Pipelines, Stage, check_stages
 
 
@@ -51,6 +52,8 @@ class Layout:
         """
         names = nodes if len(set(nodes)) > 1 else [str(rank) for rank in range(len(nodes))]
         check_stages(pipelines, blocks)
+        if len({tuple((stage.first, stage.last) for stage in stages) for stages in pipelines}) > 1:
+            raise ValueError("pipelines beside each other are cut at the same blocks, so that their stages add up")
         held = tuple(
             tuple(tuple(rank for rank, name in enumerate(names) if name == stage.node) for stage in stages)
             for stages in pipelines
@@ -105,6 +108,11 @@ class Layout:
             else:
                 found.append((range(block, block + 1), holders))
         return found
+
+    def entering(self, pipeline: int, micro_batches: MicroBatches, shares: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """An update's micro-batches by the rank that reads them. shares: of all ranks."""
+        readers = self.ranks[pipeline][0]
+        return {one: tuple(size for size in micro_batches.sizes(shares, one) if size) for one in readers}
 
     def routes(self, pipeline: int, sizes: Mapping[int, Sequence[int]]) -> tuple[MicroBatch, ...]:
         """One update's micro-batches. sizes: those of each rank of the first stage, which reads them."""

@@ -6,10 +6,9 @@ shapes = cut_shapes("resnet152", (3, 32, 32), classes=10)        of one sample, 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
-from trainer.compute.models import build_model, stages_of
+from trainer.compute.models import stages_of
 from trainer.shared.stages import Stage
 
 
@@ -42,15 +41,3 @@ def part_of(model: nn.Module, stage: Stage) -> Part:
                 module._parameters = {}
                 module._buffers = {}
     return Part(model, own)
-
-
-def cut_shapes(name: str, shape: tuple[int, int, int], classes: int) -> list[tuple[int, ...]]:
-    """Of one sample, behind each block: the last one's are the logits."""
-    with torch.device("meta"):
-        model = build_model(name, shape, classes).eval()
-        activations = torch.zeros(1, *shape)
-    found = []
-    for block in stages_of(model):
-        activations = block(activations)
-        found.append(tuple(activations.shape[1:]))
-    return found

@@ -1,9 +1,9 @@
 """One stage's work on micro-batches: forward, backward for what went in, and later for its own weights.
 
-stage = Stage(part, precision, splits=True)
-output = stage.forward(inputs)                  to be sent on; of the last stage the sum of losses
-gradient = stage.backward(gradient_of_output)   of the oldest micro-batch, for the stage before; None of the first
-stage.weights()                                 of the oldest one whose backward is over
+stage = Stage(part, precision, reads=False, splits=True)
+output = stage.forward(inputs, labels, there_s)          to be sent on; of the last stage the sum of losses
+gradient = stage.backward(of_output, batch, there_s)     of the oldest micro-batch, for the stage before
+stage.weights()                                          of the oldest one whose backward is over
 """
 
 from __future__ import annotations
@@ -34,15 +34,20 @@ class Stage:
     """
 
     def __init__(self, part: nn.Module, precision: Full, *, reads: bool, splits: bool) -> None:
-        self.part, self.precision, self.reads = part, precision, reads
-        self.later = Later() if splits else None
+        self.part, self.precision, self.reads, self.splits = part, precision, reads, splits
+        self.later = Later()
+        self.dtype = next(part.parameters()).dtype if type(precision) is Full else None
         self._passes: deque[Pass] = deque()
         self._put_off: deque[list[Work]] = deque()
-        if self.later:
+        if splits:
             split_backward(part, self.later)
 
-    def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Tensor:
-        """labels: of the last stage, which gives the sum of the losses. The result has no history."""
+    def forward(self, inputs: Tensor, labels: Tensor | None, there_s: float) -> Tensor:
+        """labels: of the last stage, which gives the sum of the losses. there_s: when the inputs came, by
+        time.perf_counter. The result has no history.
+        """
+        if self.dtype:
+            inputs = inputs.to(self.dtype)  # where they travelled in 16 bits
         inputs = inputs.detach().requires_grad_(not self.reads)
         with self.precision.autocast():
             output = self.part(inputs)
@@ -52,14 +57,14 @@ class Stage:
         result: Tensor = output.detach()
         return result
 
-    def backward(self, gradient: Tensor | None, batch: int) -> Tensor | None:
+    def backward(self, gradient: Tensor | None, batch: int, there_s: float) -> Tensor | None:
         """gradient: of the output; None where that is a loss. batch: samples of the whole update."""
         done = self._passes.popleft()
         if gradient is None:
             weighted(self.precision.scaled(done.output), batch).backward()
         else:
-            torch.autograd.backward(done.output, gradient)
-        if self.later:
+            torch.autograd.backward(done.output, gradient.to(done.output.dtype))
+        if self.splits:
             self._put_off.append(self.later.cut())
         return done.inputs.grad
 

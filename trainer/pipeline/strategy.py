@@ -22,12 +22,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.compute.brake import Brake
-from trainer.compute.models import gradients_of
+from trainer.compute.flat_buffer import flatten, unflatten
+from trainer.compute.models import gradients_of, running_statistics
 from trainer.compute.timer import Timer
+from trainer.pipeline.cuts import Cuts
 from trainer.pipeline.layout import Layout, MicroBatch
 from trainer.pipeline.links import ACTIVATIONS, GRADIENTS, LABELS, Receiver, Sender
+from trainer.pipeline.paced import PacedStage
 from trainer.pipeline.stage import Stage
-from trainer.shared.turns import Task, Turns, in_flight_of
+from trainer.shared.turns import Task, Turns, in_flight_of_rank
 from trainer.strategies.after_backward import allreduce_flat
 from trainer.strategies.base import Base, Exchange
 from trainer.strategies.gradient_sum import GradientSum
@@ -43,15 +46,6 @@ class Done:
     end: Any
 
 
-@dataclass(frozen=True)
-class Cuts:
-    """Shapes of one sample: before this stage (None of the first one) and behind it (None of the last one)."""
-
-    before: tuple[int, ...] | None
-    behind: tuple[int, ...] | None
-    dtype: torch.dtype
-
-
 class Pipeline(Base):
     """stage: this rank's. sums: over the ranks that hold the same blocks; None where no other does. group: carries what
     crosses the cuts, by Gloo.
@@ -59,7 +53,7 @@ class Pipeline(Base):
 
     def __init__(
         self,
-        stage: Stage,
+        stage: Stage | PacedStage,
         layout: Layout,
         cuts: Cuts,
         group: dist.ProcessGroup,
@@ -70,7 +64,7 @@ class Pipeline(Base):
         *,
         in_flight: int,
     ) -> None:
-        self.stage, self.layout, self.cuts, self.sums = stage, layout, cuts, sums
+        self.stage, self.layout, self.cuts, self.group, self.sums = stage, layout, cuts, group, sums
         self.timer, self.brake, self.device = timer, brake, device
         self.rank = dist.get_rank()
         place = layout.place(self.rank)
@@ -78,7 +72,8 @@ class Pipeline(Base):
         stages = layout.ranks[place.pipeline]
         self.is_first, self.is_last = place.stage == 0, place.stage == len(stages) - 1
         lanes = len(stages[place.stage])
-        self.in_flight = -(-in_flight_of(in_flight, len(stages), place.stage) // lanes)
+        self.in_flight = in_flight_of_rank(in_flight, len(stages), place.stage, lanes)
+        self.samples = 0
         self.news = threading.Condition()
         self.ahead: deque[list[MicroBatch]] = deque()
         """Of each update that was announced and has not begun, the micro-batches that this rank takes."""
@@ -94,6 +89,28 @@ class Pipeline(Base):
 
     def _receivers(self, group: dist.ProcessGroup, ranks: Sequence[int], tag: int) -> dict[int, Receiver]:
         return {rank: Receiver(group, rank, tag, self.news, self.device) for rank in ranks}
+
+    @property
+    def preceding(self) -> list[int]:
+        """Ranks of the stage before that send this one what is to be judged."""
+        stages = self.layout.ranks[self.pipeline]
+        before = () if self.is_first else stages[self.number - 1]
+        return [rank for rank in before if self._next_of(rank, self.number - 1) == self.rank]
+
+    @property
+    def following(self) -> int | None:
+        """The rank of the next stage that this one sends it to; None of the last stage."""
+        return None if self.is_last else self._next_of(self.rank, self.number)
+
+    def judge(self, reader: int) -> int:
+        """The rank of the last stage that sees what a rank of the first one has read."""
+        for number in range(len(self.layout.ranks[self.pipeline]) - 1):
+            reader = self._next_of(reader, number)
+        return reader
+
+    def _next_of(self, rank: int, number: int) -> int:
+        lanes, behind = self.layout.ranks[self.pipeline][number : number + 2]
+        return behind[lanes.index(rank) % len(behind)]
 
     @property
     def model(self) -> nn.Module:
@@ -123,7 +140,9 @@ class Pipeline(Base):
         images, labels: this rank's, of the first stage, in its micro-batches' order; of the oldest update that was
         announced. Gives the sum of the losses that this rank has computed.
         """
-        run = Update(self, self.ahead.popleft(), images, labels, batch)
+        own = self.ahead.popleft()
+        self.samples = sum(one.size for one in own)
+        run = Update(self, own, images, labels, batch)
         loss_sum, done, waits = run.run()
         self.brake.pause("sync")
         computed = self.timer.mark()
@@ -133,6 +152,18 @@ class Pipeline(Base):
             allreduce_flat(gradients_of(self.model), self.sums)
             held_up_s = self.sums.held_up_s - before_s
         return loss_sum, Exchange(computed, held_up_s=held_up_s, waits=tuple(waits), tasks=tuple(done))
+
+    def average_statistics(self) -> None:
+        """BatchNorm's, over the ranks that hold the same blocks, each counted by its samples of the last update."""
+        statistics = running_statistics(self.model)
+        if not self.sums or not statistics:
+            return
+        own = torch.tensor([float(self.samples)], device=self.device)
+        total = own.clone()
+        dist.all_reduce(total, group=self.sums.group)
+        flat = flatten(statistics) * (own / total)
+        dist.all_reduce(flat, group=self.sums.group)
+        unflatten(flat, statistics)
 
     def settle(self) -> None:
         for sender in (*self.to_next.values(), *self.to_before.values(), *self.to_last.values()):
@@ -148,7 +179,7 @@ class Update:
         self.of, self.own, self.batch = pipeline, own, batch
         sizes = [one.size for one in self.own]
         self.parts = list(zip(images.split(sizes), labels.split(sizes), strict=True)) if pipeline.is_first else []
-        self.turns = Turns(len(self.own), pipeline.in_flight, pipeline.stage.later is not None)
+        self.turns = Turns(len(self.own), pipeline.in_flight, pipeline.stage.splits)
         self.losses: list[Tensor] = []
         self.done: list[Done] = []
         self.waits: list[tuple[Any, Any]] = []
@@ -200,16 +231,16 @@ class Update:
         return self.own[self.turns.weights - 1].number
 
     def _forward(self, one: MicroBatch, index: int) -> int:
-        of = self.of
-        labels = None
+        of, labels, there_s = self.of, None, 0.0
         if of.is_first:
             inputs, labels = self.parts[index]
             if of.to_last:
                 of.to_last[one.ranks[-1]].send(labels)
         else:
-            inputs = of.inputs[one.ranks[of.number - 1]].take()
+            incoming = of.inputs[one.ranks[of.number - 1]]
+            there_s, inputs = incoming.arrived_s, incoming.take()
             labels = of.labels[one.ranks[0]].take() if of.labels else None
-        output = of.stage.forward(inputs, labels if of.is_last else None)
+        output = of.stage.forward(inputs, labels if of.is_last else None, there_s)
         if of.is_last:
             self.losses.append(output)
         else:
@@ -220,8 +251,11 @@ class Update:
         of = self.of
         if one is self.own[0]:
             of.brake.pause("backward")
-        gradient = None if of.is_last else of.gradients[one.ranks[of.number + 1]].take()
-        gradient = of.stage.backward(gradient, self.batch)
+        gradient, there_s = None, 0.0
+        if not of.is_last:
+            incoming = of.gradients[one.ranks[of.number + 1]]
+            there_s, gradient = incoming.arrived_s, incoming.take()
+        gradient = of.stage.backward(gradient, self.batch, there_s)
         if gradient is not None and not of.is_first:
             of.to_before[one.ranks[of.number - 1]].send(gradient.to(of.cuts.dtype))
         return one.number

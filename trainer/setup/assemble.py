@@ -21,7 +21,9 @@ from trainer.compute.precision import Full, build_precision
 from trainer.compute.timer import Timer, timer_for
 from trainer.data.loading import choose_loader, open_batches
 from trainer.paced.executor import StandInExecutor
+from trainer.paced.part import PacedPart
 from trainer.paced.standin import StandIn
+from trainer.pipeline.strategy import Pipeline
 from trainer.ranks.agreement import gather_lines, sum_over_ranks, together
 from trainer.ranks.devices import choose_device, use_threads
 from trainer.ranks.process_group import join
@@ -32,6 +34,7 @@ from trainer.setup.batch_norm import batch_norm_groups
 from trainer.setup.division import Division, divide
 from trainer.setup.network import network
 from trainer.setup.optimizer import build_optimizer
+from trainer.setup.pipeline import build_pipeline, paced_part, real_part
 from trainer.setup.room import room_of
 from trainer.setup.start_record import start_fields
 from trainer.shared.config import LOCAL_STEPS, Settings
@@ -52,13 +55,13 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
     settings, model, precision = build_trained(settings, info, metrics, division, device, group)
     learns = sum_over_ranks([float(info.pace is not None)])[0] == 0
     timer = timer_for(device)
-    brake, strategy = build_synchronised(settings, info, model, group, timer, division.last_step)
+    brake, strategy = build_synchronised(settings, info, model, group, timer, division, precision)
     if isinstance(strategy, Ddp):
         settings = dataclasses.replace(settings, bucket_mib=strategy.bucket_mib)
     no_graph = why_not(device, settings, model)
     settings = dataclasses.replace(settings, cuda_graph="off" if no_graph or asked.cuda_graph == "off" else "on")
     start = start_fields(settings.as_used(division.last_step), info, device, group, model)
-    groups = batch_norm_groups(model, settings, division.micro_batches, division.shares, info.rank)
+    groups = batch_norm_groups(model, settings, division.shares, division.own_sizes(info.rank))
     share = division.shares[info.rank]
     metrics.write("start", **start, batch_per_rank=share, batch_norm_groups=groups, steps=division.last_step)
     opened = open_batches(settings, division.facts, division.order, info, device)
@@ -116,24 +119,42 @@ def build_trained(
         settings = choose_loader(settings, division.facts, info, device)
         settings = choose_arithmetic(settings, device, everyone)
         use_arithmetic(settings)
-        stream, micro_batches = division.order.stream, division.micro_batches
-        model = network(settings, division.facts, info, metrics, stream, micro_batches).to(device)
+        model = build_network(settings, info, metrics, division).to(device)
         precision = build_precision(settings.amp, device, None if settings.fidelity == "local" else group)
     return settings, arranged(model, settings), precision
 
 
+def build_network(settings: Settings, info: RankInfo, metrics: MetricsWriter, division: Division) -> nn.Module:
+    """All of it, or this rank's part in a pipeline."""
+    stream, micro_batches, facts = division.order.stream, division.micro_batches, division.facts
+    if not division.pipeline:
+        return network(settings, facts, info, metrics, stream, micro_batches)
+    if info.pace:
+        sizes = division.own_sizes(info.rank)
+        return paced_part(settings, division.pipeline, facts, info, info.pace, metrics, sizes)
+    return real_part(settings, division.pipeline, facts, info.rank, micro_batches, stream)
+
+
 def build_synchronised(
-    settings: Settings, info: RankInfo, model: nn.Module, group: dist.ProcessGroup, timer: Timer, last_step: int
-) -> tuple[Brake, Strategy]:
+    settings: Settings,
+    info: RankInfo,
+    model: nn.Module,
+    group: dist.ProcessGroup,
+    timer: Timer,
+    division: Division,
+    precision: Full,
+) -> tuple[Brake, Strategy | Pipeline]:
     """The strategy that keeps the ranks together, and the brake that the setting `slow` puts on it."""
-    if isinstance(model, StandIn):
+    if isinstance(model, StandIn | PacedPart):
         brake = Brake(settings.bottleneck, info.rank, timer, postpone=model.stopwatch.postpone)
         executor: Executor = StandInExecutor(model.stopwatch)
     else:
         brake, executor = Brake(settings.bottleneck, info.rank, timer), ON_DEVICE
+    if division.pipeline:
+        return brake, build_pipeline(settings, division.pipeline, model, precision, group, timer, brake, executor)
     nodes, devices = gather_lines(info.node), gather_lines(next(model.parameters()).device.type)
     strategy = build_strategy(
-        settings, model, group, timer, brake, executor, nodes=nodes, devices=devices, updates=last_step
+        settings, model, group, timer, brake, executor, nodes=nodes, devices=devices, updates=division.last_step
     )
     return brake, strategy
 

@@ -30,14 +30,14 @@ def check_batch_norm(model: nn.Module, stream: SampleStream, whole_batch: bool =
 
 
 def batch_norm_groups(
-    model: nn.Module, settings: Settings, micro_batches: MicroBatches, shares: Sequence[int], rank: int
+    model: nn.Module, settings: Settings, shares: Sequence[int], own: Sequence[int]
 ) -> list[tuple[int, int]] | None:
     """(samples, how many groups of so many) that this rank's BatchNorm sees in an update with a full batch; None
     without one, and for `dp`, which cuts the batch by itself.
     """
     if not has_batch_norm(model) or settings.strategy == "dp":
         return None
-    sizes = [sum(shares)] if settings.sync_bn else micro_batches.sizes(shares, rank)
+    sizes = [sum(shares)] if settings.sync_bn else own
     return sorted(Counter(size for size in sizes if size).items(), reverse=True)
 
 

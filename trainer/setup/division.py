@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer.compute.microbatches import MicroBatches
@@ -9,6 +10,7 @@ from trainer.data.loading import agree_on_facts
 from trainer.data.sample_stream import RankBatches, SampleStream
 from trainer.ranks.rank_info import RankInfo
 from trainer.setup.network import needs_pairs
+from trainer.setup.pipeline import PipelinePlan, own_sizes, plan_pipeline, shares_of_readers
 from trainer.setup.shares import shares_of_ranks
 from trainer.shared.config import Settings
 from trainer.shared.experiments import DataSet
@@ -28,16 +30,28 @@ class Division:
     """Each rank's speed; None where nothing is known."""
     last_step: int
     """Updates of the whole run."""
+    pipeline: PipelinePlan | None
+
+    def own_sizes(self, rank: int) -> Sequence[int]:
+        """Micro-batches of a full batch that this rank computes."""
+        if self.pipeline:
+            return own_sizes(self.pipeline, self.micro_batches, self.shares, rank)
+        return self.micro_batches.sizes(self.shares, rank)
 
 
 def divide(settings: Settings, info: RankInfo) -> Division:
     """Waits for all ranks. Raises TrainError where shares or data do not fit the ranks."""
     shares, speeds = shares_of_ranks(settings, info)
     facts = agree_on_facts(settings, info)
+    pipeline = plan_pipeline(settings, facts, info, speeds) if settings.strategy == "pipeline" else None
+    if pipeline:
+        shares = shares_of_readers(pipeline, shares, settings.batch)
     stream = SampleStream(facts.train_samples, settings.batch, shares, settings.seed, needs_pairs(settings, facts))
     whole = settings.epochs * stream.steps
     # fsdp gathers weights in each micro-batch: no rank may take one more than another.
     caps = [speed.cap if speed else settings.local_batch or None for speed in speeds]
     micro_batches = MicroBatches(settings.accumulate, caps, together=settings.strategy == "fsdp")
+    if pipeline:
+        micro_batches = MicroBatches(settings.accumulate or pipeline.micro_batches, [None] * len(caps), together=False)
     last_step = min(whole, settings.steps or whole)
-    return Division(facts, RankBatches(stream, info.rank), micro_batches, shares, speeds, last_step)
+    return Division(facts, RankBatches(stream, info.rank), micro_batches, shares, speeds, last_step, pipeline)

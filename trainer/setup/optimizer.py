@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 from trainer.compute.models import trainable
+from trainer.paced.part import PacedPart
 from trainer.paced.standin import StandIn, StandInOptimizer
 from trainer.shared.config import Settings
 
 
 def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer | StandInOptimizer:
     """settings: `fused_sgd` as it turned out."""
-    if isinstance(model, StandIn):
+    if isinstance(model, StandIn | PacedPart):
         return StandInOptimizer(model)
     rule: dict[str, Any] = {"lr": settings.lr, "momentum": settings.momentum, "weight_decay": settings.weight_decay}
     if settings.fused_sgd != "on":

@@ -22,14 +22,15 @@ from trainer.shared.alpha_beta import BUS_FACTORS
 from trainer.shared.experiments import DATA_SETS, EXPERIMENTS, TRAINING, DataSet
 from trainer.shared.shares import PROFILED, parse_shares, parse_speeds
 from trainer.shared.slow import Slow, parse_slow
+from trainer.shared.stages import parse_stages
 
 STRATEGIES = (
     *("ddp", "allreduce", "allreduce_flat", "reduce_broadcast", "gather_scatter", "allgather", "reduce_scatter"),
-    *("parameter_average", "fsdp", "none", "dp"),
+    *("parameter_average", "fsdp", "pipeline", "none", "dp"),
 )
 FIDELITIES = {
     "exact": STRATEGIES,
-    "half": ("ddp", "allreduce_flat", "allreduce"),
+    "half": ("ddp", "allreduce_flat", "allreduce", "pipeline"),
     "compressed": ("ddp", "allreduce_flat"),
     "local": ("ddp", "parameter_average"),
 }
@@ -42,6 +43,8 @@ OF_FIDELITY = {
     "local": ("local_steps", "local_overlap", "local_after", "local_batch", "outer_lr", "outer_momentum"),
 }
 """Settings that one fidelity alone looks at."""
+OF_PIPELINE = ("stages", "in_flight", "schedule")
+"""Settings that the strategy pipeline alone looks at."""
 LOCAL_STEPS = 32
 """Local steps where nobody has said, and nobody knows, how many hide the wire."""
 INT_BELOW = 2**63
@@ -105,7 +108,8 @@ class Settings:
     strategy: str = _setting(
         "How ranks stay together. Gradients: in buckets during backward (ddp), or after it, one call a parameter "
         "(allreduce) or all at once (allreduce_flat, reduce_broadcast, gather_scatter, allgather, reduce_scatter); "
-        "weights (parameter_average); both in pieces, none held twice (fsdp); or one process alone, on one device "
+        "weights (parameter_average); both in pieces, none held twice (fsdp). Activations: each host holds some of the "
+        "network's blocks (pipeline). Or one process alone, on one device "
         "(none) or on all of its host's (dp).",
         choices=STRATEGIES,
     )
@@ -169,8 +173,22 @@ class Settings:
     )
     accumulate: int = _setting(
         "Micro-batches of each rank that make one update, its gradients summed before they travel; 0 is as few as its "
-        "memory asks for. BatchNorm sees each by itself.",
+        "memory asks for, or what fills a pipeline. BatchNorm sees each by itself.",
         at_least=0,
+    )
+    stages: str = _setting(
+        "Which blocks of the network each host of a pipeline holds, in the order in which samples pass them, like "
+        "v100:0-31,a2000:32-51; a | stands between pipelines beside each other. Empty cuts by what is known of speeds."
+    )
+    in_flight: int = _setting(
+        "Micro-batches that a pipeline's first stage holds between forward and backward, at most; each later stage "
+        "holds one fewer. 0 is one a stage and four more, for those on their way.",
+        at_least=0,
+    )
+    schedule: str = _setting(
+        "When a pipeline's stage computes its weights' gradients: when it would wait otherwise (zero_bubble), or with "
+        "its inputs' (1f1b), which holds less memory.",
+        choices=["zero_bubble", "1f1b"],
     )
     profile_s: float = _setting(
         "Seconds in which to measure each rank alone, instead of training; 0 trains.", at_least=0
@@ -239,7 +257,12 @@ class Settings:
         mistakes = [text for field in dataclasses.fields(self) for text in _bounds(field, getattr(self, field.name))]
         if not self.data_dir.strip() or not self.data_dir.isprintable():
             mistakes.append(f"data_dir: {self.data_dir!r} is not a folder's name")
-        for name, parse in (("slow", parse_slow), ("shares", parse_shares), ("speeds", parse_speeds)):
+        for name, parse in (
+            ("slow", parse_slow),
+            ("shares", parse_shares),
+            ("speeds", parse_speeds),
+            ("stages", parse_stages),
+        ):
             try:
                 parse(getattr(self, name))
             except ValueError as error:
@@ -256,6 +279,7 @@ class Settings:
                 "that time; use measured"
             )
         mistakes += self._mistakes_of_fidelity()
+        mistakes += self._mistakes_of_pipeline()
         if self.strategy == "fsdp":
             asked = [name for name in NOT_WITH_FSDP if getattr(self, name) == "on"]
             mistakes += [f"{name}: strategy fsdp keeps weights in pieces and cannot; use auto or ddp" for name in asked]
@@ -299,6 +323,20 @@ class Settings:
             changed = [name for name in names if getattr(self, name) != own.get(name, getattr(self, name))]
             if changed and fidelity != self.fidelity:
                 mistakes += [f"{name}: does nothing with fidelity {self.fidelity}; use {fidelity}" for name in changed]
+        return mistakes
+
+    def _mistakes_of_pipeline(self) -> list[str]:
+        if self.strategy != "pipeline":
+            own = EXPERIMENTS[self.exp] if self.exp in TRAINING else {}
+            changed = [name for name in OF_PIPELINE if getattr(self, name) != own.get(name, getattr(self, name))]
+            return [f"{name}: does nothing with strategy {self.strategy}; use pipeline" for name in changed]
+        mistakes = []
+        if self.shares == "auto":
+            mistakes.append("shares: auto moves samples from rank to rank, a pipeline's stages take all; use measured")
+        if self.sync_bn:
+            mistakes.append("sync_bn: a pipeline's BatchNorm sees a micro-batch; use accumulate=1, or ddp")
+        if self.profile_s:
+            mistakes.append("profile_s: measures each rank alone, a pipeline has none; use strategy ddp")
         return mistakes
 
     @property

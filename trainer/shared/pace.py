@@ -37,13 +37,19 @@ class Pace:
 
     def step_s(self, samples: int, step: int, seed: object = 0) -> float:
         """Seconds that a whole step takes with so many samples. seed: two ranks with one seed jitter alike."""
+        return self.part_s(samples, step, seed, work=1, kernels=1)
+
+    def part_s(self, samples: int, step: int, seed: object, *, work: float, kernels: float) -> float:
+        """The same of a part of the network. work, kernels: its parts of the multiplications, and of the layers whose
+        kernels have to be started, which is what the fixed time goes into (18 us each: gpu_work.KERNEL_S).
+        """
         factor = 1.0
         for at_step, slower in self.slowdown:
             if step >= at_step:
                 factor = slower
         if self.jitter:
             factor *= 1 + self.jitter * random.Random(f"{seed}/{step}").uniform(-1, 1)  # noqa: S311, no secret
-        return factor * (self.fixed_ms / 1000 + samples / self.samples_per_s)
+        return factor * (kernels * self.fixed_ms / 1000 + work * samples / self.samples_per_s)
 
 
 def read_pace(text: str) -> Pace:

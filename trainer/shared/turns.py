@@ -77,5 +77,10 @@ def in_flight_of(asked: int, stages: int, stage: int) -> int:
     return max(1, (asked or stages + SPARE) - stage)
 
 
+def in_flight_of_rank(asked: int, stages: int, stage: int, lanes: int) -> int:
+    """The same of each of so many ranks that share a stage."""
+    return -(-in_flight_of(asked, stages, stage) // lanes)
+
+
 SPARE = 4
 """Micro-batches on their way over the links. Of 0 to 4, four reached most in a model of these racks' links."""

@@ -27,17 +27,23 @@ class Evaluation:
     loss: float
 
 
-@torch.no_grad()
 def evaluate(
     model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], classes: int, device: torch.device
 ) -> Evaluation:
     """batches: this rank's part of the test data, which may be none. Waits for all ranks."""
+    return judged(model, ((model(images.to(device)), labels) for images, labels in batches), classes, device)
+
+
+@torch.no_grad()
+def judged(
+    model: nn.Module, outputs: Iterable[tuple[Tensor, Tensor]], classes: int, device: torch.device
+) -> Evaluation:
+    """outputs: logits and labels of what this rank is to judge; the model computes as they are drawn."""
     counts = torch.zeros((2, classes), dtype=torch.float64, device=device)  # of each class: right, samples
     loss = torch.zeros((), dtype=torch.float64, device=device)
     model.eval()
-    for images, labels in batches:
-        images, labels = images.to(device), labels.to(device)
-        output = model(images)
+    for output, labels in outputs:
+        labels = labels.to(device)
         loss += cross_entropy(output, labels, reduction="sum")
         right = (output.argmax(dim=1) == labels).double()
         counts.index_add_(1, labels, torch.stack([right, torch.ones_like(right)]))

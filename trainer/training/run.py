@@ -17,6 +17,7 @@ from trainer.compute.timer import Timer
 from trainer.data.loading import Batches
 from trainer.data.sample_stream import RankBatches, SampleStream
 from trainer.paced.standin import StandInOptimizer
+from trainer.pipeline.strategy import Pipeline
 from trainer.ranks.rank_info import RankInfo
 from trainer.rebalance.rebalancer import Rebalancer
 from trainer.shared.config import Settings
@@ -39,7 +40,7 @@ class Run:
     brake: Brake
     group: dist.ProcessGroup
     model: nn.Module
-    strategy: Strategy
+    strategy: Strategy | Pipeline
     precision: Full
     optimizer: torch.optim.Optimizer | StandInOptimizer
     graphs: Graphs | None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from trainer.compute.models import has_batch_norm
 from trainer.compute.running_statistics import BATCHES, average_running_statistics, estimate_running_statistics
+from trainer.pipeline.strategy import Pipeline
 from trainer.training.random_state import random_state, set_random_state
 
 if TYPE_CHECKING:
@@ -29,7 +30,9 @@ def shared_network(run: Run, progress: Progress) -> Iterator[nn.Module]:
     random, network = random_state(), run.strategy.whole()
     own = [(buffer, buffer.clone()) for buffer in network.buffers()]
     try:
-        if has_batch_norm(network):
+        if isinstance(run.strategy, Pipeline):
+            run.strategy.average_statistics()
+        elif has_batch_norm(network):
             samples = progress.recent if run.strategy.keeps_statistics else estimated_again(run, network)
             average_running_statistics(network, run.group, samples)
         yield network

@@ -58,14 +58,17 @@ class Step:
     def times(self, timer: Timer) -> dict[str, float]:
         """In milliseconds, as the `step` record names them."""
         computed, held_up_ms = self.exchange.computed, 1000 * self.exchange.held_up_s
+        waited_ms = covered_ms(timer, self.begin, self.exchange.waits)
         averaging_ms = timer.ms(self.updated, self.end)
         sending = self.exchange.collectives or [(computed, self.summed)]
         times = {
             "t_ms": timer.ms(self.begin, self.end),
             "load_ms": timer.ms(self.begin, self.loaded),
-            "compute_ms": timer.ms(self.loaded, computed) + held_up_ms,  # others wait for it as for computing
-            "exposed_ms": timer.ms(computed, self.summed) + averaging_ms - held_up_ms,
-            "comm_ms": covered_ms(timer, self.begin, sending) + averaging_ms - held_up_ms,
+            "compute_ms": timer.ms(self.loaded, computed)
+            - waited_ms
+            + held_up_ms,  # others wait for it as for computing
+            "exposed_ms": timer.ms(computed, self.summed) + waited_ms + averaging_ms - held_up_ms,
+            "comm_ms": covered_ms(timer, self.begin, sending) + waited_ms + averaging_ms - held_up_ms,
             "optim_ms": timer.ms(self.summed, self.updated),
         }
         return {name: round(ms, 3) for name, ms in times.items()}

@@ -1,0 +1,118 @@
+"""What each block of a network takes: its work, its weights, and what crosses the cut behind it.
+
+    chain = survey("resnet152", (3, 32, 32), classes=10)
+    chain[4].behind                      (256, 8, 8), of one sample
+    format_stages(balanced(chain, {"v100": 833, "a2000": 333}))        'v100:0-37,a2000:38-51'
+
+The network runs once on torch's meta device, which knows shapes and no numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.compute.models import build_model, stages_of
+from trainer.shared.errors import TrainError
+from trainer.shared.stages import Pipelines, Stage
+
+_SAMPLES = 2  # BatchNorm refuses a single value a channel
+
+
+@dataclass(frozen=True)
+class Block:
+    behind: tuple[int, ...]
+    """The shape of one sample's activations behind the block: of the last one, its logits."""
+    work: float
+    """Its part of the network's multiplications, 0..1."""
+    kernels: float
+    """Its part of the network's layers with weights, 0..1: of what a GPU has to be told for each micro-batch."""
+    state_bytes: int
+    """Weights, their gradients, SGD's momentum, and the buffers."""
+    activation_bytes: int
+    """Of one sample, kept from forward to backward, without the block's input."""
+
+
+def survey(name: str, shape: tuple[int, int, int], classes: int) -> list[Block]:
+    """Raises TrainError where it is not known how the network is cut into blocks.
+
+    The multiplications of a layer are its weights times the positions at which it is applied.
+    """
+    with torch.device("meta"):
+        model = build_model(name, shape, classes)
+        activations = torch.zeros(_SAMPLES, *shape)
+    blocks = stages_of(model)
+    if not blocks:
+        raise TrainError(f"strategy pipeline: {name} is no chain of blocks that could be cut; use ddp")
+    counted = []
+    for block in blocks:
+        counted.append(_counted(block, activations))
+        activations = torch.zeros(_SAMPLES, *counted[-1].behind, device="meta")
+    work, kernels = sum(one.work for one in counted), sum(one.kernels for one in counted)
+    return [
+        Block(one.behind, one.work / work, one.kernels / kernels, one.state_bytes, one.activation_bytes)
+        for one in counted
+    ]
+
+
+def _counted(block: nn.Module, activations: Tensor) -> Block:
+    """work and kernels: not yet as parts of the network's."""
+    visits: list[float] = []
+
+    def visit(module: nn.Module, _: Any, output: Tensor) -> None:
+        largest = max(parameter.numel() for parameter in module.parameters(recurse=False))
+        visits.append(largest * output.numel() / output.shape[1])
+
+    hooks = [
+        module.register_forward_hook(visit)
+        for module in block.modules()
+        if next(module.parameters(recurse=False), None) is not None
+    ]
+    weights = list(block.parameters())
+    state = {_storage(tensor) for tensor in [*weights, *block.buffers(), activations]}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if _storage(tensor) not in state:
+            kept[_storage(tensor)] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = block(activations)
+    for hook in hooks:
+        hook.remove()
+    return Block(
+        behind=tuple(output.shape[1:]),
+        work=sum(visits),
+        kernels=len(visits),
+        state_bytes=3 * sum(tensor.nbytes for tensor in weights) + sum(buffer.nbytes for buffer in block.buffers()),
+        activation_bytes=sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) // _SAMPLES,
+    )
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def balanced(chain: Sequence[Block], speeds: Mapping[str, float]) -> Pipelines:
+    """One pipeline over these hosts, in their order: each cut lies where the work before it comes closest to the part
+    that the hosts before it do of all. Each has one block at least. speeds: in any unit.
+    """
+    done, total = [0.0, *accumulate(block.work for block in chain)], sum(speeds.values())
+    ends: list[int] = []
+    reached = 0.0
+    for number, speed in enumerate(list(speeds.values())[:-1]):
+        reached += speed / total
+        first, last = (ends[-1] if ends else 0) + 1, len(chain) - (len(speeds) - 1 - number)
+        ends.append(min(range(first, last + 1), key=lambda end: abs(done[end] - reached)))
+    begins = [0, *ends]
+    return (
+        tuple(
+            Stage(name, begin, end - 1) for name, begin, end in zip(speeds, begins, [*ends, len(chain)], strict=True)
+        ),
+    )

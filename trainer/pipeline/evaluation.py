@@ -1,0 +1,74 @@
+"""The test data on their way through a pipeline: `for logits, labels in outputs(pipeline, batches): ...` on every rank.
+
+Each of the first stage's ranks sends its batches forward, and the ranks of the last stage see what comes of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.pipeline.links import Receiver
+from trainer.pipeline.strategy import Pipeline
+
+_HEADER = 5
+"""A tag: samples of the batch that follows, 0 at the end; and the rank that read them."""
+
+
+@dataclass(frozen=True)
+class _Batch:
+    inputs: Tensor
+    labels: Tensor
+    reader: int
+
+
+def outputs(of: Pipeline, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits and labels on the last stage's ranks, nothing on the others. batches: of a first stage's rank."""
+    part = of.model
+    dtype = next(part.parameters()).dtype
+    following = of.following
+    for batch in _read(of, batches) if of.is_first else _received(of, dtype):
+        output: Any = part(batch.inputs)
+        if following is None:
+            yield output, batch.labels
+            continue
+        number = torch.tensor([len(output), batch.reader])
+        dist.send(number, following, group=of.group, tag=_HEADER)
+        of.to_next[following].send(output)
+    if following is not None:
+        dist.send(torch.zeros(2, dtype=torch.int64), following, group=of.group, tag=_HEADER)
+
+
+def _read(of: Pipeline, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[_Batch]:
+    for images, labels in batches:
+        if of.to_last:
+            of.to_last[of.judge(of.rank)].send(labels)
+        yield _Batch(images.to(of.device), labels.to(of.device), of.rank)
+
+
+def _received(of: Pipeline, dtype: torch.dtype) -> Iterator[_Batch]:
+    shape = of.cuts.before or ()
+    for source in of.preceding:
+        while True:
+            header = torch.empty(2, dtype=torch.int64)
+            dist.recv(header, source, group=of.group, tag=_HEADER)
+            samples, reader = header.tolist()
+            if not samples:
+                break
+            of.inputs[source].expect((samples, *shape), dtype)
+            labels = torch.empty(0, dtype=torch.int64)
+            if of.labels:
+                of.labels[reader].expect((samples,), torch.int64)
+                labels = _taken(of, of.labels[reader])
+            yield _Batch(_taken(of, of.inputs[source]), labels, reader)
+
+
+def _taken(of: Pipeline, receiver: Receiver) -> Tensor:
+    with of.news:
+        of.news.wait_for(lambda: receiver.has_arrived)
+    return receiver.take()

@@ -1,0 +1,202 @@
+"""Who holds which part of the network in a pipeline, and where the batch enters it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trainer.compute.brake import Brake
+from trainer.compute.executor import Executor
+from trainer.compute.microbatches import MicroBatches
+from trainer.compute.models import build_model
+from trainer.compute.precision import DTYPES as COMPUTED_IN
+from trainer.compute.precision import Full
+from trainer.compute.timer import Timer
+from trainer.data.sample_stream import SampleStream
+from trainer.paced.memory import keep_freed_memory
+from trainer.paced.part import PacedPart
+from trainer.paced.stage_clock import StageClock
+from trainer.pipeline.chain import Block, balanced, survey
+from trainer.pipeline.cuts import Cuts
+from trainer.pipeline.layout import Layout
+from trainer.pipeline.paced import PacedStage
+from trainer.pipeline.part import Part, part_of
+from trainer.pipeline.stage import Stage
+from trainer.pipeline.strategy import Pipeline
+from trainer.ranks.agreement import gather_lines, together
+from trainer.ranks.process_group import TIMEOUT
+from trainer.ranks.rank_info import RankInfo
+from trainer.setup.batch_norm import check_batch_norm, check_pairs
+from trainer.shared.config import Settings
+from trainer.shared.errors import TrainError
+from trainer.shared.experiments import DataSet
+from trainer.shared.metrics import MetricsWriter
+from trainer.shared.pace import Pace
+from trainer.shared.shares import Speed, scale_shares
+from trainer.shared.stages import parse_stages
+from trainer.shared.turns import in_flight_of_rank
+from trainer.strategies.base import share_initial_state
+from trainer.strategies.gradient_sum import DTYPES as SENT_IN
+from trainer.strategies.gradient_sum import GradientSum
+
+PER_STAGE = 4
+"""Micro-batches of an update for each stage, where nobody has said how many: with them filling and draining the
+pipeline takes about a fifth of an update, and less with zero_bubble."""
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """The same on all ranks."""
+
+    chain: tuple[Block, ...]
+    layout: Layout
+
+    @property
+    def micro_batches(self) -> int:
+        """Of each rank of the first stage, where nobody has said how many."""
+        return PER_STAGE * len(self.layout.ranks[0])
+
+
+def plan_pipeline(settings: Settings, facts: DataSet, info: RankInfo, speeds: Sequence[Speed | None]) -> PipelinePlan:
+    """speeds: of each rank, where known. Waits for all ranks. Raises TrainError where stages and ranks do not fit."""
+    nodes = gather_lines(info.node)
+    with together(info.node):
+        chain = survey(settings.model, facts.shape, facts.classes)
+        try:
+            pipelines = parse_stages(settings.stages) or balanced(chain, _speeds_of_stages(nodes, speeds))
+            return PipelinePlan(tuple(chain), Layout.of(pipelines, nodes, len(chain)))
+        except ValueError as error:
+            raise TrainError(f"stages: {error}") from error
+    raise AssertionError  # `together` has raised
+
+
+def _speeds_of_stages(nodes: Sequence[str], speeds: Sequence[Speed | None]) -> dict[str, float]:
+    """Samples a millisecond of each host, all alike where one is not known; of each rank where all are on one host."""
+    names = nodes if len(set(nodes)) > 1 else [str(rank) for rank in range(len(nodes))]
+    known = [1 / speed.sample_ms for speed in speeds if speed]
+    found = dict.fromkeys(names, 0.0)
+    for rank, name in enumerate(names):
+        found[name] += known[rank] if len(known) == len(names) else 1.0
+    return found
+
+
+def shares_of_readers(plan: PipelinePlan, shares: Sequence[int], batch: int) -> tuple[int, ...]:
+    """The batch over the ranks of first stages, in the proportion of their shares; nothing for others."""
+    readers = plan.layout.first_ranks
+    wanted = [shares[rank] for rank in readers]
+    of_readers = dict(zip(readers, scale_shares(wanted if sum(wanted) else [1] * len(wanted), batch), strict=True))
+    return tuple(of_readers.get(rank, 0) for rank in range(len(shares)))
+
+
+def build_pipeline(
+    settings: Settings,
+    plan: PipelinePlan,
+    part: nn.Module,
+    precision: Full,
+    group: dist.ProcessGroup,
+    timer: Timer,
+    brake: Brake,
+    executor: Executor,
+) -> Pipeline:
+    """Made by all ranks together; those that hold the same blocks begin with the same weights."""
+    layout, rank, device = plan.layout, dist.get_rank(), next(part.parameters()).device
+    cuts, splits, sums = cuts_of(settings, plan, rank), settings.schedule == "zero_bubble", None
+    stage: Stage | PacedStage
+    if isinstance(part, PacedPart):
+        stage = PacedStage(part, cuts, splits=splits)
+    else:
+        stage = Stage(part, precision, reads=cuts.before is None, splits=splits)
+    for held in zip(*layout.ranks, strict=True):
+        ranks = sorted(rank for lanes in held for rank in lanes)
+        peers = cast("dist.ProcessGroup", dist.new_group(ranks, backend=dist.get_backend(group), timeout=TIMEOUT))
+        if rank in ranks and len(ranks) > 1:
+            sums = GradientSum(peers, brake=brake, executor=executor)  # its relay would take all ranks to make
+            share_initial_state(part, peers)
+    links = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=TIMEOUT))
+    return Pipeline(stage, layout, cuts, links, sums, timer, brake, device, in_flight=settings.in_flight)
+
+
+def cuts_of(settings: Settings, plan: PipelinePlan, rank: int) -> Cuts:
+    own, last = plan.layout.stage(rank), len(plan.chain) - 1
+    sent = SENT_IN[settings.sent_as] or COMPUTED_IN.get(settings.amp, torch.float32)
+    before = plan.chain[own.first - 1].behind if own.first else None
+    return Cuts(before, plan.chain[own.last].behind if own.last < last else None, sent)
+
+
+def own_sizes(plan: PipelinePlan, micro_batches: MicroBatches, shares: Sequence[int], rank: int) -> list[int]:
+    """Those that pass this rank."""
+    place = plan.layout.place(rank)
+    routes = plan.layout.routes(place.pipeline, plan.layout.entering(place.pipeline, micro_batches, shares))
+    return [one.size for one in routes if one.ranks[place.stage] == rank]
+
+
+def real_part(
+    settings: Settings, plan: PipelinePlan, facts: DataSet, rank: int, micro_batches: MicroBatches, stream: SampleStream
+) -> Part:
+    """Raises TrainError where BatchNorm can make nothing of the micro-batches."""
+    model = build_model(settings.model, facts.shape, facts.classes)
+    check_batch_norm(model, stream)
+    check_pairs(model, micro_batches, stream.shares)
+    part = part_of(model, plan.layout.stage(rank))
+    count = len(own_sizes(plan, micro_batches, stream.shares, rank))
+    for module in part.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum and count:
+            # Its statistics move with each micro-batch: all of them together as far as one whole batch would.
+            module.momentum = 1 - (1 - module.momentum) ** (1 / count)
+    return part
+
+
+def paced_part(
+    settings: Settings,
+    plan: PipelinePlan,
+    facts: DataSet,
+    info: RankInfo,
+    pace: Pace,
+    metrics: MetricsWriter,
+    sizes: Sequence[int],
+) -> PacedPart:
+    """sizes: the micro-batches that pass this rank. Raises TrainError where the GPU that is stood in for has not enough
+    memory, and for what would need its arithmetic.
+    """
+    if settings.amp != "none":
+        raise TrainError(
+            f"amp={settings.amp} needs ranks that compute, this one is paced: leave it out, or leave paced out"
+        )
+    own = plan.layout.stage(info.rank)
+    blocks = plan.chain[own.first : own.last + 1]
+    needed = memory_of_stage(settings, plan, info.rank, sizes, facts)
+    if pace.memory_bytes is not None and needed > pace.memory_bytes:
+        raise TrainError(
+            f"out of memory: blocks {own.first} to {own.last} with {max(sizes, default=0)} samples a micro-batch take "
+            f"{needed / 2**30:.1f} GiB, the GPU that this rank stands in for has {pace.memory_bytes / 2**30:.1f} GiB: "
+            "give its host fewer blocks, or use a larger accumulate, a smaller in_flight, or schedule=1f1b"
+        )
+    clock = StageClock(
+        pace,
+        sum(block.work for block in blocks),
+        sum(block.kernels for block in blocks),
+        seed=(settings.seed, info.rank),
+    )
+    keep_freed_memory()
+    metrics.peak_memory_bytes = lambda: needed
+    metrics.lateness = lambda: clock.median_lateness(settings.warmup_steps)
+    with torch.device("meta"):
+        model = build_model(settings.model, facts.shape, facts.classes)
+    return PacedPart(list(part_of(model, own).parameters()), clock)
+
+
+def memory_of_stage(settings: Settings, plan: PipelinePlan, rank: int, sizes: Sequence[int], facts: DataSet) -> int:
+    """Bytes of a rank's weights, gradients, momentum, and of the activations of all micro-batches in flight."""
+    own, place = plan.layout.stage(rank), plan.layout.place(rank)
+    lanes = plan.layout.ranks[place.pipeline]
+    in_flight = in_flight_of_rank(settings.in_flight, len(lanes), place.stage, len(lanes[place.stage]))
+    blocks = plan.chain[own.first : own.last + 1]
+    entering = math.prod(plan.chain[own.first - 1].behind if own.first else facts.shape)
+    a_sample = 4 * entering + sum(block.activation_bytes for block in blocks)
+    return sum(block.state_bytes for block in blocks) + a_sample * sum(sorted(sizes, reverse=True)[:in_flight])

@@ -1,0 +1,32 @@
+"""An update of a pipeline: `loss_sum, exchange = piped(run, run.strategy, images, labels, step)`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from trainer.pipeline.strategy import Pipeline
+from trainer.strategies import Exchange
+
+if TYPE_CHECKING:
+    from trainer.training.run import Run
+
+
+def piped(run: Run, strategy: Pipeline, images: Tensor, labels: Tensor, step: int) -> tuple[Tensor, Exchange]:
+    """Forward and backward of a pipeline's micro-batches. step: within its epoch."""
+    announce(run, strategy, step)
+    return strategy.update(images, labels, run.stream.batch_at(step))
+
+
+def announce(run: Run, strategy: Pipeline, step: int) -> None:
+    """This update and the next one of the epoch: their first micro-batches come while this one is not over."""
+    ends = min(run.stream.steps, run.last_step - run.order.epoch * run.stream.steps)
+    for number in range(step + len(strategy.ahead), min(step + 2, ends)):
+        strategy.announce(entering(run, strategy, number))
+
+
+def entering(run: Run, strategy: Pipeline, step: int) -> Mapping[int, Sequence[int]]:
+    """The micro-batches of each rank that reads samples for this rank's pipeline."""
+    return strategy.layout.entering(strategy.pipeline, run.micro_batches, run.stream.shares_at(step, run.order.epoch))
