@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.checkpoints import parts
 from trainer.checkpoints.file import (
     SCHEMA,
     Checkpoint,
@@ -44,6 +45,8 @@ from trainer.checkpoints.file import (
 )
 from trainer.compute.models import running_statistics
 from trainer.data.sets import find_facts
+from trainer.pipeline.part import Part
+from trainer.pipeline.strategy import Pipeline
 from trainer.ranks.agreement import gather_lines, together
 from trainer.shared.config import Settings
 from trainer.shared.errors import TrainError
@@ -57,7 +60,7 @@ if TYPE_CHECKING:
 _SAME = ("exp", "model", "data", "batch", "samples", "seed", "augment")
 """Settings that a run must share with its checkpoint: of other data, the position in the stream would mean nothing."""
 _CHUNK = 1 << 26
-_IN_THE_MEAN = {"momentum", "weights", "round", "travelling", "scale"}
+_IN_THE_MEAN = {"statistics", "momentum", "weights", "round", "travelling", "scale"}
 """What ranks have for themselves in a round of local updates: who begins without it, begins with the mean of it, or
 with rank 0's loss scale."""
 
@@ -110,6 +113,9 @@ class CheckpointKeeper:
         with shared_network(run, progress) as network:
             seen = network.state_dict() if run.info.rank == 0 else {}
             model = {name: tensor.detach().cpu().clone() for name, tensor in seen.items()}
+            momentum = _momentum(run.optimizer)
+            if isinstance(run.strategy, Pipeline):
+                model, momentum = self._joined(run.strategy, momentum)
         if run.info.rank != 0:
             return None
         return Checkpoint(
@@ -123,18 +129,35 @@ class CheckpointKeeper:
             epoch=progress.epoch,
             step=progress.step,
             model=model,
-            momentum=[None if tensor is None else tensor.cpu() for tensor in _momentum(run.optimizer)],
+            momentum=[None if tensor is None else tensor.cpu() for tensor in momentum],
             scaler=scaler.state_dict() if (scaler := _scaler(run)) else {},
             sums=[tensor.tolist() for tensor in sums],
             own=own,
             random=random,
         )
 
+    def _joined(
+        self, strategy: Pipeline, momentum: list[Tensor | None]
+    ) -> tuple[dict[str, Tensor], list[Tensor | None]]:
+        """The whole network's state and momentum on rank 0, which alone holds it all, for as long as this takes."""
+        run = self.run
+        of_ranks = _gather(_flat(parts.to_be_kept(run, strategy, momentum).values()))
+        if run.info.rank != 0:
+            return {}, []
+        moves = any(tensor is not None for tensor in momentum)
+        kept: dict[str, Tensor] = {}
+        for rank, flat in enumerate(of_ranks):
+            kept |= _apart(flat, parts.like_that_of(run, strategy, rank, moves=moves))
+        model = {name: kept[name] for name in parts.skeleton(run).state_dict()}
+        return model, [kept.get(f"momentum {name}") for name in parts.whole_names(run)]
+
     def _own_tensors(self) -> dict[str, Tensor]:
         """What each rank has for itself, by name (KIND or KIND.WHICH): BatchNorm's statistics; what its strategy keeps;
         momentum, where weights alone are averaged.
         """
         run = self.run
+        if isinstance(run.strategy, Pipeline):
+            return {}  # the network's state has the statistics, each block's of the ranks that hold it
         own = _numbered("statistics", running_statistics(run.model)) | run.strategy.own_state()
         own |= run.precision.own_scale()
         if run.settings.strategy == "parameter_average" or run.settings.fidelity == "local":
@@ -179,8 +202,12 @@ class CheckpointKeeper:
 
     def _restore(self, saved: Checkpoint, source: Path | None) -> Progress:
         run, rank = self.run, self.run.info.rank
-        run.model.load_state_dict(saved.model)
-        _restore_momentum(run.optimizer, saved.momentum)
+        if isinstance(run.model, Part):
+            parts.take(run.model, saved.model)
+            _restore_momentum(run.optimizer, parts.own_momentum(run, saved.momentum))
+        else:
+            run.model.load_state_dict(saved.model)
+            _restore_momentum(run.optimizer, saved.momentum)
         if saved.scaler and (scaler := _scaler(run)):
             scaler.load_state_dict(saved.scaler)
         same = saved.world_size == run.info.world_size and saved.shares == list(run.stream.shares)
@@ -218,10 +245,11 @@ class CheckpointKeeper:
             raise TrainError(
                 f"the checkpoint is at update {updates}, this run ends at {self.run.last_step}: raise epochs or steps"
             )
-        wanted = {name: tensor.shape for name, tensor in self.run.model.state_dict().items()}
+        network = parts.skeleton(self.run) if isinstance(self.run.model, Part) else self.run.model
+        wanted = {name: tensor.shape for name, tensor in network.state_dict().items()}
         if wanted != {name: tensor.shape for name, tensor in saved.model.items()}:
             raise TrainError(f"the checkpoint holds another network than {now['model']}: start again without it")
-        shapes = [parameter.shape for parameter in self.run.model.parameters()]
+        shapes = [parameter.shape for parameter in network.parameters()]
         if [tensor.shape for tensor in saved.momentum if tensor is not None] not in ([], shapes):
             raise TrainError("the checkpoint's momentum does not fit its network: start again without it")
 

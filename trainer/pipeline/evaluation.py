@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.pipeline.links import Receiver
 from trainer.pipeline.strategy import Pipeline
 
 _HEADER = 5
@@ -64,11 +63,5 @@ def _received(of: Pipeline, dtype: torch.dtype) -> Iterator[_Batch]:
             labels = torch.empty(0, dtype=torch.int64)
             if of.labels:
                 of.labels[reader].expect((samples,), torch.int64)
-                labels = _taken(of, of.labels[reader])
-            yield _Batch(_taken(of, of.inputs[source]), labels, reader)
-
-
-def _taken(of: Pipeline, receiver: Receiver) -> Tensor:
-    with of.news:
-        of.news.wait_for(lambda: receiver.has_arrived)
-    return receiver.take()
+                labels = of.labels[reader].wait()
+            yield _Batch(of.inputs[source].wait(), labels, reader)

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-ACTIVATIONS, GRADIENTS, LABELS = 1, 2, 3
+ACTIVATIONS, GRADIENTS, LABELS, LOSSES = 1, 2, 3, 4
 """Tags: what two ranks send each other."""
 AHEAD = 8
 """Receives that wait for their data at a time: more than a stage's micro-batches in flight beyond its own."""
@@ -109,6 +109,12 @@ class Receiver:
         tensor, _ = self._here.popleft()
         self._room.release()
         return tensor.to(self.device, non_blocking=True)
+
+    def wait(self) -> Tensor:
+        """The next one, when it has come."""
+        with self.news:
+            self.news.wait_for(lambda: self.has_arrived)
+        return self.take()
 
     def _post(self) -> None:
         pinned = self.device.type == "cuda"

@@ -27,7 +27,7 @@ from trainer.compute.models import gradients_of, running_statistics
 from trainer.compute.timer import Timer
 from trainer.pipeline.cuts import Cuts
 from trainer.pipeline.layout import Layout, MicroBatch
-from trainer.pipeline.links import ACTIVATIONS, GRADIENTS, LABELS, Receiver, Sender
+from trainer.pipeline.links import ACTIVATIONS, GRADIENTS, LABELS, LOSSES, Receiver, Sender
 from trainer.pipeline.paced import PacedStage
 from trainer.pipeline.stage import Stage
 from trainer.shared.turns import Task, Turns, in_flight_of_rank
@@ -83,6 +83,9 @@ class Pipeline(Base):
         self.inputs = self._receivers(group, before, ACTIVATIONS)
         self.gradients = self._receivers(group, behind, GRADIENTS)
         self.labels = self._receivers(group, stages[0] if self.is_last and labels else (), LABELS)
+        judges = stages[-1] if 0 in [rank for lanes in stages for rank in lanes] else ()
+        self.losses = self._receivers(group, [one for one in judges if one], LOSSES) if self.rank == 0 else {}
+        self.to_speaker = Sender(group, 0, LOSSES) if self.rank in judges and self.rank else None
         self.to_next = {rank: Sender(group, rank, ACTIVATIONS) for rank in behind}
         self.to_before = {rank: Sender(group, rank, GRADIENTS) for rank in before}
         self.to_last = {rank: Sender(group, rank, LABELS) for rank in (stages[-1] if self.is_first and labels else ())}
@@ -132,6 +135,8 @@ class Pipeline(Base):
                 self.gradients[one.ranks[self.number + 1]].expect((one.size, *self.cuts.behind), self.cuts.dtype)
             if self.labels:
                 self.labels[one.ranks[0]].expect((one.size,), torch.int64)
+        for receiver in self.losses.values():
+            receiver.expect((2,), torch.float64)
         self.ahead.append(own)
 
     def update(self, images: Tensor, labels: Tensor, batch: int) -> tuple[Tensor, Exchange]:
@@ -144,6 +149,7 @@ class Pipeline(Base):
         self.samples = sum(one.size for one in own)
         run = Update(self, own, images, labels, batch)
         loss_sum, done, waits = run.run()
+        said = self._said(loss_sum)
         self.brake.pause("sync")
         computed = self.timer.mark()
         held_up_s = 0.0
@@ -151,7 +157,22 @@ class Pipeline(Base):
             before_s = self.sums.held_up_s
             allreduce_flat(gradients_of(self.model), self.sums)
             held_up_s = self.sums.held_up_s - before_s
-        return loss_sum, Exchange(computed, held_up_s=held_up_s, waits=tuple(waits), tasks=tuple(done))
+        return loss_sum, Exchange(computed, held_up_s=held_up_s, waits=tuple(waits), tasks=tuple(done), said=said)
+
+    def _said(self, loss_sum: Tensor) -> tuple[Tensor, int] | None:
+        """The loss of rank 0's pipeline and its samples, on rank 0: the last stage's ranks send theirs, which happens
+        before the last gradients come back.
+        """
+        if self.rank and not self.to_speaker:
+            return None
+        own = torch.stack([loss_sum.double(), torch.tensor(self.samples * self.is_last, device=self.device)]).cpu()
+        if self.to_speaker:
+            self.to_speaker.send(own)
+        if self.rank != 0:
+            return None
+        for receiver in self.losses.values():
+            own += receiver.wait().cpu()
+        return own[0], int(own[1])
 
     def average_statistics(self) -> None:
         """BatchNorm's, over the ranks that hold the same blocks, each counted by its samples of the last update."""

@@ -126,7 +126,9 @@ class StepLog:
         fields = {"step": step.number, "epoch": step.epoch, "samples": step.samples, **times}
         loss = None if step.loss is None else step.loss.item()
         run.metrics.write("step", **fields, loss=loss, wall=wall_s + run.timer.ms(mark, step.end) / 1000)
-        run.console.step(step.number, step.epoch, step.batch, step.samples, loss, times)
+        said, samples = (loss, step.samples) if step.exchange.said is None else step.exchange.said
+        said = None if said is None or loss is None else float(said)
+        run.console.step(step.number, step.epoch, step.batch, samples, said, times)
         self.progress.loss_sum += loss or 0.0
         if run.rebalancer:
             run.rebalancer.after_update(step.number, times["compute_ms"], times["load_ms"], step.samples)
