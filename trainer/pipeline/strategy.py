@@ -60,12 +60,12 @@ class Pipeline(Base):
         sums: GradientSum | None,
         timer: Timer,
         brake: Brake,
-        device: torch.device,
         *,
         in_flight: int,
     ) -> None:
         self.stage, self.layout, self.cuts, self.group, self.sums = stage, layout, cuts, group, sums
-        self.timer, self.brake, self.device = timer, brake, device
+        self.timer, self.brake = timer, brake
+        self.device = next(stage.part.parameters()).device
         self.rank = dist.get_rank()
         place = layout.place(self.rank)
         self.pipeline, self.number = place.pipeline, place.stage

@@ -105,7 +105,7 @@ def build_pipeline(
     executor: Executor,
 ) -> Pipeline:
     """Made by all ranks together; those that hold the same blocks begin with the same weights."""
-    layout, rank, device = plan.layout, dist.get_rank(), next(part.parameters()).device
+    layout, rank = plan.layout, dist.get_rank()
     cuts, splits, sums = cuts_of(settings, plan, rank), settings.schedule == "zero_bubble", None
     stage: Stage | PacedStage
     if isinstance(part, PacedPart):
@@ -119,7 +119,7 @@ def build_pipeline(
             sums = GradientSum(peers, brake=brake, executor=executor)  # its relay would take all ranks to make
             share_initial_state(part, peers)
     links = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=TIMEOUT))
-    return Pipeline(stage, layout, cuts, links, sums, timer, brake, device, in_flight=settings.in_flight)
+    return Pipeline(stage, layout, cuts, links, sums, timer, brake, in_flight=settings.in_flight)
 
 
 def cuts_of(settings: Settings, plan: PipelinePlan, rank: int) -> Cuts:
