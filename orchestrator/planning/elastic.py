@@ -26,8 +26,13 @@ def parse_elastic(text: str, max_restarts: int) -> Elastic:
     return Elastic(min_nodes=int(found[1]), max_nodes=int(found[2]), max_restarts=max_restarts)
 
 
-def check_elastic(elastic: Elastic, nodes: int) -> None:
-    """nodes: how many were chosen. Raises UsageError."""
+def check_elastic(elastic: Elastic, nodes: int, strategy: str | None = None) -> None:
+    """nodes: how many were chosen. strategy: of a training of ours. Raises UsageError."""
+    if strategy == "pipeline":
+        raise UsageError(
+            "--elastic: a pipeline without one of its hosts lacks a part of the network",
+            "leave --elastic out, or use --set strategy=ddp",
+        )
     if elastic.max_nodes > nodes:
         least = min(elastic.min_nodes, nodes)
         raise UsageError(

@@ -60,7 +60,8 @@ def place(nodes: Sequence[Node], facts: Mapping[str, NodeFacts], election: Elect
     """
     ordered, left_out = sorted(nodes, key=lambda node: node.name != election.master), list[Node]()
     if request.elastic:
-        check_elastic(request.elastic, len(ordered))
+        training = request.training
+        check_elastic(request.elastic, len(ordered), training.strategy if training else None)
         ordered, left_out = ordered[: request.elastic.max_nodes], ordered[request.elastic.max_nodes :]
     addresses = {node.name: _address(node, facts[node.name], ordered) for node in ordered}
     planned, first_rank = list[PlannedNode](), 0

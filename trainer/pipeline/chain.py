@@ -35,7 +35,7 @@ class Block:
     state_bytes: int
     """Weights, their gradients, SGD's momentum, and the buffers."""
     activation_bytes: int
-    """Of one sample, kept from forward to backward, without the block's input."""
+    """Of one sample, kept from forward to backward; the block's input where the block before does not keep it."""
 
 
 def survey(name: str, shape: tuple[int, int, int], classes: int) -> list[Block]:
@@ -49,10 +49,11 @@ def survey(name: str, shape: tuple[int, int, int], classes: int) -> list[Block]:
     blocks = stages_of(model)
     if not blocks:
         raise TrainError(f"strategy pipeline: {name} is no chain of blocks that could be cut; use ddp")
-    counted = []
+    counted: list[Block] = []
+    kept: dict[int, Tensor] = {}
     for block in blocks:
-        counted.append(_counted(block, activations))
-        activations = torch.zeros(_SAMPLES, *counted[-1].behind, device="meta")
+        one, activations, kept = _counted(block, activations, kept)
+        counted.append(one)
     work, kernels = sum(one.work for one in counted), sum(one.kernels for one in counted)
     return [
         Block(one.behind, one.work / work, one.kernels / kernels, one.state_bytes, one.activation_bytes)
@@ -60,8 +61,12 @@ def survey(name: str, shape: tuple[int, int, int], classes: int) -> list[Block]:
     ]
 
 
-def _counted(block: nn.Module, activations: Tensor) -> Block:
-    """work and kernels: not yet as parts of the network's."""
+def _counted(
+    block: nn.Module, activations: Tensor, before: Mapping[int, Tensor]
+) -> tuple[Block, Tensor, dict[int, Tensor]]:
+    """work and kernels: not yet as parts of the network's. before: what the block before keeps. Gives the block's
+    output and what it keeps as well.
+    """
     visits: list[float] = []
 
     def visit(module: nn.Module, _: Any, output: Tensor) -> None:
@@ -74,7 +79,7 @@ def _counted(block: nn.Module, activations: Tensor) -> Block:
         if next(module.parameters(recurse=False), None) is not None
     ]
     weights = list(block.parameters())
-    state = {_storage(tensor) for tensor in [*weights, *block.buffers(), activations]}
+    state = {_storage(tensor) for tensor in [*weights, *block.buffers()]} | set(before)
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -86,13 +91,14 @@ def _counted(block: nn.Module, activations: Tensor) -> Block:
         output = block(activations)
     for hook in hooks:
         hook.remove()
-    return Block(
+    counted = Block(
         behind=tuple(output.shape[1:]),
         work=sum(visits),
         kernels=len(visits),
         state_bytes=3 * sum(tensor.nbytes for tensor in weights) + sum(buffer.nbytes for buffer in block.buffers()),
         activation_bytes=sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) // _SAMPLES,
     )
+    return counted, output.detach(), kept
 
 
 def _storage(tensor: Tensor) -> int:

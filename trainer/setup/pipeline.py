@@ -170,7 +170,7 @@ def paced_part(
         )
     own = plan.layout.stage(info.rank)
     blocks = plan.chain[own.first : own.last + 1]
-    needed = memory_of_stage(settings, plan, info.rank, sizes, facts)
+    needed = memory_of_stage(settings, plan, info.rank, sizes)
     if pace.memory_bytes is not None and needed > pace.memory_bytes:
         raise TrainError(
             f"out of memory: blocks {own.first} to {own.last} with {max(sizes, default=0)} samples a micro-batch take "
@@ -191,12 +191,12 @@ def paced_part(
     return PacedPart(list(part_of(model, own).parameters()), clock)
 
 
-def memory_of_stage(settings: Settings, plan: PipelinePlan, rank: int, sizes: Sequence[int], facts: DataSet) -> int:
+def memory_of_stage(settings: Settings, plan: PipelinePlan, rank: int, sizes: Sequence[int]) -> int:
     """Bytes of a rank's weights, gradients, momentum, and of the activations of all micro-batches in flight."""
     own, place = plan.layout.stage(rank), plan.layout.place(rank)
     lanes = plan.layout.ranks[place.pipeline]
     in_flight = in_flight_of_rank(settings.in_flight, len(lanes), place.stage, len(lanes[place.stage]))
     blocks = plan.chain[own.first : own.last + 1]
-    entering = math.prod(plan.chain[own.first - 1].behind if own.first else facts.shape)
+    entering = math.prod(plan.chain[own.first - 1].behind) if own.first else 0
     a_sample = 4 * entering + sum(block.activation_bytes for block in blocks)
     return sum(block.state_bytes for block in blocks) + a_sample * sum(sorted(sizes, reverse=True)[:in_flight])

@@ -1,0 +1,105 @@
+"""A whole run as a pipeline: its records, its evaluation, and checkpoints that any other strategy can read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.trainer_ranks import of_event, started, trained
+from trainer.checkpoints.file import read_file
+from trainer.shared.config import SettingsError, parse_settings
+
+SHORT = ["--exp", "mnist_lenet", "--data", "synthetic", "--device", "cpu", "--samples", "176", "--batch", "32"]
+SHORT += ["--epochs", "1", "--checkpoint_every", "3", "--augment", "none"]  # 6 updates, the last one of 16
+PIPELINE = ["--strategy", "pipeline", "--accumulate", "8", "--stages", "node1:0,node0:1"]
+ALONE = ["--strategy", "none", "--accumulate", "8"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("piped")
+
+
+@pytest.fixture(scope="module")
+def piped(folder: Path) -> list[list[dict[str, Any]]]:
+    return kept(folder / "piped", PIPELINE, 2)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[list[dict[str, Any]]]:
+    return kept(folder / "alone", ALONE, 1)
+
+
+def kept(folder: Path, arguments: list[str], ranks: int) -> list[list[dict[str, Any]]]:
+    """The records of a run that leaves its checkpoints in the folder."""
+    folder.mkdir()
+    return trained(folder, [*SHORT, *arguments, "--checkpoint_dir", str(folder)], ranks)
+
+
+def weights(folder: Path, updates: int) -> Any:
+    saved, _, _ = read_file(folder / f"step-{updates:09}.pt")
+    return {name: tensor.tolist() for name, tensor in saved.model.items()}, [
+        tensor.tolist() for tensor in saved.momentum if tensor is not None
+    ]
+
+
+def test_a_run_is_that_of_one_process(
+    folder: Path, piped: list[list[dict[str, Any]]], alone: list[list[dict[str, Any]]]
+) -> None:
+    for updates in (3, 6):
+        assert weights(folder / "piped", updates) == weights(folder / "alone", updates)
+    (evaluated,) = of_event(alone[0], "eval")
+    for rank in piped:
+        (same,) = of_event(rank, "eval")
+        assert {**same, "eval_s": 0} == {**evaluated, "eval_s": 0}
+
+
+def test_samples_and_losses_add_up_over_the_stages(
+    piped: list[list[dict[str, Any]]], alone: list[list[dict[str, Any]]]
+) -> None:
+    of_ranks = [of_event(rank, "step") for rank in piped]
+    for last, first, whole in zip(*of_ranks, of_event(alone[0], "step"), strict=True):
+        assert (last["samples"], first["samples"]) == (0, whole["samples"])
+        assert first["loss"] == 0
+        assert last["loss"] == pytest.approx(whole["loss"])
+        for line in (last, first):
+            parts = (line[f"{name}_ms"] for name in ("load", "compute", "exposed", "optim"))
+            assert sum(parts) == pytest.approx(line["t_ms"], abs=0.01)
+
+
+def test_either_goes_on_from_the_others_checkpoint(
+    folder: Path, piped: list[list[dict[str, Any]]], alone: list[list[dict[str, Any]]]
+) -> None:
+    for arguments, source, ranks in ((ALONE, "piped", 1), (PIPELINE, "alone", 2)):
+        start = folder / source / "step-000000003.pt"
+        there = folder / f"from-{source}"
+        kept(there, [*arguments, "--resume", str(start)], ranks)
+        assert weights(there, 6) == weights(folder / source, 6)
+
+
+def test_a_stage_that_the_gpu_has_no_memory_for_is_refused_in_a_line(tmp_path: Path) -> None:
+    paced = [{"ORCH_PACED": '{"samples_per_s": 1000, "memory_bytes": 100000}'}] * 2
+    with started(tmp_path, [*SHORT[:-4], *PIPELINE], 2, of_ranks=paced) as ranks:
+        said = [rank.communicate(timeout=120)[1] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [1, 1]
+    assert "out of memory: blocks 1 to 1 with 4 samples a micro-batch take" in said[0]
+    assert "give its host fewer blocks, or use a larger accumulate" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "said"),
+    [
+        ({"stages": "a:0-3"}, "stages: does nothing with strategy ddp; use pipeline"),
+        ({"in_flight": "3"}, "in_flight: does nothing with strategy ddp; use pipeline"),
+        ({"strategy": "pipeline", "stages": "a"}, "stages: 'a': expected a host and its blocks"),
+        ({"strategy": "pipeline", "shares": "auto"}, "shares: auto moves samples from rank to rank"),
+        ({"strategy": "pipeline", "sync_bn": "true"}, "sync_bn: a pipeline's BatchNorm sees a micro-batch"),
+        ({"strategy": "pipeline", "profile_s": "3"}, "profile_s: measures each rank alone"),
+        ({"strategy": "pipeline", "fidelity": "local"}, "fidelity: local goes with strategy ddp"),
+    ],
+)
+def test_what_does_not_go_with_a_pipeline_is_said(pairs: dict[str, str], said: str) -> None:
+    with pytest.raises(SettingsError, match=said.replace("(", r"\(")):
+        parse_settings("mnist_lenet", pairs)
