@@ -3,6 +3,7 @@
     layers = layers_of("resnet152", (3, 32, 32), classes=10)
     gradient_bytes(layers)                  232657192
     layers[-1].shapes                       ((10, 2048), (10,))
+    len(blocks_of("resnet152", (3, 32, 32), classes=10))        52, between which it may be cut
 
 No torch is needed where plans are made, so the two networks are written down again here, as lists of their layers.
 A layer's work is its weights times the positions at which they are applied, in multiplications.
@@ -37,8 +38,21 @@ class Layer:
         return FLOAT_BYTES * sum(prod(shape) for shape in self.shapes)
 
 
+@dataclass(frozen=True)
+class Block:
+    """outputs: numbers that leave it for the next block, of one image."""
+
+    layers: tuple[Layer, ...]
+    outputs: int
+
+
 def layers_of(model: str, image: tuple[int, int, int], classes: int) -> tuple[Layer, ...]:
     """In the order in which forward visits them. Raises KeyError for a model that is not known here."""
+    return tuple(layer for block in blocks_of(model, image, classes) for layer in block.layers)
+
+
+def blocks_of(model: str, image: tuple[int, int, int], classes: int) -> tuple[Block, ...]:
+    """The same layers in blocks whose chain is the network, as `trainer.compute.models.stages_of` has them."""
     return tuple({"lenet": _lenet, "resnet152": _resnet152}[model](*image[:2], classes))
 
 
@@ -51,29 +65,29 @@ def _weights(shape: Shape, positions: int, bias: bool = True) -> Layer:
     return Layer((shape, shape[:1]) if bias else (shape,), prod(shape) * positions)
 
 
-def _lenet(channels: int, size: int, classes: int) -> Iterator[Layer]:
+def _lenet(channels: int, size: int, classes: int) -> Iterator[Block]:
     """It sees 32x32: 28x28 positions for the first kernel, 10x10 for the second, after pooling by two."""
-    yield _weights((6, channels, 5, 5), 28 * 28)
-    yield _weights((16, 6, 5, 5), 10 * 10)
-    for outputs, inputs in ((120, 400), (84, 120), (classes, 84)):
-        yield _weights((outputs, inputs), 1)
+    yield Block((_weights((6, channels, 5, 5), 28 * 28), _weights((16, 6, 5, 5), 10 * 10)), 400)
+    maps = ((120, 400), (84, 120), (classes, 84))
+    yield Block(tuple(_weights((outputs, inputs), 1) for outputs, inputs in maps), classes)
 
 
-def _resnet152(channels: int, size: int, classes: int) -> Iterator[Layer]:
+def _resnet152(channels: int, size: int, classes: int) -> Iterator[Block]:
     """He et al. 2016 as torchvision builds it: the stride is that of the 3x3 convolution."""
     size = -(-size // 2)
-    yield from _convolution(channels, 64, 7, size)
+    stem = tuple(_convolution(channels, 64, 7, size))
     size, inputs = -(-size // 2), 64
+    yield Block(stem, inputs * size * size)
     for width, blocks, stride in ((64, 3, 1), (128, 8, 2), (256, 36, 2), (512, 3, 2)):
         for block in range(blocks):
             outside, size = size, -(-size // stride) if block == 0 else size
-            yield from _convolution(inputs, width, 1, outside)
-            yield from _convolution(width, width, 3, size)
-            yield from _convolution(width, 4 * width, 1, size)
+            layers = [*_convolution(inputs, width, 1, outside), *_convolution(width, width, 3, size)]
+            layers += _convolution(width, 4 * width, 1, size)
             if block == 0:
-                yield from _convolution(inputs, 4 * width, 1, size)
+                layers += _convolution(inputs, 4 * width, 1, size)
             inputs = 4 * width
-    yield _weights((classes, inputs), 1)
+            yield Block(tuple(layers), inputs * size * size)
+    yield Block((_weights((classes, inputs), 1),), classes)
 
 
 def _convolution(inputs: int, outputs: int, kernel: int, size: int) -> Iterator[Layer]:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer.compute.microbatches import MicroBatches
+from trainer.shared.lanes import even, interleaved
 from trainer.shared.stages import Pipelines, Stage, check_stages
 
 
@@ -128,18 +129,3 @@ class Layout:
             )
             for number, lane in enumerate(order)
         )
-
-
-def even(count: int, lanes: int) -> list[int]:
-    """So many micro-batches over so many lanes."""
-    return [count // lanes + (lane < count % lanes) for lane in range(lanes)]
-
-
-def interleaved(counts: Sequence[int]) -> list[int]:
-    """Lanes, each as often as it has micro-batches, as evenly mixed as that goes.
-
-    >>> interleaved([4, 2])
-    [0, 1, 0, 0, 1, 0]
-    """
-    turns = [((2 * turn + 1) / (2 * count), lane) for lane, count in enumerate(counts) for turn in range(count)]
-    return [lane for _, lane in sorted(turns)]

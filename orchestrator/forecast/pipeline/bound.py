@@ -1,0 +1,186 @@
+"""What no cut of a pipeline can undercut: bounds that are cheap beside playing an update out. Pure.
+
+    family = Family(chain, wire, course)
+    family.balanced()                   the cut whose busiest stage has least to do, and how long that takes
+    family.cuts(within_s=0.3)           every cut with which no stage has more to do than that
+    family.lower_s((0, 38))             an update with this cut takes no less
+
+A stage has its own tasks to do, and two times in each update in which little of them can be done: from its first
+FORWARD until the gradient of that is back from the stages behind, when it can do further FORWARDs alone, as many as it
+holds; and from its last BACKWARD until the first input of the next update, which the stages before make after their
+own last BACKWARD, when it has left the WEIGHTS of what it holds, and the optimiser.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+
+from orchestrator.forecast.links import LinkCosts
+from orchestrator.forecast.pipeline.chain import Chain
+from orchestrator.forecast.pipeline.course import STATES, Course, StageHost
+from orchestrator.forecast.step import OPTIMISER
+
+TASKS = 1 - OPTIMISER
+ROUNDING = 1e-12
+Cut = tuple[int, ...]
+"""The first block of each stage."""
+
+
+class Family:
+    """All cuts of a chain over these hosts, in this order, with so many micro-batches. wire: of these hosts."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        wire: LinkCosts,
+        course: Course,
+    ) -> None:
+        """course: its cut is not looked at."""
+        self.chain, self.course, self.hosts = chain, course, course.hosts
+        self.blocks, self.stages = len(chain.blocks), len(course.hosts)
+        routes = course.routes()
+        self.smallest = min(one.size for one in routes)
+        self.samples = course.batch
+        largest = max(one.size for one in routes)
+        self.counts = [-(-len(routes) // host.ranks) for host in self.hosts]
+        self.held = [course.held(stage) for stage in range(self.stages)]
+        self._times = [self._sums(host, count) for host, count in zip(self.hosts, self.counts, strict=True)]
+        self.busy = [each[0] for each in self._times]
+        self._needs = [
+            None if host.memory_bytes is None else self._memory(largest * held)
+            for host, held in zip(self.hosts, self.held, strict=True)
+        ]
+        sites = {site.name: site for site in wire.sites}
+        self._byte_s = [
+            8 / wire.path_bps(sites[a.name], sites[b.name]) for a, b in zip(self.hosts, self.hosts[1:], strict=False)
+        ]
+        self._delay_s = wire.costs.message_s
+
+    def _sums(self, host: StageHost, count: int) -> tuple[tuple[float, ...], ...]:
+        """Up to each block: seconds of an update of a rank with most micro-batches; and of one micro-batch, the
+        smallest, FORWARD, BACKWARD and WEIGHTS; and of the optimiser.
+        """
+        chain, size = self.chain, self.smallest
+        fixed_s, sample_s = host.fixed_ms / 1000, host.sample_ms / 1000
+        samples = self.samples / host.ranks
+        tasks = tuple(
+            TASKS * (count * fixed_s * fixed + sample_s * samples * work)
+            for fixed, work in zip(chain.fixed, chain.works, strict=True)
+        )
+        optimiser = tuple(OPTIMISER * each for each in tasks)
+        busy = tuple(map(sum, zip(tasks, optimiser, strict=True)))
+
+        def task(parts: Sequence[float]) -> tuple[float, ...]:
+            return tuple(
+                TASKS * (fixed_s * fixed / 3 + sample_s * size * part)
+                for fixed, part in zip(chain.fixed, parts, strict=True)
+            )
+
+        forward, backward, weights = task(chain.forwards), task(chain.backwards), task(chain.of_weights)
+        if not self.course.splits:
+            backward, weights = tuple(map(sum, zip(backward, weights, strict=True))), (0.0,) * len(weights)
+        return busy, forward, backward, weights, optimiser
+
+    def _memory(self, samples: int) -> tuple[float, ...]:
+        weights, kept = self.chain.weight_sums, self.chain.kept_sums
+        return tuple(STATES * weight + samples * each for weight, each in zip(weights, kept, strict=True))
+
+    # ---- which cuts there are ----------------------------------------------------------------------------------------
+
+    def _furthest(self, stage: int, first: int, within_s: float) -> int:
+        """The end of the longest stretch that the stage does in time, and holds."""
+        end = bisect_right(self.busy[stage], self.busy[stage][first] + within_s + ROUNDING) - 1
+        needs, memory = self._needs[stage], self.hosts[stage].memory_bytes
+        if needs is not None and memory is not None:
+            end = min(end, bisect_right(needs, needs[first] + memory) - 1)
+        return min(end, self.blocks - (self.stages - 1 - stage))
+
+    def _nearest(self, stage: int, end: int, within_s: float) -> int:
+        """The first block of the longest stretch up to this end."""
+        first = bisect_left(self.busy[stage], self.busy[stage][end] - within_s - ROUNDING)
+        needs, memory = self._needs[stage], self.hosts[stage].memory_bytes
+        if needs is not None and memory is not None:
+            first = max(first, bisect_left(needs, needs[end] - memory))
+        return max(first, stage)
+
+    def _greedy(self, within_s: float) -> Cut | None:
+        """Each stage takes what it can."""
+        starts, first = [], 0
+        for stage in range(self.stages):
+            starts.append(first)
+            end = self._furthest(stage, first, within_s)
+            if end <= first:
+                return None
+            first = end
+        return tuple(starts) if first == self.blocks else None
+
+    def balanced(self) -> tuple[float, Cut] | None:
+        """Seconds of the busiest stage where that is least, and such a cut. None where memory holds none."""
+        high = max(busy[-1] for busy in self.busy)
+        found = self._greedy(high)
+        if found is None:
+            return None
+        low = 0.0
+        while high - low > 1e-4 * high:
+            middle = (low + high) / 2
+            cut = self._greedy(middle)
+            if cut is None:
+                low = middle
+            else:
+                high, found = middle, cut
+        return low, found
+
+    def cuts(self, within_s: float) -> Iterator[Cut]:
+        """All of them with which no stage has more to do, and memory holds all."""
+        earliest = [0] * self.stages + [self.blocks]
+        for stage in range(self.stages - 1, 0, -1):
+            earliest[stage] = self._nearest(stage, earliest[stage + 1], within_s)
+        yield from self._cuts((0,), earliest, within_s)
+
+    def _cuts(self, starts: Cut, earliest: Sequence[int], within_s: float) -> Iterator[Cut]:
+        stage, first = len(starts) - 1, starts[-1]
+        furthest = self._furthest(stage, first, within_s)
+        if stage == self.stages - 1:
+            if furthest == self.blocks:
+                yield starts
+            return
+        for end in range(max(first + 1, earliest[stage + 1]), furthest + 1):
+            yield from self._cuts((*starts, end), earliest, within_s)
+
+    def holds(self, starts: Cut) -> bool:
+        return all(
+            needs is None or host.memory_bytes is None or needs[end] - needs[first] <= host.memory_bytes
+            for needs, host, first, end in zip(self._needs, self.hosts, starts, (*starts[1:], self.blocks), strict=True)
+        )
+
+    # ---- what a cut takes at least -----------------------------------------------------------------------------------
+
+    def lower_s(self, starts: Cut) -> float:
+        ends = (*starts[1:], self.blocks)
+        parts = [
+            [sums[end] - sums[first] for sums in times]
+            for times, first, end in zip(self._times, starts, ends, strict=True)
+        ]
+        links = [self._byte_s[stage] * self.chain.cut_bytes(first) for stage, first in enumerate(starts[1:])]
+        one_way = [self._delay_s + self.smallest * link for link in links]
+        least = 0.0
+        until_back = [0.0] * self.stages
+        for stage in range(self.stages - 2, -1, -1):
+            _, forward, backward, _, _ = parts[stage + 1]
+            until_back[stage] = until_back[stage + 1] + 2 * one_way[stage] + forward + backward
+        until_next = 0.0
+        for stage, (busy, forward, backward, weights, optimiser) in enumerate(parts):
+            held = min(self.held[stage], self.counts[stage] if self.hosts[stage].ranks == 1 else self.held[stage])
+            at_first = max(0.0, until_back[stage] - (held - 1) * forward)
+            at_last = max(0.0, until_next - held * weights - optimiser)
+            least = max(least, busy + at_first + at_last)
+            if stage + 1 < self.stages:
+                turn_s = weights + optimiser if stage == 0 else 0.0
+                until_next += turn_s + forward + backward + 2 * one_way[stage]
+        # A host sends to both its neighbours over one interface.
+        out = [
+            self.samples * ((links[stage] if stage < len(links) else 0.0) + (links[stage - 1] if stage else 0.0))
+            for stage in range(self.stages)
+        ]
+        return max(least, *out)

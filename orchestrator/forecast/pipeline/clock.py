@@ -1,0 +1,251 @@
+"""How long an update of a pipeline takes, played out task by task and message by message. Pure.
+
+    update_seconds(chain, [course], wire)
+
+Each rank does what `trainer.shared.turns` has it do, the rule by which the ranks of a run choose, too. A message takes
+its sender's way out and its receiver's way in for as long as its bytes need there, one after the other; what it costs
+beside its bytes delays it and leaves the link free. A stage's next update begins when its own optimiser is done,
+whatever later stages still do: so updates overlap, and the first ones, before all runs evenly, are left out.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from orchestrator.forecast.links import LinkCosts
+from orchestrator.forecast.pipeline.chain import Chain
+from orchestrator.forecast.pipeline.course import Course, StageCost
+from orchestrator.forecast.pipeline.sums import sums_of
+from orchestrator.forecast.step import OPTIMISER
+from trainer.shared.turns import Task, Turns
+
+LEFT_OUT, UPDATES = 2, 4
+"""Updates before all runs evenly, and those played in all."""
+
+
+def update_seconds(chain: Chain, courses: Sequence[Course], wire: LinkCosts) -> float:
+    """From the begin of one update to that of the next, once all runs evenly.
+
+    courses: pipelines beside each other, each with its part of the batch. wire: has a site of each host's name.
+    """
+    return _Clock(chain, courses, wire).run()
+
+
+@dataclass(eq=False, slots=True)
+class _Link:
+    """When a host's interface has room again, each way."""
+
+    out_s: float = 0.0
+    in_s: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class _Own:
+    """A micro-batch as one rank has it: what its tasks take there, who is next to it, what its results take to them.
+    later_s: of what is left to WEIGHTS.
+    """
+
+    forward_s: float
+    backward_s: float
+    later_s: float
+    behind: _Rank | None = None
+    before: _Rank | None = None
+    on_s: float = 0.0
+    back_s: float = 0.0
+    place_behind: int = 0
+    """Its place among the micro-batches of the rank behind."""
+    place_before: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Rank:
+    link: _Link
+    in_flight: int
+    splits: bool
+    is_first: bool
+    is_last: bool
+    own: list[_Own] = field(default_factory=list)
+    optimiser_s: float = 0.0
+    sums: list[_Sum] = field(default_factory=list)
+    sums_left: int = 0
+    update: int = 0
+    begun: list[float] = field(default_factory=list)
+    """When its first task of each update began."""
+    is_busy: bool = False
+    turns: Turns = field(default_factory=lambda: Turns(0, 1))
+    inputs: set[int] = field(default_factory=set)
+    """What has come: places among its micro-batches, counted on from update to update."""
+    gradients: set[int] = field(default_factory=set)
+
+
+@dataclass(eq=False, slots=True)
+class _Sum:
+    """Of gradients, once an update, when the last of these ranks has its own."""
+
+    ranks: list[_Rank]
+    seconds: float
+    there: int = 0
+
+
+FREE, INPUT, GRADIENT, SUMMED, UPDATED = range(5)
+
+
+class _Clock:
+    def __init__(self, chain: Chain, courses: Sequence[Course], wire: LinkCosts) -> None:
+        self.wire, self.delay_s = wire, wire.costs.message_s
+        self.sites = {site.name: site for site in wire.sites}
+        self.links = {site.name: _Link() for site in wire.sites}
+        self.events: list[tuple[float, int, int, _Rank, int]] = []
+        self.asked = 0
+        ranks = [self._course(chain, course) for course in courses]
+        for each in sums_of(chain, courses, wire):
+            members = [rank for number, stage in each.holders for rank in ranks[number][stage]]
+            one = _Sum(members, each.seconds)
+            for rank in members:
+                rank.sums.append(one)
+        self.ranks = [rank for stages in ranks for lanes in stages for rank in lanes]
+        self.going = sum(1 for rank in self.ranks if rank.own)
+
+    # ---- who there is ------------------------------------------------------------------------------------------------
+
+    def _course(self, chain: Chain, course: Course) -> list[list[_Rank]]:
+        """The ranks of each stage, with their micro-batches."""
+        costs = course.stages(chain)
+        last = len(costs) - 1
+        stages = [
+            [
+                _Rank(self.links[cost.host.name], cost.in_flight, course.splits, number == 0, number == last)
+                for _ in range(cost.host.ranks)
+            ]
+            for number, cost in enumerate(costs)
+        ]
+        seconds = [self._byte_s(a, b) for a, b in itertools.pairwise(costs)]
+        for one in course.routes():
+            passed: tuple[_Rank, _Own, int] | None = None
+            for stage, (cost, lane) in enumerate(zip(costs, one.lanes, strict=True)):
+                rank = stages[stage][lane]
+                own = _own(cost, one.size, course.splits)
+                if passed:
+                    travels_s = one.size * seconds[stage - 1]
+                    own.before, own.place_before, own.back_s = passed[0], passed[2], travels_s
+                    passed[1].behind, passed[1].place_behind, passed[1].on_s = rank, len(rank.own), travels_s
+                passed = rank, own, len(rank.own)
+                rank.own.append(own)
+        for lanes in stages:
+            for rank in lanes:
+                rank.optimiser_s = OPTIMISER * sum(own.forward_s + own.backward_s + own.later_s for own in rank.own)
+                rank.turns = Turns(len(rank.own), rank.in_flight, rank.splits)
+        return stages
+
+    def _byte_s(self, source: StageCost, target: StageCost) -> float:
+        """What a sample occupies both hosts' links for."""
+        return 8 * source.cut_bytes / self.wire.path_bps(self.sites[source.host.name], self.sites[target.host.name])
+
+    # ---- what happens ------------------------------------------------------------------------------------------------
+
+    def run(self) -> float:
+        for rank in self.ranks:
+            self._wake(rank, 0.0)
+        while self.going:
+            now, _, what, rank, place = heapq.heappop(self.events)
+            if what == INPUT:
+                rank.inputs.add(place)
+            elif what == GRADIENT:
+                rank.gradients.add(place)
+            elif what == FREE:
+                rank.is_busy = False
+            elif what == SUMMED:
+                self._summed(rank, now)
+                continue
+            else:
+                rank.update += 1
+                rank.turns = Turns(len(rank.own), rank.in_flight, rank.splits)
+                rank.is_busy = False
+            if not rank.is_busy:
+                self._wake(rank, now)
+        begun = (rank.begun for rank in self.ranks if rank.own)
+        return max(each[UPDATES] - each[LEFT_OUT] for each in begun) / (UPDATES - LEFT_OUT)
+
+    def _at(self, time_s: float, what: int, rank: _Rank, place: int = 0) -> None:
+        self.asked += 1
+        heapq.heappush(self.events, (time_s, self.asked, what, rank, place))
+
+    def _wake(self, rank: _Rank, now: float) -> None:
+        turns = rank.turns
+        if turns.is_over:
+            self._over(rank, now)
+            return
+        base = rank.update * turns.count
+        forward, backward = base + turns.forwards, base + turns.backwards
+        task = turns.take(
+            has_input=rank.is_first or forward in rank.inputs, has_gradient=rank.is_last or backward in rank.gradients
+        )
+        if task is None:
+            return
+        rank.is_busy = True
+        if task is Task.FORWARD:
+            self._forward(rank, rank.own[forward - base], now, forward)
+        elif task is Task.BACKWARD:
+            rank.gradients.discard(backward)
+            own = rank.own[backward - base]
+            end = now + own.backward_s
+            self._at(end, FREE, rank)
+            if own.before:
+                place = rank.update * len(own.before.own) + own.place_before
+                self._sends(end, rank, own.before, own.back_s, GRADIENT, place)
+        else:
+            self._at(now + rank.own[turns.weights - 1].later_s, FREE, rank)
+
+    def _forward(self, rank: _Rank, own: _Own, now: float, place: int) -> None:
+        if len(rank.begun) == rank.update:
+            rank.begun.append(now)
+            self.going -= rank.update == UPDATES
+        rank.inputs.discard(place)
+        end = now + own.forward_s
+        self._at(end, FREE, rank)
+        if own.behind:
+            place = rank.update * len(own.behind.own) + own.place_behind
+            self._sends(end, rank, own.behind, own.on_s, INPUT, place)
+
+    def _sends(self, now: float, source: _Rank, target: _Rank, travels_s: float, what: int, place: int) -> None:
+        """now: when the message is ready; asked for beforehand, since nobody else sends for this rank until then."""
+        out, into = source.link, target.link
+        gone = max(now, out.out_s, into.in_s) + travels_s
+        out.out_s = into.in_s = gone
+        self._at(gone + self.delay_s, what, target, place)
+
+    def _over(self, rank: _Rank, now: float) -> None:
+        """All its tasks of this update are done: sums with those that hold the same blocks, then the optimiser."""
+        rank.is_busy = True
+        rank.sums_left = len(rank.sums)
+        if not rank.sums:
+            self._at(now + rank.optimiser_s, UPDATED, rank)
+        for one in rank.sums:
+            one.there += 1
+            if one.there == len(one.ranks):
+                one.there = 0
+                self._adds_up(one, now)
+
+    def _adds_up(self, one: _Sum, now: float) -> None:
+        links = {id(rank.link): rank.link for rank in one.ranks}.values()
+        crosses = len(links) > 1
+        end = max([now, *(max(link.out_s, link.in_s) for link in links if crosses)]) + one.seconds
+        for link in links if crosses else ():
+            link.out_s = link.in_s = end
+        for rank in one.ranks:
+            self._at(end, SUMMED, rank)
+
+    def _summed(self, rank: _Rank, now: float) -> None:
+        rank.sums_left -= 1
+        if not rank.sums_left:
+            self._at(now + rank.optimiser_s, UPDATED, rank)
+
+
+def _own(cost: StageCost, size: int, splits: bool) -> _Own:
+    backward_s, weights_s = cost.backward.at(size), cost.weights.at(size)
+    if splits:
+        return _Own(cost.forward.at(size), backward_s, weights_s)
+    return _Own(cost.forward.at(size), backward_s + weights_s, 0.0)

@@ -1,0 +1,169 @@
+"""A network cut over hosts, and what each stage of it costs. Pure.
+
+    course = Course((a2000, v100), starts=(0, 20), batch=256, count=16)
+    course.stages(chain)[1].forward.at(16)          seconds of FORWARD of 16 samples in the second stage
+    course.memory_bytes(chain)                      of each rank, stage by stage
+
+The first stage reads the samples; `trainer.pipeline.layout` has the same rules for the ranks themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from orchestrator.forecast.pipeline.chain import Chain
+from orchestrator.forecast.step import OPTIMISER
+from trainer.shared.lanes import even, interleaved
+from trainer.shared.shares import Speed, equal_shares
+from trainer.shared.stages import Pipelines, Stage, format_stages
+from trainer.shared.turns import in_flight_of_rank
+
+STATES = 3
+"""Copies of its weights that a stage holds: themselves, their gradients, SGD's momentum."""
+
+
+@dataclass(frozen=True)
+class StageHost:
+    """A host that may hold a stage. fixed_ms, sample_ms: what a micro-batch of the whole network takes on one of its
+    ranks, whatever its size, and a sample of it. memory_bytes: of each rank, for weights and activations; None where
+    that is not known.
+    """
+
+    name: str
+    ranks: int
+    fixed_ms: float
+    sample_ms: float
+    memory_bytes: int | None = None
+
+    @staticmethod
+    def of(name: str, speeds: Sequence[Speed], memory_bytes: int | None = None) -> StageHost:
+        """speeds: of its ranks, which take micro-batches in turn, so that the slowest sets the pace."""
+        slowest = max(speeds, key=lambda speed: (speed.sample_ms, speed.fixed_ms))
+        return StageHost(name, len(speeds), slowest.fixed_ms, slowest.sample_ms, memory_bytes)
+
+    @property
+    def samples_per_s(self) -> float:
+        """Of all its ranks, in micro-batches so large that the fixed cost is nothing."""
+        return 1000 * self.ranks / self.sample_ms
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds of a micro-batch: so many, and so many more for each sample."""
+
+    fixed_s: float
+    sample_s: float
+
+    def at(self, samples: float) -> float:
+        return self.fixed_s + self.sample_s * samples
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Of one rank of the stage, which then takes OPTIMISER of all that for its update."""
+
+    host: StageHost
+    forward: Line
+    backward: Line
+    weights: Line
+    cut_bytes: int
+    """What leaves it for the next stage, a sample; 0 of the last one."""
+    in_flight: int
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """lanes: the number of the rank that takes it, in each stage."""
+
+    size: int
+    lanes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Course:
+    """A pipeline. hosts: its stages. starts: the first block of each. batch: samples of an update. count: micro-batches
+    of each rank of the first stage, the setting `accumulate`. in_flight: the setting. splits: do gradients of weights
+    wait (zero bubble)?
+    """
+
+    hosts: tuple[StageHost, ...]
+    starts: tuple[int, ...]
+    batch: int
+    count: int
+    in_flight: int = 0
+    splits: bool = True
+
+    def ends(self, chain: Chain) -> tuple[int, ...]:
+        return (*self.starts[1:], len(chain.blocks))
+
+    def routes(self) -> tuple[MicroBatch, ...]:
+        """One update's micro-batches, in the order in which every stage takes them."""
+        return _routes(tuple(host.ranks for host in self.hosts), self.batch, self.count)
+
+    def held(self, stage: int) -> int:
+        """The most micro-batches that a rank of this stage holds."""
+        return in_flight_of_rank(self.in_flight, len(self.hosts), stage, self.hosts[stage].ranks)
+
+    def stages(self, chain: Chain) -> tuple[StageCost, ...]:
+        ends = self.ends(chain)
+        return tuple(
+            _stage_cost(chain, host, first, end, self.held(number))
+            for number, (host, first, end) in enumerate(zip(self.hosts, self.starts, ends, strict=True))
+        )
+
+    def memory_bytes(self, chain: Chain) -> tuple[int, ...]:
+        """Of each rank, stage by stage."""
+        largest = max(one.size for one in self.routes())
+        return tuple(
+            STATES * chain.weight_bytes(first, end) + self.held(number) * largest * chain.kept_bytes(first, end)
+            for number, (first, end) in enumerate(zip(self.starts, self.ends(chain), strict=True))
+        )
+
+    def fits(self, chain: Chain) -> bool:
+        return all(
+            host.memory_bytes is None or needed <= host.memory_bytes
+            for host, needed in zip(self.hosts, self.memory_bytes(chain), strict=True)
+        )
+
+    def named(self, chain: Chain) -> tuple[Stage, ...]:
+        return tuple(
+            Stage(host.name, first, end - 1)
+            for host, first, end in zip(self.hosts, self.starts, self.ends(chain), strict=True)
+        )
+
+
+def stages_setting(courses: Sequence[Course], chain: Chain) -> str:
+    """The setting `stages`."""
+    pipelines: Pipelines = tuple(course.named(chain) for course in courses)
+    return format_stages(pipelines)
+
+
+@lru_cache(maxsize=4096)
+def _routes(lanes: tuple[int, ...], batch: int, count: int) -> tuple[MicroBatch, ...]:
+    sizes = [list(equal_shares(share, count)) for share in equal_shares(batch, lanes[0])]
+    order = interleaved([count] * lanes[0])
+    later = [interleaved(even(len(order), number)) for number in lanes[1:]]
+    return tuple(
+        MicroBatch(sizes[lane].pop(0), (lane, *(of[number] for of in later))) for number, lane in enumerate(order)
+    )
+
+
+@lru_cache(maxsize=65536)
+def _stage_cost(chain: Chain, host: StageHost, first: int, end: int, in_flight: int) -> StageCost:
+    """What `trainer.paced.stage_clock` makes of a host's speed."""
+    fixed_s = host.fixed_ms / 1000 * (chain.fixed[end] - chain.fixed[first])
+    sample_s = host.sample_ms / 1000
+
+    def line(sums: tuple[float, ...]) -> Line:
+        return Line((1 - OPTIMISER) * fixed_s / 3, (1 - OPTIMISER) * sample_s * (sums[end] - sums[first]))
+
+    return StageCost(
+        host=host,
+        forward=line(chain.forwards),
+        backward=line(chain.backwards),
+        weights=line(chain.of_weights),
+        cut_bytes=chain.cut_bytes(end) if end < len(chain.blocks) else 0,
+        in_flight=in_flight,
+    )

@@ -1,0 +1,221 @@
+"""The cut with which an update takes least: order of hosts, blocks of each, micro-batches. Pure.
+
+    found = solve(chain, [v100, a2000], wire, batch=256)
+    found.seconds, found.course.starts, found.is_proved         0.22, (0, 14), True
+
+Every order, number of micro-batches and cut is looked at by its bound (`bound`), which costs microseconds; what the
+bound leaves open is played out (`clock`), most promising first, until no bound lies below the best. So the best is
+found without playing all; where there are so many that the search is cut short, `is_proved` is False. More
+micro-batches in flight, and weights' gradients that wait, are taken as never slower: both are what memory allows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from orchestrator.forecast.links import LinkCosts
+from orchestrator.forecast.pipeline.bound import Cut, Family
+from orchestrator.forecast.pipeline.chain import Chain
+from orchestrator.forecast.pipeline.clock import update_seconds
+from orchestrator.forecast.pipeline.course import STATES, Course, StageHost
+from trainer.shared.turns import SPARE
+
+LEAST_SAMPLES = 8
+"""Of a micro-batch: BatchNorm's group, whose statistics get the noisier the smaller it is. Chosen, not measured."""
+COUNTS = tuple(sorted({base << power for base in (1, 3) for power in range(8)}))
+"""Micro-batches of a rank of the first stage that are tried."""
+NEAR = 0.01
+"""Of settings that are so much slower at most, the one with the fewest and so largest micro-batches is taken."""
+ALL_ORDERS = 4
+"""Hosts up to which every order is looked at."""
+MOST_PLAYED = 60_000
+"""Micro-batches times stages that are played out at most: about half a second of one core."""
+MOST_BOUNDS = 60_000
+FIRST = 6
+"""Families whose balanced cut is played out before any other."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """What may be chosen. counts, in_flight: the settings `accumulate` and `in_flight` where a person has chosen them;
+    near: see NEAR.
+    """
+
+    counts: tuple[int, ...] = COUNTS
+    in_flight: int | None = None
+    splits: bool = True
+    least_samples: int = LEAST_SAMPLES
+    near: float = NEAR
+
+
+@dataclass(frozen=True)
+class Solved:
+    """seconds: of an update. is_proved: nothing in the space takes less."""
+
+    course: Course
+    seconds: float
+    is_proved: bool
+
+
+def solve(
+    chain: Chain, hosts: Sequence[StageHost], wire: LinkCosts, batch: int, space: Space = Space()
+) -> Solved | None:
+    """All hosts hold a stage. None where no cut fits their memory, or there are more of them than blocks."""
+    if len(hosts) > len(chain.blocks):
+        return None
+    return _Search(chain, wire, space).run(hosts, batch)
+
+
+@dataclass(frozen=True)
+class _Option:
+    """A family, and the least that any of its cuts has to do."""
+
+    family: Family
+    bound_s: float
+    balanced: Cut
+
+
+class _Search:
+    def __init__(self, chain: Chain, wire: LinkCosts, space: Space) -> None:
+        self.chain, self.wire, self.space = chain, wire, space
+        self.played: dict[Course, float] = {}
+        self.left, self.bounds_left = MOST_PLAYED, MOST_BOUNDS
+        self.is_proved = True
+
+    def run(self, hosts: Sequence[StageHost], batch: int) -> Solved | None:
+        options = sorted(self._options(hosts, batch), key=lambda option: option.bound_s)
+        if not options:
+            return None
+        best = self._first(options)
+        best = self._better(options, self.played[best], best) or best
+        fewer = self._with_fewer(options, best)
+        return Solved(fewer, self.played[fewer], self.is_proved and len(hosts) <= ALL_ORDERS)
+
+    # ---- what there is -----------------------------------------------------------------------------------------------
+
+    def _options(self, hosts: Sequence[StageHost], batch: int) -> Iterator[_Option]:
+        for order in _orders(hosts, self.wire):
+            most = max(1, batch // order[0].ranks // self.space.least_samples)
+            counts = [count for count in self.space.counts if count <= most] or self.space.counts[:1]
+            for count in counts:
+                if count * order[0].ranks <= batch:
+                    yield from self._held(Course(order, (0,) * len(order), batch, count, splits=self.space.splits))
+
+    def _held(self, course: Course) -> Iterator[_Option]:
+        """With the most micro-batches in flight, and with fewer where memory may ask for it."""
+        asked = self.space.in_flight
+        most = len(course.hosts) + SPARE
+        for in_flight in (0, *range(most - 1, 0, -1)) if asked is None else (asked,):
+            each = dataclasses.replace(course, in_flight=in_flight)
+            family = Family(self.chain, self.wire, each)
+            if (found := family.balanced()) is not None:
+                yield _Option(family, *found)
+            if _holds_all(self.chain, each):
+                return
+
+    # ---- the search --------------------------------------------------------------------------------------------------
+
+    def _play(self, option: _Option, cut: Cut) -> tuple[float, Course]:
+        course = dataclasses.replace(option.family.course, starts=cut)
+        if course not in self.played:
+            self.left -= len(course.routes()) * len(course.hosts)
+            self.played[course] = update_seconds(self.chain, [course], self.wire)
+        return self.played[course], course
+
+    def _first(self, options: Sequence[_Option]) -> Course:
+        """A good one to begin with: balanced cuts, and from the best of these on to its neighbours."""
+        by_bound = sorted(options, key=lambda option: option.family.lower_s(option.balanced))[:FIRST]
+        seconds, _, option, cut = min(
+            (self._play(option, option.balanced)[0], number, option, option.balanced)
+            for number, option in enumerate(by_bound)
+        )
+        while True:
+            near = ((self._play(option, other)[0], other) for other in _neighbours(option.family, cut))
+            better_s, other = min(near, default=(math.inf, cut))
+            if better_s >= seconds or self.left < MOST_PLAYED // 2:
+                return self._play(option, cut)[1]
+            seconds, cut = better_s, other
+
+    def _better(self, options: Sequence[_Option], limit_s: float, best: Course | None = None) -> Course | None:
+        """The best that takes less than this; `best` where none does."""
+        for option in options:
+            if option.bound_s >= limit_s:
+                break
+            for lower_s, cut in self._promising(option, limit_s):
+                if lower_s >= limit_s:
+                    break
+                if self.left <= 0:
+                    self.is_proved = False
+                    return best
+                seconds, course = self._play(option, cut)
+                if seconds < limit_s:
+                    limit_s, best = seconds, course
+        return best
+
+    def _promising(self, option: _Option, limit_s: float) -> list[tuple[float, Cut]]:
+        found = []
+        for cut in option.family.cuts(limit_s):
+            if self.bounds_left <= 0:
+                self.is_proved = False
+                break
+            self.bounds_left -= 1
+            lower_s = option.family.lower_s(cut)
+            if lower_s < limit_s:
+                found.append((lower_s, cut))
+        return sorted(found)
+
+    def _with_fewer(self, options: Sequence[_Option], best: Course) -> Course:
+        """About as fast, with fewer micro-batches."""
+        limit_s = (1 + self.space.near) * self.played[best]
+        proved = self.is_proved
+        for count in sorted({option.family.course.count for option in options}):
+            if count >= best.count or self.space.near <= 0:
+                break
+            same = [option for option in options if option.family.course.count == count]
+            if found := self._better(same, limit_s):
+                best = found
+                break
+        self.is_proved = proved
+        return best
+
+
+def _orders(hosts: Sequence[StageHost], wire: LinkCosts) -> Iterator[tuple[StageHost, ...]]:
+    """In which samples may pass them, one of those that are alike; of many hosts only a few that tend to be good."""
+    if len(hosts) > ALL_ORDERS:
+        by_speed = sorted(hosts, key=lambda host: -host.samples_per_s)
+        middle = (*by_speed[::2], *reversed(by_speed[1::2]))  # the slowest in the middle
+        yield from dict.fromkeys((tuple(by_speed), tuple(reversed(by_speed)), middle))
+        return
+    links = {site.name: (site.up_bps, site.down_bps) for site in wire.sites}
+    seen = set()
+    for order in itertools.permutations(hosts):
+        kinds = tuple(
+            (host.name if wire.pairs else "", dataclasses.replace(host, name=""), links[host.name]) for host in order
+        )
+        if kinds not in seen:
+            seen.add(kinds)
+            yield order
+
+
+def _holds_all(chain: Chain, course: Course) -> bool:
+    """Could each host hold the whole network, with all that is in flight? Then fewer micro-batches bring nothing."""
+    largest, end = max(one.size for one in course.routes()), len(chain.blocks)
+    return all(
+        host.memory_bytes is None
+        or STATES * chain.weight_bytes(0, end) + course.held(stage) * largest * chain.kept_bytes(0, end)
+        <= host.memory_bytes
+        for stage, host in enumerate(course.hosts)
+    )
+
+
+def _neighbours(family: Family, cut: Cut) -> Iterator[Cut]:
+    """One block further, one block less, at each place."""
+    for stage in range(1, len(cut)):
+        for start in (cut[stage] - 1, cut[stage] + 1):
+            moved = (*cut[:stage], start, *cut[stage + 1 :])
+            if list(moved) == sorted(set(moved)) and start < family.blocks and family.holds(moved):
+                yield moved

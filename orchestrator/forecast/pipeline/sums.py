@@ -1,0 +1,42 @@
+"""Which ranks add up gradients at the end of an update of pipelines, and what it takes them. Pure.
+
+All ranks that hold a block do: the ranks of one host that share a stage, and those of every pipeline beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from orchestrator.forecast.links import LinkCosts
+from orchestrator.forecast.pipeline.chain import Chain
+from orchestrator.forecast.pipeline.course import Course
+
+
+@dataclass(frozen=True)
+class GradientSum:
+    """holders: pipeline and stage of each, all ranks of which take part."""
+
+    holders: tuple[tuple[int, int], ...]
+    seconds: float
+
+
+def sums_of(chain: Chain, courses: Sequence[Course], wire: LinkCosts) -> tuple[GradientSum, ...]:
+    """One for each stretch of blocks that the same ranks hold, and more than one of them."""
+    if len(courses) == 1 and all(host.ranks == 1 for host in courses[0].hosts):
+        return ()
+    cuts = sorted({start for course in courses for start in course.starts} | {len(chain.blocks)})
+    found = []
+    for first, end in itertools.pairwise(cuts):
+        holders = tuple(
+            (number, max(stage for stage, start in enumerate(course.starts) if start <= first))
+            for number, course in enumerate(courses)
+        )
+        hosts = {host.name: host.ranks for host in (courses[number].hosts[stage] for number, stage in holders)}
+        if sum(hosts.values()) > 1:
+            sites = [dataclasses.replace(site, ranks=hosts[site.name]) for site in wire.sites if site.name in hosts]
+            among = LinkCosts(sites, wire.costs, wire.pairs)
+            found.append(GradientSum(holders, among.sum_s(chain.weight_bytes(first, end))))
+    return tuple(found)

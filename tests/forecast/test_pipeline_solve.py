@@ -1,0 +1,90 @@
+"""The cut that is chosen is the best there is: against all cuts, orders and micro-batches, played out one by one."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from orchestrator.forecast.links import GLOO, LinkCosts, Site
+from orchestrator.forecast.pipeline.bound import Family
+from orchestrator.forecast.pipeline.chain import Chain, ChainBlock
+from orchestrator.forecast.pipeline.clock import update_seconds
+from orchestrator.forecast.pipeline.course import Course, StageHost
+from orchestrator.forecast.pipeline.solve import Space, solve
+
+COUNTS = (1, 2, 4)
+BATCH = 16
+SAME = 1.002
+"""More in flight is taken as never slower, which a queue's accidents may break by so much."""
+
+
+@st.composite
+def chains(draw):
+    """Blocks of unequal work, weights and outputs."""
+    works = draw(st.lists(st.integers(1, 9), min_size=3, max_size=8))
+    fixed = draw(st.lists(st.integers(1, 9), min_size=len(works), max_size=len(works)))
+    cuts = draw(st.lists(st.sampled_from([100, 4_000, 16_000, 64_000]), min_size=len(works), max_size=len(works)))
+    total, kernels = sum(works), sum(fixed)
+    return Chain(
+        tuple(
+            ChainBlock(*(work / total / 3,) * 3, part / kernels, 1000 * work, 100 * part, cut)
+            for work, part, cut in zip(works, fixed, cuts, strict=True)
+        )
+    )
+
+
+@st.composite
+def clusters(draw):
+    count = draw(st.integers(2, 3))
+    hosts, sites = [], []
+    for number in range(count):
+        ranks = draw(st.sampled_from([1, 1, 1, 2]))
+        memory = draw(st.sampled_from([None, None, 40_000, 20_000]))
+        name = f"h{number}"
+        hosts.append(StageHost(name, ranks, draw(st.integers(0, 8)), draw(st.integers(1, 6)), memory))
+        bps = draw(st.sampled_from([1e8, 1e9]))
+        sites.append(Site(name, ranks, bps, bps))
+    return tuple(hosts), LinkCosts(tuple(sites), GLOO)
+
+
+def every_course(chain, hosts, counts=COUNTS):
+    """All that fit into memory."""
+    blocks = len(chain.blocks)
+    for order in itertools.permutations(hosts):
+        for cuts in itertools.combinations(range(1, blocks), len(hosts) - 1):
+            for count in counts:
+                for in_flight in range(len(hosts) + 5):
+                    course = Course(order, (0, *cuts), BATCH, count, in_flight)
+                    if course.fits(chain):
+                        yield course
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(chains(), clusters())
+def test_no_cut_takes_less_than_the_chosen_one(chain, cluster):
+    hosts, wire = cluster
+    if len(hosts) > len(chain.blocks):
+        return
+    found = solve(chain, hosts, wire, BATCH, Space(counts=COUNTS, least_samples=2, near=0))
+    every = {course: update_seconds(chain, [course], wire) for course in every_course(chain, hosts)}
+    if found is None:
+        assert not every
+        return
+    assert found.course.fits(chain)
+    assert found.is_proved
+    assert found.seconds == pytest.approx(update_seconds(chain, [found.course], wire))
+    assert found.seconds <= SAME * min(every.values())
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(chains(), clusters(), st.sampled_from(COUNTS), st.integers(0, 6), st.booleans(), st.data())
+def test_no_update_is_shorter_than_its_bound(chain, cluster, count, in_flight, splits, data):
+    hosts, wire = cluster
+    if len(hosts) > len(chain.blocks):
+        return
+    cuts = data.draw(st.sampled_from(list(itertools.combinations(range(1, len(chain.blocks)), len(hosts) - 1))))
+    course = Course(hosts, (0, *cuts), BATCH, count, in_flight, splits)
+    assert update_seconds(chain, [course], wire) >= Family(chain, wire, course).lower_s(course.starts) - 1e-9
