@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("torchvision")
 import torch
 
+from orchestrator.forecast.pipeline.chain import chain_of
 from trainer.compute.models import build_model
 from trainer.paced.anatomy import Anatomy, dissect
+from trainer.pipeline.chain import survey
 
 NETWORKS = {"lenet": (1, 28, 28), "resnet152": (3, 32, 32)}
 
@@ -66,3 +70,18 @@ def test_the_model_is_the_real_one_without_its_numbers(network: tuple[str, Anato
     assert parameters == {"lenet": 61_706, "resnet152": 58_164_298}[name]
     assert anatomy.state_bytes == 3 * 4 * parameters + buffers
     assert {parameter.device.type for parameter in anatomy.model.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_chain_that_forecasts_cut_is_the_networks_own(name: str) -> None:
+    """Blocks, their work, kernels and weights, and what crosses each cut: by arithmetic, and by the network itself."""
+    chain = chain_of(name, NETWORKS[name], 10).blocks
+    blocks = survey(name, NETWORKS[name], 10)
+    assert len(chain) == len(blocks)
+    for told, real in zip(chain, blocks, strict=True):
+        assert 3 * told.forward == pytest.approx(real.work, rel=1e-3)
+        assert told.fixed == pytest.approx(real.kernels)
+        assert told.cut_bytes == 4 * prod(real.behind)
+        assert 3 * told.weight_bytes <= real.state_bytes < 3 * told.weight_bytes + 0.05 * real.state_bytes
+    kept = sum(block.activation_bytes for block in blocks)
+    assert name == "lenet" or sum(block.kept_bytes for block in chain) == pytest.approx(kept, rel=0.1)
