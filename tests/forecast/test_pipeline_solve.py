@@ -13,7 +13,8 @@ from orchestrator.forecast.pipeline.bound import Family
 from orchestrator.forecast.pipeline.chain import Chain, ChainBlock
 from orchestrator.forecast.pipeline.clock import update_seconds
 from orchestrator.forecast.pipeline.course import Course, StageHost
-from orchestrator.forecast.pipeline.solve import Space, solve
+from orchestrator.forecast.pipeline.replicas import solve_all, solve_replicas
+from orchestrator.forecast.pipeline.solve import Space, orders_of, solve
 
 COUNTS = (1, 2, 4)
 BATCH = 16
@@ -88,3 +89,25 @@ def test_no_update_is_shorter_than_its_bound(chain, cluster, count, in_flight, s
     cuts = data.draw(st.sampled_from(list(itertools.combinations(range(1, len(chain.blocks)), len(hosts) - 1))))
     course = Course(hosts, (0, *cuts), BATCH, count, in_flight, splits)
     assert update_seconds(chain, [course], wire) >= Family(chain, wire, course).lower_s(course.starts) - 1e-9
+
+
+def test_two_pipelines_win_over_one_where_bubbles_cost_more_than_sums_of_gradients():
+    """Four hosts whose micro-batches have a large fixed cost: each of two pipelines has half of them."""
+    hosts = tuple(StageHost(name, 1, 60.0, sample_ms) for name, sample_ms in (("a", 1), ("b", 2), ("c", 1), ("d", 2)))
+    chain = Chain((ChainBlock(*(1 / 24,) * 3, 1 / 8, 1_000_000, 1, 4_000),) * 8)
+    wire = LinkCosts(tuple(Site(host.name, 1, 1e9, 1e9) for host in hosts), GLOO)
+    one, beside = solve(chain, hosts, wire, 256), solve_replicas(chain, hosts, wire, 256, replicas=2)
+    assert solve_all(chain, hosts, wire, 256) == beside
+    assert beside.seconds == pytest.approx(update_seconds(chain, beside.courses, wire))
+    assert beside.seconds < one.seconds
+    first, second = beside.courses
+    assert first.starts == second.starts
+    assert first.batch + second.batch == 256
+    assert sorted(host.name for course in beside.courses for host in course.hosts) == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize(("count", "kinds", "orders"), [(3, 1, 1), (3, 3, 6), (4, 2, 6), (6, 6, 3)])
+def test_hosts_that_are_alike_are_tried_in_one_order(count, kinds, orders):
+    hosts = [StageHost(f"h{number}", 1, 0.0, 1.0 + number % kinds) for number in range(count)]
+    wire = LinkCosts(tuple(Site(host.name, 1, 1e9, 1e9) for host in hosts), GLOO)
+    assert len(list(orders_of(hosts, wire))) == orders

@@ -98,7 +98,7 @@ class _Search:
     # ---- what there is -----------------------------------------------------------------------------------------------
 
     def _options(self, hosts: Sequence[StageHost], batch: int) -> Iterator[_Option]:
-        for order in _orders(hosts, self.wire):
+        for order in orders_of(hosts, self.wire):
             most = max(1, batch // order[0].ranks // self.space.least_samples)
             counts = [count for count in self.space.counts if count <= most] or self.space.counts[:1]
             for count in counts:
@@ -183,7 +183,7 @@ class _Search:
         return best
 
 
-def _orders(hosts: Sequence[StageHost], wire: LinkCosts) -> Iterator[tuple[StageHost, ...]]:
+def orders_of(hosts: Sequence[StageHost], wire: LinkCosts) -> Iterator[tuple[StageHost, ...]]:
     """In which samples may pass them, one of those that are alike; of many hosts only a few that tend to be good."""
     if len(hosts) > ALL_ORDERS:
         by_speed = sorted(hosts, key=lambda host: -host.samples_per_s)
