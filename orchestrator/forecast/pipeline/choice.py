@@ -1,0 +1,150 @@
+"""The pipeline that suits a job on a cluster, and the one that its settings ask for. Pure.
+
+choice = choose(scene, settings)
+choice.samples_per_s, choice.limited_by             1163, "slowest stage"
+choice.settings                                     {"strategy": "pipeline", "stages": "v100:0-36,a2000:37-51", ...}
+as_set(scene, settings)                             the same of stages, accumulate and in_flight as they stand
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.forecast.advice import Scene
+from orchestrator.forecast.gpus import activation_bytes
+from orchestrator.forecast.layers import FLOAT_BYTES, gradient_bytes
+from orchestrator.forecast.pipeline.chain import Chain, chain_of
+from orchestrator.forecast.pipeline.course import STATES, Course, StageHost, stages_setting
+from orchestrator.forecast.pipeline.replicas import solve_all
+from orchestrator.forecast.pipeline.solve import Space
+from orchestrator.forecast.pipeline.timing import Limit, StageTime, Timed, time_update
+from orchestrator.forecast.step import HostSpeed
+from orchestrator.units import format_figure
+from trainer.shared.config import Settings
+from trainer.shared.shares import scale_shares
+from trainer.shared.stages import check_stages, parse_stages
+
+CHOSEN = ("accumulate", "in_flight", "schedule")
+"""Settings of a person that the choice keeps to. `stages` of a person leave nothing to choose: see `as_set`."""
+
+PER_STAGE = 4
+"""Micro-batches for each stage where nobody has said how many, as `trainer.setup.pipeline` has it."""
+
+
+@dataclass(frozen=True)
+class PipelineChoice:
+    """courses: one of each pipeline. settings: with which a run does this."""
+
+    courses: tuple[Course, ...]
+    timed: Timed
+    settings: Mapping[str, Any]
+
+    @property
+    def samples_per_s(self) -> float:
+        return sum(course.batch for course in self.courses) / self.timed.seconds
+
+    @property
+    def limited_by(self) -> Limit:
+        return self.timed.limited_by
+
+    @property
+    def words(self) -> Iterator[str]:
+        """Of each stage."""
+        for stages in self.timed.stages:
+            for stage in stages:
+                yield _words(stage, self.timed.seconds)
+
+
+def choose(scene: Scene, settings: Settings, chosen: Collection[str] = CHOSEN) -> PipelineChoice | None:
+    """The one that takes least, one pipeline or several. None for a single host, or where memory holds none.
+
+    chosen: the settings that the person made; those of CHOSEN among them stay.
+    """
+    if len(scene.hosts) < 2:
+        return None
+    space = Space(splits="schedule" not in chosen or settings.schedule == "zero_bubble")
+    if "accumulate" in chosen and settings.accumulate:
+        space = dataclasses.replace(space, counts=(settings.accumulate,), least_samples=1)
+    if "in_flight" in chosen and settings.in_flight:
+        space = dataclasses.replace(space, in_flight=settings.in_flight)
+    chain = chain_for(settings)
+    found = solve_all(chain, stage_hosts(scene), scene.wire, settings.batch, space)
+    return _choice(chain, found.courses, scene) if found else None
+
+
+def as_set(scene: Scene, settings: Settings) -> PipelineChoice:
+    """What `stages`, `accumulate` and the others ask for.
+
+    Raises ValueError where they do not fit the network and the hosts.
+    """
+    chain, pipelines = chain_for(settings), parse_stages(settings.stages)
+    check_stages(pipelines, len(chain.blocks))
+    hosts = {host.name: host for host in stage_hosts(scene)}
+    named = {stage.node for stages in pipelines for stage in stages}
+    if named != hosts.keys():
+        raise ValueError(f"stages: {', '.join(sorted(named ^ hosts.keys()))}: each host of the job has one stage")
+    first = [hosts[stages[0].node] for stages in pipelines]
+    parts = scale_shares([host.ranks for host in first], settings.batch)
+    courses = tuple(
+        Course(
+            tuple(hosts[stage.node] for stage in stages),
+            tuple(stage.first for stage in stages),
+            part,
+            settings.accumulate or PER_STAGE * len(stages),
+            settings.in_flight,
+            settings.schedule == "zero_bubble",
+        )
+        for stages, part in zip(pipelines, parts, strict=True)
+    )
+    return _choice(chain, courses, scene)
+
+
+def chain_for(settings: Settings) -> Chain:
+    """Under `fidelity=half`, and with amp, numbers cross cuts in 16 bits."""
+    sent_bytes = FLOAT_BYTES if settings.sent_as == "fp32" and settings.amp == "none" else FLOAT_BYTES // 2
+    facts = settings.data_set
+    chain = chain_of(settings.model, facts.shape, facts.classes, sent_bytes=sent_bytes)
+    if settings.amp == "none":
+        return chain
+    return Chain(tuple(dataclasses.replace(block, kept_bytes=block.kept_bytes // 2) for block in chain.blocks))
+
+
+def stage_hosts(scene: Scene) -> tuple[StageHost, ...]:
+    return tuple(StageHost.of(host.name, host.speeds, _memory_bytes(scene, host)) for host in scene.hosts)
+
+
+def _memory_bytes(scene: Scene, host: HostSpeed) -> int | None:
+    """What holds the whole network with so many samples at once; None where no limit is known."""
+    caps = [speed.cap for speed in host.speeds if speed.cap is not None]
+    if not caps:
+        return None
+    layers = scene.job.layers
+    return STATES * gradient_bytes(layers) + min(caps) * activation_bytes(layers)
+
+
+def _choice(chain: Chain, courses: Sequence[Course], scene: Scene) -> PipelineChoice:
+    first = courses[0]
+    found: dict[str, Any] = {
+        "strategy": "pipeline",
+        "stages": stages_setting(courses, chain),
+        "accumulate": first.count,
+        "in_flight": first.in_flight,
+        "schedule": "zero_bubble" if first.splits else "1f1b",
+    }
+    if len(courses) > 1:  # only those that read samples have a share of them
+        parts = {course.hosts[0].name: course.batch for course in courses}
+        found["shares"] = ",".join(f"{host.name}={parts.get(host.name, 0)}" for host in scene.hosts)
+    return PipelineChoice(tuple(courses), time_update(chain, courses, scene.wire), found)
+
+
+def _words(stage: StageTime, seconds: float) -> str:
+    """`v100: blocks 0-36, computes 99 % of an update and waits the rest; ...`."""
+    weights, sent = format_figure(stage.weight_bytes / 1e6), format_figure(stage.out_bytes / 1e6)
+    return (
+        f"{stage.host}: blocks {stage.first}-{stage.end - 1}, computes {100 * stage.busy_s / seconds:.0f} % of an "
+        f"update and waits the rest; {weights} MB of weights, {format_figure(stage.memory_bytes / 2**30)} GiB of "
+        f"memory at most, sends {sent} MB an update"
+    )

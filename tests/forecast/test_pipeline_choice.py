@@ -1,0 +1,77 @@
+"""The pipeline that a job's settings and hosts come to."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from orchestrator.forecast.advice import Scene, advise
+from orchestrator.forecast.imagined import imagine, parse_groups
+from orchestrator.forecast.layers import layers_of
+from orchestrator.forecast.links import GLOO, LinkCosts, Site
+from orchestrator.forecast.pipeline.choice import as_set, choose
+from orchestrator.forecast.step import HostSpeed, Workload
+from trainer.shared.config import parse_settings
+from trainer.shared.shares import Speed
+
+LAYERS = layers_of("resnet152", (3, 32, 32), 10)
+BATCH_256 = {"batch": "256", "strategy": "pipeline"}
+
+
+def settings_of(**pairs):
+    return parse_settings("resnet152_cifar", {**BATCH_256, **{key: str(value) for key, value in pairs.items()}})
+
+
+def scene_of(batch=256, cap=None, **speeds):
+    hosts = tuple(HostSpeed(name, (Speed(0.0, 1000 / speed, cap),)) for name, speed in speeds.items())
+    wire = LinkCosts(tuple(Site(name, 1, 2.35e9, 2.35e9) for name in speeds), GLOO)
+    return Scene(Workload(LAYERS, batch), hosts, wire)
+
+
+def test_of_two_unequal_hosts_a_pipeline_is_the_fastest_exact_way_and_a_run_takes_it_up():
+    scene, settings = scene_of(a2000=333, v100=833), settings_of()
+    found = choose(scene, settings, ())
+    assert found.samples_per_s > 0.95 * (333 + 833)
+    assert found.samples_per_s > 3.5 * advise(scene).best["exact"].samples_per_s
+    taken = dataclasses.replace(settings, **found.settings)
+    assert as_set(scene, taken).timed == found.timed
+    assert found.limited_by == "slowest stage"
+    words = list(found.words)
+    assert len(words) == 2
+    assert all("blocks" in each and "weights" in each for each in words)
+
+
+def test_what_a_person_has_chosen_stays():
+    settings = settings_of(accumulate=16, in_flight=2, schedule="1f1b")
+    found = choose(scene_of(a2000=333, v100=833), settings)
+    assert {key: found.settings[key] for key in ("accumulate", "in_flight", "schedule")} == {
+        "accumulate": 16,
+        "in_flight": 2,
+        "schedule": "1f1b",
+    }
+    assert found.samples_per_s < choose(scene_of(a2000=333, v100=833), settings, ()).samples_per_s
+
+
+def test_at_the_catalogues_speeds_a_pipeline_is_slower_than_the_fastest_host_alone():
+    scene = imagine(parse_groups("1xA2000,1xV100"), LAYERS, 256, 2.5e9)
+    assert choose(scene, settings_of(), ()).samples_per_s < max(scene.alone.values())
+
+
+def test_a_host_that_holds_few_samples_gets_what_it_can_hold():
+    found = choose(scene_of(cap=8, a2000=333, v100=833), settings_of(), ())
+    needs = [stage.memory_bytes for stages in found.timed.stages for stage in stages]
+    assert all(need <= host.memory_bytes for need, host in zip(needs, found.courses[0].hosts, strict=True))
+
+
+def test_a_single_host_is_no_pipeline():
+    assert choose(scene_of(v100=833), settings_of(), ()) is None
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [("v100:0-31,a2000:32-50", "block 51"), ("v100:0-31,b:32-51", "a2000, b"), ("v100:0-51", "a2000")],
+)
+def test_stages_that_do_not_fit_are_refused(stages, message):
+    with pytest.raises(ValueError, match=message):
+        as_set(scene_of(a2000=333, v100=833), settings_of(stages=stages, accumulate=8))
