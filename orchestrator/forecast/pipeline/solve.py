@@ -6,7 +6,8 @@
 Every order, number of micro-batches and cut is looked at by its bound (`bound`), which costs microseconds; what the
 bound leaves open is played out (`clock`), most promising first, until no bound lies below the best. So the best is
 found without playing all; where there are so many that the search is cut short, `is_proved` is False. More
-micro-batches in flight, and weights' gradients that wait, are taken as never slower: both are what memory allows.
+micro-batches in flight, and weights' gradients that wait, are taken as never slower, which is so but for about 1 %
+where hosts have several ranks: both are what memory allows.
 """
 
 from __future__ import annotations
