@@ -8,12 +8,21 @@ from collections.abc import Collection, Sequence
 from orchestrator.planning.command_line import run_line
 from orchestrator.planning.launch_plan import Faster, LaunchPlan
 from orchestrator.results.summary import NodeSummary
-from trainer.shared.config import OF_FIDELITY, Settings
+from trainer.shared.config import OF_FIDELITY, OF_PIPELINE, Settings
 from trainer.shared.experiments import EXPERIMENTS
 
 WORTH = 1.05
 """What is less than 5 % faster is not worth a word: by so much predictions and measurements may be off."""
-OF_ONE_RANK = ("fidelity", "wire", "strategy", "bucket_mib", "shares", "slow", *sum(OF_FIDELITY.values(), ()))
+OF_ONE_RANK = (
+    "fidelity",
+    "wire",
+    "strategy",
+    "bucket_mib",
+    "shares",
+    "slow",
+    *OF_PIPELINE,
+    *sum(OF_FIDELITY.values(), ()),
+)
 """Settings that say how ranks stay together: one rank takes the experiment's own."""
 
 
@@ -55,5 +64,5 @@ def may_leave(plan: LaunchPlan, hosts: Collection[str]) -> bool:
 def settings_on(settings: Settings, ranks: int, *, all_hosts: bool) -> Settings:
     """These, less what speaks of ranks that are not there."""
     own = EXPERIMENTS[settings.exp]
-    dropped = OF_ONE_RANK if ranks == 1 else () if all_hosts else ("slow", "shares")
+    dropped = OF_ONE_RANK if ranks == 1 else () if all_hosts else ("slow", "shares", "stages")
     return dataclasses.replace(settings, **{name: own[name] for name in dropped})

@@ -15,9 +15,12 @@ loses after a step and the others wait for in the next.
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 from duckdb import ColumnExpression, FunctionExpression
@@ -84,7 +87,7 @@ def measure(events: Events, plan: LaunchPlan) -> Figures:
     epoch_loss = _last_epoch_loss(events)
     return Figures(
         reported=frozenset(reported or ()),
-        ranks={row[0]: RankFigures(*row) for row in query(_BY_RANK).fetchall()},
+        ranks=_by_work(events, [RankFigures(*row) for row in query(_BY_RANK).fetchall()]),
         stretch_wait_ms={rank: tuple(waits) for rank, waits in query(_STRETCHES).fetchall()},
         steps=steps,
         warmup_steps=left_out,
@@ -92,6 +95,21 @@ def measure(events: Events, plan: LaunchPlan) -> Figures:
         step_ms={node: StepTime(p50=p50, p95=p95) for node, p50, p95 in query(_STEP_TIMES).fetchall()},
         loss=loss if epoch_loss is None else epoch_loss,
     )
+
+
+def _by_work(events: Events, ranks: Sequence[RankFigures]) -> dict[int, RankFigures]:
+    """A pipeline's samples pass every rank, and the first stage's alone count them: here each rank has contributed as
+    many as its part of the network's work on them is worth.
+    """
+    work = {rank: number(start, "work") for rank, start in events.latest("start").items()}
+    parts = [work.get(one.rank) for one in ranks]
+    total = sum(one.samples for one in ranks)
+    shares = [part for part in parts if part is not None and 0 <= part <= 1]
+    if len(shares) < len(ranks) or not ranks or not math.isclose(sum(shares), 1, abs_tol=1e-3):
+        return {one.rank: one for one in ranks}
+    ends = [round(total * part) for part in accumulate(shares)]
+    own = [end - begin for begin, end in zip([0, *ends], [*ends[:-1], total], strict=False)]
+    return {one.rank: replace(one, samples=samples) for one, samples in zip(ranks, own, strict=True)}
 
 
 def _warmup_steps(plan: LaunchPlan, events: Events) -> int:

@@ -101,6 +101,20 @@ def test_solo_speeds_are_the_basis_of_efficiency_only_when_every_host_has_one(tm
     assert analyse(run, solo={"a2000": 190.0}).efficiency_basis == "estimated"
 
 
+def test_a_pipelines_hosts_have_contributed_by_their_part_of_the_work(tmp_path: Path) -> None:
+    hosts = [Host("a2000"), Host("v100")]
+    events = {
+        0: [start(rank=0, work=0.3), *(step(n, 100, 2, 40, 6, 2) for n in range(10)), end()],
+        1: [start(rank=1, work=0.7), *(step(n, 0, 2, 40, 6, 2) for n in range(10)), end()],
+    }
+    summary = analyse(write_run(tmp_path, hosts, events, settings={"warmup_steps": 0}))
+    assert summary.samples_per_s == pytest.approx(2000)  # 100 in 50 ms
+    assert [each.samples_per_s for each in summary.nodes] == pytest.approx([600, 1400])
+    assert [each.own_samples_per_s for each in summary.nodes] == pytest.approx(
+        [750, 1750]
+    )  # 300, 700 in 10 times 40 ms
+
+
 def test_time_lost_after_a_step_is_not_counted_twice(tmp_path: Path) -> None:
     """a2000 loses 10 ms after its even steps; v100 waits for it in the odd ones: 220 ms in two steps, not 240."""
     slow = [step(n, 10, 0, 90, 10, 10 if n % 2 else 20, t_ms=110) for n in range(8)]

@@ -34,7 +34,7 @@ def summary_of(folder, groups, *, settings=None, later=()):
 def groups(shares, rank, model=NORMED, accumulate=0, caps=None, **settings):
     pairs = {key: str(value) for key, value in settings.items()}
     parts = MicroBatches(accumulate, caps or [None] * len(shares), together=False)
-    return batch_norm_groups(model, parse_settings("resnet152_cifar", pairs), parts, shares, rank)
+    return batch_norm_groups(model, parse_settings("resnet152_cifar", pairs), shares, parts.sizes(shares, rank))
 
 
 # ---- what a rank reports --------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def measure(settings: CollectiveSettings, info: RankInfo, metrics: MetricsWriter
     device = where_elements_lie(group, device, info)
     cells = [(size, operation) for size in settings.sizes for operation in settings.chosen_operations]
     start = start_fields(settings, info, device, group, None)
-    metrics.write("start", **start, batch_per_rank=None, batch_norm_groups=None, steps=len(cells))
+    metrics.write("start", **start, batch_per_rank=None, batch_norm_groups=None, work=None, steps=len(cells))
     deadline_s = time.monotonic() + settings.budget_s
     bench = Bench(settings, info, group, device, timer_for(device), patterns_of(settings, info, device), deadline_s)
     found: dict[str, list[Result]] = {operation: [] for operation in settings.chosen_operations}

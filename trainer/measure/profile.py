@@ -103,7 +103,7 @@ def profile(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
         replayable(model, say=lambda line: None, gave_up=lambda why: None)
         untimed = 1 + WARM
     start = start_fields(settings, info, device, group, model)
-    metrics.write("start", **start, batch_per_rank=None, batch_norm_groups=None, steps=0)
+    metrics.write("start", **start, batch_per_rank=None, batch_norm_groups=None, work=None, steps=0)
     subject = Subject(model, build_optimizer(settings, model), precision, facts, device, timer_for(device), room, held)
     if info.rank == 0:
         print(f"{settings.exp}: measuring {info.node} alone, {settings.profile_s:g} s", flush=True)

@@ -62,8 +62,9 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
     settings = dataclasses.replace(settings, cuda_graph="off" if no_graph or asked.cuda_graph == "off" else "on")
     start = start_fields(settings.as_used(division.last_step), info, device, group, model)
     groups = batch_norm_groups(model, settings, division.shares, division.own_sizes(info.rank))
-    share = division.shares[info.rank]
-    metrics.write("start", **start, batch_per_rank=share, batch_norm_groups=groups, steps=division.last_step)
+    share = sum(division.own_sizes(info.rank))
+    split = {"batch_per_rank": share, "batch_norm_groups": groups, "work": division.own_work(info.rank)}
+    metrics.write("start", **start, **split, steps=division.last_step)
     opened = open_batches(settings, division.facts, division.order, info, device)
     console = Console(info, settings, division.last_step)
     say_what_changed(console, asked, settings, no_graph)

@@ -32,6 +32,12 @@ class Division:
     """Updates of the whole run."""
     pipeline: PipelinePlan | None
 
+    def own_work(self, rank: int) -> float | None:
+        """This rank's part of what a full batch takes, of a pipeline; None where each rank has the whole network."""
+        if not self.pipeline:
+            return None
+        return self.pipeline.work(rank) * sum(self.own_sizes(rank)) / sum(self.shares)
+
     def own_sizes(self, rank: int) -> Sequence[int]:
         """Micro-batches of a full batch that this rank computes."""
         if self.pipeline:

@@ -62,6 +62,11 @@ class PipelinePlan:
         """Of each rank of the first stage, where nobody has said how many."""
         return PER_STAGE * len(self.layout.ranks[0])
 
+    def work(self, rank: int) -> float:
+        """Of the blocks that the rank holds, 0..1."""
+        own = self.layout.stage(rank)
+        return sum(block.work for block in self.chain[own.first : own.last + 1])
+
 
 def plan_pipeline(settings: Settings, facts: DataSet, info: RankInfo, speeds: Sequence[Speed | None]) -> PipelinePlan:
     """speeds: of each rank, where known. Waits for all ranks. Raises TrainError where stages and ranks do not fit."""

@@ -16,6 +16,7 @@ A value that JSON cannot hold (NaN, infinity) is written as null. Every line als
 | start | model, parameters, gradient_bytes | name; trainable parameters; bytes of a gradient; null: no training |
 | start | batch_per_rank | this rank's share of a full batch; null: no training |
 | start | batch_norm_groups | [samples, how many] of the groups that BatchNorm sees in a full batch; null: it has none |
+| start | work | its part of the whole network's work on a batch, in a pipeline; null: it has the whole network |
 | start | steps | updates, or measurements, of the whole run |
 | start | paced | does this rank stand in for a GPU that is not there? |
 | start | settings | every setting, as `config.Settings` names them |
@@ -89,7 +90,7 @@ LATE = 0.01
 EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     "start": (
         *("schema", "host", "node", "rank", "local_rank", "world_size", "device", "device_name", "torch", "nccl"),
-        *("backend", "model", "parameters", "gradient_bytes", "batch_per_rank", "batch_norm_groups", "steps"),
+        *("backend", "model", "parameters", "gradient_bytes", "batch_per_rank", "batch_norm_groups", "work", "steps"),
         *("paced", "settings"),
     ),
     "setting": ("name", "value", "why"),
