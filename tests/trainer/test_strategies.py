@@ -41,6 +41,7 @@ AFTER_BACKWARD = ("allreduce", "allreduce_flat", "reduce_broadcast", "gather_sca
 GRADIENTS = ("ddp", *AFTER_BACKWARD, *(["fsdp"] if NEWEST_FSDP else []))
 EVERY = (*GRADIENTS, "parameter_average")
 EXAMPLES = int(os.environ.get("ORCH_EQUALITY_EXAMPLES", "10"))
+UPDATES = 10
 BOUND = {"float64": 1e-12, "float32": 1e-5}
 CPU = torch.device("cpu")
 TENTH = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3}
@@ -72,11 +73,6 @@ class Case:
     def stream(self) -> SampleStream:
         batch = sum(self.shares)
         return SampleStream(batch * (self.steps - 1) + (self.last or batch), batch, self.shares, self.seed)
-
-    @property
-    def updates(self) -> int:
-        """An epoch with its short batch, and the first of the next one."""
-        return self.steps + 1
 
 
 def network(case: Case, seed: int) -> nn.Module:
@@ -135,7 +131,7 @@ def train(case: Case, name: str, group: Any, rank: int, seed: int) -> Trained:
     optimizer = torch.optim.SGD(model.parameters(), **(case.optimizer or TENTH))
     before = vector(strategy.whole())
     images, labels = data_of(case)
-    for update in range(case.updates):
+    for update in range(UPDATES):
         epoch, step = divmod(update, case.stream.steps)
         own = case.stream.indices(epoch, step, rank)
         optimizer.zero_grad()
@@ -207,7 +203,7 @@ def cases(draw: st.DrawFn, batch_norm: bool) -> Case:
     return Case(
         shares=tuple(shares),
         last=draw(st.integers(2 if batch_norm else 1, sum(shares))),
-        steps=draw(st.integers(2, 4)),
+        steps=draw(st.integers(2, 6)),
         seed=draw(st.integers(0, 1000)),
         channels=draw(st.integers(1, 3)),
         side=draw(st.integers(3, 6)),
@@ -266,7 +262,7 @@ def averaged_and_expected(rank: int, case: Case) -> float:
     networks = [network(case, 0) for _ in case.shares]
     optimizers = [torch.optim.SGD(model.parameters(), **TENTH) for model in networks]
     images, labels = data_of(case)
-    for update in range(case.updates):
+    for update in range(UPDATES):
         epoch, step = divmod(update, case.stream.steps)
         for number, (model, optimizer) in enumerate(zip(networks, optimizers, strict=True)):
             own = case.stream.indices(epoch, step, number)
@@ -274,7 +270,7 @@ def averaged_and_expected(rank: int, case: Case) -> float:
             (local_loss(model, images[own], labels[own]) / max(1, len(own))).backward()
             optimizer.step()
             samples[number] += len(own)
-        done, is_last = update + 1, update + 1 == case.updates
+        done, is_last = update + 1, update + 1 == UPDATES
         if left and (done % every == overlap or is_last):
             start = take_over(mean, left, networks)
         if done % every == 0 or is_last:
@@ -295,7 +291,7 @@ def take_over(mean: torch.Tensor, left: list[torch.Tensor], networks: Sequence[n
 
 @pytest.mark.parametrize("overlap", ["0", "1", "2"])
 def test_an_average_counts_each_rank_by_its_samples_since_the_last_one(gang: Gang, overlap: str) -> None:
-    case = replace(EXAMPLE, steps=9, local_steps=3, asked=(("local_overlap", overlap),))
+    case = replace(EXAMPLE, local_steps=3, asked=(("local_overlap", overlap),))
     assert max(gang.run(averaged_and_expected, case)) <= 1e-12
 
 
