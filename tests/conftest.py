@@ -64,12 +64,12 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 LONGEST = """
-trainer/test_strategies trainer/test_checkpoint trainer/test_spawn trainer/test_run
-cuda/test_cuda_speed cuda/test_cuda_time_line remote/test_supervisor chaos/test_chaos
-jobs/test_elastic jobs/test_resume lab/test_jobs provision/test_setup jobs/test_log_fidelity hosts/test_ownership
-studies/test_sweep lab/test_resume jobs/test_controller_crash neighbours/test_neighbours lab/test_ports
-planning/test_profiles cli/test_readme jobs/test_rescan cli/test_node_add remote/test_host_limits lab/test_wire
-jobs/test_full_disk cli/test_cli results/test_analyse provision/test_push transport/test_noise transport/test_ssh
+chaos/test_chaos trainer/test_strategies trainer/test_checkpoint trainer/test_spawn trainer/test_run
+remote/test_supervisor cuda/test_cuda_speed cuda/test_cuda_time_line lab/test_jobs jobs/test_elastic jobs/test_resume
+provision/test_setup neighbours/test_neighbours jobs/test_log_fidelity hosts/test_ownership
+studies/test_sweep lab/test_resume lab/test_itself jobs/test_controller_crash lab/test_ports
+planning/test_profiles cli/test_readme jobs/test_rescan results/test_analyse cli/test_node_add remote/test_host_limits
+lab/test_wire jobs/test_full_disk cli/test_cli provision/test_push transport/test_noise transport/test_ssh
 lab/test_refusals jobs/test_live test_security
 """.split()  # noqa: SIM905
 """Files by the processor time that they took, the longest first."""

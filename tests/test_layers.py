@@ -2,6 +2,7 @@
 
 import ast
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,7 @@ def modules(folder):
     return found
 
 
+@cache
 def imports(tree):
     """Every module that the file names, wherever it does: `a.b` and, for `from a import b`, both `a` and `a.b`."""
     found = set()
@@ -96,10 +98,12 @@ def imports(tree):
     return found
 
 
+@cache
 def tops(tree):
     return {name.partition(".")[0] for name in imports(tree) if not name.startswith(".")}
 
 
+@cache
 def ours(tree, folder="orchestrator"):
     """The modules of that folder that the file imports; a name inside a module counts as the module."""
     known = ORCHESTRATOR if folder == "orchestrator" else TRAINER
@@ -125,6 +129,11 @@ ORCHESTRATOR, TRAINER = modules("orchestrator"), modules("trainer")
 REMOTE = {name: tree for name, tree in ORCHESTRATOR.items() if name.partition(".")[0] == "remote"}
 HERE = {name: tree for name, tree in ORCHESTRATOR.items() if name not in REMOTE}
 WITHOUT_TORCH = {name for name in TRAINER if name in TORCH_FREE or name.partition(".")[0] == "shared"}
+
+
+@pytest.fixture(autouse=True)
+def _nobody_in_particular():
+    """Nothing runs here: no folder for each of so many tests."""
 
 
 def test_the_names_of_this_test_are_the_modules_there_are():
