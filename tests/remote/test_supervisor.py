@@ -25,6 +25,13 @@ import json, os
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "ORCH_JOB", "ORCH_NODE")
 print(json.dumps({name: os.environ[name] for name in names}))
 """
+SAYS_ALL = f"""{SAYS_WHO}
+import subprocess
+import ours
+print([name for name, value in os.environ.items() if value == "stale"])
+print(ours.word)
+subprocess.Popen(["setsid", "-f", "sleep", "1002"])
+"""
 
 
 def left(job) -> list[int]:
@@ -36,15 +43,50 @@ def outputs(job, name="stdout.log") -> list[str]:
     return [path.read_text() for path in files]
 
 
-def test_every_rank_runs_with_its_own_numbers_on_unequal_hosts(tmp_path):
-    with gang(tmp_path, SAYS_WHO, ranks=(1, 2)) as job:
-        job.launch()
-        record = job.wait()
-        said = [json.loads(text) for text in outputs(job)]
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A job that has ended, and its record: each rank said who it is, its stale variables and what it imported."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "lib").mkdir()
+    (folder / "lib" / "ours.py").write_text("word = 'found'")
+    with pytest.MonkeyPatch.context() as profile:
+        for name in ("MASTER_ADDR", "PET_NNODES", "TORCHELASTIC_RUN_ID"):
+            profile.setenv(name, "stale")
+        with gang(folder, SAYS_ALL, ranks=(1, 2), env={"PYTHONPATH": str(folder / "lib")}) as job:
+            job.launch()
+            yield job, job.wait()
+
+
+def test_every_rank_runs_with_its_own_numbers_on_unequal_hosts(finished):
+    job, record = finished
+    said = [json.loads(text.splitlines()[0]) for text in outputs(job)]
     assert (record.state, record.exit_code, record.first_failure) == ("succeeded", 0, None)
     seen = {(one["ORCH_NODE"], one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"]) for one in said}
     assert seen == {("a", "0", "0", "3"), ("b", "1", "0", "3"), ("b", "2", "1", "3")}
     assert left(job) == []
+
+
+def test_what_a_finished_script_left_running_is_ended(finished):
+    job, record = finished
+    assert record.state == "succeeded"
+    assert left(job) == []
+
+
+def test_leftover_torchrun_variables_of_a_profile_do_not_reach_the_ranks(finished):
+    assert [text.splitlines()[1] for text in outputs(finished[0])] == ["[]"] * 3
+
+
+def test_pythonpath_of_the_inventory_reaches_the_ranks(finished):
+    assert [text.splitlines()[2] for text in outputs(finished[0])] == ["found"] * 3
+
+
+def test_launching_a_finished_job_again_is_refused_and_destroys_nothing(finished):
+    job, _ = finished
+    before = outputs(job)
+    with pytest.raises(HostsError, match="already there"):
+        job.launch()
+    assert outputs(job) == before
+    assert [len(text.splitlines()) for text in before] == [3, 3, 3]
 
 
 def test_a_rank_that_exits_7_is_reported_as_7_and_ends_the_others(tmp_path):
@@ -130,14 +172,6 @@ time.sleep(120)
     assert left(job) == []
 
 
-def test_what_a_finished_script_left_running_is_ended(tmp_path):
-    with gang(tmp_path, "import subprocess\nsubprocess.Popen(['setsid', '-f', 'sleep', '1002'])\n") as job:
-        job.launch()
-        record = job.wait()
-    assert record.state == "succeeded"
-    assert left(job) == []
-
-
 def test_if_one_host_refuses_nothing_starts_and_all_is_undone(tmp_path):
     blocked = tmp_path / "work-1"
     blocked.write_text("a file where the work folder should be")
@@ -197,15 +231,6 @@ def test_the_time_limit_ends_a_job(tmp_path):
     assert record.state == "failed"
     assert "time limit of 0.5 s" in record.first_failure.reason
     assert left(job) == []
-
-
-def test_leftover_torchrun_variables_of_a_profile_do_not_reach_the_ranks(tmp_path, monkeypatch):
-    for name in ("MASTER_ADDR", "PET_NNODES", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.setenv(name, "stale")
-    with gang(tmp_path, "import os\nprint([k for k, v in os.environ.items() if v == 'stale'])", ranks=(1,)) as job:
-        job.launch()
-        job.wait()
-        assert outputs(job) == ["[]\n"]
 
 
 def test_the_token_stands_in_files_of_mode_0600_alone(tmp_path):
@@ -276,15 +301,6 @@ def test_a_job_that_shares_a_gpu_still_keeps_it_from_one_that_does_not(tmp_path)
         first.launch()
         with pytest.raises(HostsError, match="GPU GPU-1 is in use by job test-one"):
             second.launch()
-
-
-def test_launching_a_finished_job_again_is_refused_and_destroys_nothing(tmp_path):
-    with gang(tmp_path, "print('once')") as job:
-        job.launch()
-        job.wait()
-        with pytest.raises(HostsError, match="already there"):
-            job.launch()
-        assert outputs(job) == ["once\n", "once\n"]
 
 
 def test_a_removed_job_folder_ends_the_job(tmp_path):
@@ -369,15 +385,6 @@ def test_nodes_that_share_one_work_folder_are_refused_in_words(tmp_path):
         with pytest.raises(HostsError, match="`workdir:` of its own"):
             job.launch()
         assert list((tmp_path / "shared" / "jobs").iterdir()) == []
-
-
-def test_pythonpath_of_the_inventory_reaches_the_ranks(tmp_path):
-    (tmp_path / "lib").mkdir()
-    (tmp_path / "lib" / "ours.py").write_text("word = 'found'")
-    with gang(tmp_path, "import ours\nprint(ours.word)", ranks=(1,), env={"PYTHONPATH": str(tmp_path / "lib")}) as job:
-        job.launch()
-        job.wait()
-        assert outputs(job) == ["found\n"]
 
 
 @pytest.mark.parametrize("torch_free", [True, pytest.param(False, marks=pytest.mark.slow)])
