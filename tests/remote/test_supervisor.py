@@ -49,12 +49,11 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
     (folder / "lib").mkdir()
     (folder / "lib" / "ours.py").write_text("word = 'found'")
-    with pytest.MonkeyPatch.context() as profile:
-        for name in ("MASTER_ADDR", "PET_NNODES", "TORCHELASTIC_RUN_ID"):
-            profile.setenv(name, "stale")
-        with gang(folder, SAYS_ALL, ranks=(1, 2), env={"PYTHONPATH": str(folder / "lib")}) as job:
-            job.launch()
-            yield job, job.wait()
+    profile = "export MASTER_ADDR=stale PET_NNODES=stale TORCHELASTIC_RUN_ID=stale OF_A_PROFILE=stale"
+    env = {"PYTHONPATH": str(folder / "lib")}
+    with gang(folder, SAYS_ALL, ranks=(1, 2), env=env, activate=profile) as job:
+        job.launch()
+        yield job, job.wait()
 
 
 def test_every_rank_runs_with_its_own_numbers_on_unequal_hosts(finished):
@@ -73,7 +72,7 @@ def test_what_a_finished_script_left_running_is_ended(finished):
 
 
 def test_leftover_torchrun_variables_of_a_profile_do_not_reach_the_ranks(finished):
-    assert [text.splitlines()[1] for text in outputs(finished[0])] == ["[]"] * 3
+    assert [text.splitlines()[1] for text in outputs(finished[0])] == ["['OF_A_PROFILE']"] * 3
 
 
 def test_pythonpath_of_the_inventory_reaches_the_ranks(finished):

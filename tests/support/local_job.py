@@ -34,9 +34,9 @@ LAUNCHER = Path(__file__).with_name("fake_torchrun.py")
 class Gang:
     """One job: `launch()`, then look through `agents()` and `wait()`; everything of it ends with the context."""
 
-    def __init__(self, plan: LaunchPlan, blob: bytes) -> None:
+    def __init__(self, plan: LaunchPlan, blob: bytes, activate: str | None = None) -> None:
         self.plan, self.blob = plan, blob
-        self.hosts = {n.name: ConnectedHost(LocalTransport(n.name), n.python, None, n.workdir) for n in plan.nodes}
+        self.hosts = {n.name: ConnectedHost(LocalTransport(n.name), n.python, activate, n.workdir) for n in plan.nodes}
 
     def launch(self) -> None:
         launch(self.plan, self.hosts, self.blob)
@@ -106,9 +106,12 @@ def gang(
     elastic: Elastic | None = None,
     command: Sequence[str] = ("script.py",),
     env: Mapping[str, str] | None = None,
+    activate: str | None = None,
     **plan_changes: object,
 ) -> Iterator[Gang]:
-    """script: Python text that every rank runs. ranks: of node `a` (the master), `b`, and so on."""
+    """script: Python text that every rank runs. ranks: of node `a` (the master), `b`, and so on. activate: a line of
+    shell that a host runs first.
+    """
     folder = tmp_path / "code"
     folder.mkdir()
     (folder / "script.py").write_text(script)
@@ -142,7 +145,7 @@ def gang(
         master_address="127.0.0.1", rendezvous_port=29500, world_size=sum(ranks), created="2026-01-01T00:00:00+00:00",
         code=code, nodes=tuple(nodes), elastic=elastic,
     ).model_copy(update={"grace_s": 1.0, **plan_changes})  # fmt: skip
-    made = Gang(plan, blob)
+    made = Gang(plan, blob, activate)
     try:
         yield made
     finally:
