@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.forks import Forked
 from tests.support.free_port import free_port
-from tests.support.trainer_ranks import started
 
 pytest.importorskip("torch")
 import torch
@@ -27,6 +27,8 @@ from trainer.shared.errors import TrainError
 from trainer.shared.metrics import EVENT_FIELDS, MetricsWriter
 from trainer.shared.pace import Pace
 
+ROOT = Path(__file__).parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer"]
 SMALL = {"max_bytes": "65536", "factor": "8", "iterations": "4", "budget_s": "30", "device": "cpu"}
 
 
@@ -85,20 +87,17 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Forked], str, Path]:
-    """Two ranks of one host, what they print, and their records."""
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     folder = tmp_path_factory.mktemp("two")
     words = [word for key, value in SMALL.items() for word in (f"--{key}", value)]
-    arguments = ["--exp", "collectives", *words, "--min_bytes", "128"]
-    with started(folder, arguments, 2, of_ranks=[{"ORCH_NODE": "host"}] * 2) as ranks:
-        said = [rank.communicate(timeout=120) for rank in ranks]
-    assert [errors for _, errors in said] == ["", ""]
-    return ranks, "".join(text for text, _ in said), folder
+    env = {**os.environ, "ORCH_METRICS": f"{folder}/{{rank}}.jsonl", "OMP_NUM_THREADS": "1"}
+    command = [*TORCHRUN, "--exp", "collectives", *words, "--min_bytes", "128"]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True), folder
 
 
-def test_every_operation_is_measured_and_reported(two: Any) -> None:
-    ranks, printed, folder = two
-    assert [rank.returncode for rank in ranks] == [0, 0]
+def test_every_operation_is_measured_and_reported_under_torchrun(two: Any) -> None:
+    result, folder = two
+    assert result.returncode == 0, result.stderr
     found = measured_in(folder / "0.jsonl")
     assert [line["operation"] for line in found] == [*BUS_FACTORS] * 4
     assert [line["step"] for line in found] == list(range(36))
@@ -109,14 +108,14 @@ def test_every_operation_is_measured_and_reported(two: Any) -> None:
         assert 3 <= line["iterations"] <= 4
         assert line["algbw_gbps"] == pytest.approx(8e-6 * line["bytes"] / line["time_ms"], rel=1e-3)
         assert line["busbw_gbps"] == pytest.approx(line["algbw_gbps"] * bus_factor(line["operation"], 2))
-    lines = printed.splitlines()
+    lines = result.stdout.splitlines()
     assert len(lines) == 36 + 9  # both ranks are on one host: no path between hosts
     assert "36/36  all_to_all" in lines[35]
     assert " us + bytes at " in lines[36]
 
 
 def test_the_other_ranks_write_where_they_begin_and_end(two: Any) -> None:
-    *_, folder = two
+    _, folder = two
     (start,) = records(folder / "1.jsonl", "start")
     assert (start["model"], start["batch_per_rank"], start["steps"], start["paced"]) == (None, None, 36, False)
     assert start["settings"]["operations"] == "all"
