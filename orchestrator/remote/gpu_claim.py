@@ -67,8 +67,9 @@ def _holder(name: str) -> tuple[str, str]:
 
 
 def _job_of(pid: int) -> str:
-    """By its keeper's command line, `python -m orch_remote.keeper JOB_FOLDER ...`; "" where it is not to be read."""
+    """By its keeper's command line, `python -S -m orch_remote.keeper JOB_FOLDER ...`; "" where it is not to be read."""
     with contextlib.suppress(OSError):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-        return os.path.basename(words[3]) if words[2:3] == ["orch_remote.keeper"] else ""
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+        before, _, after = command.partition("\0orch_remote.keeper\0")
+        return os.path.basename(after.split("\0")[0]) if before.endswith("\0-m") else ""
     return ""

@@ -77,9 +77,12 @@ class Gang:
             time.sleep(0.02)
 
     def is_over(self) -> bool:
-        """Whether every host has spoken its last word, and its keeper has ended."""
+        """Whether every host has spoken its last word, and its keeper has ended. False where a disk gives no answer."""
         jobs = [JobFolder(self.folder(node.name)) for node in self.plan.nodes]
-        return all(job.is_final() and not agent_state(job)["alive"] for job in jobs)
+        try:
+            return all(job.is_final() and not agent_state(job)["alive"] for job in jobs)
+        except OSError:
+            return False
 
     def wait_running(self) -> dict[str, Mapping]:
         return self.wait_for(
