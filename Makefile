@@ -41,9 +41,9 @@ demo: $(READY)
 	$(BIN)/orch collect --job latest --out runs/demo; \
 	echo "look around: export ORCH_HOME=$$ORCH_HOME; remove it from ~/.orch-local: $(BIN)/orch down"
 
-# Three at a time, each file's tests in their order: with two the cores stood half idle, more of them disturb each other.
+# Four at a time, each file's tests in their order: most of them wait for other processes, and with fewer the cores stood idle.
 test: $(READY) packages
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(TESTS)
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 chaos: $(READY) packages
 	$(BIN)/python -m tests.chaos --resume --faults $(or $(FAULTS),60) --seed $(or $(SEED),1)
