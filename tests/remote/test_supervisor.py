@@ -25,6 +25,14 @@ import json, os
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "ORCH_JOB", "ORCH_NODE")
 print(json.dumps({name: os.environ[name] for name in names}))
 """
+MEETS = """
+import pathlib, time
+here = pathlib.Path(os.environ["HERE"])
+(here / f"{os.environ['ORCH_JOB']}-{os.environ['RANK']}").touch()
+until = time.monotonic() + 60
+while len(list(here.iterdir())) < int(os.environ["ALL"]) and time.monotonic() < until:
+    time.sleep(0.02)
+"""
 SAYS_ALL = f"""{SAYS_WHO}
 import subprocess
 import ours
@@ -401,9 +409,13 @@ def test_where_a_stranger_has_the_port_the_ranks_meet_at_another(tmp_path, torch
 
 
 def test_jobs_that_start_on_one_machine_in_the_same_moment_do_not_meet_each_other(tmp_path):
+    """And none of them ends before all have begun, so that each needs a port of its own."""
+    here = tmp_path / "here"
+    here.mkdir()
+
     def run(number):
         (tmp_path / str(number)).mkdir()
-        with gang(tmp_path / str(number), SAYS_WHO) as job:
+        with gang(tmp_path / str(number), SAYS_WHO + MEETS, env={"HERE": str(here), "ALL": "6"}) as job:
             barrier.wait(30)
             job.launch()
             record = job.wait()
