@@ -11,8 +11,9 @@ from trainer.compute.models import build_model
 from trainer.paced.anatomy import dissect
 from trainer.paced.stage_clock import StageClock
 from trainer.pipeline.chain import balanced, survey
-from trainer.pipeline.layout import Layout, interleaved
+from trainer.pipeline.layout import Layout
 from trainer.pipeline.part import part_of
+from trainer.shared.lanes import interleaved
 from trainer.shared.pace import Pace
 from trainer.shared.stages import Stage, check_stages, format_stages, parse_stages
 from trainer.shared.turns import Task, Turns, in_flight_of, in_flight_of_rank

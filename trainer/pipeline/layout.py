@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer.compute.microbatches import MicroBatches
-from trainer.shared.lanes import even, interleaved
-from trainer.shared.stages import Pipelines, Stage, check_stages
+from trainer.shared.lanes import routes
+from trainer.shared.stages import Pipelines, Stage, check_stages, stage_names
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Layout:
 
     @staticmethod
     def of(pipelines: Pipelines, nodes: Sequence[str], blocks: int) -> Layout:
-        """nodes: each rank's host; where all ranks are on one host, the names of stages are ranks' numbers.
+        """nodes: each rank's host, whom stages name as `stage_names` does.
 
         Raises ValueError where stages and ranks do not fit each other.
         """
-        names = nodes if len(set(nodes)) > 1 else [str(rank) for rank in range(len(nodes))]
+        names = stage_names(nodes)
         check_stages(pipelines, blocks)
         if len({tuple((stage.first, stage.last) for stage in stages) for stages in pipelines}) > 1:
             raise ValueError("pipelines beside each other are cut at the same blocks, so that their stages add up")
@@ -99,17 +99,6 @@ class Layout:
             )
         )
 
-    def segments(self, blocks: int) -> list[tuple[range, tuple[int, ...]]]:
-        """The network as stretches of blocks that the same ranks hold."""
-        found: list[tuple[range, tuple[int, ...]]] = []
-        for block in range(blocks):
-            holders = self.holders(block)
-            if found and found[-1][1] == holders:
-                found[-1] = range(found[-1][0].start, block + 1), holders
-            else:
-                found.append((range(block, block + 1), holders))
-        return found
-
     def entering(self, pipeline: int, micro_batches: MicroBatches, shares: Sequence[int]) -> dict[int, tuple[int, ...]]:
         """An update's micro-batches by the rank that reads them. shares: of all ranks."""
         readers = self.ranks[pipeline][0]
@@ -117,15 +106,13 @@ class Layout:
 
     def routes(self, pipeline: int, sizes: Mapping[int, Sequence[int]]) -> tuple[MicroBatch, ...]:
         """One update's micro-batches. sizes: those of each rank of the first stage, which reads them."""
-        stages = self.ranks[pipeline]
-        order = interleaved([len(sizes[rank]) for rank in stages[0]])
-        left = [list(sizes[rank]) for rank in stages[0]]
-        later = [interleaved(even(len(order), len(lanes))) for lanes in stages[1:]]
+        first, *later = self.ranks[pipeline]
+        of_lanes = routes([sizes[rank] for rank in first], [len(lanes) for lanes in later])
         return tuple(
             MicroBatch(
                 number,
-                left[lane].pop(0),
-                (stages[0][lane], *(lanes[of[number]] for lanes, of in zip(stages[1:], later, strict=True))),
+                route.size,
+                tuple(ranks[lane] for ranks, lane in zip(self.ranks[pipeline], route.lanes, strict=True)),
             )
-            for number, lane in enumerate(order)
+            for number, route in enumerate(of_lanes)
         )

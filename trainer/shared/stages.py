@@ -70,6 +70,15 @@ def _check_order(stages: Sequence[Stage], text: str) -> None:
         expected = stage.last + 1
 
 
+def stage_names(nodes: Sequence[str]) -> list[str]:
+    """What `stages` calls each rank's host; where all ranks are on one host, each rank by its number.
+
+    >>> stage_names(["v100", "a16", "a16"]), stage_names(["a16", "a16"])
+    (['v100', 'a16', 'a16'], ['0', '1'])
+    """
+    return list(nodes) if len(set(nodes)) > 1 else [str(rank) for rank in range(len(nodes))]
+
+
 def check_stages(pipelines: Pipelines, blocks: int) -> None:
     """Raises ValueError where a pipeline does not end with the last of so many blocks."""
     for stages in pipelines:

@@ -26,12 +26,10 @@ from orchestrator.units import format_figure
 from trainer.shared.config import Settings
 from trainer.shared.shares import scale_shares
 from trainer.shared.stages import check_stages, parse_stages
+from trainer.shared.turns import PER_STAGE
 
 CHOSEN = ("accumulate", "in_flight", "schedule")
 """Settings of a person that the choice keeps to. `stages` of a person leave nothing to choose: see `as_set`."""
-
-PER_STAGE = 4
-"""Micro-batches for each stage where nobody has said how many, as `trainer.setup.pipeline` has it."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from orchestrator.forecast.pipeline.chain import Chain
 from orchestrator.forecast.step import OPTIMISER
-from trainer.shared.lanes import even, interleaved
+from trainer.shared.lanes import Route, routes
 from trainer.shared.shares import Speed, equal_shares
 from trainer.shared.stages import Pipelines, Stage, format_stages
 from trainer.shared.turns import in_flight_of_rank
@@ -74,14 +74,6 @@ class StageCost:
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """lanes: the number of the rank that takes it, in each stage."""
-
-    size: int
-    lanes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Course:
     """A pipeline. hosts: its stages. starts: the first block of each. batch: samples of an update. count: micro-batches
     of each rank of the first stage, the setting `accumulate`. in_flight: the setting. splits: do gradients of weights
@@ -98,7 +90,7 @@ class Course:
     def ends(self, chain: Chain) -> tuple[int, ...]:
         return (*self.starts[1:], len(chain.blocks))
 
-    def routes(self) -> tuple[MicroBatch, ...]:
+    def routes(self) -> tuple[Route, ...]:
         """One update's micro-batches, in the order in which every stage takes them."""
         return _routes(tuple(host.ranks for host in self.hosts), self.batch, self.count)
 
@@ -141,13 +133,8 @@ def stages_setting(courses: Sequence[Course], chain: Chain) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _routes(lanes: tuple[int, ...], batch: int, count: int) -> tuple[MicroBatch, ...]:
-    sizes = [list(equal_shares(share, count)) for share in equal_shares(batch, lanes[0])]
-    order = interleaved([count] * lanes[0])
-    later = [interleaved(even(len(order), number)) for number in lanes[1:]]
-    return tuple(
-        MicroBatch(sizes[lane].pop(0), (lane, *(of[number] for of in later))) for number, lane in enumerate(order)
-    )
+def _routes(lanes: tuple[int, ...], batch: int, count: int) -> tuple[Route, ...]:
+    return routes([equal_shares(share, count) for share in equal_shares(batch, lanes[0])], lanes[1:])
 
 
 @lru_cache(maxsize=65536)
