@@ -147,7 +147,7 @@ def piped(rank: int, case: Case) -> dict[str, Tensor] | None:
         steps.step()
     pipeline.settle()
     state = part.state_dict()
-    return {name.removeprefix("whole."): tensor.detach().clone() for name, tensor in state.items()}
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
 
 
 def peers_of(layout: Layout, rank: int) -> Any:

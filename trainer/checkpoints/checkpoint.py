@@ -144,12 +144,12 @@ class CheckpointKeeper:
         of_ranks = _gather(_flat(parts.to_be_kept(run, strategy, momentum).values()))
         if run.info.rank != 0:
             return {}, []
-        moves = any(tensor is not None for tensor in momentum)
+        moves, whole = any(tensor is not None for tensor in momentum), parts.skeleton(run)
         kept: dict[str, Tensor] = {}
         for rank, flat in enumerate(of_ranks):
-            kept |= _apart(flat, parts.like_that_of(run, strategy, rank, moves=moves))
-        model = {name: kept[name] for name in parts.skeleton(run).state_dict()}
-        return model, [kept.get(f"momentum {name}") for name in parts.whole_names(run)]
+            kept |= _apart(flat, parts.like_that_of(rank, strategy, whole, moves=moves))
+        model = {name: kept[name] for name in whole.state_dict()}
+        return model, [kept.get(f"momentum {name}") for name, _ in whole.named_parameters()]
 
     def _own_tensors(self) -> dict[str, Tensor]:
         """What each rank has for itself, by name (KIND or KIND.WHICH): BatchNorm's statistics; what its strategy keeps;

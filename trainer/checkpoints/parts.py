@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.compute.models import build_model
-from trainer.pipeline.part import Part, part_of
+from trainer.pipeline.part import Part, own_names
 from trainer.pipeline.strategy import Pipeline
 
 if TYPE_CHECKING:
@@ -22,37 +22,36 @@ def skeleton(run: Run) -> nn.Module:
         return build_model(run.settings.model, run.facts.shape, run.facts.classes)
 
 
-def whole_names(run: Run) -> list[str]:
-    """Of the weights, in their order."""
-    return [name for name, _ in skeleton(run).named_parameters()]
-
-
 def to_be_kept(run: Run, strategy: Pipeline, momentum: Sequence[Tensor | None]) -> dict[str, Tensor]:
     """This rank's part of the network, and of SGD's momentum; nothing where a lower rank has the same."""
-    if strategy.layout.holders(strategy.layout.stage(run.info.rank).first)[0] != run.info.rank:
+    if not _is_kept(strategy, run.info.rank):
         return {}
     names = [name for name, _ in run.model.named_parameters()]
     moved = {f"momentum {name}": one for name, one in zip(names, momentum, strict=True) if one is not None}
-    return {name.replace("whole.", "", 1): tensor for name, tensor in (run.model.state_dict() | moved).items()}
+    return run.model.state_dict() | moved
 
 
-def like_that_of(run: Run, strategy: Pipeline, rank: int, *, moves: bool) -> dict[str, Tensor]:
-    """What `to_be_kept` gives on another rank, without numbers. moves: has SGD a momentum yet?"""
-    stage = strategy.layout.stage(rank)
-    if strategy.layout.holders(stage.first)[0] != rank:
+def like_that_of(rank: int, strategy: Pipeline, whole: nn.Module, *, moves: bool) -> dict[str, Tensor]:
+    """What `to_be_kept` gives on a rank, as far as names and shapes go. moves: has SGD a momentum yet?"""
+    if not _is_kept(strategy, rank):
         return {}
-    part = part_of(skeleton(run), stage)
-    weights = dict(part.named_parameters()) if moves else {}
-    kept = part.state_dict() | {f"momentum {name}": tensor for name, tensor in weights.items()}
-    return {name.replace("whole.", "", 1): tensor for name, tensor in kept.items()}
+    state, weights = whole.state_dict(), dict(whole.named_parameters())
+    names = own_names(whole, strategy.layout.stage(rank))
+    kept = {name: state[name] for name in names}
+    return kept | {f"momentum {name}": weights[name] for name in names if moves and name in weights}
+
+
+def _is_kept(strategy: Pipeline, rank: int) -> bool:
+    return strategy.layout.holders(strategy.layout.stage(rank).first)[0] == rank
 
 
 def take(part: Part, model: Mapping[str, Tensor]) -> None:
     """This part of a whole network's state."""
-    part.load_state_dict({name: model[name.removeprefix("whole.")] for name in part.state_dict()})
+    part.load_state_dict({name: model[name] for name in part.state_dict()})
 
 
 def own_momentum(run: Run, momentum: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Of a whole network's momentum that of this part's weights, in their order."""
-    by_name = dict(zip(whole_names(run), momentum, strict=True)) if momentum else {}
-    return [by_name.get(name.removeprefix("whole.")) for name, _ in run.model.named_parameters()]
+    whole = [name for name, _ in skeleton(run).named_parameters()]
+    by_name = dict(zip(whole, momentum, strict=True)) if momentum else {}
+    return [by_name.get(name) for name, _ in run.model.named_parameters()]

@@ -1,7 +1,8 @@
-"""The part of a network that a stage holds, and the shapes of what crosses its cuts.
+"""The part of a network that a stage holds.
 
 part = part_of(model, stage)               of the model only these blocks keep their weights
-shapes = cut_shapes("resnet152", (3, 32, 32), classes=10)        of one sample, behind each block
+part.state_dict()                          of these alone, under the names that the whole network gives them
+own_names(model, stage)                    those names, of a whole network
 """
 
 from __future__ import annotations
@@ -13,31 +14,39 @@ from trainer.shared.stages import Stage
 
 
 class Part(nn.Module):
-    """Calls these blocks one after the other. Weights and buffers keep the names that the whole network gives them."""
+    """Calls these blocks one after the other."""
 
     def __init__(self, model: nn.Module, blocks: list[nn.Module]) -> None:
         super().__init__()
-        self.whole = model
-        self._blocks = tuple(blocks)  # modules of `whole`, and so not listed twice
+        for name, child in model.named_children():
+            self.add_module(name, child)
+        self._blocks = tuple(blocks)  # modules of these children, and so not listed twice
 
     def forward(self, inputs: Tensor) -> Tensor:
         for block in self._blocks:
             inputs = block(inputs)
         return inputs
 
-    def own_names(self) -> list[str]:
-        """Of weights and buffers, as the whole network's state has them."""
-        return [name.removeprefix("whole.") for name in self.state_dict()]
-
 
 def part_of(model: nn.Module, stage: Stage) -> Part:
     """Takes everything else's weights and buffers away from the model."""
+    own = _modules_of(model, stage)
     blocks = stages_of(model)
-    own = blocks[stage.first : stage.last + 1]
-    kept = {id(module) for block in own for module in block.modules()}
     for block in blocks:
         for module in block.modules():
-            if id(module) not in kept:
+            if id(module) not in own:
                 module._parameters = {}
                 module._buffers = {}
-    return Part(model, own)
+    return Part(model, blocks[stage.first : stage.last + 1])
+
+
+def own_names(model: nn.Module, stage: Stage) -> list[str]:
+    """Of the weights and buffers of a stage, in the order of the whole network's state."""
+    own = _modules_of(model, stage)
+    holders = {name for name, module in model.named_modules() if id(module) in own}
+    return [name for name in model.state_dict() if name.rpartition(".")[0] in holders]
+
+
+def _modules_of(model: nn.Module, stage: Stage) -> set[int]:
+    blocks = stages_of(model)[stage.first : stage.last + 1]
+    return {id(module) for block in blocks for module in block.modules()}
