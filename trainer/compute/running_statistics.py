@@ -17,23 +17,26 @@ from torch import Tensor, nn
 
 from trainer.compute.flat_buffer import flatten, unflatten
 from trainer.compute.models import running_statistics
-from trainer.ranks.agreement import sum_over_ranks
 
 BATCHES = 50
 """Updates whose samples decide what is estimated again."""
 
 
 def average_running_statistics(model: nn.Module, group: dist.ProcessGroup, samples: float) -> None:
-    """Leaves on every rank the mean of all ranks' BatchNorm statistics, each counted by its samples.
+    """Leaves on every rank of the group the mean of all its ranks' BatchNorm statistics, each counted by its samples.
 
-    samples: of this rank, that its statistics come from. The spread between the ranks' means is left out of the
-    variance: with shuffled samples it is small, and in the batches' own, which are those of a population, already.
+    samples: of this rank, that its statistics come from; where no rank has any, all stay as they are. The spread
+    between the ranks' means is left out of the variance: with shuffled samples it is small, and in the batches' own,
+    which are those of a population, already.
     """
     statistics = running_statistics(model)
-    total = sum_over_ranks([float(samples)])[0]
-    if not statistics or total == 0:
+    if not statistics:
         return
-    flat = flatten(statistics) * (samples / total)
+    total = torch.tensor([float(samples)], dtype=torch.float64, device=statistics[0].device)
+    dist.all_reduce(total, group=group)
+    if total.item() == 0:
+        return
+    flat = flatten(statistics) * (samples / total.item())
     dist.all_reduce(flat, group=group)
     unflatten(flat, statistics)
 

@@ -1,4 +1,7 @@
-"""A pipeline: `strategy = Pipeline(stage, ...)`, one update of it with `strategy.update(images, labels, sizes, batch)`.
+"""A pipeline: `strategy = Pipeline(stage, ...)`.
+
+    strategy.announce({0: (16, 16, 16, 8)})          the micro-batches that rank 0 reads for the next update
+    loss_sum, exchange = strategy.update(images, labels, batch=56)
 
 The hosts are stages: each holds some blocks of the network, and its optimiser's state of these alone. Samples enter at
 the first stage in micro-batches, activations go on from stage to stage, gradients come back the same way, and each
@@ -22,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.compute.brake import Brake
-from trainer.compute.flat_buffer import flatten, unflatten
-from trainer.compute.models import gradients_of, running_statistics
+from trainer.compute.models import gradients_of
+from trainer.compute.running_statistics import average_running_statistics
 from trainer.compute.timer import Timer
 from trainer.pipeline.cuts import Cuts
 from trainer.pipeline.layout import Layout, MicroBatch
@@ -124,7 +127,9 @@ class Pipeline(Base):
 
     def announce(self, sizes: Mapping[int, Sequence[int]]) -> None:
         """Makes room for what an update's neighbours will send. Called for each update, in their order, before it or
-        while the one before it runs: what comes early has not to wait at its source. sizes: as `update` has them.
+        while the one before it runs: what comes early has not to wait at its source.
+
+        sizes: of the micro-batches of each rank that reads samples for this pipeline.
         """
         routes = self.layout.routes(self.pipeline, sizes)
         own = [one for one in routes if one.ranks[self.number] == self.rank]
@@ -176,18 +181,12 @@ class Pipeline(Base):
 
     def average_statistics(self) -> None:
         """BatchNorm's, over the ranks that hold the same blocks, each counted by its samples of the last update."""
-        statistics = running_statistics(self.model)
-        if not self.sums or not statistics:
-            return
-        own = torch.tensor([float(self.samples)], device=self.device)
-        total = own.clone()
-        dist.all_reduce(total, group=self.sums.group)
-        flat = flatten(statistics) * (own / total)
-        dist.all_reduce(flat, group=self.sums.group)
-        unflatten(flat, statistics)
+        if self.sums:
+            average_running_statistics(self.model, self.sums.group, self.samples)
 
     def settle(self) -> None:
-        for sender in (*self.to_next.values(), *self.to_before.values(), *self.to_last.values()):
+        senders = [*self.to_next.values(), *self.to_before.values(), *self.to_last.values()]
+        for sender in [*senders, self.to_speaker] if self.to_speaker else senders:
             sender.settle()
 
 
