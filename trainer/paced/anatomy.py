@@ -1,20 +1,19 @@
 """What a network is made of, without computing it: its layers' work, and what a sample takes in memory.
 
-    anatomy = dissect("resnet152", (3, 32, 32), classes=10)
-    anatomy.layers[0].parameters        (0,): positions in the order of model.parameters()
-    anatomy.activation_bytes            of one sample, kept from forward to backward
-
-The network runs once on torch's meta device, which knows shapes and no numbers.
+anatomy = dissect("resnet152", (3, 32, 32), classes=10)
+anatomy.layers[0].parameters        (0,): positions in the order of model.parameters()
+anatomy.activation_bytes            of one sample, kept from forward to backward
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from trainer.compute.meta_pass import Visit, meta_pass
 from trainer.compute.models import build_model
 
 _SAMPLES = 2  # BatchNorm refuses a single value a channel
@@ -50,49 +49,23 @@ class Anatomy:
 
 
 def dissect(name: str, shape: tuple[int, int, int], classes: int) -> Anatomy:
-    """The multiplications of a layer are its weights times the positions at which it is applied."""
     with torch.device("meta"):
         model = build_model(name, shape, classes)
         images = torch.zeros(_SAMPLES, *shape)
+    taken = meta_pass(model, images)
+    kept_bytes = sum(tensor.untyped_storage().nbytes() for tensor in taken.kept.values())
+    return Anatomy(model, _joined(model, taken.visits), kept_bytes // _SAMPLES)
+
+
+def _joined(model: nn.Module, visits: Sequence[Visit]) -> tuple[Layer, ...]:
     position = {id(parameter): index for index, parameter in enumerate(model.parameters())}
-    visited: list[tuple[tuple[int, ...], float]] = []
-
-    def visit(module: nn.Module, _: Any, output: Tensor) -> None:
-        own = list(module.parameters(recurse=False))
-        largest = max(parameter.numel() for parameter in own)
-        visited.append(
-            (tuple(position[id(parameter)] for parameter in own), largest * output.numel() / output.shape[1])
-        )
-
-    for module in model.modules():
-        if next(module.parameters(recurse=False), None) is not None:
-            module.register_forward_hook(visit)
-    kept: dict[int, int] = {}
-    state = {_storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
-
-    def keep(tensor: Tensor) -> Tensor:
-        if _storage(tensor) not in state:
-            kept[_storage(tensor)] = tensor.untyped_storage().nbytes()
-        held.append(tensor)  # so that no later storage takes the same address
-        return tensor
-
-    held: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model(images)
-    return Anatomy(model, _joined(visited), sum(kept.values()) // _SAMPLES)
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _joined(visited: list[tuple[tuple[int, ...], float]]) -> tuple[Layer, ...]:
-    total = sum(work for _, work in visited)
+    total = sum(visit.work for visit in visits)
     layers: list[Layer] = []
     parameters: tuple[int, ...] = ()
     work = 0.0
-    for own, flops in visited:
-        parameters, work = (*parameters, *own), work + flops / total
+    for visit in visits:
+        parameters += tuple(position[id(parameter)] for parameter in visit.parameters)
+        work += visit.work / total
         if work >= 1 / _LAYERS:
             layers.append(Layer(parameters, work))
             parameters, work = (), 0.0

@@ -1,10 +1,8 @@
 """What each block of a network takes: its work, its weights, and what crosses the cut behind it.
 
-    chain = survey("resnet152", (3, 32, 32), classes=10)
-    chain[4].behind                      (256, 8, 8), of one sample
-    format_stages(balanced(chain, {"v100": 833, "a2000": 333}))        'v100:0-37,a2000:38-51'
-
-The network runs once on torch's meta device, which knows shapes and no numbers.
+chain = survey("resnet152", (3, 32, 32), classes=10)
+chain[4].behind                      (256, 8, 8), of one sample
+format_stages(balanced(chain, {"v100": 833, "a2000": 333}))        'v100:0-37,a2000:38-51'
 """
 
 from __future__ import annotations
@@ -12,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trainer.compute.meta_pass import Taken, meta_pass
 from trainer.compute.models import build_model, stages_of
 from trainer.shared.errors import TrainError
 from trainer.shared.stages import Pipelines, Stage
@@ -39,10 +37,7 @@ class Block:
 
 
 def survey(name: str, shape: tuple[int, int, int], classes: int) -> list[Block]:
-    """Raises TrainError where it is not known how the network is cut into blocks.
-
-    The multiplications of a layer are its weights times the positions at which it is applied.
-    """
+    """Raises TrainError where it is not known how the network is cut into blocks."""
     with torch.device("meta"):
         model = build_model(name, shape, classes)
         activations = torch.zeros(_SAMPLES, *shape)
@@ -50,10 +45,11 @@ def survey(name: str, shape: tuple[int, int, int], classes: int) -> list[Block]:
     if not blocks:
         raise TrainError(f"strategy pipeline: {name} is no chain of blocks that could be cut; use ddp")
     counted: list[Block] = []
-    kept: dict[int, Tensor] = {}
+    before: Mapping[int, Tensor] = {}
     for block in blocks:
-        one, activations, kept = _counted(block, activations, kept)
-        counted.append(one)
+        taken = meta_pass(block, activations, before)
+        counted.append(_block(block, taken))
+        activations, before = taken.output, taken.kept
     work, kernels = sum(one.work for one in counted), sum(one.kernels for one in counted)
     return [
         Block(one.behind, one.work / work, one.kernels / kernels, one.state_bytes, one.activation_bytes)
@@ -61,48 +57,16 @@ def survey(name: str, shape: tuple[int, int, int], classes: int) -> list[Block]:
     ]
 
 
-def _counted(
-    block: nn.Module, activations: Tensor, before: Mapping[int, Tensor]
-) -> tuple[Block, Tensor, dict[int, Tensor]]:
-    """work and kernels: not yet as parts of the network's. before: what the block before keeps. Gives the block's
-    output and what it keeps as well.
-    """
-    visits: list[float] = []
-
-    def visit(module: nn.Module, _: Any, output: Tensor) -> None:
-        largest = max(parameter.numel() for parameter in module.parameters(recurse=False))
-        visits.append(largest * output.numel() / output.shape[1])
-
-    hooks = [
-        module.register_forward_hook(visit)
-        for module in block.modules()
-        if next(module.parameters(recurse=False), None) is not None
-    ]
-    weights = list(block.parameters())
-    state = {_storage(tensor) for tensor in [*weights, *block.buffers()]} | set(before)
-    kept: dict[int, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        if _storage(tensor) not in state:
-            kept[_storage(tensor)] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = block(activations)
-    for hook in hooks:
-        hook.remove()
-    counted = Block(
-        behind=tuple(output.shape[1:]),
-        work=sum(visits),
-        kernels=len(visits),
-        state_bytes=3 * sum(tensor.nbytes for tensor in weights) + sum(buffer.nbytes for buffer in block.buffers()),
-        activation_bytes=sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) // _SAMPLES,
+def _block(block: nn.Module, taken: Taken) -> Block:
+    """work and kernels: not yet as parts of the network's."""
+    weights, buffers = list(block.parameters()), list(block.buffers())
+    return Block(
+        behind=tuple(taken.output.shape[1:]),
+        work=sum(visit.work for visit in taken.visits),
+        kernels=len(taken.visits),
+        state_bytes=3 * sum(tensor.nbytes for tensor in weights) + sum(buffer.nbytes for buffer in buffers),
+        activation_bytes=sum(tensor.untyped_storage().nbytes() for tensor in taken.kept.values()) // _SAMPLES,
     )
-    return counted, output.detach(), kept
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def balanced(chain: Sequence[Block], speeds: Mapping[str, float]) -> Pipelines:
