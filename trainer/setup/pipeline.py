@@ -39,15 +39,11 @@ from trainer.shared.experiments import DataSet
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.pace import Pace
 from trainer.shared.shares import Speed, scale_shares
-from trainer.shared.stages import parse_stages
-from trainer.shared.turns import in_flight_of_rank
+from trainer.shared.stages import parse_stages, stage_names
+from trainer.shared.turns import PER_STAGE, in_flight_of_rank
 from trainer.strategies.base import share_initial_state
 from trainer.strategies.gradient_sum import DTYPES as SENT_IN
 from trainer.strategies.gradient_sum import GradientSum
-
-PER_STAGE = 4
-"""Micro-batches of an update for each stage, where nobody has said how many: with them filling and draining the
-pipeline takes about a fifth of an update, and less with zero_bubble."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +58,14 @@ class PipelinePlan:
         """Of each rank of the first stage, where nobody has said how many."""
         return PER_STAGE * len(self.layout.ranks[0])
 
-    def work(self, rank: int) -> float:
-        """Of the blocks that the rank holds, 0..1."""
+    def blocks(self, rank: int) -> tuple[Block, ...]:
+        """Those that the rank holds."""
         own = self.layout.stage(rank)
-        return sum(block.work for block in self.chain[own.first : own.last + 1])
+        return self.chain[own.first : own.last + 1]
+
+    def work(self, rank: int) -> float:
+        """Of the rank's blocks, 0..1."""
+        return sum(block.work for block in self.blocks(rank))
 
 
 def plan_pipeline(settings: Settings, facts: DataSet, info: RankInfo, speeds: Sequence[Speed | None]) -> PipelinePlan:
@@ -83,7 +83,7 @@ def plan_pipeline(settings: Settings, facts: DataSet, info: RankInfo, speeds: Se
 
 def _speeds_of_stages(nodes: Sequence[str], speeds: Sequence[Speed | None]) -> dict[str, float]:
     """Samples a millisecond of each host, all alike where one is not known; of each rank where all are on one host."""
-    names = nodes if len(set(nodes)) > 1 else [str(rank) for rank in range(len(nodes))]
+    names = stage_names(nodes)
     known = [1 / speed.sample_ms for speed in speeds if speed]
     found = dict.fromkeys(names, 0.0)
     for rank, name in enumerate(names):
@@ -174,7 +174,6 @@ def paced_part(
             f"amp={settings.amp} needs ranks that compute, this one is paced: leave it out, or leave paced out"
         )
     own = plan.layout.stage(info.rank)
-    blocks = plan.chain[own.first : own.last + 1]
     needed = memory_of_stage(settings, plan, info.rank, sizes)
     if pace.memory_bytes is not None and needed > pace.memory_bytes:
         raise TrainError(
@@ -184,8 +183,8 @@ def paced_part(
         )
     clock = StageClock(
         pace,
-        sum(block.work for block in blocks),
-        sum(block.kernels for block in blocks),
+        plan.work(info.rank),
+        sum(block.kernels for block in plan.blocks(info.rank)),
         seed=(settings.seed, info.rank),
     )
     keep_freed_memory()
@@ -201,7 +200,7 @@ def memory_of_stage(settings: Settings, plan: PipelinePlan, rank: int, sizes: Se
     own, place = plan.layout.stage(rank), plan.layout.place(rank)
     lanes = plan.layout.ranks[place.pipeline]
     in_flight = in_flight_of_rank(settings.in_flight, len(lanes), place.stage, len(lanes[place.stage]))
-    blocks = plan.chain[own.first : own.last + 1]
+    blocks = plan.blocks(rank)
     entering = math.prod(plan.chain[own.first - 1].behind) if own.first else 0
     a_sample = 4 * entering + sum(block.activation_bytes for block in blocks)
     return sum(block.state_bytes for block in blocks) + a_sample * sum(sorted(sizes, reverse=True)[:in_flight])

@@ -61,12 +61,12 @@ class Step:
         waited_ms = covered_ms(timer, self.begin, self.exchange.waits)
         averaging_ms = timer.ms(self.updated, self.end)
         sending = self.exchange.collectives or [(computed, self.summed)]
+        # Others wait for a pause made on purpose as they wait for computing.
+        compute_ms = timer.ms(self.loaded, computed) - waited_ms + held_up_ms
         times = {
             "t_ms": timer.ms(self.begin, self.end),
             "load_ms": timer.ms(self.begin, self.loaded),
-            "compute_ms": timer.ms(self.loaded, computed)
-            - waited_ms
-            + held_up_ms,  # others wait for it as for computing
+            "compute_ms": compute_ms,
             "exposed_ms": timer.ms(computed, self.summed) + waited_ms + averaging_ms - held_up_ms,
             "comm_ms": covered_ms(timer, self.begin, sending) + waited_ms + averaging_ms - held_up_ms,
             "optim_ms": timer.ms(self.summed, self.updated),
