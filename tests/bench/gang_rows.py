@@ -29,6 +29,7 @@ import torch.distributed as dist
 from trainer import interrupt
 from trainer.checkpoints.checkpoint import CheckpointKeeper, Progress
 from trainer.paced.anatomy import dissect
+from trainer.paced.part import PacedPart
 from trainer.paced.standin import StandIn
 from trainer.ranks.process_group import join, leave
 from trainer.ranks.rank_info import RankInfo, read_rank_info
@@ -95,8 +96,10 @@ def end_rounds(strategy: Any) -> None:
 
 
 def late_s(run: Run) -> list[float]:
-    """Of each micro-batch so far, the seconds by which a paced rank was late; empty of one that computes."""
-    return run.model.stopwatch.late_s if isinstance(run.model, StandIn) else []
+    """Of each micro-batch so far, of a pipeline's rank of each update, the seconds by which it was late; empty of one
+    that computes.
+    """
+    return run.model.stopwatch.late_s if isinstance(run.model, (StandIn, PacedPart)) else []
 
 
 def core_ticks() -> tuple[int, int]:

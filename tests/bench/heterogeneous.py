@@ -10,7 +10,8 @@ all rows in turn, the hosts alone among them; each block's first steps are left 
 
     sum         over the sum of what the hosts did alone, each with the whole batch, in the same gang
     limit       over the speed of a step of forward + max(backward, fewest bytes that have to cross between hosts /
-                iperf3's goodput); where an average travels beside the next updates, as many of those as it takes
+                iperf3's goodput); where an average travels beside the next updates, as many of those as it takes; of
+                a pipeline, whose bytes a link carries at once, over the sum
     plan, sim   of the sum, as `orch plan` predicts after a run of `--exp collectives`, and as the simulator plays it
     0.9 to      how many times as fast all hosts may be, by the same prediction, until the row is below 0.9 of the sum
 
@@ -53,6 +54,9 @@ ROWS: dict[str, dict[str, Any]] = {
     "accumulate+shares": {**SHARED, "bucket_mib": 0, "accumulate": 4},
     "half+shares": {**SHARED, "fidelity": "half", "bucket_mib": 0},
     "compressed+shares": {**SHARED, "fidelity": "compressed", "compress_after": 0},
+    "pipeline": {"strategy": "pipeline"},
+    "pipeline-1f1b": {"strategy": "pipeline", "schedule": "1f1b"},
+    "pipeline-half": {"strategy": "pipeline", "fidelity": "half"},
     "local+shares": {**SHARED, "fidelity": "local"},
     "local-waiting+shares": {**SHARED, "fidelity": "local", "local_overlap": 0},
     "local-half+shares": {**SHARED, "fidelity": "local", "wire": "bf16"},
@@ -152,7 +156,8 @@ def measured_columns(
         rows = {name: {"batch": batch, **rounds_of(row, batch), **row} for name, row in rows.items()}
         rows = with_shares(rows, shares)
         for name, row in rows.items():
-            step_s = model.forecast(row).step_ms / 1000
+            row |= model.cut(row) if row["strategy"] == "pipeline" else {}
+            step_s = model.step_ms(row) / 1000
             chosen[f"{batch} {name}"] = {**row, "steps": steps_of(step_s, asked)}
         alone_s = max(batch / host.samples_per_s for host in hosts)
         chosen |= {
@@ -207,6 +212,8 @@ def auto(lab: Rack, fidelity: str, batch: int, shares: str) -> dict[str, Any]:
 def limit(column: Column, row: Row) -> float:
     """Samples a second that no implementation of this row can exceed."""
     settings, hosts, batch = row.settings, column.hosts, column.batch
+    if settings["strategy"] == "pipeline":
+        return column.sum
     speeds = [Speed(host.fixed_ms, 1000 / host.samples_per_s) for host in hosts for _ in range(host.ranks)]
     own = column.shares if settings.get("shares") else equal_shares(batch, len(speeds))
     compute_s = max(speed.step_ms(share) for speed, share in zip(speeds, own, strict=True)) / 1000
@@ -255,11 +262,12 @@ def fastest_cell(column: Column) -> str:
 def cell(column: Column, row: Row) -> str:
     mark = " " if row.valid else "*"
     forecast, played = column.model.of_sum(row.settings), column.model.played_of_sum(row.settings)
+    sim = "     " if played is None else f"{played:.3f}"
     times = column.model.fast_enough(row.settings, ENOUGH)
     until = "never" if times is None else f"{times:.2g} x"
     return (
         f"{row.samples_per_s:8.0f}{mark} {row.samples_per_s / column.sum:.3f} "
-        f"{row.samples_per_s / limit(column, row):.3f} {forecast:.3f} {played:.3f} {until:>7}"
+        f"{row.samples_per_s / limit(column, row):.3f} {forecast:.3f} {sim} {until:>7}"
     )
 
 

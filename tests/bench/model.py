@@ -4,6 +4,7 @@ model = Model(planned(lab, {}), runs)       a plan as `orch run --dry-run --json
 model.forecast(row.settings).samples_per_s
 model.played_of_sum(row.settings)           by the simulator, over the sum of the hosts alone
 model.fast_enough(row.settings, 0.9)        how many times as fast the hosts may be
+model.cut({"batch": 256})                   settings of the pipeline that is predicted best
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from orchestrator.forecast.advice import Scene
 from orchestrator.forecast.inputs import forecast_in, inputs_of, read_network, way_of
+from orchestrator.forecast.pipeline.choice import as_set, choose
 from orchestrator.forecast.step import Forecast, HostSpeed, Way
 from orchestrator.planning.launch_plan import LaunchPlan
 from tests.support.simulate import simulate_step_ms
@@ -39,15 +41,35 @@ class Model:
         """What the links carried in the run of collectives, on which all predictions here rest."""
         return self.network.bps / 1e9 if self.network else math.nan
 
-    def forecast(self, settings: Mapping[str, Any], times: float = 1.0) -> Forecast:
+    def step_ms(self, settings: Mapping[str, Any]) -> float:
+        return 1000 * int(settings["batch"]) / self.samples_per_s(settings)
+
+    def samples_per_s(self, settings: Mapping[str, Any], times: float = 1.0) -> float:
         """times: as fast as the hosts are all of them."""
+        if settings["strategy"] == "pipeline":
+            return as_set(self._scene(settings, times), self._settings(settings)).samples_per_s
+        return self.forecast(settings, times).samples_per_s
+
+    def cut(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Raises ValueError where memory holds none."""
+        asked = {**settings, "strategy": "pipeline"}
+        found = choose(self._scene(asked), self._settings(asked), settings.keys())
+        if found is None:
+            raise ValueError(f"no pipeline fits: {asked}")
+        return dict(found.settings)
+
+    def forecast(self, settings: Mapping[str, Any], times: float = 1.0) -> Forecast:
+        """Of any strategy but a pipeline. times: as in `samples_per_s`."""
         scene = self._scene(settings, times)
         return forecast_in(scene, self._way(settings), self._shares(scene, settings), self._micro(settings))
 
     def of_sum(self, settings: Mapping[str, Any], times: float = 1.0) -> float:
-        return self.forecast(settings, times).samples_per_s / sum(self._scene(settings, times).alone.values())
+        return self.samples_per_s(settings, times) / sum(self._scene(settings, times).alone.values())
 
-    def played_of_sum(self, settings: Mapping[str, Any]) -> float:
+    def played_of_sum(self, settings: Mapping[str, Any]) -> float | None:
+        """None of a pipeline, whose forecast plays it already."""
+        if settings["strategy"] == "pipeline":
+            return None
         scene = self._scene(settings)
         predicted = self.forecast(settings)
         step_ms = simulate_step_ms(scene.job, scene.hosts, scene.wire, predicted.way, predicted.shares)

@@ -19,13 +19,14 @@ class StageClock:
         self.pace, self.work, self.kernels, self.seed, self.clock = pace, work, kernels, seed, clock
         self.free_s = clock.now()
         self.update = -1
-        self.busy_s = self.late_s = 0.0
+        self.busy_s = self.latest_s = 0.0
+        self.late_s: list[float] = []  # of each update, and as a part of its work
         self.lateness: list[float] = []
 
     def start(self) -> None:
         """An update begins."""
         self.update += 1
-        self.busy_s = self.late_s = 0.0
+        self.busy_s = self.latest_s = 0.0
         self.free_s = max(self.free_s, self.clock.now())
 
     def run(self, part: float, samples: int, there_s: float = 0.0) -> None:
@@ -36,7 +37,7 @@ class StageClock:
         self.free_s = max(self.free_s, there_s) + task_s
         self.busy_s += task_s
         self._wait()
-        self.late_s = max(self.late_s, self.clock.now() - self.free_s)
+        self.latest_s = max(self.latest_s, self.clock.now() - self.free_s)
 
     def keep(self, deadline_s: float) -> None:
         """Work beside the tasks is over then."""
@@ -49,7 +50,8 @@ class StageClock:
 
     def optimise(self) -> None:
         if self.busy_s:
-            self.lateness.append(self.late_s / self.busy_s)
+            self.late_s.append(self.latest_s)
+            self.lateness.append(self.latest_s / self.busy_s)
         self.free_s = max(self.free_s, self.clock.now()) + OPTIMISER * self.busy_s
         self._wait()
 
