@@ -63,6 +63,13 @@ def gradients_of(model: nn.Module) -> list[Tensor]:
     return [cast(Tensor, parameter.grad) for parameter in trainable(model)]
 
 
+def fill_gradients(model: nn.Module) -> None:
+    """Gives zeros to each trained parameter that no backward has reached."""
+    for parameter in trainable(model):
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 

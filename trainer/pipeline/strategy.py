@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.compute.brake import Brake
-from trainer.compute.models import gradients_of
+from trainer.compute.models import fill_gradients, gradients_of
 from trainer.compute.running_statistics import average_running_statistics
 from trainer.compute.timer import Timer
 from trainer.pipeline.cuts import Cuts
@@ -160,6 +160,7 @@ class Pipeline(Base):
         held_up_s = 0.0
         if self.sums:
             before_s = self.sums.held_up_s
+            fill_gradients(self.model)  # of a short batch one lane may have got no micro-batch
             allreduce_flat(gradients_of(self.model), self.sums)
             held_up_s = self.sums.held_up_s - before_s
         return loss_sum, Exchange(computed, held_up_s=held_up_s, waits=tuple(waits), tasks=tuple(done), said=said)
