@@ -158,6 +158,11 @@ def test_each_host_has_a_block_at_least(speeds: list[float]) -> None:
     check_stages(parse_stages(format_stages(pipelines)), len(chain))
 
 
+def test_more_hosts_than_blocks_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 stages for the network's 2 blocks: each holds one; use fewer hosts"):
+        balanced(survey("lenet", (1, 28, 28), 10), {"a": 1, "b": 1, "c": 1})
+
+
 def test_a_part_keeps_the_names_and_weights_of_its_blocks_alone() -> None:
     model = build_model("lenet", (1, 28, 28), 10)
     whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -71,8 +71,11 @@ def _block(block: nn.Module, taken: Taken) -> Block:
 
 def balanced(chain: Sequence[Block], speeds: Mapping[str, float]) -> Pipelines:
     """One pipeline over these hosts, in their order: each cut lies where the work before it comes closest to the part
-    that the hosts before it do of all. Each has one block at least. speeds: in any unit.
+    that the hosts before it do of all. Each has one block at least. speeds: in any unit. Raises ValueError where there
+    are more hosts than blocks.
     """
+    if len(speeds) > len(chain):
+        raise ValueError(f"{len(speeds)} stages for the network's {len(chain)} blocks: each holds one; use fewer hosts")
     done, total = [0.0, *accumulate(block.work for block in chain)], sum(speeds.values())
     ends: list[int] = []
     reached = 0.0
