@@ -12,7 +12,8 @@ from torch import nn
 from tests.support.trainer_ranks import trained
 from trainer.compute.precision import Full
 from trainer.compute.timer import CpuTimer
-from trainer.measure.profile import Ladder, NoMemory, Subject, Times, again, climb, record_of
+from trainer.measure.ladder import Ladder, again, climb, record_of
+from trainer.measure.updates import NoMemory, Subject, Times
 from trainer.shared.errors import TrainError
 from trainer.shared.experiments import DATA_SETS
 

@@ -1,0 +1,168 @@
+"""Which sizes of batches a profile measures, and the line through their times. Pure: updates come from elsewhere.
+
+ladder = climb(subject.update, limit=512, budget_s=15)
+record_of(ladder)                      fields of the `profile` record
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from trainer.measure.updates import NoMemory, Times
+from trainer.shared.alpha_beta import Line, fit
+from trainer.shared.errors import TrainError
+
+FIRST = 2
+"""Samples of the smallest batch: BatchNorm can make nothing of one."""
+FEWEST, MOST = 2, 15
+"""Timed updates of each size. Some before them are not timed: one, or as many as a CUDA graph takes to be recorded; of
+the first size the fewest more."""
+ENOUGH = 2
+"""Sizes at which a paced rank has to keep its pace: a line takes two."""
+STRAIGHT = 0.02
+"""Times this close to a line, as a part of them, lie on it."""
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The times of growing batch sizes."""
+
+    times: dict[int, Times]
+    """By size, of all sizes that were measured, ascending."""
+    cap: int | None
+    """The most samples that fit; None where memory was no limit."""
+
+    @property
+    def in_time(self) -> dict[int, Times]:
+        """The sizes at which the rank was not late."""
+        return {samples: times for samples, times in self.times.items() if times.kept_pace}
+
+    @property
+    def kept_pace(self) -> bool:
+        """Whether the sizes that were not late are enough for a line."""
+        return len(self.in_time) >= min(ENOUGH, len(self.times))
+
+    @property
+    def counted(self) -> dict[int, Times]:
+        """The sizes that the line goes through: all, where those in time are too few."""
+        return self.in_time if self.kept_pace else self.times
+
+    def lateness(self) -> float | None:
+        """The lateness of the latest size that counts; None for a rank that computes."""
+        return max((times.lateness for times in self.counted.values() if times.lateness is not None), default=None)
+
+
+def climb(
+    update: Callable[[int], Times],
+    limit: int,
+    budget_s: float,
+    now: Callable[[], float] = time.monotonic,
+    untimed: int = 1,
+) -> Ladder:
+    """untimed: updates of each size before those that count.
+
+    Doubles the batch until memory, the limit or the time ends it; two sizes at least. Where a paced rank was late at
+    nearly all of them, what is left of the time goes to measuring them again. Raises TrainError where not even the
+    first fits.
+    """
+    deadline_s = now() + budget_s
+    ladder = _double(update, limit, budget_s, deadline_s, now, untimed)
+    for samples in sorted(ladder.times, reverse=True):
+        needed_s = FEWEST * ladder.times[samples].step_ms / 1000
+        if not ladder.kept_pace and not ladder.times[samples].kept_pace and now() + needed_s <= deadline_s:
+            ladder.times[samples] = _median(update, samples, budget_s / 20, now)
+    return ladder
+
+
+def again(
+    update: Callable[[int], Times], ladder: Ladder, budget_s: float, now: Callable[[], float] = time.monotonic
+) -> dict[str, object]:
+    """Measures the middle size once more: a card at its power cap, or one that gets hot, ends slower than it began."""
+    samples = sorted(ladder.counted)[len(ladder.counted) // 2]
+    return {"again_samples": samples, "again_ms": round(_median(update, samples, budget_s / 20, now).step_ms, 4)}
+
+
+def _double(
+    update: Callable[[int], Times],
+    limit: int,
+    budget_s: float,
+    deadline_s: float,
+    now: Callable[[], float],
+    untimed: int,
+) -> Ladder:
+    times: dict[int, Times] = {}
+    samples = min(FIRST, limit)
+    while True:
+        try:
+            for _ in range(untimed if times else untimed + FEWEST):
+                update(samples)
+            times[samples] = _median(update, samples, budget_s / 20, now)
+        except NoMemory as error:
+            if not times:
+                why = f" ({error})" if str(error) else ""
+                raise TrainError(f"out of memory: not even {samples} samples fit{why}; use a smaller model") from None
+            break
+        following = min(2 * samples, limit)
+        needed_s = (untimed + FEWEST) * times[samples].step_ms * following / samples / 1000
+        if following == samples or (len(times) > 1 and now() + needed_s > deadline_s):
+            return Ladder(times, None)
+        samples = following
+    return Ladder(times, _squeeze(update, max(times), samples))
+
+
+def _median(update: Callable[[int], Times], samples: int, budget_s: float, now: Callable[[], float]) -> Times:
+    began_s, found = now(), list[Times]()
+    while len(found) < FEWEST or (len(found) < MOST and now() - began_s < budget_s):
+        found.append(update(samples))
+    late = [one.lateness for one in found if one.lateness is not None]
+    return Times(
+        statistics.median(one.step_ms for one in found),
+        statistics.median(one.forward_ms for one in found),
+        statistics.median(one.optim_ms for one in found),
+        statistics.median(late) if late else None,
+    )
+
+
+def _squeeze(update: Callable[[int], Times], fits: int, too_large: int) -> int:
+    """Between a size that fits and one that does not, to a sixteenth."""
+    while too_large - fits > max(1, fits // 16):
+        middle = (fits + too_large) // 2
+        try:
+            update(middle)
+            fits = middle
+        except NoMemory:
+            too_large = middle
+    return fits
+
+
+def line_of(points: Sequence[tuple[float, float]]) -> Line | None:
+    """Through the largest sizes, as many as lie on a line, three at least. points: (samples, seconds), ascending."""
+    line = fit(points)
+    while line and line.worst_error > STRAIGHT and len(points) > 3:
+        points = points[1:]
+        line = fit(points)
+    return line
+
+
+def record_of(ladder: Ladder) -> dict[str, object]:
+    """The fields of the `profile` record."""
+    counted, largest = ladder.counted, max(ladder.counted)
+    last = counted[largest]
+    line = line_of([(samples, times.step_ms / 1000) for samples, times in counted.items()])
+    slope_ms = 1000 * line.slope_s if line else last.step_ms / largest
+    return {
+        "samples": list(ladder.times),
+        "step_ms": [round(times.step_ms, 4) for times in ladder.times.values()],
+        "lateness": [times.lateness and round(times.lateness, 6) for times in ladder.times.values()],
+        "fixed_ms": round(1000 * line.alpha_s, 6) if line else 0.0,
+        # A GPU that was flat over all sizes still gets slower at some: no share is ever free.
+        "sample_ms": max(slope_ms, 1e-3 * last.step_ms / largest),
+        "worst_error": round(line.worst_error, 6) if line else None,
+        "largest": max(largest, ladder.cap or 0),
+        "cap": ladder.cap,
+        "forward_ms": round(last.forward_ms, 4),
+        "optim_ms": round(last.optim_ms, 4),
+    }

@@ -1,0 +1,104 @@
+"""Whole updates of any size, timed by what they are made of: `Subject(...).update(samples)`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from trainer.compute.precision import Full
+from trainer.compute.timer import Timer
+from trainer.paced.standin import StandIn, StandInOptimizer
+from trainer.shared.experiments import DataSet
+from trainer.shared.metrics import LATE
+from trainer.strategies import local_loss
+
+
+@dataclass(frozen=True)
+class Times:
+    """The times of one update, or their medians over several."""
+
+    step_ms: float
+    forward_ms: float
+    optim_ms: float
+    lateness: float | None = None
+    """How late a paced rank's backward ended, as a part of a step; None for a rank that computes."""
+
+    @property
+    def kept_pace(self) -> bool:
+        return self.lateness is None or self.lateness <= LATE
+
+
+class NoMemory(Exception):
+    """A batch of this size does not fit; `str(error)` is the line that said so, where there is one."""
+
+
+class Subject:
+    """A rank that takes updates of any size. room: samples for which a stand-in's GPU has memory. held: takes the place
+    of what a run keeps besides.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | StandInOptimizer,
+        precision: Full,
+        facts: DataSet,
+        device: torch.device,
+        timer: Timer,
+        room: int | None,
+        held: Tensor,
+    ) -> None:
+        self.model, self.optimizer, self.precision, self.facts = model, optimizer, precision, facts
+        self.device, self.timer, self.room, self.held = device, timer, room, held
+
+    def update(self, samples: int) -> Times:
+        """Raises NoMemory."""
+        if self.room is not None and samples > self.room:
+            raise NoMemory
+        try:
+            return self._update(*self._batch(samples))
+        except RuntimeError as error:
+            if not (why := out_of_memory(error)):
+                raise
+        # Only here the error is gone, and with it all that the frames of its traceback hold.
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        raise NoMemory(why)
+
+    def _batch(self, samples: int) -> tuple[Tensor, Tensor]:
+        labels = torch.zeros(samples, dtype=torch.long, device=self.device)
+        if isinstance(self.model, StandIn):
+            return torch.zeros(1).expand(samples, *self.facts.shape), labels
+        return torch.randn(samples, *self.facts.shape, device=self.device), labels
+
+    def _update(self, images: Tensor, labels: Tensor) -> Times:
+        begin = self.timer.mark()
+        self.optimizer.zero_grad(set_to_none=True)
+        with self.precision.autocast():
+            loss = local_loss(self.model, images, labels) / len(labels)
+        forwarded = self.timer.mark()
+        self.precision.scaled(loss).backward()
+        self.precision.unscale(self.optimizer)
+        computed = self.timer.mark()
+        self.precision.step(self.optimizer)
+        end = self.timer.mark()
+        self.timer.wait()
+        lateness = self.model.stopwatch.lateness[-1] if isinstance(self.model, StandIn) else None
+        step_ms, forward_ms = self.timer.ms(begin, end), self.timer.ms(begin, forwarded)
+        return Times(step_ms, forward_ms, self.timer.ms(computed, end), lateness)
+
+
+def out_of_memory(error: RuntimeError) -> str:
+    """The line that says so, empty for another error. torch's allocator, cuBLAS and cuDNN each have words of their own;
+    cuDNN, whose engines all lack memory for their workspace, says that there is none (pytorch/pytorch#108645).
+    """
+    return next((line[:200] for line in str(error).splitlines() if _NO_MEMORY.search(line)), "")
+
+
+_NO_MEMORY = re.compile(
+    r"out of memory|ALLOC_FAILED|unable to find an engine|unable to find a valid cudnn algorithm", re.IGNORECASE
+)
