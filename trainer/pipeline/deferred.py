@@ -72,11 +72,17 @@ def added(weight: Tensor, gradient: Tensor) -> None:
 def _cast(*tensors: Tensor | None) -> list[Any]:
     """To what autocast would have computed with."""
     kind = next(tensor.device.type for tensor in tensors if tensor is not None)
-    on = torch.is_autocast_cpu_enabled() if kind == "cpu" else torch.is_autocast_enabled()
-    if not on:
-        return list(tensors)
-    to = torch.get_autocast_cpu_dtype() if kind == "cpu" else torch.get_autocast_gpu_dtype()
-    return [None if tensor is None else tensor.to(to) for tensor in tensors]
+    to = _autocast(kind)
+    return list(tensors) if to is None else [None if tensor is None else tensor.to(to) for tensor in tensors]
+
+
+def _autocast(kind: str) -> torch.dtype | None:
+    """On a device of this kind; None where it is off."""
+    if hasattr(torch, "get_autocast_dtype"):  # torch 2.4 or newer, which warns of the names before
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    if kind == "cpu":
+        return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
+    return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
 
 
 class _Convolution(torch.autograd.Function):
