@@ -223,6 +223,7 @@ def test_a_paced_rank_is_found_to_be_as_fast_as_its_pace_whatever_changes_that_h
     assert of_pace[-1] < 2
     assert found["cap"] and found["cap"] < 256
     assert found["again_samples"] in found["samples"] and found["again_ms"] > found["again_samples"]
+    assert found["blocks"] is None
 
 
 def test_a_rank_that_computes_is_measured_up_to_twice_the_batch(tmp_path):
@@ -232,3 +233,8 @@ def test_a_rank_that_computes_is_measured_up_to_twice_the_batch(tmp_path):
 
     found = measured_in_calm(tmp_path, is_right, "--batch", "16", "--device", "cpu")
     assert is_right(found), found
+    blocks = found["blocks"]
+    assert (blocks["samples"], blocks["stretches"]) == ([2, 4, 8], 2)
+    assert all(len(blocks[task]) == 2 for task in ("forward", "backward", "weights"))
+    assert all(fixed_ms + sample_ms > 0 for fixed_ms, sample_ms in blocks["forward"])
+    assert blocks["of_whole"] > 0

@@ -73,7 +73,7 @@ def climb(
     for samples in sorted(ladder.times, reverse=True):
         needed_s = FEWEST * ladder.times[samples].step_ms / 1000
         if not ladder.kept_pace and not ladder.times[samples].kept_pace and now() + needed_s <= deadline_s:
-            ladder.times[samples] = _median(update, samples, budget_s / 20, now)
+            ladder.times[samples] = median(update, samples, budget_s / 20, now)
     return ladder
 
 
@@ -82,7 +82,7 @@ def again(
 ) -> dict[str, object]:
     """Measures the middle size once more: a card at its power cap, or one that gets hot, ends slower than it began."""
     samples = sorted(ladder.counted)[len(ladder.counted) // 2]
-    return {"again_samples": samples, "again_ms": round(_median(update, samples, budget_s / 20, now).step_ms, 4)}
+    return {"again_samples": samples, "again_ms": round(median(update, samples, budget_s / 20, now).step_ms, 4)}
 
 
 def _double(
@@ -99,7 +99,7 @@ def _double(
         try:
             for _ in range(untimed if times else untimed + FEWEST):
                 update(samples)
-            times[samples] = _median(update, samples, budget_s / 20, now)
+            times[samples] = median(update, samples, budget_s / 20, now)
         except NoMemory as error:
             if not times:
                 why = f" ({error})" if str(error) else ""
@@ -113,7 +113,10 @@ def _double(
     return Ladder(times, _squeeze(update, max(times), samples))
 
 
-def _median(update: Callable[[int], Times], samples: int, budget_s: float, now: Callable[[], float]) -> Times:
+def median(
+    update: Callable[[int], Times], samples: int, budget_s: float, now: Callable[[], float] = time.monotonic
+) -> Times:
+    """Two updates or more, as many as the time allows."""
     began_s, found = now(), list[Times]()
     while len(found) < FEWEST or (len(found) < MOST and now() - began_s < budget_s):
         found.append(update(samples))

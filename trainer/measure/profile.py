@@ -7,11 +7,15 @@ measured) at batches of 2, 4, 8, ..., and writes one `profile` record: the media
 samples through the largest of them (small batches leave a GPU partly idle and take as long as larger ones, which no
 line can show), and the largest batch that fits into memory. Ranks of one host are measured at the same moment, since
 that is how they will compute. Sizes at which a paced rank could not keep its pace are left out of the line.
+
+Then the blocks of a network that is a chain of them are timed one by one, so that a pipeline can be cut by what each
+takes here.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,14 +23,18 @@ from torch import Tensor, nn
 
 from trainer.compute.arithmetic import arranged, choose_arithmetic, devices_of_all_ranks, use_arithmetic
 from trainer.compute.graphs import WARM, replayable, why_not
-from trainer.compute.models import build_model, gradient_bytes
+from trainer.compute.models import build_model, gradient_bytes, stages_of
 from trainer.compute.precision import build_precision
 from trainer.compute.timer import timer_for
 from trainer.data.loading import agree_on_facts, choose_loader, resident_bytes
-from trainer.measure.ladder import FIRST, again, climb, record_of
+from trainer.measure.block_times import micro_batches, time_blocks
+from trainer.measure.ladder import FIRST, Ladder, again, climb, median, record_of
+from trainer.measure.passes import Passes
 from trainer.measure.updates import Subject
 from trainer.paced.anatomy import dissect
 from trainer.paced.memory import most_samples
+from trainer.paced.standin import StandIn
+from trainer.pipeline.chain import survey
 from trainer.ranks.agreement import together
 from trainer.ranks.devices import choose_device, use_threads
 from trainer.ranks.process_group import join, leave
@@ -42,6 +50,9 @@ from trainer.shared.pace import Pace
 HELD = 4
 """Times the size of all gradients: the most that a strategy keeps beside gradients and momentum, which is
 local's start, sent weights, weight change and velocity."""
+
+OF_BLOCKS = 0.2
+"""The part of `profile_s` for the blocks."""
 
 
 def profile(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
@@ -71,9 +82,11 @@ def profile(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
         print(f"{settings.exp}: measuring {info.node} alone, {settings.profile_s:g} s", flush=True)
     dist.barrier()
     with together(info.node):
-        ladder = climb(subject.update, 2 * settings.batch, settings.profile_s, untimed=untimed)
+        ladder = climb(subject.update, 2 * settings.batch, (1 - OF_BLOCKS) * settings.profile_s, untimed=untimed)
         metrics.lateness = ladder.lateness
-        metrics.write("profile", **record_of(ladder), **again(subject.update, ladder, settings.profile_s))
+        whole = {**record_of(ladder), **again(subject.update, ladder, settings.profile_s)}
+    with together(info.node):  # again at the same moment
+        metrics.write("profile", **whole, blocks=_blocks(settings, subject, ladder))
     leave()
     metrics.end("succeeded")
 
@@ -95,6 +108,22 @@ def _held(model: nn.Module, facts: DataSet, settings: Settings, device: torch.de
         return torch.empty(0)
     images = resident_bytes(facts) if settings.loader == "resident" else 0
     return torch.empty(HELD * gradient_bytes(model) + images, dtype=torch.uint8, device=device)
+
+
+def _blocks(settings: Settings, subject: Subject, ladder: Ladder) -> dict[str, Any] | None:
+    """What its blocks take one by one; None for a paced rank, which has none, and where they cannot be told."""
+    if isinstance(subject.model, StandIn):
+        return None
+    if not stages_of(subject.model):
+        print(f"{settings.model}: no chain of blocks, which could be measured one by one", flush=True)
+        return None
+    facts, budget_s = subject.facts, OF_BLOCKS * settings.profile_s
+    blocks = survey(settings.model, facts.shape, facts.classes)
+    sizes = micro_batches({size: times.step_ms for size, times in ladder.times.items()}, settings.batch, budget_s)
+    whole = median(subject.update, sizes[-1], budget_s / 4)  # once more: just before, so that both see the same load
+    passes = Passes(subject)
+    found = time_blocks(passes.take, blocks, sizes, passes.noise_ms(), budget_s)
+    return found.record(sizes[-1], whole.step_ms - whole.optim_ms) if found else None
 
 
 def steady(pace: Pace) -> Pace:

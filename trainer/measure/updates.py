@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,8 @@ from trainer.paced.standin import StandIn, StandInOptimizer
 from trainer.shared.experiments import DataSet
 from trainer.shared.metrics import LATE
 from trainer.strategies import local_loss
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,12 @@ class Subject:
         """Raises NoMemory."""
         if self.room is not None and samples > self.room:
             raise NoMemory
+        return self.attempt(lambda: self._update(*self.batch(samples)))
+
+    def attempt(self, run: Callable[[], Result]) -> Result:
+        """Raises NoMemory where the device has too little, and frees what was taken."""
         try:
-            return self._update(*self._batch(samples))
+            return run()
         except RuntimeError as error:
             if not (why := out_of_memory(error)):
                 raise
@@ -69,7 +77,7 @@ class Subject:
             torch.cuda.empty_cache()
         raise NoMemory(why)
 
-    def _batch(self, samples: int) -> tuple[Tensor, Tensor]:
+    def batch(self, samples: int) -> tuple[Tensor, Tensor]:
         labels = torch.zeros(samples, dtype=torch.long, device=self.device)
         if isinstance(self.model, StandIn):
             return torch.zeros(1).expand(samples, *self.facts.shape), labels

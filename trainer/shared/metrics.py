@@ -49,6 +49,10 @@ A value that JSON cannot hold (NaN, infinity) is written as null. Every line als
 | profile | cap | the most samples that fit into memory at once; null: it was not reached |
 | profile | forward_ms, optim_ms | medians at the largest size: of forward, of the optimiser |
 | profile | again_samples, again_ms | a size that was measured once more at the end, and what it took then |
+| profile | blocks | of a network that is a chain of blocks, what each takes; else, and of a paced rank, null: |
+| | | samples, the sizes of micro-batches measured; forward, backward (for inputs) and weights, of each |
+| | | block fixed_ms and sample_ms; stretches, timed by themselves; of_whole, all blocks' time at the |
+| | | largest size by that of the whole network's forward and backward |
 | rebalance | step | the first update with the new shares, over the whole run |
 | rebalance | shares, before | samples of a full batch for each rank, from then on and until then |
 | rebalance | spread | of the ranks' compute times before, (max - min) / mean |
@@ -104,7 +108,7 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     "link": ("source", "target", "bytes", "time_ms", "gbps"),
     "profile": (
         *("samples", "step_ms", "lateness", "fixed_ms", "sample_ms", "worst_error", "largest", "cap", "forward_ms"),
-        *("optim_ms", "again_samples", "again_ms"),
+        *("optim_ms", "again_samples", "again_ms", "blocks"),
     ),
     "rebalance": ("step", "shares", "before", "spread"),
     "checkpoint": ("step", "name", "bytes", "write_ms", "failure"),

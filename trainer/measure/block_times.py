@@ -1,0 +1,182 @@
+"""How long each block of a network takes, for micro-batches of several sizes. Pure: passes come from elsewhere.
+
+    sizes = micro_batches({2: 9.0, 4: 11.0, 8: 15.0, 16: 23.0}, batch=64, budget_s=3)
+    times = time_blocks(take, blocks, sizes, noise_ms=0.005, budget_s=3)
+    times.forward[3]                       (fixed_ms, sample_ms) of block 3
+
+A stage of a pipeline computes forward, backward for what went in, and backward for its weights, each of which has a
+line of its own: fixed_ms a micro-batch and sample_ms for each of its samples. Where a block takes no more than the
+clock can tell, it is timed in one stretch with its neighbours, whose line is divided by their work.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trainer.measure.ladder import FEWEST, MOST
+from trainer.measure.updates import NoMemory
+from trainer.pipeline.chain import Block
+from trainer.shared.alpha_beta import fit
+
+SMALLEST = 8
+"""Samples of the smallest micro-batch that is measured, where there are sizes enough: plans make none smaller."""
+FEWEST_PARTS = 4
+"""The largest micro-batch that is measured is this part of the batch: with fewer parts a pipeline mostly waits."""
+MOST_SIZES = 3
+CLEAR = 10
+"""Times the clock's noise that each task of a stretch takes at least."""
+
+TaskTime = tuple[float, float]
+"""fixed_ms a micro-batch, sample_ms for each of its samples."""
+
+
+@dataclass(frozen=True)
+class Lap:
+    """Milliseconds of one stretch in one pass, or their medians over several."""
+
+    forward_ms: float
+    backward_ms: float
+    """For what went in."""
+    weights_ms: float
+    """Backward for the weights."""
+
+    @property
+    def all_ms(self) -> float:
+        return self.forward_ms + self.backward_ms + self.weights_ms
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """samples: the sizes measured. forward, backward, weights: of each block. stretches: as many as were timed by
+    themselves, all blocks where each was.
+    """
+
+    samples: tuple[int, ...]
+    forward: tuple[TaskTime, ...]
+    backward: tuple[TaskTime, ...]
+    weights: tuple[TaskTime, ...]
+    stretches: int
+    largest_ms: float
+    """What all blocks took together at the largest size."""
+
+    def record(self, samples: int, whole_ms: float) -> dict[str, Any]:
+        """whole_ms: what the whole network takes forward and backward with so many samples."""
+        fields = asdict(self)
+        for task in ("forward", "backward", "weights"):
+            fields[task] = [[round(fixed_ms, 6), round(sample_ms, 8)] for fixed_ms, sample_ms in fields[task]]
+        together_ms = fields.pop("largest_ms")
+        return {**fields, "of_whole": round(together_ms / whole_ms, 4) if samples == self.samples[-1] else None}
+
+
+Cut = tuple[int, ...]
+"""The first block of each stretch."""
+Take = Callable[[int, Cut], Sequence[Lap]]
+"""Passes so many samples through the blocks: a lap for each stretch. Raises NoMemory."""
+
+
+def micro_batches(step_ms: dict[int, float], batch: int, budget_s: float) -> tuple[int, ...]:
+    """Two or three sizes, as far apart as time allows. step_ms: of the sizes whose updates were timed, ascending."""
+    useful = [size for size in step_ms if SMALLEST <= size <= batch // FEWEST_PARTS]
+    sizes = useful if len(useful) > 1 else list(step_ms)[:MOST_SIZES]
+    while len(sizes) > 2 and _cost_s(_spread(sizes), step_ms) > budget_s:
+        sizes.pop()
+    return _spread(sizes)
+
+
+def _spread(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]}))
+
+
+def _cost_s(sizes: Sequence[int], step_ms: dict[int, float]) -> float:
+    return (1 + FEWEST) * sum(step_ms[size] for size in sizes) / 1000
+
+
+def time_blocks(
+    take: Take,
+    blocks: Sequence[Block],
+    sizes: Sequence[int],
+    noise_ms: float,
+    budget_s: float,
+    now: Callable[[], float] = time.monotonic,
+) -> BlockTimes | None:
+    """None where memory holds fewer than two of the sizes. noise_ms: between two marks with nothing between them."""
+    cut = tuple(range(len(blocks)))
+    laps: dict[int, list[Lap]] = {}
+    for size in sizes:
+        try:
+            take(size, cut)  # not timed: libraries choose their algorithms
+            if not laps:
+                cut = stretches(take(size, cut), CLEAR * noise_ms)
+            laps[size] = _medians(take, size, cut, budget_s / len(sizes), now)
+        except NoMemory:
+            break
+    return _through(laps, cut, blocks) if len(laps) > 1 else None
+
+
+def stretches(laps: Sequence[Lap], least_ms: float) -> Cut:
+    """As many as there can be of which each task takes so long. laps: of single blocks."""
+    cut, reached = [0], Lap(0.0, 0.0, 0.0)
+    for number, lap in enumerate(laps):
+        if min(reached.forward_ms, reached.backward_ms, reached.weights_ms) >= least_ms:
+            cut.append(number)
+            reached = Lap(0.0, 0.0, 0.0)
+        reached = Lap(
+            reached.forward_ms + lap.forward_ms,
+            reached.backward_ms + lap.backward_ms,
+            reached.weights_ms + lap.weights_ms,
+        )
+    if len(cut) > 1 and min(reached.forward_ms, reached.backward_ms, reached.weights_ms) < least_ms:
+        cut.pop()  # what is left belongs to the stretch before
+    return tuple(cut)
+
+
+def _medians(take: Take, size: int, cut: Cut, budget_s: float, now: Callable[[], float]) -> list[Lap]:
+    began_s, passes = now(), list[Sequence[Lap]]()
+    while len(passes) < FEWEST or (len(passes) < MOST and now() - began_s < budget_s):
+        passes.append(take(size, cut))
+    return [
+        Lap(
+            statistics.median(lap.forward_ms for lap in same),
+            statistics.median(lap.backward_ms for lap in same),
+            statistics.median(lap.weights_ms for lap in same),
+        )
+        for same in zip(*passes, strict=True)
+    ]
+
+
+def _through(laps: dict[int, list[Lap]], cut: Cut, blocks: Sequence[Block]) -> BlockTimes:
+    def lines(of: Callable[[Lap], float]) -> tuple[TaskTime, ...]:
+        found: list[TaskTime] = []
+        for number, (first, end) in enumerate(itertools.pairwise((*cut, len(blocks)))):
+            line = line_of({size: of(each[number]) for size, each in laps.items()})
+            found += divided(line, blocks[first:end])
+        return tuple(found)
+
+    return BlockTimes(
+        samples=tuple(laps),
+        forward=lines(lambda lap: lap.forward_ms),
+        backward=lines(lambda lap: lap.backward_ms),
+        weights=lines(lambda lap: lap.weights_ms),
+        stretches=len(cut),
+        largest_ms=sum(lap.all_ms for lap in laps[max(laps)]),
+    )
+
+
+def line_of(times_ms: dict[int, float]) -> TaskTime:
+    """By size, two at least."""
+    line = fit([(size, max(ms, 1e-6)) for size, ms in times_ms.items()])  # the relative errors' least squares
+    if line is None:  # sizes too close to each other
+        size, ms = max(times_ms.items())
+        return 0.0, ms / size
+    return line.alpha_s, line.slope_s
+
+
+def divided(line: TaskTime, blocks: Sequence[Block]) -> list[TaskTime]:
+    """The fixed part by layers, as each has to be started; the rest by multiplications."""
+    work, kernels = sum(block.work for block in blocks), sum(block.kernels for block in blocks)
+    return [(line[0] * block.kernels / kernels, line[1] * block.work / work) for block in blocks]
