@@ -27,9 +27,9 @@ from orchestrator.jobs.record import FINAL_STATES
 from orchestrator.jobs.running import RunningJob
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
+from orchestrator.planning.measurement import Measurement
 from orchestrator.planning.profiles import (
     Kind,
-    Measurement,
     Profile,
     Rank,
     RankProfile,

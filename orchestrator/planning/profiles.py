@@ -12,12 +12,13 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import Field
 
 from orchestrator.hosts.facts import NodeFacts
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
+from orchestrator.planning.measurement import Measurement
 from orchestrator.record import SCHEMA, Record
 from orchestrator.units import format_percent
 from trainer.shared.config import Settings
@@ -35,8 +36,6 @@ AMPERE = 8
 """The major compute capability from which on GPUs have TF32 (trainer.compute.arithmetic)."""
 Rank = tuple[str, int]
 """Node and local rank."""
-Ms = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
-Samples = Annotated[int, Field(ge=1, lt=1 << 40)]
 
 
 class Kind(Record):
@@ -71,29 +70,6 @@ class Kind(Record):
 
     def of(self, host: str | None) -> Kind:
         return self.model_copy(update={"host": host})
-
-
-class Measurement(Record):
-    """The `profile` record of one rank, as its host reports it."""
-
-    samples: Annotated[tuple[Samples, ...], Field(min_length=1, max_length=64)]
-    step_ms: Annotated[tuple[Ms, ...], Field(min_length=1, max_length=64)]
-    """Forward, backward and optimiser: the median of each size, without any synchronisation."""
-    fixed_ms: Ms
-    sample_ms: Annotated[float, Field(gt=0, lt=1e9, allow_inf_nan=False)]
-    lateness: Annotated[tuple[Ms | None, ...], Field(max_length=64)] = ()
-    """How late backward ended at each size, as a part of a step, where a paced rank was measured."""
-    worst_error: Ms | None = None
-    largest: Samples
-    """The largest batch that was tried, and could be kept."""
-    cap: Samples | None = None
-    """The most samples that fit into memory at once; None: memory was not the limit."""
-    forward_ms: Ms
-    """The forward time at the largest size, like optim_ms."""
-    optim_ms: Ms
-    again_samples: Samples | None = None
-    """A size that was measured once more at the end; None in profiles of an older orch."""
-    again_ms: Ms | None = None
 
 
 class Profile(Kind, Measurement):

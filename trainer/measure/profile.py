@@ -120,6 +120,7 @@ def _blocks(settings: Settings, subject: Subject, ladder: Ladder) -> dict[str, A
     facts, budget_s = subject.facts, OF_BLOCKS * settings.profile_s
     blocks = survey(settings.model, facts.shape, facts.classes)
     sizes = micro_batches({size: times.step_ms for size, times in ladder.times.items()}, settings.batch, budget_s)
+    subject.update(sizes[-1])
     whole = median(subject.update, sizes[-1], budget_s / 4)  # once more: just before, so that both see the same load
     passes = Passes(subject)
     found = time_blocks(passes.take, blocks, sizes, passes.noise_ms(), budget_s)
