@@ -88,6 +88,22 @@ def test_a_stage_that_the_gpu_has_no_memory_for_is_refused_in_a_line(tmp_path: P
     assert "give its host fewer blocks, or use a larger accumulate" in said[0]
 
 
+def test_a_network_that_no_gpu_holds_alone_trains_as_a_pipeline(tmp_path: Path) -> None:
+    paced = [{"ORCH_PACED": '{"samples_per_s": 5000, "memory_bytes": 780000}'}] * 2
+    with started(tmp_path, [*SHORT[:-4], "--strategy", "ddp"], 2, of_ranks=paced) as ranks:
+        said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    for line in said:
+        assert line.startswith("error: node0: out of memory: 16 samples take ") and line.count("\n") == 1
+        assert line.endswith("by itself: strategy=pipeline gives each host a part of it\n")
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    lines = trained(cut, [*SHORT[:-4], *PIPELINE, "--in_flight", "3"], 2, of_ranks=paced)
+    for rank in lines:
+        assert len(of_event(rank, "step")) == 6
+        (end,) = of_event(rank, "end")
+        assert end["status"] == "succeeded" and end["peak_memory_bytes"] < 780_000
+
+
 @pytest.mark.parametrize(
     ("pairs", "said"),
     [

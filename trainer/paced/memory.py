@@ -26,9 +26,13 @@ def memory_needed(anatomy: Anatomy, pace: Pace, samples: int) -> int:
     needed = anatomy.state_bytes + samples * anatomy.activation_bytes
     fits = most_samples(anatomy, pace)
     if fits is not None and pace.memory_bytes is not None and samples > fits:
+        remedy = "use a smaller batch, or accumulate=N"
+        if not fits:
+            alone = f"the network takes {anatomy.state_bytes / 2**30:.1f} GiB by itself"
+            remedy = f"{alone}: strategy=pipeline gives each host a part of it"
         raise TrainError(
             f"out of memory: {samples} samples take {needed / 2**30:.1f} GiB, the GPU that this rank stands in for has "
-            f"{pace.memory_bytes / 2**30:.1f} GiB: at most {fits} samples fit; use a smaller batch, or accumulate=N"
+            f"{pace.memory_bytes / 2**30:.1f} GiB: at most {fits} samples fit; {remedy}"
         )
     return needed
 
