@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from torchvision.models.resnet import BasicBlock, ResNet
 
 from tests.support.gloo_ranks import Gang, group_of
+from trainer.checkpoints import parts
 from trainer.compute.brake import NO_BRAKE
 from trainer.compute.models import stages_of
 from trainer.compute.precision import Full
@@ -25,6 +26,7 @@ from trainer.pipeline.layout import Layout
 from trainer.pipeline.part import part_of
 from trainer.pipeline.stage import Stage
 from trainer.pipeline.strategy import Pipeline
+from trainer.shared.stages import Stage as Blocks
 from trainer.shared.stages import parse_stages
 from trainer.strategies.gradient_sum import GradientSum
 
@@ -42,6 +44,7 @@ class Case:
     splits: bool = True
     in_flight: int = 0
     heavier: int = -1
+    averages: bool = False
 
 
 class Small(ResNet):
@@ -146,6 +149,8 @@ def piped(rank: int, case: Case) -> dict[str, Tensor] | None:
         pipeline.update(images, labels, batch)
         steps.step()
     pipeline.settle()
+    if case.averages:
+        pipeline.average_statistics()
     state = part.state_dict()
     return {name: tensor.detach().clone() for name, tensor in state.items()}
 
@@ -207,6 +212,29 @@ def test_two_ranks_share_a_stage(gang: Gang, stages: str) -> None:
 def test_two_pipelines_beside_each_other_add_up(gang: Gang) -> None:
     case = Case("a:0-2,b:3-6|c:0-2,d:3-6", ("a", "b", "c", "d"), [[(4, 4), (3, 2, 2)], [(5,), (2, 2)]])
     assert furthest(gang, case, statistics=False) <= 1e-12
+
+
+def test_statistics_of_ranks_that_share_a_stage_are_averaged_by_all_their_samples(gang: Gang) -> None:
+    """The last update has nothing for one of them, whose statistics are as good as the other's."""
+    case = Case("a:0-2,b:3-6", ("a", "a", "b"), [[(4,), (2,)], [(2,), ()]])
+    (first, second, *_), (averaged, same, *_) = (gang.run(piped, replace(case, averages=on)) for on in (False, True))
+    counts = 0.9 * 4 + 2, 0.9 * 2
+    for name in (name for name in first if "running" in name):
+        mean = (counts[0] * first[name] + counts[1] * second[name]) / sum(counts)
+        assert torch.allclose(averaged[name], mean) and torch.equal(averaged[name], same[name])
+        assert not torch.allclose(first[name], mean)
+
+
+def test_a_part_takes_its_state_out_of_a_whole_networks() -> None:
+    whole = network(torch.float64)
+    whole(samples(0, 8, torch.float64)[0])  # its statistics move
+    torch.manual_seed(4)
+    for stage in (Blocks("a", 0, 2), Blocks("b", 3, 6)):
+        part = part_of(Small().double(), stage)
+        parts.take(part, whole.state_dict())
+        taken = part.state_dict()
+        assert any("running_mean" in name for name in taken)
+        assert all(torch.equal(tensor, whole.state_dict()[name]) for name, tensor in taken.items())
 
 
 @st.composite

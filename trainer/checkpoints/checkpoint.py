@@ -157,7 +157,10 @@ class CheckpointKeeper:
         """
         run = self.run
         if isinstance(run.strategy, Pipeline):
-            return {}  # the network's state has the statistics, each block's of the ranks that hold it
+            # Ranks that share a stage begin again with the mean of their BatchNorm statistics, which `model` has.
+            # Training does not look at these, and an evaluation at their mean alone, which moves from update to update
+            # by the mean of what the ranks see, whatever each began with.
+            return {}
         own = _numbered("statistics", running_statistics(run.model)) | run.strategy.own_state()
         own |= run.precision.own_scale()
         if run.settings.strategy == "parameter_average" or run.settings.fidelity == "local":

@@ -47,7 +47,8 @@ def _is_kept(strategy: Pipeline, rank: int) -> bool:
 
 def take(part: Part, model: Mapping[str, Tensor]) -> None:
     """This part of a whole network's state."""
-    part.load_state_dict({name: model[name] for name in part.state_dict()})
+    for name, tensor in part.state_dict().items():  # load_state_dict would miss what the part has taken away
+        tensor.copy_(model[name])
 
 
 def own_momentum(run: Run, momentum: Sequence[Tensor | None]) -> list[Tensor | None]:

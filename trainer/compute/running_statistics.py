@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from trainer.compute.flat_buffer import flatten, unflatten
 from trainer.compute.models import running_statistics
 
+REMEMBERED = 0.9
+"""What torch's BatchNorm keeps of its running statistics at an update by default."""
 BATCHES = 50
 """Updates whose samples decide what is estimated again."""
 

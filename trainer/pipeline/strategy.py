@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from trainer.compute.brake import Brake
 from trainer.compute.models import fill_gradients, gradients_of
-from trainer.compute.running_statistics import average_running_statistics
+from trainer.compute.running_statistics import REMEMBERED, average_running_statistics
 from trainer.compute.timer import Timer
 from trainer.pipeline.cuts import Cuts
 from trainer.pipeline.layout import Layout, MicroBatch
@@ -77,6 +77,9 @@ class Pipeline(Base):
         lanes = len(stages[place.stage])
         self.in_flight = in_flight_of_rank(in_flight, len(stages), place.stage, lanes)
         self.samples = 0
+        """Of the last update, on this rank."""
+        self.recent = 0.0
+        """The same of all updates, older ones counted less, as BatchNorm's running statistics count them."""
         self.news = threading.Condition()
         self.ahead: deque[list[MicroBatch]] = deque()
         """Of each update that was announced and has not begun, the micro-batches that this rank takes."""
@@ -152,6 +155,7 @@ class Pipeline(Base):
         """
         own = self.ahead.popleft()
         self.samples = sum(one.size for one in own)
+        self.recent = REMEMBERED * self.recent + self.samples
         run = Update(self, own, images, labels, batch)
         loss_sum, done, waits = run.run()
         said = self._said(loss_sum)
@@ -181,9 +185,9 @@ class Pipeline(Base):
         return own[0], int(own[1])
 
     def average_statistics(self) -> None:
-        """BatchNorm's, over the ranks that hold the same blocks, each counted by its samples of the last update."""
+        """BatchNorm's, over the ranks that hold the same blocks, each counted by its samples."""
         if self.sums:
-            average_running_statistics(self.model, self.sums.group, self.samples)
+            average_running_statistics(self.model, self.sums.group, self.recent)
 
     def settle(self) -> None:
         senders = [*self.to_next.values(), *self.to_before.values(), *self.to_last.values()]

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from trainer.compute.running_statistics import REMEMBERED
 from trainer.training.random_state import set_random_state
-
-_REMEMBERED = 0.9
-"""What torch's BatchNorm keeps of its running statistics at an update by default."""
 
 
 @dataclass
@@ -33,7 +31,7 @@ class Progress:
         """After an update with so many samples of this rank. Its loss follows when the device has come to it."""
         self.step += 1
         self.samples += samples
-        self.recent = _REMEMBERED * self.recent + samples
+        self.recent = REMEMBERED * self.recent + samples
 
     def begin_epoch(self) -> None:
         self.epoch, self.step, self.loss_sum, self.samples = self.epoch + 1, 0, 0.0, 0
