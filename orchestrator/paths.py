@@ -120,6 +120,11 @@ class RunFolder:
         return self.root / "summary.json"
 
     @property
+    def timeline(self) -> Path:
+        """One step of a pipeline; nothing else has one."""
+        return self.root / "timeline.json"
+
+    @property
     def report(self) -> Path:
         return self.root / "report.html"
 

@@ -8,6 +8,9 @@ comm is the time with a gradient under way: the rank that arrives last at an exc
 still spends is the network's. Where nothing overlaps, comm is exposed, wait is exposed_j - min_k exposed_k and sync is
 min_k exposed_k. Where backward runs on beside the exchange, a late rank costs the others only what the network, busy
 with earlier gradients, does not hide; exposed alone would blame it for all. Only durations enter: hosts share no clock.
+
+The stages of a pipeline meet nowhere: what each waits for its neighbours, its bubble, it measures itself, and that is
+its wait.
 """
 
 from __future__ import annotations
@@ -28,3 +31,9 @@ def wait_and_sync(
     """
     wait = least(exposed, comm - least_comm)
     return wait, exposed - wait
+
+
+def bubble_and_sync(exposed_ms: float, bubble_ms: float) -> tuple[float, float]:
+    """The same of a stage of a pipeline; `results.measure` has it in SQL."""
+    wait_ms = min(exposed_ms, bubble_ms)
+    return wait_ms, exposed_ms - wait_ms

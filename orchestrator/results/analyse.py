@@ -1,6 +1,7 @@
 """From a collected run folder to its figures: who did how much, who waited for whom, how close to the sum of the parts.
 
-Takes plan.json, job.json and the ranks' metrics; writes steps.parquet and summary.json; gives the `Summary`.
+Takes plan.json, job.json and the ranks' metrics; writes steps.parquet, summary.json and, of a pipeline, timeline.json;
+gives the `Summary`.
 
     summary = analyse(RunFolder(Path("runs/mnist_lenet-20261121-0912-k3f")))
     summary.straggler           # Straggler(node="a2000", reason="takes 2.4x as long per sample as v100", ...)
@@ -32,10 +33,12 @@ from orchestrator.results.faster import measured as faster_ways
 from orchestrator.results.measure import Figures, measure, write_steps
 from orchestrator.results.network import measures_collectives, not_measured, read_collectives, unpaced
 from orchestrator.results.per_host import by_gpu, cluster_speed, efficiency, node_summaries
+from orchestrator.results.per_stage import stage_summaries
 from orchestrator.results.rebalances import read_rebalances
 from orchestrator.results.straggler import find_bound, find_straggler
 from orchestrator.results.summary import NodeSummary, Summary
 from orchestrator.results.tables import read_events
+from orchestrator.results.timeline import read_timeline, write_timeline
 from orchestrator.results.used import CHANGES, settings_used
 from orchestrator.text import one_line
 
@@ -45,7 +48,7 @@ AnyFailure = TypeVar("AnyFailure", bound=FirstFailure)
 
 
 def analyse(run: RunFolder, solo: Mapping[str, float] | None = None) -> Summary:
-    """Figures of the run in this folder; writes steps.parquet and summary.json there.
+    """Figures of the run in this folder; writes steps.parquet, summary.json and timeline.json there.
 
     solo: samples/s that a node did alone, by node, in place of what its profile in the plan says.
 
@@ -69,6 +72,7 @@ def analyse(run: RunFolder, solo: Mapping[str, float] | None = None) -> Summary:
     with read_events(files) as events:
         figures = measure(events, plan)
         write_steps(events, plan, run.steps)
+        write_timeline(read_timeline(plan, events), run.timeline)
         nodes = node_summaries(plan, figures, events, run, solo or {})
         summary = _summarise(plan, job, figures, events, nodes, missing)
     write_json(run.summary, summary.to_json())
@@ -101,6 +105,7 @@ def _summarise(
         **_from_steps(plan, figures, nodes),
         **_training(plan, figures, events),
         nodes=nodes,
+        stages=stage_summaries(plan, events.latest("start"), figures),
         collectives=collectives,
         missing=(*missing, *caveats.missing(plan, events, figures), *gaps),
         warnings=(*words, *caveats.warnings(plan, events, figures, nodes)),

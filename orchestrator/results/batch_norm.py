@@ -17,6 +17,8 @@ from typing import Any
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.record import Record
 from orchestrator.results.rebalances import Rebalance
+from orchestrator.results.stages import Place, read_places
+from trainer.shared.shares import scale_shares
 
 NAMED = 6
 """Sizes of groups that are named one by one."""
@@ -32,6 +34,9 @@ class BatchNorm(Record):
     is_synchronised: bool = False
     moved_to: tuple[int, ...] = ()
     """By rank, the parts of the batch that shares=auto came to in the end; empty where it left them."""
+    under_ddp: tuple[int, ...] = ()
+    """Of a pipeline, whose groups are micro-batches: each rank's part of the batch, were the batch cut in place of the
+    network."""
 
     @property
     def is_whole(self) -> bool:
@@ -48,6 +53,9 @@ class BatchNorm(Record):
             moved = (
                 f"; shares=auto changed them in mid-run, in the end to parts of {parts}, cut smaller where memory asks"
             )
+        if self.under_ddp:
+            beside = _list(Counter(part for part in self.under_ddp if part).items())
+            return f"BatchNorm saw micro-batches of {_list(self.groups)}; with ddp it would see groups of {beside}"
         return f"BatchNorm saw groups of {_list(self.groups)}{moved}"
 
     @property
@@ -55,6 +63,8 @@ class BatchNorm(Record):
         """What an exact update is the same as."""
         if self.is_whole:
             return "the update of one process with the whole batch"
+        if self.under_ddp:
+            return "the update of one process that adds up the gradients of these micro-batches"
         return "the update of one process that adds up the gradients of these groups; sync_bn=true sees the whole batch"
 
 
@@ -62,6 +72,8 @@ def read_batch_norm(
     starts: Mapping[int, Mapping[str, Any]], plan: LaunchPlan, rebalances: Sequence[Rebalance]
 ) -> BatchNorm | None:
     """starts: each rank's last `start`. None where the network has no BatchNorm, or a rank does not report it."""
+    if places := read_places(plan, starts):
+        return _of_micro_batches(starts, plan, places)
     reported = [_groups(starts.get(rank, {})) for node in plan.nodes for rank in node.rank_numbers]
     known = [groups for groups in reported if groups is not None]
     if not known or len(known) < len(reported):
@@ -71,6 +83,32 @@ def read_batch_norm(
     total = sum(known, Counter[int]())
     moved = rebalances[-1].shares if rebalances else ()
     return BatchNorm(groups=tuple(sorted(total.items(), reverse=True)), moved_to=moved) if total else None
+
+
+def _of_micro_batches(
+    starts: Mapping[int, Mapping[str, Any]], plan: LaunchPlan, places: Mapping[int, Place]
+) -> BatchNorm | None:
+    """Each micro-batch passes every stage, and a stage may hold no BatchNorm: the one that saw most has seen all."""
+    stages: dict[int, Counter[int]] = {}
+    for rank, place in places.items():
+        stages.setdefault(place.stage, Counter()).update(_groups(starts.get(rank, {})) or {})
+    groups = max(stages.values(), key=lambda groups: groups.total())
+    batch = plan.settings.get("batch")
+    if not groups or not isinstance(batch, int):
+        return None
+    return BatchNorm(groups=tuple(sorted(groups.items(), reverse=True)), under_ddp=_parts(plan, batch))
+
+
+def _parts(plan: LaunchPlan, batch: int) -> tuple[int, ...]:
+    """By rank, in proportion to the hosts' speeds alone where the plan knows all of them, else alike."""
+    speeds = [node.solo_samples_per_s or 0.0 for node in plan.nodes]
+    known = all(speed > 1 for speed in speeds)
+    wanted = [
+        round(1000 * speed / node.ranks) if known else 1
+        for node, speed in zip(plan.nodes, speeds, strict=True)
+        for _ in node.rank_numbers
+    ]
+    return tuple(scale_shares(wanted, batch))
 
 
 def _groups(start: Mapping[str, Any]) -> Counter[int] | None:

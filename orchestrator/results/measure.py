@@ -31,6 +31,7 @@ from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.results.events import Events
 from orchestrator.results.summary import StepTime
 from orchestrator.text import one_line
+from trainer.shared.metrics import STAGE_TIMES
 
 DEFAULT_WARMUP_STEPS = 3
 STRETCHES = 10
@@ -49,6 +50,10 @@ class RankFigures:
     sync_ms: float | None
     wait_ms: float | None
     optim_ms: float | None
+    bubble_before_ms: float | None
+    bubble_behind_ms: float | None
+    wire_ms: float | None
+    """These three of a pipeline alone."""
     compute_spread_ms: float | None
     """Half of what lies between the quartiles of its compute times."""
 
@@ -131,7 +136,9 @@ def _wait_and_sync() -> tuple[str, str]:
     """SQL over the columns of `together`."""
     exposed, comm, least_comm = (ColumnExpression(name) for name in ("exposed_ms", "comm_ms", "least_comm_ms"))
     wait, sync = wait_and_sync(exposed, comm, least_comm, least=lambda a, b: FunctionExpression("least", a, b))
-    return str(wait), str(sync)
+    bubble = "bubble_before_ms + bubble_behind_ms"  # NULL outside a pipeline, and least() skips NULL
+    waited = f"CASE WHEN {bubble} IS NULL THEN {wait} ELSE least(exposed_ms, {bubble}) END"
+    return waited, f"CASE WHEN {bubble} IS NULL THEN {sync} ELSE exposed_ms - least(exposed_ms, {bubble}) END"
 
 
 _WAIT, _SYNC = _wait_and_sync()
@@ -165,6 +172,7 @@ _BY_RANK = f"""
 SELECT rank, sum(samples)::BIGINT, sum(t_ms), CASE WHEN count(compute_ms) = count(*) THEN sum(compute_ms) END,
        {_mean_if_whole("load_ms")}, {_mean_if_whole("compute_ms")}, {_mean_if_whole("sync_ms")},
        {_mean_if_whole("wait_ms")}, {_mean_if_whole("optim_ms")},
+       {_mean_if_whole("bubble_before_ms")}, {_mean_if_whole("bubble_behind_ms")}, {_mean_if_whole("wire_ms")},
        CASE WHEN count(compute_ms) = count(*)
             THEN (quantile_cont(compute_ms, 0.75) - quantile_cont(compute_ms, 0.25)) / 2 END
 FROM timed WHERE measured GROUP BY rank ORDER BY rank
@@ -202,8 +210,8 @@ def write_steps(events: Events, plan: LaunchPlan, path: Path) -> None:
         quoted = temporary.replace("'", "''")
         connection.execute(
             f"""COPY (SELECT node, gpu, rank, local_rank, step, epoch, samples, t_ms, load_ms, compute_ms, exposed_ms,
-            comm_ms, wait_ms, sync_ms, optim_ms, loss, wall, measured FROM timed JOIN places USING (rank)
-            ORDER BY step, rank) TO '{quoted}' (FORMAT parquet)"""  # noqa: S608 - our own file name, quoted
+            comm_ms, wait_ms, sync_ms, optim_ms, {", ".join(STAGE_TIMES)}, loss, wall, measured
+            FROM timed JOIN places USING (rank) ORDER BY step, rank) TO '{quoted}' (FORMAT parquet)"""  # noqa: S608 - our own file name, quoted
         )
         os.replace(temporary, path)
     except BaseException:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.results.measure import Figures, RankFigures
+from orchestrator.results.stages import is_pipeline
 from orchestrator.results.summary import Bound, Part, Straggler
 from orchestrator.units import format_figure
 
@@ -45,7 +46,10 @@ def find_straggler(plan: LaunchPlan, figures: Figures) -> Straggler | None:
         return None
     names = {node_of[rank] for rank in others}
     label = "the other ranks" if not by_node else names.pop() if len(names) == 1 else "the others"
-    reason = _reason(figures.ranks[last], [figures.ranks[rank] for rank in others], label, wait_ms)
+    ranks = figures.ranks[last], [figures.ranks[rank] for rank in others]
+    reason = _reason_of_stage(*ranks, label) if is_pipeline(plan) else _reason(*ranks, label, wait_ms)
+    if not reason:
+        return None
     if f"rank:{last}" in str(plan.settings.get("slow")).split(","):
         reason += f" (slow={plan.settings['slow']} was asked for)"
     return Straggler(node=node_of[last], rank=None if by_node else last, reason=reason, wait_ms=wait_ms)
@@ -88,6 +92,16 @@ def _last(plan: LaunchPlan, figures: Figures) -> int | None:
     """The rank that waits least; None where one rank's wait is not known."""
     waits = {number: rank.wait_ms for number, rank in figures.ranks.items() if rank.wait_ms is not None}
     return min(waits, key=lambda rank: waits[rank]) if waits and len(waits) == plan.world_size else None
+
+
+def _reason_of_stage(last: RankFigures, others: list[RankFigures], label: str) -> str:
+    """A pipeline's hosts have blocks of their own: the others wait for the one whose blocks take longest. Empty where
+    it is none of these, and everybody waits while the pipeline fills and drains.
+    """
+    compute, other_compute = last.compute_ms or 0.0, _mean(rank.compute_ms for rank in others)
+    if compute <= (1 + NOISE) * other_compute:
+        return ""
+    return f"computes {format_figure(compute)} ms a step for its blocks, {label} {format_figure(other_compute)} ms"
 
 
 def _reason(last: RankFigures, others: list[RankFigures], label: str, wait_ms: float) -> str:

@@ -22,6 +22,7 @@ from orchestrator.results.batch_norm import BatchNorm
 from orchestrator.results.curves import Curves
 from orchestrator.results.rebalances import Rebalance
 from orchestrator.results.slowed import Slowed
+from orchestrator.results.stages import StageSummary
 from orchestrator.text import one_line
 from orchestrator.units import format_duration, format_figure, format_percent
 
@@ -230,6 +231,8 @@ class Summary(Record):
     """Ways to run it that would have taken less time, the fastest first."""
     nodes: tuple[NodeSummary, ...] = ()
     by_gpu: dict[str, GpuSummary] = Field(default_factory=dict)
+    stages: tuple[StageSummary, ...] = ()
+    """Of a pipeline, in the order in which samples pass them."""
     straggler: Straggler | None = None
     bound: Bound | None = None
     missing: tuple[str, ...] = ()

@@ -23,7 +23,7 @@ import duckdb
 
 from orchestrator.jobs.metric_lines import parse_event, whole_lines
 from orchestrator.results.events import Events, MetricsFile, Rejects
-from trainer.shared.metrics import EVENT_FIELDS, LARGEST, LINE_LIMIT, STEP_COUNTS, STEP_TIMES
+from trainer.shared.metrics import EVENT_FIELDS, LARGEST, LINE_LIMIT, STAGE_TIMES, STEP_COUNTS, STEP_TIMES
 
 _NOT_JSON = re.compile(rb"(?<=[:,\[\s])(?:NaN|[+-]?Infinity)(?=\s*[,}\]])")
 
@@ -143,6 +143,9 @@ SELECT $1, $2, line, event, event = 'step' AND ({_refusals()}),
 FROM numbers
 """  # noqa: S608 - names of our own
 
+_STAGE_TIMES = ", ".join(
+    f"CASE WHEN isfinite({name}) AND {name} BETWEEN 0 AND {LARGEST} THEN {name} END AS {name}" for name in STAGE_TIMES
+)
 # A script that writes only the time of day still shows its step's length: the difference on one host's clock.
 _STEPS = f"""
 CREATE TABLE starts AS
@@ -158,7 +161,7 @@ SELECT node, rank, step::BIGINT AS step, line > coalesce(started, 0) AS last_sta
        CASE WHEN epoch BETWEEN 0 AND {LARGEST} THEN epoch::BIGINT END AS epoch,
        samples::BIGINT AS samples,
        coalesce(t_ms, CASE WHEN wall_ms > 0 AND wall_ms < {LARGEST} THEN wall_ms END) AS t_ms,
-       load_ms, compute_ms, exposed_ms, coalesce(comm_ms, exposed_ms) AS comm_ms, optim_ms,
+       load_ms, compute_ms, exposed_ms, coalesce(comm_ms, exposed_ms) AS comm_ms, optim_ms, {_STAGE_TIMES},
        CASE WHEN isfinite(loss) AND abs(loss) < {LARGEST} THEN loss END AS loss,
        CASE WHEN isfinite(wall) THEN wall END AS wall
 FROM walls LEFT JOIN starts USING (rank)

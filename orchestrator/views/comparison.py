@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping
 
+from orchestrator.results.stages import StageSummary
 from orchestrator.results.summary import NodeSummary, Summary
 from orchestrator.text import one_line
 from orchestrator.units import counted
@@ -22,6 +23,7 @@ DISPENSABLE = ("ranks", "batch/rank", "load", "GPU", "alone*")
 """What a narrow screen does without, the first ones first."""
 SLOWED_SHOWN = 5
 CLASSES_SHOWN = 20
+STAGE_COLUMNS = ("stage", "node", "blocks", "work", "compute", "bubble", "wire", "waits for")
 
 
 def print_summary(summary: Summary) -> None:
@@ -46,8 +48,24 @@ def print_hosts(summary: Summary) -> None:
     if summary.samples_per_s is not None:
         has_star = summary.efficiency is not None or any(column.header == "alone*" for column in shown.columns)
         _print_speed(summary, has_star=has_star)
+    if summary.stages:
+        print_stages(summary)
     for sentence in _findings(summary):
         console.put(sentence)
+
+
+def print_stages(summary: Summary) -> None:
+    """How the network was cut, and where each part's time goes."""
+    rows = [_stage_cells(stage, several=summary.stages[-1].pipeline > 0) for stage in summary.stages]
+    shown = table("stages, ms a step", STAGE_COLUMNS, rows, right_from=3, left_from=7, drop=("work", "wire"))
+    console.out.print(shown)
+
+
+def _stage_cells(stage: StageSummary, *, several: bool) -> tuple[str, ...]:
+    """several: are there other pipelines beside?"""
+    number = f"{stage.pipeline + 1}.{stage.stage + 1}" if several else str(stage.stage + 1)
+    times = (figure(each) for each in (stage.compute_ms, stage.bubble_ms, stage.wire_ms))
+    return (number, stage.node, stage.blocks, percent(stage.work), *times, stage.waits_for or "-")
 
 
 def _cells(node: NodeSummary) -> tuple[str, ...]:

@@ -68,8 +68,8 @@ def line_chart(
     There has to be a point; no x may be negative.
     """
     xs, ys = ([point[axis] for line in lines for point in line.points] for axis in (0, 1))
-    x_marks, _ = _marks(0, max(xs), whole=True)
-    y_marks, y_digits = _marks(min(0, *ys) if of_zero else min(ys), max(ys))
+    x_marks, _ = marks(0, max(xs), whole=True)
+    y_marks, y_digits = marks(min(0, *ys) if of_zero else min(ys), max(ys))
     across = _scale(0, max(xs))
     upwards = _scale(y_marks[-1], y_marks[0])  # SVG counts from the top
     return LineChart(
@@ -104,7 +104,7 @@ def _scale(low: float, high: float) -> Callable[[float], float]:
     return (lambda value: 100 * (value - low) / (high - low)) if high != low else (lambda value: 50.0)
 
 
-def _marks(low: float, high: float, *, whole: bool = False) -> tuple[list[float], int]:
+def marks(low: float, high: float, *, whole: bool = False) -> tuple[list[float], int]:
     """Round values from at most `low` to at least `high`, 1, 2 or 5 times a power of ten apart; and how many digits
     after the point distinguish them.
     """

@@ -28,12 +28,14 @@ from orchestrator.paths import RunFolder
 from orchestrator.results.curves import Curves
 from orchestrator.results.published import conditions, published_for
 from orchestrator.results.summary import Collectives, CollectiveTime, NodeSummary, RankEnd, Summary, link_matrix
+from orchestrator.results.timeline import load_timeline
 from orchestrator.text import clean, clean_lines, one_line
 from orchestrator.units import counted, format_bandwidth, format_bytes, format_duration
 from orchestrator.views.charts import draw_throughput
 from orchestrator.views.gpu_charts import GpuCharts, gpu_charts, read_course
 from orchestrator.views.linechart import ChartLine, LineChart, line_chart, percent_words
 from orchestrator.views.numbers import figure, percent
+from orchestrator.views.timeline import TimelineDrawing, draw_timeline
 from trainer.shared.experiments import EXPERIMENTS
 
 NOTHING = "–"
@@ -49,7 +51,9 @@ def write_report(run: RunFolder, summary: Summary) -> Path:
     chart = base64.b64encode(run.chart.read_bytes()).decode() if draw_throughput(summary, run.chart) else None
     logs = () if summary.metrics else last_words(run, summary)
     gpus = gpu_charts({node.name: read_course(run.gpu(node.name)) for node in summary.nodes})
-    write_atomic(run.report, render_report(summary, chart, logs, gpus))
+    line = load_timeline(run.timeline) if summary.stages else None
+    drawing = draw_timeline(line) if line else None
+    write_atomic(run.report, render_report(summary, chart, logs, gpus, drawing))
     return run.report
 
 
@@ -87,8 +91,11 @@ def render_report(
     chart: str | None = None,
     logs: tuple[LogEnd, ...] = (),
     gpus: GpuCharts | None = None,
+    timeline: TimelineDrawing | None = None,
 ) -> str:
-    """The page's HTML. chart: a PNG in base64. logs: shown where there are no metrics. gpus: how they went."""
+    """The page's HTML. chart: a PNG in base64. logs: shown where there are no metrics. gpus: how they went.
+    timeline: of a pipeline.
+    """
     named = summary.named if summary.metrics and not summary.collectives else frozenset()
     return (
         _environment()
@@ -98,6 +105,7 @@ def render_report(
             chart=chart,
             logs=logs,
             gpus=gpus,
+            timeline=timeline,
             slowed_named=[node.slowed_words for node in summary.slowed if node.name in named],
             slowed_others=[node.slowed_words for node in summary.slowed if node.name not in named][:SLOWED],
             headline=headline(summary),

@@ -69,6 +69,31 @@ def test_samples_and_losses_add_up_over_the_stages(
             assert sum(parts) == pytest.approx(line["t_ms"], abs=0.01)
 
 
+def test_a_stage_says_for_whom_it_waited_and_what_it_did_when(piped: list[list[dict[str, Any]]]) -> None:
+    for last, first in zip(*(of_event(rank, "step") for rank in piped), strict=True):
+        assert last["bubble_behind_ms"] == first["bubble_before_ms"] == 0  # nobody is there
+        for line in (last, first):
+            assert 0 <= line["bubble_before_ms"] + line["bubble_behind_ms"] <= line["exposed_ms"] + 0.01
+    assert sum(line["bubble_before_ms"] for line in of_event(piped[0], "step")) > 0
+    assert all(sum(line["wire_ms"] for line in of_event(rank, "step")) > 0 for rank in piped)
+    (last,), (first,) = (of_event(rank, "tasks") for rank in piped)
+    assert (last["step"], first["step"], last["left_out"]) == (3, 3, 0)  # the first one after the warm-up
+    steps = [of_event(rank, "step")[3] for rank in piped]
+    for event, line, (came, sent) in zip(
+        (last, first), steps, (("forward", "backward"), ("backward", "forward")), strict=True
+    ):
+        rows = event["tasks"]
+        for task in ("forward", "backward", "weights"):
+            assert [row[1] for row in rows if row[0] == task] == list(range(8))
+        assert {row[0] for row in rows if row[4] is not None} == {came}
+        assert {row[0] for row in rows if row[5] is not None} == {sent}
+        assert all(0 <= row[2] <= row[3] <= line["t_ms"] for row in rows)
+        assert all(row[4] <= row[2] for row in rows if row[4] is not None)
+        assert all(row[2] <= row[5] <= row[3] for row in rows if row[5] is not None)
+        computed = sum(row[3] - row[2] for row in rows if row[1] is not None)
+        assert 0 < computed <= line["compute_ms"] + 0.1
+
+
 def test_either_goes_on_from_the_others_checkpoint(
     folder: Path, piped: list[list[dict[str, Any]]], alone: list[list[dict[str, Any]]]
 ) -> None:

@@ -38,6 +38,7 @@ class Sender:
         self.group, self.to, self.tag = group, to, tag
         self._left: queue.Queue[tuple[Tensor, Any]] = queue.Queue()
         self._error: BaseException | None = None
+        self._spans: deque[tuple[float, float]] = deque()
         threading.Thread(target=self._run, daemon=True, name=f"sends to rank {to}").start()
 
     def send(self, tensor: Tensor) -> None:
@@ -56,6 +57,10 @@ class Sender:
         self._left.join()
         self._raise()
 
+    def take_spans(self) -> list[tuple[float, float]]:
+        """When tensors were being sent since the last call, begin and end of each by time.perf_counter."""
+        return [self._spans.popleft() for _ in range(len(self._spans))]
+
     def _raise(self) -> None:
         if self._error:
             raise self._error
@@ -67,7 +72,9 @@ class Sender:
                 if not self._error:
                     if event:
                         event.synchronize()
+                    begin_s = time.perf_counter()
                     dist.send(tensor, self.to, group=self.group, tag=self.tag)
+                    self._spans.append((begin_s, time.perf_counter()))
             except RuntimeError as error:  # a rank that has gone
                 self._error = error
             finally:

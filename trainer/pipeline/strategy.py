@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from trainer.compute.brake import Brake
 from trainer.compute.models import fill_gradients, gradients_of
 from trainer.compute.running_statistics import REMEMBERED, average_running_statistics
-from trainer.compute.timer import Timer
+from trainer.compute.timer import CpuTimer, Timer, covered_ms
 from trainer.pipeline.cuts import Cuts
 from trainer.pipeline.layout import Layout, MicroBatch
 from trainer.pipeline.links import ACTIVATIONS, GRADIENTS, LABELS, LOSSES, Receiver, Sender
@@ -47,6 +47,12 @@ class Done:
     number: int
     begin: Any
     end: Any
+    since: Any
+    """The mark from which the rank waited for what the task needs; None where it did not wait."""
+    came_s: float | None
+    """When that came from another rank, by time.perf_counter; None where it did not come from one."""
+    sent: Any
+    """The mark before its result was handed over to another rank; None where it was not."""
 
 
 class Pipeline(Base):
@@ -157,7 +163,8 @@ class Pipeline(Base):
         self.samples = sum(one.size for one in own)
         self.recent = REMEMBERED * self.recent + self.samples
         run = Update(self, own, images, labels, batch)
-        loss_sum, done, waits = run.run()
+        loss_sum, done = run.run()
+        waits = tuple((one.since, one.begin) for one in done if one.since is not None)
         said = self._said(loss_sum)
         self.brake.pause("sync")
         computed = self.timer.mark()
@@ -167,7 +174,14 @@ class Pipeline(Base):
             fill_gradients(self.model)  # of a short batch one lane may have got no micro-batch
             allreduce_flat(gradients_of(self.model), self.sums)
             held_up_s = self.sums.held_up_s - before_s
-        return loss_sum, Exchange(computed, held_up_s=held_up_s, waits=tuple(waits), tasks=tuple(done), said=said)
+        return loss_sum, Exchange(
+            computed, held_up_s=held_up_s, waits=waits, tasks=tuple(done), wire_ms=self._wire_ms(), said=said
+        )
+
+    def _wire_ms(self) -> float:
+        """With something of this rank on its way to a neighbour, since the last call."""
+        spans = [span for sender in self._senders for span in sender.take_spans()]
+        return covered_ms(CpuTimer(), 0.0, spans)
 
     def _said(self, loss_sum: Tensor) -> tuple[Tensor, int] | None:
         """The loss of rank 0's pipeline and its samples, on rank 0: the last stage's ranks send theirs, which happens
@@ -190,9 +204,12 @@ class Pipeline(Base):
             average_running_statistics(self.model, self.sums.group, self.recent)
 
     def settle(self) -> None:
-        senders = [*self.to_next.values(), *self.to_before.values(), *self.to_last.values()]
-        for sender in [*senders, self.to_speaker] if self.to_speaker else senders:
+        for sender in [*self._senders, self.to_speaker] if self.to_speaker else self._senders:
             sender.settle()
+
+    @property
+    def _senders(self) -> list[Sender]:
+        return [*self.to_next.values(), *self.to_before.values(), *self.to_last.values()]
 
 
 class Update:
@@ -207,30 +224,28 @@ class Update:
         self.turns = Turns(len(self.own), pipeline.in_flight, pipeline.stage.splits)
         self.losses: list[Tensor] = []
         self.done: list[Done] = []
-        self.waits: list[tuple[Any, Any]] = []
 
-    def run(self) -> tuple[Tensor, list[Done], list[tuple[Any, Any]]]:
+    def run(self) -> tuple[Tensor, list[Done]]:
         timer = self.of.timer
         while not self.turns.is_over:
-            task = self._take()
+            task, since = self._take()
             begin = timer.mark()
-            number = self._do(task)
-            self.done.append(Done(task, number, begin, timer.mark()))
+            number, came_s, sent = self._do(task)
+            self.done.append(Done(task, number, begin, timer.mark(), since, came_s, sent))
             if len(self.done) > 1:
                 timer.wait_for(self.done[-2].end)  # so that what comes next is chosen when the device is ready for it
         zero = torch.zeros((), device=self.of.device)
-        return sum(self.losses[1:], self.losses[0]) if self.losses else zero, self.done, self.waits
+        return sum(self.losses[1:], self.losses[0]) if self.losses else zero, self.done
 
-    def _take(self) -> Task:
-        """The next task, when there is one."""
+    def _take(self) -> tuple[Task, Any]:
+        """The next task, when there is one, and the mark from which it was waited for."""
         with self.of.news:
             if task := self._next():
-                return task
-            begin = self.of.timer.mark()
+                return task, None
+            since = self.of.timer.mark()
             while not (task := self._next()):
                 self.of.news.wait()
-            self.waits.append((begin, self.of.timer.mark()))
-            return task
+            return task, since
 
     def _next(self) -> Task | None:
         turns = self.turns
@@ -247,16 +262,17 @@ class Update:
     def _has_gradient(self, one: MicroBatch) -> bool:
         return self.of.is_last or self.of.gradients[one.ranks[self.of.number + 1]].has_arrived
 
-    def _do(self, task: Task) -> int:
+    def _do(self, task: Task) -> tuple[int, float | None, Any]:
+        """The number of its micro-batch, when what it needs came, and the mark before its result was handed over."""
         if task is Task.FORWARD:
             return self._forward(self.own[self.turns.forwards - 1], self.turns.forwards - 1)
         if task is Task.BACKWARD:
             return self._backward(self.own[self.turns.backwards - 1])
         self.of.stage.weights()
-        return self.own[self.turns.weights - 1].number
+        return self.own[self.turns.weights - 1].number, None, None
 
-    def _forward(self, one: MicroBatch, index: int) -> int:
-        of, labels, there_s = self.of, None, 0.0
+    def _forward(self, one: MicroBatch, index: int) -> tuple[int, float | None, Any]:
+        of, labels, there_s, sent = self.of, None, 0.0, None
         if of.is_first:
             inputs, labels = self.parts[index]
             if of.to_last:
@@ -269,18 +285,20 @@ class Update:
         if of.is_last:
             self.losses.append(output)
         else:
+            sent = of.timer.mark()
             of.to_next[one.ranks[of.number + 1]].send(output.to(of.cuts.dtype))
-        return one.number
+        return one.number, there_s or None, sent
 
-    def _backward(self, one: MicroBatch) -> int:
+    def _backward(self, one: MicroBatch) -> tuple[int, float | None, Any]:
         of = self.of
         if one is self.own[0]:
             of.brake.pause("backward")
-        gradient, there_s = None, 0.0
+        gradient, there_s, sent = None, 0.0, None
         if not of.is_last:
             incoming = of.gradients[one.ranks[of.number + 1]]
             there_s, gradient = incoming.arrived_s, incoming.take()
         gradient = of.stage.backward(gradient, self.batch, there_s)
         if gradient is not None and not of.is_first:
+            sent = of.timer.mark()
             of.to_before[one.ranks[of.number - 1]].send(gradient.to(of.cuts.dtype))
-        return one.number
+        return one.number, there_s or None, sent

@@ -40,6 +40,7 @@ from trainer.setup.start_record import start_fields
 from trainer.shared.config import LOCAL_STEPS, Settings
 from trainer.shared.errors import TrainError
 from trainer.shared.metrics import MetricsWriter
+from trainer.shared.stages import format_stages
 from trainer.strategies import Strategy, build_strategy
 from trainer.strategies.ddp import Ddp
 from trainer.training.console import Console
@@ -52,6 +53,8 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
     group = join(info, settings.backend, device)
     settings = with_local_steps(settings)
     division = divide(settings, info)
+    if division.pipeline:
+        settings = dataclasses.replace(settings, stages=format_stages(division.pipeline.layout.pipelines))
     settings, model, precision = build_trained(settings, info, metrics, division, device, group)
     learns = sum_over_ranks([float(info.pace is not None)])[0] == 0
     timer = timer_for(device)

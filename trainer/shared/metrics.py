@@ -25,10 +25,17 @@ A value that JSON cannot hold (NaN, infinity) is written as null. Every line als
 | step | samples | this rank's since its previous step line: over an epoch and all ranks they add up to the data set |
 | step | t_ms | end of the previous step to the end of this one; starts again after an evaluation or checkpoint |
 | step | load_ms | until the batch lies on the device, what lies between two steps included |
-| step | compute_ms | then until this rank's own last gradient was ready |
+| step | compute_ms | then until this rank's own last gradient was ready; in a pipeline without its bubble |
 | step | exposed_ms | then until the summed gradient was there: the wire and the wait for slower ranks |
 | step | comm_ms | with a gradient handed over and not yet summed, beside backward, or all exposed; local: exposed |
 | step | optim_ms | then until the weights were updated |
+| step | bubble_before_ms | in a pipeline, of exposed: the wait for what the stage before sends; else null |
+| step | bubble_behind_ms | the same for what the stage behind sends back |
+| step | wire_ms | in a pipeline, beside compute: with a message of its own that the kernel had not yet taken whole |
+| tasks | step | number of an update, over the whole run, whose marks these are |
+| tasks | tasks | rows of task, micro-batch or null, begin, end, arrival and sending: ms since the step began, by the |
+| | | rank's own clock. Arrival: of what the task needs from a neighbour; sending: of its result to one; or null |
+| tasks | left_out | later rows that did not go into the record |
 | step | loss | SUM of the losses of this rank's samples of this step; null in a run with paced ranks |
 | step | wall | Unix time at the end of the step |
 | epoch | epoch, steps, samples, loss, epoch_s | updates; samples and mean loss over ALL ranks; s since it, or `start` |
@@ -100,8 +107,9 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     "setting": ("name", "value", "why"),
     "step": (
         *("step", "epoch", "samples", "t_ms", "load_ms", "compute_ms", "exposed_ms", "comm_ms", "optim_ms"),
-        *("loss", "wall"),
+        *("bubble_before_ms", "bubble_behind_ms", "wire_ms", "loss", "wall"),
     ),
+    "tasks": ("step", "tasks", "left_out"),
     "epoch": ("epoch", "steps", "samples", "loss", "epoch_s"),
     "eval": ("epoch", "step", "samples", "accuracy", "per_class", "loss", "eval_s"),
     "collective": ("step", "operation", "bytes", "iterations", "time_ms", "algbw_gbps", "busbw_gbps", "error"),
@@ -118,7 +126,14 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
 # What whoever reads these files may count on; a script of one's own may write anything.
 STEP_COUNTS = ("step", "samples")
 """Whole numbers without which a step line says nothing."""
-STEP_TIMES = tuple(name for name in EVENT_FIELDS["step"] if name.endswith("_ms"))
+STAGE_TIMES = ("bubble_before_ms", "bubble_behind_ms", "wire_ms")
+"""Of a step in a pipeline; null elsewhere, and absent from older records."""
+STEP_TIMES = tuple(name for name in EVENT_FIELDS["step"] if name.endswith("_ms") and name not in STAGE_TIMES)
+TASKS = ("forward", "backward", "weights", "sum", "optimiser")
+"""What a row of a `tasks` event may be. backward: for what went into the stage; weights: for its own weights, where
+these come later; sum: of gradients, over the ranks that hold the same blocks."""
+MOST_TASKS = 800
+"""Rows of a `tasks` event, so that it fits into a line."""
 LARGEST = 1e12
 """No count or duration of a step is larger; a larger one would only overflow the sums."""
 LINE_LIMIT = 64 * 2**10

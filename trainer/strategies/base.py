@@ -37,6 +37,8 @@ class Exchange:
     """Marks of begin and end of each time before `computed` in which this rank stood still for another's data."""
     tasks: tuple[Any, ...] = ()
     """What a stage of a pipeline did when."""
+    wire_ms: float | None = None
+    """How long a stage of a pipeline had a message on its way out; None elsewhere."""
     said: tuple[Tensor, int] | None = None
     """What rank 0 says to people where it computes no loss itself: the sum of others', and of how many samples."""
 

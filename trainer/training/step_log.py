@@ -23,8 +23,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from trainer.compute.timer import Timer, covered_ms
+from trainer.shared.metrics import MOST_TASKS
 from trainer.strategies import Exchange
 from trainer.training.progress import Progress
+from trainer.training.stage_times import has_marks, stage_times, task_rows
 
 if TYPE_CHECKING:
     from trainer.training.run import Run
@@ -125,10 +127,22 @@ class StepLog:
         mark, wall_s = self.began
         fields = {"step": step.number, "epoch": step.epoch, "samples": step.samples, **times}
         loss = None if step.loss is None else step.loss.item()
-        run.metrics.write("step", **fields, loss=loss, wall=wall_s + run.timer.ms(mark, step.end) / 1000)
+        of_stage = stage_times(run.timer, step.exchange)
+        run.metrics.write("step", **fields, **of_stage, loss=loss, wall=wall_s + run.timer.ms(mark, step.end) / 1000)
         said, samples = (loss, step.samples) if step.exchange.said is None else step.exchange.said
         said = None if said is None or loss is None else float(said)
         run.console.step(step.number, step.epoch, step.batch, samples, said, times)
+        self._record_tasks(step)
         self.progress.loss_sum += loss or 0.0
         if run.rebalancer:
             run.rebalancer.after_update(step.number, times["compute_ms"], times["load_ms"], step.samples)
+
+    def _record_tasks(self, step: Step) -> None:
+        """Of one step in many: what a stage of a pipeline did when."""
+        console = self.run.console
+        if not step.exchange.tasks or console.first_step is None:
+            return
+        if has_marks(step.number - console.first_step, console.warmup_steps):
+            rows = task_rows(self.run.timer, step.exchange, step.begin, step.summed, step.updated)
+            left_out = max(0, len(rows) - MOST_TASKS)
+            self.run.metrics.write("tasks", step=step.number, tasks=rows[:MOST_TASKS], left_out=left_out)

@@ -1,0 +1,205 @@
+"""One step of a pipeline on one clock: what each rank computed when, and what travelled between them. Pure.
+
+    line = read_timeline(plan, events)          # None where there is none
+    line.lanes[0].bars[0]                       # Bar(task="forward", number=0, begin_ms=0.6, end_ms=2.1)
+    line.messages[0]                            # Message(source=1, target=0, task="forward", sent_ms=2.0, came_ms=2.4)
+
+The ranks write the marks of one step in many (`tasks` events), each by its own clock; `clocks` puts these beside each
+other by the messages between stages, and by the sums of gradients, which nobody has before all have joined them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestrator.errors import OrchError
+from orchestrator.jobs.metric_lines import count
+from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.record import Record, RecordError, read_record, write_record
+from orchestrator.results.clocks import align
+from orchestrator.results.events import Events
+from orchestrator.results.stages import Place, read_places
+from trainer.shared.metrics import LARGEST, MOST_TASKS, TASKS
+
+MOST_RANKS = 64
+MOST_EVENTS = 20
+"""`tasks` events of a rank that are read: there is one for each power of ten."""
+FORWARD, BACKWARD = TASKS[:2]
+
+
+class Bar(Record):
+    """number: of the micro-batch, from 0; None for what is done once a step."""
+
+    task: str
+    number: int | None
+    begin_ms: float
+    end_ms: float
+
+
+class Message(Record):
+    """What one rank sent another: the result of a task, for the same task of the other."""
+
+    source: int
+    target: int
+    task: str
+    number: int
+    sent_ms: float
+    came_ms: float
+
+
+class TimelineLane(Record):
+    """One rank's row."""
+
+    rank: int
+    node: str
+    pipeline: int
+    stage: int
+    first_block: int
+    last_block: int
+    bars: tuple[Bar, ...]
+
+
+class Timeline(Record):
+    """Milliseconds since the first rank began the step."""
+
+    step: int
+    """Of the whole run, from 0."""
+    within_ms: float
+    """How far the clocks of two ranks may still be apart."""
+    lanes: tuple[TimelineLane, ...]
+    """Stage by stage, in the order in which samples pass them."""
+    messages: tuple[Message, ...]
+    left_out: int = 0
+    """Tasks at the end of the step that are not here, since a record holds no more."""
+
+
+Row = tuple[str, int | None, float, float, float | None, float | None]
+"""Task, micro-batch, begin, end, arrival, sending; ms by the rank's own clock."""
+
+
+def read_timeline(plan: LaunchPlan, events: Events) -> Timeline | None:
+    """The latest step whose marks all ranks wrote. None where there is none, or their clocks cannot be aligned."""
+    places = read_places(plan, events.latest("start"))
+    found = events.since_start("tasks", MOST_EVENTS) if places else {}
+    if not 0 < len(places) <= MOST_RANKS or places.keys() != {r for node in plan.nodes for r in node.rank_numbers}:
+        return None
+    by_step = [{count(event, "step"): event for event in found.get(rank, ())} for rank in places]
+    steps = set.intersection(*(set(each) for each in by_step)) - {None}
+    if not steps:
+        return None
+    step = max(one for one in steps if one is not None)
+    rows = {rank: list(_rows(each[step])) for rank, each in zip(places, by_step, strict=True)}
+    left_out = sum(count(each[step], "left_out") or 0 for each in by_step)
+    return timeline(step, places, rows, {r: n.name for n in plan.nodes for r in n.rank_numbers}, left_out)
+
+
+def write_timeline(line: Timeline | None, path: Path) -> None:
+    """An older one is removed where there is none."""
+    if line:
+        write_record(path, line)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def load_timeline(path: Path) -> Timeline | None:
+    """None where there is none that can be read: the report goes without it."""
+    try:
+        return read_record(path, Timeline)
+    except (OSError, RecordError, OrchError):
+        return None
+
+
+def timeline(
+    step: int, places: Mapping[int, Place], rows: Mapping[int, Sequence[Row]], nodes: Mapping[int, str], left_out: int
+) -> Timeline | None:
+    """rows, nodes: of each rank that has a place."""
+    order = sorted(places, key=lambda rank: (places[rank].pipeline, places[rank].stage, rank))
+    pairs = list(_matched(places, rows))
+    clocks = align(_bounds(pairs, places, rows), order)
+    if clocks is None or not any(rows.values()):
+        return None
+    begin_ms = min(row[2] + clocks.offsets_ms[rank] for rank in order for row in rows[rank])
+    shift = {rank: offset - begin_ms for rank, offset in clocks.offsets_ms.items()}
+    return Timeline(
+        step=step,
+        within_ms=clocks.within_ms,
+        lanes=tuple(_lane(rank, places[rank], nodes[rank], rows[rank], shift[rank]) for rank in order),
+        messages=tuple(
+            one.model_copy(
+                update={"sent_ms": one.sent_ms + shift[one.source], "came_ms": one.came_ms + shift[one.target]}
+            )
+            for one in pairs
+        ),
+        left_out=left_out,
+    )
+
+
+def _lane(rank: int, place: Place, node: str, rows: Iterable[Row], shift_ms: float) -> TimelineLane:
+    bars = (Bar(task=row[0], number=row[1], begin_ms=row[2] + shift_ms, end_ms=row[3] + shift_ms) for row in rows)
+    return TimelineLane(
+        rank=rank,
+        node=node,
+        pipeline=place.pipeline,
+        stage=place.stage,
+        first_block=place.first,
+        last_block=place.last,
+        bars=tuple(bars),
+    )
+
+
+def _matched(places: Mapping[int, Place], rows: Mapping[int, Sequence[Row]]) -> Iterator[Message]:
+    """Sendings and the arrivals that belong to them, each by its own rank's clock."""
+    sent = {
+        (places[rank].pipeline, places[rank].stage, task, number): (rank, sent_ms)
+        for rank in places
+        for task, number, _, _, _, sent_ms in rows[rank]
+        if sent_ms is not None
+    }
+    for rank, place in places.items():
+        for task, number, _, _, came_ms, _ in rows[rank]:
+            source_stage = place.stage - 1 if task == FORWARD else place.stage + 1
+            source = sent.get((place.pipeline, source_stage, task, number))
+            if source and came_ms is not None and number is not None and task in (FORWARD, BACKWARD):
+                yield Message(
+                    source=source[0], target=rank, task=task, number=number, sent_ms=source[1], came_ms=came_ms
+                )
+
+
+def _bounds(
+    messages: Iterable[Message], places: Mapping[int, Place], rows: Mapping[int, Sequence[Row]]
+) -> Mapping[tuple[int, int], float]:
+    """As `align` takes them."""
+    bounds: dict[tuple[int, int], float] = {}
+
+    def add(earlier: int, earlier_ms: float, later: int, later_ms: float) -> None:
+        """What the one did comes before what the other did."""
+        key, most_ms = (later, earlier), later_ms - earlier_ms
+        bounds[key] = min(bounds.get(key, most_ms), most_ms)
+
+    for one in messages:
+        add(one.source, one.sent_ms, one.target, one.came_ms)
+    sums = {rank: row for rank in places for row in rows[rank] if row[0] == "sum"}
+    for a, joined in sums.items():
+        for b, over in sums.items():
+            if a != b and (places[a].first, places[a].last) == (places[b].first, places[b].last):
+                add(a, joined[2], b, over[3])
+    return bounds
+
+
+def _rows(event: Mapping[str, Any]) -> Iterator[Row]:
+    """Those that a rank can have written."""
+    rows = event.get("tasks")
+    for row in rows[:MOST_TASKS] if isinstance(rows, list) else ():
+        if not (isinstance(row, list) and len(row) == 6 and row[0] in TASKS):
+            continue
+        task, number, *times = row
+        is_number = number is None or (type(number) is int and 0 <= number < 1 << 31)
+        known = [one for one in times if one is not None]
+        if is_number and all(map(_is_time, known)) and None not in times[:2] and times[0] <= times[1]:
+            yield (task, number, *(None if one is None else float(one) for one in times))
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= LARGEST  # NaN is not

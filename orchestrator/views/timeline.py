@@ -1,0 +1,170 @@
+"""The time line of one step of a pipeline, as the report draws it: places within SVGs 1000 wide. Pure.
+
+    drawing = draw_timeline(load_timeline(run.timeline))
+    drawing.panels[0].lanes[0].paths            # [("forward", "M0.6 20h12.1v20h-12.1z..."), ...]
+
+Where micro-batches are so many that their bars are hairs, two further panels show the beginning and the end of the
+step, as much of it as leaves bars that can be distinguished.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from orchestrator.results.timeline import Bar, Message, Timeline, TimelineLane
+from orchestrator.units import format_figure
+from orchestrator.views.linechart import Tick, marks
+from trainer.shared.metrics import TASKS
+
+WIDTH = 1000.0
+BAR, ABOVE, AXIS = 20, 34, 18
+"""Heights: of a bar, of what stands above it (its title, and room for lines between stages), of the axis."""
+NARROW = 5.0
+"""Where half of the bars are narrower, they are shown larger, too."""
+READABLE = 14.0
+"""So wide half of the bars are there, at least; and no number stands in a narrower one."""
+HAIR = 0.6
+"""Bars of one kind that are closer than this are drawn as one."""
+WORDS = ("forward", "backward", "gradients of weights", "sum of gradients", "optimiser")
+
+
+@dataclass(frozen=True)
+class DrawnLane:
+    title: str
+    top: int
+    paths: tuple[tuple[str, str], ...]
+    """Task, and the path of its bars."""
+    labels: tuple[Tick, ...]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A part of the step, or all of it."""
+
+    title: str
+    height: int
+    bar: int
+    lanes: tuple[DrawnLane, ...]
+    sent: tuple[tuple[str, str], ...]
+    """Task, and the path of the lines of its messages."""
+    stroke: float
+    ticks: tuple[Tick, ...]
+
+
+@dataclass(frozen=True)
+class TimelineDrawing:
+    step: int
+    """From 1, as people count."""
+    panels: tuple[Panel, ...]
+    kinds: tuple[tuple[str, str], ...]
+    """Of the bars that there are, and of the time between them."""
+    within: str
+    left_out: int
+
+
+def draw_timeline(line: Timeline) -> TimelineDrawing | None:
+    """None where nothing of it lasts."""
+    bars = [bar for lane in line.lanes for bar in lane.bars]
+    last_ms = max((bar.end_ms for bar in bars), default=0.0)
+    if last_ms <= 0:
+        return None
+    return TimelineDrawing(
+        step=line.step + 1,
+        panels=tuple(_panel(line, *part) for part in _parts(bars, last_ms)),
+        kinds=(*((task, words) for task, words in _kinds(bars)), ("idle", "idle")),
+        within=format_figure(line.within_ms),
+        left_out=line.left_out,
+    )
+
+
+def _kinds(bars: Iterable[Bar]) -> Iterator[tuple[str, str]]:
+    there = {bar.task for bar in bars}
+    return ((task, words) for task, words in zip(TASKS, WORDS, strict=True) if task in there)
+
+
+def _parts(bars: Sequence[Bar], last_ms: float) -> Iterator[tuple[str, float, float]]:
+    """Title, begin and end of each panel."""
+    yield "", 0.0, last_ms
+    usual_ms = statistics.median(bar.end_ms - bar.begin_ms for bar in bars)
+    if usual_ms * WIDTH / last_ms < NARROW:
+        part_ms = min(last_ms / 4, usual_ms * WIDTH / READABLE)
+        if part_ms > 0:
+            yield "its beginning", 0.0, part_ms
+            yield "its end", last_ms - part_ms, last_ms
+
+
+def _panel(line: Timeline, title: str, from_ms: float, to_ms: float) -> Panel:
+    scale = WIDTH / (to_ms - from_ms)
+
+    def across(ms: float) -> float:
+        return (ms - from_ms) * scale
+
+    tops = {lane.rank: ABOVE - 14 + number * (BAR + ABOVE) for number, lane in enumerate(line.lanes)}
+    titles = _titles(line.lanes)
+    shown = [one for one in line.messages if one.came_ms > from_ms and one.sent_ms < to_ms]
+    round_ms, digits = marks(from_ms, to_ms)
+    return Panel(
+        title=title,
+        height=len(line.lanes) * (BAR + ABOVE) - 14 + AXIS,
+        bar=BAR,
+        lanes=tuple(_lane(lane.bars, titles[lane.rank], tops[lane.rank], from_ms, scale) for lane in line.lanes),
+        sent=tuple(_sent([one for one in shown if one.task == task], task, tops, from_ms, scale) for task in TASKS[:2]),
+        stroke=1.0 if len(shown) <= 100 else 0.5,
+        ticks=tuple(
+            Tick(across(ms), f"{ms:,.{digits}f} ms")
+            for ms in round_ms
+            if from_ms <= ms <= to_ms - 0.04 * (to_ms - from_ms)
+        ),
+    )
+
+
+def _titles(lanes: Sequence[TimelineLane]) -> dict[int, str]:
+    several = lanes[-1].pipeline > 0
+    shared = {(lane.pipeline, lane.stage) for lane in lanes}
+    found = {}
+    for lane in lanes:
+        number = f"{lane.pipeline + 1}.{lane.stage + 1}" if several else str(lane.stage + 1)
+        rank = f", rank {lane.rank}" if len(shared) < len(lanes) else ""
+        found[lane.rank] = f"stage {number} · {lane.node}{rank} · blocks {lane.first_block}–{lane.last_block}"
+    return found
+
+
+def _lane(bars: Sequence[Bar], title: str, top: int, from_ms: float, scale: float) -> DrawnLane:
+    boxes = [
+        (bar, max(0.0, (bar.begin_ms - from_ms) * scale), min(WIDTH, (bar.end_ms - from_ms) * scale)) for bar in bars
+    ]
+    boxes = [box for box in boxes if box[1] < WIDTH and box[2] > 0]
+    paths = ((task, _path([box[1:] for box in boxes if box[0].task == task], top)) for task in TASKS)
+    labels = (
+        Tick((left + right) / 2, str(bar.number + 1))
+        for bar, left, right in boxes
+        if bar.number is not None and right - left >= READABLE
+    )
+    return DrawnLane(title, top, tuple((task, path) for task, path in paths if path), tuple(labels))
+
+
+def _path(spans: Iterable[tuple[float, float]], top: int) -> str:
+    """Rectangles; a small gap distinguishes those that are wide enough for it."""
+    joined: list[tuple[float, float]] = []
+    for left, right in spans:
+        if joined and right - left < 3 and left - joined[-1][1] < HAIR:
+            joined[-1] = joined[-1][0], right
+        else:
+            joined.append((left, right - (HAIR if right - left >= 3 else 0)))
+    widths = ((left, max(right - left, 0.2)) for left, right in joined)
+    return "".join(f"M{left:.2f} {top}h{width:.2f}v{BAR}h-{width:.2f}z" for left, width in widths)
+
+
+def _sent(
+    messages: Iterable[Message], task: str, tops: dict[int, int], from_ms: float, scale: float
+) -> tuple[str, str]:
+    """Lines from the row of the one to the row of the other."""
+    path = ""
+    for one in messages:
+        down = tops[one.target] > tops[one.source]
+        begin = (one.sent_ms - from_ms) * scale, tops[one.source] + BAR * down
+        end = (one.came_ms - from_ms) * scale, tops[one.target] + BAR * (not down)
+        path += f"M{begin[0]:.2f} {begin[1]}L{end[0]:.2f} {end[1]}"
+    return task, path
