@@ -50,7 +50,7 @@ PURE |= {"hosts.cards"}
 SHARED = "trainer.shared"
 """All that orchestrator/ may know of the trainer."""
 TORCH_FREE = {"__init__", "__main__", "interrupt", "ranks", "ranks.rank_info", "rebalance", "rebalance.estimate"}
-TORCH_FREE |= {"compute", "compute.executor", "compute.microbatches"}
+TORCH_FREE |= {"compute", "compute.compiler", "compute.executor", "compute.microbatches"}
 """Of the trainer, beside all of shared/."""
 SPEAKS = {f"views.{name}" for name in ("cluster_table", "comparison", "console", "following", "job_table")}
 SPEAKS |= {f"views.{name}" for name in ("launch_plan", "network", "profile_table", "progress", "study_table", "tables")}
