@@ -29,6 +29,7 @@ from orchestrator.hosts.cards import find_card
 from orchestrator.paths import RunFolder
 from orchestrator.planning.draft import Draft
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan, Prediction
+from orchestrator.planning.measurement import BlockTimes
 from orchestrator.planning.profiles import Profiles
 from orchestrator.results.summary import Collectives, Summary, link_matrix
 from orchestrator.units import format_bandwidth, format_figure
@@ -92,7 +93,10 @@ def inputs_of(
     for name, (speeds, _) in speeds_of.items():
         if any(speed.cap == 0 for speed in speeds):
             raise UsageError(f"{name}: not one sample fits into its memory", "leave it out with --nodes")
-    hosts = tuple(HostSpeed(name, speeds) for name, (speeds, _) in speeds_of.items())
+    hosts = tuple(
+        HostSpeed(node.name, speeds_of[node.name][0], blocks=_blocks(node, speeds_of[node.name][1], profiles))
+        for node in plan.nodes
+    )
     speeds_from = {name: source for name, (_, source) in speeds_of.items()}
     wire, words = wire_of(plan, network, bandwidth_bps)
     scene = Scene(Workload(layers, settings.batch), hosts, wire)
@@ -125,6 +129,12 @@ def _speeds(
         f"{node.name}: its speed is unknown: no profile, and {what} is not in the catalogue",
         f"measure it: `orch profile --exp {exp}`, with the same --set",
     )
+
+
+def _blocks(node: NodePlan, speed_from: str, profiles: Profiles) -> tuple[BlockTimes | None, ...]:
+    if speed_from != "profile":
+        return ()
+    return tuple(profiles[node.name, local_rank].blocks for local_rank in range(node.ranks))
 
 
 def _pace(paced: dict[str, Any], layers: Sequence[Layer]) -> Speed:

@@ -25,6 +25,7 @@ from typing import Literal
 import trainer.shared.gpu_work as gpu_work
 from orchestrator.forecast.layers import FLOAT_BYTES, Layer, Shape, gradient_bytes
 from orchestrator.forecast.links import LinkCosts
+from orchestrator.planning.measurement import BlockTimes
 from trainer.shared.gpu_work import Work
 from trainer.shared.shares import Speed, at_most, fastest_shares
 
@@ -44,6 +45,8 @@ class HostSpeed:
     """Each rank's speed."""
     kind: str = ""
     """What hosts of its kind are called where one has no name of its own, like 4xA16."""
+    blocks: tuple[BlockTimes | None, ...] = ()
+    """What each block of the network takes on each rank; empty, or None, where that is not measured."""
 
 
 @dataclass(frozen=True)

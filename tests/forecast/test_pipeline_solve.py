@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -12,9 +13,11 @@ from orchestrator.forecast.links import GLOO, LinkCosts, Site
 from orchestrator.forecast.pipeline.bound import Family
 from orchestrator.forecast.pipeline.chain import Chain, ChainBlock
 from orchestrator.forecast.pipeline.clock import update_seconds
-from orchestrator.forecast.pipeline.course import Course, StageHost
+from orchestrator.forecast.pipeline.course import Course
 from orchestrator.forecast.pipeline.replicas import solve_all, solve_replicas
 from orchestrator.forecast.pipeline.solve import Space, orders_of, solve
+from orchestrator.forecast.pipeline.stage_host import StageHost
+from orchestrator.planning.measurement import BlockTimes
 
 COUNTS = (1, 2, 4)
 BATCH = 16
@@ -53,6 +56,18 @@ def clusters(draw):
     return tuple(hosts), LinkCosts(tuple(sites), GLOO)
 
 
+@st.composite
+def jobs(draw):
+    """A chain, hosts, of which some have measured its blocks, and their links."""
+    chain, (hosts, wire) = draw(chains()), draw(clusters())
+    times = st.tuples(st.integers(0, 3), st.integers(0, 4))
+    tasks = st.lists(times, min_size=len(chain.blocks), max_size=len(chain.blocks))
+    fields = {"forward": tasks, "backward": tasks, "weights": tasks}
+    blocks = st.builds(BlockTimes, samples=st.just((8, 16)), stretches=st.just(1), **fields)
+    hosts = tuple(dataclasses.replace(host, blocks=draw(st.none() | blocks)) for host in hosts)
+    return chain, hosts, wire
+
+
 def every_course(chain, hosts, counts=COUNTS):
     """All that fit into memory."""
     blocks = len(chain.blocks)
@@ -66,9 +81,9 @@ def every_course(chain, hosts, counts=COUNTS):
 
 
 @settings(max_examples=20, suppress_health_check=list(HealthCheck), **QUIET)
-@given(chains(), clusters())
-def test_no_cut_takes_less_than_the_chosen_one(chain, cluster):
-    hosts, wire = cluster
+@given(jobs())
+def test_no_cut_takes_less_than_the_chosen_one(job):
+    chain, hosts, wire = job
     if len(hosts) > len(chain.blocks):
         return
     found = solve(chain, hosts, wire, BATCH, Space(counts=COUNTS, least_samples=2, near=0))
@@ -85,9 +100,9 @@ def test_no_cut_takes_less_than_the_chosen_one(chain, cluster):
 
 
 @settings(max_examples=40, suppress_health_check=list(HealthCheck), **QUIET)
-@given(chains(), clusters(), st.sampled_from(COUNTS), st.integers(0, 6), st.booleans(), st.data())
-def test_no_update_is_shorter_than_its_bound(chain, cluster, count, in_flight, splits, data):
-    hosts, wire = cluster
+@given(jobs(), st.sampled_from(COUNTS), st.integers(0, 6), st.booleans(), st.data())
+def test_no_update_is_shorter_than_its_bound(job, count, in_flight, splits, data):
+    chain, hosts, wire = job
     if len(hosts) > len(chain.blocks):
         return
     cuts = data.draw(st.sampled_from(list(itertools.combinations(range(1, len(chain.blocks)), len(hosts) - 1))))

@@ -18,10 +18,10 @@ from collections.abc import Iterator, Sequence
 
 from orchestrator.forecast.links import LinkCosts
 from orchestrator.forecast.pipeline.chain import Chain
-from orchestrator.forecast.pipeline.course import STATES, Course, StageHost
+from orchestrator.forecast.pipeline.course import STATES, Course
+from orchestrator.forecast.pipeline.stage_host import StageHost, times_of
 from orchestrator.forecast.step import OPTIMISER
 
-TASKS = 1 - OPTIMISER
 ROUNDING = 1e-12
 Cut = tuple[int, ...]
 """The first block of each stage."""
@@ -61,26 +61,13 @@ class Family:
         """Up to each block: seconds of an update of a rank with most micro-batches; and of one micro-batch, the
         smallest, FORWARD, BACKWARD and WEIGHTS; and of the optimiser.
         """
-        chain, size = self.chain, self.smallest
-        fixed_s, sample_s = host.fixed_ms / 1000, host.sample_ms / 1000
-        samples = self.samples / host.ranks
-        tasks = tuple(
-            TASKS * (count * fixed_s * fixed + sample_s * samples * work)
-            for fixed, work in zip(chain.fixed, chain.works, strict=True)
-        )
+        times = times_of(self.chain, host)
+        tasks = _added(*(task.up_to(count, self.samples / host.ranks) for task in times.tasks))
         optimiser = tuple(OPTIMISER * each for each in tasks)
-        busy = tuple(map(sum, zip(tasks, optimiser, strict=True)))
-
-        def task(parts: Sequence[float]) -> tuple[float, ...]:
-            return tuple(
-                TASKS * (fixed_s * fixed / 3 + sample_s * size * part)
-                for fixed, part in zip(chain.fixed, parts, strict=True)
-            )
-
-        forward, backward, weights = task(chain.forwards), task(chain.backwards), task(chain.of_weights)
+        forward, backward, weights = (task.up_to(1, self.smallest) for task in times.tasks)
         if not self.course.splits:
-            backward, weights = tuple(map(sum, zip(backward, weights, strict=True))), (0.0,) * len(weights)
-        return busy, forward, backward, weights, optimiser
+            backward, weights = _added(backward, weights), (0.0,) * len(weights)
+        return _added(tasks, optimiser), forward, backward, weights, optimiser
 
     def _memory(self, samples: int) -> tuple[float, ...]:
         weights, kept = self.chain.weight_sums, self.chain.kept_sums
@@ -184,3 +171,7 @@ class Family:
             for stage in range(self.stages)
         ]
         return max(least, *out)
+
+
+def _added(*sums: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(map(sum, zip(*sums, strict=True)))

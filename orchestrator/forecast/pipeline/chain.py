@@ -3,8 +3,8 @@
     chain = chain_of("resnet152", (3, 32, 32), classes=10)
     chain.work(0, 20), chain.cut_bytes(20)          0.36, 16384: blocks 0 to 19, and what crosses behind them a sample
 
-Times are parts of what the whole network takes, so that one speed of a host, as `orch profile` measures it, gives the
-time of any stretch of blocks.
+Times are parts of what the whole network takes, so that one speed of a host gives the time of any stretch of blocks;
+`stage_host` takes a host's own times of each block in their place, where it has them.
 """
 
 from __future__ import annotations

@@ -17,9 +17,10 @@ from orchestrator.forecast.advice import Scene
 from orchestrator.forecast.gpus import activation_bytes
 from orchestrator.forecast.layers import FLOAT_BYTES, gradient_bytes
 from orchestrator.forecast.pipeline.chain import Chain, chain_of
-from orchestrator.forecast.pipeline.course import STATES, Course, StageHost, stages_setting
+from orchestrator.forecast.pipeline.course import STATES, Course, stages_setting
 from orchestrator.forecast.pipeline.replicas import solve_all
 from orchestrator.forecast.pipeline.solve import Space
+from orchestrator.forecast.pipeline.stage_host import StageHost
 from orchestrator.forecast.pipeline.timing import Limit, StageTime, Timed, time_update
 from orchestrator.forecast.step import HostSpeed
 from orchestrator.units import format_figure
@@ -111,7 +112,7 @@ def chain_for(settings: Settings) -> Chain:
 
 
 def stage_hosts(scene: Scene) -> tuple[StageHost, ...]:
-    return tuple(StageHost.of(host.name, host.speeds, _memory_bytes(scene, host)) for host in scene.hosts)
+    return tuple(StageHost.of(host.name, host.speeds, _memory_bytes(scene, host), host.blocks) for host in scene.hosts)
 
 
 def _memory_bytes(scene: Scene, host: HostSpeed) -> int | None:

@@ -14,50 +14,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from orchestrator.forecast.pipeline.chain import Chain
-from orchestrator.forecast.step import OPTIMISER
+from orchestrator.forecast.pipeline.stage_host import Line, StageHost, times_of
 from trainer.shared.lanes import Route, routes
-from trainer.shared.shares import Speed, equal_shares
+from trainer.shared.shares import equal_shares
 from trainer.shared.stages import Pipelines, Stage, format_stages
 from trainer.shared.turns import in_flight_of_rank
 
 STATES = 3
 """Copies of its weights that a stage holds: themselves, their gradients, SGD's momentum."""
-
-
-@dataclass(frozen=True)
-class StageHost:
-    """A host that may hold a stage. fixed_ms, sample_ms: what a micro-batch of the whole network takes on one of its
-    ranks, whatever its size, and a sample of it. memory_bytes: of each rank, for weights and activations; None where
-    that is not known.
-    """
-
-    name: str
-    ranks: int
-    fixed_ms: float
-    sample_ms: float
-    memory_bytes: int | None = None
-
-    @staticmethod
-    def of(name: str, speeds: Sequence[Speed], memory_bytes: int | None = None) -> StageHost:
-        """speeds: of its ranks, which take micro-batches in turn, so that the slowest sets the pace."""
-        slowest = max(speeds, key=lambda speed: (speed.sample_ms, speed.fixed_ms))
-        return StageHost(name, len(speeds), slowest.fixed_ms, slowest.sample_ms, memory_bytes)
-
-    @property
-    def samples_per_s(self) -> float:
-        """Of all its ranks, in micro-batches so large that the fixed cost is nothing."""
-        return 1000 * self.ranks / self.sample_ms
-
-
-@dataclass(frozen=True)
-class Line:
-    """Seconds of a micro-batch: so many, and so many more for each sample."""
-
-    fixed_s: float
-    sample_s: float
-
-    def at(self, samples: float) -> float:
-        return self.fixed_s + self.sample_s * samples
 
 
 @dataclass(frozen=True)
@@ -139,18 +103,12 @@ def _routes(lanes: tuple[int, ...], batch: int, count: int) -> tuple[Route, ...]
 
 @lru_cache(maxsize=65536)
 def _stage_cost(chain: Chain, host: StageHost, first: int, end: int, in_flight: int) -> StageCost:
-    """What `trainer.paced.stage_clock` makes of a host's speed."""
-    fixed_s = host.fixed_ms / 1000 * (chain.fixed[end] - chain.fixed[first])
-    sample_s = host.sample_ms / 1000
-
-    def line(sums: tuple[float, ...]) -> Line:
-        return Line((1 - OPTIMISER) * fixed_s / 3, (1 - OPTIMISER) * sample_s * (sums[end] - sums[first]))
-
+    times = times_of(chain, host)
     return StageCost(
         host=host,
-        forward=line(chain.forwards),
-        backward=line(chain.backwards),
-        weights=line(chain.of_weights),
+        forward=times.forward.line(first, end),
+        backward=times.backward.line(first, end),
+        weights=times.weights.line(first, end),
         cut_bytes=chain.cut_bytes(end) if end < len(chain.blocks) else 0,
         in_flight=in_flight,
     )

@@ -19,8 +19,9 @@ from orchestrator.forecast.links import LinkCosts
 from orchestrator.forecast.pipeline.bound import Cut, Family
 from orchestrator.forecast.pipeline.chain import Chain
 from orchestrator.forecast.pipeline.clock import update_seconds
-from orchestrator.forecast.pipeline.course import Course, StageHost
+from orchestrator.forecast.pipeline.course import Course
 from orchestrator.forecast.pipeline.solve import Solved, Space, solve
+from orchestrator.forecast.pipeline.stage_host import StageHost
 from trainer.shared.shares import scale_shares
 
 MOST_STAGES = 3
