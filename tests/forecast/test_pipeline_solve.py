@@ -60,7 +60,8 @@ def clusters(draw):
 def jobs(draw):
     """A chain, hosts, of which some have measured its blocks, and their links."""
     chain, (hosts, wire) = draw(chains()), draw(clusters())
-    times = st.tuples(st.integers(0, 3), st.integers(0, 4))
+    scale = draw(st.sampled_from([1, 40]))  # slower or faster than the host's speed says
+    times = st.tuples(*(st.integers(0, most).map(lambda ms: ms / scale) for most in (3, 4)))
     tasks = st.lists(times, min_size=len(chain.blocks), max_size=len(chain.blocks))
     fields = {"forward": tasks, "backward": tasks, "weights": tasks}
     blocks = st.builds(BlockTimes, samples=st.just((8, 16)), stretches=st.just(1), **fields)
@@ -108,6 +109,15 @@ def test_no_update_is_shorter_than_its_bound(job, count, in_flight, splits, data
     cuts = data.draw(st.sampled_from(list(itertools.combinations(range(1, len(chain.blocks)), len(hosts) - 1))))
     course = Course(hosts, (0, *cuts), BATCH, count, in_flight, splits)
     assert update_seconds(chain, [course], wire) >= Family(chain, wire, course).lower_s(course.starts) - 1e-9
+
+
+def test_a_host_too_small_for_one_block_gets_another():
+    """Not the block where the host before it can end at most: that one is too heavy for it."""
+    chain = Chain(tuple(ChainBlock(*(1 / 12,) * 3, 1 / 4, weight, 0, 100) for weight in (1, 1, 1000, 1)))
+    small = StageHost("b", 1, 0.0, 1.0, memory_bytes=300)
+    hosts = (StageHost("a", 1, 0.0, 1.0), small, StageHost("c", 1, 0.0, 1.0))
+    wire = LinkCosts(tuple(Site(host.name, 1, 1e9, 1e9) for host in hosts), GLOO)
+    assert Family(chain, wire, Course(hosts, (0, 0, 0), BATCH, 4)).balanced()[1] == (0, 1, 2)
 
 
 def test_two_pipelines_win_over_one_where_bubbles_cost_more_than_sums_of_gradients():

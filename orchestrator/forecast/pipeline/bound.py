@@ -91,27 +91,45 @@ class Family:
             first = max(first, bisect_left(needs, needs[end] - memory))
         return max(first, stage)
 
-    def _greedy(self, within_s: float) -> Cut | None:
-        """Each stage takes what it can."""
+    def _feasible(self, within_s: float) -> Cut | None:
+        """A cut with which no stage has more to do, and memory holds all; None where there is none."""
         starts, first = [], 0
         for stage in range(self.stages):
             starts.append(first)
             end = self._furthest(stage, first, within_s)
             if end <= first:
-                return None
+                return self._from_any(within_s)
             first = end
         return tuple(starts) if first == self.blocks else None
+
+    def _from_any(self, within_s: float) -> Cut | None:
+        """Each stage has a block at least. One that cannot take the block where the furthest stages before it end may
+        take an earlier one: so all blocks are looked at with which a stage can begin.
+        """
+        firsts = [{0}]
+        for stage in range(self.stages - 1):
+            reached = (range(first + 1, self._furthest(stage, first, within_s) + 1) for first in firsts[-1])
+            firsts.append({end for ends in reached for end in ends})
+        starts, end = [], self.blocks
+        for stage in range(self.stages - 1, -1, -1):
+            fitting = (first for first in firsts[stage] if first < end <= self._furthest(stage, first, within_s))
+            first = max(fitting, default=-1)
+            if first < 0:
+                return None
+            starts.append(first)
+            end = first
+        return tuple(reversed(starts))
 
     def balanced(self) -> tuple[float, Cut] | None:
         """Seconds of the busiest stage where that is least, and such a cut. None where memory holds none."""
         high = max(busy[-1] for busy in self.busy)
-        found = self._greedy(high)
+        found = self._feasible(high)
         if found is None:
             return None
         low = 0.0
         while high - low > 1e-4 * high:
             middle = (low + high) / 2
-            cut = self._greedy(middle)
+            cut = self._feasible(middle)
             if cut is None:
                 low = middle
             else:
