@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from orchestrator.jobs.frames import FilePiece
 from orchestrator.jobs.metric_lines import count, duration, number, parse_event
-from orchestrator.jobs.waits import wait_and_sync
+from orchestrator.jobs.waits import bubble_and_sync, wait_and_sync
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from trainer.shared.metrics import LARGEST, LINE_LIMIT, STEP_COUNTS
 
@@ -63,6 +63,10 @@ class RunProgress:
     """The hosts that have taken a step, in the plan's order."""
     elapsed_s: float | None = None
     """Since the job was started."""
+    together: HostRow | None = None
+    """Of a pipeline, all its hosts as one: each sample passes all of them, so that no host has a speed or a loss of its
+    own. None where they have some, or some rank has not reported a step.
+    """
 
     @property
     def left_s(self) -> float | None:
@@ -104,8 +108,26 @@ class LiveView:
 
     def progress(self, elapsed_s: float | None = None) -> RunProgress:
         shares = _exchange_shares(self._ranks)
-        rows = (self._row(node, shares) for node in self._nodes.values())
-        return RunProgress(tuple(row for row in rows if row), elapsed_s)
+        rows = tuple(row for node in self._nodes.values() if (row := self._row(node, shares)))
+        if not any(rank.is_stage for rank in self._ranks.values()):
+            return RunProgress(rows, elapsed_s)
+        rows = tuple(replace(row, samples_per_s=None, loss=None) for row in rows)
+        return RunProgress(rows, elapsed_s, self._together())
+
+    def _together(self) -> HostRow | None:
+        ranks = list(self._ranks.values())
+        if not all(rank.steps for rank in ranks):
+            return None
+        steps = _common_steps(ranks)
+        return HostRow(
+            node="together",
+            step=min(rank.last for rank in ranks) + 1,
+            steps=max((rank.total for rank in ranks if rank.total), default=None),
+            samples_per_s=_samples_per_s(ranks, steps),
+            loss=_mean_loss(ranks, steps),
+            wait_share=None,
+            step_ms=_step_ms(ranks, steps),
+        )
 
     def _row(self, node: NodePlan, shares: Mapping[int, _Exchange]) -> HostRow | None:
         numbers = node.rank_numbers
@@ -139,6 +161,8 @@ class _Step(NamedTuple):
     comm_ms: float | None
     """How long a gradient was under way; all of it is exposed where a rank does not report it."""
     loss: float | None
+    bubble_ms: float | None = None
+    """Of a stage of a pipeline: how long it waited for its neighbours."""
 
 
 class _Rank:
@@ -152,6 +176,11 @@ class _Rank:
         self._offset = 0
         self._unfinished = b""
         self._skipping = False  # until the end of a line whose beginning is not here
+
+    @property
+    def is_stage(self) -> bool:
+        """Is it one of a pipeline's, by its newest step?"""
+        return self.last in self.steps and self.steps[self.last].bubble_ms is not None
 
     def take(self, offset: int, data: bytes) -> bool:
         if offset != self._offset:
@@ -198,12 +227,22 @@ class _Rank:
         comm_ms = duration(event, "comm_ms")
         self.steps.pop(step, None)  # a step that is reported again is the newest
         self.steps[step] = _Step(
-            samples, t_ms, exposed_ms, exposed_ms if comm_ms is None else comm_ms, number(event, "loss", LARGEST)
+            samples,
+            t_ms,
+            exposed_ms,
+            exposed_ms if comm_ms is None else comm_ms,
+            number(event, "loss", LARGEST),
+            _bubble_ms(event),
         )
         if len(self.steps) > KEPT_STEPS:
             del self.steps[next(iter(self.steps))]
         self.last = step
         return True
+
+
+def _bubble_ms(event: Mapping[str, Any]) -> float | None:
+    before_ms, behind_ms = duration(event, "bubble_before_ms"), duration(event, "bubble_behind_ms")
+    return None if before_ms is None or behind_ms is None else before_ms + behind_ms
 
 
 def _common_steps(ranks: Sequence[_Rank]) -> list[int]:
@@ -259,7 +298,11 @@ def _exchange_shares(ranks: Mapping[int, _Rank]) -> dict[int, _Exchange]:
             continue
         least = min(under_way)
         for name, line in lines.items():
-            wait_ms, sync_ms = wait_and_sync(line.exposed_ms or 0.0, line.comm_ms or 0.0, least)
+            exposed_ms = line.exposed_ms or 0.0
+            if line.bubble_ms is None:
+                wait_ms, sync_ms = wait_and_sync(exposed_ms, line.comm_ms or 0.0, least)
+            else:
+                wait_ms, sync_ms = bubble_and_sync(exposed_ms, line.bubble_ms)
             waited[name] += wait_ms
             wired[name] += sync_ms
             lasted[name] += line.t_ms or 0.0

@@ -20,7 +20,7 @@ from orchestrator.jobs.lines import Bars, LogLine
 from orchestrator.jobs.live import Notice, RunProgress, Silence
 from orchestrator.text import one_line
 from orchestrator.views import console
-from orchestrator.views.progress import STARTING_S, progress_table, progress_words, silence_words, time_words
+from orchestrator.views.progress import STARTING_S, progress_lines, progress_table, silence_words, time_words
 
 _RANK_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta", "bright_yellow")
 PROGRESS_LINE_S = 10.0
@@ -197,11 +197,11 @@ class _Sentences:
         latest, self._latest = self._latest, {}
         for event in latest.values():
             if isinstance(event, RunProgress):
-                for row in event.rows:
-                    console.say(progress_words(row))
+                for line in progress_lines(event):
+                    console.say(line)
             elif isinstance(event, Bars):
-                for line in event.lines[:BARS_SHOWN]:
-                    console.say(f"{_prefix(line)}{line.text.strip()}")
+                for bar in event.lines[:BARS_SHOWN]:
+                    console.say(f"{_prefix(bar)}{bar.text.strip()}")
             elif event.elapsed_s < STARTING_S:
                 console.say(silence_words(event))
 

@@ -30,7 +30,8 @@ def time_words(progress: RunProgress) -> str:
 
 def progress_table(progress: RunProgress, width: int) -> Table:
     """At most `width` columns wide and one line a host; where it is narrow, names are cut before figures."""
-    columns, figures = ["step", "samples/s", "loss", "sync", "wait"], [_progress_cells(row) for row in progress.rows]
+    rows = [*progress.rows, *([progress.together] if progress.together else [])]
+    columns, figures = ["step", "samples/s", "loss", "sync", "wait"], [_progress_cells(row) for row in rows]
 
     def taken() -> int:
         return sum(2 + max(map(len, column)) for column in zip(columns, *figures, strict=True))
@@ -43,7 +44,7 @@ def progress_table(progress: RunProgress, width: int) -> Table:
     table.add_column("node", no_wrap=True, max_width=max(LEAST_NAME, width - taken()))
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
-    for row, cells in zip(progress.rows, figures, strict=True):
+    for row, cells in zip(rows, figures, strict=True):
         table.add_row(Text(one_line(row.node)), *map(Text, cells))
     return table
 
@@ -53,10 +54,23 @@ def _progress_cells(row: HostRow) -> tuple[str, ...]:
     return (_of_steps(row), figure(row.samples_per_s), figure(row.loss), *shares)
 
 
+def progress_lines(progress: RunProgress) -> list[str]:
+    """A sentence for each host; of a pipeline one more, with the speed and the loss that its hosts have together."""
+    if not progress.together:
+        return [progress_words(row) for row in progress.rows]
+    step, speed, loss, *_ = _progress_cells(progress.together)
+    return [*map(_stage_words, progress.rows), f"{progress.together.node}: step {step}, {speed} samples/s, loss {loss}"]
+
+
 def progress_words(row: HostRow) -> str:
     """`a2000: step 120/938, 333 samples/s, loss 0.312, sync 20 %, wait 41 %`."""
     step, speed, loss, sync, wait = _progress_cells(row)
     return f"{row.node}: step {step}, {speed} samples/s, loss {loss}, sync {sync}, wait {wait}"
+
+
+def _stage_words(row: HostRow) -> str:
+    step, _, _, sync, wait = _progress_cells(row)
+    return f"{row.node}: step {step}, sync {sync}, wait {wait}"
 
 
 def _of_steps(row: HostRow) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import fcntl
+import io
 import itertools
 import json
 import math
@@ -22,6 +23,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from orchestrator.jobs import follow
 from orchestrator.jobs.faults import fault_words
@@ -100,6 +102,56 @@ def test_a_host_shows_its_step_its_ranks_speeds_together_and_their_mean_loss():
         feed.step(2, step, samples=10, loss=50.0, t_ms=50.0)
     assert feed.rows()["a"] == HostRow("a", 3, 938, 100.0, 2.0, None, step_ms=100.0)
     assert feed.rows()["b"] == HostRow("b", 3, None, 500.0, 2.0, None, step_ms=100.0)
+
+
+def fed_pipeline() -> Feed:
+    """Rank 0 is the last stage and sees the labels, rank 1 reads the samples."""
+    feed = Feed(a=1, b=1)
+    for step in range(4):
+        feed.step(0, step, samples=0, loss=20.0, exposed_ms=32.0, bubble_before_ms=30.0, bubble_behind_ms=0.0)
+        feed.step(1, step, samples=10, loss=0.0, exposed_ms=5.0, bubble_before_ms=0.0, bubble_behind_ms=4.0)
+    return feed
+
+
+def test_a_pipelines_speed_and_loss_are_shown_once_and_no_stage_has_zeros() -> None:
+    shown = fed_pipeline().view.progress(60.0)
+    assert [(row.samples_per_s, row.loss) for row in shown.rows] == [(None, None)] * 2
+    assert [(row.wait_share, row.sync_share) for row in shown.rows] == [
+        (pytest.approx(0.3), pytest.approx(0.02)),
+        (pytest.approx(0.04), pytest.approx(0.01)),
+    ]
+    assert (shown.together.step, shown.together.samples_per_s, shown.together.loss) == (4, 100.0, 2.0)
+    assert progress.progress_lines(shown) == [
+        "a: step 4, sync 2 %, wait 30 %",
+        "b: step 4, sync 1 %, wait 4 %",
+        "together: step 4, 100 samples/s, loss 2.00",
+    ]
+
+
+def test_the_table_of_a_pipeline_has_a_row_for_all_its_hosts_together() -> None:
+    screen = Console(width=80, file=io.StringIO())
+    screen.print(progress.progress_table(fed_pipeline().view.progress(60.0), 80))
+    cells = [row.split() for row in screen.file.getvalue().splitlines()]
+    assert cells[1:] == [
+        ["a", "4", "-", "-", "2", "%", "30", "%"],
+        ["b", "4", "-", "-", "1", "%", "4", "%"],
+        ["together", "4", "100", "2.00", "-", "-"],
+    ]
+
+
+def test_a_pipeline_of_which_a_stage_has_not_reported_has_no_speed_yet() -> None:
+    feed = Feed(a=1, b=1)
+    feed.step(0, 0, samples=0, loss=20.0, exposed_ms=30.0, bubble_before_ms=30.0, bubble_behind_ms=0.0)
+    shown = feed.view.progress(1.0)
+    assert shown.together is None
+    assert [(row.samples_per_s, row.loss) for row in shown.rows] == [(None, None)]
+
+
+def test_a_paced_pipeline_has_no_loss() -> None:
+    feed = Feed(a=1, b=1)
+    for rank in (0, 1):
+        feed.step(rank, 0, samples=10 * rank, loss=None, exposed_ms=5.0, bubble_before_ms=1.0, bubble_behind_ms=1.0)
+    assert feed.view.progress().together.loss is None
 
 
 def test_the_time_left_is_that_of_the_host_with_most_to_do():
