@@ -58,6 +58,8 @@ class TimelineLane(Record):
     stage: int
     first_block: int
     last_block: int
+    begin_ms: float
+    """When the step began on this rank."""
     bars: tuple[Bar, ...]
 
 
@@ -120,7 +122,7 @@ def timeline(
     clocks = align(_bounds(pairs, places, rows), order)
     if clocks is None or not any(rows.values()):
         return None
-    begin_ms = min(row[2] + clocks.offsets_ms[rank] for rank in order for row in rows[rank])
+    begin_ms = min(clocks.offsets_ms.values())  # each rank counts from the begin of its step
     shift = {rank: offset - begin_ms for rank, offset in clocks.offsets_ms.items()}
     return Timeline(
         step=step,
@@ -145,6 +147,7 @@ def _lane(rank: int, place: Place, node: str, rows: Iterable[Row], shift_ms: flo
         stage=place.stage,
         first_block=place.first,
         last_block=place.last,
+        begin_ms=shift_ms,
         bars=tuple(bars),
     )
 

@@ -3,8 +3,8 @@
     drawing = draw_timeline(load_timeline(run.timeline))
     drawing.panels[0].lanes[0].paths            # [("forward", "M0.6 20h12.1v20h-12.1z..."), ...]
 
-Where micro-batches are so many that their bars are hairs, two further panels show the beginning and the end of the
-step, as much of it as leaves bars that can be distinguished.
+Where micro-batches are so many that their bars are hairs, two further panels show how the pipeline fills and
+drains, as much of it as leaves bars that can be distinguished.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ BAR, ABOVE, AXIS = 20, 34, 18
 """Heights: of a bar, of what stands above it (its title, and room for lines between stages), of the axis."""
 NARROW = 5.0
 """Where half of the bars are narrower, they are shown larger, too."""
-READABLE = 14.0
-"""So wide half of the bars are there, at least; and no number stands in a narrower one."""
+LARGER = 22.0
+"""So wide half of the bars are there, at least."""
+READABLE, DIGIT = 14.0, 6.0
+"""No number stands in a narrower bar; one of three digits takes so much more."""
 HAIR = 0.6
 """Bars of one kind that are closer than this are drawn as one."""
 WORDS = ("forward", "backward", "gradients of weights", "sum of gradients", "optimiser")
@@ -34,6 +36,8 @@ WORDS = ("forward", "backward", "gradients of weights", "sum of gradients", "opt
 class DrawnLane:
     title: str
     top: int
+    idle: tuple[float, float]
+    """Left and width of its own step, on which the bars lie."""
     paths: tuple[tuple[str, str], ...]
     """Task, and the path of its bars."""
     labels: tuple[Tick, ...]
@@ -72,27 +76,33 @@ def draw_timeline(line: Timeline) -> TimelineDrawing | None:
         return None
     return TimelineDrawing(
         step=line.step + 1,
-        panels=tuple(_panel(line, *part) for part in _parts(bars, last_ms)),
-        kinds=(*((task, words) for task, words in _kinds(bars)), ("idle", "idle")),
+        panels=tuple(_panel(line, *part) for part in _parts(line.lanes, last_ms)),
+        kinds=(*((task, words) for task, words in _kinds(bars, last_ms / WIDTH)), ("idle", "idle")),
         within=format_figure(line.within_ms),
         left_out=line.left_out,
     )
 
 
-def _kinds(bars: Iterable[Bar]) -> Iterator[tuple[str, str]]:
-    there = {bar.task for bar in bars}
+def _kinds(bars: Iterable[Bar], least_ms: float) -> Iterator[tuple[str, str]]:
+    """Not those that are too short to be seen."""
+    there = {bar.task for bar in bars if bar.end_ms - bar.begin_ms > least_ms}
     return ((task, words) for task, words in zip(TASKS, WORDS, strict=True) if task in there)
 
 
-def _parts(bars: Sequence[Bar], last_ms: float) -> Iterator[tuple[str, float, float]]:
+def _parts(lanes: Sequence[TimelineLane], last_ms: float) -> Iterator[tuple[str, float, float]]:
     """Title, begin and end of each panel."""
     yield "", 0.0, last_ms
-    usual_ms = statistics.median(bar.end_ms - bar.begin_ms for bar in bars)
-    if usual_ms * WIDTH / last_ms < NARROW:
-        part_ms = min(last_ms / 4, usual_ms * WIDTH / READABLE)
-        if part_ms > 0:
-            yield "its beginning", 0.0, part_ms
-            yield "its end", last_ms - part_ms, last_ms
+    of_micro_batches = [[bar for bar in lane.bars if bar.number is not None] for lane in lanes]
+    usual_ms = statistics.median([bar.end_ms - bar.begin_ms for bars in of_micro_batches for bar in bars] or [0.0])
+    part_ms = usual_ms * WIDTH / LARGER
+    if usual_ms * WIDTH / last_ms >= NARROW or not 0 < part_ms < last_ms:
+        return
+    filled_ms = max(min(bar.begin_ms for bar in bars) for bars in of_micro_batches if bars)
+    drained_ms = max(bar.end_ms for bars in of_micro_batches for bar in bars)
+    fills_ms = min(max(0.0, filled_ms - part_ms / 3), last_ms - part_ms)
+    yield "as it fills", fills_ms, fills_ms + part_ms
+    drains_ms = max(0.0, min(drained_ms + part_ms / 20, last_ms) - part_ms)
+    yield "as it drains", drains_ms, drains_ms + part_ms
 
 
 def _panel(line: Timeline, title: str, from_ms: float, to_ms: float) -> Panel:
@@ -109,7 +119,7 @@ def _panel(line: Timeline, title: str, from_ms: float, to_ms: float) -> Panel:
         title=title,
         height=len(line.lanes) * (BAR + ABOVE) - 14 + AXIS,
         bar=BAR,
-        lanes=tuple(_lane(lane.bars, titles[lane.rank], tops[lane.rank], from_ms, scale) for lane in line.lanes),
+        lanes=tuple(_lane(lane, titles[lane.rank], tops[lane.rank], from_ms, scale) for lane in line.lanes),
         sent=tuple(_sent([one for one in shown if one.task == task], task, tops, from_ms, scale) for task in TASKS[:2]),
         stroke=1.0 if len(shown) <= 100 else 0.5,
         ticks=tuple(
@@ -131,18 +141,23 @@ def _titles(lanes: Sequence[TimelineLane]) -> dict[int, str]:
     return found
 
 
-def _lane(bars: Sequence[Bar], title: str, top: int, from_ms: float, scale: float) -> DrawnLane:
-    boxes = [
-        (bar, max(0.0, (bar.begin_ms - from_ms) * scale), min(WIDTH, (bar.end_ms - from_ms) * scale)) for bar in bars
-    ]
+def _lane(lane: TimelineLane, title: str, top: int, from_ms: float, scale: float) -> DrawnLane:
+    def within(begin_ms: float, end_ms: float) -> tuple[float, float]:
+        left = min(WIDTH, max(0.0, (begin_ms - from_ms) * scale))
+        return left, max(left, min(WIDTH, (end_ms - from_ms) * scale))
+
+    boxes = [(bar, *within(bar.begin_ms, bar.end_ms)) for bar in lane.bars]
     boxes = [box for box in boxes if box[1] < WIDTH and box[2] > 0]
+    left, right = within(lane.begin_ms, max((bar.end_ms for bar in lane.bars), default=lane.begin_ms))
     paths = ((task, _path([box[1:] for box in boxes if box[0].task == task], top)) for task in TASKS)
     labels = (
         Tick((left + right) / 2, str(bar.number + 1))
         for bar, left, right in boxes
-        if bar.number is not None and right - left >= READABLE
+        if bar.number is not None and right - left >= READABLE + DIGIT * (bar.number >= 99)
     )
-    return DrawnLane(title, top, tuple((task, path) for task, path in paths if path), tuple(labels))
+    return DrawnLane(
+        title, top, (left, right - left), tuple((task, path) for task, path in paths if path), tuple(labels)
+    )
 
 
 def _path(spans: Iterable[tuple[float, float]], top: int) -> str:

@@ -3,11 +3,19 @@
 import re
 
 from orchestrator.results.timeline import Bar, Message, Timeline, TimelineLane
-from orchestrator.views.timeline import NARROW, READABLE, draw_timeline
+from orchestrator.views.timeline import LARGER, NARROW, draw_timeline
 
 
 def lane(stage, bars, **more):
-    fields = {"rank": stage, "node": f"host{stage}", "pipeline": 0, "stage": stage, "first_block": 0, "last_block": 3}
+    fields = {
+        "rank": stage,
+        "node": f"host{stage}",
+        "pipeline": 0,
+        "stage": stage,
+        "first_block": 0,
+        "last_block": 3,
+        "begin_ms": 0.0,
+    }
     return TimelineLane(
         **{**fields, **more}, bars=tuple(Bar(task=t, number=n, begin_ms=a, end_ms=b) for t, n, a, b in bars)
     )
@@ -64,11 +72,11 @@ def test_many_micro_batches_are_shown_as_a_whole_and_larger_at_either_end():
     bars = [("forward" if n % 2 else "backward", n // 2, n * 1.0, n + 0.9) for n in range(600)]
     drawing = draw_timeline(line([lane(0, bars), lane(1, bars)]))
     whole, begin, end = drawing.panels
-    assert [panel.title for panel in drawing.panels] == ["", "its beginning", "its end"]
+    assert [panel.title for panel in drawing.panels] == ["", "as it fills", "as it drains"]
     assert NARROW * 599.9 / 1000 > 0.9
     for panel in (begin, end):
         widths = [width for _, path in panel.lanes[0].paths for _, width in spans(path)]
-        assert max(widths) >= READABLE - 1
+        assert max(widths) >= LARGER - 1
         assert panel.lanes[0].labels
         assert all(
             0 <= left <= 1000 and left + width <= 1000.5 for _, p in panel.lanes[0].paths for left, width in spans(p)
