@@ -30,7 +30,7 @@ QUIET = {"deadline": None, "derandomize": True, "phases": [Phase.explicit, Phase
 @st.composite
 def chains(draw):
     """Blocks of unequal work, weights and outputs."""
-    works = draw(st.lists(st.integers(1, 9), min_size=3, max_size=8))
+    works = draw(st.lists(st.integers(1, 9), min_size=3, max_size=6))
     fixed = draw(st.lists(st.integers(1, 9), min_size=len(works), max_size=len(works)))
     cuts = draw(st.lists(st.sampled_from([100, 4_000, 16_000, 64_000]), min_size=len(works), max_size=len(works)))
     total, kernels = sum(works), sum(fixed)
