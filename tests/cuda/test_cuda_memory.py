@@ -36,3 +36,17 @@ def test_a_workspace_that_finds_no_memory_is_a_batch_that_does_not_fit(machine, 
     """
     cap = profile(machine, FAKE_WS_MIB=200)["cap"]
     assert plain["cap"] / 2 < cap < plain["cap"]
+
+
+def test_blocks_are_timed_on_the_gpus_own_time_line(plain):
+    """Every kernel takes 20 ms here, whatever the samples: what there is is fixed, but where torch adds up larger
+    gradients with more kernels.
+    """
+    blocks = plain["blocks"]
+    assert (blocks["samples"][0], blocks["samples"][-1]) == (8, max(plain["samples"]))
+    assert (len(blocks["samples"]), blocks["stretches"]) == (3, 2)
+    for task in ("forward", "backward", "weights"):
+        for fixed_ms, sample_ms in blocks[task]:
+            assert fixed_ms >= 20
+            whole_kernels = pytest.approx((20 * round(fixed_ms / 20), 0), abs=1e-4)
+            assert task == "backward" or (fixed_ms, sample_ms) == whole_kernels

@@ -73,7 +73,9 @@ def test_blocks_that_the_clock_cannot_tell_share_a_stretch_by_their_work():
     [([1, 1, 1], (0, 1, 2)), ([0.04, 0.04, 0.04], (0,)), ([1, 0.04, 0.07], (0, 1)), ([0.04, 1, 0.04], (0,))],
 )
 def test_stretches_are_as_short_as_the_clock_allows(forward_ms, cut):
-    assert stretches([Lap(ms, 1.0, 1.0) for ms in forward_ms], 10 * NOISE_MS) == cut
+    laps = [Lap(ms, 1.0, 1.0) for ms in forward_ms]
+    assert stretches(laps, 10 * NOISE_MS) == cut
+    assert stretches(laps, 0.0) == (0, 1, 2), "a clock without any noise"
 
 
 def test_micro_batches_lie_between_the_smallest_of_a_plan_and_a_quarter_of_the_batch():

@@ -49,6 +49,15 @@ class Lap:
     def all_ms(self) -> float:
         return self.forward_ms + self.backward_ms + self.weights_ms
 
+    @property
+    def least_ms(self) -> float:
+        return min(self.forward_ms, self.backward_ms, self.weights_ms)
+
+    def and_then(self, other: Lap) -> Lap:
+        return Lap(
+            self.forward_ms + other.forward_ms, self.backward_ms + other.backward_ms, self.weights_ms + other.weights_ms
+        )
+
 
 @dataclass(frozen=True)
 class BlockTimes:
@@ -120,17 +129,14 @@ def time_blocks(
 
 def stretches(laps: Sequence[Lap], least_ms: float) -> Cut:
     """As many as there can be of which each task takes so long. laps: of single blocks."""
-    cut, reached = [0], Lap(0.0, 0.0, 0.0)
-    for number, lap in enumerate(laps):
-        if min(reached.forward_ms, reached.backward_ms, reached.weights_ms) >= least_ms:
+    cut, reached = [0], laps[0]
+    for number, lap in enumerate(laps[1:], 1):
+        if reached.least_ms >= least_ms:
             cut.append(number)
-            reached = Lap(0.0, 0.0, 0.0)
-        reached = Lap(
-            reached.forward_ms + lap.forward_ms,
-            reached.backward_ms + lap.backward_ms,
-            reached.weights_ms + lap.weights_ms,
-        )
-    if len(cut) > 1 and min(reached.forward_ms, reached.backward_ms, reached.weights_ms) < least_ms:
+            reached = lap
+        else:
+            reached = reached.and_then(lap)
+    if len(cut) > 1 and reached.least_ms < least_ms:
         cut.pop()  # what is left belongs to the stretch before
     return tuple(cut)
 
