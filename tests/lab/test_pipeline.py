@@ -1,4 +1,4 @@
-"""A pipeline over three hosts, by real SSH: a host in its middle dies, and a job goes on with other cuts."""
+"""Pipelines over hosts, by real SSH: a stage dies, runs out of time, and a job goes on with other cuts."""
 
 from __future__ import annotations
 
@@ -74,3 +74,36 @@ def test_a_killed_stage_ends_all_and_is_the_first_cause(person: Person, victim: 
     assert (first["node"], first["rank"], first["signal"]) == (victim, int(rank[0]), "SIGKILL")
     for node in {"alpha", "beta-2", "gamma"} - {victim}:
         assert all(one["secondary"] for one in person.agent(node, job)["failures"])
+
+
+@LONG_ALONE
+def test_a_job_goes_on_with_other_cuts_and_as_ddp(person: Person) -> None:
+    brief = ["data=synthetic", "samples=48", "batch=8", "epochs=1", "eval_every=0", "num_workers=0", "lr=0.001"]
+    brief += ["checkpoint_every=2"]
+    piped = [*brief, "strategy=pipeline", "accumulate=4", STAGES, "steps=2"]
+    job = person.asks("run", "--exp", "resnet152_cifar", *sets(*piped))["id"]
+    for steps, changed in (
+        (4, ["stages=alpha:0-30,beta-2:31-32,gamma:33-51", "in_flight=1"]),
+        (6, ["strategy=ddp", "stages=", "in_flight=0", "accumulate=0"]),
+    ):
+        found = person.asks("run", "--resume", job, *sets(*changed, f"steps={steps}"))
+        assert found["state"] == "succeeded"
+        said = person.types("logs", "--job", found["id"]).stdout
+        assert f"after {steps - 2} updates" in said
+        assert {line["step"] for line in events(person, found["id"], "step")} == {steps - 2, steps - 1}
+        job = found["id"]
+
+
+@LONG_ALONE
+@pytest.mark.parametrize("how", ["time limit", "cancel"])
+def test_a_pipeline_that_has_to_end_leaves_nothing(person: Person, how: str) -> None:
+    limit = ["--time-limit", "60s"] if how == "time limit" else []
+    chosen = sets("strategy=pipeline", STAGES, *LONG)
+    job = person.types("run", "--detach", "--exp", "resnet152_cifar", *chosen, *limit).stdout.strip()
+    until(lambda: len(events(person, job, "step")) >= 6, "two updates of each stage", within_s=180)
+    if not limit:
+        person.types("cancel", "--job", job)
+    until(lambda: person.job(job)["state"] != "running", "the verdict", within_s=60)
+    until(lambda: person.processes_of(job) == [], "the last process to end", within_s=30)
+    print(how, person.job(job))
+    assert {line["status"] for line in events(person, job, "end")} == {"interrupted"}
