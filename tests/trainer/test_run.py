@@ -237,6 +237,8 @@ def test_a_lone_sample_for_batch_norm_is_refused_before_training() -> None:
     check_batch_norm(model, SampleStream(102, 10, (5, 5), seed=0, pairs=True))
     with pytest.raises(TrainError, match="choose another batch than 10"):  # a share that was asked for is not changed
         check_batch_norm(model, SampleStream(100, 10, (9, 1), seed=0, pairs=True))
+    with pytest.raises(TrainError, match=r"choose another batch than 10$"):  # no sync_bn where it would be refused
+        check_batch_norm(model, SampleStream(101, 10, (10,), seed=0), may_sync=False)
 
 
 def test_a_lone_sample_in_a_micro_batch_is_refused_for_batch_norm_alone() -> None:

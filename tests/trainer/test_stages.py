@@ -127,6 +127,11 @@ def test_stages_have_to_fit_the_ranks(text: str, said: str) -> None:
         Layout.of(parse_stages(text), ["a", "b"], blocks=7)
 
 
+def test_a_host_alone_has_no_stage_by_its_name() -> None:
+    with pytest.raises(ValueError, match="'h' has a stage, and is not among 0, 1: on one host the ranks are stages"):
+        Layout.of(parse_stages("h:0-6"), ["h", "h"], blocks=7)
+
+
 def test_pipelines_beside_each_other_have_the_same_cuts() -> None:
     with pytest.raises(ValueError, match="cut at the same blocks"):
         Layout.of(parse_stages("a:0-3,b:4-6|c:0-2,d:3-6"), list("abcd"), blocks=7)

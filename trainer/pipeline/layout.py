@@ -65,7 +65,8 @@ class Layout:
             for stage, ranks in zip(stages, row, strict=True)
         }
         if absent := [node for node, ranks in staged.items() if not ranks]:
-            raise ValueError(f"{absent[0]!r} has a stage, and is not among {', '.join(dict.fromkeys(names))}")
+            here = "" if list(nodes) == names else ": on one host the ranks are stages, by their numbers"
+            raise ValueError(f"{absent[0]!r} has a stage, and is not among {', '.join(dict.fromkeys(names))}{here}")
         if idle := [name for name in names if name not in staged]:
             raise ValueError(f"{idle[0]!r} has no stage: give it blocks, or leave it out")
         return Layout(pipelines, held)

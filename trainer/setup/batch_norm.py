@@ -14,18 +14,19 @@ from trainer.shared.config import Settings
 from trainer.shared.errors import TrainError
 
 
-def check_batch_norm(model: nn.Module, stream: SampleStream, whole_batch: bool = False) -> None:
+def check_batch_norm(model: nn.Module, stream: SampleStream, whole_batch: bool = False, may_sync: bool = True) -> None:
     """A single sample has no variance: torch's BatchNorm refuses it where the picture has shrunk to one point.
 
-    whole_batch: does it see the samples of all ranks (sync_bn)?
+    whole_batch: does it see the samples of all ranks (sync_bn)? may_sync: could it?
     """
+    or_sync = ", or sync_bn=true" if may_sync and not whole_batch else ""
     for step in {0, stream.steps - 1}:
         split = stream.shares_at(step) if stream.batch_at(step) < stream.batch else stream.shares
         groups = (stream.batch_at(step),) if whole_batch else split
         if has_batch_norm(model) and 1 in groups:
             raise TrainError(
                 f"batch: of {stream.batch_at(step)} samples one rank gets a single one, and BatchNorm needs two; "
-                f"choose another batch than {stream.batch}{'' if whole_batch else ', or sync_bn=true'}"
+                f"choose another batch than {stream.batch}{or_sync}"
             )
 
 

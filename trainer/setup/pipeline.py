@@ -146,7 +146,7 @@ def real_part(
 ) -> Part:
     """Raises TrainError where BatchNorm can make nothing of the micro-batches."""
     model = build_model(settings.model, facts.shape, facts.classes)
-    check_batch_norm(model, stream)
+    check_batch_norm(model, stream, may_sync=False)
     check_pairs(model, micro_batches, stream.shares)
     part = part_of(model, plan.layout.stage(rank))
     count = len(own_sizes(plan, micro_batches, stream.shares, rank))
