@@ -174,6 +174,19 @@ def test_a_package_of_the_trainer_knows_only_those_above_it_in_the_list(name):
     assert {found for found in ours(TRAINER[name], "trainer") if found.partition(".")[0] not in allowed} == set()
 
 
+def test_the_trainer_asks_no_tensor_for_what_torch_2_0_1_does_not_know():
+    """`tensor.nbytes` is of 2.1 (`flat_buffer.bytes_of`); `storage.nbytes()` has always been there."""
+    trees = {name: list(ast.walk(tree)) for name, tree in TRAINER.items()}
+    called = {id(node.func) for nodes in trees.values() for node in nodes if isinstance(node, ast.Call)}
+    asking = {
+        name
+        for name, nodes in trees.items()
+        for node in nodes
+        if isinstance(node, ast.Attribute) and node.attr == "nbytes" and id(node) not in called
+    }
+    assert asking == set()
+
+
 def test_the_list_names_all_packages_of_the_trainer():
     assert {path.parent.name for path in (ROOT / "trainer").glob("*/__init__.py")} == set(TRAINER_ORDER)
 

@@ -23,6 +23,11 @@ def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> None:
         tensor.copy_(part)
 
 
+def bytes_of(*tensors: Tensor) -> int:
+    """As `Tensor.nbytes`, which torch has since 2.1."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
 def parts_of(flat: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """Each tensor, without its history, with its part of `flat` in its own shape."""
     begin = 0

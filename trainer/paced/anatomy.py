@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from trainer.compute.flat_buffer import bytes_of
 from trainer.compute.meta_pass import Visit, meta_pass
 from trainer.compute.models import build_model
 
@@ -44,8 +45,7 @@ class Anatomy:
     @property
     def state_bytes(self) -> int:
         """Weights, their gradients, SGD's momentum, and the buffers."""
-        weights = sum(parameter.nbytes for parameter in self.model.parameters())
-        return 3 * weights + sum(buffer.nbytes for buffer in self.model.buffers())
+        return 3 * bytes_of(*self.model.parameters()) + bytes_of(*self.model.buffers())
 
 
 def dissect(name: str, shape: tuple[int, int, int], classes: int) -> Anatomy:

@@ -14,6 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from trainer.compute.flat_buffer import bytes_of
 from trainer.compute.meta_pass import Taken, meta_pass
 from trainer.compute.models import build_model, stages_of
 from trainer.shared.errors import TrainError
@@ -64,7 +65,7 @@ def _block(block: nn.Module, taken: Taken) -> Block:
         behind=tuple(taken.output.shape[1:]),
         work=sum(visit.work for visit in taken.visits),
         kernels=len(taken.visits),
-        state_bytes=3 * sum(tensor.nbytes for tensor in weights) + sum(buffer.nbytes for buffer in buffers),
+        state_bytes=3 * bytes_of(*weights) + bytes_of(*buffers),
         activation_bytes=sum(tensor.untyped_storage().nbytes() for tensor in taken.kept.values()) // _SAMPLES,
     )
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from trainer.compute.brake import Brake
-from trainer.compute.flat_buffer import flatten, unflatten
+from trainer.compute.flat_buffer import bytes_of, flatten, unflatten
 from trainer.compute.models import gradients_of
 from trainer.compute.timer import Timer
 from trainer.shared import gpu_work
@@ -53,17 +53,17 @@ class AfterBackward(Base):
 def joined(gradients: Gradients, sums: GradientSum) -> Tensor:
     """All of them in one buffer."""
     flat = gradients[0].new_empty(sum(gradient.numel() for gradient in gradients))
-    sums.executor(gpu_work.copy(flat.nbytes), lambda: flatten(gradients, out=flat))
+    sums.executor(gpu_work.copy(bytes_of(flat)), lambda: flatten(gradients, out=flat))
     return flat
 
 
 def taken_apart(flat: Tensor, gradients: Gradients, sums: GradientSum) -> None:
-    sums.executor(gpu_work.copy(flat.nbytes), lambda: unflatten(flat, gradients))
+    sums.executor(gpu_work.copy(bytes_of(flat)), lambda: unflatten(flat, gradients))
 
 
 def added_up(gathered: Sequence[Tensor], sums: GradientSum) -> Tensor:
     total = torch.empty_like(gathered[0])
-    sums.executor(gpu_work.copy(len(gathered) * total.nbytes), lambda: sum_in_order(gathered, total))
+    sums.executor(gpu_work.copy(len(gathered) * bytes_of(total)), lambda: sum_in_order(gathered, total))
     return total
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.compute.brake import Brake
-from trainer.compute.flat_buffer import flatten, parts_of, unflatten
+from trainer.compute.flat_buffer import bytes_of, flatten, parts_of, unflatten
 from trainer.compute.models import trainable
 from trainer.compute.timer import Timer
 from trainer.shared import gpu_work
@@ -113,7 +113,7 @@ class ParameterAverage(Base):
         self.sent_from, self.way = torch.empty_like(self.start), torch.empty_like(self.start)
 
     def _send(self) -> None:
-        self.sums.executor(gpu_work.leave(self.way.nbytes), self._measure_way)
+        self.sums.executor(gpu_work.leave(bytes_of(self.way)), self._measure_way)
         self.pieces, self.under_way = self.sums.begin_in_pieces(self.way), True
         self.updates = self.samples = self.samples_of_all = 0
 
@@ -125,7 +125,7 @@ class ParameterAverage(Base):
         self.settle()
         self.under_way = False
         arrive = gpu_work.arrive if self.updates else gpu_work.arrive_at_once
-        self.sums.executor(arrive(self.way.nbytes), self._go_on)
+        self.sums.executor(arrive(bytes_of(self.way)), self._go_on)
 
     def _go_on(self) -> None:
         self._step(self.start, self.velocity, self.way)

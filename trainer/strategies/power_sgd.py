@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from trainer.compute.flat_buffer import flatten, unflatten
+from trainer.compute.flat_buffer import bytes_of, flatten, unflatten
 from trainer.shared import gpu_work
 from trainer.strategies.gradient_sum import GradientSum
 
@@ -93,7 +93,7 @@ class PowerSgd:
             shrinks = rank * sum(shape) < math.prod(shape)
             (of_shape.setdefault(shape, []) if shrinks else self.small).append(position)
         self.stacks = [Stack(own, parameters[own[0]].detach(), rank, generator) for own in of_shape.values()]
-        self.tensors, self.bytes = len(parameters), sum(parameter.nbytes for parameter in parameters)
+        self.tensors, self.bytes = len(parameters), bytes_of(*parameters)
 
     @torch.no_grad()
     def __call__(self, gradients: Sequence[Tensor], sums: GradientSum) -> None:

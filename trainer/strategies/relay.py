@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.compute.executor import Executor
+from trainer.compute.flat_buffer import bytes_of
 from trainer.shared import gpu_work
 from trainer.strategies.base import first_rank
 
@@ -105,7 +106,7 @@ def _carry(arriving: Any, leg: Callable[[Parcel], Parcel], hand_on: Callable[[Pa
 
 def _round(parcel: Parcel, dtype: torch.dtype, executor: Executor) -> Parcel:
     sent = torch.empty_like(parcel.tensor, dtype=dtype)
-    executor(gpu_work.cast(parcel.tensor.nbytes), lambda: sent.copy_(parcel.tensor))
+    executor(gpu_work.cast(bytes_of(parcel.tensor)), lambda: sent.copy_(parcel.tensor))
     return parcel._replace(sent=sent)
 
 
@@ -115,7 +116,7 @@ def _travel(parcel: Parcel, leg: Leg) -> Parcel:
 
 def _deliver(parcel: Parcel, executor: Executor) -> Parcel:
     if parcel.sent is not parcel.tensor:
-        executor(gpu_work.cast(parcel.tensor.nbytes), lambda: parcel.tensor.copy_(parcel.sent))
+        executor(gpu_work.cast(bytes_of(parcel.tensor)), lambda: parcel.tensor.copy_(parcel.sent))
     parcel.future.set_result(parcel.tensor)
     return parcel
 
