@@ -14,6 +14,7 @@ from trainer.shared.config import SettingsError, parse_settings
 SHORT = ["--exp", "mnist_lenet", "--data", "synthetic", "--device", "cpu", "--samples", "176", "--batch", "32"]
 SHORT += ["--epochs", "1", "--checkpoint_every", "3", "--augment", "none"]  # 6 updates, the last one of 16
 PIPELINE = ["--strategy", "pipeline", "--accumulate", "8", "--stages", "node1:0,node0:1"]
+SHORT_PACED = ["--samples", "64", "--batch", "16", "--epochs", "1"]  # 4 updates
 ALONE = ["--strategy", "none", "--accumulate", "8"]
 
 
@@ -92,6 +93,20 @@ def test_a_stage_says_for_whom_it_waited_and_what_it_did_when(piped: list[list[d
         assert all(row[2] <= row[5] <= row[3] for row in rows if row[5] is not None)
         computed = sum(row[3] - row[2] for row in rows if row[1] is not None)
         assert 0 < computed <= line["compute_ms"] + 0.1
+
+
+def test_nobody_waits_for_the_loss_that_rank_0_says(tmp_path: Path) -> None:
+    """The last stage, of which it comes, is slow to compute its own weights' gradients when all others are done."""
+    paces = [{"ORCH_PACED": f'{{"samples_per_s": {speed}}}'} for speed in (2000, 4)]
+    stages = ["--strategy", "pipeline", "--accumulate", "2", "--stages", "node0:0,node1:1"]
+    first, last = trained(tmp_path, [*SHORT[:6], *SHORT_PACED, *stages], 2, of_ranks=paces)
+    (rows,), (slow,) = (
+        [row for event in of_event(rank, "tasks") for row in [event["tasks"]]] for rank in (first, last)
+    )
+    weights_ms = max(row[3] - row[2] for row in slow if row[0] == "weights")
+    over_ms = max(row[3] for row in rows if row[1] is not None)
+    (summing_ms,) = (row[2] for row in rows if row[0] == "sum")
+    assert summing_ms - over_ms < weights_ms / 2
 
 
 def test_either_goes_on_from_the_others_checkpoint(

@@ -183,17 +183,23 @@ class Pipeline(Base):
         spans = [span for sender in self._senders for span in sender.take_spans()]
         return covered_ms(CpuTimer(), 0.0, spans)
 
-    def _said(self, loss_sum: Tensor) -> tuple[Tensor, int] | None:
-        """The loss of rank 0's pipeline and its samples, on rank 0: the last stage's ranks send theirs, which happens
-        before the last gradients come back.
+    def tell(self, loss_sum: Tensor) -> None:
+        """Rank 0 says to people what ranks of its last stage have computed. They send it as soon as they have, so that
+        it comes before the last gradient and nobody waits for it. loss_sum: of all of this rank's micro-batches.
         """
-        if self.rank and not self.to_speaker:
-            return None
-        own = torch.stack([loss_sum.double(), torch.tensor(self.samples * self.is_last, device=self.device)]).cpu()
         if self.to_speaker:
-            self.to_speaker.send(own)
-        if self.rank != 0:
+            self.to_speaker.send(self._judged(loss_sum))
+
+    def _judged(self, loss_sum: Tensor) -> Tensor:
+        """The loss, and of how many samples."""
+        samples = float(self.samples * self.is_last)
+        return torch.stack([loss_sum.double(), torch.full((), samples, dtype=torch.float64, device=self.device)])
+
+    def _said(self, loss_sum: Tensor) -> tuple[Tensor, int] | None:
+        """The loss of rank 0's pipeline and its samples, on rank 0."""
+        if self.rank:
             return None
+        own = self._judged(loss_sum).cpu()
         for receiver in self.losses.values():
             own += receiver.wait().cpu()
         return own[0], int(own[1])
@@ -227,6 +233,8 @@ class Update:
 
     def run(self) -> tuple[Tensor, list[Done]]:
         timer = self.of.timer
+        if not self.own:
+            self.of.tell(self.loss_sum)
         while not self.turns.is_over:
             task, since = self._take()
             begin = timer.mark()
@@ -234,8 +242,12 @@ class Update:
             self.done.append(Done(task, number, begin, timer.mark(), since, came_s, sent))
             if len(self.done) > 1:
                 timer.wait_for(self.done[-2].end)  # so that what comes next is chosen when the device is ready for it
-        zero = torch.zeros((), device=self.of.device)
-        return sum(self.losses[1:], self.losses[0]) if self.losses else zero, self.done
+        return self.loss_sum, self.done
+
+    @property
+    def loss_sum(self) -> Tensor:
+        """Of what has gone forward."""
+        return sum(self.losses[1:], self.losses[0]) if self.losses else torch.zeros((), device=self.of.device)
 
     def _take(self) -> tuple[Task, Any]:
         """The next task, when there is one, and the mark from which it was waited for."""
@@ -284,6 +296,8 @@ class Update:
         output = of.stage.forward(inputs, labels if of.is_last else None, there_s)
         if of.is_last:
             self.losses.append(output)
+            if self.turns.forwards == self.turns.count:
+                of.tell(self.loss_sum)
         else:
             sent = of.timer.mark()
             of.to_next[one.ranks[of.number + 1]].send(output.to(of.cuts.dtype))
