@@ -10,6 +10,8 @@ from orchestrator.results.analyse import analyse
 from orchestrator.results.clocks import align
 from orchestrator.results.stages import read_places
 from orchestrator.results.timeline import load_timeline, timeline
+from orchestrator.views.comparison import print_summary
+from orchestrator.views.report import write_report
 from tests.support.run_folders import Host, end, start, step, write_run
 from trainer.shared.metrics import LARGEST, MOST_TASKS
 
@@ -248,3 +250,41 @@ def test_where_no_rank_says_how_the_network_was_cut_there_are_no_stages(tmp_path
     for rank in (0, 1):
         lines[rank][0] = {**lines[rank][0], "settings": {"stages": text}}
     assert analyse(run_of(tmp_path, lines)).stages == ()
+
+
+def test_on_one_host_stages_wait_for_ranks(tmp_path):
+    lines = ranks()
+    for rank in (0, 1):
+        lines[rank][0] = {**lines[rank][0], "settings": {**USED, "stages": "1:0-36,0:37-51"}}
+    summary = analyse(write_run(tmp_path / "run", [Host("lab", ranks=2)], lines, settings=SETTINGS))
+    assert [(one.node, one.ranks, one.waits_for) for one in summary.stages] == [
+        ("lab", (1,), "rank 0"),
+        ("lab", (0,), "rank 1"),
+    ]
+
+
+def test_the_page_has_a_row_for_each_stage_and_draws_the_step(tmp_path):
+    run = run_of(tmp_path, ranks())
+    page = write_report(run, analyse(run)).read_text()
+    assert "<td>0–36</td>" in page
+    assert "stage 2 · a2000 · blocks 37–51" in page
+    assert page.count('<svg viewBox="0 0 1000') == 1
+    assert "agree to within 2.00 ms" in page
+    assert "(asked: )" not in page
+    run.timeline.unlink()
+    assert '<svg viewBox="0 0 1000' not in write_report(run, analyse_without_marks(run)).read_text()
+
+
+def analyse_without_marks(run):
+    """As an older trainer left the folder."""
+    for node, rank in (("a2000", 0), ("v100", 1)):
+        path = run.metrics(node, rank)
+        path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if '"tasks"' not in line))
+    return analyse(run)
+
+
+def test_the_terminal_has_a_row_for_each_stage(tmp_path, capsys):
+    print_summary(analyse(run_of(tmp_path, ranks())))
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["1", "v100", "0-36", "70", "%", "50.0", "7.00", "5.00", "a2000"] in shown
+    assert ["2", "a2000", "37-51", "30", "%", "30.0", "25.0", "4.00", "v100"] in shown

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from orchestrator.results.analyse import analyse
+from orchestrator.results.timeline import load_timeline
+from tests.support.run_folders import Host, write_run
 from tests.support.trainer_ranks import of_event, started, trained
 from trainer.checkpoints.file import read_file
 from trainer.shared.config import SettingsError, parse_settings
@@ -93,6 +96,24 @@ def test_a_stage_says_for_whom_it_waited_and_what_it_did_when(piped: list[list[d
         assert all(row[2] <= row[5] <= row[3] for row in rows if row[5] is not None)
         computed = sum(row[3] - row[2] for row in rows if row[1] is not None)
         assert 0 < computed <= line["compute_ms"] + 0.1
+
+
+def test_a_real_runs_step_is_put_on_one_clock(tmp_path: Path, piped: list[list[dict[str, Any]]]) -> None:
+    hosts = [Host("node0", gpu=None), Host("node1", gpu=None)]
+    run = write_run(tmp_path / "run", hosts, dict(enumerate(piped)), settings={"strategy": "pipeline", "batch": 32})
+    summary = analyse(run)
+    assert [(stage.node, stage.blocks, stage.waits_for) for stage in summary.stages][1] == ("node0", "1-1", "node1")
+    drawn = load_timeline(run.timeline)
+    assert drawn and [(lane.node, lane.stage, len(lane.bars)) for lane in drawn.lanes] == [
+        ("node1", 0, 3 * 8 + 2),
+        ("node0", 1, 3 * 8 + 2),
+    ]
+    assert len(drawn.messages) == 16
+    assert all(one.sent_ms <= one.came_ms for one in drawn.messages)
+    forward, backward = (
+        {one.number: one for one in drawn.messages if one.task == task} for task in ("forward", "backward")
+    )
+    assert all(forward[number].came_ms < backward[number].sent_ms for number in range(8))
 
 
 def test_nobody_waits_for_the_loss_that_rank_0_says(tmp_path: Path) -> None:
