@@ -1,5 +1,6 @@
 """What every test gets: no SSH configuration, agent or orch state of the person who runs them."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -7,6 +8,8 @@ import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+import trainer.compute  # noqa: F401 - before torchvision, for what it keeps out
 
 # Two threads that share a small sum spin while they wait for each other: on busy cores that takes twenty times the
 # processor. It is read where torch is imported, so the servers that ranks are forked from need it, too.
@@ -31,6 +34,20 @@ multiprocessing.set_forkserver_preload(["tests.support.ranks_import"])
 # Ctrl-C would wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session):
+    """What is imported and collected stays: Python need not look through it again and again for what may go."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        if hasattr(
+            session.config, "workerinput"
+        ):  # in a test run alone, libraries say at its end what stayed of theirs
+            gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)

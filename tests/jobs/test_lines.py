@@ -172,15 +172,13 @@ def test_text_of_a_host_becomes_one_harmless_line(hostile: str, shown: str) -> N
     assert one_line(hostile) == shown
 
 
-FORMAT = [chr(code) for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code)) == "Cf"]
-
-
 def test_no_format_character_of_unicode_reaches_a_terminal_or_a_page():
-    assert len(FORMAT) >= 160
-    hostile = "".join(f"a{char}" for char in FORMAT)
-    assert clean(hostile) == clean_lines(hostile) == "a" * len(FORMAT)
-    assert split(f"{hostile}\n".encode()) == ["a" * len(FORMAT)]
-    assert one_line(hostile, 1000) == "a" * len(FORMAT)
+    format_ = [char for char in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(char) == "Cf"]
+    assert len(format_) >= 160
+    hostile = "".join(f"a{char}" for char in format_)
+    assert clean(hostile) == clean_lines(hostile) == "a" * len(format_)
+    assert split(f"{hostile}\n".encode()) == ["a" * len(format_)]
+    assert one_line(hostile, 1000) == "a" * len(format_)
 
 
 def test_what_can_be_seen_stays():
