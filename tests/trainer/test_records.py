@@ -12,7 +12,7 @@ import pytest
 
 from trainer.shared import metrics as records
 from trainer.shared.errors import TrainError
-from trainer.shared.metrics import EVENT_FIELDS, MetricsWriter
+from trainer.shared.metrics import EVENT_FIELDS, LINE_LIMIT, MOST_TASKS, TASKS, MetricsWriter
 
 STEP: dict[str, Any] = dict.fromkeys(EVENT_FIELDS["step"], 1)
 
@@ -118,3 +118,9 @@ def test_the_table_in_the_docstring_names_every_field_and_no_other() -> None:
         if len(cells) == 5 and cells[1] in EVENT_FIELDS:
             table.setdefault(cells[1], set()).update(name.strip() for name in cells[2].split(","))
     assert table == {event: set(fields) for event, fields in EVENT_FIELDS.items()}
+
+
+def test_the_marks_of_a_step_of_many_tasks_fit_into_a_line(tmp_path: Path) -> None:
+    rows = [[max(TASKS, key=len), 99999, *[12345678.123] * 4]] * MOST_TASKS  # of a step of three hours
+    MetricsWriter(tmp_path / "metrics.jsonl").write("tasks", step=10**9, tasks=rows, left_out=10**6)
+    assert (tmp_path / "metrics.jsonl").stat().st_size <= LINE_LIMIT

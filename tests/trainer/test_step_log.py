@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +12,13 @@ pytest.importorskip("torch")
 import torch
 
 from trainer.compute.timer import CpuTimer
+from trainer.pipeline.strategy import Done
 from trainer.shared.metrics import MetricsWriter
+from trainer.shared.turns import Task
 from trainer.strategies import Exchange
 from trainer.training import step_log
 from trainer.training.progress import Progress
+from trainer.training.stage_times import has_marks, stage_times, task_rows
 from trainer.training.step_log import Step, StepLog
 
 
@@ -141,3 +145,42 @@ def test_on_a_cpu_a_step_is_recorded_at_its_end(run):
         log.begin()
         log.add(step(0))
         assert numbers(run) == [0]
+
+
+# ---- what a stage of a pipeline did ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("warmup", "expected"),
+    [(0, [0, 10, 100, 1000]), (3, [3, 10, 100, 1000]), (10, [10, 100, 1000]), (40, [40, 100, 1000])],
+)
+def test_one_step_in_many_has_marks(warmup, expected):
+    assert [number for number in range(2000) if has_marks(number, warmup)] == expected
+
+
+def test_a_wait_counts_for_the_neighbour_whose_message_ended_it():
+    tasks = (
+        Done(Task.FORWARD, 0, begin=1.0, end=2.0, since=0.5, came_s=0.9, sent=1.9),
+        Done(Task.FORWARD, 1, begin=2.0, end=3.0, since=None, came_s=1.5, sent=2.9),
+        Done(Task.BACKWARD, 0, begin=5.0, end=6.0, since=3.0, came_s=4.9, sent=5.9),
+        Done(Task.WEIGHTS, 0, begin=6.0, end=7.0, since=None, came_s=None, sent=None),
+    )
+    exchange = Exchange(8.0, tasks=tasks, wire_ms=4.0)
+    assert stage_times(CpuTimer(), exchange) == {
+        "bubble_before_ms": 500,
+        "bubble_behind_ms": 2000,
+        "wire_ms": 4,
+    }
+    assert set(stage_times(CpuTimer(), Exchange(8.0)).values()) == {None}
+
+
+def test_rows_count_from_the_steps_begin():
+    """What came from another rank has the host's time, which is compared with the device's in the end."""
+    device = Device()
+    device.reached_s = 100.0
+    came_s = time.perf_counter()
+    tasks = (Done(Task.FORWARD, 0, begin=91.0, end=92.0, since=None, came_s=came_s, sent=91.5),)
+    first, *rest = task_rows(device, Exchange(95.0, tasks=tasks, wire_ms=0.0), 90.0, 96.0, 98.0)
+    assert first[:4] == ["forward", 0, 1000, 2000]
+    assert first[4] <= 10000 and first[5] == 1500
+    assert rest == [["sum", None, 5000, 6000, None, None], ["optimiser", None, 6000, 8000, None, None]]
