@@ -125,6 +125,8 @@ class LinkCosts:
         return tuple(site for site in self.sites for _ in range(site.ranks))
 
     def path_bps(self, source: Site, target: Site) -> float:
+        if source is target:
+            return self.costs.local_bps
         return min(source.up_bps, target.down_bps, self.pairs.get((source.name, target.name), math.inf))
 
     @cached_property

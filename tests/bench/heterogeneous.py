@@ -282,7 +282,15 @@ def remark(column: Column, name: str, row: Row, details: bool) -> None:
             for rank in row.ranks
         )
         print(f"    {column.speed}, {name}: {min(row.speeds):.0f} to {max(row.speeds):.0f} samples/s; "
-              f"{row.settings['steps']} steps a block; {row.late:.2%} late, {row.busy:.0%} busy; {ranks}")  # fmt: skip
+              f"{row.settings['steps']} steps a block; "
+              f"{cut_words(row)}{row.late:.2%} late, {row.busy:.0%} busy; {ranks}")  # fmt: skip
+
+
+def cut_words(row: Row) -> str:
+    if row.settings["strategy"] != "pipeline":
+        return ""
+    settings = row.settings
+    return f"{settings['stages']}, accumulate {settings['accumulate']}, in flight {settings['in_flight']}; "
 
 
 if __name__ == "__main__":

@@ -104,6 +104,8 @@ def test_no_cut_takes_less_than_the_chosen_one(job):
 @given(jobs(), st.sampled_from(COUNTS), st.integers(0, 6), st.booleans(), st.data())
 def test_no_update_is_shorter_than_its_bound(job, count, in_flight, splits, data):
     chain, hosts, wire = job
+    if data.draw(st.booleans()):
+        hosts = tuple(rank for host in hosts for rank in host.apart)
     if len(hosts) > len(chain.blocks):
         return
     cuts = data.draw(st.sampled_from(list(itertools.combinations(range(1, len(chain.blocks)), len(hosts) - 1))))
@@ -118,6 +120,17 @@ def test_a_host_too_small_for_one_block_gets_another():
     hosts = (StageHost("a", 1, 0.0, 1.0), small, StageHost("c", 1, 0.0, 1.0))
     wire = LinkCosts(tuple(Site(host.name, 1, 1e9, 1e9) for host in hosts), GLOO)
     assert Family(chain, wire, Course(hosts, (0, 0, 0), BATCH, 4)).balanced()[1] == (0, 1, 2)
+
+
+def test_ranks_of_a_host_hold_a_stage_each_where_sums_of_gradients_cost_more():
+    hosts = (StageHost("a16", 2, 0.0, 4.5), StageHost("a2000", 1, 0.0, 3.0))
+    chain = Chain((ChainBlock(*(1 / 36,) * 3, 1 / 12, 80_000_000, 1, 16_000),) * 12)
+    wire = LinkCosts((Site("a16", 2, 2.35e9, 2.35e9), Site("a2000", 1, 2.35e9, 2.35e9)), GLOO)
+    shared, apart = solve(chain, hosts, wire, 256), solve_all(chain, hosts, wire, 256)
+    assert sorted(host.name for host in apart.courses[0].hosts) == ["a16:0", "a16:1", "a2000"]
+    assert apart.seconds < 0.95 * shared.seconds
+    beside = [stage.node for stage in apart.courses[0].named(chain) if stage.node != "a2000"]
+    assert beside == ["a16:0", "a16:1"]
 
 
 def test_two_pipelines_win_over_one_where_bubbles_cost_more_than_sums_of_gradients():

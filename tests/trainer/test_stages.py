@@ -110,6 +110,11 @@ def test_a_layout_knows_who_holds_what_and_the_way_of_each_micro_batch() -> None
     assert [one.ranks for one in layout.routes(0, {1: (8, 8, 7)})] == [(1, 0), (1, 2), (1, 0)]
 
 
+def test_ranks_of_a_host_may_hold_a_stage_each() -> None:
+    layout = Layout.of(parse_stages("a16:1:0-1,v100:2-3,a16:0:4-6"), ["a16", "v100", "a16"], blocks=7)
+    assert layout.ranks == (((2,), (1,), (0,)),)
+
+
 def test_all_ranks_on_one_host_are_stages_by_their_numbers() -> None:
     assert Layout.of(parse_stages("1:0-3,0:4-6"), ["h", "h"], blocks=7).ranks == (((1,), (0,)),)
 
@@ -117,6 +122,8 @@ def test_all_ranks_on_one_host_are_stages_by_their_numbers() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ("a:0-3,a:0:4-5,b:6", "'a' and 'a:0' are the same rank: a rank holds one stage"),
+        ("a:0-3,b:1:4-6", "'b:1' has a stage, and is not among a, b"),
         ("a:0-3,c:4-6", "'c' has a stage, and is not among a, b"),
         ("a:0-6", "'b' has no stage: give it blocks, or leave it out"),
         ("a:0-3,b:4-5", "block 6 is in no stage"),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from trainer.compute.microbatches import MicroBatches
 from trainer.shared.lanes import routes
-from trainer.shared.stages import Pipelines, Stage, check_stages, stage_names
+from trainer.shared.stages import Pipelines, Stage, check_stages, ranks_of, stage_names
 
 
 @dataclass(frozen=True)
@@ -47,28 +47,15 @@ class Layout:
 
     @staticmethod
     def of(pipelines: Pipelines, nodes: Sequence[str], blocks: int) -> Layout:
-        """nodes: each rank's host, whom stages name as `stage_names` does.
+        """nodes: each rank's host, whom stages name as `ranks_of` knows.
 
         Raises ValueError where stages and ranks do not fit each other.
         """
-        names = stage_names(nodes)
         check_stages(pipelines, blocks)
         if len({tuple((stage.first, stage.last) for stage in stages) for stages in pipelines}) > 1:
             raise ValueError("pipelines beside each other are cut at the same blocks, so that their stages add up")
-        held = tuple(
-            tuple(tuple(rank for rank, name in enumerate(names) if name == stage.node) for stage in stages)
-            for stages in pipelines
-        )
-        staged = {
-            stage.node: ranks
-            for stages, row in zip(pipelines, held, strict=True)
-            for stage, ranks in zip(stages, row, strict=True)
-        }
-        if absent := [node for node, ranks in staged.items() if not ranks]:
-            here = "" if list(nodes) == names else ": on one host the ranks are stages, by their numbers"
-            raise ValueError(f"{absent[0]!r} has a stage, and is not among {', '.join(dict.fromkeys(names))}{here}")
-        if idle := [name for name in names if name not in staged]:
-            raise ValueError(f"{idle[0]!r} has no stage: give it blocks, or leave it out")
+        held = tuple(tuple(ranks_of(stage.node, nodes) for stage in stages) for stages in pipelines)
+        _check_ranks(pipelines, held, nodes)
         return Layout(pipelines, held)
 
     @property
@@ -117,3 +104,22 @@ class Layout:
             )
             for number, route in enumerate(of_lanes)
         )
+
+
+def _check_ranks(pipelines: Pipelines, held: Sequence[Sequence[tuple[int, ...]]], nodes: Sequence[str]) -> None:
+    """Raises ValueError where not each rank has one stage, and each stage a rank."""
+    names = stage_names(nodes)
+    owners: dict[int, str] = {}
+    for stages, row in zip(pipelines, held, strict=True):
+        for stage, ranks in zip(stages, row, strict=True):
+            if not ranks:
+                here = "" if list(nodes) == names else ": on one host the ranks are stages, by their numbers"
+                raise ValueError(
+                    f"{stage.node!r} has a stage, and is not among {', '.join(dict.fromkeys(names))}{here}"
+                )
+            for rank in ranks:
+                if rank in owners:
+                    raise ValueError(f"{owners[rank]!r} and {stage.node!r} are the same rank: a rank holds one stage")
+                owners[rank] = stage.node
+    if idle := [name for rank, name in enumerate(names) if rank not in owners]:
+        raise ValueError(f"{idle[0]!r} has no stage: give it blocks, or leave it out")

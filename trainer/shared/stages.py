@@ -9,7 +9,11 @@ Stage(node='a2000', first=32, last=51)
 Traceback (most recent call last):
 ValueError: block 51 is in no stage of 'v100:0-31,a2000:32-50'; each of the 52 blocks is in one, in their order
 
-Several pipelines beside each other, which take parts of each batch, have a `|` between them.
+Several pipelines beside each other, which take parts of each batch, have a `|` between them. The ranks of a host may
+hold a stage each:
+
+>>> parse_stages("a16:0:0-12,a16:1:13-28,a2000:29-51")[0][1]
+Stage(node='a16:1', first=13, last=28)
 """
 
 from __future__ import annotations
@@ -18,12 +22,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_STAGE = re.compile(r"([^:,|=\s]+):(\d{1,6})(?:-(\d{1,6}))?")
+_STAGE = re.compile(r"([^:,|=\s]+(?::\d{1,6})?):(\d{1,6})(?:-(\d{1,6}))?")
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A host, and the blocks of the network that it holds: `first` to `last`, both included."""
+    """A host, or one rank of it (`a16:0`), and the blocks of the network that it holds: `first` to `last`, both
+    included. All ranks of a host share its stage.
+    """
 
     node: str
     first: int
@@ -44,7 +50,7 @@ def parse_stages(text: str) -> Pipelines:
     pipelines = tuple(tuple(_stage(item) for item in one.split(",")) for one in text.split("|"))
     nodes = [stage.node for stages in pipelines for stage in stages]
     if twice := next((node for node in nodes if nodes.count(node) > 1), None):
-        raise ValueError(f"{twice!r} holds two stages of {text!r}: a host holds one")
+        raise ValueError(f"{twice!r} holds two stages of {text!r}: a host, or a rank of it, holds one")
     for stages in pipelines:
         _check_order(stages, text)
     return pipelines
@@ -77,6 +83,19 @@ def stage_names(nodes: Sequence[str]) -> list[str]:
     (['v100', 'a16', 'a16'], ['0', '1'])
     """
     return list(nodes) if len(set(nodes)) > 1 else [str(rank) for rank in range(len(nodes))]
+
+
+def ranks_of(name: str, nodes: Sequence[str]) -> tuple[int, ...]:
+    """Those that a stage with this name has. nodes: each rank's host.
+
+    >>> nodes = ["a16", "a16", "a2000"]
+    >>> ranks_of("a16", nodes), ranks_of("a16:1", nodes), ranks_of("v100", nodes)
+    ((0, 1), (1,), ())
+    """
+    of_host = tuple(rank for rank, known in enumerate(stage_names(nodes)) if known == name)
+    host, _, number = name.rpartition(":")
+    single = [rank for rank, known in enumerate(nodes) if known == host]
+    return of_host or tuple(single[int(number) :][:1] if host and number.isdecimal() else ())
 
 
 def check_stages(pipelines: Pipelines, blocks: int) -> None:

@@ -53,9 +53,12 @@ class Family:
         ]
         sites = {site.name: site for site in wire.sites}
         self._byte_s = [
-            8 / wire.path_bps(sites[a.name], sites[b.name]) for a, b in zip(self.hosts, self.hosts[1:], strict=False)
+            8 / wire.path_bps(sites[a.site], sites[b.site]) for a, b in zip(self.hosts, self.hosts[1:], strict=False)
         ]
-        self._delay_s = wire.costs.message_s
+        self._delays_s = [
+            wire.costs.local_message_s if a.site == b.site else wire.costs.message_s
+            for a, b in zip(self.hosts, self.hosts[1:], strict=False)
+        ]
 
     def _sums(self, host: StageHost, count: int) -> tuple[tuple[float, ...], ...]:
         """Up to each block: seconds of an update of a rank with most micro-batches; and of one micro-batch, the
@@ -168,7 +171,7 @@ class Family:
             for times, first, end in zip(self._times, starts, ends, strict=True)
         ]
         links = [self._byte_s[stage] * self.chain.cut_bytes(first) for stage, first in enumerate(starts[1:])]
-        one_way = [self._delay_s + self.smallest * link for link in links]
+        one_way = [delay_s + self.smallest * link for delay_s, link in zip(self._delays_s, links, strict=True)]
         least = 0.0
         until_back = [0.0] * self.stages
         for stage in range(self.stages - 2, -1, -1):
@@ -183,11 +186,11 @@ class Family:
             if stage + 1 < self.stages:
                 turn_s = weights + optimiser if stage == 0 else 0.0
                 until_next += turn_s + forward + backward + 2 * one_way[stage]
-        # A host sends to both its neighbours over one interface.
-        out = [
-            self.samples * ((links[stage] if stage < len(links) else 0.0) + (links[stage - 1] if stage else 0.0))
-            for stage in range(self.stages)
+        # A host sends to both its neighbours over one interface; its own ranks are none.
+        over = [
+            link if a.site != b.site else 0.0 for link, a, b in zip(links, self.hosts, self.hosts[1:], strict=False)
         ]
+        out = [self.samples * (before + behind) for before, behind in zip([0.0, *over], [*over, 0.0], strict=True)]
         return max(least, *out)
 
 

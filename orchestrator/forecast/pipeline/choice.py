@@ -81,8 +81,9 @@ def as_set(scene: Scene, settings: Settings) -> PipelineChoice:
     """
     chain, pipelines = chain_for(settings), parse_stages(settings.stages)
     check_stages(pipelines, len(chain.blocks))
-    hosts = {host.name: host for host in stage_hosts(scene)}
     named = {stage.node for stages in pipelines for stage in stages}
+    held = ((host,) if host.name in named else host.apart for host in stage_hosts(scene))
+    hosts = {host.name: host for parts in held for host in parts}
     if named != hosts.keys():
         raise ValueError(f"stages: {', '.join(sorted(named ^ hosts.keys()))}: each host of the job has one stage")
     first = [hosts[stages[0].node] for stages in pipelines]

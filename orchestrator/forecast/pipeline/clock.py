@@ -117,7 +117,7 @@ class _Clock:
         last = len(costs) - 1
         stages = [
             [
-                _Rank(self.links[cost.host.name], cost.in_flight, course.splits, number == 0, number == last)
+                _Rank(self.links[cost.host.site], cost.in_flight, course.splits, number == 0, number == last)
                 for _ in range(cost.host.ranks)
             ]
             for number, cost in enumerate(costs)
@@ -141,8 +141,8 @@ class _Clock:
         return stages
 
     def _byte_s(self, source: StageCost, target: StageCost) -> float:
-        """What a sample occupies both hosts' links for."""
-        return 8 * source.cut_bytes / self.wire.path_bps(self.sites[source.host.name], self.sites[target.host.name])
+        """What a sample occupies both hosts' links for; within one host, what it takes."""
+        return 8 * source.cut_bytes / self.wire.path_bps(self.sites[source.host.site], self.sites[target.host.site])
 
     # ---- what happens ------------------------------------------------------------------------------------------------
 
@@ -213,6 +213,9 @@ class _Clock:
     def _sends(self, now: float, source: _Rank, target: _Rank, travels_s: float, what: int, place: int) -> None:
         """now: when the message is ready; asked for beforehand, since nobody else sends for this rank until then."""
         out, into = source.link, target.link
+        if out is into:
+            self._at(now + travels_s + self.wire.costs.local_message_s, what, target, place)
+            return
         gone = max(now, out.out_s, into.in_s) + travels_s
         out.out_s = into.in_s = gone
         self._at(gone + self.delay_s, what, target, place)

@@ -26,6 +26,8 @@ from trainer.shared.shares import scale_shares
 
 MOST_STAGES = 3
 """Of each pipeline beside others; with more, every order of stages is too many."""
+MOST_APART = 6
+"""Ranks up to which each is tried as a stage of its own."""
 PLAYED = 8
 """Of all cuts that are looked at by their bounds, so many are played out."""
 
@@ -41,10 +43,13 @@ class Beside:
 def solve_all(
     chain: Chain, hosts: Sequence[StageHost], wire: LinkCosts, batch: int, space: Space | None = None
 ) -> Beside | None:
-    """One pipeline or several, whichever takes least. None where memory holds none."""
+    """One pipeline or several, whichever takes least; a host's ranks share a stage, or hold one each, which leaves no
+    gradients to add up. None where memory holds none.
+    """
     space = space or Space()
-    one = solve(chain, hosts, wire, batch, space)
-    found = [_alone(one)] if one else []
+    apart = tuple(rank for host in hosts for rank in host.apart)
+    kinds = [hosts, apart] if len(hosts) < len(apart) <= MOST_APART else [hosts]
+    found = [_alone(one) for kind in kinds if (one := solve(chain, kind, wire, batch, space))]
     for replicas in range(2, len(hosts) // 2 + 1):
         if len(hosts) % replicas == 0 and len(hosts) // replicas <= MOST_STAGES:
             found += [beside] if (beside := solve_replicas(chain, hosts, wire, batch, replicas, space)) else []

@@ -196,7 +196,8 @@ def orders_of(hosts: Sequence[StageHost], wire: LinkCosts) -> Iterator[tuple[Sta
     seen = set()
     for order in itertools.permutations(hosts):
         kinds = tuple(
-            (host.name if wire.pairs else "", dataclasses.replace(host, name=""), links[host.name]) for host in order
+            (host.site if wire.pairs else "", dataclasses.replace(host, name="", site="-"), links[host.site])
+            for host in order
         )
         if kinds not in seen:
             seen.add(kinds)

@@ -10,7 +10,7 @@ multiplications, and of the fixed cost its part of the layers, of what the whole
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
@@ -22,9 +22,10 @@ from trainer.shared.shares import Speed
 
 @dataclass(frozen=True)
 class StageHost:
-    """A host that may hold a stage. fixed_ms, sample_ms: what a micro-batch of the whole network takes on one of its
-    ranks, whatever its size, and a sample of it. memory_bytes: of each rank, for weights and activations; None where
-    that is not known. blocks: what each block takes on one of its ranks; None where that is not measured.
+    """A host that may hold a stage, or one rank of it (`a16:0`). site: the host's name. fixed_ms, sample_ms: what a
+    micro-batch of the whole network takes on one of its ranks, whatever its size, and a sample of it. memory_bytes: of
+    each rank, for weights and activations; None where that is not known. blocks: what each block takes on one of its
+    ranks; None where that is not measured.
     """
 
     name: str
@@ -33,6 +34,17 @@ class StageHost:
     sample_ms: float
     memory_bytes: int | None = None
     blocks: BlockTimes | None = None
+    site: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "site", self.site or self.name)
+
+    @property
+    def apart(self) -> tuple[StageHost, ...]:
+        """Its ranks, each by itself."""
+        if self.ranks == 1:
+            return (self,)
+        return tuple(replace(self, name=f"{self.name}:{rank}", ranks=1) for rank in range(self.ranks))
 
     @staticmethod
     def of(

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from orchestrator.forecast.links import LinkCosts
 from orchestrator.forecast.pipeline.chain import Chain
 from orchestrator.forecast.pipeline.course import Course
+from orchestrator.forecast.pipeline.stage_host import StageHost
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,16 @@ def sums_of(chain: Chain, courses: Sequence[Course], wire: LinkCosts) -> tuple[G
             (number, max(stage for stage, start in enumerate(course.starts) if start <= first))
             for number, course in enumerate(courses)
         )
-        hosts = {host.name: host.ranks for host in (courses[number].hosts[stage] for number, stage in holders)}
+        hosts = _ranks_of_sites(courses[number].hosts[stage] for number, stage in holders)
         if sum(hosts.values()) > 1:
             sites = [dataclasses.replace(site, ranks=hosts[site.name]) for site in wire.sites if site.name in hosts]
             among = LinkCosts(sites, wire.costs, wire.pairs)
             found.append(GradientSum(holders, among.sum_s(chain.weight_bytes(first, end))))
     return tuple(found)
+
+
+def _ranks_of_sites(hosts: Iterable[StageHost]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for host in hosts:
+        found[host.site] = found.get(host.site, 0) + host.ranks
+    return found
