@@ -20,17 +20,17 @@ from pathlib import Path
 from orchestrator.clusters import Clusters, now_utc
 from orchestrator.errors import HostError, HostsError, OrchError, UsageError
 from orchestrator.files import own_folder
+from orchestrator.forecast.cut import stage_notes, with_stages
 from orchestrator.forecast.faster import faster_ways, without_slow
 from orchestrator.forecast.inputs import (
     COLLECTIVES,
     ForecastInputs,
     inputs_of,
     memory_notes,
-    prediction_of,
     read_network,
-    with_best_way,
 )
 from orchestrator.forecast.memory import needed_bytes
+from orchestrator.forecast.outlook import prediction_of, with_best_way
 from orchestrator.forecast.rounds import with_rounds
 from orchestrator.hosts import occupied
 from orchestrator.hosts.belongings import Cleared
@@ -353,15 +353,16 @@ def _with_outlook(draft: Draft, profiles: Profiles, measured: Sequence[Path]) ->
     if request.kind != "experiment" or (settings and settings.profile_s):
         return plan, None
     try:
-        view = inputs_of(plan, profiles, read_network(RUNS, plan, measured))
+        may_cut = request.best_way or bool(settings and settings.strategy == "pipeline")
+        view = inputs_of(plan, profiles, read_network(RUNS, plan, measured), may_cut=may_cut)
     except UsageError as error:
         if request.best_way:
             raise
         return build_plan(with_rounds(draft, error)), None
     if settings and request.best_way:
         draft = with_best_way(draft, settings, view)
-    plan = build_plan(with_rounds(draft, view))
-    notes = (*plan.notes, *memory_notes(plan, view))
+    plan = build_plan(with_rounds(with_stages(draft, view), view))
+    notes = (*plan.notes, *stage_notes(plan.training, view), *memory_notes(plan, view))
     outlook = {"prediction": prediction_of(plan, view), "faster": faster_ways(plan, view, request.chosen)}
     return plan.model_copy(update={**outlook, "notes": notes}), without_slow(plan, view)
 

@@ -54,6 +54,11 @@ class Scene:
     hosts: tuple[HostSpeed, ...]
     wire: LinkCosts
 
+    @property
+    def holds_whole(self) -> bool:
+        """Has each rank memory for the whole network and a sample?"""
+        return all(speed.cap != 0 for host in self.hosts for speed in host.speeds)
+
     @cached_property
     def equal(self) -> tuple[int, ...]:
         return equal_shares(self.job.batch, self.wire.ranks)
@@ -258,7 +263,7 @@ def advise(
         tuple(_one_a_kind(found)),
         scene.alone,
         tuple(sorted(worth, key=lambda one: -one.choice.samples_per_s)),
-        tuple(WhatIf(words, tuple(h.name for h in then.hosts), at_best(then)) for words, then in _changes(scene)),
+        tuple(WhatIf(words, tuple(h.name for h in then.hosts), at_best(then)) for words, then in changed(scene)),
     )
 
 
@@ -292,7 +297,8 @@ def fewer(scene: Scene) -> Iterator[Scene]:
         yield scene.only(kept)
 
 
-def _changes(scene: Scene) -> Iterator[tuple[str, Scene]]:
+def changed(scene: Scene) -> Iterator[tuple[str, Scene]]:
+    """What might be otherwise, in words, and the scene then."""
     if len(scene.hosts) > 1:
         yield "links four times as fast", scene.with_links(4)
     fastest = max(scene.alone, key=lambda name: scene.alone[name])

@@ -13,23 +13,25 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from orchestrator.forecast.advice import Policy, Scene, fewer, splits, ways
+from orchestrator.forecast.cut import pipeline_for
 from orchestrator.forecast.inputs import (
     ForecastInputs,
     allowed,
     forecast_in,
     kept,
     parts_needed,
-    prediction_of,
-    runnable,
     way_of,
 )
-from orchestrator.forecast.step import Forecast, Way
+from orchestrator.forecast.outlook import prediction_of, runnable
+from orchestrator.forecast.step import Way
 from orchestrator.planning.command_line import run_line
 from orchestrator.planning.launch_plan import Faster, LaunchPlan
 from orchestrator.results.faster import WORTH, may_leave, settings_on
-from trainer.shared.config import Settings, SettingsError
+from trainer.shared.config import OF_PIPELINE, Settings, SettingsError
 from trainer.shared.shares import BY_SPEED
 
+MOST_CUTS = 4
+"""With more hosts than this, a network is cut over all of them or not at all."""
 FEW_NAMES = 8
 """More hosts than this are counted, not named."""
 
@@ -39,7 +41,7 @@ class _Option:
     """One way to run the job."""
 
     hosts: tuple[str, ...]
-    forecast: Forecast
+    samples_per_s: float
     settings: Settings
     """All of them, with which these hosts do what is predicted."""
 
@@ -53,13 +55,15 @@ def faster_ways(plan: LaunchPlan, view: ForecastInputs, chosen: Collection[str])
     if now is None or settings is None:
         return ()
     candidates = list(_candidates(settings, chosen))
-    options = [_best(settings, view, scene, candidates) for scene in (view.scene, *_fewer(plan, view))]
-    speeds = sorted((option for option in options if option), key=lambda each: -each.forecast.samples_per_s)
+    scenes = (view.scene, *_fewer(plan, view))
+    options = [_best(settings, view, scene, candidates) for scene in scenes if scene.holds_whole]
+    options += [] if plan.elastic else [_cut(settings, view, scene, chosen) for scene in scenes]
+    speeds = sorted((option for option in options if option), key=lambda each: -each.samples_per_s)
     ones = [option for option in speeds if len(option.hosts) == 1 < len(plan.nodes)]
     best, alone = speeds[:1], ones[:1]
-    if alone and best[0].forecast.samples_per_s < WORTH * alone[0].forecast.samples_per_s:
+    if alone and best[0].samples_per_s < WORTH * alone[0].samples_per_s:
         best = []  # fewer hosts are simpler
-    worth = [option for option in (*best, *alone) if option.forecast.samples_per_s > WORTH * now.samples_per_s]
+    worth = [option for option in (*best, *alone) if option.samples_per_s > WORTH * now.samples_per_s]
     return tuple(_faster(plan, view, option, now.samples_per_s) for option in worth)
 
 
@@ -68,8 +72,25 @@ def without_slow(plan: LaunchPlan, view: ForecastInputs) -> Faster | None:
     of these is faster, or one rank alone would lose by its fidelity what only an exchange needs.
     """
     now, settings = prediction_of(plan, view), plan.training
-    way = way_of(settings) if settings else None
-    if now is None or settings is None or way is None:
+    if now is None or settings is None:
+        return None
+    best = _on_fewer(plan, settings, view)
+    worth = 1.0 if settings.strategy == "pipeline" else WORTH  # whose stages bring nothing by themselves
+    if best is None or best.samples_per_s <= worth * now.samples_per_s:
+        return None
+    return _faster(plan, view, best, now.samples_per_s)
+
+
+def _on_fewer(plan: LaunchPlan, settings: Settings, view: ForecastInputs) -> _Option | None:
+    if settings.strategy == "pipeline":
+        cuts = (
+            _cut(settings, view, scene, OF_PIPELINE) if scene.wire.ranks > 1 else _best(settings, view, scene, ())
+            for scene in _fewer(plan, view)
+            if scene.wire.ranks > 1 or scene.holds_whole
+        )
+        return max((cut for cut in cuts if cut), key=lambda each: each.samples_per_s, default=None)
+    way = way_of(settings)
+    if way is None:
         return None
     policy: Policy = "equal" if settings.shares == "equal" else "measured"
     options = (
@@ -77,10 +98,7 @@ def without_slow(plan: LaunchPlan, view: ForecastInputs) -> Faster | None:
         for scene in _fewer(plan, view)
         if scene.wire.ranks > 1 or way.fidelity == "exact"
     )
-    best = max((option for option in options if option), key=lambda each: each.forecast.samples_per_s, default=None)
-    if best is None or best.forecast.samples_per_s <= WORTH * now.samples_per_s:
-        return None
-    return _faster(plan, view, best, now.samples_per_s)
+    return max((option for option in options if option), key=lambda each: each.samples_per_s, default=None)
 
 
 # ---- what there is to choose from -----------------------------------------------------------------------------------
@@ -107,7 +125,7 @@ def _best(
         for way, pairs in candidates
         for policy in splits(scene, way.local_batch)
     )
-    return max((option for option in options if option), key=lambda each: each.forecast.samples_per_s, default=None)
+    return max((option for option in options if option), key=lambda each: each.samples_per_s, default=None)
 
 
 def _option(
@@ -127,7 +145,22 @@ def _option(
             here = replace(here, accumulate=parts)
     except SettingsError:
         return None
-    return _Option(tuple(host.name for host in scene.hosts), forecast, here)
+    return _Option(tuple(host.name for host in scene.hosts), forecast.samples_per_s, here)
+
+
+def _cut(settings: Settings, view: ForecastInputs, scene: Scene, chosen: Collection[str]) -> _Option | None:
+    """As a pipeline, cut to suit these hosts."""
+    if scene is not view.scene and len(view.scene.hosts) > MOST_CUTS:
+        return None
+    try:
+        here = settings_on(settings, scene.wire.ranks, all_hosts=scene is view.scene)
+        found = pipeline_for(scene, here, chosen)
+        if found is None:
+            return None
+        changes = {name: value for name, value in found.settings.items() if name not in chosen}
+        return _Option(tuple(host.name for host in scene.hosts), found.samples_per_s, replace(here, **changes))
+    except SettingsError:
+        return None
 
 
 def _shares_setting(asked: str, view: ForecastInputs, scene: Scene, policy: Policy, shares: Sequence[int]) -> str:
@@ -154,8 +187,8 @@ def _faster(plan: LaunchPlan, view: ForecastInputs, option: _Option, now_samples
     return Faster(
         hosts=option.hosts,
         what=_what(plan, option),
-        samples_per_s=option.forecast.samples_per_s,
-        of_time=now_samples_per_s / option.forecast.samples_per_s,
+        samples_per_s=option.samples_per_s,
+        of_time=now_samples_per_s / option.samples_per_s,
         basis="estimated" if view.is_estimate else "predicted",
         command=run_line(plan, option.hosts, option.settings),
     )

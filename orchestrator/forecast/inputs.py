@@ -2,8 +2,6 @@
 
     view = inputs_of(plan, profiles, read_network(Path("runs"), plan))
     view.scene, view.basis                      what `advise` takes; a sentence for each figure that is not measured
-    prediction_of(plan, view)                   Prediction(step_ms=949, samples_per_s=270, ...), kept in plan.json
-    with_best_way(draft, view)                  strategy=auto, resolved
 
 A rank's speed is its profile's; else the pace that it was given; else an estimate from the catalogue. Links are as the
 newest `--exp collectives` run of these hosts measured them, else as declared, times what TCP leaves of it. Pure but for
@@ -20,21 +18,20 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import OrchError, UsageError
-from orchestrator.forecast.advice import BUCKETS_MIB, FIDELITIES, Scene, ways
+from orchestrator.forecast.advice import BUCKETS_MIB, FIDELITIES, Scene
 from orchestrator.forecast.gpus import ERROR, activation_bytes, estimate_speed
 from orchestrator.forecast.layers import Layer, gradient_bytes, layers_of
 from orchestrator.forecast.links import GLOO, GOODPUT, NCCL, LinkCosts, Overheads, Site, measured
 from orchestrator.forecast.step import STRATEGIES, Fidelity, Forecast, HostSpeed, Way, Workload, predict
 from orchestrator.hosts.cards import find_card
 from orchestrator.paths import RunFolder
-from orchestrator.planning.draft import Draft
-from orchestrator.planning.launch_plan import LaunchPlan, NodePlan, Prediction
+from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.planning.measurement import BlockTimes
 from orchestrator.planning.profiles import Profiles
 from orchestrator.results.summary import Collectives, Summary, link_matrix
-from orchestrator.units import format_bandwidth, format_figure
+from orchestrator.units import format_bandwidth
 from trainer.shared.alpha_beta import algorithm_gbps, bus_factor
-from trainer.shared.config import LOCAL_STEPS, Settings, SettingsError, overlap_of
+from trainer.shared.config import LOCAL_STEPS, Settings, overlap_of
 from trainer.shared.gpu_work import GB_PER_S
 from trainer.shared.shares import Speed, Speeds, parse_speeds
 
@@ -79,10 +76,16 @@ class ForecastInputs:
 
 
 def inputs_of(
-    plan: LaunchPlan, profiles: Profiles, network: MeasuredLinks | None = None, bandwidth_bps: float | None = None
+    plan: LaunchPlan,
+    profiles: Profiles,
+    network: MeasuredLinks | None = None,
+    bandwidth_bps: float | None = None,
+    *,
+    may_cut: bool = False,
 ) -> ForecastInputs:
-    """bandwidth_bps: of every host, in place of what is declared or measured. Raises UsageError where a speed or a link
-    is not known, and for what is no training of ours.
+    """bandwidth_bps: of every host, in place of what is declared or measured. may_cut: the network may be cut, so that
+    a host whose memory holds no sample of the whole may take part. Raises UsageError where a speed or a link is not
+    known, and for what is no training of ours.
     """
     settings = plan.training
     if settings is None:
@@ -91,16 +94,19 @@ def inputs_of(
     by_hand = parse_speeds(settings.speeds)
     speeds_of = {node.name: _speeds(node, settings.exp, by_hand, profiles, layers) for node in plan.nodes}
     for name, (speeds, _) in speeds_of.items():
-        if any(speed.cap == 0 for speed in speeds):
-            raise UsageError(f"{name}: not one sample fits into its memory", "leave it out with --nodes")
-    hosts = tuple(
-        HostSpeed(node.name, speeds_of[node.name][0], blocks=_blocks(node, speeds_of[node.name][1], profiles))
-        for node in plan.nodes
-    )
+        if any(speed.cap == 0 for speed in speeds) and not may_cut:
+            remedy = "leave it out with --nodes, or cut the network with --set strategy=pipeline"
+            raise UsageError(f"{name}: not one sample fits into its memory", remedy)
+    hosts = tuple(_host(node, *speeds_of[node.name], profiles) for node in plan.nodes)
     speeds_from = {name: source for name, (_, source) in speeds_of.items()}
     wire, words = wire_of(plan, network, bandwidth_bps)
     scene = Scene(Workload(layers, settings.batch), hosts, wire)
     return ForecastInputs(scene, speeds_from, (*_speed_words(speeds_from), *words))
+
+
+def _host(node: NodePlan, speeds: tuple[Speed, ...], source: str, profiles: Profiles) -> HostSpeed:
+    memory_bytes = node.paced.get("memory_bytes") if node.paced else None
+    return HostSpeed(node.name, speeds, blocks=_blocks(node, source, profiles), memory_bytes=memory_bytes)
 
 
 def network_of(settings: Settings) -> tuple[Layer, ...]:
@@ -399,58 +405,3 @@ def _too_large(
 
 def memory_notes(plan: LaunchPlan, view: ForecastInputs) -> tuple[str, ...]:
     return tuple(memory_words(view.scene, plan.shares, view.speeds_from, plan.training)) if plan.training else ()
-
-
-def prediction_of(plan: LaunchPlan, view: ForecastInputs) -> Prediction | None:
-    """With the plan's own shares and micro-batches. None where the strategy is not predicted."""
-    settings = plan.training
-    way = way_of(settings) if settings else None
-    if settings is None or way is None:
-        return None
-    forecast = forecast_in(view.scene, way, plan.shares, settings.accumulate)
-    return Prediction(
-        step_ms=forecast.step_ms,
-        samples_per_s=forecast.samples_per_s,
-        binds=forecast.limited_by,
-        is_estimate=view.is_estimate,
-        basis=(*view.basis, *_way_words(way)),
-    )
-
-
-def _way_words(way: Way) -> Iterator[str]:
-    if way.exact_part:
-        yield f"the mean of the run: {100 * way.exact_part:.3g} % of its updates exact, then {way.fidelity}"
-    if way.sync_bn:
-        yield "sync_bn: ranks meet in every BatchNorm, forward and backward, so that no sum of gradients is hidden"
-
-
-def with_best_way(draft: Draft, settings: Settings, view: ForecastInputs) -> Draft:
-    """The same draft by the fastest way that its fidelity allows and the trainer knows, with its shares; it says so.
-
-    settings: the draft's. What the person chose stays. Raises UsageError where none fits that.
-    """
-    fidelity, chosen = allowed(settings), draft.request.chosen
-    forecasts = [
-        (forecast_in(view.scene, way, draft.shares, settings.accumulate), changes)
-        for way in ways(fidelity, **kept(settings, chosen))
-        if (changes := runnable(settings, way, chosen))
-    ]
-    if not forecasts:
-        raise UsageError(f"strategy=auto: no strategy fits fidelity {fidelity} and these settings", "name one")
-    forecast, changes = max(forecasts, key=lambda each: each[0].samples_per_s)
-    words = ", ".join(f"{key}={value}" for key, value in changes.items())
-    predicted = f"predicted at {format_figure(forecast.samples_per_s)} samples/s"
-    return draft.settled(changes, f"strategy=auto: {words} ({fidelity}), {predicted}")
-
-
-def runnable(settings: Settings, way: Way, chosen: Collection[str]) -> dict[str, Any] | None:
-    """The settings that make a run go this way, less the chosen ones. None where the trainer would refuse them."""
-    if way.half_wire and settings.wire not in ("bf16", "fp16"):
-        return None  # a person's word
-    changes: dict[str, Any] = {"strategy": way.strategy}
-    changes |= {"bucket_mib": way.bucket_mib} if way.strategy == "ddp" else {}
-    try:
-        dataclasses.replace(settings, **changes)
-    except SettingsError:
-        return None
-    return {name: value for name, value in changes.items() if name not in chosen}

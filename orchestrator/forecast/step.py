@@ -47,6 +47,8 @@ class HostSpeed:
     """What hosts of its kind are called where one has no name of its own, like 4xA16."""
     blocks: tuple[BlockTimes | None, ...] = ()
     """What each block of the network takes on each rank; empty, or None, where that is not measured."""
+    memory_bytes: int | None = None
+    """Of each rank, where it is known; a speed's cap follows from it."""
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,14 @@ class CodeFolder(Record):
     """None outside of a repository."""
 
 
-LIMITS = {"wire": "network", "compute": "computing"}
+LIMITS = {
+    "wire": "network",
+    "compute": "computing",
+    "link": "network",
+    "slowest stage": "slowest stage",
+    "bubble": "pipeline's bubble",
+    "fixed cost": "fixed cost of each micro-batch",
+}
 """The values of `Prediction.binds`, in words for people."""
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from orchestrator.errors import ConnectError, HostError
 from orchestrator.forecast.advice import Advice, Choice, WhatIf
 from orchestrator.forecast.layers import gradient_bytes
+from orchestrator.forecast.pipeline.choice import PipelineChoice
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.facts import NodeFacts
 from orchestrator.hosts.remembered import Current, ListedCluster
@@ -181,6 +182,7 @@ def plan_json(found: Outlook) -> dict[str, Any]:
         "ways": [_choice(choice, advice) for choice in advice.choices],
         "without": [_what_if(change, advice) for change in advice.without],
         "what_if": [_what_if(change, advice) for change in advice.what_if],
+        "pipeline": _pipeline(found.pipeline, advice) if found.pipeline else None,
         "failures": asdict(found.failures) if found.failures else None,
         "faster": [each.model_dump() for each in found.faster],
         "command": found.command or None,
@@ -219,6 +221,18 @@ def _choice(choice: Choice, advice: Advice) -> dict[str, Any]:
         "binds": forecast.limited_by,
         "wire_bytes": forecast.wire_bytes,
         "ranks": [asdict(rank) for rank in forecast.ranks] if few else None,
+    }
+
+
+def _pipeline(cut: PipelineChoice, advice: Advice) -> dict[str, Any]:
+    return {
+        "settings": dict(cut.settings),
+        "step_ms": 1000 * cut.timed.seconds,
+        "samples_per_s": cut.samples_per_s,
+        "of_sum": cut.samples_per_s / advice.sum_of_parts,
+        "limited_by": cut.limited_by,
+        "parts_ms": {part: 1000 * seconds for part, seconds in cut.timed.parts_s.items()},
+        "stages": [[asdict(stage) for stage in stages] for stages in cut.timed.stages],
     }
 
 

@@ -10,15 +10,18 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from orchestrator.forecast.advice import FIDELITIES, Advice, Choice, Scene, WhatIf, advise
-from orchestrator.forecast.faster import faster_ways
+from orchestrator.forecast.advice import FIDELITIES, GAIN, Advice, Choice, Scene, WhatIf, advise, changed
+from orchestrator.forecast.cut import pipeline_for
+from orchestrator.forecast.faster import MOST_CUTS, faster_ways
 from orchestrator.forecast.gpus import ERROR, HOST_DAYS, RESTART_S, Failures, failures
 from orchestrator.forecast.imagined import Group, imagine
 from orchestrator.forecast.inputs import ForecastInputs, allowed, kept, memory_words, network_of
 from orchestrator.forecast.layers import gradient_bytes
 from orchestrator.forecast.links import GOODPUT
+from orchestrator.forecast.pipeline.choice import PipelineChoice
 from orchestrator.forecast.step import STRATEGIES, HostSpeed
 from orchestrator.planning.command_line import run_line
 from orchestrator.planning.launch_plan import LIMITS, Faster, LaunchPlan
@@ -32,7 +35,7 @@ TITLES = ("fidelity", "strategy", "shares", "step", "samples/s", "of sum", "netw
 FEW_NAMES = 8
 """More hosts than this are not named one by one."""
 UNSEEN: dict[str, tuple[object, ...]] = {
-    "strategy": (*STRATEGIES, "auto"),
+    "strategy": (*STRATEGIES, "pipeline", "auto"),
     "shares": WORDS,
     "accumulate": (0, 1),
     "loader": ("auto", "resident"),
@@ -62,10 +65,20 @@ class Outlook:
     speeds_from: Mapping[str, str]
     failures: Failures | None = None
     """Only for hosts that one does not have."""
+    pipeline: PipelineChoice | None = None
+    """The fastest, where the settings allow one."""
+    pipeline_then: Mapping[str, PipelineChoice] = field(default_factory=dict)
+    """The fastest after each change that the advice looks at, where `pipeline` is the fastest way now."""
     faster: tuple[Faster, ...] = ()
     """Than the settings as they stand."""
     command: str = ""
     """The `orch run` line of the fastest way that the fidelity allows; empty for hosts that one does not have."""
+
+    @property
+    def samples_per_s(self) -> float:
+        """Of the fastest way that the fidelity allows."""
+        best = self.advice.best[self.advice.fidelity].samples_per_s
+        return max(best, self.pipeline.samples_per_s if self.pipeline else 0.0)
 
 
 def outlook_of(plan: LaunchPlan, view: ForecastInputs, chosen: Collection[str]) -> Outlook:
@@ -81,6 +94,7 @@ def outlook_of(plan: LaunchPlan, view: ForecastInputs, chosen: Collection[str]) 
         advice=advice,
         basis=(*view.basis, *(f"sets {setting.words}" for setting in plan.nccl), *limits),
         speeds_from=view.speeds_from,
+        **_pipelines(view.scene, plan.training, chosen, advice, elastic=plan.elastic is not None),
         faster=faster,
         command=faster[0].command if faster else run_line(plan),
     )
@@ -108,6 +122,7 @@ def imagined_outlook(
             *limits,
         ),
         speeds_from={group.gpu.name: "catalogue" for group in groups},
+        **_pipelines(scene, settings, chosen, advice),
         failures=failures(len(scene.hosts), 2 * gradient_bytes(layers)),
     )
 
@@ -123,6 +138,20 @@ def _advised(
     advice = advise(scene, allowed(settings), **kept(settings, chosen))
     shares = advice.best[advice.fidelity].forecast.shares
     return advice, [*memory_words(scene, shares, speeds_from, settings), *_unseen_words(settings, chosen, unseen)]
+
+
+def _pipelines(
+    scene: Scene, settings: Settings, chosen: Collection[str], advice: Advice, *, elastic: bool = False
+) -> dict[str, Any]:
+    """Of an Outlook."""
+    found = None if elastic else pipeline_for(scene, settings, chosen)
+    then: dict[str, PipelineChoice] = {}
+    if found and len(scene.hosts) <= MOST_CUTS and found.samples_per_s > advice.best[advice.fidelity].samples_per_s:
+        for words, changed_scene in changed(scene):
+            settings_then = replace(settings, stages="", batch=changed_scene.job.batch)
+            if cut := pipeline_for(changed_scene, settings_then, chosen):
+                then[words] = cut
+    return {"pipeline": found, "pipeline_then": then}
 
 
 def _trust(unsure: Collection[str]) -> str:
@@ -153,7 +182,23 @@ def headline(found: Outlook) -> tuple[str, ...]:
 
 def rows(found: Outlook) -> list[tuple[str, ...]]:
     """Below TITLES. The fidelity that the settings allow is marked."""
-    return [_row(found, found.advice.best[fidelity]) for fidelity in FIDELITIES]
+    by_fidelity = {fidelity: [_row(found, found.advice.best[fidelity])] for fidelity in FIDELITIES}
+    if found.pipeline:
+        by_fidelity[found.advice.fidelity].append(_pipeline_row(found, found.pipeline))
+    return [row for each in by_fidelity.values() for row in each]
+
+
+def _pipeline_row(found: Outlook, cut: PipelineChoice) -> tuple[str, ...]:
+    return (
+        f"{found.advice.fidelity} *",
+        "pipeline",
+        "whole" if cut.micro_batches == 1 else f"in {cut.micro_batches} parts",
+        f"{figure(1000 * cut.timed.seconds)} ms",
+        figure(cut.samples_per_s),
+        percent(cut.samples_per_s / found.advice.sum_of_parts),
+        f"{figure(1000 * cut.timed.parts_s['link'])} ms",
+        LIMITS["link"] if cut.limited_by == "link" else cut.limited_by,
+    )
 
 
 def _row(found: Outlook, choice: Choice) -> tuple[str, ...]:
@@ -197,15 +242,20 @@ def share_words(choice: Choice) -> str:
 def changes(found: Outlook) -> Iterator[str]:
     """Sentences: who is better left out, and what would bring how much."""
     advice = found.advice
-    now = advice.best[advice.fidelity].samples_per_s
+    now = found.samples_per_s
     whole = figure(advice.sum_of_parts)
     yield f"* the fidelity that the settings allow; the hosts' combined standalone speed is {whole} samples/s"
-    for better in advice.without[:1]:
+    if found.pipeline and found.pipeline.samples_per_s == now and found.command:
+        yield from found.pipeline.words
+    without = [better for better in advice.without if better.choice.samples_per_s > GAIN * now]
+    for better in without[:1]:
         yield f"better: {_hosts(better, found)}, {_gain(better, now)}"
-    if not advice.without:
+    if not without:
         yield "no host is better left out"
     for change in advice.what_if:
-        yield f"{change.change}: {_gain(change, now)}"
+        cut = found.pipeline_then.get(change.change)
+        by_cut = cut is not None and cut.samples_per_s > change.choice.samples_per_s
+        yield f"{change.change}: {_gain_by_cut(cut, now) if cut and by_cut else _gain(change, now)}"
     yield from _rings(found)
     if found.failures:
         yield _failure_words(found.failures)
@@ -255,6 +305,11 @@ def _gain(change: WhatIf, now: float) -> str:
     choice = change.choice
     rate = f"{figure(choice.samples_per_s)} samples/s, {_compared(choice.samples_per_s / now)}"
     return f"{rate} ({way_words(choice)}; limited by the {LIMITS[choice.forecast.limited_by]})"
+
+
+def _gain_by_cut(cut: PipelineChoice, now: float) -> str:
+    rate = f"{figure(cut.samples_per_s)} samples/s, {_compared(cut.samples_per_s / now)}"
+    return f"{rate} (pipeline; limited by the {LIMITS[cut.limited_by]})"
 
 
 def _compared(ratio: float) -> str:

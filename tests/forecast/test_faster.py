@@ -21,6 +21,10 @@ from tests.support.run_folders import two_hosts
 pytestmark = pytest.mark.usefixtures("home")
 
 
+WHOLE = ("--set", "accumulate=1")
+"""In one micro-batch a pipeline's stages work one after the other, so that no cut is worth a word."""
+
+
 def pasted(command):
     """The plan of this line, as a shell would hand it over."""
     orch_, *words = shlex.split(command)
@@ -37,7 +41,8 @@ def alone(found):
 
 def test_a_host_that_is_faster_alone_is_named_in_plan_dry_run_and_at_the_start():
     plan = dry_run()
-    (found,) = plan.faster
+    cut, found = plan.faster
+    assert cut.what.startswith("strategy=pipeline, ")
     assert found.of_time == pytest.approx(plan.prediction.samples_per_s / 833)
     assert found.words == f"v100 alone would take {100 * found.of_time:.0f} % of the time (predicted)"
     again = pasted(found.command)
@@ -46,12 +51,16 @@ def test_a_host_that_is_faster_alone_is_named_in_plan_dry_run_and_at_the_start()
     shown = orch("run", "--exp", "resnet152_cifar", "--dry-run").stderr
     assert f"note: {found.words}\n  try: {found.command}\n" in shown
     lines = orch("plan", "--exp", "resnet152_cifar").stdout.rstrip().split("\n")
-    assert lines[-2:] == [f"{found.words}:", f"  {found.command}"]
-    assert planned()["command"] == planned()["faster"][0]["command"] == found.command
+    assert lines[-4:] == [f"{cut.words}:", f"  {cut.command}", f"{found.words}:", f"  {found.command}"]
+    assert planned()["command"] == planned()["faster"][0]["command"] == cut.command
+    assert planned()["faster"][1]["command"] == found.command
+    same = pasted(cut.command)
+    assert same.prediction.samples_per_s == pytest.approx(cut.samples_per_s)
+    assert same.faster == ()
 
 
 def test_the_line_of_better_shares_splits_the_batch_as_predicted():
-    plan = dry_run("--set", "batch=2048", "--set", "lr=0.1")
+    plan = dry_run("--set", "batch=2048", "--set", "lr=0.1", *WHOLE)
     best = plan.faster[0]
     again = pasted(best.command)
     assert again.prediction.samples_per_s == pytest.approx(best.samples_per_s)
@@ -62,7 +71,7 @@ def test_the_line_of_better_shares_splits_the_batch_as_predicted():
 
 
 def test_where_nothing_is_worth_a_change_the_plan_ends_with_its_own_line():
-    words = ("--set", "batch=2048", "--set", "shares=v100=5,a2000=2")
+    words = ("--set", "batch=2048", "--set", "shares=v100=5,a2000=2", *WHOLE)
     lines = orch("plan", "--exp", "resnet152_cifar", *words).stdout.rstrip().split("\n")
     assert lines[-2] == "nothing that these settings allow is worth a change:"
     assert pasted(lines[-1]).settings["shares"] == "v100=5,a2000=2"
@@ -87,7 +96,7 @@ def test_a_job_that_goes_on_from_a_checkpoint_stays_with_the_host_that_holds_it(
 
 
 def test_auto_leaves_a_host_out_and_says_so_unless_it_is_named():
-    plan = dry_run("--set", "strategy=auto")
+    plan = dry_run("--set", "strategy=auto", "--set", "shares=auto")
     assert [node.name for node in plan.nodes] == ["v100"]
     (said,) = (note for note in plan.notes if "leaves out" in note)
     assert said.startswith("strategy=auto leaves out a2000: v100 alone would take 3")
@@ -132,7 +141,7 @@ def test_a_profile_goes_before_the_compute_time_and_no_word_is_said_of_less_than
 
 
 def test_what_was_measured_takes_the_place_of_what_was_predicted(tmp_path):
-    plan = dry_run("--set", "batch=2048")
+    plan = dry_run("--set", "batch=2048", *WHOLE)
     assert {each.what for each in plan.faster} == {"bucket_mib=10.0, shares by speed", "v100 alone"}
     nodes = analyse(two_hosts(tmp_path / "run")).nodes
     faster = [each.model_copy(update={"own_samples_per_s": 833.0}) for each in nodes]

@@ -11,8 +11,9 @@ from click.testing import CliRunner
 
 from orchestrator.cli import main
 from orchestrator.forecast.advice import Scene, WhatIf
-from orchestrator.forecast.inputs import inputs_of, network_from, prediction_of, read_network
+from orchestrator.forecast.inputs import inputs_of, network_from, read_network
 from orchestrator.forecast.links import GLOO, LinkCosts, Site
+from orchestrator.forecast.outlook import prediction_of
 from orchestrator.forecast.step import HostSpeed, Workload
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.inventory_file import load_inventory
@@ -88,10 +89,12 @@ def write_collectives(folder, **changes):
 def test_the_best_of_each_fidelity_fits_a_hundred_columns(home):
     shown = orch("plan", *RESNET).stdout.splitlines()
     table = [line for line in shown if re.match(r"(fidelity|exact|half|compressed|local)\b", line)]
-    assert len(table) == 5
+    assert len(table) == 6
+    assert any(line.startswith("exact *") and "pipeline" in line and "slowest stage" in line for line in table)
     assert all(len(line.rstrip()) <= 100 for line in table)
     assert any(line.startswith("exact *") and "ddp" in line and "network" in line for line in table)
-    assert any("v100 alone, 833 samples/s" in line for line in shown)
+    whole = orch("plan", *RESNET, "--set", "shares=auto").stdout.splitlines()
+    assert any("v100 alone, 833 samples/s" in line for line in whole)
     assert any("the pace that the inventory sets" in line for line in shown)
 
 
@@ -195,6 +198,26 @@ def test_a_host_whose_memory_holds_no_sample_is_named(home):
     ]
     home.save_cluster(cluster.model_copy(update={"nodes": tuple(small)}), current=True)
     assert "not one sample fits into its memory" in orch("plan", *RESNET, code=2).stderr
+
+
+def test_a_network_that_no_host_holds_is_cut(home):
+    """Of weights and what one sample keeps ResNet-152 needs 724 MiB, each half of it less."""
+    cluster = home.cluster()
+    small = [
+        n.model_copy(update={"paced": n.paced.model_copy(update={"memory_bytes": 600 << 20})}) for n in cluster.nodes
+    ]
+    home.save_cluster(cluster.model_copy(update={"nodes": tuple(small)}), current=True)
+    said = orch("plan", *RESNET, code=2).stderr
+    assert "not one sample fits into its memory" in said
+    assert "--set strategy=pipeline" in said
+    for words in (("--set", "strategy=pipeline"), ("--set", "strategy=auto")):
+        plan = dry_run(*words)
+        assert len(plan.nodes) == 2
+        assert plan.settings["stages"]
+        assert plan.prediction.samples_per_s > 500
+    for node in cluster.nodes:
+        (said,) = (note for note in plan.notes if note.startswith(f"{node.name}: blocks "))
+        assert float(re.search(r"([\d.]+) GiB", said)[1]) <= 600 / 1024
 
 
 @pytest.mark.parametrize(
@@ -352,20 +375,60 @@ def dry_run(*words):
 
 
 def test_auto_takes_the_fastest_that_is_predicted_and_says_so(home):
-    plan = dry_run("--set", "strategy=auto", "--nodes", "a2000,v100")
+    whole = ("--set", "shares=auto")  # which no pipeline can
+    plan = dry_run("--set", "strategy=auto", "--nodes", "a2000,v100", *whole)
     assert plan.settings["strategy"] == "ddp"
     for node in plan.nodes:
         assert node.command[-2:] == ("--strategy=ddp", f"--bucket_mib={plan.settings['bucket_mib']}")
         assert not any("auto" in word for word in node.command if "strategy" in word)
     assert any(note.startswith("strategy=auto: strategy=ddp") for note in plan.notes)
     assert [each.what for each in plan.faster] == ["v100 alone"]
-    assert plan.prediction.samples_per_s >= dry_run().prediction.samples_per_s
+    assert plan.prediction.samples_per_s >= dry_run(*whole).prediction.samples_per_s
+
+
+def test_auto_cuts_the_network_where_that_is_fastest_and_says_who_holds_what(home):
+    plan = dry_run("--set", "strategy=auto")
+    assert plan.settings["strategy"] == "pipeline"
+    assert plan.prediction.samples_per_s > 0.95 * (333 + 833)
+    assert plan.prediction.words.endswith("limited by the slowest stage")
+    assert plan.faster == ()
+    stages = plan.settings["stages"]
+    for node in plan.nodes:
+        assert {"--strategy=pipeline", f"--stages={stages}"} <= set(node.command)
+    assert any(note.startswith(f"strategy=auto (exact): strategy=pipeline, stages={stages}") for note in plan.notes)
+    for node in ("a2000", "v100"):
+        (said,) = (note for note in plan.notes if note.startswith(f"{node}: blocks "))
+        assert all(word in said for word in ("% of the work", "MB of weights", "GiB of memory", "MB an update"))
+    assert all(note in orch("run", *RESNET, "--set", "strategy=auto", "--dry-run").stderr for note in plan.notes)
+    found = planned("--set", "strategy=auto")
+    assert found["pipeline"]["samples_per_s"] == pytest.approx(plan.prediction.samples_per_s)
+    assert found["pipeline"]["samples_per_s"] > 3.5 * found["best"]["exact"]["samples_per_s"]
+
+
+def test_at_the_catalogues_speeds_auto_leaves_the_work_to_the_fastest_host(home, tmp_path):
+    remember(tmp_path, "lab_a2000_v100_catalogue.yaml", gpus=0)
+    assert [node.name for node in dry_run("--set", "strategy=auto").nodes] == ["v100"]
+
+
+def test_a_pipeline_without_stages_is_cut_by_the_plan_and_one_with_them_is_looked_at(home):
+    plan = dry_run("--set", "strategy=pipeline", "--set", "accumulate=16")
+    assert plan.settings["stages"]
+    assert plan.settings["accumulate"] == 16
+    by_hand = ("--set", "strategy=pipeline", "--set", "stages=v100:0-25,a2000:26-51")
+    slower = dry_run(*by_hand, "--set", "accumulate=16")
+    assert slower.settings["stages"] == "v100:0-25,a2000:26-51"
+    assert slower.prediction.samples_per_s < 0.8 * plan.prediction.samples_per_s
+    wrong = ("--set", "strategy=pipeline", "--set", "stages=v100:0-25,a16:26-51")
+    said = orch("run", *RESNET, *wrong, "--dry-run", code=2).stderr
+    assert "a16, a2000: each host of the job has one stage" in said
+    assert "leave stages out" in said
 
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        (("fidelity=half",), {"strategy": "ddp", "fidelity": "half"}),
+        (("fidelity=half",), {"strategy": "pipeline", "fidelity": "half"}),
+        (("fidelity=half", "shares=auto"), {"strategy": "ddp", "fidelity": "half"}),
         (("fidelity=compressed", "compress_rank=4"), {"strategy": "allreduce_flat", "compress_rank": 4}),
         (("fidelity=local", "local_steps=8"), {"strategy": "parameter_average", "local_steps": 8}),
     ],

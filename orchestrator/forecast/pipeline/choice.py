@@ -50,6 +50,11 @@ class PipelineChoice:
         return self.timed.limited_by
 
     @property
+    def micro_batches(self) -> int:
+        """Of an update, over all pipelines."""
+        return sum(len(course.routes()) for course in self.courses)
+
+    @property
     def words(self) -> Iterator[str]:
         """Of each stage."""
         for stages in self.timed.stages:
@@ -117,7 +122,11 @@ def stage_hosts(scene: Scene) -> tuple[StageHost, ...]:
 
 
 def _memory_bytes(scene: Scene, host: HostSpeed) -> int | None:
-    """What holds the whole network with so many samples at once; None where no limit is known."""
+    """What is known of it; else what holds the whole network with as many samples at once as a profile found, None
+    where no limit is known.
+    """
+    if host.memory_bytes is not None:
+        return host.memory_bytes
     caps = [speed.cap for speed in host.speeds if speed.cap is not None]
     if not caps:
         return None
@@ -141,10 +150,10 @@ def _choice(chain: Chain, courses: Sequence[Course], scene: Scene) -> PipelineCh
 
 
 def _words(stage: StageTime, seconds: float) -> str:
-    """`v100: blocks 0-36, computes 99 % of an update and waits the rest; ...`."""
+    """`v100: blocks 0-36, 71 % of the work, computes 99 % of an update; ...`."""
     weights, sent = format_figure(stage.weight_bytes / 1e6), format_figure(stage.out_bytes / 1e6)
     return (
-        f"{stage.host}: blocks {stage.first}-{stage.end - 1}, computes {100 * stage.busy_s / seconds:.0f} % of an "
-        f"update and waits the rest; {weights} MB of weights, {format_figure(stage.memory_bytes / 2**30)} GiB of "
-        f"memory at most, sends {sent} MB an update"
+        f"{stage.host}: blocks {stage.first}-{stage.end - 1}, {100 * stage.work:.0f} % of the work, computes "
+        f"{100 * stage.busy_s / seconds:.0f} % of an update; {weights} MB of weights, "
+        f"{format_figure(stage.memory_bytes / 2**30)} GiB of memory at most, sends {sent} MB an update"
     )

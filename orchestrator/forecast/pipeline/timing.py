@@ -24,7 +24,8 @@ Limit = Literal["slowest stage", "bubble", "link", "fixed cost"]
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of an update, the mean of the stage's ranks. first, end: its blocks are `first` to `end - 1`.
+    """Seconds of an update, the mean of the stage's ranks. first, end: its blocks are `first` to `end - 1`. work: of
+    these, as a part of the network's.
     fixed_s: what of its tasks depends on no sample. waiting_s: for a neighbour, or for sums of gradients. out_bytes:
     what all its ranks send to neighbours. memory_bytes: of each rank, at most.
     """
@@ -32,6 +33,7 @@ class StageTime:
     host: str
     first: int
     end: int
+    work: float
     forward_s: float
     backward_s: float
     weights_s: float
@@ -70,6 +72,8 @@ def time_update(chain: Chain, courses: Sequence[Course], wire: LinkCosts) -> Tim
     """
     seconds = update_seconds(chain, courses, wire)
     without_links_s = min(seconds, update_seconds(chain, courses, _free(wire)))
+    if math.isclose(without_links_s, seconds, rel_tol=1e-9):
+        without_links_s = seconds  # sums in another order
     stages = tuple(tuple(_stage_times(chain, course, seconds)) for course in courses)
     busiest = max((stage for each in stages for stage in each), key=lambda stage: stage.busy_s)
     parts: dict[Limit, float] = {
@@ -99,6 +103,7 @@ def _stage_times(chain: Chain, course: Course, update_s: float) -> Iterator[Stag
             host=cost.host.name,
             first=first,
             end=end,
+            work=chain.work(first, end),
             forward_s=times[0],
             backward_s=times[1],
             weights_s=times[2],

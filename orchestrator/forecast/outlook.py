@@ -1,0 +1,81 @@
+"""What a plan is predicted to do, and `strategy=auto`, resolved. Pure.
+
+prediction_of(plan, view)                   Prediction(step_ms=949, samples_per_s=270, ...), kept in plan.json
+with_best_way(draft, settings, view)        the same draft by the fastest way
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from orchestrator.errors import UsageError
+from orchestrator.forecast.advice import ways
+from orchestrator.forecast.cut import pipeline_for, prediction_of_pipeline, settled
+from orchestrator.forecast.inputs import ForecastInputs, allowed, forecast_in, kept, way_of
+from orchestrator.forecast.step import Way
+from orchestrator.planning.draft import Draft
+from orchestrator.planning.launch_plan import LaunchPlan, Prediction
+from orchestrator.units import format_figure
+from trainer.shared.config import Settings, SettingsError
+
+
+def prediction_of(plan: LaunchPlan, view: ForecastInputs) -> Prediction | None:
+    """With the plan's own shares and micro-batches. None where the strategy is not predicted."""
+    settings = plan.training
+    if settings and settings.strategy == "pipeline":
+        return prediction_of_pipeline(settings, view)
+    way = way_of(settings) if settings else None
+    if settings is None or way is None:
+        return None
+    forecast = forecast_in(view.scene, way, plan.shares, settings.accumulate)
+    return Prediction(
+        step_ms=forecast.step_ms,
+        samples_per_s=forecast.samples_per_s,
+        binds=forecast.limited_by,
+        is_estimate=view.is_estimate,
+        basis=(*view.basis, *_way_words(way)),
+    )
+
+
+def _way_words(way: Way) -> Iterator[str]:
+    if way.exact_part:
+        yield f"the mean of the run: {100 * way.exact_part:.3g} % of its updates exact, then {way.fidelity}"
+    if way.sync_bn:
+        yield "sync_bn: ranks meet in every BatchNorm, forward and backward, so that no sum of gradients is hidden"
+
+
+def with_best_way(draft: Draft, settings: Settings, view: ForecastInputs) -> Draft:
+    """The same draft by the fastest way that its fidelity allows and the trainer knows, with its shares; it says so.
+
+    settings: the draft's. What the person chose stays. Raises UsageError where none fits that.
+    """
+    fidelity, chosen = allowed(settings), draft.request.chosen
+    forecasts = [
+        (forecast_in(view.scene, way, draft.shares, settings.accumulate), changes)
+        for way in (ways(fidelity, **kept(settings, chosen)) if view.scene.holds_whole else ())
+        if (changes := runnable(settings, way, chosen))
+    ]
+    cut = None if draft.request.elastic else pipeline_for(view.scene, settings, chosen)
+    if cut and cut.samples_per_s > max((each.samples_per_s for each, _ in forecasts), default=0.0):
+        return settled(draft, cut, f"strategy=auto ({fidelity})")
+    if not forecasts:
+        raise UsageError(f"strategy=auto: no strategy fits fidelity {fidelity} and these settings", "name one")
+    forecast, changes = max(forecasts, key=lambda each: each[0].samples_per_s)
+    words = ", ".join(f"{key}={value}" for key, value in changes.items())
+    predicted = f"predicted at {format_figure(forecast.samples_per_s)} samples/s"
+    return draft.settled(changes, f"strategy=auto: {words} ({fidelity}), {predicted}")
+
+
+def runnable(settings: Settings, way: Way, chosen: Collection[str]) -> dict[str, Any] | None:
+    """The settings that make a run go this way, less the chosen ones. None where the trainer would refuse them."""
+    if way.half_wire and settings.wire not in ("bf16", "fp16"):
+        return None  # a person's word
+    changes: dict[str, Any] = {"strategy": way.strategy}
+    changes |= {"bucket_mib": way.bucket_mib} if way.strategy == "ddp" else {}
+    try:
+        dataclasses.replace(settings, **changes)
+    except SettingsError:
+        return None
+    return {name: value for name, value in changes.items() if name not in chosen}
