@@ -55,7 +55,7 @@ class BatchNorm(Record):
             )
         if self.under_ddp:
             beside = _list(Counter(part for part in self.under_ddp if part).items())
-            return f"BatchNorm saw micro-batches of {_list(self.groups)}; with ddp it would see groups of {beside}"
+            return f"BatchNorm saw micro-batches of {_list(self.groups)} (with ddp: groups of {beside})"
         return f"BatchNorm saw groups of {_list(self.groups)}{moved}"
 
     @property

@@ -213,7 +213,7 @@ def test_each_stage_says_what_it_computed_and_whom_it_waited_for(tmp_path):
 def test_batch_norms_micro_batches_count_once_and_stand_beside_ddps_parts(tmp_path):
     found = analyse(run_of(tmp_path, ranks())).batch_norm
     assert found.groups == ((32, 2),)
-    assert found.words == "BatchNorm saw micro-batches of 32 and 32; with ddp it would see groups of 32 and 32"
+    assert found.words == "BatchNorm saw micro-batches of 32 and 32 (with ddp: groups of 32 and 32)"
     assert "sync_bn" not in found.exact_words
 
 
