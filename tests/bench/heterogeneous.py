@@ -96,8 +96,12 @@ def speeds_of(twin: str, asked: argparse.Namespace) -> dict[str, list[Host]]:
     if twin.startswith("skew_"):
         slower = OF_A_SKEW / (1 + float(twin.removeprefix("skew_")))
         return {"slow": [Host(f"n{n}", 1, pace, asked.link) for n, pace in enumerate((slower, OF_A_SKEW - slower))]}
-    files = {name: ROOT / "inventory" / FILES[name].format(twin) for name in asked.speeds.split(",")}
-    return {name: hosts_in(file, asked.link) for name, file in files.items() if file.exists()}
+    found = {}
+    for name in asked.speeds.split(","):
+        for folder in (ROOT / "inventory", ROOT / "tests" / "bench"):
+            if (file := folder / FILES[name].format(twin)).exists():
+                found[name] = hosts_in(file, asked.link)
+    return found
 
 
 def hosts_in(file: Path, link: str) -> list[Host]:
@@ -156,7 +160,7 @@ def measured_columns(
         rows = {name: {"batch": batch, **rounds_of(row, batch), **row} for name, row in rows.items()}
         rows = with_shares(rows, shares)
         for name, row in rows.items():
-            row |= model.cut(row) if row["strategy"] == "pipeline" else {}
+            row |= model.cut(row) if row["strategy"] == "pipeline" and "stages" not in row else {}
             step_s = model.step_ms(row) / 1000
             chosen[f"{batch} {name}"] = {**row, "steps": steps_of(step_s, asked)}
         alone_s = max(batch / host.samples_per_s for host in hosts)
@@ -206,6 +210,9 @@ def by_host(hosts: Sequence[Host], batch: int, rows: Mapping[str, Row], model: M
 def auto(lab: Rack, fidelity: str, batch: int, shares: str) -> dict[str, Any]:
     asked = {"fidelity": fidelity, "batch": batch, "shares": shares, **FIDELITIES[fidelity]}
     chosen = planned(lab, {**asked, "strategy": "auto"})["settings"]
+    if chosen["strategy"] == "pipeline":
+        cut = ("strategy", "stages", "accumulate", "in_flight", "schedule")
+        return {"fidelity": fidelity, "batch": batch, **{name: chosen[name] for name in cut}}
     return {**asked, "strategy": chosen["strategy"], "bucket_mib": chosen["bucket_mib"]}
 
 
