@@ -22,12 +22,13 @@ def stage_summaries(plan: LaunchPlan, starts: Starts, figures: Figures) -> tuple
     stages: dict[tuple[int, int], list[int]] = {}
     for rank, place in sorted(places.items()):
         stages.setdefault((place.pipeline, place.stage), []).append(rank)
-    names = {key: _neighbour(places[ranks[0]].name, node_of) for key, ranks in stages.items()}
+    names = {key: _name(places[ranks[0]].name, node_of) for key, ranks in stages.items()}
     return tuple(
         StageSummary(
             pipeline=key[0],
             stage=key[1],
             node=node_of[ranks[0]],
+            name=names[key],
             ranks=tuple(ranks),
             first_block=places[ranks[0]].first,
             last_block=places[ranks[0]].last,
@@ -38,9 +39,9 @@ def stage_summaries(plan: LaunchPlan, starts: Starts, figures: Figures) -> tuple
     )
 
 
-def _neighbour(name: str, node_of: Mapping[int, str]) -> str:
-    """A host's name, or `rank 1` where the stages lie on one host."""
-    return name if name in node_of.values() else f"rank {name}"
+def _name(stage: str, node_of: Mapping[int, str]) -> str:
+    """As the setting `stages` has it, or `rank 1` where all ranks are on one host, which it names by their numbers."""
+    return f"rank {stage}" if stage.isdecimal() and stage not in node_of.values() else stage
 
 
 def _times(ranks: Sequence[RankFigures], key: tuple[int, int], names: Mapping[tuple[int, int], str]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.record import Record
-from trainer.shared.stages import Pipelines, parse_stages, stage_names
+from trainer.shared.stages import Pipelines, parse_stages, ranks_of
 
 Starts = Mapping[int, Mapping[str, Any]]
 
@@ -36,6 +36,8 @@ class StageSummary(Record):
     stage: int
     """Its place in the order in which samples pass them, from 0."""
     node: str
+    name: str
+    """The host, or the rank of it where the host's ranks have stages of their own: `a16:1`, `rank 1`."""
     ranks: tuple[int, ...]
     first_block: int
     last_block: int
@@ -45,7 +47,7 @@ class StageSummary(Record):
     bubble_ms: float | None = None
     """The wait for a neighbour's activations or gradients."""
     waits_for: str | None = None
-    """The host (within one host the rank) that it waited for most; None where it did not wait."""
+    """The stage that it waited for most, by its name; None where it did not wait."""
     waits_for_ms: float | None = None
     wire_ms: float | None = None
     """With a message of its own on its way out, beside compute."""
@@ -63,16 +65,13 @@ def read_places(plan: LaunchPlan, starts: Starts) -> dict[int, Place]:
     """By rank. Empty outside a pipeline, and where ranks do not say how the network was cut."""
     if not is_pipeline(plan):
         return {}
-    ranks = {rank: node.name for node in plan.nodes for rank in node.rank_numbers}
-    names = dict(zip(sorted(ranks), stage_names([ranks[rank] for rank in sorted(ranks)]), strict=True))
-    pipelines = _pipelines(starts)
-    places = {
-        name: Place(pipeline, stage, name, one.first, one.last)
-        for pipeline, stages in enumerate(pipelines)
+    nodes = [node.name for node in plan.nodes for _ in node.rank_numbers]
+    return {
+        rank: Place(pipeline, stage, one.node, one.first, one.last)
+        for pipeline, stages in enumerate(_pipelines(starts))
         for stage, one in enumerate(stages)
-        if (name := one.node)
+        for rank in ranks_of(one.node, nodes)
     }
-    return {rank: places[name] for rank, name in names.items() if name in places}
 
 
 def _pipelines(starts: Starts) -> Pipelines:

@@ -23,7 +23,7 @@ DISPENSABLE = ("ranks", "batch/rank", "load", "GPU", "alone*")
 """What a narrow screen does without, the first ones first."""
 SLOWED_SHOWN = 5
 CLASSES_SHOWN = 20
-STAGE_COLUMNS = ("stage", "node", "blocks", "work", "compute", "bubble", "wire", "waits for")
+STAGE_COLUMNS = ("stage", "held by", "blocks", "work", "compute", "bubble", "wire", "waits for")
 
 
 def print_summary(summary: Summary) -> None:
@@ -65,7 +65,7 @@ def _stage_cells(stage: StageSummary, *, several: bool) -> tuple[str, ...]:
     """several: are there other pipelines beside?"""
     number = f"{stage.pipeline + 1}.{stage.stage + 1}" if several else str(stage.stage + 1)
     times = (figure(each) for each in (stage.compute_ms, stage.bubble_ms, stage.wire_ms))
-    return (number, stage.node, stage.blocks, percent(stage.work), *times, stage.waits_for or "-")
+    return (number, stage.name, stage.blocks, percent(stage.work), *times, stage.waits_for or "-")
 
 
 def _cells(node: NodeSummary) -> tuple[str, ...]:

@@ -132,11 +132,11 @@ def _panel(line: Timeline, title: str, from_ms: float, to_ms: float) -> Panel:
 
 def _titles(lanes: Sequence[TimelineLane]) -> dict[int, str]:
     several = lanes[-1].pipeline > 0
-    shared = {(lane.pipeline, lane.stage) for lane in lanes}
+    hosts = [lane.node for lane in lanes]
     found = {}
     for lane in lanes:
         number = f"{lane.pipeline + 1}.{lane.stage + 1}" if several else str(lane.stage + 1)
-        rank = f", rank {lane.rank}" if len(shared) < len(lanes) else ""
+        rank = f", rank {lane.rank}" if hosts.count(lane.node) > 1 else ""
         found[lane.rank] = f"stage {number} · {lane.node}{rank} · blocks {lane.first_block}–{lane.last_block}"
     return found
 

@@ -254,9 +254,20 @@ def test_on_one_host_stages_wait_for_ranks(tmp_path):
     for rank in (0, 1):
         lines[rank][0] = {**lines[rank][0], "settings": {**USED, "stages": "1:0-36,0:37-51"}}
     summary = analyse(write_run(tmp_path / "run", [Host("lab", ranks=2)], lines, settings=SETTINGS))
-    assert [(one.node, one.ranks, one.waits_for) for one in summary.stages] == [
-        ("lab", (1,), "rank 0"),
-        ("lab", (0,), "rank 1"),
+    assert [(one.node, one.name, one.ranks, one.waits_for) for one in summary.stages] == [
+        ("lab", "rank 1", (1,), "rank 0"),
+        ("lab", "rank 0", (0,), "rank 1"),
+    ]
+
+
+def test_ranks_of_a_host_may_hold_a_stage_each(tmp_path):
+    run = write_run(tmp_path / "run", [Host("a16", ranks=2), Host("v100")], {}, settings=SETTINGS)
+    plan = LaunchPlan.model_validate_json(run.plan.read_text())
+    places = read_places(plan, {0: {"settings": {"stages": "a16:0:0-12,a16:1:13-28,v100:29-51"}}})
+    assert [(rank, one.stage, one.name, one.first) for rank, one in places.items()] == [
+        (0, 0, "a16:0", 0),
+        (1, 1, "a16:1", 13),
+        (2, 2, "v100", 29),
     ]
 
 

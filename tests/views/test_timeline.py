@@ -96,7 +96,7 @@ def test_lanes_and_pipelines_are_told_apart():
     assert [one.title for one in shared.lanes] == [
         "stage 1 · host0, rank 0 · blocks 0–3",
         "stage 1 · host0, rank 1 · blocks 0–3",
-        "stage 2 · host1, rank 2 · blocks 0–3",
+        "stage 2 · host1 · blocks 0–3",
     ]
     beside = draw_timeline(line([lane(0, bars), lane(0, bars, rank=1, pipeline=1)])).panels[0]
     assert [one.title[:9] for one in beside.lanes] == ["stage 1.1", "stage 2.1"]
