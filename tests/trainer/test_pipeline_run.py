@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from orchestrator.results.analyse import analyse
 from orchestrator.results.timeline import load_timeline
@@ -138,6 +139,14 @@ def test_either_goes_on_from_the_others_checkpoint(
         there = folder / f"from-{source}"
         kept(there, [*arguments, "--resume", str(start)], ranks)
         assert weights(there, 6) == weights(folder / source, 6)
+
+
+def test_a_scaled_loss_is_taken_back_on_every_stage(folder: Path, alone: list[list[dict[str, Any]]]) -> None:
+    """Only the last one scales it. Gradients travel in fp16, so that they are close and no more."""
+    kept(folder / "scaled", [*PIPELINE, "--amp", "fp16"], 2)
+    found, whole = (weights(folder / name, 6)[0] for name in ("scaled", "alone"))
+    for name, values in whole.items():
+        assert torch.allclose(torch.tensor(found[name]), torch.tensor(values), atol=1e-3), name
 
 
 def test_a_stage_that_the_gpu_has_no_memory_for_is_refused_in_a_line(tmp_path: Path) -> None:

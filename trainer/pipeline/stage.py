@@ -39,6 +39,8 @@ class Stage:
         self.dtype = next(part.parameters()).dtype if type(precision) is Full else None
         self._passes: deque[Pass] = deque()
         self._put_off: deque[list[Work]] = deque()
+        # The last stage alone scales a loss; each needs the scale (of fp16), which begins with the first use of it.
+        precision.scaled(torch.zeros((), device=next(part.parameters()).device))
         if splits:
             split_backward(part, self.later)
 
