@@ -89,20 +89,22 @@ Take = Callable[[int, Cut], Sequence[Lap]]
 
 
 def micro_batches(step_ms: dict[int, float], batch: int, budget_s: float) -> tuple[int, ...]:
-    """Two or three sizes, as far apart as time allows. step_ms: of the sizes whose updates were timed, ascending."""
+    """Two or three sizes, as far apart as time allows; the two smallest where it allows no others. step_ms: of the
+    sizes whose updates were timed, ascending.
+    """
     useful = [size for size in step_ms if SMALLEST <= size <= batch // FEWEST_PARTS]
-    sizes = useful if len(useful) > 1 else list(step_ms)[:MOST_SIZES]
-    while len(sizes) > 2 and _cost_s(_spread(sizes), step_ms) > budget_s:
-        sizes.pop()
-    return _spread(sizes)
-
-
-def _spread(sizes: Sequence[int]) -> tuple[int, ...]:
-    return tuple(sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]}))
+    smallest = list(step_ms)[:MOST_SIZES]
+    for sizes in (useful, smallest):
+        for count in range(len(sizes), 1, -1):
+            spread = tuple(sorted({sizes[0], sizes[count // 2], sizes[count - 1]}))
+            if _cost_s(spread, step_ms) <= budget_s:
+                return spread
+    return tuple(smallest[:2])
 
 
 def _cost_s(sizes: Sequence[int], step_ms: dict[int, float]) -> float:
-    return (1 + FEWEST) * sum(step_ms[size] for size in sizes) / 1000
+    """With the whole network's updates of the largest size."""
+    return (1 + FEWEST) * sum(step_ms[size] for size in (*sizes, sizes[-1])) / 1000
 
 
 def time_blocks(
@@ -119,9 +121,10 @@ def time_blocks(
     for size in sizes:
         try:
             take(size, cut)  # not timed: libraries choose their algorithms
-            if not laps:
-                cut = stretches(take(size, cut), CLEAR * noise_ms)
             laps[size] = _medians(take, size, cut, budget_s / len(sizes), now)
+            if len(laps) == 1 and (longer := stretches(laps[size], CLEAR * noise_ms)) != cut:
+                cut = longer
+                laps[size] = _medians(take, size, cut, budget_s / len(sizes), now)
         except NoMemory:
             break
     return _through(laps, cut, blocks) if len(laps) > 1 else None
