@@ -17,8 +17,9 @@ _ACTIVATE = 'IFS= read -r ORCH_LINE && eval "unset ORCH_LINE; $ORCH_LINE" </dev/
 _FLAGS = "-Suc"
 """-S leaves the installed packages out: our programs need none, and to look through them takes half of the start."""
 # Reads "<length>\n<that many bytes of Python>" from standard input and runs it; the rest of the input is its request.
+# The folder that it starts in, most often the home folder, is no place for modules: a person's json.py may lie there.
 _BOOTSTRAP = (
-    "import sys,signal;signal.alarm(%d);"
+    "import sys;sys.path=[p for p in sys.path if p];import signal;signal.alarm(%d);"
     "i=sys.stdin.buffer;exec(compile(i.read(int(i.readline())),sys.argv[1],sys.argv[2]))"
 )
 

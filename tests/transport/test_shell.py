@@ -71,7 +71,7 @@ def login_shell(request: pytest.FixtureRequest) -> str:
 
 
 def run_as_sshd_does(
-    login_shell: str, line: str, program: bytes, home: Path, activate: str | None = None
+    login_shell: str, line: str, program: bytes, home: Path, activate: str | None = None, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[bytes]:
     """sshd hands a command to the user's login shell with -c. activate: the line of shell ahead of the program."""
     ahead = f"{activate}\n".encode() if activate else b""
@@ -79,6 +79,7 @@ def run_as_sshd_does(
         [login_shell, "-c", line],
         input=b"%s%d\n%s%s" % (ahead, len(program), program, REQUEST),
         env={"HOME": str(home), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        cwd=cwd,
         capture_output=True,
         timeout=30,
     )
@@ -93,6 +94,18 @@ def test_program_and_request_reach_python_whole(login_shell: str, place: str, ac
     result = run_as_sshd_does(login_shell, line, PROGRAM, home, activate)
     assert result.stderr == b""
     assert result.stdout == REQUEST + b"|" + repr((["-c", "orch-probe", "exec"], "__main__")).encode()
+
+
+@pytest.mark.parametrize("activate", [None, "true"])
+def test_no_file_in_the_home_folder_is_taken_for_a_module(
+    login_shell: str, activate: str | None, tmp_path: Path
+) -> None:
+    for name in ("signal", "json", "select"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the person was run')")
+    line = shell.python_on_stdin("python3", "orch-probe", activates=bool(activate))
+    program = b"import json, select, signal; print(json.dumps('started'))"
+    result = run_as_sshd_does(login_shell, line, program, tmp_path, activate, cwd=tmp_path)
+    assert (result.stdout, result.stderr) == (b'"started"\n', b"")
 
 
 def test_the_line_of_shell_in_the_inventory_runs_before_python(login_shell: str, home: Path) -> None:
