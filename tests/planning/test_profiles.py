@@ -19,6 +19,7 @@ from orchestrator.measuring.profiling import Profiling
 from orchestrator.paths import Home, RunFolder
 from orchestrator.planning.command_line import run_line
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan, NodePlan
+from orchestrator.planning.measurement import BlockTimes
 from orchestrator.planning.profiles import Kind, Profile, kinds_of, tf32_of
 from orchestrator.planning.request import Words, read_wish
 from orchestrator.results.analyse import analyse
@@ -182,6 +183,16 @@ def test_a_profile_that_is_not_valid_is_reported_and_counts_for_nothing(controll
     shown = CliRunner().invoke(main, ["profile", "--exp", "mnist_lenet", "--json"])
     assert shown.exit_code == 1
     assert [(rank["valid"], rank["share"]) for rank in json.loads(shown.stdout)["ranks"]] == [(False, None)] * 3
+
+
+def test_the_table_says_in_a_line_what_is_known_of_blocks_and_the_document_has_all(controller, monkeypatch):
+    task = ((0.1, 1.0), (0.0, 0.5))
+    tasks = {"forward": task, "backward": task, "weights": task}
+    Stopwatch(monkeypatch, 9, blocks=BlockTimes(samples=(8, 16), stretches=2, **tasks))
+    done = CliRunner().invoke(main, ["profile", "--exp", "mnist_lenet"])
+    assert done.stdout.splitlines()[-1] == "blocks: 2 measured, fixed 0.3 ms a micro-batch"
+    shown = CliRunner().invoke(main, ["profile", "--exp", "mnist_lenet", "--json"])
+    assert json.loads(shown.stdout)["ranks"][0]["blocks"]["forward"] == [[0.1, 1.0], [0.0, 0.5]]
 
 
 def test_shares_that_miss_a_profile_which_was_not_kept_say_so(controller, monkeypatch):
