@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.support.calm_gloo import calm_gloo
+
 RANKS = 4
 START_S = 200
 """The process that they are forked from has to import torch first."""
@@ -72,6 +74,7 @@ def _serve(rank: int, store: str, pipe: Any) -> None:
     pipe.send("ready")
     while True:
         function, case = pipe.recv()
+        calm_gloo()
         try:
             pipe.send(function(rank, case))
         except Exception:
