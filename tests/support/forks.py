@@ -6,7 +6,8 @@
         rank.send_signal(signal.SIGTERM)
 
 Each is a process of its own, with its own folder, environment, streams and network. `forks_server.py` is where they
-come from: one for each kind and test run, started when it is first needed.
+come from: one for each kind and test run, started when it is first needed. Those of programs that need torch are forked
+themselves, from the process that multiprocessing forks ranks from: torch is imported once for all of them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import atexit
 import contextlib
 import functools
 import json
+import multiprocessing
 import os
 import select
 import signal
@@ -22,12 +24,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from tests.support.forks_server import be_server
+
 SERVER = Path(__file__).with_name("forks_server.py")
-ORCH, TRAINER = "orch", "trainer"
+ORCH, TRAINER, TORCHRUN = "orch", "trainer", "torchrun"
 
 
 class Forked:
@@ -128,11 +132,9 @@ class _Server:
     def __init__(self, kind: str) -> None:
         self._asking = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         with theirs:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-            words = [sys.executable, str(SERVER), kind, str(theirs.fileno())]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # libgomp reads it where torch is imported
-            self._process = subprocess.Popen(words, pass_fds=[theirs.fileno()], env=environment)
+            self._wait = _fresh(kind, theirs) if kind == ORCH else _forked(kind, theirs)
         atexit.register(self.end)
 
     def fork(self, request: Mapping[str, Any], handles: Sequence[int]) -> int:
@@ -144,7 +146,19 @@ class _Server:
 
     def end(self) -> None:
         self._socket.close()
-        self._process.wait()
+        self._wait()
+
+
+def _fresh(kind: str, requests: socket.socket) -> Callable[[], object]:
+    """How to wait for its end."""
+    words = [sys.executable, str(SERVER), kind, str(requests.fileno())]
+    return subprocess.Popen(words, pass_fds=[requests.fileno()]).wait
+
+
+def _forked(kind: str, requests: socket.socket) -> Callable[[], object]:
+    process = multiprocessing.get_context("forkserver").Process(target=be_server, args=(kind, requests))
+    process.start()
+    return process.join
 
 
 @functools.cache

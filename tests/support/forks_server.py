@@ -1,6 +1,7 @@
 """Imports what a kind of program needs, and then forks one for each request: `forks.py` says what for.
 
-python forks_server.py KIND DESCRIPTOR
+python forks_server.py KIND DESCRIPTOR         in a fresh process
+be_server(kind, requests)                      in a process that was forked for it
 
 Ends with the test run that started it, and everything that it forked with it.
 """
@@ -11,6 +12,7 @@ import contextlib
 import ctypes
 import gc
 import json
+import multiprocessing
 import os
 import select
 import signal
@@ -21,7 +23,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-sys.path[0] = str(Path(__file__).resolve().parents[2])
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -51,7 +52,23 @@ def trainer() -> Callable[[list[str]], Any]:
     return main
 
 
-KINDS = {"orch": orch, "trainer": trainer}
+def torchrun() -> Callable[[list[str]], Any]:
+    import_module("tests.support.ranks_import")
+    from torch.distributed.run import main
+
+    return main
+
+
+KINDS = {"orch": orch, "trainer": trainer, "torchrun": torchrun}
+
+
+def be_server(kind: str, requests: socket.socket) -> NoReturn:
+    program = KINDS[kind]()
+    multiprocessing.set_start_method(None, force=True)  # the default again, where multiprocessing has forked this
+    gc.collect()
+    gc.freeze()  # no fork looks through what was imported, which would copy all of it
+    serve(program, requests)
+    os._exit(0)  # torch takes most of a second to clear away
 
 
 def serve(program: Callable[[list[str]], Any], requests: socket.socket) -> None:
@@ -138,8 +155,5 @@ def enter(network: str) -> None:
 
 
 if __name__ == "__main__":
-    program = KINDS[sys.argv[1]]()
-    gc.collect()
-    gc.freeze()  # no fork looks through what was imported, which would copy all of it
-    serve(program, socket.socket(fileno=int(sys.argv[2])))
-    os._exit(0)  # torch takes most of a second to clear away
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    be_server(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))

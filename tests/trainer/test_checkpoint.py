@@ -11,8 +11,6 @@ import os
 import pickle
 import shutil
 import signal
-import subprocess
-import sys
 import tarfile
 import time
 import warnings
@@ -31,6 +29,7 @@ pytest.importorskip("torchvision")
 import torch
 from PIL import Image
 
+from tests.support import forks
 from tests.support.checkpoint_driver import run_rank
 from trainer.checkpoints.checkpoint import for_other_ranks
 from trainer.checkpoints.file import Checkpoint, newest, open_folder, parse, read_file, write_file
@@ -460,18 +459,18 @@ def test_a_folder_that_cannot_be_made_is_reported_before_training(tmp_path: Path
 def test_ranks_that_torchrun_restarts_go_on_by_themselves(tmp_path: Path) -> None:
     """Nobody names the checkpoint: after a restart it is the newest of this very run."""
     metrics = f"{tmp_path}/{{rank}}.jsonl"
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m"]
+    launch = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m"]
     slow = ["--slow", "rank:0,at:start,ms:50", "--checkpoint_every", "4", "--checkpoint_dir", str(tmp_path / "kept")]
-    command = [sys.executable, *launch, "trainer", *SMALL, *slow, "--eval_every", "0"]
+    words = [*launch, "trainer", *SMALL, *slow, "--eval_every", "0"]
     environment = {**os.environ, "ORCH_METRICS": metrics, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, cwd=Path(__file__).parents[2], env=environment, stderr=subprocess.DEVNULL) as run:
+    with forks.start(forks.TORCHRUN, words, cwd=Path(__file__).parents[2], env=environment) as run:
         try:
             wait_until(lambda: len(losses(tmp_path, 1)) > 5)
             (rank,) = (pid for pid in ranks_with(metrics) if b"\0RANK=1\0" in environment_of(pid))
             os.kill(rank, signal.SIGKILL)
             assert run.wait(120) == 0
         finally:
-            run.terminate()
+            run.send_signal(signal.SIGTERM)
     assert len(events(tmp_path, "start")) == 2
     steps = [step["step"] for step in events(tmp_path, "step")]
     again = next(index for index, (one, two) in enumerate(itertools.pairwise(steps)) if two <= one) + 1

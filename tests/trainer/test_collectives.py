@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support import forks
 from tests.support.free_port import free_port
 
 pytest.importorskip("torch")
@@ -28,7 +28,7 @@ from trainer.shared.metrics import EVENT_FIELDS, MetricsWriter
 from trainer.shared.pace import Pace
 
 ROOT = Path(__file__).parents[2]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer"]
+TORCHRUN = ["--standalone", "--nproc-per-node", "2", "-m", "trainer"]
 SMALL = {"max_bytes": "65536", "factor": "8", "iterations": "4", "budget_s": "30", "device": "cpu"}
 
 
@@ -92,7 +92,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedP
     words = [word for key, value in SMALL.items() for word in (f"--{key}", value)]
     env = {**os.environ, "ORCH_METRICS": f"{folder}/{{rank}}.jsonl", "OMP_NUM_THREADS": "1"}
     command = [*TORCHRUN, "--exp", "collectives", *words, "--min_bytes", "128"]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True), folder
+    return forks.run(forks.TORCHRUN, command, cwd=ROOT, env=env), folder
 
 
 def test_every_operation_is_measured_and_reported_under_torchrun(two: Any) -> None:

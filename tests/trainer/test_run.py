@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ pytest.importorskip("torchvision")
 
 import torch
 
+from tests.support import forks
 from tests.support.trainer_ranks import ROOT, environment, of_event, records, started, trained
 from trainer.compute.microbatches import MicroBatches
 from trainer.compute.models import build_model
@@ -33,7 +33,7 @@ from trainer.shared.errors import TrainError
 from trainer.shared.metrics import EVENT_FIELDS
 
 SYNTHETIC = ["--exp", "mnist_lenet", "--data", "synthetic", "--device", "cpu"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer"]
+TORCHRUN = ["--standalone", "--nproc-per-node", "2", "-m", "trainer"]
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
@@ -49,8 +49,7 @@ def run_of_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Com
     folder = tmp_path_factory.mktemp("run")
     command = [*TORCHRUN, *SYNTHETIC, "--samples", "203", "--epochs", "2", "--eval_every", "2"]
     command += ["--loader", "workers", "--num_workers", "1"]
-    result = subprocess.run(command, cwd=ROOT, env=environment(folder), capture_output=True, text=True)
-    return result, folder
+    return forks.run(forks.TORCHRUN, command, cwd=ROOT, env=environment(folder)), folder
 
 
 def test_torchrun_trains_and_says_so_without_a_warning(run_of_two: Any) -> None:
