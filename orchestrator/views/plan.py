@@ -192,7 +192,7 @@ def _pipeline_row(found: Outlook, cut: PipelineChoice) -> tuple[str, ...]:
     return (
         f"{found.advice.fidelity} *",
         "pipeline",
-        "whole" if cut.micro_batches == 1 else f"in {cut.micro_batches} parts",
+        "whole" if cut.micro_batches == 1 else f"{cut.micro_batches} parts",
         f"{figure(1000 * cut.timed.seconds)} ms",
         figure(cut.samples_per_s),
         percent(cut.samples_per_s / found.advice.sum_of_parts),
