@@ -168,7 +168,7 @@ def _opened(path: Path) -> Any:
 
 def _hand_out(out: Out, job: JobFolder, files: list[LogFile]) -> None:
     """What is there now. The record is read once, before the files: what it calls final has nothing left to write."""
-    out.frame({"agent": _look(job)})
+    out.frame({"agent": look(job)})
     while any([file.send_new(only_present=True) for file in files]):
         out.beat()
 
@@ -176,7 +176,7 @@ def _hand_out(out: Out, job: JobFolder, files: list[LogFile]) -> None:
 def _follow(out: Out, job: JobFolder, files: list[LogFile]) -> None:
     agent: dict[str, Any] = {}
     while True:
-        latest = _look(job)
+        latest = look(job)
         sent = [file.send_new() for file in files]
         if latest != agent:
             agent = latest
@@ -189,7 +189,8 @@ def _follow(out: Out, job: JobFolder, files: list[LogFile]) -> None:
             return
 
 
-def _look(job: JobFolder) -> dict[str, Any]:
+def look(job: JobFolder) -> dict[str, Any]:
+    """The supervisor's record, as a follower is sent it."""
     return agent_state(job) if job.root.is_dir() else {"state": "lost", "alive": False, "gone": True}
 
 

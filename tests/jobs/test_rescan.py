@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import given
@@ -33,11 +34,25 @@ def controller(tmp_path):
         yield Controller(Store(home), connections)
 
 
-@pytest.fixture
-def running(tmp_path):
-    with gang(tmp_path, SAYS_AND_WAITS, env={"API_TOKEN": "hunter2"}) as job:
+@contextmanager
+def a_job(folder):
+    with gang(folder, SAYS_AND_WAITS, env={"API_TOKEN": "hunter2"}) as job:
         job.launch()
         job.wait_running()
+        yield job
+
+
+@pytest.fixture
+def running(tmp_path):
+    """A job that a test may end."""
+    with a_job(tmp_path) as job:
+        yield job
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """A job that tests look at, and none ends."""
+    with a_job(tmp_path_factory.mktemp("seen")) as job:
         yield job
 
 
@@ -61,43 +76,43 @@ def test_a_job_that_nobody_here_remembers_is_found_on_its_hosts_with_all_that_ca
 
 
 @pytest.mark.parametrize("name", ["job.json", "plan.json"])
-def test_a_damaged_file_is_rebuilt_and_the_sound_ones_stay_as_they_are(running, controller, name):
-    controller.store.save_cluster(running.cluster(), current=True)
+def test_a_damaged_file_is_rebuilt_and_the_sound_ones_stay_as_they_are(seen, controller, name):
+    controller.store.save_cluster(seen.cluster(), current=True)
     controller.lost_jobs.rescan(["test"])
-    path = controller.store.home.job_folder(running.plan.job) / name
+    path = controller.store.home.job_folder(seen.plan.job) / name
     path.write_bytes(path.read_bytes()[:100])
     listed = controller.jobs()
-    assert list(listed.problems) == [running.plan.job]
-    assert [job.id for job in controller.lost_jobs.rescan(["test"]).records] == [running.plan.job]
+    assert list(listed.problems) == [seen.plan.job]
+    assert [job.id for job in controller.lost_jobs.rescan(["test"]).records] == [seen.plan.job]
     assert controller.jobs().problems == {}
     assert controller.lost_jobs.rescan(["test"]).records == ()
 
 
-def test_the_hosts_keep_the_plan_without_its_secrets_and_for_its_owner_alone(running):
+def test_the_hosts_keep_the_plan_without_its_secrets_and_for_its_owner_alone(seen):
     for node in ("a", "b"):
-        plan = running.folder(node) / "plan.json"
+        plan = seen.folder(node) / "plan.json"
         assert plan.stat().st_mode & 0o777 == 0o600
         assert "hunter2" not in plan.read_text()
 
 
-def test_a_damaged_job_that_no_host_knows_is_named_with_how_to_forget_it(running, controller):
-    controller.store.save_cluster(running.cluster(), current=True)
+def test_a_damaged_job_that_no_host_knows_is_named_with_how_to_forget_it(seen, controller):
+    controller.store.save_cluster(seen.cluster(), current=True)
     controller.lost_jobs.rescan(["test"])
-    job = controller.store.home.job_folder(running.plan.job)
+    job = controller.store.home.job_folder(seen.plan.job)
     shutil.copytree(job, job.with_name("other"))
     found = controller.lost_jobs.rescan(["test"])
     assert "no host that answered knows it" in str(found.problems["other"])
 
 
-def test_a_job_of_a_newer_version_is_left_alone(running, controller):
-    controller.store.save_cluster(running.cluster(), current=True)
+def test_a_job_of_a_newer_version_is_left_alone(seen, controller):
+    controller.store.save_cluster(seen.cluster(), current=True)
     controller.lost_jobs.rescan(["test"])
-    path = controller.store.home.job_folder(running.plan.job) / "job.json"
+    path = controller.store.home.job_folder(seen.plan.job) / "job.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 2}))
     before = path.read_bytes()
     assert controller.lost_jobs.rescan(["test"]).records == ()
     assert path.read_bytes() == before
-    assert "update this one" in str(controller.jobs().problems[running.plan.job])
+    assert "update this one" in str(controller.jobs().problems[seen.plan.job])
 
 
 @pytest.mark.slow

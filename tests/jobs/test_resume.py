@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from orchestrator.jobs.resume import last_checkpoint, settings_of
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan
 from orchestrator.planning.request import Words, read_experiment, read_wish
 from tests.support import forks
+from tests.support.quick_python import quick_python
 from tests.support.trainer_ranks import started
 
 INVENTORY = """
@@ -37,7 +37,7 @@ Orch = Callable[..., subprocess.CompletedProcess[str]]
 def orch(tmp_path_factory: pytest.TempPathFactory) -> Orch:
     """`orch WORDS` of a person with a cluster of two nodes; its exit code is checked."""
     folder = tmp_path_factory.mktemp("two")
-    text = INVENTORY.replace("WORK", str(folder)).replace("PYTHON", sys.executable)
+    text = INVENTORY.replace("WORK", str(folder)).replace("PYTHON", quick_python(folder / "quick", trains=True))
     (folder / "two.yaml").write_text(text)
     (folder / "other.yaml").write_text(text.replace("cluster: two", "cluster: other").replace("name: one", "name: uno"))
     (folder / "tells.py").write_text("import os, sys\nprint(sys.argv[1:], os.environ['ORCH_CHECKPOINTS'])\n")
@@ -48,7 +48,7 @@ def orch(tmp_path_factory: pytest.TempPathFactory) -> Orch:
         assert done.returncode == code, done.stdout + done.stderr
         return done
 
-    types("up", "two.yaml")
+    types("up", "two.yaml", "--allow-local")
     return types
 
 
@@ -84,7 +84,7 @@ def test_a_new_job_goes_on_from_where_another_ended(orch: Orch, job: str, tmp_pa
 
 @pytest.mark.slow
 def test_a_job_goes_on_in_its_own_cluster_whichever_is_the_current_one(orch: Orch, job: str) -> None:
-    orch("up", "other.yaml")
+    orch("up", "other.yaml", "--allow-local")
     assert plan_of(orch, "--resume", job)["cluster"] == "two"
     refused = orch("run", "--dry-run", "--resume", job, "--cluster", "other", code=2).stderr
     assert f"{job} ran on cluster two, not on other" in refused

@@ -19,10 +19,10 @@ from orchestrator.jobs import control
 from orchestrator.jobs.launch import launch
 from orchestrator.jobs.record import JobRecord
 from orchestrator.jobs.state import combine
-from orchestrator.jobs.watch import watch_records
 from orchestrator.planning.build import torchrun_arguments
 from orchestrator.planning.bundle import pack_folder
 from orchestrator.planning.launch_plan import Elastic, LaunchPlan, NodePlan
+from orchestrator.remote import reader
 from orchestrator.remote.agent import agent_state
 from orchestrator.remote.layout import JobFolder
 from orchestrator.transport.ask import ConnectedHost
@@ -45,7 +45,8 @@ class Gang:
         return Path(self.plan.node(node).workdir) / "jobs" / self.plan.job
 
     def agents(self) -> dict[str, Mapping]:
-        return control.agents(self.plan, self.hosts)
+        """Every host's record of this job, read where it lies: to ask a host starts a Python there."""
+        return {node.name: reader.look(JobFolder(self.folder(node.name))) for node in self.plan.nodes}
 
     def cluster(self) -> Cluster:
         """Of its hosts, as the inventory of a person who has them would give it."""
@@ -60,11 +61,17 @@ class Gang:
         return JobRecord(schema=1, id=self.plan.job, state="starting", exp=self.plan.exp, cluster="test", nodes=nodes)
 
     def wait(self) -> JobRecord:
-        """Until every host has spoken its last word."""
-        found = {}
-        for name, item in watch_records(self.plan, self.hosts):
-            if hasattr(item, "record"):
-                found[name] = item.record
+        """Until every host has spoken its last word, as who follows the job would hear it."""
+        found, open_hosts = dict[str, Mapping](), {node.name for node in self.plan.nodes}
+        while open_hosts:
+            for name in sorted(open_hosts):
+                try:
+                    found[name] = reader.look(JobFolder(self.folder(name)))
+                except OSError:  # its disk fails: no more is heard of it
+                    open_hosts.remove(name)
+                else:
+                    open_hosts -= set() if found[name]["alive"] else {name}
+            time.sleep(0.02 if open_hosts else 0)
         return combine(self.plan, found, self.record(), datetime.now(timezone.utc))
 
     def wait_for(self, condition) -> dict[str, Mapping]:
