@@ -21,6 +21,7 @@ from orchestrator.hosts.connections import Connections
 from orchestrator.paths import Home
 from orchestrator.remote import processes
 from orchestrator.store import Store
+from tests.support import forks
 from tests.support.local_job import gang
 
 DRIVER = Path(__file__).parents[1] / "support" / "crash_driver.py"
@@ -52,18 +53,20 @@ class Crash:
 
     def drive(self, action, kill_at=0):
         """A driver that runs until it is killed at this point, or to its end: the points it passed until then."""
-        done = subprocess.run(self._words(action, kill_at), capture_output=True, text=True)
+        done = forks.run(forks.CRASH, self._words(action, kill_at))
         assert done.returncode in (0, -9 if kill_at else 0), done.stderr
         return [int(line) for line in done.stdout.splitlines()]
 
     def kill_after(self, action, delay_s):
-        driver = subprocess.Popen(self._words(action, 0), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        driver = subprocess.Popen(
+            [sys.executable, str(DRIVER), *self._words(action, 0)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         time.sleep(delay_s)
         driver.kill()
         driver.wait()
 
     def _words(self, action, kill_at):
-        return [sys.executable, str(DRIVER), action, str(self.home.root), str(self.folder), str(kill_at)]
+        return [action, str(self.home.root), str(self.folder), str(kill_at)]
 
     def controller(self):
         return Controller(Store(self.home), Connections(self.home))

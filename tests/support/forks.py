@@ -31,7 +31,7 @@ from typing import IO, Any
 from tests.support.forks_server import be_server
 
 SERVER = Path(__file__).with_name("forks_server.py")
-ORCH, TRAINER, TORCHRUN = "orch", "trainer", "torchrun"
+ORCH, TRAINER, TORCHRUN, CRASH = "orch", "trainer", "torchrun", "crash"
 
 
 class Forked:

@@ -45,6 +45,13 @@ def orch() -> Callable[[list[str]], Any]:
     return lambda words: main(words, prog_name="orch")
 
 
+def crash() -> Callable[[list[str]], Any]:
+    orch()
+    from tests.support.crash_driver import main
+
+    return main
+
+
 def trainer() -> Callable[[list[str]], Any]:
     import_module("tests.support.ranks_import")
     from trainer.__main__ import main
@@ -59,7 +66,7 @@ def torchrun() -> Callable[[list[str]], Any]:
     return main
 
 
-KINDS = {"orch": orch, "trainer": trainer, "torchrun": torchrun}
+KINDS = {"orch": orch, "trainer": trainer, "torchrun": torchrun, "crash": crash}
 
 
 def be_server(kind: str, requests: socket.socket) -> NoReturn:
