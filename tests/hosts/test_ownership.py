@@ -55,23 +55,23 @@ def hashes(folder):
     return found
 
 
-@pytest.fixture
-def homes(tmp_path):
+@contextlib.contextmanager
+def two_homes(folder):
     """Two people with one login: two controllers with an $ORCH_HOME each."""
-    with Connections(Home(tmp_path / "home-ada")) as one, Connections(Home(tmp_path / "home-bob")) as other:
+    with Connections(Home(folder / "home-ada")) as one, Connections(Home(folder / "home-bob")) as other:
         yield [
-            Controller(Store(Home(tmp_path / f"home-{name}")), connections)
+            Controller(Store(Home(folder / f"home-{name}")), connections)
             for name, connections in (("ada", one), ("bob", other))
         ]
 
 
-@pytest.fixture
-def two_jobs(tmp_path, homes):
+@contextlib.contextmanager
+def job_of_each(folder, homes):
     """One running job of each person, in the same work folders."""
     ada, bob = homes
-    (tmp_path / "one").mkdir()
-    (tmp_path / "two").mkdir()
-    with gang(tmp_path / "one", WAITS) as one, gang(tmp_path / "two", WAITS + "# another code\n") as other:
+    (folder / "one").mkdir()
+    (folder / "two").mkdir()
+    with gang(folder / "one", WAITS) as one, gang(folder / "two", WAITS + "# another code\n") as other:
         nodes = tuple(
             n.model_copy(update={"workdir": o.workdir}) for n, o in zip(other.plan.nodes, one.plan.nodes, strict=True)
         )
@@ -84,6 +84,35 @@ def two_jobs(tmp_path, homes):
             job_.wait_running()
             wait_for(lambda job_=job_: all(said(job_.folder(node)) for node in "ab"))
         yield one, other
+
+
+@pytest.fixture
+def homes(tmp_path):
+    with two_homes(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def two_jobs(tmp_path, homes):
+    """For a test that ends one of them."""
+    with job_of_each(tmp_path, homes) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shared")
+    with two_homes(folder) as homes, job_of_each(folder, homes) as jobs:
+        yield homes, jobs
+
+
+@pytest.fixture
+def undisturbed(shared):
+    """The two homes and their two jobs, for tests after which both still run."""
+    homes, jobs = shared
+    for controller, job_ in zip(homes, jobs, strict=True):
+        controller.store.save_cluster(job_.cluster(), current=True)
+    return homes, jobs
 
 
 def said(folder):
@@ -127,9 +156,8 @@ def test_down_ends_and_removes_the_jobs_of_its_own_home_alone(homes, two_jobs):
     assert not mine.folder("a").parents[1].exists()
 
 
-def test_two_clusters_of_one_home_are_as_strange_to_each_other(homes, two_jobs):
-    ada, _ = homes
-    mine, _ = two_jobs
+def test_two_clusters_of_one_home_are_as_strange_to_each_other(undisturbed):
+    (ada, _), (mine, _) = undisturbed
     other = mine.cluster().model_copy(update={"name": "other"})
     ada.store.save_cluster(other, current=True)
     before = [hashes(mine.folder(node)) for node in "ab"]
@@ -140,9 +168,8 @@ def test_two_clusters_of_one_home_are_as_strange_to_each_other(homes, two_jobs):
     assert ada.job(mine.plan.job).refresh().state == "running"
 
 
-def test_reap_ends_what_is_ours_and_says_whose_the_rest_is(homes, two_jobs):
-    ada, bob = homes
-    mine, others = two_jobs
+def test_reap_ends_what_is_ours_and_says_whose_the_rest_is(undisturbed):
+    (ada, bob), (mine, others) = undisturbed
     strays = [
         subprocess.Popen(["sleep", "300"], env={**os.environ, "ORCH_JOB_DIR": str(job_.folder("a").parent / name)})
         for job_, name in ((mine, "gone-ada"), (others, "gone-bob"))
@@ -161,11 +188,13 @@ def test_reap_ends_what_is_ours_and_says_whose_the_rest_is(homes, two_jobs):
         assert strays[0].wait(10) == -9
         assert strays[1].poll() is None
         assert next(one for one in found if not one.mine).there.owner == read_owner(bob.store.home).name
-        assert all(agent["alive"] for one in two_jobs for agent in one.agents().values())
+        assert all(agent["alive"] for one in (mine, others) for agent in one.agents().values())
     finally:
         for stray in strays:
             stray.kill()
             stray.wait()
+        for name in ("gone-ada", "gone-bob"):
+            shutil.rmtree(mine.folder("a").parent / name, ignore_errors=True)
 
 
 @pytest.mark.parametrize(
@@ -190,9 +219,8 @@ def test_a_look_blanks_what_ended_jobs_of_an_older_orch_still_hold(tmp_path, loo
     assert work.job("older").has_token("aa") and work.job("older").read_node()["cluster"] == "test"
 
 
-def test_nobody_cancels_a_job_that_is_anothers(homes, two_jobs):
-    ada, bob = homes
-    _, others = two_jobs
+def test_nobody_cancels_a_job_that_is_anothers(undisturbed):
+    (ada, bob), (_, others) = undisturbed
     found = ada.lost_jobs.rescan(["test"])
     assert [record.id for record in found.records] == [others.plan.job]
     job = ada.job(others.plan.job)
