@@ -36,7 +36,6 @@ from tests.support.local_job import gang
 from tests.support.terminal import Person
 
 KILLS = int(os.environ.get("ORCH_KILLS", "4"))
-ORCH = [sys.executable, "-m", "orchestrator.cli"]
 DRIVER = Path(__file__).parents[1] / "support" / "collect_driver.py"
 
 COUNTS = """
@@ -106,10 +105,10 @@ def at_once(monkeypatch):
     monkeypatch.setattr("orchestrator.jobs.watch.RETRY_S", 0.0)
 
 
-@pytest.fixture
-def counted(tmp_path):
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory):
     """An ended job with some hundred KB of numbered lines."""
-    with gang(tmp_path, COUNTS, ranks=(1, 1)) as job:
+    with gang(tmp_path_factory.mktemp("counted"), COUNTS, ranks=(1, 1)) as job:
         job.launch()
         assert job.wait().state == "succeeded"
         yield job
@@ -298,13 +297,11 @@ def test_collects_killed_at_random_moments_lose_and_double_nothing(bulk, remembe
     for number in range(KILLS):
         out = f"out-{number}"
         for _ in range(2):  # the second finds what the first left
-            victim = subprocess.Popen([*ORCH, "collect", "--job", remembered, "--out", out], stderr=subprocess.DEVNULL,
-                                      stdout=subprocess.DEVNULL)  # fmt: skip
-            try:
-                victim.wait(dice.uniform(0.3, 1.0) * took_s)
-            except subprocess.TimeoutExpired:
-                victim.kill()
-                victim.wait()
+            with forks.start(forks.ORCH, ["collect", "--job", remembered, "--out", out]) as victim:
+                try:
+                    victim.wait(dice.uniform(0.3, 1.0) * took_s)
+                except subprocess.TimeoutExpired:
+                    victim.kill()
             for path in Path(out).glob("*/nodes/*/rank-*/stdout.log"):
                 there = bulk.folder(path.parts[3]).joinpath(*path.parts[4:])
                 assert there.read_bytes().startswith(path.read_bytes())
@@ -315,22 +312,22 @@ def test_collects_killed_at_random_moments_lose_and_double_nothing(bulk, remembe
 
 
 def test_two_collects_at_once_do_no_harm_and_the_second_only_reads(bulk, remembered):
-    two = [subprocess.Popen([*ORCH, "collect", "--job", remembered], text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE) for _ in range(2)]  # fmt: skip
-    said = [one.communicate(timeout=100)[1] for one in two]
+    words = ["collect", "--job", remembered]
+    with forks.start(forks.ORCH, words) as one, forks.start(forks.ORCH, words) as other:
+        two = (one, other)
+        said = [one.communicate(timeout=100)[1] for one in two]
     assert {one.returncode for one in two} <= {0, 1}, said
     assert 0 in {one.returncode for one in two}
     assert same_as_hosts(bulk, Path("runs"))
 
     with claimed(RunFolder(Path("runs") / remembered)):
-        second = subprocess.run([*ORCH, "collect", "--job", remembered], capture_output=True, text=True, timeout=100)
+        second = forks.run(forks.ORCH, ["collect", "--job", remembered], timeout=100)
         assert second.returncode == 0
         assert f"note: process {os.getpid()} on " in second.stderr
         assert "0B new" in second.stderr
         empty = RunFolder(Path("other") / remembered)
         with claimed(empty):
-            third = subprocess.run([*ORCH, "collect", "--job", remembered, "--out", "other"], capture_output=True,
-                                   text=True, timeout=100)  # fmt: skip
+            third = forks.run(forks.ORCH, ["collect", "--job", remembered, "--out", "other"], timeout=100)
         assert (third.returncode, len(third.stderr.splitlines())) == (1, 2), third.stderr
         assert f"error: process {os.getpid()} on " in third.stderr
 
