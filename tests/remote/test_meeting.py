@@ -132,7 +132,9 @@ def test_a_job_that_goes_on_alone_is_reported_while_it_runs(tmp_path: Path, monk
 
 def test_torch_ranks_that_meet_for_a_moment_have_met(tmp_path: Path) -> None:
     """What a first try looks like: it joins, and ends."""
-    brief = 'import torch.distributed as dist\ndist.init_process_group("gloo")\ndist.destroy_process_group()\n'
+    # With a barrier, since a rank that leaves while another still connects to it takes that one along.
+    meet = 'dist.init_process_group("gloo")\ndist.barrier()\ndist.destroy_process_group()\n'
+    brief = f"import torch.distributed as dist\n{meet}"
     with gang(tmp_path, brief, torch_free=False) as job:
         job.launch()
         record = record_of(job)
