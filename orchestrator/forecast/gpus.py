@@ -58,7 +58,7 @@ DISK_BYTES_PER_S = 500e6
 
 
 @dataclass(frozen=True)
-class Failures:
+class FailureCosts:
     """What failures of hosts cost a long run."""
 
     a_day: float
@@ -71,10 +71,10 @@ class Failures:
     """The part of all time that goes to writing, to work done again and to starting again."""
 
 
-def failures(hosts: int, state_bytes: float, host_days: float = HOST_DAYS) -> Failures:
+def failures(hosts: int, state_bytes: float, host_days: float = HOST_DAYS) -> FailureCosts:
     """Checkpoints at Young's interval (1974), sqrt(2 * cost * time between failures): half of one is lost each time."""
     between_s = 86_400 * host_days / hosts
     checkpoint_s = max(0.01, state_bytes / DISK_BYTES_PER_S)
     every_s = math.sqrt(2 * checkpoint_s * between_s)
     lost = checkpoint_s / every_s + (every_s / 2 + RESTART_S) / between_s
-    return Failures(hosts / host_days, checkpoint_s, every_s, min(1.0, lost))
+    return FailureCosts(hosts / host_days, checkpoint_s, every_s, min(1.0, lost))

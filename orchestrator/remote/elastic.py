@@ -10,7 +10,7 @@ import contextlib
 import time
 from typing import Any
 
-from .messages import Failure, Fault, RankRecord, Status
+from .messages import Failure, RankRecord, ReportedFault, Status
 from .processes import Identity, identify
 
 KEPT = 20
@@ -26,7 +26,7 @@ class ElasticState:
         self.minimum: int = node["elastic"]["min_nodes"]
         self.generation = self.wanted = 0
         """The one that we are ready for or in, and the one that we are on the way to."""
-        self.faults: list[Fault] = []
+        self.faults: list[ReportedFault] = []
         self._ranks = ranks
         self._scripts = dict[str, Identity]()
         self._began = time.monotonic()

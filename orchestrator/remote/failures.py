@@ -1,6 +1,6 @@
 """What went wrong with a process of ours, from its exit code, its log and the kernel's count of memory kills.
 
-failures = Failures("beta")
+failures = Diagnosis("beta")
 failures.of_program("prepare", "the `prepare` command exited 3", job.prepare_log, 3)
 failures.of_rank({"rank": 1, "exit_code": 7, "signal": None}, log)
 """
@@ -18,7 +18,7 @@ from .processes import signal_name
 OUT_OF_MEMORY = "this host, or the cgroup that it runs in, ran out of memory, and the kernel ended a process"
 
 
-class Failures:
+class Diagnosis:
     """node: this host's name."""
 
     def __init__(self, node: str) -> None:

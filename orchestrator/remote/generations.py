@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from .messages import Fault, Order, Status
+from .messages import Order, ReportedFault, Status
 
 
 class Generations:
@@ -45,10 +45,10 @@ class Generations:
         self._members, self._running = tuple(statuses), True
         return {"do": "start", "generation": self.number, "members": list(self._members)}
 
-    def _faults(self, statuses: Mapping[str, Status]) -> dict[str, Fault]:
+    def _faults(self, statuses: Mapping[str, Status]) -> dict[str, ReportedFault]:
         """The first fault of each host in the generation that was started last; one of its own before an echo."""
         last = self.number if self._running else self.number - 1
-        found: dict[str, Fault] = {}
+        found: dict[str, ReportedFault] = {}
         for node, status in statuses.items():
             own = [fault for fault in status.get("faults", ()) if fault["generation"] == last]
             if own:
@@ -58,7 +58,7 @@ class Generations:
     def _gone(self, statuses: Mapping[str, Status]) -> set[str]:
         return set(self._members) - statuses.keys()
 
-    def _worn_out(self, statuses: Mapping[str, Status]) -> Fault | None:
+    def _worn_out(self, statuses: Mapping[str, Status]) -> ReportedFault | None:
         """Counts who fell; the fault of one that did once too often. Echoes count where nothing else explains them."""
         faults = self._faults(statuses)
         true = {node: fault for node, fault in faults.items() if not fault.get("secondary")}

@@ -34,7 +34,7 @@ class Failure(_Failure, total=False):
     """As the hub heard of it."""
 
 
-class Fault(Failure):
+class ReportedFault(Failure):
     """A failure after which an elastic job goes on."""
 
     after_s: float
@@ -71,7 +71,7 @@ class Status(TypedDict, total=False):
     """What a member reports to the hub: its whole present state. {} of one that was not heard of yet."""
 
     generation: int
-    faults: list[Fault]
+    faults: list[ReportedFault]
     """Its own, the newest of them; this and its generation of an elastic job alone."""
     phase: Phase
     failures: list[Failure]
@@ -128,7 +128,7 @@ class AgentRecord(TypedDict, total=False):
     ranks: dict[str, RankRecord]
     failures: list[Failure]
     leftovers: list[str]
-    faults: list[Fault]
+    faults: list[ReportedFault]
     dropped: dict[str, dict[str, int]]
     """By host; the master's record has those of all."""
     go: float

@@ -31,7 +31,7 @@ class LossPoint(Record):
     loss: float
 
 
-class Evaluation(Record):
+class EvaluationPoint(Record):
     """What the network reached after an update."""
 
     step: int
@@ -53,7 +53,7 @@ class Curves(Record):
     loss: tuple[LossPoint, ...] = ()
     updates_a_point: int = 1
     """The most that a point of the loss is the mean of."""
-    evaluations: tuple[Evaluation, ...] = ()
+    evaluations: tuple[EvaluationPoint, ...] = ()
     epochs: tuple[Epoch, ...] = ()
 
     @property
@@ -89,11 +89,11 @@ SELECT max(step), sum(loss) / sum(samples) FROM parts GROUP BY part ORDER BY par
 """
 
 
-def _evaluations(events: Events) -> Iterator[Evaluation]:
+def _evaluations(events: Events) -> Iterator[EvaluationPoint]:
     for event in _first_ranks(events, "eval"):
         step, accuracy, loss = count(event, "step"), number(event, "accuracy"), number(event, "loss")
         if step is not None and accuracy is not None and 0 <= accuracy <= 1:
-            yield Evaluation(step=step, accuracy=accuracy, loss=loss)
+            yield EvaluationPoint(step=step, accuracy=accuracy, loss=loss)
 
 
 def _epochs(events: Events) -> Iterator[Epoch]:

@@ -16,7 +16,7 @@ from typing import Any
 from orchestrator.forecast.advice import FIDELITIES, GAIN, Advice, Choice, Scene, WhatIf, advise, changed
 from orchestrator.forecast.cut import pipeline_for
 from orchestrator.forecast.faster import MOST_CUTS, faster_ways
-from orchestrator.forecast.gpus import ERROR, HOST_DAYS, RESTART_S, Failures, failures
+from orchestrator.forecast.gpus import ERROR, HOST_DAYS, RESTART_S, FailureCosts, failures
 from orchestrator.forecast.imagined import Group, imagine
 from orchestrator.forecast.inputs import ForecastInputs, allowed, kept, memory_words, network_of
 from orchestrator.forecast.layers import gradient_bytes
@@ -63,7 +63,7 @@ class Outlook:
     advice: Advice
     basis: tuple[str, ...]
     speeds_from: Mapping[str, str]
-    failures: Failures | None = None
+    failures: FailureCosts | None = None
     """Only for hosts that one does not have."""
     pipeline: PipelineChoice | None = None
     """The fastest, where the settings allow one."""
@@ -329,7 +329,7 @@ def _rings(found: Outlook) -> Iterator[str]:
         yield f"one ring through all ranks: {flat} ms; inside each host first: {by_host} ms"
 
 
-def _failure_words(failures: Failures) -> str:
+def _failure_words(failures: FailureCosts) -> str:
     return (
         f"failures: {failures.a_day:.2g} a day; with a checkpoint every {format_duration(failures.every_s)} "
         f"(each takes {format_duration(failures.checkpoint_s)}) {100 * failures.lost:.2g} % of the time is lost"

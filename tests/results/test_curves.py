@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.results.analyse import analyse
-from orchestrator.results.curves import POINTS, Curves, Epoch, Evaluation, LossPoint
+from orchestrator.results.curves import POINTS, Curves, Epoch, EvaluationPoint, LossPoint
 from orchestrator.results.summary import Summary
 from orchestrator.views import comparison
 from orchestrator.views.linechart import ChartLine, line_chart, percent_words
@@ -59,7 +59,10 @@ def test_evaluations_and_epochs_are_kept_once_each_and_what_cannot_be_is_left_ou
     again = [evaluated(9, 0.7), finished(0, 8.0), evaluated(9, 0.8, loss=None)]
     lines = [step(0, 10, 1, 1, 1, 1), finished(0, 2.5), *odd, evaluated(4, 0.6), *again, finished(1, 9.0)]
     curves = of_run(tmp_path, *lines).curves
-    assert curves.evaluations == (Evaluation(step=4, accuracy=0.6, loss=0.3), Evaluation(step=9, accuracy=0.8))
+    assert curves.evaluations == (
+        EvaluationPoint(step=4, accuracy=0.6, loss=0.3),
+        EvaluationPoint(step=9, accuracy=0.8),
+    )
     assert curves.epochs == (Epoch(epoch=0, seconds=8.0), Epoch(epoch=1, seconds=9.0))
 
 

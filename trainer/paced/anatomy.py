@@ -23,8 +23,8 @@ _LAYERS = 64
 
 
 @dataclass(frozen=True)
-class Layer:
-    """One layer of a network."""
+class LayerGroup:
+    """Neighbouring layers, taken as one."""
 
     parameters: tuple[int, ...]
     """Positions in the order of `model.parameters()`."""
@@ -38,7 +38,7 @@ class Anatomy:
 
     model: nn.Module
     """The network on the meta device."""
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerGroup, ...]
     """In the order in which forward visits them."""
     activation_bytes: int
 
@@ -57,16 +57,16 @@ def dissect(name: str, shape: tuple[int, int, int], classes: int) -> Anatomy:
     return Anatomy(model, _joined(model, taken.visits), kept_bytes // _SAMPLES)
 
 
-def _joined(model: nn.Module, visits: Sequence[Visit]) -> tuple[Layer, ...]:
+def _joined(model: nn.Module, visits: Sequence[Visit]) -> tuple[LayerGroup, ...]:
     position = {id(parameter): index for index, parameter in enumerate(model.parameters())}
     total = sum(visit.work for visit in visits)
-    layers: list[Layer] = []
+    layers: list[LayerGroup] = []
     parameters: tuple[int, ...] = ()
     work = 0.0
     for visit in visits:
         parameters += tuple(position[id(parameter)] for parameter in visit.parameters)
         work += visit.work / total
         if work >= 1 / _LAYERS:
-            layers.append(Layer(parameters, work))
+            layers.append(LayerGroup(parameters, work))
             parameters, work = (), 0.0
-    return (*layers, Layer(parameters, work)) if parameters else tuple(layers)
+    return (*layers, LayerGroup(parameters, work)) if parameters else tuple(layers)

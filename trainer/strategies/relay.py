@@ -65,12 +65,12 @@ class Relay:
         return torch.futures.collect_all(futures).then(partial(_whole, tensor=tensor))
 
     def _begin(self, piece: Tensor) -> Any:
-        parcel = Parcel(piece, piece, None, torch.futures.Future())
+        parcel = SumUnderWay(piece, piece, None, torch.futures.Future())
         self.first.put(parcel)
         return parcel.future
 
 
-class Parcel(NamedTuple):
+class SumUnderWay(NamedTuple):
     """One sum under way."""
 
     tensor: Tensor
@@ -93,7 +93,7 @@ def _whole(pieces: Any, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _carry(arriving: Any, leg: Callable[[Parcel], Parcel], hand_on: Callable[[Parcel], None]) -> None:
+def _carry(arriving: Any, leg: Callable[[SumUnderWay], SumUnderWay], hand_on: Callable[[SumUnderWay], None]) -> None:
     while True:
         parcel = arriving.get()
         try:
@@ -104,17 +104,17 @@ def _carry(arriving: Any, leg: Callable[[Parcel], Parcel], hand_on: Callable[[Pa
             parcel.future.set_exception(error)
 
 
-def _round(parcel: Parcel, dtype: torch.dtype, executor: Executor) -> Parcel:
+def _round(parcel: SumUnderWay, dtype: torch.dtype, executor: Executor) -> SumUnderWay:
     sent = torch.empty_like(parcel.tensor, dtype=dtype)
     executor(gpu_work.cast(bytes_of(parcel.tensor)), lambda: sent.copy_(parcel.tensor))
     return parcel._replace(sent=sent)
 
 
-def _travel(parcel: Parcel, leg: Leg) -> Parcel:
+def _travel(parcel: SumUnderWay, leg: Leg) -> SumUnderWay:
     return parcel._replace(work=leg(parcel.sent))
 
 
-def _deliver(parcel: Parcel, executor: Executor) -> Parcel:
+def _deliver(parcel: SumUnderWay, executor: Executor) -> SumUnderWay:
     if parcel.sent is not parcel.tensor:
         executor(gpu_work.cast(bytes_of(parcel.tensor)), lambda: parcel.tensor.copy_(parcel.sent))
     parcel.future.set_result(parcel.tensor)

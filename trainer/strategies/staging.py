@@ -27,7 +27,7 @@ class Staging:
     def __init__(self, relay: Relay) -> None:
         self.relay = relay
         self.stream = torch.cuda.Stream()
-        self.leaving: queue.SimpleQueue[Parcel] = queue.SimpleQueue()
+        self.leaving: queue.SimpleQueue[WaitingTensor] = queue.SimpleQueue()
         threading.Thread(target=self._send_all, daemon=True).start()
 
     def begin(self, tensor: Tensor, arrived: Callable[[], None]) -> Any:
@@ -37,7 +37,7 @@ class Staging:
         computed = torch.cuda.Event(blocking=True)  # not at the cost of a core
         computed.record()
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[tensor.device])
-        self.leaving.put(Parcel(tensor, arrived, computed, future))
+        self.leaving.put(WaitingTensor(tensor, arrived, computed, future))
         return future
 
     def _send_all(self) -> None:
@@ -50,7 +50,7 @@ class Staging:
             except Exception as error:  # whoever waits for the sum shall have it
                 parcel.future.set_exception(error)
 
-    def _fetched(self, parcel: Parcel) -> Tensor:
+    def _fetched(self, parcel: WaitingTensor) -> Tensor:
         """A copy in the host's memory, in the order of the elements: all ranks send the same, whatever theirs is."""
         parcel.computed.synchronize()
         copy = torch.empty(parcel.tensor.shape, dtype=parcel.tensor.dtype, pin_memory=True)
@@ -58,7 +58,7 @@ class Staging:
         self.stream.synchronize()
         return copy
 
-    def _deliver(self, summed: Any, parcel: Parcel) -> None:
+    def _deliver(self, summed: Any, parcel: WaitingTensor) -> None:
         """In the relay's last thread."""
         torch.cuda.set_stream(self.stream)
         try:
@@ -69,7 +69,7 @@ class Staging:
             parcel.future.set_exception(error)
 
 
-class Parcel(NamedTuple):
+class WaitingTensor(NamedTuple):
     """One tensor that waits to travel."""
 
     tensor: Tensor
