@@ -1,20 +1,24 @@
 """What no cut of a pipeline can undercut: bounds that are cheap beside playing an update out. Pure.
 
     family = Family(chain, wire, course)
-    family.balanced()                   the cut whose busiest stage has least to do, and how long that takes
-    family.cuts(within_s=0.3)           every cut with which no stage has more to do than that
+    family.balanced()                   the cut whose busiest stage or link has least to do, and how long that takes
+    family.cuts(within_s=0.3)           every cut with which no stage and no link has more to do than that
     family.lower_s((0, 38))             an update with this cut takes no less
 
 A stage has its own tasks to do, and two times in each update in which little of them can be done: from its first
 FORWARD until the gradient of that is back from the stages behind, when it can do further FORWARDs alone, as many as it
 holds; and from its last BACKWARD until the first input of the next update, which the stages before make after their
-own last BACKWARD, when it has left the WEIGHTS of what it holds, and the optimiser.
+own last BACKWARD, when it has left the WEIGHTS of what it holds, sums with its host's other ranks, and the optimiser.
+Memory sets a bound, too: a micro-batch holds its part of it until its WEIGHTS are done, so one by one they follow each
+other as often as all are more than what is held.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 
 from orchestrator.forecast.links import LinkCosts
 from orchestrator.forecast.pipeline.chain import Chain
@@ -45,7 +49,8 @@ class Family:
         largest = max(one.size for one in routes)
         self.counts = [-(-len(routes) // host.ranks) for host in self.hosts]
         self.held = [course.held(stage) for stage in range(self.stages)]
-        self._times = [self._sums(host, count) for host, count in zip(self.hosts, self.counts, strict=True)]
+        self._sums = [_sum_within(host, chain, wire) for host in self.hosts]
+        self._times = [self._tasks(host, count) for host, count in zip(self.hosts, self.counts, strict=True)]
         self.busy = [each[0] for each in self._times]
         self._needs = [
             None if host.memory_bytes is None else self._memory(largest * held)
@@ -55,12 +60,20 @@ class Family:
         self._byte_s = [
             8 / wire.path_bps(sites[a.site], sites[b.site]) for a, b in zip(self.hosts, self.hosts[1:], strict=False)
         ]
+        self._links_s = [self._sends_s(stage) for stage in range(self.stages - 1)]
         self._delays_s = [
             wire.costs.local_message_s if a.site == b.site else wire.costs.message_s
             for a, b in zip(self.hosts, self.hosts[1:], strict=False)
         ]
 
-    def _sums(self, host: StageHost, count: int) -> tuple[tuple[float, ...], ...]:
+    def _sends_s(self, stage: int) -> tuple[float, ...]:
+        """For a cut before each block, how long all that the stage sends behind it takes on the link."""
+        if self.hosts[stage].site == self.hosts[stage + 1].site:
+            return (0.0,) * self.blocks
+        byte_s = self.samples * self._byte_s[stage]
+        return (0.0, *(byte_s * self.chain.cut_bytes(end) for end in range(1, self.blocks)))
+
+    def _tasks(self, host: StageHost, count: int) -> tuple[tuple[float, ...], ...]:
         """Up to each block: seconds of an update of a rank with most micro-batches; and of one micro-batch, the
         smallest, FORWARD, BACKWARD and WEIGHTS; and of the optimiser.
         """
@@ -84,7 +97,14 @@ class Family:
         needs, memory = self._needs[stage], self.hosts[stage].memory_bytes
         if needs is not None and memory is not None:
             end = min(end, bisect_right(needs, needs[first] + memory) - 1)
-        return min(end, self.blocks - (self.stages - 1 - stage))
+        end = min(end, self.blocks - (self.stages - 1 - stage))
+        while end > first and not self._crosses(stage, end, within_s):
+            end -= 1
+        return end
+
+    def _crosses(self, stage: int, end: int, within_s: float) -> bool:
+        """Does what the stage sends have room on the link?"""
+        return stage == self.stages - 1 or self._links_s[stage][end] <= within_s + ROUNDING
 
     def _nearest(self, stage: int, end: int, within_s: float) -> int:
         """The first block of the longest stretch up to this end."""
@@ -95,7 +115,7 @@ class Family:
         return max(first, stage)
 
     def _feasible(self, within_s: float) -> Cut | None:
-        """A cut with which no stage has more to do, and memory holds all; None where there is none."""
+        """A cut with which no stage and no link has more to do, and memory holds all; None where there is none."""
         starts, first = [], 0
         for stage in range(self.stages):
             starts.append(first)
@@ -112,7 +132,7 @@ class Family:
         firsts = [{0}]
         for stage in range(self.stages - 1):
             reached = (range(first + 1, self._furthest(stage, first, within_s) + 1) for first in firsts[-1])
-            firsts.append({end for ends in reached for end in ends})
+            firsts.append({end for ends in reached for end in ends if self._crosses(stage, end, within_s)})
         starts, end = [], self.blocks
         for stage in range(self.stages - 1, -1, -1):
             fitting = (first for first in firsts[stage] if first < end <= self._furthest(stage, first, within_s))
@@ -124,8 +144,8 @@ class Family:
         return tuple(reversed(starts))
 
     def balanced(self) -> tuple[float, Cut] | None:
-        """Seconds of the busiest stage where that is least, and such a cut. None where memory holds none."""
-        high = max(busy[-1] for busy in self.busy)
+        """Seconds of the busiest stage or link where that is least, and such a cut. None where memory holds none."""
+        high = max(each for seconds in (*self.busy, *self._links_s) for each in seconds)
         found = self._feasible(high)
         if found is None:
             return None
@@ -140,7 +160,7 @@ class Family:
         return low, found
 
     def cuts(self, within_s: float) -> Iterator[Cut]:
-        """All of them with which no stage has more to do, and memory holds all."""
+        """All of them with which no stage and no link has more to do, and memory holds all."""
         earliest = [0] * self.stages + [self.blocks]
         for stage in range(self.stages - 1, 0, -1):
             earliest[stage] = self._nearest(stage, earliest[stage + 1], within_s)
@@ -154,7 +174,8 @@ class Family:
                 yield starts
             return
         for end in range(max(first + 1, earliest[stage + 1]), furthest + 1):
-            yield from self._cuts((*starts, end), earliest, within_s)
+            if self._crosses(stage, end, within_s):
+                yield from self._cuts((*starts, end), earliest, within_s)
 
     def holds(self, starts: Cut) -> bool:
         return all(
@@ -180,11 +201,13 @@ class Family:
         until_next = 0.0
         for stage, (busy, forward, backward, weights, optimiser) in enumerate(parts):
             held = min(self.held[stage], self.counts[stage] if self.hosts[stage].ranks == 1 else self.held[stage])
+            at_end = optimiser + self._sums[stage](starts[stage], ends[stage])
             at_first = max(0.0, until_back[stage] - (held - 1) * forward)
-            at_last = max(0.0, until_next - held * weights - optimiser)
-            least = max(least, busy + at_first + at_last)
+            at_last = max(0.0, until_next - held * weights - at_end)
+            in_turn = -(-self.counts[stage] // held) * (forward + until_back[stage] + backward + weights)
+            least = max(least, busy - optimiser + at_end + at_first + at_last, in_turn + at_end)
             if stage + 1 < self.stages:
-                turn_s = weights + optimiser if stage == 0 else 0.0
+                turn_s = weights + at_end if stage == 0 else 0.0
                 until_next += turn_s + forward + backward + 2 * one_way[stage]
         # A host sends to both its neighbours over one interface; its own ranks are none.
         over = [
@@ -196,3 +219,12 @@ class Family:
 
 def _added(*sums: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(map(sum, zip(*sums, strict=True)))
+
+
+def _sum_within(host: StageHost, chain: Chain, wire: LinkCosts) -> Callable[[int, int], float]:
+    """Seconds that ranks of one host take to add up their gradients of blocks `first` to `end - 1`."""
+    if host.ranks == 1:
+        return lambda first, end: 0.0
+    sites = [dataclasses.replace(site, ranks=host.ranks) for site in wire.sites if site.name == host.site]
+    within = LinkCosts(sites, wire.costs, wire.pairs)
+    return lru_cache(lambda first, end: within.sum_s(chain.weight_bytes(first, end)))
