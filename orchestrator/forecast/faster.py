@@ -9,7 +9,7 @@ Nothing here loses more than the job's own fidelity does; a rank by itself excha
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.forecast.advice import Policy, Scene, fewer, splits, ways
@@ -27,7 +27,7 @@ from orchestrator.forecast.step import Way
 from orchestrator.planning.command_line import run_line
 from orchestrator.planning.launch_plan import Faster, LaunchPlan
 from orchestrator.results.faster import WORTH, may_leave, settings_on
-from trainer.shared.config import OF_PIPELINE, Settings, SettingsError
+from trainer.shared.config import OF_PIPELINE, Settings, SettingsError, fields_of
 from trainer.shared.shares import BY_SPEED
 
 MOST_CUTS = 4
@@ -64,7 +64,7 @@ def faster_ways(plan: LaunchPlan, view: ForecastInputs, chosen: Collection[str])
     if alone and best[0].samples_per_s < WORTH * alone[0].samples_per_s:
         best = []  # fewer hosts are simpler
     worth = [option for option in (*best, *alone) if option.samples_per_s > WORTH * now.samples_per_s]
-    return tuple(_faster(plan, view, option, now.samples_per_s) for option in worth)
+    return tuple(_faster(plan, settings, view, option, now.samples_per_s) for option in worth)
 
 
 def without_slow(plan: LaunchPlan, view: ForecastInputs) -> Faster | None:
@@ -78,7 +78,7 @@ def without_slow(plan: LaunchPlan, view: ForecastInputs) -> Faster | None:
     worth = 1.0 if settings.strategy == "pipeline" else WORTH  # whose stages bring nothing by themselves
     if best is None or best.samples_per_s <= worth * now.samples_per_s:
         return None
-    return _faster(plan, view, best, now.samples_per_s)
+    return _faster(plan, settings, view, best, now.samples_per_s)
 
 
 def _on_fewer(plan: LaunchPlan, settings: Settings, view: ForecastInputs) -> _Option | None:
@@ -183,10 +183,13 @@ def _shares_setting(asked: str, view: ForecastInputs, scene: Scene, policy: Poli
 # ---- in words -------------------------------------------------------------------------------------------------------
 
 
-def _faster(plan: LaunchPlan, view: ForecastInputs, option: _Option, now_samples_per_s: float) -> Faster:
+def _faster(
+    plan: LaunchPlan, settings: Settings, view: ForecastInputs, option: _Option, now_samples_per_s: float
+) -> Faster:
+    """settings: the plan's."""
     return Faster(
         hosts=option.hosts,
-        what=_what(plan, option),
+        what=_what(plan, settings, option),
         samples_per_s=option.samples_per_s,
         of_time=now_samples_per_s / option.samples_per_s,
         basis="estimated" if view.is_estimate else "predicted",
@@ -194,11 +197,11 @@ def _faster(plan: LaunchPlan, view: ForecastInputs, option: _Option, now_samples
     )
 
 
-def _what(plan: LaunchPlan, option: _Option) -> str:
+def _what(plan: LaunchPlan, now: Settings, option: _Option) -> str:
     out = [node.name for node in plan.nodes if node.name not in option.hosts]
     if not out:
-        changed = {key: value for key, value in asdict(option.settings).items() if value != plan.settings.get(key)}
-        words = {key: f"{key}={value}" for key, value in changed.items()}
+        pairs = ((name, getattr(option.settings, name)) for name in fields_of(now.exp))
+        words = {name: f"{name}={value}" for name, value in pairs if value != getattr(now, name)}
         if "shares" in words:
             words["shares"] = "equal shares" if option.settings.shares == "equal" else "shares by speed"
         return ", ".join(words.values())

@@ -140,7 +140,7 @@ def _fits(name: str, glob: str) -> bool:
 
 def checkpoint_globs(plan: LaunchPlan) -> list[str]:
     """What means a job's checkpoints."""
-    own = os.path.normpath(str(plan.settings.get("checkpoint_dir") or "."))
+    own = os.path.normpath(plan.recorded.checkpoint_dir or ".")
     inside = [f"src/{own}"] if own != "." and not own.startswith(("/", "~", "..")) else []
     return ["checkpoints/*", "checkpoint_dir/*", *inside]
 

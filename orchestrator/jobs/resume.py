@@ -41,13 +41,13 @@ def last_checkpoint(plan: LaunchPlan, host: ConnectedHost) -> str:
 
     Raises UsageError where there is none, HostError.
     """
-    begun = str(plan.settings.get("resume") or "")
-    path = _newest(plan, host, str(plan.settings.get("checkpoint_dir") or ""))
+    settings = plan.recorded
+    begun = settings.resume or ""
+    path = _newest(plan, host, settings.checkpoint_dir or "")
     path = path or (_newest(plan, host, posixpath.dirname(begun)) if begun else None)
     if path:
         return path
-    every = plan.settings.get("checkpoint_every")
-    if not every:
+    if not (every := settings.checkpoint_every):
         remedy = f"to write some: `orch run --exp {plan.exp} --set checkpoint_every=500`"
     else:
         remedy = f"it would write one every {every} updates; it ended before, or `orch down` has removed it"

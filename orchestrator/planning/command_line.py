@@ -52,8 +52,8 @@ def _script(plan: LaunchPlan) -> list[str]:
     """The script or module with its arguments, after its own options."""
     words = list(plan.nodes[0].command)
     options = ["--folder", plan.code.source]
-    if "batch" in plan.settings:
-        options += ["--batch", str(plan.settings["batch"])]
+    if plan.recorded.batch is not None:
+        options += ["--batch", str(plan.recorded.batch)]
     if LOCAL_RANK in words:
         words.remove(LOCAL_RANK)
         options.append("--pass-local-rank")

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from orchestrator.hosts.masking import mask, masked_env
+from orchestrator.planning.recorded_settings import RecordedSettings, read_settings
 from orchestrator.record import SCHEMA, Owner, Record
 from orchestrator.units import format_figure, format_percent
 from trainer.shared.config import AnySettings, Settings, SettingsError, settings_from
@@ -225,6 +226,11 @@ class LaunchPlan(Record):
     """None where speeds or links are not known, or the strategy is not predicted."""
     faster: tuple[Faster, ...] = ()
     """Ways that are predicted to take less time, the fastest first."""
+
+    @property
+    def recorded(self) -> RecordedSettings:
+        """Some of its settings, whatever it is and whoever wrote it."""
+        return read_settings(self.settings)
 
     @property
     def typed_settings(self) -> AnySettings | None:

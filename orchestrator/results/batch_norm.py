@@ -78,7 +78,7 @@ def read_batch_norm(
     known = [groups for groups in reported if groups is not None]
     if not known or len(known) < len(reported):
         return None
-    if plan.settings.get("sync_bn"):
+    if plan.recorded.sync_bn:
         return BatchNorm(groups=tuple(known[0].items())[:1], is_synchronised=True) if known[0] else None
     total = sum(known, Counter[int]())
     moved = rebalances[-1].shares if rebalances else ()
@@ -93,8 +93,8 @@ def _of_micro_batches(
     for rank, place in places.items():
         stages.setdefault(place.stage, Counter()).update(_groups(starts.get(rank, {})) or {})
     groups = max(stages.values(), key=lambda groups: groups.total())
-    batch = plan.settings.get("batch")
-    if not groups or not isinstance(batch, int):
+    batch = plan.recorded.batch
+    if not groups or batch is None:
         return None
     return BatchNorm(groups=tuple(sorted(groups.items(), reverse=True)), under_ddp=_parts(plan, batch))
 

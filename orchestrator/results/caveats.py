@@ -39,7 +39,7 @@ def missing(plan: LaunchPlan, events: Events, figures: Figures) -> Iterable[str]
         for rank in node.rank_numbers:
             if rank in events.absent:
                 yield f"{node.name}: no metrics of rank {rank} ({events.absent[rank]})."
-            elif rank not in figures.reported and not measures_collectives(plan) and not plan.settings.get("profile_s"):
+            elif rank not in figures.reported and not measures_collectives(plan) and not plan.recorded.profile_s:
                 yield f"{node.name}: rank {rank} reported no step."
     if figures.reported and len(figures.reported) < plan.world_size:
         yield (

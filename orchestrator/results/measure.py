@@ -28,6 +28,7 @@ from duckdb import ColumnExpression, FunctionExpression
 from orchestrator.jobs.metric_lines import number
 from orchestrator.jobs.waits import wait_and_sync
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
+from orchestrator.planning.recorded_settings import read_settings
 from orchestrator.results.events import Events
 from orchestrator.results.summary import StepTime
 from orchestrator.text import one_line
@@ -118,13 +119,10 @@ def _by_work(events: Events, ranks: Sequence[RankFigures]) -> dict[int, RankFigu
 
 
 def _warmup_steps(plan: LaunchPlan, events: Events) -> int:
-    ours = plan.settings.get("warmup_steps")
-    for start in events.latest("start").values():
-        settings = start.get("settings")
-        if ours is None and isinstance(settings, dict):
-            ours = settings.get("warmup_steps")
-    is_count = isinstance(ours, int) and not isinstance(ours, bool) and 0 <= ours <= 10**9
-    return ours if is_count and ours is not None else DEFAULT_WARMUP_STEPS
+    reported = (read_settings(start.get("settings")) for start in events.latest("start").values())
+    known = (settings.warmup_steps for settings in (plan.recorded, *reported))
+    steps = next((steps for steps in known if steps is not None), DEFAULT_WARMUP_STEPS)
+    return steps if 0 <= steps <= 10**9 else DEFAULT_WARMUP_STEPS
 
 
 def _last_epoch_loss(events: Events) -> float | None:

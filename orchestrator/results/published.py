@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from orchestrator.results.summary import Summary
 from orchestrator.units import format_percent
@@ -34,15 +33,16 @@ def published_for(summary: Summary) -> tuple[Published, ...]:
     """The tables of the study that this run's model and data belong to; empty for a person's own script."""
     if summary.kind != "experiment":
         return ()
-    return _TABLES.get((summary.settings.get("model"), summary.settings.get("data")), ())
+    return _TABLES.get((summary.recorded.model, summary.recorded.data), ())
 
 
 def conditions(summary: Summary) -> str:
     """Under what this run was measured, in a few words: its figures stand beside others measured under others."""
-    epochs, steps = summary.settings.get("epochs"), summary.settings.get("steps")
+    settings = summary.recorded
+    epochs, steps = settings.epochs, settings.steps
     length = f"{steps} steps" if steps else f"{epochs} epoch{'' if epochs == 1 else 's'}" if epochs else ""
     types = ", ".join(f"{gpu.ranks} x {name}" for name, gpu in summary.by_gpu.items())
-    batch = f"batch {summary.settings['batch']}" if "batch" in summary.settings else ""
+    batch = "" if settings.batch is None else f"batch {settings.batch}"
     return ", ".join(part for part in (types, length, batch) if part)
 
 
@@ -61,8 +61,9 @@ def _backend_row(summary: Summary) -> Cells:
 
 def _method_row(summary: Summary) -> Cells:
     ranks = "1 process" if summary.world_size == 1 else f"{summary.world_size} processes"
-    workers = f"num_workers {summary.settings['num_workers']}" if "num_workers" in summary.settings else ""
-    method = (str(summary.settings.get("strategy", "")), ranks, workers)
+    settings = summary.recorded
+    workers = "" if settings.num_workers is None else f"num_workers {settings.num_workers}"
+    method = (settings.strategy or "", ranks, workers)
     return ", ".join(part for part in method if part), _accuracy(summary), _seconds(summary)
 
 
@@ -75,7 +76,8 @@ def _loading_row(summary: Summary) -> Cells:
         if None not in rest:
             update.append(sum(part for part in rest if part is not None))
     times = tuple(f"{max(values) / 1000:.4f}" if values else "" for values in (load, update))
-    return str(summary.settings.get("num_workers", "")), *times, _seconds(summary), _accuracy(summary)
+    workers = summary.recorded.num_workers
+    return "" if workers is None else str(workers), *times, _seconds(summary), _accuracy(summary)
 
 
 LOADING = Published(
@@ -136,5 +138,8 @@ MIXED = Published(
     "call a parameter after it. Run both strategies and compare them to see it.",
 )
 
-_TABLES: dict[tuple[Any, Any], tuple[Published, ...]] = {("lenet", "mnist"): _MNIST, ("resnet152", "cifar10"): (MIXED,)}
+_TABLES: dict[tuple[str | None, str | None], tuple[Published, ...]] = {
+    ("lenet", "mnist"): _MNIST,
+    ("resnet152", "cifar10"): (MIXED,),
+}
 """By the settings `model` and `data`."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.planning.recorded_settings import read_settings
 from orchestrator.record import Record
 from trainer.shared.stages import Pipelines, parse_stages, ranks_of
 
@@ -58,7 +59,7 @@ class StageSummary(Record):
 
 
 def is_pipeline(plan: LaunchPlan) -> bool:
-    return plan.settings.get("strategy") == "pipeline"
+    return plan.recorded.strategy == "pipeline"
 
 
 def read_places(plan: LaunchPlan, starts: Starts) -> dict[int, Place]:
@@ -76,10 +77,8 @@ def read_places(plan: LaunchPlan, starts: Starts) -> dict[int, Place]:
 
 def _pipelines(starts: Starts) -> Pipelines:
     for start in starts.values():
-        settings = start.get("settings")
-        text = settings.get("stages") if isinstance(settings, Mapping) else None
         try:
-            if isinstance(text, str) and (found := parse_stages(text)):
+            if found := parse_stages(read_settings(start.get("settings")).stages or ""):
                 return found
         except ValueError:
             continue

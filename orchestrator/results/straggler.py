@@ -50,8 +50,9 @@ def find_straggler(plan: LaunchPlan, figures: Figures) -> Straggler | None:
     reason = _reason_of_stage(*ranks, label) if is_pipeline(plan) else _reason(*ranks, label, wait_ms)
     if not reason:
         return None
-    if f"rank:{last}" in str(plan.settings.get("slow")).split(","):
-        reason += f" (slow={plan.settings['slow']} was asked for)"
+    slow = plan.recorded.slow or ""
+    if f"rank:{last}" in slow.split(","):
+        reason += f" (slow={slow} was asked for)"
     return Straggler(node=node_of[last], rank=None if by_node else last, reason=reason, wait_ms=wait_ms)
 
 

@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field
 from orchestrator.jobs.record import Fault, FirstFailure
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import CodeFolder, Faster, Prediction, System
+from orchestrator.planning.recorded_settings import RecordedSettings, read_settings
 from orchestrator.record import SCHEMA, Record, require_record
 from orchestrator.results.batch_norm import BatchNorm
 from orchestrator.results.curves import Curves
@@ -271,6 +272,10 @@ class Summary(Record):
     """The results of a run that measured the network and trained nothing."""
 
     @property
+    def recorded(self) -> RecordedSettings:
+        return read_settings(self.settings)
+
+    @property
     def paced(self) -> bool:
         return any(node.paced for node in self.nodes)
 
@@ -289,8 +294,8 @@ class Summary(Record):
     @property
     def overlapped(self) -> bool:
         """Do gradients travel while backward still runs? local sends none, compressed sends all of them after it."""
-        fidelity = self.settings.get("fidelity", "exact")
-        return self.settings.get("strategy") in ("ddp", "fsdp") and fidelity in ("exact", "half")
+        settings = self.recorded
+        return settings.strategy in ("ddp", "fsdp") and (settings.fidelity or "exact") in ("exact", "half")
 
     @property
     def of_prediction(self) -> float | None:
@@ -313,7 +318,7 @@ class Summary(Record):
         parts += (
             ["evaluation", "checkpoints"] if self.kind == "experiment" else ["what a script does between its steps"]
         )
-        if self.settings.get("fidelity") == "local":
+        if self.recorded.fidelity == "local":
             parts.append("the averages that wait for these two or for the end")
         return f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
 

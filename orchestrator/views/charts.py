@@ -138,6 +138,8 @@ def _short(text: str) -> str:
 
 
 def _title(summary: Summary) -> str:
-    known = [f"{key} {summary.settings[key]}" for key in ("strategy", "fidelity", "batch") if key in summary.settings]
+    settings = summary.recorded
+    named = {"strategy": settings.strategy, "fidelity": settings.fidelity, "batch": settings.batch}
+    known = [f"{name} {value}" for name, value in named.items() if value is not None]
     paced = ["paced, not real GPUs"] if summary.paced else []
     return " · ".join([_short(summary.experiment), *(_short(text) for text in known), *paced])

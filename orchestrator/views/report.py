@@ -189,7 +189,7 @@ def efficiency_words(summary: Summary) -> str:
 
 def fidelity_words(summary: Summary) -> str:
     """What the synchronisation may have lost, and what BatchNorm saw together."""
-    fidelity = str(summary.settings.get("fidelity", "exact"))
+    fidelity = summary.recorded.fidelity or "exact"
     if summary.batch_norm is None:
         return fidelity
     same_as = f": {summary.batch_norm.exact_words}" if fidelity == "exact" else ""
