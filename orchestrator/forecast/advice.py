@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from types import MappingProxyType
 from typing import Literal, get_args
 
 from orchestrator.forecast.links import LinkCosts
@@ -166,34 +165,36 @@ class Advice:
         return sum(self.alone.values())
 
 
-def ways(
-    fidelity: Fidelity,
-    *,
-    buckets_mib: Sequence[float] = BUCKETS_MIB,
-    every: int = LOCAL_STEPS,
-    overlap: int = LOCAL_OVERLAP,
-    local_batch: int = 0,
-    rank: int = 2,
-    wire: str = "auto",
-    exact_parts: Mapping[str, float] = MappingProxyType({}),
-    sync_bn: bool = False,
-) -> Iterator[Way]:
-    """rank: of PowerSGD. wire: what local's averages travel in; auto tries both. exact_parts: of fidelities that begin
-    exact, as `Way` has it.
-    """
-    exact_part = exact_parts.get(fidelity, 0.0)
+@dataclass(frozen=True)
+class Kept:
+    """What all ways have that are tried, named as in `Way`."""
+
+    buckets_mib: Sequence[float] = BUCKETS_MIB
+    every: int = LOCAL_STEPS
+    overlap: int = LOCAL_OVERLAP
+    local_batch: int = 0
+    rank: int = 2
+    wire: str = "auto"
+    """What local's averages travel in; auto tries both."""
+    exact_parts: Mapping[str, float] = field(default_factory=dict)
+    """Of fidelities that begin exact."""
+    sync_bn: bool = False
+
+
+def ways(fidelity: Fidelity, kept: Kept = Kept()) -> Iterator[Way]:
+    exact_part = kept.exact_parts.get(fidelity, 0.0)
     if fidelity == "local":
-        each = Way("parameter_average", "local", every=every, overlap=overlap, local_batch=local_batch)
+        each = Way("parameter_average", "local", every=kept.every, overlap=kept.overlap, local_batch=kept.local_batch)
         each = dataclasses.replace(each, exact_part=exact_part)
-        halves = {"auto": (False, True), "fp32": (False,)}.get(wire, (True,))
+        halves = {"auto": (False, True), "fp32": (False,)}.get(kept.wire, (True,))
         yield from (dataclasses.replace(each, half_wire=half_wire) for half_wire in halves)
         return
     if fidelity == "compressed":
-        yield Way("allreduce_flat", "compressed", rank=rank, exact_part=exact_part, sync_bn=sync_bn)
+        yield Way("allreduce_flat", "compressed", rank=kept.rank, exact_part=exact_part, sync_bn=kept.sync_bn)
         return
-    for bucket_mib in buckets_mib:
-        yield Way("ddp", fidelity, bucket_mib, sync_bn=sync_bn)
-    yield from (Way(name, fidelity, sync_bn=sync_bn) for name in AFTER_BACKWARD)
+    for bucket_mib in kept.buckets_mib:
+        yield Way("ddp", fidelity, bucket_mib, sync_bn=kept.sync_bn)
+    yield from (Way(name, fidelity, sync_bn=kept.sync_bn) for name in AFTER_BACKWARD)
 
 
 def choices(scene: Scene, candidates: Sequence[Way]) -> list[Choice]:
@@ -216,46 +217,17 @@ def splits(scene: Scene, local_batch: int) -> dict[Policy, tuple[int, ...]]:
     return shares
 
 
-def advise(
-    scene: Scene,
-    fidelity: Fidelity = "exact",
-    *,
-    every: int = LOCAL_STEPS,
-    overlap: int = LOCAL_OVERLAP,
-    local_batch: int = 0,
-    buckets_mib: Sequence[float] = BUCKETS_MIB,
-    rank: int = 2,
-    wire: str = "auto",
-    exact_parts: Mapping[str, float] = MappingProxyType({}),
-    sync_bn: bool = False,
-) -> Advice:
-    """fidelity: what the person allows; leaving hosts out and changes are judged by it. The others: as `ways` has
-    them.
-    """
-
-    def candidates(fidelity: Fidelity) -> list[Way]:
-        return list(
-            ways(
-                fidelity,
-                buckets_mib=buckets_mib,
-                every=every,
-                overlap=overlap,
-                local_batch=local_batch,
-                rank=rank,
-                wire=wire,
-                exact_parts=exact_parts,
-                sync_bn=sync_bn,
-            )
-        )
-
-    found = [choice for each in FIDELITIES for choice in choices(scene, candidates(each))]
+def advise(scene: Scene, fidelity: Fidelity = "exact", kept: Kept = Kept()) -> Advice:
+    """fidelity: what the person allows; leaving hosts out and changes are judged by it."""
+    candidates = {each: list(ways(each, kept)) for each in FIDELITIES}
+    found = [choice for each in FIDELITIES for choice in choices(scene, candidates[each])]
     by_fidelity = {each: next(one for one in found if one.forecast.way.fidelity == each) for each in FIDELITIES}
 
     def at_best(changed: Scene) -> Choice:
-        return choices(changed, candidates(fidelity))[0]
+        return choices(changed, candidates[fidelity])[0]
 
     now = by_fidelity[fidelity].samples_per_s
-    tried = [WhatIf("without", tuple(h.name for h in kept.hosts), at_best(kept)) for kept in fewer(scene)]
+    tried = [WhatIf("without", tuple(h.name for h in rest.hosts), at_best(rest)) for rest in fewer(scene)]
     worth = [one for one in tried if one.choice.samples_per_s > GAIN * now]
     return Advice(
         fidelity,

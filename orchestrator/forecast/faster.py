@@ -106,7 +106,7 @@ def _on_fewer(plan: LaunchPlan, settings: Settings, view: ForecastInputs) -> _Op
 
 def _candidates(settings: Settings, chosen: Collection[str]) -> Iterator[tuple[Way, Mapping[str, Any]]]:
     """With the settings that each of them takes."""
-    for way in ways(allowed(settings), **kept(settings, chosen)):
+    for way in ways(allowed(settings), kept(settings, chosen)):
         if pairs := runnable(settings, way, ()):
             yield way, pairs
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import OrchError, UsageError
-from orchestrator.forecast.advice import BUCKETS_MIB, FIDELITIES, Scene
+from orchestrator.forecast.advice import BUCKETS_MIB, FIDELITIES, Kept, Scene
 from orchestrator.forecast.gpus import ERROR, activation_bytes, estimate_speed
 from orchestrator.forecast.layers import Layer, gradient_bytes, layers_of
 from orchestrator.forecast.links import GLOO, GOODPUT, NCCL, LinkCosts, Overheads, Site, measured
@@ -330,17 +330,17 @@ def rounds_of(settings: Settings) -> dict[str, Any]:
     return {"every": every, "overlap": overlap, "local_batch": settings.local_batch}
 
 
-def kept(settings: Settings, chosen: Collection[str]) -> dict[str, Any]:
-    """What every way that is tried has, as `ways` names it. chosen: settings that the person made."""
+def kept(settings: Settings, chosen: Collection[str]) -> Kept:
+    """chosen: settings that the person made."""
     own_mib = settings.bucket_mib if "bucket_mib" in chosen else 0.0
-    return {
+    return Kept(
         **rounds_of(settings),
-        "rank": settings.compress_rank,
-        "wire": settings.wire,
-        "buckets_mib": (own_mib,) if own_mib else BUCKETS_MIB,
-        "exact_parts": {each: exact_part_of(settings, each) for each in ("compressed", "local")},
-        "sync_bn": settings.sync_bn,
-    }
+        rank=settings.compress_rank,
+        wire=settings.wire,
+        buckets_mib=(own_mib,) if own_mib else BUCKETS_MIB,
+        exact_parts={each: exact_part_of(settings, each) for each in ("compressed", "local")},
+        sync_bn=settings.sync_bn,
+    )
 
 
 def allowed(settings: Settings) -> Fidelity:

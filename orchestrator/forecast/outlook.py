@@ -54,7 +54,7 @@ def with_best_way(draft: Draft, settings: Settings, view: ForecastInputs) -> Dra
     fidelity, chosen = allowed(settings), draft.request.chosen
     forecasts = [
         (forecast_in(view.scene, way, draft.shares, settings.accumulate), changes)
-        for way in (ways(fidelity, **kept(settings, chosen)) if view.scene.holds_whole else ())
+        for way in (ways(fidelity, kept(settings, chosen)) if view.scene.holds_whole else ())
         if (changes := runnable(settings, way, chosen))
     ]
     cut = None if draft.request.elastic else pipeline_for(view.scene, settings, chosen)

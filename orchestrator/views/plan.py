@@ -135,7 +135,7 @@ def _advised(
     unseen: Mapping[str, tuple[object, ...]],
 ) -> tuple[Advice, list[str]]:
     """The advice, and what it does not look at: memory that nobody measured, settings of which it knows nothing."""
-    advice = advise(scene, allowed(settings), **kept(settings, chosen))
+    advice = advise(scene, allowed(settings), kept(settings, chosen))
     shares = advice.best[advice.fidelity].forecast.shares
     return advice, [*memory_words(scene, shares, speeds_from, settings), *_unseen_words(settings, chosen, unseen)]
 

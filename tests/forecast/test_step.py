@@ -11,7 +11,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.forecast.advice import Scene, advise, choices, fewer, ways
+from orchestrator.forecast.advice import Kept, Scene, advise, choices, fewer, ways
 from orchestrator.forecast.layers import Layer, gradient_bytes, layers_of
 from orchestrator.forecast.links import GLOO, GOODPUT, NCCL, LinkCosts, Site, measured
 from orchestrator.forecast.rounds import fewest_steps
@@ -342,7 +342,7 @@ def test_a_local_batch_costs_its_parts_in_the_simulator_too():
 def test_a_local_batch_changes_local_alone_and_its_shares():
     hosts = (HostSpeed("steep", (Speed(40, 0.5),)), HostSpeed("flat", (Speed(0, 2.0),)))
     scene = Scene(Workload(RESNET, 256), hosts, LinkCosts([Site(host.name, 1, 1e10, 1e10) for host in hosts], GLOO))
-    without, with_it = advise(scene), advise(scene, local_batch=16)
+    without, with_it = advise(scene), advise(scene, kept=Kept(local_batch=16))
     for fidelity in ("exact", "half", "compressed"):
         assert with_it.best[fidelity] == without.best[fidelity]
     assert with_it.sum_of_parts == without.sum_of_parts
@@ -417,7 +417,7 @@ def test_no_rank_is_predicted_with_a_single_sample():
 
 @pytest.mark.parametrize(("wire", "halves"), [("auto", {False, True}), ("fp32", {False}), ("bf16", {True})])
 def test_local_travels_in_what_a_person_chose(wire, halves):
-    assert {way.half_wire for way in ways("local", wire=wire)} == halves
+    assert {way.half_wire for way in ways("local", Kept(wire=wire))} == halves
 
 
 def test_of_many_kinds_the_slowest_are_left_out_and_the_fastest_are_alone():
