@@ -41,9 +41,12 @@ PURE |= {f"hosts.{name}" for name in ("occupied", "visible", "wheels")}
 PURE |= {f"planning.{name}" for name in ("arguments", "build", "command_line", "draft", "elastic", "homes")}
 PURE |= {f"planning.{name}" for name in ("launch_plan", "launchers", "measurement", "nccl", "placement")}
 PURE |= {f"planning.{name}" for name in ("profiles", "recorded_settings", "secret_words", "split")}
-PURE |= {f"jobs.{name}" for name in ("faults", "frames", "heard", "lines", "live", "record", "redraw", "stall")}
+PURE |= {
+    f"jobs.{name}"
+    for name in ("faults", "frame_stream", "frames", "heard", "lines", "live", "record", "redraw", "stall")
+}
 PURE |= {f"views.{name}" for name in ("charts", "documents", "gpu_charts", "linechart", "numbers", "plan", "report")}
-PURE |= {f"jobs.{name}" for name in ("dropped", "follow", "metric_lines", "rescan", "state", "waits")}
+PURE |= {f"jobs.{name}" for name in ("dropped", "follow", "frame_stream", "metric_lines", "rescan", "state", "waits")}
 PURE |= {"hosts.cards"}
 """The same of single files elsewhere."""
 

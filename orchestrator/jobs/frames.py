@@ -1,12 +1,9 @@
-"""Reads the stream of `remote/reader.py`: bytes from a host in, checked values out. Pure.
+"""What a host sends of a job's files, each frame as a checked value. Pure.
 
-    held = {}
-    for frame in read_frames("v100", chunks, frozenset({0, 1}), held):  # `held` follows what has come
-        ...
+    frame, due = parse_frame("v100", line, partial(rank_of_log, ranks=frozenset({0, 1})))
 
 A host is not trusted to name files: only the names that this job's logs can have are let through (or those that were
-asked for: `remote/sender.py`), a piece has to go on where the one before it ended (or begin its file again), and lines
-and pieces have a largest size. Anything else ends the stream with a ProbeError.
+asked for: `remote/sender.py`), and pieces have a largest size. Anything else is a ProbeError.
 """
 
 from __future__ import annotations
@@ -14,16 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator.errors import ConnectError, HostError, ProbeError
+from orchestrator.errors import HostError, ProbeError
 from orchestrator.text import message, one_line
-from orchestrator.transport.noise import MAX_NOISE_BYTES, endless
 
-MAX_LINE_BYTES = 1 << 20
 MAX_PIECE_BYTES = 1 << 18
 MAX_HOLE_BYTES = 1 << 44
 HEAD_BYTES = 1 << 12
@@ -127,93 +121,27 @@ def names_of(ranks: Iterable[int]) -> list[str]:
     return [f"rank-{rank}/{name}" for rank in ranks for name in RANK_FILES] + list(NODE_FILES)
 
 
-def read_frames(
-    node: str,
-    chunks: Iterable[bytes],
-    ranks: frozenset[int],
-    held: MutableMapping[str, Held] | None = None,
-    *,
-    marker: bytes = b"",
-    asked: frozenset[str] | None = None,
-    limit_bytes: int | None = None,
-) -> Iterator[Frame]:
-    """chunks: as a transport's stream yields them (b"" gives a Beat). ranks: the ranks that live on this node. marker:
-    stands before each frame; what stands between two frames is skipped.
+def asked_for(name: str, asked: frozenset[str]) -> None:
+    """Raises ValueError for any name that nobody asked for."""
+    if name not in asked:
+        raise ValueError(f"file name {name!r}")
 
-    held: by file, what is here already; brought up to date with every piece, before it is given out. A piece is given
-    out part by part, as its bytes come: a link that breaks takes none of them along. asked: the only files that may
-    come, in place of the job's logs. limit_bytes: of a file no more than its first so many were asked for.
+
+def rank_of_log(name: str, ranks: frozenset[int]) -> int | None:
+    """Raises ValueError for any name but this job's own."""
+    match = _RANK_FILE.fullmatch(name)
+    if match and int(match[1]) in ranks and name == f"rank-{int(match[1])}/{match[2]}":
+        return int(match[1])
+    if name in NODE_FILES:
+        return None
+    raise ValueError(f"file name {name!r}")
+
+
+def parse_frame(node: str, line: bytes, rank_of: Callable[[str], int | None]) -> tuple[Frame, int]:
+    """A frame, and how many bytes of a piece follow it. rank_of: `asked_for`, or `rank_of_log`.
+
+    Raises ProbeError for what is no frame, HostError for what went wrong on the host by its own words.
     """
-    held = {} if held is None else held
-    rank_of = partial(_rank_of, ranks=ranks) if asked is None else partial(_none_of, asked=asked)
-    coming: FilePiece | None = None
-    buffer, due = bytearray(), 0  # so many bytes of the piece `coming` are still on their way
-    skipped = 0
-    for chunk in chunks:
-        buffer += chunk
-        if not chunk:
-            yield Beat()
-        while buffer:
-            if coming and due:
-                part = replace(coming, data=bytes(buffer[:due]))
-                coming, due = replace(coming, offset=coming.offset + len(part.data)), due - len(part.data)
-                del buffer[: len(part.data)]
-                yield _follow_on(node, part, held)
-                continue
-            skipped += _skip_noise(buffer, marker)
-            if skipped > MAX_NOISE_BYTES:
-                raise endless(node, buffer)
-            line = _take_line(node, buffer, marker)
-            if line is None:
-                break
-            skipped = 0
-            frame, due = _frame(node, line, rank_of)
-            if isinstance(frame, FilePiece) and limit_bytes is not None and frame.end + due > limit_bytes:
-                raise ProbeError(node, f"sent more of {frame.file} than its first {limit_bytes} bytes")
-            if isinstance(frame, FilePiece) and frame.hole:
-                yield _follow_on(node, frame, held)
-            elif isinstance(frame, FilePiece):
-                coming = frame
-            else:
-                yield frame
-    if buffer or due:
-        raise ConnectError(node, "its answer broke off in the middle of a frame")
-
-
-def _follow_on(node: str, piece: FilePiece, held: MutableMapping[str, Held]) -> FilePiece:
-    before = held.get(piece.file, Held())
-    if piece.offset == 0 and before.offset:
-        before, piece = Held(), replace(piece, restarted=True)
-    if piece.offset != before.offset:
-        raise ProbeError(node, f"sent {piece.file} from byte {piece.offset} on, where {before.offset} was due")
-    held[piece.file] = before.plus(piece)
-    return piece
-
-
-def _skip_noise(buffer: bytearray, marker: bytes) -> int:
-    """Removes what stands before the next marker, but for what may be the beginning of one; how many bytes that was."""
-    at = buffer.find(marker)
-    size = at if at >= 0 else max(0, len(buffer) - len(marker) + 1)
-    del buffer[:size]
-    return size
-
-
-def _take_line(node: str, buffer: bytearray, marker: bytes) -> bytes | None:
-    """Removes one whole line from the front of the buffer, its marker too; None where it is not there yet."""
-    if not buffer.startswith(marker):
-        return None
-    end = buffer.find(b"\n", 0, MAX_LINE_BYTES)
-    if end < 0:
-        if len(buffer) >= MAX_LINE_BYTES:
-            raise ProbeError(node, "sent a line longer than any frame's")
-        return None
-    line = bytes(buffer[len(marker) : end])
-    del buffer[: end + 1]
-    return line
-
-
-def _frame(node: str, line: bytes, rank_of: Callable[[str], int | None]) -> tuple[Frame, int]:
-    """A frame, and how many bytes of a piece follow it."""
     try:
         header = json.loads(line)
         if "file" in header:
@@ -257,19 +185,3 @@ def _whole(header: dict[str, Any]) -> Whole:
     if not 0 <= whole.mtime_ns < 1 << 63:
         raise ValueError(f"a time of {whole.mtime_ns} ns")
     return whole
-
-
-def _none_of(name: str, asked: frozenset[str]) -> None:
-    """Raises ValueError for any name that nobody asked for."""
-    if name not in asked:
-        raise ValueError(f"file name {name!r}")
-
-
-def _rank_of(name: str, ranks: frozenset[int]) -> int | None:
-    """Raises ValueError for any name but this job's own."""
-    match = _RANK_FILE.fullmatch(name)
-    if match and int(match[1]) in ranks and name == f"rank-{int(match[1])}/{match[2]}":
-        return int(match[1])
-    if name in NODE_FILES:
-        return None
-    raise ValueError(f"file name {name!r}")

@@ -27,7 +27,8 @@ from typing import Literal
 from orchestrator.errors import ConnectError, HostError, OrchError, ProbeError
 from orchestrator.files import folder_beneath, make_folder, sync
 from orchestrator.jobs.collect import SPARE_BYTES, refuse_if_full
-from orchestrator.jobs.frames import End, FilePiece, Held, Left, Whole, read_frames
+from orchestrator.jobs.frame_stream import read_files
+from orchestrator.jobs.frames import End, FilePiece, Held, Left, Whole
 from orchestrator.jobs.listing import Output, is_here
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan
@@ -176,7 +177,7 @@ class _Session:
         node, asked = self.host.node, frozenset(self._lacking)
         marker = ask.new_marker()
         with ask.open_stream(self.host, "sender", request, marker) as chunks:
-            for frame in read_frames(node, chunks, frozenset(), held, marker=marker.encode(), asked=asked):
+            for frame in read_files(node, chunks, asked, held, marker=marker.encode()):
                 if isinstance(frame, End):
                     return
                 if isinstance(frame, FilePiece):

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from orchestrator.errors import ConnectError, HostError
-from orchestrator.jobs.frames import Beat, End, Frame, Held, read_frames
+from orchestrator.jobs.frame_stream import read_frames
+from orchestrator.jobs.frames import Beat, End, Frame, Held
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.transport import ask
 from orchestrator.transport.ask import ConnectedHost

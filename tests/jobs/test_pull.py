@@ -15,7 +15,8 @@ from orchestrator.errors import HostError, OrchError, ProbeError
 from orchestrator.files import write_atomic
 from orchestrator.jobs import listing
 from orchestrator.jobs import pull as pulling
-from orchestrator.jobs.frames import Left, Whole, read_frames
+from orchestrator.jobs.frame_stream import read_files, read_frames
+from orchestrator.jobs.frames import Left, Whole
 from orchestrator.jobs.listing import Output, checkpoint_globs, is_here, list_outputs, matching
 from orchestrator.jobs.pull import Pulled
 from orchestrator.paths import RunFolder
@@ -343,7 +344,7 @@ def test_a_host_that_sends_what_nobody_asked_for_writes_nothing(wrote, run, sent
 
 def test_frames_about_a_file_are_read_only_where_it_was_asked_for():
     stream = [frames(WHOLE, {"left": "src/x", "why": "\x1b[2Jis\ngone"}, marker=b"")]
-    assert list(read_frames("a", stream, frozenset(), asked=frozenset({"src/x"}))) == [
+    assert list(read_files("a", stream, frozenset({"src/x"}))) == [
         Whole("src/x", 4, 1, "0" * 64),
         Left("src/x", "is gone"),
     ]

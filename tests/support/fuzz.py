@@ -35,7 +35,8 @@ from orchestrator.hosts.inventory import Inventory, Node
 from orchestrator.hosts.inventory_file import parse_inventory
 from orchestrator.hosts.parse_facts import parse_facts
 from orchestrator.hosts.yamlfile import read_yaml
-from orchestrator.jobs.frames import Agent, FilePiece, read_frames
+from orchestrator.jobs.frame_stream import read_frames
+from orchestrator.jobs.frames import Agent, FilePiece
 from orchestrator.jobs.lines import Splitter
 from orchestrator.jobs.live import LiveView, Notice
 from orchestrator.jobs.record import JobRecord

@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.errors import ConnectError, ProbeError
-from orchestrator.jobs.frames import Agent, Beat, FilePiece, read_frames
+from orchestrator.jobs.frame_stream import read_frames
+from orchestrator.jobs.frames import Agent, Beat, FilePiece
 from orchestrator.transport import ask as call
 from orchestrator.transport.ask import ConnectedHost, ask, exchange, new_marker, open_stream
 from orchestrator.transport.local import LocalTransport
