@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.jobs.test_log_fidelity import FLOODS, figures_of, follower_of
+from tests.support.floods import FLOODS, figures_of, follower_of
 from tests.support.local_job import Gang, gang
 
 LINES = """

@@ -28,7 +28,7 @@ from orchestrator.hosts.facts import Interface, Route
 from orchestrator.hosts.inventory import Node
 from orchestrator.paths import Home
 from orchestrator.store import Store
-from tests.hosts.test_inventory import KEY
+from tests.support.plans import KEY
 from tests.support.probed_hosts import facts
 
 ROOT = Path(__file__).resolve().parents[2]

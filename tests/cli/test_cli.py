@@ -5,27 +5,16 @@ import os
 import subprocess
 import sys
 
-import click
 import pytest
 
 from orchestrator.cli import main
+from tests.support.commands import COMMANDS
 
 HEAVY = {"rich", "pydantic", "fabric", "paramiko", "torch", "duckdb", "matplotlib", "yaml", "jinja2"}
 
 
 def orch(*words, **more):
     return subprocess.run([sys.executable, "-m", "orchestrator.cli", *words], capture_output=True, text=True, **more)
-
-
-def commands(group=main, above=()):
-    """Every command there is, as the words that a person types."""
-    for name, command in group.commands.items():
-        yield (*above, name), command
-        if isinstance(command, click.Group):
-            yield from commands(command, (*above, name))
-
-
-COMMANDS = dict(commands())
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)

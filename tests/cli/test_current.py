@@ -13,7 +13,7 @@ from orchestrator.clusters import Clusters, Up
 from orchestrator.jobs.running import RunningJob
 from orchestrator.paths import Home
 from orchestrator.store import Store
-from tests.cli.test_cli import COMMANDS
+from tests.support.commands import COMMANDS
 from tests.support.plans import a2000_v100
 from tests.support.remembered import cluster, job
 

@@ -112,3 +112,9 @@ def problems(ranks: Sequence[Rank]) -> str:
         for number, rank in enumerate(ranks)
         if rank.exit_code or rank.foreign
     )
+
+
+LENET = (
+    *("--exp", "mnist_lenet", "--data", "synthetic", "--augment", "none", "--eval_every", "0"),
+    *("--samples", "48", "--batch", "12", "--steps", "4", "--cuda_graph", "off"),
+)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tests.cuda.machine import Job, problems
-from tests.cuda.test_cuda_strategies import LENET
+from tests.cuda.machine import LENET, Job, problems
 
 V100 = {"FAKE_CC": 70, "FAKE_NAME": "Tesla V100-SXM2-16GB"}
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cuda.machine import Host, Job, problems
-from tests.cuda.test_cuda_strategies import LENET
+from tests.cuda.machine import LENET, Host, Job, problems
 
 GPU, CPU, TWO_GPUS, TWO_CPUS = Host(), Host(device="cpu"), Host(2), Host(2, device="cpu")
 LIMIT_S = 60  # of a job that takes two: a hang is found after it

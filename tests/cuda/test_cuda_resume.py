@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 
-from tests.cuda.machine import Host, Job, problems
-from tests.cuda.test_cuda_strategies import LENET
+from tests.cuda.machine import LENET, Host, Job, problems
 
 LOCAL = ("--strategy", "ddp", "--fidelity", "local", "--local_steps", "2", "--amp", "fp16", "--backend", "nccl")
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cuda.machine import Host, Job
-from tests.cuda.test_cuda_strategies import LENET
+from tests.cuda.machine import LENET, Host, Job
 
 
 def job(prelude: str) -> Job:

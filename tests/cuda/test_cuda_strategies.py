@@ -8,12 +8,8 @@ import functools
 
 import pytest
 
-from tests.cuda.machine import Host, Job, problems
+from tests.cuda.machine import LENET, Host, Job, problems
 
-LENET = (
-    *("--exp", "mnist_lenet", "--data", "synthetic", "--augment", "none", "--eval_every", "0"),
-    *("--samples", "48", "--batch", "12", "--steps", "4", "--cuda_graph", "off"),
-)
 WAYS = {
     "ddp": (),
     "allreduce": (),

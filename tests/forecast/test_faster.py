@@ -14,7 +14,7 @@ from orchestrator.results.analyse import analyse
 from orchestrator.results.faster import WORTH, measured
 from orchestrator.views import comparison, console
 from orchestrator.views.report import render_report
-from tests.forecast.test_plan_command import dry_run, home, orch, planned  # noqa: F401 - home is a fixture
+from tests.support.plan_command import dry_run, orch, planned
 from tests.support.plans import a2000_v100
 from tests.support.run_folders import two_hosts
 

@@ -7,60 +7,20 @@ import json
 import re
 
 import pytest
-from click.testing import CliRunner
 
-from orchestrator.cli import main
 from orchestrator.forecast.advice import Scene, WhatIf
 from orchestrator.forecast.inputs import inputs_of, network_from, read_network
 from orchestrator.forecast.links import GLOO, LinkCosts, Site
 from orchestrator.forecast.outlook import prediction_of
 from orchestrator.forecast.step import HostSpeed, Workload
-from orchestrator.hosts.cluster import Cluster
-from orchestrator.hosts.inventory_file import load_inventory
-from orchestrator.paths import Home
-from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.planning.profiles import Profile, kinds_of
 from orchestrator.results.analyse import analyse
 from orchestrator.results.summary import Summary
-from orchestrator.store import Store
 from orchestrator.views.plan import Outlook, _hosts
 from orchestrator.views.report import render_report
-from tests.support.plans import INVENTORY, host
+from tests.support.plan_command import RESNET, dry_run, orch, planned, remember
 from tests.support.run_folders import two_hosts
 from trainer.shared.shares import Speed
-
-RESNET = ("--exp", "resnet152_cifar")
-
-
-@pytest.fixture
-def home(tmp_path, monkeypatch):
-    """A2000 and V100 of the lab, probed, nothing measured."""
-    monkeypatch.setenv("ORCH_HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
-    return remember(tmp_path, "lab_a2000_v100.yaml", gpus=0)
-
-
-def remember(tmp_path, name, **facts):
-    found = load_inventory(INVENTORY / name)
-    cluster = Cluster(
-        name=found.cluster,
-        file=str(INVENTORY / name),
-        nodes=found.nodes,
-        facts={"a2000": host(41, **facts), "v100": host(42, **facts)},
-    )
-    store = Store(Home(tmp_path / "home"))
-    store.save_cluster(cluster, current=True)
-    return store
-
-
-def orch(*words, code=0):
-    done = CliRunner().invoke(main, words, catch_exceptions=False)
-    assert done.exit_code == code, done.output
-    return done
-
-
-def planned(*words):
-    return json.loads(orch("plan", *RESNET, *words, "--json").stdout)
 
 
 def collectives(alpha_ms=2.0, gbps=2.2, noise_ms=0.0, **changes):
@@ -367,11 +327,6 @@ def test_rings_of_hosts_with_several_gpus_are_shown_beside_each_other(tmp_path, 
 
 
 # ---- strategy=auto and predictions ----------------------------------------------------------------------------------
-
-
-def dry_run(*words):
-    printed = orch("run", *RESNET, *words, "--dry-run", "--json").stdout
-    return LaunchPlan.model_validate_json(printed)
 
 
 def test_auto_takes_the_fastest_that_is_predicted_and_says_so(home):

@@ -16,6 +16,7 @@ from orchestrator.errors import InventoryError, UsageError
 from orchestrator.hosts import grammar
 from orchestrator.hosts.inventory import Entry, Inventory, Node, Paced, Slowdown
 from orchestrator.hosts.inventory_file import inventory_schema, load_inventory, node_from_keys
+from tests.support.plans import KEY
 
 ROOT = Path(__file__).parents[2]
 INVENTORIES = sorted((ROOT / "inventory").glob("*.yaml"))
@@ -23,7 +24,6 @@ TWINS = [path for path in INVENTORIES if path.stem.startswith("lab_") and path.s
 SLOWER = Slowdown(at_step=10, factor=2)
 KEYS = """name host port user key_file python activate workdir gpu gpus ranks device bandwidth address interface id
     image note master env prepare host_key proxy_jump transport paced"""
-KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIIwTE+fxDMYBe2YkEnmyVDFbxpXVhLYsHkLdoDPMlIpM"
 
 
 @pytest.fixture

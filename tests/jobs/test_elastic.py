@@ -24,9 +24,8 @@ from orchestrator.planning.elastic import parse_elastic
 from orchestrator.planning.launch_plan import Elastic
 from orchestrator.remote import processes
 from orchestrator.views import launch_plan
-from tests.jobs.test_state import HOSTILE, PLAN, known
-from tests.remote.test_supervisor import left
-from tests.support.local_job import Gang, gang
+from tests.support.job_states import HOSTILE, PLAN, known
+from tests.support.local_job import Gang, gang, left
 from tests.support.plans import SCRIPT, host, node
 from tests.support.plans import plan as planned
 from trainer.shared.config import parse_settings

@@ -9,7 +9,7 @@ from orchestrator.jobs.frames import Agent, Beat
 from orchestrator.jobs.heard import SILENT_S, Heard
 from orchestrator.jobs.state import combine
 from orchestrator.planning.launch_plan import Elastic
-from tests.jobs.test_state import GONE, PLAN, alive, known, over
+from tests.support.job_states import GONE, PLAN, alive, known, over
 
 BROKE = ConnectError("a", "the SSH connection broke")
 NO_WORD = over("failed", first_failure={"node": "a", "kind": "lost", "reason": "no word from the master for 20 s"})

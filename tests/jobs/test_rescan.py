@@ -15,8 +15,8 @@ from orchestrator.hosts.inventory import Node
 from orchestrator.jobs import rescan
 from orchestrator.paths import Home
 from orchestrator.store import Store
-from tests.jobs.test_state import PLAN
 from tests.support import forks
+from tests.support.job_states import PLAN
 from tests.support.local_job import gang
 from tests.support.quick_python import quick_python
 

@@ -11,44 +11,13 @@ from orchestrator.errors import ConnectError
 from orchestrator.jobs import state
 from orchestrator.jobs.launch import node_request
 from orchestrator.jobs.record import FirstFailure, JobRecord
-from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
-from tests.support.plans import CODE
-
-STATES = ("starting", "running", "succeeded", "failed", "cancelled", "lost")
-
-
-def node(name, index):
-    return NodePlan(
-        name=name, node_rank=index, first_rank=index, ranks=1, address="127.0.0.1", interface="lo", device="cpu",
-        gpu=None, python="python3", workdir="~/.orch", torchrun=(), command=("train.py",),
-    )  # fmt: skip
-
-
-PLAN = LaunchPlan(
-    schema=1, job="j", exp="train.py", kind="script", cluster="lab", master="a", master_address="127.0.0.1",
-    rendezvous_port=29500, world_size=3, created="2026-11-21T09:00:00+00:00", code=CODE,
-    nodes=tuple(node(name, index) for index, name in enumerate("abc")),
-)  # fmt: skip
-
-
-def known(state="starting", **changes):
-    fields = {"id": "j", "state": state, "exp": "train.py", "cluster": "lab", "nodes": ("a", "b", "c")}
-    return JobRecord(**{**fields, "started": PLAN.created, **changes})
-
-
-def alive(state="running", **more):
-    return {"state": state, "alive": True, **more}
-
-
-def over(state, **more):
-    return {"state": state, "alive": False, **more}
+from tests.support.job_states import GONE, HOSTILE, PLAN, STATES, alive, known, over
 
 
 def failure(node="b", **more):
     return {"first_failure": {"node": node, "reason": "it broke", **more}}
 
 
-GONE = over("running", left=0)
 NOTHING_KNOWN = {"alive": False}
 UNREACHABLE = ConnectError("a", "no route")
 
@@ -154,11 +123,6 @@ def test_the_end_is_the_hosts_time_and_all_else_stays_as_it_was_known():
     )  # fmt: skip
 
 
-HOSTILE = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(STATES),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=5,
-)
 KEYS = ("state", "alive", "first_failure", "ended", "ranks")
 
 

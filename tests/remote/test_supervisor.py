@@ -17,7 +17,7 @@ from orchestrator.jobs import control
 from orchestrator.jobs.frames import FilePiece
 from orchestrator.jobs.watch import watch
 from orchestrator.remote import processes
-from tests.support.local_job import gang
+from tests.support.local_job import gang, left
 
 WAITS = "import time\ntime.sleep(120)\n"
 SAYS_WHO = """
@@ -40,10 +40,6 @@ print([name for name, value in os.environ.items() if value == "stale"])
 print(ours.word)
 subprocess.Popen(["setsid", "-f", "sleep", "1002"])
 """
-
-
-def left(job) -> list[int]:
-    return [pid for node in job.plan.nodes for pid in processes.marked(job.folder(node.name))]
 
 
 def outputs(job, name="stdout.log") -> list[str]:

@@ -14,8 +14,8 @@ from orchestrator.results.analyse import analyse
 from orchestrator.results.summary import Summary
 from orchestrator.views import comparison
 from orchestrator.views.report import headline, write_report
+from tests.support.pages import PNG, Page, assert_self_contained
 from tests.support.run_folders import Host, end, start, write_run
-from tests.views.test_report import PNG, Page, assert_self_contained
 
 SETTINGS = {"exp": "collectives", "operations": "all", "max_bytes": 2**28}
 SIZES = [2**power for power in range(10, 29, 2)]

@@ -22,7 +22,7 @@ from orchestrator.jobs.state import combine
 from orchestrator.planning.build import torchrun_arguments
 from orchestrator.planning.bundle import pack_folder
 from orchestrator.planning.launch_plan import Elastic, LaunchPlan, NodePlan
-from orchestrator.remote import reader
+from orchestrator.remote import processes, reader
 from orchestrator.remote.agent import agent_state
 from orchestrator.remote.layout import JobFolder
 from orchestrator.transport.ask import ConnectedHost
@@ -162,3 +162,7 @@ def gang(
         if not made.is_over():
             control.cancel(made.plan, made.hosts)
             made.wait()
+
+
+def left(job) -> list[int]:
+    return [pid for node in job.plan.nodes for pid in processes.marked(job.folder(node.name))]

@@ -84,3 +84,6 @@ def a2000_v100() -> LaunchPlan:
     made = plan(nodes, found, RESNET, cluster="a2000-v100", job="resnet152_cifar-20261121-0912-k3f")
     shown = {name: made.settings[name] for name in ("exp", "batch", "lr")}
     return made.model_copy(update={"settings": shown})
+
+
+KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIIwTE+fxDMYBe2YkEnmyVDFbxpXVhLYsHkLdoDPMlIpM"

@@ -69,3 +69,9 @@ def records(folder: Path, rank: int) -> list[dict[str, Any]]:
 
 def of_event(lines: Sequence[dict[str, Any]], event: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["event"] == event]
+
+
+def real_mnist() -> Path | None:
+    """The folder that holds MNIST/raw, where there is one: ORCH_TEST_MNIST names it."""
+    folder = Path(os.environ.get("ORCH_TEST_MNIST", ROOT.parent / "shared" / "data" / "mnist"))
+    return folder if (folder / "MNIST" / "raw").is_dir() else None

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torchvision.transforms import functional
 
-from tests.trainer.test_run import real_mnist
+from tests.support.trainer_ranks import real_mnist
 from trainer.data.augment import AUGMENTATIONS, MAX_DEGREES, MAX_SCALE, Augmentation, random_words
 from trainer.data.resident import fixed_point, gather
 

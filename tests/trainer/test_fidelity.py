@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.gloo_ranks import RANKS, Gang, group_of
-from tests.trainer.test_strategies import (
+from tests.support.sums import (
     EXAMPLE,
     PLAIN,
     TENTH,

@@ -21,7 +21,7 @@ pytest.importorskip("torchvision")
 import torch
 
 from tests.support import forks
-from tests.support.trainer_ranks import ROOT, environment, of_event, records, started, trained
+from tests.support.trainer_ranks import ROOT, environment, of_event, real_mnist, records, started, trained
 from trainer.compute.microbatches import MicroBatches
 from trainer.compute.models import build_model
 from trainer.data.loading import loader_processes
@@ -257,11 +257,6 @@ def test_resnet152_takes_its_steps_on_two_ranks(tmp_path: Path) -> None:
     lines = records(tmp_path, 1)
     assert lines[0]["parameters"] == 58_164_298
     assert [line["event"] for line in lines] == ["start", "step", "step", "epoch", "end"]
-
-
-def real_mnist() -> Path | None:
-    folder = Path(os.environ.get("ORCH_TEST_MNIST", ROOT.parent / "shared" / "data" / "mnist"))
-    return folder if (folder / "MNIST" / "raw").is_dir() else None
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -16,43 +15,13 @@ from orchestrator.results.summary import Summary
 from orchestrator.views import comparison
 from orchestrator.views.charts import draw_throughput
 from orchestrator.views.report import efficiency_words, headline, render_report, write_report
+from tests.support.pages import PNG, Page, assert_self_contained
 from tests.support.run_folders import Host, end, start, step, two_hosts, write_run
 from trainer.shared.experiments import EXPERIMENTS
 
-PNG = b"\x89PNG\r\n\x1a\n"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 HOSTILE = '<script>alert("x")</script>"><img src=//evil.example/x onerror=alert(1)>'
 FAILURE = {"node": "v100", "rank": 1, "exit_code": 1, "reason": "ended with exit code 1", "log_line": HOSTILE}
-
-
-class Page(HTMLParser):
-    """What a browser would build from the page: its text, tags and attributes."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str, str]] = []
-        self.style = ""
-        self.words: list[str] = []
-        self.open: list[str] = []
-        self.feed(html)
-        self.close()
-        self.text = " ".join(" ".join(self.words).split())
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes.extend((tag, name, value or "") for name, value in attrs)
-        if tag not in ("meta", "img", "br", "link"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag, f"</{tag}> closes another tag"
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] == "style":
-            self.style += data
-        else:
-            self.words.append(data)
 
 
 def ten_steps() -> list[Any]:
@@ -61,17 +30,6 @@ def ten_steps() -> list[Any]:
 
 def page_of(run: RunFolder) -> Page:
     return Page(write_report(run, analyse(run)).read_text())
-
-
-def assert_self_contained(page: Page) -> None:
-    assert not {"script", "link", "iframe", "object", "embed", "base", "form"} & set(page.tags)
-    for tag, name, value in page.attributes:
-        assert not name.startswith("on"), (tag, name)
-        if name in ("src", "href", "srcset", "action", "background", "data", "poster"):
-            assert value.startswith("data:image/png;base64,"), (tag, name, value[:60])
-        assert "url(" not in value
-    assert "url(" not in page.style
-    assert "@import" not in page.style
 
 
 def test_the_page_holds_everything_within_itself(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from orchestrator.studies.ledger import Done, Outcome, RowRun
 from orchestrator.studies.tables import STUDIES
 from orchestrator.views import comparison, console, job_table, network, numbers, tables
 from orchestrator.views.study_table import cells, dispensable, titles
-from tests.forecast.test_plan_command import RESNET, home, orch  # noqa: F401  (home is a fixture)
+from tests.support.plan_command import RESNET, lab_home, orch
 from tests.support.remembered import cluster, job
 from tests.support.run_folders import two_hosts
 
@@ -71,7 +71,8 @@ def test_a_long_failure_is_folded_beside_whole_ids(screen):
 @pytest.mark.parametrize(
     ("width", "dropped"), [(80, {"network", "of"}), (70, {"network", "of", "shares"}), (110, set())]
 )
-def test_a_plan_on_a_narrow_screen_drops_columns_and_no_digit(home, monkeypatch, width, dropped):  # noqa: F811
+def test_a_plan_on_a_narrow_screen_drops_columns_and_no_digit(tmp_path, monkeypatch, width, dropped):
+    lab_home(tmp_path, monkeypatch)
     document = json.loads(orch("plan", *RESNET, "--json").stdout)
     found = document["best"]
     monkeypatch.setattr(console.out, "width", width)
