@@ -1,9 +1,12 @@
-"""What a forward pass takes, without computing it: `taken = meta_pass(module, inputs)`, both on torch's meta device.
+"""What a forward pass takes, without computing it.
 
-    taken.visits[0].work             multiplications of the first layer, for all inputs
-    sum(tensor.untyped_storage().nbytes() for tensor in taken.kept.values())
-
-The meta device knows shapes and no numbers.
+>>> with torch.device("meta"):                      # which knows shapes and no numbers
+...     network, images = nn.Sequential(nn.Linear(8, 4), nn.ReLU()), torch.zeros(2, 8)
+>>> taken = meta_pass(network, images)
+>>> taken.visits[0].work                            # multiplications of the first layer, for all inputs
+64.0
+>>> sum(tensor.untyped_storage().nbytes() for tensor in taken.kept.values())
+96
 """
 
 from __future__ import annotations

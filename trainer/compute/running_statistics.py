@@ -1,7 +1,12 @@
 """BatchNorm's running statistics of a network that all ranks share: averaged over them, or estimated again.
 
-    average_running_statistics(network, group, samples)            each rank's have followed the shared weights
-    samples = estimate_running_statistics(network, batches)        they have followed others: then average these
+    average_running_statistics(network, group, samples)     where each rank's have followed the shared weights
+
+    >>> network = nn.BatchNorm1d(2)
+    >>> estimate_running_statistics(network, [torch.ones(4, 2), torch.zeros(4, 2)])     # they have followed others
+    8
+    >>> network.running_mean                                                            # then average these
+    tensor([0.5000, 0.5000])
 
 An average of weights that have gone apart, or an outer step, is a network that no rank has trained: its activations
 have means and variances of their own, which some forward passes find (Izmailov et al. 2018, section 3.2).

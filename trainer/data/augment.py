@@ -1,9 +1,12 @@
 """Random variations of training images, drawn by sample: the same ones for every loader and any number of ranks.
 
-    augment = AUGMENTATIONS["affine"]
-    parameters = augment.draw(seed, epoch, indices, 28, 28)         one row a sample
-    augment.picture(image, parameters[0])                           one PIL image
-    augment.maps(parameters, 28, 28)                                what a whole batch takes at once, see `resident`
+    >>> augment = AUGMENTATIONS["affine"]
+    >>> parameters = augment.draw(0, 0, torch.tensor([7, 8]), 28, 28)
+    >>> parameters.shape                                    # a row for each sample, here of epoch 0 with seed 0
+    torch.Size([2, 4])
+
+`augment.picture(image, parameters[0])` makes one PIL image; `augment.maps(parameters, 28, 28)` is what a whole batch
+takes at once, see `resident`.
 
 A sample's numbers follow from (seed, epoch, sample index) alone, so that what a model sees depends neither on how a
 batch is split nor on the processes that load it.

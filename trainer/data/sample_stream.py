@@ -1,7 +1,8 @@
 """The sample stream: which samples make up each update, and which of them are a rank's own.
 
-    stream = SampleStream(size=60_000, batch=64, shares=(40, 24), seed=0)
-    stream.indices(epoch=0, step=937, rank=1)        rank 1's part of the short last batch, 12 of 32
+    >>> stream = SampleStream(size=60_000, batch=64, shares=(40, 24), seed=0)
+    >>> len(stream.indices(epoch=0, step=937, rank=1))      # rank 1's part of the short last batch, of 32
+    12
 
 There is one permutation of all samples for each (seed, epoch), whatever the number of ranks. Step s owns positions
 [s*batch, (s+1)*batch) of it, cut among the ranks by the running sum of their shares. So the samples of an update do

@@ -1,6 +1,8 @@
 """How long each block of a network takes, for micro-batches of several sizes. Pure: passes come from elsewhere.
 
-    sizes = micro_batches({2: 9.0, 4: 11.0, 8: 15.0, 16: 23.0}, batch=64, budget_s=3)
+    >>> micro_batches({2: 9.0, 4: 11.0, 8: 15.0, 16: 23.0}, batch=64, budget_s=3)     # from the times of whole steps
+    (8, 16)
+
     times = time_blocks(take, blocks, sizes, noise_ms=0.005, budget_s=3)
     times.forward[3]                       (fixed_ms, sample_ms) of block 3
 

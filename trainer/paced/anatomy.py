@@ -1,8 +1,10 @@
 """What a network is made of, without computing it: its layers' work, and what a sample takes in memory.
 
-anatomy = dissect("resnet152", (3, 32, 32), classes=10)
-anatomy.layers[0].parameters        (0,): positions in the order of model.parameters()
-anatomy.activation_bytes            of one sample, kept from forward to backward
+>>> anatomy = dissect("lenet", (1, 28, 28), classes=10)
+>>> anatomy.layers[0].parameters            # positions in the order of model.parameters()
+(0, 1)
+>>> anatomy.activation_bytes                # of one sample, kept from forward to backward
+48080
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """What each block of a network takes: its work, its weights, and what crosses the cut behind it.
 
-chain = survey("resnet152", (3, 32, 32), classes=10)
-chain[4].behind                      (256, 8, 8), of one sample
-format_stages(balanced(chain, {"v100": 833, "a2000": 333}))        'v100:0-37,a2000:38-51'
+>>> chain = survey("lenet", (1, 28, 28), classes=10)
+>>> [block.behind for block in chain]               # of one sample
+[(16, 5, 5), (10,)]
+>>> balanced(chain, {"v100": 833, "a2000": 333})
+((Stage(node='v100', first=0, last=0), Stage(node='a2000', first=1, last=1)),)
 """
 
 from __future__ import annotations

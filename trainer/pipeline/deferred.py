@@ -1,9 +1,16 @@
 """Gradients of weights, later than those of what went in: what the stage before waits for goes first.
 
-    later = Later()
-    split_backward(network, later)
-    loss.backward()                       inputs' gradients, and those of small weights (BatchNorm, biases)
-    later.run(later.cut())                those of the convolutions' and linear layers' weights
+    >>> network, later = nn.Sequential(nn.Linear(3, 2)), Later()
+    >>> split_backward(network, later)
+    >>> network(torch.ones(1, 3)).sum().backward()  # inputs' gradients, and those of small weights (BatchNorm, biases)
+    >>> network[0].weight.grad is None, network[0].bias.grad
+    (True, tensor([1., 1.]))
+    >>> with torch.no_grad():
+    ...     for work in later.cut():                    # those of the convolutions' and linear layers' weights
+    ...         work()
+    >>> network[0].weight.grad
+    tensor([[1., 1., 1.],
+            [1., 1., 1.]])
 
 Each is computed by the very function that autograd would have called, with the other half of its results left out, and
 added to `.grad` as autograd would have: the sums are the same to the last bit.

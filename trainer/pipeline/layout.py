@@ -1,8 +1,11 @@
 """Which rank holds which blocks, and the way of each micro-batch over the ranks. Pure.
 
-    layout = Layout.of(parse_stages("v100:0-31,a16:32-51"), nodes=["v100", "a16", "a16"], blocks=52)
-    layout.place(rank=2)                                Place(pipeline=0, stage=1, lane=1)
-    layout.routes(pipeline=0, sizes={0: (8, 8, 8)})     micro-batches, each with its rank in every stage
+    >>> from trainer.shared.stages import parse_stages
+    >>> layout = Layout.of(parse_stages("v100:0-31,a16:32-51"), nodes=["v100", "a16", "a16"], blocks=52)
+    >>> layout.place(rank=2)
+    Place(pipeline=0, stage=1, lane=1)
+    >>> layout.routes(pipeline=0, sizes={0: (8, 8)})        # micro-batches, each with its rank in every stage
+    (MicroBatch(number=0, size=8, ranks=(0, 1)), MicroBatch(number=1, size=8, ranks=(0, 2)))
 
 The ranks of one host are the lanes of its stage: each holds all of the stage, and takes micro-batches whole, so that
 BatchNorm sees the same groups however many GPUs a host has.

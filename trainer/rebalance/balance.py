@@ -1,7 +1,9 @@
 """Shares that follow the ranks' speeds in the course of a run (`shares=auto`).
 
-    balance = Balance(shares=(128, 128), speeds=(None, None))
-    change = balance.observe([[400.0, 398.0, 401.0], [150.0, 151.0, 149.0]])       Change(shares=(70, 186), ...)
+    >>> balance = Balance(shares=(128, 128), speeds=(None, None))
+    >>> change = balance.observe([[400.0, 398.0, 401.0], [150.0, 151.0, 149.0]])
+    >>> change.shares
+    (70, 186)
 
 `Balance` decides and knows neither clock nor network; what a rank's times say of its speed, `estimate` knows.
 `Rebalancer` brings both the times and puts the shares into effect. Only compute time is compared, which ends before a

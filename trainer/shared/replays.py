@@ -1,6 +1,7 @@
 """Settings with which forward and backward cannot be replayed as CUDA graphs, whatever `cuda_graph` says.
 
-    why = why_not_replayed("ddp", sync_bn=True, accumulate=0)        "" where they can
+    >>> why_not_replayed("ddp", sync_bn=True, accumulate=0)         # "" where they can
+    'with sync_bn ranks meet in the midst of a pass'
 
 A profile has to be measured as the run will compute, so both the trainer and who plans it ask here.
 """
