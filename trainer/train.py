@@ -19,7 +19,6 @@ from torch import Tensor
 
 from trainer.checkpoints.checkpoint import CheckpointKeeper
 from trainer.data.loading import Batch
-from trainer.pipeline.evaluation import outputs
 from trainer.pipeline.strategy import Pipeline
 from trainer.ranks.agreement import sum_over_ranks
 from trainer.ranks.process_group import leave
@@ -28,7 +27,7 @@ from trainer.setup.assemble import set_up
 from trainer.shared.config import Settings
 from trainer.shared.metrics import MetricsWriter
 from trainer.strategies import Exchange, local_loss
-from trainer.training.evaluate import evaluate, judged
+from trainer.training.evaluate import judged
 from trainer.training.piped import piped
 from trainer.training.progress import Progress
 from trainer.training.run import Run
@@ -70,11 +69,8 @@ def evaluate_epoch(run: Run, progress: Progress, updates: int, train_loss: float
         return
     started_s = time.monotonic()
     with shared_network(run, progress) as network:
-        if isinstance(run.strategy, Pipeline):
-            logits = outputs(run.strategy, run.test_batches())
-            result = judged(network, logits, run.facts.classes, run.device)
-        else:
-            result = evaluate(network, run.test_batches(), run.facts.classes, run.device)
+        batches = ((images.to(run.device), labels) for images, labels in run.test_batches())
+        result = judged(network, run.strategy.outputs(network, batches), run.facts.classes, run.device)
     eval_s = round(time.monotonic() - started_s, 6)
     fields = dataclasses.asdict(result)
     run.metrics.write("eval", epoch=progress.epoch, step=updates - 1, **fields, eval_s=eval_s)
@@ -118,8 +114,8 @@ def update(run: Run, images: Tensor, labels: Tensor, progress: Progress, begin: 
         number=progress.epoch * run.stream.steps + progress.step,
         epoch=progress.epoch,
         batch=run.stream.batch_at(progress.step),
-        samples=len(labels),
-        loss=loss_sum.to("cpu", non_blocking=True) if run.learns else None,
+        samples=len(labels) * run.strategy.counts,
+        loss=(loss_sum * run.strategy.counts).to("cpu", non_blocking=True) if run.learns else None,
         exchange=exchange,
         begin=begin,
         loaded=loaded,
@@ -154,7 +150,7 @@ def differentiate(run: Run, images: Tensor, labels: Tensor, step: int) -> tuple[
     if isinstance(run.strategy, Pipeline):
         return piped(run, run.strategy, images, labels, step)
     batch, shares = run.stream.batch_at(step), run.stream.shares_at(step, run.order.epoch)
-    sizes = run.micro_batches.sizes(shares, run.info.rank)
+    sizes = run.micro_batches.sizes(shares, run.order.rank)
     losses: list[Tensor] = []
     last = len(sizes) - 1
     alone = run.settings.local_batch > 0 and run.strategy.updates_alone

@@ -35,7 +35,7 @@ from trainer.shared.pace import Pace
 from trainer.shared.slow import PLACES
 from trainer.strategies import build_strategy, local_loss, weighted
 from trainer.train import train_epoch
-from trainer.training.evaluate import evaluate
+from trainer.training.evaluate import judged
 from trainer.training.progress import Progress
 from trainer.training.run import Run
 
@@ -46,7 +46,7 @@ BRAKED_MS = 400
 NEWEST_FSDP = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
 TIMED = ("ddp", "allreduce", "reduce_scatter", "parameter_average", *(["fsdp"] if NEWEST_FSDP else []))
 BRAKED = ("ddp", "allreduce", "parameter_average")
-PACED = tuple(name for name in STRATEGIES if name not in ("none", "dp", "fsdp", "pipeline"))
+PACED = tuple(name for name in STRATEGIES if name not in ("none", "dp", "fsdp", "pipeline", "tensor"))
 
 
 def samples() -> tuple[Any, Any]:
@@ -183,7 +183,9 @@ def run_rank(rank: int, folder: str) -> None:
     result: dict[str, Any] = {"times": {name: [compute_and_exposed_s(name, group) for _ in range(3)] for name in TIMED}}
     result["statistics"] = averaged_statistics(group, rank)
     own = first_pixel_data()[rank * 4 : rank * 4 + 4]  # 4, 3 and none
-    evaluation = evaluate(FirstPixel(), DataLoader(own, batch_size=2), 10, CPU)
+    network = FirstPixel()
+    logits = ((network(images), labels) for images, labels in DataLoader(own, batch_size=2))
+    evaluation = judged(network, logits, 10, CPU)
     result["evaluation"] = [evaluation.samples, evaluation.accuracy, evaluation.per_class[:3]]
     result["failure"] = failure_line(rank)
     result["braked"] = {

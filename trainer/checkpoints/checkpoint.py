@@ -45,11 +45,10 @@ from trainer.checkpoints.file import (
 )
 from trainer.compute.models import running_statistics
 from trainer.data.sets import find_facts
-from trainer.pipeline.part import Part
-from trainer.pipeline.strategy import Pipeline
 from trainer.ranks.agreement import gather_lines, together
 from trainer.shared.config import Settings
 from trainer.shared.errors import TrainError
+from trainer.strategies.base import Parts
 from trainer.training.progress import Progress
 from trainer.training.random_state import random_state
 from trainer.training.shared_network import shared_network
@@ -114,8 +113,8 @@ class CheckpointKeeper:
             seen = network.state_dict() if run.info.rank == 0 else {}
             model = {name: tensor.detach().cpu().clone() for name, tensor in seen.items()}
             momentum = _momentum(run.optimizer)
-            if isinstance(run.strategy, Pipeline):
-                model, momentum = self._joined(run.strategy, momentum)
+            if run.strategy.parts:
+                model, momentum = self._joined(run.strategy.parts, momentum)
         if run.info.rank != 0:
             return None
         return Checkpoint(
@@ -136,27 +135,24 @@ class CheckpointKeeper:
             random=random,
         )
 
-    def _joined(
-        self, strategy: Pipeline, momentum: list[Tensor | None]
-    ) -> tuple[dict[str, Tensor], list[Tensor | None]]:
+    def _joined(self, of_ranks: Parts, momentum: list[Tensor | None]) -> tuple[dict[str, Tensor], list[Tensor | None]]:
         """The whole network's state and momentum on rank 0, which alone holds it all, for as long as this takes."""
-        run = self.run
-        of_ranks = _gather(_flat(parts.to_be_kept(run, strategy, momentum).values()))
+        run, whole = self.run, parts.skeleton(self.run)
+        gathered = _gather(_flat(parts.to_be_kept(run, of_ranks, whole, momentum).values()))
         if run.info.rank != 0:
             return {}, []
-        moves, whole = any(tensor is not None for tensor in momentum), parts.skeleton(run)
-        kept: dict[str, Tensor] = {}
-        for rank, flat in enumerate(of_ranks):
-            kept |= _apart(flat, parts.like_that_of(rank, strategy, whole, moves=moves))
-        model = {name: kept[name] for name in whole.state_dict()}
-        return model, [kept.get(f"momentum {name}") for name, _ in whole.named_parameters()]
+        moves = any(tensor is not None for tensor in momentum)
+        kept = [
+            _apart(flat, parts.like_that_of(rank, of_ranks, whole, moves=moves)) for rank, flat in enumerate(gathered)
+        ]
+        return parts.joined(kept, of_ranks, whole)
 
     def _own_tensors(self) -> dict[str, Tensor]:
         """What each rank has for itself, by name (KIND or KIND.WHICH): BatchNorm's statistics; what its strategy keeps;
         momentum, where weights alone are averaged.
         """
         run = self.run
-        if isinstance(run.strategy, Pipeline):
+        if run.strategy.parts:
             # Ranks that share a stage begin again with the mean of their BatchNorm statistics, which `model` has.
             # Training does not look at these, and an evaluation at their mean alone, which moves from update to update
             # by the mean of what the ranks see, whatever each began with.
@@ -205,9 +201,9 @@ class CheckpointKeeper:
 
     def _restore(self, saved: Checkpoint, source: Path | None) -> Progress:
         run, rank = self.run, self.run.info.rank
-        if isinstance(run.model, Part):
-            parts.take(run.model, saved.model)
-            _restore_momentum(run.optimizer, parts.own_momentum(run, saved.momentum))
+        if of_ranks := run.strategy.parts:
+            parts.take(run.model, of_ranks.held(rank, saved.model, parts.skeleton(run)))
+            _restore_momentum(run.optimizer, parts.own_momentum(run, of_ranks, saved.momentum))
         else:
             run.model.load_state_dict(saved.model)
             _restore_momentum(run.optimizer, saved.momentum)
@@ -248,7 +244,7 @@ class CheckpointKeeper:
             raise TrainError(
                 f"the checkpoint is at update {updates}, this run ends at {self.run.last_step}: raise epochs or steps"
             )
-        network = parts.skeleton(self.run) if isinstance(self.run.model, Part) else self.run.model
+        network = parts.skeleton(self.run) if self.run.strategy.parts else self.run.model
         wanted = {name: tensor.shape for name, tensor in network.state_dict().items()}
         if wanted != {name: tensor.shape for name, tensor in saved.model.items()}:
             raise TrainError(f"the checkpoint holds another network than {now['model']}: start again without it")

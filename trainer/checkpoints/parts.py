@@ -1,4 +1,4 @@
-"""A whole network's state out of a pipeline's parts, and the other way round: checkpoints know whole networks alone."""
+"""A whole network's state out of what ranks hold of it, and the other way round: checkpoints know nothing else."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.compute.models import build_model
-from trainer.pipeline.part import Part, own_names
-from trainer.pipeline.strategy import Pipeline
+from trainer.strategies.base import Parts
 
 if TYPE_CHECKING:
     from trainer.training.run import Run
@@ -22,37 +21,51 @@ def skeleton(run: Run) -> nn.Module:
         return build_model(run.settings.model, run.facts.shape, run.facts.classes)
 
 
-def to_be_kept(run: Run, strategy: Pipeline, momentum: Sequence[Tensor | None]) -> dict[str, Tensor]:
-    """This rank's part of the network, and of SGD's momentum; nothing where a lower rank has the same."""
-    if not _is_kept(strategy, run.info.rank):
-        return {}
+def to_be_kept(run: Run, parts: Parts, whole: nn.Module, momentum: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    """This rank's part of the network, and of SGD's momentum, less what a lower rank has as well."""
+    wanted = parts.kept(run.info.rank, whole.state_dict(), whole)
     names = [name for name, _ in run.model.named_parameters()]
-    moved = {f"momentum {name}": one for name, one in zip(names, momentum, strict=True) if one is not None}
-    return run.model.state_dict() | moved
+    moved = {of_momentum(name): one for name, one in zip(names, momentum, strict=True) if one is not None}
+    own = run.model.state_dict()
+    return {name: own[name] for name in wanted} | {
+        name: moved[name] for name in map(of_momentum, wanted) if name in moved
+    }
 
 
-def like_that_of(rank: int, strategy: Pipeline, whole: nn.Module, *, moves: bool) -> dict[str, Tensor]:
+def like_that_of(rank: int, parts: Parts, whole: nn.Module, *, moves: bool) -> dict[str, Tensor]:
     """What `to_be_kept` gives on a rank, as far as names and shapes go. moves: has SGD a momentum yet?"""
-    if not _is_kept(strategy, rank):
-        return {}
-    state, weights = whole.state_dict(), dict(whole.named_parameters())
-    names = own_names(whole, strategy.layout.stage(rank))
-    kept = {name: state[name] for name in names}
-    return kept | {f"momentum {name}": weights[name] for name in names if moves and name in weights}
+    kept, weights = parts.kept(rank, whole.state_dict(), whole), dict(whole.named_parameters())
+    return kept | {of_momentum(name): tensor for name, tensor in kept.items() if moves and name in weights}
 
 
-def _is_kept(strategy: Pipeline, rank: int) -> bool:
-    return strategy.layout.holders(strategy.layout.stage(rank).first)[0] == rank
+def joined(
+    of_ranks: Sequence[Mapping[str, Tensor]], parts: Parts, whole: nn.Module
+) -> tuple[dict[str, Tensor], list[Tensor | None]]:
+    """The whole network's state and momentum. of_ranks: what each has kept."""
+    state = {name: torch.empty_like(tensor, device="cpu") for name, tensor in whole.state_dict().items()}
+    moves = any(of_momentum(name) in kept for kept in of_ranks for name in state)
+    momentum = {name: torch.empty_like(state[name]) for name, _ in whole.named_parameters()} if moves else {}
+    for rank, kept in enumerate(of_ranks):
+        for name, tensor in parts.kept(rank, state, whole).items():
+            tensor.copy_(kept[name])
+        for name, tensor in parts.kept(rank, momentum, whole).items():
+            tensor.copy_(kept[of_momentum(name)])
+    return state, [momentum.get(name) for name, _ in whole.named_parameters()]
 
 
-def take(part: Part, model: Mapping[str, Tensor]) -> None:
-    """This part of a whole network's state."""
-    for name, tensor in part.state_dict().items():  # load_state_dict would miss what the part has taken away
-        tensor.copy_(model[name])
+def of_momentum(name: str) -> str:
+    return f"momentum {name}"
 
 
-def own_momentum(run: Run, momentum: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Of a whole network's momentum that of this part's weights, in their order."""
-    whole = [name for name, _ in skeleton(run).named_parameters()]
-    by_name = dict(zip(whole, momentum, strict=True)) if momentum else {}
-    return [by_name.get(name) for name, _ in run.model.named_parameters()]
+def take(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """state: what a rank holds, or more of it."""
+    for name, tensor in model.state_dict().items():  # load_state_dict would miss what a stage has taken away
+        tensor.copy_(state[name])
+
+
+def own_momentum(run: Run, parts: Parts, momentum: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Of a whole network's momentum that of this rank's weights, in their order."""
+    whole = skeleton(run)
+    known = zip((name for name, _ in whole.named_parameters()), momentum, strict=bool(momentum))
+    held = parts.held(run.info.rank, {name: one for name, one in known if one is not None}, whole)
+    return [held.get(name) for name, _ in run.model.named_parameters()]

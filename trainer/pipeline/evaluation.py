@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.pipeline.strategy import Pipeline
-
 _HEADER = 5
 """A tag: samples of the batch that follows, 0 at the end; and the rank that read them."""
 
@@ -26,8 +24,10 @@ class _Batch:
     reader: int
 
 
-def outputs(of: Pipeline, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits and labels on the last stage's ranks, nothing on the others. batches: of a first stage's rank."""
+def outputs(of: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits and labels on the last stage's ranks, nothing on the others. of: a Pipeline. batches: of a first stage's
+    rank.
+    """
     part = of.model
     dtype = next(part.parameters()).dtype
     following = of.following
@@ -43,14 +43,14 @@ def outputs(of: Pipeline, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[
         dist.send(torch.zeros(2, dtype=torch.int64), following, group=of.group, tag=_HEADER)
 
 
-def _read(of: Pipeline, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[_Batch]:
+def _read(of: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[_Batch]:
     for images, labels in batches:
         if of.to_last:
             of.to_last[of.judge(of.rank)].send(labels)
         yield _Batch(images.to(of.device), labels.to(of.device), of.rank)
 
 
-def _received(of: Pipeline, dtype: torch.dtype) -> Iterator[_Batch]:
+def _received(of: Any, dtype: torch.dtype) -> Iterator[_Batch]:
     shape = of.cuts.before or ()
     for source in of.preceding:
         while True:

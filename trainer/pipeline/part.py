@@ -3,13 +3,17 @@
 part = part_of(model, stage)               of the model only these blocks keep their weights
 part.state_dict()                          of these alone, under the names that the whole network gives them
 own_names(model, stage)                    those names, of a whole network
+StageParts(layout).held(rank, ...)         what of its state lies on which rank
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
 from trainer.compute.models import stages_of
+from trainer.pipeline.layout import Layout
 from trainer.shared.stages import Stage
 
 
@@ -45,6 +49,20 @@ def own_names(model: nn.Module, stage: Stage) -> list[str]:
     own = _modules_of(model, stage)
     holders = {name for name, module in model.named_modules() if id(module) in own}
     return [name for name in model.state_dict() if name.rpartition(".")[0] in holders]
+
+
+class StageParts:
+    """Which part of a whole network's state lies on which rank."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+
+    def held(self, rank: int, state: Mapping[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
+        return {name: state[name] for name in own_names(network, self.layout.stage(rank)) if name in state}
+
+    def kept(self, rank: int, state: Mapping[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
+        is_first = self.layout.holders(self.layout.stage(rank).first)[0] == rank
+        return self.held(rank, state, network) if is_first else {}
 
 
 def _modules_of(model: nn.Module, stage: Stage) -> set[int]:

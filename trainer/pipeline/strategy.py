@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +29,11 @@ from trainer.compute.models import fill_gradients, gradients_of
 from trainer.compute.running_statistics import REMEMBERED, average_running_statistics
 from trainer.compute.timer import CpuTimer, Timer, covered_ms
 from trainer.pipeline.cuts import Cuts
+from trainer.pipeline.evaluation import outputs
 from trainer.pipeline.layout import Layout, MicroBatch
 from trainer.pipeline.links import ACTIVATIONS, GRADIENTS, LABELS, LOSSES, Receiver, Sender
 from trainer.pipeline.paced import PacedStage
+from trainer.pipeline.part import StageParts
 from trainer.pipeline.stage import Stage
 from trainer.shared.turns import Task, Turns, in_flight_of_rank
 from trainer.strategies.after_backward import allreduce_flat
@@ -73,6 +75,7 @@ class Pipeline(Base):
         in_flight: int,
     ) -> None:
         self.stage, self.layout, self.cuts, self.group, self.sums = stage, layout, cuts, group, sums
+        self.parts = StageParts(layout)
         self.timer, self.brake = timer, brake
         self.device = next(stage.part.parameters()).device
         self.rank = dist.get_rank()
@@ -133,6 +136,9 @@ class Pipeline(Base):
 
     def whole(self) -> nn.Module:
         return self.stage.part
+
+    def outputs(self, network: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        return outputs(self, batches)
 
     def announce(self, sizes: Mapping[int, Sequence[int]]) -> None:
         """Makes room for what an update's neighbours will send. Called for each update, in their order, before it or

@@ -29,7 +29,7 @@ def room_of(
     def estimate() -> int | None:
         """Between two updates, when all that is held is what stays: weights, gradients, momentum, images, ..."""
         nonlocal largest
-        largest = max(largest, *micro_batches.sizes(order.stream.shares, info.rank))
+        largest = max(largest, *micro_batches.sizes(order.stream.shares, order.rank))
         state_bytes = torch.cuda.memory_allocated(device)
         taken = torch.cuda.max_memory_allocated(device) - state_bytes
         free = 0.9 * torch.cuda.get_device_properties(device).total_memory - state_bytes

@@ -9,7 +9,7 @@ it, and what is rounded or compressed on its way has its weight already.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -43,10 +43,38 @@ class Exchange:
     """What rank 0 says to people where it computes no loss itself: the sum of others', and of how many samples."""
 
 
+class Parts(Protocol):
+    """Which part of a network's state lies on which rank, where no rank has all of it."""
+
+    def held(self, rank: int, state: Mapping[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
+        """What the rank holds, as views. state: of the whole network, by name, or numbers that belong to its weights.
+        network: the whole one, of which names alone are looked at.
+        """
+
+    def kept(self, rank: int, state: Mapping[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
+        """The same less what a lower rank holds as well."""
+
+
 class Strategy(Protocol):
     @property
     def model(self) -> nn.Module:
         """What the forward pass calls."""
+
+    @property
+    def parts(self) -> Parts | None:
+        """None where each rank holds the whole network."""
+
+    @property
+    def counts(self) -> bool:
+        """Do the samples that this rank reads count as its own? Not where another reads the same ones."""
+
+    def outputs(self, network: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Logits and labels of what this rank is to judge. network: `whole`. batches: the test data that it reads, on
+        its device.
+        """
+
+    def average_statistics(self) -> None:
+        """BatchNorm's, over all that hold the same part, where ranks hold parts."""
 
     @property
     def keeps_statistics(self) -> bool:
@@ -100,7 +128,20 @@ class Strategy(Protocol):
         """
 
 
-class Base:
+class WholeNetwork:
+    """What strategies have alike that give each rank the whole network, and samples of its own."""
+
+    parts: Parts | None = None
+    counts = True
+
+    def outputs(self, network: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        return ((network(images), labels) for images, labels in batches)
+
+    def average_statistics(self) -> None:
+        raise NotImplementedError  # parts is None
+
+
+class Base(WholeNetwork):
     """What most strategies have alike: ranks weigh their gradients as `weighted` does, nothing travels during backward
     or after the update, and nothing has to be kept.
     """

@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from trainer.strategies.base import Exchange, Strategy
+from trainer.strategies.base import Exchange, Strategy, WholeNetwork
 
 
-class ExactFirst:
+class ExactFirst(WholeNetwork):
     """exact: the strategy of the first `after` updates. later: that of all others."""
 
     def __init__(self, exact: Strategy, later: Strategy, after: int) -> None:

@@ -1,6 +1,6 @@
 """Loss and accuracy on the test data: every sample exactly once, whatever the number of ranks.
 
-result = evaluate(model, test_batches(), classes, device)
+result = judged(model, outputs, classes, device)
 result.accuracy, result.per_class, result.samples
 """
 
@@ -27,18 +27,13 @@ class Evaluation:
     loss: float
 
 
-def evaluate(
-    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], classes: int, device: torch.device
-) -> Evaluation:
-    """batches: this rank's part of the test data, which may be none. Waits for all ranks."""
-    return judged(model, ((model(images.to(device)), labels) for images, labels in batches), classes, device)
-
-
 @torch.no_grad()
 def judged(
     model: nn.Module, outputs: Iterable[tuple[Tensor, Tensor]], classes: int, device: torch.device
 ) -> Evaluation:
-    """outputs: logits and labels of what this rank is to judge; the model computes as they are drawn."""
+    """outputs: logits and labels of what this rank is to judge, which may be nothing; the model computes as they are
+    drawn. Waits for all ranks.
+    """
     counts = torch.zeros((2, classes), dtype=torch.float64, device=device)  # of each class: right, samples
     loss = torch.zeros((), dtype=torch.float64, device=device)
     model.eval()

@@ -1,7 +1,7 @@
 """What an evaluation and a checkpoint see of a run, which goes on as if nobody had looked.
 
 with shared_network(run, progress) as network:           on every rank
-    result = evaluate(network, run.test_batches(), run.facts.classes, run.device)
+    result = judged(network, run.strategy.outputs(network, batches), run.facts.classes, run.device)
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from trainer.compute.models import has_batch_norm
 from trainer.compute.running_statistics import BATCHES, average_running_statistics, estimate_running_statistics
-from trainer.pipeline.strategy import Pipeline
 from trainer.training.random_state import random_state, set_random_state
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ def shared_network(run: Run, progress: Progress) -> Iterator[nn.Module]:
     random, network = random_state(), run.strategy.whole()
     own = [(buffer, buffer.clone()) for buffer in network.buffers()]
     try:
-        if isinstance(run.strategy, Pipeline):
+        if run.strategy.parts:
             run.strategy.average_statistics()
         elif has_batch_norm(network):
             samples = progress.recent if run.strategy.keeps_statistics else estimated_again(run, network)
@@ -50,5 +49,5 @@ def estimated_again(run: Run, network: nn.Module) -> int:
 def training_images(run: Run) -> Iterator[Tensor]:
     """This rank's part of the epoch's first updates, in its micro-batches."""
     for step, (images, _) in enumerate(run.first_batches(BATCHES)):
-        sizes = run.micro_batches.sizes(run.stream.shares_at(step, run.order.epoch), run.info.rank)
+        sizes = run.micro_batches.sizes(run.stream.shares_at(step, run.order.epoch), run.order.rank)
         yield from (part for part in images.to(run.device).split(sizes) if len(part))
