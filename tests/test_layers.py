@@ -66,6 +66,7 @@ TRAINER_ORDER = [
     "paced",
     "strategies",
     "pipeline",
+    "tensor",
     "rebalance",
     "training",
     "setup",

@@ -28,9 +28,10 @@ def parse_elastic(text: str, max_restarts: int) -> Elastic:
 
 def check_elastic(elastic: Elastic, nodes: int, strategy: str | None = None) -> None:
     """nodes: how many were chosen. strategy: of a training of ours. Raises UsageError."""
-    if strategy == "pipeline":
+    if strategy in ("pipeline", "tensor"):
+        what = "a pipeline" if strategy == "pipeline" else "strategy tensor"
         raise UsageError(
-            "--elastic: a pipeline without one of its hosts lacks a part of the network",
+            f"--elastic: {what} without one of its hosts lacks a part of the network",
             "leave --elastic out, or use --set strategy=ddp",
         )
     if elastic.max_nodes > nodes:

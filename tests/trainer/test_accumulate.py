@@ -15,7 +15,9 @@ from trainer.shared.config import STRATEGIES, parse_settings
 from trainer.strategies import build_strategy, local_loss
 
 NEWEST_FSDP = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
-FOR_RANKS = [name for name in STRATEGIES if name not in ("none", "dp", "pipeline") and (name != "fsdp" or NEWEST_FSDP)]
+FOR_RANKS = [
+    name for name in STRATEGIES if name not in ("none", "dp", "pipeline", "tensor") and (name != "fsdp" or NEWEST_FSDP)
+]
 SHARES, UPDATES = (7, 4), 3
 
 

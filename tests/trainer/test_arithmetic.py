@@ -115,7 +115,7 @@ def trained(settings, group, rank, updates=3):
     return torch.cat([weight.detach().flatten() for weight in strategy.whole().parameters()])
 
 
-WAYS = [{"strategy": name} for name in STRATEGIES if name not in ("none", "dp", "fsdp", "pipeline")]
+WAYS = [{"strategy": name} for name in STRATEGIES if name not in ("none", "dp", "fsdp", "pipeline", "tensor")]
 WAYS += [
     {"strategy": "allreduce_flat", "fidelity": "compressed", "compress_after": "1"},
     {"strategy": "ddp", "fidelity": "local", "local_steps": "2", "local_overlap": "1"},

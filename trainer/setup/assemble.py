@@ -37,12 +37,14 @@ from trainer.setup.optimizer import build_optimizer
 from trainer.setup.pipeline import build_pipeline, paced_part, real_part
 from trainer.setup.room import room_of
 from trainer.setup.start_record import start_fields
+from trainer.setup.tensor import build_tensor, paced_slices
 from trainer.shared.config import LOCAL_STEPS, Settings
 from trainer.shared.errors import TrainError
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.stages import format_stages
 from trainer.strategies import Strategy, build_strategy
 from trainer.strategies.ddp import Ddp
+from trainer.strategies.gradient_sum import DTYPES, GradientSum
 from trainer.training.console import Console
 from trainer.training.run import Run
 
@@ -64,7 +66,8 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
     no_graph = why_not(device, settings, model)
     settings = dataclasses.replace(settings, cuda_graph="off" if no_graph or asked.cuda_graph == "off" else "on")
     start = start_fields(settings.as_used(division.last_step), info, device, group, model)
-    groups = batch_norm_groups(model, settings, division.shares, division.own_sizes(info.rank))
+    own = division.own_sizes(info.rank) if strategy.counts else ()
+    groups = batch_norm_groups(model, settings, division.shares, own)
     share = sum(division.own_sizes(info.rank))
     split = {"batch_per_rank": share, "batch_norm_groups": groups, "work": division.own_work(info.rank)}
     metrics.write("start", **start, **split, steps=division.last_step)
@@ -129,8 +132,11 @@ def build_trained(
 
 
 def build_network(settings: Settings, info: RankInfo, metrics: MetricsWriter, division: Division) -> nn.Module:
-    """All of it, or this rank's part in a pipeline."""
+    """All of it, or this rank's part in a pipeline, or of a paced rank its slices."""
     stream, micro_batches, facts = division.order.stream, division.micro_batches, division.facts
+    if division.tensor and info.pace:
+        sizes = division.own_sizes(info.rank)
+        return paced_slices(settings, division.tensor, facts, info, info.pace, metrics, sizes)
     if not division.pipeline:
         return network(settings, facts, info, metrics, stream, micro_batches)
     if info.pace:
@@ -157,6 +163,9 @@ def build_synchronised(
     if division.pipeline:
         return brake, build_pipeline(settings, division.pipeline, model, precision, group, timer, brake, executor)
     nodes, devices = gather_lines(info.node), gather_lines(next(model.parameters()).device.type)
+    if division.tensor:
+        sums = GradientSum(group, nodes, DTYPES[settings.sent_as], brake, executor, devices)
+        return brake, build_tensor(division.tensor, model, sums, timer, brake)
     strategy = build_strategy(
         settings, model, group, timer, brake, executor, nodes=nodes, devices=devices, updates=division.last_step
     )

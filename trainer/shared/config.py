@@ -26,11 +26,11 @@ from trainer.shared.stages import parse_stages
 
 STRATEGIES = (
     *("ddp", "allreduce", "allreduce_flat", "reduce_broadcast", "gather_scatter", "allgather", "reduce_scatter"),
-    *("parameter_average", "fsdp", "pipeline", "none", "dp"),
+    *("parameter_average", "fsdp", "pipeline", "tensor", "none", "dp"),
 )
 FIDELITIES = {
     "exact": STRATEGIES,
-    "half": ("ddp", "allreduce_flat", "allreduce", "pipeline"),
+    "half": ("ddp", "allreduce_flat", "allreduce", "pipeline", "tensor"),
     "compressed": ("ddp", "allreduce_flat"),
     "local": ("ddp", "parameter_average"),
 }
@@ -109,8 +109,8 @@ class Settings:
         "How ranks stay together. Gradients: in buckets during backward (ddp), or after it, one call a parameter "
         "(allreduce) or all at once (allreduce_flat, reduce_broadcast, gather_scatter, allgather, reduce_scatter); "
         "weights (parameter_average); both in pieces, none held twice (fsdp). Activations: each host holds some of the "
-        "network's blocks (pipeline). Or one process alone, on one device "
-        "(none) or on all of its host's (dp).",
+        "network's blocks (pipeline), or each rank some of every layer's output channels (tensor). Or one process "
+        "alone, on one device (none) or on all of its host's (dp).",
         choices=STRATEGIES,
     )
     fidelity: str = _setting(
@@ -280,6 +280,7 @@ class Settings:
             )
         mistakes += self._mistakes_of_fidelity()
         mistakes += self._mistakes_of_pipeline()
+        mistakes += self._mistakes_of_tensor()
         if self.strategy == "fsdp":
             asked = [name for name in NOT_WITH_FSDP if getattr(self, name) == "on"]
             mistakes += [f"{name}: strategy fsdp keeps weights in pieces and cannot; use auto or ddp" for name in asked]
@@ -337,6 +338,18 @@ class Settings:
             mistakes.append("sync_bn: a pipeline's BatchNorm sees a micro-batch; use accumulate=1, or ddp")
         if self.profile_s:
             mistakes.append("profile_s: measures each rank alone, a pipeline has none; use strategy ddp")
+        return mistakes
+
+    def _mistakes_of_tensor(self) -> list[str]:
+        if self.strategy != "tensor":
+            return []
+        mistakes = []
+        if self.shares == "auto":
+            mistakes.append("shares: auto moves samples from rank to rank, tensor's ranks take all; use measured")
+        if self.sync_bn:
+            mistakes.append("sync_bn: tensor's ranks each see the whole batch already; leave it out")
+        if self.profile_s:
+            mistakes.append("profile_s: measures each rank alone, tensor's have slices; use strategy ddp")
         return mistakes
 
     @property

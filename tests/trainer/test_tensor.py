@@ -1,0 +1,169 @@
+"""Layers cut over ranks: ten updates are those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torchvision.models.resnet import Bottleneck, ResNet
+
+from tests.support.gloo_ranks import Gang, group_of
+from trainer.compute.brake import NO_BRAKE
+from trainer.compute.models import build_model
+from trainer.compute.timer import CpuTimer
+from trainer.strategies.base import local_loss
+from trainer.strategies.gradient_sum import GradientSum
+from trainer.tensor.cut import cut
+from trainer.tensor.layers import Sliced
+from trainer.tensor.meeting import Meeting
+from trainer.tensor.slices import cut_channels
+from trainer.tensor.strategy import TensorParallel
+from trainer.tensor.survey import layers_of, survey
+
+CLASSES = 3
+SIDE = 13
+SIZES = ((4, 3), (7,), (5, 2)) * 3 + ((3,),)
+"""Micro-batches of each of ten updates, the last one short."""
+
+
+class Small(ResNet):
+    """torchvision's with bottlenecks, two of whose convolutions are grouped, and a sixteenth of its channels."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self._norm_layer, self.inplanes, self.dilation, self.groups, self.base_width = nn.BatchNorm2d, 4, 1, 2, 64
+        self.conv1, self.bn1 = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+        self.relu, self.maxpool = nn.ReLU(inplace=True), nn.MaxPool2d(2)
+        self.layer1 = self._make_layer(Bottleneck, 2, 2)
+        self.layer2 = self._make_layer(Bottleneck, 4, 1, stride=2)
+        self.layer3, self.layer4 = nn.Identity(), nn.Identity()
+        self.avgpool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(16, CLASSES)
+
+
+@dataclass(frozen=True)
+class Case:
+    """shares: each rank's part. heavier: a rank whose slice of one weight is moved before the first update."""
+
+    shares: Sequence[int]
+    network: str = "small"
+    dtype: torch.dtype = torch.float64
+    heavier: int = -1
+
+
+def network(case: Case) -> nn.Module:
+    torch.manual_seed(3)
+    return (Small() if case.network == "small" else build_model("lenet", (3, 32, 32), CLASSES)).to(case.dtype)
+
+
+def samples(case: Case, update: int) -> tuple[Tensor, Tensor]:
+    generator, side = torch.Generator().manual_seed(update), SIDE if case.network == "small" else 32
+    count = sum(SIZES[update])
+    images = torch.randn(count, 3, side, side, generator=generator, dtype=torch.float64).to(case.dtype)
+    return images, torch.randint(CLASSES, (count,), generator=generator)
+
+
+def optimiser(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+def alone(case: Case) -> dict[str, Tensor]:
+    model = network(case)
+    steps = optimiser(model)
+    for update, sizes in enumerate(SIZES):
+        images, labels = samples(case, update)
+        steps.zero_grad()
+        for part, said in zip(images.split(sizes), labels.split(sizes), strict=True):
+            (cross_entropy(model(part), said, reduction="sum") / len(labels)).backward()
+        steps.step()
+    return state_of(model, steps)
+
+
+def state_of(model: nn.Module, steps: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """With the optimiser's, by name."""
+    moved = {f"moved {n}": steps.state[p]["momentum_buffer"].detach().clone() for n, p in model.named_parameters()}
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()} | moved
+
+
+def sliced(rank: int, case: Case) -> tuple[dict[str, Tensor], Any] | None:
+    """This rank's slices after the same updates, and when it met the others in the last one."""
+    if rank >= len(case.shares):
+        return None
+    model = network(case)
+    with torch.device("meta"):
+        whole, images = network(replace(case, dtype=torch.float32)), samples(replace(case, dtype=torch.float32), 0)[0]
+    layers = layers_of(whole, images.to("meta"), case.shares)
+    timer = CpuTimer()
+    meeting = Meeting(GradientSum(group_of(len(case.shares))), timer)
+    strategy = TensorParallel(cut(model, layers, meeting), layers, meeting, timer, NO_BRAKE)
+    if rank == case.heavier:
+        next(layer for layer in model.modules() if isinstance(layer, Sliced)).weight.data[0] += 0.01
+    steps = optimiser(model)
+    for update, sizes in enumerate(SIZES):
+        images, labels = samples(case, update)
+        steps.zero_grad()
+        parts = list(zip(images.split(sizes), labels.split(sizes), strict=True))
+        for part in parts[:-1]:
+            strategy.accumulate(local_loss(strategy.model, *part), len(labels), len(labels))
+        exchange = strategy.backward(local_loss(strategy.model, *parts[-1]), len(labels), len(labels))
+        steps.step()
+    return state_of(model, steps), exchange.waits
+
+
+@pytest.fixture(scope="module")
+def gang(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    gang = Gang(tmp_path_factory.mktemp("gang"))
+    yield gang
+    gang.end()
+
+
+def furthest(gang: Gang, case: Case) -> float:
+    """The largest difference between the ranks' slices, one after the other, and one process's network."""
+    whole = alone(case)
+    states = [answer[0] for answer in gang.run(sliced, case, timeout_s=120) if answer]
+    return max(difference([state[name] for state in states], tensor) for name, tensor in whole.items())
+
+
+def difference(of_ranks: Sequence[Tensor], whole: Tensor) -> float:
+    is_cut = sum(len(tensor) if tensor.dim() else 0 for tensor in of_ranks) == (len(whole) if whole.dim() else -1)
+    joined = [torch.cat(list(of_ranks))] if is_cut else of_ranks
+    return max((tensor.double() - whole.double()).abs().max().item() for tensor in joined)
+
+
+@pytest.mark.parametrize("name", ["small", "lenet"])
+@pytest.mark.parametrize("shares", [(5, 2), (4, 1, 9), (1, 0, 2)])
+def test_ten_updates_are_those_of_one_process(gang: Gang, shares: Sequence[int], name: str) -> None:
+    """Of some layers a rank has no channel; of the last shares of none."""
+    assert furthest(gang, Case(shares, name)) <= 1e-12
+
+
+def test_single_precision_is_as_close(gang: Gang) -> None:
+    assert furthest(gang, Case((5, 2), dtype=torch.float32)) <= 1e-5
+
+
+def test_another_weight_in_one_slice_shows(gang: Gang) -> None:
+    assert furthest(gang, Case((5, 2), heavier=1)) > 1e-3
+
+
+def test_ranks_meet_once_a_layer_forward_and_once_backward_but_for_the_images(gang: Gang) -> None:
+    for answer in gang.run(sliced, Case((5, 2)), timeout_s=120):
+        assert answer is None or len(answer[1]) == 2 * 13 - 1
+
+
+def test_channels_go_by_the_largest_remainder_and_groups_stay_whole() -> None:
+    assert cut_channels(64, 1, (73, 183)).channels == (18, 46)
+    assert cut_channels(3, 1, (1, 1, 9)).channels == (0, 0, 3)
+    grouped = cut_channels(8, 4, (5, 2))
+    assert (grouped.channels, grouped.groups, grouped.own(1)) == ((6, 2), (3, 1), (6, 2))
+
+
+def test_resnet152_gathers_what_its_layers_give() -> None:
+    layers = survey("resnet152", (3, 32, 32), 10, (1, 1))
+    assert len(layers) == 156
+    assert sum(torch.Size(layer.gives).numel() for layer in layers) == 460_298
+    assert sum(torch.Size(layer.takes).numel() for layer in layers[1:]) == 450_048
+    assert sum(layer.work for layer in layers) == pytest.approx(1)

@@ -1,0 +1,84 @@
+"""Slices that keep a GPU's time in place of computing: what the ranks gather and add up is real, the numbers are not.
+
+Each layer takes its part of forward, then the ranks meet; backward takes the layers in the opposite order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.paced.part import PacedPart
+from trainer.paced.stage_clock import StageClock
+from trainer.shared.pace import BACKWARD, FORWARD
+from trainer.tensor.meeting import Meeting
+from trainer.tensor.survey import Layer
+
+
+class PacedSlices(PacedPart):
+    """Weights like this rank's slices; takes images, gives logits of no meaning. meeting: set before the first pass."""
+
+    meeting: Meeting
+
+    def __init__(
+        self, like: Sequence[Tensor], clock: StageClock, layers: Sequence[Layer], rank: int, classes: int
+    ) -> None:
+        super().__init__(like, clock)
+        self.layers, self.rank, self.classes = layers, rank, classes
+        self.there_s = 0.0
+        self._room = torch.zeros(0)
+
+    def forward(self, images: Tensor) -> Tensor:
+        token = images.new_zeros((len(images), self.classes))
+        for number, layer in enumerate(self.layers):
+            weights = list(self.weights) if number == 0 else []
+            token = _Meets.apply(token, self, layer, number == 0, *weights)
+        return token
+
+    def compute(self, part: float, samples: int) -> None:
+        """Returns when this rank is through with it."""
+        self.stopwatch.run(part, samples, self.there_s)
+
+    def gather(self, layer: Layer, samples: int) -> None:
+        """Every rank's channels of its output."""
+        whole = math.prod(layer.gives) // sum(layer.slices.channels)
+        counts = [samples * whole * count for count in layer.slices.channels]
+        room = self.room(sum(counts)).view(self.meeting.sums.dtype or torch.float32)[: sum(counts)]
+        self.meeting.gather_into(list(room.split(counts)))
+        self.there_s = self.stopwatch.clock.now()
+
+    def add_up(self, layer: Layer, samples: int) -> None:
+        """The gradient of its input."""
+        self.meeting.add_up(self.room(samples * math.prod(layer.takes)))
+        self.there_s = self.stopwatch.clock.now()
+
+    def room(self, numbers: int) -> Tensor:
+        """The same memory each time: to make it would take this CPU longer than a GPU its layer."""
+        if len(self._room) < numbers:
+            self._room = torch.zeros(numbers)
+        return self._room[:numbers]
+
+
+class _Meets(torch.autograd.Function):
+    """One layer. The first one in a pass is the last one backward, when all weights get gradients: themselves."""
+
+    @staticmethod
+    def forward(
+        context: Any, token: Tensor, slices: PacedSlices, layer: Layer, is_first: bool, *weights: nn.Parameter
+    ) -> Tensor:
+        context.slices, context.layer, context.is_first, context.weights = slices, layer, is_first, weights
+        context.samples = len(token)
+        slices.compute(FORWARD * layer.work, len(token))
+        slices.gather(layer, len(token))
+        return token.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        context.slices.compute(BACKWARD * context.layer.work, context.samples)
+        if not context.is_first:
+            context.slices.add_up(context.layer, context.samples)
+        return gradient, None, None, None, *(weight.detach() for weight in context.weights)

@@ -1,0 +1,84 @@
+"""Which layers of a network can be cut, what they take and what they give: `survey(model, shape)`, without computing.
+
+Weights of other kinds (BatchNorm's) are held and moved by every rank: all see the same activations and gradients, so
+that they stay alike with nothing exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.compute.models import build_model
+from trainer.tensor.slices import Slices, cut_channels
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One that is cut. takes, gives: the shapes of a sample's input and output."""
+
+    name: str
+    slices: Slices
+    work: float
+    """Its part of the network's multiplications, 0..1."""
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+    axis: int
+    """That of the channels, in a batch's output."""
+
+
+def is_cut(module: nn.Module) -> bool:
+    """Not subclasses: some (of attention) are never called, others read their weights."""
+    return type(module) is nn.Linear or (type(module) is nn.Conv2d and module.padding_mode == "zeros")
+
+
+def survey(name: str, shape: tuple[int, int, int], classes: int, shares: Sequence[int]) -> tuple[Layer, ...]:
+    """In the order in which forward comes to them. shares: each rank's part, of a batch or in any other unit."""
+    with torch.device("meta"):
+        return layers_of(build_model(name, shape, classes), torch.zeros(2, *shape), shares)
+
+
+def layers_of(model: nn.Module, images: Tensor, shares: Sequence[int]) -> tuple[Layer, ...]:
+    """images: two at least. Both on torch's meta device."""
+    visits: list[tuple[str, nn.Module, Tensor, Tensor]] = []
+    hooks = [
+        module.register_forward_hook(_remember(name, visits))
+        for name, module in model.named_modules()
+        if is_cut(module)
+    ]
+    model(images)
+    for hook in hooks:
+        hook.remove()
+    works = [_work(module, output) for _, module, _, output in visits]
+    return tuple(
+        Layer(
+            name,
+            _slices(module, shares),
+            work / sum(works),
+            tuple(inputs.shape[1:]),
+            tuple(output.shape[1:]),
+            1 if isinstance(module, nn.Conv2d) else output.dim() - 1,
+        )
+        for (name, module, inputs, output), work in zip(visits, works, strict=True)
+    )
+
+
+def _remember(name: str, visits: list[tuple[str, nn.Module, Tensor, Tensor]]) -> Any:
+    def visit(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        visits.append((name, module, inputs[0], output))
+
+    return visit
+
+
+def _slices(module: Any, shares: Sequence[int]) -> Slices:
+    groups = module.groups if isinstance(module, nn.Conv2d) else 1
+    return cut_channels(len(module.weight), groups, shares)
+
+
+def _work(module: Any, output: Tensor) -> float:
+    """Its weights times the positions at which they are applied."""
+    return float(module.weight.numel() * output.numel() / len(module.weight))
