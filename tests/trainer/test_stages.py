@@ -86,6 +86,18 @@ def test_a_gradient_goes_before_a_forward_and_that_before_weights() -> None:
     assert turns.take(has_input=True, has_gradient=False) is Task.FORWARD
 
 
+@pytest.mark.parametrize("splits", [True, False])
+def test_gradients_that_come_at_once_let_inputs_pass_between_them(splits: bool) -> None:
+    """Else the stage behind has no input for as long as they take."""
+    turns = Turns(8, in_flight=6, splits=splits)
+    for _ in range(4):
+        turns.take(has_input=True, has_gradient=False)
+    found = [turns.take(has_input=True, has_gradient=True) for _ in range(4)]
+    assert found == [Task.BACKWARD, Task.FORWARD, Task.BACKWARD, Task.FORWARD]
+    assert turns.take(has_input=False, has_gradient=True) is Task.BACKWARD
+    assert turns.take(has_input=False, has_gradient=True) is Task.BACKWARD  # no input waits
+
+
 def test_each_later_stage_holds_one_fewer() -> None:
     assert [in_flight_of(0, 3, stage) for stage in range(3)] == [7, 6, 5]
     assert [in_flight_of(2, 3, stage) for stage in range(3)] == [2, 1, 1]

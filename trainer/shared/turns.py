@@ -5,11 +5,14 @@
     (<Task.FORWARD: 'forward'>, None)
     >>> turns.take(has_input=True, has_gradient=True)
     <Task.BACKWARD: 'backward'>
+    >>> turns.take(has_input=True, has_gradient=True)
+    <Task.FORWARD: 'forward'>
 
 A gradient that has come goes back first, since the stage before waits for it; then a further micro-batch goes forward,
-as far as memory allows; and what nobody waits for, the gradients of the stage's own weights, fills the time that would
-be spent waiting (the zero-bubble schedule of Qi et al. 2023, decided as data arrive and not from a table: on a slow
-link, between unequal hosts, nobody knows beforehand when they do).
+as far as memory allows, and does so before a second gradient: where several have come at once, the stage behind would
+wait for its next input meanwhile. What nobody waits for, the gradients of the stage's own weights, fills the time that
+would be spent waiting (the zero-bubble schedule of Qi et al. 2023, decided as data arrive and not from a table: on a
+slow link, between unequal hosts, nobody knows beforehand when they do).
 
 In whatever order tasks interleave, each kind of them goes through the micro-batches in their order: the sums that a
 stage forms do not depend on who came when.
@@ -42,6 +45,8 @@ class Turns:
     forwards: int = 0
     backwards: int = 0
     weights: int = 0
+    owes_forward: bool = False
+    """Was the last of FORWARD and BACKWARD a BACKWARD?"""
 
     @property
     def is_over(self) -> bool:
@@ -57,12 +62,15 @@ class Turns:
 
         has_input: is the next micro-batch there? has_gradient: and what BACKWARD of the oldest one needs?
         """
-        if self.backwards < self.forwards and has_gradient:
+        goes_forward = self.may_forward and has_input
+        if self.backwards < self.forwards and has_gradient and not (goes_forward and self.owes_forward):
             self.backwards += 1
             self.weights += not self.splits
+            self.owes_forward = True
             return Task.BACKWARD
-        if self.may_forward and has_input:
+        if goes_forward:
             self.forwards += 1
+            self.owes_forward = False
             return Task.FORWARD
         if self.weights < self.backwards:
             self.weights += 1
