@@ -29,9 +29,10 @@ LEAST_SAMPLES = 8
 """Of a micro-batch: BatchNorm's group, whose statistics get the noisier the smaller it is. Chosen, not measured."""
 COUNTS = tuple(sorted({base << power for base in (1, 3) for power in range(8)}))
 """Micro-batches of a rank of the first stage that are tried."""
-NEAR = 0.01
-"""Of settings that are so much slower at most, the one with the fewest and so largest micro-batches is taken; and what
-would be faster by less than a quarter of it is not looked for."""
+NEAR = 0.02
+"""Of settings that are so much slower at most, the one with the fewest and so largest micro-batches is taken:
+what an update is short of its plan grows with their number (docs/cutting.md). What would be faster by less than a
+quarter of it is not looked for."""
 ALL_ORDERS = 4
 """Hosts up to which every order is looked at."""
 MOST_PLAYED, MOST_BOUNDS = 20_000, 20_000
