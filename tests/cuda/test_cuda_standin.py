@@ -56,6 +56,28 @@ on_gpu, waited = marked(graph.replay)
 assert abs(on_gpu - 10) < 0.2, on_gpu
 assert torch.cuda.get_device_name() == "Stand-in GPU"
 assert torch.tensor([1.5, 2.5]).cuda().cpu().tolist() == [1.5, 2.5]
+
+def counted(name):
+    names = ctypes.CDLL(None).standin_counter_names
+    names.restype = ctypes.c_char_p
+    values = (ctypes.c_long * 99)()
+    ctypes.CDLL(None).standin_counts(values)
+    return values[names().decode().split().index(name)]
+
+ten()
+there = torch.tensor([1.5, 2.5]).cuda().to("cpu", non_blocking=True)
+copied = torch.cuda.Event()
+copied.record()
+assert not (there == there).any(), there       # read before the copy is over: nothing but NaN
+copied.synchronize()
+assert there.tolist() == [1.5, 2.5]
+source = torch.tensor([1.5, 2.5]).pin_memory()
+for overwritten in (0, 1):
+    ten()
+    source.to("cuda", non_blocking=True)
+    if overwritten: source[0] = 7              # while the copy is under way
+    torch.cuda.synchronize()
+    assert counted("overwritten") == overwritten
 try:
     torch.empty(1 << 31, device="cuda")
 except torch.cuda.OutOfMemoryError:

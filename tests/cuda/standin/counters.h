@@ -14,6 +14,7 @@
     X(copies_to_host)                                                                                               \
     X(copies_to_device)                                                                                             \
     X(copies_on_device)                                                                                             \
+    X(overwritten)     /* pinned memory that was written while a copy from it was under way */                      \
     X(collectives)     /* NCCL's, a send or receive included */                                                     \
     X(allocations)     /* cudaMalloc, not torch's own reuse */                                                      \
     X(frees)                                                                                                        \

@@ -9,6 +9,7 @@
 
 #include "counters.h"
 #include "clock.h"
+#include "copies.h"
 #include "gpu.h"
 #include "knobs.h"
 
@@ -152,7 +153,7 @@ cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
 
 cudaError_t cudaDeviceSynchronize() {
     counters.device_waits++;
-    host_clock::wait_until(device_ready(current));
+    host_waits(device_ready(current));
     return cudaSuccess;
 }
 

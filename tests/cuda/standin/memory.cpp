@@ -7,7 +7,7 @@
 #include <cstring>
 #include <map>
 
-#include "clock.h"
+#include "copies.h"
 #include "costs.h"
 #include "counters.h"
 #include "gpu.h"
@@ -67,19 +67,22 @@ static cudaError_t allocate_pinned(void** address, size_t bytes) {
 
 static bool is_pinned(const void* address) {
     std::lock_guard<std::recursive_mutex> guard(gpu_lock);
-    return find(pinned, address) || find(on_gpu, address);
+    return find(pinned, address);
 }
 
 static void copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
     work(stream, copy_seconds(bytes, kind));
+    double over = stream_of(stream)->ready;
     if (kind == cudaMemcpyDeviceToHost) {
         counters.copies_to_host++;
-        if (!is_pinned(to)) host_clock::wait_until(stream_of(stream)->ready);  // as CUDA does for ordinary memory
+        if (is_pinned(to) && !stream_of(stream)->capture) return write_later((char*)to, behind(from), bytes, over);
+        host_waits(over);  // as CUDA does for ordinary memory
     } else if (kind == cudaMemcpyDeviceToDevice) {
         counters.copies_on_device++;
         if (bytes > kMovedBytes) return;
     } else {
         counters.copies_to_device++;
+        if (is_pinned(from) && !stream_of(stream)->capture) keep_still((const char*)from, bytes, over);
     }
     memmove(behind(to), behind(from), bytes);
 }
@@ -102,7 +105,7 @@ cudaError_t cudaFree(void* address) {
     auto found = on_gpu.find((char*)address);
     if (found == on_gpu.end()) return failed(cudaErrorInvalidValue);
     auto [bytes, device, shift] = found->second;
-    host_clock::wait_until(device_ready(device));  // CUDA frees nothing while the GPU works
+    host_waits(device_ready(device));  // CUDA frees nothing while the GPU works
     used[device] -= bytes;
     munmap(address, bytes ? bytes : 1);
     munmap((char*)address + shift, bytes ? bytes : 1);
@@ -123,7 +126,11 @@ cudaError_t cudaMallocHost(void** address, size_t bytes) { return allocate_pinne
 
 cudaError_t cudaFreeHost(void* address) {
     std::lock_guard<std::recursive_mutex> guard(gpu_lock);
-    pinned.erase((char*)address);
+    auto found = pinned.find((char*)address);
+    if (found != pinned.end()) {
+        forget_copies((char*)address, found->second.bytes);
+        pinned.erase(found);
+    }
     free(address);
     return cudaSuccess;
 }
@@ -152,7 +159,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
 
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
     copy(to, from, bytes, kind, nullptr);
-    host_clock::wait_until(stream_of(nullptr)->ready);
+    host_waits(stream_of(nullptr)->ready);
     return cudaSuccess;
 }
 

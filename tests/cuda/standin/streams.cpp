@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include "clock.h"
+#include "copies.h"
 #include "counters.h"
 #include "gpu.h"
 #include "graphs.h"
@@ -72,7 +73,10 @@ void trace(const char* format, ...) {
 }
 
 static cudaError_t is_over(double moment) {
-    if (host_clock::now() >= moment) return cudaSuccess;
+    if (host_clock::now() >= moment) {
+        host_knows(moment);
+        return cudaSuccess;
+    }
     if (knobs().virtual_clock && launches) host_clock::spend(kQuestion);  // else nobody who polls would ever be done
     return cudaErrorNotReady;
 }
@@ -123,7 +127,7 @@ cudaError_t cudaStreamGetPriority(cudaStream_t handle, int* priority) {
 cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
     if (stream_of(handle)->capture) return failed(cudaErrorStreamCaptureUnsupported);
     counters.stream_waits++;
-    host_clock::wait_until(stream_of(handle)->ready);
+    host_waits(stream_of(handle)->ready);
     return cudaSuccess;
 }
 
@@ -185,7 +189,7 @@ cudaError_t cudaEventQuery(cudaEvent_t handle) {
 cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
     counters.event_waits++;
     Event* event = (Event*)handle;
-    if (event->recorded) host_clock::wait_until(event->at);
+    if (event->recorded) host_waits(event->at);
     return cudaSuccess;
 }
 
