@@ -68,10 +68,11 @@ def _linear(module: nn.Linear, later: Later, inputs: Tensor) -> Tensor:
 
 
 def added(weight: Tensor, gradient: Tensor) -> None:
-    """As autograd does it."""
+    """As autograd does it: in the weight's type and order in memory, which a fused optimiser asks for."""
     gradient = gradient.to(weight.dtype)
     if weight.grad is None:
-        weight.grad = gradient
+        same = gradient.stride() == weight.stride()
+        weight.grad = gradient if same else torch.empty_like(weight).copy_(gradient)
     else:
         weight.grad += gradient
 
