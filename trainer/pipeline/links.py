@@ -44,13 +44,7 @@ class Sender:
     def send(self, tensor: Tensor) -> None:
         """Nobody may change it afterwards."""
         self._raise()
-        staged, event = tensor.contiguous(), None
-        if tensor.is_cuda:
-            staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            staged.copy_(tensor, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        self._left.put((staged, event))
+        self._left.put(_staged(tensor) if tensor.is_cuda else (tensor.contiguous(), None))
 
     def settle(self) -> None:
         """Until all has left."""
@@ -79,6 +73,17 @@ class Sender:
                 self._error = error
             finally:
                 self._left.task_done()
+
+
+def _staged(tensor: Tensor) -> tuple[Tensor, Any]:
+    """A copy in the host's memory, and the event after which it holds the numbers. The computing stream makes it: by
+    its order the tensor lives until then.
+    """
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copy.copy_(tensor, non_blocking=True)
+    copied = torch.cuda.Event(blocking=True)  # not at the cost of a core
+    copied.record()
+    return copy, copied
 
 
 class Receiver:

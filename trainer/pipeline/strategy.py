@@ -95,18 +95,21 @@ class Pipeline(Base):
         before = () if self.is_first else stages[place.stage - 1]
         behind = () if self.is_last else stages[place.stage + 1]
         labels = not (self.is_first and self.is_last)
-        self.inputs = self._receivers(group, before, ACTIVATIONS)
-        self.gradients = self._receivers(group, behind, GRADIENTS)
-        self.labels = self._receivers(group, stages[0] if self.is_last and labels else (), LABELS)
+        self.inputs = self._receivers(group, before, ACTIVATIONS, self.device)
+        self.gradients = self._receivers(group, behind, GRADIENTS, self.device)
+        self.labels = self._receivers(group, stages[0] if self.is_last and labels else (), LABELS, self.device)
         judges = stages[-1] if 0 in [rank for lanes in stages for rank in lanes] else ()
-        self.losses = self._receivers(group, [one for one in judges if one], LOSSES) if self.rank == 0 else {}
+        told_by = [one for one in judges if one] if self.rank == 0 else []
+        self.losses = self._receivers(group, told_by, LOSSES, torch.device("cpu"))
         self.to_speaker = Sender(group, 0, LOSSES) if self.rank in judges and self.rank else None
         self.to_next = {rank: Sender(group, rank, ACTIVATIONS) for rank in behind}
         self.to_before = {rank: Sender(group, rank, GRADIENTS) for rank in before}
         self.to_last = {rank: Sender(group, rank, LABELS) for rank in (stages[-1] if self.is_first and labels else ())}
 
-    def _receivers(self, group: dist.ProcessGroup, ranks: Sequence[int], tag: int) -> dict[int, Receiver]:
-        return {rank: Receiver(group, rank, tag, self.news, self.device) for rank in ranks}
+    def _receivers(
+        self, group: dist.ProcessGroup, ranks: Sequence[int], tag: int, device: torch.device
+    ) -> dict[int, Receiver]:
+        return {rank: Receiver(group, rank, tag, self.news, device) for rank in ranks}
 
     @property
     def preceding(self) -> list[int]:
@@ -202,13 +205,16 @@ class Pipeline(Base):
         return torch.stack([loss_sum.double(), torch.full((), samples, dtype=torch.float64, device=self.device)])
 
     def _said(self, loss_sum: Tensor) -> tuple[Tensor, int] | None:
-        """The loss of rank 0's pipeline and its samples, on rank 0."""
+        """The loss of rank 0's pipeline, on its way to the host, and its samples: on rank 0, which waits for others'
+        words alone and not for its own device.
+        """
         if self.rank:
             return None
-        own = self._judged(loss_sum).cpu()
+        loss, samples = loss_sum.double(), self.samples * self.is_last
         for receiver in self.losses.values():
-            own += receiver.wait().cpu()
-        return own[0], int(own[1])
+            of_others, judged = receiver.wait().tolist()
+            loss, samples = loss + of_others, samples + int(judged)
+        return loss.to("cpu", non_blocking=True), samples
 
     def average_statistics(self) -> None:
         """BatchNorm's, over the ranks that hold the same blocks, each counted by its samples."""

@@ -119,8 +119,10 @@ def build_pipeline(
         stage = Stage(part, precision, reads=cuts.before is None, splits=splits)
     for held in zip(*layout.ranks, strict=True):
         ranks = sorted(rank for lanes in held for rank in lanes)
+        if len(ranks) == 1:
+            continue
         peers = cast("dist.ProcessGroup", dist.new_group(ranks, backend=dist.get_backend(group), timeout=TIMEOUT))
-        if rank in ranks and len(ranks) > 1:
+        if rank in ranks:
             sums = GradientSum(peers, brake=brake, executor=executor)  # its relay would take all ranks to make
             share_initial_state(part, peers)
     links = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=TIMEOUT))
