@@ -128,15 +128,23 @@ def fill_folder(job: JobFolder, node: dict[str, Any], plan: dict[str, Any], code
             target.chmod(0o600 | source.stat().st_mode & 0o100)
             shipped[f"{job.src.name}/{name.as_posix()}"] = mark(target.stat())
     write_json(job.shipped, shipped)
-    package = job.bin / "orch_remote"
-    package.mkdir(parents=True)
-    for module, text in sys.modules["orch_remote"].SOURCES.items():
-        (package / f"{module.rpartition('.')[2] if '.' in module else '__init__'}.py").write_text(text)
+    write_package(job.bin / "orch_remote")
     job.checkpoints.mkdir()
     with open(job.reserve, "wb") as reserve:
         os.posix_fallocate(reserve.fileno(), 0, RESERVE_BYTES)
     os.mkfifo(job.control, 0o600)
     os.mkfifo(job.alive, 0o600)
+
+
+def write_package(folder: Path) -> None:
+    """The modules that came with this request; each with its bytecode, which Python ignores if it is another's."""
+    kept = folder / "__pycache__"
+    kept.mkdir(parents=True)
+    for module, (text, bytecode) in sys.modules["orch_remote"].MODULES.items():
+        name = module.rpartition(".")[2] if "." in module else "__init__"
+        (folder / f"{name}.py").write_bytes(text)
+        if bytecode:
+            (kept / f"{name}.{sys.implementation.cache_tag}.pyc").write_bytes(bytecode)
 
 
 def start_supervisor(job: JobFolder) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from orchestrator.errors import ConnectError, HostError, ProbeError
 from orchestrator.text import message, one_line
 from orchestrator.transport import CommandResult, Transport, shell
 from orchestrator.transport.noise import Listener, explained
-from orchestrator.transport.sources import needed, shipped_sources
+from orchestrator.transport.sources import pack, shipped_sources
 
 MAX_ANSWER_BYTES = 1 << 20
 SILENT_S = 60.0
@@ -182,11 +182,12 @@ def _input(
 ) -> bytes:
     """limit_s: then it ends itself on the host, whoever still waits; one that speaks winds it up again."""
     loader = resources.files("orchestrator.remote").joinpath("loader.py").read_bytes()
-    sources = needed(program, shipped_sources())
-    shipped = json.dumps({"program": program, "limit_s": limit_s, "sources": sources}).encode()
+    package = pack(program, shipped_sources())
+    shipped = {"program": program, "limit_s": limit_s, "sources": package.sizes, "bytes": len(package.content)}
     line = json.dumps({**request, "marker": marker}).encode()
     activate = f"{host.activate}\n".encode() if host.activate else b""
-    return b"%s%d\n%s%s\n%s\n%s" % (activate, len(loader), loader, shipped, line, blob)
+    start = b"%s%d\n%s%s\n%s\n" % (activate, len(loader), loader, json.dumps(shipped).encode(), line)
+    return start + package.content + blob
 
 
 def _parse(host: ConnectedHost, result: CommandResult, marker: str) -> dict[str, Any]:
