@@ -31,6 +31,9 @@ def with_rounds(draft: Draft, view: ForecastInputs | UsageError) -> Draft:
     if settings is None or settings.fidelity != "local" or settings.local_steps:
         return draft
     asked = settings.local_overlap
+    if settings.strategy == "pipeline":
+        every = max(LOCAL_STEPS, asked + 1)
+        return _decided(draft, every, asked, f"{every}, for pipelines beside each other")
     if isinstance(view, UsageError):
         every = max(LOCAL_STEPS, asked + 1)
         return _decided(draft, every, asked, f"{every}, since {view.message}; {view.remedy}")

@@ -64,6 +64,15 @@ def test_a_host_that_holds_few_samples_gets_what_it_can_hold():
     assert all(need <= host.memory_bytes for need, host in zip(needs, found.courses[0].hosts, strict=True))
 
 
+def test_local_has_pipelines_beside_each_other_that_average():
+    settings = settings_of(strategy="ddp", fidelity="local", local_steps=16)
+    found = choose(scene_of(a=333, b=333, c=833, d=833), settings, ())
+    assert len(found.courses) == 2
+    often = choose(scene_of(a=333, b=333, c=833, d=833), dataclasses.replace(settings, local_steps=1), ())
+    assert often.samples_per_s < found.samples_per_s
+    assert choose(scene_of(a=333, b=833), settings, ()) is None
+
+
 def test_a_single_host_is_no_pipeline():
     assert choose(scene_of(v100=833), settings_of(), ()) is None
 

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.forecast.links import GLOO, LinkCosts, Site
+from orchestrator.forecast.pipeline.averages import Averages, joined_s
 from orchestrator.forecast.pipeline.bound import Family
 from orchestrator.forecast.pipeline.chain import Chain, ChainBlock
 from orchestrator.forecast.pipeline.clock import update_seconds
@@ -146,6 +147,35 @@ def test_two_pipelines_win_over_one_where_bubbles_cost_more_than_sums_of_gradien
     assert first.starts == second.starts
     assert first.batch + second.batch == 256
     assert sorted(host.name for course in beside.courses for host in course.hosts) == ["a", "b", "c", "d"]
+
+
+def test_pipelines_that_average_wait_for_each_other_at_an_average_alone():
+    hosts = tuple(StageHost(name, 1, 60.0, sample_ms) for name, sample_ms in (("a", 1), ("b", 2), ("c", 1), ("d", 2)))
+    chain = Chain((ChainBlock(*(1 / 24,) * 3, 1 / 8, 10_000_000, 1, 4_000),) * 8)
+    wire = LinkCosts(tuple(Site(host.name, 1, 1e9, 1e9) for host in hosts), GLOO)
+    courses = (Course(hosts[:2], (0, 5), 128, 4), Course(hosts[2:], (0, 5), 128, 4))
+    added_up = joined_s(chain, courses, wire, None)
+    own = update_seconds(chain, courses[:1], wire)
+    assert added_up == update_seconds(chain, courses, wire) > own
+    at_once, seldom, half, hidden = (
+        joined_s(chain, courses, wire, each) - own
+        for each in (Averages(1), Averages(8), Averages(1, half=True), Averages(8, overlap=7))
+    )
+    largest = GLOO.message_s + 8 * chain.weight_bytes(0, 5) / 1e9
+    assert at_once > largest
+    assert seldom == pytest.approx(at_once / 8)
+    assert 0.5 * at_once < half < 0.8 * at_once  # half on the wire, and what it takes to round
+    assert 0 < hidden < seldom / 3  # copies in memory, which nothing hides
+
+
+def test_one_pipeline_has_none_to_average_with():
+    hosts = tuple(StageHost(name, 1, 0.0, 1.0) for name in "abcd")
+    chain = Chain((ChainBlock(*(1 / 24,) * 3, 1 / 8, 10_000_000, 1, 4_000),) * 8)
+    wire = LinkCosts(tuple(Site(host.name, 1, 1e9, 1e9) for host in hosts), GLOO)
+    found = solve_all(chain, hosts, wire, 256, averages=Averages(32, overlap=8))
+    assert len(found.courses) == 2
+    assert found.seconds < solve_all(chain, hosts, wire, 256).seconds
+    assert solve_all(chain, hosts[:3], wire, 256, averages=Averages(32)) is None
 
 
 @pytest.mark.parametrize(("count", "kinds", "orders"), [(3, 1, 1), (3, 3, 6), (4, 2, 6), (6, 6, 3)])

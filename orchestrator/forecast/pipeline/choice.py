@@ -16,6 +16,7 @@ from typing import Any
 from orchestrator.forecast.advice import Scene
 from orchestrator.forecast.gpus import activation_bytes
 from orchestrator.forecast.layers import FLOAT_BYTES, gradient_bytes
+from orchestrator.forecast.pipeline.averages import Averages
 from orchestrator.forecast.pipeline.chain import Chain, chain_of
 from orchestrator.forecast.pipeline.course import STATES, Course, stages_setting
 from orchestrator.forecast.pipeline.replicas import solve_all
@@ -24,7 +25,7 @@ from orchestrator.forecast.pipeline.stage_host import StageHost
 from orchestrator.forecast.pipeline.timing import Limit, StageTime, Timed, time_update
 from orchestrator.forecast.step import HostSpeed
 from orchestrator.units import format_figure
-from trainer.shared.config import Settings
+from trainer.shared.config import LOCAL_STEPS, Settings, overlap_of
 from trainer.shared.shares import scale_shares
 from trainer.shared.stages import check_stages, parse_stages
 from trainer.shared.turns import PER_STAGE
@@ -75,8 +76,9 @@ def choose(scene: Scene, settings: Settings, chosen: Collection[str] = CHOSEN) -
     if "in_flight" in chosen and settings.in_flight:
         space = dataclasses.replace(space, in_flight=settings.in_flight)
     chain = chain_for(settings)
-    found = solve_all(chain, stage_hosts(scene), scene.wire, settings.batch, space)
-    return _choice(chain, found.courses, scene) if found else None
+    averages = averages_of(settings)
+    found = solve_all(chain, stage_hosts(scene), scene.wire, settings.batch, space, averages)
+    return _choice(chain, found.courses, scene, averages) if found else None
 
 
 def as_set(scene: Scene, settings: Settings) -> PipelineChoice:
@@ -104,7 +106,7 @@ def as_set(scene: Scene, settings: Settings) -> PipelineChoice:
         )
         for stages, part in zip(pipelines, parts, strict=True)
     )
-    return _choice(chain, courses, scene)
+    return _choice(chain, courses, scene, averages_of(settings))
 
 
 def chain_for(settings: Settings) -> Chain:
@@ -134,7 +136,15 @@ def _memory_bytes(scene: Scene, host: HostSpeed) -> int | None:
     return STATES * gradient_bytes(layers) + min(caps) * activation_bytes(layers)
 
 
-def _choice(chain: Chain, courses: Sequence[Course], scene: Scene) -> PipelineChoice:
+def averages_of(settings: Settings) -> Averages | None:
+    """None where pipelines beside each other add up gradients."""
+    if settings.fidelity != "local":
+        return None
+    every = settings.local_steps or max(LOCAL_STEPS, settings.local_overlap + 1)
+    return Averages(every, overlap_of(every, settings.local_overlap), settings.sent_as != "fp32")
+
+
+def _choice(chain: Chain, courses: Sequence[Course], scene: Scene, averages: Averages | None) -> PipelineChoice:
     first = courses[0]
     found: dict[str, Any] = {
         "strategy": "pipeline",
@@ -146,7 +156,7 @@ def _choice(chain: Chain, courses: Sequence[Course], scene: Scene) -> PipelineCh
     if len(courses) > 1:  # only those that read samples have a share of them
         parts = {course.hosts[0].name: course.batch for course in courses}
         found["shares"] = ",".join(f"{host.name}={parts.get(host.name, 0)}" for host in scene.hosts)
-    return PipelineChoice(tuple(courses), time_update(chain, courses, scene.wire), found)
+    return PipelineChoice(tuple(courses), time_update(chain, courses, scene.wire, averages), found)
 
 
 def _words(stage: StageTime, seconds: float) -> str:

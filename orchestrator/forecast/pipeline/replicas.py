@@ -4,8 +4,8 @@
     [course.hosts for course in found.courses], found.seconds
 
 Each takes the part of the batch that its hosts' speeds are of all, all are cut at the same blocks, and the gradients of
-each stage add up over the pipelines. Hosts are dealt out so that stages beside each other are alike: each pipeline has
-one of the fastest, one of the next.
+each stage add up over the pipelines, or its weights become their mean now and then. Hosts are dealt out so that stages
+beside each other are alike: each pipeline has one of the fastest, one of the next.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from orchestrator.forecast.links import LinkCosts
+from orchestrator.forecast.pipeline.averages import Averages, joined_s
 from orchestrator.forecast.pipeline.bound import Cut, Family
 from orchestrator.forecast.pipeline.chain import Chain
-from orchestrator.forecast.pipeline.clock import update_seconds
 from orchestrator.forecast.pipeline.course import Course
-from orchestrator.forecast.pipeline.solve import Solved, Space, solve
+from orchestrator.forecast.pipeline.solve import Space, solve
 from orchestrator.forecast.pipeline.stage_host import StageHost
 from trainer.shared.shares import scale_shares
 
@@ -41,27 +41,41 @@ class Beside:
 
 
 def solve_all(
-    chain: Chain, hosts: Sequence[StageHost], wire: LinkCosts, batch: int, space: Space | None = None
+    chain: Chain,
+    hosts: Sequence[StageHost],
+    wire: LinkCosts,
+    batch: int,
+    space: Space | None = None,
+    averages: Averages | None = None,
 ) -> Beside | None:
     """One pipeline or several, whichever takes least; a host's ranks share a stage, or hold one each, which leaves no
-    gradients to add up. None where memory holds none.
+    gradients to add up. None where memory holds none. averages: several that do so; one has none to average with.
     """
     space = space or Space()
-    apart = tuple(rank for host in hosts for rank in host.apart)
-    kinds = [hosts, apart] if len(hosts) < len(apart) <= MOST_APART else [hosts]
-    found = [_alone(one) for kind in kinds if (one := solve(chain, kind, wire, batch, space))]
+    found = [] if averages else list(_single(chain, hosts, wire, batch, space))
     for replicas in range(2, len(hosts) // 2 + 1):
         if len(hosts) % replicas == 0 and len(hosts) // replicas <= MOST_STAGES:
-            found += [beside] if (beside := solve_replicas(chain, hosts, wire, batch, replicas, space)) else []
+            found += (
+                [beside] if (beside := solve_replicas(chain, hosts, wire, batch, replicas, space, averages)) else []
+            )
     return min(found, key=lambda each: each.seconds, default=None)
 
 
-def _alone(one: Solved) -> Beside:
-    return Beside((one.course,), one.seconds)
+def _single(chain: Chain, hosts: Sequence[StageHost], wire: LinkCosts, batch: int, space: Space) -> Iterator[Beside]:
+    apart = tuple(rank for host in hosts for rank in host.apart)
+    for kind in [hosts, apart] if len(hosts) < len(apart) <= MOST_APART else [hosts]:
+        if one := solve(chain, kind, wire, batch, space):
+            yield Beside((one.course,), one.seconds)
 
 
 def solve_replicas(
-    chain: Chain, hosts: Sequence[StageHost], wire: LinkCosts, batch: int, replicas: int, space: Space | None = None
+    chain: Chain,
+    hosts: Sequence[StageHost],
+    wire: LinkCosts,
+    batch: int,
+    replicas: int,
+    space: Space | None = None,
+    averages: Averages | None = None,
 ) -> Beside | None:
     """So many pipelines of as many stages each. None where memory holds none. Not proved to be the best."""
     space = space or Space()
@@ -72,7 +86,7 @@ def solve_replicas(
             if min(parts) >= count * space.least_samples * max(group[0].ranks for group in groups):
                 options += _cuts(chain, wire, groups, parts, count, space)
     best = sorted(options, key=lambda option: option[0])[:PLAYED]
-    played = [Beside(courses, update_seconds(chain, courses, wire)) for _, courses in best]
+    played = [Beside(courses, joined_s(chain, courses, wire, averages)) for _, courses in best]
     return min(played, key=lambda each: each.seconds, default=None)
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from orchestrator.forecast.links import LinkCosts
+from orchestrator.forecast.pipeline.averages import Averages, joined_s
 from orchestrator.forecast.pipeline.chain import Chain
-from orchestrator.forecast.pipeline.clock import update_seconds
 from orchestrator.forecast.pipeline.course import Course
 from orchestrator.forecast.step import OPTIMISER
 
@@ -64,14 +64,14 @@ class Timed:
         return max(self.parts_s, key=lambda part: self.parts_s[part])
 
 
-def time_update(chain: Chain, courses: Sequence[Course], wire: LinkCosts) -> Timed:
+def time_update(chain: Chain, courses: Sequence[Course], wire: LinkCosts, averages: Averages | None = None) -> Timed:
     """courses: pipelines beside each other, each with its part of the batch. wire: has a site of each host's name.
 
-    link: what an update is longer than over links that cost nothing, sums of gradients among them. Of the rest, the
-    busiest stage computes, some of it whatever a micro-batch's size (fixed cost), and waits (bubble).
+    link: what an update is longer than over links that cost nothing, sums of gradients and averages among them. Of
+    the rest, the busiest stage computes, some of it whatever a micro-batch's size (fixed cost), and waits (bubble).
     """
-    seconds = update_seconds(chain, courses, wire)
-    without_links_s = min(seconds, update_seconds(chain, courses, _free(wire)))
+    seconds = joined_s(chain, courses, wire, averages)
+    without_links_s = min(seconds, joined_s(chain, courses, _free(wire), averages))
     if math.isclose(without_links_s, seconds, rel_tol=1e-9):
         without_links_s = seconds  # sums in another order
     stages = tuple(tuple(_stage_times(chain, course, seconds)) for course in courses)
