@@ -5,6 +5,11 @@
 
 This is about the wheels for x86_64 that pip brings from its usual index. An index of one's own may hold other builds of
 the same release (for CUDA 12.6 until torch 2.14, say), of which nothing stands here.
+
+PAIRS is kept by hand, though pip chooses well for most releases, whose torchvision requires one torch (0.28.0:
+`torch==2.13.0`). But 0.29.2 requires `torch>=2.14.0` alone, so that pip would put it beside torch 2.14.0, too. All
+hosts are to have one pair, and a host finds the environment that holds it before it asks pip or a network. And these
+releases are what is chosen from where a GPU or driver is too old for the newest.
 """
 
 from __future__ import annotations
@@ -48,9 +53,6 @@ PAIRS = {
     "2.15.0": "0.29.2",
 }
 """torch -> the torchvision that was released with it (torchvision's README and its packages' own metadata)."""
-# pip alone chooses well for most of them, as their torchvision requires one torch (0.28.0: `torch==2.13.0`, 0.29.0:
-# `torch==2.14.0`); but 0.29.2 requires `torch>=2.14.0` alone, so that pip would put it beside 2.14.0, too. And these
-# releases are what is chosen from where a host's GPU or driver is too old for the newest.
 
 
 @dataclass(frozen=True)
