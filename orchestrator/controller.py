@@ -3,8 +3,8 @@
 request → plan → (GPUs looked at) → launch → RunningJob                         run
 RunningJob → collect → analyse → report                                         collect
 
-How a cluster comes to be is `clusters`' to know, what can be asked of a job `jobs/running`'s, which jobs were lost
-`jobs/lost`'s; what is in `measuring/` runs jobs of its own through this.
+How a cluster comes to be is `clusters`' to know, which jobs there are `jobs/known`'s, what can be asked of one
+`jobs/running`'s, which were lost `jobs/lost`'s; what is in `measuring/` runs jobs of its own through this.
 """
 
 from __future__ import annotations
@@ -20,17 +20,14 @@ from pathlib import Path
 from orchestrator.clusters import Clusters, now_utc
 from orchestrator.errors import HostError, HostsError, OrchError, UsageError
 from orchestrator.files import own_folder
-from orchestrator.forecast.cut import stage_notes, with_stages
-from orchestrator.forecast.faster import faster_ways, without_slow
 from orchestrator.forecast.inputs import (
     COLLECTIVES,
     ForecastInputs,
     inputs_of,
-    memory_notes,
     read_network,
 )
 from orchestrator.forecast.memory import needed_bytes
-from orchestrator.forecast.outlook import prediction_of, with_best_way
+from orchestrator.forecast.predicted_plan import left_out_words, predicted_plan
 from orchestrator.forecast.rounds import with_rounds
 from orchestrator.hosts import occupied
 from orchestrator.hosts.belongings import Cleared
@@ -39,9 +36,10 @@ from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.facts import NodeFacts
 from orchestrator.hosts.probe import probe
 from orchestrator.jobs.collect import MAX_LOG_BYTES, HeldError, claimed
+from orchestrator.jobs.known import KnownJobs
 from orchestrator.jobs.launch import launch
 from orchestrator.jobs.lost import LostJobs
-from orchestrator.jobs.record import ENDED, JobRecord
+from orchestrator.jobs.record import JobRecord
 from orchestrator.jobs.resume import last_checkpoint, settings_of
 from orchestrator.jobs.running import RunningJob
 from orchestrator.owner import read_owner
@@ -66,20 +64,6 @@ _ID_LETTERS = "abcdefghijkmnpqrstuvwxyz23456789"
 
 
 @dataclass(frozen=True)
-class Jobs:
-    """The jobs that are remembered, as their hosts report them now."""
-
-    records: tuple[JobRecord, ...]
-    """Newest first."""
-    problems: Mapping[str, OrchError]
-    """By job, cluster or host, what could not be read or asked."""
-    unheard: Mapping[str, Mapping[str, HostError]]
-    """By job that may still run, its hosts that gave no answer. Its record is what the others say, or what was known
-    before.
-    """
-
-
-@dataclass(frozen=True)
 class Report:
     """A summary and the files it came from."""
 
@@ -98,7 +82,7 @@ class Controller:
     def __init__(self, store: Store, connections: Connections, say: Callable[[str], None] = lambda line: None) -> None:
         self.store, self.connections, self.say = store, connections, say
         self.clusters = Clusters(store, connections)
-        self.lost_jobs = LostJobs(store, connections)
+        self.jobs, self.lost_jobs = KnownJobs(store, connections), LostJobs(store, connections)
 
     # ---- running ----------------------------------------------------------------------------------------------
 
@@ -107,7 +91,7 @@ class Controller:
         plan, better = self._plan_on(cluster, request, code, only)
         notes: tuple[str, ...] = ()
         while better and not only and request.leaves_out:
-            notes += (_left_out_words(plan, better, request),)
+            notes += (left_out_words(plan, better, request),)
             plan, better = self._plan_on(cluster, request, code, better.hosts)
         return plan.model_copy(update={"notes": (*plan.notes, *notes)})
 
@@ -121,7 +105,7 @@ class Controller:
             split = split_batch_of(draft.training, ranks, profiles, not_kept)
         else:
             split = split_equally(request.batch, ranks)
-        return _with_outlook(draft.with_split(split), profiles, self.store.runs_of(COLLECTIVES))
+        return predicted_plan(draft.with_split(split), profiles, self.store.runs_of(COLLECTIVES))
 
     def outlook(
         self,
@@ -178,7 +162,7 @@ class Controller:
         there. settings: KEY=VALUE that shall differ. named: the cluster that the person named. Raises UsageError or
         HostsError where it cannot be had.
         """
-        old = self.job(wanted, named).plan
+        old = self.jobs.find(wanted, named).plan
         exp, kept = settings_of(old)
         cluster = self.store.cluster(old.cluster)
         holder = cluster.node(old.master)
@@ -207,8 +191,8 @@ class Controller:
             nodes=tuple(node.name for node in plan.nodes),
             started=plan.created,
         )
-        self._settle_half_starts()
-        job = self.job_of(plan)
+        self.jobs.settle_half_starts()
+        job = self.jobs.of(plan)
         if away := job.reach():
             raise HostsError([*away.values()])
         self._look_at_gpus(plan, job.hosts)
@@ -222,14 +206,6 @@ class Controller:
             launch(plan, job.hosts, blob, undone)
             start.over()
         return job
-
-    def _settle_half_starts(self) -> None:
-        """A job that a controller left half started when it died holds GPUs, and nobody will ever start it."""
-        for half in self.store.half_started():
-            if half not in self.store.job_ids():  # it died before it had asked any host
-                self.store.start_is_over(half)
-            with suppress(OrchError):  # a damaged record, a host that is away: the next command tries again
-                self.job_of(self.store.plan(half)).refresh()
 
     def _look_at_gpus(self, plan: LaunchPlan, hosts: Mapping[str, ConnectedHost]) -> None:
         """Says who is on the job's GPUs at this moment. Raises HostsError where that leaves no room for it."""
@@ -248,41 +224,6 @@ class Controller:
         if refused:
             raise HostsError(refused)
 
-    # ---- jobs -------------------------------------------------------------------------------------------------
-
-    def job(self, wanted: str, cluster: str | None = None) -> RunningJob:
-        """wanted, cluster: as `Store.find_job` takes them."""
-        found = self.store.find_job(wanted, cluster)
-        self.store.job_record(found)  # a damaged one is reported before its plan is read
-        return self.job_of(self.store.plan(found))
-
-    def job_of(self, plan: LaunchPlan) -> RunningJob:
-        return RunningJob(plan, self.store, self.connections)
-
-    def jobs(self, cluster: str | None = None, silent: Mapping[str, HostError] | None = None) -> Jobs:
-        """All remembered jobs, newest first, as their hosts have them now; one that cannot be asked after keeps its
-        record. silent: nodes of this cluster that were found not to answer a moment ago, and are not dialled again.
-        """
-        problems: dict[str, OrchError] = dict(self.store.damaged())
-        found, unheard = [], dict[str, Mapping[str, HostError]]()
-        for record in self.store.jobs():
-            if cluster in (None, record.cluster):
-                try:
-                    asks = record.id not in problems and record.state not in ENDED
-                    now, away = self._asked_after(record.id, silent) if asks else (record, {})
-                    if away and now.state not in ENDED:
-                        unheard[now.id] = away
-                    found.append(now)
-                except OrchError as error:  # its cluster is damaged or forgotten
-                    found.append(record)
-                    problems[record.id] = error
-        return Jobs(tuple(found), problems, unheard)
-
-    def _asked_after(
-        self, job: str, silent: Mapping[str, HostError] | None
-    ) -> tuple[JobRecord, Mapping[str, HostError]]:
-        return self.job_of(self.store.plan(job)).asked_after(silent)
-
     # ---- cleaning up ------------------------------------------------------------------------------------------
 
     def down(self, cluster: Cluster) -> dict[str, Cleared | HostError]:
@@ -296,7 +237,7 @@ class Controller:
                 plan = self.store.plan(wanted)
                 removed = {node.name: cleared[node.name].jobs for node in plan.nodes if node.name in cleared}
                 if last := {name: jobs[wanted] for name, jobs in removed.items() if wanted in jobs}:
-                    self.job_of(plan).removed(last, now)
+                    self.jobs.of(plan).removed(last, now)
         if not errors(answers):
             held = {there.job for answer in cleared.values() for there in answer.left}
             for wanted in self.store.uncollected(cluster.name):
@@ -342,36 +283,6 @@ class Controller:
         summary = analyse(run)
         write_report(run, summary)
         return summary
-
-
-def _with_outlook(draft: Draft, profiles: Profiles, measured: Sequence[Path]) -> tuple[LaunchPlan, Faster | None]:
-    """The plan with what it is predicted to do, as far as speeds and links are known; where the person leaves the
-    strategy to us, with the best one. And the same settings on fewer hosts, where that is faster. measured: run folders
-    of collectives, beside those of the usual folder. Raises UsageError where that asks for what is not known.
-    """
-    request, settings, plan = draft.request, draft.training, build_plan(draft)
-    if request.kind != "experiment" or (settings and settings.profile_s):
-        return plan, None
-    try:
-        may_cut = request.best_way or bool(settings and settings.strategy == "pipeline")
-        view = inputs_of(plan, profiles, read_network(RUNS, plan, measured), may_cut=may_cut)
-    except UsageError as error:
-        if request.best_way:
-            raise
-        return build_plan(with_rounds(draft, error)), None
-    if settings and request.best_way:
-        draft = with_best_way(draft, settings, view)
-    plan = build_plan(with_rounds(with_stages(draft, view), view))
-    notes = (*plan.notes, *stage_notes(plan.training, view), *memory_notes(plan, view))
-    outlook = {"prediction": prediction_of(plan, view), "faster": faster_ways(plan, view, request.chosen)}
-    return plan.model_copy(update={**outlook, "notes": notes}), without_slow(plan, view)
-
-
-def _left_out_words(plan: LaunchPlan, better: Faster, request: RunRequest) -> str:
-    out = ", ".join(node.name for node in plan.nodes if node.name not in better.hosts)
-    why = "strategy=auto" if request.best_way else "shares=measured"
-    every = ",".join(node.name for node in plan.nodes)
-    return f"{why} leaves out {out}: {better.words}; --nodes {every} keeps them"
 
 
 def _job_id(name: str) -> str:

@@ -180,7 +180,7 @@ def test_whatever_a_host_answers_to_a_request_it_is_an_error_of_ours(answer, tmp
     said += [str(error) for error in getattr(refused.value, "errors", [refused.value])]
     found = [*controller.clusters.reap(cluster, end=True).values(), *controller.clusters.down(cluster).values()]
     found += [*control.agents(one, {"a": host}).values()]
-    record = controller.job("fuzz").refresh()
+    record = controller.jobs.find("fuzz").refresh()
     said += [str(error) for error in found if isinstance(error, HostError)]
     assert all(text.isprintable() and len(text) < 800 for text in said)
     accepted = [answer for answer in found if not isinstance(answer, (HostError, dict))]

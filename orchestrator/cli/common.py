@@ -89,7 +89,7 @@ def chosen_id(controller: Controller, wanted: str | None, cluster: str | None) -
 
 
 def chosen_job(controller: Controller, wanted: str | None, cluster: str | None) -> RunningJob:
-    return controller.job(chosen_id(controller, wanted, cluster))
+    return controller.jobs.find(chosen_id(controller, wanted, cluster))
 
 
 def settings_option(help: str) -> Decorator:

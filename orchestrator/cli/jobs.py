@@ -262,7 +262,7 @@ def jobs(rescan: bool, adopt: bool, yes: bool, limit: int | None, cluster: str |
         cluster = _shown_cluster(controller, cluster)
         if rescan:
             problems |= _rescanned(controller, cluster, adopt=adopt, yes=yes)
-        found = controller.jobs(cluster)
+        found = controller.jobs.all(cluster)
     if as_json:
         console.print_json(documents.jobs_json(found.records[: limit or None], found.unheard))
     else:
@@ -393,7 +393,7 @@ def cancel(wanted: str | None, yes: bool, cluster: str | None, as_json: bool) ->
     from orchestrator.views import console, documents, job_table
 
     with open_controller() as controller:
-        job = controller.job(wanted, cluster) if wanted else _meant(controller, cluster, yes)
+        job = controller.jobs.find(wanted, cluster) if wanted else _meant(controller, cluster, yes)
         if job.record.state in ENDED:
             console.say(f"{job.id} has ended already; looking for what it may have left")
         _cancel(job)

@@ -76,7 +76,7 @@ def _pull_checkpoints(plan: LaunchPlan, out: Path) -> None:
     from orchestrator.views import console
 
     with open_controller() as controller:
-        job = controller.job_of(plan)
+        job = controller.jobs.of(plan)
         outputs = job.outputs()
         globs = checkpoint_globs(plan)
         chosen = {node: matching(listing.files, globs) for node, listing in outputs.found.items()}

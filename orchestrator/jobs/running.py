@@ -1,6 +1,6 @@
 """One job and its hosts: all that can be asked of a job that was started, and what the answers make of its record.
 
-    job = controller.job("latest")          RunningJob; no host has been asked yet
+    job = controller.jobs.find("latest")          RunningJob; no host has been asked yet
     job.record                              what is remembered
     job.refresh()                           the record as its hosts have it now
     for event in job.follow(): ...          until it has ended

@@ -127,7 +127,7 @@ class Sweep:
         if before is None or before.begun is None or before.cluster != self.cluster.name:
             return None
         try:
-            job = self.controller.job_of(self.controller.store.plan(before.begun))
+            job = self.controller.jobs.of(self.controller.store.plan(before.begun))
             record = job.refresh()
         except OrchError:  # forgotten or damaged
             return None

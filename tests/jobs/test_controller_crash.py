@@ -113,7 +113,7 @@ class Crash:
     def check_logs(self):
         """After the end: every rank's lines, all of them, once and in order."""
         controller = self.controller()
-        run = controller.collect(controller.job_of(self.job.plan), self.folder / "runs").run
+        run = controller.collect(controller.jobs.of(self.job.plan), self.folder / "runs").run
         for node in self.job.plan.nodes:
             for rank in node.rank_numbers:
                 log = run.rank(node.name, rank) / "stdout.log"
@@ -128,7 +128,7 @@ class Crash:
             return
         self.end()
         controller = self.controller()
-        for _ in controller.job_of(self.job.plan).follow():
+        for _ in controller.jobs.of(self.job.plan).follow():
             pass
         assert self.check() == "succeeded"
         self.check_logs()

@@ -60,10 +60,10 @@ def test_a_job_that_nobody_here_remembers_is_found_on_its_hosts_with_all_that_ca
     running, controller, tmp_path
 ):
     controller.store.save_cluster(running.cluster(), current=True)
-    assert controller.jobs().records == ()
+    assert controller.jobs.all().records == ()
     found = controller.lost_jobs.rescan(["test"])
     assert ([job.id for job in found.records], found.problems) == ([running.plan.job], {})
-    job = controller.job("latest")
+    job = controller.jobs.find("latest")
     record, plan = job.record, job.plan
     assert (record.state, record.started, record.nodes) == ("running", running.plan.created, ("a", "b"))
     assert plan == running.plan.masked()
@@ -81,10 +81,10 @@ def test_a_damaged_file_is_rebuilt_and_the_sound_ones_stay_as_they_are(seen, con
     controller.lost_jobs.rescan(["test"])
     path = controller.store.home.job_folder(seen.plan.job) / name
     path.write_bytes(path.read_bytes()[:100])
-    listed = controller.jobs()
+    listed = controller.jobs.all()
     assert list(listed.problems) == [seen.plan.job]
     assert [job.id for job in controller.lost_jobs.rescan(["test"]).records] == [seen.plan.job]
-    assert controller.jobs().problems == {}
+    assert controller.jobs.all().problems == {}
     assert controller.lost_jobs.rescan(["test"]).records == ()
 
 
@@ -112,7 +112,7 @@ def test_a_job_of_a_newer_version_is_left_alone(seen, controller):
     before = path.read_bytes()
     assert controller.lost_jobs.rescan(["test"]).records == ()
     assert path.read_bytes() == before
-    assert "update this one" in str(controller.jobs().problems[seen.plan.job])
+    assert "update this one" in str(controller.jobs.all().problems[seen.plan.job])
 
 
 @pytest.mark.slow

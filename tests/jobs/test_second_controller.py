@@ -168,9 +168,9 @@ def test_a_launch_that_cannot_undo_itself_is_settled_by_the_next_look(job, tmp_p
     with pytest.raises(HostsError):
         controller.launch(job.plan, job.blob)
     monkeypatch.undo()
-    controller.jobs()
+    controller.jobs.all()
     job.wait()  # where all had been asked to start, they were asked to end, too
-    (record,) = controller.jobs().records
+    (record,) = controller.jobs.all().records
     assert record.state == "cancelled"
     assert not any(agent.get("alive") for agent in job.agents().values())
 

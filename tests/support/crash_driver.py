@@ -67,7 +67,7 @@ def act(action, controller, folder, killer):
     if action == "up":
         controller.clusters.up(load_inventory(folder / "inventory.yaml"))
     elif action == "jobs":
-        controller.jobs()
+        controller.jobs.all()
     elif action == "run":
         plan = LaunchPlan.model_validate_json((folder / "plan.json").read_bytes())
         job = controller.launch(plan, (folder / "blob").read_bytes())
@@ -75,9 +75,9 @@ def act(action, controller, folder, killer):
         for _ in job.follow():
             pass
     elif action == "cancel":
-        controller.job("latest").cancel()
+        controller.jobs.find("latest").cancel()
     elif action == "collect":
-        controller.collect(controller.job("latest"), folder / "runs")
+        controller.collect(controller.jobs.find("latest"), folder / "runs")
 
 
 if __name__ == "__main__":

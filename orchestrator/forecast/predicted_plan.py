@@ -1,0 +1,53 @@
+"""The last stage of planning: from a draft to the plan that is shown and run, with what it is predicted to do. Pure.
+
+plan, better = predicted_plan(draft, profiles, store.runs_of(COLLECTIVES))
+plan.prediction, plan.faster
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from orchestrator.errors import UsageError
+from orchestrator.forecast.cut import stage_notes, with_stages
+from orchestrator.forecast.faster import faster_ways, without_slow
+from orchestrator.forecast.inputs import inputs_of, memory_notes, read_network
+from orchestrator.forecast.outlook import prediction_of, with_best_way
+from orchestrator.forecast.rounds import with_rounds
+from orchestrator.paths import RUNS
+from orchestrator.planning.build import build_plan
+from orchestrator.planning.draft import Draft
+from orchestrator.planning.launch_plan import Faster, LaunchPlan
+from orchestrator.planning.profiles import Profiles
+from orchestrator.planning.request import RunRequest
+
+
+def predicted_plan(draft: Draft, profiles: Profiles, measured: Sequence[Path]) -> tuple[LaunchPlan, Faster | None]:
+    """The plan with what it is predicted to do, as far as speeds and links are known; where the person leaves the
+    strategy to us, with the best one. And the same settings on fewer hosts, where that is faster. measured: run folders
+    of collectives, beside those of the usual folder. Raises UsageError where that asks for what is not known.
+    """
+    request, settings, plan = draft.request, draft.training, build_plan(draft)
+    if request.kind != "experiment" or (settings and settings.profile_s):
+        return plan, None
+    try:
+        may_cut = request.best_way or bool(settings and settings.strategy == "pipeline")
+        view = inputs_of(plan, profiles, read_network(RUNS, plan, measured), may_cut=may_cut)
+    except UsageError as error:
+        if request.best_way:
+            raise
+        return build_plan(with_rounds(draft, error)), None
+    if settings and request.best_way:
+        draft = with_best_way(draft, settings, view)
+    plan = build_plan(with_rounds(with_stages(draft, view), view))
+    notes = (*plan.notes, *stage_notes(plan.training, view), *memory_notes(plan, view))
+    outlook = {"prediction": prediction_of(plan, view), "faster": faster_ways(plan, view, request.chosen)}
+    return plan.model_copy(update={**outlook, "notes": notes}), without_slow(plan, view)
+
+
+def left_out_words(plan: LaunchPlan, better: Faster, request: RunRequest) -> str:
+    out = ", ".join(node.name for node in plan.nodes if node.name not in better.hosts)
+    why = "strategy=auto" if request.best_way else "shares=measured"
+    every = ",".join(node.name for node in plan.nodes)
+    return f"{why} leaves out {out}: {better.words}; --nodes {every} keeps them"
