@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 import torch
-from rack import ROOT, show_machine, spread
+from rack import ROOT, end_orderly_on_term, show_machine, spread
 
 from trainer.data.loading import open_batches
 from trainer.data.sample_stream import RankBatches, SampleStream
@@ -42,9 +42,10 @@ CPU = torch.device("cpu")
 
 
 def main(archives: Path) -> int:
+    end_orderly_on_term()
     show_machine()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(dir=ROOT) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         raw = Path(folder, "MNIST", "raw")
         raw.mkdir(parents=True)
         for file in archives.glob("MNIST/raw/*"):
@@ -93,7 +94,7 @@ class Loader:
 def show_load_share(folder: str, loader: str, cores: int) -> None:
     pairs = {"data_dir": folder, "loader": loader, "num_workers": "0", "steps": str(STEPS), "eval_every": "0"}
     settings = parse_settings("mnist_lenet", {**pairs, "device": "cpu", "strategy": "none"})
-    with tempfile.TemporaryDirectory(dir=ROOT) as scratch, contextlib.redirect_stdout(io.StringIO()):
+    with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(io.StringIO()):
         path = Path(scratch, "metrics.jsonl")
         train(settings, ALONE, MetricsWriter(path))
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rack import ROOT, show_machine, spread
+from rack import end_orderly_on_term, show_machine, spread
 from torch.nn.functional import cross_entropy
 
 from trainer.checkpoints.checkpoint import CheckpointKeeper, Progress
@@ -41,6 +41,7 @@ COMMON = {"data": "synthetic", "strategy": "none", "device": "cpu", "num_workers
 
 
 def main() -> int:
+    end_orderly_on_term()
     show_machine()
     return 0 if all([compare(exp, **case) for exp, case in CASES.items()]) else 1
 
@@ -49,7 +50,7 @@ def compare(exp: str, batch: int, steps: int, blocks: int) -> bool:
     epochs = blocks + WARMUP_BLOCKS
     pairs = {**COMMON, "batch": str(batch), "samples": str(batch * steps), "epochs": str(epochs)}
     settings = parse_settings(exp, pairs)
-    with tempfile.TemporaryDirectory(dir=ROOT) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         run = set_up(settings, read_rank_info({}), MetricsWriter(Path(folder, "metrics.jsonl")))
         run.console.speaks = False
         bare, keeper = BareLoop(run), CheckpointKeeper(run)
@@ -95,7 +96,7 @@ class BareLoop:
 
 def step_line_us(lines: int = 5000) -> float:
     fields = dict.fromkeys(EVENT_FIELDS["step"], 1234.567)
-    with tempfile.TemporaryDirectory(dir=ROOT) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         writer = MetricsWriter(Path(folder, "metrics.jsonl"))
         begin = time.perf_counter()
         for _ in range(lines):
