@@ -33,7 +33,7 @@ from trainer.paced.part import PacedPart
 from trainer.paced.standin import StandIn
 from trainer.ranks.process_group import join, leave
 from trainer.ranks.rank_info import RankInfo, read_rank_info
-from trainer.setup import assemble, network
+from trainer.setup import assemble, network, tensor
 from trainer.setup.assemble import set_up
 from trainer.shared.config import parse_settings
 from trainer.shared.metrics import MetricsWriter
@@ -73,7 +73,7 @@ def prepared(asked: dict[str, Any], settings: dict[str, Any], info: RankInfo, gr
     pairs = {key: str(value) for key, value in settings.items() if key not in ("steps", "metrics")}
     pairs |= {"data": "synthetic", "samples": str(steps * settings["batch"]), "epochs": str(asked["blocks"])}
     assemble.join = lambda *_: group  # type: ignore[assignment]  # all rows meet in the gang that is there
-    network.dissect = dissected  # and are of one network
+    network.dissect = tensor.dissect = dissected  # and are of one network
     run = set_up(parse_settings(asked["exp"], pairs), info, MetricsWriter(file))
     run.console.speaks = False
     return run

@@ -23,6 +23,7 @@ way that `strategy=auto` takes for a fidelity. Run ruler.py first. Needs root.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -39,6 +40,8 @@ from trainer.shared.pace import BACKWARD, FORWARD
 from trainer.shared.shares import Speed, equal_shares
 
 GRADIENT_BYTES = 232_657_192
+GATHERED, ADDED_UP = 460_298, 450_048
+"""Numbers of a sample in the outputs of all layers that strategy tensor cuts, and in the gradients of their inputs."""
 TWINS = ("a2000_v100", "a16_v100", "a2000_a2000", "a16_a16_a2000")
 FILES = {"slow": "lab_{}.yaml", "catalogue": "lab_{}_catalogue.yaml"}
 OF_A_SKEW = 800.0
@@ -57,6 +60,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "pipeline": {"strategy": "pipeline"},
     "pipeline-1f1b": {"strategy": "pipeline", "schedule": "1f1b"},
     "pipeline-half": {"strategy": "pipeline", "fidelity": "half"},
+    "tensor": {"strategy": "tensor", "shares": "fastest"},
+    "tensor-half": {"strategy": "tensor", "shares": "fastest", "fidelity": "half"},
     "local+shares": {**SHARED, "fidelity": "local"},
     "local-waiting+shares": {**SHARED, "fidelity": "local", "local_overlap": 0},
     "local-half+shares": {**SHARED, "fidelity": "local", "wire": "bf16"},
@@ -181,6 +186,8 @@ def rounds_of(row: Mapping[str, Any], batch: int) -> dict[str, int]:
 
 
 def steps_of(step_s: float, asked: argparse.Namespace) -> int:
+    if math.isnan(step_s):
+        return asked.steps
     return max(1, min(asked.steps, round(asked.row_s / step_s) - WARMUP))
 
 
@@ -225,7 +232,10 @@ def limit(column: Column, row: Row) -> float:
     own = column.shares if settings.get("shares") else equal_shares(batch, len(speeds))
     compute_s = max(speed.step_ms(share) for speed, share in zip(speeds, own, strict=True)) / 1000
     half = settings.get("fidelity") == "half" or settings.get("wire") == "bf16"
-    wire_s = 2 * (len(hosts) - 1) / len(hosts) * GRADIENT_BYTES / (2 if half else 1) * 8 / (column.goodput_gbps * 1e9)
+    second_bytes = column.goodput_gbps * 1e9 / 8 * (2 if half else 1)
+    if settings["strategy"] == "tensor":
+        return batch / (compute_s + most_moved(hosts, own, batch) / second_bytes)
+    wire_s = 2 * (len(hosts) - 1) / len(hosts) * GRADIENT_BYTES / second_bytes
     if settings.get("fidelity") == "local":
         every = settings["local_steps"]
         waits_s = every * compute_s + wire_s if settings.get("local_overlap") == 0 else max(every * compute_s, wire_s)
@@ -233,6 +243,22 @@ def limit(column: Column, row: Row) -> float:
     if settings.get("fidelity") == "compressed":
         return batch / compute_s
     return batch / (FORWARD * compute_s + max(BACKWARD * compute_s, wire_s))
+
+
+def most_moved(hosts: Sequence[Host], shares: Sequence[int], batch: int) -> float:
+    """Bytes that the busiest host's link carries one way, in fp32, where each layer's outputs are gathered and the
+    gradients of its input added up: its own slices to each other host's ranks, or theirs to its own.
+    """
+    of_hosts, first = [], 0
+    for host in hosts:
+        of_hosts.append(sum(shares[first : first + host.ranks]) / sum(shares))
+        first += host.ranks
+    ranks = len(shares)
+    gathered = max(
+        max(own * (ranks - host.ranks), (1 - own) * host.ranks) for own, host in zip(of_hosts, hosts, strict=True)
+    )
+    added = 2 * (len(hosts) - 1) / len(hosts)
+    return 4 * batch * ((gathered if len(hosts) > 1 else 0.0) * GATHERED + added * ADDED_UP)
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ class PacedSlices(PacedPart):
     ) -> None:
         super().__init__(like, clock)
         self.layers, self.rank, self.classes = layers, rank, classes
-        self.there_s = 0.0
+        self.there_s = self.late_s = 0.0
         self._room = torch.zeros(0)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -40,8 +40,9 @@ class PacedSlices(PacedPart):
         return token
 
     def compute(self, part: float, samples: int) -> None:
-        """Returns when this rank is through with it."""
-        self.stopwatch.run(part, samples, self.there_s)
+        """Returns when this rank is through with it; what it was late before, it makes up for."""
+        self.stopwatch.run(part, samples, self.there_s - self.late_s)
+        self.late_s = max(0.0, self.stopwatch.clock.now() - self.stopwatch.free_s)
 
     def gather(self, layer: Layer, samples: int) -> None:
         """Every rank's channels of its output."""
