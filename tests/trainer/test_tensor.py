@@ -47,12 +47,16 @@ class Small(ResNet):
 
 @dataclass(frozen=True)
 class Case:
-    """shares: each rank's part. heavier: a rank whose slice of one weight is moved before the first update."""
+    """shares: each rank's part. heavier: a rank whose slice of one weight is moved before the first update. nodes: each
+    rank's host, where some share one. travels: what numbers are rounded to on their way.
+    """
 
     shares: Sequence[int]
     network: str = "small"
     dtype: torch.dtype = torch.float64
     heavier: int = -1
+    nodes: Sequence[str] = ()
+    travels: torch.dtype | None = None
 
 
 def network(case: Case) -> nn.Module:
@@ -98,7 +102,7 @@ def sliced(rank: int, case: Case) -> tuple[dict[str, Tensor], Any] | None:
         whole, images = network(replace(case, dtype=torch.float32)), samples(replace(case, dtype=torch.float32), 0)[0]
     layers = layers_of(whole, images.to("meta"), case.shares)
     timer = CpuTimer()
-    meeting = Meeting(GradientSum(group_of(len(case.shares))), timer)
+    meeting = Meeting(GradientSum(group_of(len(case.shares)), case.nodes, case.travels), timer)
     strategy = TensorParallel(cut(model, layers, meeting), layers, meeting, timer, NO_BRAKE)
     if rank == case.heavier:
         next(layer for layer in model.modules() if isinstance(layer, Sliced)).weight.data[0] += 0.01
@@ -122,7 +126,9 @@ def gang(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def furthest(gang: Gang, case: Case) -> float:
-    """The largest difference between the ranks' slices, one after the other, and one process's network."""
+    """The largest difference between the ranks' slices, one after the other, and one process's network. What is not cut
+    is the same on all ranks to the last bit.
+    """
     whole = alone(case)
     states = [answer[0] for answer in gang.run(sliced, case, timeout_s=120) if answer]
     return max(difference([state[name] for state in states], tensor) for name, tensor in whole.items())
@@ -130,8 +136,9 @@ def furthest(gang: Gang, case: Case) -> float:
 
 def difference(of_ranks: Sequence[Tensor], whole: Tensor) -> float:
     is_cut = sum(len(tensor) if tensor.dim() else 0 for tensor in of_ranks) == (len(whole) if whole.dim() else -1)
-    joined = [torch.cat(list(of_ranks))] if is_cut else of_ranks
-    return max((tensor.double() - whole.double()).abs().max().item() for tensor in joined)
+    assert is_cut or all(torch.equal(tensor, of_ranks[0]) for tensor in of_ranks)
+    joined = torch.cat(list(of_ranks)) if is_cut else of_ranks[0]
+    return (joined.double() - whole.double()).abs().max().item()
 
 
 @pytest.mark.parametrize("name", ["small", "lenet"])
@@ -147,6 +154,13 @@ def test_single_precision_is_as_close(gang: Gang) -> None:
 
 def test_another_weight_in_one_slice_shows(gang: Gang) -> None:
     assert furthest(gang, Case((5, 2), heavier=1)) > 1e-3
+
+
+def test_ranks_of_one_host_add_up_among_themselves_first(gang: Gang) -> None:
+    case = Case((3, 1, 2, 1), "lenet", nodes=("a", "b", "a", "b"))
+    assert furthest(gang, case) <= 1e-12
+    rounded = furthest(gang, replace(case, dtype=torch.float32, travels=torch.bfloat16))
+    assert 1e-6 < rounded < 0.05
 
 
 def test_ranks_meet_once_a_layer_forward_and_once_backward_but_for_the_images(gang: Gang) -> None:
