@@ -144,7 +144,7 @@ def test_down_ends_and_removes_the_jobs_of_its_own_home_alone(homes, two_jobs):
         assert not mine.folder(node).exists()
     assert [hashes(others.folder(node)) for node in "ab"] == before
     assert all(agent["alive"] for agent in others.agents().values())
-    assert bob.job(others.plan.job).refresh().state == "running"
+    assert bob.jobs.find(others.plan.job).refresh().state == "running"
     # The victim's code is still there, the remover's is not.
     codes = {path.name for path in (mine.folder("a").parents[1] / "code").iterdir()}
     assert codes == {others.plan.code.sha256}
@@ -165,7 +165,7 @@ def test_two_clusters_of_one_home_are_as_strange_to_each_other(undisturbed):
         assert (answer.ended, answer.jobs) == ((), {})
         assert mine.plan.job in {there.job for there in answer.left}
     assert [hashes(mine.folder(node)) for node in "ab"] == before
-    assert ada.job(mine.plan.job).refresh().state == "running"
+    assert ada.jobs.find(mine.plan.job).refresh().state == "running"
 
 
 def test_reap_ends_what_is_ours_and_says_whose_the_rest_is(undisturbed):
@@ -223,7 +223,7 @@ def test_nobody_cancels_a_job_that_is_anothers(undisturbed):
     (ada, bob), (_, others) = undisturbed
     found = ada.lost_jobs.rescan(["test"])
     assert [record.id for record in found.records] == [others.plan.job]
-    job = ada.job(others.plan.job)
+    job = ada.jobs.find(others.plan.job)
     assert job.plan.owner == read_owner(bob.store.home)
     with pytest.raises(UsageError, match="belongs to"):
         job.cancel()
@@ -239,7 +239,7 @@ def test_files_that_somebody_removed_by_hand_make_a_job_lost_and_not_starting(ho
     for node in "ab":
         shutil.rmtree(mine.folder(node))
     assert ada.store.job_record(mine.plan.job).state == "starting"
-    record = ada.job(mine.plan.job).refresh()
+    record = ada.jobs.find(mine.plan.job).refresh()
     assert (record.state, record.first_failure.reason) == ("lost", "its files are gone from every host")
 
 
@@ -437,7 +437,7 @@ def test_another_file_does_not_silently_take_over_a_cluster_whose_jobs_have_not_
         ada.clusters.up(stranger)
     assert "another `cluster:` name" in refused.value.remedy
     assert [n.name for n in ada.store.cluster("test").nodes] == ["a", "b"]
-    ada.job_of(mine.plan).cancel()
+    ada.jobs.of(mine.plan).cancel()
     assert any("takes its place" in warning for warning in ada.clusters.up(stranger).warnings)
 
 

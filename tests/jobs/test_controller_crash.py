@@ -90,7 +90,7 @@ class Crash:
 
     def check(self):
         """What has to hold after a kill; gives the job's state, None where it was never remembered."""
-        listed = self.controller().jobs()
+        listed = self.controller().jobs.all()
         assert listed.problems == {}
         state = listed.records[0].state if listed.records else None
         assert state in (None, "running", "starting", "succeeded", "cancelled")
@@ -209,7 +209,7 @@ def test_a_cancel_that_is_killed_can_be_made_again(crashes):
             job.wait_running()
             crash.drive("cancel", kill_at)
             assert crash.check() in ("running", "cancelled")
-            crash.controller().job_of(job.plan).cancel()
+            crash.controller().jobs.of(job.plan).cancel()
             assert crash.check() == "cancelled"
 
 
@@ -245,7 +245,7 @@ def test_an_up_that_is_killed_leaves_the_cluster_as_it_was_or_as_it_is(crashes):
             crash.drive("up", kill_at)
             found = Store(crash.home).cluster()
             assert found == before or found.nodes == after.nodes
-            assert crash.controller().jobs().problems == {}
+            assert crash.controller().jobs.all().problems == {}
 
 
 def test_a_new_run_undoes_a_half_start_that_holds_its_gpu(crashes):
@@ -266,5 +266,5 @@ def test_a_new_run_undoes_a_half_start_that_holds_its_gpu(crashes):
         crash.controller().launch(later.plan, later.blob)
         assert time.monotonic() - began < 20
         assert not any(crash.supervisors().values())
-        states = {record.id: record.state for record in crash.controller().jobs().records}
+        states = {record.id: record.state for record in crash.controller().jobs.all().records}
         assert (states[job.plan.job], states[later.plan.job]) == ("cancelled", "running")
