@@ -27,6 +27,7 @@ from orchestrator.forecast.step import (
     predict,
     speeds_of,
 )
+from orchestrator.forecast.tensor import MOST_RANKS
 from trainer.shared.config import LOCAL_STEPS, overlap_of
 from trainer.shared.shares import equal_shares, fastest_shares, without_singles
 
@@ -179,6 +180,10 @@ class Kept:
     exact_parts: Mapping[str, float] = field(default_factory=dict)
     """Of fidelities that begin exact."""
     sync_bn: bool = False
+    slices: bool = True
+    """Whether layers may be cut over the ranks; not with sync_bn, nor where a host may leave."""
+    half_outputs: bool = False
+    """Whether layers give numbers of 16 bits."""
 
 
 def ways(fidelity: Fidelity, kept: Kept = Kept()) -> Iterator[Way]:
@@ -195,10 +200,13 @@ def ways(fidelity: Fidelity, kept: Kept = Kept()) -> Iterator[Way]:
     for bucket_mib in kept.buckets_mib:
         yield Way("ddp", fidelity, bucket_mib, sync_bn=kept.sync_bn)
     yield from (Way(name, fidelity, sync_bn=kept.sync_bn) for name in AFTER_BACKWARD)
+    if kept.slices:
+        yield Way("tensor", fidelity, half_wire=kept.half_outputs)
 
 
 def choices(scene: Scene, candidates: Sequence[Way]) -> list[Choice]:
     """Fastest first; a tie goes to the simpler way, the one named first."""
+    candidates = [way for way in candidates if way.strategy != "tensor" or 2 <= scene.wire.ranks <= MOST_RANKS]
     by_batch = {local_batch: splits(scene, local_batch) for local_batch in {way.local_batch for way in candidates}}
     unsorted = [
         Choice(policy, predict(scene.job, scene.hosts, scene.wire, way, by_batch[way.local_batch][policy]))

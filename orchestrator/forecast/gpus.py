@@ -43,7 +43,7 @@ def estimate_speed(card: Card, layers: Sequence[Layer]) -> Speed:
 
 def activation_bytes(layers: Sequence[Layer]) -> int:
     """Bytes that one sample needs: the output of every layer, kept for backward."""
-    return round(sum(FLOAT_BYTES * layer.shapes[0][0] * layer.work / math.prod(layer.shapes[0]) for layer in layers))
+    return round(sum(FLOAT_BYTES * layer.outputs for layer in layers))
 
 
 # ---- failures -------------------------------------------------------------------------------------------------------

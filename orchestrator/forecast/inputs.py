@@ -303,6 +303,8 @@ def way_of(settings: Settings) -> Way | None:
         return Way("parameter_average", "local", settings.bucket_mib, exact_part=exact_part, **rounds)
     if strategy == "parameter_average":
         return Way(strategy, "local", half_wire=half_wire)  # after every update
+    if strategy == "tensor":
+        return Way(strategy, fidelity, half_wire=settings.amp != "none")
     if strategy not in STRATEGIES:
         return None
     way = Way(strategy, fidelity, settings.bucket_mib, rank=settings.compress_rank)
@@ -330,7 +332,7 @@ def rounds_of(settings: Settings) -> dict[str, Any]:
     return {"every": every, "overlap": overlap, "local_batch": settings.local_batch}
 
 
-def kept(settings: Settings, chosen: Collection[str]) -> Kept:
+def kept(settings: Settings, chosen: Collection[str], *, elastic: bool = False) -> Kept:
     """chosen: settings that the person made."""
     own_mib = settings.bucket_mib if "bucket_mib" in chosen else 0.0
     return Kept(
@@ -340,6 +342,8 @@ def kept(settings: Settings, chosen: Collection[str]) -> Kept:
         buckets_mib=(own_mib,) if own_mib else BUCKETS_MIB,
         exact_parts={each: exact_part_of(settings, each) for each in ("compressed", "local")},
         sync_bn=settings.sync_bn,
+        slices=not settings.sync_bn and not elastic,
+        half_outputs=settings.amp != "none",
     )
 
 
@@ -349,13 +353,18 @@ def allowed(settings: Settings) -> Fidelity:
 
 def forecast_in(scene: Scene, way: Way, shares: Sequence[int], micro: int) -> Forecast:
     """micro: the setting `accumulate`."""
-    hosts, first = [], 0
+    hosts, first, computed = [], 0, computed_shares(way.strategy, shares, scene.job.batch)
     for host in scene.hosts:
-        own = shares[first : first + len(host.speeds)]
+        own = computed[first : first + len(host.speeds)]
         first += len(own)
         speeds = (_in_parts(speed, share, micro) for speed, share in zip(host.speeds, own, strict=True))
         hosts.append(dataclasses.replace(host, speeds=tuple(speeds)))
     return predict(scene.job, hosts, scene.wire, way, shares)
+
+
+def computed_shares(strategy: str, shares: Sequence[int], batch: int) -> Sequence[int]:
+    """Samples that each rank computes of an update. Under tensor shares are of channels, and all compute the batch."""
+    return [batch] * len(shares) if strategy == "tensor" else shares
 
 
 def _in_parts(speed: Speed, share: int, micro: int) -> Speed:
@@ -394,7 +403,7 @@ def _too_large(
 ) -> Iterator[tuple[str, int, int]]:
     """Name, cap and share, in samples, of each rank that receives no cap and would need one."""
     micro, local_batch = max(1, settings.accumulate), settings.local_batch
-    split = iter(shares)
+    split = iter(computed_shares(settings.strategy, shares, scene.job.batch))
     for host in scene.hosts:
         has_no_cap = speeds_from.get(host.name, "catalogue") in UNSENT
         for speed, share in zip(host.speeds, split, strict=False):

@@ -27,11 +27,18 @@ class Layer:
     """The shapes of its parameters, in the order of `model.parameters()`."""
     work: float
     """Multiplications forward, for one image."""
+    inputs: int = 0
+    """Numbers that it takes, of one image; 0 where nobody asks, as of BatchNorm."""
 
     @property
     def is_batch_norm(self) -> bool:
         """A weight and a bias for each channel, and nothing else."""
         return len(self.shapes) == 2 and all(len(shape) == 1 for shape in self.shapes)
+
+    @property
+    def outputs(self) -> float:
+        """Numbers that it gives, of one image: one for each channel and position."""
+        return self.shapes[0][0] * self.work / prod(self.shapes[0])
 
     @property
     def bytes(self) -> int:
@@ -60,37 +67,40 @@ def gradient_bytes(layers: Sequence[Layer]) -> int:
     return sum(layer.bytes for layer in layers)
 
 
-def _weights(shape: Shape, positions: int, bias: bool = True) -> Layer:
-    """A convolution or linear map, applied at so many positions."""
-    return Layer((shape, shape[:1]) if bias else (shape,), prod(shape) * positions)
+def _weights(shape: Shape, inputs: int, positions: int = 1, bias: bool = True) -> Layer:
+    """A convolution or linear map of so many inputs, applied at so many positions."""
+    return Layer((shape, shape[:1]) if bias else (shape,), prod(shape) * positions, inputs)
 
 
 def _lenet(channels: int, size: int, classes: int) -> Iterator[Block]:
     """It sees 32x32: 28x28 positions for the first kernel, 10x10 for the second, after pooling by two."""
-    yield Block((_weights((6, channels, 5, 5), 28 * 28), _weights((16, 6, 5, 5), 10 * 10)), 400)
+    first = _weights((6, channels, 5, 5), channels * size * size, 28 * 28)
+    yield Block((first, _weights((16, 6, 5, 5), 6 * 14 * 14, 10 * 10)), 400)
     maps = ((120, 400), (84, 120), (classes, 84))
-    yield Block(tuple(_weights((outputs, inputs), 1) for outputs, inputs in maps), classes)
+    yield Block(tuple(_weights((outputs, inputs), inputs) for outputs, inputs in maps), classes)
 
 
 def _resnet152(channels: int, size: int, classes: int) -> Iterator[Block]:
     """He et al. 2016 as torchvision builds it: the stride is that of the 3x3 convolution."""
-    size = -(-size // 2)
-    stem = tuple(_convolution(channels, 64, 7, size))
+    image, size = size, -(-size // 2)
+    stem = tuple(_convolution(channels, 64, 7, image, stride=2))
     size, inputs = -(-size // 2), 64
     yield Block(stem, inputs * size * size)
     for width, blocks, stride in ((64, 3, 1), (128, 8, 2), (256, 36, 2), (512, 3, 2)):
         for block in range(blocks):
-            outside, size = size, -(-size // stride) if block == 0 else size
-            layers = [*_convolution(inputs, width, 1, outside), *_convolution(width, width, 3, size)]
+            step = stride if block == 0 else 1
+            outside, size = size, -(-size // step)
+            layers = [*_convolution(inputs, width, 1, outside), *_convolution(width, width, 3, outside, step)]
             layers += _convolution(width, 4 * width, 1, size)
             if block == 0:
-                layers += _convolution(inputs, 4 * width, 1, size)
+                layers += _convolution(inputs, 4 * width, 1, outside, step)
             inputs = 4 * width
             yield Block(tuple(layers), inputs * size * size)
-    yield Block((_weights((classes, inputs), 1),), classes)
+    yield Block((_weights((classes, inputs), inputs),), classes)
 
 
-def _convolution(inputs: int, outputs: int, kernel: int, size: int) -> Iterator[Layer]:
-    """With the BatchNorm behind it."""
-    yield _weights((outputs, inputs, kernel, kernel), size * size, bias=False)
+def _convolution(inputs: int, outputs: int, kernel: int, size: int, stride: int = 1) -> Iterator[Layer]:
+    """With the BatchNorm behind it. size: in pixels, of what it takes."""
+    taken, size = inputs * size * size, -(-size // stride)
+    yield _weights((outputs, inputs, kernel, kernel), taken, size * size, bias=False)
     yield Layer(((outputs,), (outputs,)), outputs * size * size)

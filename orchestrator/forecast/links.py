@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -203,14 +203,21 @@ class LinkCosts:
             return self._chain_s(size_bytes)
         have, time_s = 1, 0.0
         while have < self.ranks:  # those who have it give it to as many others
-            time_s += self._at_once_s([(rank, rank + have) for rank in range(min(have, self.ranks - have))], size_bytes)
+            time_s += self._at_once_s((rank, rank + have, size_bytes) for rank in range(min(have, self.ranks - have)))
             have *= 2
         return self._called(time_s)
 
-    def _at_once_s(self, pairs: Sequence[tuple[int, int]], size_bytes: float) -> float:
-        """Messages of one size between these ranks, all at the same time: as long as the busiest link."""
+    def swap_s(self, sizes_bytes: Sequence[float]) -> float:
+        """Every rank sends what it has, so many bytes, to each of the others, as a message if it is anything."""
+        ranks = range(self.ranks)
+        return self._called(
+            self._at_once_s((a, b, sizes_bytes[a]) for a in ranks for b in ranks if a != b and sizes_bytes[a])
+        )
+
+    def _at_once_s(self, messages: Iterable[tuple[int, int, float]]) -> float:
+        """From a rank to a rank so many bytes, all at the same time: as long as the busiest link."""
         costs, busy_s = self.costs, dict[tuple[str, str], float]()
-        for source, target in pairs:
+        for source, target, size_bytes in messages:
             a, b = self.site_of[source], self.site_of[target]
             if a is b:
                 each = {(a.name, f"{source}"): costs.local_message_s + 8 * size_bytes / costs.local_bps}

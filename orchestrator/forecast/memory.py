@@ -8,9 +8,12 @@ and what CUDA takes for itself. Of a script nothing but the last is known.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from orchestrator.forecast.gpus import RESERVED_BYTES, activation_bytes
-from orchestrator.forecast.inputs import network_of
+from orchestrator.forecast.inputs import computed_shares, network_of
 from orchestrator.forecast.layers import gradient_bytes
+from orchestrator.forecast.tensor import weight_bytes
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from trainer.shared.config import Settings
 
@@ -23,12 +26,17 @@ def needed_bytes(plan: LaunchPlan, node: NodePlan) -> int:
         return RESERVED_BYTES
     layers = network_of(settings)
     kept = activation_bytes(layers) * (0.5 if settings.amp in HALF else 1.0)
-    return round(RESERVED_BYTES + 3 * gradient_bytes(layers) + _samples_at_once(settings, node) * kept)
+    weights = gradient_bytes(layers)
+    if settings.strategy == "tensor" and plan.shares:
+        last = node.first_rank + node.ranks
+        weights = max(weight_bytes(layers, plan.shares)[node.first_rank : last])
+    return round(RESERVED_BYTES + 3 * weights + _samples_at_once(settings, plan.shares, node) * kept)
 
 
-def _samples_at_once(settings: Settings, node: NodePlan) -> int:
-    """On each GPU; none for a profile, which tries how many fit."""
+def _samples_at_once(settings: Settings, shares: Sequence[int], node: NodePlan) -> int:
+    """On each GPU; none for a profile, which tries how many fit. shares: of all ranks."""
     if settings.profile_s:
         return 0
-    share = max(node.shares, default=0) * node.ranks / max(1, len(node.gpu_uuids))
+    own = computed_shares(settings.strategy, node.shares, sum(shares))
+    share = max(own, default=0) * node.ranks / max(1, len(node.gpu_uuids))
     return round(min(share / max(1, settings.accumulate), settings.local_batch or share))

@@ -14,6 +14,7 @@ from orchestrator.errors import UsageError
 from orchestrator.forecast.advice import ways
 from orchestrator.forecast.cut import pipeline_for, prediction_of_pipeline, settled
 from orchestrator.forecast.inputs import ForecastInputs, allowed, forecast_in, kept, way_of
+from orchestrator.forecast.slices import BASIS
 from orchestrator.forecast.step import Way
 from orchestrator.planning.draft import Draft
 from orchestrator.planning.launch_plan import LaunchPlan, Prediction
@@ -44,6 +45,8 @@ def _way_words(way: Way) -> Iterator[str]:
         yield f"the mean of the run: {100 * way.exact_part:.3g} % of its updates exact, then {way.fidelity}"
     if way.sync_bn:
         yield "sync_bn: ranks meet in every BatchNorm, forward and backward, so that no sum of gradients is hidden"
+    if way.strategy == "tensor":
+        yield BASIS
 
 
 def with_best_way(draft: Draft, settings: Settings, view: ForecastInputs) -> Draft:
@@ -52,9 +55,10 @@ def with_best_way(draft: Draft, settings: Settings, view: ForecastInputs) -> Dra
     settings: the draft's. What the person chose stays. Raises UsageError where none fits that.
     """
     fidelity, chosen = allowed(settings), draft.request.chosen
+    tried = ways(fidelity, kept(settings, chosen, elastic=draft.request.elastic is not None))
     forecasts = [
         (forecast_in(view.scene, way, draft.shares, settings.accumulate), changes)
-        for way in (ways(fidelity, kept(settings, chosen)) if view.scene.holds_whole else ())
+        for way in (tried if view.scene.holds_whole else ())
         if (changes := runnable(settings, way, chosen))
     ]
     cut = None if draft.request.elastic else pipeline_for(view.scene, settings, chosen)
@@ -70,7 +74,7 @@ def with_best_way(draft: Draft, settings: Settings, view: ForecastInputs) -> Dra
 
 def runnable(settings: Settings, way: Way, chosen: Collection[str]) -> dict[str, Any] | None:
     """The settings that make a run go this way, less the chosen ones. None where the trainer would refuse them."""
-    if way.half_wire and settings.wire not in ("bf16", "fp16"):
+    if way.half_wire and way.fidelity == "local" and settings.wire not in ("bf16", "fp16"):
         return None  # a person's word
     changes: dict[str, Any] = {"strategy": way.strategy}
     changes |= {"bucket_mib": way.bucket_mib} if way.strategy == "ddp" else {}

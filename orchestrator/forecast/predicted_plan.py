@@ -15,6 +15,7 @@ from orchestrator.forecast.faster import faster_ways, without_slow
 from orchestrator.forecast.inputs import inputs_of, memory_notes, read_network
 from orchestrator.forecast.outlook import prediction_of, with_best_way
 from orchestrator.forecast.rounds import with_rounds
+from orchestrator.forecast.slices import slice_notes
 from orchestrator.paths import RUNS
 from orchestrator.planning.build import build_plan
 from orchestrator.planning.draft import Draft
@@ -41,7 +42,7 @@ def predicted_plan(draft: Draft, profiles: Profiles, measured: Sequence[Path]) -
     if settings and request.best_way:
         draft = with_best_way(draft, settings, view)
     plan = build_plan(with_rounds(with_stages(draft, view), view))
-    notes = (*plan.notes, *stage_notes(plan.training, view), *memory_notes(plan, view))
+    notes = (*plan.notes, *stage_notes(plan.training, view), *slice_notes(plan, view), *memory_notes(plan, view))
     outlook = {"prediction": prediction_of(plan, view), "faster": faster_ways(plan, view, request.chosen)}
     return plan.model_copy(update={**outlook, "notes": notes}), without_slow(plan, view)
 

@@ -25,9 +25,10 @@ from typing import Literal
 import trainer.shared.gpu_work as gpu_work
 from orchestrator.forecast.layers import FLOAT_BYTES, Layer, Shape, gradient_bytes
 from orchestrator.forecast.links import LinkCosts
+from orchestrator.forecast.tensor import Sent, time_step
 from orchestrator.planning.measurement import BlockTimes
 from trainer.shared.gpu_work import Work
-from trainer.shared.shares import Speed, at_most, fastest_shares
+from trainer.shared.shares import Speed, at_most, equal_shares, fastest_shares
 
 FORWARD, BACKWARD, OPTIMISER = 0.33, 0.66, 0.01
 """How compute divides: as `trainer.shared.pace` has it, which says why."""
@@ -72,7 +73,7 @@ class Way:
     rank: int = 2
     """PowerSGD's rank."""
     half_wire: bool = False
-    """Whether local's averages travel in 16 bits."""
+    """Whether local's averages travel in 16 bits, or the outputs of layers are of 16 bits where tensor gathers them."""
     overlap: int = 0
     """Local steps that go on while an average travels."""
     local_batch: int = 0
@@ -105,7 +106,7 @@ class Forecast:
     sync_ms: float
     """What every rank spends on the network beside its compute."""
     wire_bytes: float
-    """What one rank's gradient takes on the network for one update."""
+    """What one rank's gradient takes on the network for one update; of tensor, what all gather and add up."""
     own_ms: tuple[float, ...]
     """The compute time of each rank, the update included."""
     critical: int
@@ -176,6 +177,8 @@ def predict(job: Workload, hosts: Sequence[HostSpeed], wire: LinkCosts, way: Way
     if way.exact_part:
         return _mixed(job, hosts, wire, way, shares)
     speeds = speeds_of(hosts, way.local_batch)
+    if way.strategy == "tensor" and len(speeds) > 1:
+        return _sliced(job, speeds, wire, way, shares)
     if way.sync_bn and len(speeds) > 1:
         return _in_step(job, speeds, wire, way, shares)
     if way.fidelity == "local":
@@ -197,6 +200,25 @@ def _overlapped(job: Workload, speeds: Sequence[Speed], wire: LinkCosts, way: Wa
         for number, leg_s in enumerate(bucket_legs_s(bucket, wire, way)):
             legs[number] = done_ms = max(done_ms, legs[number]) + 1000 * leg_s
     return _forecast(job, way, shares, ends, legs[-1], wire_bytes(job, way))
+
+
+def _sliced(job: Workload, speeds: Sequence[Speed], wire: LinkCosts, way: Way, shares: Sequence[int]) -> Forecast:
+    """shares: each rank's part of the channels."""
+    timed = time_step(job.layers, speeds, shares, parts_of(job, speeds), wire, sent_of(way))
+    own_ms = [1000 * rank_s for rank_s in timed.own_s]
+    return _forecast(job, way, shares, own_ms, 1000 * timed.step_s, timed.wire_bytes)
+
+
+def parts_of(job: Workload, speeds: Sequence[Speed]) -> tuple[int, ...]:
+    """Micro-batches of the whole batch, which all ranks compute together: as many as the one that needs most."""
+    count = -(-job.batch // min((speed.cap for speed in speeds if speed.cap), default=job.batch))
+    return equal_shares(job.batch, count)
+
+
+def sent_of(way: Way) -> Sent:
+    """Of tensor. Sums are rounded under `half` alone, whatever the outputs of layers are."""
+    half, all_half = FLOAT_BYTES // 2, way.fidelity == "half"
+    return Sent(half if all_half or way.half_wire else FLOAT_BYTES, half if all_half else FLOAT_BYTES, all_half)
 
 
 def _mixed(job: Workload, hosts: Sequence[HostSpeed], wire: LinkCosts, way: Way, shares: Sequence[int]) -> Forecast:

@@ -10,7 +10,7 @@ from orchestrator.hosts.masking import MASK
 from orchestrator.planning.launch_plan import Faster, LaunchPlan, NodePlan
 from orchestrator.text import one_line, place
 from orchestrator.transport import shell
-from orchestrator.units import counted, format_bytes
+from orchestrator.units import counted, format_bytes, format_percent
 from orchestrator.views import console
 
 FILES_SHOWN = 40
@@ -52,7 +52,7 @@ def _print_node(plan: LaunchPlan, node: NodePlan) -> None:
     console.out.print(Text.assemble("\n", console.plain(node.name, "bold"), rest))
     console.put(f"  address    {node.address} on {node.interface or 'an unknown interface'}")
     if node.shares:
-        console.put(f"  batch      {' + '.join(map(str, node.shares))} samples a step")
+        console.put(f"  batch      {_batch_words(plan, node)}")
     console.put(f"  workdir    {node.workdir}")
     if node.prepare:
         console.put(f"  prepare    {node.prepare}")
@@ -61,6 +61,14 @@ def _print_node(plan: LaunchPlan, node: NodePlan) -> None:
     console.put(f"  env        {' '.join(values)}")
     console.put(f"  torchrun   {shell.typed(torchrun)}")
     console.put(f"  rank runs  {shell.typed(command)}")
+
+
+def _batch_words(plan: LaunchPlan, node: NodePlan) -> str:
+    """Under tensor shares are of the channels, and every rank has the whole batch."""
+    if plan.training and plan.training.strategy == "tensor":
+        parts = (format_percent(share / sum(plan.shares)) for share in node.shares)
+        return f"{sum(plan.shares)} samples a step on every rank, {' + '.join(parts)} of each layer's channels"
+    return f"{' + '.join(map(str, node.shares))} samples a step"
 
 
 def warn_notes(plan: LaunchPlan, said: set[str] | None = None) -> None:

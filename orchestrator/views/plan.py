@@ -35,7 +35,7 @@ TITLES = ("fidelity", "strategy", "shares", "step", "samples/s", "of sum", "netw
 FEW_NAMES = 8
 """More hosts than this are not named one by one."""
 UNSEEN: dict[str, tuple[object, ...]] = {
-    "strategy": (*STRATEGIES, "pipeline", "auto"),
+    "strategy": (*STRATEGIES, "pipeline", "tensor", "auto"),
     "shares": WORDS,
     "accumulate": (0, 1),
     "loader": ("auto", "resident"),
@@ -183,9 +183,20 @@ def headline(found: Outlook) -> tuple[str, ...]:
 def rows(found: Outlook) -> list[tuple[str, ...]]:
     """Below TITLES. The fidelity that the settings allow is marked."""
     by_fidelity = {fidelity: [_row(found, found.advice.best[fidelity])] for fidelity in FIDELITIES}
+    allowed_rows = by_fidelity[found.advice.fidelity]
     if found.pipeline:
-        by_fidelity[found.advice.fidelity].append(_pipeline_row(found, found.pipeline))
+        allowed_rows.append(_pipeline_row(found, found.pipeline))
+    if tensor := _tensor(found.advice):
+        allowed_rows.append(_row(found, tensor))
     return [row for each in by_fidelity.values() for row in each]
+
+
+def _tensor(advice: Advice) -> Choice | None:
+    """Layers cut over the ranks, beside the best way, which may be the same."""
+    best = advice.best[advice.fidelity]
+    ways = (choice for choice in advice.choices if choice.forecast.way.fidelity == advice.fidelity)
+    tensor = next((choice for choice in ways if choice.forecast.way.strategy == "tensor"), None)
+    return None if tensor == best else tensor
 
 
 def _pipeline_row(found: Outlook, cut: PipelineChoice) -> tuple[str, ...]:

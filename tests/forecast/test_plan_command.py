@@ -49,7 +49,7 @@ def write_collectives(folder, **changes):
 def test_the_best_of_each_fidelity_fits_a_hundred_columns(home):
     shown = orch("plan", *RESNET).stdout.splitlines()
     table = [line for line in shown if re.match(r"(fidelity|exact|half|compressed|local)\b", line)]
-    assert len(table) == 6
+    assert len(table) == 7
     assert any(line.startswith("exact *") and "pipeline" in line and "slowest stage" in line for line in table)
     assert all(len(line.rstrip()) <= 100 for line in table)
     assert any(line.startswith("exact *") and "ddp" in line and "network" in line for line in table)
@@ -68,6 +68,7 @@ def test_the_document_has_every_way_and_what_it_rests_on(home):
         "allreduce",
         "allreduce_flat",
         "parameter_average",
+        "tensor",
     }
     assert [(h["name"], h["speed_from"], h["link_bps"]) for h in document["hosts"]] == [
         ("v100", "pace", 0.94 * 2.5e9),

@@ -30,10 +30,14 @@ from orchestrator.forecast.step import (
     compress_s,
     copies_s,
     fitted_mib,
+    parts_of,
     release_ms,
+    sent_of,
     speeds_of,
     wire_bytes,
 )
+from orchestrator.forecast.tensor import cast_s, meetings_of
+from trainer.shared.shares import Speed
 
 Message = tuple[int, int, float]
 """From a rank, to a rank, bytes."""
@@ -94,6 +98,11 @@ def scatter(ranks: int, size_bytes: float) -> Iterator[Round]:
     yield tuple((0, rank, size_bytes) for rank in range(1, ranks))
 
 
+def swap(sizes_bytes: Sequence[float]) -> Leg:
+    ranks = range(len(sizes_bytes))
+    return Leg((tuple((a, b, sizes_bytes[a]) for a in ranks for b in ranks if a != b and sizes_bytes[a]),))
+
+
 def tree_broadcast(ranks: int, size_bytes: float) -> Iterator[Round]:
     """Those who have it give it to as many others, in each round."""
     have = 1
@@ -147,6 +156,9 @@ def _transfers(
 ) -> Iterator[Transfer]:
     """In the order in which every rank takes part in them."""
     speeds = speeds_of(hosts, way.local_batch)
+    if way.strategy == "tensor":
+        yield _sliced(job, speeds, wire, way, shares)
+        return
     ends_s = tuple(speed.step_ms(samples) / 1000 for speed, samples in zip(speeds, shares, strict=True))
     if way.fidelity == "local":
         yield from _averaged(job, wire, way, ends_s)
@@ -163,6 +175,15 @@ def _transfers(
         yield from _each(job, wire, way, ends_s)
     else:
         yield _at_once(job, wire, way, ends_s)
+
+
+def _sliced(job: Workload, speeds: Sequence[Speed], wire: LinkCosts, way: Way, shares: Sequence[int]) -> Transfer:
+    """Layer after layer: all compute, then send their channels to all others, or add up."""
+    legs: list[Leg] = []
+    for meeting in meetings_of(job.layers, speeds, shares, parts_of(job, speeds), sent_of(way)):
+        work = Leg(work_s=cast_s(meeting, wire), compute_s=meeting.own_s, called=False)
+        legs += [work, *([swap(meeting.parts_bytes)] if meeting.parts_bytes else sum_legs(wire, meeting.sum_bytes))]
+    return Transfer((0.0,) * wire.ranks, tuple(legs))
 
 
 def _averaged(job: Workload, wire: LinkCosts, way: Way, ends_s: tuple[float, ...]) -> Iterator[Transfer]:
