@@ -1,6 +1,7 @@
 """One rank of the trainer, with what a measurement adds: `python -m tests.gpu.rank <trainer arguments>`
 
 GPU_MEMORY_PART=0.06     so much of the GPU's memory and no more
+GPU_DETERMINISTIC=1      of cuDNN's kernels those that add up in one order
 GPU_TRACE=trace-{rank}   writes the kernels of a few steps there, as CUPTI saw them (torch.profiler's JSON)
 """
 
@@ -18,6 +19,8 @@ def main(arguments: list[str]) -> int:
 
     if part := os.environ.get("GPU_MEMORY_PART"):
         torch.cuda.set_per_process_memory_fraction(float(part))
+    if os.environ.get("GPU_DETERMINISTIC"):
+        torch.backends.cudnn.deterministic = True
     if path := os.environ.get("GPU_TRACE"):
         return _traced(arguments, path.replace("{rank}", os.environ.get("RANK", "0")))
     from trainer.__main__ import main as train

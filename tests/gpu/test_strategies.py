@@ -24,6 +24,9 @@ WAYS = {
     "zero share": ("--shares", "host0=1,host1=0"),
     "auto shares": ("--shares", "auto"),
     "accumulate": ("--accumulate", "2"),
+    "pipeline": ("--strategy", "pipeline", "--accumulate", "4"),
+    "pipeline in 16 bits": ("--strategy", "pipeline", "--accumulate", "4", "--amp", "fp16"),
+    "tensor": ("--strategy", "tensor"),
 }
 DONE = "done: 12 steps"
 PLAYED = list(WAYS)[:2] if is_stand_in() else list(WAYS)
