@@ -13,7 +13,7 @@ import pytest
 from tests.gpu import __main__ as program
 from tests.gpu import child, expected, parcel, table
 from tests.gpu.facts import Facts
-from tests.gpu.parts import Bench, Part, alone, collectives, suite, two
+from tests.gpu.parts import Bench, Part, all_parts, alone, collectives, cut, suite, two
 from tests.gpu.parts import overlap as overlap_part
 from tests.gpu.row import Range, Row, failed, figure, number
 from tests.gpu.runs import WARM_UP, Done, Runs
@@ -252,6 +252,23 @@ def test_sizes_alone_are_held_against_the_catalogue_and_16_bits_against_32():
     verdicts = {row.what: row.verdict for row in alone.rows_of("NVIDIA H200", "bf16", half, full)}
     assert verdicts["  as a part of fp32, batch 256"] == "as expected"
     assert verdicts["ResNet-152 bf16, batch 2048"] == "skipped"
+
+
+def of_ranks(tmp_path, *losses_of_ranks):
+    records = [tuple({"event": "step", "loss": loss} for loss in losses) for losses in losses_of_ranks]
+    return Done(child.Ended(0, tmp_path / "log", 60), tuple(records))
+
+
+def test_losses_of_two_stages_are_held_against_those_of_one_process(tmp_path):
+    alone = of_ranks(tmp_path, [4.0, 2.0])
+    assert cut.loss_off(alone, of_ranks(tmp_path, [0.0, 0.0], [4.0, 2.0])) == 0
+    assert cut.loss_off(alone, of_ranks(tmp_path, [0.0, 0.0], [4.0, 2.5])) == 0.25
+    with pytest.raises(ValueError, match="shorter"):
+        cut.loss_off(alone, of_ranks(tmp_path, [4.0]))
+
+
+def test_all_parts_together_take_no_longer_than_is_said():
+    assert sum(part.budget_s for part in all_parts()) <= 60 * program.MINUTES
 
 
 def collective(operation, time_ms, error=None):

@@ -20,6 +20,7 @@ WAYS = {
     "reduce_scatter": (),
     "parameter_average": (),
     "fsdp": (),
+    "tensor": (),
     "ddp half": ("--fidelity", "half"),
     "ddp local": ("--fidelity", "local", "--local_steps", "2", "--local_overlap", "1"),
 }
@@ -42,6 +43,7 @@ MOST_CALLS = {
     "reduce_scatter": (48, 3),
     "parameter_average": (51, 1),
     "fsdp": (61, 6),
+    "tensor": (53, 14),
     "ddp half": (49, 1),
     "ddp local": (59, 1),
 }
