@@ -8,7 +8,8 @@ from orchestrator.errors import AuthError, ConnectError, HostError, HostsError, 
 from orchestrator.hosts.alike import host_set, together
 from orchestrator.hosts.cluster import Problem
 from orchestrator.text import place
-from orchestrator.transport import ssh
+from orchestrator.transport import ssh_errors
+from orchestrator.transport.deadline import Deadline
 from orchestrator.transport.hostkeys import Peer
 from orchestrator.transport.route import Hop
 from orchestrator.views import console, job_table
@@ -100,12 +101,12 @@ def test_who_gave_no_answer_and_every_reason(capsys):
 
 def test_a_connection_that_never_was_did_not_break():
     away = OSError(errno.ENETUNREACH, "Network is unreachable")
-    made = ssh._translate(hop("fd00::1"), away, is_up=False)
+    made = ssh_errors.translate(hop("fd00::1"), away, is_up=False)
     assert made.message == "v100: [fd00::1]:22: no SSH connection was made (Network is unreachable)"
-    assert "the SSH connection broke" in ssh._translate(hop("h"), away, is_up=True).message
+    assert "the SSH connection broke" in ssh_errors.translate(hop("h"), away, is_up=True).message
     with (
         pytest.raises(ConnectError, match=r"h:22: no SSH connection was made") as raised,
-        ssh._translated(hop("h"), "late", ssh.Deadline(5)),
+        ssh_errors.translated(hop("h"), "late", Deadline(5)),
     ):
         raise away
     assert raised.value.at == "h"
@@ -114,5 +115,5 @@ def test_a_connection_that_never_was_did_not_break():
 def test_an_ipv6_address_stands_in_brackets_before_a_port():
     assert place("fd00::1", 22) == "[fd00::1]:22"
     assert hop("fd00::1").login == "me@[fd00::1]:22"
-    refused = ssh._translate(hop("fd00::1"), ConnectionRefusedError(), is_up=False)
+    refused = ssh_errors.translate(hop("fd00::1"), ConnectionRefusedError(), is_up=False)
     assert refused.message == "v100: nothing listens at [fd00::1]:22"

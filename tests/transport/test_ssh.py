@@ -16,7 +16,7 @@ import paramiko
 import pytest
 
 from orchestrator.errors import AuthError, ConnectError, HostError, HostKeyError, ProbeError, UsageError
-from orchestrator.transport import ssh
+from orchestrator.transport import heartbeat, login_slots, ssh
 from orchestrator.transport.deadline import Deadline
 from orchestrator.transport.fanout import errors, for_each, values
 from orchestrator.transport.hostkeys import HostKeys
@@ -461,7 +461,7 @@ def test_a_dead_jump_host_is_not_dialled_for_each_host_behind_it(mute: socket.so
         while True:
             mute.accept()[0].close()
             dialled += 1
-    assert 1 <= dialled <= ssh._HANDSHAKES_PER_SERVER
+    assert 1 <= dialled <= login_slots.HANDSHAKES_PER_SERVER
 
 
 def test_servers_that_never_greet_take_no_turns_from_one_that_does(
@@ -491,8 +491,8 @@ def test_servers_that_never_greet_take_no_turns_from_one_that_does(
 def test_a_link_that_goes_silent_behind_a_jump_host_is_noticed(
     server: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ssh, "USER_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(ssh, "_HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(heartbeat, "USER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(heartbeat, "_HEARTBEAT_S", 0.1)
     with running_sshd(tmp_path / "gate", key=server.key) as gate, running_sshd(tmp_path / "far", key=server.key) as far:
         known = tmp_path / "known"
         known.write_text(gate.known_hosts_line() + far.known_hosts_line())
@@ -525,9 +525,9 @@ class SilentAndCutOff:
 def test_a_jump_host_that_goes_away_while_a_silent_link_is_closed_is_no_traceback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ssh, "USER_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(heartbeat, "USER_TIMEOUT_S", 0.01)
     lost = SilentAndCutOff()
-    ssh._heartbeat(lost)
+    heartbeat.beat(lost)
     assert not lost.active
 
 

@@ -1,0 +1,79 @@
+"""What paramiko, fabric and sockets raise, as errors of ours: what broke, where, and what to try.
+
+with translated(hop, "no SSH login within 10 s", deadline):
+    connection.open()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import paramiko
+
+from orchestrator.errors import ConnectError
+from orchestrator.text import one_line
+from orchestrator.transport.deadline import Deadline
+from orchestrator.transport.route import Hop
+from orchestrator.transport.session import LinkLostError, SignalAwareTransport
+
+_BANNER_FAULT = "Error reading SSH protocol banner"
+
+
+def hung_up_early(cause: BaseException | None) -> bool:
+    """How a server that is short of login slots (MaxStartups) shows: it goes away before or in the key exchange."""
+    return isinstance(cause, (EOFError, ConnectionResetError, BrokenPipeError)) or _BANNER_FAULT in str(cause)
+
+
+@contextlib.contextmanager
+def translated(hop: Hop, late: str, deadline: Deadline | None = None) -> Iterator[None]:
+    """Turns what paramiko, fabric and sockets raise into ours, the cause kept. late: what to say of a time-out."""
+    try:
+        yield
+    except (paramiko.SSHException, OSError, EOFError, LinkLostError) as error:
+        timed_out = isinstance(error, TimeoutError) or "timeout" in str(error).lower()
+        if timed_out or (deadline is not None and not deadline.left()):
+            remedy = "check that the host is up, not overloaded, and reachable"
+            ours = ConnectError(hop.peer.node, f"{_where(hop)}: {late}", remedy)
+        else:
+            ours = translate(hop, error, is_up=deadline is None)
+        ours.at = "" if hop.peer.jump else hop.host
+        raise ours from error
+
+
+def translate(hop: Hop, error: Exception, *, is_up: bool) -> ConnectError:
+    """is_up: whether there was a connection before this."""
+    node, where = hop.peer.node, _where(hop)
+    if isinstance(error, socket.gaierror):
+        return ConnectError(node, f"no address for {hop.host!r} ({error.strerror})", "check `host:` in the inventory")
+    if isinstance(error, ConnectionRefusedError):
+        return ConnectError(node, f"nothing listens at {where}", "start sshd on that host, or mend `port:`")
+    if isinstance(error, paramiko.ssh_exception.IncompatiblePeer):
+        remedy = "update OpenSSH on that host; CBC ciphers, MD5 and SHA-1 are not used"
+        return ConnectError(node, f"{where}: no safe algorithm in common ({_plain(error)})", remedy)
+    if isinstance(error, paramiko.ChannelException):
+        remedy = "look at MaxSessions, and on a jump host at AllowTcpForwarding, in its sshd_config"
+        return ConnectError(node, f"{where}: a channel was refused ({_plain(error)})", remedy)
+    if _BANNER_FAULT in str(error):
+        remedy = "is this port SSH? sshd also hangs up on too many logins at once (MaxStartups, PerSourcePenalties)"
+        return ConnectError(node, f"{where}: hung up before an SSH greeting", remedy)
+    what = "the SSH connection broke" if is_up else "no SSH connection was made"
+    return ConnectError(node, f"{where}: {what} ({_plain(error)})", "check host and network, try again")
+
+
+def _where(hop: Hop) -> str:
+    return f"{'jump host ' if hop.peer.jump else ''}{hop.place}"
+
+
+def offer(client: paramiko.SSHClient, error: Exception) -> str:
+    """`: it offers hmac-md5,hmac-sha1`: what the server has of the kind in which we found nothing in common."""
+    transport = client.get_transport()
+    offers = transport.servers_offer if isinstance(transport, SignalAwareTransport) else {}
+    return next((f": it offers {names}" for kind, names in offers.items() if kind in str(error)), "")
+
+
+def _plain(error: Exception) -> str:
+    """An error's words on one line, fit for a terminal: servers have a say in them."""
+    words = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return one_line(words, 300) or type(error).__name__
