@@ -11,15 +11,18 @@ import os
 import click
 
 from orchestrator import __version__
-from orchestrator.cli.clusters import down, master, node, reap, status, trust, up
+from orchestrator.cli.cleaning import down, reap
+from orchestrator.cli.clusters import master, status, trust, up
 from orchestrator.cli.common import Orch
 from orchestrator.cli.current import clusters, use
 from orchestrator.cli.hosts import data, setup
-from orchestrator.cli.jobs import cancel, jobs, logs, run
+from orchestrator.cli.jobs import cancel, jobs, logs
+from orchestrator.cli.nodes import node
 from orchestrator.cli.plan import plan
 from orchestrator.cli.profile import profile
 from orchestrator.cli.pull import pull
 from orchestrator.cli.results import collect, report
+from orchestrator.cli.run import run
 from orchestrator.cli.sweep import sweep
 
 

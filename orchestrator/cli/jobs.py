@@ -1,231 +1,34 @@
-"""Commands about jobs: `run`, `jobs`, `logs`, `cancel`."""
+"""Commands about jobs: `jobs`, `logs`, `cancel`."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import click
 
 from orchestrator.cli.common import (
-    Quantity,
     agrees,
     busy,
     chosen_job,
     cluster_option,
     job_option,
     json_option,
-    nodes_option,
     open_controller,
-    settings_option,
 )
-from orchestrator.cli.complete import experiments, job_ids, node_names, node_ranges
-from orchestrator.cli.script_words import ScriptCommand, files, went_to_script
+from orchestrator.cli.complete import node_names
 from orchestrator.errors import HostError, OrchError, UsageError
 
 if TYPE_CHECKING:
-    from orchestrator.cli.run_options import RunOptions
     from orchestrator.controller import Controller
-    from orchestrator.hosts.cluster import Cluster
     from orchestrator.jobs.record import JobRecord
     from orchestrator.jobs.running import RunningJob
-    from orchestrator.planning.launch_plan import LaunchPlan
-    from orchestrator.planning.request import Wish, Words
 
-SECOND_CTRL_C_S = 3.0
 SHOWN = 5
 """So many jobs are named on one line."""
 SCREEN_JOBS = 20
 """So many `orch jobs` shows on a terminal by default."""
-
-
-@click.command(cls=ScriptCommand)
-@click.option(
-    "--exp",
-    metavar="NAME",
-    help="A named experiment: mnist_lenet, resnet152_cifar, or collectives (how fast the network is).",
-    shell_complete=experiments,
-)
-@settings_option("A setting of the experiment; repeatable. `python -m trainer --help` lists all.")
-@click.option(
-    "--resume", metavar="JOB", help="Start a new job from the last checkpoint of this one.", shell_complete=job_ids
-)
-@click.option("-m", "--module", "is_module", is_flag=True, help="Run a Python module of your folder, not a script.")
-@click.option(
-    "--folder",
-    type=click.Path(path_type=Path),
-    help="The folder to ship. [default: the script's folder, or the current one]",
-)
-@click.option(
-    "--batch", type=click.IntRange(min=1), metavar="N", help="Split N samples an update: each rank's is in ORCH_SHARE."
-)
-@click.option(
-    "--pass-local-rank", is_flag=True, help="Give the script --local_rank=N, as torch.distributed.launch does."
-)
-@click.option(
-    "--env",
-    multiple=True,
-    metavar="NAME[=VALUE]",
-    help="A variable for the ranks of this job; repeatable. NAME alone takes its value from here.",
-)
-@click.option(
-    "--env-file",
-    "env_files",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    help="A file of such variables, one NAME=value per line; overrides the inventory's `env:`, --env overrides it.",
-)
-@nodes_option
-@click.option("--detach", is_flag=True, help="Return as soon as the job runs.")
-@click.option("--dry-run", is_flag=True, help="Print the plan and start nothing.")
-@click.option("--share", is_flag=True, help="Use GPUs even if another job or other people are on them.")
-@click.option(
-    "--grace",
-    type=Quantity("time"),
-    default="3s",
-    show_default=True,
-    help="The time that ranks get between INT, TERM and KILL.",
-)
-@click.option(
-    "--elastic",
-    metavar="MIN:MAX",
-    help="Continue with MIN to MAX nodes when ranks die, or when hosts other than the master are lost.",
-    shell_complete=node_ranges,
-)
-@click.option(
-    "--max-restarts",
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="With --elastic: restart a host's ranks at most N times after one of them died. [default: 3]",
-)
-@click.option("--time-limit", type=Quantity("time"), help="End the job after this time: 90s, 30m, 12h.")
-@cluster_option
-@json_option
-@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGS]...]", shell_complete=files)
-@click.pass_context
-def run(ctx: click.Context, /, **options: Any) -> None:
-    """Launch a job on every host and follow it.
-
-    Ctrl-C leaves the job running and says how to reattach; a second one within 3 s cancels it.
-
-    \b
-    orch run --exp mnist_lenet --set epochs=1
-    orch run --exp resnet152_cifar --set strategy=allreduce --nodes a2000,v100 --detach
-    orch run --exp mnist_lenet --set checkpoint_every=500
-    orch run --exp mnist_lenet --set checkpoint_every=500 --elastic 2:3  continues when a third node is lost
-    orch run --resume latest --set epochs=20  resumes from that job's last checkpoint
-    orch run --nodes v100 train.py --lr 0.1   your own torchrun script; its folder is shipped
-    orch run -m mypackage.train --lr 0.1      the same for a module
-    orch run --env HF_TOKEN --env-file .env train.py  with variables of this machine and of a file
-
-    Options of orch stand before the script or module; everything after it is passed to it. Instead of a script you can
-    give a whole `python train.py`, `torchrun ... train.py` or `accelerate launch ... train.py`.
-    """
-    from orchestrator.cli.run_options import RunOptions
-
-    _start(ctx, RunOptions(**options))
-
-
-def _start(ctx: click.Context, options: RunOptions) -> None:
-    from dataclasses import replace
-
-    elastic, variables, words = options.wanted_nodes(), options.variables(), options.words()
-    with open_controller() as controller:
-        cluster, wish = _wish_of(controller, options, words)
-        strays = went_to_script(ctx, wish.request.name, wish.request.command) if words.command else ()
-        request = replace(
-            wish.request, share_gpus=options.share, grace_s=options.grace, time_limit_s=options.time_limit,
-            elastic=elastic, env=variables, notes=(*strays, *wish.request.notes),
-        )  # fmt: skip
-        plan = controller.plan(cluster, request, wish.code, options.only)
-        if options.dry_run:
-            return _show_plan(plan, wish, options.as_json)
-        _run(controller, plan, wish.blob, options.as_json, detach=options.detach)
-    return None
-
-
-def _wish_of(controller: Controller, options: RunOptions, words: Words) -> tuple[Cluster, Wish]:
-    from orchestrator.planning.request import read_wish
-
-    if options.resume:
-        return controller.resume(options.resume, options.settings, options.only, named=options.cluster)
-    wish = read_wish(words)
-    return controller.store.cluster(options.cluster), wish
-
-
-def _show_plan(plan: LaunchPlan, wish: Wish, as_json: bool) -> None:
-    from orchestrator.planning.bundle import names_in
-    from orchestrator.views import console, documents, launch_plan
-
-    shown, names = plan.masked(), names_in(wish.blob)
-    if as_json:
-        return console.print_json(documents.dry_run_json(shown, names))
-    return launch_plan.print_plan(shown, names)
-
-
-def _run(controller: Controller, plan: LaunchPlan, blob: bytes, as_json: bool, *, detach: bool) -> None:
-    """To its end, or until it runs."""
-    from orchestrator.views import console, following
-
-    job = _launch(controller, plan, blob)
-    if not detach:
-        stream = console.err if as_json else console.out
-        _follow(job, lambda: following.print_events(job.follow(), stream=stream))
-    _finish(job, as_json, detached=detach)
-
-
-def _launch(controller: Controller, plan: LaunchPlan, blob: bytes) -> RunningJob:
-    from orchestrator.units import counted
-    from orchestrator.views import console, launch_plan
-
-    launch_plan.warn_notes(plan)
-    launch_plan.warn_faster(plan.faster)
-    with busy(f"starting {plan.job} on {counted(len(plan.nodes), 'host')}"):
-        try:
-            job = controller.launch(plan, blob)
-        except KeyboardInterrupt:
-            console.say(f"{plan.job} was not started; what was begun is undone")
-            raise
-    where = f"{counted(plan.world_size, 'rank')} on {counted(len(plan.nodes), 'host')}, master {plan.master}"
-    console.say(f"job {plan.job}: {where}")
-    return job
-
-
-def _follow(job: RunningJob, show: Callable[[], None]) -> None:
-    """Shows until the end. The first Ctrl-C detaches, a second within SECOND_CTRL_C_S cancels."""
-    import threading
-
-    from orchestrator.views import console
-
-    try:
-        show()
-    except KeyboardInterrupt:
-        try:
-            console.say(f"\nDetached; the job keeps running.\nReattach: orch logs -f --job {job.id}")
-            console.say(f"Cancel: orch cancel --job {job.id} (or Ctrl-C again within {SECOND_CTRL_C_S:.0f} s)")
-            threading.Event().wait(SECOND_CTRL_C_S)
-        except KeyboardInterrupt:
-            _cancel(job)
-            console.say(f"cancelled {job.id}")
-        raise
-
-
-def _finish(job: RunningJob, as_json: bool, *, detached: bool = False) -> None:
-    from orchestrator.views import console, documents, job_table
-
-    record = job.record
-    if as_json:
-        console.print_json(documents.job_json(record))
-    if detached:
-        if not as_json:
-            click.echo(job.id)
-        return
-    job_table.print_end(record)
-    if record.state != "succeeded":
-        sys.exit(1)
-    console.say(f"next: orch collect --job {job.id}")
 
 
 @click.command()
@@ -396,7 +199,7 @@ def cancel(wanted: str | None, yes: bool, cluster: str | None, as_json: bool) ->
         job = controller.jobs.find(wanted, cluster) if wanted else _meant(controller, cluster, yes)
         if job.record.state in ENDED:
             console.say(f"{job.id} has ended already; looking for what it may have left")
-        _cancel(job)
+        cancel_job(job)
         record = job.record
         if as_json:
             console.print_json(documents.job_json(record))
@@ -420,7 +223,7 @@ def _meant(controller: Controller, cluster: str | None, yes: bool) -> RunningJob
     return job
 
 
-def _cancel(job: RunningJob) -> None:
+def cancel_job(job: RunningJob) -> None:
     from orchestrator.views import console
 
     with busy(f"ending {job.id}"):

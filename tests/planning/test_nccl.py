@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.cli.clusters import _show_up
+from orchestrator.cli.clusters import show_up
 from orchestrator.clusters import Up, unlike
 from orchestrator.errors import UnlikeError
 from orchestrator.forecast.inputs import inputs_of
@@ -199,7 +199,7 @@ def test_up_ends_with_exit_code_3_where_hosts_differ(capsys):
     facts = {"n41": gpu_host(41, "2.30.7"), "n42": gpu_host(42, "2.29.3")}
     cluster = Cluster(name="c", file="c.yaml", nodes=(node(41), node(42)), facts=facts)
     with pytest.raises(SystemExit) as left:
-        _show_up(Up(cluster, None, {}, (), unlike(cluster)), as_json=False)
+        show_up(Up(cluster, None, {}, (), unlike(cluster)), as_json=False)
     said = capsys.readouterr()
     assert left.value.code == 3
     assert "error: NCCL must be the same on all hosts" in said.err and "try: give all of them one torch" in said.err

@@ -1,0 +1,154 @@
+"""Commands that clean up on the hosts: `reap`, `down`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from orchestrator.cli.common import busy, cluster_option, json_option, open_controller
+from orchestrator.errors import HostError, UsageError
+from orchestrator.text import some
+from orchestrator.units import counted
+
+SHOWN_JOBS, SHOWN_FILES, SHOWN_NAMES = 5, 3, 10
+
+if TYPE_CHECKING:
+    from orchestrator.hosts.belongings import Cleared, Leftover, Reaped, Survey
+    from orchestrator.hosts.cluster import Cluster
+    from orchestrator.jobs.outputs import Unpulled
+
+
+@click.command()
+@click.option("--yes", is_flag=True, help="End the processes that are ours.")
+@cluster_option
+@json_option
+def reap(yes: bool, cluster: str | None, as_json: bool) -> None:
+    """List processes that jobs without a supervisor left on the hosts; --yes ends those that are ours.
+
+    Ours are the jobs of this cluster that were started with this $ORCH_HOME. For the others it names the owner.
+
+    \b
+    orch reap
+    orch reap --yes
+    """
+    from orchestrator.views import console
+
+    with open_controller() as controller:
+        answers = controller.clusters.reap(controller.store.cluster(cluster), end=yes)
+    found = [one for answer in answers.values() if not isinstance(answer, Exception) for one in answer.found]
+
+    def words(answer: Reaped) -> str:
+        ended = " — ended" if yes else ""
+        programs = [f"stuck since a link fell silent: {program}{ended}" for program in answer.programs]
+        return "; ".join([*map(_leftover_words, answer.found), *programs]) or "nothing left"
+
+    _show_answers(answers, words, as_json)
+    if not yes and any(one.mine for one in found):
+        console.say("`orch reap --yes` ends " + ("them" if all(one.mine for one in found) else "ours"))
+    elif not yes and any(answer.programs for answer in answers.values() if not isinstance(answer, Exception)):
+        console.say("`orch reap --yes` ends them")
+
+
+def _leftover_words(left: Leftover) -> str:
+    said = f"{left.there.job}: {', '.join(left.processes)}"
+    if not left.mine:
+        return f"{said} — not ours: cluster {left.there.cluster} of {left.there.owner or 'an older orch'}"
+    if left.stayed is None:
+        return said
+    return f"{said} — still there: {', '.join(left.stayed)}" if left.stayed else f"{said} — ended"
+
+
+@click.command()
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@cluster_option
+@json_option
+def down(yes: bool, cluster: str | None, as_json: bool) -> None:
+    """End this cluster's jobs and remove what we put on its hosts. Collected runs stay.
+
+    It removes only what was started with this $ORCH_HOME on this cluster and what nobody else needs. Jobs of other
+    clusters and people, and files that orch did not make, are named and left alone.
+
+    \b
+    orch down --yes
+    """
+    from orchestrator.jobs.outputs import unpulled
+    from orchestrator.views import console
+
+    if as_json and not yes:
+        raise UsageError("`orch down --json` asks nobody", "say so with --yes")
+    with open_controller() as controller:
+        known = controller.store.cluster(cluster)
+        if jobs := controller.store.uncollected(known.name):
+            console.warn(f"jobs not collected: {len(jobs)} ({', '.join(jobs[:3])}); their files are removed, too")
+        with busy(f"looking at what jobs wrote on {counted(len(known.nodes), 'host')}"):
+            lost = unpulled(controller.store, controller.connections, known)
+        for line in _unpulled_words(lost):
+            console.warn(line)
+        if not yes:
+            with busy(f"looking at {counted(len(known.nodes), 'host')}"):
+                surveys = controller.clusters.look(known)
+            console.fail_each(seen for seen in surveys.values() if isinstance(seen, HostError))
+            _say_what_goes(known, [seen for seen in surveys.values() if not isinstance(seen, HostError)])
+            click.confirm(f"Do this on {counted(len(known.nodes), 'host')}?", abort=True, err=True)
+        with busy(f"clearing {counted(len(known.nodes), 'host')}"):
+            answers = controller.down(known)
+    _show_answers(answers, _cleared_words, as_json)
+
+
+def _say_what_goes(cluster: Cluster, surveys: Sequence[Survey]) -> None:
+    from orchestrator.views import console
+
+    mine = {there.job: there for survey in surveys for there in survey.mine}
+    running = sorted({there.job for survey in surveys for there in survey.mine if there.alive})
+    others = sorted({str(there) for survey in surveys for there in survey.others})
+    strange = sorted({name for survey in surveys for name in survey.strange})
+    console.say(f"ends: {', '.join(running) or 'nothing, no job of ' + cluster.name + ' runs'}")
+    console.say(f"removes: {some(sorted(mine), SHOWN_NAMES) or 'no job'}; code and environments that nobody else needs")
+    if others or strange:
+        console.say(f"leaves alone: {some([*others, *strange], SHOWN_NAMES)}")
+
+
+def _cleared_words(answer: Cleared) -> str:
+    gone = [counted(len(answer.jobs), "job")] * bool(answer.jobs) + list(answer.removed)
+    said = [f"ended {', '.join(answer.ended)}"] * bool(answer.ended) + [f"removed {', '.join(gone)}"] * bool(gone)
+    stays = [*map(str, answer.left), *answer.strange, *answer.why]
+    return "; ".join(said or ["clean" if not stays else "removed nothing"]) + (
+        f"; left alone: {some(stays, SHOWN_NAMES)}" if stays else ""
+    )
+
+
+def _unpulled_words(lost: Unpulled) -> Iterator[str]:
+    """What goes with `down` and is nowhere here, a line a job."""
+    from orchestrator.units import format_bytes
+
+    for job, files in list(lost.files.items())[:SHOWN_JOBS]:
+        largest = sorted(files, key=lambda pair: pair[1].size, reverse=True)[:SHOWN_FILES]
+        shown = ", ".join(f"{file.name} {format_bytes(file.size)} on {node}" for node, file in largest)
+        more = f" and {len(files) - len(largest)} more" if len(files) > len(largest) else ""
+        size = format_bytes(sum(file.size for _, file in files))
+        lost_files = f"{counted(len(files), 'file')}, {size} ({shown}{more})"
+        yield f"never pulled of {job}: {lost_files}; `orch pull {job}` brings them home"
+    if others := list(lost.files.values())[SHOWN_JOBS:]:
+        size = format_bytes(sum(file.size for files in others for _, file in files))
+        yield f"never pulled of {counted(len(others), 'older job')}: {size}"
+    for error in lost.errors.values():
+        yield f"not asked what its jobs wrote: {error}"
+
+
+def _show_answers(
+    answers: Mapping[str, Any],
+    words: Callable[[Any], str],
+    as_json: bool,
+) -> None:
+    from orchestrator.views import console, documents
+
+    failed = {name: answer for name, answer in answers.items() if isinstance(answer, Exception)}
+    if as_json:
+        console.print_json(documents.nodes_json(answers, failed))
+    else:
+        console.print_answers(answers, words)
+    if failed:
+        sys.exit(3)
