@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from torchvision.models.resnet import Bottleneck, ResNet
 
 from tests.support.gloo_ranks import Gang, group_of
+from trainer.checkpoints import parts
 from trainer.compute.brake import NO_BRAKE
 from trainer.compute.models import build_model
 from trainer.compute.timer import CpuTimer
@@ -22,7 +23,7 @@ from trainer.tensor.cut import cut
 from trainer.tensor.layers import Sliced
 from trainer.tensor.meeting import Meeting
 from trainer.tensor.slices import cut_channels
-from trainer.tensor.strategy import TensorParallel
+from trainer.tensor.strategy import SlicedParts, TensorParallel
 from trainer.tensor.survey import layers_of, survey
 
 CLASSES = 3
@@ -166,6 +167,27 @@ def test_ranks_of_one_host_add_up_among_themselves_first(gang: Gang) -> None:
 def test_ranks_meet_once_a_layer_forward_and_once_backward_but_for_the_images(gang: Gang) -> None:
     for answer in gang.run(sliced, Case((5, 2)), timeout_s=120):
         assert answer is None or len(answer[1]) == 2 * 13 - 1
+
+
+def test_a_whole_networks_state_is_joined_out_of_what_ranks_keep() -> None:
+    """BatchNorm's is kept once, by the first rank, whatever the others have."""
+    case = Case((5, 2, 0))
+    whole = network(case)
+    whole(samples(case, 0)[0])  # its statistics move
+    with torch.device("meta"):
+        skeleton = network(replace(case, dtype=torch.float64))
+        layers = layers_of(network(Case((), dtype=torch.float32)), torch.zeros(2, 3, SIDE, SIDE), case.shares)
+    of_ranks, state = SlicedParts(layers), whole.state_dict()
+    momentum = {name: weight.detach() + 1 for name, weight in whole.named_parameters()}
+    kept = [
+        of_ranks.kept(rank, state, skeleton)
+        | {parts.of_momentum(name): one for name, one in of_ranks.kept(rank, momentum, skeleton).items()}
+        for rank in range(3)
+    ]
+    assert "bn1.running_mean" in kept[0] and "bn1.running_mean" not in kept[1]
+    joined, moved = parts.joined(kept, of_ranks, skeleton)
+    assert all(torch.equal(joined[name], tensor) for name, tensor in state.items())
+    assert all(torch.equal(one, wanted) for one, wanted in zip(moved, momentum.values(), strict=True))
 
 
 def test_channels_go_by_the_largest_remainder_and_groups_stay_whole() -> None:
