@@ -188,8 +188,6 @@ def rounds_of(row: Mapping[str, Any], batch: int) -> dict[str, int]:
 
 
 def steps_of(step_s: float, asked: argparse.Namespace) -> int:
-    if math.isnan(step_s):
-        return asked.steps
     return max(1, min(asked.steps, round(asked.row_s / step_s) - WARMUP))
 
 

@@ -48,8 +48,6 @@ class Model:
         """times: as fast as the hosts are all of them."""
         if settings["strategy"] == "pipeline":
             return as_set(self._scene(settings, times), self._settings(settings)).samples_per_s
-        if settings["strategy"] == "tensor":
-            return math.nan
         return self.forecast(settings, times).samples_per_s
 
     def cut(self, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,8 +67,8 @@ class Model:
         return self.samples_per_s(settings, times) / sum(self._scene(settings, times).alone.values())
 
     def played_of_sum(self, settings: Mapping[str, Any]) -> float | None:
-        """None of a pipeline, whose forecast plays it already, and of slices, where nothing overlaps."""
-        if settings["strategy"] in ("pipeline", "tensor"):
+        """None of a pipeline, whose forecast plays it already."""
+        if settings["strategy"] == "pipeline":
             return None
         scene = self._scene(settings)
         predicted = self.forecast(settings)

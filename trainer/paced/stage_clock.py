@@ -33,7 +33,14 @@ class StageClock:
         """Returns when a task is due that takes this part of a whole step with so many samples. there_s: when its data
         came.
         """
-        task_s = part * self.pace.part_s(samples, self.update, self.seed, work=self.work, kernels=self.kernels)
+        self.take(part * self.task_s(samples, self.work, self.kernels), there_s)
+
+    def task_s(self, samples: int, work: float, kernels: float) -> float:
+        """Seconds of a whole step for such parts of the network, as the pace has them in this update."""
+        return self.pace.part_s(samples, self.update, self.seed, work=work, kernels=kernels)
+
+    def take(self, task_s: float, there_s: float = 0.0) -> None:
+        """Returns when a task of so many seconds is due."""
         self.free_s = max(self.free_s, there_s) + task_s
         self.busy_s += task_s
         self._wait()

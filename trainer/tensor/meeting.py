@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.compute.timer import Timer
+from trainer.shared import gpu_work
 from trainer.strategies.gradient_sum import GradientSum
 
 Spans = list[tuple[Any, Any]]
@@ -44,6 +45,8 @@ class Meeting:
         in size; a collective would have all padded to the largest.
         """
         begin = self.timer.mark()
+        if self.sums.dtype:  # what rounding, and the way back, take a GPU that is stood in for
+            self.sums.executor(gpu_work.cast(2 * 4 * sum(part.numel() for part in parts)), lambda: None)
         self.sums.hold_up()
         self._exchange(parts)
         self._spans.append((begin, self.timer.mark()))

@@ -39,9 +39,13 @@ class PacedSlices(PacedPart):
             token = _Meets.apply(token, self, layer, number == 0, *weights)
         return token
 
-    def compute(self, part: float, samples: int) -> None:
-        """Returns when this rank is through with it; what it was late before, it makes up for."""
-        self.stopwatch.run(part, samples, self.there_s - self.late_s)
+    def compute(self, layer: Layer, part: float, samples: int) -> None:
+        """Returns when this rank is through with its channels of a layer, of which that is a part; what it was late
+        before, it makes up for.
+        """
+        own = layer.slices.own(self.rank)[1] / sum(layer.slices.channels)
+        task_s = part * self.stopwatch.task_s(samples, own * layer.work, 1 / len(self.layers))
+        self.stopwatch.take(task_s, self.there_s - self.late_s)
         self.late_s = max(0.0, self.stopwatch.clock.now() - self.stopwatch.free_s)
 
     def gather(self, layer: Layer, samples: int) -> None:
@@ -73,13 +77,13 @@ class _Meets(torch.autograd.Function):
     ) -> Tensor:
         context.slices, context.layer, context.is_first, context.weights = slices, layer, is_first, weights
         context.samples = len(token)
-        slices.compute(FORWARD * layer.work, len(token))
+        slices.compute(layer, FORWARD, len(token))
         slices.gather(layer, len(token))
         return token.clone()
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        context.slices.compute(BACKWARD * context.layer.work, context.samples)
+        context.slices.compute(context.layer, BACKWARD, context.samples)
         if not context.is_first:
             context.slices.add_up(context.layer, context.samples)
         return gradient, None, None, None, *(weight.detach() for weight in context.weights)
