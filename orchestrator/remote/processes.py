@@ -112,10 +112,16 @@ def marked(job_dir: Path) -> list[Identity]:
     for pid in _pids():
         # Another user's environment cannot be read, and is none of ours.
         with contextlib.suppress(OSError):
-            process = identify(pid)  # before its environment is read: who takes the pid later is another
-            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                found.append(process)
+            if _bears(pid, mark):
+                process = identify(pid)
+                if _bears(pid, mark):  # again: who has taken the pid meanwhile is another
+                    found.append(process)
     return found
+
+
+def _bears(pid: int, mark: bytes) -> bool:
+    environment = _read(f"/proc/{pid}/environ")
+    return mark in environment and mark in environment.split(b"\0")
 
 
 def below_or_marked(job_dir: Path) -> list[Identity]:
@@ -203,6 +209,12 @@ def _pids() -> Iterator[int]:
 def _stat(pid: int) -> list[str]:
     """/proc/<pid>/stat from the state on (the name before it may hold blanks and brackets); [] if it is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return _read(f"/proc/{pid}/stat").rpartition(b")")[2].decode().split()
     except OSError:
         return []
+
+
+def _read(path: str) -> bytes:
+    """A file of /proc, in the cheapest way: a look at all processes reads one for each."""
+    with open(path, "rb", buffering=0) as file:
+        return file.read()
