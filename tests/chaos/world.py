@@ -149,14 +149,15 @@ class World:
         keepers = set()
         for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
             with contextlib.suppress(OSError, KeyError, IndexError, ValueError):
-                command = Path(f"/proc/{pid}/cmdline").read_bytes()
-                environment = b"" if JOB.search(command) else Path(f"/proc/{pid}/environ").read_bytes()
+                node = self._networks[_inode(f"/proc/{pid}/ns/net")]  # first of all: most processes are nobody's here
+                command = _read(f"/proc/{pid}/cmdline")
+                environment = b"" if JOB.search(command) else _read(f"/proc/{pid}/environ")
                 job = JOB.search(command) or JOB.search(environment)
-                stat = _stat(pid)
+                stat = job and _stat(pid)
                 if not job or not stat or stat[0] in "ZX":
                     continue
                 if not environment:
-                    environment = Path(f"/proc/{pid}/environ").read_bytes()
+                    environment = _read(f"/proc/{pid}/environ")
                 role = _role(command)
                 if role == "keeper":
                     keepers.add(pid)
@@ -164,7 +165,6 @@ class World:
                 if role == "rank" and _role_of(stat[1]) != "wrapper":
                     role = "other"  # what a rank forks looks like itself for a moment
                 rank = dict(item.split(b"=", 1) for item in environment.split(b"\0") if b"=" in item).get(b"RANK")
-                node = self._networks[_inode(Path(f"/proc/{pid}/ns/net"))]
                 words = command.replace(b"\0", b" ").decode(errors="replace")
                 found[job[0].decode()].append(Process(pid, stat[2], node, role, rank and rank.decode(), words))
         return found
@@ -330,17 +330,22 @@ def _role(command: bytes) -> str:
 
 def _role_of(pid: int) -> str:
     with contextlib.suppress(OSError):
-        return _role(Path(f"/proc/{pid}/cmdline").read_bytes())
+        return _role(_read(f"/proc/{pid}/cmdline"))
     return "other"
 
 
 def _stat(pid: int) -> list | None:
     """State, parent, start time (proc(5)); None where there is no such process."""
     with contextlib.suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        fields = _read(f"/proc/{pid}/stat").decode(errors="replace").rpartition(")")[2].split()
         return [fields[0], int(fields[1]), int(fields[19])]
     return None
 
 
-def _inode(path: Path) -> int:
-    return path.stat().st_ino
+def _inode(path: str | Path) -> int:
+    return os.stat(path).st_ino
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        return file.read()
