@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
-from orchestrator.errors import HostError, HostsError, InventoryError, OrchError, StateError, UnlikeError, UsageError
+from orchestrator.errors import HostError, HostsError, OrchError, StateError, UnlikeError, UsageError
 from orchestrator.hosts import belongings, checks
 from orchestrator.hosts.belongings import Cleared, Reaped, Survey, Who
 from orchestrator.hosts.cluster import Cluster, Problem, Venv
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.election import Election, elect
 from orchestrator.hosts.facts import NodeFacts
+from orchestrator.hosts.file_again import extra_again, with_secrets
 from orchestrator.hosts.inventory import Inventory, Node
-from orchestrator.hosts.inventory_file import load_inventory, node_from_keys
-from orchestrator.hosts.masking import MASK
 from orchestrator.hosts.probe import probe
 from orchestrator.jobs.record import ENDED
 from orchestrator.owner import read_owner
@@ -77,7 +74,7 @@ class Clusters:
         if known and known.file != file:
             forgotten += self._takes_over(known, inventory)
         if known:
-            known = known.model_copy(update={"extra": _extra_again(known, inventory)})
+            known = known.model_copy(update={"extra": extra_again(known, inventory)})
             nodes = tuple(node for node in nodes if node.name not in known.removed)
             nodes += tuple(node for node in known.extra if node.name not in {n.name for n in nodes})
         cluster = Cluster(schema=1, name=inventory.cluster, file=file, nodes=nodes, defaults=inventory.defaults)
@@ -261,63 +258,9 @@ class Clusters:
         return self.connections.each(cluster.nodes, lambda host: action(host, who), deadline_s=belongings.CLEAR_S + 5)
 
 
-def node_with_defaults(cluster: Cluster, keys: Mapping[str, Any]) -> tuple[Node, str]:
-    """A node that the file does not have, with the file's defaults as they are now, else as they were at the last `up`;
-    and in words what it has from them. Raises InventoryError for wrong keys.
-    """
-    defaults, source = cluster.defaults, f"the last `orch up` ({cluster.file} cannot be used now)"
-    with suppress(InventoryError):
-        inventory = load_inventory(Path(cluster.file))
-        if inventory.cluster == cluster.name:
-            defaults, source = inventory.defaults, cluster.file
-    inherited = [key for key in defaults if key not in keys]
-    words = f"{', '.join(inherited)}: from the defaults of {source}" if inherited else ""
-    return node_from_keys(keys, "node add", defaults), words
-
-
-def _extra_again(cluster: Cluster, inventory: Inventory) -> tuple[Node, ...]:
-    """The cluster's nodes that the file does not have, with the file's defaults of now."""
-    return tuple(
-        node_from_keys(
-            cluster.extra_keys[node.name], f"node {node.name}, added to {inventory.file}", inventory.defaults
-        )
-        if node.name in cluster.extra_keys
-        else node
-        for node in cluster.extra
-    )
-
-
 def _not_added(error: HostError) -> HostError:
     error.remedy = "; ".join(part for part in (error.remedy, f"{error.node} was not added") if part)
     return error
-
-
-def with_secrets(cluster: Cluster, nodes: Sequence[Node]) -> list[Node]:
-    """These nodes with the values of `env` that may be secrets and `prepare`: we keep none, they are read from the
-    inventory again.
-
-    Raises UsageError where it no longer holds them.
-    """
-    if not any(MASK in (*node.env.values(), node.prepare) for node in nodes):
-        return list(nodes)
-    again = f"orch keeps no values of `env` and no `prepare`; `orch up {cluster.file}` again"
-    try:
-        inventory = load_inventory(Path(cluster.file))
-    except InventoryError as error:
-        raise UsageError(str(error.mistakes[0]), again) from error
-    nodes_now = {node.name: node for node in (*_extra_again(cluster, inventory), *inventory.nodes)}
-    for node in nodes:
-        now = nodes_now.get(node.name)
-        if (now.env.keys() if now else set()) != node.env.keys():
-            raise UsageError(
-                f"{cluster.file}: the `env` of node {node.name} is not the one of the last `orch up`", again
-            )
-        if bool(now and now.prepare) != bool(node.prepare):
-            raise UsageError(
-                f"{cluster.file}: the `prepare` of node {node.name} is not the one of the last `orch up`", again
-            )
-    secret = {name: {"env": node.env, "prepare": node.prepare} for name, node in nodes_now.items()}
-    return [node.model_copy(update=secret.get(node.name, {})) for node in nodes]
 
 
 def _usable_facts(cluster: Cluster, node: Node) -> NodeFacts | HostError:

@@ -43,7 +43,7 @@ def node_add(
     \b
     orch node add a16 host=192.168.1.52 gpu=A16 bandwidth=2.5Gbps
     """
-    from orchestrator.clusters import node_with_defaults
+    from orchestrator.hosts.file_again import node_with_defaults
     from orchestrator.hosts.inventory import Inventory
     from orchestrator.hosts.inventory_file import node_from_keys
     from orchestrator.hosts.yamlfile import resolve_scalar

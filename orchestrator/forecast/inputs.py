@@ -28,7 +28,8 @@ from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.planning.measurement import BlockTimes
 from orchestrator.planning.profiles import Profiles
-from orchestrator.results.summary import Collectives, Summary, link_matrix
+from orchestrator.results.collectives import Collectives, link_matrix
+from orchestrator.results.summary import Summary
 from orchestrator.units import format_bandwidth
 from trainer.shared.alpha_beta import algorithm_gbps, bus_factor
 from trainer.shared.config import LOCAL_STEPS, Settings, overlap_of

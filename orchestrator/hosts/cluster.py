@@ -87,7 +87,7 @@ class Cluster(Record):
 
     def masked(self) -> Cluster:
         """The form that is kept: without the values of `env` that may be secrets, nor `prepare`; see
-        `clusters.with_secrets`. `activate` stays: each command needs it.
+        `file_again.with_secrets`. `activate` stays: each command needs it.
         """
         update = {part: tuple(_masked(node) for node in getattr(self, part)) for part in ("nodes", "extra")}
         env, prepare = masked_env(self.defaults.get("env", {})), mask(self.defaults.get("prepare"))

@@ -10,12 +10,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from orchestrator.clusters import Clusters, Up, with_secrets
+from orchestrator.clusters import Clusters, Up
 from orchestrator.errors import HostError, UsageError
 from orchestrator.hosts.checks import wants_cuda
 from orchestrator.hosts.cluster import Cluster, Venv
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.facts import NodeFacts
+from orchestrator.hosts.file_again import with_secrets
 from orchestrator.hosts.grammar import NAME, folder_of_ours
 from orchestrator.hosts.inventory import Node
 from orchestrator.owner import read_owner

@@ -15,8 +15,8 @@ from typing import Any
 
 from orchestrator.jobs.metric_lines import count, number, text
 from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.results.collectives import CollectiveOperation, Collectives, CollectiveTime, LinkSpeed
 from orchestrator.results.events import Events
-from orchestrator.results.summary import CollectiveOperation, Collectives, CollectiveTime, LinkSpeed
 from orchestrator.units import format_bytes
 from trainer.shared.alpha_beta import BUS_FACTORS, algorithm_gbps, bus_factor, fit
 

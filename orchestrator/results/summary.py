@@ -10,32 +10,22 @@ A figure that could not be measured is None, and `missing` or `warnings` says wh
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from orchestrator.jobs.record import Fault, FirstFailure
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import CodeFolder, Faster, Prediction, System
 from orchestrator.planning.recorded_settings import RecordedSettings, read_settings
-from orchestrator.record import SCHEMA, Record, require_record
+from orchestrator.record import SCHEMA, Record, Words, require_record
 from orchestrator.results.batch_norm import BatchNorm
+from orchestrator.results.collectives import Collectives
 from orchestrator.results.curves import Curves
 from orchestrator.results.rebalances import Rebalance
 from orchestrator.results.slowed import Slowed
 from orchestrator.results.stages import StageSummary
-from orchestrator.text import one_line
 from orchestrator.units import format_duration, format_figure, format_percent
-
-TEXT_LIMIT = 500
-
-
-def _clean_if_text(value: Any) -> Any:
-    return one_line(value, TEXT_LIMIT) if isinstance(value, str) else value
-
-
-Text = Annotated[str, BeforeValidator(_clean_if_text)]
-"""A string that came from a host."""
 
 
 class StepTime(Record):
@@ -50,7 +40,7 @@ class RankEnd(Record):
 
     rank: int
     exit_code: int | None = None
-    signal: Text | None = None
+    signal: Words | None = None
 
 
 class NodeSummary(Record):
@@ -80,11 +70,11 @@ class NodeSummary(Record):
     slowed: Slowed | None = None
     """What held its GPU down, for a part of the run that matters."""
     ends: tuple[RankEnd, ...] = ()
-    host: Text | None = None
-    device_name: Text | None = None
-    torch: Text | None = None
-    nccl: Text | None = None
-    backend: Text | None = None
+    host: Words | None = None
+    device_name: Words | None = None
+    torch: Words | None = None
+    nccl: Words | None = None
+    backend: Words | None = None
     bandwidth_bps: float | None = None
     system: System | None = None
 
@@ -141,66 +131,6 @@ class Bound(Record):
         }[self.part]
 
 
-class CollectiveTime(Record):
-    """How long one operation took for one size. No time: `error` says why."""
-
-    operation: str
-    bytes: int
-    """The size of the whole array."""
-    iterations: int = 0
-    time_ms: float | None = None
-    """Median of what the slowest rank needed."""
-    algbw_gbps: float | None = None
-    busbw_gbps: float | None = None
-    error: Text | None = None
-
-
-class CollectiveOperation(Record):
-    """One operation over all its sizes: what was measured at both ends, and time = alpha + bytes / beta between."""
-
-    operation: str
-    smallest_bytes: int
-    latency_us: float
-    """The latency of the smallest size."""
-    largest_bytes: int
-    busbw_gbps: float
-    """The bus bandwidth at the largest size."""
-    of_declared: float | None = None
-    """busbw_gbps as a part of the slowest host's declared bandwidth."""
-    alpha_us: float | None = None
-    beta_gbps: float | None = None
-    """Algorithm bandwidth; None where time does not grow with bytes."""
-    worst_error: float | None = None
-    """The largest distance of a measured time from the line, as a part of that time."""
-
-
-class LinkSpeed(Record):
-    """From one node to another, by itself."""
-
-    source: str
-    target: str
-    gbps: float
-
-
-class Collectives(Record):
-    """What a run that measures the network found."""
-
-    declared_gbps: float | None = None
-    """Bandwidth of the slowest host, as the inventory says; None within one host."""
-    times: tuple[CollectiveTime, ...] = ()
-    operations: tuple[CollectiveOperation, ...] = ()
-    links: tuple[LinkSpeed, ...] = ()
-
-    def operation(self, name: str) -> CollectiveOperation | None:
-        return next((each for each in self.operations if each.operation == name), None)
-
-
-def link_matrix(found: Collectives) -> tuple[list[str], dict[tuple[str, str], float]]:
-    """The nodes, and Gbps from one to another."""
-    names = list(dict.fromkeys(end for link in found.links for end in (link.source, link.target)))
-    return names, {(link.source, link.target): link.gbps for link in found.links}
-
-
 class Summary(Record):
     """One run in figures; `summary.json` holds exactly this."""
 
@@ -254,7 +184,7 @@ class Summary(Record):
     """Over all steps that were reported, warm-up included."""
     total_s: float | None = None
     """Start of the slowest rank's process to its end, evaluation included."""
-    model: Text | None = None
+    model: Words | None = None
     parameters: int | None = None
     gradient_bytes: int | None = None
     accuracy: float | None = None

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.files import write_atomic
-from orchestrator.results.summary import Collectives, NodeSummary, Summary
+from orchestrator.results.collectives import Collectives
+from orchestrator.results.summary import NodeSummary, Summary
 from orchestrator.units import counted, format_bytes, format_figure
 
 # Okabe and Ito's palette, distinct for every common form of colour vision; the hatch distinguishes them on paper.

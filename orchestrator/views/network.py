@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from orchestrator.results.summary import Collectives, link_matrix
+from orchestrator.results.collectives import Collectives, link_matrix
 from orchestrator.units import format_bytes
 from orchestrator.views import console
 from orchestrator.views.numbers import figure, percent

@@ -25,9 +25,10 @@ from orchestrator.jobs.faults import fault_words
 from orchestrator.jobs.record import FirstFailure
 from orchestrator.jobs.redraw import Drawing
 from orchestrator.paths import RunFolder
+from orchestrator.results.collectives import Collectives, CollectiveTime, link_matrix
 from orchestrator.results.curves import Curves
 from orchestrator.results.published import conditions, published_for
-from orchestrator.results.summary import Collectives, CollectiveTime, NodeSummary, RankEnd, Summary, link_matrix
+from orchestrator.results.summary import NodeSummary, RankEnd, Summary
 from orchestrator.results.timeline import load_timeline
 from orchestrator.text import clean, clean_lines, one_line
 from orchestrator.units import counted, format_bandwidth, format_bytes, format_duration

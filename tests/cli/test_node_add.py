@@ -5,8 +5,8 @@ import json
 import pytest
 
 from orchestrator.cli import main
-from orchestrator.clusters import node_with_defaults, with_secrets
 from orchestrator.errors import UsageError
+from orchestrator.hosts.file_again import node_with_defaults, with_secrets
 from orchestrator.hosts.inventory_file import load_inventory
 from orchestrator.paths import Home
 from orchestrator.store import Store
