@@ -31,8 +31,8 @@ from PIL import Image
 
 from tests.support import forks
 from tests.support.checkpoint_driver import run_rank
-from trainer.checkpoints.checkpoint import for_other_ranks
 from trainer.checkpoints.file import Checkpoint, newest, open_folder, parse, read_file, write_file
+from trainer.checkpoints.own_state import for_other_ranks
 from trainer.shared.errors import TrainError
 
 SMALL = ["--exp", "mnist_lenet", "--data", "synthetic", "--device", "cpu", "--num_workers", "0"]

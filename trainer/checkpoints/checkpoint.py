@@ -19,10 +19,9 @@ changes nothing of the run.
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,22 +30,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.checkpoints import parts
+from trainer.checkpoints.between_ranks import apart, broadcast, flat_bytes, gather
 from trainer.checkpoints.file import (
     SCHEMA,
     Checkpoint,
     forget_older,
     name_of,
-    newest,
     open_folder,
     parse,
     read_file,
     reason,
     write_file,
 )
+from trainer.checkpoints.own_state import by_others, fill, for_other_ranks, numbered
+from trainer.checkpoints.places import check_kind, folder_of, source_of
 from trainer.compute.models import running_statistics
 from trainer.data.sets import find_facts
 from trainer.ranks.agreement import gather_lines, together
-from trainer.shared.config import Settings
 from trainer.shared.errors import TrainError
 from trainer.strategies.base import Parts
 from trainer.training.progress import Progress
@@ -58,10 +58,6 @@ if TYPE_CHECKING:
 
 _SAME = ("exp", "model", "data", "batch", "samples", "seed", "augment")
 """Settings that a run must share with its checkpoint: of other data, the position in the stream would mean nothing."""
-_CHUNK = 1 << 26
-_IN_THE_MEAN = {"statistics", "momentum", "weights", "round", "travelling", "scale"}
-"""What ranks have for themselves in a round of local updates: who begins without it, begins with the mean of it, or
-with rank 0's loss scale."""
 
 
 class CheckpointKeeper:
@@ -105,10 +101,10 @@ class CheckpointKeeper:
         """The whole content on rank 0, None on the others."""
         run = self.run
         names = gather_lines(_name(run))
-        sums = _gather(torch.tensor([progress.loss_sum, progress.samples, progress.recent], dtype=torch.float64))
+        sums = gather(torch.tensor([progress.loss_sum, progress.samples, progress.recent], dtype=torch.float64))
         of_this_rank = self._own_tensors()
-        own = [_apart(flat, of_this_rank) for flat in _gather(_flat(of_this_rank.values()))]
-        random = _gather(random_state())
+        own = [apart(flat, of_this_rank) for flat in gather(flat_bytes(of_this_rank.values()))]
+        random = gather(random_state())
         with shared_network(run, progress) as network:
             seen = network.state_dict() if run.info.rank == 0 else {}
             model = {name: tensor.detach().cpu().clone() for name, tensor in seen.items()}
@@ -138,12 +134,12 @@ class CheckpointKeeper:
     def _joined(self, of_ranks: Parts, momentum: list[Tensor | None]) -> tuple[dict[str, Tensor], list[Tensor | None]]:
         """The whole network's state and momentum on rank 0, which alone holds it all, for as long as this takes."""
         run, whole = self.run, parts.skeleton(self.run)
-        gathered = _gather(_flat(parts.to_be_kept(run, of_ranks, whole, momentum).values()))
+        gathered = gather(flat_bytes(parts.to_be_kept(run, of_ranks, whole, momentum).values()))
         if run.info.rank != 0:
             return {}, []
         moves = any(tensor is not None for tensor in momentum)
         kept = [
-            _apart(flat, parts.like_that_of(rank, of_ranks, whole, moves=moves)) for rank, flat in enumerate(gathered)
+            apart(flat, parts.like_that_of(rank, of_ranks, whole, moves=moves)) for rank, flat in enumerate(gathered)
         ]
         return parts.joined(kept, of_ranks, whole)
 
@@ -157,10 +153,10 @@ class CheckpointKeeper:
             # Training does not look at these, and an evaluation at their mean alone, which moves from update to update
             # by the mean of what the ranks see, whatever each began with.
             return {}
-        own = _numbered("statistics", running_statistics(run.model)) | run.strategy.own_state()
+        own = numbered("statistics", running_statistics(run.model)) | run.strategy.own_state()
         own |= run.precision.own_scale()
         if run.settings.strategy == "parameter_average" or run.settings.fidelity == "local":
-            own |= _numbered("momentum", [tensor for tensor in _momentum(run.optimizer) if tensor is not None])
+            own |= numbered("momentum", [tensor for tensor in _momentum(run.optimizer) if tensor is not None])
         return {name: tensor for name, tensor in own.items() if tensor.numel()}
 
     # ---- going on ---------------------------------------------------------------------------------------------
@@ -178,7 +174,7 @@ class CheckpointKeeper:
                     self._check(saved)
                 if self.every:
                     open_folder(self.folder, self._updates(saved) if saved else 0, passed_over)
-        content = _broadcast(content)
+        content = broadcast(content)
         if not content:
             return Progress()
         names = gather_lines(_name(self.run))
@@ -212,11 +208,11 @@ class CheckpointKeeper:
         same = saved.world_size == run.info.world_size and saved.shares == list(run.stream.shares)
         own = saved.own[rank] if same else for_other_ranks(saved, run.info.world_size)
         run.strategy.expect(own)
-        change = _fill(self._own_tensors(), own)
+        change = fill(self._own_tensors(), own)
         run.precision.take_scale(own)
         if not same:
             run.strategy.regroup(run.stream.shares[rank] / run.stream.batch)
-        how = "" if same else _by_others(saved)
+        how = "" if same else by_others(saved)
         run.console.say(f"going on from {source} after {self._updates(saved)} updates{how}{change}")
         if same:
             loss_sum, samples, recent = saved.sums[rank]
@@ -254,123 +250,6 @@ class CheckpointKeeper:
 
     def _updates(self, of: Progress | Checkpoint) -> int:
         return of.epoch * self.run.stream.steps + of.step
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Where checkpoints are, and whether there may be any
-
-
-def folder_of(settings: Settings) -> Path:
-    """The person's word, else the job's own folder, else one beside the person."""
-    named = settings.checkpoint_dir or os.environ.get("ORCH_CHECKPOINTS") or "checkpoints"
-    return Path(named).expanduser().absolute()
-
-
-def source_of(settings: Settings) -> Path | None:
-    """What to go on from: what the person names, and after a restart by torchrun the newest of this very job."""
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    # torchrun does not count a start that another host asked for; the launcher reports each.
-    again = (restarts.isdecimal() and int(restarts) > 0) or os.environ.get("ORCH_RESTARTED") == "1"
-    if again and settings.checkpoint_every and newest(folder_of(settings)):
-        return folder_of(settings)
-    return Path(settings.resume).expanduser().absolute() if settings.resume else None
-
-
-def check_kind(run: Run) -> None:
-    if run.settings.strategy == "fsdp":
-        raise TrainError("checkpoint_every, resume: fsdp keeps the optimiser in pieces; use another strategy for these")
-    if not run.learns:
-        raise TrainError("checkpoint_every, resume: a run with paced ranks learns nothing that could be kept")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Between the ranks, over Gloo
-
-
-def _gather(own: Tensor) -> list[Tensor]:
-    """Every rank's tensor on rank 0, of whatever length; [] on the others."""
-    own = own.cpu()
-    lengths = [torch.zeros(1, dtype=torch.long) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, torch.tensor([own.numel()]))
-    longest = max(int(length) for length in lengths)
-    padded = torch.cat([own, own.new_zeros(longest - own.numel())])
-    found = [torch.empty_like(padded) for _ in lengths] if dist.get_rank() == 0 else None
-    dist.gather(padded, found)
-    return [tensor[: int(length)].clone() for tensor, length in zip(found or (), lengths, strict=False)]
-
-
-def _broadcast(content: bytes) -> bytes:
-    """Rank 0's bytes, on every rank."""
-    length = torch.tensor([len(content)])
-    dist.broadcast(length, src=0)
-    whole = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
-    if dist.get_rank() != 0:
-        whole = torch.empty(int(length), dtype=torch.uint8)
-    for part in whole.split(_CHUNK) if len(whole) else ():
-        dist.broadcast(part, src=0)
-    return content or whole.numpy().tobytes()
-
-
-def _flat(tensors: Iterable[Tensor]) -> Tensor:
-    """Their bytes, one after the other."""
-    none = torch.empty(0, dtype=torch.uint8)
-    return torch.cat([none, *(tensor.detach().flatten().cpu().view(torch.uint8) for tensor in tensors)])
-
-
-def _apart(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What `_flat` made of tensors that were like these."""
-    parts = flat.split([tensor.numel() * tensor.element_size() for tensor in like.values()]) if like else ()
-    return {
-        name: part.clone().view(like[name].dtype).view(like[name].shape) for name, part in zip(like, parts, strict=True)
-    }
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What each rank has for itself
-
-
-def _by_others(saved: Checkpoint) -> str:
-    shares = ",".join(map(str, saved.shares))
-    in_round = ", local updates with that of their weights" if "round.counts" in saved.own[0] else ""
-    return (
-        f"; they were made by {saved.world_size} ranks with shares {shares}: the samples stay the same, "
-        f"BatchNorm begins with the mean of the ranks' statistics{in_round}"
-    )
-
-
-def _numbered(kind: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    return {f"{kind}.{number}": tensor for number, tensor in enumerate(tensors)}
-
-
-def _fill(tensors: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> str:
-    """Copies what has the same name and shape. Returns the words for what was not there, and for what was not used."""
-    fits = {name for name, tensor in tensors.items() if name in kept and kept[name].shape == tensor.shape}
-    for name in fits:
-        tensors[name].copy_(kept[name])
-    fresh, dropped = ({name.partition(".")[0] for name in {*of} - fits} - _IN_THE_MEAN for of in (tensors, kept))
-    words = f"; {', '.join(sorted(fresh))}: not in the checkpoint, started fresh" if fresh else ""
-    return words + (f"; {', '.join(sorted(dropped - fresh))}: left out" if dropped - fresh else "")
-
-
-def for_other_ranks(saved: Checkpoint, world_size: int) -> dict[str, Tensor]:
-    """What each of so many ranks begins with: of BatchNorm's statistics the mean by samples, of what compressing still
-    owes an equal part of the sum, of all else the mean; the mean of the weights stands in `model`.
-    """
-    samples = torch.tensor([of_rank[2] for of_rank in saved.sums])
-    parts = samples / samples.sum() if samples.sum() > 0 else torch.eye(saved.world_size)[0]
-    found = {}
-    for name in saved.own[0]:
-        of_ranks = torch.stack([own[name] for own in saved.own])
-        kind = name.partition(".")[0]
-        if kind in ("round", "travelling"):  # the same on all, or of no use to others
-            found[name] = of_ranks[0]
-        elif kind == "scale":  # the one with which none of them overflowed
-            found[name] = of_ranks.amin(0)
-        elif kind == "statistics":
-            found[name] = torch.tensordot(parts.to(of_ranks.dtype), of_ranks, dims=1)
-        elif kind != "weights":
-            found[name] = of_ranks.sum(0) / (world_size if kind == "memory" else saved.world_size)
-    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,49 @@
+"""What of a checkpoint goes between the ranks, over Gloo: all bytes to rank 0, and rank 0's to all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_CHUNK = 1 << 26
+
+
+def gather(own: Tensor) -> list[Tensor]:
+    """Every rank's tensor on rank 0, of whatever length; [] on the others."""
+    own = own.cpu()
+    lengths = [torch.zeros(1, dtype=torch.long) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, torch.tensor([own.numel()]))
+    longest = max(int(length) for length in lengths)
+    padded = torch.cat([own, own.new_zeros(longest - own.numel())])
+    found = [torch.empty_like(padded) for _ in lengths] if dist.get_rank() == 0 else None
+    dist.gather(padded, found)
+    return [tensor[: int(length)].clone() for tensor, length in zip(found or (), lengths, strict=False)]
+
+
+def broadcast(content: bytes) -> bytes:
+    """Rank 0's bytes, on every rank."""
+    length = torch.tensor([len(content)])
+    dist.broadcast(length, src=0)
+    whole = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    if dist.get_rank() != 0:
+        whole = torch.empty(int(length), dtype=torch.uint8)
+    for part in whole.split(_CHUNK) if len(whole) else ():
+        dist.broadcast(part, src=0)
+    return content or whole.numpy().tobytes()
+
+
+def flat_bytes(tensors: Iterable[Tensor]) -> Tensor:
+    """Their bytes, one after the other."""
+    none = torch.empty(0, dtype=torch.uint8)
+    return torch.cat([none, *(tensor.detach().flatten().cpu().view(torch.uint8) for tensor in tensors)])
+
+
+def apart(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What `flat_bytes` made of tensors that were like these."""
+    parts = flat.split([tensor.numel() * tensor.element_size() for tensor in like.values()]) if like else ()
+    return {
+        name: part.clone().view(like[name].dtype).view(like[name].shape) for name, part in zip(like, parts, strict=True)
+    }
