@@ -10,9 +10,21 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 COMPILER = {
-    "__init__": "import sys\nfrom . import utils, config\nmore = 'more of it'\nsys.runs = getattr(sys, 'runs', 0) + 1",
+    "__init__": """
+import sys
+from . import utils, config, strict
+more = 'more of it'
+sys.runs = getattr(sys, 'runs', 0) + 1
+""",
     "utils": "def is_compile_supported(device):\n    return True\nname = 'its own'",
     "config": "import sys\nsys.loads = getattr(sys, 'loads', 0) + 1\nword = 'set'",
+    "strict": """
+import sys, types
+class Strict(types.ModuleType):
+    def __setattr__(self, name, value):
+        raise AttributeError(name)
+sys.modules[__name__].__class__ = Strict
+""",
     "late": "from . import config",
 }
 BEGIN = "import sys\nfrom trainer.compute.compiler import StandIn, keep_out\nkeep_out()\n"
@@ -54,6 +66,7 @@ def torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("from torch._dynamo.utils import name\nprint(name)", "its own False"),
         ("import torch._dynamo.config\nprint(torch._dynamo.config.word, sys.loads)", "set 1 False"),
         ("import torch._dynamo.config as c\nprint(c.__spec__.loader.__class__.__name__)", "SourceFileLoader False"),
+        ("import torch._dynamo.strict as c\nprint(c.__spec__.loader.__class__.__name__)", "SourceFileLoader False"),
         ("import torch._dynamo.late as c\nprint(c.config.word, sys.loads, sys.runs)", "set 1 1 False"),
     ],
 )
@@ -67,7 +80,7 @@ def test_a_compiler_that_is_there_stays(torch: Path) -> None:
     assert said(f"import torch._dynamo\n{BEGIN}print(torch._dynamo.more)\n{IS_OUT}", torch) == "more of it\nFalse\n"
 
 
-def test_a_rank_that_trains_imports_no_compiler() -> None:
+def test_a_rank_that_trains_imports_no_compiler_before_it_is_asked_for() -> None:
     pytest.importorskip("torchvision")
     code = f"""
 import trainer.train, tempfile, torch, torchvision.models, torch.distributed as dist
@@ -81,5 +94,7 @@ optimizer.step()
 optimizer.zero_grad()
 dist.destroy_process_group()
 {IS_OUT}
+import torch._dynamo.config  # as fully_shard does
+{IS_OUT}
 """
-    assert said(f"{code}\nimport os; sys.stdout.flush(); os._exit(0)") == "True\n"
+    assert said(f"{code}\nimport os; sys.stdout.flush(); os._exit(0)") == "True\nFalse\n"

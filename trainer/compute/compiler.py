@@ -59,9 +59,11 @@ class _ThereAlready:
         return sys.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        """It ran when it came; only its own spec is to be put back."""
-        assert module.__spec__  # noqa: S101 - for the type checker: it is what find_spec made
-        module.__spec__ = module.__spec__.loader_state
+        """It ran when it came; only its own spec is to be put back, unless the module lets nobody change it, as the
+        compiler's settings do.
+        """
+        if module.__spec__ and isinstance(module.__spec__.loader, _ThereAlready):
+            module.__spec__ = module.__spec__.loader_state
 
 
 def _real(name: str) -> ModuleType:
