@@ -17,7 +17,8 @@ def play(bench: Bench) -> Iterator[Row]:
     memory_bytes = bench.facts.found["gpus"][0]["memory_bytes"]
     part = min(1.0, max(PART, LEAST_BYTES / memory_bytes))
     what = f"profile in {part * memory_bytes / 2**30:.1f} GiB"
-    arguments = (*RESNET, "--batch", "8192", "--profile_s", str(_PROFILE_S))
+    profile_s = round(_PROFILE_S * max(1.0, bench.runs.patience))
+    arguments = (*RESNET, "--batch", "8192", "--profile_s", str(profile_s))
     done = bench.runs.alone("memory", *arguments, limit_s=bench.runs.left_s, GPU_MEMORY_PART=str(part))
     record = done.last("profile")
     if not record:
