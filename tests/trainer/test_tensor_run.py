@@ -12,12 +12,15 @@ import pytest
 import torch
 
 from orchestrator.remote.logs import is_secondary
+from orchestrator.results.analyse import analyse
+from tests.support.run_folders import Host, write_run
 from tests.support.trainer_ranks import of_event, records, started, trained
 from trainer.checkpoints.file import read_file
 from trainer.shared.config import SettingsError, parse_settings
 
 SHORT = ["--exp", "mnist_lenet", "--data", "synthetic", "--device", "cpu", "--samples", "176", "--batch", "32"]
 SHORT += ["--epochs", "1", "--augment", "none"]  # 6 updates, the last one of 16
+UNJUDGED = ["--eval_every", "0"]
 TENSOR = ["--strategy", "tensor", "--shares", "node0=5,node1=2"]
 ALONE = ["--strategy", "none"]
 DDP = ["--strategy", "ddp", "--bucket_mib", "1"]
@@ -88,6 +91,15 @@ def test_samples_and_losses_count_once_and_work_adds_up(
     assert epoch["samples"] == 176
 
 
+def test_a_report_counts_each_rank_by_its_part_of_the_work(tmp_path: Path, sliced: list[list[dict[str, Any]]]) -> None:
+    hosts = [Host("node0", gpu=None), Host("node1", gpu=None)]
+    run = write_run(tmp_path / "run", hosts, dict(enumerate(sliced)), settings={"strategy": "tensor", "batch": 32})
+    summary = analyse(run)
+    assert summary.samples_total == 176 and not summary.stages
+    part = summary.nodes[0].samples_per_s / summary.samples_per_s
+    assert part == pytest.approx(of_event(sliced[0], "start")[0]["work"], abs=0.02)
+
+
 @pytest.mark.parametrize("shares", ["node0=2,node1=5", "node0=0,node1=1"])
 def test_ddp_and_slices_go_on_from_each_others_checkpoint(
     folder: Path, sliced: list[list[dict[str, Any]]], alone: list[list[dict[str, Any]]], shares: str
@@ -96,13 +108,13 @@ def test_ddp_and_slices_go_on_from_each_others_checkpoint(
     which leaves a rank the sums.
     """
     ddp, again = folder / f"ddp-{shares}", folder / f"again-{shares}"
-    kept(ddp, [*DDP, "--steps", "4", "--resume", str(folder / "sliced" / "step-000000003.pt")], 2, every=2)
-    kept(again, ["--strategy", "tensor", "--shares", shares, "--resume", str(ddp / "step-000000004.pt")], 2)
+    kept(ddp, [*DDP, *UNJUDGED, "--steps", "4", "--resume", str(folder / "sliced" / "step-000000003.pt")], 2, every=2)
+    kept(again, ["--strategy", "tensor", *UNJUDGED, "--shares", shares, "--resume", str(ddp / "step-000000004.pt")], 2)
     assert furthest(again, folder / "alone") <= 1e-6
 
 
 def test_a_scaled_loss_is_taken_back_on_every_rank(folder: Path) -> None:
-    how = ["--accumulate", "2", "--amp", "fp16", "--channels_last", "on", "--steps", "3", "--eval_every", "0"]
+    how = ["--accumulate", "2", "--amp", "fp16", "--channels_last", "on", "--steps", "3", *UNJUDGED]
     kept(folder / "scaled", [*TENSOR, *how], 2)
     kept(folder / "scaled-alone", [*ALONE, *how], 1)
     assert furthest(folder / "scaled", folder / "scaled-alone", 3) <= 2e-3
@@ -110,7 +122,7 @@ def test_a_scaled_loss_is_taken_back_on_every_rank(folder: Path) -> None:
 
 def test_a_pause_before_calls_counts_as_computing(tmp_path: Path) -> None:
     """lenet's five layers are gathered once each, four have gradients of inputs added up."""
-    slow = ["--slow", "rank:1,at:call,ms:20", "--eval_every", "0", "--steps", "2"]
+    slow = ["--slow", "rank:1,at:call,ms:20", *UNJUDGED, "--steps", "2"]
     first, second = trained(tmp_path, [*SHORT, *TENSOR, *slow], 2)
     for waiting, held_up in zip(*(of_event(rank, "step") for rank in (first, second)), strict=True):
         assert held_up["compute_ms"] >= 9 * 20 and waiting["exposed_ms"] >= 9 * 20 - waiting["compute_ms"]
@@ -127,7 +139,7 @@ def test_slices_that_the_gpu_has_no_memory_for_are_refused_in_a_line(tmp_path: P
 def test_a_paced_rank_meets_one_that_computes(tmp_path: Path) -> None:
     """They exchange the same numbers in the same order, and none is learnt from."""
     paced = [{"ORCH_PACED": '{"samples_per_s": 2000}'}, {}]
-    lines = trained(tmp_path, [*SHORT, *TENSOR, "--steps", "3"], 2, of_ranks=paced)
+    lines = trained(tmp_path, [*SHORT, *TENSOR, *UNJUDGED, "--steps", "3"], 2, of_ranks=paced)
     for rank in lines:
         assert [line["loss"] for line in of_event(rank, "step")] == [None] * 3
     share_ms = 32 / 2000 * 1000 * of_event(lines[0], "start")[0]["work"]
