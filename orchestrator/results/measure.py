@@ -104,8 +104,8 @@ def measure(events: Events, plan: LaunchPlan) -> Figures:
 
 
 def _by_work(events: Events, ranks: Sequence[RankFigures]) -> dict[int, RankFigures]:
-    """A pipeline's samples pass every rank, and the first stage's alone count them: here each rank has contributed as
-    many as its part of the network's work on them is worth.
+    """A pipeline's samples pass every rank, as those of slices do, and some ranks alone count them: here each rank has
+    contributed as many as its part of the network's work on them is worth.
     """
     work = {rank: number(start, "work") for rank, start in events.latest("start").items()}
     parts = [work.get(one.rank) for one in ranks]

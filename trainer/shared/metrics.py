@@ -16,7 +16,7 @@ A value that JSON cannot hold (NaN, infinity) is written as null. Every line als
 | start | model, parameters, gradient_bytes | name; trainable parameters; bytes of a gradient; null: no training |
 | start | batch_per_rank | this rank's share of a full batch; null: no training |
 | start | batch_norm_groups | [samples, how many] of the groups that BatchNorm sees in a full batch; null: it has none |
-| start | work | its part of the whole network's work on a batch, in a pipeline; null: it has the whole network |
+| start | work | its part of the network's work on a batch (pipeline, tensor); null: it has the whole network |
 | start | steps | updates, or measurements, of the whole run |
 | start | paced | does this rank stand in for a GPU that is not there? |
 | start | settings | every setting, as `config.Settings` names them |
@@ -25,7 +25,7 @@ A value that JSON cannot hold (NaN, infinity) is written as null. Every line als
 | step | samples | this rank's since its previous step line: over an epoch and all ranks they add up to the data set |
 | step | t_ms | end of the previous step to the end of this one; starts again after an evaluation or checkpoint |
 | step | load_ms | until the batch lies on the device, what lies between two steps included |
-| step | compute_ms | then until this rank's own last gradient was ready; in a pipeline without its bubble |
+| step | compute_ms | then until its own last gradient was ready; without a pipeline's bubble, tensor's exchanges |
 | step | exposed_ms | then until the summed gradient was there: the wire and the wait for slower ranks |
 | step | comm_ms | with a gradient handed over and not yet summed, beside backward, or all exposed; local: exposed |
 | step | optim_ms | then until the weights were updated |
