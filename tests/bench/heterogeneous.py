@@ -45,7 +45,7 @@ GATHERED, ADDED_UP = 460_298, 450_048
 TWINS = ("a2000_v100", "a16_v100", "a2000_a2000", "a16_a16_a2000")
 FILES = {"slow": "lab_{}.yaml", "catalogue": "lab_{}_catalogue.yaml"}
 OF_A_SKEW = 800.0
-"""Samples a second of two hosts of which one is so many times as fast."""
+"""Samples a second of two hosts of which one is so many times as fast, or of one host's ranks."""
 ENOUGH = 0.9
 """Of the sum."""
 SHARED = {"strategy": "ddp", "shares": "fastest"}
@@ -97,10 +97,13 @@ def arguments() -> argparse.Namespace:
 
 
 def speeds_of(twin: str, asked: argparse.Namespace) -> dict[str, list[Host]]:
-    """`skew_5` is two hosts of which one is five times as fast, at one speed."""
+    """`skew_5` is two hosts of which one is five times as fast, at one speed; `inside_2` one host of two ranks."""
     if twin.startswith("skew_"):
         slower = OF_A_SKEW / (1 + float(twin.removeprefix("skew_")))
         return {"slow": [Host(f"n{n}", 1, pace, asked.link) for n, pace in enumerate((slower, OF_A_SKEW - slower))]}
+    if twin.startswith("inside_"):
+        ranks = int(twin.removeprefix("inside_"))
+        return {"slow": [Host("n0", ranks, OF_A_SKEW / ranks, asked.link)]}
     found = {}
     for name in asked.speeds.split(","):
         for folder in (ROOT / "inventory", ROOT / "tests" / "bench"):
