@@ -173,7 +173,7 @@ def wire_of(
     """The wire, and what is to be said of it."""
     costs = NCCL if plan.backend == "nccl" else GLOO
     if len(plan.nodes) == 1:
-        node, costs = plan.nodes[0], _with_gpus(costs, plan)
+        node, costs = plan.nodes[0], _with_gpus(measured_inside(costs, network) if network else costs, plan)
         return LinkCosts((Site(node.name, node.ranks, float("inf"), float("inf")),), costs), (_costs_words(costs),)
     if bandwidth_bps is not None:
         network = None  # a person's word goes before what was measured
@@ -183,6 +183,12 @@ def wire_of(
     sites = tuple(_site(node, network, bandwidth_bps) for node in plan.nodes)
     wire = LinkCosts(sites, costs, network.pairs if network else {})
     return wire, (_links_words(plan, network, bandwidth_bps), _costs_words(costs))
+
+
+def measured_inside(costs: Overheads, network: MeasuredLinks) -> Overheads:
+    source = f"ranks of one host as {network.job} measured them, {format_bandwidth(network.bps)} between two"
+    message_s, bps = network.message_s, network.bps
+    return dataclasses.replace(costs, call_s=0.0, source=source, local_message_s=message_s, local_bps=bps)
 
 
 def _with_gpus(costs: Overheads, plan: LaunchPlan) -> Overheads:
@@ -235,7 +241,7 @@ def _costs_words(costs: Overheads) -> str:
 
 def read_network(out: Path, plan: LaunchPlan, elsewhere: Iterable[Path] = ()) -> MeasuredLinks | None:
     """The newest collected run of collectives over (at least) these hosts: in the folder of collected runs, or among
-    run folders elsewhere.
+    run folders elsewhere. Of one host, over its ranks alone.
     """
     wanted = {node.name for node in plan.nodes}
     found_runs = [*out.glob(f"{COLLECTIVES}*"), *elsewhere]
@@ -245,17 +251,18 @@ def read_network(out: Path, plan: LaunchPlan, elsewhere: Iterable[Path] = ()) ->
             summary = Summary.load(RunFolder(folder))
         except OrchError:
             continue
-        here = summary.cluster == plan.cluster and wanted <= {node.name for node in summary.nodes}
+        seen = {node.name for node in summary.nodes}
+        here = summary.cluster == plan.cluster and wanted <= seen and (len(wanted) > 1 or len(seen) == 1)
         if here and (found := network_from(summary)):
             return found
     return None
 
 
 def network_from(summary: Summary) -> MeasuredLinks | None:
-    """None where its all_reduce was not measured at several sizes, or no link was used."""
+    """None where its all_reduce was not measured at several sizes, or there was a single rank."""
     ranks, found = summary.world_size, summary.collectives
     times = [time for time in found.times if time.operation == "all_reduce" and time.time_ms] if found else []
-    if ranks < 2 or len(summary.nodes) < 2 or not found or len({time.bytes for time in times}) < 2:
+    if ranks < 2 or not found or len({time.bytes for time in times}) < 2:
         return None
     latency_ms, gbps = latency_and_bandwidth({time.bytes: time.time_ms for time in times if time.time_ms})
     declared, bps = found.declared_gbps, 1e9 * gbps * bus_factor("all_reduce", ranks)
@@ -281,9 +288,9 @@ def latency_and_bandwidth(times_ms: Mapping[int, float]) -> tuple[float, float]:
 
 
 def _pairs(found: Collectives, names: Sequence[str], bps: float) -> dict[tuple[str, str], float]:
-    """Empty where not every path was measured."""
+    """Empty where not every path was measured, and of one host."""
     _, alone_gbps = link_matrix(found)
-    if len(alone_gbps) < len(names) * (len(names) - 1):
+    if len(names) < 2 or len(alone_gbps) < len(names) * (len(names) - 1):
         return {}
     slowest_gbps = min(alone_gbps[pair] for pair in zip(names, [*names[1:], names[0]], strict=True))
     return {pair: gbps / slowest_gbps * bps for pair, gbps in alone_gbps.items()}

@@ -107,6 +107,21 @@ def test_links_are_as_the_newest_run_of_collectives_measured_them(home, tmp_path
     assert any("latency as collectives-20261121-0912-abc" in words for words in document["basis"])
 
 
+def test_of_one_host_a_run_over_its_own_ranks_says_what_they_exchange(home, tmp_path):
+    """Not one over several hosts; nor does this one say anything of links."""
+    nodes = home.cluster().nodes
+    twice = tuple(node.model_copy(update={"ranks": 2}) for node in nodes)
+    home.save_cluster(home.cluster().model_copy(update={"nodes": twice}), current=True)
+    write_collectives(tmp_path / "runs", job="collectives-20261120-0912-all")
+    assumed = planned("--nodes", "v100")
+    inside = {"world_size": 2, "nodes": [{"name": "v100", "gpu": "x", "ranks": 2}]}
+    write_collectives(tmp_path / "runs", job="collectives-20261121-0912-one", gbps=0.5, **inside)
+    measured = planned("--nodes", "v100")
+    assert any("as collectives-20261121-0912-one measured them" in words for words in measured["basis"])
+    assert measured["best"]["exact"]["step_ms"] > 2 * assumed["best"]["exact"]["step_ms"]
+    assert any("measured by collectives-20261120-0912-all" in words for words in planned()["basis"])
+
+
 def test_a_run_of_collectives_gives_the_latency_of_one_message():
     found = network_from(Summary.model_validate(collectives()))
     assert found.message_s == pytest.approx(2000e-6 / 4, rel=0.001)
