@@ -1,6 +1,6 @@
 """The way to one host: through its jump hosts, each with its checked key and a login, until a deadline.
 
-    connection = Way(route, host_keys, accept_new, ask_passphrase, timeout_s=10).open(timeout_s=10)
+    connection = Dialler(route, host_keys, accept_new, ask_passphrase, timeout_s=10).open(timeout_s=10)
     connection.transport.open_session()
 
 Hundreds of hosts are dialled at once. Key exchanges cost our processor some 50 ms each, so few are under way at a time;
@@ -60,7 +60,7 @@ class Connection:
 
 
 @dataclass(frozen=True)
-class Way:
+class Dialler:
     """All that is needed to connect, again and again. look_only: refuse every last key as unknown, to see it."""
 
     route: tuple[Hop, ...]

@@ -25,7 +25,7 @@ import paramiko
 from orchestrator.errors import ConnectError, HostError, ProbeError
 from orchestrator.transport import MAX_OUTPUT_BYTES, CommandResult, heartbeat
 from orchestrator.transport.deadline import Deadline
-from orchestrator.transport.dial import Connection, Way
+from orchestrator.transport.dial import Connection, Dialler
 from orchestrator.transport.hostkeys import HostKeys, OfferedKey, UnknownHostKeyError
 from orchestrator.transport.login import AskPassphrase
 from orchestrator.transport.login import unlock as _unlock
@@ -57,7 +57,7 @@ def connect(
     ~/.ssh/config. Raises ConnectError, HostKeyError, AuthError, UsageError for a broken SSH configuration.
     """
     route = find_route(target, read_ssh_config(ssh_config))
-    transport = SshTransport(Way(route, host_keys, accept_new, ask_passphrase, timeout_s, dial_s=dial_s))
+    transport = SshTransport(Dialler(route, host_keys, accept_new, ask_passphrase, timeout_s, dial_s=dial_s))
     transport.open(timeout_s)
     return transport
 
@@ -85,9 +85,9 @@ def fetch_host_key(
     `host_keys.check(peer, key, accept_new=True)`, which refuses a key that is not the known one.
     """
     route = find_route(target, read_ssh_config(ssh_config))
-    way = Way(route, host_keys, False, ask_passphrase, timeout_s, look_only=True)
+    dialler = Dialler(route, host_keys, False, ask_passphrase, timeout_s, look_only=True)
     try:
-        way.open(timeout_s).close()
+        dialler.open(timeout_s).close()
     except UnknownHostKeyError as unknown:
         return unknown.offered
     raise ConnectError(target.node, "showed no host key", "try again")  # pragma: no cover - `look_only` always raises
@@ -96,15 +96,15 @@ def fetch_host_key(
 class SshTransport:
     """A `Transport` over one SSH connection, which is opened again when a command finds it broken."""
 
-    def __init__(self, way: Way) -> None:
-        self._way = way
+    def __init__(self, dialler: Dialler) -> None:
+        self._dialler = dialler
         self._lock = threading.Lock()
         self._connection: Connection | None = None
         self._closed = False
 
     @property
     def node(self) -> str:
-        return self._way.node
+        return self._dialler.node
 
     def open(self, timeout_s: float) -> paramiko.Transport:
         """The live connection; a new one where the last has ended. The host key is checked each time."""
@@ -115,7 +115,7 @@ class SshTransport:
                 raise ConnectError(self.node, "this connection was closed", "connect again")
             if self._connection is None or not self._connection.transport.is_active():
                 self._drop()
-                self._connection = self._way.open(timeout_s)
+                self._connection = self._dialler.open(timeout_s)
             return self._connection.transport
         finally:
             self._lock.release()
@@ -142,7 +142,7 @@ class SshTransport:
 
     @contextlib.contextmanager
     def stream(self, command: str, *, stdin: bytes | Iterable[bytes] = b"") -> Iterator[Iterator[bytes]]:
-        timeout_s = self._way.timeout_s
+        timeout_s = self._dialler.timeout_s
         with (
             RemoteCommand(self.open(timeout_s), command, stdin, hold_stdin=True, open_s=timeout_s) as running,
             contextlib.closing(self._chunks(running)) as chunks,
@@ -161,7 +161,7 @@ class SshTransport:
             running.exit_code(lambda: heartbeat.USER_TIMEOUT_S)  # a link that broke leaves none
 
     def _translated(self, late: str) -> contextlib.AbstractContextManager[None]:
-        return translated(self._way.route[-1], late)
+        return translated(self._dialler.route[-1], late)
 
     def _drop(self) -> None:
         if self._connection is not None:

@@ -51,7 +51,7 @@ class Stretch:
             self.by[name] = (before[0] + total, before[1] + times)
 
 
-class Course:
+class GpuCourse:
     """What one host's GPUs did, in stretches of equal length: the longer the run, the longer each, so that there are
     never more than 2 * POINTS of them.
     """
@@ -98,8 +98,8 @@ class Course:
                 yield number * self.stretch_s, total / times, 2 * stretch.slowed > stretch.readings
 
 
-def read_course(path: Path) -> Course:
-    course = Course()
+def read_course(path: Path) -> GpuCourse:
+    course = GpuCourse()
     for reading in readings(path):
         course.add(reading)
     return course
@@ -118,7 +118,7 @@ class GpuCharts:
     """How many hosts there would be to draw."""
 
 
-def gpu_charts(courses: Mapping[str, Course]) -> GpuCharts:
+def gpu_charts(courses: Mapping[str, GpuCourse]) -> GpuCharts:
     """A chart for each quantity of which a host reported two points. Of too many hosts those that were slowed most."""
     known = {name: course for name, course in courses.items() if course.lasted_s}
     most = sorted(known, key=lambda name: -known[name].slowed)[:HOSTS]

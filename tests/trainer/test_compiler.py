@@ -27,8 +27,8 @@ sys.modules[__name__].__class__ = Strict
 """,
     "late": "from . import config",
 }
-BEGIN = "import sys\nfrom trainer.compute.compiler import StandIn, keep_out\nkeep_out()\n"
-IS_OUT = "print(isinstance(sys.modules['torch._dynamo'], StandIn))"
+BEGIN = "import sys\nfrom trainer.compute.compiler import StandInModule, keep_out\nkeep_out()\n"
+IS_OUT = "print(isinstance(sys.modules['torch._dynamo'], StandInModule))"
 
 
 def said(code: str, *packages: Path) -> str:
@@ -84,7 +84,7 @@ def test_a_rank_that_trains_imports_no_compiler_before_it_is_asked_for() -> None
     pytest.importorskip("torchvision")
     code = f"""
 import trainer.train, tempfile, torch, torchvision.models, torch.distributed as dist
-from trainer.compute.compiler import StandIn
+from trainer.compute.compiler import StandInModule
 store = tempfile.NamedTemporaryFile()
 dist.init_process_group("gloo", init_method=f"file://{{store.name}}", rank=0, world_size=1)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))

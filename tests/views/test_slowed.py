@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from orchestrator.results.analyse import analyse
 from orchestrator.results.gpu_use import read_gpu_use
 from orchestrator.views import comparison
-from orchestrator.views.gpu_charts import HOSTS, POINTS, Course, gpu_charts, read_course
+from orchestrator.views.gpu_charts import HOSTS, POINTS, GpuCourse, gpu_charts, read_course
 from orchestrator.views.report import write_report
 from tests.support.run_folders import Host, lines, start, step, two_hosts, write_run
 
@@ -112,14 +112,14 @@ def test_two_gpus_of_one_rank_are_not_taken_for_one(tmp_path):
 # ---- drawn -----------------------------------------------------------------------------------------------------
 
 
-def course_of(tmp_path, events, name="gpu.jsonl") -> Course:
+def course_of(tmp_path, events, name="gpu.jsonl") -> GpuCourse:
     (tmp_path / name).write_bytes(lines(events))
     return read_course(tmp_path / name)
 
 
 @given(seconds=st.lists(st.floats(0, 1e8), min_size=2, max_size=40))
 def test_a_line_has_no_more_points_than_can_be_seen(seconds):
-    course, previous = Course(), 0.0
+    course, previous = GpuCourse(), 0.0
     for second in sorted(seconds):
         course.add(Sample(second))
     points = list(course.points("watts"))
@@ -139,7 +139,7 @@ class Sample:
 def test_each_host_is_a_line_and_its_slow_stretches_are_marked(tmp_path):
     slow = [reading(2 * n, 1200, CAP if 3 <= n < 6 else 0) for n in range(10)]
     free = [reading(2 * n, 1800) for n in range(10)]
-    drawn = gpu_charts({"a2000": course_of(tmp_path, slow), "v100": course_of(tmp_path, free), "cpu": Course()})
+    drawn = gpu_charts({"a2000": course_of(tmp_path, slow), "v100": course_of(tmp_path, free), "cpu": GpuCourse()})
     assert [chart.title for chart in drawn.charts] == ["GPU use, %", "SM clock, MHz", "power, W", "temperature, °C"]
     assert (drawn.hosts, drawn.unit, drawn.of) == (("a2000", "v100"), "seconds", 2)
     clock = drawn.charts[1]

@@ -25,13 +25,13 @@ def keep_out() -> None:
     if COMPILER in sys.modules:
         return
     # The modes and answers that torch has by itself for what is not compiled.
-    utils = StandIn(_UTILS, get_optimize_ddp_mode=lambda: "ddp_optimizer", is_compile_supported=lambda _: False)
-    rules = StandIn(_RULES, clear_lru_cache=_nothing)
-    compiler = StandIn(COMPILER, disable=_as_it_is, graph_break=_nothing, utils=utils, trace_rules=rules)
+    utils = StandInModule(_UTILS, get_optimize_ddp_mode=lambda: "ddp_optimizer", is_compile_supported=lambda _: False)
+    rules = StandInModule(_RULES, clear_lru_cache=_nothing)
+    compiler = StandInModule(COMPILER, disable=_as_it_is, graph_break=_nothing, utils=utils, trace_rules=rules)
     sys.modules.update({stand_in.__name__: stand_in for stand_in in (compiler, utils, rules)})
 
 
-class StandIn(ModuleType):
+class StandInModule(ModuleType):
     """A module of the compiler: some of its words; every other one leads to the real module."""
 
     def __init__(self, name: str, **words: Any) -> None:
@@ -67,7 +67,7 @@ class _ThereAlready:
 
 
 def _real(name: str) -> ModuleType:
-    if isinstance(sys.modules.get(COMPILER), StandIn):
+    if isinstance(sys.modules.get(COMPILER), StandInModule):
         for known in (COMPILER, _UTILS, _RULES):
             del sys.modules[known]
         sys.meta_path.insert(0, _ThereAlready())
