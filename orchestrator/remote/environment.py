@@ -65,35 +65,31 @@ def set_up(request: dict[str, Any], talk: Talk) -> dict[str, Any]:
     own = found if found and (request["any_torch"] or fits(found, wanted)) else None
     if own and not request["packages"]:
         return {**own, "python": sys.executable, "state": "own"}
-    user = {"owner": request["owner"], "cluster": request["cluster"]}
     with claimed(work):
         work.locks.mkdir(exist_ok=True)
         with alone_at(work.venv_lock, talk):
             # A version with a local part of our own: an environment above the host's own torch.
             venv = work.venv(f"{own['torch'].partition('+')[0]}+own" if own else request["torch"])
-            recipe = [sys.executable, own["torch"]] if own else list(request["requirements"])
-            state = base(work, venv, recipe, own, user, request, talk, deadline)
-            if request["packages"] and add(work, venv, user, request, talk, deadline) and state == "kept":
+            state = base(work, venv, own, request, talk, deadline)
+            if request["packages"] and add(work, venv, request, talk, deadline) and state == "kept":
                 state = "added"
             found = read_json(venv / VENV_MARKER)["found"]
     return {**found, "python": str(venv / "bin" / "python"), "state": state}
 
 
+def user_of(request: dict[str, Any]) -> dict[str, Any]:
+    return {"owner": request["owner"], "cluster": request["cluster"]}
+
+
 def base(
-    work: WorkFolder,
-    venv: Path,
-    recipe: list[str],
-    own: dict[str, str] | None,
-    user: dict[str, Any],
-    request: dict[str, Any],
-    talk: Talk,
-    deadline: float,
+    work: WorkFolder, venv: Path, own: dict[str, str] | None, request: dict[str, Any], talk: Talk, deadline: float
 ) -> str:
-    """An environment with torch: `kept` where it is there, whole and of this recipe, else `made`. own: the versions of
-    this Python, whose packages it is to have.
+    """An environment with torch: `kept` where it is there, whole and of the same recipe, else `made`. own: the versions
+    of this Python, whose packages it is to have.
     """
     python = venv / "bin" / "python"
-    marker = read_json(venv / VENV_MARKER)
+    recipe = [sys.executable, own["torch"]] if own else list(request["requirements"])
+    marker, user = read_json(venv / VENV_MARKER), user_of(request)
     users = [*others(marker, user), user]
     if "found" in marker and marker.get("requirements") == recipe and python.exists():
         write_json(venv / VENV_MARKER, {**marker, "users": users})
@@ -121,15 +117,13 @@ def see_own_packages(venv: Path) -> None:
     (packages / "own.pth").write_text("".join(f"{folder}\n" for folder in folders))
 
 
-def add(
-    work: WorkFolder, venv: Path, user: dict[str, Any], request: dict[str, Any], talk: Talk, deadline: float
-) -> bool:
+def add(work: WorkFolder, venv: Path, request: dict[str, Any], talk: Talk, deadline: float) -> bool:
     """Installs what a person's requirements ask for, torch as it is; False where that was done before."""
     marker = read_json(venv / VENV_MARKER)
     asked = {name: request[name] for name in ("packages", "constraints")}
     if marker.get("extra") == asked:
         return False
-    if rest := others(marker, user):
+    if rest := others(marker, user_of(request)):
         whose = ", ".join(f"cluster {one['cluster']} of {one['owner']['name']}" for one in rest)
         raise Refused(f"{venv} is also used by {whose}, whose packages would change", "set a `workdir:` of your own")
     refuse_if_used(work)
