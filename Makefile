@@ -43,7 +43,7 @@ demo: $(READY)
 
 # Four at a time, each file's tests in their order: most of them wait for other processes, and with fewer the cores stood idle.
 test: $(READY) packages
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(TESTS)
+	$(BIN)/python -m pytest --workers 4 $(TESTS)
 
 chaos: $(READY) packages
 	$(BIN)/python -m tests.chaos --resume --faults $(or $(FAULTS),60) --seed $(or $(SEED),1)

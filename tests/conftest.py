@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import trainer.compute  # noqa: F401 - before torchvision, for what it keeps out
+from tests.support.workers import Workers
 
 # Two threads that share a small sum spin while they wait for each other: on busy cores that takes twenty times the
 # processor. It is read where torch is imported, so the servers that ranks are forked from need it, too.
@@ -37,23 +38,25 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection(session):
+def pytest_collection():
     """What is imported and collected stays: Python need not look through it again and again for what may go."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.enable()
-        if hasattr(
-            session.config, "workerinput"
-        ):  # in a test run alone, libraries say at its end what stayed of theirs
-            gc.freeze()
+
+
+def pytest_addoption(parser):
+    text = "run the tests in so many processes, each file's in one of them and in their order"
+    parser.addoption("--workers", type=int, default=1, metavar="N", help=text)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
-    if not hasattr(config, "workerinput"):  # workers of pytest-xdist have nobody to tell
-        config.pluginmanager.register(FailuresAtOnce(config), "failures-at-once")
+    config.pluginmanager.register(FailuresAtOnce(config), "failures-at-once")
+    if config.option.workers > 1:
+        config.pluginmanager.register(Workers(config.option.workers), "workers")
 
 
 class FailuresAtOnce:
@@ -69,15 +72,6 @@ class FailuresAtOnce:
             screen.write_line("")
             screen.write_sep("!", f"{report.nodeid} ({report.when})", red=True)
             screen.write_line(report.longreprtext[-4000:])
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    if config.getoption("dist") == "loadfile":
-        from tests.support.together import TogetherScheduling
-
-        return TogetherScheduling(config, log)
-    return None
 
 
 LONGEST = """
