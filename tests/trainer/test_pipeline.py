@@ -150,7 +150,7 @@ def piped(rank: int, case: Case) -> dict[str, Tensor] | None:
         steps.step()
     pipeline.settle()
     if case.averages:
-        pipeline.average_statistics()
+        pipeline.average_statistics(part, ())
     state = part.state_dict()
     return {name: tensor.detach().clone() for name, tensor in state.items()}
 

@@ -49,10 +49,18 @@ WAYS = {
         "local_after": "5",
         "local_batch": "4",
     },
+    "pipelines": {
+        **LOCAL,
+        "strategy": "pipeline",
+        "stages": "node0:0,node1:1|node2:0,node3:1",
+        "accumulate": "2",
+        "local_overlap": "2",
+        "outer_momentum": "0.5",
+    },
     "exact": {"strategy": "allreduce", "loader": "workers"},
     "compressed": {"fidelity": "compressed", "compress_rank": "1", "compress_after": "3"},
 }
-IN_ROUNDS = ("waiting", "overlapped", "outer momentum", "local_batch", "exact first")
+IN_ROUNDS = ("waiting", "overlapped", "outer momentum", "local_batch", "exact first", "pipelines")
 NO_LOOK = {"eval_every": "0"}
 
 

@@ -165,7 +165,7 @@ def test_a_killed_rank_ends_all_and_no_other_blames_itself(tmp_path: Path) -> No
         ({"sync_bn": "true"}, "sync_bn: tensor's ranks each see the whole batch already"),
         ({"profile_s": "3"}, "profile_s: measures each rank alone"),
         ({"stages": "a:0-3"}, "stages: does nothing with strategy tensor; use pipeline"),
-        ({"fidelity": "local"}, "fidelity: local goes with strategy ddp, parameter_average, not with tensor"),
+        ({"fidelity": "local"}, "fidelity: local goes with strategy ddp, parameter_average, pipeline, not with tensor"),
     ],
 )
 def test_what_does_not_go_with_slices_is_said(pairs: dict[str, str], said: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -39,6 +40,18 @@ def flat_bytes(tensors: Iterable[Tensor]) -> Tensor:
     """Their bytes, one after the other."""
     none = torch.empty(0, dtype=torch.uint8)
     return torch.cat([none, *(tensor.detach().flatten().cpu().view(torch.uint8) for tensor in tensors)])
+
+
+def describe(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Their names, shapes and types, as bytes."""
+    rows = [[name, list(tensor.shape), str(tensor.dtype).partition(".")[2]] for name, tensor in tensors.items()]
+    return torch.tensor(list(json.dumps(rows).encode()), dtype=torch.uint8)
+
+
+def described_as(words: Tensor) -> dict[str, Tensor]:
+    """Tensors as `describe` has described them, without numbers."""
+    rows = json.loads(bytes(words.tolist()))
+    return {name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for name, shape, dtype in rows}
 
 
 def apart(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.checkpoints import parts
-from trainer.checkpoints.between_ranks import apart, broadcast, flat_bytes, gather
+from trainer.checkpoints.between_ranks import apart, broadcast, describe, described_as, flat_bytes, gather
 from trainer.checkpoints.file import (
     SCHEMA,
     Checkpoint,
@@ -103,14 +103,16 @@ class CheckpointKeeper:
         names = gather_lines(_name(run))
         sums = gather(torch.tensor([progress.loss_sum, progress.samples, progress.recent], dtype=torch.float64))
         of_this_rank = self._own_tensors()
-        own = [apart(flat, of_this_rank) for flat in gather(flat_bytes(of_this_rank.values()))]
+        described = gather(describe(of_this_rank))  # stages have weights of other shapes
+        flats = gather(flat_bytes(of_this_rank.values()))
+        own = [apart(flat, described_as(words)) for flat, words in zip(flats, described, strict=True)]
         random = gather(random_state())
         with shared_network(run, progress) as network:
             seen = network.state_dict() if run.info.rank == 0 else {}
             model = {name: tensor.detach().cpu().clone() for name, tensor in seen.items()}
             momentum = _momentum(run.optimizer)
             if run.strategy.parts:
-                model, momentum = self._joined(run.strategy.parts, momentum)
+                model, momentum = self._joined(network, run.strategy.parts, momentum)
         if run.info.rank != 0:
             return None
         return Checkpoint(
@@ -131,10 +133,12 @@ class CheckpointKeeper:
             random=random,
         )
 
-    def _joined(self, of_ranks: Parts, momentum: list[Tensor | None]) -> tuple[dict[str, Tensor], list[Tensor | None]]:
+    def _joined(
+        self, network: nn.Module, of_ranks: Parts, momentum: list[Tensor | None]
+    ) -> tuple[dict[str, Tensor], list[Tensor | None]]:
         """The whole network's state and momentum on rank 0, which alone holds it all, for as long as this takes."""
         run, whole = self.run, parts.skeleton(self.run)
-        gathered = gather(flat_bytes(parts.to_be_kept(run, of_ranks, whole, momentum).values()))
+        gathered = gather(flat_bytes(parts.to_be_kept(run, network, of_ranks, whole, momentum).values()))
         if run.info.rank != 0:
             return {}, []
         moves = any(tensor is not None for tensor in momentum)
@@ -148,12 +152,12 @@ class CheckpointKeeper:
         momentum, where weights alone are averaged.
         """
         run = self.run
-        if run.strategy.parts:
-            # Ranks that share a stage begin again with the mean of their BatchNorm statistics, which `model` has.
+        own = run.strategy.own_state()
+        if not run.strategy.parts:
+            # Ranks that share a part begin again with the mean of their BatchNorm statistics, which `model` has.
             # Training does not look at these, and an evaluation at their mean alone, which moves from update to update
             # by the mean of what the ranks see, whatever each began with.
-            return {}
-        own = numbered("statistics", running_statistics(run.model)) | run.strategy.own_state()
+            own |= numbered("statistics", running_statistics(run.model))
         own |= run.precision.own_scale()
         if run.settings.strategy == "parameter_average" or run.settings.fidelity == "local":
             own |= numbered("momentum", [tensor for tensor in _momentum(run.optimizer) if tensor is not None])
@@ -206,11 +210,14 @@ class CheckpointKeeper:
         if saved.scaler and (scaler := _scaler(run)):
             scaler.load_state_dict(saved.scaler)
         same = saved.world_size == run.info.world_size and saved.shares == list(run.stream.shares)
-        own = saved.own[rank] if same else for_other_ranks(saved, run.info.world_size)
+        same_parts = same and saved.settings.get("stages", "") == run.settings.stages
+        own = saved.own[rank] if same_parts else for_other_ranks(saved, run.info.world_size)
+        if of_ranks and not same_parts:
+            own = {}  # of a whole network, or of other parts of one
         run.strategy.expect(own)
         change = fill(self._own_tensors(), own)
         run.precision.take_scale(own)
-        if not same:
+        if not same_parts:
             run.strategy.regroup(run.stream.shares[rank] / run.stream.batch)
         how = "" if same else by_others(saved)
         run.console.say(f"going on from {source} after {self._updates(saved)} updates{how}{change}")

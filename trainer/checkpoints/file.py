@@ -187,7 +187,8 @@ def _check_form(saved: Checkpoint) -> None:
         raise ValueError("a rank's sums are incomplete")
     if not all(isinstance(one, Tensor) and one.is_floating_point() for own in saved.own for one in own.values()):
         raise TypeError("a rank's own state is not a tensor of floating point")
-    if any(_shapes(own) != _shapes(saved.own[0]) for own in saved.own):
+    have_parts = bool(saved.settings.get("stages"))
+    if not have_parts and any(_shapes(own) != _shapes(saved.own[0]) for own in saved.own):
         raise ValueError("the ranks' own states differ in name or shape")
     if not all(isinstance(tensor, Tensor) for tensor in saved.model.values()):
         raise TypeError("a weight is not a tensor")

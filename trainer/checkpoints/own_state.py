@@ -41,6 +41,8 @@ def for_other_ranks(saved: Checkpoint, world_size: int) -> dict[str, Tensor]:
     """What each of so many ranks begins with: of BatchNorm's statistics the mean by samples, of what compressing still
     owes an equal part of the sum, of all else the mean; the mean of the weights stands in `model`.
     """
+    if saved.settings.get("stages"):
+        return {}  # what each rank had belongs to a part of the network
     samples = torch.tensor([of_rank[2] for of_rank in saved.sums])
     parts = samples / samples.sum() if samples.sum() > 0 else torch.eye(saved.world_size)[0]
     found = {}

@@ -21,12 +21,16 @@ def skeleton(run: Run) -> nn.Module:
         return build_model(run.settings.model, run.facts.shape, run.facts.classes)
 
 
-def to_be_kept(run: Run, parts: Parts, whole: nn.Module, momentum: Sequence[Tensor | None]) -> dict[str, Tensor]:
-    """This rank's part of the network, and of SGD's momentum, less what a lower rank has as well."""
+def to_be_kept(
+    run: Run, network: nn.Module, parts: Parts, whole: nn.Module, momentum: Sequence[Tensor | None]
+) -> dict[str, Tensor]:
+    """This rank's part of the network, and of SGD's momentum, less what a lower rank has as well. network: what all
+    that hold this part share of it.
+    """
     wanted = parts.kept(run.info.rank, whole.state_dict(), whole)
     names = [name for name, _ in run.model.named_parameters()]
     moved = {of_momentum(name): one for name, one in zip(names, momentum, strict=True) if one is not None}
-    own = run.model.state_dict()
+    own = network.state_dict()
     return {name: own[name] for name in wanted} | {
         name: moved[name] for name in map(of_momentum, wanted) if name in moved
     }

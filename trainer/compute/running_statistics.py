@@ -14,7 +14,9 @@ have means and variances of their own, which some forward passes find (Izmailov 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,22 +55,39 @@ def estimate_running_statistics(model: nn.Module, batches: Iterable[Tensor]) -> 
     """Makes them the means over these images, each counted alike, and gives their number; leaves the counts of updates
     as they are. batches: of the size that BatchNorm sees in training, none of them empty.
     """
+    with estimating(model) as seen:
+        for images in batches:
+            seen(images)
+    return seen.samples
+
+
+class Seen:
+    """Calls a network whose statistics are being estimated. samples: so far."""
+
+    def __init__(self, model: nn.Module, norms: Sequence[Any]) -> None:
+        self.model, self.norms, self.samples = model, norms, 0
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        self.samples += len(inputs)
+        for norm in self.norms:
+            norm.momentum = len(inputs) / self.samples
+        output: Tensor = self.model(inputs)
+        return output
+
+
+@contextlib.contextmanager
+def estimating(model: nn.Module) -> Iterator[Seen]:
+    """The same for whoever passes the batches on by himself."""
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     kept = [
-        (norm, norm.momentum, norm.num_batches_tracked, norm.num_batches_tracked.clone())
+        (norm, norm.momentum, tracked, tracked.clone())
         for norm in norms
-        if norm.num_batches_tracked is not None  # track_running_stats=True
+        if (tracked := getattr(norm, "num_batches_tracked", None)) is not None  # which other stages' have not
     ]
     for norm, *_ in kept:
         norm.reset_running_stats()
-    samples = 0
     model.train()
-    for images in batches:
-        samples += len(images)
-        for norm, *_ in kept:
-            norm.momentum = len(images) / samples
-        model(images)
+    yield Seen(model, [norm for norm, *_ in kept])
     for norm, momentum, tracked, updates in kept:
         norm.momentum = momentum
         tracked.copy_(updates)
-    return samples

@@ -1,11 +1,11 @@
-"""The test data on their way through a pipeline: `for logits, labels in outputs(pipeline, batches): ...` on every rank.
+"""Data on their way through a pipeline: `for logits, labels in outputs(pipeline, part, batches): ...` on every rank.
 
 Each of the first stage's ranks sends its batches forward, and the ranks of the last stage see what comes of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch import Tensor
 
 _HEADER = 5
 """A tag: samples of the batch that follows, 0 at the end; and the rank that read them."""
+_PASSED = 6
+"""Likewise of `pass_on`: where an update has been announced, the other tags are waited for already."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +26,13 @@ class _Batch:
     reader: int
 
 
-def outputs(of: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits and labels on the last stage's ranks, nothing on the others. of: a Pipeline. batches: of a first stage's
-    rank.
+def outputs(
+    of: Any, part: Callable[[Tensor], Any], batches: Iterable[tuple[Tensor, Tensor]]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits and labels on the last stage's ranks, nothing on the others. of: a Pipeline. part: what this rank's stage
+    does. batches: of a first stage's rank.
     """
-    part = of.model
-    dtype = next(part.parameters()).dtype
+    dtype = next(of.model.parameters()).dtype
     following = of.following
     for batch in _read(of, batches) if of.is_first else _received(of, dtype):
         output: Any = part(batch.inputs)
@@ -41,6 +44,34 @@ def outputs(of: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple
         of.to_next[following].send(output)
     if following is not None:
         dist.send(torch.zeros(2, dtype=torch.int64), following, group=of.group, tag=_HEADER)
+
+
+def pass_on(of: Any, part: Callable[[Tensor], Any], batches: Iterable[Tensor]) -> None:
+    """Images through all stages of a pipeline, between any two updates, for what the stages see of them; on every rank.
+
+    of, part, batches: as of `outputs`.
+    """
+    following = of.following
+    for inputs in (batch.to(of.device) for batch in batches) if of.is_first else _passed(of):
+        output: Any = part(inputs)
+        if following is not None:
+            dist.send(torch.tensor([len(output)]), following, group=of.group, tag=_PASSED)
+            dist.send(output.cpu().contiguous(), following, group=of.group, tag=_PASSED)
+    if following is not None:
+        dist.send(torch.zeros(1, dtype=torch.int64), following, group=of.group, tag=_PASSED)
+
+
+def _passed(of: Any) -> Iterator[Tensor]:
+    dtype = next(of.model.parameters()).dtype
+    for source in of.preceding:
+        while True:
+            samples = torch.empty(1, dtype=torch.int64)
+            dist.recv(samples, source, group=of.group, tag=_PASSED)
+            if not samples:
+                break
+            inputs = torch.empty((int(samples), *of.cuts.before), dtype=dtype)
+            dist.recv(inputs, source, group=of.group, tag=_PASSED)
+            yield inputs.to(of.device)
 
 
 def _read(of: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[_Batch]:

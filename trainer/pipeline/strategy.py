@@ -18,18 +18,18 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.compute.brake import Brake
-from trainer.compute.models import fill_gradients, gradients_of
-from trainer.compute.running_statistics import REMEMBERED, average_running_statistics
+from trainer.compute.models import fill_gradients, gradients_of, has_batch_norm
+from trainer.compute.running_statistics import REMEMBERED, average_running_statistics, estimating
 from trainer.compute.timer import CpuTimer, Timer, covered_ms
 from trainer.pipeline.cuts import Cuts
-from trainer.pipeline.evaluation import outputs
+from trainer.pipeline.evaluation import outputs, pass_on
 from trainer.pipeline.layout import Layout, MicroBatch
 from trainer.pipeline.links import ACTIVATIONS, GRADIENTS, LABELS, LOSSES, Receiver, Sender
 from trainer.pipeline.paced import PacedStage
@@ -39,6 +39,7 @@ from trainer.shared.turns import Task, Turns, in_flight_of_rank
 from trainer.strategies.after_backward import allreduce_flat
 from trainer.strategies.base import Base, Exchange
 from trainer.strategies.gradient_sum import GradientSum
+from trainer.strategies.parameter_average import ParameterAverage
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,17 @@ class Done:
     """The mark before its result was handed over to another rank; None where it was not."""
 
 
+class Announced(NamedTuple):
+    """own: the micro-batches that this rank takes. of_pipeline: samples that its pipeline takes."""
+
+    own: list[MicroBatch]
+    of_pipeline: int
+
+
 class Pipeline(Base):
     """stage: this rank's. sums: over the ranks that hold the same blocks; None where no other does. group: carries what
-    crosses the cuts, by Gloo.
+    crosses the cuts, by Gloo. averages: of the weights of ranks that hold the same blocks; then each pipeline makes
+    updates of its own, and `sums` are over its own ranks.
     """
 
     def __init__(
@@ -73,7 +82,9 @@ class Pipeline(Base):
         brake: Brake,
         *,
         in_flight: int,
+        averages: ParameterAverage | None = None,
     ) -> None:
+        self.averages = averages
         self.stage, self.layout, self.cuts, self.group, self.sums = stage, layout, cuts, group, sums
         self.parts = StageParts(layout)
         self.timer, self.brake = timer, brake
@@ -83,15 +94,15 @@ class Pipeline(Base):
         self.pipeline, self.number = place.pipeline, place.stage
         stages = layout.ranks[place.pipeline]
         self.is_first, self.is_last = place.stage == 0, place.stage == len(stages) - 1
-        lanes = len(stages[place.stage])
-        self.in_flight = in_flight_of_rank(in_flight, len(stages), place.stage, lanes)
+        self.lanes = len(stages[place.stage])
+        self.in_flight = in_flight_of_rank(in_flight, len(stages), place.stage, self.lanes)
         self.samples = 0
         """Of the last update, on this rank."""
         self.recent = 0.0
         """The same of all updates, older ones counted less, as BatchNorm's running statistics count them."""
         self.news = threading.Condition()
-        self.ahead: deque[list[MicroBatch]] = deque()
-        """Of each update that was announced and has not begun, the micro-batches that this rank takes."""
+        self.ahead: deque[Announced] = deque()
+        """The updates that were announced and have not begun."""
         before = () if self.is_first else stages[place.stage - 1]
         behind = () if self.is_last else stages[place.stage + 1]
         labels = not (self.is_first and self.is_last)
@@ -137,11 +148,8 @@ class Pipeline(Base):
     def model(self) -> nn.Module:
         return self.stage.part
 
-    def whole(self) -> nn.Module:
-        return self.stage.part
-
     def outputs(self, network: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-        return outputs(self, batches)
+        return outputs(self, network, batches)
 
     def announce(self, sizes: Mapping[int, Sequence[int]]) -> None:
         """Makes room for what an update's neighbours will send. Called for each update, in their order, before it or
@@ -160,7 +168,7 @@ class Pipeline(Base):
                 self.labels[one.ranks[0]].expect((one.size,), torch.int64)
         for receiver in self.losses.values():
             receiver.expect((2,), torch.float64)
-        self.ahead.append(own)
+        self.ahead.append(Announced(own, sum(map(sum, sizes.values()))))
 
     def update(self, images: Tensor, labels: Tensor, batch: int) -> tuple[Tensor, Exchange]:
         """Leaves in .grad the gradient of the mean loss over the whole batch, for this stage's weights.
@@ -168,14 +176,17 @@ class Pipeline(Base):
         images, labels: this rank's, of the first stage, in its micro-batches' order; of the oldest update that was
         announced. Gives the sum of the losses that this rank has computed.
         """
-        own = self.ahead.popleft()
+        own, of_pipeline = self.ahead.popleft()
         self.samples = sum(one.size for one in own)
         self.recent = REMEMBERED * self.recent + self.samples
-        run = Update(self, own, images, labels, batch)
+        run = Update(self, own, images, labels, of_pipeline if self.averages else batch)
         loss_sum, done = run.run()
         waits = tuple((one.since, one.begin) for one in done if one.since is not None)
         said = self._said(loss_sum)
         self.brake.pause("sync")
+        if self.averages:
+            self.averages.count(of_pipeline / self.lanes, of_all=batch)
+            self.averages.pause_before_call()
         computed = self.timer.mark()
         held_up_s = 0.0
         if self.sums:
@@ -216,12 +227,50 @@ class Pipeline(Base):
             loss, samples = loss + of_others, samples + int(judged)
         return loss.to("cpu", non_blocking=True), samples
 
-    def average_statistics(self) -> None:
+    # ---- where pipelines beside each other average -------------------------------------------------------------
+
+    def whole(self) -> nn.Module:
+        return self.averages.whole() if self.averages else self.stage.part
+
+    @property
+    def keeps_statistics(self) -> bool:
+        return self.averages is None or self.averages.keeps_statistics
+
+    def average_statistics(self, network: nn.Module, batches: Iterable[Tensor]) -> None:
         """BatchNorm's, over the ranks that hold the same blocks, each counted by its samples."""
-        if self.sums:
-            average_running_statistics(self.model, self.sums.group, self.recent)
+        samples: float = self.recent
+        if not self.keeps_statistics and self._has_statistics(network):
+            with torch.no_grad(), estimating(network) as seen:
+                pass_on(self, seen, batches)
+            samples = seen.samples
+        group = self.averages.sums.group if self.averages else self.sums.group if self.sums else None
+        if group:
+            average_running_statistics(network, group, samples)
+
+    def _has_statistics(self, network: nn.Module) -> bool:
+        """Any rank of all pipelines."""
+        own = torch.tensor([float(has_batch_norm(network))])
+        dist.all_reduce(own, group=self.group)
+        return bool(own.item())
+
+    def after_update(self) -> None:
+        if self.averages:
+            self.averages.after_update()
+
+    def own_state(self) -> dict[str, Tensor]:
+        return self.averages.own_state() if self.averages else {}
+
+    def expect(self, kept: Mapping[str, Tensor]) -> None:
+        if self.averages:
+            self.averages.expect(kept)
+
+    def regroup(self, part: float) -> None:
+        if self.averages:
+            self.averages.regroup(part)
 
     def settle(self) -> None:
+        if self.averages:
+            self.averages.settle()
         for sender in [*self._senders, self.to_speaker] if self.to_speaker else self._senders:
             sender.settle()
 

@@ -39,11 +39,12 @@ from trainer.shared.experiments import DataSet
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.pace import Pace
 from trainer.shared.shares import Speed, scale_shares
-from trainer.shared.stages import parse_stages, stage_names
+from trainer.shared.stages import ALONE, parse_stages, stage_names
 from trainer.shared.turns import PER_STAGE, in_flight_of_rank
 from trainer.strategies.base import share_initial_state
 from trainer.strategies.gradient_sum import DTYPES as SENT_IN
 from trainer.strategies.gradient_sum import GradientSum
+from trainer.strategies.parameter_average import ParameterAverage
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ def plan_pipeline(settings: Settings, facts: DataSet, info: RankInfo, speeds: Se
         chain = survey(settings.model, facts.shape, facts.classes)
         try:
             pipelines = parse_stages(settings.stages) or balanced(chain, _speeds_of_stages(nodes, speeds))
+            if settings.fidelity == "local" and len(pipelines) == 1:
+                raise ValueError(ALONE)
             return PipelinePlan(tuple(chain), Layout.of(pipelines, nodes, len(chain)))
         except ValueError as error:
             raise TrainError(f"stages: {error}") from error
@@ -117,16 +120,36 @@ def build_pipeline(
         stage = PacedStage(part, cuts, splits=splits)
     else:
         stage = Stage(part, precision, reads=cuts.before is None, splits=splits)
+    averages, is_local = None, settings.fidelity == "local"
     for held in zip(*layout.ranks, strict=True):
-        ranks = sorted(rank for lanes in held for rank in lanes)
-        if len(ranks) == 1:
-            continue
-        peers = cast("dist.ProcessGroup", dist.new_group(ranks, backend=dist.get_backend(group), timeout=TIMEOUT))
-        if rank in ranks:
-            sums = GradientSum(peers, brake=brake, executor=executor)  # its relay would take all ranks to make
+        if peers := _group_of([rank for lanes in held for rank in lanes], group):
             share_initial_state(part, peers)
+            if is_local:
+                averages = build_averages(settings, part, peers, timer, brake, executor)
+            else:
+                sums = GradientSum(peers, brake=brake, executor=executor)  # its relay would take all ranks to make
+        for lanes in held if is_local else ():
+            if own := _group_of(lanes, group):
+                sums = GradientSum(own, brake=brake, executor=executor)
     links = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=TIMEOUT))
-    return Pipeline(stage, layout, cuts, links, sums, timer, brake, in_flight=settings.in_flight)
+    return Pipeline(stage, layout, cuts, links, sums, timer, brake, in_flight=settings.in_flight, averages=averages)
+
+
+def _group_of(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """Made by all ranks together; None for those that are not of it, and for a single one."""
+    if len(ranks) == 1:
+        return None
+    made = dist.new_group(sorted(ranks), backend=dist.get_backend(like), timeout=TIMEOUT)
+    return cast("dist.ProcessGroup", made) if dist.get_rank() in ranks else None
+
+
+def build_averages(
+    settings: Settings, part: nn.Module, group: dist.ProcessGroup, timer: Timer, brake: Brake, executor: Executor
+) -> ParameterAverage:
+    """group: the ranks of all pipelines that hold the same blocks."""
+    sums = GradientSum(group, dtype=SENT_IN[settings.sent_as], brake=brake, executor=executor)
+    outer = (settings.outer_lr, settings.outer_momentum)
+    return ParameterAverage(part, sums, timer, brake, settings.local_steps, settings.overlap, *outer)
 
 
 def cuts_of(settings: Settings, plan: PipelinePlan, rank: int) -> Cuts:

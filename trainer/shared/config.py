@@ -22,7 +22,7 @@ from trainer.shared.alpha_beta import BUS_FACTORS
 from trainer.shared.experiments import DATA_SETS, EXPERIMENTS, TRAINING, DataSet
 from trainer.shared.shares import PROFILED, parse_shares, parse_speeds
 from trainer.shared.slow import Slow, parse_slow
-from trainer.shared.stages import parse_stages
+from trainer.shared.stages import ALONE, parse_stages
 
 STRATEGIES = (
     *("ddp", "allreduce", "allreduce_flat", "reduce_broadcast", "gather_scatter", "allgather", "reduce_scatter"),
@@ -32,7 +32,7 @@ FIDELITIES = {
     "exact": STRATEGIES,
     "half": ("ddp", "allreduce_flat", "allreduce", "pipeline", "tensor"),
     "compressed": ("ddp", "allreduce_flat"),
-    "local": ("ddp", "parameter_average"),
+    "local": ("ddp", "parameter_average", "pipeline"),
 }
 """How faithful the sums are, and the strategies that can be so."""
 SWITCH = ("auto", "on", "off")
@@ -338,6 +338,20 @@ class Settings:
             mistakes.append("sync_bn: a pipeline's BatchNorm sees a micro-batch; use accumulate=1, or ddp")
         if self.profile_s:
             mistakes.append("profile_s: measures each rank alone, a pipeline has none; use strategy ddp")
+        if self.fidelity == "local":
+            mistakes += self._mistakes_of_local_pipelines()
+        return mistakes
+
+    def _mistakes_of_local_pipelines(self) -> list[str]:
+        mistakes = []
+        if self.stages and "|" not in self.stages:
+            mistakes.append(f"stages: {ALONE}")
+        if self.local_batch:
+            mistakes.append("local_batch: a pipeline's micro-batches make one update; use accumulate")
+        if self.local_after:
+            mistakes.append("local_after: pipelines average from the first update on; leave it out")
+        if self.amp == "fp16":
+            mistakes.append("amp: fp16 leaves out updates that overflow, of which each pipeline has its own; use bf16")
         return mistakes
 
     def _mistakes_of_tensor(self) -> list[str]:

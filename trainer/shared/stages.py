@@ -39,6 +39,7 @@ class Stage:
         return f"{self.node}:{self.first}-{self.last}"
 
 
+ALONE = "fidelity=local: a single pipeline has none to average with; cut several (with a | between them), or use exact"
 Pipelines = tuple[tuple[Stage, ...], ...]
 """The stages of each pipeline, in the order in which samples pass them."""
 

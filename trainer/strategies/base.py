@@ -73,8 +73,10 @@ class Strategy(Protocol):
         its device.
         """
 
-    def average_statistics(self) -> None:
-        """BatchNorm's, over all that hold the same part, where ranks hold parts."""
+    def average_statistics(self, network: nn.Module, batches: Iterable[Tensor]) -> None:
+        """BatchNorm's, over all that hold the same part, where ranks hold parts. network: `whole`. batches: of training
+        images that this rank reads, from which they are estimated again where they belong to other weights.
+        """
 
     @property
     def keeps_statistics(self) -> bool:
@@ -137,7 +139,7 @@ class WholeNetwork:
     def outputs(self, network: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
         return ((network(images), labels) for images, labels in batches)
 
-    def average_statistics(self) -> None:
+    def average_statistics(self, network: nn.Module, batches: Iterable[Tensor]) -> None:
         raise NotImplementedError  # parts is None
 
 

@@ -77,17 +77,27 @@ class ParameterAverage(Base):
 
     def backward_alone(self, loss_sum: Tensor, samples: int) -> None:
         self.accumulate(loss_sum, samples, samples)
+        self.count(samples, of_all=0)
+
+    def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
+        self.accumulate(loss_sum, samples, samples)
+        self.count(samples, of_all=batch)
+        self.brake.pause("sync")
+        self.pause_before_call()
+        return Exchange(self.timer.mark())
+
+    def count(self, samples: float, of_all: int) -> None:
+        """Called before the weights move by the gradient of so many samples. of_all: those of all ranks in an update
+        that all of them make, 0 in one of this rank's own.
+        """
         if not self.has_begun:
             self._begin()
         self.samples += samples
+        self.samples_of_all += of_all
 
-    def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
-        self.backward_alone(loss_sum, samples)
-        self.samples_of_all += batch
-        self.brake.pause("sync")
+    def pause_before_call(self) -> None:
         if self.updates + 1 >= self.every:
             self.brake.pause("call")
-        return Exchange(self.timer.mark())
 
     def after_update(self) -> None:
         self.updates += 1

@@ -44,7 +44,7 @@ class TensorParallel(Base):
             if self.counts:
                 yield pair
 
-    def average_statistics(self) -> None:
+    def average_statistics(self, network: nn.Module, batches: Iterable[Tensor]) -> None:
         """BatchNorm's are the same on all ranks."""
 
 

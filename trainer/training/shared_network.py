@@ -30,7 +30,7 @@ def shared_network(run: Run, progress: Progress) -> Iterator[nn.Module]:
     own = [(buffer, buffer.clone()) for buffer in network.buffers()]
     try:
         if run.strategy.parts:
-            run.strategy.average_statistics()
+            run.strategy.average_statistics(network, training_images(run))
         elif has_batch_norm(network):
             samples = progress.recent if run.strategy.keeps_statistics else estimated_again(run, network)
             average_running_statistics(network, run.group, samples)
