@@ -15,6 +15,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +283,7 @@ def _or_nothing(show: Any) -> Any:
     return lambda value, *more: NOTHING if value is None else show(value, *more)
 
 
+@cache
 def _environment() -> Environment:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
