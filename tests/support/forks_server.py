@@ -29,17 +29,35 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def orch() -> Callable[[list[str]], Any]:
+    """With what its commands import, read or make when they come to it."""
     names = (
         "controller",
+        "cli.run_options",
+        "planning.variables",
+        "planning.secret_files",
+        "forecast.imagined",
+        "hosts.consent",
         "views.following",
         "views.comparison",
+        "views.launch_plan",
+        "views.plan",
+        "views.documents",
+        "views.cluster_table",
         "jobs.collect",
         "views.report",
         "results.analyse",
         "measuring.sweep",
+        "transport.ssh",
+        "transport.local",
+        "transport.sources",
     )
-    for name in (*names, "transport.ssh", "transport.local"):
-        import_module(f"orchestrator.{name}")
+    made = {name: import_module(f"orchestrator.{name}") for name in names}
+    import_module("rich._emoji_codes")
+    made["planning.secret_files"].is_secret(Path(__file__).parent, "forks.py")
+    made["views.report"]._environment().get_template("report.html.j2")
+    sources = made["transport.sources"]
+    for program in ("probe", "prepare", "control", "reader", "belongings"):
+        sources.pack(program, sources.shipped_sources())
     from orchestrator.cli import main
 
     return lambda words: main(words, prog_name="orch")
