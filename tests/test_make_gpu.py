@@ -261,10 +261,13 @@ def of_ranks(tmp_path, *losses_of_ranks):
 
 def test_losses_of_two_stages_are_held_against_those_of_one_process(tmp_path):
     alone = of_ranks(tmp_path, [4.0, 2.0])
-    assert cut.loss_off(alone, of_ranks(tmp_path, [0.0, 0.0], [4.0, 2.0])) == 0
-    assert cut.loss_off(alone, of_ranks(tmp_path, [0.0, 0.0], [4.0, 2.5])) == 0.25
+    assert cut.losses_off(alone, of_ranks(tmp_path, [0.0, 0.0], [4.0, 2.0])) == [0, 0]
+    assert cut.losses_off(alone, of_ranks(tmp_path, [0.0, 0.0], [4.0, 2.5])) == [0, 0.25]
     with pytest.raises(ValueError, match="shorter"):
-        cut.loss_off(alone, of_ranks(tmp_path, [4.0]))
+        cut.losses_off(alone, of_ranks(tmp_path, [4.0]))
+    row = cut._compared(alone, of_ranks(tmp_path, [4.0, 2.5]), 1, is_stand_in=False)
+    assert (row.value, row.verdict) == (0, "as expected")
+    assert row.note == "as a part of a step's; 0.0e+00 in the first 1, 2.5e-01 in 2 steps"
 
 
 def test_all_parts_together_take_no_longer_than_is_said():
