@@ -54,9 +54,10 @@ def with_stages(draft: Draft, view: ForecastInputs) -> Draft:
         return draft  # the ranks cut it themselves, by their speeds
     found = pipeline_for(view.scene, settings, draft.request.chosen)
     if found is None:
+        ranks = "four hosts (fidelity=local: two pipelines)" if settings.fidelity == "local" else "two ranks"
         raise UsageError(
             "strategy=pipeline: no cut of this network fits these hosts",
-            "it takes two ranks or more, and memory for each part: leave hosts out with --nodes, or use ddp",
+            f"it takes {ranks} or more, and memory for each part: leave hosts out with --nodes, or use ddp",
         )
     return settled(draft, found, "strategy=pipeline")
 
