@@ -42,6 +42,9 @@ FEW = 16
 """More hosts than this are left out kind by kind."""
 ENDS = 4
 """With more kinds than FEW, this many of the slowest are left out in turn, and as many of the fastest run alone."""
+UNSURE = 2.0
+"""Tensor is preferred where it is predicted to be so many times as fast as any other way. Two ranks of one host did
+0.57 to 1.12 of what was predicted, on cores that others kept busy (docs/cutting.md)."""
 Policy = Literal["equal", "measured"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
@@ -214,7 +217,12 @@ def choices(scene: Scene, candidates: Sequence[Way]) -> list[Choice]:
         for way in candidates
         if policy in by_batch[way.local_batch]
     ]
-    return sorted(unsorted, key=lambda choice: -choice.samples_per_s)
+    return sorted(unsorted, key=lambda choice: -preference(choice.forecast.way.strategy, choice.samples_per_s))
+
+
+def preference(strategy: str, samples_per_s: float) -> float:
+    """What ways are chosen by: their speed, as far as it can be relied on."""
+    return samples_per_s / UNSURE if strategy == "tensor" else samples_per_s
 
 
 def splits(scene: Scene, local_batch: int) -> dict[Policy, tuple[int, ...]]:

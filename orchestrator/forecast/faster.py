@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from orchestrator.forecast.advice import Policy, Scene, fewer, splits, ways
+from orchestrator.forecast.advice import Policy, Scene, fewer, preference, splits, ways
 from orchestrator.forecast.cut import pipeline_for
 from orchestrator.forecast.inputs import (
     ForecastInputs,
@@ -58,12 +58,12 @@ def faster_ways(plan: LaunchPlan, view: ForecastInputs, chosen: Collection[str])
     scenes = (view.scene, *_fewer(plan, view))
     options = [_best(settings, view, scene, candidates) for scene in scenes if scene.holds_whole]
     options += [] if plan.elastic else [_cut(settings, view, scene, chosen) for scene in scenes]
-    speeds = sorted((option for option in options if option), key=lambda each: -each.samples_per_s)
+    speeds = sorted((option for option in options if option), key=lambda each: -_preference(each))
     ones = [option for option in speeds if len(option.hosts) == 1 < len(plan.nodes)]
     best, alone = speeds[:1], ones[:1]
     if alone and best[0].samples_per_s < WORTH * alone[0].samples_per_s:
         best = []  # fewer hosts are simpler
-    worth = [option for option in (*best, *alone) if option.samples_per_s > WORTH * now.samples_per_s]
+    worth = [option for option in (*best, *alone) if _preference(option) > WORTH * now.samples_per_s]
     return tuple(_faster(plan, settings, view, option, now.samples_per_s) for option in worth)
 
 
@@ -127,7 +127,11 @@ def _best(
         for way, pairs in candidates
         for policy in splits(scene, way.local_batch)
     )
-    return max((option for option in options if option), key=lambda each: each.samples_per_s, default=None)
+    return max((option for option in options if option), key=_preference, default=None)
+
+
+def _preference(option: _Option) -> float:
+    return preference(option.settings.strategy, option.samples_per_s)
 
 
 def _option(

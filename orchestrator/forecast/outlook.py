@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from orchestrator.errors import UsageError
-from orchestrator.forecast.advice import ways
+from orchestrator.forecast.advice import preference, ways
 from orchestrator.forecast.cut import pipeline_for, prediction_of_pipeline, settled
 from orchestrator.forecast.inputs import ForecastInputs, allowed, forecast_in, kept, way_of
 from orchestrator.forecast.slices import BASIS
@@ -62,11 +62,12 @@ def with_best_way(draft: Draft, settings: Settings, view: ForecastInputs) -> Dra
         if (changes := runnable(settings, way, chosen))
     ]
     cut = None if draft.request.elastic else pipeline_for(view.scene, settings, chosen)
-    if cut and cut.samples_per_s > max((each.samples_per_s for each, _ in forecasts), default=0.0):
+    speeds = (preference(each.way.strategy, each.samples_per_s) for each, _ in forecasts)
+    if cut and cut.samples_per_s > max(speeds, default=0.0):
         return settled(draft, cut, f"strategy=auto ({fidelity})")
     if not forecasts:
         raise UsageError(f"strategy=auto: no strategy fits fidelity {fidelity} and these settings", "name one")
-    forecast, changes = max(forecasts, key=lambda each: each[0].samples_per_s)
+    forecast, changes = max(forecasts, key=lambda each: preference(each[0].way.strategy, each[0].samples_per_s))
     words = ", ".join(f"{key}={value}" for key, value in changes.items())
     predicted = f"predicted at {format_figure(forecast.samples_per_s)} samples/s"
     return draft.settled(changes, f"strategy=auto: {words} ({fidelity}), {predicted}")

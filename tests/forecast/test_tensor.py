@@ -203,8 +203,13 @@ def test_faster_links_never_slow_it_and_no_step_is_shorter_than_its_slowest_rank
 # ---- among the other ways -------------------------------------------------------------------------------------------
 
 
-def test_it_is_the_best_way_where_the_gradient_is_large_and_the_batch_small_and_nowhere_else():
-    slow, few = (scene_of(RESNET, batch, (Speed(0, 3), Speed(0, 1.2))) for batch in (256, 8))
+def test_it_is_preferred_where_it_is_far_the_best_way_and_nowhere_else():
+    """The gradient is large, the batch small, and a message costs little; its predictions are not relied on further."""
+    slow, near = (scene_of(RESNET, batch, (Speed(0, 3), Speed(0, 1.2))) for batch in (256, 8))
+    few = scene_of(RESNET, 8, (Speed(0, 3), Speed(0, 1.2)), costs=dataclasses.replace(GLOO, message_s=1e-4))
+    assert forecast(near, Way("ddp"), (4, 4)).step_ms / 2 < forecast(near, TENSOR, (4, 4)).step_ms
+    assert forecast(near, TENSOR, (4, 4)).step_ms < forecast(near, Way("ddp"), (4, 4)).step_ms
+    assert advise(near).best["exact"].forecast.way.strategy == "ddp"
     assert advise(slow).best["exact"].forecast.way.strategy == "ddp"
     assert advise(scene_of(LENET, 256, (Speed(0, 3), Speed(0, 1.2)))).best["exact"].forecast.way.strategy == "ddp"
     assert advise(few).best["exact"].forecast.way == TENSOR
