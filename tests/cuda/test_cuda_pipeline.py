@@ -35,7 +35,7 @@ def numbered() -> None:
     import torch
 
     from trainer.pipeline.stage import Stage
-    from trainer.pipeline.strategy import Update
+    from trainer.pipeline.update import Update
 
     def counted(run):
         def of_update(self):
