@@ -1,6 +1,7 @@
 """What every test gets: no SSH configuration, agent or orch state of the person who runs them."""
 
 import gc
+import itertools
 import multiprocessing
 import os
 import signal
@@ -75,8 +76,8 @@ class FailuresAtOnce:
 
 
 LONGEST = """
-chaos/test_chaos trainer/test_strategies trainer/test_checkpoint trainer/test_spawn trainer/test_run
-remote/test_supervisor cuda/test_cuda_speed cuda/test_cuda_time_line lab/test_jobs jobs/test_elastic jobs/test_resume
+trainer/test_checkpoint cuda/test_cuda_speed trainer/test_strategies chaos/test_chaos trainer/test_spawn
+trainer/test_run remote/test_supervisor cuda/test_cuda_time_line lab/test_jobs jobs/test_elastic jobs/test_resume
 provision/test_setup neighbours/test_neighbours jobs/test_log_fidelity hosts/test_ownership
 studies/test_sweep lab/test_resume lab/test_itself jobs/test_controller_crash lab/test_ports
 planning/test_profiles cli/test_readme jobs/test_rescan results/test_analyse cli/test_node_add remote/test_host_limits
@@ -92,9 +93,16 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
+NUMBERS = itertools.count()
+
+
 @pytest.fixture(autouse=True)
-def _nobody_in_particular(monkeypatch, tmp_path):
-    monkeypatch.setenv("ORCH_HOME", str(tmp_path / "orch-home"))
+def _nobody_in_particular(request, monkeypatch, tmp_path_factory):
+    if "tmp_path" in request.fixturenames:
+        folder = request.getfixturevalue("tmp_path")
+    else:  # a place is enough: no folder for each of thousands of tests
+        folder = tmp_path_factory.getbasetemp() / f"nobody-{next(NUMBERS)}"
+    monkeypatch.setenv("ORCH_HOME", str(folder / "orch-home"))
     monkeypatch.setenv("ORCH_SSH_CONFIG", "/dev/null")
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
     monkeypatch.delenv("ORCH_CLUSTER", raising=False)
