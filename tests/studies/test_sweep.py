@@ -166,7 +166,7 @@ def test_a_job_that_runs_on_but_cannot_be_followed_is_not_started_a_second_time(
     running = SimpleNamespace(state="running")
     job = SimpleNamespace(plan="its plan", record=running, refresh=lambda: running, reach=dict)
     store = SimpleNamespace(plan=lambda job: "its plan")
-    found = SimpleNamespace(store=store, job_of={"its plan": job}.get)
+    found = SimpleNamespace(store=store, jobs=SimpleNamespace(of={"its plan": job}.get))
     monkeypatch.setattr(one, "controller", found)
 
     def refused(*_):
