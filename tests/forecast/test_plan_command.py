@@ -114,6 +114,7 @@ def test_of_one_host_a_run_over_its_own_ranks_says_what_they_exchange(home, tmp_
     home.save_cluster(home.cluster().model_copy(update={"nodes": twice}), current=True)
     write_collectives(tmp_path / "runs", job="collectives-20261120-0912-all")
     assumed = planned("--nodes", "v100")
+    assert not any("measured them" in words for words in assumed["basis"])
     inside = {"world_size": 2, "nodes": [{"name": "v100", "gpu": "x", "ranks": 2}]}
     write_collectives(tmp_path / "runs", job="collectives-20261121-0912-one", gbps=0.5, **inside)
     measured = planned("--nodes", "v100")
