@@ -81,11 +81,13 @@ class Update:
 
     def _has_input(self, one: MicroBatch) -> bool:
         of = self.of
-        images = of.is_first or of.inputs[one.ranks[of.number - 1]].has_arrived
-        return images and (not of.labels or of.labels[one.ranks[0]].has_arrived)
+        images: bool = of.is_first or of.inputs[one.ranks[of.number - 1]].has_arrived
+        labels: bool = not of.labels or of.labels[one.ranks[0]].has_arrived
+        return images and labels
 
     def _has_gradient(self, one: MicroBatch) -> bool:
-        return self.of.is_last or self.of.gradients[one.ranks[self.of.number + 1]].has_arrived
+        came: bool = self.of.is_last or self.of.gradients[one.ranks[self.of.number + 1]].has_arrived
+        return came
 
     def _do(self, task: Task) -> tuple[int, float | None, Any]:
         """The number of its micro-batch, when what it needs came, and the mark before its result was handed over."""
