@@ -21,8 +21,10 @@ from orchestrator.jobs.listing import Output, checkpoint_globs, is_here, list_ou
 from orchestrator.jobs.pull import Pulled
 from orchestrator.paths import RunFolder
 from orchestrator.transport.ask import ConnectedHost
+from orchestrator.transport.sources import shipped_sources
 from tests.support.broken_link import Breaking
 from tests.support.local_job import gang
+from tests.support.wire import marker_of
 
 WRITES = """
 import os, sys
@@ -195,7 +197,8 @@ def test_a_file_that_never_rests_is_left_and_reported(wrote, run, monkeypatch):
     path.write_bytes(b"0" * 100)
     try:
         wanted = {"a": [o for o in listed(wrote)["a"].files if o.name == "src/busy.log"]}
-        host = ConnectedHost(Meddling(wrote.hosts["a"].transport, path), sys.executable, None, wrote.hosts["a"].workdir)
+        host = wrote.hosts["a"]
+        monkeypatch.setattr("orchestrator.transport.ask.shipped_sources", lambda: meddling_with(path))
         found = pulling.pull(wrote.plan, {"a": host}, run, wanted, lambda _: None, lambda name: host)
         assert "changes while it is read" in found["a"].left["src/busy.log"]
         assert here(run, "a") == {}
@@ -203,18 +206,12 @@ def test_a_file_that_never_rests_is_left_and_reported(wrote, run, monkeypatch):
         path.unlink()
 
 
-class Meddling:
-    """A host on which a file is written all the time: each `os.pread` of the sender appends to it."""
-
-    def __init__(self, transport, path):
-        self.node, self._transport, self._path = transport.node, transport, path
-
-    def stream(self, command, *, stdin):
-        text = b"".join([stdin] if isinstance(stdin, bytes) else stdin)
-        meddle = b"hole = min(_data_after"
-        append = f"open({str(self._path)!r}, 'ab').write(b'more')\\n    ".encode()
-        assert meddle in text
-        return self._transport.stream(command, stdin=text.replace(meddle, append + meddle))
+def meddling_with(path):
+    """What is sent to a host on which the file is written all the time: each look of the sender at it appends to it."""
+    sources, name, meddle = shipped_sources(), "orch_remote.pieces", "hole = min(_data_after"
+    assert meddle in sources[name]
+    append = f"open({str(path)!r}, 'ab').write(b'more')\n    "
+    return sources | {name: sources[name].replace(meddle, append + meddle)}
 
 
 # ---- patterns -------------------------------------------------------------------------------------------------
@@ -273,8 +270,7 @@ class Liar:
     @contextmanager
     def stream(self, command, *, stdin):
         text = b"".join([stdin] if isinstance(stdin, bytes) else stdin)
-        marker = json.loads(text.splitlines()[-1])["marker"].encode()
-        yield iter([self._answers.pop(0).replace(b"MARKER", marker)])
+        yield iter([self._answers.pop(0).replace(b"MARKER", marker_of(text))])
 
 
 def lies(*answers):

@@ -22,6 +22,7 @@ from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.local import LocalTransport
 from tests.support.lab import lab
 from tests.support.terminal import Person
+from tests.support.wire import marker_of
 from trainer.shared.config import parse_settings
 
 RAW = "MNIST/raw"
@@ -343,10 +344,7 @@ class Liar:
 
     @contextmanager
     def stream(self, command, *, stdin):
-        request = next(iter(stdin))
-        marker = json.loads(request.splitlines()[-2] if not request.endswith(b"\n") else request.splitlines()[-1])[
-            "marker"
-        ]
+        marker = marker_of(next(iter(stdin))).decode()
         yield (f"{marker}{json.dumps(word)}{marker}".encode() for word in self.words)
 
 
