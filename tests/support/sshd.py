@@ -144,7 +144,7 @@ def wait_for(condition: Any, what: str, timeout_s: float = 10.0) -> None:
 
 def _children(pid: int) -> list[int]:
     """Of sshd: one process a connection, and one more where it separated its privileges."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it may just have ended
         direct = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
         return [grandchild for child in direct for grandchild in [*_children(child), child]]
     return []
