@@ -30,11 +30,16 @@ def memory_needed(anatomy: Anatomy, pace: Pace, samples: int) -> int:
         if not fits:
             alone = f"the network takes {anatomy.state_bytes / 2**30:.1f} GiB by itself"
             remedy = f"{alone}: strategy=pipeline gives each host a part of it"
-        raise TrainError(
-            f"out of memory: {samples} samples take {needed / 2**30:.1f} GiB, the GPU that this rank stands in for has "
-            f"{pace.memory_bytes / 2**30:.1f} GiB: at most {fits} samples fit; {remedy}"
-        )
+        raise out_of_memory(f"{samples} samples", needed, pace.memory_bytes, f"at most {fits} samples fit; {remedy}")
     return needed
+
+
+def out_of_memory(what: str, needed_bytes: int, has_bytes: int, remedy: str) -> TrainError:
+    """what: takes more than the GPU that the rank stands in for has; in the plural."""
+    return TrainError(
+        f"out of memory: {what} take {needed_bytes / 2**30:.1f} GiB, the GPU that this rank stands in for has "
+        f"{has_bytes / 2**30:.1f} GiB: {remedy}"
+    )
 
 
 def most_samples(anatomy: Anatomy, pace: Pace) -> int | None:

@@ -9,13 +9,13 @@ from trainer.compute.microbatches import MicroBatches
 from trainer.compute.models import build_model, has_batch_norm
 from trainer.data.sample_stream import SampleStream
 from trainer.paced.anatomy import dissect
-from trainer.paced.memory import keep_freed_memory, memory_needed
+from trainer.paced.memory import memory_needed
 from trainer.paced.standin import StandIn
 from trainer.paced.stopwatch import Stopwatch
 from trainer.ranks.rank_info import RankInfo
 from trainer.setup.batch_norm import check_batch_norm, check_pairs, check_whole_batch
+from trainer.setup.paced import keep_records, refuse_arithmetic
 from trainer.shared.config import Settings
-from trainer.shared.errors import TrainError
 from trainer.shared.experiments import DataSet
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.pace import Pace
@@ -54,15 +54,9 @@ def stand_in(
     """Raises TrainError where the share would not fit into the memory of the GPU that is stood in for, and for what
     would need its arithmetic.
     """
-    asked = {"strategy=fsdp": settings.strategy == "fsdp", "sync_bn=true": settings.sync_bn}
-    asked[f"amp={settings.amp}"] = settings.amp != "none"
-    for setting, is_set in asked.items():
-        if is_set:
-            raise TrainError(f"{setting} needs ranks that compute, this one is paced: leave it out, or leave paced out")
+    refuse_arithmetic(settings)
     anatomy = dissect(settings.model, facts.shape, facts.classes)
     needed = memory_needed(anatomy, pace, share)
     stopwatch = Stopwatch(pace, seed=(settings.seed, info.rank))
-    keep_freed_memory()
-    metrics.peak_memory_bytes = lambda: needed
-    metrics.lateness = lambda: stopwatch.median_lateness(settings.warmup_steps)
+    keep_records(metrics, settings, stopwatch, needed)
     return StandIn(anatomy, stopwatch, facts.classes)

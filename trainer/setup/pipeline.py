@@ -19,7 +19,7 @@ from trainer.compute.precision import DTYPES as COMPUTED_IN
 from trainer.compute.precision import Full
 from trainer.compute.timer import Timer
 from trainer.data.sample_stream import SampleStream
-from trainer.paced.memory import keep_freed_memory
+from trainer.paced.memory import out_of_memory
 from trainer.paced.part import PacedPart
 from trainer.paced.stage_clock import StageClock
 from trainer.pipeline.chain import Block, balanced, survey
@@ -33,6 +33,7 @@ from trainer.ranks.agreement import gather_lines, together
 from trainer.ranks.process_group import TIMEOUT
 from trainer.ranks.rank_info import RankInfo
 from trainer.setup.batch_norm import check_batch_norm, check_pairs
+from trainer.setup.paced import keep_records, refuse_arithmetic
 from trainer.shared.config import Settings
 from trainer.shared.errors import TrainError
 from trainer.shared.experiments import DataSet
@@ -44,7 +45,7 @@ from trainer.shared.turns import PER_STAGE, in_flight_of_rank
 from trainer.strategies.base import share_initial_state
 from trainer.strategies.gradient_sum import DTYPES as SENT_IN
 from trainer.strategies.gradient_sum import GradientSum
-from trainer.strategies.parameter_average import ParameterAverage
+from trainer.strategies.parameter_average import ParameterAverage, averaged
 
 
 @dataclass(frozen=True)
@@ -148,8 +149,7 @@ def build_averages(
 ) -> ParameterAverage:
     """group: the ranks of all pipelines that hold the same blocks."""
     sums = GradientSum(group, dtype=SENT_IN[settings.sent_as], brake=brake, executor=executor)
-    outer = (settings.outer_lr, settings.outer_momentum)
-    return ParameterAverage(part, sums, timer, brake, settings.local_steps, settings.overlap, *outer)
+    return averaged(settings, part, sums, timer, brake)
 
 
 def cuts_of(settings: Settings, plan: PipelinePlan, rank: int) -> Cuts:
@@ -194,17 +194,15 @@ def paced_part(
     """sizes: the micro-batches that pass this rank. Raises TrainError where the GPU that is stood in for has not enough
     memory, and for what would need its arithmetic.
     """
-    if settings.amp != "none":
-        raise TrainError(
-            f"amp={settings.amp} needs ranks that compute, this one is paced: leave it out, or leave paced out"
-        )
+    refuse_arithmetic(settings)
     own = plan.layout.stage(info.rank)
     needed = memory_of_stage(settings, plan, info.rank, sizes)
     if pace.memory_bytes is not None and needed > pace.memory_bytes:
-        raise TrainError(
-            f"out of memory: blocks {own.first} to {own.last} with {max(sizes, default=0)} samples a micro-batch take "
-            f"{needed / 2**30:.1f} GiB, the GPU that this rank stands in for has {pace.memory_bytes / 2**30:.1f} GiB: "
-            "give its host fewer blocks, or use a larger accumulate, a smaller in_flight, or schedule=1f1b"
+        raise out_of_memory(
+            f"blocks {own.first} to {own.last} with {max(sizes, default=0)} samples a micro-batch",
+            needed,
+            pace.memory_bytes,
+            "give its host fewer blocks, or use a larger accumulate, a smaller in_flight, or schedule=1f1b",
         )
     clock = StageClock(
         pace,
@@ -212,9 +210,7 @@ def paced_part(
         sum(block.kernels for block in plan.blocks(info.rank)),
         seed=(settings.seed, info.rank),
     )
-    keep_freed_memory()
-    metrics.peak_memory_bytes = lambda: needed
-    metrics.lateness = lambda: clock.median_lateness(settings.warmup_steps)
+    keep_records(metrics, settings, clock, needed)
     with torch.device("meta"):
         model = build_model(settings.model, facts.shape, facts.classes)
     return PacedPart(list(part_of(model, own).parameters()), clock)

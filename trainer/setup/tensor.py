@@ -11,11 +11,11 @@ from trainer.compute.brake import Brake
 from trainer.compute.flat_buffer import bytes_of
 from trainer.compute.timer import Timer
 from trainer.paced.anatomy import dissect
-from trainer.paced.memory import keep_freed_memory
+from trainer.paced.memory import out_of_memory
 from trainer.paced.stage_clock import StageClock
 from trainer.ranks.rank_info import RankInfo
+from trainer.setup.paced import keep_records, refuse_arithmetic
 from trainer.shared.config import Settings
-from trainer.shared.errors import TrainError
 from trainer.shared.experiments import DataSet
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.pace import Pace
@@ -70,22 +70,18 @@ def paced_slices(
     """sizes: micro-batches of the whole batch. Raises TrainError where the GPU that is stood in for has not enough
     memory, and for what would need its arithmetic.
     """
-    if settings.amp != "none":
-        raise TrainError(
-            f"amp={settings.amp} needs ranks that compute, this one is paced: leave it out, or leave paced out"
-        )
+    refuse_arithmetic(settings)
     anatomy = dissect(settings.model, facts.shape, facts.classes)
     whole = {name: weight.detach() for name, weight in anatomy.model.named_parameters()}
     weights = list(SlicedParts(plan.layers).held(info.rank, whole, anatomy.model).values())
     needed = 3 * bytes_of(*weights) + bytes_of(*anatomy.model.buffers()) + max(sizes) * anatomy.activation_bytes
     if pace.memory_bytes is not None and needed > pace.memory_bytes:
-        raise TrainError(
-            f"out of memory: its slices and the activations of {max(sizes)} samples take {needed / 2**30:.1f} GiB, the "
-            f"GPU that this rank stands in for has {pace.memory_bytes / 2**30:.1f} GiB: use a smaller batch, or "
-            "accumulate=N; strategy=pipeline splits activations, too"
+        raise out_of_memory(
+            f"its slices and the activations of {max(sizes)} samples",
+            needed,
+            pace.memory_bytes,
+            "use a smaller batch, or accumulate=N; strategy=pipeline splits activations, too",
         )
     clock = StageClock(pace, plan.work(info.rank), 1, seed=(settings.seed, info.rank))
-    keep_freed_memory()
-    metrics.peak_memory_bytes = lambda: needed
-    metrics.lateness = lambda: clock.median_lateness(settings.warmup_steps)
+    keep_records(metrics, settings, clock, needed)
     return PacedSlices(weights, clock, plan.layers, info.rank, facts.classes)

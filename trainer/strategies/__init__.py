@@ -47,7 +47,7 @@ from trainer.strategies.ddp import Ddp
 from trainer.strategies.exact_first import ExactFirst
 from trainer.strategies.fsdp import Fsdp
 from trainer.strategies.gradient_sum import DTYPES, GradientSum
-from trainer.strategies.parameter_average import ParameterAverage
+from trainer.strategies.parameter_average import ParameterAverage, averaged
 from trainer.strategies.single import Alone
 
 __all__ = ["Exchange", "Strategy", "build_strategy", "local_loss", "weighted"]
@@ -100,8 +100,7 @@ def build_strategy(
 def _lesser(settings: Settings, model: nn.Module, sums: GradientSum, timer: Timer, brake: Brake) -> Strategy:
     if settings.fidelity == "compressed":
         return Compressed(model, sums, timer, brake, settings.compress_rank)
-    outer = (settings.outer_lr, settings.outer_momentum)
-    return ParameterAverage(model, sums, timer, brake, settings.local_steps, settings.overlap, *outer)
+    return averaged(settings, model, sums, timer, brake)
 
 
 def _exact(settings: Settings, model: nn.Module, sums: GradientSum, timer: Timer, brake: Brake) -> Strategy:

@@ -30,6 +30,7 @@ from trainer.compute.flat_buffer import bytes_of, flatten, parts_of, unflatten
 from trainer.compute.models import trainable
 from trainer.compute.timer import Timer
 from trainer.shared import gpu_work
+from trainer.shared.config import Settings
 from trainer.shared.errors import TrainError
 from trainer.strategies.base import Base, Exchange, share_initial_state
 from trainer.strategies.gradient_sum import GradientSum
@@ -205,3 +206,9 @@ class ParameterAverage(Base):
             self._step(self.start, self.velocity, self.way)
         self.under_way = False
         self.samples = self.samples_of_all * part
+
+
+def averaged(settings: Settings, model: nn.Module, sums: GradientSum, timer: Timer, brake: Brake) -> ParameterAverage:
+    """As the settings of `fidelity=local` have it."""
+    outer = (settings.outer_lr, settings.outer_momentum)
+    return ParameterAverage(model, sums, timer, brake, settings.local_steps, settings.overlap, *outer)

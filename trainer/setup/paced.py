@@ -1,0 +1,28 @@
+"""What the three kinds of paced ranks (whole network, stage, slices) have alike when a run begins."""
+
+from __future__ import annotations
+
+from trainer.paced.memory import keep_freed_memory
+from trainer.paced.stage_clock import StageClock
+from trainer.paced.stopwatch import Stopwatch
+from trainer.shared.config import Settings
+from trainer.shared.errors import TrainError
+from trainer.shared.metrics import MetricsWriter
+
+
+def refuse_arithmetic(settings: Settings) -> None:
+    """Raises TrainError for settings that would need a GPU's arithmetic."""
+    asked = {"strategy=fsdp": settings.strategy == "fsdp", "sync_bn=true": settings.sync_bn}
+    asked[f"amp={settings.amp}"] = settings.amp != "none"
+    for setting, is_set in asked.items():
+        if is_set:
+            raise TrainError(f"{setting} needs ranks that compute, this one is paced: leave it out, or leave paced out")
+
+
+def keep_records(
+    metrics: MetricsWriter, settings: Settings, stopwatch: Stopwatch | StageClock, needed_bytes: int
+) -> None:
+    """The run's records will say what memory the GPU would need, and how late this rank was."""
+    keep_freed_memory()
+    metrics.peak_memory_bytes = lambda: needed_bytes
+    metrics.lateness = lambda: stopwatch.median_lateness(settings.warmup_steps)
