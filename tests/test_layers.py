@@ -71,6 +71,7 @@ TRAINER_ORDER = [
     "training",
     "setup",
     "checkpoints",
+    "session",
     "measure",
 ]
 """The packages of trainer/: each knows those above it in this list alone; the files at its root know all."""

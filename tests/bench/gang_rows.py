@@ -27,18 +27,19 @@ import torch
 import torch.distributed as dist
 
 from trainer import interrupt
-from trainer.checkpoints.checkpoint import CheckpointKeeper, Progress
 from trainer.paced.anatomy import dissect
 from trainer.paced.part import PacedPart
 from trainer.paced.standin import StandIn
 from trainer.ranks.process_group import join, leave
 from trainer.ranks.rank_info import RankInfo, read_rank_info
+from trainer.session.session import Session
 from trainer.setup import assemble, network, tensor
 from trainer.setup.assemble import set_up
 from trainer.shared.config import parse_settings
 from trainer.shared.metrics import MetricsWriter
 from trainer.strategies.parameter_average import ParameterAverage
 from trainer.train import train_epoch
+from trainer.training.progress import Progress
 from trainer.training.run import Run
 
 
@@ -58,7 +59,9 @@ def main() -> None:
                 dist.barrier()
                 begin = file.stat().st_size if file else 0
                 began_s, before, on_time = time.perf_counter(), core_ticks(), len(late_s(run))
-                train_epoch(run, Progress(block), CheckpointKeeper(run))
+                session = Session(run)
+                session.progress = Progress(block)
+                train_epoch(session)
                 block_s, busy = time.perf_counter() - began_s, busy_since(before)
                 end_rounds(run.strategy)
                 facts = {"row": name, "block": block, "block_s": block_s, "busy": busy, "late_s": late_s(run)[on_time:]}

@@ -21,15 +21,16 @@ import torch
 from rack import end_orderly_on_term, show_machine, spread
 from torch.nn.functional import cross_entropy
 
-from trainer.checkpoints.checkpoint import CheckpointKeeper, Progress
 from trainer.compute.models import build_model
 from trainer.data.loading import open_batches
 from trainer.data.sample_stream import RankBatches, SampleStream
 from trainer.ranks.rank_info import read_rank_info
+from trainer.session.session import Session
 from trainer.setup.assemble import set_up
 from trainer.shared.config import parse_settings
 from trainer.shared.metrics import EVENT_FIELDS, MetricsWriter
 from trainer.train import train_epoch
+from trainer.training.progress import Progress
 from trainer.training.run import Run
 
 WARMUP_BLOCKS = 2
@@ -53,9 +54,9 @@ def compare(exp: str, batch: int, steps: int, blocks: int) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         run = set_up(settings, read_rank_info({}), MetricsWriter(Path(folder, "metrics.jsonl")))
         run.console.speaks = False
-        bare, keeper = BareLoop(run), CheckpointKeeper(run)
+        bare, session = BareLoop(run), Session(run)
         times_s: dict[str, list[float]] = {"trainer": [], "bare loop": []}
-        turns = {"trainer": lambda epoch: train_epoch(run, Progress(epoch), keeper), "bare loop": bare.epoch}
+        turns = {"trainer": lambda epoch: one_epoch(session, epoch), "bare loop": bare.epoch}
         for epoch in range(epochs):
             for name in list(turns) if epoch % 2 else reversed(list(turns)):
                 begin = time.perf_counter()
@@ -70,6 +71,11 @@ def compare(exp: str, batch: int, steps: int, blocks: int) -> bool:
     part = line_us / 1000 / step_ms
     print(f"  a step's line is written in {line_us:.0f} us, {part:.3%} of a step of {step_ms:.1f} ms", flush=True)
     return ratio >= 0.97 and part < 0.01
+
+
+def one_epoch(session: Session, epoch: int) -> None:
+    session.progress = Progress(epoch)
+    train_epoch(session)
 
 
 class BareLoop:

@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from torchvision.models.resnet import BasicBlock, ResNet
 
 from tests.support.gloo_ranks import Gang, group_of
+from tests.support.pipeline_update import updated
 from trainer.checkpoints import parts
 from trainer.compute.brake import NO_BRAKE
 from trainer.compute.models import stages_of
@@ -146,7 +147,7 @@ def piped(rank: int, case: Case) -> dict[str, Tensor] | None:
         images, labels = images.split(counts)[rank], labels.split(counts)[rank]
         steps.zero_grad()
         pipeline.announce(of_rank)
-        pipeline.update(images, labels, batch)
+        updated(pipeline, images, labels, batch)
         steps.step()
     pipeline.settle()
     if case.averages:

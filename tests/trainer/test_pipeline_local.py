@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tests.support.gloo_ranks import Gang, group_of
+from tests.support.pipeline_update import updated
 from tests.trainer.test_pipeline import BLOCKS, network, optimiser, samples, shapes
 from trainer.compute.brake import NO_BRAKE
 from trainer.compute.precision import Full
@@ -118,7 +119,7 @@ def averaged(rank: int, case: Case) -> dict[str, Tensor]:
         pipeline.announce({one: case.sizes[layout.first_ranks.index(one)] for one in readers})
         steps.zero_grad()
         averages.samples += case.heavier * (place.pipeline == 0)
-        pipeline.update(images, labels, sum(map(sum, case.sizes)))
+        updated(pipeline, images, labels, sum(map(sum, case.sizes)))
         steps.step()
         pipeline.after_update()
         pipeline.whole()  # a look changes nothing

@@ -24,6 +24,7 @@ from trainer.checkpoints.file import read_file
 from trainer.compute.models import running_statistics
 from trainer.compute.running_statistics import estimate_running_statistics
 from trainer.ranks.rank_info import RankInfo
+from trainer.session import session
 from trainer.setup import assemble, network
 from trainer.shared import experiments
 from trainer.shared.config import parse_settings
@@ -83,7 +84,7 @@ def in_the_gang(lenet: bool = False) -> Iterator[list[Run]]:
     few = dataclasses.replace(experiments.DATA_SETS["mnist"], test_samples=100)
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(assemble, "join", lambda *_: group_of(RANKS)))
-        stack.enter_context(patch.object(training, "leave", lambda: None))
+        stack.enter_context(patch.object(session, "leave", lambda: None))
         stack.enter_context(patch.object(training, "set_up", noted))
         stack.enter_context(patch.dict(experiments.DATA_SETS, mnist=few))
         if not lenet:

@@ -21,12 +21,12 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.utils.data import DataLoader
 
-from trainer.checkpoints.checkpoint import CheckpointKeeper
 from trainer.compute.running_statistics import average_running_statistics
 from trainer.compute.timer import CpuTimer
 from trainer.ranks.agreement import together
 from trainer.ranks.process_group import join, leave
 from trainer.ranks.rank_info import RankInfo
+from trainer.session.session import Session
 from trainer.setup import assemble
 from trainer.shared.config import STRATEGIES, Settings, parse_settings
 from trainer.shared.errors import TrainError
@@ -36,7 +36,6 @@ from trainer.shared.slow import PLACES
 from trainer.strategies import build_strategy, local_loss, weighted
 from trainer.train import train_epoch
 from trainer.training.evaluate import judged
-from trainer.training.progress import Progress
 from trainer.training.run import Run
 
 WORLD_SIZE = 3
@@ -101,7 +100,7 @@ def braked_steps(group: Any, rank: int, folder: str, strategy: str, place: str) 
     run.strategy.model.register_forward_hook(lambda *_: events.append("forward"))
     for parameter in run.model.parameters():
         parameter.register_hook(lambda _: events.append("gradient"))
-    train_epoch(run, Progress(), CheckpointKeeper(run))
+    train_epoch(Session(run))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [line for line in lines if line["event"] == "step"][2:], events[: events.index("sync") + 1]
 
@@ -110,7 +109,7 @@ def paced_steps(group: Any, rank: int, folder: str, strategy: str) -> list[Any]:
     """The losses of three steps in which rank 1 stands in for a GPU."""
     path = Path(folder) / f"paced-{strategy}-{rank}.jsonl"
     run = set_up(group, rank, path, Pace(samples_per_s=1e4) if rank == 1 else None, strategy=strategy, steps="3")
-    train_epoch(run, Progress(), CheckpointKeeper(run))
+    train_epoch(Session(run))
     return [line["loss"] for line in map(json.loads, path.read_text().splitlines()) if line["event"] == "step"]
 
 
@@ -125,7 +124,7 @@ def local_updates(group: Any, rank: int) -> tuple[list[int], int, float]:
     sizes = [size for _ in range(2) for size in run.micro_batches.sizes(run.stream.shares, rank)]
     batches = [(images.clone(), labels) for images, labels in run.batches][:2]
     begun = torch.nn.utils.parameters_to_vector(alone.parameters())
-    train_epoch(run, Progress(), CheckpointKeeper(run))
+    train_epoch(Session(run))
     images, labels = (torch.cat(parts).split(sizes) for parts in zip(*batches, strict=True))
     for part in zip(images, labels, strict=True):
         optimizer.zero_grad()

@@ -13,8 +13,8 @@ from __future__ import annotations
 import itertools
 import statistics
 
-import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from trainer.compute.models import stages_of
 from trainer.compute.timer import Mark
@@ -61,9 +61,9 @@ class Passes:
         last = len(self.stages) - 1
         forward = [timer.mark()]
         for number, stage in enumerate(self.stages):
-            passed = stage.forward(passed, labels if number == last else None, 0.0)
+            passed = stage.forward(passed, 0.0) if number < last else judged(stage, passed, labels)
             forward.append(timer.mark())
-        gradient: torch.Tensor | None = None
+        gradient: Tensor | None = None
         back: list[tuple[Mark, Mark, Mark]] = []
         begin = forward[-1]
         for stage in reversed(self.stages):
@@ -77,3 +77,11 @@ class Passes:
             Lap(timer.ms(*ahead), timer.ms(behind[0], behind[1]), timer.ms(behind[1], behind[2]))
             for ahead, behind in zip(itertools.pairwise(forward), reversed(back), strict=True)
         ]
+
+
+def judged(stage: Stage, inputs: Tensor, labels: Tensor) -> Tensor:
+    """As a run's last stage is: with the loss that its loop computes."""
+    inputs = stage.enter(inputs)
+    with stage.precision.autocast():
+        loss_sum = cross_entropy(stage.part(inputs), labels, reduction="sum")
+    return stage.judge(inputs, loss_sum)

@@ -14,15 +14,17 @@ from trainer.shared.pace import BACKWARD, FORWARD
 
 class PacedStage:
     """As `Stage`. Gradients of weights are the weights themselves: to make others would take this CPU longer than a
-    fast GPU its whole backward.
+    fast GPU its whole backward. Nobody computes a loss.
     """
+
+    learns = False
 
     def __init__(self, part: PacedPart, cuts: Cuts, *, splits: bool) -> None:
         self.part, self.cuts, self.splits = part, cuts, splits
         self._passes: deque[int] = deque()
         self._put_off: deque[int] = deque()
 
-    def forward(self, inputs: Tensor, labels: Tensor | None, there_s: float) -> Tensor:
+    def forward(self, inputs: Tensor, there_s: float) -> Tensor:
         samples = len(inputs)
         self._passes.append(samples)
         self.part.stopwatch.run(FORWARD, samples, there_s)

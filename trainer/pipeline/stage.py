@@ -1,7 +1,9 @@
 """One stage's work on micro-batches: forward, backward for what went in, and later for its own weights.
 
 stage = Stage(part, precision, reads=False, splits=True)
-output = stage.forward(inputs, labels, there_s)          to be sent on; of the last stage the sum of losses
+output = stage.forward(inputs, there_s)                  to be sent on; or, of the last stage,
+inputs = stage.enter(inputs)                             what its part is to be called with, and
+stage.judge(inputs, loss_sum)                            the sum of the losses of what it gave
 gradient = stage.backward(of_output, batch, there_s)     of the oldest micro-batch, for the stage before
 stage.weights()                                          of the oldest one whose backward is over
 """
@@ -13,7 +15,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from trainer.compute.precision import Full
 from trainer.pipeline.deferred import Later, Work, split_backward
@@ -33,6 +34,8 @@ class Stage:
     weights' gradients come later?
     """
 
+    learns = True
+
     def __init__(self, part: nn.Module, precision: Full, *, reads: bool, splits: bool) -> None:
         self.part, self.precision, self.reads, self.splits = part, precision, reads, splits
         self.later = Later()
@@ -44,20 +47,25 @@ class Stage:
         if splits:
             split_backward(part, self.later)
 
-    def forward(self, inputs: Tensor, labels: Tensor | None, there_s: float) -> Tensor:
-        """labels: of the last stage, which gives the sum of the losses. there_s: when the inputs came, by
-        time.perf_counter. The result has no history.
-        """
+    def enter(self, inputs: Tensor) -> Tensor:
+        """Of the history of these nothing is known here, and so they begin a new one."""
         if self.dtype:
             inputs = inputs.to(self.dtype)  # where they travelled in 16 bits
-        inputs = inputs.detach().requires_grad_(not self.reads)
+        return inputs.detach().requires_grad_(not self.reads)
+
+    def forward(self, inputs: Tensor, there_s: float) -> Tensor:
+        """there_s: when the inputs came, by time.perf_counter. The result has no history."""
+        inputs = self.enter(inputs)
         with self.precision.autocast():
             output = self.part(inputs)
-            if labels is not None:
-                output = cross_entropy(output, labels, reduction="sum")
         self._passes.append(Pass(inputs, output))
         result: Tensor = output.detach()
         return result
+
+    def judge(self, inputs: Tensor, loss_sum: Tensor) -> Tensor:
+        """In place of `forward`. Gives the loss without its history."""
+        self._passes.append(Pass(inputs, loss_sum))
+        return loss_sum.detach()
 
     def backward(self, gradient: Tensor | None, batch: int, there_s: float) -> Tensor | None:
         """gradient: of the output; None where that is a loss. batch: samples of the whole update."""

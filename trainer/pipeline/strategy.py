@@ -1,7 +1,7 @@
 """A pipeline: `strategy = Pipeline(stage, ...)`.
 
     strategy.announce({0: (16, 16, 16, 8)})          the micro-batches that rank 0 reads for the next update
-    loss_sum, exchange = strategy.update(images, labels, batch=56)
+    loss_sum, exchange = yield from strategy.update(images, labels, batch=56)
 
 The hosts are stages: each holds some blocks of the network, and its optimiser's state of these alone. Samples enter at
 the first stage in micro-batches, activations go on from stage to stage, gradients come back the same way, and each
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -154,17 +154,20 @@ class Pipeline(Base):
             receiver.expect((2,), torch.float64)
         self.ahead.append(Announced(own, sum(map(sum, sizes.values()))))
 
-    def update(self, images: Tensor, labels: Tensor, batch: int) -> tuple[Tensor, Exchange]:
+    def update(
+        self, images: Tensor, labels: Tensor, batch: int
+    ) -> Generator[tuple[Tensor, Tensor], Tensor, tuple[Tensor, Exchange]]:
         """Leaves in .grad the gradient of the mean loss over the whole batch, for this stage's weights.
 
         images, labels: this rank's, of the first stage, in its micro-batches' order; of the oldest update that was
-        announced. Gives the sum of the losses that this rank has computed.
+        announced. Yields, on the last stage, what `model` is to be called with and the labels of each micro-batch, and
+        is sent the sum of its losses. Gives the sum over all of them.
         """
         own, of_pipeline = self.ahead.popleft()
         self.samples = sum(one.size for one in own)
         self.recent = REMEMBERED * self.recent + self.samples
         run = Update(self, own, images, labels, of_pipeline if self.averages else batch)
-        loss_sum, done = run.run()
+        loss_sum, done = yield from run.run()
         waits = tuple((one.since, one.begin) for one in done if one.since is not None)
         said = self._said(loss_sum)
         self.brake.pause("sync")

@@ -1,13 +1,13 @@
-"""One update of one rank of a pipeline: `loss_sum, done = Update(pipeline, own, images, labels, batch).run()`.
+"""One update of one rank of a pipeline: `loss_sum, done = yield from Update(pipeline, own, ...).run()`.
 
 Its micro-batches in the order that `trainer.shared.turns` gives them, as soon as what each task needs has come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -44,14 +44,15 @@ class Update:
         self.losses: list[Tensor] = []
         self.done: list[Done] = []
 
-    def run(self) -> tuple[Tensor, list[Done]]:
+    def run(self) -> Generator[tuple[Tensor, Tensor], Tensor, tuple[Tensor, list[Done]]]:
+        """Yields inputs and labels of the last stage's micro-batches, and is sent the sum of each one's losses."""
         timer = self.of.timer
         if not self.own:
             self.of.tell(self.loss_sum)
         while not self.turns.is_over:
             task, since = self._take()
             begin = timer.mark()
-            number, came_s, sent = self._do(task)
+            number, came_s, sent = yield from self._do(task)
             self.done.append(Done(task, number, begin, timer.mark(), since, came_s, sent))
             if len(self.done) > 1:
                 timer.wait_for(self.done[-2].end)  # so that what comes next is chosen when the device is ready for it
@@ -89,16 +90,18 @@ class Update:
         came: bool = self.of.is_last or self.of.gradients[one.ranks[self.of.number + 1]].has_arrived
         return came
 
-    def _do(self, task: Task) -> tuple[int, float | None, Any]:
+    def _do(self, task: Task) -> Generator[tuple[Tensor, Tensor], Tensor, tuple[int, float | None, Any]]:
         """The number of its micro-batch, when what it needs came, and the mark before its result was handed over."""
         if task is Task.FORWARD:
-            return self._forward(self.own[self.turns.forwards - 1], self.turns.forwards - 1)
+            return (yield from self._forward(self.own[self.turns.forwards - 1], self.turns.forwards - 1))
         if task is Task.BACKWARD:
             return self._backward(self.own[self.turns.backwards - 1])
         self.of.stage.weights()
         return self.own[self.turns.weights - 1].number, None, None
 
-    def _forward(self, one: MicroBatch, index: int) -> tuple[int, float | None, Any]:
+    def _forward(
+        self, one: MicroBatch, index: int
+    ) -> Generator[tuple[Tensor, Tensor], Tensor, tuple[int, float | None, Any]]:
         of, labels, there_s, sent = self.of, None, 0.0, None
         if of.is_first:
             inputs, labels = self.parts[index]
@@ -108,7 +111,11 @@ class Update:
             incoming = of.inputs[one.ranks[of.number - 1]]
             there_s, inputs = incoming.arrived_s, incoming.take()
             labels = of.labels[one.ranks[0]].take() if of.labels else None
-        output = of.stage.forward(inputs, labels if of.is_last else None, there_s)
+        if of.is_last and of.stage.learns:
+            inputs = of.stage.enter(inputs)
+            output = of.stage.judge(inputs, (yield inputs, cast(Tensor, labels)))
+        else:
+            output = of.stage.forward(inputs, there_s)
         if of.is_last:
             self.losses.append(output)
             if self.turns.forwards == self.turns.count:

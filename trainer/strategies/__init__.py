@@ -40,7 +40,7 @@ from trainer.compute.timer import Timer
 from trainer.shared.config import Settings
 from trainer.shared.errors import TrainError
 from trainer.strategies.after_backward import EXCHANGES, AfterBackward
-from trainer.strategies.base import Exchange, Strategy, local_loss, weighted
+from trainer.strategies.base import Exchange, Strategy, local_loss, no_loss, weighted
 from trainer.strategies.batch_norm import synchronise_batch_norm
 from trainer.strategies.compressed import Compressed
 from trainer.strategies.ddp import Ddp
@@ -50,7 +50,7 @@ from trainer.strategies.gradient_sum import DTYPES, GradientSum
 from trainer.strategies.parameter_average import ParameterAverage, averaged
 from trainer.strategies.single import Alone
 
-__all__ = ["Exchange", "Strategy", "build_strategy", "local_loss", "weighted"]
+__all__ = ["Exchange", "Strategy", "build_strategy", "local_loss", "no_loss", "weighted"]
 
 FSDP_MIB = 25.0
 """The size of FSDP's pieces where nobody has chosen one."""

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from trainer.data.batch import mapped, tensors_of
 from trainer.strategies.batch_norm import is_synchronised
 
 
@@ -180,18 +181,32 @@ class Base(WholeNetwork):
 
 
 def local_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """The sum of the losses of this rank's samples.
-
-    A rank without samples still takes part in every collective: it sends one image of zeros through the network and
-    multiplies the result by 0, so that each gradient exists and is 0. In eval mode, to leave BatchNorm's statistics be;
-    a BatchNorm over all ranks needs it in training mode instead, and can do with no image at all.
+    """The sum of the losses of this rank's samples; without samples `no_loss`. A BatchNorm over all ranks can do with
+    no image at all.
     """
     if len(labels) or is_synchronised(model):
         return cross_entropy(model(images), labels, reduction="sum")
+    return no_loss(model, (images, labels))
+
+
+def no_loss(model: nn.Module, batch: Any) -> Tensor:
+    """For a rank without samples, which still takes part in every collective: it sends a sample of zeros through the
+    network and multiplies the result by 0, so that each gradient exists and is 0. In eval mode, to leave BatchNorm's
+    statistics be.
+
+    batch: of no samples; the network sees the first of its parts.
+    """
+    inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
     model.eval()
-    nothing: Tensor = model(images.new_zeros((1, *images.shape[1:]))).sum() * 0
+    nothing = added_up(model(mapped(inputs, lambda tensor: tensor.new_zeros((1, *tensor.shape[1:]))))) * 0
     model.train()
     return nothing
+
+
+def added_up(outputs: Any) -> Tensor:
+    """All numbers of what a network gives, whatever its form."""
+    sums = [output.sum() for output in tensors_of(outputs)]
+    return sum(sums[1:], sums[0])
 
 
 def weighted(loss_sum: Tensor, batch: int) -> Tensor:

@@ -1,9 +1,9 @@
-"""An update of a pipeline: `loss_sum, exchange = piped(run, run.strategy, images, labels, step)`."""
+"""An update of a pipeline: `loss_sum, exchange = yield from piped(run, run.strategy, batch, step)`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -14,10 +14,14 @@ if TYPE_CHECKING:
     from trainer.training.run import Run
 
 
-def piped(run: Run, strategy: Pipeline, images: Tensor, labels: Tensor, step: int) -> tuple[Tensor, Exchange]:
-    """Forward and backward of a pipeline's micro-batches. step: within its epoch."""
+def piped(run: Run, strategy: Pipeline, batch: Any, step: int) -> Generator[Any, Any, tuple[Tensor, Exchange]]:
+    """Forward and backward of a pipeline's micro-batches; of its last stage the loop computes their losses.
+
+    step: within its epoch.
+    """
     announce(run, strategy, step)
-    return strategy.update(images, labels, run.stream.batch_at(step))
+    inputs, labels = batch
+    return (yield from strategy.update(inputs, labels, run.stream.batch_at(step)))
 
 
 def announce(run: Run, strategy: Pipeline, step: int) -> None:

@@ -1,0 +1,20 @@
+"""An update of a pipeline outside a run: `loss_sum, exchange = updated(pipeline, images, labels, batch)`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from trainer.pipeline.strategy import Pipeline
+from trainer.strategies import Exchange
+
+
+def updated(pipeline: Pipeline, images: Tensor, labels: Tensor, batch: int) -> tuple[Tensor, Exchange]:
+    """With the cross entropy as loss. The arguments are those of `Pipeline.update`."""
+    making = pipeline.update(images, labels, batch)
+    try:
+        inputs, targets = next(making)
+        while True:
+            inputs, targets = making.send(cross_entropy(pipeline.model(inputs), targets, reduction="sum"))
+    except StopIteration as end:
+        return end.value

@@ -1,0 +1,66 @@
+"""A batch of any form: tensors, with the samples along their first dimension, in tuples, lists and dictionaries.
+
+>>> batch = {"image": torch.zeros(5, 3), "label": torch.arange(5), "name": ["a", "b", "c", "d", "e"]}
+>>> [part["name"] for part in pieces(batch, [3, 2])]
+[['a', 'b', 'c'], ['d', 'e']]
+>>> mapped(batch, lambda tensor: tensor.double())["label"].dtype
+torch.float64
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same form with each tensor changed; what is no tensor stays."""
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if isinstance(batch, dict):
+        return {key: mapped(value, change) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return _like(batch, [mapped(value, change) for value in batch])
+    return batch
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    if isinstance(batch, Tensor):
+        return [batch]
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    return [tensor for value in batch for tensor in tensors_of(value)] if isinstance(batch, (tuple, list)) else []
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    return mapped(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def pieces(batch: Any, sizes: Sequence[int]) -> Iterator[Any]:
+    """The batch in parts of so many samples, which add up to all of them."""
+    begin = 0
+    for size in sizes:
+        yield _cut(batch, begin, begin + size)
+        begin += size
+
+
+def _cut(batch: Any, begin: int, end: int) -> Any:
+    if isinstance(batch, Tensor):
+        return batch[begin:end]
+    if isinstance(batch, dict):
+        return {key: _cut(value, begin, end) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        if batch and all(isinstance(value, (str, bytes)) for value in batch):
+            return batch[begin:end]  # a name for each sample
+        return _like(batch, [_cut(value, begin, end) for value in batch])
+    return batch
+
+
+def _like(batch: Any, values: list[Any]) -> Any:
+    """A list, a tuple or a named tuple."""
+    if hasattr(batch, "_fields"):
+        return type(batch)(*values)
+    return type(batch)(values)

@@ -1,0 +1,140 @@
+"""A run as a training loop sees it.
+
+    for epoch in session.epochs():
+        for inputs, targets in session.batches():          this rank's micro-batches
+            session.step(loss(session.model(inputs), targets))
+        session.evaluate(judge)
+    session.end()
+
+What a rank is given differs: its part of each batch, in micro-batches of what its memory holds; nothing where another
+rank computes the loss of what it reads (in a pipeline all but the last stage) or where it has no samples. The body of
+the loop is for what belongs to a loss; what all ranks do together stands outside it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from trainer.checkpoints.checkpoint import CheckpointKeeper
+from trainer.data.loading import Batch
+from trainer.ranks.agreement import sum_over_ranks
+from trainer.ranks.process_group import leave
+from trainer.session.forward import Forward
+from trainer.session.making import Making
+from trainer.shared.errors import TrainError
+from trainer.training.run import Run
+from trainer.training.step_log import StepLog
+from trainer.training.update import update
+
+
+class Session:
+    """From the run's beginning, or the checkpoint that it resumes."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.model = run, Forward(run)
+        self.keeper = CheckpointKeeper(run)
+        self.progress = self.keeper.resume()
+        self.loss: float | None = None
+        """Mean over the samples of the last epoch, of all ranks; None before its end, and where nobody learns."""
+        self._making: Making | None = None
+
+    @property
+    def updates(self) -> int:
+        """Of the whole run so far."""
+        return self.progress.epoch * self.run.stream.steps + self.progress.step
+
+    @property
+    def is_over(self) -> bool:
+        return self.updates >= self.run.last_step
+
+    def epochs(self) -> Iterator[int]:
+        """The numbers of those that are left; at the end what still travels between ranks has arrived."""
+        for epoch in range(self.progress.epoch, self.run.settings.epochs):
+            yield epoch
+            if self.is_over:
+                break
+            self.progress.begin_epoch()
+        if self.run.rebalancer:
+            self.run.rebalancer.settle()
+        self.run.strategy.settle()
+        self.run.timer.wait()  # a sum that a GPU still works on would be broken off with its process group
+
+    def batches(self) -> Iterator[Any]:
+        """This rank's micro-batches, from where the run is in its epoch to the end of it, or of the run: for each the
+        body calls `step` with the sum of its samples' losses.
+        """
+        run, progress, started_s = self.run, self.progress, time.monotonic()
+        run.order.epoch, self.loss = progress.epoch, None
+        with StepLog(run, progress) as log:
+            begin = log.begin()
+            for batch in self._drawn():
+                self._making = making = Making(update(run, batch, progress, begin))
+                yield from making.parts()
+                step = making.step()
+                begin = step.end  # what follows counts as loading of the next step, so that they add up to the epoch
+                progress.advance(step.samples)
+                log.add(step)
+                if self.keeper.is_due(step.number + 1):
+                    log.flush()
+                    self.keeper.save(progress)
+                    begin = log.begin()
+                if step.number + 1 == run.last_step:
+                    break
+        self._end_epoch(started_s)
+
+    def step(self, loss_sum: Tensor) -> None:
+        """Backward, and after the last micro-batch of an update the exchange between ranks and the optimiser.
+
+        loss_sum: the SUM of the losses of this micro-batch's samples: it is weighted here, so that each sample of the
+        whole batch counts alike on whichever rank it is.
+        """
+        self.backward(loss_sum)
+        self.update()
+
+    def backward(self, loss_sum: Tensor) -> None:
+        """The first half of `step`: after an update's last micro-batch gradients are what the optimiser will use."""
+        self._current.take(loss_sum)
+
+    def update(self) -> None:
+        """The second half of `step`: moves the weights, where this was an update's last micro-batch."""
+        self._current.optimise()
+
+    @property
+    def _current(self) -> Making:
+        if self._making is None:
+            raise TrainError("there is no batch to make a step with: call step in the body of `for ... in batches()`")
+        return self._making
+
+    def _drawn(self) -> Iterator[Batch]:
+        """This rank's batches from where the run is to the end of the epoch, or of the run. They are drawn again where
+        the shares have changed, since what a loader has prepared by then is cut by the old ones.
+        """
+        run, progress = self.run, self.progress
+        epoch_ends = min(run.stream.steps, run.last_step - progress.epoch * run.stream.steps)
+        while progress.step < epoch_ends:
+            run.order.first_step, stream = progress.step, run.stream
+            batches = iter(run.batches)
+            progress.restore_random()
+            for batch in batches:
+                yield batch
+                if run.stream is not stream:
+                    break
+        progress.restore_random()  # where the checkpoint was written at the very end
+
+    def _end_epoch(self, started_s: float) -> None:
+        run, progress = self.run, self.progress
+        total_loss, samples = sum_over_ranks([progress.loss_sum, float(progress.samples)])
+        self.loss = total_loss / samples if run.learns else None
+        epoch_s = round(time.monotonic() - started_s, 6)
+        done = {"epoch": progress.epoch, "steps": progress.step, "samples": int(samples)}
+        run.metrics.write("epoch", **done, loss=self.loss, epoch_s=epoch_s)
+
+    def end(self) -> None:
+        """Leaves the other ranks, together with them."""
+        leave()
+        self.run.metrics.end("succeeded")
+        self.run.console.finished()

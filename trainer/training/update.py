@@ -1,0 +1,106 @@
+"""One update of the weights, with the body of the training loop in between.
+
+    making = update(run, batch, progress, begin)
+    due = next(making)               a micro-batch, of which the loop computes the sum of its samples' losses
+    due = making.send(loss_sum)      the next one; None where gradients are ready and the optimiser's turn comes
+    due = next(making)               after None
+                                     StopIteration.value: the Step
+
+On a rank that computes no loss (a stage of a pipeline but its last one; a rank without samples) there are fewer
+micro-batches, or none: what the others need of it is done here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from trainer.data.batch import moved, pieces
+from trainer.pipeline.strategy import Pipeline
+from trainer.strategies import Exchange, Strategy, no_loss
+from trainer.strategies.batch_norm import is_synchronised
+from trainer.training.piped import piped
+from trainer.training.progress import Progress
+from trainer.training.step_log import Step
+
+if TYPE_CHECKING:
+    from trainer.training.run import Run
+
+Due = Any
+"""A micro-batch, or None."""
+
+
+def update(run: Run, batch: Any, progress: Progress, begin: Any) -> Generator[Due, Any, Step]:
+    """begin: the mark at which it began."""
+    timer, samples = run.timer, run.stream.shares_at(progress.step, run.order.epoch)[run.order.rank]
+    batch = moved(batch, run.device)
+    loaded = timer.mark()
+
+    run.brake.pause("start")
+    run.optimizer.zero_grad(set_to_none=True)
+    if isinstance(run.strategy, Pipeline):
+        loss_sum, exchange = yield from piped(run, run.strategy, batch, progress.step)
+    else:
+        loss_sum, exchange = yield from differentiated(run, run.strategy, batch, progress.step)
+    run.precision.unscale(run.optimizer)
+    summed = timer.mark()
+    yield None
+
+    run.precision.step(run.optimizer)
+    updated = timer.mark()
+    run.strategy.after_update()
+    return Step(
+        number=progress.epoch * run.stream.steps + progress.step,
+        epoch=progress.epoch,
+        batch=run.stream.batch_at(progress.step),
+        samples=samples * run.strategy.counts,
+        loss=(loss_sum * run.strategy.counts).to("cpu", non_blocking=True) if run.learns else None,
+        exchange=exchange,
+        begin=begin,
+        loaded=loaded,
+        summed=summed,
+        updated=updated,
+        end=timer.mark(),
+    )
+
+
+def differentiated(run: Run, strategy: Strategy, batch: Any, step: int) -> Generator[Due, Any, tuple[Tensor, Exchange]]:
+    """Forward and backward, micro-batch by micro-batch: gives this rank's sum of losses, and the exchange of the last
+    one. With `local_batch` each but the last is an update, too.
+
+    step: within its epoch.
+    """
+    whole, shares = run.stream.batch_at(step), run.stream.shares_at(step, run.order.epoch)
+    sizes = run.micro_batches.sizes(shares, run.order.rank)
+    losses: list[Tensor] = []
+    last, samples = len(sizes) - 1, sum(sizes)
+    alone = run.settings.local_batch > 0 and strategy.updates_alone
+    if run.graphs:
+        run.graphs.enabled = last == 0 or alone  # what several passes add up, a replay would write over
+    for number, (size, part) in enumerate(zip(sizes, pieces(batch, sizes), strict=True)):
+        with contextlib.nullcontext() if number == last else strategy.without_sync():
+            if size or is_synchronised(strategy.model):
+                loss_sum = yield part
+            else:
+                with run.precision.autocast():
+                    loss_sum = no_loss(strategy.model, part)
+            if number == 0:
+                loss_sum.register_hook(lambda _: hold_up(run))
+            losses.append(loss_sum.detach())
+            scaled = run.precision.scaled(loss_sum)
+            if number < last and alone:
+                strategy.backward_alone(scaled, size)
+                yield None
+                run.precision.step(run.optimizer)
+                run.optimizer.zero_grad(set_to_none=True)
+            elif number < last:
+                strategy.accumulate(scaled, samples, whole)
+    return sum(losses[1:], losses[0]), strategy.backward(scaled, size if alone else samples, whole)
+
+
+def hold_up(run: Run) -> None:
+    """As a hook of backward it may give nothing back."""
+    run.brake.pause("backward")
