@@ -53,9 +53,10 @@ def numbered() -> None:
 
     def checked(task):
         def of_numbers(self, given, *others):
-            if given is not None and not (task.__name__ == "forward" and self.reads):
+            name = "backward" if task.__name__ == "backward" else "forward"
+            if given is not None and not (name == "forward" and self.reads):
                 found = given.detach().cpu().unique().tolist()
-                print(task.__name__, "right" if found == [self.number] else f"wrong: {found}, not {self.number}")
+                print(name, "right" if found == [self.number] else f"wrong: {found}, not {self.number}")
             result = task(self, given, *others)
             if result is None or not result.dim():  # a loss
                 return result
@@ -65,7 +66,7 @@ def numbered() -> None:
 
     Update.run = counted(Update.run)
     Update._forward, Update._backward = named(Update._forward), named(Update._backward)
-    Stage.forward, Stage.backward = checked(Stage.forward), checked(Stage.backward)
+    Stage.forward, Stage.judge, Stage.backward = map(checked, (Stage.forward, Stage.judge, Stage.backward))
 
 
 @pytest.fixture(scope="module")
