@@ -52,7 +52,7 @@ PURE |= {"hosts.cards"}
 
 SHARED = "trainer.shared"
 """All that orchestrator/ may know of the trainer."""
-TORCH_FREE = {"__init__", "__main__", "interrupt", "ranks", "ranks.rank_info", "rebalance", "rebalance.estimate"}
+TORCH_FREE = {"__init__", "__main__", "ranks", "ranks.interrupt", "ranks.rank_info", "rebalance", "rebalance.estimate"}
 TORCH_FREE |= {"compute", "compute.compiler", "compute.executor", "compute.microbatches"}
 """Of the trainer, beside all of shared/."""
 SPEAKS = {f"views.{name}" for name in ("cluster_table", "comparison", "console", "following", "job_table")}
@@ -75,7 +75,7 @@ TRAINER_ORDER = [
     "measure",
 ]
 """The packages of trainer/: each knows those above it in this list alone; the files at its root know all."""
-MOST_AT_TRAINERS_ROOT = 6
+MOST_AT_TRAINERS_ROOT = 5
 LAUNCHES = {"remote.launch"}
 """What runs torchrun on a host."""
 NOT_PURE = {"socket", "subprocess", "rich", "click", "paramiko", "fabric", "asyncio", "requests", "urllib"}

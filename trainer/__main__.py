@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from trainer.interrupt import leave
+from trainer.ranks.interrupt import leave
 from trainer.run_rank import run, say
 from trainer.shared.config import SettingsError, help_text, parse_arguments
 

@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from trainer import interrupt
+from trainer.ranks import interrupt
 from trainer.ranks.rank_info import RankInfo, read_rank_info
 from trainer.shared.config import AnySettings, CollectiveSettings
 from trainer.shared.errors import TrainError

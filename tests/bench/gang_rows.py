@@ -26,10 +26,10 @@ sys.path.insert(0, os.getcwd())  # the shipped folder, with the trainer in it
 import torch
 import torch.distributed as dist
 
-from trainer import interrupt
 from trainer.paced.anatomy import dissect
 from trainer.paced.part import PacedPart
 from trainer.paced.standin import StandIn
+from trainer.ranks import interrupt
 from trainer.ranks.process_group import join, leave
 from trainer.ranks.rank_info import RankInfo, read_rank_info
 from trainer.session.session import Session

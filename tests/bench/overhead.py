@@ -82,7 +82,7 @@ class BareLoop:
     """What anybody would write."""
 
     def __init__(self, run: Run) -> None:
-        settings, facts = run.settings, run.facts
+        settings, facts = run.settings, run.material.facts
         torch.manual_seed(settings.seed)
         self.model = build_model(settings.model, facts.shape, facts.classes)
         self.optimizer = torch.optim.SGD(

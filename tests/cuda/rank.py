@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from trainer import interrupt
 from trainer.__main__ import main
+from trainer.ranks import interrupt
 from trainer.shared.metrics import MetricsWriter
 
 _LIBRARY = ctypes.CDLL(None)  # preloaded

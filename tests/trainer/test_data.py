@@ -82,10 +82,14 @@ def test_test_data_are_split_as_the_shares_of_now_are():
     facts = dataclasses.replace(DATA_SETS["mnist"], test_samples=1001)
     order = RankBatches(SampleStream(640, 64, (48, 16, 0), seed=0), 0)
     orders = [order, RankBatches(order.stream, 1), RankBatches(order.stream, 2)]
-    assert [loading.own_test(facts, each) for each in orders] == [range(751), range(751, 1001), range(1001, 1001)]
+    assert [loading.own_part(facts.test_samples, each) for each in orders] == [
+        range(751),
+        range(751, 1001),
+        range(1001, 1001),
+    ]
     for each in orders:
         each.reshare((16, 16, 32))
-    assert [len(loading.own_test(facts, each)) for each in orders] == [250, 250, 501]
+    assert [len(loading.own_part(facts.test_samples, each)) for each in orders] == [250, 250, 501]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from trainer.ranks.rank_info import read_rank_info
 from trainer.rebalance.balance import Balance
 from trainer.rebalance.estimate import FRESH
 from trainer.rebalance.rebalancer import MOST_APART, Rebalancer
+from trainer.setup.material import Experiment
 from trainer.setup.network import needs_pairs
 from trainer.shared.config import parse_arguments, parse_settings
 from trainer.shared.metrics import MetricsWriter
@@ -282,7 +283,7 @@ def test_no_rank_of_an_auto_run_gets_a_single_sample():
 def test_pairs_are_for_batch_norm_that_sees_one_rank(setting, model, expected):
     asked = {"model": model, "sync_bn": "true"} if setting == "sync_bn" else {"model": model, "shares": "a=5,b=2"}
     wanted = parse_settings("resnet152_cifar", asked)
-    assert needs_pairs(wanted, wanted.data_set) is expected
+    assert needs_pairs(wanted, Experiment(wanted, wanted.data_set)) is expected
 
 
 def two_ranks(folder, *arguments, paces=None):

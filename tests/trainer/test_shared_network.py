@@ -25,7 +25,7 @@ from trainer.compute.models import running_statistics
 from trainer.compute.running_statistics import estimate_running_statistics
 from trainer.ranks.rank_info import RankInfo
 from trainer.session import session
-from trainer.setup import assemble, network
+from trainer.setup import assemble, material
 from trainer.shared import experiments
 from trainer.shared.config import parse_settings
 from trainer.shared.metrics import MetricsWriter
@@ -53,6 +53,7 @@ WAYS = {
     "pipelines": {
         **LOCAL,
         "strategy": "pipeline",
+        "lenet": "yes",
         "stages": "node0:0,node1:1|node2:0,node3:1",
         "accumulate": "2",
         "local_overlap": "2",
@@ -88,7 +89,7 @@ def in_the_gang(lenet: bool = False) -> Iterator[list[Run]]:
         stack.enter_context(patch.object(training, "set_up", noted))
         stack.enter_context(patch.dict(experiments.DATA_SETS, mnist=few))
         if not lenet:
-            stack.enter_context(patch.object(network, "build_model", small_network))
+            stack.enter_context(patch.object(material, "build_model", small_network))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         yield runs
 

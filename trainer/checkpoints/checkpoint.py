@@ -45,7 +45,6 @@ from trainer.checkpoints.file import (
 from trainer.checkpoints.own_state import by_others, fill, for_other_ranks, numbered
 from trainer.checkpoints.places import check_kind, folder_of, source_of
 from trainer.compute.models import running_statistics
-from trainer.data.sets import find_facts
 from trainer.ranks.agreement import gather_lines, together
 from trainer.shared.errors import TrainError
 from trainer.strategies.base import Parts
@@ -69,8 +68,8 @@ class CheckpointKeeper:
         self.every = run.settings.checkpoint_every
         if self.every or run.settings.resume:
             check_kind(run)
-            with together(run.info.node):  # lists a folder once more; the hosts have agreed on it by now
-                self.data = find_facts(run.settings)[1] if run.info.rank == 0 else ""
+            with together(run.info.node):
+                self.data = run.material.mark(run.settings) if run.info.rank == 0 else ""
 
     def is_due(self, updates: int) -> bool:
         """updates: of the whole run so far."""
@@ -119,7 +118,7 @@ class CheckpointKeeper:
             schema=SCHEMA,
             settings=dataclasses.asdict(run.settings),
             data=self.data,
-            train_samples=run.facts.train_samples,
+            train_samples=run.material.train_samples,
             world_size=run.info.world_size,
             names=names,
             shares=list(run.stream.shares),
@@ -237,10 +236,10 @@ class CheckpointKeeper:
             raise TrainError(
                 f"the checkpoint is of a run with {changed}: resume with the same, or start again without it"
             )
-        if (saved.data, saved.train_samples) != (self.data, self.run.facts.train_samples):
+        if (saved.data, saved.train_samples) != (self.data, self.run.material.train_samples):
             raise TrainError(
                 f"the checkpoint is of other data: {saved.train_samples} images for training, now there are "
-                f"{self.run.facts.train_samples}, or others by name; bring the same back, or start again without it"
+                f"{self.run.material.train_samples}, or others by name; bring the same back, or start again without it"
             )
         updates = self._updates(saved)
         if updates > self.run.last_step:

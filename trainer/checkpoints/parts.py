@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from trainer.compute.models import build_model
 from trainer.strategies.base import Parts
 
 if TYPE_CHECKING:
@@ -17,8 +16,8 @@ if TYPE_CHECKING:
 
 def skeleton(run: Run) -> nn.Module:
     """The whole network without numbers."""
-    with torch.device("meta"):
-        return build_model(run.settings.model, run.facts.shape, run.facts.classes)
+    skeleton: nn.Module = run.material.skeleton()
+    return skeleton
 
 
 def to_be_kept(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -44,6 +45,8 @@ def stages_of(model: nn.Module) -> list[nn.Module]:
     """Modules whose chain is the model's forward pass, none of which changes its input; [] of an unknown network."""
     if isinstance(model, LeNet):
         return [model.features, model.classifier]
+    if isinstance(model, nn.Sequential):
+        return _joined(list(_flat(model)))
     from torchvision.models import ResNet
 
     if not isinstance(model, ResNet):
@@ -51,6 +54,28 @@ def stages_of(model: nn.Module) -> list[nn.Module]:
     layers = [block for layer in (model.layer1, model.layer2, model.layer3, model.layer4) for block in layer]
     stem = nn.Sequential(model.conv1, model.bn1, model.relu, model.maxpool)
     return [stem, *layers, nn.Sequential(model.avgpool, nn.Flatten(), model.fc)]
+
+
+def _flat(model: nn.Sequential) -> Iterator[nn.Module]:
+    for module in model:
+        if type(module) is nn.Sequential:
+            yield from _flat(module)
+        else:
+            yield module
+
+
+def _joined(modules: list[nn.Module]) -> list[nn.Module]:
+    """What has weights begins a block; others (activations, which may change their input) go with what is before."""
+    blocks: list[list[nn.Module]] = []
+    for module in modules:
+        if not blocks or (any(True for _ in module.parameters()) and _has_weights(blocks[-1])):
+            blocks.append([])
+        blocks[-1].append(module)
+    return [nn.Sequential(*block) for block in blocks]
+
+
+def _has_weights(modules: list[nn.Module]) -> bool:
+    return any(True for module in modules for _ in module.parameters())
 
 
 def gradient_bytes(model: nn.Module) -> int:

@@ -43,19 +43,20 @@ def pieces(batch: Any, sizes: Sequence[int]) -> Iterator[Any]:
     """The batch in parts of so many samples, which add up to all of them."""
     begin = 0
     for size in sizes:
-        yield _cut(batch, begin, begin + size)
+        yield cut(batch, begin, begin + size)
         begin += size
 
 
-def _cut(batch: Any, begin: int, end: int) -> Any:
+def cut(batch: Any, begin: int, end: int) -> Any:
+    """Samples begin to end, without the last."""
     if isinstance(batch, Tensor):
         return batch[begin:end]
     if isinstance(batch, dict):
-        return {key: _cut(value, begin, end) for key, value in batch.items()}
+        return {key: cut(value, begin, end) for key, value in batch.items()}
     if isinstance(batch, (tuple, list)):
         if batch and all(isinstance(value, (str, bytes)) for value in batch):
             return batch[begin:end]  # a name for each sample
-        return _like(batch, [_cut(value, begin, end) for value in batch])
+        return _like(batch, [cut(value, begin, end) for value in batch])
     return batch
 
 

@@ -171,7 +171,7 @@ def _resident(
     how = AUGMENTATIONS[settings.augment], settings.seed
     return Opened(
         resident.ResidentBatches(train, order, *how, ahead),
-        lambda: resident.test_batches(test, own_test(facts, order), evaluated_at_once(facts, order)),
+        lambda: resident.test_batches(test, own_part(facts.test_samples, order), evaluated_at_once(facts, order)),
         lambda steps: resident.ResidentBatches(train, order.first(steps), *how, resident.in_turn),
     )
 
@@ -182,16 +182,18 @@ def _workers(settings: Settings, facts: DataSet, order: RankBatches, device: tor
     test, processes = workers.Samples(test_pictures, facts), settings.num_workers
     return Opened(
         workers.train_batches(train, order, facts.shape, processes, device),
-        lambda: workers.test_batches(test, own_test(facts, order), evaluated_at_once(facts, order), processes),
+        lambda: workers.test_batches(
+            test, own_part(facts.test_samples, order), evaluated_at_once(facts, order), processes
+        ),
         lambda steps: workers.train_batches(train, order.first(steps), facts.shape, processes, device),
     )
 
 
-def own_test(facts: DataSet, order: RankBatches) -> range:
-    """This rank's part of the test data, in the proportion of the shares of now: who is fast in training is fast here,
-    and nobody waits long for the others.
+def own_part(samples: int, order: RankBatches) -> range:
+    """This rank's part of so many test samples, in the proportion of the shares of now: who is fast in training is fast
+    here, and nobody waits long for the others.
     """
-    parts = scale_shares(order.stream.shares, facts.test_samples)
+    parts = scale_shares(order.stream.shares, samples)
     first = sum(parts[: order.rank])
     return range(first, first + parts[order.rank])
 

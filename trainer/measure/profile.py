@@ -75,7 +75,7 @@ def profile(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
     if settings.cuda_graph != "off" and not why_not(device, settings, model):
         replayable(model, say=lambda line: None, gave_up=lambda why: None)
         untimed = 1 + WARM
-    start = start_fields(settings, info, device, group, model)
+    start = start_fields(settings, info, device, group, (settings.model, model))
     metrics.write("start", **start, batch_per_rank=None, batch_norm_groups=None, work=None, steps=0)
     subject = Subject(model, build_optimizer(settings, model), precision, facts, device, timer_for(device), room, held)
     if info.rank == 0:

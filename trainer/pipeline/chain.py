@@ -40,10 +40,13 @@ class Block:
 
 
 def survey(name: str, shape: tuple[int, int, int], classes: int) -> list[Block]:
-    """Raises TrainError where it is not known how the network is cut into blocks."""
+    """Of one of our networks. Raises TrainError where it is not known how it is cut into blocks."""
     with torch.device("meta"):
-        model = build_model(name, shape, classes)
-        activations = torch.zeros(_SAMPLES, *shape)
+        return survey_of(build_model(name, shape, classes), torch.zeros(_SAMPLES, *shape), name)
+
+
+def survey_of(model: nn.Module, activations: Tensor, name: str) -> list[Block]:
+    """Of any network on the meta device, called with two samples. Raises TrainError as `survey` does."""
     blocks = stages_of(model)
     if not blocks:
         raise TrainError(f"strategy pipeline: {name} is no chain of blocks that could be cut; use ddp")

@@ -49,9 +49,9 @@ class Stage:
 
     def enter(self, inputs: Tensor) -> Tensor:
         """Of the history of these nothing is known here, and so they begin a new one."""
-        if self.dtype:
+        if self.dtype and inputs.is_floating_point():
             inputs = inputs.to(self.dtype)  # where they travelled in 16 bits
-        return inputs.detach().requires_grad_(not self.reads)
+        return inputs.detach() if self.reads else inputs.detach().requires_grad_()
 
     def forward(self, inputs: Tensor, there_s: float) -> Tensor:
         """there_s: when the inputs came, by time.perf_counter. The result has no history."""

@@ -20,13 +20,19 @@ from typing import Any
 from torch import Tensor
 
 from trainer.checkpoints.checkpoint import CheckpointKeeper
-from trainer.data.loading import Batch
+from trainer.data.batch import moved
+from trainer.data.loading import Batch, own_part
+from trainer.data.own import judged_batches
 from trainer.ranks.agreement import sum_over_ranks
 from trainer.ranks.process_group import leave
+from trainer.session.ending import Ending
 from trainer.session.forward import Forward
+from trainer.session.judging import Judge, summed
 from trainer.session.making import Making
+from trainer.setup.own import samples_of
 from trainer.shared.errors import TrainError
 from trainer.training.run import Run
+from trainer.training.shared_network import shared_network
 from trainer.training.step_log import StepLog
 from trainer.training.update import update
 
@@ -34,8 +40,8 @@ from trainer.training.update import update
 class Session:
     """From the run's beginning, or the checkpoint that it resumes."""
 
-    def __init__(self, run: Run) -> None:
-        self.run, self.model = run, Forward(run)
+    def __init__(self, run: Run, ending: Ending | None = None) -> None:
+        self.run, self.model, self._ending = run, Forward(run), ending
         self.keeper = CheckpointKeeper(run)
         self.progress = self.keeper.resume()
         self.loss: float | None = None
@@ -62,6 +68,8 @@ class Session:
             self.run.rebalancer.settle()
         self.run.strategy.settle()
         self.run.timer.wait()  # a sum that a GPU still works on would be broken off with its process group
+        if self._ending:
+            self._ending.complete = self.end
 
     def batches(self) -> Iterator[Any]:
         """This rank's micro-batches, from where the run is in its epoch to the end of it, or of the run: for each the
@@ -132,6 +140,26 @@ class Session:
         epoch_s = round(time.monotonic() - started_s, 6)
         done = {"epoch": progress.epoch, "steps": progress.step, "samples": int(samples)}
         run.metrics.write("epoch", **done, loss=self.loss, epoch_s=epoch_s)
+
+    def evaluate(self, judge: Judge, dataset: Any) -> dict[str, float]:
+        """What `judge` says of each sample of the data set, on average: every sample once, over all ranks, which call
+        this together, and with the weights that all share.
+
+        judge: of outputs and targets, numbers by name, each a SUM over their samples. A `loss` and an `accuracy` among
+        them stand in the report.
+        """
+        run, progress, started_s = self.run, self.progress, time.monotonic()
+        samples = samples_of(dataset)
+        own, at_once = own_part(samples, run.order), run.order.share or 1
+        drawn = judged_batches(dataset, own, at_once, run.material.collate, run.settings.num_workers)
+        with shared_network(run, progress) as network:
+            pairs = ((moved(inputs, run.device), moved(targets, run.device)) for inputs, targets in drawn)
+            found = summed(network, run.strategy.outputs(network, pairs), judge, samples)
+        of_epoch = {"epoch": progress.epoch, "step": self.updates - 1, "samples": samples}
+        known: dict[str, Any] = {"accuracy": found.get("accuracy"), "per_class": [], "loss": found.get("loss")}
+        run.metrics.write("eval", **of_epoch, **known, eval_s=round(time.monotonic() - started_s, 6))
+        run.console.judged(progress.epoch, samples, found)
+        return found
 
     def end(self) -> None:
         """Leaves the other ranks, together with them."""

@@ -1,4 +1,4 @@
-"""Before the first update: `run = set_up(settings, rank_info, metrics)`.
+"""Before the first update: `met = meet(settings, rank_info, metrics)`, then `run = prepare(met, material)`.
 
 Meets the other ranks, builds what they train together, opens the data, and writes the `start` record. Whatever is wrong
 is said here, on every rank, before anything is computed.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from trainer.compute.executor import ON_DEVICE, Executor
 from trainer.compute.graphs import Graphs, replayable, why_not
 from trainer.compute.precision import Full, build_precision
 from trainer.compute.timer import Timer, timer_for
-from trainer.data.loading import choose_loader, open_batches
+from trainer.data.loading import agree_on_facts
 from trainer.paced.executor import StandInExecutor
 from trainer.paced.part import PacedPart
 from trainer.paced.standin import StandIn
@@ -32,8 +33,8 @@ from trainer.rebalance.balance import Balance
 from trainer.rebalance.rebalancer import Rebalancer
 from trainer.setup.batch_norm import batch_norm_groups
 from trainer.setup.division import Division, divide
-from trainer.setup.network import network
-from trainer.setup.optimizer import build_optimizer
+from trainer.setup.material import Experiment, Material
+from trainer.setup.network import facts_of, network
 from trainer.setup.pipeline import build_pipeline, paced_part, real_part
 from trainer.setup.room import room_of
 from trainer.setup.start_record import start_fields
@@ -49,31 +50,58 @@ from trainer.training.console import Console
 from trainer.training.run import Run
 
 
+@dataclass(frozen=True)
+class Met:
+    """A rank that has met the others. settings: as they were asked for."""
+
+    settings: Settings
+    info: RankInfo
+    metrics: MetricsWriter
+    device: torch.device
+    group: dist.ProcessGroup
+
+
 def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
-    """Meets the other ranks, writes the `start` record, opens the data."""
-    asked, device = settings, begin_on_device(settings, info, metrics)
-    group = join(info, settings.backend, device)
-    settings = with_local_steps(settings)
-    division = divide(settings, info)
+    """Of an experiment, by its name."""
+    met = meet(settings, info, metrics)
+    return prepare(met, Experiment(settings, agree_on_facts(settings, info)))
+
+
+def meet(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Met:
+    """Chooses the rank's device, seeds torch's generators and joins the other ranks. Raises TrainError."""
+    use_threads(info)
+    device = torch.device("cpu") if info.pace else choose_device(settings.device, settings.backend, info)
+    if device.type == "cuda":
+        metrics.peak_memory_bytes = lambda: torch.cuda.max_memory_allocated(device)
+    torch.manual_seed(settings.seed)
+    check_bottleneck(settings, info)
+    return Met(settings, info, metrics, device, join(info, settings.backend, device))
+
+
+def prepare(met: Met, material: Material) -> Run:
+    """Writes the `start` record, opens the data."""
+    info, metrics, device, group = met.info, met.metrics, met.device, met.group
+    settings = with_local_steps(met.settings)
+    division = divide(settings, info, material)
     if division.pipeline:
         settings = dataclasses.replace(settings, stages=format_stages(division.pipeline.layout.pipelines))
-    settings, model, precision = build_trained(settings, info, metrics, division, device, group)
+    settings, model, precision = build_trained(settings, met, material, division)
     learns = sum_over_ranks([float(info.pace is not None)])[0] == 0
     timer = timer_for(device)
     brake, strategy = build_synchronised(settings, info, model, group, timer, division, precision)
     if isinstance(strategy, Ddp):
         settings = dataclasses.replace(settings, bucket_mib=strategy.bucket_mib)
     no_graph = why_not(device, settings, model)
-    settings = dataclasses.replace(settings, cuda_graph="off" if no_graph or asked.cuda_graph == "off" else "on")
-    start = start_fields(settings.as_used(division.last_step), info, device, group, model)
+    settings = dataclasses.replace(settings, cuda_graph="off" if no_graph or met.settings.cuda_graph == "off" else "on")
+    start = start_fields(settings.as_used(division.last_step), info, device, group, (material.name, model))
     own = division.own_sizes(info.rank) if strategy.counts else ()
     groups = batch_norm_groups(model, settings, division.shares, own)
     share = sum(division.own_sizes(info.rank))
     split = {"batch_per_rank": share, "batch_norm_groups": groups, "work": division.own_work(info.rank)}
     metrics.write("start", **start, **split, steps=division.last_step)
-    opened = open_batches(settings, division.facts, division.order, info, device)
-    console = Console(info, settings, division.last_step)
-    say_what_changed(console, asked, settings, no_graph)
+    opened = material.open(settings, division.order, info, device)
+    console = Console(info, settings, division.last_step, material.name)
+    say_what_changed(console, met.settings, settings, no_graph)
     room = room_of(model, info, division.micro_batches, division.order, device)
     return Run(
         settings=settings,
@@ -88,9 +116,9 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
         strategy=strategy,
         precision=precision,
         rebalancer=build_rebalancer(settings, info, metrics, console, division, room),
-        optimizer=build_optimizer(settings, model),
+        optimizer=material.optimizer(settings, model),
         graphs=build_graphs(model, metrics, console) if settings.cuda_graph == "on" else None,
-        facts=division.facts,
+        material=material,
         order=division.order,
         micro_batches=division.micro_batches,
         batches=opened.train,
@@ -101,48 +129,35 @@ def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
     )
 
 
-def begin_on_device(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> torch.device:
-    """Chooses the rank's device, and seeds torch's generators. Raises TrainError."""
-    use_threads(info)
-    device = torch.device("cpu") if info.pace else choose_device(settings.device, settings.backend, info)
-    if device.type == "cuda":
-        metrics.peak_memory_bytes = lambda: torch.cuda.max_memory_allocated(device)
-    torch.manual_seed(settings.seed)
-    check_bottleneck(settings, info)
-    return device
-
-
 def build_trained(
-    settings: Settings,
-    info: RankInfo,
-    metrics: MetricsWriter,
-    division: Division,
-    device: torch.device,
-    group: dist.ProcessGroup,
+    settings: Settings, met: Met, material: Material, division: Division
 ) -> tuple[Settings, nn.Module, Full]:
     """The settings as they turn out on this host, the network on its device, and its precision. Raises TrainError."""
+    info, device = met.info, met.device
     everyone = devices_of_all_ranks(device)
     with together(info.node):  # paced ranks are refused for reasons of their own: the others must not wait
-        settings = choose_loader(settings, division.facts, info, device)
+        settings = material.with_loader(settings, info, device)
         settings = choose_arithmetic(settings, device, everyone)
         use_arithmetic(settings)
-        model = build_network(settings, info, metrics, division).to(device)
-        precision = build_precision(settings.amp, device, None if settings.fidelity == "local" else group)
+        model = build_network(settings, info, met.metrics, material, division).to(device)
+        precision = build_precision(settings.amp, device, None if settings.fidelity == "local" else met.group)
     return settings, arranged(model, settings), precision
 
 
-def build_network(settings: Settings, info: RankInfo, metrics: MetricsWriter, division: Division) -> nn.Module:
+def build_network(
+    settings: Settings, info: RankInfo, metrics: MetricsWriter, material: Material, division: Division
+) -> nn.Module:
     """All of it, or this rank's part in a pipeline, or of a paced rank its slices."""
-    stream, micro_batches, facts = division.order.stream, division.micro_batches, division.facts
+    stream, micro_batches = division.order.stream, division.micro_batches
     if division.tensor and info.pace:
         sizes = division.own_sizes(info.rank)
-        return paced_slices(settings, division.tensor, facts, info, info.pace, metrics, sizes)
+        return paced_slices(settings, division.tensor, facts_of(material), info, info.pace, metrics, sizes)
     if not division.pipeline:
-        return network(settings, facts, info, metrics, stream, micro_batches)
+        return network(settings, material, info, metrics, stream, micro_batches)
     if info.pace:
         sizes = division.own_sizes(info.rank)
-        return paced_part(settings, division.pipeline, facts, info, info.pace, metrics, sizes)
-    return real_part(settings, division.pipeline, facts, info.rank, micro_batches, stream)
+        return paced_part(settings, division.pipeline, material, info, info.pace, metrics, sizes)
+    return real_part(material, division.pipeline, info.rank, micro_batches, stream)
 
 
 def build_synchronised(

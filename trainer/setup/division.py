@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer.compute.microbatches import MicroBatches
-from trainer.data.loading import agree_on_facts
 from trainer.data.sample_stream import RankBatches, SampleStream
 from trainer.ranks.rank_info import RankInfo
+from trainer.setup.material import Material
 from trainer.setup.network import needs_pairs
 from trainer.setup.pipeline import PipelinePlan, own_sizes, plan_pipeline, shares_of_readers
 from trainer.setup.shares import shares_of_ranks
 from trainer.setup.tensor import TensorPlan, plan_tensor, shares_of_reader
 from trainer.shared.config import Settings
-from trainer.shared.experiments import DataSet
 from trainer.shared.shares import Speed
 from trainer.tensor.strategy import READER
 
@@ -23,7 +22,6 @@ from trainer.tensor.strategy import READER
 class Division:
     """How the data and the batches are divided."""
 
-    facts: DataSet
     order: RankBatches
     micro_batches: MicroBatches
     shares: tuple[int, ...]
@@ -50,17 +48,18 @@ class Division:
         return self.micro_batches.sizes(self.shares, READER if self.tensor else rank)
 
 
-def divide(settings: Settings, info: RankInfo) -> Division:
-    """Waits for all ranks. Raises TrainError where shares or data do not fit the ranks."""
+def divide(settings: Settings, info: RankInfo, material: Material) -> Division:
+    """Waits for all ranks. Raises TrainError where shares do not fit the ranks, or the network its strategy."""
     shares, speeds = shares_of_ranks(settings, info)
-    facts = agree_on_facts(settings, info)
-    pipeline = plan_pipeline(settings, facts, info, speeds) if settings.strategy == "pipeline" else None
-    tensor = plan_tensor(settings, facts, shares) if settings.strategy == "tensor" else None
+    pipeline = plan_pipeline(settings, material, info, speeds) if settings.strategy == "pipeline" else None
+    tensor = plan_tensor(material, shares) if settings.strategy == "tensor" else None
     if pipeline:
         shares = shares_of_readers(pipeline, shares, settings.batch)
     if tensor:
         shares = shares_of_reader(shares)
-    stream = SampleStream(facts.train_samples, settings.batch, shares, settings.seed, needs_pairs(settings, facts))
+    stream = SampleStream(
+        material.train_samples, settings.batch, shares, settings.seed, needs_pairs(settings, material)
+    )
     whole = settings.epochs * stream.steps
     # fsdp gathers weights in each micro-batch: no rank may take one more than another.
     caps = [speed.cap if speed else settings.local_batch or None for speed in speeds]
@@ -71,4 +70,4 @@ def divide(settings: Settings, info: RankInfo) -> Division:
         micro_batches = MicroBatches(settings.accumulate or pipeline.micro_batches, [None] * len(caps), together=False)
     last_step = min(whole, settings.steps or whole)
     order = RankBatches(stream, READER if tensor else info.rank)
-    return Division(facts, order, micro_batches, shares, speeds, last_step, pipeline, tensor)
+    return Division(order, micro_batches, shares, speeds, last_step, pipeline, tensor)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from trainer.compute.microbatches import MicroBatches
-from trainer.compute.models import build_model, has_batch_norm
+from trainer.compute.models import has_batch_norm
 from trainer.data.sample_stream import SampleStream
 from trainer.paced.anatomy import dissect
 from trainer.paced.memory import memory_needed
@@ -14,8 +13,10 @@ from trainer.paced.standin import StandIn
 from trainer.paced.stopwatch import Stopwatch
 from trainer.ranks.rank_info import RankInfo
 from trainer.setup.batch_norm import check_batch_norm, check_pairs, check_whole_batch
+from trainer.setup.material import Experiment, Material
 from trainer.setup.paced import keep_records, refuse_arithmetic
 from trainer.shared.config import Settings
+from trainer.shared.errors import TrainError
 from trainer.shared.experiments import DataSet
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.pace import Pace
@@ -23,7 +24,7 @@ from trainer.shared.pace import Pace
 
 def network(
     settings: Settings,
-    facts: DataSet,
+    material: Material,
     info: RankInfo,
     metrics: MetricsWriter,
     stream: SampleStream,
@@ -34,18 +35,24 @@ def network(
     """
     if info.pace:
         share = max(micro_batches.sizes(stream.shares, info.rank))
-        return stand_in(settings, facts, info, metrics, info.pace, share)
-    model = build_model(settings.model, facts.shape, facts.classes)
+        return stand_in(settings, facts_of(material), info, metrics, info.pace, share)
+    model = material.network()
     check_batch_norm(model, stream, settings.sync_bn)
     check_pairs(model, micro_batches, stream.shares)
     check_whole_batch(settings, micro_batches, stream.shares)
     return model
 
 
-def needs_pairs(settings: Settings, facts: DataSet) -> bool:
+def needs_pairs(settings: Settings, material: Material) -> bool:
     """Would a rank with a single sample be refused? Paced ranks, which have no network, must say the same."""
-    with torch.device("meta"):
-        return not settings.sync_bn and has_batch_norm(build_model(settings.model, facts.shape, facts.classes))
+    return not settings.sync_bn and has_batch_norm(material.skeleton())
+
+
+def facts_of(material: Material) -> DataSet:
+    """Of an experiment, whose speed a paced rank knows. Raises TrainError for a script's own network."""
+    if isinstance(material, Experiment):
+        return material.facts
+    raise TrainError(f"paced: a stand-in knows the speed of experiments alone, and this is {material.name}")
 
 
 def stand_in(

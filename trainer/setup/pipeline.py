@@ -14,7 +14,6 @@ from torch import nn
 from trainer.compute.brake import Brake
 from trainer.compute.executor import Executor
 from trainer.compute.microbatches import MicroBatches
-from trainer.compute.models import build_model
 from trainer.compute.precision import DTYPES as COMPUTED_IN
 from trainer.compute.precision import Full
 from trainer.compute.timer import Timer
@@ -22,7 +21,7 @@ from trainer.data.sample_stream import SampleStream
 from trainer.paced.memory import out_of_memory
 from trainer.paced.part import PacedPart
 from trainer.paced.stage_clock import StageClock
-from trainer.pipeline.chain import Block, balanced, survey
+from trainer.pipeline.chain import Block, balanced, survey_of
 from trainer.pipeline.cuts import Cuts
 from trainer.pipeline.layout import Layout
 from trainer.pipeline.paced import PacedStage
@@ -33,10 +32,10 @@ from trainer.ranks.agreement import gather_lines, together
 from trainer.ranks.process_group import TIMEOUT
 from trainer.ranks.rank_info import RankInfo
 from trainer.setup.batch_norm import check_batch_norm, check_pairs
+from trainer.setup.material import Material
 from trainer.setup.paced import keep_records, refuse_arithmetic
 from trainer.shared.config import Settings
 from trainer.shared.errors import TrainError
-from trainer.shared.experiments import DataSet
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.pace import Pace
 from trainer.shared.shares import Speed, scale_shares
@@ -54,6 +53,8 @@ class PipelinePlan:
 
     chain: tuple[Block, ...]
     layout: Layout
+    dtype: torch.dtype
+    """Of the network's weights."""
 
     @property
     def micro_batches(self) -> int:
@@ -70,16 +71,21 @@ class PipelinePlan:
         return sum(block.work for block in self.blocks(rank))
 
 
-def plan_pipeline(settings: Settings, facts: DataSet, info: RankInfo, speeds: Sequence[Speed | None]) -> PipelinePlan:
+def plan_pipeline(
+    settings: Settings, material: Material, info: RankInfo, speeds: Sequence[Speed | None]
+) -> PipelinePlan:
     """speeds: of each rank, where known. Waits for all ranks. Raises TrainError where stages and ranks do not fit."""
     nodes = gather_lines(info.node)
     with together(info.node):
-        chain = survey(settings.model, facts.shape, facts.classes)
+        skeleton = material.skeleton()
+        chain = survey_of(skeleton, material.example(), material.name)
         try:
             pipelines = parse_stages(settings.stages) or balanced(chain, _speeds_of_stages(nodes, speeds))
             if settings.fidelity == "local" and len(pipelines) == 1:
                 raise ValueError(ALONE)
-            return PipelinePlan(tuple(chain), Layout.of(pipelines, nodes, len(chain)))
+            return PipelinePlan(
+                tuple(chain), Layout.of(pipelines, nodes, len(chain)), next(skeleton.parameters()).dtype
+            )
         except ValueError as error:
             raise TrainError(f"stages: {error}") from error
     raise AssertionError  # `together` has raised
@@ -154,7 +160,7 @@ def build_averages(
 
 def cuts_of(settings: Settings, plan: PipelinePlan, rank: int) -> Cuts:
     own, last = plan.layout.stage(rank), len(plan.chain) - 1
-    sent = SENT_IN[settings.sent_as] or COMPUTED_IN.get(settings.amp, torch.float32)
+    sent = SENT_IN[settings.sent_as] or COMPUTED_IN.get(settings.amp, plan.dtype)
     before = plan.chain[own.first - 1].behind if own.first else None
     return Cuts(before, plan.chain[own.last].behind if own.last < last else None, sent)
 
@@ -167,10 +173,10 @@ def own_sizes(plan: PipelinePlan, micro_batches: MicroBatches, shares: Sequence[
 
 
 def real_part(
-    settings: Settings, plan: PipelinePlan, facts: DataSet, rank: int, micro_batches: MicroBatches, stream: SampleStream
+    material: Material, plan: PipelinePlan, rank: int, micro_batches: MicroBatches, stream: SampleStream
 ) -> Part:
     """Raises TrainError where BatchNorm can make nothing of the micro-batches."""
-    model = build_model(settings.model, facts.shape, facts.classes)
+    model = material.network()
     check_batch_norm(model, stream, may_sync=False)
     check_pairs(model, micro_batches, stream.shares)
     part = part_of(model, plan.layout.stage(rank))
@@ -185,7 +191,7 @@ def real_part(
 def paced_part(
     settings: Settings,
     plan: PipelinePlan,
-    facts: DataSet,
+    material: Material,
     info: RankInfo,
     pace: Pace,
     metrics: MetricsWriter,
@@ -211,9 +217,7 @@ def paced_part(
         seed=(settings.seed, info.rank),
     )
     keep_records(metrics, settings, clock, needed)
-    with torch.device("meta"):
-        model = build_model(settings.model, facts.shape, facts.classes)
-    return PacedPart(list(part_of(model, own).parameters()), clock)
+    return PacedPart(list(part_of(material.skeleton(), own).parameters()), clock)
 
 
 def memory_of_stage(settings: Settings, plan: PipelinePlan, rank: int, sizes: Sequence[int]) -> int:

@@ -12,14 +12,19 @@ from torch import nn
 from trainer.compute.models import gradient_bytes, trainable
 from trainer.ranks import nccl
 from trainer.ranks.rank_info import RankInfo
-from trainer.shared.config import AnySettings, Settings
+from trainer.shared.config import AnySettings
 from trainer.shared.metrics import SCHEMA
 
 
 def start_fields(
-    settings: AnySettings, info: RankInfo, device: torch.device, group: dist.ProcessGroup, model: nn.Module | None
+    settings: AnySettings,
+    info: RankInfo,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    trained: tuple[str, nn.Module] | None,
 ) -> dict[str, Any]:
-    """model: None where nothing is trained, and so nothing is paced."""
+    """trained: the network and its name; None where nothing is trained, and so nothing is paced."""
+    name, model = trained or (None, None)
     on_gpu = device.type == "cuda"
     return {
         "schema": SCHEMA,
@@ -33,7 +38,7 @@ def start_fields(
         "torch": torch.__version__,
         "nccl": nccl.version() if on_gpu else None,
         "backend": dist.get_backend(group),
-        "model": settings.model if isinstance(settings, Settings) else None,
+        "model": name,
         "parameters": sum(parameter.numel() for parameter in trainable(model)) if model else None,
         "gradient_bytes": gradient_bytes(model) if model else None,
         "paced": info.pace is not None and model is not None,

@@ -14,6 +14,7 @@ from trainer.paced.anatomy import dissect
 from trainer.paced.memory import out_of_memory
 from trainer.paced.stage_clock import StageClock
 from trainer.ranks.rank_info import RankInfo
+from trainer.setup.material import Material
 from trainer.setup.paced import keep_records, refuse_arithmetic
 from trainer.shared.config import Settings
 from trainer.shared.experiments import DataSet
@@ -24,7 +25,7 @@ from trainer.tensor.cut import cut
 from trainer.tensor.meeting import Meeting
 from trainer.tensor.paced import PacedSlices
 from trainer.tensor.strategy import READER, SlicedParts, TensorParallel
-from trainer.tensor.survey import Layer, survey
+from trainer.tensor.survey import Layer, layers_of
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,9 @@ class TensorPlan:
         return sum(layer.work * layer.slices.own(rank)[1] / sum(layer.slices.channels) for layer in self.layers)
 
 
-def plan_tensor(settings: Settings, facts: DataSet, shares: Sequence[int]) -> TensorPlan:
+def plan_tensor(material: Material, shares: Sequence[int]) -> TensorPlan:
     """shares: each rank's part of what is computed, as it would be of the batch where that is split."""
-    return TensorPlan(survey(settings.model, facts.shape, facts.classes, shares))
+    return TensorPlan(layers_of(material.skeleton(), material.example(), shares))
 
 
 def shares_of_reader(shares: Sequence[int]) -> tuple[int, ...]:

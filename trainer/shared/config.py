@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from trainer.shared.alpha_beta import BUS_FACTORS
-from trainer.shared.experiments import DATA_SETS, EXPERIMENTS, TRAINING, DataSet
+from trainer.shared.experiments import BROUGHT, DATA_SETS, EXPERIMENTS, OWN, SCRIPT, TRAINING, DataSet
 from trainer.shared.shares import PROFILED, parse_shares, parse_speeds
 from trainer.shared.slow import Slow, parse_slow
 from trainer.shared.stages import ALONE, parse_stages
@@ -65,14 +65,17 @@ def _setting(
     help: str,
     *,
     choices: Iterable[str] = (),
+    unsaid: Iterable[str] = (),
     at_least: float = -math.inf,
     below: float = math.inf,
     above: float = -math.inf,
 ) -> Any:
-    """A field with its sentence and its bounds: at_least <= value, above < value < below."""
-    return dataclasses.field(
-        metadata={"help": help, "choices": tuple(choices), "at_least": at_least, "below": below, "above": above}
-    )
+    """A field with its sentence and its bounds: at_least <= value, above < value < below.
+
+    unsaid: right beside `choices`, and nothing that a person writes.
+    """
+    bounds = {"at_least": at_least, "below": below, "above": above}
+    return dataclasses.field(metadata={"help": help, "choices": tuple(choices), "unsaid": tuple(unsaid), **bounds})
 
 
 def overlap_of(local_steps: int, asked: int) -> int:
@@ -84,12 +87,15 @@ def overlap_of(local_steps: int, asked: int) -> int:
 class Settings:
     """Raises SettingsError with every mistake when a value is out of its bounds."""
 
-    exp: str = _setting("The named experiment that gave every value not set here.", choices=TRAINING)
-    model: str = _setting("The network to train.", choices=MODEL_CHANNELS)
+    exp: str = _setting(
+        "The named experiment that gave every value not set here.", choices=TRAINING, unsaid=[SCRIPT["exp"]]
+    )
+    model: str = _setting("The network to train.", choices=MODEL_CHANNELS, unsaid=[OWN])
     data: str = _setting(
         "The data set. synthetic makes images up, folder reads DATA_DIR/train/CLASS/* and DATA_DIR/val/CLASS/*; both "
         "in the shape of the experiment's own data set.",
         choices=[*DATA_SETS, "folder", "synthetic"],
+        unsaid=[OWN],
     )
     data_dir: str = _setting("The folder on each host that holds the data sets, or receives them.")
     batch: int = _setting("Samples of one update, over all ranks together.", at_least=1, below=1 << 40)
@@ -294,13 +300,26 @@ class Settings:
             )
         if self.sync_bn and (self.strategy in ("parameter_average", "dp") or self.fidelity == "local"):
             mistakes.append(f"sync_bn: {self._way} has no one network that could see the whole batch; use ddp")
-        if not mistakes and MODEL_CHANNELS[self.model] not in (None, self.data_set.shape[0]):
+        mistakes += self._mistakes_of_own()
+        if not mistakes and not self.is_own and MODEL_CHANNELS[self.model] not in (None, self.data_set.shape[0]):
             mistakes.append(
                 f"model: {self.model} takes images of {MODEL_CHANNELS[self.model]} channels, "
                 f"not {self.data_set.shape[0]}; use data=cifar10 or exp=resnet152_cifar"
             )
         if mistakes:
             raise SettingsError(mistakes)
+
+    @property
+    def is_own(self) -> bool:
+        """Of a script of one's own, which brings its network and its data?"""
+        return self.exp == str(SCRIPT["exp"])
+
+    def _mistakes_of_own(self) -> list[str]:
+        if not self.is_own:
+            brought = [name for name in ("model", "data") if getattr(self, name) == OWN]
+            return [f"{name}: {OWN} is what a script brings that says `import trainer`" for name in brought]
+        changed = [name for name in BROUGHT if getattr(self, name) != SCRIPT[name]]
+        return [f"{name}: is the script's own business; give it as an argument of its own" for name in changed]
 
     def _mistakes_of_fidelity(self) -> list[str]:
         if self.fidelity not in FIDELITIES:
@@ -319,7 +338,7 @@ class Settings:
         if self.local_overlap >= self.local_steps > 0:
             limit = f"less than local_steps, {self.local_steps}"
             mistakes.append(f"local_overlap: {self.local_overlap} is too large; {limit}")
-        own = EXPERIMENTS[self.exp] if self.exp in TRAINING else {}
+        own = _begun_with(self.exp)
         for fidelity, names in OF_FIDELITY.items():
             changed = [name for name in names if getattr(self, name) != own.get(name, getattr(self, name))]
             if changed and fidelity != self.fidelity:
@@ -328,7 +347,7 @@ class Settings:
 
     def _mistakes_of_pipeline(self) -> list[str]:
         if self.strategy != "pipeline":
-            own = EXPERIMENTS[self.exp] if self.exp in TRAINING else {}
+            own = _begun_with(self.exp)
             changed = [name for name in OF_PIPELINE if getattr(self, name) != own.get(name, getattr(self, name))]
             return [f"{name}: does nothing with strategy {self.strategy}; use pipeline" for name in changed]
         mistakes = []
@@ -467,6 +486,11 @@ class CollectiveSettings:
 AnySettings = Settings | CollectiveSettings
 
 
+def _begun_with(exp: str) -> Mapping[str, Any]:
+    """The values that nobody has set; of an unknown experiment none."""
+    return SCRIPT if exp == SCRIPT["exp"] else TRAINING.get(exp, {})
+
+
 def _kind_of(exp: str) -> type[AnySettings]:
     return CollectiveSettings if exp == "collectives" else Settings
 
@@ -490,14 +514,15 @@ def parse_settings(exp: str, pairs: Mapping[str, str], kept: Mapping[str, Any] =
     Raises SettingsError listing every mistake; an unknown name is answered with the nearest right one.
     """
     mistakes = []
-    if exp not in EXPERIMENTS:
+    if exp not in (*EXPERIMENTS, SCRIPT["exp"]):
         mistakes.append(f"exp: {_not_among(exp, EXPERIMENTS)}")
     mistakes += [
         f"{name}: {value!r} is not a setting's value" for name, value in kept.items() if not _fits(exp, name, value)
     ]
     if mistakes and kept:
         raise SettingsError(mistakes)
-    values = {**EXPERIMENTS.get(exp, next(iter(EXPERIMENTS.values()))), **kept}
+    begun_with = SCRIPT if exp == SCRIPT["exp"] else EXPERIMENTS.get(exp, next(iter(EXPERIMENTS.values())))
+    values = {**begun_with, **kept}
     fields = fields_of(exp)
     for key, text in pairs.items():
         if key == "exp":
@@ -545,6 +570,8 @@ def parse_arguments(arguments: Sequence[str]) -> AnySettings:
     if exp is None and not any(text.startswith("exp:") for text in mistakes):
         mistakes.append(f"exp: say which experiment with --exp NAME, one of {', '.join(EXPERIMENTS)}")
     try:
+        if exp == SCRIPT["exp"]:
+            raise SettingsError([f"exp: {exp} is what a script of your own has that says `import trainer`; start that"])
         settings = parse_settings(next(iter(EXPERIMENTS)) if exp is None else exp, pairs)
     except SettingsError as error:
         mistakes.extend(error.mistakes)
@@ -601,7 +628,7 @@ def _bounds(field: dataclasses.Field[Any], value: Any) -> list[str]:
     """The mistakes of one value: none or one."""
     limits = field.metadata
     if _kind(field) == "str":
-        right = not limits["choices"] or value in limits["choices"]
+        right = not limits["choices"] or value in (*limits["choices"], *limits["unsaid"])
         return [] if right else [f"{field.name}: {_not_among(value, limits['choices'])}"]
     if isinstance(value, bool):
         return []

@@ -102,6 +102,33 @@ TRAINING: dict[str, dict[str, Any]] = {
     },
 }
 
+OWN = "own"
+"""As model and data: a script's own, which the trainer knows nothing of."""
+
+SCRIPT: dict[str, Any] = {
+    **_COMMON,
+    "exp": "script",
+    "model": OWN,
+    "data": OWN,
+    "data_dir": "-",
+    "augment": "none",
+    "batch": 64,
+    "epochs": 1,
+    "lr": 1.0,
+    "momentum": 0.0,
+    "weight_decay": 0.0,
+    "cuda_graph": "off",
+    "loader": "workers",
+    "fused_sgd": "off",
+}
+"""What a script of one's own begins with, that is joined by `trainer.join`. What it brings itself (BROUGHT) is in here
+so that there is one kind of settings, and nobody looks at it.
+"""
+BROUGHT = (
+    *("model", "data", "data_dir", "samples", "augment", "loader", "lr", "momentum", "weight_decay", "fused_sgd"),
+    *("eval_every", "profile_s"),
+)
+
 EXPERIMENTS: dict[str, dict[str, Any]] = {
     **TRAINING,
     "collectives": {

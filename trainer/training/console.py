@@ -20,7 +20,7 @@ class Console:
     evaluations.
     """
 
-    def __init__(self, info: RankInfo, settings: Settings, steps: int) -> None:
+    def __init__(self, info: RankInfo, settings: Settings, steps: int, name: str) -> None:
         self.speaks, self.rank = info.rank == 0, info.rank
         self.warmup_steps = settings.warmup_steps if steps > settings.warmup_steps else 0
         self.steps = steps
@@ -31,7 +31,7 @@ class Console:
         self.next_s = self.started_s
         ranks = f"{info.world_size} rank{'s' if info.world_size > 1 else ''}"
         self.paced = " (paced, not computed)" if info.pace else ""
-        what = f"{settings.exp}: {settings.model} on {settings.data}"
+        what = name if settings.is_own else f"{settings.exp}: {settings.model} on {settings.data}"
         how = f"strategy {settings.strategy}, fidelity {settings.fidelity}"
         self.say(f"{what}, batch {settings.batch} over {ranks}, {how}{self.paced}")
 
@@ -57,6 +57,11 @@ class Console:
             f"epoch {epoch + 1}  train loss {train_loss:.4f}  test loss {result.loss:.4f}  "
             f"accuracy {result.accuracy:.2%} of {result.samples}"
         )
+
+    def judged(self, epoch: int, samples: int, found: Mapping[str, float]) -> None:
+        """Of a script of one's own, which names its numbers itself."""
+        self.say("  ".join([f"epoch {epoch + 1}", *(f"{name} {value:.4f}" for name, value in found.items())])
+                 + f"  of {samples}")  # fmt: skip
 
     def finished(self) -> None:
         accuracy = f", accuracy {self.result.accuracy:.2%}" if self.result else ""

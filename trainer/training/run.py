@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,6 @@ from trainer.pipeline.strategy import Pipeline
 from trainer.ranks.rank_info import RankInfo
 from trainer.rebalance.rebalancer import Rebalancer
 from trainer.shared.config import Settings
-from trainer.shared.experiments import DataSet
 from trainer.shared.metrics import MetricsWriter
 from trainer.strategies import Strategy
 from trainer.training.console import Console
@@ -44,7 +44,8 @@ class Run:
     precision: Full
     optimizer: torch.optim.Optimizer | StandInOptimizer
     graphs: Graphs | None
-    facts: DataSet
+    material: Any
+    """What is trained, as `trainer.setup.material` has it."""
     order: RankBatches
     micro_batches: MicroBatches
     rebalancer: Rebalancer | None

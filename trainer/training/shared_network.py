@@ -1,7 +1,7 @@
 """What an evaluation and a checkpoint see of a run, which goes on as if nobody had looked.
 
 with shared_network(run, progress) as network:           on every rank
-    result = judged(network, run.strategy.outputs(network, batches), run.facts.classes, run.device)
+    result = judged(network, run.strategy.outputs(network, batches), classes, run.device)
 """
 
 from __future__ import annotations
@@ -48,6 +48,6 @@ def estimated_again(run: Run, network: nn.Module) -> int:
 
 def training_images(run: Run) -> Iterator[Tensor]:
     """This rank's part of the epoch's first updates, in its micro-batches."""
-    for step, (images, _) in enumerate(run.first_batches(BATCHES)):
+    for step, (images, *_) in enumerate(run.first_batches(BATCHES)):
         sizes = run.micro_batches.sizes(run.stream.shares_at(step, run.order.epoch), run.order.rank)
         yield from (part for part in images.to(run.device).split(sizes) if len(part))

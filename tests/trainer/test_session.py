@@ -1,0 +1,248 @@
+"""A loop of one's own, over ranks that are divided in any way, makes the updates of one process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import default_collate
+
+import trainer
+from tests.support.gloo_ranks import RANKS, Gang, group_of
+from trainer.data.batch import pieces
+from trainer.data.sample_stream import SampleStream
+from trainer.ranks.rank_info import RankInfo
+from trainer.session import session
+from trainer.session.join import ASKED, Ranks, asked_for, join
+from trainer.session.session import Session
+from trainer.setup import assemble
+from trainer.setup.own import Own
+from trainer.shared.config import SettingsError, parse_settings
+from trainer.shared.errors import TrainError
+from trainer.shared.metrics import MetricsWriter
+
+SAMPLES, TESTS, BATCH, EPOCHS = 88, 37, 16, 2
+"""The last batch of an epoch is a short one: 12 updates."""
+WAYS: dict[str, dict[str, str]] = {
+    "ddp": {},
+    "unequal shares, one without any": {"shares": "node0=9,node1=4,node2=3,node3=0", "strategy": "allreduce_flat"},
+    "micro-batches": {"accumulate": "2"},
+    "pipeline": {"strategy": "pipeline", "accumulate": "4"},
+    "two pipelines": {"strategy": "pipeline", "stages": "node0:0,node1:1-3|node2:0,node3:1-3", "accumulate": "2"},
+    "tensor": {"strategy": "tensor"},
+    "local, an average an update": {"fidelity": "local", "local_steps": "1", "local_overlap": "0"},
+}
+MOMENTUM = {"local, an average an update": 0.0}
+"""Each rank's own, where weights are averaged."""
+
+
+class Points:
+    """Any map-style data set: vectors, the pairs of which have the same label, under noise drawn anew each time."""
+
+    def __init__(self, samples: int, noise: float = 0.0) -> None:
+        self.samples, self.noise = samples, noise
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        generator = torch.Generator().manual_seed(index)
+        point = torch.randn(6, generator=generator, dtype=torch.float64) + index % 3
+        return point + self.noise * torch.rand(6, dtype=torch.float64), index % 3
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(3)
+    layers = nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.ReLU()
+    return nn.Sequential(*layers, nn.Linear(8, 3)).double()
+
+
+def optimiser(model: nn.Module, momentum: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum, weight_decay=0.01)
+
+
+def judge(outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    loss = cross_entropy(outputs, targets, reduction="sum")
+    return {"loss": loss, "accuracy": (outputs.argmax(dim=1) == targets).sum(), "firsts": (targets == 0).sum()}
+
+
+def one_process(momentum: float = 0.9) -> tuple[nn.Module, dict[str, float]]:
+    """What anybody would write."""
+    model, data = network(), Points(SAMPLES)
+    steps = optimiser(model, momentum)
+    stream = SampleStream(SAMPLES, BATCH, (BATCH,), seed=0)
+    for epoch in range(EPOCHS):
+        for step in range(stream.steps):
+            inputs, targets = default_collate([data[index] for index in stream.indices(epoch, step, 0)])
+            steps.zero_grad()
+            cross_entropy(model(inputs), targets).backward()
+            steps.step()
+    inputs, targets = default_collate([Points(TESTS)[index] for index in range(TESTS)])
+    with torch.no_grad():
+        return model, {name: value.item() / TESTS for name, value in judge(model(inputs), targets).items()}
+
+
+@contextlib.contextmanager
+def in_the_gang(rank: int, **asked: str) -> Iterator[assemble.Met]:
+    info = RankInfo(rank, rank, RANKS, RANKS, "vm", f"node{rank}", None, None)
+    settings = parse_settings("script", {"batch": str(BATCH), "epochs": str(EPOCHS), "device": "cpu", **asked})
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(assemble, "join", lambda *_: group_of(RANKS)))
+        stack.enter_context(patch.object(session, "leave", lambda: None))
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        yield assemble.meet(settings, info, MetricsWriter(None))
+
+
+def trained(rank: int, way: str) -> tuple[dict[str, torch.Tensor], dict[str, float], int]:
+    """The weights that this rank holds; what it is said of the test data; and how often the loop's body was run."""
+    with in_the_gang(rank, **WAYS[way]) as met:
+        model, bodies = network(), 0
+        own = Own(model, optimiser(model, MOMENTUM.get(way, 0.9)), Points(SAMPLES), default_collate)
+        run = Session(assemble.prepare(met, own))
+        for _ in run.epochs():
+            for inputs, targets in run.batches():
+                bodies += 1
+                run.step(cross_entropy(run.model(inputs), targets, reduction="sum"))
+            found = run.evaluate(judge, Points(TESTS))
+        run.end()
+        state = run.run.strategy.model.state_dict()
+        held = {name.removeprefix("module."): tensor.clone() for name, tensor in state.items()}
+        return held, found, bodies
+
+
+@pytest.fixture(scope="module")
+def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
+    made = Gang(tmp_path_factory.mktemp("gang"))
+    yield made
+    made.end()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loop_of_ones_own_makes_the_updates_of_one_process(gang, way):
+    model, expected = one_process(MOMENTUM.get(way, 0.9))
+    weights = model.state_dict()
+    seen: set[str] = set()
+    for rank, (held, found, bodies) in enumerate(gang.run(trained, way, timeout_s=60)):
+        assert found == pytest.approx(expected, rel=1e-9)
+        for name, tensor in held.items():
+            whole = weights[name]
+            if tensor.shape == whole.shape:
+                torch.testing.assert_close(tensor, whole, rtol=1e-9, atol=1e-11)
+                seen.add(name)
+            else:  # slices of channels
+                assert way == "tensor" and any(
+                    torch.allclose(tensor, whole[begin : begin + len(tensor)], rtol=1e-9)
+                    for begin in range(len(whole) - len(tensor) + 1)
+                )
+                seen.add(name)
+        if "shares" in WAYS[way] and rank == 3:
+            assert bodies == 0  # it has no samples, and still takes part
+    assert seen == set(weights)
+
+
+def noisy(rank: int, shares: str) -> list[list[float]]:
+    with in_the_gang(rank, shares=shares, epochs="1") as met:
+        model = network()
+        own = Own(model, optimiser(model, 0.0), Points(SAMPLES, noise=1.0), default_collate)
+        run, seen = Session(assemble.prepare(met, own)), []
+        for _ in run.epochs():
+            for inputs, targets in run.batches():
+                seen += inputs.tolist()
+                run.step(cross_entropy(run.model(inputs), targets, reduction="sum"))
+    return seen
+
+
+def test_what_a_data_set_draws_by_chance_is_the_same_whoever_draws_it(gang):
+    equal, unequal = (
+        sorted(sample for rank in gang.run(noisy, shares) for sample in rank)
+        for shares in ("equal", "node0=11,node1=2,node2=2,node3=1")
+    )
+    assert equal == unequal
+    assert equal != sorted(Points(SAMPLES)[index][0].tolist() for index in range(SAMPLES))
+
+
+def mistaken(rank: int, mistake: str) -> str:
+    with in_the_gang(rank) as met:
+        model = network()
+        own = Own(model, optimiser(model, 0.0), Points(SAMPLES), default_collate)
+        run = Session(assemble.prepare(met, own))
+        try:
+            run.step(torch.zeros(()))
+        except TrainError as error:
+            if mistake == "outside":
+                return str(error)
+        try:
+            for inputs, targets in run.batches():
+                losses = cross_entropy(run.model(inputs), targets, reduction="none")
+                if mistake == "a loss a sample":
+                    run.step(losses)
+                if mistake == "twice":
+                    run.step(losses.sum())
+                    run.step(losses.sum())
+                if mistake == "no update":
+                    run.backward(losses.sum())
+        except TrainError as error:
+            return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        ("outside", "there is no batch"),
+        ("a loss a sample", 'reduction="sum"'),
+        ("twice", "step was called twice"),
+        ("no update", "calls update()"),
+        ("no step", "a batch's loss is missing"),
+    ],
+)
+def test_a_loop_that_leaves_something_out_is_told_what(gang, mistake, words):
+    assert all(words in answer for answer in gang.run(mistaken, mistake))
+
+
+def test_what_is_no_data_set_or_no_optimiser_of_the_network_is_refused():
+    model = network()
+    with pytest.raises(TrainError, match="no map-style data set"):
+        Own(model, optimiser(model, 0.0), iter([1]), default_collate)
+    with pytest.raises(TrainError, match="has no samples"):
+        Own(model, optimiser(model, 0.0), Points(0), default_collate)
+    other = Own(model, optimiser(network(), 0.0), Points(3), default_collate)
+    with pytest.raises(TrainError, match="make it of model"):
+        other.optimizer(parse_settings("script", {}), model)
+
+
+def test_the_command_line_wins_over_the_script_which_wins_over_what_is_usual():
+    with patch.dict("os.environ", {ASKED: json.dumps({"batch": "12", "amp": "bf16"})}):
+        settings = parse_settings("script", asked_for({ASKED: '{"batch": "12"}'}), {"batch": 256, "epochs": 7})
+    assert (settings.batch, settings.epochs, settings.strategy) == (12, 7, "ddp")
+    for name, value in (("lr", "0.1"), ("model", "lenet"), ("data", "mnist"), ("samples", "10")):
+        with pytest.raises(SettingsError, match=f"{name}: is the script's own business"):
+            parse_settings("script", {name: value})
+    with pytest.raises(SettingsError, match="what a script brings"):
+        parse_settings("mnist_lenet", {"model": "own"})
+    for wrong in ("[1]", "batch=3"):
+        with pytest.raises(TrainError, match="no JSON object"):
+            asked_for({ASKED: wrong})
+
+
+def test_a_batch_of_any_form_is_cut_where_samples_end():
+    batch = {"text": ["a", "b", "c"], "pair": (torch.arange(3), [torch.ones(3, 2), torch.zeros(3)])}
+    first, second = pieces(batch, (1, 2))
+    assert first["text"] == ["a"] and second["text"] == ["b", "c"]
+    assert second["pair"][0].tolist() == [1, 2] and second["pair"][1][0].shape == (2, 2)
+    assert isinstance(second["pair"], tuple) and isinstance(second["pair"][1], list)
+
+
+def test_the_package_names_what_a_script_needs_and_imports_torch_for_nothing_else():
+    assert (trainer.join, trainer.Ranks, trainer.Session, trainer.TrainError) == (join, Ranks, Session, TrainError)
+    with pytest.raises(AttributeError, match="no attribute 'jion'"):
+        _ = trainer.jion
+    assert "import torch" not in Path(trainer.__file__).read_text()

@@ -1,0 +1,94 @@
+"""A script's own data set as a run draws it: `OwnBatches(dataset, order, ...)`.
+
+Any map-style data set (`__len__`, `__getitem__`) will do. What it draws by chance for a sample (torch, `random`, numpy)
+follows from the seed, the epoch and the sample's number alone, so that a run sees the same whichever rank draws it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from trainer.data.batch import cut
+from trainer.data.sample_stream import RankBatches, derive_seed
+
+Collate = Callable[[list[Any]], Any]
+
+
+class Named(Dataset[Any]):
+    """Its samples by (epoch, index)."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+
+    def __getitem__(self, name: tuple[int, int]) -> Any:
+        return self.__getitems__([name])[0]
+
+    def __getitems__(self, names: Sequence[tuple[int, int]]) -> list[Any]:
+        """A whole batch, which torch's DataLoader asks for where it can."""
+        loaded = []
+        with undisturbed() as seed:
+            for epoch, index in names:
+                seed(derive_seed("sample", self.seed, epoch, index))
+                loaded.append(self.dataset[index])
+        return loaded
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[Callable[[int], None]]:
+    """Gives a call that seeds all generators; afterwards they are where they were."""
+    numpy = sys.modules.get("numpy")
+    states = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
+
+    def seed(number: int) -> None:
+        torch.default_generator.manual_seed(number)
+        random.seed(number)
+        if numpy:
+            numpy.random.seed(number)
+
+    try:
+        yield seed
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        if numpy:
+            numpy.random.set_state(states[2])
+
+
+def collate_or_none(samples: list[Any], collate: Collate, example: Any) -> Any:
+    """example: a batch, of which no sample is taken where there are none."""
+    return collate(samples) if samples else cut(example, 0, 0)
+
+
+class OwnBatches:
+    """This rank's batches of an epoch, in the form that `collate` gives them; without samples where its share is 0."""
+
+    def __init__(
+        self, dataset: Any, order: RankBatches, seed: int, collate: Collate, processes: int, device: torch.device
+    ) -> None:
+        self.device = device
+        example = collate([dataset[0]])
+        self.loader: DataLoader[Any] = DataLoader(
+            Named(dataset, seed),
+            batch_sampler=order,
+            num_workers=processes,
+            persistent_workers=processes > 0,
+            collate_fn=partial(collate_or_none, collate=collate, example=example),
+            pin_memory=device.type == "cuda",
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+
+def judged_batches(dataset: Any, indices: range, batch: int, collate: Collate, processes: int) -> Iterator[Any]:
+    """Samples as they are, so many at a time."""
+    names = [list(indices[begin : begin + batch]) for begin in range(0, len(indices), batch)]
+    return iter(DataLoader(dataset, batch_sampler=names, num_workers=processes, collate_fn=collate))

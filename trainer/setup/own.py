@@ -1,0 +1,86 @@
+"""What a script of one's own brings: its network, its optimiser, its data set."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.data.batch import tensors_of
+from trainer.data.loading import Opened, loader_processes
+from trainer.data.own import Collate, OwnBatches
+from trainer.data.sample_stream import RankBatches
+from trainer.paced.standin import StandInOptimizer
+from trainer.ranks.rank_info import RankInfo
+from trainer.setup.material import EXAMPLES
+from trainer.shared.config import Settings
+from trainer.shared.errors import TrainError
+
+AnyOptimizer = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Own:
+    """model, optimizer, dataset, collate: as of `trainer.session.join.Ranks.prepare`. The network is taken over: a
+    pipeline takes away from it what other hosts hold.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: AnyOptimizer, dataset: Any, collate: Collate) -> None:
+        self.name, self.train_samples = type(model).__name__, samples_of(dataset)
+        self._model, self._optimizer, self._dataset, self.collate = model, optimizer, dataset, collate
+        self._skeleton = copy.deepcopy(model).to("meta")
+        self._names = {id(weight): name for name, weight in model.named_parameters()}
+
+    def skeleton(self) -> nn.Module:
+        return copy.deepcopy(self._skeleton)
+
+    def example(self) -> Tensor:
+        samples = [self._dataset[index % self.train_samples] for index in range(EXAMPLES)]
+        batch = self.collate(samples)
+        inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
+        if len(tensors_of(inputs)) != 1:
+            raise TrainError(f"{self.name} takes several tensors a sample, and only a single one is cut into stages")
+        return tensors_of(inputs)[0].to("meta")
+
+    def network(self) -> nn.Module:
+        return self._model
+
+    def optimizer(self, settings: Settings, model: nn.Module) -> torch.optim.Optimizer | StandInOptimizer:
+        if not isinstance(self._optimizer, torch.optim.Optimizer):
+            return self._optimizer(model.parameters())
+        held = dict(model.named_parameters())  # a stage's alone, and others where they are cut into slices or pieces
+        for group in self._optimizer.param_groups:
+            group["params"] = [held[name] for name in map(self._name_of, group["params"]) if name in held]
+        return self._optimizer
+
+    def _name_of(self, weight: Tensor) -> str:
+        if id(weight) not in self._names:
+            raise TrainError("the optimiser has weights that are not the network's: make it of model.parameters()")
+        return self._names[id(weight)]
+
+    def with_loader(self, settings: Settings, info: RankInfo, device: torch.device) -> Settings:
+        return dataclasses.replace(settings, num_workers=loader_processes(settings.num_workers, info, device))
+
+    def open(self, settings: Settings, order: RankBatches, info: RankInfo, device: torch.device) -> Opened:
+        def batches(of: RankBatches) -> OwnBatches:
+            return OwnBatches(self._dataset, of, settings.seed, self.collate, settings.num_workers, device)
+
+        return Opened(batches(order), None, lambda steps: batches(order.first(steps)))
+
+    def mark(self, settings: Settings) -> str:
+        return f"{type(self._dataset).__name__} of {self.train_samples} samples"
+
+
+def samples_of(dataset: Any) -> int:
+    """Raises TrainError for what has no length, or nothing in it."""
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise TrainError(
+            f"{type(dataset).__name__} is no map-style data set: it needs len(dataset) and dataset[index], so that "
+            "each rank can be given samples of its own"
+        )
+    if not len(dataset):
+        raise TrainError(f"{type(dataset).__name__} has no samples")
+    return len(dataset)
