@@ -101,7 +101,7 @@ class Controller:
         """The plan with these nodes, and whether fewer of them would be faster."""
         draft, profiles, not_kept = self._drawn(cluster, request, code, only)
         ranks = draft.placement.ranks
-        if draft.training:
+        if draft.training and request.global_batch:
             split = split_batch_of(draft.training, ranks, profiles, not_kept)
         else:
             split = split_equally(request.batch, ranks)
@@ -122,7 +122,7 @@ class Controller:
         cannot take part.
         """
         draft, profiles, _ = self._drawn(cluster, request, code, only)
-        if draft.training:
+        if draft.training and request.global_batch:
             ranks = draft.placement.ranks
             try:
                 split = split_batch_of(draft.training, ranks, profiles)

@@ -1,6 +1,7 @@
 """The command lines that a plan holds: the trainer's, rendered from its settled settings, and torchrun's. Pure.
 
     trainer_arguments(draft, "cuda", draft.split.settings)  ("-m", "trainer", "--exp=mnist_lenet", "--epochs=1", ...)
+    trainer_settings(draft, "cuda", draft.split.settings)   {"epochs": "1", ...}, which a script has in its environment
 
 Nothing else writes or changes them.
 """
@@ -13,6 +14,11 @@ from orchestrator.planning.draft import Draft
 
 
 def trainer_arguments(draft: Draft, device: str, of_split: Mapping[str, str]) -> tuple[str, ...]:
+    settings = trainer_settings(draft, device, of_split)
+    return (*draft.request.command, *(f"--{name}={value}" for name, value in settings.items()))
+
+
+def trainer_settings(draft: Draft, device: str, of_split: Mapping[str, str]) -> dict[str, str]:
     """The settings that the person gave, as they wrote them; then those that the host and this plan decide, which win.
 
     device: of the host. of_split: the settings that follow from the split of the batch.
@@ -22,7 +28,7 @@ def trainer_arguments(draft: Draft, device: str, of_split: Mapping[str, str]) ->
     decided = {name: str(getattr(request.settings, name)) for name in draft.decided}
     ours = {**{name: value for name, value in of_host.items() if name not in request.chosen}, **of_split, **decided}
     theirs = {name: text for name, text in request.chosen.items() if name not in ours}
-    return (*request.command, *(f"--{name}={value}" for name, value in {**theirs, **ours}.items()))
+    return {**theirs, **ours}
 
 
 def torchrun_arguments(

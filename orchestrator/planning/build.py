@@ -16,7 +16,7 @@ from typing import Any
 
 from orchestrator.hosts.facts import NodeFacts
 from orchestrator.hosts.visible import cuda_environment
-from orchestrator.planning.arguments import torchrun_arguments, trainer_arguments
+from orchestrator.planning.arguments import torchrun_arguments, trainer_arguments, trainer_settings
 from orchestrator.planning.draft import Draft
 from orchestrator.planning.elastic import elastic_notes
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan, System
@@ -57,8 +57,10 @@ def build_plan(draft: Draft) -> LaunchPlan:
 
 def _document(request: RunRequest) -> dict[str, Any]:
     """The settings as a plan keeps them."""
-    if request.settings:
+    if request.settings and request.kind == "experiment":
         return asdict(request.settings)
+    if request.settings:  # what a script has not been asked for it decides itself
+        return {name: getattr(request.settings, name) for name in request.chosen}
     return {} if request.batch is None else {"batch": request.batch}
 
 
@@ -91,11 +93,11 @@ def _node_plan(draft: Draft, one: PlannedNode, ranks_on_machine: int, of_split: 
         python=node.python,
         activate=node.activate,
         workdir=node.workdir,
-        env=_environment(draft, one, ranks_on_machine),
+        env=_environment(draft, one, ranks_on_machine, of_split),
         shares=_own_shares(draft.split, one),
         solo_samples_per_s=_alone(draft.split, one),
         torchrun=torchrun_arguments(len(nodes), one.node_rank, one.ranks, master_address, elastic=elastic),
-        command=trainer_arguments(draft, one.device, of_split) if request.settings else request.command,
+        command=trainer_arguments(draft, one.device, of_split) if request.trains else request.command,
         prepare=node.prepare,
         system=_system(one.facts),
     )
@@ -125,10 +127,10 @@ def _system(facts: NodeFacts) -> System:
     )
 
 
-def _environment(draft: Draft, one: PlannedNode, ranks_on_machine: int) -> dict[str, str]:
+def _environment(draft: Draft, one: PlannedNode, ranks_on_machine: int, of_split: Mapping[str, str]) -> dict[str, str]:
     """Our own settings first: what the inventory's `env` says wins over them, and what is given for this job over both.
 
-    ranks_on_machine: they share its cores.
+    ranks_on_machine: they share its cores. of_split: as of `_node_plan`.
     """
     node, request = one.node, draft.request
     environment = _for_scripts(draft) if request.kind != "experiment" else {}
@@ -140,6 +142,8 @@ def _environment(draft: Draft, one: PlannedNode, ranks_on_machine: int) -> dict[
         environment["NCCL_SOCKET_IFNAME"] = f"={one.interface}"
         environment["GLOO_SOCKET_IFNAME"] = f"{one.interface},{one.interface}"
     environment |= {setting.name: setting.value for setting in draft.carrier.settings}
+    if request.settings and not request.trains:
+        environment["ORCH_SETTINGS"] = json.dumps(trainer_settings(draft, one.device, of_split))
     if node.paced:
         environment["ORCH_PACED"] = json.dumps(node.paced.model_dump(mode="json", exclude_defaults=True))
     # The GPUs that the inventory's `env` names are these, given by UUID.

@@ -7,9 +7,12 @@ give the same bytes on every machine: names sorted, times and owners left out.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import io
 import os
+import re
 import tarfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from orchestrator.errors import UsageError
@@ -24,8 +27,21 @@ MAX_NAMED = 100
 """So many of the files left out are kept by name."""
 
 
-def pack_folder(folder: Path, *, prefix: str = "") -> tuple[CodeFolder, bytes]:
-    """The folder's description and its tar. prefix: a folder name put before every file name.
+IMPORTS_TRAINER = re.compile(rb"^\s*(?:import trainer\b|from trainer\b)", re.MULTILINE)
+
+
+def trainer_folder() -> Path:
+    """Of the `trainer` package here. Raises UsageError where there is none."""
+    found = importlib.util.find_spec("trainer")
+    if found is None or found.origin is None:
+        raise UsageError("the trainer package is not installed beside orch", "install this project again")
+    return Path(found.origin).parent
+
+
+def pack_folder(folder: Path, *, prefix: str = "", trainer_at: str | None = None) -> tuple[CodeFolder, bytes]:
+    """The folder's description and its tar. prefix: a folder name put before every file name. trainer_at: where, with a
+    slash at its end, the package `trainer` is laid that a file of the folder imports, unless one lies there; None:
+    nowhere.
 
     Raises UsageError for a missing folder, for a home folder, for a file that cannot be read, and above MAX_BYTES,
     naming the largest files.
@@ -40,7 +56,11 @@ def pack_folder(folder: Path, *, prefix: str = "") -> tuple[CodeFolder, bytes]:
         files = [name for name in wanted.names if name not in set(secret)]
         sizes = {file: (folder / file).stat().st_size for file in files}
         _refuse_too_much(folder, sizes)
-        blob = _tar(folder, files, prefix)
+        content = {f"{prefix}{file}": folder / file for file in files}
+        if trainer_at is not None and _needs_trainer(content, trainer_at):
+            ours = trainer_folder()
+            content |= {f"{trainer_at}trainer/{name}": ours / name for name in wanted_files(ours).names}
+        blob = _tar(content)
     except OSError as error:
         raise UsageError(
             f"{error.filename}: {error.strerror}", "make it readable, or name it in .orchignore to leave it at home"
@@ -48,8 +68,8 @@ def pack_folder(folder: Path, *, prefix: str = "") -> tuple[CodeFolder, bytes]:
     described = CodeFolder(
         sha256=hashlib.sha256(blob).hexdigest(),
         source=str(folder),
-        files=len(files),
-        size_bytes=sum(sizes.values()),
+        files=len(content),
+        size_bytes=sum(path.stat().st_size for path in content.values()),
         left_out=tuple(secret[:MAX_NAMED]),
         notes=tuple(filter(None, (wanted.note, left_out_words(secret)))),
         commit=commit_of(folder),
@@ -75,13 +95,21 @@ def _refuse_too_much(folder: Path, sizes: dict[str, int]) -> None:
     )
 
 
-def _tar(folder: Path, files: list[str], prefix: str) -> bytes:
+def _needs_trainer(files: Mapping[str, Path], at: str) -> bool:
+    """Does one of these import `trainer`, and is none of them such a module?"""
+    if any(name == f"{at}trainer.py" or name.startswith(f"{at}trainer/") for name in files):
+        return False
+    return any(IMPORTS_TRAINER.search(path.read_bytes()) for name, path in files.items() if name.endswith(".py"))
+
+
+def _tar(files: Mapping[str, Path]) -> bytes:
+    """files: by their names in it."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        for file in files:
-            content = (folder / file).read_bytes()
-            info = tarfile.TarInfo(f"{prefix}{file}")
+        for name, path in files.items():
+            content = path.read_bytes()
+            info = tarfile.TarInfo(name)
             info.size = len(content)
-            info.mode = 0o755 if os.access(folder / file, os.X_OK) else 0o644
+            info.mode = 0o755 if os.access(path, os.X_OK) else 0o644
             tar.addfile(info, io.BytesIO(content))
     return buffer.getvalue()

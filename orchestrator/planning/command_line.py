@@ -27,7 +27,7 @@ def run_line(plan: LaunchPlan, nodes: Collection[str] = (), settings: AnySetting
     names = [node.name for node in plan.nodes if not nodes or node.name in nodes]
     options = [*_limits(plan, all_nodes=len(names) == len(plan.nodes)), "--nodes", ",".join(names)]
     if plan.kind != "experiment":
-        what, script = list[str](), _script(plan)
+        what, script = list(_of_script(plan)), _script(plan)
     else:
         what, script = ["--exp", plan.exp, *_set(settings or plan.typed_settings)], []
     return shlex.join(["orch", "run", "--cluster", plan.cluster, *what, *options, *script])
@@ -38,6 +38,13 @@ def _set(settings: AnySettings | None) -> Iterator[str]:
         return
     for name in fields_of(settings.exp):
         if (value := getattr(settings, name)) != EXPERIMENTS[settings.exp][name]:
+            yield from ("--set", f"{name}={_text(value)}")
+
+
+def _of_script(plan: LaunchPlan) -> Iterator[str]:
+    """What it was asked for by --set; its batch has an option of its own."""
+    for name, value in plan.settings.items():
+        if name != "batch":
             yield from ("--set", f"{name}={_text(value)}")
 
 

@@ -7,19 +7,19 @@ wish.request.settings.epochs                                            1
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 from orchestrator.errors import UsageError
-from orchestrator.planning.bundle import names_in, pack_folder
+from orchestrator.planning.bundle import names_in, pack_folder, trainer_folder
 from orchestrator.planning.launch_plan import LOCAL_RANK, CodeFolder, Elastic
 from orchestrator.planning.launchers import Program, not_python, read_program
 from orchestrator.planning.secret_words import names_secret, shows_secret
 from trainer.shared.config import AnySettings, Settings, SettingsError, parse_settings
+from trainer.shared.experiments import SCRIPT
 from trainer.shared.shares import WORDS
 
 AUTO = "auto"
@@ -34,7 +34,7 @@ class RunRequest:
     command: tuple[str, ...]
     """Arguments after the interpreter, the same on every host; those of an experiment end before its settings."""
     settings: AnySettings | None = None
-    """Those of an experiment, all of them."""
+    """Those of an experiment, all of them; of a script that were asked for, with what it would have by itself."""
     chosen: Mapping[str, str] = field(default_factory=dict)
     """The settings that the person set by hand, as they wrote them: the plan does not overrule them."""
     batch: int | None = None
@@ -51,6 +51,11 @@ class RunRequest:
     """What the person should know of how their words were understood."""
 
     @property
+    def trains(self) -> bool:
+        """Is it the trainer that runs, which takes its settings as arguments?"""
+        return self.kind == "experiment"
+
+    @property
     def training(self) -> Settings | None:
         """Its settings; None of what trains no network of ours."""
         return self.settings if isinstance(self.settings, Settings) else None
@@ -58,7 +63,7 @@ class RunRequest:
     @property
     def global_batch(self) -> int | None:
         """Samples of one update over all ranks; None where it is not known, or there are none."""
-        return self.training.batch if self.training else self.batch
+        return self.training.batch if self.training and self.trains else self.batch
 
     @property
     def is_one_process(self) -> bool:
@@ -70,7 +75,7 @@ class RunRequest:
         """Whether hosts without which the job is faster may be left out: the person leaves the choice of a way, or of
         the shares, to what is known of speeds.
         """
-        if self.elastic or not self.training:
+        if self.elastic or not self.training or not self.trains:
             return False
         shares = self.training.shares
         return (shares == "measured" and "shares" in self.chosen) or (self.best_way and shares in WORDS)
@@ -117,8 +122,6 @@ def read_wish(words: Words) -> Wish:
     if words.exp:
         return read_experiment(words.exp, parse_pairs(words.settings, "--set KEY=VALUE"))
     _refuse_secrets(words.command[1:] if words.is_module else words.command)
-    if words.settings:
-        raise UsageError("--set belongs to --exp", "give your script its own arguments after --")
     program = read_program(words.command, is_module=True) if words.is_module else read_program(words.command)
     arguments = ((LOCAL_RANK,) if words.pass_local_rank else ()) + program.arguments
     return _module(program, arguments, words) if program.is_module else _script(program, arguments, words)
@@ -156,23 +159,46 @@ def read_experiment(exp: str, pairs: Mapping[str, str], kept: Mapping[str, Any] 
     best_way = pairs.get("strategy") == AUTO
     if best_way:
         pairs, kept = ({key: each[key] for key in each if key != "strategy"} for each in (pairs, kept))
-    try:
-        settings = parse_settings(exp, pairs, kept)
-    except SettingsError as error:
-        raise UsageError(str(error), "`python -m trainer --help` lists every setting") from error
-    found = importlib.util.find_spec("trainer")
-    if found is None or found.origin is None:
-        raise UsageError("the trainer package is not installed beside orch", "install this project again")
+    settings = _parsed(exp, pairs, kept)
     chosen = {**{key: str(value) for key, value in kept.items()}, **pairs}
     command = ("-m", "trainer", f"--exp={exp}")
     request = RunRequest("experiment", exp, command, settings=settings, chosen=chosen, best_way=best_way)
-    return Wish(request, *pack_folder(Path(found.origin).parent, prefix="trainer/"))
+    return Wish(request, *pack_folder(trainer_folder(), prefix="trainer/"))
 
 
 def _module(program: Program, arguments: tuple[str, ...], words: Words) -> Wish:
     command = (*program.flags, "-m", program.name, *arguments)
     request = RunRequest("module", program.name, command, batch=words.batch, notes=program.notes)
-    return Wish(request, *pack_folder(words.folder or Path()))
+    return Wish(_asked_of(request, words), *pack_folder(words.folder or Path(), trainer_at=""))
+
+
+def _asked_of(request: RunRequest, words: Words) -> RunRequest:
+    """A script's request, with the settings that it is to have of `trainer.join`."""
+    if not words.settings:
+        return request
+    pairs = parse_pairs(words.settings, "--set KEY=VALUE")
+    if words.batch is not None:
+        if pairs.get("batch", str(words.batch)) != str(words.batch):
+            raise UsageError(
+                f"--batch {words.batch} and --set batch={pairs['batch']} contradict each other", "give one"
+            )
+        pairs["batch"] = str(words.batch)
+    if pairs.get("strategy") == AUTO:
+        raise UsageError(
+            "strategy=auto chooses by what is known of an experiment's network, and a script's is not known",
+            "name one, like --set strategy=ddp",
+        )
+    settings = _parsed(str(SCRIPT["exp"]), pairs)
+    assert isinstance(settings, Settings)  # noqa: S101 - for the type checker
+    batch = settings.batch if "batch" in pairs else None
+    return replace(request, settings=settings, chosen=pairs, batch=batch)
+
+
+def _parsed(exp: str, pairs: Mapping[str, str], kept: Mapping[str, Any] = MappingProxyType({})) -> AnySettings:
+    try:
+        return parse_settings(exp, pairs, kept)
+    except SettingsError as error:
+        raise UsageError(str(error), "`python -m trainer --help` lists every setting") from error
 
 
 def _script(program: Program, arguments: tuple[str, ...], words: Words) -> Wish:
@@ -184,14 +210,16 @@ def _script(program: Program, arguments: tuple[str, ...], words: Words) -> Wish:
     if not script.resolve().is_relative_to(root):
         raise UsageError(f"{script} is not inside {root}", "choose a --folder that holds the script")
     inside = script.resolve().relative_to(root).as_posix()
-    code, blob = pack_folder(root)
+    beside = "".join(f"{part}/" for part in Path(inside).parent.parts)
+    code, blob = pack_folder(root, trainer_at=beside)
     if inside not in names_in(blob):
         raise UsageError(
             f"{script} itself would stay here: .gitignore or .orchignore leaves it out, or it looks like a secret",
             f"take it out of there, or add a line `!{inside}` to {root / '.orchignore'}",
         )
     command = (*program.flags, inside, *arguments)
-    return Wish(RunRequest("script", script.name, command, batch=words.batch, notes=program.notes), code, blob)
+    request = RunRequest("script", script.name, command, batch=words.batch, notes=program.notes)
+    return Wish(_asked_of(request, words), code, blob)
 
 
 def _refuse_other_languages(script: Path) -> None:

@@ -66,7 +66,9 @@ def test_the_command_line_understands_it(line, tmp_path, monkeypatch):
 def workplace(folder: Path, python: str = sys.executable) -> Path:
     """A folder with the files that the docs speak of."""
     files = {"rack.yaml": INVENTORY.replace("WORK", str(folder)).replace("PYTHON", python), ".env": "A=b\n"}
-    files |= {name: "print('hi')\n" for name in ("train.py", "old.py", "scripts/train.py", "mypackage/train.py")}
+    files |= {
+        name: "print('hi')\n" for name in ("train.py", "old.py", "scripts/train.py", "mypackage/train.py", "mine.py")
+    }
     files |= {"requirements.txt": "", "mypackage/__init__.py": "", "inventory/lab_pair.yaml": "", "data/x": ""}
     for name, text in files.items():
         (folder / "work" / name).parent.mkdir(parents=True, exist_ok=True)

@@ -22,22 +22,33 @@ nodes:
 """
 
 
-@pytest.mark.timeout(240)
-def test_the_script_of_the_docs_takes_part_in_the_comparison(tmp_path):
-    (script,) = re.findall(r"```python\n(# train\.py\n.*?)```", (ROOT / "docs" / "scripts.md").read_text(), re.DOTALL)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "train.py").write_text(script)
-    python = quick_python(tmp_path / "quick", trains=True)
-    inventory = INVENTORY.replace("WORK", str(tmp_path)).replace("PYTHON", python)
-    (tmp_path / "readme.yaml").write_text(inventory)
+def script_of_the_docs(name: str) -> str:
+    (script,) = re.findall(rf"```python\n(# {name}\n.*?)```", (ROOT / "docs" / "scripts.md").read_text(), re.DOTALL)
+    return script
 
-    def orch(*words: str) -> str:
-        environment = {**os.environ, "ORCH_HOME": str(tmp_path / "home")}
-        done = forks.run(forks.ORCH, words, cwd=tmp_path, env=environment)
+
+@pytest.fixture(scope="module")
+def orch(tmp_path_factory):
+    """orch(*words): what it prints, in a cluster of two local hosts, beside the folder `mine` of both scripts."""
+    folder = tmp_path_factory.mktemp("readme")
+    (folder / "mine").mkdir()
+    for name in ("train.py", "mine.py"):
+        (folder / "mine" / name).write_text(script_of_the_docs(name))
+    inventory = INVENTORY.replace("WORK", str(folder)).replace("PYTHON", quick_python(folder / "quick", trains=True))
+    (folder / "readme.yaml").write_text(inventory)
+
+    def run(*words: str) -> str:
+        environment = {**os.environ, "ORCH_HOME": str(folder / "home")}
+        done = forks.run(forks.ORCH, words, cwd=folder, env=environment)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    orch("up", "readme.yaml", "--allow-local")
+    run("up", "readme.yaml", "--allow-local")
+    return run
+
+
+@pytest.mark.timeout(240)
+def test_the_script_of_the_docs_takes_part_in_the_comparison(orch):
     orch("run", "--batch", "97", "--", "mine/train.py")  # odd: the two ranks' shares differ
     summary = json.loads(orch("collect", "--job", "latest", "--json"))
     assert summary["state"] == "succeeded"
@@ -45,6 +56,16 @@ def test_the_script_of_the_docs_takes_part_in_the_comparison(tmp_path):
     assert summary["samples_total"] == 97 * 50
     assert {node["name"]: node["samples_per_s"] > 0 for node in summary["nodes"]} == {"one": True, "two": True}
     assert summary["loss"] < 60, "the loss of a model that says nothing is the variance of the sum, 64"
+
+
+@pytest.mark.timeout(240)
+def test_a_script_that_imports_the_trainer_is_cut_over_the_hosts_by_a_word(orch):
+    orch("run", "--set", "strategy=pipeline", "--set", "accumulate=4", "mine/mine.py")
+    summary = json.loads(orch("collect", "--job", "latest", "--json"))
+    assert summary["state"] == "succeeded"
+    assert summary["samples_total"] == 3 * 4000
+    assert summary["accuracy"] > 0.8
+    assert len(summary["stages"]) == 2
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

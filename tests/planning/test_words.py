@@ -10,6 +10,7 @@ from orchestrator.cli import main
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.inventory import Node
 from orchestrator.paths import Home
+from orchestrator.planning.bundle import names_in, pack_folder
 from orchestrator.store import Store
 from tests.support.probed_hosts import facts
 
@@ -104,3 +105,54 @@ def test_a_tilde_reaches_the_hosts_as_it_was_written(runs):
     command, _ = runs("--exp mnist_lenet --set 'data_dir=~/birds'")
     assert "--data_dir=~/birds" in command
     assert str(Path.home()) not in " ".join(command)
+
+
+def test_settings_of_a_script_that_imports_the_trainer_reach_it_in_its_environment(capfd, tmp_path, runs):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "mine.py").write_text("import torch\nimport trainer\n")
+    line = "run --dry-run --json --folder . --batch 96 --set shares=alpha=1 --set amp=bf16 deep/mine.py --lr 1"
+    with pytest.raises(SystemExit) as end:
+        main(shlex.split(line), prog_name="orch")
+    plan = json.loads(capfd.readouterr().out)
+    assert end.value.code == 0
+    (node,) = plan["nodes"]
+    asked = json.loads(node["env"]["ORCH_SETTINGS"])
+    assert asked == {"shares": "alpha=1", "amp": "bf16", "batch": "96", "device": "cuda", "backend": "nccl"}
+    assert (node["command"], node["shares"]) == (["deep/mine.py", "--lr", "1"], [96])
+    assert plan["settings"] == {"shares": "alpha=1", "amp": "bf16", "batch": 96}
+    assert "deep/trainer/session/join.py" in plan["files"], "beside the script, where Python looks first"
+
+
+@pytest.mark.parametrize("line", ["train.py", "--batch 96 train.py"])
+def test_a_script_that_does_not_import_it_is_sent_alone(capfd, line, runs):
+    with pytest.raises(SystemExit):
+        main(["run", "--dry-run", "--json", *line.split()], prog_name="orch")
+    plan = json.loads(capfd.readouterr().out)
+    assert "train.py" in plan["files"] and not [name for name in plan["files"] if name.startswith("trainer/")]
+    assert "ORCH_SETTINGS" not in plan["nodes"][0]["env"]
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("--set lr=0.1 train.py", "lr: is the script's own business"),
+        ("--set strategy=auto train.py", "a script's is not known"),
+        ("--set stratgy=ddp train.py", "did you mean strategy?"),
+        ("--batch 3 --set batch=4 train.py", "contradict each other"),
+    ],
+)
+def test_a_setting_that_no_script_has_is_refused_before_anything_starts(line, named, runs):
+    _, said = runs(line, code=2)
+    assert named in said
+
+
+def test_a_module_of_ones_own_by_that_name_is_left_alone(tmp_path):
+    (tmp_path / "train.py").write_text("from trainer import mine\n")
+    (tmp_path / "trainer.py").write_text("mine = 1\n")
+    code, blob = pack_folder(tmp_path, trainer_at="")
+    assert names_in(blob) == ["train.py", "trainer.py"]
+    (tmp_path / "trainer.py").unlink()
+    code, blob = pack_folder(tmp_path, trainer_at="")
+    assert "trainer/__init__.py" in names_in(blob)
+    assert code.files == len(names_in(blob))
+    assert names_in(pack_folder(tmp_path)[1]) == ["train.py"]

@@ -208,6 +208,22 @@ def test_a_loop_that_leaves_something_out_is_told_what(gang, mistake, words):
     assert all(words in answer for answer in gang.run(mistaken, mistake))
 
 
+def kept(rank: int, folder: str) -> str:
+    """What is said of checkpoints with an optimiser that they cannot keep."""
+    with in_the_gang(rank, checkpoint_every="3", checkpoint_dir=folder) as met:
+        model = network()
+        adam = Own(model, torch.optim.AdamW(model.parameters()), Points(SAMPLES), default_collate)
+        try:
+            Session(assemble.prepare(met, adam))
+        except TrainError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_a_checkpoint_that_would_lose_what_an_optimiser_remembers_is_refused(gang, tmp_path):
+    assert all("would lose what AdamW remembers" in answer for answer in gang.run(kept, str(tmp_path)))
+
+
 def test_what_is_no_data_set_or_no_optimiser_of_the_network_is_refused():
     model = network()
     with pytest.raises(TrainError, match="no map-style data set"):

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from trainer.checkpoints.file import newest
 from trainer.shared.config import Settings
 from trainer.shared.errors import TrainError
@@ -31,7 +33,13 @@ def source_of(settings: Settings) -> Path | None:
 
 
 def check_kind(run: Run) -> None:
+    """Raises TrainError where this kind of run can have no checkpoints."""
     if run.settings.strategy == "fsdp":
         raise TrainError("checkpoint_every, resume: fsdp keeps the optimiser in pieces; use another strategy for these")
     if not run.learns:
         raise TrainError("checkpoint_every, resume: a run with paced ranks learns nothing that could be kept")
+    if not isinstance(run.optimizer, torch.optim.SGD):
+        raise TrainError(
+            f"checkpoint_every, resume: they keep SGD's momentum, and would lose what {type(run.optimizer).__name__} "
+            "remembers; leave them out, or use torch.optim.SGD"
+        )

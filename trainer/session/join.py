@@ -53,7 +53,8 @@ def asked_for(environment: Mapping[str, str]) -> dict[str, str]:
         found = None
     if not isinstance(found, dict):
         raise TrainError(f'{ASKED} is no JSON object like {{"strategy": "ddp", "batch": "256"}}')
-    return {str(name): str(value) for name, value in found.items()}
+    batch = {"batch": environment["ORCH_BATCH"]} if "ORCH_BATCH" in environment else {}  # of `orch run --batch`
+    return {**batch, **{str(name): str(value) for name, value in found.items()}}
 
 
 class Ranks:
