@@ -11,7 +11,7 @@ A script of one's own takes part with its own network, data, loss and loop:
         run.evaluate(judge, test_set)
 
 It needs the standard library, torch (2.0.1 or newer) and torchvision, and knows nothing of who started it: all it
-learns comes through its arguments (`shared.config`) and torchrun's environment. Nothing in `shared` imports torch, so
+learns comes through its arguments (`shared.settings`) and torchrun's environment. Nothing in `shared` imports torch, so
 that a machine without torch can check settings, split batches and read metrics.
 """
 

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from trainer.ranks.interrupt import leave
 from trainer.run_rank import run, say
-from trainer.shared.config import SettingsError, help_text, parse_arguments
+from trainer.shared.config import help_text, parse_arguments
+from trainer.shared.fields import SettingsError
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -24,7 +24,7 @@ from torch import multiprocessing
 
 import trainer.train  # noqa: F401 - what the ranks would import, each for itself
 from trainer.run_rank import run
-from trainer.shared.config import AnySettings
+from trainer.shared.settings import AnySettings
 
 _ADDRESS = "127.0.0.1"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -16,8 +16,8 @@ from torch.nn.functional import cross_entropy
 from trainer.ranks.rank_info import RankInfo
 from trainer.session.session import Session
 from trainer.setup.assemble import set_up
-from trainer.shared.config import Settings
 from trainer.shared.metrics import MetricsWriter
+from trainer.shared.settings import Settings
 from trainer.training.evaluate import judged
 from trainer.training.shared_network import shared_network
 

@@ -28,8 +28,9 @@ from orchestrator.forecast.step import (
     speeds_of,
 )
 from orchestrator.forecast.tensor import MOST_RANKS
-from trainer.shared.config import LOCAL_STEPS, overlap_of
+from trainer.shared.settings import overlap_of
 from trainer.shared.shares import equal_shares, fastest_shares, without_singles
+from trainer.shared.ways import LOCAL_STEPS
 
 FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
 BUCKETS_MIB = (10.0, 25.0, 50.0, 100.0)

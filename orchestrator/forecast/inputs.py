@@ -32,9 +32,10 @@ from orchestrator.results.collectives import Collectives, link_matrix
 from orchestrator.results.summary import Summary
 from orchestrator.units import format_bandwidth
 from trainer.shared.alpha_beta import algorithm_gbps, bus_factor
-from trainer.shared.config import LOCAL_STEPS, Settings, overlap_of
 from trainer.shared.gpu_work import GB_PER_S
+from trainer.shared.settings import Settings, overlap_of
 from trainer.shared.shares import Speed, Speeds, parse_speeds
+from trainer.shared.ways import LOCAL_STEPS
 
 SEEN_RUNS = 50
 """Newest runs of collectives that are looked at for one of these hosts."""

@@ -15,7 +15,7 @@ from orchestrator.forecast.inputs import computed_shares, network_of
 from orchestrator.forecast.layers import gradient_bytes
 from orchestrator.forecast.tensor import weight_bytes
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
-from trainer.shared.config import Settings
+from trainer.shared.settings import Settings
 
 HALF = ("bf16", "fp16")
 

@@ -19,7 +19,8 @@ from orchestrator.forecast.step import Way
 from orchestrator.planning.draft import Draft
 from orchestrator.planning.launch_plan import LaunchPlan, Prediction
 from orchestrator.units import format_figure
-from trainer.shared.config import Settings, SettingsError
+from trainer.shared.fields import SettingsError
+from trainer.shared.settings import Settings
 
 
 def prediction_of(plan: LaunchPlan, view: ForecastInputs) -> Prediction | None:

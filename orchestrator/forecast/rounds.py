@@ -15,7 +15,8 @@ from orchestrator.errors import UsageError
 from orchestrator.forecast.inputs import ForecastInputs, forecast_in, way_of
 from orchestrator.planning.draft import Draft
 from orchestrator.units import format_figure
-from trainer.shared.config import LOCAL_STEPS, Settings
+from trainer.shared.settings import Settings
+from trainer.shared.ways import LOCAL_STEPS
 
 NEAR = 0.99
 """A speed of at least this part of the best counts as equally good."""

@@ -9,7 +9,7 @@ from orchestrator.forecast.inputs import ForecastInputs, forecast_in, way_of
 from orchestrator.forecast.tensor import is_cut, memory_bytes
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.units import format_bytes, format_figure, format_percent
-from trainer.shared.config import Settings
+from trainer.shared.settings import Settings
 
 FEW_RANKS = 8
 """More ranks than this are not named one by one."""

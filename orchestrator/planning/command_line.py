@@ -16,8 +16,9 @@ from typing import Any
 
 from orchestrator.planning.launch_plan import LOCAL_RANK, LaunchPlan
 from orchestrator.planning.request import RunRequest
-from trainer.shared.config import AnySettings, fields_of
+from trainer.shared.config import fields_of
 from trainer.shared.experiments import EXPERIMENTS
+from trainer.shared.settings import AnySettings
 
 
 def run_line(plan: LaunchPlan, nodes: Collection[str] = (), settings: AnySettings | None = None) -> str:

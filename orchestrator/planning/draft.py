@@ -17,7 +17,7 @@ from orchestrator.planning.nccl import Carrier
 from orchestrator.planning.placement import Placement
 from orchestrator.planning.request import RunRequest
 from orchestrator.planning.split import Split
-from trainer.shared.config import Settings
+from trainer.shared.settings import Settings
 
 
 @dataclass(frozen=True)

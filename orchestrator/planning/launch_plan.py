@@ -11,7 +11,9 @@ from orchestrator.hosts.masking import mask, masked_env
 from orchestrator.planning.recorded_settings import RecordedSettings, read_settings
 from orchestrator.record import SCHEMA, Owner, Record
 from orchestrator.units import format_figure, format_percent
-from trainer.shared.config import AnySettings, Settings, SettingsError, settings_from
+from trainer.shared.config import settings_from
+from trainer.shared.fields import SettingsError
+from trainer.shared.settings import AnySettings, Settings
 
 LOCAL_RANK = "--local_rank={LOCAL_RANK}"
 """Filled in by the rank wrapper: what torch.distributed.launch would give a script."""

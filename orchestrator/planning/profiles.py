@@ -21,9 +21,9 @@ from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.planning.measurement import Measurement
 from orchestrator.record import SCHEMA, Record
 from orchestrator.units import format_percent
-from trainer.shared.config import Settings
 from trainer.shared.metrics import LATE
 from trainer.shared.replays import why_not_replayed
+from trainer.shared.settings import Settings
 from trainer.shared.shares import Speed, split_batch
 
 DRIFT = 0.05

@@ -16,7 +16,7 @@ from orchestrator.record import Record
 
 
 class RecordedSettings(Record):
-    """Those that results, listings and reports ask for, under the names that `trainer.shared.config.Settings` has."""
+    """Those that results, listings and reports ask for, under the names that `trainer.shared.settings.Settings` has."""
 
     model_config = ConfigDict(strict=True)
 

@@ -18,8 +18,10 @@ from orchestrator.planning.bundle import names_in, pack_folder, trainer_folder
 from orchestrator.planning.launch_plan import LOCAL_RANK, CodeFolder, Elastic
 from orchestrator.planning.launchers import Program, not_python, read_program
 from orchestrator.planning.secret_words import names_secret, shows_secret
-from trainer.shared.config import AnySettings, Settings, SettingsError, parse_settings
+from trainer.shared.config import parse_settings
 from trainer.shared.experiments import SCRIPT
+from trainer.shared.fields import SettingsError
+from trainer.shared.settings import AnySettings, Settings
 from trainer.shared.shares import WORDS
 
 AUTO = "auto"

@@ -15,7 +15,7 @@ from itertools import chain
 
 from orchestrator.errors import UsageError
 from orchestrator.planning.profiles import RETRY, Profile, Profiles, Rank
-from trainer.shared.config import Settings
+from trainer.shared.settings import Settings
 from trainer.shared.shares import (
     BY_SPEED,
     PROFILED,

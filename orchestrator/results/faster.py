@@ -8,8 +8,9 @@ from collections.abc import Collection, Sequence
 from orchestrator.planning.command_line import run_line
 from orchestrator.planning.launch_plan import Faster, LaunchPlan
 from orchestrator.results.summary import NodeSummary
-from trainer.shared.config import OF_FIDELITY, OF_PIPELINE, Settings
 from trainer.shared.experiments import EXPERIMENTS
+from trainer.shared.settings import Settings
+from trainer.shared.ways import OF_FIDELITY, OF_PIPELINE
 
 WORTH = 1.05
 """What is less than 5 % faster is not worth a word: by so much predictions and measurements may be off."""

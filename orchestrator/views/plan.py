@@ -28,7 +28,7 @@ from orchestrator.planning.launch_plan import LIMITS, Faster, LaunchPlan
 from orchestrator.planning.profiles import GPU_SETTINGS
 from orchestrator.units import counted, format_bandwidth, format_duration
 from orchestrator.views.numbers import figure, percent
-from trainer.shared.config import Settings
+from trainer.shared.settings import Settings
 from trainer.shared.shares import WORDS
 
 TITLES = ("fidelity", "strategy", "shares", "step", "samples/s", "of sum", "network", "limited by")

@@ -21,7 +21,8 @@ from orchestrator.forecast.pipeline.choice import as_set, choose
 from orchestrator.forecast.step import Forecast, HostSpeed, Way
 from orchestrator.planning.launch_plan import LaunchPlan
 from tests.support.simulate import simulate_step_ms
-from trainer.shared.config import Settings, settings_from
+from trainer.shared.config import settings_from
+from trainer.shared.settings import Settings
 from trainer.shared.shares import Speed
 
 MOST = 1024.0

@@ -11,7 +11,8 @@ from orchestrator.planning.nccl import choose_carrier
 from orchestrator.planning.placement import place
 from orchestrator.planning.split import split_batch_of
 from tests.support.plans import CODE, by_hand, pair
-from trainer.shared.config import SettingsError, settings_from
+from trainer.shared.config import settings_from
+from trainer.shared.fields import SettingsError
 
 
 def draft(**chosen):

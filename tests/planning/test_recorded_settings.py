@@ -7,7 +7,7 @@ import typing
 import pytest
 
 from orchestrator.planning.recorded_settings import RecordedSettings, read_settings
-from trainer.shared.config import Settings
+from trainer.shared.settings import Settings
 
 
 def test_what_a_record_says_is_read_and_what_it_does_not_say_is_none() -> None:

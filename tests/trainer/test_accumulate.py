@@ -11,7 +11,8 @@ from torch import nn
 
 from tests.support.gloo_ranks import Gang, group_of
 from trainer.compute.timer import CpuTimer
-from trainer.shared.config import STRATEGIES, parse_settings
+from trainer.shared.config import parse_settings
+from trainer.shared.ways import STRATEGIES
 from trainer.strategies import build_strategy, local_loss
 
 NEWEST_FSDP = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)

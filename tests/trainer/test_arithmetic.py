@@ -15,8 +15,10 @@ from trainer.compute.arithmetic import Devices, choose_arithmetic, has_fused_sgd
 from trainer.compute.precision import Fp16, Full, build_precision
 from trainer.compute.timer import CpuTimer
 from trainer.setup.optimizer import build_optimizer
-from trainer.shared.config import STRATEGIES, SettingsError, parse_settings
+from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
+from trainer.shared.fields import SettingsError
+from trainer.shared.ways import STRATEGIES
 from trainer.strategies import build_strategy, local_loss
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from trainer.ranks.rank_info import read_rank_info
-from trainer.shared.config import SettingsError, fields_of, help_text, parse_arguments, parse_settings
+from trainer.shared.config import fields_of, help_text, parse_arguments, parse_settings
 from trainer.shared.errors import TrainError
 from trainer.shared.experiments import EXPERIMENTS
+from trainer.shared.fields import SettingsError
 
 ROOT = Path(__file__).parents[2]
 

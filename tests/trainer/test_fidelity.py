@@ -30,8 +30,9 @@ from tests.support.sums import (
     worst,
 )
 from trainer.compute.timer import CpuTimer
-from trainer.shared.config import SettingsError, parse_settings
+from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
+from trainer.shared.fields import SettingsError
 from trainer.strategies import build_strategy, compressed, local_loss
 from trainer.strategies.gradient_sum import GradientSum, fitted_bucket_bytes
 from trainer.strategies.parameter_average import ParameterAverage

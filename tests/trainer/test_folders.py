@@ -19,8 +19,9 @@ from trainer.data.sample_stream import RankBatches, SampleStream
 from trainer.data.sets import find_facts, open_data, whole
 from trainer.ranks.process_group import join
 from trainer.ranks.rank_info import read_rank_info
-from trainer.shared.config import Settings, parse_settings
+from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
+from trainer.shared.settings import Settings
 
 CPU = torch.device("cpu")
 ALONE = read_rank_info({})

@@ -24,7 +24,8 @@ from trainer.pipeline.layout import Layout
 from trainer.pipeline.part import part_of
 from trainer.pipeline.stage import Stage
 from trainer.pipeline.strategy import Pipeline
-from trainer.shared.config import SettingsError, parse_settings
+from trainer.shared.config import parse_settings
+from trainer.shared.fields import SettingsError
 from trainer.shared.stages import parse_stages
 from trainer.strategies.gradient_sum import GradientSum
 from trainer.strategies.parameter_average import ParameterAverage

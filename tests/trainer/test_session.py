@@ -25,8 +25,9 @@ from trainer.session.join import ASKED, Ranks, asked_for, join
 from trainer.session.session import Session
 from trainer.setup import assemble
 from trainer.setup.own import Own
-from trainer.shared.config import SettingsError, parse_settings
+from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
+from trainer.shared.fields import SettingsError
 from trainer.shared.metrics import MetricsWriter
 
 SAMPLES, TESTS, BATCH, EPOCHS = 88, 37, 16, 2

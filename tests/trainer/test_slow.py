@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.shared.config import SettingsError, parse_settings
+from trainer.shared.config import parse_settings
+from trainer.shared.fields import SettingsError
 from trainer.shared.slow import PLACES, Slow, parse_slow
 
 

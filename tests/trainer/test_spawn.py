@@ -20,7 +20,7 @@ pytest.importorskip("torchvision")
 
 from tests.support import forks
 from trainer.__main__ import starting
-from trainer.shared.config import SettingsError
+from trainer.shared.fields import SettingsError
 
 ROOT = Path(__file__).parents[2]
 SYNTHETIC = ["--exp", "mnist_lenet", "--data", "synthetic", "--device", "cpu", "--num_workers", "0"]

@@ -44,8 +44,9 @@ from trainer.compute.models import build_model, gradient_bytes
 from trainer.compute.precision import build_precision
 from trainer.compute.timer import CpuTimer
 from trainer.setup.batch_norm import check_batch_norm
-from trainer.shared.config import SettingsError, parse_settings
+from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
+from trainer.shared.fields import SettingsError
 from trainer.shared.slow import Slow
 from trainer.strategies import build_strategy, fsdp, local_loss
 from trainer.strategies.batch_norm import synchronise_batch_norm, whole_batch_statistics

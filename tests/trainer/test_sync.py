@@ -28,11 +28,13 @@ from trainer.ranks.process_group import join, leave
 from trainer.ranks.rank_info import RankInfo
 from trainer.session.session import Session
 from trainer.setup import assemble
-from trainer.shared.config import STRATEGIES, Settings, parse_settings
+from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.pace import Pace
+from trainer.shared.settings import Settings
 from trainer.shared.slow import PLACES
+from trainer.shared.ways import STRATEGIES
 from trainer.strategies import build_strategy, local_loss, weighted
 from trainer.train import train_epoch
 from trainer.training.evaluate import judged

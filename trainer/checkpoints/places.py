@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from trainer.checkpoints.file import newest
-from trainer.shared.config import Settings
 from trainer.shared.errors import TrainError
+from trainer.shared.settings import Settings
 
 if TYPE_CHECKING:
     from trainer.training.run import Run

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.ranks.agreement import agreed
-from trainer.shared.config import Settings
 from trainer.shared.errors import TrainError
+from trainer.shared.settings import Settings
 
 IN_PIECES = ("fsdp",)
 """Strategies that cut weights up, in the order in which torch makes them."""

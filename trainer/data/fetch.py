@@ -22,8 +22,8 @@ from typing import Any
 from torchvision.datasets import CIFAR10, MNIST
 from torchvision.datasets.utils import check_integrity
 
-from trainer.shared.config import Settings
 from trainer.shared.errors import TrainError
+from trainer.shared.settings import Settings
 
 NETWORK_TIMEOUT_S = 4.0
 

@@ -29,9 +29,9 @@ from trainer.data.sample_stream import RankBatches
 from trainer.data.sets import find_facts, known_facts, open_data, whole
 from trainer.ranks.agreement import gather_lines, together
 from trainer.ranks.rank_info import RankInfo
-from trainer.shared.config import Settings
 from trainer.shared.errors import TrainError
 from trainer.shared.experiments import DataSet
+from trainer.shared.settings import Settings
 from trainer.shared.shares import scale_shares
 
 Batch = tuple[Tensor, Tensor]

@@ -21,9 +21,9 @@ from trainer.data.augment import random_words
 from trainer.data.fetch import folder, open_files
 from trainer.data.folders import FolderImages, list_folder
 from trainer.data.sample_stream import derive_seed
-from trainer.shared.config import Settings
 from trainer.shared.errors import TrainError
 from trainer.shared.experiments import DataSet
+from trainer.shared.settings import Settings
 
 Pictures = Dataset[tuple[Any, int]]
 """PIL images as they are stored, each with the number of its class."""

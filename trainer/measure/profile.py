@@ -42,10 +42,10 @@ from trainer.ranks.rank_info import RankInfo
 from trainer.setup.network import stand_in
 from trainer.setup.optimizer import build_optimizer
 from trainer.setup.start_record import start_fields
-from trainer.shared.config import Settings
 from trainer.shared.experiments import DataSet
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.pace import Pace
+from trainer.shared.settings import Settings
 
 HELD = 4
 """Times the size of all gradients: the most that a strategy keeps beside gradients and momentum, which is

@@ -17,10 +17,12 @@ from trainer.session.ending import Ending
 from trainer.session.session import Session
 from trainer.setup.assemble import Met, meet, prepare
 from trainer.setup.own import AnyOptimizer, Own
-from trainer.shared.config import Settings, SettingsError, parse_settings
+from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
 from trainer.shared.experiments import SCRIPT
+from trainer.shared.fields import SettingsError
 from trainer.shared.metrics import MetricsWriter
+from trainer.shared.settings import Settings
 
 ASKED = "ORCH_SETTINGS"
 """The variable with what the command line asks for: a JSON object of names and values, both as text."""

@@ -39,10 +39,11 @@ from trainer.setup.pipeline import build_pipeline, paced_part, real_part
 from trainer.setup.room import room_of
 from trainer.setup.start_record import start_fields
 from trainer.setup.tensor import build_tensor, paced_slices
-from trainer.shared.config import LOCAL_STEPS, Settings
 from trainer.shared.errors import TrainError
 from trainer.shared.metrics import MetricsWriter
+from trainer.shared.settings import Settings
 from trainer.shared.stages import format_stages
+from trainer.shared.ways import LOCAL_STEPS
 from trainer.strategies import Strategy, build_strategy
 from trainer.strategies.ddp import Ddp
 from trainer.strategies.gradient_sum import DTYPES, GradientSum

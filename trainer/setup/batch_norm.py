@@ -10,8 +10,8 @@ from torch import nn
 from trainer.compute.microbatches import MicroBatches
 from trainer.compute.models import has_batch_norm
 from trainer.data.sample_stream import SampleStream
-from trainer.shared.config import Settings
 from trainer.shared.errors import TrainError
+from trainer.shared.settings import Settings
 
 
 def check_batch_norm(model: nn.Module, stream: SampleStream, whole_batch: bool = False, may_sync: bool = True) -> None:

@@ -13,7 +13,7 @@ from trainer.setup.network import needs_pairs
 from trainer.setup.pipeline import PipelinePlan, own_sizes, plan_pipeline, shares_of_readers
 from trainer.setup.shares import shares_of_ranks
 from trainer.setup.tensor import TensorPlan, plan_tensor, shares_of_reader
-from trainer.shared.config import Settings
+from trainer.shared.settings import Settings
 from trainer.shared.shares import Speed
 from trainer.tensor.strategy import READER
 

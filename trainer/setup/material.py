@@ -14,8 +14,8 @@ from trainer.data.sets import find_facts
 from trainer.paced.standin import StandInOptimizer
 from trainer.ranks.rank_info import RankInfo
 from trainer.setup.optimizer import build_optimizer
-from trainer.shared.config import Settings
 from trainer.shared.experiments import DataSet
+from trainer.shared.settings import Settings
 
 EXAMPLES = 2
 """Samples of an example: BatchNorm refuses a single value a channel."""

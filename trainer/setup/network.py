@@ -15,11 +15,11 @@ from trainer.ranks.rank_info import RankInfo
 from trainer.setup.batch_norm import check_batch_norm, check_pairs, check_whole_batch
 from trainer.setup.material import Experiment, Material
 from trainer.setup.paced import keep_records, refuse_arithmetic
-from trainer.shared.config import Settings
 from trainer.shared.errors import TrainError
 from trainer.shared.experiments import DataSet
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.pace import Pace
+from trainer.shared.settings import Settings
 
 
 def network(

@@ -10,7 +10,7 @@ from torch import nn
 from trainer.compute.models import trainable
 from trainer.paced.part import PacedPart
 from trainer.paced.standin import StandIn, StandInOptimizer
-from trainer.shared.config import Settings
+from trainer.shared.settings import Settings
 
 
 def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer | StandInOptimizer:

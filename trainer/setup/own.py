@@ -17,8 +17,8 @@ from trainer.data.sample_stream import RankBatches
 from trainer.paced.standin import StandInOptimizer
 from trainer.ranks.rank_info import RankInfo
 from trainer.setup.material import EXAMPLES
-from trainer.shared.config import Settings
 from trainer.shared.errors import TrainError
+from trainer.shared.settings import Settings
 
 AnyOptimizer = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

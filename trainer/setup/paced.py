@@ -5,9 +5,9 @@ from __future__ import annotations
 from trainer.paced.memory import keep_freed_memory
 from trainer.paced.stage_clock import StageClock
 from trainer.paced.stopwatch import Stopwatch
-from trainer.shared.config import Settings
 from trainer.shared.errors import TrainError
 from trainer.shared.metrics import MetricsWriter
+from trainer.shared.settings import Settings
 
 
 def refuse_arithmetic(settings: Settings) -> None:

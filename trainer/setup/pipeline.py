@@ -34,10 +34,10 @@ from trainer.ranks.rank_info import RankInfo
 from trainer.setup.batch_norm import check_batch_norm, check_pairs
 from trainer.setup.material import Material
 from trainer.setup.paced import keep_records, refuse_arithmetic
-from trainer.shared.config import Settings
 from trainer.shared.errors import TrainError
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.pace import Pace
+from trainer.shared.settings import Settings
 from trainer.shared.shares import Speed, scale_shares
 from trainer.shared.stages import ALONE, parse_stages, stage_names
 from trainer.shared.turns import PER_STAGE, in_flight_of_rank

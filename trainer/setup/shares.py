@@ -6,8 +6,8 @@ import os
 
 from trainer.ranks.agreement import gather_lines
 from trainer.ranks.rank_info import RankInfo
-from trainer.shared.config import Settings
 from trainer.shared.errors import TrainError
+from trainer.shared.settings import Settings
 from trainer.shared.shares import Speed, at_most, parse_speeds, split_batch, without_absent
 
 

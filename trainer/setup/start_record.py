@@ -12,8 +12,8 @@ from torch import nn
 from trainer.compute.models import gradient_bytes, trainable
 from trainer.ranks import nccl
 from trainer.ranks.rank_info import RankInfo
-from trainer.shared.config import AnySettings
 from trainer.shared.metrics import SCHEMA
+from trainer.shared.settings import AnySettings
 
 
 def start_fields(

@@ -16,10 +16,10 @@ from trainer.paced.stage_clock import StageClock
 from trainer.ranks.rank_info import RankInfo
 from trainer.setup.material import Material
 from trainer.setup.paced import keep_records, refuse_arithmetic
-from trainer.shared.config import Settings
 from trainer.shared.experiments import DataSet
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.pace import Pace
+from trainer.shared.settings import Settings
 from trainer.strategies.gradient_sum import GradientSum
 from trainer.tensor.cut import cut
 from trainer.tensor.meeting import Meeting

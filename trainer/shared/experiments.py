@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,3 +148,8 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
     },
 }
 """TRAINING, and what measures instead of training."""
+
+
+def begun_with(exp: str) -> Mapping[str, Any]:
+    """The values that nobody has set; of an unknown experiment none."""
+    return SCRIPT if exp == SCRIPT["exp"] else TRAINING.get(exp, {})

@@ -19,7 +19,7 @@ A value that JSON cannot hold (NaN, infinity) is written as null. Every line als
 | start | work | its part of the network's work on a batch (pipeline, tensor); null: it has the whole network |
 | start | steps | updates, or measurements, of the whole run |
 | start | paced | does this rank stand in for a GPU that is not there? |
-| start | settings | every setting, as `config.Settings` names them |
+| start | settings | every setting, as `settings.Settings` names them |
 | setting | name, value, why | a setting that this rank changed after its `start`, and why |
 | step | step, epoch | number of this update over the whole run; the epoch it belongs to |
 | step | samples | this rank's since its previous step line: over an epoch and all ranks they add up to the data set |

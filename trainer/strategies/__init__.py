@@ -37,8 +37,8 @@ from torch import nn
 from trainer.compute.brake import NO_BRAKE, Brake
 from trainer.compute.executor import ON_DEVICE, Executor
 from trainer.compute.timer import Timer
-from trainer.shared.config import Settings
 from trainer.shared.errors import TrainError
+from trainer.shared.settings import Settings
 from trainer.strategies.after_backward import EXCHANGES, AfterBackward
 from trainer.strategies.base import Exchange, Strategy, local_loss, no_loss, weighted
 from trainer.strategies.batch_norm import synchronise_batch_norm

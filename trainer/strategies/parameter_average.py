@@ -30,8 +30,8 @@ from trainer.compute.flat_buffer import bytes_of, flatten, parts_of, unflatten
 from trainer.compute.models import trainable
 from trainer.compute.timer import Timer
 from trainer.shared import gpu_work
-from trainer.shared.config import Settings
 from trainer.shared.errors import TrainError
+from trainer.shared.settings import Settings
 from trainer.strategies.base import Base, Exchange, share_initial_state
 from trainer.strategies.gradient_sum import GradientSum
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 
 from trainer.ranks.rank_info import RankInfo
-from trainer.shared.config import Settings
+from trainer.shared.settings import Settings
 from trainer.training.evaluate import Evaluation
 
 INTERVAL_S = 1.0

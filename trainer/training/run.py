@@ -21,8 +21,8 @@ from trainer.paced.standin import StandInOptimizer
 from trainer.pipeline.strategy import Pipeline
 from trainer.ranks.rank_info import RankInfo
 from trainer.rebalance.rebalancer import Rebalancer
-from trainer.shared.config import Settings
 from trainer.shared.metrics import MetricsWriter
+from trainer.shared.settings import Settings
 from trainer.strategies import Strategy
 from trainer.training.console import Console
 

@@ -25,10 +25,11 @@ from orchestrator.forecast.pipeline.stage_host import StageHost
 from orchestrator.forecast.pipeline.timing import Limit, StageTime, Timed, time_update
 from orchestrator.forecast.step import HostSpeed
 from orchestrator.units import format_figure
-from trainer.shared.config import LOCAL_STEPS, Settings, overlap_of
+from trainer.shared.settings import Settings, overlap_of
 from trainer.shared.shares import scale_shares
 from trainer.shared.stages import check_stages, parse_stages
 from trainer.shared.turns import PER_STAGE
+from trainer.shared.ways import LOCAL_STEPS
 
 CHOSEN = ("accumulate", "in_flight", "schedule")
 """Settings of a person that the choice keeps to. `stages` of a person leave nothing to choose: see `as_set`."""

@@ -1,0 +1,142 @@
+"""Which settings do not go together: `mistakes_of(settings)`, one line each. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainer.shared.experiments import BROUGHT, OWN, SCRIPT, begun_with
+from trainer.shared.shares import PROFILED
+from trainer.shared.stages import ALONE
+from trainer.shared.ways import FIDELITIES, MODEL_CHANNELS, NOT_WITH_FSDP, OF_FIDELITY, OF_PIPELINE, STRATEGIES
+
+Settings = Any
+"""A `trainer.shared.settings.Settings`, whose file calls this one."""
+
+
+def mistakes_of(of: Settings) -> list[str]:
+    """Each value by itself is right, or has been complained of."""
+    return [*_of_exchange(of), *_of_fidelity(of), *_of_pipeline(of), *_of_tensor(of), *_of_the_rest(of), *_of_own(of)]
+
+
+def mistakes_of_network(of: Settings) -> list[str]:
+    """Where nothing else is wrong."""
+    if of.is_own or MODEL_CHANNELS[of.model] in (None, of.data_set.shape[0]):
+        return []
+    return [
+        f"model: {of.model} takes images of {MODEL_CHANNELS[of.model]} channels, "
+        f"not {of.data_set.shape[0]}; use data=cifar10 or exp=resnet152_cifar"
+    ]
+
+
+def _of_exchange(of: Settings) -> list[str]:
+    mistakes = []
+    if of.shares not in ("equal", PROFILED) and of.strategy in ("none", "dp"):
+        mistakes.append(
+            f"shares: strategy {of.strategy} is one process, which takes the whole batch; leave shares equal"
+        )
+    if "at:call" in of.slow and of.strategy in ("none", "dp"):
+        mistakes.append(f"slow: strategy {of.strategy} exchanges nothing, so there is no call; use at:sync")
+    if of.shares == "auto" and (of.sync_bn or of.strategy == "fsdp"):
+        mistakes.append(
+            "shares: auto compares how long ranks compute, and with sync_bn or fsdp they wait for each other in "
+            "that time; use measured"
+        )
+    return mistakes
+
+
+def _of_the_rest(of: Settings) -> list[str]:
+    mistakes = []
+    if of.strategy == "fsdp":
+        asked = [name for name in NOT_WITH_FSDP if getattr(of, name) == "on"]
+        mistakes += [f"{name}: strategy fsdp keeps weights in pieces and cannot; use auto or ddp" for name in asked]
+    if of.profile_s and of.checkpoint_every:
+        mistakes.append("checkpoint_every: does nothing with profile_s, which trains nothing; leave one out")
+    averages = of.strategy == "parameter_average" and of.fidelity == "exact"
+    if averages and of.shares == "auto" and of.momentum:
+        mistakes.append(
+            "shares: auto changes what each rank's own momentum counts for, so parameter_average is not exact; "
+            "use ddp, shares=measured, momentum=0 or fidelity=local"
+        )
+    if of.sync_bn and (of.strategy in ("parameter_average", "dp") or of.fidelity == "local"):
+        mistakes.append(f"sync_bn: {_way(of)} has no one network that could see the whole batch; use ddp")
+    return mistakes
+
+
+def _of_own(of: Settings) -> list[str]:
+    if not of.is_own:
+        brought = [name for name in ("model", "data") if getattr(of, name) == OWN]
+        return [f"{name}: {OWN} is what a script brings that says `import trainer`" for name in brought]
+    changed = [name for name in BROUGHT if getattr(of, name) != SCRIPT[name]]
+    return [f"{name}: is the script's own business; give it as an argument of its own" for name in changed]
+
+
+def _of_fidelity(of: Settings) -> list[str]:
+    if of.fidelity not in FIDELITIES:
+        return []  # said already
+    mistakes = []
+    if of.strategy in STRATEGIES and of.strategy not in FIDELITIES[of.fidelity]:
+        known = ", ".join(FIDELITIES[of.fidelity])
+        mistakes.append(f"fidelity: {of.fidelity} goes with strategy {known}, not with {of.strategy}")
+    fitting = {"exact": ("auto", "fp32"), "compressed": ("auto", "fp32"), "half": ("auto", "bf16", "fp16")}
+    if of.wire not in fitting.get(of.fidelity, (of.wire,)):
+        mistakes.append(f"wire: fidelity {of.fidelity} goes with {' or '.join(fitting[of.fidelity])}")
+    if of.fidelity == "compressed" and of.amp == "fp16":
+        mistakes.append("amp: fp16 leaves out updates that overflow, compressed would remember them; use bf16")
+    if of.local_batch and of.accumulate:
+        mistakes.append("accumulate: adds up what local_batch takes apart; leave one out")
+    if of.local_overlap >= of.local_steps > 0:
+        limit = f"less than local_steps, {of.local_steps}"
+        mistakes.append(f"local_overlap: {of.local_overlap} is too large; {limit}")
+    own = begun_with(of.exp)
+    for fidelity, names in OF_FIDELITY.items():
+        changed = [name for name in names if getattr(of, name) != own.get(name, getattr(of, name))]
+        if changed and fidelity != of.fidelity:
+            mistakes += [f"{name}: does nothing with fidelity {of.fidelity}; use {fidelity}" for name in changed]
+    return mistakes
+
+
+def _of_pipeline(of: Settings) -> list[str]:
+    if of.strategy != "pipeline":
+        own = begun_with(of.exp)
+        changed = [name for name in OF_PIPELINE if getattr(of, name) != own.get(name, getattr(of, name))]
+        return [f"{name}: does nothing with strategy {of.strategy}; use pipeline" for name in changed]
+    mistakes = []
+    if of.shares == "auto":
+        mistakes.append("shares: auto moves samples from rank to rank, a pipeline's stages take all; use measured")
+    if of.sync_bn:
+        mistakes.append("sync_bn: a pipeline's BatchNorm sees a micro-batch; use accumulate=1, or ddp")
+    if of.profile_s:
+        mistakes.append("profile_s: measures each rank alone, a pipeline has none; use strategy ddp")
+    if of.fidelity == "local":
+        mistakes += _of_local_pipelines(of)
+    return mistakes
+
+
+def _of_local_pipelines(of: Settings) -> list[str]:
+    mistakes = []
+    if of.stages and "|" not in of.stages:
+        mistakes.append(f"stages: {ALONE}")
+    if of.local_batch:
+        mistakes.append("local_batch: a pipeline's micro-batches make one update; use accumulate")
+    if of.local_after:
+        mistakes.append("local_after: pipelines average from the first update on; leave it out")
+    if of.amp == "fp16":
+        mistakes.append("amp: fp16 leaves out updates that overflow, of which each pipeline has its own; use bf16")
+    return mistakes
+
+
+def _of_tensor(of: Settings) -> list[str]:
+    if of.strategy != "tensor":
+        return []
+    mistakes = []
+    if of.shares == "auto":
+        mistakes.append("shares: auto moves samples from rank to rank, tensor's ranks take all; use measured")
+    if of.sync_bn:
+        mistakes.append("sync_bn: tensor's ranks each see the whole batch already; leave it out")
+    if of.profile_s:
+        mistakes.append("profile_s: measures each rank alone, tensor's have slices; use strategy ddp")
+    return mistakes
+
+
+def _way(of: Settings) -> str:
+    return "fidelity local" if of.fidelity == "local" else f"strategy {of.strategy}"
