@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import default_collate
 
 import trainer
@@ -22,6 +22,7 @@ from trainer.data.sample_stream import SampleStream
 from trainer.ranks.rank_info import RankInfo
 from trainer.session import session
 from trainer.session.join import ASKED, Ranks, asked_for, join
+from trainer.session.making import is_mean
 from trainer.session.session import Session
 from trainer.setup import assemble
 from trainer.setup.own import Own
@@ -185,6 +186,12 @@ def mistaken(rank: int, mistake: str) -> str:
                 losses = cross_entropy(run.model(inputs), targets, reduction="none")
                 if mistake == "a loss a sample":
                     run.step(losses)
+                if mistake == "a mean":
+                    run.step(cross_entropy(run.model(inputs), targets))
+                if mistake == "a number":
+                    run.step(losses.sum().item())
+                if mistake == "detached":
+                    run.step(losses.sum().detach())
                 if mistake == "twice":
                     run.step(losses.sum())
                     run.step(losses.sum())
@@ -200,6 +207,9 @@ def mistaken(rank: int, mistake: str) -> str:
     [
         ("outside", "there is no batch"),
         ("a loss a sample", 'reduction="sum"'),
+        ("a mean", "this is their mean"),
+        ("a number", "not a float"),
+        ("detached", "was detached"),
         ("twice", "step was called twice"),
         ("no update", "calls update()"),
         ("no step", "a batch's loss is missing"),
@@ -231,6 +241,8 @@ def test_what_is_no_data_set_or_no_optimiser_of_the_network_is_refused():
         Own(model, optimiser(model, 0.0), iter([1]), default_collate)
     with pytest.raises(TrainError, match="has no samples"):
         Own(model, optimiser(model, 0.0), Points(0), default_collate)
+    with pytest.raises(TrainError, match="not a str"):
+        Own("resnet18", optimiser(model, 0.0), Points(3), default_collate)
     other = Own(model, optimiser(network(), 0.0), Points(3), default_collate)
     with pytest.raises(TrainError, match="make it of model"):
         other.optimizer(parse_settings("script", {}), model)
@@ -243,11 +255,22 @@ def test_the_command_line_wins_over_the_script_which_wins_over_what_is_usual():
     for name, value in (("lr", "0.1"), ("model", "lenet"), ("data", "mnist"), ("samples", "10")):
         with pytest.raises(SettingsError, match=f"{name}: is the script's own business"):
             parse_settings("script", {name: value})
+    for name, value, words in (("batch", "many", "not a whole number"), ("bacth", 3, "did you mean batch")):
+        with pytest.raises(SettingsError, match=words):
+            parse_settings("script", {}, {name: value})
     with pytest.raises(SettingsError, match="what a script brings"):
         parse_settings("mnist_lenet", {"model": "own"})
     for wrong in ("[1]", "batch=3"):
         with pytest.raises(TrainError, match="no JSON object"):
             asked_for({ASKED: wrong})
+
+
+def test_a_mean_is_told_from_a_sum_by_its_last_operation():
+    outputs, labels = torch.ones(4, 3, requires_grad=True), torch.tensor([0, 1, 2, 0])
+    numbers = torch.zeros(4, 3)
+    assert is_mean(cross_entropy(outputs, labels)) and is_mean(mse_loss(outputs, numbers)) and is_mean(outputs.mean())
+    sums = cross_entropy(outputs, labels, reduction="sum"), mse_loss(outputs, numbers, reduction="sum"), outputs.sum()
+    assert not any(map(is_mean, (*sums, cross_entropy(outputs, labels) * len(labels))))
 
 
 def test_a_batch_of_any_form_is_cut_where_samples_end():

@@ -45,12 +45,7 @@ class Making:
         """Of the micro-batch that came last. Raises TrainError for a second one, and for what is no sum."""
         if self._due is None:
             raise TrainError("step was called twice for one batch: add the losses up, and call it with their sum")
-        if loss_sum.dim():
-            raise TrainError(
-                f"step takes the sum of a batch's losses, a single number, not {tuple(loss_sum.shape)}: "
-                'reduction="sum"'
-            )
-        self._go_on(loss_sum)
+        self._go_on(checked(loss_sum))
 
     def optimise(self) -> None:
         if self._step is None and self._due is None:
@@ -66,3 +61,25 @@ class Making:
             self._due = self._steps.send(value)
         except StopIteration as end:
             self._step, self._due = end.value, None
+
+
+def checked(loss_sum: Tensor) -> Tensor:
+    """As it is. Raises TrainError where the network cannot learn from it, or would learn something else."""
+    wanted = "step takes the sum of a batch's losses as a tensor with one number"
+    if not isinstance(loss_sum, Tensor):
+        raise TrainError(f"{wanted}, not a {type(loss_sum).__name__}")
+    if loss_sum.dim():
+        raise TrainError(f'{wanted}, not {tuple(loss_sum.shape)}: reduction="sum"')
+    if not loss_sum.requires_grad:
+        raise TrainError(f"{wanted}, which depends on the network's weights: this one was detached, or made in no_grad")
+    if is_mean(loss_sum):
+        raise TrainError(
+            f'{wanted}, and this is their mean: reduction="sum". A mean would count samples of small parts more'
+        )
+    return loss_sum
+
+
+def is_mean(loss: Tensor) -> bool:
+    """Whether its last operation was one: `.mean()`, or a loss of torch's with reduction="mean" (its number is 1)."""
+    last = loss.grad_fn
+    return type(last).__name__.startswith("MeanBackward") or getattr(last, "_saved_reduction", None) == 1

@@ -29,6 +29,8 @@ class Own:
     """
 
     def __init__(self, model: nn.Module, optimizer: AnyOptimizer, dataset: Any, collate: Collate) -> None:
+        if not isinstance(model, nn.Module):
+            raise TrainError(f"prepare takes the network first, a torch.nn.Module, not a {type(model).__name__}")
         self.name, self.train_samples = type(model).__name__, samples_of(dataset)
         self._model, self._optimizer, self._dataset, self.collate = model, optimizer, dataset, collate
         self._skeleton = copy.deepcopy(model).to("meta")

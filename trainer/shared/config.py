@@ -43,9 +43,7 @@ def parse_settings(exp: str, pairs: Mapping[str, str], kept: Mapping[str, Any] =
     mistakes = []
     if exp not in (*EXPERIMENTS, SCRIPT["exp"]):
         mistakes.append(f"exp: {not_among(exp, EXPERIMENTS)}")
-    mistakes += [
-        f"{name}: {value!r} is not a setting's value" for name, value in kept.items() if not _fits(exp, name, value)
-    ]
+    mistakes += [mistake for name, value in kept.items() for mistake in _mistakes_of_kept(fields_of(exp), name, value)]
     if mistakes and kept:
         raise SettingsError(mistakes)
     begun_with = SCRIPT if exp == SCRIPT["exp"] else EXPERIMENTS.get(exp, next(iter(EXPERIMENTS.values())))
@@ -70,9 +68,11 @@ def parse_settings(exp: str, pairs: Mapping[str, str], kept: Mapping[str, Any] =
     return settings
 
 
-def _fits(exp: str, name: str, value: object) -> bool:
-    field = fields_of(exp).get(name)
-    return field is not None and isinstance(value, _TYPES[kind_of(field)])
+def _mistakes_of_kept(fields: Mapping[str, dataclasses.Field[Any]], name: str, value: object) -> list[str]:
+    if name not in fields:
+        return [f"{name}: no such setting{nearest(name, fields)}"]
+    kind = kind_of(fields[name])
+    return [] if isinstance(value, _TYPES[kind]) else [f"{name}: {value!r} is not {_CALLED[kind]}"]
 
 
 def parse_arguments(arguments: Sequence[str]) -> AnySettings:
@@ -108,6 +108,7 @@ def parse_arguments(arguments: Sequence[str]) -> AnySettings:
 
 
 _TYPES: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
+_CALLED = {"bool": "True or False", "int": "a whole number", "float": "a number", "str": "a text"}
 _EXPECTED = {"bool": "true|false"}
 
 
