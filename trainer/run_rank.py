@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 from trainer.ranks import interrupt
 from trainer.ranks.rank_info import RankInfo, read_rank_info
+from trainer.shared.collective_settings import CollectiveSettings
 from trainer.shared.errors import TrainError
 from trainer.shared.metrics import MetricsWriter
-from trainer.shared.settings import AnySettings, CollectiveSettings
+from trainer.shared.settings import AnySettings
 
 
 def run(settings: AnySettings, may_complain: Callable[[], bool] = lambda: True) -> int:

@@ -31,7 +31,7 @@ from PIL import Image
 
 from tests.support import forks
 from tests.support.checkpoint_driver import run_rank
-from trainer.checkpoints.file import Checkpoint, newest, open_folder, parse, read_file, write_file
+from trainer.checkpoints.file import Checkpoint, name_of, newest, open_folder, parse, read_file, write_file
 from trainer.checkpoints.own_state import for_other_ranks
 from trainer.shared.errors import TrainError
 
@@ -151,6 +151,20 @@ def test_a_run_that_was_killed_between_checkpoints_goes_on_from_the_last_one(who
     assert first < len(losses(tmp_path / "killed", 0)) < LAST
     finished(tmp_path / "resumed", ["--resume", str(found)])
     assert_goes_on_like(whole, tmp_path / "resumed", first)
+
+
+def goes_on_alike(folder: Path, settings: list[str]) -> None:
+    """From update 16 of 21, of a run that nobody interrupts."""
+    settings = [*settings, "--eval_every", "0"]
+    finished(folder / "whole", [*settings, "--checkpoint_every", "8"])
+    finished(folder / "resumed", [*settings, "--resume", f"../whole/checkpoints/{name_of(16)}"])
+    for rank in range(2):
+        assert losses(folder / "resumed", rank) == losses(folder / "whole", rank, 16)
+        assert len(losses(folder / "resumed", rank)) == LAST - 16
+
+
+def test_a_learning_rate_goes_on_where_it_was(tmp_path: Path) -> None:
+    goes_on_alike(tmp_path, ["--lr_schedule", "cosine", "--lr_warmup", "2.5"])
 
 
 def test_averaged_weights_go_on_in_mid_round_with_each_ranks_own_momentum(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
@@ -44,6 +45,13 @@ WAYS: dict[str, dict[str, str]] = {
 }
 MOMENTUM = {"local, an average an update": 0.0}
 """Each rank's own, where weights are averaged."""
+RULES: dict[str, dict[str, str]] = {
+    "plain": {},
+    "cosine": {"lr_schedule": "cosine", "lr_warmup": "0.5"},
+    "steps": {"lr_schedule": "step", "lr_steps": "0.5,1.25", "lr_factor": "0.25", "lr_batch": "8"},
+}
+"""How the learning rate goes."""
+LR = 0.05
 
 
 class Points:
@@ -68,7 +76,7 @@ def network() -> nn.Sequential:
 
 
 def optimiser(model: nn.Module, momentum: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum, weight_decay=0.01)
+    return torch.optim.SGD(model.parameters(), lr=LR, momentum=momentum, weight_decay=0.01)
 
 
 def judge(outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -76,9 +84,21 @@ def judge(outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tenso
     return {"loss": loss, "accuracy": (outputs.argmax(dim=1) == targets).sum(), "firsts": (targets == 0).sum()}
 
 
-def one_process(momentum: float = 0.9) -> tuple[nn.Module, dict[str, float]]:
+def rate(rule: str, seen: float) -> float:
+    """seen: samples, up to the middle of an update."""
+    if rule == "cosine":
+        warmup = 0.5 * SAMPLES
+        if seen < warmup:
+            return LR * seen / warmup
+        return LR * (1 + math.cos(math.pi * (seen - warmup) / (EPOCHS * SAMPLES - warmup))) / 2
+    if rule == "steps":
+        return 2 * LR * 0.25 ** ((seen >= 0.5 * SAMPLES) + (seen >= 1.25 * SAMPLES))
+    return LR
+
+
+def one_process(momentum: float = 0.9, rule: str = "plain") -> tuple[nn.Module, dict[str, float]]:
     """What anybody would write."""
-    model, data = network(), Points(SAMPLES)
+    model, data, seen = network(), Points(SAMPLES), 0
     steps = optimiser(model, momentum)
     stream = SampleStream(SAMPLES, BATCH, (BATCH,), seed=0)
     for epoch in range(EPOCHS):
@@ -86,6 +106,8 @@ def one_process(momentum: float = 0.9) -> tuple[nn.Module, dict[str, float]]:
             inputs, targets = default_collate([data[index] for index in stream.indices(epoch, step, 0)])
             steps.zero_grad()
             cross_entropy(model(inputs), targets).backward()
+            steps.param_groups[0]["lr"] = rate(rule, seen + len(targets) / 2)
+            seen += len(targets)
             steps.step()
     inputs, targets = default_collate([Points(TESTS)[index] for index in range(TESTS)])
     with torch.no_grad():
@@ -103,9 +125,13 @@ def in_the_gang(rank: int, **asked: str) -> Iterator[assemble.Met]:
         yield assemble.meet(settings, info, MetricsWriter(None))
 
 
-def trained(rank: int, way: str) -> tuple[dict[str, torch.Tensor], dict[str, float], int]:
-    """The weights that this rank holds; what it is said of the test data; and how often the loop's body was run."""
-    with in_the_gang(rank, **WAYS[way]) as met:
+def trained(rank: int, how: tuple[str, str]) -> tuple[dict[str, torch.Tensor], dict[str, float], int]:
+    """The weights that this rank holds; what it is said of the test data; and how often the loop's body was run.
+
+    how: one of WAYS, and one of RULES.
+    """
+    way, rule = how
+    with in_the_gang(rank, **WAYS[way], **RULES[rule]) as met:
         model, bodies = network(), 0
         own = Own(model, optimiser(model, MOMENTUM.get(way, 0.9)), Points(SAMPLES), default_collate)
         run = Session(assemble.prepare(met, own))
@@ -127,12 +153,13 @@ def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
     made.end()
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_loop_of_ones_own_makes_the_updates_of_one_process(gang, way):
-    model, expected = one_process(MOMENTUM.get(way, 0.9))
+def test_a_loop_of_ones_own_makes_the_updates_of_one_process(gang, way, rule):
+    model, expected = one_process(MOMENTUM.get(way, 0.9), rule)
     weights = model.state_dict()
     seen: set[str] = set()
-    for rank, (held, found, bodies) in enumerate(gang.run(trained, way, timeout_s=60)):
+    for rank, (held, found, bodies) in enumerate(gang.run(trained, (way, rule), timeout_s=60)):
         assert found == pytest.approx(expected, rel=1e-9)
         for name, tensor in held.items():
             whole = weights[name]

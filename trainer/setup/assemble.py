@@ -48,6 +48,7 @@ from trainer.strategies import Strategy, build_strategy
 from trainer.strategies.ddp import Ddp
 from trainer.strategies.gradient_sum import DTYPES, GradientSum
 from trainer.training.console import Console
+from trainer.training.rates import rates_of
 from trainer.training.run import Run
 
 
@@ -103,6 +104,7 @@ def prepare(met: Met, material: Material) -> Run:
     opened = material.open(settings, division.order, info, device)
     console = Console(info, settings, division.last_step, material.name)
     say_what_changed(console, met.settings, settings, no_graph)
+    optimizer = material.optimizer(settings, model)
     room = room_of(model, info, division.micro_batches, division.order, device)
     return Run(
         settings=settings,
@@ -117,7 +119,8 @@ def prepare(met: Met, material: Material) -> Run:
         strategy=strategy,
         precision=precision,
         rebalancer=build_rebalancer(settings, info, metrics, console, division, room),
-        optimizer=material.optimizer(settings, model),
+        optimizer=optimizer,
+        rates=rates_of(settings, optimizer, division.order.stream, division.last_step),
         graphs=build_graphs(model, metrics, console) if settings.cuda_graph == "on" else None,
         material=material,
         order=division.order,

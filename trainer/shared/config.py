@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from trainer.shared.collective_settings import CollectiveSettings
 from trainer.shared.experiments import EXPERIMENTS, SCRIPT, TRAINING
 from trainer.shared.fields import SettingsError, convert, kind_of, nearest, not_among
-from trainer.shared.settings import AnySettings, CollectiveSettings, Settings
+from trainer.shared.settings import AnySettings, Settings
 
 
 def _class_of(exp: str) -> type[AnySettings]:

@@ -86,6 +86,10 @@ def not_among(value: str, names: Iterable[str]) -> str:
 
 _ALSO_CALLED = {
     "lr": ("learning_rate",),
+    "lr_schedule": ("scheduler", "lr_scheduler", "lr_scheduler_type"),
+    "lr_warmup": ("warmup", "warmup_epochs", "lr_warmup_epochs"),
+    "lr_steps": ("milestones", "lr_milestones"),
+    "lr_factor": ("gamma", "lr_gamma"),
     "batch": ("batch_size", "bs", "bsz", "global_batch", "global_batch_size", "train_batch_size"),
     "steps": ("iterations", "iters", "max_steps", "updates"),
     "weight_decay": ("wd", "l2"),

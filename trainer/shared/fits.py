@@ -7,7 +7,15 @@ from typing import Any
 from trainer.shared.experiments import BROUGHT, OWN, SCRIPT, begun_with
 from trainer.shared.shares import PROFILED
 from trainer.shared.stages import ALONE
-from trainer.shared.ways import FIDELITIES, MODEL_CHANNELS, NOT_WITH_FSDP, OF_FIDELITY, OF_PIPELINE, STRATEGIES
+from trainer.shared.ways import (
+    FIDELITIES,
+    MODEL_CHANNELS,
+    NOT_WITH_FSDP,
+    OF_FIDELITY,
+    OF_LR_STEP,
+    OF_PIPELINE,
+    STRATEGIES,
+)
 
 Settings = Any
 """A `trainer.shared.settings.Settings`, whose file calls this one."""
@@ -15,7 +23,8 @@ Settings = Any
 
 def mistakes_of(of: Settings) -> list[str]:
     """Each value by itself is right, or has been complained of."""
-    return [*_of_exchange(of), *_of_fidelity(of), *_of_pipeline(of), *_of_tensor(of), *_of_the_rest(of), *_of_own(of)]
+    ways = [*_of_exchange(of), *_of_fidelity(of), *_of_pipeline(of), *_of_tensor(of)]
+    return [*ways, *_of_learning_rate(of), *_of_the_rest(of), *_of_own(of)]
 
 
 def mistakes_of_network(of: Settings) -> list[str]:
@@ -42,6 +51,13 @@ def _of_exchange(of: Settings) -> list[str]:
             "that time; use measured"
         )
     return mistakes
+
+
+def _of_learning_rate(of: Settings) -> list[str]:
+    if of.lr_schedule == "step":
+        return [] if of.lr_steps else ["lr_steps: say after which epochs the rate falls, like lr_steps=30,60,80"]
+    changed = [name for name in OF_LR_STEP if getattr(of, name) != begun_with(of.exp).get(name, getattr(of, name))]
+    return [f"{name}: does nothing with lr_schedule {of.lr_schedule}; use step" for name in changed]
 
 
 def _of_the_rest(of: Settings) -> list[str]:

@@ -1,7 +1,6 @@
-"""The settings of one run: one flat frozen value, a sentence per field, checked in one place. Imports no torch.
+"""The settings of a training: one flat frozen value, a sentence per field, checked in one place. Imports no torch.
 
-`Settings` are those of training, `CollectiveSettings` those of measuring collectives. The same names are used as
-`--set key=value`, as `python -m trainer --key value`, in records and in reports.
+The same names are used as `--set key=value`, as `python -m trainer --key value`, in records and in reports.
 """
 
 from __future__ import annotations
@@ -10,10 +9,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.shared.alpha_beta import BUS_FACTORS
+from trainer.shared.collective_settings import CollectiveSettings
 from trainer.shared.experiments import DATA_SETS, EXPERIMENTS, OWN, SCRIPT, TRAINING, DataSet
-from trainer.shared.fields import SettingsError, mistakes_of_value, not_among, setting
+from trainer.shared.fields import SettingsError, mistakes_of_value, setting
 from trainer.shared.fits import mistakes_of, mistakes_of_network
+from trainer.shared.learning_rate import LR_SCHEDULES, parse_lr_steps
 from trainer.shared.shares import parse_shares, parse_speeds
 from trainer.shared.slow import Slow, parse_slow
 from trainer.shared.stages import parse_stages
@@ -45,6 +45,20 @@ class Settings:
     steps: int = setting("Updates after which to stop, if the epochs last longer; 0 is no limit.", at_least=0)
     samples: int = setting("Train on only the first so many samples of the data; 0 is all of them.", at_least=0)
     lr: float = setting("Learning rate of SGD.", above=0)
+    lr_schedule: str = setting(
+        "How the learning rate goes on after its warm-up, by the samples seen: it stays (constant), is multiplied by "
+        "lr_factor after each of lr_steps (step), or falls along half a cosine to 0 at the end of the run (cosine). Of "
+        "a script of one's own it multiplies each rate of the optimiser.",
+        choices=LR_SCHEDULES,
+    )
+    lr_warmup: float = setting("Epochs in which the learning rate rises from 0 in a straight line.", at_least=0)
+    lr_steps: str = setting("Epochs after which the learning rate of lr_schedule=step falls, like 30,60,80.")
+    lr_factor: float = setting("What lr_schedule=step multiplies the learning rate by.", above=0, below=1)
+    lr_batch: int = setting(
+        "The batch that lr is meant for: with k times as many samples an update it becomes k times as large (linear "
+        "scaling); 0 takes it as it is.",
+        at_least=0,
+    )
     momentum: float = setting("Momentum of SGD.", at_least=0, below=1)
     weight_decay: float = setting("L2 penalty of SGD.", at_least=0)
     seed: int = setting("Decides the initial weights, the order of the samples and their augmentation.", at_least=0)
@@ -212,6 +226,7 @@ class Settings:
             ("shares", parse_shares),
             ("speeds", parse_speeds),
             ("stages", parse_stages),
+            ("lr_steps", parse_lr_steps),
         ):
             try:
                 parse(getattr(self, name))
@@ -267,61 +282,6 @@ class Settings:
     def data_set(self) -> DataSet:
         """The facts of `data_set_name`."""
         return DATA_SETS[self.data_set_name]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CollectiveSettings:
-    """Raises SettingsError with every mistake when a value is out of its bounds."""
-
-    exp: str = setting("The named experiment that gave every value not set here.", choices=["collectives"])
-    operations: str = setting(f"What to measure: all, or some of {', '.join(BUS_FACTORS)}, with commas between.")
-    min_bytes: int = setting(
-        "The smallest size, rounded down to the same number of elements for each rank.", at_least=4
-    )
-    max_bytes: int = setting("The largest size.", at_least=4)
-    factor: int = setting("From one size to the next.", at_least=2)
-    budget_s: float = setting(
-        "Seconds for all of it; what would take longer is left out, the largest sizes first.", above=0
-    )
-    links: bool = setting("Whether each path from one host to another is measured by itself, too.")
-    iterations: int = setting(
-        "Times that an operation of one size is timed, at most; 3 where it takes long.", at_least=1
-    )
-    dtype: str = setting("The type of the elements.", choices=["float32", "bfloat16"])
-    device: str = setting(
-        "Where the elements lie; auto is a GPU where there is one. What gloo carries lies in the host's memory.",
-        choices=["auto", "cuda", "cpu"],
-    )
-    backend: str = setting(
-        "What carries them; auto is nccl when every rank has a GPU of its own, else gloo.",
-        choices=["auto", "nccl", "gloo"],
-    )
-    seed: int = setting("Decides the elements.", at_least=0)
-
-    def __post_init__(self) -> None:
-        mistakes = [
-            text for field in dataclasses.fields(self) for text in mistakes_of_value(field, getattr(self, field.name))
-        ]
-        unknown = [name for name in self.chosen_operations if name not in BUS_FACTORS]
-        mistakes += [f"operations: {not_among(name, ['all', *BUS_FACTORS])}" for name in unknown]
-        if self.max_bytes < self.min_bytes:
-            mistakes.append(f"max_bytes: {self.max_bytes} is less than min_bytes, {self.min_bytes}")
-        if mistakes:
-            raise SettingsError(mistakes)
-
-    @property
-    def chosen_operations(self) -> tuple[str, ...]:
-        """Each once, in the order in which they were named."""
-        names = BUS_FACTORS if self.operations == "all" else [name.strip() for name in self.operations.split(",")]
-        return tuple(dict.fromkeys(names))
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """In bytes, the smallest first."""
-        sizes = [self.min_bytes]
-        while sizes[-1] * self.factor <= self.max_bytes:
-            sizes.append(sizes[-1] * self.factor)
-        return tuple(sizes)
 
 
 AnySettings = Settings | CollectiveSettings

@@ -23,6 +23,8 @@ OF_FIDELITY = {
 """Settings that one fidelity alone looks at."""
 OF_PIPELINE = ("stages", "in_flight", "schedule")
 """Settings that the strategy pipeline alone looks at."""
+OF_LR_STEP = ("lr_steps", "lr_factor")
+"""Settings that lr_schedule=step alone looks at."""
 LOCAL_STEPS = 32
 """Local steps where nobody has said, and nobody knows, how many hide the wire."""
 MODEL_CHANNELS = {"lenet": None, "resnet152": 3}

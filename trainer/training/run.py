@@ -25,6 +25,7 @@ from trainer.shared.metrics import MetricsWriter
 from trainer.shared.settings import Settings
 from trainer.strategies import Strategy
 from trainer.training.console import Console
+from trainer.training.rates import Rates
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Run:
     strategy: Strategy | Pipeline
     precision: Full
     optimizer: torch.optim.Optimizer | StandInOptimizer
+    rates: Rates
     graphs: Graphs | None
     material: Any
     """What is trained, as `trainer.setup.material` has it."""

@@ -24,6 +24,7 @@ from trainer.strategies import Exchange, Strategy, no_loss
 from trainer.strategies.batch_norm import is_synchronised
 from trainer.training.piped import piped
 from trainer.training.progress import Progress
+from trainer.training.rates import middle_of_update
 from trainer.training.step_log import Step
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def update(run: Run, batch: Any, progress: Progress, begin: Any) -> Generator[Du
 
     run.brake.pause("start")
     run.optimizer.zero_grad(set_to_none=True)
+    run.rates.set(middle_of_update(run.stream, progress))
     if isinstance(run.strategy, Pipeline):
         loss_sum, exchange = yield from piped(run, run.strategy, batch, progress.step)
     else:

@@ -1,0 +1,132 @@
+"""The learning rate by samples seen: its form, that nothing else decides it, and that an optimiser gets it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+pytest.importorskip("torch")
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.data.sample_stream import SampleStream
+from trainer.shared.config import parse_settings
+from trainer.shared.fields import SettingsError
+from trainer.shared.learning_rate import LR_SCHEDULES, Schedule, parse_lr_steps
+from trainer.training.progress import Progress
+from trainer.training.rates import Rates, middle_of_update, rates_of, samples_before
+
+schedules = st.builds(
+    Schedule,
+    kind=st.sampled_from(LR_SCHEDULES),
+    epoch_samples=st.integers(1, 10_000),
+    run_samples=st.integers(1, 100_000),
+    warmup_epochs=st.floats(0, 12),
+    steps=st.lists(st.floats(0.1, 12), max_size=3, unique=True).map(lambda epochs: tuple(sorted(epochs))),
+    step_factor=st.floats(0.01, 0.99),
+)
+
+
+@given(schedule=schedules, first=st.floats(0, 1), second=st.floats(0, 1))
+def test_a_rate_rises_in_the_warm_up_and_never_afterwards(schedule: Schedule, first: float, second: float) -> None:
+    warmup = schedule.warmup_epochs * schedule.epoch_samples
+    early, late = sorted(part * schedule.run_samples for part in (first, second))
+    of_early, of_late = schedule.factor(early), schedule.factor(late)
+    assert 0 <= of_early <= 1 and 0 <= of_late <= 1
+    assert (of_early <= of_late) if late < warmup else (early < warmup or of_early >= of_late)
+
+
+@given(schedule=schedules)
+def test_the_full_rate_begins_where_the_warm_up_ends(schedule: Schedule) -> None:
+    warmup = schedule.warmup_epochs * schedule.epoch_samples
+    if schedule.kind != "step" and warmup < schedule.run_samples:
+        assert schedule.factor(warmup) == 1
+    if warmup:
+        assert schedule.factor(warmup / 2) == pytest.approx(0.5)
+
+
+def test_each_kind_has_its_form() -> None:
+    cosine = Schedule("cosine", 100, 1_000, warmup_epochs=2)
+    assert [cosine.factor(seen) for seen in (0, 50, 200)] == [0, 0.25, 1]
+    assert cosine.factor(600) == pytest.approx(0.5)
+    assert cosine.factor(1_000) == pytest.approx(0, abs=1e-15)
+    assert cosine.factor(400) == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
+    step = Schedule("step", 100, 1_000, steps=(3, 6.5), step_factor=0.1)
+    assert [step.factor(seen) for seen in (299, 300, 649, 650)] == pytest.approx([1, 0.1, 0.1, 0.01])
+    assert Schedule("constant", 100, 1_000).is_constant
+    assert not Schedule("constant", 100, 1_000, warmup_epochs=0.1).is_constant
+
+
+@given(
+    size=st.integers(1, 300),
+    shares=st.lists(st.integers(0, 20), min_size=1, max_size=4).filter(any),
+    epochs=st.integers(1, 3),
+    kind=st.sampled_from(LR_SCHEDULES),
+)
+def test_ranks_and_shares_do_not_change_it_and_half_the_batch_sees_the_same_curve(
+    size: int, shares: list[int], epochs: int, kind: str
+) -> None:
+    batch = sum(shares)
+    asked = {"lr_schedule": kind, "lr_warmup": "0.5", "epochs": str(epochs), "batch": str(batch)}
+    settings = parse_settings("mnist_lenet", {**asked, **({"lr_steps": "1,1.5"} if kind == "step" else {})})
+
+    def of_updates(stream: SampleStream) -> list[float]:
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+        last_step = epochs * stream.steps
+        rates, found = rates_of(settings, optimizer, stream, last_step), []
+        for number in range(last_step):
+            rates.set(middle_of_update(stream, Progress(*divmod(number, stream.steps))))
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    whole, split = SampleStream(size, batch, (batch,), 0), SampleStream(size, batch, tuple(shares), 0)
+    assert of_updates(whole) == of_updates(split)
+    assert samples_before(whole, epochs, 0) == epochs * size
+    passed, middles = 0, []
+    for epoch in range(epochs):
+        for step in range(whole.steps):
+            middles.append(middle_of_update(whole, Progress(epoch, step)))
+            assert middles[-1] == passed + whole.batch_at(step) / 2
+            passed += whole.batch_at(step)
+
+
+def test_groups_keep_their_proportion_and_a_scale_is_for_good() -> None:
+    weights = [torch.zeros(1, requires_grad=True) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": weights[:1]}, {"params": weights[1:], "lr": 0.5}], lr=0.25)
+    rates = Rates(optimizer, Schedule("cosine", 100, 1_000), scale=4.0)
+    for seen, factor in ((500, 0.5), (0, 1.0)):
+        rates.set(seen)
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([1.0 * factor, 2.0 * factor])
+
+
+def test_a_schedule_of_a_scripts_own_is_left_alone() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.25)
+    rates = Rates(optimizer, Schedule("constant", 100, 1_000))
+    optimizer.param_groups[0]["lr"] = 0.125
+    rates.set(500)
+    assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+@pytest.mark.parametrize(
+    ("pairs", "said"),
+    [
+        ({"lr_steps": "3,5"}, "lr_steps: does nothing with lr_schedule constant; use step"),
+        ({"lr_factor": "0.5", "lr_schedule": "cosine"}, "lr_factor: does nothing with lr_schedule cosine; use step"),
+        ({"lr_schedule": "step"}, "lr_steps: say after which epochs the rate falls, like lr_steps=30,60,80"),
+        ({"lr_schedule": "step", "lr_steps": "5,x"}, "lr_steps: '5,x' is not a list of epochs like 30,60,80"),
+        ({"lr_schedule": "step", "lr_steps": "5,3"}, "lr_steps: '5,3': expected epochs above 0, each later than"),
+        ({"warmup": "5"}, "warmup: no such setting; did you mean lr_warmup?"),
+    ],
+)
+def test_what_makes_no_schedule_is_refused(pairs: dict[str, str], said: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        parse_settings("mnist_lenet", pairs)
+    (mistake,) = caught.value.mistakes
+    assert mistake.startswith(said)
+
+
+def test_epochs_of_a_step_schedule() -> None:
+    assert parse_lr_steps("") == ()
+    assert parse_lr_steps("1.5, 3") == (1.5, 3)

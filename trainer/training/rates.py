@@ -1,0 +1,58 @@
+"""An optimiser's learning rates in the course of a run: `rates.set(seen)` before each update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainer.data.sample_stream import SampleStream
+from trainer.paced.standin import StandInOptimizer
+from trainer.shared.learning_rate import Schedule, parse_lr_steps
+from trainer.shared.settings import Settings
+from trainer.training.progress import Progress
+
+
+class Rates:
+    """Each group of weights keeps its rate's proportion to the others'.
+
+    scale: of all rates, for the whole run. Where that and the schedule leave rates as they are, nobody touches them: a
+    script may have a schedule of its own.
+    """
+
+    def __init__(self, optimizer: Any, schedule: Schedule, scale: float = 1.0) -> None:
+        self.schedule = schedule
+        self._groups = [] if isinstance(optimizer, StandInOptimizer) else optimizer.param_groups
+        for group in self._groups if scale != 1 else ():
+            group["lr"] = group["lr"] * scale
+        self._full = [group["lr"] for group in self._groups]
+
+    def set(self, seen: float) -> None:
+        """seen: as of `Schedule.factor`."""
+        if self.schedule.is_constant:
+            return
+        factor = self.schedule.factor(seen)
+        for group, full in zip(self._groups, self._full, strict=True):
+            group["lr"] = full * factor
+
+
+def rates_of(settings: Settings, optimizer: Any, stream: SampleStream, last_step: int) -> Rates:
+    """last_step: updates of the whole run."""
+    schedule = Schedule(
+        settings.lr_schedule,
+        epoch_samples=stream.size,
+        run_samples=samples_before(stream, *divmod(last_step, stream.steps)),
+        warmup_epochs=settings.lr_warmup,
+        steps=parse_lr_steps(settings.lr_steps),
+        step_factor=settings.lr_factor,
+    )
+    # Linear scaling: k times the samples an update, k times the rate (Goyal et al. 2017, section 2.1).
+    return Rates(optimizer, schedule, scale=settings.batch / settings.lr_batch if settings.lr_batch else 1.0)
+
+
+def samples_before(stream: SampleStream, epoch: int, step: int) -> int:
+    """All ranks' samples before an epoch's step."""
+    return epoch * stream.size + min(step * stream.batch, stream.size)
+
+
+def middle_of_update(stream: SampleStream, progress: Progress) -> float:
+    """Samples that the run has seen by the middle of its next update."""
+    return samples_before(stream, progress.epoch, progress.step) + stream.batch_at(progress.step) / 2
