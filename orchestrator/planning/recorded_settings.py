@@ -34,6 +34,7 @@ class RecordedSettings(Record):
     warmup_steps: int | None = None
     num_workers: int | str | None = None
     """In a summary a sentence where hosts differ: `0 on a, 2 on b`."""
+    target_accuracy: float | None = None
     resume: str | None = None
     checkpoint_dir: str | None = None
     checkpoint_every: int | None = None

@@ -38,6 +38,7 @@ from orchestrator.results.rebalances import read_rebalances
 from orchestrator.results.straggler import find_bound, find_straggler
 from orchestrator.results.summary import NodeSummary, Summary
 from orchestrator.results.tables import read_events
+from orchestrator.results.target import read_target
 from orchestrator.results.timeline import read_timeline, write_timeline
 from orchestrator.results.used import CHANGES, settings_used
 from orchestrator.text import one_line
@@ -194,6 +195,7 @@ def _training(plan: LaunchPlan, figures: Figures, events: Events) -> dict[str, A
         "accuracy": _ratio(evaluation.get("accuracy")),
         "accuracy_per_class": _per_class(evaluation.get("per_class")),
         "loss": figures.loss,
+        "target": read_target(events),
         "curves": Curves() if measures_collectives(plan) else read_curves(events),
     }
 

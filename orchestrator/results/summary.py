@@ -25,6 +25,7 @@ from orchestrator.results.curves import Curves
 from orchestrator.results.rebalances import Rebalance
 from orchestrator.results.slowed import Slowed
 from orchestrator.results.stages import StageSummary
+from orchestrator.results.target import Target
 from orchestrator.units import format_duration, format_figure, format_percent
 
 
@@ -192,6 +193,8 @@ class Summary(Record):
     accuracy_per_class: dict[str, float] = Field(default_factory=dict)
     loss: float | None = None
     """The loss of the last step that every rank reported, each rank counted by its samples; None when paced."""
+    target: Target | None = None
+    """The accuracy at which it was to end; None where none was set, and when paced."""
     batch_norm: BatchNorm | None = None
     """The groups that it saw; None where the network has none, or its ranks do not report it."""
     curves: Curves = Field(default_factory=Curves)

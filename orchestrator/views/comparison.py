@@ -108,6 +108,8 @@ def _findings(summary: Summary) -> Iterator[str]:
     if summary.accuracy is not None:
         yield f"test accuracy: {percent(summary.accuracy, 2)}"
         yield from class_lines(summary.accuracy_per_class)
+    if summary.target:
+        yield f"target accuracy: {summary.target.words}"
     if summary.curves.epochs:
         yield f"epochs: {summary.curves.epoch_words}"
 

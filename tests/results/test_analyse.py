@@ -228,6 +228,25 @@ def test_a_paced_run_has_neither_loss_nor_accuracy(tmp_path: Path) -> None:
     assert "the lab's CPU was the limit" in summary.warnings[0]
 
 
+TARGET = {"event": "target", "epoch": 2, "step": 299, "samples": 19_200, "accuracy": 0.9912, "total_s": 75.2}
+
+
+@pytest.mark.parametrize(
+    ("event", "words"),
+    [
+        (TARGET, "99.00 % reached (99.12 %) after 1m15s, 300 updates, 19,200 samples, in epoch 3"),
+        ({**TARGET, "accuracy": 7}, "99.00 % not reached"),
+        ({"event": "other"}, "99.00 % not reached"),
+    ],
+)
+def test_a_target_is_reached_or_not(tmp_path: Path, event: dict[str, object], words: str) -> None:
+    begin = start(rank=0, settings={"warmup_steps": 3, "target_accuracy": 0.99})
+    summary = analyse(write_run(tmp_path / "run", ONE, {0: [begin, *ten_steps(), event, end()]}))
+    assert summary.target and summary.target.words == words
+    assert f"<dd>{words}</dd>" in render_report(summary.model_copy(update={"accuracy": 0.98}))
+    assert analyse(two_hosts(tmp_path / "without")).target is None
+
+
 def test_a_script_that_writes_only_samples_and_the_time_of_day_still_has_a_speed(tmp_path: Path) -> None:
     events = [{"event": "step", "step": n, "samples": 10, "wall": 1.8e9 + n / 4} for n in range(10)]
     summary = analyse(write_run(tmp_path / "run", ONE, {0: events}, kind="script", settings={}))

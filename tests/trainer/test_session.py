@@ -177,6 +177,23 @@ def test_a_loop_of_ones_own_makes_the_updates_of_one_process(gang, way, rule):
     assert seen == set(weights)
 
 
+def epochs_up_to(rank: int, target: str) -> int:
+    with in_the_gang(rank, target_accuracy=target, strategy="pipeline") as met:
+        model, epochs = network(), 0
+        run = Session(assemble.prepare(met, Own(model, optimiser(model, 0.9), Points(SAMPLES), default_collate)))
+        for _ in run.epochs():
+            for inputs, targets in run.batches():
+                run.step(cross_entropy(run.model(inputs), targets, reduction="sum"))
+            run.evaluate(judge, Points(TESTS))
+            epochs += 1
+        return epochs
+
+
+def test_a_script_ends_at_its_target_on_all_ranks(gang):
+    assert gang.run(epochs_up_to, "0.01") == [1] * RANKS
+    assert gang.run(epochs_up_to, "0.9999") == [EPOCHS] * RANKS
+
+
 def noisy(rank: int, shares: str) -> list[list[float]]:
     with in_the_gang(rank, shares=shares, epochs="1") as met:
         model = network()

@@ -31,6 +31,7 @@ from trainer.session.judging import Judge, summed
 from trainer.session.making import Making
 from trainer.setup.own import samples_of
 from trainer.shared.errors import TrainError
+from trainer.training.rates import samples_before
 from trainer.training.run import Run
 from trainer.training.shared_network import shared_network
 from trainer.training.step_log import StepLog
@@ -44,6 +45,7 @@ class Session:
         self.run, self.model, self._ending = run, Forward(run), ending
         self.keeper = CheckpointKeeper(run)
         self.progress = self.keeper.resume()
+        self.has_reached_target = False
         self.loss: float | None = None
         """Mean over the samples of the last epoch, of all ranks; None before its end, and where nobody learns."""
         self._making: Making | None = None
@@ -55,7 +57,7 @@ class Session:
 
     @property
     def is_over(self) -> bool:
-        return self.updates >= self.run.last_step
+        return self.has_reached_target or self.updates >= self.run.last_step
 
     def epochs(self) -> Iterator[int]:
         """The numbers of those that are left; at the end what still travels between ranks has arrived."""
@@ -159,10 +161,24 @@ class Session:
         known: dict[str, Any] = {"accuracy": found.get("accuracy"), "per_class": [], "loss": found.get("loss")}
         run.metrics.write("eval", **of_epoch, **known, eval_s=round(time.monotonic() - started_s, 6))
         run.console.judged(progress.epoch, samples, found)
+        self.judged(found.get("accuracy"))
         return found
+
+    def judged(self, accuracy: float | None) -> None:
+        """After an evaluation, on every rank: the run is over where that is the target. Its checkpoint is the last."""
+        run, progress = self.run, self.progress
+        if not run.settings.target_accuracy or accuracy is None or accuracy < run.settings.target_accuracy:
+            return
+        self.has_reached_target = True
+        samples = samples_before(run.stream, progress.epoch, progress.step)
+        of_update = {"epoch": progress.epoch, "step": self.updates - 1, "samples": samples}
+        run.metrics.write("target", **of_update, accuracy=accuracy, total_s=run.metrics.total_s)
+        run.console.reached(accuracy, self.updates, samples)
+        if self.keeper.every and not self.keeper.is_due(self.updates):
+            self.keeper.save(progress)
 
     def end(self) -> None:
         """Leaves the other ranks, together with them."""
         leave()
         self.run.metrics.end("succeeded")
-        self.run.console.finished()
+        self.run.console.finished(self.updates)

@@ -89,6 +89,8 @@ def prepare(met: Met, material: Material) -> Run:
         settings = dataclasses.replace(settings, stages=format_stages(division.pipeline.layout.pipelines))
     settings, model, precision = build_trained(settings, met, material, division)
     learns = sum_over_ranks([float(info.pace is not None)])[0] == 0
+    if settings.target_accuracy and not learns:
+        raise TrainError("target_accuracy: a run with paced ranks learns nothing, and would not reach it; leave it out")
     timer = timer_for(device)
     brake, strategy = build_synchronised(settings, info, model, group, timer, division, precision)
     if isinstance(strategy, Ddp):

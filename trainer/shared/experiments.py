@@ -78,6 +78,7 @@ _COMMON: dict[str, Any] = {
     "checkpoint_every": 0,
     "checkpoint_dir": "",
     "resume": "",
+    "target_accuracy": 0.0,
     "eval_every": 1,
 }
 

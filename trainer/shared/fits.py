@@ -67,6 +67,8 @@ def _of_the_rest(of: Settings) -> list[str]:
         mistakes += [f"{name}: strategy fsdp keeps weights in pieces and cannot; use auto or ddp" for name in asked]
     if of.profile_s and of.checkpoint_every:
         mistakes.append("checkpoint_every: does nothing with profile_s, which trains nothing; leave one out")
+    if of.target_accuracy and not of.eval_every:
+        mistakes.append("eval_every: is 0, and target_accuracy is what an evaluation reaches; use 1")
     averages = of.strategy == "parameter_average" and of.fidelity == "exact"
     if averages and of.shares == "auto" and of.momentum:
         mistakes.append(

@@ -42,6 +42,8 @@ A value that JSON cannot hold (NaN, infinity) is written as null. Every line als
 | eval | epoch, step | after which epoch and update |
 | eval | samples, accuracy, per_class, loss | exact test samples over ALL ranks; 0..1; 0..1 or null each; mean loss |
 | eval | eval_s | duration |
+| target | epoch, step, samples | the evaluation that reached `target_accuracy`; samples of the whole run before it |
+| target | accuracy, total_s | 0..1; since the start of the process |
 | collective | step, operation, bytes | number of this measurement; what was measured; bytes of the whole array |
 | collective | iterations, time_ms | times measured; median of each one's slowest rank; or 0 and null |
 | collective | algbw_gbps, busbw_gbps | decimal Gbit/s, as nccl-tests defines them (see `alpha_beta`) |
@@ -112,6 +114,7 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     "tasks": ("step", "tasks", "left_out"),
     "epoch": ("epoch", "steps", "samples", "loss", "epoch_s"),
     "eval": ("epoch", "step", "samples", "accuracy", "per_class", "loss", "eval_s"),
+    "target": ("epoch", "step", "samples", "accuracy", "total_s"),
     "collective": ("step", "operation", "bytes", "iterations", "time_ms", "algbw_gbps", "busbw_gbps", "error"),
     "link": ("source", "target", "bytes", "time_ms", "gbps"),
     "profile": (
@@ -199,6 +202,11 @@ class MetricsWriter:
             with contextlib.suppress(OSError):  # standard error may lie on the same disk
                 sys.stderr.write(f"cannot write metrics to {self._path}: {error.strerror}; training goes on\n")
 
+    @property
+    def total_s(self) -> float:
+        """Since the start of the process."""
+        return time.monotonic() - self._started_s
+
     def end(self, status: str, message: str | None = None) -> None:
         """The last line; a second call does nothing."""
         lateness = self.lateness()
@@ -206,7 +214,7 @@ class MetricsWriter:
             "end",
             status=status,
             message=message,
-            total_s=time.monotonic() - self._started_s,
+            total_s=self.total_s,
             peak_memory_bytes=self.peak_memory_bytes(),
             lateness=lateness,
             valid=None if lateness is None else lateness <= LATE,

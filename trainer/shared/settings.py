@@ -213,6 +213,12 @@ class Settings:
     checkpoint_every: int = setting("Updates between checkpoints, one more at the end; 0 writes none.", at_least=0)
     checkpoint_dir: str = setting("The folder for checkpoints; empty is the job's own, or ./checkpoints without one.")
     resume: str = setting("A checkpoint, or a folder of them, to resume from; empty starts from scratch.")
+    target_accuracy: float = setting(
+        "The accuracy on the test data, 0..1, at which the run ends, after the evaluation that reaches it; 0 trains to "
+        "the last epoch.",
+        at_least=0,
+        below=1,
+    )
     eval_every: int = setting("Epochs between evaluations on the test data; 0 never evaluates.", at_least=0)
 
     def __post_init__(self) -> None:

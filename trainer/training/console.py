@@ -63,11 +63,14 @@ class Console:
         self.say("  ".join([f"epoch {epoch + 1}", *(f"{name} {value:.4f}" for name, value in found.items())])
                  + f"  of {samples}")  # fmt: skip
 
-    def finished(self) -> None:
+    def reached(self, accuracy: float, updates: int, samples: int) -> None:
+        self.say(f"target accuracy reached: {accuracy:.2%} after {updates} updates, {samples:,} samples")
+
+    def finished(self, updates: int) -> None:
         accuracy = f", accuracy {self.result.accuracy:.2%}" if self.result else ""
         speed = self.samples / self.train_s if self.train_s else 0.0
         total_s = time.monotonic() - self.started_s
-        self.say(f"done: {self.steps} steps in {total_s:.1f} s, {speed:.0f} samples/s{accuracy}")
+        self.say(f"done: {updates} steps in {total_s:.1f} s, {speed:.0f} samples/s{accuracy}")
 
     def aside(self, line: str) -> None:
         """What concerns this rank alone, whichever it is: it stands in its own log."""
