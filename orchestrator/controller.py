@@ -20,12 +20,8 @@ from pathlib import Path
 from orchestrator.clusters import Clusters, now_utc
 from orchestrator.errors import HostError, HostsError, OrchError, UsageError
 from orchestrator.files import own_folder
-from orchestrator.forecast.inputs import (
-    COLLECTIVES,
-    ForecastInputs,
-    inputs_of,
-    read_network,
-)
+from orchestrator.forecast.cluster_links import COLLECTIVES, read_network
+from orchestrator.forecast.inputs import ForecastInputs, inputs_of
 from orchestrator.forecast.memory import needed_bytes
 from orchestrator.forecast.predicted_plan import left_out_words, predicted_plan
 from orchestrator.forecast.rounds import with_rounds
@@ -101,7 +97,7 @@ class Controller:
         """The plan with these nodes, and whether fewer of them would be faster."""
         draft, profiles, not_kept = self._drawn(cluster, request, code, only)
         ranks = draft.placement.ranks
-        if draft.training and request.global_batch:
+        if draft.training and draft.request.global_batch:
             split = split_batch_of(draft.training, ranks, profiles, not_kept)
         else:
             split = split_equally(request.batch, ranks)
@@ -122,7 +118,12 @@ class Controller:
         cannot take part.
         """
         draft, profiles, _ = self._drawn(cluster, request, code, only)
-        if draft.training and request.global_batch:
+        if draft.request.kind != "experiment" and not draft.request.batch:
+            raise UsageError(
+                f"how many samples an update of {request.name} has is unknown: it has not been profiled as it is now",
+                "`orch profile -- SCRIPT [ARGS]`, or --set batch=",
+            )
+        if draft.training and draft.request.global_batch:
             ranks = draft.placement.ranks
             try:
                 split = split_batch_of(draft.training, ranks, profiles)
@@ -152,8 +153,8 @@ class Controller:
             carrier=choose_carrier(placement.nodes, request),
         )
         kinds = kinds_of(build_plan(draft), ready.facts)
-        not_kept = self.store.profiles(kinds, cluster.name, valid=False)
-        return draft, self.store.profiles(kinds, cluster.name), not_kept
+        known, not_kept = (self.store.profiles(kinds, cluster.name, valid=valid) for valid in (True, False))
+        return draft.with_own_batch(known), known, not_kept
 
     def resume(
         self, wanted: str, settings: Sequence[str], only: Sequence[str] = (), *, named: str | None = None

@@ -71,8 +71,8 @@ TRAINER_ORDER = [
     "training",
     "setup",
     "checkpoints",
-    "session",
     "measure",
+    "session",
 ]
 """The packages of trainer/: each knows those above it in this list alone; the files at its root know all."""
 MOST_AT_TRAINERS_ROOT = 5

@@ -18,15 +18,19 @@ from orchestrator.cli.common import (
     settings_option,
 )
 from orchestrator.cli.complete import experiments, node_names
+from orchestrator.cli.script_words import ScriptCommand, folder_option, module_option, script_argument
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
+    from orchestrator.planning.request import Words
     from orchestrator.views.plan import Outlook
 
 
-@click.command()
-@click.option("--exp", required=True, metavar="NAME", help="A named experiment.", shell_complete=experiments)
-@settings_option("A setting of the experiment; repeatable.")
+@click.command(cls=ScriptCommand)
+@click.option("--exp", metavar="NAME", help="A named experiment.", shell_complete=experiments)
+@settings_option("A setting; repeatable.")
+@module_option
+@folder_option
 @click.option(
     "--nodes",
     metavar="A,B",
@@ -41,45 +45,52 @@ if TYPE_CHECKING:
 @out_option
 @cluster_option
 @json_option
+@script_argument
 def plan(
-    exp: str,
+    exp: str | None,
     settings: tuple[str, ...],
+    is_module: bool,
+    folder: Path | None,
     nodes: str | None,
     bandwidth: float | None,
     out: Path,
     cluster: str | None,
     as_json: bool,
+    command: tuple[str, ...],
 ) -> None:
-    """Predict the step time and samples/s of every strategy for an experiment.
+    """Predict the step time and samples/s of every strategy for an experiment or a script.
 
     It starts nothing and asks no host. It shows the fastest strategy of each fidelity, what limits it, hosts that cost
     more than they contribute, and what a faster link, another host or a larger batch would change. Speeds come from
-    `orch profile`, links from a collected `--exp collectives` run; what is missing is estimated and marked as such.
+    `orch profile`, links from a collected `--exp collectives` run; what is missing is estimated and marked as such. A
+    script of your own has to be profiled before, since nothing else is known of its network.
 
     \b
     orch plan --exp resnet152_cifar
     orch plan --exp resnet152_cifar --set batch=2048 --nodes a2000,v100 --bandwidth 10Gbps
     orch plan --exp resnet152_cifar --set batch=64000 --nodes 500xA2000,500xV100 --bandwidth 2.5Gbps
     orch plan --exp mnist_lenet --json | jq '.best.exact'
+    orch plan --set fidelity=local -- train.py --width 512
     """
     from orchestrator.forecast.imagined import is_imagined
+    from orchestrator.planning.request import Words
     from orchestrator.views import console
     from orchestrator.views.documents import plan_json
 
+    words = Words(exp=exp, settings=settings, is_module=is_module, command=command, folder=folder)
     if nodes and is_imagined(nodes):
-        outlook = _imagined(exp, settings, nodes, bandwidth)
+        outlook = _imagined(words, nodes, bandwidth)
     else:
-        outlook = _own(exp, settings, nodes, bandwidth, out, cluster)
+        outlook = _own(words, nodes, bandwidth, out, cluster)
     console.print_json(plan_json(outlook)) if as_json else _show(outlook)
 
 
-def _own(
-    exp: str, settings: tuple[str, ...], nodes: str | None, bandwidth: float | None, out: Path, cluster: str | None
-) -> Outlook:
-    from orchestrator.planning.request import Words, read_wish
+def _own(words: Words, nodes: str | None, bandwidth: float | None, out: Path, cluster: str | None) -> Outlook:
+    from orchestrator.planning.request import read_wish, refuse_without_trainer
     from orchestrator.views.plan import outlook_of
 
-    wish = read_wish(Words(exp=exp, settings=settings))
+    wish = read_wish(words)
+    refuse_without_trainer(wish)
     only = names_of(nodes)
     with open_controller() as controller:
         chosen = controller.store.cluster(cluster)
@@ -89,17 +100,19 @@ def _own(
     return outlook_of(made, view, wish.request.chosen)
 
 
-def _imagined(exp: str, settings: tuple[str, ...], nodes: str, bandwidth: float | None) -> Outlook:
+def _imagined(words: Words, nodes: str, bandwidth: float | None) -> Outlook:
     from orchestrator.forecast.imagined import parse_groups
-    from orchestrator.planning.request import Words, read_wish
+    from orchestrator.planning.request import read_wish
     from orchestrator.views.plan import imagined_outlook
 
     groups = parse_groups(nodes)
     if bandwidth is None:
         raise UsageError("the links of hosts that you do not have are unknown", "give --bandwidth 2.5Gbps")
-    request = read_wish(Words(exp=exp, settings=settings)).request
+    request = read_wish(words).request
+    if not request.trains:
+        raise UsageError("what a script does on hosts that you do not have is unknown", "name hosts, or an experiment")
     if request.training is None:
-        raise UsageError(f"{exp} trains nothing whose speed could be predicted", "choose another --exp")
+        raise UsageError(f"{words.exp} trains nothing whose speed could be predicted", "choose another --exp")
     return imagined_outlook(groups, request.training, bandwidth, request.chosen)
 
 

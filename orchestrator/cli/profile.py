@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -16,24 +17,35 @@ from orchestrator.cli.common import (
     settings_option,
 )
 from orchestrator.cli.complete import experiments
+from orchestrator.cli.script_words import ScriptCommand, folder_option, module_option, script_argument
 
 if TYPE_CHECKING:
     from orchestrator.jobs.running import RunningJob
     from orchestrator.planning.profiles import Profile
 
 
-@click.command()
-@click.option(
-    "--exp", metavar="NAME", required=True, help="The experiment whose network is timed.", shell_complete=experiments
-)
-@settings_option("A setting of the experiment; repeatable. profile_s is the time for each host.")
+@click.command(cls=ScriptCommand)
+@click.option("--exp", metavar="NAME", help="The experiment whose network is timed.", shell_complete=experiments)
+@settings_option("A setting; repeatable. profile_s is the time for each host.")
+@module_option
+@folder_option
 @nodes_option
 @click.option("--each", is_flag=True, help="Measure every host, not just one of each kind.")
 @click.option("--again", is_flag=True, help="Measure again what is already known.")
 @cluster_option
 @json_option
+@script_argument
 def profile(
-    exp: str, settings: tuple[str, ...], nodes: str | None, each: bool, again: bool, cluster: str | None, as_json: bool
+    exp: str | None,
+    settings: tuple[str, ...],
+    is_module: bool,
+    folder: Path | None,
+    nodes: str | None,
+    each: bool,
+    again: bool,
+    cluster: str | None,
+    as_json: bool,
+    command: tuple[str, ...],
 ) -> None:
     """Measure how fast each host computes alone.
 
@@ -42,17 +54,23 @@ def profile(
     shares=equal` splits it evenly), and efficiency is reported against it. The exit code is 1 where a paced host kept
     its pace at fewer than two batch sizes: it has no profile.
 
+    A script of your own is measured if it takes part by `trainer.join`: its loop runs on each host alone, with batches
+    of growing sizes, and ends when they are measured.
+
     \b
     orch profile --exp resnet152_cifar
     orch profile --exp resnet152_cifar --set amp=bf16 --each
-    orch run --exp resnet152_cifar
+    orch profile -- train.py --width 512
+    orch run --set shares=measured -- train.py --width 512
     """
     from orchestrator.measuring.profiling import Profiling
+    from orchestrator.planning.request import Words
     from orchestrator.views import console, documents, following, launch_plan, profile_table
 
     only = names_of(nodes)
+    words = Words(exp=exp, settings=settings, is_module=is_module, command=command, folder=folder)
     with open_controller() as controller:
-        one = Profiling(controller, controller.store.cluster(cluster), exp, settings, only=only, each=each)
+        one = Profiling(controller, controller.store.cluster(cluster), words, only=only, each=each)
 
         if one.left_out:
             console.warn(f"ignored, since they change nothing that a host does alone: {', '.join(one.left_out)}")
@@ -65,15 +83,17 @@ def profile(
             following.print_events(job.follow(), show=lambda line: False, stream=console.err)
 
         found = one.run(follow, again=again)
+    batch = one.batch_of(found)
     if as_json:
-        console.print_json(documents.profile_json(exp, one.batch, found))
+        console.print_json(documents.profile_json(one.wish.request.name, batch, found))
     else:
-        profile_table.print_profiles(one.batch, found)
-    _judge(exp, list({each.profile.node: each.profile for each in found}.values()))
+        profile_table.print_profiles(batch, found)
+    again_line = f"orch profile --exp {exp}" if exp else "orch profile -- SCRIPT"
+    _judge(again_line, list({each.profile.node: each.profile for each in found}.values()))
 
 
-def _judge(exp: str, measured: Sequence[Profile]) -> None:
-    """Says what is to be doubted. Raises OrchError where a profile is not valid."""
+def _judge(line: str, measured: Sequence[Profile]) -> None:
+    """Says what is to be doubted; line: the command that measures again. Raises OrchError for what is not valid."""
     from orchestrator.errors import OrchError
     from orchestrator.planning.profiles import RETRY
     from orchestrator.views import console
@@ -85,4 +105,4 @@ def _judge(exp: str, measured: Sequence[Profile]) -> None:
             sizes = ", ".join(map(str, profile.late_sizes))
             console.warn(f"{profile.node}: could not keep its pace at batches of {sizes}; its profile leaves them out")
     if why := [profile.why_not_valid() for profile in measured if not profile.valid]:
-        raise OrchError(f"not kept: {'; '.join(why)}", RETRY.format(exp=exp))
+        raise OrchError(f"not kept: {'; '.join(why)}", RETRY.format(profile=line))

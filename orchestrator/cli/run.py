@@ -19,7 +19,7 @@ from orchestrator.cli.common import (
     settings_option,
 )
 from orchestrator.cli.complete import experiments, job_ids, node_ranges
-from orchestrator.cli.script_words import ScriptCommand, files, went_to_script
+from orchestrator.cli.script_words import ScriptCommand, folder_option, module_option, script_argument, went_to_script
 
 if TYPE_CHECKING:
     from orchestrator.cli.run_options import RunOptions
@@ -45,12 +45,8 @@ SECOND_CTRL_C_S = 3.0
 @click.option(
     "--resume", metavar="JOB", help="Start a new job from the last checkpoint of this one.", shell_complete=job_ids
 )
-@click.option("-m", "--module", "is_module", is_flag=True, help="Run a Python module of your folder, not a script.")
-@click.option(
-    "--folder",
-    type=click.Path(path_type=Path),
-    help="The folder to ship. [default: the script's folder, or the current one]",
-)
+@module_option
+@folder_option
 @click.option(
     "--batch", type=click.IntRange(min=1), metavar="N", help="Split N samples an update: each rank's is in ORCH_SHARE."
 )
@@ -96,7 +92,7 @@ SECOND_CTRL_C_S = 3.0
 @click.option("--time-limit", type=Quantity("time"), help="End the job after this time: 90s, 30m, 12h.")
 @cluster_option
 @json_option
-@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGS]...]", shell_complete=files)
+@script_argument
 @click.pass_context
 def run(ctx: click.Context, /, **options: Any) -> None:
     """Launch a job on every host and follow it.

@@ -1,12 +1,15 @@
 """What stands after a script on a command line belongs to the script, as with python and torchrun.
 
 @click.command(cls=ScriptCommand)
-@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+@module_option
+@folder_option
+@script_argument
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import click
 from click.shell_completion import CompletionItem
@@ -50,3 +53,16 @@ def went_to_script(ctx: click.Context, name: str, words: Sequence[str]) -> Itera
     if found:
         goes = "goes" if len(found) == 1 else "go"
         yield f"{', '.join(found)} {goes} to {name}; orch's own options stand before it: orch run {found[0]} ... {name}"
+
+
+module_option = click.option(
+    "-m", "--module", "is_module", is_flag=True, help="Run a Python module of your folder, not a script."
+)
+folder_option = click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    help="The folder to ship. [default: the script's folder, or the current one]",
+)
+script_argument = click.argument(
+    "command", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGS]...]", shell_complete=files
+)

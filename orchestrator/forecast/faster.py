@@ -13,15 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.forecast.advice import Policy, Scene, fewer, preference, splits, ways
+from orchestrator.forecast.asked import allowed, forecast_in, kept, parts_needed, way_of
 from orchestrator.forecast.cut import pipeline_for
-from orchestrator.forecast.inputs import (
-    ForecastInputs,
-    allowed,
-    forecast_in,
-    kept,
-    parts_needed,
-    way_of,
-)
+from orchestrator.forecast.inputs import ForecastInputs
 from orchestrator.forecast.outlook import prediction_of, runnable
 from orchestrator.forecast.step import Way
 from orchestrator.planning.command_line import run_line

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from trainer.shared.settings import Settings
+
 FLOAT_BYTES = 4
 Shape = tuple[int, ...]
 
@@ -55,12 +57,21 @@ class Block:
 
 def layers_of(model: str, image: tuple[int, int, int], classes: int) -> tuple[Layer, ...]:
     """In the order in which forward visits them. Raises KeyError for a model that is not known here."""
-    return tuple(layer for block in blocks_of(model, image, classes) for layer in block.layers)
+    return layers_in(blocks_of(model, image, classes))
+
+
+def layers_in(blocks: Sequence[Block]) -> tuple[Layer, ...]:
+    return tuple(layer for block in blocks for layer in block.layers)
 
 
 def blocks_of(model: str, image: tuple[int, int, int], classes: int) -> tuple[Block, ...]:
     """The same layers in blocks whose chain is the network, as `trainer.compute.models.stages_of` has them."""
     return tuple({"lenet": _lenet, "resnet152": _resnet152}[model](*image[:2], classes))
+
+
+def network_of(settings: Settings) -> tuple[Block, ...]:
+    """An experiment's."""
+    return blocks_of(settings.model, settings.data_set.shape, settings.data_set.classes)
 
 
 def gradient_bytes(layers: Sequence[Layer]) -> int:

@@ -12,8 +12,9 @@ from typing import Any
 
 from orchestrator.errors import UsageError
 from orchestrator.forecast.advice import preference, ways
+from orchestrator.forecast.asked import allowed, forecast_in, kept, way_of
 from orchestrator.forecast.cut import pipeline_for, prediction_of_pipeline, settled
-from orchestrator.forecast.inputs import ForecastInputs, allowed, forecast_in, kept, way_of
+from orchestrator.forecast.inputs import ForecastInputs
 from orchestrator.forecast.slices import BASIS
 from orchestrator.forecast.step import Way
 from orchestrator.planning.draft import Draft

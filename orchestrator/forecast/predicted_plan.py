@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.errors import UsageError
+from orchestrator.forecast.cluster_links import read_network
 from orchestrator.forecast.cut import stage_notes, with_stages
 from orchestrator.forecast.faster import faster_ways, without_slow
-from orchestrator.forecast.inputs import inputs_of, memory_notes, read_network
+from orchestrator.forecast.inputs import inputs_of, memory_notes
 from orchestrator.forecast.outlook import prediction_of, with_best_way
 from orchestrator.forecast.rounds import with_rounds
 from orchestrator.forecast.slices import slice_notes
@@ -30,7 +31,7 @@ def predicted_plan(draft: Draft, profiles: Profiles, measured: Sequence[Path]) -
     of collectives, beside those of the usual folder. Raises UsageError where that asks for what is not known.
     """
     request, settings, plan = draft.request, draft.training, build_plan(draft)
-    if request.kind != "experiment" or (settings and settings.profile_s):
+    if (request.kind != "experiment" and not settings) or (settings and settings.profile_s):
         return plan, None
     try:
         may_cut = request.best_way or bool(settings and settings.strategy == "pipeline")

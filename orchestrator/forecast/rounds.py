@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from orchestrator.errors import UsageError
-from orchestrator.forecast.inputs import ForecastInputs, forecast_in, way_of
+from orchestrator.forecast.asked import forecast_in, way_of
+from orchestrator.forecast.inputs import ForecastInputs
 from orchestrator.planning.draft import Draft
 from orchestrator.units import format_figure
 from trainer.shared.settings import Settings

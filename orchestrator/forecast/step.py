@@ -23,7 +23,7 @@ from math import prod
 from typing import Literal
 
 import trainer.shared.gpu_work as gpu_work
-from orchestrator.forecast.layers import FLOAT_BYTES, Layer, Shape, gradient_bytes
+from orchestrator.forecast.layers import FLOAT_BYTES, Block, Layer, Shape, gradient_bytes
 from orchestrator.forecast.links import LinkCosts
 from orchestrator.forecast.tensor import Sent, time_step
 from orchestrator.planning.measurement import BlockTimes
@@ -59,6 +59,8 @@ class Workload:
     layers: tuple[Layer, ...]
     batch: int
     """Samples of one update over all ranks."""
+    blocks: tuple[Block, ...] = ()
+    """Between which a script's network may be cut; an experiment's are known."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Measures hosts alone, each by an ordinary job of its own, and remembers what came of it.
 
-    profiling = Profiling(controller, cluster, "resnet152_cifar", ["batch=512"], each=False)
+    profiling = Profiling(controller, cluster, Words(exp="resnet152_cifar", settings=("batch=512",)), each=False)
     for found in profiling.run(follow):
         found.rank, found.profile.samples_per_s(512), found.fresh
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -37,7 +38,7 @@ from orchestrator.planning.profiles import (
     kinds_of,
     tf32_of,
 )
-from orchestrator.planning.request import parse_pairs, read_experiment
+from orchestrator.planning.request import Wish, Words, parse_pairs, read_experiment, read_wish, refuse_without_trainer
 from orchestrator.results.events import Events, MetricsFile
 from orchestrator.results.tables import read_events
 
@@ -57,40 +58,46 @@ def _cuda_graph(exp: str, asked: Mapping[str, str]) -> str:
     return cuda_graph_of(settings) if settings else "auto"
 
 
+def _with(words: Words, pairs: Mapping[str, str]) -> Wish:
+    return read_wish(replace(words, settings=tuple(f"{key}={value}" for key, value in pairs.items())))
+
+
 class Profiling:
     """left_out: settings that were asked for and change nothing that a rank does alone.
 
-    Raises UsageError for an experiment or a setting that there is not, HostsError for hosts that are not usable.
+    Raises UsageError for an experiment or a setting that there is not, and for a script that does not import `trainer`;
+    HostsError for hosts that are not usable.
     """
 
     def __init__(
         self,
         controller: Controller,
         cluster: Cluster,
-        exp: str,
-        settings: Sequence[str],
+        words: Words,
         *,
         only: Sequence[str] = (),
         each: bool = False,
     ) -> None:
-        asked = parse_pairs(settings, "--set KEY=VALUE")
+        asked = parse_pairs(words.settings, "--set KEY=VALUE")
         self.left_out = tuple(
             f"{key}={asked[key]}" for key in _LEFT_OUT if asked.get(key, _LEFT_OUT[key]) != _LEFT_OUT[key]
         )
         pairs = {"profile_s": str(BUDGET_S), **asked, **_LEFT_OUT}
-        if exp == "collectives":
+        if words.exp == "collectives":
             raise UsageError("collectives trains nothing that a host could do alone", "choose another --exp")
         self.controller, self.cluster = controller, cluster
-        pairs["cuda_graph"] = _cuda_graph(exp, asked)
-        self.wish = read_experiment(exp, pairs)
+        if words.exp:
+            pairs["cuda_graph"] = _cuda_graph(words.exp, asked)
+        self.wish = _with(words, pairs)
+        refuse_without_trainer(self.wish)
         training = self.wish.request.training
         if training is None or not training.profile_s:
             raise UsageError("profile_s=0 measures nothing", "leave it out")
-        self.batch = training.batch
+        self._batch = training.batch
         facts = controller.clusters.ready(cluster, only).facts
         self.whole = controller.plan(cluster, self.wish.request, self.wish.code, only)
         if "tf32" not in pairs:  # of all hosts: one that is measured alone does not know the others
-            self.wish = read_experiment(exp, {**pairs, "tf32": tf32_of(training.tf32, self.whole.nodes, facts)})
+            self.wish = _with(words, {**pairs, "tf32": tf32_of(training.tf32, self.whole.nodes, facts)})
         self.machines = {name: fact.boot_id for name, fact in facts.items()}
         self.kinds = self._kinds(kinds_of(self.whole, facts), each)
 
@@ -102,6 +109,11 @@ class Profiling:
             return {rank: kind.of(f"{self.cluster.name}/{rank[0]}") for rank, kind in shared.items()}
         known = self.controller.store.profiles(shared, self.cluster.name)
         return {rank: kind.of(known[rank].host) if rank in known else kind for rank, kind in shared.items()}
+
+    def batch_of(self, found: Sequence[RankProfile]) -> int:
+        """Of an update over all ranks: what the settings say, or else the script said where it was measured."""
+        own = next((each.profile.batch for each in found if each.profile.batch), None)
+        return own if own and self.wish.request.batch is None and not self.wish.request.trains else self._batch
 
     def run(self, follow: Follow, *, again: bool = False) -> list[RankProfile]:
         """Every rank's profile, those that were not known measured. Raises HostsError or OrchError where that fails.
@@ -198,9 +210,11 @@ class Profiling:
                 schema=1,
                 node=node.name,
                 created=now_utc(),
+                code=None if self.wish.request.trains else plan.code.sha256,
                 valid=end.get("valid") is not False,
             )
             other = by_key.setdefault(kind.key, profile)
-            if profile.samples_per_s(self.batch) < other.samples_per_s(self.batch):
+            batch = profile.batch or self._batch
+            if profile.samples_per_s(batch) < other.samples_per_s(batch):
                 by_key[kind.key] = profile
         return list(by_key.values())

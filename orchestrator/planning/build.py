@@ -10,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -36,7 +36,7 @@ def build_plan(draft: Draft) -> LaunchPlan:
         exp=request.name,
         kind=request.kind,
         cluster=draft.cluster,
-        settings=_document(request),
+        settings=_document(request, draft.decided),
         master=master.node.name,
         master_address=master.address,
         rendezvous_port=RENDEZVOUS_PORT,
@@ -55,12 +55,12 @@ def build_plan(draft: Draft) -> LaunchPlan:
     )
 
 
-def _document(request: RunRequest) -> dict[str, Any]:
-    """The settings as a plan keeps them."""
+def _document(request: RunRequest, decided: Collection[str]) -> dict[str, Any]:
+    """The settings as a plan keeps them. decided: names of those that the plan has decided."""
     if request.settings and request.kind == "experiment":
         return asdict(request.settings)
     if request.settings:  # what a script has not been asked for it decides itself
-        return {name: getattr(request.settings, name) for name in request.chosen}
+        return {name: getattr(request.settings, name) for name in ("exp", *request.chosen, *decided)}
     return {} if request.batch is None else {"batch": request.batch}
 
 

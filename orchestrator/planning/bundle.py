@@ -27,7 +27,7 @@ MAX_NAMED = 100
 """So many of the files left out are kept by name."""
 
 
-IMPORTS_TRAINER = re.compile(rb"^\s*(?:import trainer\b|from trainer\b)", re.MULTILINE)
+IMPORTS_TRAINER = re.compile(rb"^[ \t]*(?:import\b[^#\n]*(?<![\w.])trainer\b|from[ \t]+trainer\b)", re.MULTILINE)
 
 
 def trainer_folder() -> Path:

@@ -28,7 +28,7 @@ def run_line(plan: LaunchPlan, nodes: Collection[str] = (), settings: AnySetting
     names = [node.name for node in plan.nodes if not nodes or node.name in nodes]
     options = [*_limits(plan, all_nodes=len(names) == len(plan.nodes)), "--nodes", ",".join(names)]
     if plan.kind != "experiment":
-        what, script = list(_of_script(plan)), _script(plan)
+        what, script = list(_of_script(plan, settings)), _script(plan)
     else:
         what, script = ["--exp", plan.exp, *_set(settings or plan.typed_settings)], []
     return shlex.join(["orch", "run", "--cluster", plan.cluster, *what, *options, *script])
@@ -42,10 +42,15 @@ def _set(settings: AnySettings | None) -> Iterator[str]:
             yield from ("--set", f"{name}={_text(value)}")
 
 
-def _of_script(plan: LaunchPlan) -> Iterator[str]:
-    """What it was asked for by --set; its batch has an option of its own."""
-    for name, value in plan.settings.items():
-        if name != "batch":
+def _of_script(plan: LaunchPlan, settings: AnySettings | None) -> Iterator[str]:
+    """What it was asked for by --set, and what is different in `settings`; its batch has an option of its own."""
+    values = dict(plan.settings)
+    if settings and plan.typed_settings:
+        names = fields_of(settings.exp)
+        changed = [name for name in names if getattr(settings, name) != getattr(plan.typed_settings, name)]
+        values |= {name: getattr(settings, name) for name in changed}
+    for name, value in values.items():
+        if name not in ("exp", "batch"):
             yield from ("--set", f"{name}={_text(value)}")
 
 

@@ -15,8 +15,10 @@ from typing import Any
 from orchestrator.planning.launch_plan import CodeFolder
 from orchestrator.planning.nccl import Carrier
 from orchestrator.planning.placement import Placement
+from orchestrator.planning.profiles import Profiles
 from orchestrator.planning.request import RunRequest
 from orchestrator.planning.split import Split
+from trainer.shared.experiments import OWN
 from trainer.shared.settings import Settings
 
 
@@ -49,6 +51,17 @@ class Draft:
         """The batch divided so, and the setting `shares` as it turned out."""
         drawn = replace(self, split=split, notes=(*self.notes, *split.notes))
         return drawn._changed({"shares": split.policy}) if split.policy else drawn
+
+    def with_own_batch(self, profiles: Profiles) -> Draft:
+        """Where a script names the batch itself, as it is, and has been seen to: with that one."""
+        settings, seen = self.training, {(profile.batch, profile.code) for profile in profiles.values()}
+        if settings is None or settings.model != OWN or self.request.batch or settings.profile_s or len(seen) != 1:
+            return self
+        batch, code = seen.pop()
+        if batch is None or code != self.code.sha256:
+            return self
+        drawn = self.settled({"batch": batch}, f"batch={batch}, as the script said when it was profiled")
+        return replace(drawn, request=replace(drawn.request, batch=batch))
 
     def settled(self, values: Mapping[str, Any], note: str) -> Draft:
         """With these settings decided. Raises SettingsError where they do not go with the others."""

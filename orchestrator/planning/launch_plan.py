@@ -200,7 +200,9 @@ class LaunchPlan(Record):
     owner: Owner | None = None
     """Who starts it. None in plans of an older orch."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """An experiment's, all of them; of a script only the global batch, if it was given. `typed_settings` reads them."""
+    """An experiment's, all of them; of a script those that were given or decided here, `exp` among them where it is
+    joined by `trainer.join`, and of another script the global batch. `typed_settings` reads them.
+    """
     master: str
     master_address: str
     rendezvous_port: int
@@ -236,15 +238,18 @@ class LaunchPlan(Record):
 
     @property
     def typed_settings(self) -> AnySettings | None:
-        """None for a script, and for an experiment or a value that this version does not know."""
+        """None for a script that the trainer has no part in, and for what this version does not know."""
+        exp = self.exp if self.kind == "experiment" else self.settings.get("exp")
         try:
-            return settings_from(self.exp, self.settings) if self.kind == "experiment" else None
+            return settings_from(str(exp), self.settings) if exp else None
         except SettingsError:
             return None
 
     @property
     def training(self) -> Settings | None:
-        """Its settings; None where it trains no network of ours, or by settings that this version does not know."""
+        """Its settings, of a script with what it would have by itself; None where the trainer trains nothing, or by
+        settings that this version does not know.
+        """
         settings = self.typed_settings
         return settings if isinstance(settings, Settings) else None
 

@@ -47,6 +47,21 @@ class BlockTimes(Record):
         return sum(fixed_ms for task in (self.forward, self.backward, self.weights) for fixed_ms, _ in task)
 
 
+class SeenLayer(Record):
+    """A layer of a script's network; what each number is: `orchestrator.forecast.layers.Layer`."""
+
+    shapes: Annotated[tuple[Annotated[tuple[Samples, ...], Field(max_length=8)], ...], Field(max_length=64)]
+    work: Annotated[float, Field(ge=0, lt=1e18, allow_inf_nan=False)]
+    inputs: Annotated[int, Field(ge=0, lt=1 << 40)] = 0
+
+
+class SeenBlock(Record):
+    """Layers between two cuts of a script's network. outputs: numbers that leave it, of one sample."""
+
+    layers: Annotated[tuple[SeenLayer, ...], Field(max_length=1024)]
+    outputs: Annotated[int, Field(ge=0, lt=1 << 40)]
+
+
 class Measurement(Record):
     """The `profile` record of one rank, as its host reports it."""
 
@@ -70,3 +85,7 @@ class Measurement(Record):
     again_ms: Ms | None = None
     blocks: BlockTimes | None = None
     """None of a paced rank, which computes none, of a network that is no chain, and in profiles of an older orch."""
+    batch: Samples | None = None
+    """Of an update over all ranks, as the settings or the script say; None in profiles of an older orch."""
+    network: Annotated[tuple[SeenBlock, ...], Field(min_length=1, max_length=1024)] | None = None
+    """A script's; None of an experiment, whose network is known."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.planning.measurement import Measurement
 from orchestrator.record import SCHEMA, Record
 from orchestrator.units import format_percent
+from trainer.shared.experiments import OWN
 from trainer.shared.metrics import LATE
 from trainer.shared.replays import why_not_replayed
 from trainer.shared.settings import Settings
@@ -28,7 +30,7 @@ from trainer.shared.shares import Speed, split_batch
 
 DRIFT = 0.05
 """A profile that drifted by less is steady."""
-RETRY = "`orch profile --exp {exp}` while nothing else runs there, or with a larger --set batch= or --set profile_s="
+RETRY = "`{profile}` while nothing else runs there, or with a larger --set batch= or --set profile_s="
 """What to try after a profile that is not valid."""
 GPU_SETTINGS = ("tf32", "channels_last", "cudnn_benchmark", "fused_sgd", "cuda_graph")
 """Settings of the trainer that a GPU's speed depends on."""
@@ -43,6 +45,7 @@ class Kind(Record):
 
     exp: str
     model: str
+    """Of a script its folder and its command line, since nothing else is known of its network before it runs."""
     data: str
     """The data set whose image shape counts; images made up, or from a folder, have that of the experiment's own."""
     amp: str
@@ -79,6 +82,8 @@ class Profile(Kind, Measurement):
     node: str
     """Where it was measured."""
     created: str
+    code: str | None = None
+    """The digest of the script that was measured; None of an experiment."""
     valid: bool = True
     """False where a paced rank kept its pace at fewer than two sizes: it is shown, and counts for nothing else."""
 
@@ -164,7 +169,7 @@ def kinds_of(plan: LaunchPlan, facts: Mapping[str, NodeFacts]) -> dict[Rank, Kin
     chosen |= {"tf32": tf32_of(settings.tf32, plan.nodes, facts), "cuda_graph": cuda_graph_of(settings)}
     asked = " ".join(f"{name}={value}" for name, value in chosen.items() if value != "auto")
     return {
-        (node.name, i): _kind(settings, node, facts[node.name], i, asked)
+        (node.name, i): _kind(settings, node, facts[node.name], i, asked, plan.code.source)
         for node in plan.nodes
         for i in range(node.ranks)
     }
@@ -193,14 +198,24 @@ def tf32_of(asked: str, nodes: Sequence[NodePlan], facts: Mapping[str, NodeFacts
     return "on" if min(map(int, majors)) >= AMPERE else "off"
 
 
-def _kind(settings: Settings, node: NodePlan, facts: NodeFacts, local_rank: int, gpu_settings: str) -> Kind:
+def profile_line(settings: Settings) -> str:
+    """The command that measures what has these settings."""
+    return "orch profile -- SCRIPT [ARGS]" if settings.model == OWN else f"orch profile --exp {settings.exp}"
+
+
+def _kind(
+    settings: Settings, node: NodePlan, facts: NodeFacts, local_rank: int, gpu_settings: str, source: str
+) -> Kind:
+    """source: the folder of the code."""
     own = node.gpu_uuids
     gpu = next((gpu for gpu in facts.gpus if own and gpu.uuid == own[local_rank % len(own)]), None)
     pace = {key: value for key, value in node.paced.items() if key != "slowdown"} if node.paced else None
+    is_own = settings.model == OWN
+    model = f"{source}: {shlex.join(node.command)}" if is_own else settings.model
     return Kind(
         exp=settings.exp,
-        model=settings.model,
-        data=settings.data_set_name,
+        model=model,
+        data=OWN if is_own else settings.data_set_name,
         amp=settings.amp,
         device=node.device,
         gpu=node.gpu,

@@ -36,7 +36,7 @@ class RunRequest:
     command: tuple[str, ...]
     """Arguments after the interpreter, the same on every host; those of an experiment end before its settings."""
     settings: AnySettings | None = None
-    """Those of an experiment, all of them; of a script that were asked for, with what it would have by itself."""
+    """Of an experiment, and of a script that is shipped with the trainer; None of another script without --set."""
     chosen: Mapping[str, str] = field(default_factory=dict)
     """The settings that the person set by hand, as they wrote them: the plan does not overrule them."""
     batch: int | None = None
@@ -77,7 +77,7 @@ class RunRequest:
         """Whether hosts without which the job is faster may be left out: the person leaves the choice of a way, or of
         the shares, to what is known of speeds.
         """
-        if self.elastic or not self.training or not self.trains:
+        if self.elastic or not self.training:
             return False
         shares = self.training.shares
         return (shares == "measured" and "shares" in self.chosen) or (self.best_way and shares in WORDS)
@@ -129,6 +129,19 @@ def read_wish(words: Words) -> Wish:
     return _module(program, arguments, words) if program.is_module else _script(program, arguments, words)
 
 
+def refuse_without_trainer(wish: Wish) -> None:
+    """Raises UsageError for a script whose loop the trainer has no part in."""
+    if not wish.request.trains and not _has_trainer(wish.blob):
+        raise UsageError(
+            f"{wish.request.name} does not import trainer, so its loop cannot be measured or predicted",
+            "let it take part by `trainer.join` (docs/scripts.md), or name an experiment with --exp",
+        )
+
+
+def _has_trainer(blob: bytes) -> bool:
+    return any(name.endswith("trainer/session/join.py") for name in names_in(blob))
+
+
 def _refuse_secrets(command: Sequence[str]) -> None:
     """Every user of a host can read the arguments of its programs, and plans and reports repeat them."""
     for position, (argument, following) in enumerate(zip(command, (*command[1:], "-"), strict=False)):
@@ -171,12 +184,13 @@ def read_experiment(exp: str, pairs: Mapping[str, str], kept: Mapping[str, Any] 
 def _module(program: Program, arguments: tuple[str, ...], words: Words) -> Wish:
     command = (*program.flags, "-m", program.name, *arguments)
     request = RunRequest("module", program.name, command, batch=words.batch, notes=program.notes)
-    return Wish(_asked_of(request, words), *pack_folder(words.folder or Path(), trainer_at=""))
+    code, blob = pack_folder(words.folder or Path(), trainer_at="")
+    return Wish(_asked_of(request, words, blob), code, blob)
 
 
-def _asked_of(request: RunRequest, words: Words) -> RunRequest:
-    """A script's request, with the settings that it is to have of `trainer.join`."""
-    if not words.settings:
+def _asked_of(request: RunRequest, words: Words, blob: bytes) -> RunRequest:
+    """A script's request, with the settings that it is to have of `trainer.join`. blob: what is shipped."""
+    if not words.settings and not _has_trainer(blob):
         return request
     pairs = parse_pairs(words.settings, "--set KEY=VALUE")
     if words.batch is not None:
@@ -185,15 +199,13 @@ def _asked_of(request: RunRequest, words: Words) -> RunRequest:
                 f"--batch {words.batch} and --set batch={pairs['batch']} contradict each other", "give one"
             )
         pairs["batch"] = str(words.batch)
-    if pairs.get("strategy") == AUTO:
-        raise UsageError(
-            "strategy=auto chooses by what is known of an experiment's network, and a script's is not known",
-            "name one, like --set strategy=ddp",
-        )
+    best_way = pairs.get("strategy") == AUTO
+    if best_way:
+        del pairs["strategy"]
     settings = _parsed(str(SCRIPT["exp"]), pairs)
     assert isinstance(settings, Settings)  # noqa: S101 - for the type checker
     batch = settings.batch if "batch" in pairs else None
-    return replace(request, settings=settings, chosen=pairs, batch=batch)
+    return replace(request, settings=settings, chosen=pairs, batch=batch, best_way=best_way)
 
 
 def _parsed(exp: str, pairs: Mapping[str, str], kept: Mapping[str, Any] = MappingProxyType({})) -> AnySettings:
@@ -221,7 +233,7 @@ def _script(program: Program, arguments: tuple[str, ...], words: Words) -> Wish:
         )
     command = (*program.flags, inside, *arguments)
     request = RunRequest("script", script.name, command, batch=words.batch, notes=program.notes)
-    return Wish(_asked_of(request, words), code, blob)
+    return Wish(_asked_of(request, words, blob), code, blob)
 
 
 def _refuse_other_languages(script: Path) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from orchestrator.errors import UsageError
-from orchestrator.planning.profiles import RETRY, Profile, Profiles, Rank
+from orchestrator.planning.profiles import RETRY, Profile, Profiles, Rank, profile_line
 from trainer.shared.settings import Settings
 from trainer.shared.shares import (
     BY_SPEED,
@@ -79,8 +79,8 @@ def split_batch_of(
     except ValueError as error:
         missed = [not_kept[rank] for rank in ranks if rank in not_kept and rank not in known] if not_kept else []
         if policy == "measured" and missed:
-            raise _not_kept(settings.exp, missed) from error
-        raise UsageError(f"shares: {error}", _remedy(settings.exp, policy)) from error
+            raise _not_kept(profile_line(settings), missed) from error
+        raise UsageError(f"shares: {error}", _remedy(profile_line(settings), policy)) from error
     split = dict(zip(ranks, shares, strict=True))
     by_itself = settings.shares == PROFILED and shares != equal_shares(settings.batch, len(ranks))
     return Split(
@@ -110,16 +110,16 @@ def _by_profile_words(split: Mapping[Rank, int]) -> str:
     return f"shares=measured{few}, since every rank's speed is known; --set shares=equal splits the batch evenly"
 
 
-def _not_kept(exp: str, missed: Sequence[Profile]) -> UsageError:
+def _not_kept(profile: str, missed: Sequence[Profile]) -> UsageError:
     words = {
         f"{each.node} was measured on {each.created[:10]}, but not kept: {each.why_not_valid()}" for each in missed
     }
-    return UsageError(f"shares: {'; '.join(sorted(words))}", f"{RETRY.format(exp=exp)}; or --set shares=auto")
+    return UsageError(f"shares: {'; '.join(sorted(words))}", f"{RETRY.format(profile=profile)}; or --set shares=auto")
 
 
-def _remedy(exp: str, policy: str) -> str:
+def _remedy(profile: str, policy: str) -> str:
     if policy in BY_SPEED:
-        return f"measure it: `orch profile --exp {exp}`, with the same --set"
+        return f"measure it: `{profile}`, with the same --set"
     return "name every node, or rank, that takes part"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from orchestrator.planning.command_line import run_line
 from orchestrator.planning.launch_plan import Faster, LaunchPlan
 from orchestrator.results.summary import NodeSummary
-from trainer.shared.experiments import EXPERIMENTS
+from trainer.shared.experiments import begun_with
 from trainer.shared.settings import Settings
 from trainer.shared.ways import OF_FIDELITY, OF_PIPELINE
 
@@ -64,6 +64,6 @@ def may_leave(plan: LaunchPlan, hosts: Collection[str]) -> bool:
 
 def settings_on(settings: Settings, ranks: int, *, all_hosts: bool) -> Settings:
     """These, less what speaks of ranks that are not there."""
-    own = EXPERIMENTS[settings.exp]
+    own = begun_with(settings.exp)
     dropped = OF_ONE_RANK if ranks == 1 else () if all_hosts else ("slow", "shares", "stages")
     return dataclasses.replace(settings, **{name: own[name] for name in dropped})

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from orchestrator.forecast.advice import FIDELITIES, GAIN, Advice, Choice, Scene, WhatIf, advise, changed
+from orchestrator.forecast.asked import allowed, kept, memory_words
 from orchestrator.forecast.cut import pipeline_for
 from orchestrator.forecast.faster import MOST_CUTS, faster_ways
 from orchestrator.forecast.gpus import ERROR, HOST_DAYS, RESTART_S, FailureCosts, failures
 from orchestrator.forecast.imagined import Group, imagine
-from orchestrator.forecast.inputs import ForecastInputs, allowed, kept, memory_words, network_of
-from orchestrator.forecast.layers import gradient_bytes
+from orchestrator.forecast.inputs import ForecastInputs
+from orchestrator.forecast.layers import gradient_bytes, layers_in, network_of
 from orchestrator.forecast.links import GOODPUT
 from orchestrator.forecast.pipeline.choice import PipelineChoice
 from orchestrator.forecast.step import STRATEGIES, HostSpeed
@@ -41,7 +42,6 @@ UNSEEN: dict[str, tuple[object, ...]] = {
     "loader": ("auto", "resident"),
     "num_workers": (-1,),
     "slow": ("",),
-    "optimizer": ("sgd",),
 }
 """Settings that change how fast a run is and not what is predicted, with the values for which that is right."""
 UNSEEN_OF_CATALOGUE: dict[str, tuple[object, ...]] = {"amp": ("none",), **dict.fromkeys(GPU_SETTINGS, ("auto",))}
@@ -104,7 +104,7 @@ def outlook_of(plan: LaunchPlan, view: ForecastInputs, chosen: Collection[str]) 
 def imagined_outlook(
     groups: Sequence[Group], settings: Settings, bandwidth_bps: float, chosen: Collection[str]
 ) -> Outlook:
-    layers = network_of(settings)
+    layers = layers_in(network_of(settings))
     scene = imagine(groups, layers, settings.batch, bandwidth_bps)
     unseen = {**UNSEEN, **UNSEEN_OF_CATALOGUE, **UNSEEN_OF_IMAGINED}
     advice, limits = _advised(scene, settings, chosen, {}, unseen)

@@ -68,6 +68,20 @@ def test_a_script_that_imports_the_trainer_is_cut_over_the_hosts_by_a_word(orch)
     assert len(summary["stages"]) == 2
 
 
+@pytest.mark.timeout(240)
+def test_a_scripts_speed_is_measured_and_what_it_will_do_predicted(orch):
+    profile = json.loads(orch("profile", "--set", "profile_s=0.5", "--json", "--", "mine/mine.py"))
+    assert profile["batch"] == 96, "as the script says"
+    assert [len(block["layers"]) for block in profile["ranks"][0]["network"]] == [1, 1, 1]
+    plan = json.loads(orch("plan", "--json", "--", "mine/mine.py"))
+    assert (plan["exp"], plan["batch"]) == ("mine.py", 96)
+    assert plan["gradient_bytes"] == 4 * (64 * 256 + 256 + 256 * 64 + 64 + 64 * 2 + 2)
+    assert plan["pipeline"] and "speed of one, two: as profiled alone" in plan["basis"]
+    line = json.loads(orch("run", "--dry-run", "--json", "--set", "strategy=auto", "--", "mine/mine.py"))
+    assert line["prediction"]["samples_per_s"] > 0 and line["settings"]["batch"] == 96
+    assert json.loads(line["nodes"][0]["env"]["ORCH_SETTINGS"])["strategy"] == line["settings"]["strategy"]
+
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 

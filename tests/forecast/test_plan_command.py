@@ -9,7 +9,8 @@ import re
 import pytest
 
 from orchestrator.forecast.advice import Scene, WhatIf
-from orchestrator.forecast.inputs import inputs_of, network_from, read_network
+from orchestrator.forecast.cluster_links import network_from, read_network
+from orchestrator.forecast.inputs import inputs_of
 from orchestrator.forecast.links import GLOO, LinkCosts, Site
 from orchestrator.forecast.outlook import prediction_of
 from orchestrator.forecast.step import HostSpeed, Workload

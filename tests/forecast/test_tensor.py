@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.forecast.advice import Kept, Scene, advise, choices, ways
+from orchestrator.forecast.asked import forecast_in
 from orchestrator.forecast.gpus import activation_bytes
-from orchestrator.forecast.inputs import forecast_in
 from orchestrator.forecast.layers import Layer, gradient_bytes, layers_of
 from orchestrator.forecast.links import GLOO, NCCL, LinkCosts, Site
 from orchestrator.forecast.step import HostSpeed, Way, Workload, predict, sent_of

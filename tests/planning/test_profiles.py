@@ -106,13 +106,13 @@ def test_each_kind_of_host_is_measured_once_and_then_known(controller, monkeypat
         list(job.follow())
 
     cluster = controller.store.cluster("t")
-    found = Profiling(controller, cluster, "mnist_lenet", SHORT).run(follow)
+    found = Profiling(controller, cluster, Words(exp="mnist_lenet", settings=(*SHORT,))).run(follow)
     assert len(followed) == 2
     by_node = {each.rank[0]: each.profile for each in found}
     assert by_node["a2000a"] == by_node["a2000b"]
     assert by_node["v100a"].samples_per_s(32) > 1.5 * by_node["a2000a"].samples_per_s(32)
     assert all(each.fresh for each in found)
-    again = Profiling(controller, cluster, "mnist_lenet", SHORT).run(follow)
+    again = Profiling(controller, cluster, Words(exp="mnist_lenet", settings=(*SHORT,))).run(follow)
     assert len(followed) == 2 and not any(each.fresh for each in again)
     shares = {node.name: node.shares for node in planned(controller, "shares=measured", "batch=32").nodes}
     assert shares["v100a"] > shares["a2000a"]
@@ -135,7 +135,7 @@ class Stopwatch:
 
 def profiled(controller, *, each=False, again=False):
     """By node: its ms a sample, and whether it was measured just now."""
-    one = Profiling(controller, controller.store.cluster("t"), "mnist_lenet", SHORT, each=each)
+    one = Profiling(controller, controller.store.cluster("t"), Words(exp="mnist_lenet", settings=(*SHORT,)), each=each)
     found = one.run(lambda plan, hosts: None, again=again)
     return {each.rank[0]: (each.profile.sample_ms, each.fresh) for each in found}
 
@@ -227,7 +227,7 @@ def test_a_valid_profile_outlives_a_later_one_that_is_not(controller, monkeypatc
 
 def test_hosts_that_share_a_machine_are_measured_one_after_the_other(controller):
     cluster = controller.store.cluster("t")
-    one = Profiling(controller, cluster, "mnist_lenet", SHORT, each=True)
+    one = Profiling(controller, cluster, Words(exp="mnist_lenet", settings=(*SHORT,)), each=True)
     assert sorted(len(names) for names in one._rounds(one.kinds)) == [1, 1, 1]
     one.machines = dict.fromkeys(one.machines, "x") | {"v100a": "another"}
     assert sorted(len(names) for names in one._rounds(one.kinds)) == [1, 2]
@@ -236,11 +236,11 @@ def test_hosts_that_share_a_machine_are_measured_one_after_the_other(controller)
 def test_a_wrong_experiment_or_setting_is_refused_before_anything_starts(controller):
     cluster = controller.store.cluster("t")
     with pytest.raises(UsageError, match="trains nothing"):
-        Profiling(controller, cluster, "collectives", [])
+        Profiling(controller, cluster, Words(exp="collectives"))
     with pytest.raises(UsageError, match="did you mean batch"):
-        Profiling(controller, cluster, "mnist_lenet", ["bacth=4"])
+        Profiling(controller, cluster, Words(exp="mnist_lenet", settings=("bacth=4",)))
     with pytest.raises(UsageError, match="measures nothing"):
-        Profiling(controller, cluster, "mnist_lenet", ["profile_s=0"])
+        Profiling(controller, cluster, Words(exp="mnist_lenet", settings=("profile_s=0",)))
 
 
 def test_the_command_shows_what_is_known_and_measures_nothing_again(controller):
@@ -350,7 +350,8 @@ def test_settings_that_rule_cuda_graphs_out_are_measured_without_them(controller
     assert of_gpus("cuda_graph=on").gpu_settings == "cuda_graph=on"
     cluster = controller.store.cluster("t")
     for settings, graph in (([asked, "cuda_graph=on"], "off"), (["cuda_graph=on"], "on"), ([], "auto")):
-        assert Profiling(controller, cluster, "mnist_lenet", settings).wish.request.settings.cuda_graph == graph
+        words = Words(exp="mnist_lenet", settings=(*settings,))
+        assert Profiling(controller, cluster, words).wish.request.settings.cuda_graph == graph
 
 
 def test_changes_of_speed_in_the_course_of_a_run_make_no_other_kind(controller):

@@ -10,7 +10,7 @@ from orchestrator.cli import main
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.inventory import Node
 from orchestrator.paths import Home
-from orchestrator.planning.bundle import names_in, pack_folder
+from orchestrator.planning.bundle import IMPORTS_TRAINER, names_in, pack_folder
 from orchestrator.store import Store
 from tests.support.probed_hosts import facts
 
@@ -109,7 +109,7 @@ def test_a_tilde_reaches_the_hosts_as_it_was_written(runs):
 
 def test_settings_of_a_script_that_imports_the_trainer_reach_it_in_its_environment(capfd, tmp_path, runs):
     (tmp_path / "deep").mkdir()
-    (tmp_path / "deep" / "mine.py").write_text("import torch\nimport trainer\n")
+    (tmp_path / "deep" / "mine.py").write_text("import torch, trainer\n")
     line = "run --dry-run --json --folder . --batch 96 --set shares=alpha=1 --set amp=bf16 deep/mine.py --lr 1"
     with pytest.raises(SystemExit) as end:
         main(shlex.split(line), prog_name="orch")
@@ -119,7 +119,7 @@ def test_settings_of_a_script_that_imports_the_trainer_reach_it_in_its_environme
     asked = json.loads(node["env"]["ORCH_SETTINGS"])
     assert asked == {"shares": "alpha=1", "amp": "bf16", "batch": "96", "device": "cuda", "backend": "nccl"}
     assert (node["command"], node["shares"]) == (["deep/mine.py", "--lr", "1"], [96])
-    assert plan["settings"] == {"shares": "alpha=1", "amp": "bf16", "batch": 96}
+    assert plan["settings"] == {"exp": "script", "shares": "alpha=1", "amp": "bf16", "batch": 96}
     assert "deep/trainer/session/join.py" in plan["files"], "beside the script, where Python looks first"
 
 
@@ -136,7 +136,7 @@ def test_a_script_that_does_not_import_it_is_sent_alone(capfd, line, runs):
     ("line", "named"),
     [
         ("--set lr=0.1 train.py", "lr: is the script's own business"),
-        ("--set strategy=auto train.py", "a script's is not known"),
+        ("--set strategy=auto train.py", "the script's network is unknown"),
         ("--set stratgy=ddp train.py", "did you mean strategy?"),
         ("--batch 3 --set batch=4 train.py", "contradict each other"),
     ],
@@ -144,6 +144,23 @@ def test_a_script_that_does_not_import_it_is_sent_alone(capfd, line, runs):
 def test_a_setting_that_no_script_has_is_refused_before_anything_starts(line, named, runs):
     _, said = runs(line, code=2)
     assert named in said
+
+
+@pytest.mark.parametrize(
+    ("line", "imports"),
+    [
+        ("import trainer", True),
+        ("    from trainer import join", True),
+        ("import torch, trainer as t", True),
+        ("import trainer.session", True),
+        ("import my_trainer, other.trainer", False),
+        ("import torch  # and not trainer", False),
+        ("from trainers import x", False),
+        ("print('import trainer')", False),
+    ],
+)
+def test_what_imports_the_trainer(line, imports):
+    assert bool(IMPORTS_TRAINER.search(f"import os\n{line}\n".encode())) is imports
 
 
 def test_a_module_of_ones_own_by_that_name_is_left_alone(tmp_path):

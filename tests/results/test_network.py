@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.forecast.inputs import network_from
+from orchestrator.forecast.cluster_links import network_from
 from orchestrator.paths import RunFolder
 from orchestrator.results.analyse import analyse
 from orchestrator.results.summary import Summary

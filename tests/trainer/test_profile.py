@@ -13,7 +13,7 @@ from orchestrator.planning.measurement import Measurement
 from tests.support.trainer_ranks import trained
 from trainer.compute.precision import Full
 from trainer.compute.timer import CpuTimer
-from trainer.measure.ladder import Ladder, again, climb, record_of
+from trainer.measure.ladder import Ladder, again, climb, made, record_of
 from trainer.measure.updates import NoMemory, Subject, Times
 from trainer.shared.errors import TrainError
 from trainer.shared.experiments import DATA_SETS
@@ -35,7 +35,7 @@ class Rank:
         return Times(step_ms, step_ms / 3, 0.1)
 
     def climb(self, limit=512, budget_s=15.0):
-        return climb(self.update, limit, budget_s, now=lambda: self.now_s)
+        return made(climb(limit, budget_s, now=lambda: self.now_s), self.update)
 
 
 def test_the_batch_doubles_up_to_the_limit_and_the_line_is_found():
@@ -70,12 +70,12 @@ def test_a_rank_without_memory_for_two_samples_says_so():
 def test_a_size_is_measured_again_at_the_end_so_that_a_card_which_slows_down_is_seen():
     rank = Rank()
     ladder = rank.climb()
-    found = again(rank.update, ladder, 15.0, now=lambda: rank.now_s)
+    found = made(again(ladder, 15.0, now=lambda: rank.now_s), rank.update)
     assert found == {"again_samples": 32, "again_ms": 69.0}
     rank.sample_ms = 3.0  # its power cap
-    assert again(rank.update, ladder, 15.0, now=lambda: rank.now_s) == {"again_samples": 32, "again_ms": 101.0}
+    assert made(again(ladder, 15.0, now=lambda: rank.now_s), rank.update) == {"again_samples": 32, "again_ms": 101.0}
     one = Ladder({2: Times(9.0, 3.0, 0.1)}, 2)
-    assert again(rank.update, one, 15.0, now=lambda: rank.now_s)["again_samples"] == 2
+    assert made(again(one, 15.0, now=lambda: rank.now_s), rank.update)["again_samples"] == 2
 
 
 class Activations:
@@ -118,19 +118,19 @@ def greedy(room, words=NO_MEMORY[0]):
 @pytest.mark.parametrize("words", NO_MEMORY)
 def test_after_a_batch_that_does_not_fit_nothing_of_it_is_held_and_smaller_ones_are_tried(words):
     subject = greedy(room=41, words=words)
-    ladder = climb(subject.update, limit=256, budget_s=15, now=lambda: 0.0)
+    ladder = made(climb(limit=256, budget_s=15, now=lambda: 0.0), subject.update)
     assert subject.model.alive == 0
     assert (list(ladder.times), ladder.cap) == ([2, 4, 8, 16, 32], 40)
 
 
 def test_without_memory_for_two_samples_the_devices_own_words_are_said():
     with pytest.raises(TrainError, match=r"not even 2 samples fit \(CUDA out of memory\. Tried to allocate 2\.00 GiB"):
-        climb(greedy(room=1).update, limit=256, budget_s=0.5)
+        made(climb(limit=256, budget_s=0.5), greedy(room=1).update)
 
 
 def test_another_failure_is_no_lack_of_memory():
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        climb(greedy(room=1, words="CUDA error: an illegal memory access was encountered").update, 256, 0.5)
+        made(climb(256, 0.5), greedy(room=1, words="CUDA error: an illegal memory access was encountered").update)
 
 
 def test_small_batches_that_leave_a_gpu_idle_do_not_bend_the_line():

@@ -1,19 +1,26 @@
 """Which sizes of batches a profile measures, and the line through their times. Pure: updates come from elsewhere.
 
-ladder = climb(subject.update, limit=512, budget_s=15)
+ladder = made(climb(limit=512, budget_s=15), subject.update)
 record_of(ladder)                      fields of the `profile` record
+
+What measures is a generator: it yields how many samples the next update shall have, and is sent its times, or thrown
+NoMemory. So the updates may be a training loop's own, which calls us and is not called.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from trainer.measure.updates import NoMemory, Times
 from trainer.shared.alpha_beta import Line, fit
 from trainer.shared.errors import TrainError
+
+Result = TypeVar("Result")
+Measuring = Generator[int, Times, Result]
 
 FIRST = 2
 """Samples of the smallest batch: BatchNorm can make nothing of one."""
@@ -55,13 +62,25 @@ class Ladder:
         return max((times.lateness for times in self.counted.values() if times.lateness is not None), default=None)
 
 
+def made(measuring: Measuring[Result], update: Callable[[int], Times]) -> Result:
+    """What is measured where `update` makes one of so many samples."""
+    try:
+        samples = next(measuring)
+        while True:
+            try:
+                times = update(samples)
+            except NoMemory as error:
+                samples = measuring.throw(error)
+            else:
+                samples = measuring.send(times)
+    except StopIteration as end:
+        result: Result = end.value
+        return result
+
+
 def climb(
-    update: Callable[[int], Times],
-    limit: int,
-    budget_s: float,
-    now: Callable[[], float] = time.monotonic,
-    untimed: int = 1,
-) -> Ladder:
+    limit: int, budget_s: float, now: Callable[[], float] = time.monotonic, untimed: int = 1
+) -> Measuring[Ladder]:
     """untimed: updates of each size before those that count.
 
     Doubles the batch until memory, the limit or the time ends it; two sizes at least. Where a paced rank was late at
@@ -69,37 +88,31 @@ def climb(
     first fits.
     """
     deadline_s = now() + budget_s
-    ladder = _double(update, limit, budget_s, deadline_s, now, untimed)
+    ladder = yield from _double(limit, budget_s, deadline_s, now, untimed)
     for samples in sorted(ladder.times, reverse=True):
         needed_s = FEWEST * ladder.times[samples].step_ms / 1000
         if not ladder.kept_pace and not ladder.times[samples].kept_pace and now() + needed_s <= deadline_s:
-            ladder.times[samples] = median(update, samples, budget_s / 20, now)
+            ladder.times[samples] = yield from median(samples, budget_s / 20, now)
     return ladder
 
 
-def again(
-    update: Callable[[int], Times], ladder: Ladder, budget_s: float, now: Callable[[], float] = time.monotonic
-) -> dict[str, object]:
+def again(ladder: Ladder, budget_s: float, now: Callable[[], float] = time.monotonic) -> Measuring[dict[str, object]]:
     """Measures the middle size once more: a card at its power cap, or one that gets hot, ends slower than it began."""
     samples = sorted(ladder.counted)[len(ladder.counted) // 2]
-    return {"again_samples": samples, "again_ms": round(median(update, samples, budget_s / 20, now).step_ms, 4)}
+    times = yield from median(samples, budget_s / 20, now)
+    return {"again_samples": samples, "again_ms": round(times.step_ms, 4)}
 
 
 def _double(
-    update: Callable[[int], Times],
-    limit: int,
-    budget_s: float,
-    deadline_s: float,
-    now: Callable[[], float],
-    untimed: int,
-) -> Ladder:
+    limit: int, budget_s: float, deadline_s: float, now: Callable[[], float], untimed: int
+) -> Measuring[Ladder]:
     times: dict[int, Times] = {}
     samples = min(FIRST, limit)
     while True:
         try:
             for _ in range(untimed if times else untimed + FEWEST):
-                update(samples)
-            times[samples] = median(update, samples, budget_s / 20, now)
+                yield samples
+            times[samples] = yield from median(samples, budget_s / 20, now)
         except NoMemory as error:
             if not times:
                 why = f" ({error})" if str(error) else ""
@@ -110,16 +123,14 @@ def _double(
         if following == samples or (len(times) > 1 and now() + needed_s > deadline_s):
             return Ladder(times, None)
         samples = following
-    return Ladder(times, _squeeze(update, max(times), samples))
+    return Ladder(times, (yield from _squeeze(max(times), samples)))
 
 
-def median(
-    update: Callable[[int], Times], samples: int, budget_s: float, now: Callable[[], float] = time.monotonic
-) -> Times:
+def median(samples: int, budget_s: float, now: Callable[[], float] = time.monotonic) -> Measuring[Times]:
     """Two updates or more, as many as the time allows."""
     began_s, found = now(), list[Times]()
     while len(found) < FEWEST or (len(found) < MOST and now() - began_s < budget_s):
-        found.append(update(samples))
+        found.append((yield samples))
     late = [one.lateness for one in found if one.lateness is not None]
     return Times(
         statistics.median(one.step_ms for one in found),
@@ -129,12 +140,12 @@ def median(
     )
 
 
-def _squeeze(update: Callable[[int], Times], fits: int, too_large: int) -> int:
+def _squeeze(fits: int, too_large: int) -> Measuring[int]:
     """Between a size that fits and one that does not, to a sixteenth."""
     while too_large - fits > max(1, fits // 16):
         middle = (fits + too_large) // 2
         try:
-            update(middle)
+            yield middle
             fits = middle
         except NoMemory:
             too_large = middle

@@ -28,7 +28,7 @@ from trainer.compute.precision import build_precision
 from trainer.compute.timer import timer_for
 from trainer.data.loading import agree_on_facts, choose_loader, resident_bytes
 from trainer.measure.block_times import micro_batches, time_blocks
-from trainer.measure.ladder import FIRST, Ladder, again, climb, median, record_of
+from trainer.measure.ladder import FIRST, Ladder, again, climb, made, median, record_of
 from trainer.measure.passes import Passes
 from trainer.measure.updates import Subject
 from trainer.paced.anatomy import dissect
@@ -82,11 +82,11 @@ def profile(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
         print(f"{settings.exp}: measuring {info.node} alone, {settings.profile_s:g} s", flush=True)
     dist.barrier()
     with together(info.node):
-        ladder = climb(subject.update, 2 * settings.batch, (1 - OF_BLOCKS) * settings.profile_s, untimed=untimed)
+        ladder = made(climb(2 * settings.batch, (1 - OF_BLOCKS) * settings.profile_s, untimed=untimed), subject.update)
         metrics.lateness = ladder.lateness
-        whole = {**record_of(ladder), **again(subject.update, ladder, settings.profile_s)}
+        whole = {**record_of(ladder), **made(again(ladder, settings.profile_s), subject.update)}
     with together(info.node):  # again at the same moment
-        metrics.write("profile", **whole, blocks=_blocks(settings, subject, ladder))
+        metrics.write("profile", **whole, blocks=_blocks(settings, subject, ladder), batch=settings.batch, network=None)
     leave()
     metrics.end("succeeded")
 
@@ -121,7 +121,9 @@ def _blocks(settings: Settings, subject: Subject, ladder: Ladder) -> dict[str, A
     blocks = survey(settings.model, facts.shape, facts.classes)
     sizes = micro_batches({size: times.step_ms for size, times in ladder.times.items()}, settings.batch, budget_s)
     subject.update(sizes[-1])
-    whole = median(subject.update, sizes[-1], budget_s / 4)  # once more: just before, so that both see the same load
+    whole = made(
+        median(sizes[-1], budget_s / 4), subject.update
+    )  # once more: just before, so that both see the same load
     passes = Passes(subject)
     found = time_blocks(passes.take, blocks, sizes, passes.noise_ms(), budget_s)
     return found.record(sizes[-1], whole.step_ms - whole.optim_ms) if found else None

@@ -1,15 +1,15 @@
-"""The network as a training loop calls it: `outputs = Forward(run)(inputs)`."""
+"""The network as a training loop calls it: `outputs = Forward(network, precision, settings.amp)(inputs)`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.compute.precision import DTYPES
+from trainer.compute.precision import DTYPES, Full
 from trainer.data.batch import mapped
-from trainer.training.run import Run
 
 
 class Forward:
@@ -17,13 +17,13 @@ class Forward:
     stage of a pipeline it is that stage's part.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, network: Callable[..., Any], precision: Full, amp: str) -> None:
+        self._network, self._precision, self._amp = network, precision, amp
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        with self._run.precision.autocast():
-            outputs = self._run.strategy.model(*inputs, **named)
-        return outputs if self._run.settings.amp == "none" else mapped(outputs, _widened)
+        with self._precision.autocast():
+            outputs = self._network(*inputs, **named)
+        return outputs if self._amp == "none" else mapped(outputs, _widened)
 
 
 def _widened(tensor: Tensor) -> Tensor:

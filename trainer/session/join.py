@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 from trainer.data.own import Collate
 from trainer.ranks.rank_info import read_rank_info
 from trainer.session.ending import Ending
+from trainer.session.rehearsal import Rehearsal
 from trainer.session.session import Session
 from trainer.setup.assemble import Met, meet, prepare
 from trainer.setup.own import AnyOptimizer, Own
@@ -87,11 +88,15 @@ class Ranks:
 
     def prepare(
         self, model: nn.Module, optimizer: AnyOptimizer, dataset: Any, collate: Collate = default_collate
-    ) -> Session:
-        """A run over all ranks, which begin with the weights of rank 0.
+    ) -> Session | Rehearsal:
+        """A run over all ranks, which begin with the weights of rank 0. Where the command line asks how fast this host
+        is alone, a loop like it that only measures.
 
         model: any network; strategy=pipeline cuts an nn.Sequential, or torchvision's ResNets. optimizer: for its
         weights, or a function that makes one of them. dataset: has len(dataset) and dataset[index]. collate: makes a
         batch of a list of samples; tensors have the samples along their first dimension.
         """
-        return Session(prepare(self._met, Own(model, optimizer, dataset, collate)), self._ending)
+        own = Own(model, optimizer, dataset, collate)
+        if self.settings.profile_s:
+            return Rehearsal(self._met, own)
+        return Session(prepare(self._met, own), self._ending)

@@ -42,7 +42,8 @@ class Session:
     """From the run's beginning, or the checkpoint that it resumes."""
 
     def __init__(self, run: Run, ending: Ending | None = None) -> None:
-        self.run, self.model, self._ending = run, Forward(run), ending
+        self.run, self._ending = run, ending
+        self.model = Forward(run.strategy.model, run.precision, run.settings.amp)
         self.keeper = CheckpointKeeper(run)
         self.progress = self.keeper.resume()
         self.has_reached_target = False

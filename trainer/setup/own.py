@@ -40,12 +40,15 @@ class Own:
         return copy.deepcopy(self._skeleton)
 
     def example(self) -> Tensor:
-        samples = [self._dataset[index % self.train_samples] for index in range(EXAMPLES)]
-        batch = self.collate(samples)
+        batch = self.collate(self.first(EXAMPLES))
         inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
         if len(tensors_of(inputs)) != 1:
             raise TrainError(f"{self.name} takes several tensors a sample, and only a single one is cut into stages")
         return tensors_of(inputs)[0].to("meta")
+
+    def first(self, samples: int) -> list[Any]:
+        """The first of the data set; from its beginning again where it has fewer."""
+        return [self._dataset[index % self.train_samples] for index in range(samples)]
 
     def network(self) -> nn.Module:
         return self._model

@@ -62,6 +62,9 @@ A value that JSON cannot hold (NaN, infinity) is written as null. Every line als
 | | | samples, the sizes of micro-batches measured; forward, backward (for inputs) and weights, of each |
 | | | block fixed_ms and sample_ms; stretches, timed by themselves; of_whole, all blocks' time at the |
 | | | largest size by that of the whole network's forward and backward |
+| profile | batch | samples of an update over all ranks, as the settings or the script say |
+| profile | network | of a script's network, its blocks: outputs, numbers that leave it for one sample; layers, with |
+| | | the shapes of their weights and work, multiplications for one sample; of an experiment null |
 | rebalance | step | the first update with the new shares, over the whole run |
 | rebalance | shares, before | samples of a full batch for each rank, from then on and until then |
 | rebalance | spread | of the ranks' compute times before, (max - min) / mean |
@@ -119,7 +122,7 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     "link": ("source", "target", "bytes", "time_ms", "gbps"),
     "profile": (
         *("samples", "step_ms", "lateness", "fixed_ms", "sample_ms", "worst_error", "largest", "cap", "forward_ms"),
-        *("optim_ms", "again_samples", "again_ms", "blocks"),
+        *("optim_ms", "again_samples", "again_ms", "blocks", "batch", "network"),
     ),
     "rebalance": ("step", "shares", "before", "spread"),
     "checkpoint": ("step", "name", "bytes", "write_ms", "failure"),

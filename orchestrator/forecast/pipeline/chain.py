@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from orchestrator.forecast.gpus import activation_bytes
-from orchestrator.forecast.layers import FLOAT_BYTES, blocks_of
+from orchestrator.forecast.layers import FLOAT_BYTES, Block, blocks_of
 
 THIRD = 1 / 3
 """Of a block's time, for each of FORWARD, BACKWARD (for its inputs) and WEIGHTS: a layer's forward is one product of
@@ -92,12 +92,14 @@ def _sums(values: Sequence[float]) -> tuple[float, ...]:
 
 
 def chain_of(model: str, image: tuple[int, int, int], classes: int, *, sent_bytes: int = FLOAT_BYTES) -> Chain:
+    """Of one of our networks. Raises KeyError for a model that is not known here."""
+    return chain_from(blocks_of(model, image, classes), sent_bytes)
+
+
+def chain_from(blocks: Sequence[Block], sent_bytes: int) -> Chain:
     """By arithmetic: a block's time is its part of the multiplications, and of the fixed cost, which starts kernels
     layer by layer, its part of the layers with weights. sent_bytes: of each number that crosses a cut.
-
-    Raises KeyError for a model that is not known here.
     """
-    blocks = blocks_of(model, image, classes)
     total = sum(layer.work for block in blocks for layer in block.layers)
     layers = sum(len(block.layers) for block in blocks)
     found = []

@@ -15,9 +15,9 @@ from typing import Any
 
 from orchestrator.forecast.advice import Scene
 from orchestrator.forecast.gpus import activation_bytes
-from orchestrator.forecast.layers import FLOAT_BYTES, gradient_bytes
+from orchestrator.forecast.layers import FLOAT_BYTES, gradient_bytes, network_of
 from orchestrator.forecast.pipeline.averages import Averages
-from orchestrator.forecast.pipeline.chain import Chain, chain_of
+from orchestrator.forecast.pipeline.chain import Chain, chain_from
 from orchestrator.forecast.pipeline.course import STATES, Course, stages_setting
 from orchestrator.forecast.pipeline.replicas import solve_all
 from orchestrator.forecast.pipeline.solve import Space
@@ -76,7 +76,9 @@ def choose(scene: Scene, settings: Settings, chosen: Collection[str] = CHOSEN) -
         space = dataclasses.replace(space, counts=(settings.accumulate,), least_samples=1)
     if "in_flight" in chosen and settings.in_flight:
         space = dataclasses.replace(space, in_flight=settings.in_flight)
-    chain = chain_for(settings)
+    chain = chain_for(scene, settings)
+    if len(chain.blocks) < 2:
+        return None
     averages = averages_of(settings)
     found = solve_all(chain, stage_hosts(scene), scene.wire, settings.batch, space, averages)
     return _choice(chain, found.courses, scene, averages) if found else None
@@ -87,7 +89,7 @@ def as_set(scene: Scene, settings: Settings) -> PipelineChoice:
 
     Raises ValueError where they do not fit the network and the hosts.
     """
-    chain, pipelines = chain_for(settings), parse_stages(settings.stages)
+    chain, pipelines = chain_for(scene, settings), parse_stages(settings.stages)
     check_stages(pipelines, len(chain.blocks))
     named = {stage.node for stages in pipelines for stage in stages}
     held = ((host,) if host.name in named else host.apart for host in stage_hosts(scene))
@@ -110,11 +112,10 @@ def as_set(scene: Scene, settings: Settings) -> PipelineChoice:
     return _choice(chain, courses, scene, averages_of(settings))
 
 
-def chain_for(settings: Settings) -> Chain:
-    """Under `fidelity=half`, and with amp, numbers cross cuts in 16 bits."""
+def chain_for(scene: Scene, settings: Settings) -> Chain:
+    """Of the scene's network, else the experiment's. Cuts are crossed in 16 bits under `fidelity=half` and with amp."""
     sent_bytes = FLOAT_BYTES if settings.sent_as == "fp32" and settings.amp == "none" else FLOAT_BYTES // 2
-    facts = settings.data_set
-    chain = chain_of(settings.model, facts.shape, facts.classes, sent_bytes=sent_bytes)
+    chain = chain_from(scene.job.blocks or network_of(settings), sent_bytes)
     if settings.amp == "none":
         return chain
     return Chain(tuple(dataclasses.replace(block, kept_bytes=block.kept_bytes // 2) for block in chain.blocks))

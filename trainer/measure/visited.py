@@ -1,0 +1,105 @@
+"""What any network is made of, as a forecast of its speed needs it, seen in its first forward pass.
+
+>>> network = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+>>> seen = Visited(network)
+>>> _ = network(torch.zeros(3, 8))
+>>> seen.blocks(samples=3)[0]           # work: multiplications of one sample; outputs: numbers that leave the block
+{'layers': [{'shapes': [[4, 8], [4]], 'work': 32.0}], 'outputs': 4}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from trainer.compute.models import stages_of
+from trainer.data.batch import tensors_of
+
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+class Visited:
+    """From now until the end of the network's first forward pass. Blocks are those between which it may be cut: a
+    network that is no chain of blocks is a single one.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self._network, self._chain = network, stages_of(network) or [network]
+        self._layers: list[tuple[nn.Module, float]] = []
+        """Those with weights of their own in the order of forward, and each one's work for all samples."""
+        self._outputs: dict[int, int] = {}
+        self._is_over = False
+        self._hooks = [*self._watch()]
+
+    def _watch(self) -> Iterator[RemovableHandle]:
+        for layer in self._network.modules():
+            if any(True for _ in layer.parameters(recurse=False)):
+                yield layer.register_forward_hook(self._visit)
+        called = {id(module) for module in self._network.modules()}
+        for number, block in enumerate(self._chain):
+            last = block if id(block) in called else list(block.children())[-1]
+            yield last.register_forward_hook(self._leave(number))
+        yield self._network.register_forward_hook(self._end)
+
+    def _visit(self, layer: nn.Module, inputs: Any, outputs: Any) -> None:
+        self._layers.append((layer, work_of(layer, _numbers(inputs), _numbers(outputs))))
+
+    def _leave(self, number: int) -> Callable[[nn.Module, Any, Any], None]:
+        def left(block: nn.Module, inputs: Any, outputs: Any) -> None:
+            self._outputs[number] = _numbers(outputs)
+
+        return left
+
+    def _end(self, network: nn.Module, inputs: Any, outputs: Any) -> None:
+        self._is_over = True
+        for hook in self._hooks:
+            hook.remove()
+
+    def blocks(self, samples: int) -> list[dict[str, Any]] | None:
+        """samples: of that pass. None before it, and where gradients are not of 32 bits, as a forecast has them."""
+        trained = [weight for weight in self._network.parameters() if weight.requires_grad]
+        if not self._is_over or any(weight.dtype != torch.float32 for weight in trained):
+            return None
+        seen = set[int]()
+        return [self._block(number, samples, seen) for number in range(len(self._chain))]
+
+    def _block(self, number: int, samples: int, seen: set[int]) -> dict[str, Any]:
+        """seen: weights that have been counted, which a layer may share with another."""
+        inside, layers = {id(module) for module in self._chain[number].modules()}, list[dict[str, Any]]()
+        for layer, work in [each for each in self._layers if id(each[0]) in inside]:
+            shapes = _fresh(layer.parameters(recurse=False), seen)
+            if shapes or not layers:
+                layers.append({"shapes": shapes, "work": 0.0})
+            layers[-1]["work"] += work / samples
+        if beside := _fresh(self._chain[number].parameters(), seen):  # whoever computes with them was not called
+            layers.append({"shapes": beside, "work": 0.0})
+        whole = [layer for layer in layers if layer["shapes"]]
+        return {"layers": whole, "outputs": self._outputs.get(number, 0) // samples}
+
+
+def _fresh(weights: Iterator[nn.Parameter], seen: set[int]) -> list[list[int]]:
+    """The shapes of those that are trained and that nobody has counted."""
+    found = [weight for weight in weights if weight.requires_grad and id(weight) not in seen]
+    seen.update(map(id, found))
+    return [list(weight.shape) for weight in found]
+
+
+def _numbers(values: Any) -> int:
+    """In the first tensor of all."""
+    tensors: list[Tensor] = tensors_of(values)
+    return tensors[0].numel() if tensors else 0
+
+
+def work_of(layer: nn.Module, inputs: int, outputs: int) -> float:
+    """Multiplications forward: its largest weight, times the positions at which it is applied.
+
+    inputs, outputs: how many numbers go in and come out.
+    """
+    weight = max(layer.parameters(recurse=False), key=torch.numel)
+    if weight.dim() < 2 or isinstance(layer, (nn.Embedding, nn.LayerNorm)):
+        return float(outputs)
+    return weight.numel() * (inputs if isinstance(layer, _TRANSPOSED) else outputs) / weight.shape[0]

@@ -1,0 +1,159 @@
+"""A script's session where its host is measured alone (`orch profile -- train.py`).
+
+The script's own loop makes the updates, of growing numbers of its own first samples, which are loaded before the clock
+starts. When all is measured the process ends, in the midst of the loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.compute.arithmetic import arranged, choose_arithmetic, devices_of_all_ranks, use_arithmetic
+from trainer.compute.models import gradient_bytes
+from trainer.compute.precision import build_precision
+from trainer.compute.timer import Mark, timer_for
+from trainer.data.batch import moved
+from trainer.measure.ladder import Measuring, again, climb, record_of
+from trainer.measure.profile import HELD
+from trainer.measure.updates import NoMemory, Times
+from trainer.measure.visited import Visited
+from trainer.ranks.agreement import together
+from trainer.ranks.process_group import leave
+from trainer.session.forward import Forward
+from trainer.session.judging import Judge
+from trainer.session.making import checked
+from trainer.setup.assemble import Met
+from trainer.setup.own import Own
+from trainer.setup.start_record import start_fields
+from trainer.shared.errors import TrainError
+
+LOADED = 64
+"""Samples that larger batches repeat: their loading is no part of what is measured."""
+FILLED = 0.9
+"""The part of a GPU's memory that a batch may be expected to fill. One that does not fit would end the script."""
+
+
+class Rehearsal:
+    """It has what a `trainer.session.session.Session` has, as far as a loop asks for it."""
+
+    loss: float | None = None
+    updates, is_over = 0, False
+
+    def __init__(self, met: Met, own: Own) -> None:
+        info, device = met.info, met.device
+        everyone = devices_of_all_ranks(device)
+        with together(info.node):
+            if info.pace:
+                raise TrainError(f"paced: a stand-in knows the speed of experiments alone, and this is {own.name}")
+            settings = choose_arithmetic(met.settings, device, everyone)
+            use_arithmetic(settings)
+            self._precision = build_precision(settings.amp, device, None)
+            network = arranged(own.network().to(device), settings)
+            self._optimizer: Any = own.optimizer(settings, network)
+        start = start_fields(settings, info, device, met.group, (own.name, network))
+        met.metrics.write("start", **start, batch_per_rank=None, batch_norm_groups=None, work=None, steps=0)
+        self.model = Forward(network, self._precision, settings.amp)
+        self._met, self._settings, self._own, self._timer = met, settings, own, timer_for(device)
+        self._samples, self._visited = own.first(LOADED), Visited(network)
+        self._held = _reserved(HELD * gradient_bytes(network), device)
+        self._marks: list[Mark] = []
+        self._peaks: dict[int, int] = {}
+        if info.rank == 0:
+            print(f"{own.name}: measuring {info.node} alone, {settings.profile_s:g} s", flush=True)
+        dist.barrier()
+
+    def epochs(self) -> Iterator[int]:
+        yield 0
+
+    def batches(self) -> Iterator[Any]:
+        """Until all is measured, which ends the process."""
+        measuring = self._measured()
+        samples = next(measuring)
+        while True:
+            if not fits(samples, self._peaks, self._memory_bytes()):
+                samples = measuring.throw(NoMemory())
+                continue
+            yield self._begun(samples)
+            samples = measuring.send(self._times(samples))
+
+    def _measured(self) -> Measuring[None]:
+        budget_s = self._settings.profile_s
+        ladder = yield from climb(2 * self._settings.batch, budget_s)
+        more = yield from again(ladder, budget_s)
+        of_script = {"batch": self._settings.batch, "network": self._visited.blocks(next(iter(ladder.times)))}
+        self._met.metrics.write("profile", **record_of(ladder), **more, blocks=None, **of_script)
+        leave()
+        self._met.metrics.end("succeeded")
+        raise SystemExit(0)
+
+    def _begun(self, samples: int) -> Any:
+        chosen = [self._samples[index % len(self._samples)] for index in range(samples)]
+        batch = moved(self._own.collate(chosen), self._met.device)
+        if self._met.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._met.device)
+        self._timer.wait()
+        self._marks = [self._timer.mark()]
+        self._optimizer.zero_grad(set_to_none=True)
+        return batch
+
+    def step(self, loss_sum: Tensor) -> None:
+        self.backward(loss_sum)
+        self.update()
+
+    def backward(self, loss_sum: Tensor) -> None:
+        loss = checked(loss_sum)
+        if len(self._marks) != 1:
+            raise TrainError("step is called once for each batch, in the body of `for ... in batches()`")
+        self._marks.append(self._timer.mark())
+        self._precision.scaled(loss / self._settings.batch).backward()
+        self._precision.unscale(self._optimizer)
+        self._marks.append(self._timer.mark())
+
+    def update(self) -> None:
+        self._precision.step(self._optimizer)
+        self._marks.append(self._timer.mark())
+
+    def _times(self, samples: int) -> Times:
+        if len(self._marks) != 4:
+            raise TrainError("a batch's loss is missing: the loop's body calls step(loss_sum) for each batch")
+        self._timer.wait()
+        begin, forwarded, computed, end = self._marks
+        if self._met.device.type == "cuda":
+            self._peaks[samples] = torch.cuda.max_memory_allocated(self._met.device)
+        ms = self._timer.ms
+        return Times(ms(begin, end), ms(begin, forwarded), ms(computed, end))
+
+    def _memory_bytes(self) -> int | None:
+        """What this process may have of its GPU; None on a CPU."""
+        if self._met.device.type != "cuda":
+            return None
+        free, _ = torch.cuda.mem_get_info(self._met.device)
+        return int(free) + torch.cuda.memory_reserved(self._met.device)
+
+    def evaluate(self, judge: Judge, dataset: Any) -> Mapping[str, float]:
+        """Of whatever is asked for not a number: nothing is judged."""
+        return defaultdict(lambda: math.nan)
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+
+def fits(samples: int, peaks: Mapping[int, int], memory_bytes: int | None) -> bool:
+    """Whether a batch of so many is expected to fit. peaks: bytes at most, by the samples of batches that did."""
+    if memory_bytes is None or samples in peaks or len(peaks) < 2:
+        return True
+    fewer, more = sorted(peaks)[-2:]
+    a_sample = max(0.0, (peaks[more] - peaks[fewer]) / (more - fewer))
+    return peaks[more] + a_sample * (samples - more) <= FILLED * memory_bytes
+
+
+def _reserved(size: int, device: torch.device) -> Tensor:
+    """Holds what a strategy takes beside the training itself, so that what fits here fits there."""
+    return torch.empty(size if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
