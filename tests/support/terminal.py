@@ -52,7 +52,7 @@ class Person:
 
     def asks(self, *words: str, exit_code: int | None = 0) -> dict[str, Any]:
         """The document of a command with --json."""
-        return json.loads(self.types(*words, "--json", exit_code=exit_code).stdout)
+        return json.loads(self.types(words[0], "--json", *words[1:], exit_code=exit_code).stdout)
 
     def job(self, job: str) -> dict[str, Any]:
         return next(found for found in self.asks("jobs")["jobs"] if found["id"] == job)
