@@ -42,6 +42,7 @@ UNSEEN: dict[str, tuple[object, ...]] = {
     "loader": ("auto", "resident"),
     "num_workers": (-1,),
     "slow": ("",),
+    "optimizer": ("sgd",),
 }
 """Settings that change how fast a run is and not what is predicted, with the values for which that is right."""
 UNSEEN_OF_CATALOGUE: dict[str, tuple[object, ...]] = {"amp": ("none",), **dict.fromkeys(GPU_SETTINGS, ("auto",))}

@@ -167,6 +167,25 @@ def test_a_learning_rate_goes_on_where_it_was(tmp_path: Path) -> None:
     goes_on_alike(tmp_path, ["--lr_schedule", "cosine", "--lr_warmup", "2.5"])
 
 
+ADAMW = ["--optimizer", "adamw", "--lr", "0.003"]
+PARTS = {
+    "ddp": [],
+    "local": ["--fidelity", "local", "--local_steps", "3", "--local_overlap", "1"],
+    "pipeline": ["--strategy", "pipeline"],
+    "tensor": ["--strategy", "tensor"],
+}
+
+
+@pytest.mark.parametrize("way", PARTS)
+def test_adamw_goes_on_bit_for_bit(tmp_path: Path, way: str) -> None:
+    goes_on_alike(tmp_path, [*ADAMW, *PARTS[way]])
+
+
+def test_another_optimiser_does_not_go_on_with_what_this_one_remembers(stopped: Path, tmp_path: Path) -> None:
+    line = refused(tmp_path, [*ADAMW, "--resume", str(stopped / "checkpoints")], 2)
+    assert "remembers is of another optimiser than AdamW (it has momentum_buffer): start again without it" in line
+
+
 def test_averaged_weights_go_on_in_mid_round_with_each_ranks_own_momentum(tmp_path: Path) -> None:
     way = ["--fidelity", "local", "--local_steps", "3", "--eval_every", "0"]
     finished(tmp_path / "whole", way)
@@ -366,7 +385,7 @@ def test_a_folder_of_images_that_has_changed_is_refused(tmp_path: Path) -> None:
 def written(folder: Path, **changed: Any) -> Path:
     random = [torch.zeros(2), torch.ones(2)]
     parts: dict[str, Any] = {
-        "schema": 2,
+        "schema": 3,
         "settings": {"lr": 0.1},
         "data": "synthetic",
         "train_samples": 203,
@@ -376,7 +395,7 @@ def written(folder: Path, **changed: Any) -> Path:
         "epoch": 1,
         "step": 2,
         "model": {"w": torch.arange(1000.0)},
-        "momentum": [None],
+        "optimizer": {"momentum_buffer": [None]},
         "scaler": {},
         "sums": [[1.0, 2.0, 3.0]] * 2,
         "own": [{"statistics.0": tensor} for tensor in random],
@@ -433,19 +452,28 @@ def test_a_file_that_was_cut_is_one_line(tmp_path: Path, part: float) -> None:
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ({"schema": 3}, "is of a newer version \\(3, this one knows 2\\): update"),
-        ({"schema": 1}, "is of an older version \\(1, this one knows 2\\): start again without it"),
+        ({"schema": 4}, "is of a newer version \\(4, this one knows 3\\): update"),
+        ({"schema": 1}, "is of an older version \\(1, this one knows 3\\): start again without it"),
         ({"epoch": "one"}, "is no checkpoint of this trainer"),
         ({"world_size": 3}, "is no checkpoint of this trainer"),
         ({"sums": [[1.0], [1.0]]}, "is no checkpoint of this trainer"),
         ({"own": [{"a": torch.zeros(1)}, {"a": torch.zeros(2)}]}, "is no checkpoint of this trainer"),
         ({"own": [{"a": 1}, {"a": 1}]}, "is no checkpoint of this trainer"),
-        ({"momentum": ["fast"]}, "is no checkpoint of this trainer"),
+        ({"optimizer": {"momentum_buffer": ["fast"]}}, "is no checkpoint of this trainer"),
     ],
 )
 def test_what_is_newer_or_of_another_form_is_one_line(tmp_path: Path, changed: dict[str, Any], expected: str) -> None:
     with pytest.raises(TrainError, match=expected):
         read_file(written(tmp_path, **changed))
+
+
+def test_the_first_releases_checkpoints_are_read(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    content = torch.load(path, weights_only=True)
+    for momentum in ([torch.ones(3)], [None]):
+        torch.save({**content, "schema": 2, "optimizer": None, "momentum": momentum}, path)
+        found = read_file(path).checkpoint
+        assert (found.schema, list(found.optimizer)) == (3, ["momentum_buffer"] if momentum[0] is not None else [])
 
 
 def test_what_would_run_code_is_not_run(tmp_path: Path) -> None:

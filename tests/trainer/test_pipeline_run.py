@@ -47,7 +47,7 @@ def kept(folder: Path, arguments: list[str], ranks: int) -> list[list[dict[str, 
 def weights(folder: Path, updates: int) -> Any:
     saved, _, _ = read_file(folder / f"step-{updates:09}.pt")
     return {name: tensor.tolist() for name, tensor in saved.model.items()}, [
-        tensor.tolist() for tensor in saved.momentum if tensor is not None
+        tensor.tolist() for tensor in saved.optimizer["momentum_buffer"] if tensor is not None
     ]
 
 

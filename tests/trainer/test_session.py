@@ -48,9 +48,10 @@ MOMENTUM = {"local, an average an update": 0.0}
 RULES: dict[str, dict[str, str]] = {
     "plain": {},
     "cosine": {"lr_schedule": "cosine", "lr_warmup": "0.5"},
+    "adamw": {},
     "steps": {"lr_schedule": "step", "lr_steps": "0.5,1.25", "lr_factor": "0.25", "lr_batch": "8"},
 }
-"""How the learning rate goes."""
+"""How the weights are moved."""
 LR = 0.05
 
 
@@ -75,7 +76,9 @@ def network() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(8, 3)).double()
 
 
-def optimiser(model: nn.Module, momentum: float) -> torch.optim.Optimizer:
+def optimiser(model: nn.Module, momentum: float, rule: str = "plain") -> torch.optim.Optimizer:
+    if rule == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
     return torch.optim.SGD(model.parameters(), lr=LR, momentum=momentum, weight_decay=0.01)
 
 
@@ -99,7 +102,7 @@ def rate(rule: str, seen: float) -> float:
 def one_process(momentum: float = 0.9, rule: str = "plain") -> tuple[nn.Module, dict[str, float]]:
     """What anybody would write."""
     model, data, seen = network(), Points(SAMPLES), 0
-    steps = optimiser(model, momentum)
+    steps = optimiser(model, momentum, rule)
     stream = SampleStream(SAMPLES, BATCH, (BATCH,), seed=0)
     for epoch in range(EPOCHS):
         for step in range(stream.steps):
@@ -133,7 +136,7 @@ def trained(rank: int, how: tuple[str, str]) -> tuple[dict[str, torch.Tensor], d
     way, rule = how
     with in_the_gang(rank, **WAYS[way], **RULES[rule]) as met:
         model, bodies = network(), 0
-        own = Own(model, optimiser(model, MOMENTUM.get(way, 0.9)), Points(SAMPLES), default_collate)
+        own = Own(model, optimiser(model, MOMENTUM.get(way, 0.9), rule), Points(SAMPLES), default_collate)
         run = Session(assemble.prepare(met, own))
         for _ in run.epochs():
             for inputs, targets in run.batches():
@@ -156,6 +159,8 @@ def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_loop_of_ones_own_makes_the_updates_of_one_process(gang, way, rule):
+    if rule == "adamw" and "local" in way:
+        pytest.skip("the mean of AdamW's updates is not the update of the mean")
     model, expected = one_process(MOMENTUM.get(way, 0.9), rule)
     weights = model.state_dict()
     seen: set[str] = set()
@@ -267,16 +272,16 @@ def kept(rank: int, folder: str) -> str:
     """What is said of checkpoints with an optimiser that they cannot keep."""
     with in_the_gang(rank, checkpoint_every="3", checkpoint_dir=folder) as met:
         model = network()
-        adam = Own(model, torch.optim.AdamW(model.parameters()), Points(SAMPLES), default_collate)
+        other = Own(model, torch.optim.Adagrad(model.parameters()), Points(SAMPLES), default_collate)
         try:
-            Session(assemble.prepare(met, adam))
+            Session(assemble.prepare(met, other))
         except TrainError as error:
             return str(error)
     return "nothing"
 
 
 def test_a_checkpoint_that_would_lose_what_an_optimiser_remembers_is_refused(gang, tmp_path):
-    assert all("would lose what AdamW remembers" in answer for answer in gang.run(kept, str(tmp_path)))
+    assert all("would lose that of Adagrad" in answer for answer in gang.run(kept, str(tmp_path)))
 
 
 def test_what_is_no_data_set_or_no_optimiser_of_the_network_is_refused():

@@ -176,15 +176,18 @@ def test_a_whole_networks_state_is_joined_out_of_what_ranks_keep() -> None:
         layers = layers_of(network(Case((), dtype=torch.float32)), torch.zeros(2, 3, SIDE, SIDE), case.shares)
     of_ranks, state = SlicedParts(layers), whole.state_dict()
     momentum = {name: weight.detach() + 1 for name, weight in whole.named_parameters()}
+    updates = {name: torch.tensor(float(number)) for number, name in enumerate(momentum)}
     kept = [
         of_ranks.kept(rank, state, skeleton)
-        | {parts.of_momentum(name): one for name, one in of_ranks.kept(rank, momentum, skeleton).items()}
+        | {parts.remembered("avg", name): one for name, one in of_ranks.kept(rank, momentum, skeleton).items()}
+        | {parts.remembered("step", name): one for name, one in of_ranks.kept(rank, updates, skeleton).items()}
         for rank in range(3)
     ]
     assert "bn1.running_mean" in kept[0] and "bn1.running_mean" not in kept[1]
     joined, moved = parts.joined(kept, of_ranks, skeleton)
     assert all(torch.equal(joined[name], tensor) for name, tensor in state.items())
-    assert all(torch.equal(one, wanted) for one, wanted in zip(moved, momentum.values(), strict=True))
+    assert all(torch.equal(one, wanted) for one, wanted in zip(moved["avg"], momentum.values(), strict=True))
+    assert [one.item() for one in moved["step"]] == [one.item() for one in updates.values()]
 
 
 def test_channels_go_by_the_largest_remainder_and_groups_stay_whole() -> None:

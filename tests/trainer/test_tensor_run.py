@@ -50,10 +50,15 @@ def kept(folder: Path, arguments: list[str], ranks: int, every: int = 3) -> list
 
 
 def weights(folder: Path, updates: int) -> dict[str, torch.Tensor]:
-    """And momentum, by name."""
+    """And what the optimiser remembers, by name."""
     saved, _, _ = read_file(folder / f"step-{updates:09}.pt")
-    moved = {f"moved {number}": tensor for number, tensor in enumerate(saved.momentum) if tensor is not None}
-    assert len(moved) == 10
+    moved = {
+        f"{kind} {number}": tensor
+        for kind, tensors in saved.optimizer.items()
+        for number, tensor in enumerate(tensors)
+        if tensor is not None
+    }
+    assert len(moved) == 10 * len(saved.optimizer)
     return saved.model | moved
 
 
@@ -112,6 +117,22 @@ def test_ddp_and_slices_go_on_from_each_others_checkpoint(
     kept(ddp, [*DDP, *UNJUDGED, "--steps", "4", "--resume", str(folder / "sliced" / "step-000000003.pt")], 2, every=2)
     kept(again, ["--strategy", "tensor", *UNJUDGED, "--shares", shares, "--resume", str(ddp / "step-000000004.pt")], 2)
     assert furthest(again, folder / "alone") <= 1e-6
+
+
+@pytest.mark.parametrize("way", [TENSOR, ["--strategy", "pipeline"]])
+def test_what_adamw_remembers_of_parts_is_the_whole_networks(folder: Path, way: list[str]) -> None:
+    """A run in one process goes on with it, and parts go on with that of one process."""
+    adamw = ["--optimizer", "adamw", "--lr", "0.001", "--weight_decay", "0.1", *UNJUDGED]
+    cut, alone = folder / f"adamw-{way[1]}", folder / f"adamw-alone-{way[1]}"
+    kept(cut, [*adamw, *way], 2)
+    kept(alone, [*adamw, *ALONE], 1)
+    assert read_file(alone / "step-000000006.pt").checkpoint.optimizer.keys() == {"exp_avg", "exp_avg_sq", "step"}
+    for updates in (3, 6):
+        assert furthest(cut, alone, updates) <= 1e-5
+    for source, strategy, ranks in ((cut, ALONE, 1), (alone, way, 2)):
+        again = folder / f"again-{way[1]}-{ranks}"
+        kept(again, [*adamw, *strategy, "--resume", str(source / "step-000000003.pt")], ranks)
+        assert furthest(again, alone) <= 1e-5
 
 
 def test_a_scaled_loss_is_taken_back_on_every_rank(folder: Path) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,7 @@ from trainer.checkpoints.file import (
     reason,
     write_file,
 )
+from trainer.checkpoints.optimizer_state import State, mistake_of, restore, state_of
 from trainer.checkpoints.own_state import by_others, fill, for_other_ranks, numbered
 from trainer.checkpoints.places import check_kind, folder_of, source_of
 from trainer.compute.models import running_statistics
@@ -101,17 +102,14 @@ class CheckpointKeeper:
         run = self.run
         names = gather_lines(_name(run))
         sums = gather(torch.tensor([progress.loss_sum, progress.samples, progress.recent], dtype=torch.float64))
-        of_this_rank = self._own_tensors()
-        described = gather(describe(of_this_rank))  # stages have weights of other shapes
-        flats = gather(flat_bytes(of_this_rank.values()))
-        own = [apart(flat, described_as(words)) for flat, words in zip(flats, described, strict=True)]
+        own = self._gathered(self._own_tensors())
         random = gather(random_state())
         with shared_network(run, progress) as network:
             seen = network.state_dict() if run.info.rank == 0 else {}
             model = {name: tensor.detach().cpu().clone() for name, tensor in seen.items()}
-            momentum = _momentum(run.optimizer)
+            state = self._state()
             if run.strategy.parts:
-                model, momentum = self._joined(network, run.strategy.parts, momentum)
+                model, state = self._joined(network, run.strategy.parts, state)
         if run.info.rank != 0:
             return None
         return Checkpoint(
@@ -125,30 +123,38 @@ class CheckpointKeeper:
             epoch=progress.epoch,
             step=progress.step,
             model=model,
-            momentum=[None if tensor is None else tensor.cpu() for tensor in momentum],
+            optimizer={
+                kind: [None if one is None else one.cpu() for one in of_kind] for kind, of_kind in state.items()
+            },
             scaler=scaler.state_dict() if (scaler := _scaler(run)) else {},
             sums=[tensor.tolist() for tensor in sums],
             own=own,
             random=random,
         )
 
+    def _state(self) -> dict[str, list[Tensor | None]]:
+        """What the optimiser remembers."""
+        assert isinstance(self.run.optimizer, torch.optim.Optimizer)  # noqa: S101 - `check_kind` has seen to it
+        return state_of(self.run.optimizer, self.run.model)
+
     def _joined(
-        self, network: nn.Module, of_ranks: Parts, momentum: list[Tensor | None]
-    ) -> tuple[dict[str, Tensor], list[Tensor | None]]:
-        """The whole network's state and momentum on rank 0, which alone holds it all, for as long as this takes."""
-        run, whole = self.run, parts.skeleton(self.run)
-        gathered = gather(flat_bytes(parts.to_be_kept(run, network, of_ranks, whole, momentum).values()))
-        if run.info.rank != 0:
-            return {}, []
-        moves = any(tensor is not None for tensor in momentum)
-        kept = [
-            apart(flat, parts.like_that_of(rank, of_ranks, whole, moves=moves)) for rank, flat in enumerate(gathered)
-        ]
-        return parts.joined(kept, of_ranks, whole)
+        self, network: nn.Module, of_ranks: Parts, state: State
+    ) -> tuple[dict[str, Tensor], dict[str, list[Tensor | None]]]:
+        """The whole network's state and its optimiser's, on rank 0, which alone holds it all, while this takes."""
+        whole = parts.skeleton(self.run)
+        own = parts.to_be_kept(self.run, network, of_ranks, whole, state)
+        kept = self._gathered(own)
+        return parts.joined(kept, of_ranks, whole) if self.run.info.rank == 0 else ({}, {})
+
+    def _gathered(self, own: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """Every rank's tensors on rank 0, which may differ in name and shape; [] on the others."""
+        described = gather(describe(own))
+        flats = gather(flat_bytes(own.values()))
+        return [apart(flat, described_as(words)) for flat, words in zip(flats, described, strict=True)]
 
     def _own_tensors(self) -> dict[str, Tensor]:
         """What each rank has for itself, by name (KIND or KIND.WHICH): BatchNorm's statistics; what its strategy keeps;
-        momentum, where weights alone are averaged.
+        what its optimiser remembers, where weights alone are averaged.
         """
         run = self.run
         own = run.strategy.own_state()
@@ -159,7 +165,8 @@ class CheckpointKeeper:
             own |= numbered("statistics", running_statistics(run.model))
         own |= run.precision.own_scale()
         if run.settings.strategy == "parameter_average" or run.settings.fidelity == "local":
-            own |= numbered("momentum", [tensor for tensor in _momentum(run.optimizer) if tensor is not None])
+            for kind, tensors in self._state().items():
+                own |= numbered(f"optimizer.{kind}", [tensor for tensor in tensors if tensor is not None])
         return {name: tensor for name, tensor in own.items() if tensor.numel()}
 
     # ---- going on ---------------------------------------------------------------------------------------------
@@ -199,13 +206,14 @@ class CheckpointKeeper:
         run.metrics.write("rebalance", step=updates, shares=saved.shares, before=list(before), spread=0.0)
 
     def _restore(self, saved: Checkpoint, source: Path | None) -> Progress:
-        run, rank = self.run, self.run.info.rank
+        run, rank, optimizer = self.run, self.run.info.rank, self.run.optimizer
+        assert isinstance(optimizer, torch.optim.Optimizer)  # noqa: S101 - `check_kind` has seen to it
         if of_ranks := run.strategy.parts:
             parts.take(run.model, of_ranks.held(rank, saved.model, parts.skeleton(run)))
-            _restore_momentum(run.optimizer, parts.own_momentum(run, of_ranks, saved.momentum))
+            restore(optimizer, run.model, parts.own_state(run, of_ranks, saved.optimizer))
         else:
             run.model.load_state_dict(saved.model)
-            _restore_momentum(run.optimizer, saved.momentum)
+            restore(optimizer, run.model, saved.optimizer)
         if saved.scaler and (scaler := _scaler(run)):
             scaler.load_state_dict(saved.scaler)
         same = saved.world_size == run.info.world_size and saved.shares == list(run.stream.shares)
@@ -251,8 +259,9 @@ class CheckpointKeeper:
         if wanted != {name: tensor.shape for name, tensor in saved.model.items()}:
             raise TrainError(f"the checkpoint holds another network than {now['model']}: start again without it")
         shapes = [parameter.shape for parameter in network.parameters()]
-        if [tensor.shape for tensor in saved.momentum if tensor is not None] not in ([], shapes):
-            raise TrainError("the checkpoint's momentum does not fit its network: start again without it")
+        assert isinstance(self.run.optimizer, torch.optim.Optimizer)  # noqa: S101 - as above
+        if mistake := mistake_of(self.run.optimizer, saved.optimizer, shapes):
+            raise TrainError(f"what the checkpoint's optimiser remembers {mistake}: start again without it")
 
     def _updates(self, of: Progress | Checkpoint) -> int:
         return of.epoch * self.run.stream.steps + of.step
@@ -260,20 +269,6 @@ class CheckpointKeeper:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Parts of a run's state
-
-
-def _momentum(optimizer: Any) -> list[Tensor | None]:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [optimizer.state.get(parameter, {}).get("momentum_buffer") for parameter in parameters]
-
-
-def _restore_momentum(optimizer: Any, momentum: Sequence[Tensor | None]) -> None:
-    """Not by load_state_dict: that would bring the old learning rate back, and a person may have set another."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for parameter, kept in zip(parameters, momentum, strict=True):
-        if kept is not None:
-            own = torch.empty_like(parameter, requires_grad=False)  # in the parameter's order in memory
-            optimizer.state[parameter]["momentum_buffer"] = own.copy_(kept)
 
 
 def _name(run: Run) -> str:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from trainer.shared.errors import TrainError
 
-SCHEMA = 2
+SCHEMA = 3
 KEPT = 2
 """The newest so many stay: should the disk damage one, there is another."""
 _SET_ASIDE = ".damaged"
@@ -51,8 +51,8 @@ class Checkpoint:
     epoch: int
     step: int
     model: dict[str, Tensor]
-    momentum: list[Tensor | None]
-    """As the optimiser orders its parameters; None for one that has none."""
+    optimizer: dict[str, list[Tensor | None]]
+    """As in `optimizer_state`, of the whole network."""
     scaler: dict[str, Any]
     sums: list[list[float]]
     """As in `Progress`."""
@@ -146,6 +146,8 @@ def parse(content: bytes, name: str) -> Checkpoint:
         raise DamagedError(f"resume: {name} is damaged, or no checkpoint ({reason(error)})") from error
     if damaged:
         raise DamagedError(f"resume: {name} is damaged: {damaged} in it is not as it was written")
+    if isinstance(raw, dict) and raw.get("schema") == 2:
+        raw = _of_sgd_alone(raw)
     schema = raw.get("schema") if isinstance(raw, dict) else None
     if isinstance(schema, int) and schema != SCHEMA:
         age, remedy = ("a newer", "update") if schema > SCHEMA else ("an older", "start again without it")
@@ -156,6 +158,13 @@ def parse(content: bytes, name: str) -> Checkpoint:
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         raise TrainError(f"resume: {name} is no checkpoint of this trainer ({reason(error)})") from error
     return checkpoint
+
+
+def _of_sgd_alone(raw: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint of before there were other optimisers."""
+    moved = raw.pop("momentum", None)
+    has_moved = isinstance(moved, list) and any(one is not None for one in moved)
+    return {**raw, "schema": SCHEMA, "optimizer": {"momentum_buffer": moved} if has_moved else {}}
 
 
 def _check_parts(names: list[str]) -> None:
@@ -192,8 +201,8 @@ def _check_form(saved: Checkpoint) -> None:
         raise ValueError("the ranks' own states differ in name or shape")
     if not all(isinstance(tensor, Tensor) for tensor in saved.model.values()):
         raise TypeError("a weight is not a tensor")
-    if not all(tensor is None or isinstance(tensor, Tensor) for tensor in saved.momentum):
-        raise TypeError("a momentum is not a tensor")
+    if not all(one is None or isinstance(one, Tensor) for of_kind in saved.optimizer.values() for one in of_kind):
+        raise TypeError("what the optimiser remembers is not a tensor")
     if not isinstance(saved.settings, dict) or not isinstance(saved.scaler, dict) or not isinstance(saved.data, str):
         raise TypeError("the settings, the scaler or the name of the data have another type")
 

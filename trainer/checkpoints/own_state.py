@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trainer.checkpoints.file import Checkpoint
 
-_IN_THE_MEAN = {"statistics", "momentum", "weights", "round", "travelling", "scale"}
+_IN_THE_MEAN = {"statistics", "optimizer", "weights", "round", "travelling", "scale"}
 """What ranks have for themselves in a round of local updates: who begins without it, begins with the mean of it, or
 with rank 0's loss scale."""
 

@@ -6,9 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from trainer.checkpoints.file import newest
+from trainer.checkpoints.optimizer_state import kinds_of
 from trainer.shared.errors import TrainError
 from trainer.shared.settings import Settings
 
@@ -38,8 +37,8 @@ def check_kind(run: Run) -> None:
         raise TrainError("checkpoint_every, resume: fsdp keeps the optimiser in pieces; use another strategy for these")
     if not run.learns:
         raise TrainError("checkpoint_every, resume: a run with paced ranks learns nothing that could be kept")
-    if not isinstance(run.optimizer, torch.optim.SGD):
+    if kinds_of(run.optimizer) is None:
         raise TrainError(
-            f"checkpoint_every, resume: they keep SGD's momentum, and would lose what {type(run.optimizer).__name__} "
-            "remembers; leave them out, or use torch.optim.SGD"
+            "checkpoint_every, resume: they keep what SGD, Adam and AdamW remember, and would lose that of "
+            f"{type(run.optimizer).__name__}; leave them out, or use one of these three"
         )

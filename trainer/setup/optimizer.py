@@ -1,4 +1,4 @@
-"""The optimiser: SGD, or a stand-in where the rank is paced."""
+"""The optimiser: SGD or AdamW, or a stand-in where the rank is paced."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimiz
     """settings: `fused_sgd` as it turned out."""
     if isinstance(model, StandIn | PacedPart):
         return StandInOptimizer(model)
+    if settings.optimizer == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
     rule: dict[str, Any] = {"lr": settings.lr, "momentum": settings.momentum, "weight_decay": settings.weight_decay}
     if settings.fused_sgd != "on":
         return torch.optim.SGD(model.parameters(), **rule)

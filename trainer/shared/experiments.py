@@ -37,6 +37,7 @@ _COMMON: dict[str, Any] = {
     "data_dir": "~/data",
     "steps": 0,
     "samples": 0,
+    "optimizer": "sgd",
     "lr_schedule": "constant",
     "lr_warmup": 0.0,
     "lr_steps": "",
@@ -132,8 +133,8 @@ SCRIPT: dict[str, Any] = {
 so that there is one kind of settings, and nobody looks at it.
 """
 BROUGHT = (
-    *("model", "data", "data_dir", "samples", "augment", "loader", "lr", "momentum", "weight_decay", "fused_sgd"),
-    *("eval_every",),
+    *("model", "data", "data_dir", "samples", "augment", "loader", "optimizer", "lr", "momentum", "weight_decay"),
+    *("fused_sgd", "eval_every"),
 )
 
 EXPERIMENTS: dict[str, dict[str, Any]] = {

@@ -24,7 +24,7 @@ Settings = Any
 def mistakes_of(of: Settings) -> list[str]:
     """Each value by itself is right, or has been complained of."""
     ways = [*_of_exchange(of), *_of_fidelity(of), *_of_pipeline(of), *_of_tensor(of)]
-    return [*ways, *_of_learning_rate(of), *_of_the_rest(of), *_of_own(of)]
+    return [*ways, *_of_optimizer(of), *_of_learning_rate(of), *_of_the_rest(of), *_of_own(of)]
 
 
 def mistakes_of_network(of: Settings) -> list[str]:
@@ -49,6 +49,22 @@ def _of_exchange(of: Settings) -> list[str]:
         mistakes.append(
             "shares: auto compares how long ranks compute, and with sync_bn or fsdp they wait for each other in "
             "that time; use measured"
+        )
+    return mistakes
+
+
+def _of_optimizer(of: Settings) -> list[str]:
+    if of.optimizer != "adamw":
+        return []
+    asked = {
+        "momentum": of.momentum != begun_with(of.exp).get("momentum", of.momentum),
+        "fused_sgd": of.fused_sgd == "on",
+    }
+    mistakes = [f"{name}: does nothing with optimizer adamw; use sgd" for name, is_asked in asked.items() if is_asked]
+    if of.strategy == "parameter_average" and of.fidelity == "exact":
+        mistakes.append(
+            "optimizer: parameter_average is exact where updates add up as gradients do, and adamw's do not; use ddp, "
+            "sgd or fidelity=local"
         )
     return mistakes
 

@@ -17,7 +17,7 @@ from trainer.shared.learning_rate import LR_SCHEDULES, parse_lr_steps
 from trainer.shared.shares import parse_shares, parse_speeds
 from trainer.shared.slow import Slow, parse_slow
 from trainer.shared.stages import parse_stages
-from trainer.shared.ways import FIDELITIES, LOCAL_STEPS, MODEL_CHANNELS, STRATEGIES, SWITCH
+from trainer.shared.ways import FIDELITIES, LOCAL_STEPS, MODEL_CHANNELS, OPTIMIZERS, STRATEGIES, SWITCH
 
 
 def overlap_of(local_steps: int, asked: int) -> int:
@@ -44,7 +44,11 @@ class Settings:
     epochs: int = setting("Passes over the training data.", at_least=1)
     steps: int = setting("Updates after which to stop, if the epochs last longer; 0 is no limit.", at_least=0)
     samples: int = setting("Train on only the first so many samples of the data; 0 is all of them.", at_least=0)
-    lr: float = setting("Learning rate of SGD.", above=0)
+    optimizer: str = setting(
+        "What moves the weights: SGD, or AdamW with the betas (0.9, 0.999) and eps (1e-8) that torch has.",
+        choices=OPTIMIZERS,
+    )
+    lr: float = setting("Learning rate.", above=0)
     lr_schedule: str = setting(
         "How the learning rate goes on after its warm-up, by the samples seen: it stays (constant), is multiplied by "
         "lr_factor after each of lr_steps (step), or falls along half a cosine to 0 at the end of the run (cosine). Of "
@@ -60,7 +64,7 @@ class Settings:
         at_least=0,
     )
     momentum: float = setting("Momentum of SGD.", at_least=0, below=1)
-    weight_decay: float = setting("L2 penalty of SGD.", at_least=0)
+    weight_decay: float = setting("L2 penalty of SGD; of AdamW the decay beside the gradient.", at_least=0)
     seed: int = setting("Decides the initial weights, the order of the samples and their augmentation.", at_least=0)
     device: str = setting("Where ranks compute; auto is a GPU where there is one.", choices=["auto", "cuda", "cpu"])
     backend: str = setting(

@@ -23,6 +23,7 @@ OF_FIDELITY = {
 """Settings that one fidelity alone looks at."""
 OF_PIPELINE = ("stages", "in_flight", "schedule")
 """Settings that the strategy pipeline alone looks at."""
+OPTIMIZERS = ("sgd", "adamw")
 OF_LR_STEP = ("lr_steps", "lr_factor")
 """Settings that lr_schedule=step alone looks at."""
 LOCAL_STEPS = 32

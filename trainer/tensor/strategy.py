@@ -56,7 +56,7 @@ class SlicedParts:
 
     def held(self, rank: int, state: Mapping[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
         return {
-            name: tensor.narrow(0, *self.slices[name].own(rank)) if name in self.slices else tensor
+            name: tensor.narrow(0, *self.slices[name].own(rank)) if name in self.slices and tensor.dim() else tensor
             for name, tensor in state.items()
         }
 
