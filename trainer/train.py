@@ -34,8 +34,10 @@ def train(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
 
 
 def train_epoch(session: Session) -> None:
+    smoothing = session.run.settings.label_smoothing
     for images, labels in session.batches():
-        session.step(cross_entropy(session.model(images), labels, reduction="sum"))
+        logits = session.model(images)
+        session.step(cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing))
 
 
 def evaluate(session: Session) -> None:

@@ -125,6 +125,8 @@ def test_a_batch_has_an_upper_bound() -> None:
         ({"optimizer": "adamw", "momentum": "0.5"}, "momentum: does nothing with optimizer adamw"),
         ({"optimizer": "adamw", "fused_sgd": "on"}, "fused_sgd: does nothing with optimizer adamw"),
         ({"optimizer": "adamw", "strategy": "parameter_average"}, "optimizer: parameter_average is exact where"),
+        ({"strategy": "parameter_average", "clip_norm": "1"}, "clip_norm: parameter_average has no gradient of the"),
+        ({"strategy": "pipeline", "fidelity": "local", "clip_norm": "1"}, "clip_norm: with fidelity local no rank of"),
         ({"profile_s": "5", "checkpoint_every": "3"}, "checkpoint_every: does nothing with profile_s"),
         ({"strategy": "parameter_average", "shares": "auto"}, "shares: auto changes what each rank's own momentum"),
     ],

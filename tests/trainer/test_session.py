@@ -18,6 +18,7 @@ from torch.utils.data import default_collate
 
 import trainer
 from tests.support.gloo_ranks import RANKS, Gang, group_of
+from tests.support.sums import NEWEST_FSDP
 from trainer.data.batch import pieces
 from trainer.data.sample_stream import SampleStream
 from trainer.ranks.rank_info import RankInfo
@@ -41,6 +42,7 @@ WAYS: dict[str, dict[str, str]] = {
     "pipeline": {"strategy": "pipeline", "accumulate": "4"},
     "two pipelines": {"strategy": "pipeline", "stages": "node0:0,node1:1-3|node2:0,node3:1-3", "accumulate": "2"},
     "tensor": {"strategy": "tensor"},
+    **({"fsdp": {"strategy": "fsdp", "shares": "node0=9,node1=4,node2=3,node3=0"}} if NEWEST_FSDP else {}),
     "local, an average an update": {"fidelity": "local", "local_steps": "1", "local_overlap": "0"},
 }
 MOMENTUM = {"local, an average an update": 0.0}
@@ -49,6 +51,7 @@ RULES: dict[str, dict[str, str]] = {
     "plain": {},
     "cosine": {"lr_schedule": "cosine", "lr_warmup": "0.5"},
     "adamw": {},
+    "clipped": {"clip_norm": "0.3"},
     "steps": {"lr_schedule": "step", "lr_steps": "0.5,1.25", "lr_factor": "0.25", "lr_batch": "8"},
 }
 """How the weights are moved."""
@@ -109,6 +112,8 @@ def one_process(momentum: float = 0.9, rule: str = "plain") -> tuple[nn.Module, 
             inputs, targets = default_collate([data[index] for index in stream.indices(epoch, step, 0)])
             steps.zero_grad()
             cross_entropy(model(inputs), targets).backward()
+            if rule == "clipped":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.3)
             steps.param_groups[0]["lr"] = rate(rule, seen + len(targets) / 2)
             seen += len(targets)
             steps.step()
@@ -144,7 +149,8 @@ def trained(rank: int, how: tuple[str, str]) -> tuple[dict[str, torch.Tensor], d
                 run.step(cross_entropy(run.model(inputs), targets, reduction="sum"))
             found = run.evaluate(judge, Points(TESTS))
         run.end()
-        state = run.run.strategy.model.state_dict()
+        whole = run.run.strategy.whole() if way == "fsdp" else run.run.strategy.model
+        state = whole.state_dict()
         held = {name.removeprefix("module."): tensor.clone() for name, tensor in state.items()}
         return held, found, bodies
 
@@ -159,8 +165,8 @@ def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_loop_of_ones_own_makes_the_updates_of_one_process(gang, way, rule):
-    if rule == "adamw" and "local" in way:
-        pytest.skip("the mean of AdamW's updates is not the update of the mean")
+    if rule in ("adamw", "clipped") and "local" in way:
+        pytest.skip("the mean of such updates is not the update by the mean of gradients")
     model, expected = one_process(MOMENTUM.get(way, 0.9), rule)
     weights = model.state_dict()
     seen: set[str] = set()

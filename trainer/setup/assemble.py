@@ -32,6 +32,7 @@ from trainer.ranks.rank_info import RankInfo
 from trainer.rebalance.balance import Balance
 from trainer.rebalance.rebalancer import Rebalancer
 from trainer.setup.batch_norm import batch_norm_groups
+from trainer.setup.clipping import build_clipping
 from trainer.setup.division import Division, divide
 from trainer.setup.material import Experiment, Material
 from trainer.setup.network import facts_of, network
@@ -122,6 +123,7 @@ def prepare(met: Met, material: Material) -> Run:
         precision=precision,
         rebalancer=build_rebalancer(settings, info, metrics, console, division, room),
         optimizer=optimizer,
+        clipping=build_clipping(settings, material, model, strategy, group),
         rates=rates_of(settings, optimizer, division.order.stream, division.last_step),
         graphs=build_graphs(model, metrics, console) if settings.cuda_graph == "on" else None,
         material=material,

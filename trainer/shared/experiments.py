@@ -43,6 +43,8 @@ _COMMON: dict[str, Any] = {
     "lr_steps": "",
     "lr_factor": 0.1,
     "lr_batch": 0,
+    "clip_norm": 0.0,
+    "label_smoothing": 0.0,
     "seed": 0,
     "device": "auto",
     "backend": "auto",
@@ -134,7 +136,7 @@ so that there is one kind of settings, and nobody looks at it.
 """
 BROUGHT = (
     *("model", "data", "data_dir", "samples", "augment", "loader", "optimizer", "lr", "momentum", "weight_decay"),
-    *("fused_sgd", "eval_every"),
+    *("fused_sgd", "label_smoothing", "eval_every"),
 )
 
 EXPERIMENTS: dict[str, dict[str, Any]] = {

@@ -24,7 +24,7 @@ Settings = Any
 def mistakes_of(of: Settings) -> list[str]:
     """Each value by itself is right, or has been complained of."""
     ways = [*_of_exchange(of), *_of_fidelity(of), *_of_pipeline(of), *_of_tensor(of)]
-    return [*ways, *_of_optimizer(of), *_of_learning_rate(of), *_of_the_rest(of), *_of_own(of)]
+    return [*ways, *_of_optimizer(of), *_of_clipping(of), *_of_learning_rate(of), *_of_the_rest(of), *_of_own(of)]
 
 
 def mistakes_of_network(of: Settings) -> list[str]:
@@ -67,6 +67,16 @@ def _of_optimizer(of: Settings) -> list[str]:
             "sgd or fidelity=local"
         )
     return mistakes
+
+
+def _of_clipping(of: Settings) -> list[str]:
+    if not of.clip_norm:
+        return []
+    if of.strategy == "parameter_average" and of.fidelity == "exact":
+        return ["clip_norm: parameter_average has no gradient of the whole batch; use ddp or fidelity=local"]
+    if of.strategy == "pipeline" and of.fidelity == "local":
+        return ["clip_norm: with fidelity local no rank of a pipeline has its whole gradient; use exact, or ddp"]
+    return []
 
 
 def _of_learning_rate(of: Settings) -> list[str]:

@@ -65,6 +65,16 @@ class Settings:
     )
     momentum: float = setting("Momentum of SGD.", at_least=0, below=1)
     weight_decay: float = setting("L2 penalty of SGD; of AdamW the decay beside the gradient.", at_least=0)
+    clip_norm: float = setting(
+        "The largest norm of the whole network's gradient: a larger one is scaled down to it; 0 scales none. With "
+        "fidelity=local of each rank's own gradient.",
+        at_least=0,
+    )
+    label_smoothing: float = setting(
+        "The part of each label that is spread evenly over all classes in the training loss; 0 is none.",
+        at_least=0,
+        below=1,
+    )
     seed: int = setting("Decides the initial weights, the order of the samples and their augmentation.", at_least=0)
     device: str = setting("Where ranks compute; auto is a GPU where there is one.", choices=["auto", "cuda", "cpu"])
     backend: str = setting(

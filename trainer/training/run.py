@@ -24,6 +24,7 @@ from trainer.rebalance.rebalancer import Rebalancer
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.settings import Settings
 from trainer.strategies import Strategy
+from trainer.training.clipping import Clipping
 from trainer.training.console import Console
 from trainer.training.rates import Rates
 
@@ -44,6 +45,7 @@ class Run:
     strategy: Strategy | Pipeline
     precision: Full
     optimizer: torch.optim.Optimizer | StandInOptimizer
+    clipping: Clipping | None
     rates: Rates
     graphs: Graphs | None
     material: Any

@@ -48,6 +48,8 @@ def update(run: Run, batch: Any, progress: Progress, begin: Any) -> Generator[Du
     else:
         loss_sum, exchange = yield from differentiated(run, run.strategy, batch, progress.step)
     run.precision.unscale(run.optimizer)
+    if run.clipping:
+        run.clipping()
     summed = timer.mark()
     yield None
 
@@ -95,6 +97,9 @@ def differentiated(run: Run, strategy: Strategy, batch: Any, step: int) -> Gener
             scaled = run.precision.scaled(loss_sum)
             if number < last and alone:
                 strategy.backward_alone(scaled, size)
+                if run.clipping:
+                    run.precision.unscale(run.optimizer)
+                    run.clipping()
                 yield None
                 run.precision.step(run.optimizer)
                 run.optimizer.zero_grad(set_to_none=True)
