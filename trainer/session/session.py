@@ -43,13 +43,17 @@ class Session:
 
     def __init__(self, run: Run, ending: Ending | None = None) -> None:
         self.run, self._ending = run, ending
-        self.model = Forward(run.strategy.model, run.precision, run.settings.amp)
+        self.model = Forward(self._network, run.precision, run.settings.amp)
         self.keeper = CheckpointKeeper(run)
         self.progress = self.keeper.resume()
         self.has_reached_target = False
         self.loss: float | None = None
         """Mean over the samples of the last epoch, of all ranks; None before its end, and where nobody learns."""
         self._making: Making | None = None
+
+    def _network(self, *inputs: Any, **named: Any) -> Any:
+        """The one that the strategy has now: exact first updates have another than those that follow."""
+        return self.run.strategy.model(*inputs, **named)
 
     @property
     def updates(self) -> int:
