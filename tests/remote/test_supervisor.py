@@ -264,7 +264,7 @@ sys.exit(7 if os.environ["RANK"] == "2" else 0)
     )
     (tmp_path / "said").mkdir()
     said_in = {"SAID": str(tmp_path / "said")}
-    with gang(tmp_path, script, ranks=(1, 2), torch_free=False, env=said_in) as job:
+    with gang(tmp_path, script, ranks=(1, 2), torch_free=False, warm=False, env=said_in) as job:
         job.launch()
         record = job.wait()
         said = [json.loads(text) for text in outputs(job)]

@@ -27,8 +27,11 @@ from orchestrator.remote.agent import agent_state
 from orchestrator.remote.layout import JobFolder
 from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.local import LocalTransport
+from tests.support.quick_python import quick_python
 
 LAUNCHER = Path(__file__).with_name("fake_torchrun.py")
+OURS = {"PYTHONPATH": str(Path(__file__).parents[2])}
+"""For `python -m trainer` by a Python of the tests' own, in which this project is not installed."""
 
 
 class Gang:
@@ -113,6 +116,7 @@ def gang(
     *,
     ranks: Sequence[int] = (1, 1),
     torch_free: bool = True,
+    warm: bool = True,
     elastic: Elastic | None = None,
     command: Sequence[str] = ("script.py",),
     env: Mapping[str, str] | None = None,
@@ -120,13 +124,16 @@ def gang(
     **plan_changes: object,
 ) -> Iterator[Gang]:
     """script: Python text that every rank runs. ranks: of node `a` (the master), `b`, and so on. activate: a line of
-    shell that a host runs first.
+    shell that a host runs first. warm: what needs torch is forked where it is imported already (`warm_python`).
     """
     folder = tmp_path / "code"
     folder.mkdir()
     (folder / "script.py").write_text(script)
     code, blob = pack_folder(folder)
     job_id = f"test-{tmp_path.name}"[:100]
+    warm = warm and not torch_free
+    python = quick_python(tmp_path / "quick", torchrun=True) if warm else sys.executable
+    ours = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **(OURS if warm else {})}
     nodes, first = [], 0
     for index, count in enumerate(ranks):
         torchrun = launcher_arguments(str(LAUNCHER), ranks, index, "127.0.0.1")
@@ -142,9 +149,9 @@ def gang(
                 interface="lo",
                 device="cpu",
                 gpu=None,
-                python=sys.executable,
+                python=python,
                 workdir=str(tmp_path / f"work-{index}"),
-                env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **(env or {})},
+                env={**ours, **(env or {})},
                 torchrun=torchrun,
                 command=tuple(command),
             )

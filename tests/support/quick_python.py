@@ -13,12 +13,16 @@ import shutil
 import sys
 from pathlib import Path
 
+from tests.support.warm_python import listen_at
+
 TESTS = Path(__file__).resolve().parent
 
 
 REAL_TORCH = """import os, sys
 if CONDITION:
     sys.path[-1:-1] = PACKAGES
+    from warm_client import run_warm
+    run_warm(SERVER)
 """
 FOR_RANKS = '"RANK" in os.environ'
 FOR_JOBS = 'sys.orig_argv[1] != "-c"'
@@ -33,11 +37,13 @@ def quick_python(folder: Path, *, trains: bool = False, torchrun: bool = False) 
     base = Path(sys._base_executable)
     packages = folder / f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
     shutil.copytree(TESTS / "quick", packages)
-    shutil.copy(TESTS / "fake_torchrun.py", packages)
+    for program in ("fake_torchrun.py", "warm_client.py"):
+        shutil.copy(TESTS / program, packages)
     if trains or torchrun:
         real = [path for path in sys.path if path.endswith("site-packages")]
         text = REAL_TORCH.replace("CONDITION", FOR_JOBS if torchrun else FOR_RANKS).replace("PACKAGES", repr(real))
-        (packages / "sitecustomize.py").write_text(text)
+        listen_at(folder / "warm")
+        (packages / "sitecustomize.py").write_text(text.replace("SERVER", repr(str(folder / "warm"))))
     compileall.compile_dir(packages, quiet=1)
     (folder / "bin").mkdir()
     (folder / "bin" / "python").symlink_to(base)
