@@ -82,6 +82,7 @@ def show_accuracy(data_dir: str, epochs: int) -> None:
 
 def trained(data_dir: str, epochs: int, seed: int, settings: dict[str, Any]) -> float:
     asked = {"exp": "mnist_lenet", "data_dir": data_dir, "epochs": epochs, "eval_every": epochs, "seed": seed}
+    asked |= {"lr": 0.02, "lr_schedule": "constant", "lr_warmup": 0.0}
     asked |= {"device": "cpu", "shares": f"{os.uname().nodename}:0=5,{os.uname().nodename}:1=2", **settings}
     words = [f"--{key}={value}" for key, value in asked.items()]
     with tempfile.TemporaryDirectory() as folder:

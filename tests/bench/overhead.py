@@ -39,6 +39,7 @@ CASES = {
     "resnet152_cifar": {"batch": 4, "steps": 3, "blocks": 20},
 }
 COMMON = {"data": "synthetic", "strategy": "none", "device": "cpu", "num_workers": "0", "lr": "0.001"}
+COMMON |= {"lr_schedule": "constant", "lr_warmup": "0"}  # as the bare loop has it
 
 
 def main() -> int:

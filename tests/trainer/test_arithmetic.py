@@ -157,7 +157,10 @@ def test_an_update_that_fp16_leaves_out_leaves_nothing_behind():
     with torch.no_grad():
         garbage = [torch.full_like(weight, 1e30) for weight in models[0].parameters()]
     del garbage  # what an allocator hands out next
-    fused, plain = build_optimizer(settings, models[0]), torch.optim.SGD(models[1].parameters(), lr=0.02, momentum=0.9)
+    fused, plain = (
+        build_optimizer(settings, models[0]),
+        torch.optim.SGD(models[1].parameters(), lr=settings.lr, momentum=0.9),
+    )
     for weight in models[0].parameters():
         weight.grad = torch.full_like(weight, float("inf"))
     fused.grad_scale, fused.found_inf = None, torch.ones(1)

@@ -120,6 +120,7 @@ def local_updates(group: Any, rank: int) -> tuple[list[int], int, float]:
     trained on; and how far it is from plain SGD on the same samples in pieces of so many.
     """
     asked = {"shares": "node0=8,node1=2,node2=2", "fidelity": "local", "local_batch": "3", "augment": "none"}
+    asked |= {"lr_schedule": "constant", "lr_warmup": "0"}
     run = set_up(group, rank, strategy="ddp", steps="2", **asked)
     alone = copy.deepcopy(run.model)
     optimizer = torch.optim.SGD(alone.parameters(), lr=run.settings.lr, momentum=run.settings.momentum)

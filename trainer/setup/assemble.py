@@ -124,7 +124,7 @@ def prepare(met: Met, material: Material) -> Run:
         rebalancer=build_rebalancer(settings, info, metrics, console, division, room),
         optimizer=optimizer,
         clipping=build_clipping(settings, material, model, strategy, group),
-        rates=rates_of(settings, optimizer, division.order.stream, division.last_step),
+        rates=rates_of(settings, optimizer, division.order.stream),
         graphs=build_graphs(model, metrics, console) if settings.cuda_graph == "on" else None,
         material=material,
         order=division.order,

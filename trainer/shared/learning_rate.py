@@ -23,7 +23,7 @@ class Schedule:
     kind: str
     epoch_samples: int
     run_samples: int
-    """Up to the run's last update."""
+    """Of all epochs."""
     warmup_epochs: float = 0.0
     steps: tuple[float, ...] = ()
     step_factor: float = 0.1

@@ -51,8 +51,8 @@ class Settings:
     lr: float = setting("Learning rate.", above=0)
     lr_schedule: str = setting(
         "How the learning rate goes on after its warm-up, by the samples seen: it stays (constant), is multiplied by "
-        "lr_factor after each of lr_steps (step), or falls along half a cosine to 0 at the end of the run (cosine). Of "
-        "a script of one's own it multiplies each rate of the optimiser.",
+        "lr_factor after each of lr_steps (step), or falls along half a cosine to 0 at the end of the epochs (cosine). "
+        "Of a script of one's own it multiplies each rate of the optimiser.",
         choices=LR_SCHEDULES,
     )
     lr_warmup: float = setting("Epochs in which the learning rate rises from 0 in a straight line.", at_least=0)

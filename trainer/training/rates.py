@@ -34,12 +34,12 @@ class Rates:
             group["lr"] = full * factor
 
 
-def rates_of(settings: Settings, optimizer: Any, stream: SampleStream, last_step: int) -> Rates:
-    """last_step: updates of the whole run."""
+def rates_of(settings: Settings, optimizer: Any, stream: SampleStream) -> Rates:
+    """Of all epochs, whatever `steps` leaves of them: a run that it ends early is the beginning of a longer one."""
     schedule = Schedule(
         settings.lr_schedule,
         epoch_samples=stream.size,
-        run_samples=samples_before(stream, *divmod(last_step, stream.steps)),
+        run_samples=settings.epochs * stream.size,
         warmup_epochs=settings.lr_warmup,
         steps=parse_lr_steps(settings.lr_steps),
         step_factor=settings.lr_factor,
