@@ -17,7 +17,7 @@ from orchestrator.forecast.advice import Scene
 from orchestrator.forecast.asked import memory_words
 from orchestrator.forecast.cluster_links import MeasuredLinks, wire_of
 from orchestrator.forecast.gpus import ERROR, activation_bytes, estimate_speed
-from orchestrator.forecast.layers import Block, Layer, gradient_bytes, layers_in, network_of
+from orchestrator.forecast.layers import Block, Layer, gradient_bytes, layers_in, network_like, network_of
 from orchestrator.forecast.step import HostSpeed, Workload
 from orchestrator.hosts.cards import find_card
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
@@ -58,7 +58,8 @@ def inputs_of(
     settings = plan.training
     if settings is None:
         raise UsageError(f"{plan.exp} trains nothing whose speed could be predicted", "choose another --exp")
-    blocks = blocks_in(settings, profiles)
+    likes = [str(node.paced["like"]) for node in plan.nodes if node.paced and node.paced.get("like")]
+    blocks = network_like(likes[0]) if likes else blocks_in(settings, profiles)
     layers = layers_in(blocks)
     by_hand = parse_speeds(settings.speeds)
     speeds_of = {node.name: _speeds(node, settings, by_hand, profiles, layers) for node in plan.nodes}

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from trainer.shared.experiments import DATA_SETS, TRAINING
 from trainer.shared.settings import Settings
 
 FLOAT_BYTES = 4
@@ -72,6 +73,12 @@ def blocks_of(model: str, image: tuple[int, int, int], classes: int) -> tuple[Bl
 def network_of(settings: Settings) -> tuple[Block, ...]:
     """An experiment's."""
     return blocks_of(settings.model, settings.data_set.shape, settings.data_set.classes)
+
+
+def network_like(exp: str) -> tuple[Block, ...]:
+    """The same, by its name. Raises KeyError for an experiment that trains nothing."""
+    facts = DATA_SETS[TRAINING[exp]["data"]]
+    return blocks_of(TRAINING[exp]["model"], facts.shape, facts.classes)
 
 
 def gradient_bytes(layers: Sequence[Layer]) -> int:

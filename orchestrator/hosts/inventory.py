@@ -103,6 +103,9 @@ class _Pace(_Model):
     gb_per_s: float = Field(default=GB_PER_S, gt=0)
     """Memory bandwidth of the GPU that is stood in for, as its data sheet has it: what it does beside its steps, like
     copies, casts and compression of gradients, takes as long as it would there."""
+    like: Literal["mnist_lenet", "resnet152_cifar"] | None = None
+    """The experiment whose network the host stands in for, while the run's own, a smaller one, learns within its time;
+    default: it stands in for the run's own, and nobody learns."""
 
 
 class Paced(_Pace):

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from orchestrator.hosts.facts import NodeFacts
+from orchestrator.hosts.inventory import Paced
 from orchestrator.hosts.visible import cuda_environment
 from orchestrator.planning.arguments import torchrun_arguments, trainer_arguments, trainer_settings
 from orchestrator.planning.draft import Draft
@@ -89,7 +90,7 @@ def _node_plan(draft: Draft, one: PlannedNode, ranks_on_machine: int, of_split: 
         gpu=node.gpu or next((gpu.name for gpu in one.gpus or one.facts.gpus), None),
         gpu_uuids=tuple(gpu.uuid for gpu in one.gpus),
         bandwidth_bps=node.bandwidth_bps,
-        paced=node.paced.model_dump(mode="json") if node.paced else None,
+        paced=_pace_of(node.paced) if node.paced else None,
         python=node.python,
         activate=node.activate,
         workdir=node.workdir,
@@ -191,10 +192,29 @@ def _public_addresses(training: str, facts: NodeFacts) -> list[str]:
     return [address for address in dict.fromkeys([training, *own]) if ipaddress.ip_address(address).is_global]
 
 
+def _pace_of(paced: Paced) -> dict[str, Any]:
+    """As a plan keeps it."""
+    document = paced.model_dump(mode="json")
+    return document if paced.like else {name: value for name, value in document.items() if name != "like"}
+
+
 def _paced(nodes: Iterable[PlannedNode]) -> tuple[str, ...]:
-    paced = [one.node.name for one in nodes if one.node.paced]
-    words = "paced, each rank keeps a declared speed and computes nothing: no loss, no accuracy"
-    return (f"{', '.join(paced)}: {words}",) if paced else ()
+    paced = {one.node.name: one.node.paced.like for one in nodes if one.node.paced}
+    blank = ", ".join(name for name, like in paced.items() if not like)
+    learning = ", ".join(name for name, like in paced.items() if like)
+    likes = " or ".join(sorted({like for like in paced.values() if like}))
+    return (
+        *(
+            [f"{blank}: paced, each rank keeps a declared speed and computes nothing: no loss, no accuracy"]
+            if blank
+            else []
+        ),
+        *(
+            [f"{learning}: paced like {likes}, each rank learns within its time, and sends its bytes"]
+            if learning
+            else []
+        ),
+    )
 
 
 def _too_few_samples(draft: Draft) -> tuple[str, ...]:

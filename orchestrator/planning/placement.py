@@ -54,10 +54,19 @@ class Placement:
         return [(one.node.name, local_rank) for one in self.nodes for local_rank in range(one.ranks)]
 
 
+def _refuse_several_likes(nodes: Sequence[Node]) -> None:
+    """Raises UsageError where hosts would exchange gradients of different networks."""
+    likes = {node.name: node.paced.like if node.paced else None for node in nodes}
+    if len({*likes.values()}) > 1:
+        named = ", ".join(f"{name}: {like or 'the run itself'}" for name, like in likes.items())
+        raise UsageError(f"paced hosts stand in for different networks ({named})", "give all hosts the same `like`")
+
+
 def place(nodes: Sequence[Node], facts: Mapping[str, NodeFacts], election: Election, request: RunRequest) -> Placement:
     """nodes: those that take part, all with facts. Raises UsageError where no training address can be found, or the
     nodes do not do for the elastic job that is wanted.
     """
+    _refuse_several_likes(nodes)
     ordered, left_out = sorted(nodes, key=lambda node: node.name != election.master), list[Node]()
     if request.elastic:
         training = request.training

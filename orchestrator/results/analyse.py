@@ -182,13 +182,13 @@ def _from_steps(plan: LaunchPlan, figures: Figures, nodes: tuple[NodeSummary, ..
 
 
 def _training(plan: LaunchPlan, figures: Figures, events: Events) -> dict[str, Any]:
-    """What the network learned; a rank that stands in for a GPU learns nothing."""
+    """What the network learned; a rank that stands in for a GPU learns nothing, unless it is `like` a larger one."""
     rebalances = read_rebalances(events, plan)
     fields: dict[str, Any] = {
         "batch_norm": read_batch_norm(events.latest("start"), plan, rebalances),
         "rebalances": rebalances,
     }
-    if any(node.paced for node in plan.nodes):
+    if any(node.paced and not node.paced.get("like") for node in plan.nodes):
         return fields
     evaluation = next(iter(events.latest("eval").values()), {})
     return fields | {

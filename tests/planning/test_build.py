@@ -251,6 +251,15 @@ def test_paced_hosts_compute_on_the_cpu_and_the_plan_says_so():
     assert any(note.startswith("n41: paced") for note in made.notes)
 
 
+def test_paced_hosts_that_learn_do_so_like_one_network():
+    nodes, found = pair(paced=Paced(samples_per_s=333, like="resnet152_cifar"))
+    made = plan(nodes[:1], found, RESNET)
+    assert json.loads(made.nodes[0].env["ORCH_PACED"])["like"] == "resnet152_cifar"
+    assert [note for note in made.notes if "paced like resnet152_cifar, each rank learns within its time" in note]
+    with pytest.raises(UsageError, match="stand in for different networks"):
+        plan(nodes, found, RESNET)
+
+
 def test_building_a_plan_changes_nothing_it_was_given_and_gives_the_same_again():
     nodes, found = pair(env={"A": "1"})
     before = [one.model_dump_json() for one in (*nodes, *found.values())]

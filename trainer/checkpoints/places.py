@@ -35,7 +35,7 @@ def check_kind(run: Run) -> None:
     """Raises TrainError where this kind of run can have no checkpoints."""
     if run.settings.strategy == "fsdp":
         raise TrainError("checkpoint_every, resume: fsdp keeps the optimiser in pieces; use another strategy for these")
-    if not run.learns:
+    if not run.learns or run.info.pace:
         raise TrainError("checkpoint_every, resume: a run with paced ranks learns nothing that could be kept")
     if kinds_of(run.optimizer) is None:
         raise TrainError(

@@ -60,7 +60,7 @@ def agree_on_facts(settings: Settings, info: RankInfo) -> DataSet:
     """
     own = ""
     with together(info.node):
-        if not info.pace:
+        if info.learns:
             facts, mark = find_facts(settings)
             own = json.dumps([info.node, mark, facts.classes, facts.train_samples, facts.test_samples])
     found = [json.loads(line) for line in gather_lines(own) if line]
@@ -79,7 +79,7 @@ def agree_on_facts(settings: Settings, info: RankInfo) -> DataSet:
 
 def choose_loader(settings: Settings, facts: DataSet, info: RankInfo, device: torch.device) -> Settings:
     """`loader` and `num_workers` as they turn out on this host. Raises TrainError for a set that cannot be resident."""
-    if info.pace:
+    if not info.learns:
         return settings
     loader = settings.loader
     if loader != "workers":
@@ -137,10 +137,10 @@ def open_batches(
 ) -> Opened:
     """All ranks of all hosts take part: one that fails, fails them all. A paced rank has blank batches."""
     with together(info.node):  # one rank of each host fetches and unpacks
-        if info.local_rank == 0 and not info.pace:
+        if info.local_rank == 0 and info.learns:
             prepare(settings)
     with together(info.node):
-        if not info.pace:
+        if info.learns:
             if settings.loader == "resident":
                 return _resident(settings, facts, order, device, prepare_ahead(info, device))
             return _workers(settings, facts, order, device)

@@ -11,7 +11,7 @@ from trainer.shared.gpu_work import Work
 
 
 class StandInExecutor(Executor):
-    """Keeps the time that a GPU takes for its work, one after the other, and does none of it."""
+    """Keeps the time that a GPU takes for its work, one after the other."""
 
     SHORT_S = 0.5e-3
     """No sleep is as exact as this; what is shorter is made up for with the work that follows."""
@@ -22,14 +22,18 @@ class StandInExecutor(Executor):
 
     def __call__(self, work: Work, arithmetic: Callable[[], object]) -> None:
         clock = self.stopwatch.clock
-        now_s = clock.now()
-        self.free_s = max(self.free_s, now_s) + work.seconds(self.stopwatch.pace.gb_per_s)
-        if self.free_s - now_s < self.SHORT_S:
+        began_s = clock.now()
+        self.do(arithmetic)
+        self.free_s = max(self.free_s, began_s) + work.seconds(self.stopwatch.pace.gb_per_s)
+        if self.free_s - began_s < self.SHORT_S:
             return
-        if self.is_beside:
-            clock.sleep(self.free_s - now_s)
-        else:
+        if self.is_beside and (left_s := self.free_s - clock.now()) > 0:
+            clock.sleep(left_s)
+        if not self.is_beside:
             self.stopwatch.keep(self.free_s)
+
+    def do(self, arithmetic: Callable[[], object]) -> None:
+        """None of it."""
 
     def beside(self) -> StandInExecutor:
         return StandInExecutor(self.stopwatch, is_beside=True)

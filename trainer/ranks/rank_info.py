@@ -36,6 +36,11 @@ class RankInfo:
     pace: Pace | None = None
     """The speed to keep, where this rank stands in for a GPU."""
 
+    @property
+    def learns(self) -> bool:
+        """Whether it computes with real data."""
+        return self.pace is None or bool(self.pace.like)
+
 
 def read_rank_info(environment: Mapping[str, str] = os.environ) -> RankInfo:
     """Raises TrainError where a variable is no number or the rendezvous of several ranks is missing."""

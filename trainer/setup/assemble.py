@@ -22,6 +22,7 @@ from trainer.compute.precision import Full, build_precision
 from trainer.compute.timer import Timer, timer_for
 from trainer.data.loading import agree_on_facts
 from trainer.paced.executor import StandInExecutor
+from trainer.paced.learner import Learner, LearnerExecutor
 from trainer.paced.part import PacedPart
 from trainer.paced.standin import StandIn
 from trainer.pipeline.strategy import Pipeline
@@ -89,7 +90,7 @@ def prepare(met: Met, material: Material) -> Run:
     if division.pipeline:
         settings = dataclasses.replace(settings, stages=format_stages(division.pipeline.layout.pipelines))
     settings, model, precision = build_trained(settings, met, material, division)
-    learns = sum_over_ranks([float(info.pace is not None)])[0] == 0
+    learns = sum_over_ranks([float(not info.learns)])[0] == 0
     if settings.target_accuracy and not learns:
         raise TrainError("target_accuracy: a run with paced ranks learns nothing, and would not reach it; leave it out")
     timer = timer_for(device)
@@ -157,6 +158,8 @@ def build_network(
 ) -> nn.Module:
     """All of it, or this rank's part in a pipeline, or of a paced rank its slices."""
     stream, micro_batches = division.order.stream, division.micro_batches
+    if info.pace and info.pace.like and (division.tensor or division.pipeline):
+        raise TrainError(f"paced: `like` stands in for whole networks alone, not with strategy={settings.strategy}")
     if division.tensor and info.pace:
         sizes = division.own_sizes(info.rank)
         return paced_slices(settings, division.tensor, facts_of(material), info, info.pace, metrics, sizes)
@@ -180,7 +183,8 @@ def build_synchronised(
     """The strategy that keeps the ranks together, and the brake that the setting `slow` puts on it."""
     if isinstance(model, StandIn | PacedPart):
         brake = Brake(settings.bottleneck, info.rank, timer, postpone=model.stopwatch.postpone)
-        executor: Executor = StandInExecutor(model.stopwatch)
+        kind = LearnerExecutor if isinstance(model, Learner) else StandInExecutor
+        executor: Executor = kind(model.stopwatch)
     else:
         brake, executor = Brake(settings.bottleneck, info.rank, timer), ON_DEVICE
     if division.pipeline:

@@ -7,7 +7,8 @@ from torch import nn
 from trainer.compute.microbatches import MicroBatches
 from trainer.compute.models import has_batch_norm
 from trainer.data.sample_stream import SampleStream
-from trainer.paced.anatomy import dissect
+from trainer.paced.anatomy import Anatomy, dissect
+from trainer.paced.learner import Learner
 from trainer.paced.memory import memory_needed
 from trainer.paced.standin import StandIn
 from trainer.paced.stopwatch import Stopwatch
@@ -16,7 +17,7 @@ from trainer.setup.batch_norm import check_batch_norm, check_pairs, check_whole_
 from trainer.setup.material import Experiment, Material
 from trainer.setup.paced import keep_records, refuse_arithmetic
 from trainer.shared.errors import TrainError
-from trainer.shared.experiments import DataSet
+from trainer.shared.experiments import DATA_SETS, TRAINING, DataSet
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.pace import Pace
 from trainer.shared.settings import Settings
@@ -33,10 +34,12 @@ def network(
     """With real weights, or a stand-in where the rank is paced. Raises TrainError where its BatchNorm can make nothing
     of how the batch is split.
     """
-    if info.pace:
-        share = max(micro_batches.sizes(stream.shares, info.rank))
+    share = max(micro_batches.sizes(stream.shares, info.rank))
+    if info.pace and not info.learns:
         return stand_in(settings, facts_of(material), info, metrics, info.pace, share)
     model = material.network()
+    if info.pace:
+        model = stand_in(settings, facts_of(material), info, metrics, info.pace, share, model)
     check_batch_norm(model, stream, settings.sync_bn)
     check_pairs(model, micro_batches, stream.shares)
     check_whole_batch(settings, micro_batches, stream.shares)
@@ -56,14 +59,32 @@ def facts_of(material: Material) -> DataSet:
 
 
 def stand_in(
-    settings: Settings, facts: DataSet, info: RankInfo, metrics: MetricsWriter, pace: Pace, share: int
+    settings: Settings,
+    facts: DataSet,
+    info: RankInfo,
+    metrics: MetricsWriter,
+    pace: Pace,
+    share: int,
+    learning: nn.Module | None = None,
 ) -> StandIn:
-    """Raises TrainError where the share would not fit into the memory of the GPU that is stood in for, and for what
-    would need its arithmetic.
+    """learning: the network that learns, where the pace is that of a larger one.
+
+    Raises TrainError where the share would not fit into the memory of the GPU that is stood in for, and for what would
+    need its arithmetic.
     """
     refuse_arithmetic(settings)
-    anatomy = dissect(settings.model, facts.shape, facts.classes)
+    anatomy = anatomy_of(settings, facts, pace)
     needed = memory_needed(anatomy, pace, share)
     stopwatch = Stopwatch(pace, seed=(settings.seed, info.rank))
     keep_records(metrics, settings, stopwatch, needed)
+    if learning:
+        return Learner(anatomy, stopwatch, learning, facts.classes)
     return StandIn(anatomy, stopwatch, facts.classes)
+
+
+def anatomy_of(settings: Settings, facts: DataSet, pace: Pace) -> Anatomy:
+    """Of the network that the rank stands in for."""
+    if not pace.like:
+        return dissect(settings.model, facts.shape, facts.classes)
+    like = TRAINING[pace.like]
+    return dissect(like["model"], DATA_SETS[like["data"]].shape, DATA_SETS[like["data"]].classes)

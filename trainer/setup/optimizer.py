@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from trainer.compute.models import trainable
+from trainer.paced.learner import Learner, LearnerOptimizer
 from trainer.paced.part import PacedPart
 from trainer.paced.standin import StandIn, StandInOptimizer
 from trainer.shared.settings import Settings
@@ -15,8 +16,14 @@ from trainer.shared.settings import Settings
 
 def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer | StandInOptimizer:
     """settings: `fused_sgd` as it turned out."""
+    if isinstance(model, Learner):
+        return LearnerOptimizer(model, _real(settings, model.network))
     if isinstance(model, StandIn | PacedPart):
         return StandInOptimizer(model)
+    return _real(settings, model)
+
+
+def _real(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
     if settings.optimizer == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
     rule: dict[str, Any] = {"lr": settings.lr, "momentum": settings.momentum, "weight_decay": settings.weight_decay}

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.shared.errors import TrainError
+from trainer.shared.experiments import TRAINING
 from trainer.shared.gpu_work import GB_PER_S
 
 FORWARD, BACKWARD, OPTIMISER = 0.33, 0.66, 0.01
@@ -34,6 +35,10 @@ class Pace:
     """(step, factor) pairs in the order of their steps: from that one on, all take factor times as long."""
     gb_per_s: float = GB_PER_S
     """The GPU's memory bandwidth, at which it does what lies beside its steps (`gpu_work`)."""
+    like: str = ""
+    """The experiment whose network the rank stands in for, while the run's own, a smaller one, learns within its time;
+    empty: the run's own is stood in for, and nobody learns.
+    """
 
     def step_s(self, samples: int, step: int, seed: object = 0) -> float:
         """Seconds that a whole step takes with so many samples. seed: two ranks with one seed jitter alike."""
@@ -76,5 +81,7 @@ def _check(pace: Pace) -> None:
         raise ValueError("fixed_ms lies between 0 and 3600000, jitter between 0 and 1")
     if not 1e-3 <= pace.gb_per_s <= 1e9:
         raise ValueError("gb_per_s lies between 0.001 and 1e9")
+    if pace.like and pace.like not in TRAINING:
+        raise ValueError(f"like is one of {', '.join(TRAINING)}")
     if pace.memory_bytes is not None and not (isinstance(pace.memory_bytes, int) and pace.memory_bytes > 0):
         raise ValueError("memory_bytes is a whole number above 0")

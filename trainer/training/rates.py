@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from trainer.data.sample_stream import SampleStream
-from trainer.paced.standin import StandInOptimizer
 from trainer.shared.learning_rate import Schedule, parse_lr_steps
 from trainer.shared.settings import Settings
 from trainer.training.progress import Progress
@@ -20,7 +19,7 @@ class Rates:
 
     def __init__(self, optimizer: Any, schedule: Schedule, scale: float = 1.0) -> None:
         self.schedule = schedule
-        self._groups = [] if isinstance(optimizer, StandInOptimizer) else optimizer.param_groups
+        self._groups = optimizer.param_groups
         for group in self._groups if scale != 1 else ():
             group["lr"] = group["lr"] * scale
         self._full = [group["lr"] for group in self._groups]
