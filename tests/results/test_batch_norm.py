@@ -95,3 +95,5 @@ def test_what_a_rank_does_not_report_or_reports_oddly_is_not_guessed(tmp_path, o
     found = summary_of(tmp_path / "run", [[[73, 1]], odd])
     assert found.batch_norm is None
     assert fidelity_words(found) == "exact"
+    local = found.model_copy(update={"settings": {**found.settings, "fidelity": "local"}})
+    assert fidelity_words(local).startswith("local: two ranks lost 0.1 (8 steps) to 0.25 points (32) of accuracy")
