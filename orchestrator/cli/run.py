@@ -53,6 +53,7 @@ SECOND_CTRL_C_S = 3.0
 @click.option(
     "--pass-local-rank", is_flag=True, help="Give the script --local_rank=N, as torch.distributed.launch does."
 )
+@click.option("--no-metrics", is_flag=True, help="Leave the steps of a script unmeasured: hang nothing into its torch.")
 @click.option(
     "--env",
     multiple=True,
@@ -126,7 +127,8 @@ def _start(ctx: click.Context, options: RunOptions) -> None:
         strays = went_to_script(ctx, wish.request.name, wish.request.command) if words.command else ()
         request = replace(
             wish.request, share_gpus=options.share, grace_s=options.grace, time_limit_s=options.time_limit,
-            elastic=elastic, env=variables, notes=(*strays, *wish.request.notes),
+            elastic=elastic, env=variables, measures_steps=options.measures_steps(),
+            notes=(*strays, *wish.request.notes),
         )  # fmt: skip
         plan = controller.plan(cluster, request, wish.code, options.only)
         if options.dry_run:

@@ -25,6 +25,7 @@ class RunOptions:
     folder: Path | None
     batch: int | None
     pass_local_rank: bool
+    no_metrics: bool
     env: tuple[str, ...]
     env_files: tuple[Path, ...]
     nodes: str | None
@@ -58,6 +59,12 @@ class RunOptions:
         if self.resume and words != Words(settings=self.settings):
             raise UsageError("--resume runs what the job ran", "give it --set alone")
         return words
+
+    def measures_steps(self) -> bool:
+        """Raises UsageError where there is no script."""
+        if self.no_metrics and not self.command:
+            raise UsageError("--no-metrics belongs to a script of your own", "leave it out: the trainer writes its own")
+        return not self.no_metrics
 
     def wanted_nodes(self) -> Elastic | None:
         """Raises UsageError."""

@@ -135,6 +135,8 @@ def _environment(draft: Draft, one: PlannedNode, ranks_on_machine: int, of_split
     """
     node, request = one.node, draft.request
     environment = _for_scripts(draft) if request.kind != "experiment" else {}
+    if request.measures_steps and request.kind != "experiment":
+        environment["ORCH_STEP_METRICS"] = "on"
     environment["OMP_NUM_THREADS"] = str(max(1, one.facts.cores // ranks_on_machine))
     if one.interface:
         # NCCL takes names as prefixes unless they begin with "=" (NCCL manual, NCCL_SOCKET_IFNAME). Gloo opens one

@@ -43,6 +43,8 @@ class RunRequest:
     """Samples of one update of a script over all ranks, where the person says so."""
     best_way: bool = False
     """strategy=auto: the plan chooses how the ranks stay together."""
+    measures_steps: bool = True
+    """Whether the steps of a script that writes no records are measured from outside."""
     share_gpus: bool = False
     grace_s: float = 3.0
     time_limit_s: float | None = None

@@ -28,6 +28,8 @@ from .meeting import Meeting
 from .memory import let_go_first
 from .processes import adopt_orphans, descendants, die_with_parent, end_all, pulse, signal_name
 from .pump import Pump
+from .script_start import WATCH
+from .watched import watched
 
 PARENT_DIED = signal.SIGUSR1
 FORWARDED = (signal.SIGINT, signal.SIGTERM)
@@ -85,6 +87,8 @@ def _start(job: JobFolder, node: dict[str, Any], rank: int) -> tuple[subprocess.
     folder.mkdir(exist_ok=True)
     ours = {"ORCH_METRICS": str(folder / "metrics.jsonl"), "ORCH_CHECKPOINTS": str(job.checkpoints)}
     environment = {**os.environ, **ours}
+    if environment.pop(WATCH, "") == "on":
+        environment |= watched(job, environment)
     if node["shares"]:
         environment["ORCH_SHARE"] = str(_share(node))
         environment["ORCH_BATCH"] = str(node["settings"]["batch"])

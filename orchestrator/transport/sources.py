@@ -17,7 +17,7 @@ from pathlib import Path
 from orchestrator.transport.bytecode import bytecode
 
 PACKAGE = "orch_remote"
-_STARTED = {"prepare": ("keeper", "launch", "rank", "gpus")}
+_STARTED = {"prepare": ("keeper", "launch", "rank", "gpus", "step_hooks")}
 """What a program puts into the job's folder, to be started from there."""
 _IMPORT = re.compile(r"^ *from \.(\w*) import (.*)", re.MULTILINE)
 

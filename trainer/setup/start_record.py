@@ -43,6 +43,7 @@ def start_fields(
         "gradient_bytes": gradient_bytes(model) if model else None,
         "paced": info.pace is not None and model is not None,
         "settings": dataclasses.asdict(settings),
+        "samples_from": None,
     }
 
 

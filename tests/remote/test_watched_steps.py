@@ -1,0 +1,259 @@
+"""Scripts that nobody changed, started as a rank's wrapper starts them: their steps are measured, unnoticed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator.remote import step_file
+from orchestrator.remote.layout import JobFolder
+from orchestrator.remote.script_start import WATCH
+from orchestrator.remote.watched import watched
+from tests.support.local_job import gang
+from tests.support.watching import Measured, by_hand, events_in, unchanged
+from trainer.shared.metrics import EVENT_FIELDS
+
+TRIES = 3
+"""Where the machine does other things, a rank stands still between two clocks that should read the same."""
+
+
+def ranks_of(job) -> list[Path]:
+    return [job.folder(node.name) / f"rank-{rank}" for node in job.plan.nodes for rank in node.rank_numbers]
+
+
+def run(place: Path, text: str, switch: str = "on") -> list[Path]:
+    """The folders of two ranks that ran it."""
+    place.mkdir()
+    with gang(place, text, env={WATCH: switch, "EPOCHS": "2"}) as job:
+        job.launch()
+        assert job.wait().state == "succeeded", [(rank / "stderr.log").read_text() for rank in ranks_of(job)]
+        return ranks_of(job)
+
+
+def test_the_records_have_the_form_that_all_records_have():
+    assert {event: set(fields) for event, fields in step_file.FIELDS.items()} == {
+        event: set(EVENT_FIELDS[event]) for event in step_file.FIELDS
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "samples_from", "samples"), [("cnn", "Sequential", "loader", 16), ("gpt", "GPT", "network", 12)]
+)
+def test_each_part_of_a_step_is_what_the_script_times_by_hand(tmp_path, name, model, samples_from, samples):
+    for attempt in range(TRIES):
+        ranks = [Measured.read(rank) for rank in run(tmp_path / f"run-{attempt}", by_hand(name))]
+        for measured in ranks:
+            start, end = measured.events[0], measured.events[-1]
+            assert (start["model"], start["samples_from"], start["world_size"]) == (model, samples_from, 2)
+            assert start["gradient_bytes"] == 4 * start["parameters"] > 0
+            assert [step["samples"] for step in measured.steps] == [samples] * 24
+            assert [step["step"] for step in measured.steps] == list(range(24))
+            assert (end["event"], end["status"]) == ("end", "succeeded")
+            assert end["peak_memory_bytes"] > 0
+        misses = [measured.misses() for measured in ranks]
+        if not any(misses):
+            return
+    raise AssertionError(misses)
+
+
+@pytest.mark.parametrize("name", ["cnn", "gpt"])
+def test_a_script_computes_and_prints_the_same_whether_it_is_watched_or_not(tmp_path, name):
+    plain, seen = (run(tmp_path / switch, unchanged(name), switch) for switch in ("off", "on"))
+    for one, other in zip(plain, seen, strict=True):
+        assert {file.name for file in one.iterdir()} == {"stdout.log", "stderr.log", "exit.json"}
+        assert len(events_in(other)) == 26
+        for log in ("stdout.log", "stderr.log"):
+            assert (one / log).read_bytes() == (other / log).read_bytes()
+        assert "weights" in (one / "stdout.log").read_text()
+
+
+# ---- one process, no supervisor ---------------------------------------------------------------------------------
+
+
+LOOP = """
+import os, sys, torch
+from torch.utils.data import DataLoader
+torch.manual_seed(0)
+model, data = torch.nn.Linear(4, 1), torch.randn(32, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train(steps, after=lambda step: None):
+    for step in range(steps):
+        for batch in DataLoader(data, 32):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            after(step)
+"""
+
+
+def start(
+    tmp_path: Path, text: str, *words: str, switch: str = "on", **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """A script of one process, as the wrapper would start it."""
+    job = JobFolder(tmp_path / "job")
+    job.bin.mkdir(parents=True, exist_ok=True)
+    if not (job.bin / "orch_remote").exists():
+        (job.bin / "orch_remote").symlink_to(Path(step_file.__file__).parent)
+    (tmp_path / "script.py").write_text(text)
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {**plain, "ORCH_METRICS": str(tmp_path / "metrics.jsonl"), **variables}
+    environment |= watched(job, environment) if switch == "on" else {}
+    command = [sys.executable, "script.py", *words]
+    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_a_script_alone_has_all_parts_of_its_steps(tmp_path):
+    done = start(tmp_path, LOOP + "train(5)")
+    assert (done.returncode, done.stderr) == (0, "")
+    begin, *steps, end = events_in(tmp_path)
+    assert (begin["samples_from"], begin["parameters"], end["status"]) == ("loader", 5, "succeeded")
+    assert [step["samples"] for step in steps] == [32] * 5
+    for step in steps:
+        parts = [step[f"{part}_ms"] for part in ("load", "compute", "exposed", "optim")]
+        assert sum(parts) == pytest.approx(step["t_ms"], abs=0.003)
+
+
+def test_the_part_of_the_batch_that_orch_gave_is_what_counts(tmp_path):
+    start(tmp_path, LOOP + "train(2)", ORCH_SHARE="24", ORCH_BATCH="96")
+    begin, *steps, _ = events_in(tmp_path)
+    assert (begin["samples_from"], begin["batch_per_rank"]) == ("batch", 24)
+    assert [step["samples"] for step in steps] == [24, 24]
+
+
+def test_a_script_that_fails_says_so_in_its_last_record(tmp_path):
+    done = start(tmp_path, LOOP + "train(2)\nraise ValueError('no more')")
+    assert done.returncode == 1
+    assert done.stderr.endswith("ValueError: no more\n")
+    end = events_in(tmp_path)[-1]
+    assert (end["status"], end["message"]) == ("failed", "ValueError: no more")
+
+
+OWN = """
+import json
+def own(mode="a", **options):
+    return open(os.environ["ORCH_METRICS"], mode, **options)
+def line(step):
+    return json.dumps({"event": "step", "step": step, "samples": 7}) + chr(10)
+"""
+KEPT = "file = own(buffering=1); train(4, lambda step: file.write(line(step)))"
+
+
+@pytest.mark.parametrize(
+    "writes",
+    [
+        KEPT,
+        "file = own(); train(4, lambda step: file.write(line(step)))",
+        "train(4, lambda step: own().write(line(step)))",
+        f"train(9); {KEPT}",
+        "train(9); file = own('w', buffering=1); train(4, lambda step: file.write(line(step)))",
+    ],
+    ids=["from the beginning", "at the end", "after each step", "late", "over ours"],
+)
+def test_a_script_that_writes_its_own_records_keeps_them_alone(tmp_path, writes):
+    done = start(tmp_path, LOOP + OWN + writes)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert events_in(tmp_path) == [{"event": "step", "step": step, "samples": 7} for step in range(4)]
+
+
+def test_a_rank_that_is_started_again_goes_on_behind_its_first_records(tmp_path):
+    for _ in range(2):
+        start(tmp_path, LOOP + "train(2)")
+    assert [event["event"] for event in events_in(tmp_path)] == ["start", "step", "step", "end"] * 2
+
+
+def test_an_error_in_a_hook_ends_the_watching_and_is_said_once(tmp_path):
+    breaks = "import orch_remote.step_course\ndel orch_remote.step_course.Course.moves\ntrain(3)\nprint('trained')"
+    done = start(tmp_path, LOOP + breaks)
+    assert (done.returncode, done.stdout) == (0, "trained\n")
+    (said,) = done.stderr.splitlines()
+    assert said.startswith("orch: steps are no longer measured: AttributeError")
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_disk_that_takes_no_records_ends_the_watching(tmp_path):
+    done = start(tmp_path, LOOP + "train(3)\nprint('trained')", ORCH_METRICS="/dev/full")
+    assert (done.returncode, done.stdout) == (0, "trained\n")
+    assert done.stderr.count("\n") == 1
+
+
+NO_TORCH = """
+import json, os, subprocess, sys
+look = "import os, sys; print(os.environ.get('PYTHONPATH'), [name for name in os.environ if 'STEP' in name],"
+look += " [path for path in sys.path if 'start' in path], 'sitecustomize' in sys.modules, 'orch_remote' in sys.modules)"
+exec(look)
+print(subprocess.run([sys.executable, "-c", look], capture_output=True, text=True).stdout, end="")
+print("torch" in sys.modules, "importlib.util" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("given", [None, "/given/a::/given/b"])
+def test_a_script_without_torch_finds_no_trace(tmp_path, given):
+    done = start(tmp_path, NO_TORCH, **({"PYTHONPATH": given} if given else {}))
+    assert done.stderr == ""
+    own, child, torch = done.stdout.splitlines()
+    assert own == child == f"{given} [] [] False False"
+    assert torch.startswith("False")
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_the_hosts_own_sitecustomize_is_run_too(tmp_path):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "sitecustomize.py").write_text("print('own')")
+    done = start(
+        tmp_path, LOOP + "train(1); print(sys.modules['sitecustomize'].__file__)", PYTHONPATH=f"{tmp_path}/own"
+    )
+    assert done.stdout == f"own\n{tmp_path}/own/sitecustomize.py\n"
+    assert len(events_in(tmp_path)) == 3
+
+
+def test_processes_that_the_script_starts_write_nothing(tmp_path):
+    children = """
+import multiprocessing
+if __name__ == "__main__":
+    train(1)
+    for way in ("fork", "spawn"):
+        child = multiprocessing.get_context(way).Process(target=train, args=(3,))
+        child.start(); child.join(); print(child.exitcode)
+"""
+    done = start(tmp_path, LOOP + children)
+    assert (done.stdout, done.stderr) == ("0\n0\n", "")
+    assert [event["event"] for event in events_in(tmp_path)] == ["start", "step", "end"]
+
+
+def test_the_optimiser_that_goes_on_alone_counts_the_steps(tmp_path):
+    one_then_the_other = """
+first, second = optimizer, torch.optim.Adam(model.parameters())
+train(2)
+optimizer = second
+train(210)
+"""
+    start(tmp_path, LOOP + one_then_the_other)
+    steps = [event for event in events_in(tmp_path) if event["event"] == "step"]
+    assert len(steps) == 2 + 11
+    assert [step["samples"] for step in steps[-3:]] == [32] * 3
+
+
+COMPILED = """
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+network, model = model, torch.compile(DistributedDataParallel(model), backend="aot_eager")
+steps = 5
+if sys.argv[1:]:
+    optimizer.step = torch.compile(optimizer.step, backend="aot_eager")
+train(steps)
+print([weight.tolist() for weight in network.parameters()])
+"""
+
+
+@pytest.mark.parametrize("what", [(), ("optimiser",)], ids=["network", "optimiser"])
+def test_what_is_compiled_computes_the_same(tmp_path, what):
+    seen, plain = (start(tmp_path, LOOP + COMPILED, *what, switch=switch) for switch in ("on", "off"))
+    assert seen.returncode == 0, seen.stderr
+    assert seen.stdout == plain.stdout != ""
+    assert (tmp_path / "metrics.jsonl").exists() == (not what)  # a compiled step has no marks
+    assert what or len(events_in(tmp_path)) == 7

@@ -1,0 +1,74 @@
+"""Scripts that nobody changed, and what was measured of them from outside and by hand.
+
+by_hand("cnn")                               the script's text, with the stopwatch that its comments hold
+measured = Measured.read(folder)             folder: rank-<r>, with stdout.log and metrics.jsonl
+measured.differences()                       {"load": 0.01, ...}: of each part, against what the script timed
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+SCRIPTS = Path(__file__).with_name("unchanged")
+PARTS = ("load", "compute", "exposed", "optim")
+WARMUP = 3
+WITHIN = 0.10
+
+
+def unchanged(name: str) -> str:
+    return (SCRIPTS / f"{name}.py").read_text()
+
+
+def by_hand(name: str) -> str:
+    """In one file."""
+    text = unchanged(name).replace("# by hand: from by_hand import Hand\n", "").replace("# by hand: ", "")
+    return (SCRIPTS / "by_hand.py").read_text() + text
+
+
+@dataclass(frozen=True)
+class Measured:
+    events: Sequence[Mapping]
+    hand: Mapping[str, Sequence[float]]
+    """Milliseconds of each part, by step."""
+
+    @classmethod
+    def read(cls, folder: Path) -> Measured:
+        lines = (folder / "stdout.log").read_text().splitlines()
+        hand = next(line for line in lines if line.startswith("BY HAND "))
+        return cls(events_in(folder), json.loads(hand.removeprefix("BY HAND ")))
+
+    @property
+    def start(self) -> Mapping:
+        return self.events[0]
+
+    @property
+    def steps(self) -> Sequence[Mapping]:
+        return [event for event in self.events if event["event"] == "step"]
+
+    def misses(
+        self, parts: Sequence[Sequence[str]] = tuple((part,) for part in PARTS)
+    ) -> dict[str, tuple[float, float]]:
+        """Of each sum of parts, and of the whole step, the two means in ms, ours first, where they differ by more than
+        WITHIN of the script's own, and by more than a hundredth of its step: less than that, nobody measures alike.
+        """
+        means = {names: (self._ours_ms(names), self._theirs_ms(names)) for names in (*map(tuple, parts), PARTS)}
+        least_ms = 0.01 * means[PARTS][1]
+        return {
+            "+".join(names): (ours, theirs)
+            for names, (ours, theirs) in means.items()
+            if abs(ours - theirs) > max(WITHIN * theirs, least_ms)
+        }
+
+    def _ours_ms(self, names: Sequence[str]) -> float:
+        return fmean(sum(step[f"{name}_ms"] for name in names) for step in self.steps[WARMUP:])
+
+    def _theirs_ms(self, names: Sequence[str]) -> float:
+        return sum(fmean(self.hand[name][WARMUP:]) for name in names)
+
+
+def events_in(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
