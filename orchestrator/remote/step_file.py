@@ -3,7 +3,8 @@
     file = StepFile(path)                    before the script begins
     file.write([("step", {...}), ...])       raises GaveWay where somebody else writes there, OSError where nobody can
 
-The form of the records is that of `trainer.shared.metrics`, which no host has for a script that does not train by it.
+The records are those of `trainer.shared.metrics`, which no host has for a script that does not train by it. A field
+that is not known is absent.
 """
 
 from __future__ import annotations
@@ -12,18 +13,6 @@ import json
 import os
 from collections.abc import Iterable
 from typing import Any
-
-START = (
-    *("schema", "host", "node", "rank", "local_rank", "world_size", "device", "device_name", "torch", "nccl"),
-    *("backend", "model", "parameters", "gradient_bytes", "batch_per_rank", "batch_norm_groups", "work", "steps"),
-    *("paced", "settings", "samples_from"),
-)
-STEP = (
-    *("step", "epoch", "samples", "t_ms", "load_ms", "compute_ms", "exposed_ms", "comm_ms", "optim_ms"),
-    *("bubble_before_ms", "bubble_behind_ms", "wire_ms", "loss", "wall"),
-)
-END = ("status", "message", "total_s", "peak_memory_bytes", "lateness", "valid", "dropped")
-FIELDS = {"start": START, "step": STEP, "end": END}
 
 
 class GaveWay(Exception):
@@ -41,8 +30,8 @@ class StepFile:
         self._first = b""
 
     def write(self, events: Iterable[tuple[str, dict[str, Any]]]) -> None:
-        """events: name and fields each; a field that is not given is null."""
-        lines = [json.dumps({"event": event, **dict.fromkeys(FIELDS[event]), **given}) for event, given in events]
+        """events: name and fields each."""
+        lines = [json.dumps({"event": event, **fields}) for event, fields in events]
         data = "".join(f"{line}\n" for line in lines).encode()
         if _size(self._path) != self._ends:
             self._give_way()

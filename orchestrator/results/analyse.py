@@ -153,6 +153,7 @@ def _from_ranks(plan: LaunchPlan, events: Events) -> dict[str, Any]:
         "restarts": max(events.starts().values(), default=1) - 1,
         "metrics": len(events.absent) < plan.world_size,
         "total_s": max(_totals_s(events), default=None),
+        "samples_from": text(first, "samples_from"),
         "model": text(first, "model"),
         "parameters": count(first, "parameters"),
         "gradient_bytes": count(first, "gradient_bytes"),

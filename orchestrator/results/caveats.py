@@ -33,7 +33,10 @@ def left_on_hosts(plan: LaunchPlan, run: RunFolder) -> Iterable[str]:
 def missing(plan: LaunchPlan, events: Events, figures: Figures) -> Iterable[str]:
     """What should be here and is not: ranks without metrics, ranks without steps."""
     if plan.kind == "script" and len(events.absent) == plan.world_size:
-        yield "No rank wrote metrics to the file that ORCH_METRICS names, so neither speed nor batch is known."
+        yield (
+            "No rank has metrics: no step of an optimiser of torch was seen, nor records in the file that ORCH_METRICS "
+            "names, so neither speed nor batch is known."
+        )
         return
     for node in plan.nodes:
         for rank in node.rank_numbers:
@@ -41,6 +44,11 @@ def missing(plan: LaunchPlan, events: Events, figures: Figures) -> Iterable[str]
                 yield f"{node.name}: no metrics of rank {rank} ({events.absent[rank]})."
             elif rank not in figures.reported and not measures_collectives(plan) and not plan.recorded.profile_s:
                 yield f"{node.name}: rank {rank} reported no step."
+    if any(start.get("samples_from") == "unknown" for start in events.latest("start").values()):
+        yield (
+            "How many samples a step has is not known, nor so its speed: the script asks no DataLoader for them and "
+            "calls no DistributedDataParallel (`orch run --batch N` says it)."
+        )
     if figures.reported and len(figures.reported) < plan.world_size:
         yield (
             f"{len(figures.reported)} of {plan.world_size} ranks reported steps: the cluster's speed is theirs alone, "

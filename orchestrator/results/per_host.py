@@ -36,8 +36,8 @@ def node_summaries(
 
 
 def cluster_speed(figures: Figures) -> float | None:
-    """Samples/s of all measured steps; None where none was measured."""
-    return over(sum(rank.samples for rank in figures.ranks.values()), figures.wall_s) if figures.ranks else None
+    """Samples/s of all measured steps; None where none was measured, or no samples are known."""
+    return over(sum(rank.samples for rank in figures.ranks.values()), figures.wall_s) or None
 
 
 def _node_summary(node: NodePlan, figures: Figures, events: Events, solo: float | None) -> NodeSummary:

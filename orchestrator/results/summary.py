@@ -183,6 +183,8 @@ class Summary(Record):
     warmup_steps_left_out: int = 0
     samples_total: int = 0
     """Over all steps that were reported, warm-up included."""
+    samples_from: Words | None = None
+    """How samples were counted in a script that was only watched, as its first rank says; None of all others."""
     total_s: float | None = None
     """Start of the slowest rank's process to its end, evaluation included."""
     model: Words | None = None
@@ -243,6 +245,16 @@ class Summary(Record):
         if not self.total_s or not self.samples_total or self.restarts:
             return None
         return self.samples_total / self.total_s
+
+    @property
+    def samples_words(self) -> str | None:
+        """How samples were counted, where neither the trainer nor the script did."""
+        counted_by = {
+            "batch": "as --batch divides them",
+            "loader": "the first dimension of what the DataLoader gave",
+            "network": "the first dimension of what DistributedDataParallel was called with",
+        }.get(self.samples_from or "")
+        return counted_by and f"measured from outside; samples: {counted_by}"
 
     @property
     def left_out_words(self) -> str:

@@ -87,6 +87,8 @@ def _print_speed(summary: Summary, *, has_star: bool) -> None:
         basis = "measured with each host alone" if measured else "estimated: samples over compute time"
         console.out.print(f"* {basis}", style="dim")
     console.put(f"left out: {summary.left_out_words}")
+    if summary.samples_words:
+        console.put(summary.samples_words)
     if summary.wall_clock_words:
         console.put(summary.wall_clock_words)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.remote import step_file
+from orchestrator import remote
 from orchestrator.remote.layout import JobFolder
 from orchestrator.remote.script_start import WATCH
 from orchestrator.remote.watched import watched
@@ -34,12 +34,6 @@ def run(place: Path, text: str, switch: str = "on") -> list[Path]:
         return ranks_of(job)
 
 
-def test_the_records_have_the_form_that_all_records_have():
-    assert {event: set(fields) for event, fields in step_file.FIELDS.items()} == {
-        event: set(EVENT_FIELDS[event]) for event in step_file.FIELDS
-    }
-
-
 @pytest.mark.parametrize(
     ("name", "model", "samples_from", "samples"), [("cnn", "Sequential", "loader", 16), ("gpt", "GPT", "network", 12)]
 )
@@ -48,6 +42,8 @@ def test_each_part_of_a_step_is_what_the_script_times_by_hand(tmp_path, name, mo
         ranks = [Measured.read(rank) for rank in run(tmp_path / f"run-{attempt}", by_hand(name))]
         for measured in ranks:
             start, end = measured.events[0], measured.events[-1]
+            for event in measured.events:
+                assert event.keys() - {"event"} <= {*EVENT_FIELDS[event["event"]]}
             assert (start["model"], start["samples_from"], start["world_size"]) == (model, samples_from, 2)
             assert start["gradient_bytes"] == 4 * start["parameters"] > 0
             assert [step["samples"] for step in measured.steps] == [samples] * 24
@@ -97,7 +93,7 @@ def start(
     job = JobFolder(tmp_path / "job")
     job.bin.mkdir(parents=True, exist_ok=True)
     if not (job.bin / "orch_remote").exists():
-        (job.bin / "orch_remote").symlink_to(Path(step_file.__file__).parent)
+        (job.bin / "orch_remote").symlink_to(Path(remote.__file__).parent)
     (tmp_path / "script.py").write_text(text)
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment = {**plain, "ORCH_METRICS": str(tmp_path / "metrics.jsonl"), **variables}
@@ -157,6 +153,29 @@ def test_a_script_that_writes_its_own_records_keeps_them_alone(tmp_path, writes)
     done = start(tmp_path, LOOP + OWN + writes)
     assert (done.returncode, done.stderr) == (0, "")
     assert events_in(tmp_path) == [{"event": "step", "step": step, "samples": 7} for step in range(4)]
+
+
+JOINS = """
+import torch, trainer
+from torch.nn.functional import mse_loss
+data = [(torch.randn(4), torch.ones(1)) for _ in range(32)]
+model = torch.nn.Linear(4, 1)
+run = trainer.join(batch=16, epochs=2).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
+for epoch in run.epochs():
+    for inputs, targets in run.batches():
+        run.step(mse_loss(run.model(inputs), targets, reduction="sum"))
+"""
+
+
+def test_a_script_that_trains_by_the_trainer_keeps_its_records_alone(tmp_path):
+    seen, plain = tmp_path / "seen", tmp_path / "plain"
+    for place, switch in ((seen, "on"), (plain, "off")):
+        place.mkdir()
+        done = start(place, JOINS, switch=switch, PYTHONPATH=str(Path(__file__).parents[2]))
+        assert done.returncode == 0, done.stderr
+    assert [event["event"] for event in events_in(seen)] == [event["event"] for event in events_in(plain)]
+    assert all(event["samples_from"] is None for event in events_in(seen) if event["event"] == "start")
+    assert "step" in {event["event"] for event in events_in(seen)}
 
 
 def test_a_rank_that_is_started_again_goes_on_behind_its_first_records(tmp_path):

@@ -55,7 +55,7 @@ class Measured:
         """Of each sum of parts, and of the whole step, the two means in ms, ours first, where they differ by more than
         WITHIN of the script's own, and by more than a hundredth of its step: less than that, nobody measures alike.
         """
-        means = {names: (self._ours_ms(names), self._theirs_ms(names)) for names in (*map(tuple, parts), PARTS)}
+        means = {names: self.means_ms(names) for names in (*map(tuple, parts), PARTS)}
         least_ms = 0.01 * means[PARTS][1]
         return {
             "+".join(names): (ours, theirs)
@@ -63,11 +63,10 @@ class Measured:
             if abs(ours - theirs) > max(WITHIN * theirs, least_ms)
         }
 
-    def _ours_ms(self, names: Sequence[str]) -> float:
-        return fmean(sum(step[f"{name}_ms"] for name in names) for step in self.steps[WARMUP:])
-
-    def _theirs_ms(self, names: Sequence[str]) -> float:
-        return sum(fmean(self.hand[name][WARMUP:]) for name in names)
+    def means_ms(self, names: Sequence[str]) -> tuple[float, float]:
+        """Of the sum of these parts: ours, the script's own."""
+        ours = fmean(sum(step[f"{name}_ms"] for name in names) for step in self.steps[WARMUP:])
+        return ours, sum(fmean(self.hand[name][WARMUP:]) for name in names)
 
 
 def events_in(folder: Path) -> list[dict]:

@@ -147,7 +147,7 @@ def test_a_script_without_metrics_has_a_page_of_exit_codes_gpu_use_and_logs_alon
     for shown in ("exit code 7", "ended by SIGKILL", "unknown", "80 %", "3.0GiB", "nodes/v100/rank-1/stderr.log"):
         assert shown in page.text
     assert HOSTILE in page.text
-    assert "No rank wrote metrics" in page.text
+    assert "No rank has metrics" in page.text
     assert "rank-2/stdout.log" not in page.text
     for absent in ("samples/s", "Where a step", "By GPU type", "How to read", "steps measured", "efficiency"):
         assert absent not in page.text
