@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import selectors
@@ -39,6 +40,8 @@ SHAPE = ("hosts", "knobs", "prelude")
 def serve() -> None:
     end_with_parent()
     rank.draw_no_weights()
+    gc.collect()
+    gc.freeze()  # no rank looks through what was imported, which would copy all of it
     gang = None
     for line in sys.stdin:
         job = json.loads(line)
