@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -47,16 +47,7 @@ if TYPE_CHECKING:
 @json_option
 @script_argument
 def plan(
-    exp: str | None,
-    settings: tuple[str, ...],
-    is_module: bool,
-    folder: Path | None,
-    nodes: str | None,
-    bandwidth: float | None,
-    out: Path,
-    cluster: str | None,
-    as_json: bool,
-    command: tuple[str, ...],
+    nodes: str | None, bandwidth: float | None, out: Path, cluster: str | None, as_json: bool, **what: Any
 ) -> None:
     """Predict the step time and samples/s of every strategy for an experiment or a script.
 
@@ -77,7 +68,7 @@ def plan(
     from orchestrator.views import console
     from orchestrator.views.documents import plan_json
 
-    words = Words(exp=exp, settings=settings, is_module=is_module, command=command, folder=folder)
+    words = Words(**what)
     if nodes and is_imagined(nodes):
         outlook = _imagined(words, nodes, bandwidth)
     else:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -35,18 +34,7 @@ if TYPE_CHECKING:
 @cluster_option
 @json_option
 @script_argument
-def profile(
-    exp: str | None,
-    settings: tuple[str, ...],
-    is_module: bool,
-    folder: Path | None,
-    nodes: str | None,
-    each: bool,
-    again: bool,
-    cluster: str | None,
-    as_json: bool,
-    command: tuple[str, ...],
-) -> None:
+def profile(nodes: str | None, each: bool, again: bool, cluster: str | None, as_json: bool, **what: Any) -> None:
     """Measure how fast each host computes alone.
 
     This takes about 15 s for each kind of host; different machines are measured at the same time. A profile is kept
@@ -65,31 +53,35 @@ def profile(
     """
     from orchestrator.measuring.profiling import Profiling
     from orchestrator.planning.request import Words
-    from orchestrator.views import console, documents, following, launch_plan, profile_table
+    from orchestrator.views import console, documents, profile_table
 
-    only = names_of(nodes)
-    words = Words(exp=exp, settings=settings, is_module=is_module, command=command, folder=folder)
+    words = Words(**what)
     with open_controller() as controller:
-        one = Profiling(controller, controller.store.cluster(cluster), words, only=only, each=each)
-
+        one = Profiling(controller, controller.store.cluster(cluster), words, only=names_of(nodes), each=each)
         if one.left_out:
             console.warn(f"ignored, since they change nothing that a host does alone: {', '.join(one.left_out)}")
-
-        said = set[str]()
-
-        def follow(job: RunningJob) -> None:
-            console.say(f"measuring {job.plan.master} alone: {job.id}")
-            launch_plan.warn_notes(job.plan, said)
-            following.print_events(job.follow(), show=lambda line: False, stream=console.err)
-
-        found = one.run(follow, again=again)
+        found = one.run(_follower(), again=again)
     batch = one.batch_of(found)
     if as_json:
         console.print_json(documents.profile_json(one.wish.request.name, batch, found))
     else:
         profile_table.print_profiles(batch, found)
-    again_line = f"orch profile --exp {exp}" if exp else "orch profile -- SCRIPT"
-    _judge(again_line, list({each.profile.node: each.profile for each in found}.values()))
+    line = f"orch profile --exp {words.exp}" if words.exp else "orch profile -- SCRIPT"
+    _judge(line, list({each.profile.node: each.profile for each in found}.values()))
+
+
+def _follower() -> Callable[[RunningJob], None]:
+    """What shows each measurement's job; a note of several once."""
+    from orchestrator.views import console, following, launch_plan
+
+    said = set[str]()
+
+    def follow(job: RunningJob) -> None:
+        console.say(f"measuring {job.plan.master} alone: {job.id}")
+        launch_plan.warn_notes(job.plan, said)
+        following.print_events(job.follow(), show=lambda line: False, stream=console.err)
+
+    return follow
 
 
 def _judge(line: str, measured: Sequence[Profile]) -> None:

@@ -116,7 +116,7 @@ class Words:
 def read_wish(words: Words) -> Wish:
     """Raises UsageError where it is not exactly one of the three kinds, and for any mistake in one."""
     if bool(words.exp) == bool(words.command):
-        raise UsageError("say what to run, once", "orch run --exp NAME, orch run -- SCRIPT ARGS, or orch run -m MODULE")
+        raise UsageError("say what to run, once", "--exp NAME, -- SCRIPT ARGS, or -m MODULE")
     if words.exp and words.batch is not None:
         raise UsageError("--batch belongs to a script of your own", f"--set batch={words.batch}")
     if words.exp and words.pass_local_rank:
