@@ -5,7 +5,7 @@
     layers[-1].shapes                       ((10, 2048), (10,))
     len(blocks_of("resnet152", (3, 32, 32), classes=10))        52, between which it may be cut
 
-No torch is needed where plans are made, so the two networks are written down again here, as lists of their layers.
+No torch is needed where plans are made, so networks are written down again here, as lists of their layers.
 A layer's work is its weights times the positions at which they are applied, in multiplications.
 """
 
@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
+from orchestrator.errors import UsageError
 from trainer.shared.experiments import DATA_SETS, TRAINING
 from trainer.shared.settings import Settings
 
@@ -67,11 +69,22 @@ def layers_in(blocks: Sequence[Block]) -> tuple[Layer, ...]:
 
 def blocks_of(model: str, image: tuple[int, int, int], classes: int) -> tuple[Block, ...]:
     """The same layers in blocks whose chain is the network, as `trainer.compute.models.stages_of` has them."""
-    return tuple({"lenet": _lenet, "resnet152": _resnet152}[model](*image[:2], classes))
+    blocks = _lenet if model == "lenet" else partial(_resnet, _RESNETS[model])
+    return tuple(blocks(*image[:2], classes))
+
+
+def is_known(model: str) -> bool:
+    return model == "lenet" or model in _RESNETS
 
 
 def network_of(settings: Settings) -> tuple[Block, ...]:
-    """An experiment's."""
+    """An experiment's. Raises UsageError for one whose layers are not written down here."""
+    if not is_known(settings.model):
+        known = ", ".join(["lenet", *_RESNETS])
+        raise UsageError(
+            f"{settings.model}: its layers are not known here, so that nothing is predicted",
+            f"those of {known} are; `orch run` trains it all the same",
+        )
     return blocks_of(settings.model, settings.data_set.shape, settings.data_set.classes)
 
 
@@ -98,13 +111,17 @@ def _lenet(channels: int, size: int, classes: int) -> Iterator[Block]:
     yield Block(tuple(_weights((outputs, inputs), inputs) for outputs, inputs in maps), classes)
 
 
-def _resnet152(channels: int, size: int, classes: int) -> Iterator[Block]:
+_RESNETS = {"resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3), "resnet152": (3, 8, 36, 3)}
+"""How many blocks of each width."""
+
+
+def _resnet(counts: Sequence[int], channels: int, size: int, classes: int) -> Iterator[Block]:
     """He et al. 2016 as torchvision builds it: the stride is that of the 3x3 convolution."""
     image, size = size, -(-size // 2)
     stem = tuple(_convolution(channels, 64, 7, image, stride=2))
     size, inputs = -(-size // 2), 64
     yield Block(stem, inputs * size * size)
-    for width, blocks, stride in ((64, 3, 1), (128, 8, 2), (256, 36, 2), (512, 3, 2)):
+    for width, blocks, stride in zip((64, 128, 256, 512), counts, (1, 2, 2, 2), strict=True):
         for block in range(blocks):
             step = stride if block == 0 else 1
             outside, size = size, -(-size // step)

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 
 from orchestrator.forecast.asked import computed_shares
 from orchestrator.forecast.gpus import RESERVED_BYTES, activation_bytes
-from orchestrator.forecast.layers import gradient_bytes, layers_in, network_of
+from orchestrator.forecast.layers import gradient_bytes, is_known, layers_in, network_of
 from orchestrator.forecast.tensor import weight_bytes
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
-from trainer.shared.experiments import OWN
 from trainer.shared.settings import Settings
 
 HALF = ("bf16", "fp16")
@@ -23,7 +22,7 @@ HALF = ("bf16", "fp16")
 
 def needed_bytes(plan: LaunchPlan, node: NodePlan) -> int:
     settings = plan.training
-    if settings is None or settings.model == OWN:
+    if settings is None or not is_known(settings.model):
         return RESERVED_BYTES
     layers = layers_in(network_of(settings))
     kept = activation_bytes(layers) * (0.5 if settings.amp in HALF else 1.0)

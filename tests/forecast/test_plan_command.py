@@ -169,6 +169,17 @@ def test_a_cpu_whose_speed_nobody_measured_is_an_error_with_its_remedy(home, tmp
     assert "orch profile --exp resnet152_cifar" in done.stderr
 
 
+@pytest.mark.parametrize("more", [(), ("--set", "fidelity=local"), ("--set", "strategy=pipeline")])
+def test_a_network_whose_layers_are_not_known_is_planned_without_a_prediction(home, more):
+    """lab hosts are paced; what they make of the network they say themselves."""
+    plan = dry_run("--set", "model=resnet18", *more)
+    assert (plan.settings["model"], plan.prediction) == ("resnet18", None)
+    said = orch("plan", *RESNET, "--set", "model=resnet18", *more, code=2).stderr
+    assert "resnet18: its layers are not known here, so that nothing is predicted" in said
+    assert "those of lenet, resnet50, resnet101, resnet152 are" in said
+    assert planned("--set", "model=resnet50")["hosts"]
+
+
 def test_a_host_whose_memory_holds_no_sample_is_named(home):
     cluster = home.cluster()
     small = [

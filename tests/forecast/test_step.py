@@ -57,7 +57,14 @@ def forecast(scene, way, policy="equal"):
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"), [("resnet152", (3, 32, 32)), ("lenet", (1, 28, 28)), ("lenet", (3, 32, 32))]
+    ("name", "shape"),
+    [
+        ("resnet152", (3, 32, 32)),
+        ("resnet101", (3, 32, 32)),
+        ("resnet50", (3, 64, 64)),
+        ("lenet", (1, 28, 28)),
+        ("lenet", (3, 32, 32)),
+    ],
 )
 def test_a_network_has_the_tensors_and_the_work_of_the_real_one(name, shape):
     with torch.device("meta"):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+
+from trainer.shared.errors import TrainError
 
 
 class LeNet(nn.Module):
@@ -32,13 +35,36 @@ class LeNet(nn.Module):
 
 
 def build_model(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """A model with fresh random weights for images of `shape` (channels, height, width)."""
+    """A model with fresh random weights for images of `shape` (channels, height, width).
+
+    Raises TrainError where this torchvision has none of that name, or it cannot take such images.
+    """
     if name == "lenet":
         return LeNet(shape[0], shape[1], classes)
-    from torchvision.models import resnet152  # 58,164,298 parameters with 10 classes
+    from torchvision import __version__, models
 
-    model: nn.Module = resnet152(weights=None, num_classes=classes)
+    further: dict[str, Any] = {"image_size": shape[1]} if name.startswith("vit_") else {}
+    if name == "googlenet":
+        further = {"aux_logits": False, "init_weights": True}  # its side outputs would have losses of their own
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torchvision's about its own ways to begin
+            model: nn.Module = getattr(models, name)(weights=None, num_classes=classes, **further)
+    except AttributeError as error:
+        raise TrainError(f"model: torchvision {__version__} has no {name}; a newer one may") from error
+    except AssertionError as error:
+        raise TrainError(f"model: {name} cannot take images of {shape[1]} pixels ({error})") from error
     return model
+
+
+def skeleton_of(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
+    """The same on torch's meta device: names and shapes without numbers."""
+    try:
+        with torch.device("meta"):
+            return build_model(name, shape, classes)
+    except NotImplementedError:  # RegNets compute their widths by tensors
+        with torch.random.fork_rng(devices=[]):
+            return build_model(name, shape, classes).to("meta")
 
 
 def stages_of(model: nn.Module) -> list[nn.Module]:

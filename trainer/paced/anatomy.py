@@ -17,7 +17,8 @@ from torch import nn
 
 from trainer.compute.flat_buffer import bytes_of
 from trainer.compute.meta_pass import Visit, meta_pass
-from trainer.compute.models import build_model
+from trainer.compute.models import skeleton_of, stages_of
+from trainer.shared.errors import TrainError
 
 _SAMPLES = 2  # BatchNorm refuses a single value a channel
 _LAYERS = 64
@@ -51,9 +52,10 @@ class Anatomy:
 
 
 def dissect(name: str, shape: tuple[int, int, int], classes: int) -> Anatomy:
-    with torch.device("meta"):
-        model = build_model(name, shape, classes)
-        images = torch.zeros(_SAMPLES, *shape)
+    """Raises TrainError for a network that is no chain of blocks: nobody knows when its layers' gradients are due."""
+    model, images = skeleton_of(name, shape, classes), torch.zeros(_SAMPLES, *shape, device="meta")
+    if not stages_of(model):
+        raise TrainError(f"paced: {name} is no chain of blocks whose time could be kept; use a ResNet, or leave it out")
     taken = meta_pass(model, images)
     kept_bytes = sum(tensor.untyped_storage().nbytes() for tensor in taken.kept.values())
     return Anatomy(model, _joined(model, taken.visits), kept_bytes // _SAMPLES)

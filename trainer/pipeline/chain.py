@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trainer.compute.flat_buffer import bytes_of
 from trainer.compute.meta_pass import Taken, meta_pass
-from trainer.compute.models import build_model, stages_of
+from trainer.compute.models import skeleton_of, stages_of
 from trainer.shared.errors import TrainError
 from trainer.shared.stages import Pipelines, Stage
 
@@ -41,8 +41,7 @@ class Block:
 
 def survey(name: str, shape: tuple[int, int, int], classes: int) -> list[Block]:
     """Of one of our networks. Raises TrainError where it is not known how it is cut into blocks."""
-    with torch.device("meta"):
-        return survey_of(build_model(name, shape, classes), torch.zeros(_SAMPLES, *shape), name)
+    return survey_of(skeleton_of(name, shape, classes), torch.zeros(_SAMPLES, *shape, device="meta"), name)
 
 
 def survey_of(model: nn.Module, activations: Tensor, name: str) -> list[Block]:

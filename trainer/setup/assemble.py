@@ -41,6 +41,7 @@ from trainer.setup.pipeline import build_pipeline, paced_part, real_part
 from trainer.setup.room import room_of
 from trainer.setup.start_record import start_fields
 from trainer.setup.tensor import build_tensor, paced_slices
+from trainer.setup.weights import first_weights
 from trainer.shared.errors import TrainError
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.settings import Settings
@@ -68,7 +69,8 @@ class Met:
 def set_up(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Run:
     """Of an experiment, by its name."""
     met = meet(settings, info, metrics)
-    return prepare(met, Experiment(settings, agree_on_facts(settings, info)))
+    facts = agree_on_facts(settings, info)
+    return prepare(met, Experiment(settings, facts, first_weights(settings, facts, info)))
 
 
 def meet(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> Met:

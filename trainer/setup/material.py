@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from trainer.compute.models import build_model
+from trainer.compute.models import build_model, skeleton_of
 from trainer.data.loading import Opened, choose_loader, open_batches
 from trainer.data.sample_stream import RankBatches
 from trainer.data.sets import find_facts
@@ -51,20 +53,26 @@ class Material(Protocol):
 
 
 class Experiment:
-    """One of `trainer.shared.experiments`. facts: as all ranks have agreed on them."""
+    """One of `trainer.shared.experiments`. facts: as all ranks have agreed on them. weights: what the network begins
+    with in place of fresh ones, by name.
+    """
 
-    def __init__(self, settings: Settings, facts: DataSet) -> None:
+    def __init__(
+        self, settings: Settings, facts: DataSet, weights: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> None:
         self.facts, self.name, self.train_samples = facts, settings.model, facts.train_samples
+        self._weights = weights
 
     def skeleton(self) -> nn.Module:
-        with torch.device("meta"):
-            return self.network()
+        return skeleton_of(self.name, self.facts.shape, self.facts.classes)
 
     def example(self) -> Tensor:
         return torch.zeros(EXAMPLES, *self.facts.shape, device="meta")
 
     def network(self) -> nn.Module:
-        return build_model(self.name, self.facts.shape, self.facts.classes)
+        model = build_model(self.name, self.facts.shape, self.facts.classes)
+        model.load_state_dict(self._weights, strict=False)
+        return model
 
     def optimizer(self, settings: Settings, model: nn.Module) -> torch.optim.Optimizer | StandInOptimizer:
         return build_optimizer(settings, model)

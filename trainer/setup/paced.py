@@ -14,6 +14,7 @@ def refuse_arithmetic(settings: Settings) -> None:
     """Raises TrainError for settings that would need a GPU's arithmetic."""
     asked = {"strategy=fsdp": settings.strategy == "fsdp", "sync_bn=true": settings.sync_bn}
     asked[f"amp={settings.amp}"] = settings.amp != "none"
+    asked["weights=FILE"] = bool(settings.weights)
     asked[f"clip_norm={settings.clip_norm:g}"] = settings.clip_norm > 0
     for setting, is_set in asked.items():
         if is_set:

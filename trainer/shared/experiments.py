@@ -35,6 +35,7 @@ DATA_SETS = {
 
 _COMMON: dict[str, Any] = {
     "data_dir": "~/data",
+    "weights": "",
     "steps": 0,
     "samples": 0,
     "optimizer": "sgd",
@@ -145,7 +146,19 @@ SCRIPT: dict[str, Any] = {
 so that there is one kind of settings, and nobody looks at it.
 """
 BROUGHT = (
-    *("model", "data", "data_dir", "samples", "augment", "loader", "optimizer", "lr", "momentum", "weight_decay"),
+    *(
+        "model",
+        "weights",
+        "data",
+        "data_dir",
+        "samples",
+        "augment",
+        "loader",
+        "optimizer",
+        "lr",
+        "momentum",
+        "weight_decay",
+    ),
     *("fused_sgd", "label_smoothing", "eval_every"),
 )
 

@@ -80,7 +80,14 @@ def mistakes_of_value(field: dataclasses.Field[Any], value: Any) -> list[str]:
     return []
 
 
+MANY = 30
+"""Names that a message does not list any more: then it has the three nearest."""
+
+
 def not_among(value: str, names: Iterable[str]) -> str:
+    names = list(names)
+    if len(names) > MANY:
+        return f"{value!r} is not one of {len(names)} known names{nearest(value, names, most=3)}"
     return f"{value!r} is not one of {', '.join(names)}{nearest(value, names)}"
 
 
@@ -103,8 +110,8 @@ _ALSO_CALLED = {
 """What other tools call our settings."""
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str], most: int = 1) -> str:
     names = list(names)
     also = [key for key, others in _ALSO_CALLED.items() if key in names and name.lower() in others]
-    close = also or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+    close = also[:1] or difflib.get_close_matches(name, names, n=most, cutoff=0.5)
+    return f"; did you mean {' or '.join(close)}?" if close else ""

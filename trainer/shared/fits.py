@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from trainer.shared.experiments import BROUGHT, OWN, SCRIPT, begun_with
+from trainer.shared.networks import MODEL_CHANNELS
 from trainer.shared.shares import PROFILED
 from trainer.shared.stages import ALONE
 from trainer.shared.ways import (
     FIDELITIES,
-    MODEL_CHANNELS,
     NOT_WITH_FSDP,
     OF_FIDELITY,
     OF_LR_STEP,

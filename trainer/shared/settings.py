@@ -14,10 +14,11 @@ from trainer.shared.experiments import DATA_SETS, EXPERIMENTS, OWN, SCRIPT, TRAI
 from trainer.shared.fields import SettingsError, mistakes_of_value, setting
 from trainer.shared.fits import mistakes_of, mistakes_of_network
 from trainer.shared.learning_rate import LR_SCHEDULES, parse_lr_steps
+from trainer.shared.networks import MODEL_CHANNELS
 from trainer.shared.shares import parse_shares, parse_speeds
 from trainer.shared.slow import Slow, parse_slow
 from trainer.shared.stages import parse_stages
-from trainer.shared.ways import FIDELITIES, LOCAL_STEPS, MODEL_CHANNELS, OPTIMIZERS, STRATEGIES, SWITCH
+from trainer.shared.ways import FIDELITIES, LOCAL_STEPS, OPTIMIZERS, STRATEGIES, SWITCH
 
 
 def overlap_of(local_steps: int, asked: int) -> int:
@@ -32,7 +33,15 @@ class Settings:
     exp: str = setting(
         "The named experiment that gave every value not set here.", choices=TRAINING, unsaid=[SCRIPT["exp"]]
     )
-    model: str = setting("The network to train.", choices=MODEL_CHANNELS, unsaid=[OWN])
+    model: str = setting(
+        "The network to train: LeNet, or one of torchvision's for classification, with the data's classes.",
+        choices=MODEL_CHANNELS,
+        unsaid=[OWN],
+    )
+    weights: str = setting(
+        "A file on each host with the network's first weights, a state dict as torch.save writes it; a last layer of "
+        "other classes stays fresh. Empty begins with fresh ones."
+    )
     data: str = setting(
         "The data set. synthetic makes images up, folder reads DATA_DIR/train/CLASS/* and DATA_DIR/val/CLASS/*; both "
         "in the shape of the experiment's own data set.",

@@ -28,5 +28,3 @@ OF_LR_STEP = ("lr_steps", "lr_factor")
 """Settings that lr_schedule=step alone looks at."""
 LOCAL_STEPS = 32
 """Local steps where nobody has said, and nobody knows, how many hide the wire."""
-MODEL_CHANNELS = {"lenet": None, "resnet152": 3}
-"""Channels of an image that a model insists on; None: any."""

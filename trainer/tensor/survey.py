@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.compute.models import build_model
+from trainer.compute.models import skeleton_of
 from trainer.tensor.slices import Slices, cut_channels
 
 
@@ -38,8 +38,7 @@ def is_cut(module: nn.Module) -> bool:
 
 def survey(name: str, shape: tuple[int, int, int], classes: int, shares: Sequence[int]) -> tuple[Layer, ...]:
     """In the order in which forward comes to them. shares: each rank's part, of a batch or in any other unit."""
-    with torch.device("meta"):
-        return layers_of(build_model(name, shape, classes), torch.zeros(2, *shape), shares)
+    return layers_of(skeleton_of(name, shape, classes), torch.zeros(2, *shape, device="meta"), shares)
 
 
 def layers_of(model: nn.Module, images: Tensor, shares: Sequence[int]) -> tuple[Layer, ...]:

@@ -1,0 +1,172 @@
+"""torchvision's networks by name, and first weights out of a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("torchvision")
+
+import torch
+import torchvision
+
+from tests.support.trainer_ranks import of_event, started, trained
+from trainer.checkpoints.file import read_file
+from trainer.compute.models import build_model, skeleton_of
+from trainer.paced.anatomy import dissect
+from trainer.setup.weights import fitting
+from trainer.shared.config import parse_settings
+from trainer.shared.errors import TrainError
+from trainer.shared.fields import SettingsError
+from trainer.shared.networks import MODEL_CHANNELS
+
+CIFAR = (3, 32, 32)
+FAMILIES = ("convnext_tiny", "densenet121", "efficientnet_b0", "googlenet", "mnasnet0_5", "mobilenet_v3_small")
+FAMILIES += ("regnet_x_400mf", "resnet18", "shufflenet_v2_x0_5", "squeezenet1_1", "swin_t", "vgg11", "vit_b_16")
+
+SHORT = ["--exp", "resnet152_cifar", "--data", "synthetic", "--device", "cpu", "--samples", "24", "--batch", "8"]
+SHORT += ["--epochs", "1", "--eval_every", "0", "--augment", "none", "--num_workers", "0"]
+SMALL = [*SHORT, "--model", "shufflenet_v2_x0_5"]
+
+
+def test_the_names_are_torchvisions() -> None:
+    there = set(torchvision.models.list_models(module=torchvision.models))
+    left_out = {"alexnet", "inception_v3", "maxvit_t", "vit_h_14"}
+    assert set(MODEL_CHANNELS) - {"lenet"} == there - left_out
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_of_each_family_takes_the_datas_images_and_gives_its_classes(name: str) -> None:
+    network = skeleton_of(name, CIFAR, 7)
+    assert network(torch.zeros(2, *CIFAR, device="meta")).shape == (2, 7)
+
+
+def test_a_skeleton_draws_no_numbers_and_is_the_networks() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    for name in ("regnet_x_400mf", "resnet18"):
+        skeleton = skeleton_of(name, CIFAR, 10)
+        assert all(tensor.is_meta for tensor in skeleton.state_dict().values())
+        assert torch.equal(torch.get_rng_state(), before)
+        torch.random.set_rng_state(before)
+    real, skeleton = build_model("resnet18", CIFAR, 10), skeleton_of("resnet18", CIFAR, 10)
+    assert {name: one.shape for name, one in real.state_dict().items()} == {
+        name: one.shape for name, one in skeleton.state_dict().items()
+    }
+
+
+def test_an_unknown_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(SettingsError) as caught:
+        parse_settings("resnet152_cifar", {"model": "resnet5"})
+    (mistake,) = caught.value.mistakes
+    assert mistake.startswith(f"model: 'resnet5' is not one of {len(MODEL_CHANNELS)} known names; did you mean resnet")
+    assert "resnet50" in mistake and mistake.count(" or ") == 2
+
+
+def test_what_this_torchvision_does_not_have_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torchvision.models, "swin_t")
+    with pytest.raises(TrainError, match=r"model: torchvision .* has no swin_t; a newer one may"):
+        build_model("swin_t", CIFAR, 10)
+    with pytest.raises(TrainError, match="vit_b_16 cannot take images of 28 pixels"):
+        build_model("vit_b_16", (3, 28, 28), 10)
+
+
+def test_a_network_without_blocks_trains_and_what_needs_blocks_says_so(tmp_path: Path) -> None:
+    for lines in trained(tmp_path, [*SMALL, "--shares", "node0=3,node1=1"], 2):
+        assert of_event(lines, "start")[0]["model"] == "shufflenet_v2_x0_5"
+        assert len(of_event(lines, "step")) == 3
+    assert "shufflenet_v2_x0_5 is no chain of blocks that could be cut; use ddp" in refusal(
+        tmp_path, [*SMALL, "--strategy", "pipeline"]
+    )
+    with pytest.raises(TrainError, match="paced: vit_b_16 is no chain of blocks"):
+        dissect("vit_b_16", CIFAR, 10)
+
+
+def refusal(folder: Path, arguments: list[str], of_ranks: Any = ()) -> str:
+    """The one line that each of two ranks says."""
+    with started(folder, arguments, 2, of_ranks=of_ranks) as ranks:
+        said = {rank.communicate(timeout=120)[1] for rank in ranks}
+        assert [rank.returncode for rank in ranks] == [1, 1], said
+    (line,) = said
+    assert line.startswith("error: ") and line.count("\n") == 1
+    return line
+
+
+# ---- weights --------------------------------------------------------------------------------------------------------
+
+
+def kept(folder: Path, classes: int = 10, **changed: Any) -> Path:
+    """A file with weights of shufflenet, some of them changed."""
+    torch.manual_seed(5)
+    path = folder / "weights.pt"
+    torch.save({**build_model("shufflenet_v2_x0_5", CIFAR, classes).state_dict(), **changed}, path)
+    return path
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "tensor"])
+def test_a_run_begins_with_the_files_weights_and_a_head_of_its_own(tmp_path: Path, strategy: str) -> None:
+    path = kept(tmp_path, classes=1000)
+    asked = ["--weights", str(path), "--lr", "1e-9", "--checkpoint_every", "1", "--checkpoint_dir", str(tmp_path)]
+    trained(tmp_path, [*SMALL, *asked, "--steps", "1", "--strategy", strategy], 2)
+    begun, ended = torch.load(path, weights_only=True), read_file(tmp_path).checkpoint.model
+    weights = [name for name in begun if name.endswith(".weight") and not name.startswith("fc.")]
+    assert weights and all(torch.allclose(begun[name], ended[name], atol=1e-6) for name in weights)
+    assert ended["fc.weight"].shape == (10, 1024)
+
+
+def test_a_checkpoints_network_is_found_and_ddps_prefix_left_out(tmp_path: Path) -> None:
+    state = build_model("shufflenet_v2_x0_5", CIFAR, 10).state_dict()
+    settings = parse_settings("resnet152_cifar", {"model": "shufflenet_v2_x0_5", "weights": "w.pt"})
+    found, fresh = fitting(state, skeleton_of("shufflenet_v2_x0_5", CIFAR, 10), 10, settings)
+    assert (found.keys(), fresh) == (state.keys(), [])
+    path = tmp_path / "wrapped.pt"
+    torch.save({"epoch": 3, "model": {f"module.{name}": tensor for name, tensor in state.items()}}, path)
+    trained(tmp_path, [*SMALL, "--weights", str(path), "--steps", "1"], 2)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot read"),
+        (b"text", "is not as torch.save has written files since torch 1.6"),
+        ([1, 2], "holds no state dict"),
+        ({"fc.weight": torch.ones(10, 1024)}, "does not fit shufflenet_v2_x0_5; missing: conv1.0.weight, conv1.1.bias"),
+        ({"fc.weight": torch.ones(10, 7)}, "of another shape: fc.weight"),
+        ({"more": torch.ones(3)}, "unknown: more"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_one_line(tmp_path: Path, content: Any, words: str) -> None:
+    path = tmp_path / "weights.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif isinstance(content, dict) and "missing" not in words:
+        kept(tmp_path, **content)
+    elif content is not None:
+        torch.save(content, path)
+    line = refusal(tmp_path, [*SMALL, "--weights", str(path)])
+    assert words in line
+
+
+def test_hosts_with_different_files_are_refused(tmp_path: Path) -> None:
+    homes = []
+    for number in range(2):
+        home = tmp_path / f"home{number}"
+        home.mkdir()
+        kept(home, **({"conv1.1.bias": torch.ones(24)} if number else {}))
+        homes.append({"HOME": str(home)})
+    line = refusal(tmp_path, [*SMALL, "--weights", "~/weights.pt"], of_ranks=homes)
+    assert "weights: ~/weights.pt is another file on some hosts" in line
+
+
+def test_what_would_run_code_is_not_run(tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> tuple[Any, Any]:
+            return (tmp_path / "sprung").touch, ()
+
+    torch.save({"fc.weight": Trap()}, tmp_path / "weights.pt")
+    line = refusal(tmp_path, [*SMALL, "--weights", str(tmp_path / "weights.pt")])
+    assert "holds no plain tensors that could be read" in line
+    assert not (tmp_path / "sprung").exists()
