@@ -31,6 +31,7 @@ from PIL import Image
 
 from tests.support import forks
 from tests.support.checkpoint_driver import run_rank
+from tests.support.quick_python import quick_python
 from trainer.checkpoints.file import Checkpoint, name_of, newest, open_folder, parse, read_file, write_file
 from trainer.checkpoints.own_state import for_other_ranks
 from trainer.shared.errors import TrainError
@@ -504,7 +505,8 @@ def test_ranks_that_torchrun_restarts_go_on_by_themselves(tmp_path: Path) -> Non
     launch = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m"]
     slow = ["--slow", "rank:0,at:start,ms:50", "--checkpoint_every", "4", "--checkpoint_dir", str(tmp_path / "kept")]
     words = [*launch, "trainer", *SMALL, *slow, "--eval_every", "0"]
-    environment = {**os.environ, "ORCH_METRICS": metrics, "OMP_NUM_THREADS": "1"}
+    python = {"PYTHON_EXEC": quick_python(tmp_path / "quick", torchrun=True)}
+    environment = {**os.environ, "ORCH_METRICS": metrics, "OMP_NUM_THREADS": "1", **python}
     with forks.start(forks.TORCHRUN, words, cwd=Path(__file__).parents[2], env=environment) as run:
         try:
             wait_until(lambda: len(losses(tmp_path, 1)) > 5)

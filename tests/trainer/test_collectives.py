@@ -12,6 +12,7 @@ import pytest
 
 from tests.support import forks
 from tests.support.free_port import free_port
+from tests.support.quick_python import quick_python
 
 pytest.importorskip("torch")
 import torch
@@ -92,7 +93,8 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     folder = tmp_path_factory.mktemp("two")
     words = [word for key, value in SMALL.items() for word in (f"--{key}", value)]
-    env = {**os.environ, "ORCH_METRICS": f"{folder}/{{rank}}.jsonl", "OMP_NUM_THREADS": "1"}
+    python = {"PYTHON_EXEC": quick_python(folder / "quick", torchrun=True)}
+    env = {**os.environ, "ORCH_METRICS": f"{folder}/{{rank}}.jsonl", "OMP_NUM_THREADS": "1", **python}
     command = [*TORCHRUN, "--exp", "collectives", *words, "--min_bytes", "128"]
     return forks.run(forks.TORCHRUN, command, cwd=ROOT, env=env), folder
 
