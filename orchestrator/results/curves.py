@@ -15,6 +15,7 @@ from typing import TypeVar
 from orchestrator.jobs.metric_lines import count, number
 from orchestrator.record import Record
 from orchestrator.results.events import Events
+from trainer.shared.metrics import LARGEST
 
 POINTS = 200
 _EVENTS = 100_000
@@ -49,12 +50,24 @@ class Epoch(Record):
     """The time of its updates, evaluation left out; since the `start` record for an epoch that was resumed."""
 
 
+class Moment(Record):
+    """How far the run was when an update was over."""
+
+    step: int
+    seconds: float
+    """Since its first update began, by the clock of one host; evaluations and checkpoints count."""
+    samples: int
+    """All ranks', of this update and all before."""
+
+
 class Curves(Record):
     loss: tuple[LossPoint, ...] = ()
     updates_a_point: int = 1
     """The most that a point of the loss is the mean of."""
     evaluations: tuple[EvaluationPoint, ...] = ()
     epochs: tuple[Epoch, ...] = ()
+    course: tuple[Moment, ...] = ()
+    """Empty where no rank says when its updates were over; summaries of an older orch have none."""
 
     @property
     def epoch_words(self) -> str:
@@ -77,6 +90,7 @@ def read_curves(events: Events) -> Curves:
         updates_a_point=-(-steps // POINTS) or 1,
         evaluations=_thinned(sorted({each.step: each for each in _evaluations(events)}.items())),
         epochs=_thinned(sorted({each.epoch: each for each in _epochs(events)}.items())),
+        course=tuple(_moments(events)),
     )
 
 
@@ -87,6 +101,29 @@ WITH whole AS (
 parts AS (SELECT *, ntile(?) OVER (ORDER BY step) AS part FROM whole)
 SELECT max(step), sum(loss) / sum(samples) FROM parts GROUP BY part ORDER BY part
 """
+
+
+# Hosts' clocks differ: the first rank's alone says when an update was over.
+_COURSE = """
+WITH whole AS (SELECT step, sum(samples) AS samples FROM timed WHERE complete GROUP BY step),
+own AS (
+    SELECT step, any_value(wall) AS wall, any_value(t_ms) AS t_ms FROM timed
+    WHERE rank = (SELECT min(rank) FROM timed) AND wall IS NOT NULL GROUP BY step),
+seen AS (
+    SELECT step, wall, sum(samples) OVER (ORDER BY step) AS samples,
+           min(wall - coalesce(t_ms, 0) / 1000) OVER () AS began, ntile(?) OVER (ORDER BY step) AS part
+    FROM whole JOIN own USING (step))
+SELECT max(step), max(wall) - any_value(began), max(samples)::BIGINT FROM seen GROUP BY part ORDER BY part
+"""
+
+
+def _moments(events: Events) -> Iterator[Moment]:
+    """As far as time goes forward in them."""
+    seconds_before = 0.0
+    for step, seconds, samples in events.connection.execute(_COURSE, [POINTS]).fetchall():
+        if seconds_before <= seconds < LARGEST:
+            yield Moment(step=step, seconds=round(seconds, 3), samples=samples)
+            seconds_before = seconds
 
 
 def _evaluations(events: Events) -> Iterator[EvaluationPoint]:

@@ -27,15 +27,14 @@ from orchestrator.jobs.record import FirstFailure
 from orchestrator.jobs.redraw import Drawing
 from orchestrator.paths import RunFolder
 from orchestrator.results.collectives import Collectives, CollectiveTime, link_matrix
-from orchestrator.results.curves import Curves
 from orchestrator.results.published import conditions, published_for
 from orchestrator.results.summary import NodeSummary, RankEnd, Summary
 from orchestrator.results.timeline import load_timeline
 from orchestrator.text import clean, clean_lines, one_line
 from orchestrator.units import counted, format_bandwidth, format_bytes, format_duration
 from orchestrator.views.charts import draw_throughput
+from orchestrator.views.curves import by_clock, curve_charts
 from orchestrator.views.gpu_charts import GpuCharts, gpu_charts, read_course
-from orchestrator.views.linechart import ChartLine, LineChart, line_chart, percent_words
 from orchestrator.views.numbers import figure, percent
 from orchestrator.views.timeline import TimelineDrawing, draw_timeline
 from trainer.shared.experiments import EXPERIMENTS
@@ -121,7 +120,8 @@ def render_report(
             fidelity_words=fidelity_words(summary),
             parts=_parts(summary),
             settings_groups=tuple(_settings_groups(summary)),
-            curve_charts=tuple(_curve_charts(summary.curves)),
+            curve_charts=curve_charts(summary.curves),
+            curves_by_clock=[*by_clock(summary.curves)],
             shares_over_steps=tuple(_shares_over_steps(summary)),
             published=published_for(summary),
             conditions=conditions(summary),
@@ -254,17 +254,6 @@ def _shares_over_steps(summary: Summary) -> Iterator[dict[str, Any]]:
             by_node.append(tuple(itertools.islice(left, node.ranks)))
         percents = [100 * share / sum(shares) for share in shares if share]
         yield {"step": step + 1, "by_node": by_node, "percents": percents, "spread": spread}
-
-
-def _curve_charts(curves: Curves) -> Iterator[LineChart]:
-    """Loss and accuracy over updates, where two points of one are known."""
-    training = [(point.step + 1, point.loss) for point in curves.loss]
-    tested = [(each.step + 1, each.loss) for each in curves.evaluations if each.loss is not None]
-    accuracies = [(each.step + 1, each.accuracy) for each in curves.evaluations]
-    if len(training) > 1:
-        yield line_chart("loss", [ChartLine("training", training), ChartLine("test", tested, dots=True)], of_zero=True)
-    if len(accuracies) > 1:
-        yield line_chart("test accuracy", [ChartLine("test", accuracies, dots=True)], words=percent_words)
 
 
 def _part_shares(node: NodeSummary, parts: tuple[tuple[str, str], ...]) -> list[tuple[str, float]]:

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.results.analyse import analyse
-from orchestrator.results.curves import POINTS, Curves, Epoch, EvaluationPoint, LossPoint
+from orchestrator.results.curves import POINTS, Curves, Epoch, EvaluationPoint, LossPoint, Moment
 from orchestrator.results.summary import Summary
 from orchestrator.views import comparison
+from orchestrator.views.curves import _placed, by_clock
 from orchestrator.views.linechart import ChartLine, line_chart, percent_words
 from orchestrator.views.report import render_report
 from tests.support.run_folders import Host, end, start, step, write_run
@@ -90,8 +91,9 @@ def learned(tmp_path: Path) -> Summary:
 
 def test_the_report_draws_loss_and_accuracy_in_the_pages_colours(tmp_path: Path) -> None:
     page = render_report(learned(tmp_path))
-    assert page.count("<svg") == 2
-    assert 'aria-label="loss over updates"' in page and 'aria-label="test accuracy over updates"' in page
+    assert page.count("<svg") == 6
+    for over in ("updates", "seconds", "samples"):
+        assert f'aria-label="loss over {over}"' in page and f'aria-label="test accuracy over {over}"' in page
     assert "97.0 %</span>" in page and "99.0 %</span>" in page
     assert "2, 12 s each (11 to 13 s)" in page
     drawings = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
@@ -101,9 +103,35 @@ def test_the_report_draws_loss_and_accuracy_in_the_pages_colours(tmp_path: Path)
 def test_what_was_not_reported_is_not_drawn(tmp_path: Path) -> None:
     summary = learned(tmp_path)
     only_loss = summary.curves.model_copy(update={"evaluations": summary.curves.evaluations[:1]})
-    assert render_report(summary.model_copy(update={"curves": only_loss})).count("<svg") == 1
+    assert render_report(summary.model_copy(update={"curves": only_loss})).count("<svg") == 3
     assert "<svg" not in render_report(summary.model_copy(update={"curves": Curves()}))
-    assert render_report(summary.model_copy(update={"loss": None, "accuracy": None})).count("<svg") == 2
+    assert render_report(summary.model_copy(update={"loss": None, "accuracy": None})).count("<svg") == 6
+    without_clock = summary.curves.model_copy(update={"course": ()})
+    assert render_report(summary.model_copy(update={"curves": without_clock})).count("<svg") == 2
+
+
+def test_the_course_counts_all_ranks_samples_by_one_ranks_clock(tmp_path: Path) -> None:
+    own = [step(number, 10, 1, 1, 1, 1, wall=1.8e9 + 2 * number) for number in range(4)]
+    other = [step(number, 30, 1, 1, 1, 1, wall=1.7e9 + number) for number in range(4)]
+    course = of_run(tmp_path, *own, other=other).curves.course
+    assert [(moment.step, moment.samples) for moment in course] == [(0, 40), (1, 80), (2, 120), (3, 160)]
+    assert [moment.seconds for moment in course] == pytest.approx([0.004, 2.004, 4.004, 6.004], abs=1e-3)
+
+
+def test_a_clock_that_was_set_back_leaves_out_what_it_says_twice(tmp_path: Path) -> None:
+    walls = [0.0, 1.0, -50.0, 2.0]
+    lines = [step(number, 10, 1, 1, 1, 1, wall=1.8e9 + wall) for number, wall in enumerate(walls)]
+    seconds = [moment.seconds for moment in of_run(tmp_path, *lines).curves.course]
+    assert seconds == sorted(seconds)
+
+
+def test_an_update_between_two_moments_lies_between_them() -> None:
+    moments = (Moment(step=9, seconds=1.0, samples=100), Moment(step=19, seconds=3.0, samples=300))
+    evaluations = tuple(EvaluationPoint(step=number, accuracy=0.5) for number in (4, 14, 29))
+    (seconds, _), (samples, _) = by_clock(Curves(course=moments, evaluations=evaluations))
+    assert (seconds, samples) == ("seconds", "samples")
+    place = _placed(moments, [1.0, 3.0])
+    assert [place(number) for number in (4, 9, 14, 19, 29)] == [1.0, 1.0, 2.0, 3.0, 3.0]
 
 
 VALUES = st.floats(-1e15, 1e15)

@@ -190,7 +190,7 @@ def test_report_and_terminal_name_slowed_gpus_the_stragglers_beside_it(tmp_path,
     beside, later = page.index("The others wait for a2000"), page.index("What the GPUs did")
     assert beside < page.index(SLOW) < later < page.index(HOT)
     drawings = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
-    assert len(drawings) == 5  # and the loss
+    assert len(drawings) == 7  # and the loss, over updates, seconds and samples
     assert 'class="marked"' in drawings[1] and 'class="line host1"' in drawings[1]
     comparison.print_summary(summary)
     said = capsys.readouterr().out
