@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -58,13 +58,18 @@ def build_model(name: str, shape: tuple[int, int, int], classes: int) -> nn.Modu
 
 
 def skeleton_of(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """The same on torch's meta device: names and shapes without numbers."""
+    """The same without numbers."""
+    return without_numbers(lambda: build_model(name, shape, classes))
+
+
+def without_numbers(build: Callable[[], nn.Module]) -> nn.Module:
+    """A network on torch's meta device: names and shapes. Draws nothing from torch's generator."""
     try:
         with torch.device("meta"):
-            return build_model(name, shape, classes)
+            return build()
     except NotImplementedError:  # RegNets compute their widths by tensors
         with torch.random.fork_rng(devices=[]):
-            return build_model(name, shape, classes).to("meta")
+            return build().to("meta")
 
 
 def stages_of(model: nn.Module) -> list[nn.Module]:

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from trainer.compute.models import build_model, skeleton_of
+from trainer.compute.models import build_model, without_numbers
 from trainer.data.loading import Opened, choose_loader, open_batches
 from trainer.data.sample_stream import RankBatches
 from trainer.data.sets import find_facts
@@ -64,15 +64,18 @@ class Experiment:
         self._weights = weights
 
     def skeleton(self) -> nn.Module:
-        return skeleton_of(self.name, self.facts.shape, self.facts.classes)
+        return without_numbers(self._fresh)
 
     def example(self) -> Tensor:
         return torch.zeros(EXAMPLES, *self.facts.shape, device="meta")
 
     def network(self) -> nn.Module:
-        model = build_model(self.name, self.facts.shape, self.facts.classes)
+        model = self._fresh()
         model.load_state_dict(self._weights, strict=False)
         return model
+
+    def _fresh(self) -> nn.Module:
+        return build_model(self.name, self.facts.shape, self.facts.classes)
 
     def optimizer(self, settings: Settings, model: nn.Module) -> torch.optim.Optimizer | StandInOptimizer:
         return build_optimizer(settings, model)
