@@ -21,7 +21,6 @@ from tests.support.checkpoint_driver import small_network
 from tests.support.gloo_ranks import RANKS, Gang, group_of
 from trainer import train as training
 from trainer.checkpoints.file import read_file
-from trainer.compute import models
 from trainer.compute.models import running_statistics
 from trainer.compute.running_statistics import estimate_running_statistics
 from trainer.ranks.rank_info import RankInfo
@@ -90,8 +89,7 @@ def in_the_gang(lenet: bool = False) -> Iterator[list[Run]]:
         stack.enter_context(patch.object(training, "set_up", noted))
         stack.enter_context(patch.dict(experiments.DATA_SETS, mnist=few))
         if not lenet:
-            for module in (material, models):  # the network, and its skeleton
-                stack.enter_context(patch.object(module, "build_model", small_network))
+            stack.enter_context(patch.object(material, "build_model", small_network))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         yield runs
 
