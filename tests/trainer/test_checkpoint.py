@@ -182,6 +182,27 @@ def test_adamw_goes_on_bit_for_bit(tmp_path: Path, way: str) -> None:
     goes_on_alike(tmp_path, [*ADAMW, *PARTS[way]])
 
 
+@pytest.mark.parametrize("way", ["ddp", "pipeline", "tensor"])
+def test_averaged_weights_and_their_statistics_go_on_bit_for_bit(tmp_path: Path, way: str) -> None:
+    settings = ["--ema", "0.9", "--eval_every", "0", "--checkpoint_every", "8", *PARTS[way]]
+    finished(tmp_path / "whole", settings)
+    said = finished(tmp_path / "resumed", [*settings, "--resume", f"../whole/checkpoints/{name_of(16)}"])
+    assert "started fresh" not in said
+    whole, resumed = (
+        read_file(tmp_path / name / "checkpoints" / name_of(LAST)).checkpoint for name in ("whole", "resumed")
+    )
+    assert whole.ema.keys() == whole.model.keys()
+    for name, tensor in whole.ema.items():
+        assert torch.equal(tensor, resumed.ema[name]), name
+        assert torch.equal(whole.model[name], resumed.model[name]), name
+        assert not tensor.is_floating_point() or not torch.equal(tensor, whole.model[name]), name
+
+
+def test_a_run_may_begin_to_average_its_weights(stopped: Path, tmp_path: Path) -> None:
+    said = finished(tmp_path, ["--ema", "0.9", "--resume", str(stopped / "checkpoints")])
+    assert "after 10 updates; ema: not in the checkpoint, started fresh\n" in said
+
+
 def test_another_optimiser_does_not_go_on_with_what_this_one_remembers(stopped: Path, tmp_path: Path) -> None:
     line = refused(tmp_path, [*ADAMW, "--resume", str(stopped / "checkpoints")], 2)
     assert "remembers is of another optimiser than AdamW (it has momentum_buffer): start again without it" in line

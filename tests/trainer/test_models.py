@@ -95,6 +95,21 @@ def refusal(folder: Path, arguments: list[str], of_ranks: Any = ()) -> str:
     return line
 
 
+def test_statistics_that_belong_to_averaged_weights_are_those_of_one_process(tmp_path: Path) -> None:
+    """Of slices all ranks read the same images; of one process too. The statistics of the weights are others."""
+    found = []
+    for name, way, ranks in (("alone", "none", 1), ("sliced", "tensor", 2)):
+        (tmp_path / name).mkdir()
+        asked = ["--ema", "0.5", "--checkpoint_every", "3", "--checkpoint_dir", str(tmp_path / name), "--lr", "0.01"]
+        trained(tmp_path / name, [*SMALL, *asked, "--strategy", way], ranks)
+        found.append(read_file(tmp_path / name).checkpoint)
+    alone, sliced = found
+    for name, tensor in alone.ema.items():
+        assert torch.allclose(tensor.double(), sliced.ema[name].double(), rtol=1e-2, atol=1e-3), name
+        if name == "conv1.1.running_var":
+            assert not torch.allclose(tensor, alone.model[name], rtol=1e-2, atol=1e-3), name
+
+
 # ---- weights --------------------------------------------------------------------------------------------------------
 
 

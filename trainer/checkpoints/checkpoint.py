@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,10 +48,9 @@ from trainer.checkpoints.places import check_kind, folder_of, source_of
 from trainer.compute.models import running_statistics
 from trainer.ranks.agreement import gather_lines, together
 from trainer.shared.errors import TrainError
-from trainer.strategies.base import Parts
 from trainer.training.progress import Progress
 from trainer.training.random_state import random_state
-from trainer.training.shared_network import shared_network
+from trainer.training.shared_network import shared_network, trained_network
 
 if TYPE_CHECKING:
     from trainer.training.run import Run
@@ -104,12 +103,12 @@ class CheckpointKeeper:
         sums = gather(torch.tensor([progress.loss_sum, progress.samples, progress.recent], dtype=torch.float64))
         own = self._gathered(self._own_tensors())
         random = gather(random_state())
-        with shared_network(run, progress) as network:
-            seen = network.state_dict() if run.info.rank == 0 else {}
-            model = {name: tensor.detach().cpu().clone() for name, tensor in seen.items()}
-            state = self._state()
-            if run.strategy.parts:
-                model, state = self._joined(network, run.strategy.parts, state)
+        with trained_network(run, progress, own_weights=True) as network:
+            model, state = self._whole(network, self._state())
+        ema: dict[str, Tensor] = {}
+        if run.ema:
+            with shared_network(run, progress) as network:
+                ema, _ = self._whole(network, {})
         if run.info.rank != 0:
             return None
         return Checkpoint(
@@ -130,6 +129,7 @@ class CheckpointKeeper:
             sums=[tensor.tolist() for tensor in sums],
             own=own,
             random=random,
+            ema=ema,
         )
 
     def _state(self) -> dict[str, list[Tensor | None]]:
@@ -137,10 +137,14 @@ class CheckpointKeeper:
         assert isinstance(self.run.optimizer, torch.optim.Optimizer)  # noqa: S101 - `check_kind` has seen to it
         return state_of(self.run.optimizer, self.run.model)
 
-    def _joined(
-        self, network: nn.Module, of_ranks: Parts, state: State
-    ) -> tuple[dict[str, Tensor], dict[str, list[Tensor | None]]]:
+    def _whole(
+        self, network: nn.Module, state: State
+    ) -> tuple[dict[str, Tensor], Mapping[str, Sequence[Tensor | None]]]:
         """The whole network's state and its optimiser's, on rank 0, which alone holds it all, while this takes."""
+        of_ranks = self.run.strategy.parts
+        if of_ranks is None:
+            seen = network.state_dict() if self.run.info.rank == 0 else {}
+            return {name: tensor.detach().cpu().clone() for name, tensor in seen.items()}, state
         whole = parts.skeleton(self.run)
         own = parts.to_be_kept(self.run, network, of_ranks, whole, state)
         kept = self._gathered(own)
@@ -214,6 +218,9 @@ class CheckpointKeeper:
         else:
             run.model.load_state_dict(saved.model)
             restore(optimizer, run.model, saved.optimizer)
+        if run.ema:
+            averaged = saved.ema
+            run.ema.restart(of_ranks.held(rank, averaged, parts.skeleton(run)) if of_ranks else averaged)
         if saved.scaler and (scaler := _scaler(run)):
             scaler.load_state_dict(saved.scaler)
         same = saved.world_size == run.info.world_size and saved.shares == list(run.stream.shares)
@@ -227,6 +234,8 @@ class CheckpointKeeper:
         if not same_parts:
             run.strategy.regroup(run.stream.shares[rank] / run.stream.batch)
         how = "" if same else by_others(saved)
+        if run.ema and not saved.ema:
+            how += "; ema: not in the checkpoint, started fresh"
         run.console.say(f"going on from {source} after {self._updates(saved)} updates{how}{change}")
         if same:
             loss_sum, samples, recent = saved.sums[rank]
@@ -256,7 +265,7 @@ class CheckpointKeeper:
             )
         network = parts.skeleton(self.run) if self.run.strategy.parts else self.run.model
         wanted = {name: tensor.shape for name, tensor in network.state_dict().items()}
-        if wanted != {name: tensor.shape for name, tensor in saved.model.items()}:
+        if wanted != _shapes(saved.model) or (saved.ema and wanted != _shapes(saved.ema)):
             raise TrainError(f"the checkpoint holds another network than {now['model']}: start again without it")
         shapes = [parameter.shape for parameter in network.parameters()]
         assert isinstance(self.run.optimizer, torch.optim.Optimizer)  # noqa: S101 - as above
@@ -269,6 +278,10 @@ class CheckpointKeeper:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Parts of a run's state
+
+
+def _shapes(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in state.items()}
 
 
 def _name(run: Run) -> str:

@@ -15,7 +15,7 @@ import re
 import warnings
 import zipfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +58,8 @@ class Checkpoint:
     """As in `Progress`."""
     own: list[dict[str, Tensor]]
     random: list[Tensor]
+    ema: dict[str, Tensor] = field(default_factory=dict)
+    """As `model`, of the weights' moving average; empty where there is none."""
 
 
 def write_file(path: Path, checkpoint: Checkpoint) -> int:
@@ -199,7 +201,7 @@ def _check_form(saved: Checkpoint) -> None:
     have_parts = bool(saved.settings.get("stages"))
     if not have_parts and any(_shapes(own) != _shapes(saved.own[0]) for own in saved.own):
         raise ValueError("the ranks' own states differ in name or shape")
-    if not all(isinstance(tensor, Tensor) for tensor in saved.model.values()):
+    if not all(isinstance(tensor, Tensor) for tensor in [*saved.model.values(), *saved.ema.values()]):
         raise TypeError("a weight is not a tensor")
     if not all(one is None or isinstance(one, Tensor) for of_kind in saved.optimizer.values() for one in of_kind):
         raise TypeError("what the optimiser remembers is not a tensor")

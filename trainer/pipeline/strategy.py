@@ -223,10 +223,10 @@ class Pipeline(Base):
     def keeps_statistics(self) -> bool:
         return self.averages is None or self.averages.keeps_statistics
 
-    def average_statistics(self, network: nn.Module, batches: Iterable[Tensor]) -> None:
+    def average_statistics(self, network: nn.Module, batches: Iterable[Tensor], *, again: bool = False) -> None:
         """BatchNorm's, over the ranks that hold the same blocks, each counted by its samples."""
         samples: float = self.recent
-        if not self.keeps_statistics and self._has_statistics(network):
+        if (again or not self.keeps_statistics) and self._has_statistics(network):
             with torch.no_grad(), estimating(network) as seen:
                 pass_on(self, seen, batches)
             samples = seen.samples

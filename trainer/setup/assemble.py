@@ -51,6 +51,7 @@ from trainer.strategies import Strategy, build_strategy
 from trainer.strategies.ddp import Ddp
 from trainer.strategies.gradient_sum import DTYPES, GradientSum
 from trainer.training.console import Console
+from trainer.training.ema import Ema
 from trainer.training.rates import rates_of
 from trainer.training.run import Run
 
@@ -127,6 +128,7 @@ def prepare(met: Met, material: Material) -> Run:
         rebalancer=build_rebalancer(settings, info, metrics, console, division, room),
         optimizer=optimizer,
         clipping=build_clipping(settings, material, model, strategy, group),
+        ema=Ema(model, settings.ema) if settings.ema else None,
         rates=rates_of(settings, optimizer, division.order.stream),
         graphs=build_graphs(model, metrics, console) if settings.cuda_graph == "on" else None,
         material=material,

@@ -15,6 +15,7 @@ def refuse_arithmetic(settings: Settings) -> None:
     asked = {"strategy=fsdp": settings.strategy == "fsdp", "sync_bn=true": settings.sync_bn}
     asked[f"amp={settings.amp}"] = settings.amp != "none"
     asked["weights=FILE"] = bool(settings.weights)
+    asked[f"ema={settings.ema:g}"] = settings.ema > 0
     asked[f"clip_norm={settings.clip_norm:g}"] = settings.clip_norm > 0
     for setting, is_set in asked.items():
         if is_set:

@@ -46,6 +46,7 @@ _COMMON: dict[str, Any] = {
     "lr_batch": 0,
     "clip_norm": 0.0,
     "label_smoothing": 0.0,
+    "ema": 0.0,
     "seed": 0,
     "device": "auto",
     "backend": "auto",

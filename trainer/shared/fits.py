@@ -24,7 +24,8 @@ Settings = Any
 def mistakes_of(of: Settings) -> list[str]:
     """Each value by itself is right, or has been complained of."""
     ways = [*_of_exchange(of), *_of_fidelity(of), *_of_pipeline(of), *_of_tensor(of)]
-    return [*ways, *_of_optimizer(of), *_of_clipping(of), *_of_learning_rate(of), *_of_the_rest(of), *_of_own(of)]
+    recipe = [*_of_optimizer(of), *_of_clipping(of), *_of_ema(of), *_of_learning_rate(of)]
+    return [*ways, *recipe, *_of_the_rest(of), *_of_own(of)]
 
 
 def mistakes_of_network(of: Settings) -> list[str]:
@@ -77,6 +78,17 @@ def _of_clipping(of: Settings) -> list[str]:
     if of.strategy == "pipeline" and of.fidelity == "local":
         return ["clip_norm: with fidelity local no rank of a pipeline has its whole gradient; use exact, or ddp"]
     return []
+
+
+def _of_ema(of: Settings) -> list[str]:
+    if not of.ema:
+        return []
+    mistakes = []
+    if of.fidelity == "local" or of.strategy == "parameter_average":
+        mistakes.append(f"ema: under {_way(of)} each rank has weights of its own, and averages them; leave it out")
+    if of.sync_bn:
+        mistakes.append("ema: BatchNorm's statistics are estimated again by each rank alone; leave sync_bn out")
+    return mistakes
 
 
 def _of_learning_rate(of: Settings) -> list[str]:

@@ -84,6 +84,12 @@ class Settings:
         at_least=0,
         below=1,
     )
+    ema: float = setting(
+        "The decay of a moving average of the weights, like 0.999, that evaluations see and checkpoints keep beside "
+        "the weights themselves; 0 has none.",
+        at_least=0,
+        below=1,
+    )
     seed: int = setting("Decides the initial weights, the order of the samples and their augmentation.", at_least=0)
     device: str = setting("Where ranks compute; auto is a GPU where there is one.", choices=["auto", "cuda", "cpu"])
     backend: str = setting(

@@ -74,9 +74,10 @@ class Strategy(Protocol):
         its device.
         """
 
-    def average_statistics(self, network: nn.Module, batches: Iterable[Tensor]) -> None:
+    def average_statistics(self, network: nn.Module, batches: Iterable[Tensor], *, again: bool = False) -> None:
         """BatchNorm's, over all that hold the same part, where ranks hold parts. network: `whole`. batches: of training
-        images that this rank reads, from which they are estimated again where they belong to other weights.
+        images that this rank reads, from which they are estimated again where they belong to other weights (again: by
+        the caller's word).
         """
 
     @property
@@ -140,7 +141,7 @@ class WholeNetwork:
     def outputs(self, network: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
         return ((network(images), labels) for images, labels in batches)
 
-    def average_statistics(self, network: nn.Module, batches: Iterable[Tensor]) -> None:
+    def average_statistics(self, network: nn.Module, batches: Iterable[Tensor], *, again: bool = False) -> None:
         raise NotImplementedError  # parts is None
 
 

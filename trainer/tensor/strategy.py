@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from torch import Tensor, nn
 
 from trainer.compute.brake import Brake
+from trainer.compute.models import has_batch_norm
+from trainer.compute.running_statistics import estimate_running_statistics
 from trainer.compute.timer import Timer
 from trainer.strategies.base import Base, Exchange, weighted
 from trainer.tensor.meeting import Meeting
@@ -44,8 +46,11 @@ class TensorParallel(Base):
             if self.counts:
                 yield pair
 
-    def average_statistics(self, network: nn.Module, batches: Iterable[Tensor]) -> None:
-        """BatchNorm's are the same on all ranks."""
+    def average_statistics(self, network: nn.Module, batches: Iterable[Tensor], *, again: bool = False) -> None:
+        """BatchNorm's are the same on all ranks, which read the same batches."""
+        if again and has_batch_norm(network):
+            estimate_running_statistics(network, batches)
+            self.meeting.take()
 
 
 class SlicedParts:

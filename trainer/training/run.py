@@ -26,6 +26,7 @@ from trainer.shared.settings import Settings
 from trainer.strategies import Strategy
 from trainer.training.clipping import Clipping
 from trainer.training.console import Console
+from trainer.training.ema import Ema
 from trainer.training.rates import Rates
 
 
@@ -47,6 +48,7 @@ class Run:
     optimizer: torch.optim.Optimizer | StandInOptimizer
     clipping: Clipping | None
     rates: Rates
+    ema: Ema | None
     graphs: Graphs | None
     material: Any
     """What is trained, as `trainer.setup.material` has it."""

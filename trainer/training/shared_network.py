@@ -23,16 +23,24 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def shared_network(run: Run, progress: Progress) -> Iterator[nn.Module]:
-    """The network that all ranks share: weights, and the BatchNorm statistics that belong to them. Nobody may change
-    its weights. Afterwards every rank has its own statistics and generators back.
+    """The network that all ranks share: weights (their moving average, with `ema`), and the BatchNorm statistics that
+    belong to them. Nobody may change its weights. Afterwards every rank has its own statistics and generators back.
     """
-    random, network = random_state(), run.strategy.whole()
+    with run.ema.in_place() if run.ema else contextlib.nullcontext(), trained_network(run, progress) as network:
+        yield network
+
+
+@contextlib.contextmanager
+def trained_network(run: Run, progress: Progress, *, own_weights: bool = False) -> Iterator[nn.Module]:
+    """The same with the weights that training has now. own_weights: even if there is an average of them."""
+    random, network, again = random_state(), run.strategy.whole(), bool(run.ema) and not own_weights
     own = [(buffer, buffer.clone()) for buffer in network.buffers()]
     try:
         if run.strategy.parts:
-            run.strategy.average_statistics(network, training_images(run))
+            run.strategy.average_statistics(network, training_images(run), again=again)
         elif has_batch_norm(network):
-            samples = progress.recent if run.strategy.keeps_statistics else estimated_again(run, network)
+            keeps = run.strategy.keeps_statistics and not again
+            samples = progress.recent if keeps else estimated_again(run, network)
             average_running_statistics(network, run.group, samples)
         yield network
     finally:

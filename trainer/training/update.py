@@ -54,10 +54,13 @@ def update(run: Run, batch: Any, progress: Progress, begin: Any) -> Generator[Du
     yield None
 
     run.precision.step(run.optimizer)
+    number = progress.epoch * run.stream.steps + progress.step
+    if run.ema:
+        run.ema.update(number + 1)
     updated = timer.mark()
     run.strategy.after_update()
     return Step(
-        number=progress.epoch * run.stream.steps + progress.step,
+        number=number,
         epoch=progress.epoch,
         batch=run.stream.batch_at(progress.step),
         samples=samples * run.strategy.counts,

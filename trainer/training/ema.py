@@ -1,0 +1,63 @@
+"""An exponential moving average of the weights, which evaluations and checkpoints see beside the weights themselves.
+
+    ema = Ema(model, decay=0.999)
+    ema.update(updates)                 after each update, the first of which is 1
+    with ema.in_place():                the network has the average's weights
+        ...
+
+The decay of update n is at most (1 + n) / (10 + n), so that the first weights are soon forgotten, as TensorFlow's
+ExponentialMovingAverage has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Ema:
+    """model: what this rank holds of the network; the average is of the same part."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+        self.weights = [_held(weight) for weight in model.parameters() if weight.requires_grad]
+        self.means = [weight.clone() for weight in self.weights]
+
+    @torch.no_grad()
+    def update(self, updates: int) -> None:
+        """updates: of the whole run, this one among them."""
+        decay = min(self.decay, (1 + updates) / (10 + updates))
+        torch._foreach_mul_(self.means, decay)
+        torch._foreach_add_(self.means, self.weights, alpha=1 - decay)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Afterwards the network has its own weights again, to the last bit."""
+        own = [weight.clone() for weight in self.weights]
+        _write(self.weights, self.means)
+        try:
+            yield
+        finally:
+            _write(self.weights, own)
+
+    def restart(self, state: Mapping[str, Tensor]) -> None:
+        """With these weights, by name; without any with the network's as they are now."""
+        _write(self.means, [state[name] for name in self.names] if state else self.weights)
+
+
+def _held(weight: Any) -> Tensor:
+    """Without its history; of fsdp's the piece that this rank has."""
+    held = weight.detach()
+    piece: Tensor = held.to_local() if hasattr(held, "to_local") else held
+    return piece
+
+
+@torch.no_grad()
+def _write(places: list[Tensor], values: list[Tensor]) -> None:
+    for place, value in zip(places, values, strict=True):
+        place.copy_(value)
