@@ -76,13 +76,14 @@ class FailuresAtOnce:
 
 
 LONGEST = """
-trainer/test_checkpoint cuda/test_cuda_speed trainer/test_strategies chaos/test_chaos trainer/test_spawn
-trainer/test_run remote/test_supervisor cuda/test_cuda_time_line lab/test_jobs jobs/test_elastic jobs/test_resume
-provision/test_setup neighbours/test_neighbours jobs/test_log_fidelity hosts/test_ownership
-studies/test_sweep lab/test_resume lab/test_itself jobs/test_controller_crash lab/test_ports
-planning/test_profiles cli/test_readme jobs/test_rescan results/test_analyse cli/test_node_add remote/test_host_limits
-lab/test_wire jobs/test_full_disk cli/test_cli provision/test_push transport/test_noise transport/test_ssh
-lab/test_refusals jobs/test_live test_security
+trainer/test_checkpoint trainer/test_strategies cuda/test_cuda_speed chaos/test_chaos lab/test_jobs
+remote/test_supervisor trainer/test_run neighbours/test_neighbours trainer/test_shared_network
+forecast/test_plan_command lab/test_pipeline jobs/test_controller_crash provision/test_setup lab/test_wire
+jobs/test_resume lab/test_itself hosts/test_ownership jobs/test_log_fidelity cli/test_readme cuda/test_cuda_strategies
+jobs/test_collect planning/test_profiles jobs/test_elastic remote/test_host_limits results/test_analyse
+trainer/test_spawn cli/test_cli cuda/test_cuda_wire transport/test_ssh jobs/test_full_disk lab/test_ports
+test_security lab/test_resume jobs/test_second_controller views/test_report provision/test_push transport/test_noise
+studies/test_sweep lab/test_refusals jobs/test_rescan
 """.split()  # noqa: SIM905
 """Files by the processor time that they took, the longest first."""
 
