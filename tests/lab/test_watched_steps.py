@@ -32,7 +32,8 @@ hf = pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="ne
 
 @pytest.fixture(scope="module")
 def person(tmp_path_factory):
-    with lab(INVENTORY.format(python=sys.executable), binds=[sys.prefix]) as pair:
+    packages = [path for path in sys.path if path.endswith("site-packages")]
+    with lab(INVENTORY.format(python=sys.executable), binds=[sys.prefix, *packages]) as pair:
         someone = Person(pair, tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("work"))
         someone.types("up", str(pair.inventory))
         yield someone
