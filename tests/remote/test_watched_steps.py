@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,7 @@ def train(steps, after=lambda step: None):
 
 
 def start(
-    tmp_path: Path, text: str, *words: str, switch: str = "on", **variables: str
+    tmp_path: Path, text: str, *words: str, switch: str = "on", flags: Sequence[str] = (), **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """A script of one process, as the wrapper would start it."""
     job = JobFolder(tmp_path / "job")
@@ -98,7 +99,7 @@ def start(
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment = {**plain, "ORCH_METRICS": str(tmp_path / "metrics.jsonl"), **variables}
     environment |= watched(job, environment) if switch == "on" else {}
-    command = [sys.executable, "script.py", *words]
+    command = [sys.executable, *flags, "script.py", *words]
     return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
 
 
@@ -231,16 +232,26 @@ def test_the_hosts_own_sitecustomize_is_run_too(tmp_path):
 
 def test_processes_that_the_script_starts_write_nothing(tmp_path):
     children = """
-import multiprocessing
+import multiprocessing, time
+def train_for_long():
+    train(3, lambda step: time.sleep(0.6))
 if __name__ == "__main__":
     train(1)
     for way in ("fork", "spawn"):
-        child = multiprocessing.get_context(way).Process(target=train, args=(3,))
+        child = multiprocessing.get_context(way).Process(target=train_for_long)
         child.start(); child.join(); print(child.exitcode)
 """
     done = start(tmp_path, LOOP + children)
     assert (done.stdout, done.stderr) == ("0\n0\n", "")
     assert [event["event"] for event in events_in(tmp_path)] == ["start", "step", "end"]
+
+
+def test_only_a_child_of_the_wrapper_is_watched(tmp_path):
+    """Not what a script starts that Python began without a look at its environment."""
+    (tmp_path / "inner.py").write_text(LOOP + "train(1)\nprint(os.environ.get('PYTHONPATH'))")
+    done = start(tmp_path, "import subprocess, sys; subprocess.run([sys.executable, 'inner.py'])", flags=("-E",))
+    assert (done.stdout, done.stderr) == ("None\n", "")
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_the_optimiser_that_goes_on_alone_counts_the_steps(tmp_path):
