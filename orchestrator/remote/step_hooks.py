@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +44,7 @@ def install(torch: Any) -> None:
 def _watch_optimizers(watch: Watch, is_traced: Callable[[], bool]) -> None:
     def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         if not is_traced() and watch.is_on:
-            watch.note(STEP, weakref.ref(optimizer))
+            watch.note(STEP, weakref.ref(optimizer), time.time())
 
     # `torch.optim` hides the module's name.
     sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(after_step)

@@ -2,7 +2,7 @@
 
     watch = Watch(torch, os.environ)
     watch.note(ASKS, source); watch.note(GETS, source, 32); watch.note(CALLS, 32, True); watch.note(BACKWARD, mark)
-    watch.note(STEP, weakref.ref(optimizer))
+    watch.note(STEP, weakref.ref(optimizer), time.time())
 
 No call raises: what goes wrong ends the watching.
 
@@ -96,7 +96,7 @@ class Watch:
     def _look(self) -> None:
         """Has the course told what was noted."""
         notes, self._notes = self._notes, []
-        course, ago_s = self._course, time.time() - time.perf_counter()
+        course = self._course
         tell: dict[int, Callable[..., None]] = {
             ASKS: course.asks,
             GETS: course.gets,
@@ -105,18 +105,16 @@ class Watch:
         }
         for kind, mark, *what in notes:
             if kind == STEP:
-                self._take_step(mark, what[0], ago_s)
+                self._take_step(mark, *what)
             elif kind == BACKWARD:
                 course.ends_backward(mark, what[0])
             else:
                 tell[kind](mark, *what)
 
-    def _take_step(self, mark: Any, optimizer: Callable[[], Any], ago_s: float) -> None:
-        """ago_s: what turns a host's mark into a time of day."""
+    def _take_step(self, mark: Any, optimizer: Callable[[], Any], wall_s: float) -> None:
         if not self._leads(optimizer):
             self._course.moves(mark)
             return
-        wall_s = mark + ago_s if isinstance(mark, float) else time.time()
         self._left.append((self._steps, wall_s, self._course.ends_step(mark)))
         self._steps += 1
 
