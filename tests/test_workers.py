@@ -76,15 +76,16 @@ def begun(folder: Path) -> subprocess.Popen[str]:
 
 
 def test_each_file_is_run_whole_by_one_worker_and_a_test_that_ends_its_worker_fails_alone(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, test_a=PASSES, test_b=PASSES, test_ends=ENDS)
+    # The first file is the one that ends its worker: a later one might end the only worker with something to take down.
+    folder = folder_of(tmp_path, test_0_ends=ENDS, test_a=PASSES, test_b=PASSES)
     with begun(folder) as run:
         text, _ = run.communicate(timeout=120)
     assert re.search(r"=+ 2 failed, 5 passed, 1 skipped in ", text), text
     assert "heard by nobody" not in text
     for line in (
-        "FAILED test_ends.py::test_dies - the worker that ran it has ended: -9",
-        "FAILED test_ends.py::test_fails - AssertionError: assert 'left' == 'right'",
-        "SKIPPED [1] test_ends.py:14: for this",
+        "FAILED test_0_ends.py::test_dies - the worker that ran it has ended: -9",
+        "FAILED test_0_ends.py::test_fails - AssertionError: assert 'left' == 'right'",
+        "SKIPPED [1] test_0_ends.py:14: for this",
     ):
         assert line in text
     assert "said before" in text
