@@ -94,7 +94,7 @@ _AS_THEN = {
     "mnist_lenet": {**_PLAIN, "epochs": "10", "lr": "0.02"},
     "resnet152_cifar": {**_PLAIN, "epochs": "30", "lr": "0.05"},
 }
-"""What rows have in place of an experiment's own recipe: a rate that stays, as in the studies' programs."""
+"""What rows have in place of an experiment's own recipe, so that they stay as they were: the studies give no rates."""
 
 
 def _mixed_clusters() -> tuple[StudyRow, ...]:

@@ -93,21 +93,13 @@ def prepare(met: Met, material: Material) -> Run:
     if division.pipeline:
         settings = dataclasses.replace(settings, stages=format_stages(division.pipeline.layout.pipelines))
     settings, model, precision = build_trained(settings, met, material, division)
-    learns = sum_over_ranks([float(not info.learns)])[0] == 0
-    if settings.target_accuracy and not learns:
-        raise TrainError("target_accuracy: a run with paced ranks learns nothing, and would not reach it; leave it out")
-    timer = timer_for(device)
+    learns, timer = do_all_learn(settings, info), timer_for(device)
     brake, strategy = build_synchronised(settings, info, model, group, timer, division, precision)
     if isinstance(strategy, Ddp):
         settings = dataclasses.replace(settings, bucket_mib=strategy.bucket_mib)
     no_graph = why_not(device, settings, model)
     settings = dataclasses.replace(settings, cuda_graph="off" if no_graph or met.settings.cuda_graph == "off" else "on")
-    start = start_fields(settings.as_used(division.last_step), info, device, group, (material.name, model))
-    own = division.own_sizes(info.rank) if strategy.counts else ()
-    groups = batch_norm_groups(model, settings, division.shares, own)
-    share = sum(division.own_sizes(info.rank))
-    split = {"batch_per_rank": share, "batch_norm_groups": groups, "work": division.own_work(info.rank)}
-    metrics.write("start", **start, **split, steps=division.last_step)
+    write_start(met, settings, division, (material.name, model), counts=bool(strategy.counts))
     opened = material.open(settings, division.order, info, device)
     console = Console(info, settings, division.last_step, material.name)
     say_what_changed(console, met.settings, settings, no_graph)
@@ -140,6 +132,25 @@ def prepare(met: Met, material: Material) -> Run:
         last_step=division.last_step,
         learns=learns,
     )
+
+
+def do_all_learn(settings: Settings, info: RankInfo) -> bool:
+    """Raises TrainError for a target that ranks which do not could never reach."""
+    learn = sum_over_ranks([float(not info.learns)])[0] == 0
+    if settings.target_accuracy and not learn:
+        raise TrainError("target_accuracy: a run with paced ranks learns nothing, and would not reach it; leave it out")
+    return learn
+
+
+def write_start(
+    met: Met, settings: Settings, division: Division, trained: tuple[str, nn.Module], *, counts: bool
+) -> None:
+    """The `start` record. counts: whether this rank's samples are counted, which in a pipeline one stage's are."""
+    start = start_fields(settings.as_used(division.last_step), met.info, met.device, met.group, trained)
+    sizes = division.own_sizes(met.info.rank)
+    groups = batch_norm_groups(trained[1], settings, division.shares, sizes if counts else ())
+    split = {"batch_per_rank": sum(sizes), "batch_norm_groups": groups, "work": division.own_work(met.info.rank)}
+    met.metrics.write("start", **start, **split, steps=division.last_step)
 
 
 def build_trained(
