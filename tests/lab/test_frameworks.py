@@ -1,0 +1,115 @@
+"""Scripts of Lightning, Accelerate and Hugging Face's Trainer, from their real packages, on two hosts over real SSH.
+
+Skipped where the packages of the extra `frameworks` are missing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.lab import lab
+from tests.support.terminal import Person
+from tests.support.watching import events_in, unchanged
+
+MISSING = [package for package in ("lightning", "accelerate", "transformers") if not importlib.util.find_spec(package)]
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}: pip install -e '.[frameworks]'"),
+]
+
+INVENTORY = """
+cluster: frameworks
+defaults: {{device: cpu, bandwidth: 2.5Gbps, python: {python}, env: {{OMP_NUM_THREADS: "1"}}}}
+nodes:
+  - {{name: alpha, host: 10.77.32.1}}
+  - {{name: beta, host: 10.77.32.2}}
+"""
+RANKS = 2
+STEPS = 20
+"""Of each script on two ranks."""
+
+
+@pytest.fixture(scope="module")
+def person(tmp_path_factory):
+    installed = {path for path in sys.path if path.endswith("site-packages") and not path.startswith(sys.prefix)}
+    with lab(INVENTORY.format(python=sys.executable), binds=[sys.prefix, *sorted(installed)]) as pair:
+        someone = Person(pair, tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("work"))
+        someone.types("up", str(pair.inventory))
+        yield someone
+
+
+def ran(person: Person, name: str, text: str, *options: str, exit_code: int = 0) -> Path:
+    """The folder of a collected run."""
+    folder = person.folder / name
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.py").write_text(text)
+    person.types("run", *options, "--", f"{name}/{name}.py", exit_code=exit_code)
+    job = person.asks("jobs")["jobs"][0]["id"]
+    print(person.types("collect", "--job", job, "--out", str(person.folder / "runs")).stdout)
+    return person.folder / "runs" / job
+
+
+def said(run: Path) -> list[str]:
+    return [log.read_text() for log in sorted(run.glob("nodes/*/rank-*/stdout.log"))]
+
+
+def ranks_in(run: Path) -> list[int]:
+    """How many ranks each one says that it trained with."""
+    return [int(re.search(r"ranks (\d+)", text)[1]) for text in said(run)]
+
+
+def assert_trained_together(run: Path) -> None:
+    """Alone each rank would take twice as many steps; its weights could be the same, as it is given the same seed."""
+    weights = [re.search(r"weights (\S+)", text)[1] for text in said(run)]
+    assert len(weights) == RANKS
+    assert len(set(weights)) == 1
+    for folder in run.glob("nodes/*/rank-*"):
+        assert [event["step"] for event in events_in(folder) if event["event"] == "step"] == list(range(STEPS))
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "batch"),
+    [("light", "Judge", 16), ("accel", "Sequential", 16), ("hf", "GPT2LMHeadModel", 8)],
+)
+def test_an_unchanged_script_trains_over_both_hosts_and_enters_the_comparison(person, name, model, batch):
+    run = ran(person, name, unchanged(name))
+    assert_trained_together(run)
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["model"], summary["samples_from"], summary["missing"]) == (model, "loader", [])
+    assert summary["samples_per_s"] > 0
+    for node in summary["nodes"]:
+        assert (node["batch_per_rank"], node["backend"]) == (batch, "gloo")
+        assert all(node[f"{part}_ms"] is not None for part in ("load", "compute", "sync", "wait", "optim"))
+
+
+def test_lightning_trains_each_rank_by_itself_where_it_is_not_told_of_the_hosts(person):
+    told = 'num_nodes=int(os.environ["GROUP_WORLD_SIZE"]), '
+    assert told in unchanged("light")
+    run = ran(person, "light", unchanged("light").replace(told, ""))
+    assert ranks_in(run) == [1] * RANKS
+
+
+def test_lightning_refuses_another_number_of_ranks_than_its_devices(person):
+    text = unchanged("light").replace('devices="auto"', "devices=2")
+    run = ran(person, "light", text, exit_code=None)
+    errors = [log.read_text() for log in run.glob("nodes/*/rank-*/stderr.log")]
+    assert any("num_nodes" in text and "ValueError" in text for text in errors), errors
+
+
+def test_accelerate_trains_each_rank_by_itself_on_cpus_without_the_variable_that_orch_sets(person):
+    run = ran(person, "accel", unchanged("accel"), "--env", "ACCELERATE_USE_CPU=false")
+    assert ranks_in(run) == [1] * RANKS
+
+
+def test_hugging_faces_trainer_needs_no_setting_on_cpus(person):
+    settings = 'use_cpu=True, ddp_backend="gloo", '
+    assert settings in unchanged("hf")
+    run = ran(person, "hf", unchanged("hf").replace(settings, ""))
+    assert_trained_together(run)
