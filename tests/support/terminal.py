@@ -51,8 +51,9 @@ class Person:
         return self.lab.popen([*ORCH, *words], env=self.environment, cwd=self.folder, **{**streams, **options})
 
     def asks(self, *words: str, exit_code: int | None = 0) -> dict[str, Any]:
-        """The document of a command with --json."""
-        return json.loads(self.types(words[0], "--json", *words[1:], exit_code=exit_code).stdout)
+        """The document of a command with --json, which stands before a script's own words."""
+        own = words.index("--") if "--" in words else len(words)
+        return json.loads(self.types(*words[:own], "--json", *words[own:], exit_code=exit_code).stdout)
 
     def job(self, job: str) -> dict[str, Any]:
         return next(found for found in self.asks("jobs")["jobs"] if found["id"] == job)
