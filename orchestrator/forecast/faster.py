@@ -22,6 +22,7 @@ from orchestrator.planning.command_line import run_line
 from orchestrator.planning.launch_plan import Faster, LaunchPlan
 from orchestrator.results.faster import WORTH, may_leave, settings_on
 from trainer.shared.config import fields_of
+from trainer.shared.experiments import OWN
 from trainer.shared.fields import SettingsError
 from trainer.shared.settings import Settings
 from trainer.shared.shares import BY_SPEED
@@ -128,7 +129,7 @@ def _best(
 
 
 def _preference(option: _Option) -> float:
-    return preference(option.settings.strategy, option.samples_per_s)
+    return preference(option.settings.strategy, option.samples_per_s, is_own=option.settings.model == OWN)
 
 
 def _option(

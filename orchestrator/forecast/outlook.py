@@ -20,6 +20,7 @@ from orchestrator.forecast.step import Way
 from orchestrator.planning.draft import Draft
 from orchestrator.planning.launch_plan import LaunchPlan, Prediction
 from orchestrator.units import format_figure
+from trainer.shared.experiments import OWN
 from trainer.shared.fields import SettingsError
 from trainer.shared.settings import Settings
 
@@ -65,7 +66,8 @@ def with_best_way(draft: Draft, settings: Settings, view: ForecastInputs) -> Dra
     ]
     cut = None if draft.request.elastic else pipeline_for(view.scene, settings, chosen)
     speeds = (preference(each.way.strategy, each.samples_per_s) for each, _ in forecasts)
-    if cut and cut.samples_per_s > max(speeds, default=0.0):
+    is_own = settings.model == OWN
+    if cut and preference("pipeline", cut.samples_per_s, is_own=is_own) > max(speeds, default=0.0):
         return settled(draft, cut, f"strategy=auto ({fidelity})")
     if not forecasts:
         raise UsageError(f"strategy=auto: no strategy fits fidelity {fidelity} and these settings", "name one")

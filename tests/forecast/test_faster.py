@@ -6,6 +6,7 @@ import shlex
 
 import pytest
 
+from orchestrator.forecast.advice import preference
 from orchestrator.forecast.faster import faster_ways
 from orchestrator.forecast.inputs import inputs_of
 from orchestrator.planning.command_line import run_line
@@ -180,3 +181,9 @@ def test_an_elastic_job_is_one_with_all_its_hosts_alone():
     plan = dry_run().model_copy(update={"elastic": elastic, "grace_s": 10.0})
     assert "--elastic 1:2 --max-restarts 3 --grace 10s" in run_line(plan)
     assert "--elastic" not in run_line(plan, ["v100"])
+
+
+def test_a_pipeline_whose_blocks_nobody_timed_has_to_be_a_fifth_faster():
+    assert preference("pipeline", 120.0) == 120.0
+    assert preference("pipeline", 120.0, is_own=True) == pytest.approx(100.0)
+    assert preference("ddp", 120.0, is_own=True) == 120.0
