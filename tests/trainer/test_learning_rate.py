@@ -33,7 +33,7 @@ schedules = st.builds(
 
 @given(schedule=schedules, first=st.floats(0, 1), second=st.floats(0, 1))
 def test_a_rate_rises_in_the_warm_up_and_never_afterwards(schedule: Schedule, first: float, second: float) -> None:
-    warmup = schedule.warmup_epochs * schedule.epoch_samples
+    warmup = schedule.warmup_samples
     early, late = sorted(part * schedule.run_samples for part in (first, second))
     of_early, of_late = schedule.factor(early), schedule.factor(late)
     assert 0 <= of_early <= 1 and 0 <= of_late <= 1
@@ -42,8 +42,9 @@ def test_a_rate_rises_in_the_warm_up_and_never_afterwards(schedule: Schedule, fi
 
 @given(schedule=schedules)
 def test_the_full_rate_begins_where_the_warm_up_ends(schedule: Schedule) -> None:
-    warmup = schedule.warmup_epochs * schedule.epoch_samples
-    if schedule.kind != "step" and warmup < schedule.run_samples:
+    warmup = schedule.warmup_samples
+    assert warmup == min(schedule.warmup_epochs * schedule.epoch_samples, schedule.run_samples / 2)
+    if schedule.kind != "step":
         assert schedule.factor(warmup) == 1
     if warmup:
         assert schedule.factor(warmup / 2) == pytest.approx(0.5)

@@ -29,6 +29,11 @@ class Schedule:
     step_factor: float = 0.1
 
     @property
+    def warmup_samples(self) -> float:
+        """At most half of all: a run of a single epoch would end at the full rate, in the midst of its noise."""
+        return min(self.warmup_epochs * self.epoch_samples, self.run_samples / 2)
+
+    @property
     def is_constant(self) -> bool:
         return self.kind == "constant" and not self.warmup_epochs
 
@@ -39,12 +44,12 @@ class Schedule:
         (1 + cos(pi t)) / 2, with t from 0 at the end of the warm-up to 1 at the end of the run (Loshchilov and Hutter
         2017, equation 5, of a single cycle down to 0).
         """
-        warmup = self.warmup_epochs * self.epoch_samples
+        warmup = self.warmup_samples
         if seen < warmup:
             return seen / warmup
         if self.kind == "cosine":
-            left = self.run_samples - warmup
-            return (1 + math.cos(math.pi * min(1.0, (seen - warmup) / left))) / 2 if left > 0 else 1.0
+            fallen = min(1.0, (seen - warmup) / (self.run_samples - warmup))
+            return (1 + math.cos(math.pi * fallen)) / 2
         passed = sum(seen >= epochs * self.epoch_samples for epochs in self.steps)
         return float(self.step_factor**passed) if self.kind == "step" else 1.0
 

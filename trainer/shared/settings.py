@@ -64,7 +64,7 @@ class Settings:
         "Of a script of one's own it multiplies each rate of the optimiser.",
         choices=LR_SCHEDULES,
     )
-    lr_warmup: float = setting("Epochs in which the learning rate rises from 0 in a straight line.", at_least=0)
+    lr_warmup: float = setting("Epochs in which the learning rate rises from 0; at most half of all.", at_least=0)
     lr_steps: str = setting("Epochs after which the learning rate of lr_schedule=step falls, like 30,60,80.")
     lr_factor: float = setting("What lr_schedule=step multiplies the learning rate by.", above=0, below=1)
     lr_batch: int = setting(
