@@ -168,6 +168,12 @@ def test_weights_that_are_not_trained_are_no_gradient():
     assert visited.blocks(3) is None, "a forecast counts in 32 bits"
 
 
+def test_a_network_of_more_layers_than_a_record_holds_is_not_described():
+    visited = Visited(deep := nn.Sequential(*[nn.Linear(1, 1) for _ in range(1000)]))
+    deep(torch.zeros(1, 1))
+    assert visited.blocks(1) is None
+
+
 def test_work_is_counted_by_the_positions_of_a_weight():
     assert work_of(nn.Conv2d(3, 8, 5), inputs=3 * 32 * 32, outputs=8 * 28 * 28) == 3 * 8 * 25 * 28 * 28
     assert work_of(nn.ConvTranspose2d(8, 3, 5), inputs=8 * 28 * 28, outputs=3 * 32 * 32) == 3 * 8 * 25 * 28 * 28

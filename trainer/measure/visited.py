@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,8 +19,12 @@ from torch.utils.hooks import RemovableHandle
 
 from trainer.compute.models import stages_of
 from trainer.data.batch import tensors_of
+from trainer.shared.metrics import LINE_LIMIT
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+LARGEST = LINE_LIMIT // 2
+"""Characters of all blocks in JSON: the rest of a line is for what else a `profile` record says."""
 
 
 class Visited:
@@ -60,12 +65,15 @@ class Visited:
             hook.remove()
 
     def blocks(self, samples: int) -> list[dict[str, Any]] | None:
-        """samples: of that pass. None before it, and where gradients are not of 32 bits, as a forecast has them."""
+        """samples: of that pass. None before it, where gradients are not of 32 bits, as a forecast has them, and where
+        there are more layers than fit into a record.
+        """
         trained = [weight for weight in self._network.parameters() if weight.requires_grad]
         if not self._is_over or any(weight.dtype != torch.float32 for weight in trained):
             return None
         seen = set[int]()
-        return [self._block(number, samples, seen) for number in range(len(self._chain))]
+        blocks = [self._block(number, samples, seen) for number in range(len(self._chain))]
+        return blocks if len(json.dumps(blocks)) <= LARGEST else None
 
     def _block(self, number: int, samples: int, seen: set[int]) -> dict[str, Any]:
         """seen: weights that have been counted, which a layer may share with another."""
