@@ -66,8 +66,7 @@ def profile(nodes: str | None, each: bool, again: bool, cluster: str | None, as_
         console.print_json(documents.profile_json(one.wish.request.name, batch, found))
     else:
         profile_table.print_profiles(batch, found)
-    line = f"orch profile --exp {words.exp}" if words.exp else "orch profile -- SCRIPT"
-    _judge(line, list({each.profile.node: each.profile for each in found}.values()))
+    _judge(one.line, list({each.profile.node: each.profile for each in found}.values()))
 
 
 def _follower() -> Callable[[RunningJob], None]:

@@ -58,8 +58,7 @@ def inputs_of(
     settings = plan.training
     if settings is None:
         raise UsageError(f"{plan.exp} trains nothing whose speed could be predicted", "choose another --exp")
-    likes = [str(node.paced["like"]) for node in plan.nodes if node.paced and node.paced.get("like")]
-    blocks = network_like(likes[0]) if likes else blocks_in(settings, profiles)
+    blocks = blocks_in(plan, settings, profiles)
     layers = layers_in(blocks)
     by_hand = parse_speeds(settings.speeds)
     speeds_of = {node.name: _speeds(node, settings, by_hand, profiles, layers) for node in plan.nodes}
@@ -79,8 +78,13 @@ def _host(node: NodePlan, speeds: tuple[Speed, ...], source: str, profiles: Prof
     return HostSpeed(node.name, speeds, blocks=_blocks(node, source, profiles), memory_bytes=memory_bytes)
 
 
-def blocks_in(settings: Settings, profiles: Profiles) -> tuple[Block, ...]:
-    """Of an experiment's network, or of a script's, as its profile saw it. Raises UsageError where none has."""
+def blocks_in(plan: LaunchPlan, settings: Settings, profiles: Profiles) -> tuple[Block, ...]:
+    """Of the network that paced ranks stand in for, of an experiment's, or of a script's as its profile saw it. Raises
+    UsageError where none has.
+    """
+    like = next((node.paced["like"] for node in plan.nodes if node.paced and node.paced.get("like")), None)
+    if like:
+        return network_like(str(like))
     if settings.model != OWN:
         return network_of(settings)
     seen = next((profile.network for profile in profiles.values() if profile.network), None)
@@ -89,10 +93,7 @@ def blocks_in(settings: Settings, profiles: Profiles) -> tuple[Block, ...]:
             "the script's network is unknown: it has not been profiled, has too many layers, or not 32 bits",
             f"measure it: `{profile_line(settings)}`, with the same --set",
         )
-    return tuple(
-        Block(tuple(Layer(layer.shapes, layer.work, layer.inputs) for layer in block.layers), block.outputs)
-        for block in seen
-    )
+    return tuple(Block(tuple(Layer(each.shapes, each.work) for each in block.layers), block.outputs) for block in seen)
 
 
 # ---- how fast the ranks are -----------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ class Workload:
     batch: int
     """Samples of one update over all ranks."""
     blocks: tuple[Block, ...] = ()
-    """Between which a script's network may be cut; an experiment's are known."""
+    """Between which the network may be cut; empty where they are the experiment's own."""
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from orchestrator.planning.profiles import (
     RankProfile,
     cuda_graph_of,
     kinds_of,
+    profile_line,
     tf32_of,
 )
 from orchestrator.planning.request import Wish, Words, parse_pairs, read_experiment, read_wish, refuse_without_trainer
@@ -63,7 +64,7 @@ def _with(words: Words, pairs: Mapping[str, str]) -> Wish:
 
 
 class Profiling:
-    """left_out: settings that were asked for and change nothing that a rank does alone.
+    """left_out: settings that were asked for and change nothing that a rank does alone. line: the command for it.
 
     Raises UsageError for an experiment or a setting that there is not, and for a script that does not import `trainer`;
     HostsError for hosts that are not usable.
@@ -94,6 +95,7 @@ class Profiling:
         if training is None or not training.profile_s:
             raise UsageError("profile_s=0 measures nothing", "leave it out")
         self._batch = training.batch
+        self.line = profile_line(training)
         facts = controller.clusters.ready(cluster, only).facts
         self.whole = controller.plan(cluster, self.wish.request, self.wish.code, only)
         if "tf32" not in pairs:  # of all hosts: one that is measured alone does not know the others

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -200,23 +200,13 @@ def _pace_of(paced: Paced) -> dict[str, Any]:
     return document if paced.like else {name: value for name, value in document.items() if name != "like"}
 
 
-def _paced(nodes: Iterable[PlannedNode]) -> tuple[str, ...]:
+def _paced(nodes: Iterable[PlannedNode]) -> Iterator[str]:
     paced = {one.node.name: one.node.paced.like for one in nodes if one.node.paced}
-    blank = ", ".join(name for name, like in paced.items() if not like)
-    learning = ", ".join(name for name, like in paced.items() if like)
-    likes = " or ".join(sorted({like for like in paced.values() if like}))
-    return (
-        *(
-            [f"{blank}: paced, each rank keeps a declared speed and computes nothing: no loss, no accuracy"]
-            if blank
-            else []
-        ),
-        *(
-            [f"{learning}: paced like {likes}, each rank learns within its time, and sends its bytes"]
-            if learning
-            else []
-        ),
-    )
+    if blank := ", ".join(name for name, like in paced.items() if not like):
+        yield f"{blank}: paced, each rank keeps a declared speed and computes nothing: no loss, no accuracy"
+    if learning := {name: like for name, like in paced.items() if like}:
+        like = next(iter(learning.values()))  # of all: `place` refuses several
+        yield f"{', '.join(learning)}: paced like {like}, each rank learns within its time, and sends its bytes"
 
 
 def _too_few_samples(draft: Draft) -> tuple[str, ...]:

@@ -52,7 +52,6 @@ class SeenLayer(Record):
 
     shapes: Annotated[tuple[Annotated[tuple[Samples, ...], Field(max_length=8)], ...], Field(max_length=64)]
     work: Annotated[float, Field(ge=0, lt=1e18, allow_inf_nan=False)]
-    inputs: Annotated[int, Field(ge=0, lt=1 << 40)] = 0
 
 
 class SeenBlock(Record):

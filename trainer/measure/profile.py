@@ -31,7 +31,6 @@ from trainer.measure.block_times import micro_batches, time_blocks
 from trainer.measure.ladder import FIRST, Ladder, again, climb, made, median, record_of
 from trainer.measure.passes import Passes
 from trainer.measure.updates import Subject
-from trainer.paced.anatomy import dissect
 from trainer.paced.memory import most_samples
 from trainer.paced.standin import StandIn
 from trainer.pipeline.chain import survey
@@ -70,7 +69,8 @@ def profile(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
         use_arithmetic(settings)
         precision = build_precision(settings.amp, device, None)  # ranks of a host take their updates as they come
         model, room = _subject(settings, facts, info, metrics, device)
-        model, held = arranged(model, settings), _held(model, facts, settings, device)
+        model, images = arranged(model, settings), resident_bytes(facts) if settings.loader == "resident" else 0
+        held = held_beside(model, device, images)
     untimed = 1
     if settings.cuda_graph != "off" and not why_not(device, settings, model):
         replayable(model, say=lambda line: None, gave_up=lambda why: None)
@@ -99,15 +99,13 @@ def _subject(
         return build_model(settings.model, facts.shape, facts.classes).to(device), None
     pace = steady(info.pace)
     model = stand_in(settings, facts, info, metrics, pace, share=FIRST)
-    return model, most_samples(dissect(settings.model, facts.shape, facts.classes), pace)
+    return model, most_samples(model.anatomy, pace)
 
 
-def _held(model: nn.Module, facts: DataSet, settings: Settings, device: torch.device) -> Tensor:
+def held_beside(model: nn.Module, device: torch.device, more_bytes: int = 0) -> Tensor:
     """Holds as much of a GPU's memory as a run takes beside the training itself: what fits here has to fit there."""
-    if device.type != "cuda":
-        return torch.empty(0)
-    images = resident_bytes(facts) if settings.loader == "resident" else 0
-    return torch.empty(HELD * gradient_bytes(model) + images, dtype=torch.uint8, device=device)
+    held_bytes = HELD * gradient_bytes(model) + more_bytes if device.type == "cuda" else 0
+    return torch.empty(held_bytes, dtype=torch.uint8, device=device)
 
 
 def _blocks(settings: Settings, subject: Subject, ladder: Ladder) -> dict[str, Any] | None:
@@ -121,9 +119,8 @@ def _blocks(settings: Settings, subject: Subject, ladder: Ladder) -> dict[str, A
     blocks = survey(settings.model, facts.shape, facts.classes)
     sizes = micro_batches({size: times.step_ms for size, times in ladder.times.items()}, settings.batch, budget_s)
     subject.update(sizes[-1])
-    whole = made(
-        median(sizes[-1], budget_s / 4), subject.update
-    )  # once more: just before, so that both see the same load
+    # The whole network once more, just before its blocks, so that both see the same load.
+    whole = made(median(sizes[-1], budget_s / 4), subject.update)
     passes = Passes(subject)
     found = time_blocks(passes.take, blocks, sizes, passes.noise_ms(), budget_s)
     return found.record(sizes[-1], whole.step_ms - whole.optim_ms) if found else None

@@ -27,10 +27,10 @@ class StandInExecutor(Executor):
         self.free_s = max(self.free_s, began_s) + work.seconds(self.stopwatch.pace.gb_per_s)
         if self.free_s - began_s < self.SHORT_S:
             return
-        if self.is_beside and (left_s := self.free_s - clock.now()) > 0:
-            clock.sleep(left_s)
         if not self.is_beside:
             self.stopwatch.keep(self.free_s)
+        elif (left_s := self.free_s - clock.now()) > 0:
+            clock.sleep(left_s)
 
     def do(self, arithmetic: Callable[[], object]) -> None:
         """None of it."""

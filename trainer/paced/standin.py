@@ -83,13 +83,13 @@ class _Layer(torch.autograd.Function):
 class StandInOptimizer:
     """Takes the time of an update and leaves the weights alone."""
 
+    def __init__(self, model: StandIn | PacedPart) -> None:
+        self.model = model
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """What has a learning rate: nothing."""
         return []
-
-    def __init__(self, model: StandIn | PacedPart) -> None:
-        self.model = model
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.model.stopwatch.start()  # freeing takes the CPU milliseconds, a GPU no time

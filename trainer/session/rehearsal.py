@@ -16,12 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.compute.arithmetic import arranged, choose_arithmetic, devices_of_all_ranks, use_arithmetic
-from trainer.compute.models import gradient_bytes
 from trainer.compute.precision import build_precision
 from trainer.compute.timer import Mark, timer_for
 from trainer.data.batch import moved
 from trainer.measure.ladder import Measuring, again, climb, record_of
-from trainer.measure.profile import HELD
+from trainer.measure.profile import held_beside
 from trainer.measure.updates import NoMemory, Times
 from trainer.measure.visited import Visited
 from trainer.ranks.agreement import together
@@ -62,7 +61,7 @@ class Rehearsal:
         self.model = Forward(network, self._precision, settings.amp)
         self._met, self._settings, self._own, self._timer = met, settings, own, timer_for(device)
         self._samples, self._visited = own.first(LOADED), Visited(network)
-        self._held = _reserved(HELD * gradient_bytes(network), device)
+        self._held = held_beside(network, device)
         self._marks: list[Mark] = []
         self._peaks: dict[int, int] = {}
         if info.rank == 0:
@@ -152,8 +151,3 @@ def fits(samples: int, peaks: Mapping[int, int], memory_bytes: int | None) -> bo
     fewer, more = sorted(peaks)[-2:]
     a_sample = max(0.0, (peaks[more] - peaks[fewer]) / (more - fewer))
     return peaks[more] + a_sample * (samples - more) <= FILLED * memory_bytes
-
-
-def _reserved(size: int, device: torch.device) -> Tensor:
-    """Holds what a strategy takes beside the training itself, so that what fits here fits there."""
-    return torch.empty(size if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
