@@ -127,6 +127,7 @@ def node_request(plan: LaunchPlan, node: NodePlan, token: str) -> dict[str, Any]
         "code": plan.code.sha256,
         "torchrun": node.torchrun,
         "command": node.command,
+        "starts_ranks": node.starts_ranks,
         "env": node.env,
         "shares": node.shares,
         "rank_numbers": list(node.rank_numbers),

@@ -24,6 +24,7 @@ from orchestrator.planning.launch_plan import LaunchPlan, NodePlan, System
 from orchestrator.planning.placement import PlannedNode
 from orchestrator.planning.request import RunRequest
 from orchestrator.planning.split import Split
+from orchestrator.planning.starters import started_by
 
 RENDEZVOUS_PORT = 29500
 MAX_NAMED = 5
@@ -79,6 +80,8 @@ def _node_plan(draft: Draft, one: PlannedNode, ranks_on_machine: int, of_split: 
     """of_split: the settings that all ranks get from the split of the batch."""
     node, request, nodes = one.node, draft.request, draft.placement.nodes
     elastic, master_address = request.elastic is not None, nodes[0].address
+    command = trainer_arguments(draft, one.device, of_split) if request.trains else request.command
+    wrappers = 1 if request.starter else one.ranks
     return NodePlan(
         name=node.name,
         node_rank=one.node_rank,
@@ -97,8 +100,9 @@ def _node_plan(draft: Draft, one: PlannedNode, ranks_on_machine: int, of_split: 
         env=_environment(draft, one, ranks_on_machine, of_split),
         shares=_own_shares(draft.split, one),
         solo_samples_per_s=_alone(draft.split, one),
-        torchrun=torchrun_arguments(len(nodes), one.node_rank, one.ranks, master_address, elastic=elastic),
-        command=trainer_arguments(draft, one.device, of_split) if request.trains else request.command,
+        torchrun=torchrun_arguments(len(nodes), one.node_rank, wrappers, master_address, elastic=elastic),
+        command=started_by(request.starter, command, one.ranks) if request.starter else command,
+        starts_ranks=request.starter is not None,
         prepare=node.prepare,
         system=_system(one.facts),
     )

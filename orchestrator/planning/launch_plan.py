@@ -69,6 +69,8 @@ class NodePlan(Record):
     are `{nodes}` and `{node_rank}` of an elastic job."""
     command: tuple[str, ...]
     """What the rank wrapper runs: arguments after the interpreter."""
+    starts_ranks: bool = False
+    """Whether that command starts all ranks of this host by itself."""
     prepare: str | None = None
     system: System | None = None
     """None in plans of an older orch."""

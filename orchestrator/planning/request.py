@@ -18,6 +18,7 @@ from orchestrator.planning.bundle import names_in, pack_folder, trainer_folder
 from orchestrator.planning.launch_plan import LOCAL_RANK, CodeFolder, Elastic
 from orchestrator.planning.launchers import Program, not_python, read_program
 from orchestrator.planning.secret_words import names_secret, shows_secret
+from orchestrator.planning.starters import Starter
 from trainer.shared.config import parse_settings
 from trainer.shared.experiments import SCRIPT
 from trainer.shared.fields import SettingsError
@@ -51,6 +52,8 @@ class RunRequest:
     elastic: Elastic | None = None
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Variables for this job alone; they win over the inventory's."""
+    starter: Starter | None = None
+    """Who starts the ranks of its one host; None is orch."""
     notes: tuple[str, ...] = ()
     """What the person should know of how their words were understood."""
 

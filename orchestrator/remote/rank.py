@@ -26,6 +26,7 @@ from . import trouble
 from .layout import JobFolder, write_json
 from .meeting import Meeting
 from .memory import let_go_first
+from .own_start import make_folders, ranks_of, without_torchrun
 from .processes import adopt_orphans, descendants, die_with_parent, end_all, pulse, signal_name
 from .pump import Pump
 from .script_start import WATCH
@@ -51,7 +52,7 @@ def main() -> None:
     node = json.loads(job.node.read_text())
     # As planned, also where torchrun, meeting again with fewer hosts, has given it another number: this host's logs and
     # metrics stay in their own places.
-    rank = int(node["rank_numbers"][int(os.environ["LOCAL_RANK"])])
+    ranks = ranks_of(node, int(os.environ["LOCAL_RANK"]))
     wakeup = _catch_signals()
     die_with_parent(PARENT_DIED)
     adopt_orphans()
@@ -61,28 +62,29 @@ def main() -> None:
     agent = job.read_agent()
     meeting = _meeting(job, node, int(agent.get("rendezvous_port", 0)))
     try:
-        child, pumps = _start(job, node, rank)
+        child, pumps = _start(job, node, ranks)
     except (OSError, RuntimeError) as error:  # RuntimeError: no further thread may start
         why = trouble.describe(error) if isinstance(error, OSError) else f"{error}: see `ulimit -u` on that host"
-        _report(job, {"rank": rank, "event": "ended", **_describe(1, None), "trouble": why})
-        sys.exit(f"rank {rank} did not start: {why}")
-    _report(job, {"rank": rank, "event": "started", "pid": child.pid, "wrapper": os.getpid(),
-                  "world_size": int(os.environ["WORLD_SIZE"])})  # fmt: skip
-    cause = _watch(child, wakeup, alive, int(agent.get("pid", 0)), _look_out(job, rank, child.pid, meeting))
+        _report(job, ranks, {"event": "ended", **_describe(1, None), "trouble": why})
+        sys.exit(f"rank {ranks[0]} did not start: {why}")
+    _report(job, ranks, {"event": "started", "pid": child.pid, "wrapper": os.getpid(),
+                         "world_size": int(os.environ["WORLD_SIZE"])})  # fmt: skip
+    cause = _watch(child, wakeup, alive, int(agent.get("pid", 0)), _look_out(job, ranks, child.pid, meeting))
     end = _describe(child.wait(), cause)
     if meeting:
         end["met"] = meeting.is_over()
     _end_all_below(child)
     if dropped := sum(pump.finish() for pump in pumps):
         end["dropped_bytes"] = dropped
-    with contextlib.suppress(OSError):
-        write_json(job.rank(rank) / "exit.json", end)
-    _report(job, {"rank": rank, "event": "ended", **end})
+    for rank in ranks:
+        with contextlib.suppress(OSError):
+            write_json(job.rank(rank) / "exit.json", end)
+    _report(job, ranks, {"event": "ended", **end})
     sys.exit(end["exit_code"] if end["signal"] is None else 128 - child.returncode)
 
 
-def _start(job: JobFolder, node: dict[str, Any], rank: int) -> tuple[subprocess.Popen[bytes], list[Pump]]:
-    folder = job.rank(rank)
+def _start(job: JobFolder, node: dict[str, Any], ranks: list[int]) -> tuple[subprocess.Popen[bytes], list[Pump]]:
+    folder = job.rank(ranks[0])
     again = folder.is_dir()
     folder.mkdir(exist_ok=True)
     ours = {"ORCH_METRICS": str(folder / "metrics.jsonl"), "ORCH_CHECKPOINTS": str(job.checkpoints)}
@@ -92,6 +94,9 @@ def _start(job: JobFolder, node: dict[str, Any], rank: int) -> tuple[subprocess.
     if node["shares"]:
         environment["ORCH_SHARE"] = str(_share(node))
         environment["ORCH_BATCH"] = str(node["settings"]["batch"])
+    if node.get("starts_ranks"):
+        make_folders(job, ranks[1:])
+        environment = without_torchrun(environment, job)
     if node.get("elastic"):
         environment["ORCH_RESTARTED"] = str(int(again))
     pumps = [Pump(folder / "stdout.log"), Pump(folder / "stderr.log")]
@@ -144,7 +149,7 @@ def _meeting(job: JobFolder, node: dict[str, Any], port: int) -> Meeting | None:
     return Meeting(port, others - {node["address"]})
 
 
-def _look_out(job: JobFolder, rank: int, pid: int, meeting: Meeting | None) -> Callable[[], None]:
+def _look_out(job: JobFolder, ranks: list[int], pid: int, meeting: Meeting | None) -> Callable[[], None]:
     """A call that reports to the supervisor, once, that the script has met other ranks."""
     began_s = due_s = time.monotonic()
 
@@ -154,7 +159,7 @@ def _look_out(job: JobFolder, rank: int, pid: int, meeting: Meeting | None) -> C
         if meeting and not meeting.seen and now_s >= due_s:
             due_s = now_s + (now_s - began_s) / RARER
             if meeting.look(pid):
-                _report(job, {"rank": rank, "event": "met"})
+                _report(job, ranks, {"event": "met"})
 
     return look
 
@@ -221,12 +226,13 @@ def _describe(returncode: int, cause: str | None) -> dict[str, Any]:
     return {"exit_code": None if name else returncode, "signal": name, "cause": cause}
 
 
-def _report(job: JobFolder, event: dict[str, Any]) -> None:
+def _report(job: JobFolder, ranks: list[int], event: dict[str, Any]) -> None:
     # Without a supervisor there is no reader (ENXIO); exit.json then speaks for itself.
     with contextlib.suppress(OSError):
         handle = os.open(job.control, os.O_WRONLY | os.O_NONBLOCK)
         try:
-            os.write(handle, json.dumps(event).encode() + b"\n")
+            for rank in ranks:
+                os.write(handle, json.dumps({"rank": rank, **event}).encode() + b"\n")
         finally:
             os.close(handle)
 

@@ -17,7 +17,7 @@ from orchestrator.jobs import control
 from orchestrator.jobs.frames import FilePiece
 from orchestrator.jobs.watch import watch
 from orchestrator.remote import processes
-from tests.support.local_job import gang, left
+from tests.support.local_job import LAUNCHER, gang, launcher_arguments, left
 
 WAITS = "import time\ntime.sleep(120)\n"
 SAYS_WHO = """
@@ -474,3 +474,27 @@ time.sleep(120)
             assert time.monotonic() < deadline, [processes.describe(p) for p in below if p.is_alive()]
             time.sleep(0.05)
     assert (record.state, record.first_failure.node) == ("failed", "b")
+
+
+STARTS_ALL = """
+import os, sys
+print(sorted(name for name in os.environ if name.startswith(("RANK", "LOCAL_", "WORLD_", "MASTER_"))))
+for rank in range(2):
+    with open(os.environ["ORCH_METRICS"].replace("{rank}", str(rank)), "w") as file:
+        file.write(f"of {rank}\\n")
+sys.exit(3)
+"""
+
+
+def test_a_command_that_starts_its_ranks_itself_stands_for_all_of_them(tmp_path):
+    with gang(tmp_path, STARTS_ALL, ranks=(2,)) as job:
+        one_wrapper = launcher_arguments(str(LAUNCHER), (1,), 0, "127.0.0.1")
+        node = job.plan.nodes[0].model_copy(update={"starts_ranks": True, "torchrun": one_wrapper})
+        job.plan = job.plan.model_copy(update={"nodes": (node,)})
+        job.launch()
+        record = job.wait()
+    assert (record.state, record.exit_code, record.first_failure.rank) == ("failed", 3, 0)
+    assert outputs(job) == ["[]\n", ""]
+    assert outputs(job, "metrics.jsonl") == ["of 0\n", "of 1\n"]
+    assert [json.loads(text)["exit_code"] for text in outputs(job, "exit.json")] == [3, 3]
+    assert left(job) == []
