@@ -14,7 +14,7 @@ from orchestrator.errors import UsageError
 if TYPE_CHECKING:
     from orchestrator.jobs.running import RunningJob
     from orchestrator.measuring.sweep import Follow
-    from orchestrator.studies.tables import StudyRow
+    from orchestrator.studies.rows import StudyRow
 
 
 @click.command()
@@ -43,13 +43,14 @@ def sweep(
 ) -> None:
     """Run the rows of a reference study that this cluster can run.
 
-    The studies are mixed_clusters, bottlenecks and input. Rows that are done are not run again, even after a Ctrl-C;
-    rows of other clusters stay in the same table. The table shows medians, and names rows whose ranges overlap as
-    within noise.
+    The studies are mixed_clusters, bottlenecks, input, mnist_backends and mnist_methods. Rows that are done are not run
+    again, even after a Ctrl-C; rows of other clusters stay in the same table. The table shows medians, and names rows
+    whose ranges overlap as within noise. Each run of a row has another seed.
 
     \b
     orch sweep bottlenecks --set data_dir=/data
     orch sweep mixed_clusters --cluster a16-v100 --repeats 5
+    orch sweep mnist_methods --set epochs=1 --repeats 3
     orch sweep input --set epochs=1 --json | jq '.rows[].measured.figures'
     """
     from orchestrator.measuring.sweep import Sweep

@@ -12,6 +12,7 @@ started again otherwise. Rows done on other clusters stay in the same table.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -26,15 +27,23 @@ from orchestrator.planning.launch_plan import NodePlan
 from orchestrator.planning.request import read_experiment
 from orchestrator.record import SCHEMA
 from orchestrator.results.summary import Summary
+from orchestrator.studies.choose import Chosen, choose_nodes, hosts_words
 from orchestrator.studies.figures import FIGURES
 from orchestrator.studies.ledger import Done, Ledger, Outcome, RowRun
-from orchestrator.studies.tables import STUDIES, Study, StudyRow, choose_nodes, hosts_words
+from orchestrator.studies.rows import Study, StudyRow
+from orchestrator.studies.tables import STUDIES
 
 Follow = Callable[[StudyRow, RunningJob], None]
 """Shows a job until its end."""
 
 REPEATS = 3
 """How often a short row is run where nothing else is asked for."""
+
+
+def _with_ranks(cluster: Cluster, chosen: Chosen) -> Cluster:
+    """The cluster whose hosts have so many ranks each."""
+    nodes = (node.model_copy(update={"ranks": chosen.get(node.name, node.ranks)}) for node in cluster.nodes)
+    return cluster.model_copy(update={"nodes": tuple(nodes)})
 
 
 class Sweep:
@@ -74,7 +83,7 @@ class Sweep:
             return True
         return done.cluster == self.cluster.name and len(done.runs) <= turn and (repeats is not None or done.is_short)
 
-    def _outcome(self, row: StudyRow, done: Done | None, chosen: tuple[str, ...] | str, asked: bool) -> Outcome:
+    def _outcome(self, row: StudyRow, done: Done | None, chosen: Chosen | str, asked: bool) -> Outcome:
         done = done if done and done.runs else None
         why_not = "" if done or not isinstance(chosen, str) else chosen
         return Outcome(row, done, why_not if asked else "not asked for")
@@ -82,13 +91,14 @@ class Sweep:
     def _nodes(self) -> tuple[NodePlan, ...]:
         """The cluster's nodes as a plan sees them, with their ranks and GPUs."""
         first = self.study.rows[0]
-        wish = read_experiment(first.exp, {})
+        of_hosts = {name: value for name, value in self.overrides.items() if name == "device"}
+        wish = read_experiment(first.exp, of_hosts)
         return self.controller.plan(self.cluster, wish.request, wish.code).nodes
 
-    def _measure(self, row: StudyRow, nodes: tuple[str, ...], before: Done | None, follow: Follow) -> Done:
+    def _measure(self, row: StudyRow, chosen: Chosen, before: Done | None, follow: Follow) -> Done:
         """One more run of it."""
         runs = before.runs if before else ()
-        job = self._find_again(row, before, follow) or self._start(row, nodes, runs, follow)
+        job = self._find_again(row, before, follow) or self._start(row, chosen, runs, follow)
         if job.record.state != "succeeded":
             raise OrchError(
                 f"{row.name}: {job.id} did not succeed",
@@ -107,13 +117,20 @@ class Sweep:
         return done
 
     def _run_of(self, job: str, summary: Summary) -> RowRun:
-        figures = {name: FIGURES[name].of(summary) for name in self.study.figures}
-        valid = all(node.valid for node in summary.nodes)
-        return RowRun(job=job, figures=figures, valid=valid, total_s=summary.total_s)
+        return RowRun(
+            job=job,
+            figures={name: FIGURES[name].of(summary) for name in self.study.figures},
+            valid=all(node.valid for node in summary.nodes),
+            total_s=summary.total_s,
+            epochs=tuple(summary.curves.epochs) if self.study.shows_learning else (),
+            per_class=summary.accuracy_per_class if self.study.shows_learning else {},
+        )
 
-    def _start(self, row: StudyRow, nodes: tuple[str, ...], runs: tuple[RowRun, ...], follow: Follow) -> RunningJob:
-        wish = read_experiment(row.exp, {**row.settings, **self.overrides})
-        plan = self.controller.plan(self.cluster, wish.request, wish.code, nodes)
+    def _start(self, row: StudyRow, chosen: Chosen, runs: tuple[RowRun, ...], follow: Follow) -> RunningJob:
+        seed = {"seed": str(len(runs))}  # another for each run: accuracy has a range, too
+        wish = read_experiment(row.exp, {**seed, **row.settings, **self.overrides})
+        request = replace(wish.request, starter=row.starter)
+        plan = self.controller.plan(_with_ranks(self.cluster, chosen), request, wish.code, tuple(chosen))
         begun = Done(cluster=plan.cluster, hosts=hosts_words(plan.nodes), overrides=self.overrides, runs=runs)
         self._keep(row, begun.model_copy(update={"begun": plan.job}))
         job = self.controller.launch(plan, wish.blob)

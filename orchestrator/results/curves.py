@@ -48,6 +48,8 @@ class Epoch(Record):
     epoch: int
     seconds: float
     """The time of its updates, evaluation left out; since the `start` record for an epoch that was resumed."""
+    loss: float | None = None
+    """The mean over its samples, of all ranks; summaries of an older orch have none."""
 
 
 class Moment(Record):
@@ -137,7 +139,7 @@ def _epochs(events: Events) -> Iterator[Epoch]:
     for event in _first_ranks(events, "epoch"):
         epoch, seconds = count(event, "epoch"), number(event, "epoch_s")
         if epoch is not None and seconds is not None and seconds >= 0:
-            yield Epoch(epoch=epoch, seconds=seconds)
+            yield Epoch(epoch=epoch, seconds=seconds, loss=number(event, "loss"))
 
 
 def _first_ranks(events: Events, event: str) -> list[dict[str, object]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,6 +37,11 @@ def _train_s(summary: Summary) -> float | None:
     return None if step_ms is None else step_ms * (summary.steps + summary.warmup_steps_left_out) / 1000
 
 
+def _epoch_s(summary: Summary) -> float | None:
+    """The median of its epochs."""
+    return statistics.median(epoch.seconds for epoch in summary.curves.epochs) if summary.curves.epochs else None
+
+
 def _step_ms(summary: Summary) -> float | None:
     return _largest(summary, "load_ms", "compute_ms", "sync_ms", "wait_ms", "optim_ms")
 
@@ -51,6 +57,7 @@ FIGURES: dict[str, Figure] = {
     "update_s": Figure(
         "update s", lambda summary: _seconds(_largest(summary, "compute_ms", "sync_ms", "wait_ms", "optim_ms"))
     ),
+    "epoch_s": Figure("epoch s", _epoch_s),
     "total_s": Figure("total s", lambda summary: summary.total_s),
     "accuracy": Figure("accuracy %", lambda summary: summary.accuracy, scale=100),
 }

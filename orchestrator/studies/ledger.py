@@ -10,7 +10,8 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from orchestrator.record import SCHEMA, Record
-from orchestrator.studies.tables import Study, StudyRow
+from orchestrator.results.curves import Epoch
+from orchestrator.studies.rows import Study, StudyRow
 
 SHORT_S = 60.0
 """A row whose first run took less is short: it is run several times unasked."""
@@ -24,6 +25,10 @@ class RowRun(Record):
     valid: bool = True
     total_s: float | None = None
     """How long it took; None where that is not known."""
+    epochs: tuple[Epoch, ...] = ()
+    """Of a study that shows how its rows learn."""
+    per_class: dict[str, float] = Field(default_factory=dict)
+    """The accuracy of each class, 0..1; of such a study."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +73,25 @@ class Done(Record):
 
     def spread(self, figure: str) -> Spread | None:
         """None where a run lacks it."""
-        values = [run.figures.get(figure) for run in self.runs]
-        known = [value for value in values if value is not None]
-        if not known or len(known) < len(values):
-            return None
-        return Spread(min(known), statistics.median(known), max(known))
+        return _spread([run.figures.get(figure) for run in self.runs])
+
+    def losses(self) -> list[float]:
+        """The median over its runs of each epoch's loss, as far as all runs have one."""
+        runs = ([epoch.loss for epoch in run.epochs if epoch.loss is not None] for run in self.runs)
+        return [statistics.median(losses) for losses in zip(*runs, strict=False)]
+
+    def per_class(self) -> dict[str, float]:
+        """The median over its runs of each class's accuracy, 0..1; of classes that all runs judged."""
+        spreads = {name: _spread([run.per_class.get(name) for run in self.runs]) for name in self.runs[0].per_class}
+        return {name: spread.median for name, spread in spreads.items() if spread}
+
+
+def _spread(values: Sequence[float | None]) -> Spread | None:
+    """None where one is missing, or all are."""
+    known = [value for value in values if value is not None]
+    if not known or len(known) < len(values):
+        return None
+    return Spread(min(known), statistics.median(known), max(known))
 
 
 class Ledger(Record):
@@ -89,6 +108,21 @@ class Outcome:
     row: StudyRow
     done: Done | None
     why_not: str = ""
+
+
+def speed_up(study: Study, outcomes: Sequence[Outcome], outcome: Outcome) -> Spread | None:
+    """How many times as fast the row is as the one that it is compared with, by the study's first figure, a time. The
+    range is the widest that both rows' ranges allow. None unless both were run on the same cluster.
+    """
+    base = next((other.done for other in outcomes if other.row.name == outcome.row.against), None)
+    if not base or not outcome.done or base.cluster != outcome.done.cluster:
+        return None
+    theirs, own = base.spread(study.figures[0]), outcome.done.spread(study.figures[0])
+    if not theirs or not own or own.least <= 0:
+        return None
+    if base == outcome.done:
+        return Spread(1.0, 1.0, 1.0)
+    return Spread(theirs.least / own.most, theirs.median / own.median, theirs.most / own.least)
 
 
 def within_noise(study: Study, outcomes: Sequence[Outcome]) -> list[list[StudyRow]]:

@@ -2,83 +2,16 @@
 
     study = STUDIES["bottlenecks"]
     study.rows[1].settings                          {"strategy": "allreduce", "slow": "rank:1,at:start,ms:1"}
-    choose_nodes(study.rows[1], plan.nodes)         ("a2000", "v100"), or the reason why these hosts cannot run it
+    choose_nodes(study.rows[1], plan.nodes)         {"a2000": 1, "v100": 1}, or the reason why these hosts cannot run it
 
 Published figures are their authors', on their machines: a reference, never a target.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import combinations
-
-from orchestrator.planning.launch_plan import NodePlan
 from orchestrator.results.published import LOADING, MIXED
-
-
-@dataclass(frozen=True)
-class StudyRow:
-    """One configuration that a study measured."""
-
-    name: str
-    cells: tuple[str, ...]
-    """Under the study's own columns."""
-    exp: str
-    settings: Mapping[str, str] = field(default_factory=dict)
-    hosts: tuple[tuple[str, int], ...] = ()
-    """GPU and ranks of each host that it needs."""
-    ranks: int = 0
-    """How many there must be in all, where it does not matter on which hosts."""
-    published: tuple[str, ...] = ()
-    """What the study gives, in its words."""
-
-
-@dataclass(frozen=True)
-class Study:
-    """A published study that can be run again."""
-
-    title: str
-    source: str
-    columns: tuple[str, ...]
-    figures: tuple[str, ...]
-    """What of a run's summary stands in the table (names that `sweep` knows); the first of them compares the rows."""
-    published: tuple[str, ...]
-    """The columns of the rows' published cells."""
-    rows: tuple[StudyRow, ...]
-    note: str = ""
-
-
-def hosts_words(nodes: Iterable[NodePlan]) -> str:
-    return ", ".join(f"{node.ranks} x {node.gpu or 'CPU'}" for node in nodes)
-
-
-def choose_nodes(row: StudyRow, nodes: Sequence[NodePlan]) -> tuple[str, ...] | str:
-    """The nodes that run this row, the most hosts that fit; or why none of these can."""
-    wanted = len(row.hosts) or min(row.ranks, len(nodes))
-    for count in range(wanted, 0, -1):
-        for some in combinations(nodes, count):
-            if _fits(row, some):
-                return tuple(node.name for node in some)
-    there = hosts_words(nodes)
-    if row.hosts:
-        return f"needs hosts with {' and '.join(f'{ranks} x {gpu}' for gpu, ranks in row.hosts)}; there are {there}"
-    return (
-        f"needs {row.ranks} rank{'s' if row.ranks > 1 else ''} in all, the hosts have {there}; set `ranks` in the file"
-    )
-
-
-def _fits(row: StudyRow, nodes: Sequence[NodePlan]) -> bool:
-    if not row.hosts:
-        return sum(node.ranks for node in nodes) == row.ranks
-    left = list(row.hosts)
-    for node in nodes:
-        match = next((host for host in left if host[0] in (node.gpu or "") and host[1] == node.ranks), None)
-        if match is None:
-            return False
-        left.remove(match)
-    return not left
-
+from orchestrator.studies.mnist import BACKENDS_STUDY, METHODS_STUDY
+from orchestrator.studies.rows import Study, StudyRow
 
 _S1_CLUSTERS: dict[str, tuple[tuple[str, int], ...]] = {
     "3090 x 2": (("3090", 2),),
@@ -219,4 +152,6 @@ STUDIES: dict[str, Study] = {
         published=("load (s)", "update (s)", "total (s)", "accuracy"),
         rows=_input(),
     ),
+    "mnist_backends": BACKENDS_STUDY,
+    "mnist_methods": METHODS_STUDY,
 }

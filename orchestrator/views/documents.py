@@ -23,8 +23,9 @@ from orchestrator.jobs.record import JobRecord
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.planning.profiles import RankProfile, measured_shares
-from orchestrator.studies.ledger import Done, Outcome, within_noise
-from orchestrator.studies.tables import STUDIES, Study
+from orchestrator.studies.ledger import Outcome, speed_up, within_noise
+from orchestrator.studies.rows import Study
+from orchestrator.studies.tables import STUDIES
 from orchestrator.units import format_bandwidth
 from orchestrator.views.numbers import local_minute
 from orchestrator.views.plan import Outlook
@@ -271,7 +272,7 @@ def sweep_json(name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         {
             "name": outcome.row.name,
             **dict(zip(study.columns, outcome.row.cells, strict=True)),
-            "measured": _measured(study, outcome.done) if outcome.done else None,
+            "measured": _measured(study, outcomes, outcome) if outcome.done else None,
             "published": dict(zip(study.published, outcome.row.published, strict=True)),
             "why_not": outcome.why_not or None,
         }
@@ -281,11 +282,14 @@ def sweep_json(name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return {"schema": 1, "study": name, "source": study.source, "rows": rows, "within_noise": noise}
 
 
-def _measured(study: Study, done: Done) -> dict[str, Any]:
+def _measured(study: Study, outcomes: Sequence[Outcome], outcome: Outcome) -> dict[str, Any]:
     """figures: medians; least, most: the ends of their ranges."""
-    spreads = {name: done.spread(name) for name in study.figures}
+    assert outcome.done  # noqa: S101 - for the type checker
+    spreads = {name: outcome.done.spread(name) for name in study.figures}
+    if study.has_speed_ups:
+        spreads["speed_up"] = speed_up(study, outcomes, outcome)
     parts = {"figures": "median", "least": "least", "most": "most"}
     ranges = {
         key: {name: spread and getattr(spread, part) for name, spread in spreads.items()} for key, part in parts.items()
     }
-    return {**done.model_dump(mode="json"), **ranges, "valid": done.valid}
+    return {**outcome.done.model_dump(mode="json"), **ranges, "valid": outcome.done.valid}

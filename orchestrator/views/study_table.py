@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from orchestrator.studies.figures import FIGURES
-from orchestrator.studies.ledger import Outcome, Spread, within_noise
-from orchestrator.studies.tables import Study
+from orchestrator.studies.ledger import Outcome, Spread, speed_up, within_noise
+from orchestrator.studies.rows import Study
 from orchestrator.views import console, tables
 from orchestrator.views.numbers import UNKNOWN, figure
 
-DIGITS = {"efficiency": 3, "train_s": 2, "load_s": 4, "update_s": 4, "total_s": 2, "accuracy": 2}
+DIGITS = {"efficiency": 3, "train_s": 2, "load_s": 4, "update_s": 4, "epoch_s": 2, "total_s": 2, "accuracy": 2}
 """Decimals of the figures that stand beside published ones, which have as many. Speeds are written as everywhere."""
+SPEED_UP = "speed-up"
 
 
 def print_study(study: Study, outcomes: Sequence[Outcome]) -> None:
     """The rows, measured beside published, and what stands in the way of those that were not run."""
-    rows = [cells(study, outcome) for outcome in outcomes]
+    rows = [cells(study, outcomes, outcome) for outcome in outcomes]
     drop = dispensable(study)
     tables.print_table(titles(study), rows, right_from=len(study.columns), title=study.title, drop=drop)
+    if study.shows_learning:
+        _print_learning(outcomes)
     measured_on = sorted({outcome.done.hosts for outcome in outcomes if outcome.done})
     console.put(f"measured on: {'; '.join(measured_on) or 'nothing yet'}")
     console.put(f"published: {study.source}")
@@ -48,27 +51,63 @@ def _noise(study: Study, outcomes: Sequence[Outcome]) -> Iterator[str]:
         yield f"within noise, by {FIGURES[study.figures[0]].title}: {names}"
 
 
-def cells(study: Study, outcome: Outcome) -> tuple[str, ...]:
-    """A line of the table: the study's columns, the medians of what was measured, the first of them with its range, and
-    the published figures.
+def cells(study: Study, outcomes: Sequence[Outcome], outcome: Outcome) -> tuple[str, ...]:
+    """A line of the table: the study's columns, the medians of what was measured, the first of them and the accuracy
+    with their ranges, and the published figures. outcomes: of all rows, which a speed-up compares.
     """
-    figures = [UNKNOWN] * len(study.figures)
+    figures = [UNKNOWN] * len(_measured_titles(study))
     if outcome.done:
         spreads = {name: outcome.done.spread(name) for name in study.figures}
         figures = [_shown(name, spread.median if spread else None) for name, spread in spreads.items()]
-        figures[0] += _range(study.figures[0], spreads[study.figures[0]])
+        for place, (name, spread) in enumerate(spreads.items()):
+            figures[place] += _range(name, spread) if name in (study.figures[0], "accuracy") else ""
+        figures += [_speed_up(speed_up(study, outcomes, outcome))] if study.has_speed_ups else []
     return (*outcome.row.cells, *figures, *outcome.row.published)
 
 
 def titles(study: Study) -> tuple[str, ...]:
-    return (*study.columns, *(FIGURES[name].title for name in study.figures), *study.published)
+    return (*study.columns, *_measured_titles(study), *study.published)
+
+
+def _measured_titles(study: Study) -> tuple[str, ...]:
+    figures = tuple(FIGURES[name].title for name in study.figures)
+    return (*figures, SPEED_UP) if study.has_speed_ups else figures
+
+
+def _speed_up(spread: Spread | None) -> str:
+    if spread is None:
+        return UNKNOWN
+    has_range = spread.least < spread.most
+    return f"{spread.median:.2f}" + (f" ({spread.least:.2f} to {spread.most:.2f})" if has_range else "")
+
+
+def _print_learning(outcomes: Sequence[Outcome]) -> None:
+    """Each row's loss by epoch and accuracy by class, medians of its runs."""
+    done = {outcome.row.name: outcome.done for outcome in outcomes if outcome.done}
+    losses = {name: [f"{loss:.4f}" for loss in each.losses()] for name, each in done.items()}
+    classes = {name: each.per_class() for name, each in done.items()}
+    epochs = [str(number + 1) for number in range(max(map(len, losses.values()), default=0))]
+    labels = list(dict.fromkeys(label for each in classes.values() for label in each))
+    right = {name: [_percent(each.get(label)) for label in labels] for name, each in classes.items()}
+    for title, columns, rows in (
+        ("training loss by epoch", epochs, losses),
+        ("accuracy by class, %", labels, right),
+    ):
+        if columns:
+            console.put("")
+            lines = [(name, *row, *[UNKNOWN] * (len(columns) - len(row))) for name, row in rows.items()]
+            tables.print_table(("row", *columns), lines, right_from=1, title=title, drop=columns[1:-1])
+
+
+def _percent(accuracy: float | None) -> str:
+    return UNKNOWN if accuracy is None else f"{100 * accuracy:.1f}"
 
 
 def dispensable(study: Study) -> tuple[str, ...]:
     """The columns that a narrow screen does without, the first ones first: a row keeps what names it, its first figure
     and the published one beside that.
     """
-    return (*study.published[:0:-1], *(FIGURES[name].title for name in study.figures[:0:-1]))
+    return (*study.published[:0:-1], *_measured_titles(study)[:0:-1])
 
 
 def _range(name: str, spread: Spread | None) -> str:

@@ -16,11 +16,12 @@ from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.inventory_file import load_inventory
 from orchestrator.measuring.sweep import Sweep
 from orchestrator.paths import Home
-from orchestrator.planning.launch_plan import NodePlan
 from orchestrator.store import Store
 from orchestrator.studies import figures, ledger, tables
-from orchestrator.studies.tables import STUDIES, Study, StudyRow, choose_nodes
+from orchestrator.studies.rows import Study, StudyRow
+from orchestrator.studies.tables import STUDIES
 from orchestrator.views import documents, study_table
+from tests.support.plans import study_node
 from tests.support.quick_python import quick_python
 from trainer.shared.config import parse_settings
 
@@ -28,19 +29,12 @@ ROWS = [(study, row) for study in STUDIES.values() for row in study.rows]
 SHORT = {"data": "synthetic", "steps": "5", "warmup_steps": "1", "batch": "8", "eval_every": "0"}
 
 
-def node(name, gpu, ranks=1):
-    return NodePlan(
-        name=name, node_rank=0, first_rank=0, ranks=ranks, address="10.0.0.1", interface=None, device="cpu", gpu=gpu,
-        python="python", workdir="~", env={}, command=(), torchrun=(),
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("study, row", ROWS, ids=[row.name for _, row in ROWS])
 def test_every_row_is_a_complete_experiment_with_a_published_cell_for_each_column(study, row):
     settings = parse_settings(row.exp, row.settings)
     assert settings.exp == row.exp
     assert (len(row.cells), len(row.published)) == (len(study.columns), len(study.published))
-    assert bool(row.hosts) != bool(row.ranks)
+    assert bool(row.hosts) + bool(row.ranks) + bool(row.never) <= 1 and (row.hosts or row.ranks or row.starter)
 
 
 @pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
@@ -49,31 +43,12 @@ def test_a_studys_rows_have_names_of_their_own_and_figures_that_exist(study):
     assert set(study.figures) <= figures.FIGURES.keys()
 
 
-def test_a_row_takes_the_hosts_that_it_names_and_no_others():
-    row = next(row for row in STUDIES["mixed_clusters"].rows if row.name == "a16_a16_a2000-ddp")
-    hosts = [node("spare", "Tesla V100-16GB"), node("small", "RTX A2000"), node("double", "NVIDIA A16", 2)]
-    assert choose_nodes(row, hosts) == ("small", "double")
-    assert choose_nodes(row, [node("single", "A16", 1), hosts[1]]) == (
-        "needs hosts with 2 x A16 and 1 x A2000; there are 1 x A16, 1 x RTX A2000"
-    )
-
-
-def test_a_row_that_needs_a_number_of_ranks_spreads_them_over_as_many_hosts_as_fit():
-    hosts = [node("one", None), node("two", None, 2), node("three", None)]
-    assert choose_nodes(StudyRow("r", (), "mnist_lenet", ranks=2), hosts) == ("one", "three")
-    assert choose_nodes(StudyRow("r", (), "mnist_lenet", ranks=1), hosts) == ("one",)
-    assert choose_nodes(StudyRow("r", (), "mnist_lenet", ranks=2), hosts[1:2]) == ("two",)
-    assert "needs 7 ranks in all" in choose_nodes(StudyRow("r", (), "mnist_lenet", ranks=7), hosts)
-
-
-def come_up(folder, python):
+def come_up(folder, python, ranks=1):
     """The home of somebody whose cluster of two local nodes is up."""
     nodes = "".join(f"  - {{name: {n}, address: 127.0.0.1, workdir: {folder}/{n}}}\n" for n in "ab")
     file = folder / "inventory.yaml"
-    env = 'env: {OMP_NUM_THREADS: "1"}'
-    file.write_text(
-        f"cluster: t\ndefaults: {{transport: local, device: cpu, python: {python}, {env}}}\nnodes:\n{nodes}"
-    )
+    defaults = f'transport: local, device: cpu, ranks: {ranks}, python: {python}, env: {{OMP_NUM_THREADS: "1"}}'
+    file.write_text(f"cluster: t\ndefaults: {{{defaults}}}\nnodes:\n{nodes}")
     home = Home(folder / "home")
     with Connections(home) as connections:
         Controller(Store(home), connections).clusters.up(load_inventory(file))
@@ -159,6 +134,25 @@ def test_a_sweep_that_was_left_takes_up_its_own_job_again_and_runs_no_row_twice(
     assert [row["why_not"] is None for row in document["rows"]] == [True, False, True]
 
 
+@pytest.mark.slow
+def test_a_row_whose_ranks_the_trainer_spawns_has_the_figures_of_all_of_them(tmp_path, monkeypatch):
+    python = quick_python(tmp_path / "quick", torchrun=True)
+    home = come_up(tmp_path, python, ranks=3)
+    settings = {"data": "synthetic", "samples": "160", "batch": "32", "epochs": "1", "strategy": "ddp"}
+    row = StudyRow("spawn", ("two",), "mnist_lenet", settings, ranks=2, starter="spawn", published=("1.0",))
+    figures = ("samples_per_s", "epoch_s", "accuracy")
+    study = Study("t", "s", ("ranks",), figures, ("seconds",), (row,), shows_learning=True)
+    with sweeps(tmp_path, monkeypatch, home) as made:
+        monkeypatch.setitem(tables.STUDIES, "short", study)
+        one = made()
+        (outcome,) = one.run(Watch(one.controller), repeats=2)
+        seeds = [one.controller.store.plan(run.job).settings["seed"] for run in outcome.done.runs]
+    run, _ = outcome.done.runs
+    assert (outcome.done.hosts, len(run.per_class), len(run.epochs)) == ("2 x CPU", 10, 1)
+    assert run.epochs[0].loss > 0 and all(run.figures.values())
+    assert seeds == [0, 1]
+
+
 def test_a_job_that_runs_on_but_cannot_be_followed_is_not_started_a_second_time(bench, monkeypatch):
     one = bench()
     (row, *_) = one.study.rows
@@ -212,7 +206,7 @@ def sweep_of(bench):
     one = bench()
     collected = SimpleNamespace(errors={}, summary=None)
     one.controller = SimpleNamespace(collect=lambda job, out: collected)
-    one._nodes = lambda: (node("a", None), node("b", None))
+    one._nodes = lambda: (study_node("a", None), study_node("b", None))
     return one
 
 
@@ -224,14 +218,19 @@ def test_short_rows_are_run_three_times_in_rounds_and_long_ones_once(bench, monk
     outcomes = sweep_of(bench).run(None)
     assert jobs.rows == ["pair", "alone"] * 3
     assert outcomes[0].done.spread("samples_per_s") == ledger.Spread(50, 52, 60)
-    assert study_table.cells(tables.STUDIES["short"], outcomes[0]) == ("two", "52.0 (50.0 to 60.0)", "1.00", "1.0")
+    assert study_table.cells(tables.STUDIES["short"], outcomes, outcomes[0]) == (
+        "two",
+        "52.0 (50.0 to 60.0)",
+        "1.00",
+        "1.0",
+    )
     Jobs(monkeypatch, {})
     assert [outcome.done for outcome in sweep_of(bench).run(None)] == [outcome.done for outcome in outcomes]
 
     long = Jobs(monkeypatch, SPEEDS, total_s=90)
     (once, *_) = sweep_of(bench).run(None, again=True)
     assert long.rows == ["pair", "alone"]
-    assert study_table.cells(tables.STUDIES["short"], once) == ("two", "50.0", "1.00", "1.0")
+    assert study_table.cells(tables.STUDIES["short"], [once], once) == ("two", "50.0", "1.00", "1.0")
     more = Jobs(monkeypatch, SPEEDS)
     sweep_of(bench).run(None, repeats=2, only=["alone"])
     assert more.rows == ["alone"]

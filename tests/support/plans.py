@@ -9,7 +9,7 @@ from orchestrator.hosts.inventory import Node
 from orchestrator.hosts.inventory_file import load_inventory
 from orchestrator.planning.build import build_plan
 from orchestrator.planning.draft import Draft
-from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan
+from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan, NodePlan
 from orchestrator.planning.nccl import choose_carrier
 from orchestrator.planning.placement import place
 from orchestrator.planning.request import RunRequest
@@ -35,6 +35,15 @@ def plan(nodes, found, request=SCRIPT, master=None, *, cluster="lab", job="j-1")
     carrier = choose_carrier(placement.nodes, request)
     draft = Draft(cluster, job, "2026-11-21T09:12:00+00:00", CODE, request, placement, carrier)
     return build_plan(draft.with_split(split_equally(request.global_batch, placement.ranks)))
+
+
+def study_node(name, gpu, ranks=1, gpus=0):
+    """What `choose_nodes` is given. gpus: those that its ranks compute on; 0 is the CPU, whatever the GPU's label."""
+    return NodePlan(
+        name=name, node_rank=0, first_rank=0, ranks=ranks, address="10.0.0.1", interface=None,
+        device="cuda" if gpus else "cpu", gpu=gpu, gpu_uuids=tuple(f"GPU-{number}" for number in range(gpus)),
+        python="python", workdir="~", env={}, command=(), torchrun=(),
+    )  # fmt: skip
 
 
 def host(number, *, interface="eno1", gpus=1, cores=16, peers=(41, 42), **changes):

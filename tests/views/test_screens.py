@@ -140,5 +140,5 @@ def test_a_study_keeps_its_rows_names_first_figure_and_the_published_one(screen,
 
 
 def sweep_table(study, outcomes):
-    rows = [cells(study, outcome) for outcome in outcomes]
+    rows = [cells(study, outcomes, outcome) for outcome in outcomes]
     tables.print_table(titles(study), rows, right_from=len(study.columns), drop=dispensable(study))
