@@ -493,7 +493,9 @@ def test_a_command_that_starts_its_ranks_itself_stands_for_all_of_them(tmp_path)
         job.plan = job.plan.model_copy(update={"nodes": (node,)})
         job.launch()
         record = job.wait()
+        ranks = job.agents()["a"]["ranks"]
     assert (record.state, record.exit_code, record.first_failure.rank) == ("failed", 3, 0)
+    assert [ranks[number]["exit_code"] for number in "01"] == [3, 3]
     assert outputs(job) == ["[]\n", ""]
     assert outputs(job, "metrics.jsonl") == ["of 0\n", "of 1\n"]
     assert [json.loads(text)["exit_code"] for text in outputs(job, "exit.json")] == [3, 3]

@@ -50,9 +50,10 @@ def test_a_command_that_starts_its_ranks_has_one_host():
     hosts = [node("one", None), node("four", None, 4), node("two", None, 2)]
     assert choose_nodes(wants(2, starter="spawn"), hosts) == {"two": 2}
     assert choose_nodes(wants(0, starter="torchrun"), hosts) == {"four": 4}
-    assert choose_nodes(wants(2, starter="spawn"), [node("a", None), node("b", None)]) == (
-        "needs 2 ranks on one host, the hosts have 1 x CPU, 1 x CPU; set `ranks` in the file"
-    )
+    for ranks in (0, 2):
+        assert choose_nodes(wants(ranks, starter="spawn"), [node("a", None), node("b", None)]) == (
+            "needs 2 ranks on one host, the hosts have 1 x CPU, 1 x CPU; set `ranks` in the file"
+        )
 
 
 def test_ranks_that_need_gpus_get_hosts_that_have_them():
