@@ -34,7 +34,7 @@ MOST_AT_ROOT = 11
 PURE_PACKAGES = {"forecast", "results"}
 """Their modules know no network, process or screen, and reach no host."""
 PURE = {"text", "units", "transport.shell", "transport.noise", "studies.figures", "studies.ledger", "studies.tables"}
-PURE |= {"studies.choose", "studies.mnist", "studies.rows", "planning.starters"}
+PURE |= {"studies.choose", "studies.mnist", "studies.rows", "studies.starters", "planning.starters"}
 PURE |= {f"hosts.{name}" for name in ("alike", "checks", "election", "facts", "grammar", "inventory", "masking")}
 PURE |= {f"hosts.{name}" for name in ("device_answers", "inventory_mistakes", "network_answers")}
 PURE |= {"hosts.parse_facts", "hosts.raw_answer"}

@@ -38,7 +38,8 @@ SECOND_CTRL_C_S = 3.0
 @click.option(
     "--exp",
     metavar="NAME",
-    help="A named experiment: mnist_lenet, resnet152_cifar, or collectives (how fast the network is).",
+    help="A named experiment: mnist_lenet, resnet152_cifar, resnet50_imagenet, or collectives (how fast the network "
+    "is).",
     shell_complete=experiments,
 )
 @settings_option("A setting of the experiment; repeatable. `python -m trainer --help` lists all.")

@@ -43,9 +43,9 @@ def sweep(
 ) -> None:
     """Run the rows of a reference study that this cluster can run.
 
-    The studies are mixed_clusters, bottlenecks, input, mnist_backends and mnist_methods. Rows that are done are not run
-    again, even after a Ctrl-C; rows of other clusters stay in the same table. The table shows medians, and names rows
-    whose ranges overlap as within noise. Each run of a row has another seed.
+    The studies are mixed_clusters, bottlenecks, input, mnist_backends, mnist_methods and ways_to_start. Rows that are
+    done are not run again, even after a Ctrl-C; rows of other clusters stay in the same table. The table shows medians,
+    and names rows whose ranges overlap as within noise. Each run of a row has another seed.
 
     \b
     orch sweep bottlenecks --set data_dir=/data

@@ -12,6 +12,7 @@ from __future__ import annotations
 from orchestrator.results.published import LOADING, MIXED
 from orchestrator.studies.mnist import BACKENDS_STUDY, METHODS_STUDY
 from orchestrator.studies.rows import Study, StudyRow
+from orchestrator.studies.starters import STARTERS_STUDY
 
 _S1_CLUSTERS: dict[str, tuple[tuple[str, int], ...]] = {
     "3090 x 2": (("3090", 2),),
@@ -154,4 +155,5 @@ STUDIES: dict[str, Study] = {
     ),
     "mnist_backends": BACKENDS_STUDY,
     "mnist_methods": METHODS_STUDY,
+    "ways_to_start": STARTERS_STUDY,
 }

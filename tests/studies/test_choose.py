@@ -72,6 +72,8 @@ def test_ranks_that_need_gpus_get_hosts_that_have_them():
         ("mnist_backends", "nccl-1", "needs a GPU for each rank; the hosts have 2 x CPU"),
         ("mnist_backends", "gloo-4", "needs 4 ranks in all, the hosts have 2 x CPU; set `ranks` in the file"),
         ("mnist_methods", "dp", "needs 2 GPUs or more in one host; the hosts have 2 x CPU"),
+        ("ways_to_start", "amp", "needs a GPU for each rank; the hosts have 2 x CPU"),
+        ("ways_to_start", "slurm", "Slurm starts ranks itself (srun), and orch starts them over SSH"),
     ],
 )
 def test_a_row_that_two_ranks_on_a_cpu_cannot_run_says_why(study, name, words):

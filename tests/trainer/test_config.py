@@ -75,7 +75,8 @@ def test_all_mistakes_are_reported_at_once_and_the_nearest_right_name_with_them(
     )
     assert len(mistakes) == 9
     text = "\n".join(mistakes)
-    assert "exp: 'mnist_lente' is not one of mnist_lenet, resnet152_cifar, collectives; did you mean mnist_le" in text
+    known = "mnist_lenet, resnet152_cifar, resnet50_imagenet, collectives"
+    assert f"exp: 'mnist_lente' is not one of {known}; did you mean mnist_le" in text
     assert "bacth: no such setting; did you mean batch?" in text
     assert mistakes_of("mnist_lenet", learning_rate="1") == ("learning_rate: no such setting; did you mean lr?",)
     assert "did you mean accumulate?" in mistakes_of("mnist_lenet", gradient_accumulation_steps="2")[0]
@@ -100,6 +101,8 @@ def test_a_model_is_refused_data_of_the_wrong_number_of_channels() -> None:
     (mistake,) = mistakes_of("mnist_lenet", model="resnet152", data="synthetic")
     assert "3 channels" in mistake
     assert parse_settings("mnist_lenet", {"model": "resnet152", "data": "cifar10"}).data_set.shape == (3, 32, 32)
+    (mistake,) = mistakes_of("resnet50_imagenet", model="lenet")
+    assert mistake == "model: lenet takes images of 32 pixels at most, not 224; use resnet50"
 
 
 @pytest.mark.parametrize("name", ["batch", "seed", "num_workers", "steps"])

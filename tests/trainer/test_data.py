@@ -129,6 +129,13 @@ def test_synthetic_data_follow_from_seed_and_index_alone(tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
+def test_synthetic_images_of_imagenets_size_are_made_one_by_one(tmp_path: Path) -> None:
+    settings = settings_for("resnet50_imagenet", tmp_path, data="synthetic", samples="12800")
+    train, test = open_data(settings, find_facts(settings)[0])
+    image, label = train[1003]
+    assert (len(train), len(test), label, image.size) == (12_800, 50_000, 3, (224, 224))
+
+
 def test_synthetic_classes_can_be_distinguished(tmp_path: Path) -> None:
     settings = settings_for("resnet152_cifar", tmp_path, data="synthetic")
     pixels, labels = (part for part in whole(open_data(settings, find_facts(settings)[0])[0], 200))

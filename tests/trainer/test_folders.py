@@ -51,6 +51,15 @@ def settings_for(root: Path, **pairs: str) -> Settings:
     return parse_settings("resnet152_cifar", {"data": "folder", "data_dir": str(root), "augment": "none", **pairs})
 
 
+def test_imagenet_is_such_a_folder_in_its_own_shape(images: Path) -> None:
+    settings = parse_settings("resnet50_imagenet", {"data_dir": str(images)})
+    facts, mark = find_facts(settings)
+    assert (facts.shape, facts.classes, facts.train_samples) == ((3, 224, 224), 3, 12)
+    train, _ = open_data(settings, facts)
+    image, label = train[4]
+    assert (image.size, label, mark) == ((224, 224), 1, list_folder(images).digest)
+
+
 def test_classes_and_images_are_found_and_cut_to_the_experiments_shape(images: Path) -> None:
     settings = settings_for(images)
     facts, _ = find_facts(settings)

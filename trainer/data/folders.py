@@ -23,7 +23,7 @@ from torchvision.transforms import functional
 
 from trainer.shared.errors import TrainError
 
-_LAYOUT = "data=folder reads DATA_DIR/train/CLASS/* and DATA_DIR/val/CLASS/*"
+_LAYOUT = "images are read from DATA_DIR/train/CLASS/* and DATA_DIR/val/CLASS/*"
 
 
 @dataclass(frozen=True)

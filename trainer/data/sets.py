@@ -8,6 +8,7 @@ pixels, labels = whole(train, facts.train_samples)       the first so many as on
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from trainer.data.fetch import folder, open_files
 from trainer.data.folders import FolderImages, list_folder
 from trainer.data.sample_stream import derive_seed
 from trainer.shared.errors import TrainError
-from trainer.shared.experiments import DataSet
+from trainer.shared.experiments import IN_FOLDERS, DataSet
 from trainer.shared.settings import Settings
 
 Pictures = Dataset[tuple[Any, int]]
@@ -37,8 +38,7 @@ class Synthetic(Pictures):
         self.shape, self.classes, self.size = shape, classes, size
         self.key = derive_seed(split, seed)
         generator = torch.Generator().manual_seed(derive_seed("classes", seed))
-        coarse = torch.randint(0, 128, (classes, shape[0], 4, 4), generator=generator).float()
-        self.pictures = interpolate(coarse, size=shape[1:]).to(torch.uint8)
+        self.coarse = torch.randint(0, 128, (classes, shape[0], 4, 4), generator=generator).float()
 
     def __len__(self) -> int:
         return self.size
@@ -48,10 +48,11 @@ class Synthetic(Pictures):
 
     def pixels(self, indices: Tensor) -> Tensor:
         """(samples, channels, height, width), uint8."""
-        numbers = self.pictures[0].numel()
+        numbers = math.prod(self.shape)
         words = -(-numbers // 8)
         noise = random_words(self.key, indices[:, None] * words + torch.arange(words)).view(torch.uint8)
-        return self.pictures[indices % self.classes] + (noise[:, :numbers] >> 1).view(-1, *self.shape)
+        pictures = interpolate(self.coarse[indices % self.classes], size=self.shape[1:]).to(torch.uint8)
+        return pictures + (noise[:, :numbers] >> 1).view(-1, *self.shape)
 
 
 def known_facts(settings: Settings) -> DataSet:
@@ -64,7 +65,7 @@ def find_facts(settings: Settings) -> tuple[DataSet, str]:
 
     A folder's classes and images are counted. Raises TrainError where it is not as it should be.
     """
-    if settings.data != "folder":
+    if settings.data not in IN_FOLDERS:
         return known_facts(settings), settings.data
     listing = list_folder(folder(settings))
     facts = dataclasses.replace(
@@ -88,7 +89,7 @@ def open_data(settings: Settings, facts: DataSet) -> tuple[Pictures, Pictures]:
             Synthetic(*kind, facts.train_samples, seed, "train"),
             Synthetic(*kind, facts.test_samples, seed, "test"),
         )
-    if settings.data == "folder":
+    if settings.data in IN_FOLDERS:
         listing = list_folder(folder(settings))
         train, val = (FolderImages(listing.root, files, facts.shape) for files in (listing.train, listing.val))
         return train, val

@@ -31,7 +31,10 @@ class DataSet:
 DATA_SETS = {
     "mnist": DataSet((1, 28, 28), 10, 60_000, 10_000, (0.1307,), (0.3081,)),
     "cifar10": DataSet((3, 32, 32), 10, 50_000, 10_000, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "imagenet": DataSet((3, 224, 224), 1000, 1_281_167, 50_000, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
+IN_FOLDERS = ("folder", "imagenet")
+"""Data that are read from DATA_DIR/train/CLASS/* and DATA_DIR/val/CLASS/*."""
 
 _COMMON: dict[str, Any] = {
     "data_dir": "~/data",
@@ -89,6 +92,9 @@ _COMMON: dict[str, Any] = {
 
 # mnist_lenet: a rate that warms up and falls to 0 came to 99.3 to 99.4 % after 10 epochs (docs/recipes.md), 0.02
 # throughout to 99.1 % (docs/strategies.md).
+# resnet50_imagenet: rate 0.1 for 256 samples, momentum 0.9, weight decay 1e-4 (He et al. 2016, section 3.4); 90 epochs,
+# a rate that falls after 30, 60 and 80 of them, 5 of warm-up (Goyal et al. 2017, section 5.1). The random crops of
+# many sizes that both have are missing here.
 # resnet152_cifar: what is usual on CIFAR-10. Rate 0.1 for 128 samples, momentum 0.9, crops with a margin of 4 and flips
 # (He et al. 2016, section 4.2); weight decay 5e-4 and 200 epochs (Zagoruyko and Komodakis 2016, section 3); a cosine in
 # place of steps (Loshchilov and Hutter 2017); scaled to the batch, with 5 epochs of warm-up (Goyal et al. 2017).
@@ -121,6 +127,22 @@ TRAINING: dict[str, dict[str, Any]] = {
         "lr_warmup": 5.0,
         "momentum": 0.9,
         "weight_decay": 5e-4,
+    },
+    "resnet50_imagenet": {
+        **_COMMON,
+        "exp": "resnet50_imagenet",
+        "model": "resnet50",
+        "data": "imagenet",
+        "augment": "crop_flip",
+        "batch": 256,
+        "epochs": 90,
+        "lr": 0.1,
+        "lr_batch": 256,
+        "lr_schedule": "step",
+        "lr_steps": "30,60,80",
+        "lr_warmup": 5.0,
+        "momentum": 0.9,
+        "weight_decay": 1e-4,
     },
 }
 

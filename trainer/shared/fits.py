@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trainer.shared.experiments import BROUGHT, OWN, SCRIPT, begun_with
-from trainer.shared.networks import MODEL_CHANNELS
+from trainer.shared.networks import LENET_PIXELS, MODEL_CHANNELS
 from trainer.shared.shares import PROFILED
 from trainer.shared.stages import ALONE
 from trainer.shared.ways import (
@@ -30,7 +30,11 @@ def mistakes_of(of: Settings) -> list[str]:
 
 def mistakes_of_network(of: Settings) -> list[str]:
     """Where nothing else is wrong."""
-    if of.is_own or MODEL_CHANNELS[of.model] in (None, of.data_set.shape[0]):
+    if of.is_own:
+        return []
+    if of.model == "lenet" and of.data_set.shape[1] > LENET_PIXELS:
+        return [f"model: lenet takes images of {LENET_PIXELS} pixels at most, not {of.data_set.shape[1]}; use resnet50"]
+    if MODEL_CHANNELS[of.model] in (None, of.data_set.shape[0]):
         return []
     return [
         f"model: {of.model} takes images of {MODEL_CHANNELS[of.model]} channels, "

@@ -20,3 +20,5 @@ vgg16_bn vgg19 vgg19_bn vit_b_16 vit_b_32 vit_l_16 vit_l_32 wide_resnet101_2 wid
 
 MODEL_CHANNELS: dict[str, int | None] = {"lenet": None, **dict.fromkeys(_TORCHVISION.split(), 3)}
 """Channels of an image that a model insists on; None: any."""
+LENET_PIXELS = 32
+"""The height and width that LeNet sees."""

@@ -44,7 +44,7 @@ class Settings:
     )
     data: str = setting(
         "The data set. synthetic makes images up, folder reads DATA_DIR/train/CLASS/* and DATA_DIR/val/CLASS/*; both "
-        "in the shape of the experiment's own data set.",
+        "in the shape of the experiment's own data set. imagenet lies in such a folder, too.",
         choices=[*DATA_SETS, "folder", "synthetic"],
         unsaid=[OWN],
     )
