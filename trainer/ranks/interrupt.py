@@ -44,6 +44,8 @@ def watch(last_words: Callable[[], None]) -> None:
 
 def leave(exit_code: int) -> NoReturn:
     """Ends the process at once, without the clean-up that a broken process group can hang or abort in."""
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for each loader that we end
     for loader in multiprocessing.active_children():
         loader.kill()
     for stream in (sys.stdout, sys.stderr):
