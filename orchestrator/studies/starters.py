@@ -46,7 +46,7 @@ STARTERS_STUDY = Study(
         _row("horovod", "Horovod", never=_NO_HOROVOD),
         _row("slurm", "Slurm", never=_NO_SLURM),
     ),
-    note="The survey gives no figures that could be compared: it found all but DataParallel close together. Each way "
-    "takes all ranks of one host, for 20 updates of 64 samples that are made up. total is from the start of a rank's "
-    "process to its end; ranks of mp.spawn are forked where torch is imported already.",
+    note="The survey gives no figures: it found all but DataParallel close together. Each way takes all ranks of one "
+    "host, and trains on images that are made up. total is from the start of a rank's process to its end; ranks of "
+    "mp.spawn are forked where torch is imported already.",
 )
