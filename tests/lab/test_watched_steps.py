@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,10 +17,10 @@ pytestmark = [pytest.mark.lab, pytest.mark.timeout(600)]
 
 INVENTORY = """
 cluster: watched
-defaults: {{device: cpu, bandwidth: 2.5Gbps, python: {python}, env: {{OMP_NUM_THREADS: "1"}}}}
+defaults: {device: cpu, bandwidth: 2.5Gbps, env: {OMP_NUM_THREADS: "1"}}
 nodes:
-  - {{name: alpha, host: 10.77.31.1}}
-  - {{name: beta, host: 10.77.31.2}}
+  - {name: alpha, host: 10.77.31.1}
+  - {name: beta, host: 10.77.31.2}
 """
 TRIES = 3
 EACH = tuple((part,) for part in PARTS)
@@ -32,8 +31,7 @@ hf = pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="ne
 
 @pytest.fixture(scope="module")
 def person(tmp_path_factory):
-    packages = [path for path in sys.path if path.endswith("site-packages")]
-    with lab(INVENTORY.format(python=sys.executable), binds=[sys.prefix, *packages]) as pair:
+    with lab(INVENTORY, torchrun=True) as pair:
         someone = Person(pair, tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("work"))
         someone.types("up", str(pair.inventory))
         yield someone

@@ -15,6 +15,7 @@ from orchestrator.remote.layout import JobFolder
 from orchestrator.remote.script_start import WATCH
 from orchestrator.remote.watched import watched
 from tests.support.local_job import gang
+from tests.support.quick_python import quick_python
 from tests.support.watching import Measured, by_hand, events_in, unchanged
 from trainer.shared.metrics import EVENT_FIELDS
 
@@ -29,7 +30,7 @@ def ranks_of(job) -> list[Path]:
 def run(place: Path, text: str, switch: str = "on") -> list[Path]:
     """The folders of two ranks that ran it."""
     place.mkdir()
-    with gang(place, text, env={WATCH: switch, "EPOCHS": "2"}) as job:
+    with gang(place, text, env={WATCH: switch, "EPOCHS": "2"}, warm=True) as job:
         job.launch()
         assert job.wait().state == "succeeded", [(rank / "stderr.log").read_text() for rank in ranks_of(job)]
         return ranks_of(job)
@@ -87,8 +88,20 @@ def train(steps, after=lambda step: None):
 """
 
 
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory) -> str:
+    """A Python in which torch's import takes no time."""
+    return quick_python(tmp_path_factory.mktemp("python") / "quick", torchrun=True)
+
+
 def start(
-    tmp_path: Path, text: str, *words: str, switch: str = "on", flags: Sequence[str] = (), **variables: str
+    python: str,
+    tmp_path: Path,
+    text: str,
+    *words: str,
+    switch: str = "on",
+    flags: Sequence[str] = (),
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
     """A script of one process, as the wrapper would start it."""
     job = JobFolder(tmp_path / "job")
@@ -99,12 +112,12 @@ def start(
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment = {**plain, "ORCH_METRICS": str(tmp_path / "metrics.jsonl"), **variables}
     environment |= watched(job, environment) if switch == "on" else {}
-    command = [sys.executable, *flags, "script.py", *words]
+    command = [python, *flags, "script.py", *words]
     return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
 
 
 def test_a_script_alone_has_all_parts_of_its_steps(tmp_path):
-    done = start(tmp_path, LOOP + "train(5)")
+    done = start(sys.executable, tmp_path, LOOP + "train(5)")
     assert (done.returncode, done.stderr) == (0, "")
     begin, *steps, end = events_in(tmp_path)
     assert (begin["samples_from"], begin["parameters"], end["status"]) == ("loader", 5, "succeeded")
@@ -114,15 +127,15 @@ def test_a_script_alone_has_all_parts_of_its_steps(tmp_path):
         assert sum(parts) == pytest.approx(step["t_ms"], abs=0.003)
 
 
-def test_the_part_of_the_batch_that_orch_gave_is_what_counts(tmp_path):
-    start(tmp_path, LOOP + "train(2)", ORCH_SHARE="24", ORCH_BATCH="96")
+def test_the_part_of_the_batch_that_orch_gave_is_what_counts(warm, tmp_path):
+    start(warm, tmp_path, LOOP + "train(2)", ORCH_SHARE="24", ORCH_BATCH="96")
     begin, *steps, _ = events_in(tmp_path)
     assert (begin["samples_from"], begin["batch_per_rank"]) == ("batch", 24)
     assert [step["samples"] for step in steps] == [24, 24]
 
 
-def test_a_script_that_fails_says_so_in_its_last_record(tmp_path):
-    done = start(tmp_path, LOOP + "train(2)\nraise ValueError('no more')")
+def test_a_script_that_fails_says_so_in_its_last_record(warm, tmp_path):
+    done = start(warm, tmp_path, LOOP + "train(2)\nraise ValueError('no more')")
     assert done.returncode == 1
     assert done.stderr.endswith("ValueError: no more\n")
     end = events_in(tmp_path)[-1]
@@ -150,8 +163,8 @@ KEPT = "file = own(buffering=1); train(4, lambda step: file.write(line(step)))"
     ],
     ids=["from the beginning", "at the end", "after each step", "late", "over ours"],
 )
-def test_a_script_that_writes_its_own_records_keeps_them_alone(tmp_path, writes):
-    done = start(tmp_path, LOOP + OWN + writes)
+def test_a_script_that_writes_its_own_records_keeps_them_alone(warm, tmp_path, writes):
+    done = start(warm, tmp_path, LOOP + OWN + writes)
     assert (done.returncode, done.stderr) == (0, "")
     assert events_in(tmp_path) == [{"event": "step", "step": step, "samples": 7} for step in range(4)]
 
@@ -168,34 +181,34 @@ for epoch in run.epochs():
 """
 
 
-def test_a_script_that_trains_by_the_trainer_keeps_its_records_alone(tmp_path):
+def test_a_script_that_trains_by_the_trainer_keeps_its_records_alone(warm, tmp_path):
     seen, plain = tmp_path / "seen", tmp_path / "plain"
     for place, switch in ((seen, "on"), (plain, "off")):
         place.mkdir()
-        done = start(place, JOINS, switch=switch, PYTHONPATH=str(Path(__file__).parents[2]))
+        done = start(warm, place, JOINS, switch=switch, PYTHONPATH=str(Path(__file__).parents[2]))
         assert done.returncode == 0, done.stderr
     assert [event["event"] for event in events_in(seen)] == [event["event"] for event in events_in(plain)]
     assert all(event["samples_from"] is None for event in events_in(seen) if event["event"] == "start")
     assert "step" in {event["event"] for event in events_in(seen)}
 
 
-def test_a_rank_that_is_started_again_goes_on_behind_its_first_records(tmp_path):
+def test_a_rank_that_is_started_again_goes_on_behind_its_first_records(warm, tmp_path):
     for _ in range(2):
-        start(tmp_path, LOOP + "train(2)")
+        start(warm, tmp_path, LOOP + "train(2)")
     assert [event["event"] for event in events_in(tmp_path)] == ["start", "step", "step", "end"] * 2
 
 
-def test_an_error_in_a_hook_ends_the_watching_and_is_said_once(tmp_path):
+def test_an_error_in_a_hook_ends_the_watching_and_is_said_once(warm, tmp_path):
     breaks = "import orch_remote.step_course\ndel orch_remote.step_course.Course.moves\ntrain(3)\nprint('trained')"
-    done = start(tmp_path, LOOP + breaks)
+    done = start(warm, tmp_path, LOOP + breaks)
     assert (done.returncode, done.stdout) == (0, "trained\n")
     (said,) = done.stderr.splitlines()
     assert said.startswith("orch: steps are no longer measured: AttributeError")
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_a_disk_that_takes_no_records_ends_the_watching(tmp_path):
-    done = start(tmp_path, LOOP + "train(3)\nprint('trained')", ORCH_METRICS="/dev/full")
+def test_a_disk_that_takes_no_records_ends_the_watching(warm, tmp_path):
+    done = start(warm, tmp_path, LOOP + "train(3)\nprint('trained')", ORCH_METRICS="/dev/full")
     assert (done.returncode, done.stdout) == (0, "trained\n")
     assert done.stderr.count("\n") == 1
 
@@ -212,7 +225,7 @@ print("torch" in sys.modules, "importlib.util" in sys.modules)
 
 @pytest.mark.parametrize("given", [None, "/given/a::/given/b"])
 def test_a_script_without_torch_finds_no_trace(tmp_path, given):
-    done = start(tmp_path, NO_TORCH, **({"PYTHONPATH": given} if given else {}))
+    done = start(sys.executable, tmp_path, NO_TORCH, **({"PYTHONPATH": given} if given else {}))
     assert done.stderr == ""
     own, child, torch = done.stdout.splitlines()
     assert own == child == f"{given} [] [] False False"
@@ -223,14 +236,13 @@ def test_a_script_without_torch_finds_no_trace(tmp_path, given):
 def test_the_hosts_own_sitecustomize_is_run_too(tmp_path):
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "sitecustomize.py").write_text("print('own')")
-    done = start(
-        tmp_path, LOOP + "train(1); print(sys.modules['sitecustomize'].__file__)", PYTHONPATH=f"{tmp_path}/own"
-    )
+    says = LOOP + "train(1); print(sys.modules['sitecustomize'].__file__)"
+    done = start(sys.executable, tmp_path, says, PYTHONPATH=f"{tmp_path}/own")
     assert done.stdout == f"own\n{tmp_path}/own/sitecustomize.py\n"
     assert len(events_in(tmp_path)) == 3
 
 
-def test_processes_that_the_script_starts_write_nothing(tmp_path):
+def test_processes_that_the_script_starts_write_nothing(warm, tmp_path):
     children = """
 import multiprocessing, time
 def train_for_long():
@@ -241,27 +253,27 @@ if __name__ == "__main__":
         child = multiprocessing.get_context(way).Process(target=train_for_long)
         child.start(); child.join(); print(child.exitcode)
 """
-    done = start(tmp_path, LOOP + children)
+    done = start(warm, tmp_path, LOOP + children)
     assert (done.stdout, done.stderr) == ("0\n0\n", "")
     assert [event["event"] for event in events_in(tmp_path)] == ["start", "step", "end"]
 
 
-def test_only_a_child_of_the_wrapper_is_watched(tmp_path):
+def test_only_a_child_of_the_wrapper_is_watched(warm, tmp_path):
     """Not what a script starts that Python began without a look at its environment."""
     (tmp_path / "inner.py").write_text(LOOP + "train(1)\nprint(os.environ.get('PYTHONPATH'))")
-    done = start(tmp_path, "import subprocess, sys; subprocess.run([sys.executable, 'inner.py'])", flags=("-E",))
+    done = start(warm, tmp_path, "import subprocess, sys; subprocess.run([sys.executable, 'inner.py'])", flags=("-E",))
     assert (done.stdout, done.stderr) == ("None\n", "")
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_the_optimiser_that_goes_on_alone_counts_the_steps(tmp_path):
+def test_the_optimiser_that_goes_on_alone_counts_the_steps(warm, tmp_path):
     one_then_the_other = """
 first, second = optimizer, torch.optim.Adam(model.parameters())
 train(2)
 optimizer = second
 train(210)
 """
-    start(tmp_path, LOOP + one_then_the_other)
+    start(warm, tmp_path, LOOP + one_then_the_other)
     steps = [event for event in events_in(tmp_path) if event["event"] == "step"]
     assert len(steps) == 2 + 11
     assert [step["samples"] for step in steps[-3:]] == [32] * 3
@@ -281,8 +293,8 @@ print([weight.tolist() for weight in network.parameters()])
 
 
 @pytest.mark.parametrize("what", [(), ("optimiser",)], ids=["network", "optimiser"])
-def test_what_is_compiled_computes_the_same(tmp_path, what):
-    seen, plain = (start(tmp_path, LOOP + COMPILED, *what, switch=switch) for switch in ("on", "off"))
+def test_what_is_compiled_computes_the_same(warm, tmp_path, what):
+    seen, plain = (start(warm, tmp_path, LOOP + COMPILED, *what, switch=switch) for switch in ("on", "off"))
     assert seen.returncode == 0, seen.stderr
     assert seen.stdout == plain.stdout != ""
     assert (tmp_path / "metrics.jsonl").exists() == (not what)  # a compiled step has no marks

@@ -116,7 +116,7 @@ def gang(
     *,
     ranks: Sequence[int] = (1, 1),
     torch_free: bool = True,
-    warm: bool = True,
+    warm: bool | None = None,
     elastic: Elastic | None = None,
     command: Sequence[str] = ("script.py",),
     env: Mapping[str, str] | None = None,
@@ -124,14 +124,15 @@ def gang(
     **plan_changes: object,
 ) -> Iterator[Gang]:
     """script: Python text that every rank runs. ranks: of node `a` (the master), `b`, and so on. activate: a line of
-    shell that a host runs first. warm: what needs torch is forked where it is imported already (`warm_python`).
+    shell that a host runs first. warm: programs are forked where torch is imported already (`warm_python`);
+    None: where torchrun is the real one.
     """
     folder = tmp_path / "code"
     folder.mkdir()
     (folder / "script.py").write_text(script)
     code, blob = pack_folder(folder)
     job_id = f"test-{tmp_path.name}"[:100]
-    warm = warm and not torch_free
+    warm = not torch_free if warm is None else warm
     python = quick_python(tmp_path / "quick", torchrun=True) if warm else sys.executable
     ours = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **(OURS if warm else {})}
     nodes, first = [], 0

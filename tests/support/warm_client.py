@@ -45,12 +45,18 @@ def ask(connection, words, unbuffered):
     handles = [number for number in ours if inherited(number)]
     os.umask(umask := os.umask(0))
     place = {"env": dict(os.environ), "cwd": os.getcwd(), "umask": umask, "unbuffered": unbuffered}
-    program = {"words": words, "path": sys.path, "executable": sys.executable}
+    program = {"words": words, "path": sys.path, "executable": sys.executable, "finders": finders()}
     text = json.dumps({**program, **place, "handles": handles, "namespaces": NAMESPACES}).encode()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
     socket.send_fds(connection, [text], [*namespaces, *handles])
     for number in (*namespaces, *handles):
         os.close(number)
+
+
+def finders():
+    """What a `sitecustomize` before ours has put up to see modules imported: files and names of classes."""
+    found = [type(one) for one in sys.meta_path if not isinstance(one, type)]
+    return [(one.find_spec.__globals__["__file__"], one.__name__) for one in found]
 
 
 def inherited(number):
