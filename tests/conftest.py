@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import trainer.compute  # noqa: F401 - before torchvision, for what it keeps out
+from tests.support import shared_servers
 from tests.support.workers import Workers
 
 # Two threads that share a small sum spin while they wait for each other: on busy cores that takes twenty times the
@@ -58,6 +59,8 @@ def pytest_configure(config):
     config.pluginmanager.register(FailuresAtOnce(config), "failures-at-once")
     if config.option.workers > 1:
         config.pluginmanager.register(Workers(config.option.workers), "workers")
+        if config.args_source is config.ArgsSource.TESTPATHS:  # all tests: some will want them
+            shared_servers.begin()
 
 
 class FailuresAtOnce:
@@ -76,16 +79,22 @@ class FailuresAtOnce:
 
 
 LONGEST = """
-trainer/test_checkpoint trainer/test_strategies cuda/test_cuda_speed chaos/test_chaos lab/test_jobs
-remote/test_supervisor trainer/test_run neighbours/test_neighbours trainer/test_shared_network
-forecast/test_plan_command lab/test_pipeline jobs/test_controller_crash provision/test_setup lab/test_wire
-jobs/test_resume lab/test_itself hosts/test_ownership jobs/test_log_fidelity cli/test_readme cuda/test_cuda_strategies
-jobs/test_collect planning/test_profiles jobs/test_elastic remote/test_host_limits results/test_analyse
-trainer/test_spawn cli/test_cli cuda/test_cuda_wire transport/test_ssh jobs/test_full_disk lab/test_ports
-test_security lab/test_resume jobs/test_second_controller views/test_report provision/test_push transport/test_noise
-studies/test_sweep lab/test_refusals jobs/test_rescan
+cuda/test_cuda_strategies lab/test_jobs chaos/test_chaos lab/test_wire trainer/test_sync trainer/test_strategies
+remote/test_supervisor trainer/test_checkpoint trainer/test_run forecast/test_plan_command remote/test_watched_steps
+lab/test_itself remote/test_host_limits jobs/test_log_fidelity neighbours/test_neighbours jobs/test_elastic
+transport/test_ssh planning/test_profiles lab/test_ports results/test_analyse trainer/test_session
+trainer/test_rebalance trainer/test_shared_network trainer/test_learner cli/test_cli lab/test_watched_steps
+trainer/test_spawn jobs/test_collect cli/test_readme provision/test_setup jobs/test_controller_crash
+remote/test_leftovers cuda/test_cuda_speed trainer/test_pipeline_run lab/test_refusals cuda/test_cuda_make_gpu
+hosts/test_ownership remote/test_hub transport/test_noise results/test_straggler cli/test_documented_commands
+transport/test_ask trainer/test_folders hosts/test_probe remote/test_peers trainer/test_models views/test_report
+jobs/test_resume provision/test_push lab/test_pipeline forecast/test_faster cuda/test_cuda_time_line
+trainer/test_tensor_run trainer/test_tensor cuda/test_cuda_wire trainer/test_target lab/test_resume cli/test_bad_input
+jobs/test_second_controller transport/test_ssh_faults results/test_gpu_watch lab/test_crowd test_security
+planning/test_secrets jobs/test_full_disk trainer/test_fidelity forecast/test_step cuda/test_cuda_watched
+cli/test_site jobs/test_live remote/test_stillness studies/test_sweep
 """.split()  # noqa: SIM905
-"""Files by the processor time that they took, the longest first."""
+"""Files by the time that they took, the longest first; the stand-in's go as one."""
 
 
 def pytest_collection_modifyitems(config, items):

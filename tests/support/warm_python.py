@@ -18,6 +18,11 @@ from pathlib import Path
 SERVER = Path(__file__).with_name("warm_server.py")
 
 
+def begin() -> None:
+    """Before the processes are forked that are to share one."""
+    _server()
+
+
 def listen_at(path: Path) -> None:
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -25,22 +30,22 @@ def listen_at(path: Path) -> None:
             listener.bind(f"/proc/self/fd/{folder}/{path.name}")  # a path of its own may be too long for a socket
             path.chmod(0o777)
             listener.listen(64)
-            socket.send_fds(_server(), [b"."], [listener.fileno()])
+            socket.send_fds(_server()[0], [b"."], [listener.fileno()])
     finally:
         os.close(folder)
 
 
 @functools.cache
-def _server() -> socket.socket:
-    """One for each test run, started when it is first needed."""
+def _server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """One for each test run, and all processes forked from here, started when it is first needed."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         words = [sys.executable, str(SERVER), str(theirs.fileno())]
         process = subprocess.Popen(words, pass_fds=[theirs.fileno()])
 
     def end() -> None:
-        ours.close()
+        ours.send(b"end")  # others may hold our end as well: to close it says nothing
         process.wait()
 
     atexit.register(end)
-    return ours
+    return ours, process

@@ -22,13 +22,9 @@ from typing import Any
 
 import pytest
 
-GANGS = ("accumulate", "arithmetic", "fidelity", "fused_batch_norm", "nccl", "shared_network", "strategies")
-TOGETHER = {
-    "the stand-in": ("tests/cuda/",),  # the machine of stand-in GPUs, whose server imports torch's CUDA build
-    # Both fork ranks, each from a process of its own that has imported torch, and take about as long as each other.
-    "gangs of ranks": tuple(f"tests/trainer/test_{name}.py" for name in GANGS),
-    "the trainer": ("tests/trainer/",),
-}
+from tests.support import shared_servers
+
+TOGETHER = {"the stand-in": ("tests/cuda/",)}  # the machine of stand-in GPUs, whose server imports torch's CUDA build
 """How each begins; the first that fits counts."""
 
 
@@ -149,6 +145,7 @@ def _work(session: pytest.Session, number: int, pipe: Connection, of_others: Seq
     for other in of_others:
         other.close()
     _be_alone(session.config, number)
+    shared_servers.take_over()
     gc.freeze()  # what was imported and collected stays: Python need not look through it for what may go
     told = Told(pipe)
     kept = SimpleNamespace(listchain=lambda: [session])  # after a part: what the tests of the session share
