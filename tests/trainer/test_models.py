@@ -100,7 +100,7 @@ def test_statistics_that_belong_to_averaged_weights_are_those_of_one_process(tmp
     found = []
     for name, way, ranks in (("alone", "none", 1), ("sliced", "tensor", 2)):
         (tmp_path / name).mkdir()
-        asked = ["--ema", "0.5", "--checkpoint_every", "3", "--checkpoint_dir", str(tmp_path / name), "--lr", "0.01"]
+        asked = ["--ema", "0.5", "--checkpoint_every", "3", "--checkpoint_dir", str(tmp_path / name), "--lr", "0.001"]
         trained(tmp_path / name, [*SMALL, *asked, "--strategy", way], ranks)
         found.append(read_file(tmp_path / name).checkpoint)
     alone, sliced = found
