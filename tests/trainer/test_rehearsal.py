@@ -52,7 +52,7 @@ def rehearsed(rank: int, case: tuple[str, str]) -> tuple[list[int], str, bool]:
     body, folder = case
     pace = Pace(100.0) if body == "paced" and rank == 1 else None
     info = RankInfo(rank, rank, RANKS, RANKS, "vm", f"node{rank}", None, None, pace)
-    settings = parse_settings("script", {"profile_s": "0.3", "batch": "16", "device": "cpu"})
+    settings = parse_settings("script", {"profile_s": "1.5", "batch": "16", "device": "cpu"})
     sizes, goes_on = list[int](), False
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(assemble, "join", lambda *_: group_of(RANKS)))
@@ -98,6 +98,7 @@ def test_the_loop_makes_growing_updates_and_ends_when_they_are_measured(gang, tm
             [((3, 8), (3,))],
         ]
         assert [block.outputs for block in found.network or ()] == [8, 3]
+        assert found.blocks and found.blocks.count == 2 and found.blocks.samples[0] < found.blocks.samples[-1]
         assert events["start"]["parameters"] == 83 and events["end"]["status"] == "succeeded"
 
 

@@ -1,8 +1,9 @@
 """Micro-batches through a network block by block, as stages of a pipeline pass them on, on the device's own clock.
 
-    passes = Passes(subject)
+    passes = Passes(trainee)
     passes.take(16, (0, 1, 2))              a lap for each stretch: blocks 0, 1, and all others
     passes.noise_ms()
+    record_blocks(trainee, blocks, ...)     what a profile keeps of them
 
 Each stretch is what a stage of a run is (`trainer.pipeline.stage`), so that it takes what it will take there. Marks lie
 between stretches on one time line without any wait: together they take what one pass takes.
@@ -12,14 +13,17 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from trainer.compute.models import stages_of
 from trainer.compute.timer import Mark
-from trainer.measure.block_times import Cut, Lap
-from trainer.measure.updates import Subject
+from trainer.measure.block_times import Cut, Lap, micro_batches, time_blocks
+from trainer.measure.ladder import Ladder, Measuring, median
+from trainer.measure.updates import Trainee
+from trainer.pipeline.chain import Block
 from trainer.pipeline.stage import Stage
 
 MARKS = 50
@@ -27,17 +31,17 @@ MARKS = 50
 
 
 class Passes:
-    """The subject takes no whole updates any more: its weights' gradients wait for their turn."""
+    """The network takes no whole updates any more: its weights' gradients wait for their turn."""
 
-    def __init__(self, subject: Subject) -> None:
-        self.subject, self.blocks = subject, stages_of(subject.model)
+    def __init__(self, trainee: Trainee) -> None:
+        self.trainee, self.blocks = trainee, stages_of(trainee.model)
         self.cut: Cut = ()
         self.stages: list[Stage] = []
-        subject.optimizer.zero_grad(set_to_none=True)
+        trainee.optimizer.zero_grad(set_to_none=True)
 
     def noise_ms(self) -> float:
         """Between two marks with nothing between them."""
-        timer = self.subject.timer
+        timer = self.trainee.timer
         marks = [timer.mark() for _ in range(MARKS + 1)]
         timer.wait()
         return statistics.median(timer.ms(first, second) for first, second in itertools.pairwise(marks))
@@ -46,22 +50,22 @@ class Passes:
         """Raises NoMemory."""
         if cut != self.cut:
             self.cut, self.stages = cut, self._stages(cut)
-        return self.subject.attempt(lambda: self._take(samples))
+        return self.trainee.attempt(lambda: self._take(samples))
 
     def _stages(self, cut: Cut) -> list[Stage]:
         ends = (*cut[1:], len(self.blocks))
         return [
-            Stage(nn.Sequential(*self.blocks[first:end]), self.subject.precision, reads=first == 0, splits=True)
+            Stage(nn.Sequential(*self.blocks[first:end]), self.trainee.precision, reads=first == 0, splits=True)
             for first, end in zip(cut, ends, strict=True)
         ]
 
     def _take(self, samples: int) -> list[Lap]:
-        timer = self.subject.timer
-        passed, labels = self.subject.batch(samples)
+        timer = self.trainee.timer
+        passed, targets = self.trainee.batch(samples)
         last = len(self.stages) - 1
         forward = [timer.mark()]
         for number, stage in enumerate(self.stages):
-            passed = stage.forward(passed, 0.0) if number < last else judged(stage, passed, labels)
+            passed = stage.forward(passed, 0.0) if number < last else self._judged(stage, passed, targets)
             forward.append(timer.mark())
         gradient: Tensor | None = None
         back: list[tuple[Mark, Mark, Mark]] = []
@@ -78,10 +82,23 @@ class Passes:
             for ahead, behind in zip(itertools.pairwise(forward), reversed(back), strict=True)
         ]
 
+    def _judged(self, stage: Stage, inputs: Tensor, targets: Tensor) -> Tensor:
+        """As a run's last stage is: with the loss that its loop computes."""
+        inputs = stage.enter(inputs)
+        with stage.precision.autocast():
+            loss_sum = self.trainee.loss_sum(stage.part(inputs), targets)
+        return stage.judge(inputs, loss_sum)
 
-def judged(stage: Stage, inputs: Tensor, labels: Tensor) -> Tensor:
-    """As a run's last stage is: with the loss that its loop computes."""
-    inputs = stage.enter(inputs)
-    with stage.precision.autocast():
-        loss_sum = cross_entropy(stage.part(inputs), labels, reduction="sum")
-    return stage.judge(inputs, loss_sum)
+
+def record_blocks(
+    trainee: Trainee, blocks: Sequence[Block], ladder: Ladder, batch: int, budget_s: float
+) -> Measuring[dict[str, Any] | None]:
+    """The whole network is measured once more, just before its blocks, so that both see the same load. None where
+    memory is too small for blocks.
+    """
+    sizes = micro_batches({size: times.step_ms for size, times in ladder.times.items()}, batch, budget_s)
+    yield sizes[-1]
+    whole = yield from median(sizes[-1], budget_s / 4)
+    passes = Passes(trainee)
+    found = time_blocks(passes.take, blocks, sizes, passes.noise_ms(), budget_s)
+    return found.record(sizes[-1], whole.step_ms - whole.optim_ms) if found else None

@@ -27,9 +27,8 @@ from trainer.compute.models import build_model, gradient_bytes, stages_of
 from trainer.compute.precision import build_precision
 from trainer.compute.timer import timer_for
 from trainer.data.loading import agree_on_facts, choose_loader, resident_bytes
-from trainer.measure.block_times import micro_batches, time_blocks
-from trainer.measure.ladder import FIRST, Ladder, again, climb, made, median, record_of
-from trainer.measure.passes import Passes
+from trainer.measure.ladder import FIRST, Ladder, again, climb, made, record_of
+from trainer.measure.passes import record_blocks
 from trainer.measure.updates import Subject
 from trainer.paced.memory import most_samples
 from trainer.paced.standin import StandIn
@@ -117,13 +116,7 @@ def _blocks(settings: Settings, subject: Subject, ladder: Ladder) -> dict[str, A
         return None
     facts, budget_s = subject.facts, OF_BLOCKS * settings.profile_s
     blocks = survey(settings.model, facts.shape, facts.classes)
-    sizes = micro_batches({size: times.step_ms for size, times in ladder.times.items()}, settings.batch, budget_s)
-    subject.update(sizes[-1])
-    # The whole network once more, just before its blocks, so that both see the same load.
-    whole = made(median(sizes[-1], budget_s / 4), subject.update)
-    passes = Passes(subject)
-    found = time_blocks(passes.take, blocks, sizes, passes.noise_ms(), budget_s)
-    return found.record(sizes[-1], whole.step_ms - whole.optim_ms) if found else None
+    return made(record_blocks(subject, blocks, ladder, settings.batch, budget_s), subject.update)
 
 
 def steady(pace: Pace) -> Pace:

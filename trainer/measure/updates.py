@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from trainer.compute.precision import Full
 from trainer.compute.timer import Timer
@@ -39,7 +40,42 @@ class NoMemory(Exception):
     """A batch of this size does not fit; `str(error)` is the line that said so, where there is one."""
 
 
-class Subject:
+class Trainee:
+    """A network on its device, of which something is measured."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | StandInOptimizer,
+        precision: Full,
+        device: torch.device,
+        timer: Timer,
+    ) -> None:
+        self.model, self.optimizer, self.precision = model, optimizer, precision
+        self.device, self.timer = device, timer
+
+    def batch(self, samples: int) -> tuple[Tensor, Tensor]:
+        """What the network takes, and what its loss takes besides."""
+        raise NotImplementedError
+
+    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def attempt(self, run: Callable[[], Result]) -> Result:
+        """Raises NoMemory where the device has too little, and frees what was taken."""
+        try:
+            return run()
+        except RuntimeError as error:
+            if not (why := out_of_memory(error)):
+                raise
+        # Only here the error is gone, and with it all that the frames of its traceback hold.
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        raise NoMemory(why)
+
+
+class Subject(Trainee):
     """A rank that takes updates of any size. room: samples for which a stand-in's GPU has memory. held: takes the place
     of what a run keeps besides.
     """
@@ -55,8 +91,8 @@ class Subject:
         room: int | None,
         held: Tensor,
     ) -> None:
-        self.model, self.optimizer, self.precision, self.facts = model, optimizer, precision, facts
-        self.device, self.timer, self.room, self.held = device, timer, room, held
+        super().__init__(model, optimizer, precision, device, timer)
+        self.facts, self.room, self.held = facts, room, held
 
     def update(self, samples: int) -> Times:
         """Raises NoMemory."""
@@ -64,18 +100,8 @@ class Subject:
             raise NoMemory
         return self.attempt(lambda: self._update(*self.batch(samples)))
 
-    def attempt(self, run: Callable[[], Result]) -> Result:
-        """Raises NoMemory where the device has too little, and frees what was taken."""
-        try:
-            return run()
-        except RuntimeError as error:
-            if not (why := out_of_memory(error)):
-                raise
-        # Only here the error is gone, and with it all that the frames of its traceback hold.
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        raise NoMemory(why)
+    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(outputs, targets, reduction="sum")
 
     def batch(self, samples: int) -> tuple[Tensor, Tensor]:
         labels = torch.zeros(samples, dtype=torch.long, device=self.device)

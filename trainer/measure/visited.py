@@ -23,8 +23,8 @@ from trainer.shared.metrics import LINE_LIMIT
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
-LARGEST = LINE_LIMIT // 2
-"""Characters of all blocks in JSON: the rest of a line is for what else a `profile` record says."""
+LARGEST = LINE_LIMIT // 3
+"""Characters of all blocks in JSON: the rest of a line is for the blocks' times, and what else a profile says."""
 
 
 class Visited:

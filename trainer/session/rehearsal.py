@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.compute.arithmetic import arranged, choose_arithmetic, devices_of_all_ranks, use_arithmetic
-from trainer.compute.precision import build_precision
-from trainer.compute.timer import Mark, timer_for
-from trainer.data.batch import moved
-from trainer.measure.ladder import Measuring, again, climb, record_of
-from trainer.measure.profile import held_beside
-from trainer.measure.updates import NoMemory, Times
+from trainer.compute.precision import Full, build_precision
+from trainer.compute.timer import Mark, Timer, timer_for
+from trainer.data.batch import moved, tensors_of
+from trainer.measure.ladder import Ladder, Measuring, again, climb, record_of
+from trainer.measure.passes import record_blocks
+from trainer.measure.profile import OF_BLOCKS, held_beside
+from trainer.measure.updates import NoMemory, Times, Trainee
 from trainer.measure.visited import Visited
+from trainer.pipeline.chain import survey_of
 from trainer.ranks.agreement import together
 from trainer.ranks.process_group import leave
 from trainer.session.forward import Forward
@@ -60,7 +62,7 @@ class Rehearsal:
         met.metrics.write("start", **start, batch_per_rank=None, batch_norm_groups=None, work=None, steps=0)
         self.model = Forward(network, self._precision, settings.amp)
         self._met, self._settings, self._own, self._timer = met, settings, own, timer_for(device)
-        self._samples, self._visited = own.first(LOADED), Visited(network)
+        self._network, self._samples, self._visited = network, own.first(LOADED), Visited(network)
         self._held = held_beside(network, device)
         self._marks: list[Mark] = []
         self._peaks: dict[int, int] = {}
@@ -84,17 +86,31 @@ class Rehearsal:
 
     def _measured(self) -> Measuring[None]:
         budget_s = self._settings.profile_s
-        ladder = yield from climb(2 * self._settings.batch, budget_s)
+        ladder = yield from climb(2 * self._settings.batch, (1 - OF_BLOCKS) * budget_s)
         more = yield from again(ladder, budget_s)
-        of_script = {"batch": self._settings.batch, "network": self._visited.blocks(next(iter(ladder.times)))}
-        self._met.metrics.write("profile", **record_of(ladder), **more, blocks=None, **of_script)
+        network = self._visited.blocks(next(iter(ladder.times)))
+        blocks = (yield from self._blocks(ladder, OF_BLOCKS * budget_s)) if network else None
+        of_script = {"batch": self._settings.batch, "network": network, "blocks": blocks}
+        self._met.metrics.write("profile", **record_of(ladder), **more, **of_script)
         leave()
         self._met.metrics.end("succeeded")
         raise SystemExit(0)
 
-    def _begun(self, samples: int) -> Any:
+    def _blocks(self, ladder: Ladder, budget_s: float) -> Measuring[dict[str, Any] | None]:
+        """What its blocks take one by one. None of a network that a pipeline would not cut."""
+        try:
+            blocks = survey_of(self._own.skeleton(), self._own.example(), self._own.name)
+        except (TrainError, RuntimeError):  # of a network that cannot do without numbers
+            return None
+        network = ByBlocks(self._network, self._optimizer, self._precision, self._met.device, self._timer, self._batch)
+        return (yield from record_blocks(network, blocks, ladder, self._settings.batch, budget_s))
+
+    def _batch(self, samples: int) -> Any:
         chosen = [self._samples[index % len(self._samples)] for index in range(samples)]
-        batch = moved(self._own.collate(chosen), self._met.device)
+        return moved(self._own.collate(chosen), self._met.device)
+
+    def _begun(self, samples: int) -> Any:
+        batch = self._batch(samples)
         if self._met.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._met.device)
         self._timer.wait()
@@ -142,6 +158,32 @@ class Rehearsal:
 
     def end(self) -> None:
         """Nothing is left to do."""
+
+
+class ByBlocks(Trainee):
+    """The script's network without its loop, and so without its loss: the sum of what comes out stands in for it.
+
+    draw: a batch of so many samples.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        precision: Full,
+        device: torch.device,
+        timer: Timer,
+        draw: Callable[[int], Any],
+    ) -> None:
+        super().__init__(model, optimizer, precision, device, timer)
+        self._draw = draw
+
+    def batch(self, samples: int) -> tuple[Tensor, Tensor]:
+        inputs = tensors_of(self._draw(samples))[0]
+        return inputs, inputs
+
+    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs.sum()
 
 
 def fits(samples: int, peaks: Mapping[int, int], memory_bytes: int | None) -> bool:
