@@ -36,7 +36,7 @@ from orchestrator.jobs.known import KnownJobs
 from orchestrator.jobs.launch import launch
 from orchestrator.jobs.lost import LostJobs
 from orchestrator.jobs.record import JobRecord
-from orchestrator.jobs.resume import last_checkpoint, settings_of
+from orchestrator.jobs.resume import last_checkpoint, settings_of, wish_for
 from orchestrator.jobs.running import RunningJob
 from orchestrator.owner import read_owner
 from orchestrator.paths import RUNS, RunFolder
@@ -47,7 +47,7 @@ from orchestrator.planning.launch_plan import CodeFolder, Faster, LaunchPlan, No
 from orchestrator.planning.nccl import choose_carrier
 from orchestrator.planning.placement import place
 from orchestrator.planning.profiles import Profiles, kinds_of
-from orchestrator.planning.request import RunRequest, Wish, parse_pairs, read_experiment
+from orchestrator.planning.request import RunRequest, Wish, Words
 from orchestrator.planning.split import split_batch_of, split_equally
 from orchestrator.results.summary import Summary
 from orchestrator.store import Store
@@ -157,14 +157,14 @@ class Controller:
         return draft.with_own_batch(known), known, not_kept
 
     def resume(
-        self, wanted: str, settings: Sequence[str], only: Sequence[str] = (), *, named: str | None = None
+        self, wanted: str, words: Words, only: Sequence[str] = (), *, named: str | None = None
     ) -> tuple[Cluster, Wish]:
         """To go on from a job's last checkpoint: its cluster with the host that holds it as the master, and what to run
-        there. settings: KEY=VALUE that shall differ. named: the cluster that the person named. Raises UsageError or
-        HostsError where it cannot be had.
+        there. words: the settings that shall differ, and the script where it was one. named: the cluster that the
+        person named. Raises UsageError or HostsError where it cannot be had.
         """
         old = self.jobs.find(wanted, named).plan
-        exp, kept = settings_of(old)
+        exp, kept = settings_of(old, words)
         cluster = self.store.cluster(old.cluster)
         holder = cluster.node(old.master)
         if holder.name in cluster.released or (only and holder.name not in only):
@@ -176,9 +176,8 @@ class Controller:
         if errors(found):
             raise HostsError(errors(found))
         path = last_checkpoint(old, values(found)[holder.name])
-        pairs = {**parse_pairs(settings, "--set KEY=VALUE"), "resume": path}
         pinned = cluster.model_copy(update={"master_pin": holder.name})
-        return pinned, read_experiment(exp, pairs, kept)
+        return pinned, wish_for(exp, kept, path, words)
 
     def launch(self, plan: LaunchPlan, blob: bytes) -> RunningJob:
         """Starts the job on all its hosts or on none; remembers it first. Raises HostsError."""

@@ -107,6 +107,7 @@ def run(ctx: click.Context, /, **options: Any) -> None:
     orch run --exp mnist_lenet --set checkpoint_every=500
     orch run --exp mnist_lenet --set checkpoint_every=500 --elastic 2:3  continues when a third node is lost
     orch run --resume latest --set epochs=20  resumes from that job's last checkpoint
+    orch run --resume latest -- train.py      the same for your own script that takes part by trainer.join
     orch run --nodes v100 train.py --lr 0.1   your own torchrun script; its folder is shipped
     orch run -m mypackage.train --lr 0.1      the same for a module
     orch run --env HF_TOKEN --env-file .env train.py  with variables of this machine and of a file
@@ -142,7 +143,7 @@ def _wish_of(controller: Controller, options: RunOptions, words: Words) -> tuple
     from orchestrator.planning.request import read_wish
 
     if options.resume:
-        return controller.resume(options.resume, options.settings, options.only, named=options.cluster)
+        return controller.resume(options.resume, words, options.only, named=options.cluster)
     wish = read_wish(words)
     return controller.store.cluster(options.cluster), wish
 

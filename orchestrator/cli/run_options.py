@@ -46,7 +46,7 @@ class RunOptions:
         return names_of(self.nodes)
 
     def words(self) -> Words:
-        """What to run. Raises UsageError where --resume says it already."""
+        """What to run. Raises UsageError where --resume says another thing."""
         words = Words(
             exp=self.exp,
             settings=self.settings,
@@ -56,8 +56,8 @@ class RunOptions:
             batch=self.batch,
             pass_local_rank=self.pass_local_rank,
         )
-        if self.resume and words != Words(settings=self.settings):
-            raise UsageError("--resume runs what the job ran", "give it --set alone")
+        if self.resume and self.exp:
+            raise UsageError("--resume runs what the job ran", "leave --exp out; --set changes its settings")
         return words
 
     def measures_steps(self) -> bool:

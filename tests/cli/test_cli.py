@@ -84,7 +84,7 @@ def test_a_completion_script_is_made(shell):
         ("orch status --cluster = r", ["rack"]),
         ("orch run --nodes v100,a2000 --elastic 2 : ", ["2"]),
         ("orch run --exp co", ["collectives"]),
-        ("orch plan --exp res", ["resnet152_cifar"]),
+        ("orch plan --exp resnet1", ["resnet152_cifar"]),
         ("orch plan --exp mnist_lenet --nodes a", ["a2000"]),
         ("orch run --nodes v100,a", ["v100,a2000"]),
         ("orch run --elastic ", ["1:2", "2:2"]),

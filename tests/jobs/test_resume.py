@@ -30,6 +30,19 @@ nodes:
 """
 SMALL = ["data=synthetic", "samples=203", "batch=32", "epochs=2", "eval_every=0"]
 
+JOINS = """
+import torch, trainer
+from torch.nn.functional import mse_loss
+torch.manual_seed(0)
+data = [(torch.randn(4), torch.ones(1)) for _ in range(70)]
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+run = trainer.join(batch=10).prepare(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), data)
+for epoch in run.epochs():
+    for inputs, targets in run.batches():
+        run.step(mse_loss(run.model(inputs), targets, reduction="sum"))
+print("weights", [weight.tolist() for weight in model.parameters()])
+"""
+
 Orch = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -40,7 +53,9 @@ def orch(tmp_path_factory: pytest.TempPathFactory) -> Orch:
     text = INVENTORY.replace("WORK", str(folder)).replace("PYTHON", quick_python(folder / "quick", trains=True))
     (folder / "two.yaml").write_text(text)
     (folder / "other.yaml").write_text(text.replace("cluster: two", "cluster: other").replace("name: one", "name: uno"))
-    (folder / "tells.py").write_text("import os, sys\nprint(sys.argv[1:], os.environ['ORCH_CHECKPOINTS'])\n")
+    for name in ("mine", "tells"):  # a folder each: all of it is shipped
+        (folder / name).mkdir()
+    (folder / "tells" / "tells.py").write_text("import os, sys\nprint(sys.argv[1:], os.environ['ORCH_CHECKPOINTS'])\n")
 
     def types(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "ORCH_HOME": str(folder / "home")}
@@ -48,6 +63,7 @@ def orch(tmp_path_factory: pytest.TempPathFactory) -> Orch:
         assert done.returncode == code, done.stdout + done.stderr
         return done
 
+    (folder / "mine" / "joins.py").write_text(JOINS)
     types("up", "two.yaml", "--allow-local")
     return types
 
@@ -55,6 +71,10 @@ def orch(tmp_path_factory: pytest.TempPathFactory) -> Orch:
 def experiment(orch: Orch, *settings: str, code: int = 0) -> str:
     sets = [word for setting in (*SMALL, *settings) for word in ("--set", setting)]
     return str(json.loads(orch("run", "--json", "--exp", "mnist_lenet", *sets, code=code).stdout)["id"])
+
+
+def ids(orch: Orch, *words: str) -> str:
+    return str(json.loads(orch("run", "--json", *words).stdout)["id"])
 
 
 def plan_of(orch: Orch, *words: str) -> dict[str, Any]:
@@ -110,17 +130,35 @@ def test_the_holder_of_the_checkpoint_is_the_new_master_whatever_was_elected(orc
 
 @pytest.mark.slow
 def test_a_script_of_the_old_launcher_is_given_its_local_rank(orch: Orch) -> None:
-    done = orch("run", "--json", "--pass-local-rank", "--", "tells.py", "--lr", "1")
+    done = orch("run", "--json", "--pass-local-rank", "--", "tells/tells.py", "--lr", "1")
     found = json.loads(done.stdout)["id"]
     said = orch("logs", "--job", found).stdout
     assert said.count("['--local_rank=0', '--lr', '1']") == 2
     assert said.count(f"jobs/{found}/checkpoints") == 2
     refused = orch("run", "--resume", found, code=2).stderr
-    assert f"{found} ran tells.py: your own scripts resume themselves" in refused
+    assert f"{found} ran tells.py, which resumes by itself" in refused
+
+
+@pytest.mark.slow
+def test_a_script_that_takes_part_goes_on_from_where_its_job_ended(orch: Orch, job: str) -> None:
+    """With the settings that it was given, and the weights of a run that nobody interrupts."""
+    given = ("--set", "epochs=2", "--set", "shares=equal", "--set", "checkpoint_every=4")
+    whole, begun = (
+        ids(orch, *given, "--", "mine/joins.py"),
+        ids(orch, *given, "--set", "steps=9", "--", "mine/joins.py"),
+    )
+    named = orch("run", "--resume", begun, code=2).stderr
+    assert f"`orch run --resume {begun} -- joins.py`" in named
+    assert "not mine/joins.py" in orch("run", "--resume", job, "--", "mine/joins.py", code=2).stderr
+    resumed = ids(orch, "--resume", begun, "--set", "steps=0", "--", "mine/joins.py")
+    logs = [orch("logs", "--job", one).stdout for one in (whole, begun, resumed)]
+    ends = [{line.split("weights ")[1] for line in text.splitlines() if "weights " in line} for text in logs]
+    assert len(ends[0]) == 1 and ends[0] == ends[2] != ends[1]
+    assert f"jobs/{begun}/checkpoints/step-000000009.pt after 9 updates" in logs[2]
 
 
 def test_resume_takes_no_other_experiment(orch: Orch) -> None:
-    assert "give it --set alone" in orch("run", "--resume", "latest", "--exp", "mnist_lenet", code=2).stderr
+    assert "leave --exp out" in orch("run", "--resume", "latest", "--exp", "mnist_lenet", code=2).stderr
     assert "no job" in orch("run", "--resume", "nothing", code=2).stderr.lower()
 
 
@@ -171,7 +209,7 @@ def test_the_old_jobs_own_settings_go_on_and_no_others() -> None:
 
 def test_a_scripts_job_is_refused_and_the_error_says_where_its_files_are() -> None:
     with pytest.raises(UsageError) as caught:
-        settings_of(old_plan([], kind="script"))
+        settings_of(old_plan([], kind="script").model_copy(update={"settings": {}}))
     assert "~/.orch/jobs/j1/checkpoints on v100" in str(caught.value)
 
 
