@@ -70,11 +70,23 @@ def warnings(plan: LaunchPlan, events: Events, figures: Figures, nodes: tuple[No
         if isinstance(schema, (int, float)) and schema > SCHEMA:
             newer = one_line(str(schema), 20)
             yield f"{node_of[rank]}: rank {rank} writes metrics of schema {newer}; this orch knows {SCHEMA}."
+    if _trained_apart(events):
+        yield (
+            "Each rank trained by itself, as far as was seen: none had made a process group of torch by its first "
+            "step. A framework that is not told of the other hosts does so without an error (docs/frameworks.md)."
+        )
     if figures.reported and not figures.steps:
         yield _why_no_figures(figures)
     for node in nodes:
         if not node.valid:
             yield f"{node.name}: its figures are not valid: {_why_not_valid(plan.node(node.name), events)}."
+
+
+def _trained_apart(events: Events) -> bool:
+    """Whether ranks of a script that was watched from outside never met, though there are several."""
+    starts = events.latest("start").values()
+    apart = [bool(start.get("samples_from")) and start.get("backend") is None for start in starts]
+    return len(apart) > 1 and all(apart)
 
 
 def _rejected(rejects: Rejects, was_restarted: bool) -> Iterable[str]:

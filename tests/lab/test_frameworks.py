@@ -94,6 +94,7 @@ def test_lightning_trains_each_rank_by_itself_where_it_is_not_told_of_the_hosts(
     assert told in unchanged("light")
     run = ran(person, "light", unchanged("light").replace(told, ""))
     assert ranks_in(run) == [1] * RANKS
+    assert "Each rank trained by itself" in (run / "summary.json").read_text()
 
 
 def test_lightning_refuses_another_number_of_ranks_than_its_devices(person):

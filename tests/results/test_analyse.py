@@ -261,6 +261,15 @@ def test_a_script_that_writes_only_samples_has_a_total_and_no_speed(tmp_path: Pa
     assert any("without times" in warning for warning in summary.warnings)
 
 
+@pytest.mark.parametrize(("backend", "warns"), [(None, True), ("gloo", False)])
+def test_ranks_of_a_script_that_never_met_are_said_to_have_trained_apart(
+    tmp_path: Path, backend: str | None, warns: bool
+) -> None:
+    events = {rank: [start(backend=backend, samples_from="loader"), *ten_steps()] for rank in (0, 1)}
+    summary = analyse(write_run(tmp_path / "run", TWO, events, kind="script", settings={}))
+    assert any("Each rank trained by itself" in warning for warning in summary.warnings) == warns
+
+
 # ---- what is missing or damaged -----------------------------------------------------------------------------------
 
 
