@@ -27,8 +27,9 @@ from orchestrator.store import Store
 from tests.support.quick_python import quick_python
 from trainer.shared.shares import fastest_shares, format_speeds, parse_speeds
 
-# Slow enough that a busy machine keeps them: a step of two samples takes 43 ms or more.
-PACES = {"a2000": "{samples_per_s: 42, fixed_ms: 32}", "v100": "{samples_per_s: 104, fixed_ms: 24}"}
+# Slow enough that a busy machine keeps them: a step of two samples takes 43 ms or more. And far enough from each other
+# that two sizes of a second tell them apart.
+PACES = {"a2000": "{samples_per_s: 42, fixed_ms: 32}", "v100": "{samples_per_s: 300, fixed_ms: 36}"}
 SHORT = ["batch=32", "profile_s=1"]
 
 
