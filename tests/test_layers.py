@@ -74,9 +74,16 @@ TRAINER_ORDER = [
     "checkpoints",
     "measure",
     "session",
+    "integrations",
 ]
 """The packages of trainer/: each knows those above it in this list alone; the files at its root know all."""
 MOST_AT_TRAINERS_ROOT = 5
+FRAMEWORKS = {
+    "integrations.accelerate": {"accelerate"},
+    "integrations.huggingface": {"transformers"},
+    "integrations.lightning": {"lightning", "pytorch_lightning"},
+}
+"""What these files of trainer/ may import beside torch: a script that names one of them has its framework."""
 LAUNCHES = {"remote.launch"}
 """What runs torchrun on a host."""
 NOT_PURE = {"socket", "subprocess", "rich", "click", "paramiko", "fabric", "asyncio", "requests", "urllib"}
@@ -240,7 +247,14 @@ def test_the_orchestrator_needs_no_torch(name):
 
 @pytest.mark.parametrize("name", TRAINER)
 def test_the_trainer_needs_the_standard_library_and_torch_alone(name):
-    assert tops(TRAINER[name]) - set(sys.stdlib_module_names) <= {"torch", "torchvision", "trainer"}
+    allowed = {"torch", "torchvision", "trainer", *FRAMEWORKS.get(name, ())}
+    assert tops(TRAINER[name]) - set(sys.stdlib_module_names) <= allowed
+
+
+@pytest.mark.parametrize("name", sorted(name for name in TRAINER if name.partition(".")[0] == "integrations"))
+def test_a_callback_knows_its_framework_and_its_siblings_alone(name):
+    assert {found.partition(".")[0] for found in ours(TRAINER[name], "trainer")} <= {"integrations"}
+    assert "torch" not in tops(TRAINER[name])
 
 
 def test_the_orchestrator_knows_of_the_trainer_only_what_both_sides_share():

@@ -161,6 +161,8 @@ class _Step(NamedTuple):
     comm_ms: float | None
     """How long a gradient was under way; all of it is exposed where a rank does not report it."""
     loss: float | None
+    tells_loss: bool = True
+    """Does the line say it, or that it is no number? Not every script does after each step, on each rank."""
     bubble_ms: float | None = None
     """Of a stage of a pipeline: how long it waited for its neighbours."""
 
@@ -232,6 +234,7 @@ class _Rank:
             exposed_ms,
             exposed_ms if comm_ms is None else comm_ms,
             number(event, "loss", LARGEST),
+            "loss" in event,
             _bubble_ms(event),
         )
         if len(self.steps) > KEPT_STEPS:
@@ -269,8 +272,8 @@ def _samples_per_s(ranks: Sequence[_Rank], steps: Sequence[int]) -> float | None
 
 
 def _mean_loss(ranks: Sequence[_Rank], steps: Sequence[int]) -> float | None:
-    """None where one of them has none: it was not a number, and a mean of the others would hide that."""
-    lines = [rank.steps[step] for rank in ranks for step in steps]
+    """None where one that was told is none: it was not a number, and a mean of the others would hide that."""
+    lines = [line for rank in ranks for step in steps if (line := rank.steps[step]).tells_loss]
     samples = sum(line.samples for line in lines)
     losses = [line.loss for line in lines if line.loss is not None]
     return sum(losses) / samples if samples and len(losses) == len(lines) else None

@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from . import step_watch
 from .step_course import Source
 from .step_samples import samples_of
 from .step_watch import ASKS, BACKWARD, CALLS, ENDS, GETS, STEP, Watch
@@ -32,6 +33,7 @@ def install(torch: Any) -> None:
     watch = Watch(torch, os.environ)
     if not watch.is_on:
         return
+    step_watch.current = watch
     # Whether torch.compile reads the code that calls: what it makes of it is to have no marks.
     is_traced = getattr(getattr(torch, "compiler", None), "is_compiling", None) or (lambda: False)
     _watch_optimizers(watch, is_traced)

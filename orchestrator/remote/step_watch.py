@@ -7,6 +7,9 @@
 No call raises: what goes wrong ends the watching.
 
 A step ends with the step of the first optimiser that takes one. Where several take turns, the others' belong to it.
+
+The callback of a framework (`trainer.integrations`) finds the watch of its process as `current`, and adds what it alone
+knows to its records: `expects`, `tells`, `writes`. It tells of a step after it: the newest one is kept back for that.
 """
 
 from __future__ import annotations
@@ -26,13 +29,17 @@ from .step_clock import Clock, HostClock, clock_of
 from .step_course import Course, TakenStep
 from .step_file import GaveWay, StepFile
 from .step_record import start_fields, step_times
+from .step_told import SeenStep
 
-ASKS, GETS, ENDS, CALLS, BACKWARD, STEP = range(6)
-"""A batch is asked of a source; is there; there is no more; the network is called; a backward or a step has ended."""
+ASKS, GETS, ENDS, CALLS, BACKWARD, STEP, TELLS = range(7)
+"""A batch is asked of a source; is there; there is no more; the network is called; a backward or a step has ended; a
+framework's callback tells of the last step."""
 LOOKS_EVERY_S = 1.0
 MOST_NOTES = 4000
 LEADS_AFTER = 200
 """An optimiser that has taken so many steps since the first one's last is the one that counts from then on."""
+current: Watch | None = None
+"""That of this process."""
 
 
 class Watch:
@@ -54,10 +61,16 @@ class Watch:
         self._leader: Callable[[], Any] = lambda: None
         self._others_steps = 0
         self._steps = 0
-        self._left: deque[tuple[int, float, TakenStep]] = deque()
-        """Steps that are not yet written: their numbers, the time of day of their ends."""
+        self._left: deque[SeenStep] = deque()
+        """Steps that are not yet written."""
         self._due_s = 0.0
         self._samples_from: str | None = None
+        self._expected: dict[str, Any] = {}
+        """What a callback has said of the run, as the `start` record names it."""
+        self._is_told = False
+        """Is there a callback that tells of steps?"""
+        self.has_untold = False
+        """Has a step been seen since it told of one?"""
         atexit.register(self._leave)
         os.register_at_fork(after_in_child=self._is_elsewhere)
 
@@ -69,6 +82,7 @@ class Watch:
             if self._thread is None or self._thread == get_ident():
                 self._notes.append((kind, self._make_mark(), *what))
                 if kind == STEP:
+                    self.has_untold = True
                     self._has_stepped(what[0])
                 elif len(self._notes) > MOST_NOTES:
                     self._look()
@@ -87,9 +101,47 @@ class Watch:
         if now_s >= self._due_s:
             self._due_s = now_s + LOOKS_EVERY_S
             self._look()
-            if self._thread is None and self._steps:
+            if self._thread is None and self._left:
                 self._begin(optimizer())
-            self._write()
+            self._write(keep=int(self._is_told))
+
+    # ---- what a callback adds ---------------------------------------------------------------------------------------
+
+    def expects(self, first: int, steps: int | None, counts_samples: bool) -> None:
+        """A callback will tell of steps. first: the number of the next one, which is not 0 where a run is resumed;
+        steps: of the whole run. Once steps are seen, their numbers go on.
+        """
+        if not self._is_told and not self._steps:
+            self._steps = first
+            self._expected |= {} if steps is None else {"steps": steps}
+            self._expected |= {"samples_from": "framework"} if counts_samples else {}
+        self._is_told = True
+
+    def tells(self, facts: Mapping[str, Any]) -> None:
+        """Of the last step; `step_told` has the facts."""
+        self.has_untold = False
+        self.note(TELLS, dict(facts))
+
+    def last_step(self) -> int | None:
+        """The number of the newest one; None where none has been seen."""
+        try:
+            self._look()
+            return self._steps - 1 if self._is_ours() else None
+        except Exception as error:
+            self.end(error)
+            return None
+
+    def writes(self, event: str, fields: Mapping[str, Any]) -> None:
+        """A record that is not of a step."""
+        try:
+            if self._is_ours():
+                self._file.write([(event, dict(fields))])
+        except Exception as error:
+            self.end(error)
+
+    def _is_ours(self) -> bool:
+        """Have records been begun, in this thread?"""
+        return self.is_on and self._thread == get_ident()
 
     # ---- what is made of it ---------------------------------------------------------------------------------------
 
@@ -108,6 +160,9 @@ class Watch:
                 self._take_step(mark, *what)
             elif kind == BACKWARD:
                 course.ends_backward(mark, what[0])
+            elif kind == TELLS:
+                if self._left:
+                    self._left[-1].hears(what[0], mark)
             else:
                 tell[kind](mark, *what)
 
@@ -115,7 +170,7 @@ class Watch:
         if not self._leads(optimizer):
             self._course.moves(mark)
             return
-        self._left.append((self._steps, wall_s, self._course.ends_step(mark)))
+        self._left.append(SeenStep(self._steps, wall_s, self._course.ends_step(mark)))
         self._steps += 1
 
     def _leads(self, optimizer: Callable[[], Any]) -> bool:
@@ -130,14 +185,12 @@ class Watch:
     def _begin(self, optimizer: Any) -> None:
         """The first step shows who trains what, where. Of a GPU's, what it took is not known: nobody had marked it."""
         self._thread = get_ident()
-        _, _, first = self._left[0]
-        self._samples_from = self._choose_samples(first)
+        self._samples_from = self._choose_samples(self._left[0].taken)
         fields = start_fields(self._torch, self._environment, optimizer, self.network, self._samples_from)
-        self._file.write([("start", fields)])
+        self._file.write([("start", {**fields, **self._expected})])
         clock = clock_of(self._torch, fields["device"].partition(":")[0])
         if not isinstance(clock, HostClock):
-            self._clock = None
-            self._write()
+            self._left[0].taken.stretches.clear()
             self._clock = clock
         if clock:
             self._make_mark = clock.mark
@@ -148,21 +201,22 @@ class Watch:
             return "batch"
         return "loader" if step.samples is not None else "network" if step.called_with else "unknown"
 
-    def _write(self) -> None:
-        """The steps that the device is done with."""
+    def _write(self, keep: int = 0) -> None:
+        """The steps that the device is done with. keep: so many of the newest are not written."""
         done = []
-        while self._left and self._is_over(self._left[0][2]):
-            done.append(("step", self._fields(*self._left.popleft())))
+        while len(self._left) > keep and self._is_over(self._left[0]):
+            done.append(("step", self._fields(self._left.popleft())))
         self._file.write(done)
 
-    def _is_over(self, step: TakenStep) -> bool:
-        return self._clock is None or not step.stretches or self._clock.is_over(step.stretches[-1][2])
+    def _is_over(self, step: SeenStep) -> bool:
+        return self._clock is None or step.last_mark is None or self._clock.is_over(step.last_mark)
 
-    def _fields(self, number: int, wall_s: float, step: TakenStep) -> dict[str, Any]:
-        counted = {"batch": self._share, "loader": step.samples or step.called_with, "network": step.called_with}
+    def _fields(self, step: SeenStep) -> dict[str, Any]:
+        taken = step.taken
+        counted = {"batch": self._share, "loader": taken.samples or taken.called_with, "network": taken.called_with}
         samples = counted.get(self._samples_from or "") or 0
-        times = step_times(step, self._clock, alone=self._alone) if self._clock else {}
-        return {"step": number, "samples": samples, **times, "wall": wall_s}
+        times = step_times(taken, self._clock, alone=self._alone) if self._clock and taken.stretches else {}
+        return {"step": step.number, **step.told_fields(samples), **times, "wall": step.wall_s}
 
     # ---- its end --------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import TypeVar
 
 from orchestrator.jobs.metric_lines import count, number
@@ -25,7 +26,7 @@ AnyPoint = TypeVar("AnyPoint")
 
 
 class LossPoint(Record):
-    """The mean over all samples of the updates since the point before."""
+    """The mean over all samples of the updates since the point before, of the ranks that tell their loss."""
 
     step: int
     """The last of these updates."""
@@ -36,10 +37,10 @@ class EvaluationPoint(Record):
     """What the network reached after an update."""
 
     step: int
-    accuracy: float
+    accuracy: float | None = None
     """0..1."""
     loss: float | None = None
-    """The mean over the test data."""
+    """The mean over the test data. One of both is known."""
 
 
 class Epoch(Record):
@@ -87,9 +88,10 @@ def read_curves(events: Events) -> Curves:
     """
     (steps,) = events.connection.execute("SELECT count(DISTINCT step) FROM timed WHERE complete").fetchone()
     rows = events.connection.execute(_LOSS, [max(1, min(POINTS, steps))]).fetchall()
+    ends = [step for step, _ in rows]
     return Curves(
         loss=tuple(LossPoint(step=step, loss=loss) for step, loss in rows),
-        updates_a_point=-(-steps // POINTS) or 1,
+        updates_a_point=max((end - before for before, end in pairwise(ends)), default=1),
         evaluations=_thinned(sorted({each.step: each for each in _evaluations(events)}.items())),
         epochs=_thinned(sorted({each.epoch: each for each in _epochs(events)}.items())),
         course=tuple(_moments(events)),
@@ -98,7 +100,7 @@ def read_curves(events: Events) -> Curves:
 
 _LOSS = """
 WITH whole AS (
-    SELECT step, sum(loss) AS loss, sum(samples) AS samples FROM timed WHERE complete
+    SELECT step, sum(loss) AS loss, sum(samples) AS samples FROM timed WHERE complete AND tells_loss
     GROUP BY step HAVING count(loss) = count(*) AND sum(samples) > 0),
 parts AS (SELECT *, ntile(?) OVER (ORDER BY step) AS part FROM whole)
 SELECT max(step), sum(loss) / sum(samples) FROM parts GROUP BY part ORDER BY part
@@ -131,7 +133,8 @@ def _moments(events: Events) -> Iterator[Moment]:
 def _evaluations(events: Events) -> Iterator[EvaluationPoint]:
     for event in _first_ranks(events, "eval"):
         step, accuracy, loss = count(event, "step"), number(event, "accuracy"), number(event, "loss")
-        if step is not None and accuracy is not None and 0 <= accuracy <= 1:
+        known = loss is not None if event.get("accuracy") is None else accuracy is not None and 0 <= accuracy <= 1
+        if step is not None and known:
             yield EvaluationPoint(step=step, accuracy=accuracy, loss=loss)
 
 

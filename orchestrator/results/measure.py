@@ -25,7 +25,7 @@ from pathlib import Path
 
 from duckdb import ColumnExpression, FunctionExpression
 
-from orchestrator.jobs.metric_lines import number
+from orchestrator.jobs.metric_lines import count, number
 from orchestrator.jobs.waits import wait_and_sync
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.planning.recorded_settings import read_settings
@@ -126,8 +126,13 @@ def _warmup_steps(plan: LaunchPlan, events: Events) -> int:
 
 
 def _last_epoch_loss(events: Events) -> float | None:
-    losses = [number(epoch, "loss") for epoch in events.latest("epoch").values()]
-    return next((loss for loss in losses if loss is not None), None)
+    """As a rank reports it, which has heard of the others' steps; else the mean over the steps of that epoch."""
+    epochs = events.latest("epoch").values()
+    if any("loss" in epoch for epoch in epochs):
+        return next((loss for epoch in epochs if (loss := number(epoch, "loss")) is not None), None)
+    last = max((found for epoch in epochs if (found := count(epoch, "epoch")) is not None), default=None)
+    (loss,) = events.connection.execute(_EPOCHS_LOSS, [last]).fetchone()
+    return None if loss is None else float(loss)
 
 
 def _wait_and_sync() -> tuple[str, str]:
@@ -189,10 +194,15 @@ WITH slowest AS (SELECT node, step, max(t_ms) AS t_ms FROM timed WHERE measured 
 SELECT node, quantile_cont(t_ms, 0.5), quantile_cont(t_ms, 0.95) FROM slowest GROUP BY node
 """
 
-_LAST_LOSS = """
-WITH last AS (SELECT max(step) AS step FROM timed WHERE complete)
+_EPOCHS_LOSS = """
 SELECT CASE WHEN count(loss) = count(*) AND sum(samples) > 0 THEN sum(loss) / sum(samples) END
-FROM timed JOIN last ON timed.step = last.step
+FROM timed WHERE complete AND tells_loss AND epoch = ?
+"""
+
+_LAST_LOSS = """
+WITH last AS (SELECT max(step) AS step FROM timed WHERE complete AND tells_loss)
+SELECT CASE WHEN count(loss) = count(*) AND sum(samples) > 0 THEN sum(loss) / sum(samples) END
+FROM timed JOIN last ON timed.step = last.step WHERE tells_loss
 """
 
 

@@ -194,7 +194,7 @@ class Summary(Record):
     """0..1, of the last evaluation; None when paced."""
     accuracy_per_class: dict[str, float] = Field(default_factory=dict)
     loss: float | None = None
-    """The loss of the last step that every rank reported, each rank counted by its samples; None when paced."""
+    """The mean over the samples of the last epoch that ended; else of the last step that has one; None when paced."""
     target: Target | None = None
     """The accuracy at which it was to end; None where none was set, and when paced."""
     batch_norm: BatchNorm | None = None
@@ -253,6 +253,7 @@ class Summary(Record):
             "batch": "as --batch divides them",
             "loader": "the first dimension of what the DataLoader gave",
             "network": "the first dimension of what DistributedDataParallel was called with",
+            "framework": "as the framework's callback counts them",
         }.get(self.samples_from or "")
         return counted_by and f"measured from outside; samples: {counted_by}"
 

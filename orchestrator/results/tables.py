@@ -6,8 +6,9 @@ Takes `nodes/<node>/rank-<r>/metrics.jsonl` of a run folder, gives an open `Even
         events.connection.sql("SELECT rank, count(*) FROM steps GROUP BY rank")
 
 `steps` has one row per rank and step, the one reported last, and says whether it came after the last start of its rank
-that led to any; `others` holds all other events as JSON text. A line belongs to the rank whose file it stands in,
-whatever it says. Nothing in these files is trusted: what cannot be used is counted, not raised.
+that led to any (`last_start`), and whether it has a loss, be it null for one that is no number (`tells_loss`); `others`
+holds all other events as JSON text. A line belongs to the rank whose file it stands in, whatever it says. Nothing in
+these files is trusted: what cannot be used is counted, not raised.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def _refusals() -> str:
 
 _TABLES = f"""
 CREATE TABLE lines (
-    node VARCHAR, rank INTEGER, line BIGINT, event VARCHAR, refused BOOLEAN, content VARCHAR,
+    node VARCHAR, rank INTEGER, line BIGINT, event VARCHAR, refused BOOLEAN, content VARCHAR, tells_loss BOOLEAN,
     {", ".join(f"{name} DOUBLE" for name in _NUMBERS)});
 CREATE VIEW others AS SELECT rank, line, event, content FROM lines WHERE content IS NOT NULL;
 """  # noqa: S608 - names of our own
@@ -139,7 +140,8 @@ WITH texts AS (
     FROM read_ndjson_objects($3, ignore_errors = true, maximum_object_size = {2 * LINE_LIMIT})),
 numbers AS (SELECT *, {_CASTS} FROM texts)
 SELECT $1, $2, line, event, event = 'step' AND ({_refusals()}),
-       CASE WHEN event IN ({", ".join(f"'{name}'" for name in _KEPT)}) THEN json::VARCHAR END, {", ".join(_NUMBERS)}
+       CASE WHEN event IN ({", ".join(f"'{name}'" for name in _KEPT)}) THEN json::VARCHAR END,
+       texts[{_NUMBERS.index("loss") + 1}] IS NOT NULL, {", ".join(_NUMBERS)}
 FROM numbers
 """  # noqa: S608 - names of our own
 
@@ -162,7 +164,7 @@ SELECT node, rank, step::BIGINT AS step, line > coalesce(started, 0) AS last_sta
        samples::BIGINT AS samples,
        coalesce(t_ms, CASE WHEN wall_ms > 0 AND wall_ms < {LARGEST} THEN wall_ms END) AS t_ms,
        load_ms, compute_ms, exposed_ms, coalesce(comm_ms, exposed_ms) AS comm_ms, optim_ms, {_STAGE_TIMES},
-       CASE WHEN isfinite(loss) AND abs(loss) < {LARGEST} THEN loss END AS loss,
+       CASE WHEN isfinite(loss) AND abs(loss) < {LARGEST} THEN loss END AS loss, tells_loss,
        CASE WHEN isfinite(wall) THEN wall END AS wall
 FROM walls LEFT JOIN starts USING (rank)
 """  # noqa: S608 - names of our own

@@ -41,7 +41,7 @@ def _loss(curves: Curves, place: Place) -> Iterator[LineChart]:
 
 
 def _accuracy(curves: Curves, place: Place) -> Iterator[LineChart]:
-    accuracies = [(place(each.step), each.accuracy) for each in curves.evaluations]
+    accuracies = [(place(each.step), each.accuracy) for each in curves.evaluations if each.accuracy is not None]
     if len(accuracies) > 1:
         yield line_chart("test accuracy", [ChartLine("test", accuracies, dots=True)], words=percent_words)
 

@@ -104,6 +104,18 @@ def test_a_host_shows_its_step_its_ranks_speeds_together_and_their_mean_loss():
     assert feed.rows()["b"] == HostRow("b", 3, None, 500.0, 2.0, None, step_ms=100.0)
 
 
+def test_a_loss_that_is_told_after_some_steps_alone_is_the_mean_of_those() -> None:
+    feed = Feed(a=2, b=1)
+    for step in range(4):
+        feed.step(0, step, samples=10, **({"loss": 10.0 * step} if step % 2 else {}))
+        feed.step(1, step, samples=10)
+        feed.step(2, step, samples=10)
+    assert [row.loss for row in feed.rows().values()] == [2.0, None]
+    feed.step(0, 4, loss=None)  # what is no number is not left out of a mean
+    feed.step(1, 4)
+    assert feed.rows()["a"].loss is None
+
+
 def fed_pipeline() -> Feed:
     """Rank 0 is the last stage and sees the labels, rank 1 reads the samples."""
     feed = Feed(a=1, b=1)

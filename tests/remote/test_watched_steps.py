@@ -192,6 +192,49 @@ def test_a_script_that_trains_by_the_trainer_keeps_its_records_alone(warm, tmp_p
     assert "step" in {event["event"] for event in events_in(seen)}
 
 
+TELLS = """
+import orch_remote.step_watch
+from trainer.integrations.records import Records
+orch_remote.step_watch.LOOKS_EVERY_S = 0  # each step is looked at and written as soon as may be
+records = Records()
+records.begin(10, 16, counts_samples=True)
+records.evaluated(0, 0.1, None, 1.0)  # after no step
+records.begin_epoch()
+losses = [2.0, torch.tensor(3.0), None, float("nan"), torch.ones(2)]
+def tell(step):
+    if step == 5:
+        return
+    assert records.has_untold
+    records.tell(epoch=step // 4, samples=30 if step else None)
+    assert not records.has_untold
+    if step:
+        records.tell(loss=losses[step - 1])
+    if step == 3:
+        records.end_epoch(0)
+        records.evaluated(0, torch.tensor(0.75), None, 0.01)
+count = iter(range(99))
+train(6, lambda step: tell(next(count)))
+"""
+
+
+def test_what_a_callback_tells_stands_in_the_records_of_the_steps_before_it(warm, tmp_path):
+    done = start(warm, tmp_path, LOOP + TELLS, PYTHONPATH=str(Path(__file__).parents[2]))
+    assert (done.returncode, done.stderr) == (0, "")
+    begin, *events, end = events_in(tmp_path)
+    assert (begin["samples_from"], begin["steps"], end["event"]) == ("framework", 16, "end")
+    steps = [event for event in events if event["event"] == "step"]
+    assert [step["step"] for step in steps] == [10, 11, 12, 13, 14, 15]
+    assert [step.get("epoch") for step in steps] == [0, 0, 0, 0, 1, None]
+    assert [step["samples"] for step in steps] == [32, 30, 30, 30, 30, 32]
+    assert [step.get("loss", "untold") for step in steps] == ["untold", 60.0, 90.0, "untold", None, "untold"]
+    assert all(step["compute_ms"] > 0 for step in steps)
+    epoch, evaluation = (event for event in events if event["event"] != "step")
+    assert (epoch["event"], epoch["epoch"], epoch["steps"]) == ("epoch", 0, 4)
+    assert 0 < epoch["epoch_s"] < 60
+    known = {"event": "eval", "epoch": 0, "step": 13, "accuracy": 0.75, "loss": None, "eval_s": 0.01}
+    assert evaluation == known
+
+
 def test_a_rank_that_is_started_again_goes_on_behind_its_first_records(warm, tmp_path):
     for _ in range(2):
         start(warm, tmp_path, LOOP + "train(2)")

@@ -48,6 +48,27 @@ def test_a_step_whose_loss_one_rank_did_not_report_is_left_out(tmp_path: Path) -
     assert [point.step for point in of_run(tmp_path, *lines, other=other).curves.loss] == [0, 2]
 
 
+def test_a_loss_that_one_rank_tells_after_some_steps_is_that_of_those(tmp_path: Path) -> None:
+    untold = [{k: v for k, v in step(number, 10, 1, 1, 1, 1).items() if k != "loss"} for number in range(8)]
+    own = [{**each, "loss": 10.0 * each["step"]} if each["step"] in (2, 6) else each for each in untold]
+    summary = of_run(tmp_path, *own, other=untold)
+    assert summary.curves.loss == (LossPoint(step=2, loss=2), LossPoint(step=6, loss=6))
+    assert (summary.curves.updates_a_point, summary.loss) == (4, 6)
+    assert of_run(tmp_path / "null", *own[:6], {**untold[6], "loss": None}, untold[7], other=untold).loss is None
+
+
+def test_an_epoch_without_a_loss_of_its_own_has_that_of_its_steps(tmp_path: Path) -> None:
+    steps = [step(number, 10, 1, 1, 1, 1, loss=10.0 * number, epoch=number // 4) for number in range(10)]
+    summary = of_run(tmp_path, *steps[:4], finished(0, 1.0), *steps[4:8], finished(1, 1.0), *steps[8:])
+    assert summary.loss == pytest.approx(5.5)  # of updates 4 to 7
+
+
+def test_an_evaluation_may_have_a_loss_alone(tmp_path: Path) -> None:
+    curves = of_run(tmp_path, step(0, 10, 1, 1, 1, 1), evaluated(0, None), evaluated(1, None, loss=None)).curves
+    assert curves.evaluations == (EvaluationPoint(step=0, loss=0.3),)
+    assert by_clock(Curves(course=(Moment(step=0, seconds=1, samples=1),) * 2, evaluations=curves.evaluations * 2))
+
+
 def test_many_updates_are_few_points_of_their_means(tmp_path: Path) -> None:
     steps = [step(number, 10, 1, 1, 1, 1, loss=10.0 * number) for number in range(5 * POINTS)]
     curves = of_run(tmp_path, *steps).curves

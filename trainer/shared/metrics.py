@@ -21,7 +21,8 @@ A value that JSON cannot hold (NaN, infinity) is written as null. Every line als
 | start | paced | does this rank stand in for a GPU that is not there? |
 | start | settings | every setting, as `settings.Settings` names them |
 | start | samples_from | of a script that is only watched, how its samples are counted: `batch` (--batch), `loader`, |
-| | | `network` (what a DataLoader gave, DDP was called with: first dimension), `unknown`; else null |
+| | | `network` (what a DataLoader gave, DDP was called with: first dimension), `framework` (as a callback of |
+| | | `integrations` tells them), `unknown`; else null |
 | setting | name, value, why | a setting that this rank changed after its `start`, and why |
 | step | step, epoch | number of this update over the whole run; the epoch it belongs to |
 | step | samples | this rank's since its previous step line: over an epoch and all ranks they add up to the data set |
