@@ -67,7 +67,8 @@ def test_a_shell_that_prints_changes_nothing_for_run_logs_collect_and_cancel(per
     run = person.types("run", "--nodes", nodes, "--", "train.py")
     job = person.asks("jobs")["jobs"][0]["id"]
     for shown in (run.stdout, person.types("logs", "--job", job).stdout):
-        assert sorted(line.partition("hello from ")[2] for line in shown.splitlines()) == [str(rank) for rank in ranks]
+        said = sorted(line.partition("hello from ")[2] for line in shown.splitlines())
+        assert said == [str(rank) for rank in ranks], shown
     assert "again" not in run.stderr and "frame" not in run.stderr
     collected = person.asks("collect", "--job", job)
     assert collected["state"] == "succeeded"
