@@ -46,8 +46,8 @@ ENDS = 4
 UNSURE = 2.0
 """Tensor is preferred where it is predicted to be so many times as fast as any other way. Two ranks of one host did
 0.57 to 1.12 of what was predicted, on cores that others kept busy (docs/cutting.md)."""
-UNTIMED = 1.2
-"""The same of a pipeline whose blocks were not timed one by one: 19 % less was measured once (docs/scripts.md)."""
+UNSURE_OWN = 1.2
+"""The same of a pipeline of a script's network: it was predicted 15 and 19 % too high (docs/scripts.md)."""
 Policy = Literal["equal", "measured"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
@@ -224,12 +224,10 @@ def choices(scene: Scene, candidates: Sequence[Way]) -> list[Choice]:
 
 
 def preference(strategy: str, samples_per_s: float, *, is_own: bool = False) -> float:
-    """What ways are chosen by: their speed, as far as it can be relied on. is_own: whether it is a script's network,
-    which is cut by its multiplications, since no profile times its blocks one by one.
-    """
+    """What ways are chosen by: their speed, as far as it can be relied on. is_own: whether it is a script's network."""
     if strategy == "tensor":
         return samples_per_s / UNSURE
-    return samples_per_s / UNTIMED if is_own and strategy == "pipeline" else samples_per_s
+    return samples_per_s / UNSURE_OWN if is_own and strategy == "pipeline" else samples_per_s
 
 
 def splits(scene: Scene, local_batch: int) -> dict[Policy, tuple[int, ...]]:

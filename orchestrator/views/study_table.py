@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from orchestrator.studies.figures import FIGURES
 from orchestrator.studies.ledger import Outcome, Spread, speed_up, within_noise
@@ -60,7 +61,7 @@ def cells(study: Study, outcomes: Sequence[Outcome], outcome: Outcome) -> tuple[
         spreads = {name: outcome.done.spread(name) for name in study.figures}
         figures = [_shown(name, spread.median if spread else None) for name, spread in spreads.items()]
         for place, (name, spread) in enumerate(spreads.items()):
-            figures[place] += _range(name, spread) if name in (study.figures[0], "accuracy") else ""
+            figures[place] += _range(spread, partial(_shown, name)) if name in (study.figures[0], "accuracy") else ""
         figures += [_speed_up(speed_up(study, outcomes, outcome))] if study.has_speed_ups else []
     return (*outcome.row.cells, *figures, *outcome.row.published)
 
@@ -77,8 +78,7 @@ def _measured_titles(study: Study) -> tuple[str, ...]:
 def _speed_up(spread: Spread | None) -> str:
     if spread is None:
         return UNKNOWN
-    has_range = spread.least < spread.most
-    return f"{spread.median:.2f}" + (f" ({spread.least:.2f} to {spread.most:.2f})" if has_range else "")
+    return f"{spread.median:.2f}{_range(spread, '{:.2f}'.format)}"
 
 
 def _print_learning(outcomes: Sequence[Outcome]) -> None:
@@ -110,10 +110,10 @@ def dispensable(study: Study) -> tuple[str, ...]:
     return (*study.published[:0:-1], *_measured_titles(study)[:0:-1])
 
 
-def _range(name: str, spread: Spread | None) -> str:
+def _range(spread: Spread | None, shown: Callable[[float], str]) -> str:
     if spread is None or spread.least == spread.most:
         return ""
-    return f" ({_shown(name, spread.least)} to {_shown(name, spread.most)})"
+    return f" ({shown(spread.least)} to {shown(spread.most)})"
 
 
 def _shown(name: str, value: float | None) -> str:

@@ -13,7 +13,7 @@ _of_ranks: Any = forkserver._forkserver
 
 
 def begin() -> None:
-    warm_python.begin()
+    warm_python.server()
     forkserver.ensure_running()
 
 

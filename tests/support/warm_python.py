@@ -18,11 +18,6 @@ from pathlib import Path
 SERVER = Path(__file__).with_name("warm_server.py")
 
 
-def begin() -> None:
-    """Before the processes are forked that are to share one."""
-    _server()
-
-
 def listen_at(path: Path) -> None:
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -30,13 +25,13 @@ def listen_at(path: Path) -> None:
             listener.bind(f"/proc/self/fd/{folder}/{path.name}")  # a path of its own may be too long for a socket
             path.chmod(0o777)
             listener.listen(64)
-            socket.send_fds(_server()[0], [b"."], [listener.fileno()])
+            socket.send_fds(server()[0], [b"."], [listener.fileno()])
     finally:
         os.close(folder)
 
 
 @functools.cache
-def _server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+def server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
     """One for each test run, and all processes forked from here, started when it is first needed."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:

@@ -86,16 +86,17 @@ def single(value: Any) -> Any:
     """
     if getattr(value, "is_cuda", False) and value.numel() == 1:
         return value.detach().to("cpu", non_blocking=True)
-    try:
-        return None if value is None else float(value)
-    except (TypeError, ValueError, RuntimeError):
-        return None
+    return _number(value)
 
 
 def finite(value: Any) -> float | None:
     """Waits for the device. None for what is no single finite number."""
-    number = single(value)
-    if number is None:
+    number = _number(value)
+    return number if number is not None and math.isfinite(number) else None
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError, RuntimeError):
         return None
-    number = float(value)
-    return number if math.isfinite(number) else None
