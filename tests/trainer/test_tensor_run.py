@@ -136,7 +136,7 @@ def test_what_adamw_remembers_of_parts_is_the_whole_networks(folder: Path, way: 
 
 
 def test_a_scaled_loss_is_taken_back_on_every_rank(folder: Path) -> None:
-    """At a small rate: with a large one, the two networks are soon so far apart that a ReLU passes a value in one alone."""
+    """At a small rate: after large steps, the two are so far apart that a ReLU passes a value in one of them alone."""
     how = ["--accumulate", "2", "--amp", "fp16", "--channels_last", "on", "--steps", "3", "--lr", "0.01", *UNJUDGED]
     kept(folder / "scaled", [*TENSOR, *how], 2)
     kept(folder / "scaled-alone", [*ALONE, *how], 1)
