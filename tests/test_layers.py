@@ -46,6 +46,7 @@ PURE |= {
     f"jobs.{name}"
     for name in ("faults", "frame_stream", "frames", "heard", "lines", "live", "record", "redraw", "stall")
 }
+PURE |= {f"views.{name}" for name in ("compare_page", "curves", "pages", "timeline")}
 PURE |= {f"views.{name}" for name in ("charts", "documents", "gpu_charts", "linechart", "numbers", "plan", "report")}
 PURE |= {f"jobs.{name}" for name in ("dropped", "follow", "frame_stream", "metric_lines", "rescan", "state", "waits")}
 PURE |= {"hosts.cards"}
@@ -56,7 +57,7 @@ SHARED = "trainer.shared"
 TORCH_FREE = {"__init__", "__main__", "ranks", "ranks.interrupt", "ranks.rank_info", "rebalance", "rebalance.estimate"}
 TORCH_FREE |= {"compute", "compute.compiler", "compute.executor", "compute.microbatches"}
 """Of the trainer, beside all of shared/."""
-SPEAKS = {f"views.{name}" for name in ("cluster_table", "comparison", "console", "following", "job_table")}
+SPEAKS = {f"views.{name}" for name in ("cluster_table", "compare", "comparison", "console", "following", "job_table")}
 SPEAKS |= {f"views.{name}" for name in ("launch_plan", "network", "profile_table", "progress", "study_table", "tables")}
 """With cli, the only files that know a screen and print: the streams, and what is put on them."""
 TRAINER_ORDER = [

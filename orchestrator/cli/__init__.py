@@ -14,6 +14,7 @@ from orchestrator import __version__
 from orchestrator.cli.cleaning import down, reap
 from orchestrator.cli.clusters import master, status, trust, up
 from orchestrator.cli.common import Orch
+from orchestrator.cli.compare import compare
 from orchestrator.cli.current import clusters, use
 from orchestrator.cli.hosts import data, setup
 from orchestrator.cli.jobs import cancel, jobs, logs
@@ -49,7 +50,7 @@ if "_ORCH_COMPLETE" in os.environ:
 SECTIONS = {
     "Hosts": (up, status, clusters, use, node, master, trust, setup, data),
     "Jobs": (run, jobs, logs, cancel),
-    "Results": (collect, pull, report),
+    "Results": (collect, pull, report, compare),
     "Speed, measured and predicted": (profile, plan, sweep),
     "Cleaning up": (reap, down),
 }

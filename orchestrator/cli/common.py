@@ -14,11 +14,12 @@ import click
 from click.core import ParameterSource
 
 from orchestrator.cli.complete import cluster_names, job_ids, node_names, setting_pairs
-from orchestrator.errors import HostsError, OrchError
+from orchestrator.errors import HostsError, OrchError, UsageError
 
 if TYPE_CHECKING:
     from orchestrator.controller import Controller
     from orchestrator.jobs.running import RunningJob
+    from orchestrator.paths import RunFolder
 
 INTERRUPTED = 130
 _REMEDIES = {
@@ -90,6 +91,21 @@ def chosen_id(controller: Controller, wanted: str | None, cluster: str | None) -
 
 def chosen_job(controller: Controller, wanted: str | None, cluster: str | None) -> RunningJob:
     return controller.jobs.find(chosen_id(controller, wanted, cluster))
+
+
+def collected(controller: Controller, wanted: str | None, out: Path, cluster: str | None) -> RunFolder:
+    """The folder that a job was collected into: in `out`, else where it was collected last. Raises UsageError."""
+    from orchestrator.jobs.copies import newest_copy
+    from orchestrator.paths import RunFolder
+
+    is_here = wanted and (out / wanted).is_dir()  # a folder of last month's run needs no memory of it
+    job = wanted if wanted and is_here else chosen_id(controller, wanted, cluster)
+    found = RunFolder(out / job)
+    if not found.plan.is_file() and not given_out(out):
+        found = newest_copy(controller.store, job) or found
+    if not found.plan.is_file():
+        raise UsageError(f"{found.root} holds no collected run", f"`orch collect --job {job}` first")
+    return found
 
 
 def settings_option(help: str) -> Decorator:

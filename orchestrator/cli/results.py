@@ -11,16 +11,14 @@ import click
 from orchestrator.cli.common import (
     Quantity,
     busy,
-    chosen_id,
     chosen_job,
     cluster_option,
-    given_out,
+    collected,
     job_option,
     json_option,
     open_controller,
     out_option,
 )
-from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
     from orchestrator.planning.launch_plan import LaunchPlan
@@ -103,19 +101,10 @@ def report(wanted: str | None, out: Path, cluster: str | None, as_json: bool) ->
     orch report
     orch report --job latest --json | jq .efficiency
     """
-    from orchestrator.jobs.copies import newest_copy
-    from orchestrator.paths import RunFolder
     from orchestrator.views import comparison, console
 
     with open_controller() as controller:
-        # A folder of last month's run needs no memory of it.
-        is_here = wanted and (out / wanted).is_dir()
-        job = wanted if wanted and is_here else chosen_id(controller, wanted, cluster)
-        run_folder = RunFolder(out / job)
-        if not run_folder.plan.is_file() and not given_out(out):
-            run_folder = newest_copy(controller.store, job) or run_folder
-        if not run_folder.plan.is_file():
-            raise UsageError(f"{run_folder.root} holds no collected run", f"`orch collect --job {job}` first")
+        run_folder = collected(controller, wanted, out, cluster)
         summary = controller.report(run_folder)
     if as_json:
         return console.print_json(summary.to_json())

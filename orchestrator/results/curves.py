@@ -8,8 +8,9 @@ At most POINTS of each are kept. Both tables have to be there: `steps` of `read_
 
 from __future__ import annotations
 
+import bisect
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import TypeVar
 
@@ -23,6 +24,8 @@ _EVENTS = 100_000
 """The most events of one name that are read from a rank's file."""
 
 AnyPoint = TypeVar("AnyPoint")
+Place = Callable[[int], float]
+"""Where an update lies among others, by its number: in seconds, in samples, on an axis."""
 
 
 class LossPoint(Record):
@@ -154,3 +157,17 @@ def _thinned(by_number: Sequence[tuple[int, AnyPoint]]) -> tuple[AnyPoint, ...]:
     """At most POINTS of them, evenly, the last one among them."""
     every = -(-len(by_number) // POINTS) or 1
     return tuple(each for _, each in by_number[::-1][::every][::-1])
+
+
+def placed(course: Sequence[Moment], values: Sequence[float]) -> Place:
+    """Between two moments in proportion to the updates; before the first and behind the last, as these."""
+    steps = [moment.step for moment in course]
+
+    def place(step: int) -> float:
+        after = bisect.bisect_left(steps, step)
+        if after == 0 or after == len(steps):
+            return values[min(after, len(steps) - 1)]
+        part = (step - steps[after - 1]) / (steps[after] - steps[after - 1])
+        return values[after - 1] + part * (values[after] - values[after - 1])
+
+    return place

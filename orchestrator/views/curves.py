@@ -6,14 +6,10 @@ curve_charts(summary.curves)                over updates
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
-from orchestrator.results.curves import Curves, Moment
+from orchestrator.results.curves import Curves, Place, placed
 from orchestrator.views.linechart import ChartLine, LineChart, line_chart, percent_words
-
-Place = Callable[[int], float]
-"""Where an update lies on the x axis, by its number."""
 
 
 def curve_charts(curves: Curves, place: Place = lambda step: step + 1) -> tuple[LineChart, ...]:
@@ -29,7 +25,7 @@ def by_clock(curves: Curves) -> Iterator[tuple[str, tuple[LineChart, ...]]]:
         ("seconds", [moment.seconds for moment in curves.course]),
         ("samples", [float(moment.samples) for moment in curves.course]),
     ):
-        if charts := curve_charts(curves, _placed(curves.course, values)):
+        if charts := curve_charts(curves, placed(curves.course, values)):
             yield name, charts
 
 
@@ -44,17 +40,3 @@ def _accuracy(curves: Curves, place: Place) -> Iterator[LineChart]:
     accuracies = [(place(each.step), each.accuracy) for each in curves.evaluations if each.accuracy is not None]
     if len(accuracies) > 1:
         yield line_chart("test accuracy", [ChartLine("test", accuracies, dots=True)], words=percent_words)
-
-
-def _placed(course: Sequence[Moment], values: Sequence[float]) -> Place:
-    """Between two moments in proportion to the updates; before the first and behind the last, as these."""
-    steps = [moment.step for moment in course]
-
-    def place(step: int) -> float:
-        after = bisect.bisect_left(steps, step)
-        if after == 0 or after == len(steps):
-            return values[min(after, len(steps) - 1)]
-        part = (step - steps[after - 1]) / (steps[after] - steps[after - 1])
-        return values[after - 1] + part * (values[after] - values[after - 1])
-
-    return place

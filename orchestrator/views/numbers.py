@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from datetime import datetime
 
+from orchestrator.results.intervals import Interval
 from orchestrator.units import format_age, format_figure, format_percent
 
 UNKNOWN = "-"
@@ -30,6 +31,11 @@ def figure(value: float | None) -> str:
 def percent(part: float | None, digits: int = 0) -> str:
     """part: 0..1."""
     return UNKNOWN if part is None else format_percent(part, digits)
+
+
+def span(of: Interval | None) -> str:
+    """`1,110 to 1,131`."""
+    return UNKNOWN if of is None else f"{figure(of.low)} to {figure(of.high)}"
 
 
 def age(iso: str | None) -> str | None:

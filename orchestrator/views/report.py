@@ -4,8 +4,7 @@ Takes a run folder and its `Summary`, writes throughput.png and report.html.
 
     write_report(run, analyse(run))
 
-The page holds its style and its picture within itself, no script and no reference to anywhere. Names and log lines of
-hosts are untrusted: Jinja2 escapes every value, and the page's own policy lets nothing be fetched or run.
+The page holds its picture within itself; see `pages`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment
 
 from orchestrator.files import write_atomic
 from orchestrator.jobs.faults import fault_words
@@ -30,16 +29,16 @@ from orchestrator.results.collectives import Collectives, CollectiveTime, link_m
 from orchestrator.results.published import conditions, published_for
 from orchestrator.results.summary import NodeSummary, RankEnd, Summary
 from orchestrator.results.timeline import load_timeline
-from orchestrator.text import clean, clean_lines, one_line
-from orchestrator.units import counted, format_bandwidth, format_bytes, format_duration
+from orchestrator.text import clean, one_line
+from orchestrator.units import counted, format_bytes
 from orchestrator.views.charts import draw_throughput
 from orchestrator.views.curves import by_clock, curve_charts
 from orchestrator.views.gpu_charts import GpuCharts, gpu_charts, read_course
 from orchestrator.views.numbers import figure, percent
+from orchestrator.views.pages import environment
 from orchestrator.views.timeline import TimelineDrawing, draw_timeline
 from trainer.shared.experiments import EXPERIMENTS
 
-NOTHING = "–"
 _EVEN = 0.02
 """Hosts whose shares lie this close together are called even."""
 LOGS, LOG_LINES, LOG_BYTES = 64, 20, 1 << 13
@@ -271,37 +270,8 @@ def _how(end: RankEnd) -> str:
     return "unknown" if end.exit_code is None else f"exit code {end.exit_code}"
 
 
-def _moment(text: str | None) -> str:
-    return NOTHING if not text else one_line(text, 40).replace("T", " ").replace("Z", " UTC")
-
-
-def _or_nothing(show: Any) -> Any:
-    return lambda value, *more: NOTHING if value is None else show(value, *more)
-
-
 @cache
 def _environment() -> Environment:
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        finalize=lambda value: clean_lines(value) if type(value) is str else value,  # a Markup is ours
-        trim_blocks=True,
-        lstrip_blocks=True,
+    return environment(
+        fault=fault_words, how=_how, part_shares=_part_shares, times_by_size=_times_by_size, link_matrix=link_matrix
     )
-    environment.filters |= {
-        "fault": fault_words,
-        "figure": _or_nothing(figure),
-        "percent": _or_nothing(percent),
-        "moment": _moment,
-        "how": _how,
-        "part_shares": _part_shares,
-        "times_by_size": _times_by_size,
-        "link_matrix": link_matrix,
-        "size": _or_nothing(format_bytes),
-        "bandwidth": _or_nothing(format_bandwidth),
-        "duration": _or_nothing(format_duration),
-        "known": _or_nothing(str),
-        "line": lambda value: one_line(str(value)),
-    }
-    return environment

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.results.analyse import analyse
-from orchestrator.results.curves import POINTS, Curves, Epoch, EvaluationPoint, LossPoint, Moment
+from orchestrator.results.curves import POINTS, Curves, Epoch, EvaluationPoint, LossPoint, Moment, placed
 from orchestrator.results.summary import Summary
 from orchestrator.views import comparison
-from orchestrator.views.curves import _placed, by_clock
+from orchestrator.views.curves import by_clock
 from orchestrator.views.linechart import ChartLine, line_chart, percent_words
 from orchestrator.views.report import render_report
 from tests.support.run_folders import Host, end, start, step, write_run
@@ -151,7 +151,7 @@ def test_an_update_between_two_moments_lies_between_them() -> None:
     evaluations = tuple(EvaluationPoint(step=number, accuracy=0.5) for number in (4, 14, 29))
     (seconds, _), (samples, _) = by_clock(Curves(course=moments, evaluations=evaluations))
     assert (seconds, samples) == ("seconds", "samples")
-    place = _placed(moments, [1.0, 3.0])
+    place = placed(moments, [1.0, 3.0])
     assert [place(number) for number in (4, 9, 14, 19, 29)] == [1.0, 1.0, 2.0, 3.0, 3.0]
 
 

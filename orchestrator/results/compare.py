@@ -1,0 +1,185 @@
+"""Collected runs side by side: how fast each was, what chance alone could have moved, and what differs between them.
+
+    comparison = compare([RunFolder(Path("runs/a")), RunFolder(Path("runs/b"))])
+    comparison.runs[1].of_first         Interval(value=3.9, low=3.8, high=4.0): 3.9 times as fast as the first
+    comparison.runs[1].verdict          "3.90 times as fast as A (3.80 to 4.00)"
+
+Needs no host. A run is known by a letter, in the order in which they were named; the first one is what the others are
+measured against. Intervals come from the steps within each run (`intervals`): what changes from one run to the next,
+and not during one, they cannot know, so a difference of less than LEAST is none.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import Field
+
+from orchestrator.paths import RunFolder
+from orchestrator.record import SCHEMA, Record
+from orchestrator.results.curves import Curves, placed
+from orchestrator.results.intervals import LEAST_STEPS, Interval, interval, ratio
+from orchestrator.results.steps_table import read_steps
+from orchestrator.results.summary import NodeSummary, Summary
+from orchestrator.text import one_line
+from orchestrator.units import format_bandwidth
+
+LETTERS = string.ascii_uppercase
+LEAST = 0.02
+"""Runs of the same thing differ by this much where nothing is wrong: clocks, caches, where threads are put."""
+ABSENT = "-"
+
+
+class ComparedRun(Record):
+    letter: str
+    job: str
+    experiment: str
+    state: str
+    hosts: tuple[str, ...]
+    samples_per_s: float | None = None
+    speed: Interval | None = None
+    """The same with its interval; None where there are too few steps."""
+    of_first: Interval | None = None
+    """Its speed over the first run's."""
+    of_combined: float | None = None
+    """Its speed over the sum of what its hosts do alone, 0..1."""
+    valid: bool = True
+    """Whether every paced host kept its pace."""
+    accuracy: float | None = None
+    seconds_to: float | None = None
+    """Until the accuracy that all runs came to; see `Comparison.common_accuracy`."""
+    steps: int = 0
+    total_s: float | None = None
+    curves: Curves = Field(default_factory=Curves)
+
+    @property
+    def verdict(self) -> str:
+        """Beside the first run, in words."""
+        found = self.of_first
+        if found is None:
+            return f"not compared: it takes {LEAST_STEPS} measured steps in both"
+        inside = f"({found.low:.2f} to {found.high:.2f})"
+        if found.low <= 1 <= found.high or abs(found.value - 1) < LEAST:
+            return f"no difference from A: {found.value:.2f} {inside}"
+        return f"{found.value:.2f} times as fast as A {inside}"
+
+
+class Difference(Record):
+    """What is not the same in all runs: a setting, a host, a version."""
+
+    what: str
+    values: tuple[str, ...]
+    """One a run, in their order."""
+
+
+class Comparison(Record):
+    schema_: int = Field(SCHEMA, alias="schema", serialization_alias="schema")
+    runs: tuple[ComparedRun, ...]
+    common_accuracy: float | None = None
+    """The highest that every run came to, 0..1; None where one has no evaluation."""
+    differences: tuple[Difference, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """With each run's verdict in words."""
+        document = self.model_dump(mode="json", by_alias=True)
+        for run, entry in zip(self.runs, document["runs"], strict=True):
+            entry["verdict"] = None if run is self.runs[0] else run.verdict
+        return document
+
+
+def compare(folders: Sequence[RunFolder]) -> Comparison:
+    """Of runs that were analysed, at most 26. Raises OrchError where one cannot be read."""
+    summaries = [Summary.load(folder) for folder in folders]
+    steps = [read_steps(folder) for folder in folders]
+    common = common_accuracy([summary.curves for summary in summaries])
+    runs = tuple(
+        ComparedRun(
+            letter=letter,
+            job=summary.job,
+            experiment=summary.experiment,
+            state=summary.state,
+            hosts=tuple(node.name for node in summary.nodes),
+            samples_per_s=summary.samples_per_s,
+            speed=interval(own),
+            of_first=ratio(steps[0], own) if letter != LETTERS[0] else None,
+            of_combined=summary.efficiency,
+            valid=all(node.valid for node in summary.nodes),
+            accuracy=summary.accuracy,
+            seconds_to=None if common is None else seconds_to(summary.curves, common),
+            steps=summary.steps,
+            total_s=summary.total_s,
+            curves=summary.curves,
+        )
+        for letter, summary, own in zip(LETTERS, summaries, steps, strict=False)
+    )
+    return Comparison(schema=SCHEMA, runs=runs, common_accuracy=common, differences=tuple(differences(summaries)))
+
+
+def common_accuracy(curves: Sequence[Curves]) -> float | None:
+    best = [max((each.accuracy for each in of.evaluations if each.accuracy is not None), default=None) for of in curves]
+    known = [accuracy for accuracy in best if accuracy is not None]
+    return min(known) if known and len(known) == len(best) else None
+
+
+def seconds_to(curves: Curves, accuracy: float) -> float | None:
+    """From the first update to the first evaluation that reached it; None where the course is not known."""
+    if len(curves.course) < 2:
+        return None
+    place = placed(curves.course, [moment.seconds for moment in curves.course])
+    reached = (each.step for each in curves.evaluations if each.accuracy is not None and each.accuracy >= accuracy)
+    return next((place(step) for step in reached), None)
+
+
+def differences(summaries: Sequence[Summary]) -> Iterator[Difference]:
+    """Settings first, then hosts, then versions; each that is not the same everywhere."""
+    yield from _unlike("", [_as_words(summary.settings) for summary in summaries])
+    yield from _unlike("", [_of_run(summary) for summary in summaries])
+    names = dict.fromkeys(node.name for summary in summaries for node in summary.nodes)
+    nodes = [{node.name: node for node in summary.nodes} for summary in summaries]
+    for name in names:
+        found = [_of_host(by_name[name]) if name in by_name else {} for by_name in nodes]
+        if all(found):  # else `hosts` says so already
+            yield from _unlike(f"{name}: ", found)
+
+
+def _unlike(before: str, rows: Sequence[Mapping[str, str]]) -> Iterator[Difference]:
+    for key in dict.fromkeys(key for row in rows for key in row):
+        values = tuple(row.get(key, ABSENT) for row in rows)
+        if len({*values}) > 1:
+            yield Difference(what=f"{before}{key}", values=values)
+
+
+def _as_words(settings: Mapping[str, Any]) -> dict[str, str]:
+    return {one_line(key, 40): one_line(str(value), 60) for key, value in settings.items()}
+
+
+def _of_run(summary: Summary) -> dict[str, str]:
+    code = summary.code
+    return {
+        "experiment": one_line(summary.experiment, 60),
+        "command": one_line(summary.command or ABSENT, 60) if summary.kind != "experiment" else ABSENT,
+        "hosts": ", ".join(node.name for node in summary.nodes),
+        "ranks": str(summary.world_size),
+        "code": (code.commit.words if code.commit else code.sha256[:12]) if code else ABSENT,
+    }
+
+
+def _of_host(node: NodeSummary) -> dict[str, str]:
+    system = node.system
+    known = {
+        "GPU": node.gpu,
+        "ranks": str(node.ranks),
+        "batch of a rank": node.batch_per_rank,
+        "bandwidth": None if node.bandwidth_bps is None else format_bandwidth(node.bandwidth_bps),
+        "torch": node.torch,
+        "NCCL": node.nccl,
+        "back end": node.backend,
+        "driver": system and system.driver,
+        "CUDA of torch": system and system.cuda,
+        "Python": system and system.python,
+        "kernel": system and system.kernel,
+        "slowed": node.slowed.words if node.slowed else None,
+    }
+    return {key: one_line(str(value), 60) for key, value in known.items() if value is not None}

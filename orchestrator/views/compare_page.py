@@ -1,0 +1,83 @@
+"""Several collected runs on one page: speeds with their ranges, how each learned, and what differs between them.
+
+write_atomic(path, render_comparison(compare(folders)))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from orchestrator.results.compare import ComparedRun, Comparison
+from orchestrator.results.curves import Curves, placed
+from orchestrator.results.intervals import Interval
+from orchestrator.views.linechart import ChartLine, LineChart, line_chart, percent_words
+from orchestrator.views.numbers import figure, span
+from orchestrator.views.pages import environment, or_nothing
+
+MOST = 9
+"""The style has so many colours that people tell apart, colour-blind ones too (those of Okabe and Ito, and two)."""
+
+
+def render_comparison(comparison: Comparison) -> str:
+    """The page's HTML. Of at most MOST runs."""
+    runs = comparison.runs
+    return (
+        environment(span=or_nothing(span))
+        .get_template("compare.html.j2")
+        .render(
+            comparison=comparison,
+            headline=headline(comparison),
+            most=_most(runs),
+            bars=[_bar(run.speed, _most(runs)) for run in runs],
+            has_accuracy=any(run.accuracy is not None for run in runs),
+            charts_by_clock=[("seconds", [*_charts(runs, _seconds)]), ("samples", [*_charts(runs, _samples)])],
+            styles={run.letter: f"host{place}" for place, run in enumerate(runs)},
+        )
+    )
+
+
+def headline(comparison: Comparison) -> str:
+    """The one sentence to remember."""
+    known = [run for run in comparison.runs if run.samples_per_s is not None]
+    if len(known) < 2:
+        return f"{len(comparison.runs)} runs; of fewer than two the speed is known"
+    if len(comparison.runs) == 2:
+        return f"B: {comparison.runs[1].verdict}"
+    best = max(known, key=lambda run: run.samples_per_s or 0.0)
+    return f"{len(comparison.runs)} runs; {best.letter} was the fastest, {figure(best.samples_per_s)} samples/s"
+
+
+def _most(runs: tuple[ComparedRun, ...]) -> float | None:
+    return max((run.speed.high for run in runs if run.speed), default=None)
+
+
+def _bar(speed: Interval | None, most: float | None) -> Interval | None:
+    """In percent of the fastest."""
+    if speed is None or not most:
+        return None
+    return Interval(value=100 * speed.value / most, low=100 * speed.low / most, high=100 * speed.high / most)
+
+
+def _seconds(curves: Curves) -> list[float]:
+    return [moment.seconds for moment in curves.course]
+
+
+def _samples(curves: Curves) -> list[float]:
+    return [float(moment.samples) for moment in curves.course]
+
+
+def _charts(runs: tuple[ComparedRun, ...], along: Callable[[Curves], list[float]]) -> Iterator[LineChart]:
+    """Loss and accuracy, a line a run; of those whose course is known."""
+    losses, accuracies = [], []
+    for run in runs:
+        curves = run.curves
+        if len(curves.course) < 2:
+            continue
+        place = placed(curves.course, along(curves))
+        losses.append(ChartLine(run.letter, [(place(point.step), point.loss) for point in curves.loss]))
+        tested = [(place(each.step), each.accuracy) for each in curves.evaluations if each.accuracy is not None]
+        accuracies.append(ChartLine(run.letter, tested, dots=True))
+    if any(len(line.points) > 1 for line in losses):
+        yield line_chart("training loss", losses, of_zero=True)
+    if any(len(line.points) > 1 for line in accuracies):
+        yield line_chart("test accuracy", accuracies, words=percent_words)
