@@ -35,6 +35,7 @@ from orchestrator.results.network import measures_collectives, not_measured, rea
 from orchestrator.results.per_host import by_gpu, cluster_speed, efficiency, node_summaries
 from orchestrator.results.per_stage import stage_summaries
 from orchestrator.results.rebalances import read_rebalances
+from orchestrator.results.speed_course import SpeedCourse, read_speed_course
 from orchestrator.results.straggler import find_bound, find_straggler
 from orchestrator.results.summary import NodeSummary, Summary
 from orchestrator.results.tables import read_events
@@ -104,6 +105,7 @@ def _summarise(
         **_from_record(job),
         **_from_ranks(plan, events),
         **_from_steps(plan, figures, nodes),
+        speed_course=SpeedCourse() if collectives else read_speed_course(events),
         **_training(plan, figures, events),
         nodes=nodes,
         stages=stage_summaries(plan, events.latest("start"), figures),

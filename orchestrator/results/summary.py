@@ -24,6 +24,7 @@ from orchestrator.results.collectives import Collectives
 from orchestrator.results.curves import Curves
 from orchestrator.results.rebalances import Rebalance
 from orchestrator.results.slowed import Slowed
+from orchestrator.results.speed_course import SpeedCourse
 from orchestrator.results.stages import StageSummary
 from orchestrator.results.target import Target
 from orchestrator.units import format_duration, format_figure, format_percent
@@ -201,6 +202,8 @@ class Summary(Record):
     """The groups that it saw; None where the network has none, or its ranks do not report it."""
     curves: Curves = Field(default_factory=Curves)
     """How it learned; empty when paced."""
+    speed_course: SpeedCourse = Field(default_factory=SpeedCourse)
+    """Each host's speed in the course of the run; empty where too few steps were measured, or by an older orch."""
     rebalances: tuple[Rebalance, ...] = ()
     """How the shares followed the ranks' speeds (`shares=auto`), in the order of steps."""
     collectives: Collectives | None = None

@@ -52,18 +52,37 @@ class Tick:
 
 
 @dataclass(frozen=True)
+class Upright:
+    """Something that happened at one place of the x axis."""
+
+    name: str
+    place: float
+
+
+@dataclass(frozen=True)
 class LineChart:
     title: str
     lines: tuple[Drawn, ...]
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
+    uprights: tuple[Upright, ...] = ()
+
+    @property
+    def happened(self) -> tuple[str, ...]:
+        """The names of its uprights, each once."""
+        return tuple(dict.fromkeys(upright.name for upright in self.uprights))
 
 
 def line_chart(
-    title: str, lines: Sequence[ChartLine], *, of_zero: bool = False, words: Callable[[float, int], str] | None = None
+    title: str,
+    lines: Sequence[ChartLine],
+    *,
+    of_zero: bool = False,
+    words: Callable[[float, int], str] | None = None,
+    uprights: Sequence[tuple[str, float]] = (),
 ) -> LineChart:
     """The x axis begins at 0. of_zero: the y axis, too, else a little below the least value. words: of a y value, to so
-    many digits after the point.
+    many digits after the point. uprights: names and places on the x axis; none beyond the last point is drawn.
 
     There has to be a point; no x may be negative.
     """
@@ -77,6 +96,7 @@ def line_chart(
         lines=tuple(_drawn(line, across, upwards) for line in lines if line.points),
         x_ticks=tuple(Tick(across(x), f"{x:,.0f}") for x in x_marks if x <= max(xs)),
         y_ticks=tuple(Tick(upwards(y), (words or _plain)(y, y_digits)) for y in y_marks),
+        uprights=tuple(Upright(name, across(x)) for name, x in uprights if x <= max(xs)),
     )
 
 

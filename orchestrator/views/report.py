@@ -36,6 +36,7 @@ from orchestrator.views.curves import by_clock, curve_charts
 from orchestrator.views.gpu_charts import GpuCharts, gpu_charts, read_course
 from orchestrator.views.numbers import figure, percent
 from orchestrator.views.pages import environment
+from orchestrator.views.speeds import speed_chart
 from orchestrator.views.timeline import TimelineDrawing, draw_timeline
 from trainer.shared.experiments import EXPERIMENTS
 
@@ -119,6 +120,7 @@ def render_report(
             fidelity_words=fidelity_words(summary),
             parts=_parts(summary),
             settings_groups=tuple(_settings_groups(summary)),
+            speeds=speed_chart(summary),
             curve_charts=curve_charts(summary.curves),
             curves_by_clock=[*by_clock(summary.curves)],
             shares_over_steps=tuple(_shares_over_steps(summary)),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from orchestrator.results.analyse import analyse
 from orchestrator.results.curves import POINTS, Curves, Epoch, EvaluationPoint, LossPoint, Moment, placed
+from orchestrator.results.speed_course import SpeedCourse
 from orchestrator.results.summary import Summary
 from orchestrator.views import comparison
 from orchestrator.views.curves import by_clock
@@ -107,7 +108,7 @@ def learned(tmp_path: Path) -> Summary:
     steps = [step(number, 10, 1, 1, 1, 1, loss=10 * (2.3 - number / 10)) for number in range(20)]
     classes = {"per_class": [0.9, 0.95]}
     ends = [finished(0, 11.0), evaluated(9, 0.97, **classes), finished(1, 13.0), evaluated(19, 0.99, **classes)]
-    return of_run(tmp_path, *steps, *ends)
+    return of_run(tmp_path, *steps, *ends).model_copy(update={"speed_course": SpeedCourse()})  # the plots of learning
 
 
 def test_the_report_draws_loss_and_accuracy_in_the_pages_colours(tmp_path: Path) -> None:
