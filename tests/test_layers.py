@@ -46,7 +46,7 @@ PURE |= {
     f"jobs.{name}"
     for name in ("faults", "frame_stream", "frames", "heard", "lines", "live", "record", "redraw", "stall")
 }
-PURE |= {f"views.{name}" for name in ("compare_page", "curves", "pages", "speeds", "timeline")}
+PURE |= {f"views.{name}" for name in ("compare_page", "curves", "pages", "paper", "speeds", "timeline")}
 PURE |= {f"views.{name}" for name in ("charts", "documents", "gpu_charts", "linechart", "numbers", "plan", "report")}
 PURE |= {f"jobs.{name}" for name in ("dropped", "follow", "frame_stream", "metric_lines", "rescan", "state", "waits")}
 PURE |= {"hosts.cards"}

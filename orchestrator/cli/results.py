@@ -89,10 +89,16 @@ def _pull_checkpoints(plan: LaunchPlan, out: Path) -> None:
 
 @click.command()
 @job_option
+@click.option(
+    "--figures",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Also write every table as CSV and Parquet, and every plot as SVG and PNG, into this folder.",
+)
 @out_option
 @cluster_option
 @json_option
-def report(wanted: str | None, out: Path, cluster: str | None, as_json: bool) -> None:
+def report(wanted: str | None, figures: Path | None, out: Path, cluster: str | None, as_json: bool) -> None:
     """Show the comparison of a collected run again; asks no host.
 
     A run that is not in ./runs is found where it was collected last.
@@ -100,12 +106,18 @@ def report(wanted: str | None, out: Path, cluster: str | None, as_json: bool) ->
     \b
     orch report
     orch report --job latest --json | jq .efficiency
+    orch report --job latest --figures paper/figures
     """
     from orchestrator.views import comparison, console
 
     with open_controller() as controller:
         run_folder = collected(controller, wanted, out, cluster)
         summary = controller.report(run_folder)
+    if figures:
+        from orchestrator.views.paper import write_figures
+
+        for path in write_figures(run_folder, summary, figures):
+            console.say(f"wrote {path}")
     if as_json:
         return console.print_json(summary.to_json())
     comparison.print_summary(summary)

@@ -16,8 +16,6 @@ loses after a step and the others wait for in the next.
 from __future__ import annotations
 
 import math
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -30,6 +28,7 @@ from orchestrator.jobs.waits import wait_and_sync
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
 from orchestrator.planning.recorded_settings import read_settings
 from orchestrator.results.events import Events
+from orchestrator.results.parquet import copy_whole
 from orchestrator.results.summary import StepTime
 from orchestrator.text import one_line
 from trainer.shared.metrics import STAGE_TIMES
@@ -212,19 +211,13 @@ def write_steps(events: Events, plan: LaunchPlan, path: Path) -> None:
     connection.execute("CREATE TABLE places (rank INTEGER, gpu VARCHAR, local_rank INTEGER)")
     places = [[rank, gpu_label(node), i] for node in plan.nodes for i, rank in enumerate(node.rank_numbers)]
     connection.executemany("INSERT INTO places VALUES (?, ?, ?)", places)
-    handle, temporary = tempfile.mkstemp(prefix=".steps.", suffix=".parquet", dir=path.parent)
-    os.close(handle)
-    try:
-        quoted = temporary.replace("'", "''")
-        connection.execute(
-            f"""COPY (SELECT node, gpu, rank, local_rank, step, epoch, samples, t_ms, load_ms, compute_ms, exposed_ms,
-            comm_ms, wait_ms, sync_ms, optim_ms, {", ".join(STAGE_TIMES)}, loss, wall, measured
-            FROM timed JOIN places USING (rank) ORDER BY step, rank) TO '{quoted}' (FORMAT parquet)"""  # noqa: S608 - our own file name, quoted
-        )
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    copy_whole(
+        connection,
+        f"""SELECT node, gpu, rank, local_rank, step, epoch, samples, t_ms, load_ms, compute_ms, exposed_ms,
+        comm_ms, wait_ms, sync_ms, optim_ms, {", ".join(STAGE_TIMES)}, loss, wall, measured
+        FROM timed JOIN places USING (rank) ORDER BY step, rank""",  # noqa: S608 - names of our own
+        path,
+    )
 
 
 def gpu_label(node: NodePlan) -> str:

@@ -1,6 +1,6 @@
-"""Pictures of a run: `throughput.png`, each host's speed in the cluster beside its speed alone, or the network's speed.
+"""Pictures of a run: each host's speed in the cluster beside its speed alone, or the network's speed; lines over time.
 
-Takes a `Summary`, writes one PNG. matplotlib is imported only when a picture is drawn.
+Takes a `Summary`, writes PNG or SVG. matplotlib is imported only when a picture is drawn.
 
     draw_throughput(summary, run.chart)
 """
@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +32,40 @@ _LINES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#99
 _MARKERS = ("o", "s", "^", "v", "D", "P", "X", "*", "<")
 
 
+Series = Mapping[str, Sequence[tuple[float, float]]]
+"""Points of each line, by its name; a line that is alone may have none."""
+
+
 def draw_throughput(summary: Summary, path: Path) -> bool:
     """Writes the chart and returns True; where there is no speed to show, removes an older chart, returns False."""
-    if not any(node.samples_per_s for node in summary.nodes) and not (summary.collectives or Collectives()).operations:
+    if not has_speeds(summary):
         path.unlink(missing_ok=True)
         return False
+    save(partial(throughput_figure, summary), path)
+    return True
+
+
+def has_speeds(summary: Summary) -> bool:
+    measured = (summary.collectives or Collectives()).operations
+    return bool(measured) or any(node.samples_per_s for node in summary.nodes)
+
+
+def save(draw: Callable[[], Any], path: Path) -> None:
+    """Whole, in the form that the path's suffix names; the same figures give the same bytes."""
     content = io.BytesIO()
+    form = path.suffix.removeprefix(".")
     with warnings.catch_warnings():
         # A host may be named in a script that the font has no glyphs for: boxes are drawn, and that is enough.
         warnings.filterwarnings("ignore", message="Glyph .* missing", category=UserWarning)
         with _plain_settings():
-            draw = _figure_of_network if summary.collectives else _figure
-            draw(summary).savefig(content, format="png", dpi=144, transparent=True)
+            without_date = {"Date": None} if form == "svg" else None
+            draw().savefig(content, format=form, dpi=144, transparent=True, metadata=without_date)
     write_atomic(path, content.getvalue())
-    return True
+
+
+def throughput_figure(summary: Summary) -> Any:
+    """Each host's speed in the cluster beside its speed alone; of a run that measured the network, that."""
+    return _figure_of_network(summary) if summary.collectives else _figure(summary)
 
 
 @contextlib.contextmanager
@@ -55,7 +76,7 @@ def _plain_settings() -> Iterator[None]:
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update({"text.color": _INK, "xtick.color": _INK, "ytick.color": _INK})
-        matplotlib.rcParams.update({"axes.labelcolor": _INK, "axes.edgecolor": _INK})
+        matplotlib.rcParams.update({"axes.labelcolor": _INK, "axes.edgecolor": _INK, "svg.hashsalt": "orch"})
         yield
 
 
@@ -126,6 +147,30 @@ def _figure_of_network(summary: Summary) -> Any:
     axes.grid(color=_INK, alpha=0.25, linewidth=0.8)
     axes.set_axisbelow(True)
     figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    return figure
+
+
+def lines_figure(summary: Summary, series: Series, along: str, words: str) -> Any:
+    """along, words: what stands on the x and on the y axis."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.6, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for index, (name, points) in enumerate(series.items()):
+        xs, ys = zip(*points, strict=True)
+        marker = _MARKERS[index % len(_MARKERS)] if len(points) <= 30 else None
+        colour = _LINES[index % len(_LINES)]
+        axes.plot(xs, ys, label=_short(name), color=colour, marker=marker, markersize=5, linewidth=1.4)
+    axes.set_xlabel(along)
+    axes.set_ylabel(words)
+    axes.set_title(_title(summary), loc="left", fontsize=11, parse_math=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color=_INK, alpha=0.25, linewidth=0.8)
+    axes.set_axisbelow(True)
+    if len(series) > 1:
+        figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     return figure
 
 
