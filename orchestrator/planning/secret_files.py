@@ -12,7 +12,7 @@ import os
 import pwd
 import re
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,10 +39,15 @@ _SHOWN = 5
 
 def is_secret(folder: Path, name: str, names: tuple[str, ...] = (*LOGINS, *KEYS)) -> bool:
     """name: relative to the folder. Reads the file's beginning. Raises OSError where it cannot be read."""
-    if _patterns(names).match_file(name.lower()):
+    if _is_named_so(name, names):
         return True
     with open(folder / name, "rb") as content:
         return bool(_PRIVATE_KEY.match(content.read(256)))
+
+
+@lru_cache(maxsize=4096)  # a folder is packed again and again where several jobs are planned
+def _is_named_so(name: str, names: tuple[str, ...]) -> bool:
+    return _patterns(names).match_file(name.lower())
 
 
 @cache

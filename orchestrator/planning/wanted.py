@@ -11,6 +11,7 @@ a repository, or where git cannot answer, the ignore files from the repository's
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -61,8 +62,15 @@ def wanted_files(folder: Path) -> WantedFiles:
         found = list(_walk(folder, folder, rules))
     else:
         found = [name for name in listed if rules.take(name, above_too=True)]
-    plain = (name for name in found if (folder / name).is_file() and not (folder / name).is_symlink())
+    plain = (name for name in found if _is_plain(f"{folder}/{name}"))
     return WantedFiles(tuple(sorted(set(plain))), frozenset(rules.named), note)
+
+
+def _is_plain(path: str) -> bool:
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 class _Rules:
@@ -70,15 +78,19 @@ class _Rules:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._layers: list[tuple[Path, pathspec.GitIgnoreSpec]] = []
+        self._layers: list[tuple[str, str, pathspec.GitIgnoreSpec]] = []
+        """What leads from a layer's folder down to ours, or from ours down to it, and what it says."""
         self._read = set[Path]()
+        self._folders: dict[str, bool] = {}
+        """Those that were asked for as what a file lies in: are they taken?"""
         self.named = set[str]()
 
     def add(self, base: Path, lines: Iterable[str]) -> None:
         import pathspec  # slow to import, and of use to commands alone that ship a folder
 
         if lines := list(lines):
-            self._layers.append((base, pathspec.GitIgnoreSpec.from_lines(lines)))
+            spec = pathspec.GitIgnoreSpec.from_lines(lines)
+            self._layers.append((_down(base, self._folder), _down(self._folder, base), spec))
 
     def read(self, base: Path, *names: str) -> None:
         """The ignore files of one folder, once."""
@@ -93,20 +105,32 @@ class _Rules:
 
     def take(self, name: str, *, above_too: bool = False) -> bool:
         """name: a folder's ends with `/`. above_too: whether a folder above it is left out was not asked before."""
-        if above_too:
-            parents = [f"{parent.as_posix()}/" for parent in reversed(Path(name).parents) if parent.name]
-            self.read(self._folder, OURS)
-            for parent in parents:
-                if not self.take(parent):
-                    return False
-                self.read(self._folder / parent, OURS)
-        path = self._folder / name
-        for base, spec in reversed(self._layers):
-            if path.is_relative_to(base):
-                decided = spec.check_file(f"{path.relative_to(base).as_posix()}{'/' if name.endswith('/') else ''}")
+        if above_too and not self._takes_folder(_above(name)):
+            return False
+        for above, below, spec in reversed(self._layers):
+            if name.startswith(below) and name != below:
+                decided = spec.check_file(above + name.removeprefix(below))
                 if decided.include is not None:
                     return not decided.include
         return True
+
+    def _takes_folder(self, name: str) -> bool:
+        """With all that it lies in, and its ignore file read. name: with `/` at its end; "" is the whole."""
+        if name not in self._folders:
+            self._folders[name] = not name or (self._takes_folder(_above(name)) and self.take(name))
+            if self._folders[name]:
+                self.read(self._folder / name, OURS)
+        return self._folders[name]
+
+
+def _down(top: Path, folder: Path) -> str:
+    """The way to a folder, with `/` at its end; "" to itself, and where it does not lie below."""
+    return f"{folder.relative_to(top).as_posix()}/" if folder != top and folder.is_relative_to(top) else ""
+
+
+def _above(name: str) -> str:
+    """The folder that it lies in, with `/` at its end; "" at the top."""
+    return name[: name.rstrip("/").rfind("/") + 1]
 
 
 def _walk(folder: Path, here: Path, rules: _Rules) -> Iterator[str]:
@@ -162,10 +186,10 @@ def _listed_by_git(folder: Path) -> tuple[list[str] | None, str]:
         return None, f"{why}: the .gitignore files of {folder} are read without git"
     names = []
     for name in filter(None, answer.stdout.decode(errors="surrogateescape").split("\0")):
-        inside = folder / name
-        if not inside.is_dir() or inside.is_symlink():
+        inside = f"{folder}/{name}"
+        if not os.path.isdir(inside) or os.path.islink(inside):
             names.append(name)
-        elif (inside / ".git").exists():  # a submodule, or a repository within this one
-            below = wanted_files(inside).names
+        elif os.path.exists(f"{inside}/.git"):  # a submodule, or a repository within this one
+            below = wanted_files(Path(inside)).names
             names += [f"{name.rstrip('/')}/{each}" for each in below]
     return names, ""
