@@ -39,7 +39,7 @@ from orchestrator.planning.profiles import (
     profile_line,
     tf32_of,
 )
-from orchestrator.planning.request import Wish, Words, parse_pairs, read_experiment, read_wish, refuse_without_trainer
+from orchestrator.planning.request import Wish, Words, parse_pairs, read_wish, refuse_without_trainer, request_of
 from orchestrator.results.events import Events, MetricsFile
 from orchestrator.results.tables import read_events
 
@@ -55,7 +55,7 @@ _LEFT_OUT |= {"resume": "", "checkpoint_every": "0"}
 def _cuda_graph(exp: str, asked: Mapping[str, str]) -> str:
     """As the run that is asked for will have it. Raises UsageError for a value that there is not."""
     decide = ("strategy", "sync_bn", "accumulate", "cuda_graph")
-    settings = read_experiment(exp, {key: asked[key] for key in decide if key in asked}).request.training
+    settings = request_of(exp, {key: asked[key] for key in decide if key in asked}).training
     return cuda_graph_of(settings) if settings else "auto"
 
 
@@ -99,7 +99,9 @@ class Profiling:
         facts = controller.clusters.ready(cluster, only).facts
         self.whole = controller.plan(cluster, self.wish.request, self.wish.code, only)
         if "tf32" not in pairs:  # of all hosts: one that is measured alone does not know the others
-            self.wish = _with(words, {**pairs, "tf32": tf32_of(training.tf32, self.whole.nodes, facts)})
+            pairs["tf32"] = tf32_of(training.tf32, self.whole.nodes, facts)
+            packed = replace(self.wish, request=request_of(words.exp, pairs)) if words.exp else None
+            self.wish = packed or _with(words, pairs)
         self.machines = {name: fact.boot_id for name, fact in facts.items()}
         self.kinds = self._kinds(kinds_of(self.whole, facts), each)
 

@@ -176,14 +176,18 @@ def read_experiment(exp: str, pairs: Mapping[str, str], kept: Mapping[str, Any] 
 
     Raises UsageError for an experiment or a setting that there is not.
     """
+    return Wish(request_of(exp, pairs, kept), *pack_folder(trainer_folder(), prefix="trainer/"))
+
+
+def request_of(exp: str, pairs: Mapping[str, str], kept: Mapping[str, Any] = MappingProxyType({})) -> RunRequest:
+    """The same without the files, which take a tenth of a second to pack."""
     best_way = pairs.get("strategy") == AUTO
     if best_way:
         pairs, kept = ({key: each[key] for key in each if key != "strategy"} for each in (pairs, kept))
     settings = _parsed(exp, pairs, kept)
     chosen = {**{key: str(value) for key, value in kept.items()}, **pairs}
     command = ("-m", "trainer", f"--exp={exp}")
-    request = RunRequest("experiment", exp, command, settings=settings, chosen=chosen, best_way=best_way)
-    return Wish(request, *pack_folder(trainer_folder(), prefix="trainer/"))
+    return RunRequest("experiment", exp, command, settings=settings, chosen=chosen, best_way=best_way)
 
 
 def _module(program: Program, arguments: tuple[str, ...], words: Words) -> Wish:
