@@ -157,16 +157,16 @@ class Controller:
         return draft.with_own_batch(known), known, not_kept
 
     def resume(
-        self, wanted: str, words: Words, only: Sequence[str] = (), *, named: str | None = None
+        self, wanted: str, words: Words, nodes: str | None = None, *, named: str | None = None
     ) -> tuple[Cluster, Wish]:
         """To go on from a job's last checkpoint: its cluster with the host that holds it as the master, and what to run
-        there. words: the settings that shall differ, and the script where it was one. named: the cluster that the
-        person named. Raises UsageError or HostsError where it cannot be had.
+        there. words: the settings that shall differ, and the script where it was one. nodes: as --nodes has them.
+        named: the cluster that the person named. Raises UsageError or HostsError where it cannot be had.
         """
         old = self.jobs.find(wanted, named).plan
         exp, kept = settings_of(old, words)
         cluster = self.store.cluster(old.cluster)
-        holder = cluster.node(old.master)
+        only, holder = cluster.names(nodes), cluster.node(old.master)
         if holder.name in cluster.released or (only and holder.name not in only):
             raise UsageError(
                 f"{holder.name} holds the checkpoint of {old.job}, and takes no part",

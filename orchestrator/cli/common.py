@@ -62,7 +62,10 @@ out_option: Decorator = click.option(
     help="The folder of collected runs.",
 )
 nodes_option: Decorator = click.option(
-    "--nodes", metavar="A,B", help="Use only these nodes.", shell_complete=node_names
+    *("--nodes", "nodes"),
+    metavar="A,B",
+    help="Use only these nodes: names, ranges like 'gpu[01-16]', patterns like 'v100*'.",
+    shell_complete=node_names,
 )
 
 
@@ -115,7 +118,7 @@ def settings_option(help: str) -> Decorator:
 
 
 def names_of(listed: str | None) -> list[str]:
-    """The names in an option like --nodes; none where it was not given."""
+    """The names in an option like --rows; none where it was not given. Nodes have `node_names`."""
     return [name for name in (listed or "").split(",") if name]
 
 

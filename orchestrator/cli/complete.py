@@ -11,6 +11,8 @@ from contextlib import suppress
 
 import click
 
+from orchestrator.errors import UsageError
+from orchestrator.hosts.node_names import names_in
 from orchestrator.paths import Home
 
 
@@ -31,8 +33,10 @@ def node_names(context: click.Context, parameter: click.Parameter, begun: str) -
 
 def node_ranges(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
     """`2:3` and the like: up to the number of nodes chosen in this line, else of all."""
-    chosen = str(context.params.get("nodes") or "").split(",")
-    most = len([name for name in chosen if name] or _nodes(context))
+    known = _nodes(context)
+    with suppress(UsageError):
+        known = names_in(context.params.get("nodes"), known, "the cluster") or known
+    most = len(known)
     return _fitting([f"{least}:{most}" for least in range(1, most + 1)], begun)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from orchestrator.cli.common import cluster_option, json_option, names_of, nodes_option, open_controller
+from orchestrator.cli.common import cluster_option, json_option, nodes_option, open_controller
 from orchestrator.cli.complete import torch_versions
 from orchestrator.errors import HostError
 from orchestrator.units import counted, format_bytes
@@ -61,7 +61,7 @@ def data_push(folder: Path, to: str | None, nodes: str | None, cluster: str | No
 
     with open_controller() as controller:
         known = controller.store.cluster(cluster)
-        wanted = chosen(known, names_of(nodes))
+        wanted = chosen(known, known.names(nodes))
         target = data_folder(to)
         for note in expanded_here("--to", "", target, str(Path.home()), homes_of(wanted, known.facts)):
             console.warn(note)
@@ -138,7 +138,7 @@ def setup(
     extra = read_requirements(requirements) if requirements else None
     with open_controller() as controller:
         known = controller.store.cluster(cluster)
-        picked = chosen(known, names_of(nodes))
+        picked = chosen(known, known.names(nodes))
         wanted = choose(torch, torchvision, gpu_hosts(known, picked))
         if extra:
             wanted = replace(wanted, extra=extra)

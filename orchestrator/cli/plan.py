@@ -12,7 +12,6 @@ from orchestrator.cli.common import (
     cluster_option,
     given_out,
     json_option,
-    names_of,
     open_controller,
     out_option,
     settings_option,
@@ -34,7 +33,8 @@ if TYPE_CHECKING:
 @click.option(
     "--nodes",
     metavar="A,B",
-    help="Use only these nodes, or imagine hosts that you do not have: HOSTSxGPU or HOSTSxGPUSxGPU.",
+    help="Use only these nodes (names, ranges like 'gpu[01-16]', patterns like 'v100*'), or imagine hosts that you do "
+    "not have: HOSTSxGPU or HOSTSxGPUSxGPU.",
     shell_complete=node_names,
 )
 @click.option(
@@ -82,11 +82,10 @@ def _own(words: Words, nodes: str | None, bandwidth: float | None, out: Path, cl
 
     wish = read_wish(words)
     refuse_without_trainer(wish)
-    only = names_of(nodes)
     with open_controller() as controller:
         chosen = controller.store.cluster(cluster)
         made, view = controller.outlook(
-            chosen, wish.request, wish.code, only, out=given_out(out), bandwidth_bps=bandwidth
+            chosen, wish.request, wish.code, chosen.names(nodes), out=given_out(out), bandwidth_bps=bandwidth
         )
     return outlook_of(made, view, wish.request.chosen)
 

@@ -10,7 +10,6 @@ import click
 from orchestrator.cli.common import (
     cluster_option,
     json_option,
-    names_of,
     nodes_option,
     open_controller,
     settings_option,
@@ -57,7 +56,8 @@ def profile(nodes: str | None, each: bool, again: bool, cluster: str | None, as_
 
     words = Words(**what)
     with open_controller() as controller:
-        one = Profiling(controller, controller.store.cluster(cluster), words, only=names_of(nodes), each=each)
+        known = controller.store.cluster(cluster)
+        one = Profiling(controller, known, words, only=known.names(nodes), each=each)
         if one.left_out:
             console.warn(f"ignored, since they change nothing that a host does alone: {', '.join(one.left_out)}")
         found = one.run(_follower(), again=again)

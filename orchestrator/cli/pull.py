@@ -14,7 +14,6 @@ from orchestrator.cli.common import (
     chosen_job,
     cluster_option,
     json_option,
-    names_of,
     nodes_option,
     open_controller,
     out_option,
@@ -64,6 +63,7 @@ def pull(
     orch pull latest snapshot.pt 'checkpoints/*'
     orch pull mnist_lenet-20261121 --nodes v100 --out ~/results
     """
+    from orchestrator.hosts.node_names import names_in
     from orchestrator.jobs.listing import matching
     from orchestrator.jobs.pull import Pulled
     from orchestrator.paths import RunFolder
@@ -73,7 +73,7 @@ def pull(
     with open_controller() as controller:
         job = chosen_job(controller, wanted, cluster)
         with busy(f"asking the hosts of {job.id}"):
-            outputs = job.outputs(names_of(nodes))
+            outputs = job.outputs(names_in(nodes, [node.name for node in job.plan.nodes], job.id))
         chosen = {node: matching(listing.files, globs) for node, listing in outputs.found.items()}
         if globs and not any(chosen.values()) and not outputs.errors:
             raise _nothing_fits(job.id, globs, outputs)

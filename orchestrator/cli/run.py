@@ -132,7 +132,7 @@ def _start(ctx: click.Context, options: RunOptions) -> None:
             elastic=elastic, env=variables, measures_steps=options.measures_steps(),
             notes=(*strays, *wish.request.notes),
         )  # fmt: skip
-        plan = controller.plan(cluster, request, wish.code, options.only)
+        plan = controller.plan(cluster, request, wish.code, cluster.names(options.nodes))
         if options.dry_run:
             return _show_plan(plan, wish, options.as_json)
         _run(controller, plan, wish.blob, options.as_json, detach=options.detach)
@@ -143,7 +143,7 @@ def _wish_of(controller: Controller, options: RunOptions, words: Words) -> tuple
     from orchestrator.planning.request import read_wish
 
     if options.resume:
-        return controller.resume(options.resume, words, options.only, named=options.cluster)
+        return controller.resume(options.resume, words, options.nodes, named=options.cluster)
     wish = read_wish(words)
     return controller.store.cluster(options.cluster), wish
 

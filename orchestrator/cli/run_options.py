@@ -6,7 +6,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.cli.common import names_of
 from orchestrator.errors import UsageError
 from orchestrator.planning.elastic import DEFAULT_MAX_RESTARTS, parse_elastic
 from orchestrator.planning.launch_plan import Elastic
@@ -39,11 +38,6 @@ class RunOptions:
     cluster: str | None
     as_json: bool
     command: tuple[str, ...]
-
-    @property
-    def only(self) -> list[str]:
-        """The nodes that were named; none means all."""
-        return names_of(self.nodes)
 
     def words(self) -> Words:
         """What to run. Raises UsageError where --resume says another thing."""

@@ -11,6 +11,7 @@ from orchestrator.errors import HostError, UsageError
 from orchestrator.hosts.facts import NodeFacts
 from orchestrator.hosts.inventory import Node
 from orchestrator.hosts.masking import mask, masked_env
+from orchestrator.hosts.node_names import names_in
 from orchestrator.record import SCHEMA, Record
 
 
@@ -77,6 +78,10 @@ class Cluster(Record):
                 return node
         known = ", ".join(node.name for node in self.nodes)
         raise UsageError(f"{name}: no such node in cluster {self.name}", f"its nodes: {known}")
+
+    def names(self, listed: str | None) -> list[str]:
+        """The nodes that --nodes means, see `node_names`; a plain name may be of none. Raises UsageError."""
+        return names_in(listed, [node.name for node in self.nodes], f"cluster {self.name}")
 
     def with_venvs(self, venvs: Mapping[str, Venv]) -> Cluster:
         """With these in place of the environments known; each node's Python is the one that then counts."""

@@ -53,6 +53,26 @@ def test_clusters_are_listed_with_the_current_one(orch, monkeypatch):
     assert "lab.json is damaged" in orch("clusters")[2]
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "run --dry-run --exp mnist_lenet",
+        "run --resume r-1",
+        "plan --exp mnist_lenet",
+        "profile --exp mnist_lenet",
+        "setup --yes",
+        "data push .",
+        "pull r-2",
+    ],
+)
+def test_a_pattern_that_fits_no_node_is_refused_before_any_host_is_asked(orch, line):
+    name, *words = line.split()
+    at = 2 if name == "data" else 1
+    words = [name, *words]
+    code, out, err = orch(*words[:at], "--nodes", "x[1-3]*", *words[at:])
+    assert (code, out) == (2, "") and "x[1-3]* fits no node of" in err and "its nodes: " in err
+
+
 def test_use_switches_all_terminals_but_those_that_chose_by_themselves(orch, monkeypatch):
     assert orch("use", "lab")[1] == "lab is the current cluster: a, b\n"
     assert Store(Home.default()).cluster().name == "lab"
