@@ -95,10 +95,25 @@ def _pull_checkpoints(plan: LaunchPlan, out: Path) -> None:
     metavar="DIR",
     help="Also write every table as CSV and Parquet, and every plot as SVG and PNG, into this folder.",
 )
+@click.option(
+    "--tensorboard",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Also write the run as TensorBoard's events, into DIR/<job>.",
+)
+@click.option("--mlflow", metavar="URI", help="Also send the run to the MLflow server at this address.")
 @out_option
 @cluster_option
 @json_option
-def report(wanted: str | None, figures: Path | None, out: Path, cluster: str | None, as_json: bool) -> None:
+def report(
+    wanted: str | None,
+    figures: Path | None,
+    tensorboard: Path | None,
+    mlflow: str | None,
+    out: Path,
+    cluster: str | None,
+    as_json: bool,
+) -> None:
     """Show the comparison of a collected run again; asks no host.
 
     A run that is not in ./runs is found where it was collected last.
@@ -107,6 +122,7 @@ def report(wanted: str | None, figures: Path | None, out: Path, cluster: str | N
     orch report
     orch report --job latest --json | jq .efficiency
     orch report --job latest --figures paper/figures
+    orch report --job latest --tensorboard tb --mlflow http://127.0.0.1:5000
     """
     from orchestrator.views import comparison, console
 
@@ -118,6 +134,14 @@ def report(wanted: str | None, figures: Path | None, out: Path, cluster: str | N
 
         for path in write_figures(run_folder, summary, figures):
             console.say(f"wrote {path}")
+    if tensorboard:
+        from orchestrator.exports.tensorboard import write_events
+
+        console.say(f"wrote {write_events(summary, tensorboard)}; look: tensorboard --logdir {tensorboard}")
+    if mlflow:
+        from orchestrator.exports.mlflow import send
+
+        console.say(f"MLflow has it as run {send(summary, mlflow)}")
     if as_json:
         return console.print_json(summary.to_json())
     comparison.print_summary(summary)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli import main
-from tests.results.test_compare import run_of
+from tests.support.run_folders import steady_run
 
 Types = Callable[..., tuple[int, str, str]]
 
@@ -20,8 +20,8 @@ def orch(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "runs").mkdir()
-    run_of(tmp_path / "runs" / "slow", 88)
-    run_of(tmp_path / "runs" / "fast", 38, strategy="ddp")
+    steady_run(tmp_path / "runs" / "slow", 88)
+    steady_run(tmp_path / "runs" / "fast", 38, strategy="ddp")
 
     def types(*words: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as end:

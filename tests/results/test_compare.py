@@ -3,41 +3,20 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from orchestrator.errors import OrchError
-from orchestrator.paths import RunFolder
 from orchestrator.results.analyse import analyse
 from orchestrator.results.compare import common_accuracy, compare, seconds_to
 from orchestrator.results.curves import Curves, EvaluationPoint, Moment
 from orchestrator.views.compare_page import render_comparison
-from tests.support.run_folders import SETTINGS, Host, end, start, step, write_run
-
-STEPS = 63
-
-
-def run_of(root: Path, compute_ms: float, *, seed: int = 0, accuracy: float = 0.97, **settings: Any) -> RunFolder:
-    """Two hosts, 96 samples a step, 60 measured steps that vary by 2 %."""
-    draw = random.Random(seed)
-    ranks: dict[int, list[Any]] = {rank: [start(rank=rank, batch_per_rank=48)] for rank in (0, 1)}
-    for number in range(STEPS):
-        now_ms = compute_ms * (1 + 0.02 * draw.gauss(0, 1))
-        for lines in ranks.values():
-            lines.append(step(number, 48, 1, now_ms, 10, 1))
-    evaluation = {"event": "eval", "epoch": 0, "step": STEPS - 1, "samples": 100, "accuracy": accuracy, "loss": 0.1}
-    for lines in ranks.values():
-        lines += [evaluation, end()]
-    run = write_run(root, [Host("a2000"), Host("v100", gpu="Tesla V100-16GB")], ranks, settings=SETTINGS | settings)
-    analyse(run)
-    return run
+from tests.support.run_folders import steady_run
 
 
 def test_a_run_that_takes_half_as_long_is_twice_as_fast(tmp_path: Path) -> None:
-    slow, fast = run_of(tmp_path / "slow", 88), run_of(tmp_path / "fast", 38, seed=1, strategy="ddp")
+    slow, fast = steady_run(tmp_path / "slow", 88), steady_run(tmp_path / "fast", 38, seed=1, strategy="ddp")
     first, second = compare([slow, fast]).runs
     assert first.speed is not None and second.of_first is not None and first.of_first is None
     assert first.speed.value == pytest.approx(first.samples_per_s)
@@ -46,7 +25,7 @@ def test_a_run_that_takes_half_as_long_is_twice_as_fast(tmp_path: Path) -> None:
 
 
 def test_two_runs_of_the_same_thing_show_no_difference(tmp_path: Path) -> None:
-    runs = [run_of(tmp_path / str(seed), 50, seed=seed) for seed in range(2)]
+    runs = [steady_run(tmp_path / str(seed), 50, seed=seed) for seed in range(2)]
     comparison = compare(runs)
     assert comparison.runs[1].verdict.startswith("no difference from A: ")
     assert comparison.differences == ()
@@ -54,13 +33,15 @@ def test_two_runs_of_the_same_thing_show_no_difference(tmp_path: Path) -> None:
 
 def test_less_than_two_percent_is_no_difference_however_sure_the_steps_are(tmp_path: Path) -> None:
     """What changes from run to run is not in the steps of one."""
-    near, far = (compare([run_of(tmp_path / f"a{ms}", 88), run_of(tmp_path / f"b{ms}", ms)]).runs[1] for ms in (87, 80))
+    near, far = (
+        compare([steady_run(tmp_path / f"a{ms}", 88), steady_run(tmp_path / f"b{ms}", ms)]).runs[1] for ms in (87, 80)
+    )
     assert near.of_first is not None and near.of_first.low > 1
     assert near.verdict.startswith("no difference") and far.verdict.startswith("1.09 times as fast")
 
 
 def test_what_differs_is_listed_and_nothing_else(tmp_path: Path) -> None:
-    one, two = run_of(tmp_path / "one", 50), run_of(tmp_path / "two", 50, batch=192, strategy="ddp")
+    one, two = steady_run(tmp_path / "one", 50), steady_run(tmp_path / "two", 50, batch=192, strategy="ddp")
     plan = json.loads(two.plan.read_text())
     plan["nodes"][1]["gpu"] = "RTX 3090"
     plan["nodes"][0]["bandwidth_bps"] = 1e9
@@ -75,7 +56,7 @@ def test_what_differs_is_listed_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_a_run_of_few_steps_is_not_compared(tmp_path: Path) -> None:
-    whole, short = run_of(tmp_path / "whole", 50), run_of(tmp_path / "short", 50, warmup_steps=50)
+    whole, short = steady_run(tmp_path / "whole", 50), steady_run(tmp_path / "short", 50, warmup_steps=50)
     assert compare([whole, short]).runs[1].verdict == "not compared: it takes 20 measured steps in both"
 
 
@@ -95,14 +76,14 @@ def test_the_common_accuracy_is_the_highest_that_all_came_to() -> None:
 
 
 def test_a_folder_without_its_steps_is_named(tmp_path: Path) -> None:
-    run = run_of(tmp_path / "run", 50)
+    run = steady_run(tmp_path / "run", 50)
     run.steps.write_bytes(b"nothing of the kind")
     with pytest.raises(OrchError, match=r"steps\.parquet"):
         compare([run, run])
 
 
 def test_the_page_has_every_run_its_range_and_nothing_from_elsewhere(tmp_path: Path) -> None:
-    runs = [run_of(tmp_path / "one", 50), run_of(tmp_path / "two", 90, strategy="<b>ddp")]
+    runs = [steady_run(tmp_path / "one", 50), steady_run(tmp_path / "two", 90, strategy="<b>ddp")]
     page = render_comparison(compare(runs))
     assert "B: 0.61 times as fast as A" in page
     assert page.count('<svg class="range"') == 2

@@ -8,12 +8,14 @@ Also a ready example, hand-computed in test_analyse.py: `two_hosts`.
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from orchestrator.paths import RunFolder
+from orchestrator.results.analyse import analyse
 
 SETTINGS = {
     "strategy": "allreduce",
@@ -186,3 +188,22 @@ def two_hosts(root: Path, **options: Any) -> RunFolder:
         2: [start(rank=2, **v100), *fast, evaluation, end(6 * 2**30)],
     }
     return write_run(root, hosts, metrics, **options)
+
+
+def steady_run(root: Path, compute_ms: float, *, seed: int = 0, accuracy: float = 0.97, **settings: Any) -> RunFolder:
+    """Analysed: two hosts, 96 samples a step, 3 steps of warm-up and 60 measured ones that vary by 2 %, one evaluation.
+
+    A step takes 12 ms beside its compute time.
+    """
+    draw = random.Random(seed)
+    ranks: dict[int, list[Any]] = {rank: [start(rank=rank, batch_per_rank=48)] for rank in (0, 1)}
+    for number in range(63):
+        now_ms = compute_ms * (1 + 0.02 * draw.gauss(0, 1))
+        for events in ranks.values():
+            events.append(step(number, 48, 1, now_ms, 10, 1))
+    evaluation = {"event": "eval", "epoch": 0, "step": 62, "samples": 100, "accuracy": accuracy, "loss": 0.1}
+    for events in ranks.values():
+        events += [evaluation, end()]
+    run = write_run(root, [Host("a2000"), Host("v100", gpu="Tesla V100-16GB")], ranks, settings=SETTINGS | settings)
+    analyse(run)
+    return run

@@ -1,0 +1,1 @@
+"""A collected run as other programs keep runs: TensorBoard, MLflow."""
