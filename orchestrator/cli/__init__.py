@@ -16,6 +16,7 @@ from orchestrator.cli.clusters import master, status, trust, up
 from orchestrator.cli.common import Orch
 from orchestrator.cli.compare import compare
 from orchestrator.cli.current import clusters, use
+from orchestrator.cli.everywhere import execute
 from orchestrator.cli.hosts import data, setup
 from orchestrator.cli.jobs import cancel, jobs, logs
 from orchestrator.cli.nodes import node
@@ -48,7 +49,7 @@ if "_ORCH_COMPLETE" in os.environ:
     install()
 
 SECTIONS = {
-    "Hosts": (up, status, clusters, use, node, master, trust, setup, data),
+    "Hosts": (up, status, clusters, use, node, master, trust, setup, data, execute),
     "Jobs": (run, jobs, logs, cancel),
     "Results": (collect, pull, report, compare),
     "Speed, measured and predicted": (profile, plan, sweep),
