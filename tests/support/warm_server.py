@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import gc
 import importlib
 import importlib.util
 import json
@@ -38,6 +37,7 @@ import numpy
 import torch
 import torch._dynamo  # which a script's optimiser asks for
 import torch.distributed.run
+from cheap_forks import make_forks_cheap
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -47,8 +47,7 @@ def serve(listeners: socket.socket) -> dict[str, Any]:
     """Comes back in the forked processes alone: with what each is to run."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # those that wait beside the programs are nobody's to wait for
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    gc.collect()
-    gc.freeze()  # no fork looks through what was imported, which would copy all of it
+    make_forks_cheap()
     asked: list[socket.socket] = []
     while True:
         for one in select.select([listeners, *asked], [], [])[0]:
