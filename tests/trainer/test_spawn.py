@@ -19,6 +19,7 @@ pytest.importorskip("torch")
 pytest.importorskip("torchvision")
 
 from tests.support import forks
+from tests.support.quick_python import quick_python
 from trainer.__main__ import starting
 from trainer.shared.fields import SettingsError
 
@@ -115,9 +116,10 @@ def test_a_signal_ends_all_ranks_with_one_line(tmp_path: Path, signum: int, code
 
 def test_torch_distributed_launch_may_add_its_argument(tmp_path: Path) -> None:
     env = {**os.environ, "ORCH_METRICS": f"{tmp_path}/{{rank}}.jsonl", "OMP_NUM_THREADS": "1"}
-    launch = ["-W", "ignore", "-m", "torch.distributed.launch", "--standalone", "--nproc-per-node", "2", "-m"]
-    command = [sys.executable, *launch, "trainer", *SYNTHETIC, "--steps", "2", "--eval_every", "0"]
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    launch = ["-m", "torch.distributed.launch", "--standalone", "--nproc-per-node", "2", "-m"]
+    command = [*launch, "trainer", *SYNTHETIC, "--steps", "2", "--eval_every", "0"]
+    python = quick_python(tmp_path / "quick", torchrun=True)
+    result = subprocess.run([python, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert [records(tmp_path, rank)[0]["local_rank"] for rank in range(2)] == [0, 1]
 
