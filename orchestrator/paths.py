@@ -108,6 +108,11 @@ class RunFolder:
         return self.root / "job.json"
 
     @property
+    def job_file(self) -> Path:
+        """What `orch run FILE` repeats the run by."""
+        return self.root / "job.yaml"
+
+    @property
     def nodes(self) -> Path:
         return self.root / "nodes"
 

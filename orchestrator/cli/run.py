@@ -19,7 +19,14 @@ from orchestrator.cli.common import (
     settings_option,
 )
 from orchestrator.cli.complete import experiments, job_ids, node_ranges
-from orchestrator.cli.script_words import ScriptCommand, folder_option, module_option, script_argument, went_to_script
+from orchestrator.cli.script_words import (
+    RunCommand,
+    folder_option,
+    is_job_file,
+    module_option,
+    script_argument,
+    went_to_script,
+)
 
 if TYPE_CHECKING:
     from orchestrator.cli.run_options import RunOptions
@@ -34,7 +41,7 @@ from orchestrator.cli.jobs import cancel_job
 SECOND_CTRL_C_S = 3.0
 
 
-@click.command(cls=ScriptCommand)
+@click.command(cls=RunCommand)
 @click.option(
     "--exp",
     metavar="NAME",
@@ -92,6 +99,12 @@ SECOND_CTRL_C_S = 3.0
     help="With --elastic: restart a host's ranks at most N times after one of them died. [default: 3]",
 )
 @click.option("--time-limit", type=Quantity("time"), help="End the job after this time: 90s, 30m, 12h.")
+@click.option(
+    "--save",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Also write this job as a file that `orch run FILE` runs; its name ends in .yaml.",
+)
 @cluster_option
 @json_option
 @script_argument
@@ -111,13 +124,20 @@ def run(ctx: click.Context, /, **options: Any) -> None:
     orch run --nodes v100 train.py --lr 0.1   your own torchrun script; its folder is shipped
     orch run -m mypackage.train --lr 0.1      the same for a module
     orch run --env HF_TOKEN --env-file .env train.py  with variables of this machine and of a file
+    orch run --save job.yaml train.py --lr 0.1  writes the job as a file, and runs it
+    orch run job.yaml --nodes v100 -- --lr 0.2  what the file says, but for these options and arguments
 
     Options of orch stand before the script or module; everything after it is passed to it. Instead of a script you can
     give a whole `python train.py`, `torchrun ... train.py` or `accelerate launch ... train.py`.
     """
     from orchestrator.cli.run_options import RunOptions
 
-    _start(ctx, RunOptions(**options))
+    asked = RunOptions(**options)
+    if asked.command and is_job_file(asked.command[0]) and not asked.is_module:
+        from orchestrator.cli.job_options import with_file
+
+        asked = with_file(ctx, asked)
+    _start(ctx, asked)
 
 
 def _start(ctx: click.Context, options: RunOptions) -> None:
@@ -126,6 +146,9 @@ def _start(ctx: click.Context, options: RunOptions) -> None:
     elastic, variables, words = options.wanted_nodes(), options.variables(), options.words()
     with open_controller() as controller:
         cluster, wish = _wish_of(controller, options, words)
+        if options.save:
+            _save(controller, options, options.save)
+            cluster, wish = _wish_of(controller, options, words)  # the file may lie in the folder that is shipped
         strays = went_to_script(ctx, wish.request.name, wish.request.command) if words.command else ()
         request = replace(
             wish.request, share_gpus=options.share, grace_s=options.grace, time_limit_s=options.time_limit,
@@ -146,6 +169,18 @@ def _wish_of(controller: Controller, options: RunOptions, words: Words) -> tuple
         return controller.resume(options.resume, words, options.nodes, named=options.cluster)
     wish = read_wish(words)
     return controller.store.cluster(options.cluster), wish
+
+
+def _save(controller: Controller, options: RunOptions, file: Path) -> None:
+    from dataclasses import replace
+
+    from orchestrator.cli.job_options import save
+    from orchestrator.views import console
+
+    if options.resume:  # tomorrow's `latest` is another job
+        options = replace(options, resume=controller.store.find_job(options.resume, options.cluster))
+    replaced = save(options, file)
+    console.say(f"{'replaced' if replaced else 'wrote'} {file}: `orch run {file}` runs this job again")
 
 
 def _show_plan(plan: LaunchPlan, wish: Wish, as_json: bool) -> None:

@@ -36,6 +36,7 @@ class RunOptions:
     max_restarts: int | None
     time_limit: float | None
     cluster: str | None
+    save: Path | None
     as_json: bool
     command: tuple[str, ...]
 

@@ -14,7 +14,13 @@ from pathlib import Path
 import click
 from click.shell_completion import CompletionItem
 
+JOB_FILES = (".yaml", ".yml")
+"""By these endings alone `orch run FILE` knows a job file from a script."""
 _DIVIDED = "orchestrator.cli.script_words.divided"
+
+
+def is_job_file(word: str) -> bool:
+    return word.endswith(JOB_FILES)
 
 
 class ScriptCommand(click.Command):
@@ -38,6 +44,35 @@ class ScriptCommand(click.Command):
         if ctx.params.get("command"):
             return [CompletionItem(incomplete, type="file")]
         return super().shell_complete(ctx, incomplete)
+
+
+class RunCommand(ScriptCommand):
+    """The same, but options may follow a job file, which takes none itself; what is behind `--` is for its script."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        typed = list(args)
+        rest = super().parse_args(ctx, args)
+        command: tuple[str, ...] = ctx.params.get("command") or ("",)
+        if not is_job_file(command[0]) or ctx.params.get("is_module"):
+            return rest
+        at = len(typed) - len(command)
+        at -= typed[at] != command[0]  # a `--` behind the file is gone from the command
+        before, options, added = _around(typed[:at], typed[at + 1 :])
+        ctx.params.clear()
+        rest = super().parse_args(ctx, [*before, *options])
+        if stray := ctx.params.get("command"):
+            raise click.UsageError(f"{stray[0]}: words for the script of {command[0]} stand behind `--`", ctx)
+        ctx.params["command"] = (command[0], *added)
+        ctx.meta[_DIVIDED] = True
+        return rest
+
+
+def _around(before: list[str], behind: list[str]) -> tuple[list[str], list[str], list[str]]:
+    """The options before a job file, those behind it, and the words for its script."""
+    if before[-1:] == ["--"]:
+        return before[:-1], [], behind
+    cut = behind.index("--") if "--" in behind else len(behind)
+    return before, behind[:cut], behind[cut + 1 :]
 
 
 def files(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:

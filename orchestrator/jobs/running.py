@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -34,7 +35,9 @@ from orchestrator.jobs.state import combine, is_gone, is_half_started
 from orchestrator.jobs.watch import watch, watch_records
 from orchestrator.owner import read_owner
 from orchestrator.paths import RunFolder
+from orchestrator.planning.job_file import write_job
 from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.planning.repeated import job_of
 from orchestrator.record import write_record
 from orchestrator.text import one_line
 from orchestrator.transport.ask import ConnectedHost, understood, words_of
@@ -209,6 +212,9 @@ class RunningJob:
         self._jobs.remember_run(self.id, run.root)
         write_record(run.plan, self.plan)
         write_record(run.job, record)
+        if not run.job_file.exists():  # a person may have changed it
+            with suppress(ValueError, UsageError):  # a plan that came from a host may hold what no job file can
+                write_job(run.job_file, job_of(self.plan))
         notices = (*collected.notices, *dropped_words(self.plan, collected.agents))
         return Fetched(record, collected.new_bytes, {**away, **collected.errors}, notices)
 

@@ -50,6 +50,7 @@ def build_plan(draft: Draft) -> LaunchPlan:
         grace_s=request.grace_s,
         time_limit_s=request.time_limit_s,
         elastic=request.elastic,
+        measures_steps=request.measures_steps,
         backend=draft.carrier.backend,
         nccl=draft.carrier.settings,
         variables=tuple(request.env),

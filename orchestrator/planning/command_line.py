@@ -27,22 +27,22 @@ def run_line(plan: LaunchPlan, nodes: Collection[str] = (), settings: AnySetting
     """
     names = [node.name for node in plan.nodes if not nodes or node.name in nodes]
     options = [*_limits(plan, all_nodes=len(names) == len(plan.nodes)), "--nodes", ",".join(names)]
-    if plan.kind != "experiment":
-        what, script = list(_of_script(plan, settings)), _script(plan)
-    else:
-        what, script = ["--exp", plan.exp, *_set(settings or plan.typed_settings)], []
+    what = ["--exp", plan.exp] if plan.kind == "experiment" else []
+    what += [word for name, text in settings_of(plan, settings).items() for word in ("--set", f"{name}={text}")]
+    script = _script(plan) if plan.kind != "experiment" else []
     return shlex.join(["orch", "run", "--cluster", plan.cluster, *what, *options, *script])
 
 
-def _set(settings: AnySettings | None) -> Iterator[str]:
-    if settings is None:
-        return
-    for name in fields_of(settings.exp):
-        if (value := getattr(settings, name)) != EXPERIMENTS[settings.exp][name]:
-            yield from ("--set", f"{name}={_text(value)}")
+def settings_of(plan: LaunchPlan, settings: AnySettings | None = None) -> dict[str, str]:
+    """As a person gives them: only what differs from the experiment's own. settings: in place of the plan's."""
+    if plan.kind != "experiment":
+        return dict(_of_script(plan, settings))
+    chosen = settings or plan.typed_settings
+    usual, names = (EXPERIMENTS[chosen.exp], fields_of(chosen.exp)) if chosen else ({}, {})
+    return {name: _text(getattr(chosen, name)) for name in names if getattr(chosen, name) != usual[name]}
 
 
-def _of_script(plan: LaunchPlan, settings: AnySettings | None) -> Iterator[str]:
+def _of_script(plan: LaunchPlan, settings: AnySettings | None) -> Iterator[tuple[str, str]]:
     """What it was asked for by --set, and what is different in `settings`; its batch has an option of its own."""
     values = dict(plan.settings)
     if settings and plan.typed_settings:
@@ -51,7 +51,7 @@ def _of_script(plan: LaunchPlan, settings: AnySettings | None) -> Iterator[str]:
         values |= {name: getattr(settings, name) for name in changed}
     for name, value in values.items():
         if name not in ("exp", "batch"):
-            yield from ("--set", f"{name}={_text(value)}")
+            yield name, _text(value)
 
 
 def _text(value: Any) -> str:
@@ -63,20 +63,31 @@ def _text(value: Any) -> str:
 
 def _script(plan: LaunchPlan) -> list[str]:
     """The script or module with its arguments, after its own options."""
-    words = list(plan.nodes[0].command)
     options = ["--folder", plan.code.source]
     if plan.recorded.batch is not None:
         options += ["--batch", str(plan.recorded.batch)]
-    if LOCAL_RANK in words:
-        words.remove(LOCAL_RANK)
+    if gives_local_rank(plan):
         options.append("--pass-local-rank")
+    if not plan.measures_steps:
+        options.append("--no-metrics")
+    words = program_words(plan)
+    if words[0] == "-m":
+        return [*options, *words[:2], "--", *words[2:]]
+    return [*options, "--", *words]
+
+
+def gives_local_rank(plan: LaunchPlan) -> bool:
+    return LOCAL_RANK in plan.nodes[0].command
+
+
+def program_words(plan: LaunchPlan) -> list[str]:
+    """What a person types to name the script, by its whole path, or `-m` and the module; and its arguments."""
+    words = [word for word in plan.nodes[0].command if word != LOCAL_RANK]
     flags = list(takewhile(lambda word: word.startswith("-") and word != "-m", words))
-    words = words[len(flags) :]
+    words = words[len(flags) :] or [plan.exp]
     if plan.kind != "module":
         words[0] = str(Path(plan.code.source, words[0]))
-    elif not flags:
-        return [*options, *words[:2], "--", *words[2:]]
-    return [*options, "--", *(["python", *flags] if flags else ()), *words]
+    return ["python", *flags, *words] if flags else words
 
 
 def _limits(plan: LaunchPlan, *, all_nodes: bool) -> Iterator[str]:

@@ -220,6 +220,8 @@ class LaunchPlan(Record):
     time_limit_s: float | None = None
     elastic: Elastic | None = None
     """None: the first failure ends the job everywhere."""
+    measures_steps: bool = True
+    """Whether a script's steps are measured from outside where it writes no records."""
     backend: Literal["nccl", "gloo"] | None = None
     """What carries the gradients, unless a script chooses otherwise; None in plans of an older orch."""
     nccl: tuple[NcclSetting, ...] = ()

@@ -22,6 +22,7 @@ from orchestrator.jobs.metric_lines import count, number, text
 from orchestrator.jobs.record import FirstFailure, JobRecord
 from orchestrator.jobs.stall import last_words
 from orchestrator.paths import RunFolder
+from orchestrator.planning.command_line import run_line
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.record import SCHEMA, require_record
 from orchestrator.results import caveats
@@ -66,6 +67,7 @@ def analyse(run: RunFolder, solo: Mapping[str, float] | None = None) -> Summary:
         job = require_record(run.job, JobRecord, REMEDY)
     except OrchError as error:
         missing.append(f"The job's record is not here ({error.message}), so how it ended is not known.")
+    repeat = run_line(plan)
     plan = _without_lost(plan, job)
     missing += left_on_hosts(plan, run)
     files = [
@@ -76,7 +78,7 @@ def analyse(run: RunFolder, solo: Mapping[str, float] | None = None) -> Summary:
         write_steps(events, plan, run.steps)
         write_timeline(read_timeline(plan, events), run.timeline)
         nodes = node_summaries(plan, figures, events, run, solo or {})
-        summary = _summarise(plan, job, figures, events, nodes, missing)
+        summary = _summarise(plan, job, figures, events, nodes, missing).model_copy(update={"repeat": repeat})
     write_json(run.summary, summary.to_json())
     return summary
 

@@ -147,6 +147,8 @@ class Summary(Record):
     ended: str | None = None
     command: str | None = None
     """What each rank ran, as one would type it into a shell; the interpreter is the host's."""
+    repeat: str | None = None
+    """The `orch run` line that runs the same again, quoted for a shell."""
     code: CodeFolder | None = None
     """Where the shipped files came from."""
     settings: dict[str, Any] = Field(default_factory=dict)
@@ -233,7 +235,7 @@ class Summary(Record):
     def overlapped(self) -> bool:
         """Do gradients travel while backward still runs? local sends none, compressed sends all of them after it."""
         settings = self.recorded
-        return settings.strategy in ("ddp", "fsdp") and (settings.fidelity or "exact") in ("exact", "half")
+        return settings.strategy in ("ddp", "fsdp", "horovod") and (settings.fidelity or "exact") in ("exact", "half")
 
     @property
     def of_prediction(self) -> float | None:

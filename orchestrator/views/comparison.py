@@ -39,6 +39,8 @@ def print_summary(summary: Summary) -> None:
     for each in summary.faster:
         console.put(each.words)
         console.put(f"  try: {each.command}")
+    if summary.repeat:
+        console.put(f"repeat: {summary.repeat}")
 
 
 def print_hosts(summary: Summary) -> None:

@@ -69,6 +69,7 @@ def workplace(folder: Path, python: str = sys.executable) -> Path:
     files |= {
         name: "print('hi')\n" for name in ("train.py", "old.py", "scripts/train.py", "mypackage/train.py", "mine.py")
     }
+    files |= {"job.yaml": "# A job of orch 0.1.0\nscript: train.py\n"}
     files |= {"requirements.txt": "", "mypackage/__init__.py": "", "inventory/lab_pair.yaml": "", "data/x": ""}
     for name, text in files.items():
         (folder / "work" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +95,7 @@ def carried_out(line: str) -> list[str] | None:
         return None
     if words[-1:] == ["mine.py"] and (name == "plan" or "strategy=auto" in words):
         return None  # it has to be profiled before: test_readme.py does both
-    if name == "run" and not any(word in ("--exp", "-m") or word.endswith(".py") for word in words):
+    if name == "run" and not any(word in ("--exp", "-m") or word.endswith((".py", ".yaml")) for word in words):
         return None
     return [name, *(["--dry-run"] if name == "run" and "--dry-run" not in words else []), *words]
 

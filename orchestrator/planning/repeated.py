@@ -1,0 +1,46 @@
+"""The job file that repeats a job, from its plan: what every collected run has beside it.
+
+    job = job_of(plan)          for `write_job(run.job_file, job)`
+
+It says what `command_line.run_line` says, and like that it names the cluster, the hosts and whole paths. Of variables
+that were given for the job it has the names: their values are kept nowhere.
+"""
+
+from __future__ import annotations
+
+from orchestrator.planning.command_line import gives_local_rank, program_words, settings_of
+from orchestrator.planning.job_file import JobFile
+from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.planning.request import RunRequest
+
+
+def job_of(plan: LaunchPlan) -> JobFile:
+    return JobFile.model_validate({**_program(plan), **_limits(plan), "settings": settings_of(plan)})
+
+
+def _program(plan: LaunchPlan) -> dict[str, object]:
+    if plan.kind == "experiment":
+        return {"exp": plan.exp}
+    first, *rest = program_words(plan)
+    named = {"module": rest[0], "args": rest[1:]} if first == "-m" and rest else {"script": first, "args": rest}
+    return {
+        **named,
+        "folder": plan.code.source,
+        "batch": plan.recorded.batch,
+        "pass_local_rank": gives_local_rank(plan),
+        "no_metrics": not plan.measures_steps,
+    }
+
+
+def _limits(plan: LaunchPlan) -> dict[str, object]:
+    elastic = plan.elastic
+    return {
+        "cluster": plan.cluster,
+        "nodes": [node.name for node in plan.nodes],
+        "env": dict.fromkeys(plan.variables),
+        "share": plan.share_gpus,
+        "elastic": f"{elastic.min_nodes}:{elastic.max_nodes}" if elastic else None,
+        "max_restarts": elastic.max_restarts if elastic else None,
+        "grace": f"{plan.grace_s:.12g}s" if plan.grace_s != RunRequest.grace_s else None,
+        "time_limit": f"{plan.time_limit_s:.12g}s" if plan.time_limit_s else None,
+    }

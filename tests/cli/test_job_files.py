@@ -1,0 +1,139 @@
+"""`orch run job.yaml` and `orch run --save job.yaml`, over the local transport: the same plan, the same run again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.cli.run import run
+from orchestrator.planning.job_file import JobFile
+from tests.support import forks
+from tests.support.quick_python import quick_python
+
+INVENTORY = """
+cluster: rack
+defaults: {transport: local, device: cpu, python: PYTHON}
+nodes:
+  - {name: a, host: localhost, workdir: FOLDER/a}
+  - {name: b, host: localhost, workdir: FOLDER/b}
+"""
+SCRIPT = "import os, sys\nprint('given', *sys.argv[1:], os.environ.get('LR'))\n"
+
+
+class Place:
+    """A person's folder, with a cluster of two hosts that are this machine."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.here = folder, folder / "here"
+        for path in ("proj/train.py", "proj/pack/__init__.py", "proj/pack/train.py"):
+            (self.here / path).parent.mkdir(parents=True, exist_ok=True)
+            (self.here / path).write_text(SCRIPT)
+        (self.here / "my.env").write_text("LR=7\nB=8\n")
+        python = quick_python(folder / "quick")
+        (folder / "rack.yaml").write_text(INVENTORY.replace("PYTHON", python).replace("FOLDER", str(folder)))
+        self.types("up", str(folder / "rack.yaml"), "--allow-local")
+
+    def types(self, *words: str, code: int = 0, cwd: str = ".") -> Any:
+        env = {**os.environ, "ORCH_HOME": str(self.folder / "home"), "COLUMNS": "400", "HF_TOKEN": "hf_secret"}
+        done = forks.run(forks.ORCH, words, env=env, cwd=self.here / cwd)
+        assert done.returncode == code, f"{words} gave {done.returncode}:\n{done.stdout}\n{done.stderr}"
+        return done
+
+    def plan(self, *words: str, cwd: str = ".") -> dict[str, Any]:
+        """But for what is another with each start."""
+        found = json.loads(self.types("run", "--dry-run", "--json", *words, cwd=cwd).stdout)
+        shown: dict[str, Any] = json.loads(json.dumps(found).replace(found["job"], "JOB"))
+        return {key: value for key, value in shown.items() if key != "created"}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return Place(tmp_path_factory.mktemp("person"))
+
+
+def test_a_job_file_has_every_option_that_describes_a_job() -> None:
+    words = {"is_module", "command"}  # `script`, `module` and `args`
+    here = {"detach", "dry_run", "as_json", "save"}
+    assert {one.name for one in run.params} - words - here == {*JobFile.model_fields} - {"script", "module", "args"}
+
+
+LIMITS = ["--grace", "5s", "--time-limit", "90m", "--elastic", "1:2", "--max-restarts", "0", "--share"]
+ASKED = {
+    "an experiment": ["--exp", "mnist_lenet", "--set", "epochs=1", "--set", "lr=1e-2", "--nodes", "b"],
+    "settings that are chosen here": ["--exp", "mnist_lenet", "--set", "shares=equal", "--cluster", "rack"],
+    "limits and variables": [*LIMITS, "--env", "A=1_0", "--env", "HF_TOKEN", "--env-file", "my.env", "proj/train.py"],
+    "words of a script": ["--batch", "8", "--no-metrics", "proj/train.py", "--lr", "0.10", "", "a: b", "null"],
+    "a launcher": ["--pass-local-rank", "--", "torchrun", "--nnodes", "2", "proj/train.py", "--x"],
+    "flags of Python": ["--folder", "proj", "--", "python", "-u", "-m", "pack.train", "-v"],
+    "a module": ["--folder", "proj", "-m", "pack.train", "--x"],
+}
+
+
+@pytest.mark.parametrize("name", ["job.yaml", "jobs/deep/job.yml"])
+@pytest.mark.parametrize("words", ASKED.values(), ids=ASKED)
+def test_a_saved_job_has_the_same_plan_again(words: list[str], name: str, place: Place) -> None:
+    (place.here / name).unlink(missing_ok=True)
+    asked = place.plan("--save", name, *words)
+    assert place.plan(name) == asked
+    assert place.plan(str(place.here / name), cwd="proj") == asked
+    assert "hf_secret" not in (place.here / name).read_text()
+
+
+def test_a_module_of_this_folder_and_a_file_that_is_shipped_itself(place: Place) -> None:
+    for name in ("inner.yaml", "jobs/inner.yaml"):
+        asked = place.plan("--save", name, "-m", "pack.train", cwd="proj")
+        assert "inner.yaml" in " ".join(asked["files"]) and place.plan(name, cwd="proj") == asked
+    shutil.rmtree(place.here / "proj/jobs")
+    (place.here / "proj/inner.yaml").unlink()
+
+
+def test_options_before_and_behind_the_file_beat_it(place: Place) -> None:
+    text = "script: proj/train.py\nargs: [--lr, 0.1]\nnodes: [a]\nenv: {A: 1, LR: 2}\ntime_limit: 9m\n"
+    (place.here / "mine.yaml").write_text(text)
+    plan = place.plan("--nodes", "b", "mine.yaml", "--env", "A=3", "--env-file", "my.env", "--", "--lr", "0.2")
+    assert [node["name"] for node in plan["nodes"]] == ["b"] and plan["time_limit_s"] == 540
+    assert plan["nodes"][0]["command"] == ["train.py", "--lr", "0.1", "--lr", "0.2"]
+    assert plan["variables"] == ["LR", "B", "A"]  # the file of variables that was named here beats LR, too
+    assert place.plan("--", "mine.yaml", "--nodes")["nodes"][0]["command"][-1] == "--nodes"
+    wrong = place.types("run", "mine.yaml", "more", code=2)
+    assert "more: words for the script of mine.yaml stand behind `--`" in wrong.stderr
+
+
+def test_settings_on_the_line_are_laid_over_those_of_the_file(place: Place) -> None:
+    (place.here / "exp.yaml").write_text("exp: mnist_lenet\nsettings: {epochs: 3, batch: 64}\n")
+    settings = place.plan("exp.yaml", "--set", "epochs=2")["settings"]
+    assert (settings["epochs"], settings["batch"]) == (2, 64)
+    wrong = place.types("run", "exp.yaml", "--", "--lr", code=2)
+    assert "exp.yaml starts no script that could be given --lr" in wrong.stderr
+
+
+def test_what_is_there_is_not_written_over_in_silence(place: Place) -> None:
+    words = ("run", "--dry-run", "--exp", "mnist_lenet", "--save")
+    assert "wrote kept.yaml" in place.types(*words, "kept.yaml").stderr
+    assert "replaced kept.yaml" in place.types(*words, "kept.yaml", "--set", "epochs=2").stderr
+    (place.here / "other.yaml").write_text("lr: 0.1\n")
+    refused = place.types(*words, "other.yaml", code=2)
+    assert "other.yaml is there already, and orch did not write it" in refused.stderr
+    assert (place.here / "other.yaml").read_text() == "lr: 0.1\n"
+    assert "ends in .yaml or .yml" in place.types(*words, "job.txt", code=2).stderr
+    assert "'epoch': " not in place.types(*words, "wrong.yaml", "--set", "epoch=2", code=2).stderr
+    assert not (place.here / "wrong.yaml").exists()
+
+
+def test_a_collected_run_is_repeated_by_the_file_beside_it(place: Place) -> None:
+    first = place.types("run", "--nodes", "b", "--env", "LR=3", "--detach", "proj/train.py", "two words").stdout.strip()
+    place.types("logs", "-f", "--job", first)
+    shown = place.types("collect", "--job", first).stdout
+    file = place.here / "runs" / first / "job.yaml"
+    assert f"repeat: orch run --cluster rack --env LR --nodes b --folder {place.here}/proj" in shown
+    assert "orch run job.yaml" in file.with_name("report.html").read_text()
+    again = place.types("run", str(file), "--env", "LR=3", cwd="proj")
+    assert "[b 0] given two words 3" in again.stdout
+    file.write_text("mine\n")
+    place.types("collect", "--job", first)
+    assert file.read_text() == "mine\n"
