@@ -25,6 +25,7 @@ from orchestrator.cli.profile import profile
 from orchestrator.cli.pull import pull
 from orchestrator.cli.results import collect, report
 from orchestrator.cli.run import run
+from orchestrator.cli.ssh import ssh
 from orchestrator.cli.sweep import sweep
 
 
@@ -49,7 +50,7 @@ if "_ORCH_COMPLETE" in os.environ:
     install()
 
 SECTIONS = {
-    "Hosts": (up, status, clusters, use, node, master, trust, setup, data, execute),
+    "Hosts": (up, status, clusters, use, node, master, trust, setup, data, execute, ssh),
     "Jobs": (run, jobs, logs, cancel),
     "Results": (collect, pull, report, compare),
     "Speed, measured and predicted": (profile, plan, sweep),

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from orchestrator.paths import RunFolder
 
 INTERRUPTED = 130
+UMASK = "orchestrator.cli.umask"
+"""In a context's `meta`: the one that we were started with."""
 _REMEDIES = {
     errno.ENOSPC: "free space there (`df`, and `df -i` for inodes), or choose another folder",
     errno.EDQUOT: "your quota there is used up: free some of it, or choose another folder",
@@ -160,7 +162,7 @@ class Orch(click.Group):
                 formatter.write_dl(rows)
 
     def invoke(self, ctx: click.Context) -> Any:
-        mask = os.umask(0o077)  # all that we write is for its owner alone: state, logs, reports
+        mask = ctx.meta[UMASK] = os.umask(0o077)  # all that we write is for its owner alone: state, logs, reports
         try:
             return super().invoke(ctx)
         except OrchError as error:

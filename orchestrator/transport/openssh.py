@@ -1,0 +1,101 @@
+"""The system's own `ssh`, with what we know of a host: for a person who wants to type there.
+
+    argv = command_line(target, host_keys, pins=home.root / "pinned_hosts")
+    os.execvp(argv[0], argv)
+
+Takes the same `Target` and SSH configuration as `ssh.connect`, and goes the same way: the user, port and keys of each
+hop, jump hosts as nested ProxyCommands, and only host keys that we know. The person's configuration still has its say
+in all else that it sets for the host itself. Nothing secret stands in the line: keys are named by their files.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import paramiko
+
+from orchestrator.errors import HostKeyError, OrchError
+from orchestrator.files import write_atomic
+from orchestrator.transport import shell
+from orchestrator.transport.hostkeys import HostKeys, Peer, known_name
+from orchestrator.transport.route import Hop, Target, find_route, read_ssh_config
+from orchestrator.transport.ssh import fetch_host_key
+
+_STRICT = ("StrictHostKeyChecking=yes", "UpdateHostKeys=no", "CheckHostIP=no", "GlobalKnownHostsFile=/dev/null")
+
+
+def command_line(
+    target: Target, host_keys: HostKeys, *, pins: Path, command: Sequence[str] = (), terminal: bool = False
+) -> list[str]:
+    """pins: a folder for files with the keys that the inventory pins. command: what to run in place of a shell; a
+    single word is a line of shell. terminal: whether the command gets one.
+
+    Raises OrchError without an `ssh`, HostKeyError for a key that is not known, and as `ssh.fetch_host_key` does.
+    """
+    program = shutil.which("ssh")
+    if not program:
+        raise OrchError("this machine has no `ssh` program", "install OpenSSH's client (openssh-client on Debian)")
+    route = find_route(target, read_ssh_config())
+    known = [_known_hosts(hop, target, host_keys, pins) for hop in route]
+    proxy = "none"
+    for hop, files, onward in zip(route, known, route[1:], strict=False):
+        way = [program, "-F", "none", *_options(hop, files, proxy), "-W", f"[{onward.host}]:{onward.port}"]
+        proxy = _percents(shell.join([*way, "--", hop.host]))
+    chosen = os.environ.get("ORCH_SSH_CONFIG")
+    argv = [program, *(("-F", str(Path(chosen).expanduser())) if chosen else ()), *(("-t",) if terminal else ())]
+    argv += [*_options(route[-1], known[-1], proxy), "--", target.host]
+    line = command[0] if len(command) == 1 else shell.join(command)
+    return [*argv, f" {line}"] if command else argv  # the blank: what begins with `-` would be an option
+
+
+def _options(hop: Hop, known: Sequence[Path], proxy: str) -> list[str]:
+    """known: the files with its host keys."""
+    settings = [*_STRICT, f"UserKnownHostsFile={' '.join(map(_quoted, known))}", f"ProxyCommand={proxy}"]
+    if hop.peer.name != known_name(hop.host, hop.port):
+        settings.append(f"HostKeyAlias={hop.peer.name}")
+    if not hop.agent:
+        settings.append("IdentitiesOnly=yes")
+    # Not `-i`, which looks for a file by the name as it stands, and reads it in another way afterwards.
+    settings += [f"IdentityFile={_quoted(key)}" for key in hop.key_files if hop.key_required or key.exists()]
+    return ["-l", hop.user, "-p", str(hop.port), *(word for line in settings for word in ("-o", line))]
+
+
+def _known_hosts(hop: Hop, target: Target, host_keys: HostKeys, pins: Path) -> tuple[Path, ...]:
+    """The files in which OpenSSH is to look for this server's key. Raises HostKeyError where they have none."""
+    peer = hop.peer
+    if peer.pin:
+        return (_pinned(peer, peer.pin, target, host_keys, pins),)
+    if not host_keys.algorithms(peer):
+        raise HostKeyError(peer.node, f"{peer}: its host key is not known", f"`orch trust {peer.node}` first")
+    return (host_keys.recorded, *(host_keys.users if peer.files is None else peer.files))
+
+
+def _pinned(peer: Peer, pin: str, target: Target, host_keys: HostKeys, pins: Path) -> Path:
+    """A file with the pinned key alone. Of one that is pinned by its fingerprint the host is asked."""
+    if pin.startswith("SHA256:"):
+        offered = fetch_host_key(target, host_keys=host_keys)
+        key = offered.key
+        host_keys.check(offered.peer, key)
+    else:
+        kind, encoded = pin.split()[:2]
+        key = paramiko.PKey.from_type_string(kind, base64.b64decode(encoded))
+        host_keys.check(peer, key)
+    pins.mkdir(parents=True, mode=0o700, exist_ok=True)
+    file = pins / hashlib.sha256(peer.name.encode()).hexdigest()[:16]
+    write_atomic(file, f"{peer.name} {key.get_name()} {key.get_base64()}\n".encode())
+    return file
+
+
+def _quoted(path: Path) -> str:
+    """One of several paths in a setting."""
+    return '"' + _percents(str(path)).replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _percents(text: str) -> str:
+    """OpenSSH replaces `%h` and the like."""
+    return text.replace("%", "%%")

@@ -1,0 +1,203 @@
+"""The system's own `ssh` as orch starts it: the way, the keys and the host keys are those of the inventory."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import stat
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orchestrator.errors import HostKeyError, OrchError
+from orchestrator.transport.hostkeys import HostKeys
+from orchestrator.transport.openssh import command_line
+from tests.support import forks
+from tests.support.ssh_rack import ssh_rack
+from tests.support.sshd import make_key, needs_sshd, running_sshd
+
+pytestmark = needs_sshd
+PORT = "echo port ${SSH_CONNECTION##* }"
+
+
+@pytest.fixture(scope="module")
+def key(tmp_path_factory):
+    """In a folder whose name OpenSSH would read in another way, were it not quoted."""
+    folder = tmp_path_factory.mktemp("keys") / "100 %h of 'it'"
+    folder.mkdir()
+    return make_key(folder / "id")
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory, key):
+    folder = tmp_path_factory.mktemp("servers")
+    with (
+        running_sshd(folder / "a", key=key) as a,
+        running_sshd(folder / "b", key=key) as b,
+        running_sshd(folder / "c", key=key) as c,
+    ):
+        yield a, b, c
+
+
+@pytest.fixture
+def keys(tmp_path, servers):
+    """Keys of all of them, in a file whose name is no easier."""
+    users = tmp_path / '50 % "known" hosts'
+    users.write_text("".join(server.known_hosts_line() for server in servers))
+    return HostKeys(tmp_path / "home" / "known_hosts", [users])
+
+
+@pytest.fixture
+def says(tmp_path, keys):
+    """Runs a command by way of `ssh`; gives exit code, standard output and standard error."""
+
+    def run(target, *command, host_keys=keys):
+        argv = command_line(target, host_keys, pins=tmp_path / "pins", command=command)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+        return done.returncode, done.stdout, done.stderr
+
+    return run
+
+
+def through(*servers):
+    return ",".join(f"{getpass.getuser()}@127.0.0.1:{server.port}" for server in servers)
+
+
+def configured(monkeypatch, tmp_path, text):
+    (tmp_path / "ssh_config").write_text(text)
+    monkeypatch.setenv("ORCH_SSH_CONFIG", str(tmp_path / "ssh_config"))
+
+
+def test_it_logs_in_with_the_inventorys_user_port_and_key(says, servers):
+    assert says(servers[0].target(), PORT) == (0, f"port {servers[0].port}\n", "")
+
+
+def test_words_arrive_as_they_are_and_the_exit_code_comes_back(says, servers):
+    words = ["a b", "$HOME", "it's", "-v", "--"]
+    assert says(servers[0].target(), "printf", "<%s>", *words)[1] == "".join(f"<{word}>" for word in words)
+    assert says(servers[0].target(), "exit 7")[0] == 7
+    assert says(servers[0].target(), "-x")[0] == 127  # a command of the host's, and no option of ssh
+
+
+def test_jump_hosts_are_gone_through_with_their_keys_checked(says, servers, keys):
+    a, b, c = servers
+    before = [server.logins() for server in servers]
+    assert says(c.target(proxy_jump=through(a, b)), PORT) == (0, f"port {c.port}\n", "")
+    assert [server.logins() for server in servers] == [count + 1 for count in before]
+    lines = keys.users[0].read_text().splitlines(keepends=True)
+    keys.users[0].write_text(lines[0] + lines[1].replace(b.host_key(), a.host_key()) + lines[2])
+    code, out, err = says(c.target(proxy_jump=through(a, b)), PORT)
+    assert (code, out) == (255, "") and "REMOTE HOST IDENTIFICATION HAS CHANGED" in err
+
+
+def test_a_key_that_changed_is_refused_and_one_that_is_not_known_is_not_asked_for(says, servers, keys):
+    a, b, _ = servers
+    keys.users[0].write_text(f"[127.0.0.1]:{a.port} {b.host_key()}\n")
+    code, out, err = says(a.target(), PORT)
+    assert (code, out) == (255, "") and "REMOTE HOST IDENTIFICATION HAS CHANGED" in err
+    with pytest.raises(HostKeyError, match="its host key is not known: `orch trust v100` first"):
+        says(b.target(), PORT)
+    keys.recorded.parent.mkdir()
+    keys.recorded.write_text(b.known_hosts_line())
+    assert says(b.target(), PORT)[1] == f"port {b.port}\n"
+    assert keys.recorded.read_text() == b.known_hosts_line()
+
+
+def test_of_a_host_whose_key_is_pinned_that_key_alone_counts(says, servers, tmp_path):
+    a, b, _ = servers
+    nothing = HostKeys(tmp_path / "none")
+    for pin in (a.host_key(), a.fingerprint()):
+        assert says(a.target(host_key=pin), PORT, host_keys=nothing) == (0, f"port {a.port}\n", "")
+    code, out, err = says(a.target(host_key=b.host_key()), PORT)  # known as it is, and pinned otherwise
+    assert (code, out) == (255, "") and "HAS CHANGED" in err
+    with pytest.raises(HostKeyError, match="is not the pinned one"):
+        says(a.target(host_key=b.fingerprint()), PORT)
+    nothing.recorded.write_text(f"@revoked {a.known_hosts_line()}")
+    with pytest.raises(HostKeyError, match="is revoked"):
+        says(a.target(host_key=a.host_key()), PORT, host_keys=nothing)
+
+
+def test_the_persons_configuration_has_its_say_and_the_inventory_the_last_word(says, servers, monkeypatch, tmp_path):
+    a, b, _ = servers
+    text = f"Host card\n  HostName 127.0.0.1\n  Port {b.port}\n  ProxyJump nowhere:9\n"
+    configured(monkeypatch, tmp_path, text)
+    target = a.target(host="card", proxy_jump="none")
+    assert says(target, PORT) == (0, f"port {a.port}\n", "")
+    assert says(replace(target, port=None), PORT) == (0, f"port {b.port}\n", "")
+    configured(monkeypatch, tmp_path, f"{text}\nHost nowhere\n  HostName 127.0.0.1\n  Port {b.port}\n")
+    before = b.logins()
+    assert says(replace(target, proxy_jump=f"{getpass.getuser()}@nowhere"), PORT) == (0, f"port {a.port}\n", "")
+    assert b.logins() == before + 1
+
+
+def test_nothing_but_names_of_files_stands_in_the_line(servers, keys, tmp_path, key):
+    line = " ".join(command_line(servers[0].target(proxy_jump=through(servers[1])), keys, pins=tmp_path))
+    assert "PRIVATE" not in line and not any(part and part in line for part in key.read_text().splitlines()[1:-1])
+
+
+def test_a_machine_without_ssh_is_told(servers, keys, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(OrchError, match="this machine has no `ssh` program: install"):
+        command_line(servers[0].target(), keys, pins=tmp_path)
+
+
+# ---- orch ssh -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def rack(tmp_path_factory):
+    with ssh_rack(tmp_path_factory.mktemp("rack")) as made:
+        yield made
+
+
+def test_orch_ssh_runs_a_command_with_its_exit_code(rack):
+    done = rack.types("ssh", "v100", "--", "printf", "<%s>", "a b", "--", "-x")
+    assert (done.stdout, done.stderr) == ("<a b><--><-x>", "")
+    assert rack.types("ssh", "a2000", "--", f"{PORT}; exit 5", exit_code=5).stdout.split()[1] == str(
+        rack.servers["a2000"].port
+    )
+    assert "no such node in cluster rack" in rack.types("ssh", "x", exit_code=2).stderr
+    assert rack.types("ssh", "gone", "--", "true", exit_code=3).stderr.startswith("error: gone: ")
+
+
+def test_orch_ssh_is_a_shell_at_a_terminal(rack):
+    """Types into it, and reads what it prints until it is left."""
+    ours, theirs = os.openpty()
+    argv = [sys.executable, "-m", "orchestrator.cli", "ssh", "v100"]
+    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    shell = subprocess.Popen(
+        argv, env=rack.environment, cwd=Path(__file__).parents[2], start_new_session=True, **streams
+    )
+    os.close(theirs)
+    os.write(ours, b"echo $((40+2)) ${SSH_TTY:+a tty} ${SSH_CONNECTION##* }; exit 6\n")
+    said = b""
+    while piece := _read(ours):
+        said += piece
+    assert shell.wait(30) == 6
+    assert f"42 a tty {rack.servers['v100'].port}".encode() in said
+
+
+def _read(handle):
+    try:
+        return os.read(handle, 1 << 16)
+    except OSError:  # nobody has it open any more
+        return b""
+
+
+def test_a_local_node_has_a_shell_of_this_machine(tmp_path):
+    defaults = "{transport: local, device: cpu, python: /nowhere}"
+    text = f"cluster: here\ndefaults: {defaults}\nnodes: [{{name: me, host: localhost}}]\n"
+    (tmp_path / "here.yaml").write_text(text)
+    environment = {**os.environ, "SHELL": "/bin/sh"}
+    assert forks.run(forks.ORCH, ["up", "here.yaml", "--allow-local"], cwd=tmp_path, env=environment).returncode == 3
+    done = forks.run(
+        forks.ORCH, ["ssh", "me", "--", f"pwd; umask; touch {tmp_path}/it; exit 4"], cwd=tmp_path, env=environment
+    )
+    assert (done.returncode, done.stdout) == (4, f"{Path.home()}\n0022\n")
+    assert done.stderr == "me is this machine (transport: local)\n"
+    assert stat.S_IMODE((tmp_path / "it").stat().st_mode) == 0o644
+    shell = forks.run(forks.ORCH, ["ssh", "me"], cwd=tmp_path, env=environment, input_="echo $((40+2)); exit 3\n")
+    assert (shell.returncode, shell.stdout) == (3, "42\n")
