@@ -21,7 +21,6 @@ pytest.importorskip("torchvision")
 import torch
 
 from tests.support import forks
-from tests.support.quick_python import quick_python
 from tests.support.trainer_ranks import ROOT, environment, of_event, real_mnist, records, started, trained
 from trainer.compute.microbatches import MicroBatches
 from trainer.compute.models import build_model
@@ -50,8 +49,7 @@ def run_of_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Com
     folder = tmp_path_factory.mktemp("run")
     command = [*TORCHRUN, *SYNTHETIC, "--samples", "203", "--epochs", "2", "--eval_every", "2"]
     command += ["--loader", "workers", "--num_workers", "1"]
-    python = {"PYTHON_EXEC": quick_python(folder / "quick", torchrun=True)}
-    return forks.run(forks.TORCHRUN, command, cwd=ROOT, env=environment(folder, **python)), folder
+    return forks.run(forks.TORCHRUN, command, cwd=ROOT, env=environment(folder)), folder
 
 
 def test_torchrun_trains_and_says_so_without_a_warning(run_of_two: Any) -> None:
