@@ -9,8 +9,6 @@ How a cluster comes to be is `clusters`' to know, which jobs there are `jobs/kno
 
 from __future__ import annotations
 
-import re
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -40,6 +38,7 @@ from orchestrator.jobs.resume import last_checkpoint, settings_of, wish_for
 from orchestrator.jobs.running import RunningJob
 from orchestrator.owner import read_owner
 from orchestrator.paths import RUNS, RunFolder
+from orchestrator.planning import naming
 from orchestrator.planning.build import build_plan
 from orchestrator.planning.draft import Draft
 from orchestrator.planning.homes import homes_of, notes_on
@@ -56,7 +55,6 @@ from orchestrator.transport.fanout import errors, for_each, values
 
 GPUS_S = 60.0
 """For a look at who is on them: twice what nvidia-smi may take."""
-_ID_LETTERS = "abcdefghijkmnpqrstuvwxyz23456789"
 
 
 @dataclass(frozen=True)
@@ -145,7 +143,7 @@ class Controller:
         placement = place(ready.nodes, ready.facts, ready.election, request)
         draft = Draft(
             cluster=cluster.name,
-            job=_job_id(request.name),
+            job=naming.job_id(request.job_name or request.name, datetime.now(timezone.utc)),
             created=now_utc(),
             code=code,
             request=request,
@@ -190,6 +188,8 @@ class Controller:
             cluster=plan.cluster,
             nodes=tuple(node.name for node in plan.nodes),
             started=plan.created,
+            name=plan.name,
+            note=plan.note,
         )
         self.jobs.settle_half_starts()
         job = self.jobs.of(plan)
@@ -283,10 +283,3 @@ class Controller:
         summary = analyse(run)
         write_report(run, summary)
         return summary
-
-
-def _job_id(name: str) -> str:
-    """`resnet152_cifar-20261121-0912-k3f`: what, when (UTC), and three letters against coincidence."""
-    slug = re.sub(r"[^A-Za-z0-9_]+", "-", Path(name).stem)[:40].strip("-_") or "job"
-    suffix = "".join(secrets.choice(_ID_LETTERS) for _ in range(3))
-    return f"{slug}-{datetime.now(timezone.utc):%Y%m%d-%H%M}-{suffix}"

@@ -140,6 +140,21 @@ class Quantity(click.ParamType):  # type: ignore[type-arg]  # generic since clic
             self.fail(str(error), param, ctx)
 
 
+class Called(click.ParamType):  # type: ignore[type-arg]  # as above
+    """What a person calls a job: its `name`, or a `note` on it."""
+
+    def __init__(self, name: Literal["name", "note"]) -> None:
+        self.name = name
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        from orchestrator.planning.naming import job_name, job_note
+
+        try:
+            return (job_name if self.name == "name" else job_note)(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
 class Orch(click.Group):
     """Turns every expected error into words and its exit code; anything else is a bug and keeps its traceback. Its help
     has a section for each thing that people do, with whole sentences.

@@ -24,7 +24,10 @@ from orchestrator.planning.request import RunRequest, parse_pairs
 from orchestrator.planning.variables import read_variables
 from orchestrator.units import parse_duration
 
-_PLAIN = ("exp", "resume", "batch", "pass_local_rank", "no_metrics", "share", "elastic", "max_restarts", "cluster")
+_PLAIN = (
+    *("exp", "resume", "batch", "pass_local_rank", "no_metrics", "name", "note", "cluster"),
+    *("share", "elastic", "max_restarts"),
+)
 """Options that are in the file what they are here."""
 
 

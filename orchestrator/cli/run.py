@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from orchestrator.cli.common import (
+    Called,
     Quantity,
     busy,
     cluster_option,
@@ -99,6 +100,10 @@ SECOND_CTRL_C_S = 3.0
     help="With --elastic: restart a host's ranks at most N times after one of them died. [default: 3]",
 )
 @click.option("--time-limit", type=Quantity("time"), help="End the job after this time: 90s, 30m, 12h.")
+@click.option("--name", type=Called("name"), metavar="NAME", help="What the job's id begins with.")
+@click.option(
+    "--note", type=Called("note"), metavar="TEXT", help="A line that `orch jobs` and the report show with it."
+)
 @click.option(
     "--save",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -124,6 +129,7 @@ def run(ctx: click.Context, /, **options: Any) -> None:
     orch run --nodes v100 train.py --lr 0.1   your own torchrun script; its folder is shipped
     orch run -m mypackage.train --lr 0.1      the same for a module
     orch run --env HF_TOKEN --env-file .env train.py  with variables of this machine and of a file
+    orch run --name wide-net --note "rate of the paper" train.py --lr 0.1  so that you find it again
     orch run --save job.yaml train.py --lr 0.1  writes the job as a file, and runs it
     orch run job.yaml --nodes v100 -- --lr 0.2  what the file says, but for these options and arguments
 
@@ -153,7 +159,7 @@ def _start(ctx: click.Context, options: RunOptions) -> None:
         request = replace(
             wish.request, share_gpus=options.share, grace_s=options.grace, time_limit_s=options.time_limit,
             elastic=elastic, env=variables, measures_steps=options.measures_steps(),
-            notes=(*strays, *wish.request.notes),
+            notes=(*strays, *wish.request.notes), job_name=options.name, note=options.note,
         )  # fmt: skip
         plan = controller.plan(cluster, request, wish.code, cluster.names(options.nodes))
         if options.dry_run:

@@ -36,6 +36,8 @@ class RunOptions:
     max_restarts: int | None
     time_limit: float | None
     cluster: str | None
+    name: str | None
+    note: str | None
     save: Path | None
     as_json: bool
     command: tuple[str, ...]

@@ -75,5 +75,8 @@ class JobRecord(Record):
     """What an elastic job went on after, in the order of time."""
     stall: Stall | None = None
     """How the ranks of an ended job were found last."""
+    name: Words | None = None
+    """What its person calls it."""
+    note: Words | None = None
     joined: bool | None = None
     """Whether any rank has met another; False: each of several runs by itself. None: not known, or a single rank."""

@@ -90,7 +90,15 @@ def record_of(plan: LaunchPlan) -> JobRecord:
     """What is known of the job before its hosts' records are looked at."""
     nodes = tuple(node.name for node in plan.nodes)
     return JobRecord(
-        schema=1, id=plan.job, state="lost", exp=plan.exp, cluster=plan.cluster, nodes=nodes, started=plan.created
+        schema=1,
+        id=plan.job,
+        state="lost",
+        exp=plan.exp,
+        cluster=plan.cluster,
+        nodes=nodes,
+        started=plan.created,
+        name=plan.name,
+        note=plan.note,
     )
 
 

@@ -35,6 +35,8 @@ def build_plan(draft: Draft) -> LaunchPlan:
     return LaunchPlan(
         schema=1,
         job=draft.job,
+        name=request.job_name,
+        note=request.note,
         exp=request.name,
         kind=request.kind,
         cluster=draft.cluster,

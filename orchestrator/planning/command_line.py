@@ -30,7 +30,13 @@ def run_line(plan: LaunchPlan, nodes: Collection[str] = (), settings: AnySetting
     what = ["--exp", plan.exp] if plan.kind == "experiment" else []
     what += [word for name, text in settings_of(plan, settings).items() for word in ("--set", f"{name}={text}")]
     script = _script(plan) if plan.kind != "experiment" else []
-    return shlex.join(["orch", "run", "--cluster", plan.cluster, *what, *options, *script])
+    return shlex.join(["orch", "run", "--cluster", plan.cluster, *_called(plan), *what, *options, *script])
+
+
+def _called(plan: LaunchPlan) -> Iterator[str]:
+    for option, words in (("--name", plan.name), ("--note", plan.note)):
+        if words:
+            yield from (option, words)
 
 
 def settings_of(plan: LaunchPlan, settings: AnySettings | None = None) -> dict[str, str]:

@@ -30,6 +30,7 @@ from orchestrator.hosts.inventory import EnvName, EnvValue, Name, Written, neare
 from orchestrator.hosts.inventory_mistakes import mistake_of
 from orchestrator.hosts.yamlfile import REFUSED, Document, read_yaml, resolve_scalar
 from orchestrator.planning.elastic import parse_elastic
+from orchestrator.planning.naming import job_name, job_note
 from orchestrator.planning.request import AUTO
 from orchestrator.planning.secret_words import names_secret, shows_secret
 from orchestrator.planning.variables import RESERVED
@@ -71,6 +72,8 @@ class JobFile(Written):
     batch: int | None = Field(default=None, ge=1)
     pass_local_rank: bool = False
     no_metrics: bool = False
+    name: Annotated[str, AfterValidator(job_name)] | None = None
+    note: Annotated[str, AfterValidator(job_note)] | None = None
     cluster: Name | None = None
     nodes: list[str] = Field(default_factory=list)
     env: dict[EnvName, EnvValue | None] = Field(default_factory=dict)

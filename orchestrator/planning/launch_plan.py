@@ -196,6 +196,10 @@ class LaunchPlan(Record):
 
     schema_: int = Field(SCHEMA, alias="schema", serialization_alias="schema")
     job: str
+    name: str | None = None
+    """What the person calls it; the id begins with it."""
+    note: str | None = None
+    """A line of the person's own."""
     exp: str
     kind: Literal["experiment", "script", "module"]
     cluster: str

@@ -36,6 +36,8 @@ def _limits(plan: LaunchPlan) -> dict[str, object]:
     elastic = plan.elastic
     return {
         "cluster": plan.cluster,
+        "name": plan.name,
+        "note": plan.note,
         "nodes": [node.name for node in plan.nodes],
         "env": dict.fromkeys(plan.variables),
         "share": plan.share_gpus,

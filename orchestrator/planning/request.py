@@ -52,6 +52,9 @@ class RunRequest:
     elastic: Elastic | None = None
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Variables for this job alone; they win over the inventory's."""
+    job_name: str | None = None
+    """What the person calls the job."""
+    note: str | None = None
     starter: Starter | None = None
     """Who starts the ranks of its one host; None is orch."""
     notes: tuple[str, ...] = ()

@@ -121,6 +121,7 @@ def _from_plan(plan: LaunchPlan) -> dict[str, Any]:
     """Fields of the summary that were known before the run."""
     return {
         "job": plan.job,
+        "note": plan.note,
         "experiment": plan.exp,
         "kind": plan.kind,
         "cluster": plan.cluster,

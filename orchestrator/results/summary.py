@@ -138,6 +138,8 @@ class Summary(Record):
 
     schema_: int = Field(SCHEMA, alias="schema", serialization_alias="schema")
     job: str
+    note: Words | None = None
+    """Its person's own line."""
     experiment: str
     kind: str = "experiment"
     cluster: str = ""
