@@ -15,6 +15,7 @@ from orchestrator.cli.cleaning import down, reap
 from orchestrator.cli.clusters import master, status, trust, up
 from orchestrator.cli.common import Orch
 from orchestrator.cli.compare import compare
+from orchestrator.cli.copy import cp
 from orchestrator.cli.current import clusters, use
 from orchestrator.cli.everywhere import execute
 from orchestrator.cli.hosts import data, setup
@@ -50,7 +51,7 @@ if "_ORCH_COMPLETE" in os.environ:
     install()
 
 SECTIONS = {
-    "Hosts": (up, status, clusters, use, node, master, trust, setup, data, execute, ssh),
+    "Hosts": (up, status, clusters, use, node, master, trust, setup, data, execute, ssh, cp),
     "Jobs": (run, jobs, logs, cancel),
     "Results": (collect, pull, report, compare),
     "Speed, measured and predicted": (profile, plan, sweep),

@@ -10,6 +10,7 @@ import os
 from contextlib import suppress
 
 import click
+from click.shell_completion import CompletionItem
 
 from orchestrator.errors import UsageError
 from orchestrator.hosts.node_names import names_in
@@ -29,6 +30,12 @@ def node_names(context: click.Context, parameter: click.Parameter, begun: str) -
     """The nodes of the cluster chosen in this line, else of the current one; after a comma the next of several."""
     before, comma, last = begun.rpartition(",")
     return [before + comma + name for name in _fitting(_nodes(context), last)]
+
+
+def node_paths(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
+    """`v100:` and the like, or files of this machine."""
+    nodes = _fitting([f"{name}:" for name in _nodes(context)], begun) if begun and ":" not in begun else []
+    return [CompletionItem(node) for node in nodes] or [CompletionItem(begun, type="file")]
 
 
 def node_ranges(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
