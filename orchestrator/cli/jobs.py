@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -135,27 +136,51 @@ def _others(controller: Controller, clusters: list[str], adopt: bool, yes: bool)
     return problems
 
 
+class Regex(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 alone
+    name = "regex"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> re.Pattern[str]:
+        try:
+            return value if isinstance(value, re.Pattern) else re.compile(value)
+        except re.error as error:
+            self.fail(f"{value!r} is no regular expression: {error}", param, ctx)
+
+
 @click.command()
 @job_option
 @click.option("-f", "--follow", is_flag=True, help="Follow until the job has ended.")
 @click.option("--node", "only_node", metavar="N", help="Only this node.", shell_complete=node_names)
 @click.option("--rank", "only_rank", type=int, metavar="R", help="Only this rank.")
+@click.option("-n", "--lines", type=click.IntRange(min=1), metavar="N", help="Only the last N lines of each log.")
+@click.option("--grep", type=Regex(), metavar="REGEX", help="Only lines, of those, in which this fits.")
 @cluster_option
-def logs(wanted: str | None, follow: bool, only_node: str | None, only_rank: int | None, cluster: str | None) -> None:
+def logs(
+    wanted: str | None,
+    follow: bool,
+    only_node: str | None,
+    only_rank: int | None,
+    lines: int | None,
+    grep: re.Pattern[str] | None,
+    cluster: str | None,
+) -> None:
     """Show what the ranks printed, each line with its node and rank.
 
-    After `orch down` it shows what was collected.
+    A rank has two logs, of its output and its errors. With -n the earlier lines stay on the hosts. After `orch down` it
+    shows what was collected.
 
     \b
     orch logs -f
     orch logs --job resnet152 --node v100 --rank 0
+    orch logs -n 20
+    orch logs -f -n 5 --grep 'loss|error'
     """
-    from orchestrator.jobs.copies import copied_lines, is_removed, newest_copy, nothing_left
+    from orchestrator.jobs.copies import copied_lines, is_removed, last_of, newest_copy, nothing_left
     from orchestrator.jobs.lines import LogLine
     from orchestrator.views import console, following
 
     def chosen(line: LogLine) -> bool:
-        return only_node in (None, line.node) and only_rank in (None, line.rank)
+        is_of = only_node in (None, line.node) and only_rank in (None, line.rank)
+        return is_of and (grep is None or bool(grep.search(line.text)))
 
     with open_controller() as controller:
         job = chosen_job(controller, wanted, cluster)
@@ -169,10 +194,13 @@ def logs(wanted: str | None, follow: bool, only_node: str | None, only_rank: int
             if copy is None:
                 raise why
             console.say(f"{why.message}; these are the lines that were collected into {copy.root}")
-            return following.print_events(copied_lines(plan, copy), chosen)
+            copied = copied_lines(plan, copy)
+            return following.print_events(last_of(copied, lines) if lines else copied, chosen)
         away = job.reach()
         console.fail_each(away.values())
-        following.print_events(job.follow(until_end=follow), chosen)
+        ranks = [rank for node in plan.nodes if only_node in (None, node.name) for rank in node.rank_numbers]
+        last = {rank: lines for rank in ranks if only_rank in (None, rank)} if lines else None
+        following.print_events(job.follow(until_end=follow, last_lines=last), chosen)
         if away:
             sys.exit(3)
     return None

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -63,6 +64,14 @@ def copied_lines(plan: LaunchPlan, run: RunFolder) -> Iterator[tuple[LogLine, ..
                 yield lines
     if lines := tuple(splitter.rest()):
         yield lines
+
+
+def last_of(events: Iterable[tuple[LogLine, ...]], lines: int) -> Iterator[tuple[LogLine, ...]]:
+    """The last of each log, in the order of the logs."""
+    kept: dict[tuple[str, int, str], deque[LogLine]] = {}
+    for line in itertools.chain.from_iterable(events):
+        kept.setdefault(line[:3], deque(maxlen=lines)).append(line)
+    yield from map(tuple, kept.values())
 
 
 def _pieces(path: Path, name: str, rank: int) -> Iterator[FilePiece]:

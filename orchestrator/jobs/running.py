@@ -32,6 +32,7 @@ from orchestrator.jobs.outputs import Outputs, outputs
 from orchestrator.jobs.record import ENDED, FINAL_STATES, JobRecord
 from orchestrator.jobs.remembered import RememberedJobs
 from orchestrator.jobs.state import combine, is_gone, is_half_started
+from orchestrator.jobs.tails import tails
 from orchestrator.jobs.watch import watch, watch_records
 from orchestrator.owner import read_owner
 from orchestrator.paths import RunFolder
@@ -111,13 +112,15 @@ class RunningJob:
 
     # ---- how it goes ----------------------------------------------------------------------------------------------
 
-    def follow(self, *, until_end: bool = True) -> Iterator[Event]:
+    def follow(self, *, until_end: bool = True, last_lines: Mapping[int, int] | None = None) -> Iterator[Event]:
         """Every line of every rank from the first on, those together that came together; keeps the job's record up to
-        date. Raises OrchError where no host holds anything of the job now. until_end: see `Follow`.
+        date. Raises OrchError where no host holds anything of the job now. until_end: see `Follow`. last_lines: of
+        these ranks, and so many of each of their logs; none of what was printed before leaves its host.
         """
         follow = Follow(self.plan, self._remember, until_end=until_end)
         reopen = self._connections.reopen
-        yield from follow.events(watch(self.plan, self.hosts, offsets={}, follow=until_end, reconnect=reopen))
+        offsets = tails(self.plan, self.hosts, last_lines, follow=until_end) if last_lines is not None else {}
+        yield from follow.events(watch(self.plan, self.hosts, offsets=offsets, follow=until_end, reconnect=reopen))
         if is_gone(self.plan, follow.heard.records) and self.record.state != "starting":
             raise nothing_left(self._jobs, self.plan)
         yield from follow.last_words()

@@ -96,7 +96,7 @@ class LogFile:
 
     def send_new(self, *, only_present: bool = False) -> bool:
         """Sends the next piece, if there is one. only_present: nothing that was not there at the first look."""
-        with _opened(self._path) as handle:
+        with opened(self._path) as handle:
             if handle is None:
                 return False
             found = os.fstat(handle)
@@ -124,7 +124,7 @@ class LogFile:
         None where it has none, or where the file is no longer the one that they came from.
         """
         digest, at = hashlib.sha256(), 0
-        with _opened(self._path) as handle:
+        with opened(self._path) as handle:
             if handle is None or not self.offset or not self._is_same(handle, found := os.fstat(handle)):
                 return None
             while piece := os.pread(handle, min(1 << 20, self.offset - at), at):
@@ -146,7 +146,7 @@ class LogFile:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Any:
+def opened(path: Path) -> Any:
     """A descriptor; None unless it is a regular file of our own: a link, or one for its folder, leads elsewhere."""
     try:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -1,0 +1,52 @@
+"""Where the last lines of a job's logs begin, so that `reader` can be asked to hand out these alone.
+
+Request: {"workdir", "job", "lines": {name: N}}; of a file with N = 0 nothing is wanted. Answer: {"files": {name:
+[offset, inode, head]}}, head being the first HEAD_BYTES before the offset in base64; a file that is not there, or is
+wanted whole, is left out. A log is read from its end, MAX_TAIL_BYTES at most: a longer last line is cut.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+from typing import Any
+
+from .answer import reply
+from .layout import WorkFolder
+from .reader import HEAD_BYTES, opened
+
+BLOCK_BYTES = 1 << 16
+MAX_TAIL_BYTES = 1 << 22
+
+
+def main(request: dict[str, Any]) -> None:
+    reply(request, tails)
+
+
+def tails(request: dict[str, Any]) -> dict[str, Any]:
+    root, found = WorkFolder(request["workdir"]).job(request["job"]).root, dict[str, Any]()
+    for name, lines in request["lines"].items():
+        with opened(root / name) as handle:
+            if handle is None:
+                continue
+            size = os.fstat(handle).st_size
+            offset = begin_of(handle, size, lines) if lines else size
+            if offset:
+                head = os.pread(handle, min(offset, HEAD_BYTES), 0)
+                found[name] = [offset, os.fstat(handle).st_ino, base64.b64encode(head).decode()]
+    return {"files": found}
+
+
+def begin_of(handle: int, size: int, lines: int) -> int:
+    """The offset of the last `lines` lines; what stands behind the last newline is one of them."""
+    at, left, least = size, lines, max(0, size - MAX_TAIL_BYTES)
+    while at > least:
+        begin = max(least, at - BLOCK_BYTES)
+        block = os.pread(handle, at - begin, begin)
+        cut = len(block) - 1 if at == size and block.endswith(b"\n") else len(block)
+        while (cut := block.rfind(b"\n", 0, cut)) >= 0:
+            left -= 1
+            if not left:
+                return begin + cut + 1
+        at = begin
+    return least
