@@ -34,7 +34,7 @@ def execute(nodes: str | None, timeout: float, cluster: str | None, as_json: boo
     \b
     orch exec -- nvidia-smi -L
     orch exec --nodes 'gpu[01-16]' -- 'df -h ~ | tail -1'
-    orch exec --timeout 10m --json -- make -C /srv/data | jq '.nodes.v100.exit_code'
+    orch exec --timeout 10m --json -- make -C data | jq .nodes.v100.exit_code
     """
     from orchestrator.hosts.everywhere import line_of, run_everywhere
     from orchestrator.provision.service import chosen
