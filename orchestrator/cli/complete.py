@@ -1,248 +1,102 @@
-"""Who holds which part of the network in a pipeline, and where the batch enters it."""
+"""What a shell offers to complete: names that this machine remembers. Reads files alone and asks no host.
+
+Used as click's `shell_complete`: each takes context, parameter and the word begun, gives the words that fit.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import cast
+import json
+import os
+from contextlib import suppress
 
-import torch
-import torch.distributed as dist
-from torch import nn
+import click
+from click.shell_completion import CompletionItem
 
-from trainer.compute.brake import Brake
-from trainer.compute.executor import Executor
-from trainer.compute.microbatches import MicroBatches
-from trainer.compute.precision import DTYPES as COMPUTED_IN
-from trainer.compute.precision import Full
-from trainer.compute.timer import Timer
-from trainer.data.sample_stream import SampleStream
-from trainer.paced.memory import out_of_memory
-from trainer.paced.part import LearningPart, PacedPart
-from trainer.paced.stage_clock import StageClock
-from trainer.pipeline.chain import Block, balanced, survey_of
-from trainer.pipeline.cuts import Cuts
-from trainer.pipeline.layout import Layout
-from trainer.pipeline.paced import LearningStage, PacedStage
-from trainer.pipeline.part import Part, part_of
-from trainer.pipeline.stage import Stage
-from trainer.pipeline.strategy import Pipeline
-from trainer.ranks.agreement import gather_lines, together
-from trainer.ranks.process_group import TIMEOUT
-from trainer.ranks.rank_info import RankInfo
-from trainer.setup.batch_norm import check_batch_norm, check_pairs
-from trainer.setup.learning import Learning, as_sent, chain_like, learning_cut, like_of_all, weights_like
-from trainer.setup.material import Material
-from trainer.setup.paced import keep_records, refuse_arithmetic
-from trainer.shared.errors import TrainError
-from trainer.shared.metrics import MetricsWriter
-from trainer.shared.pace import Pace
-from trainer.shared.settings import Settings
-from trainer.shared.shares import Speed, scale_shares
-from trainer.shared.stages import ALONE, parse_stages, stage_names
-from trainer.shared.stages import Stage as Blocks
-from trainer.shared.turns import PER_STAGE, in_flight_of_rank
-from trainer.strategies.base import share_initial_state
-from trainer.strategies.gradient_sum import DTYPES as SENT_IN
-from trainer.strategies.gradient_sum import GradientSum
-from trainer.strategies.parameter_average import ParameterAverage, averaged
+from orchestrator.errors import UsageError
+from orchestrator.hosts.node_names import names_in
+from orchestrator.paths import Home
 
 
-@dataclass(frozen=True)
-class PipelinePlan:
-    """The same on all ranks."""
-
-    chain: tuple[Block, ...]
-    layout: Layout
-    dtype: torch.dtype
-    """Of the network's weights."""
-    learning: Learning | None = None
-    """The run's network, where chain and layout are of another one, whose time is kept."""
-
-    @property
-    def micro_batches(self) -> int:
-        """Of each rank of the first stage, where nobody has said how many."""
-        return PER_STAGE * len(self.layout.ranks[0])
-
-    def blocks(self, rank: int) -> tuple[Block, ...]:
-        """Those that the rank holds."""
-        own = self.layout.stage(rank)
-        return self.chain[own.first : own.last + 1]
-
-    def held(self, rank: int) -> Blocks:
-        """What the rank holds of the run's network."""
-        return (self.learning or self).layout.stage(rank)
-
-    def work(self, rank: int) -> float:
-        """Of the rank's blocks, 0..1."""
-        return sum(block.work for block in self.blocks(rank))
+def job_ids(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
+    """Newest first, by their ids; and `latest`."""
+    return _fitting(["latest", *sorted(_jobs(), reverse=True)], begun)
 
 
-def plan_pipeline(
-    settings: Settings, material: Material, info: RankInfo, speeds: Sequence[Speed | None]
-) -> PipelinePlan:
-    """speeds: of each rank, where known. Waits for all ranks. Raises TrainError where stages and ranks do not fit."""
-    nodes, like = gather_lines(info.node), like_of_all(info)
-    with together(info.node):
-        skeleton = material.skeleton()
-        own = survey_of(skeleton, material.example(), material.name)
-        chain = chain_like(like) if like else own
-        try:
-            pipelines = parse_stages(settings.stages) or balanced(chain, _speeds_of_stages(nodes, speeds))
-            if settings.fidelity == "local" and len(pipelines) == 1:
-                raise ValueError(ALONE)
-            layout = Layout.of(pipelines, nodes, len(chain))
-            learning = learning_cut(like, own, chain, layout) if like else None
-            return PipelinePlan(tuple(chain), layout, next(skeleton.parameters()).dtype, learning)
-        except ValueError as error:
-            raise TrainError(f"stages: {error}") from error
-    raise AssertionError  # `together` has raised
+def cluster_names(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
+    return _fitting(sorted(path.stem for path in Home.default().clusters.glob("*.json")), begun)
 
 
-def _speeds_of_stages(nodes: Sequence[str], speeds: Sequence[Speed | None]) -> dict[str, float]:
-    """Samples a millisecond of each host, all alike where one is not known; of each rank where all are on one host."""
-    names = stage_names(nodes)
-    known = [1 / speed.sample_ms for speed in speeds if speed]
-    found = dict.fromkeys(names, 0.0)
-    for rank, name in enumerate(names):
-        found[name] += known[rank] if len(known) == len(names) else 1.0
-    return found
+def node_names(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
+    """The nodes of the cluster chosen in this line, else of the current one; after a comma the next of several."""
+    before, comma, last = begun.rpartition(",")
+    return [before + comma + name for name in _fitting(_nodes(context), last)]
 
 
-def shares_of_readers(plan: PipelinePlan, shares: Sequence[int], batch: int) -> tuple[int, ...]:
-    """The batch over the ranks of first stages, in the proportion of their shares; nothing for others."""
-    readers = plan.layout.first_ranks
-    wanted = [shares[rank] for rank in readers]
-    of_readers = dict(zip(readers, scale_shares(wanted if sum(wanted) else [1] * len(wanted), batch), strict=True))
-    return tuple(of_readers.get(rank, 0) for rank in range(len(shares)))
+def node_paths(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
+    """`v100:` and the like, or files of this machine; of a host's files nothing is known."""
+    if ":" in begun:
+        return []
+    nodes = _fitting([f"{name}:" for name in _nodes(context)], begun) if begun else []
+    return [CompletionItem(node) for node in nodes] or [CompletionItem(begun, type="file")]
 
 
-def build_pipeline(
-    settings: Settings,
-    plan: PipelinePlan,
-    part: nn.Module,
-    precision: Full,
-    group: dist.ProcessGroup,
-    timer: Timer,
-    brake: Brake,
-    executor: Executor,
-) -> Pipeline:
-    """Made by all ranks together; those that hold the same blocks begin with the same weights."""
-    layout, rank = plan.layout, dist.get_rank()
-    cuts, splits, sums = cuts_of(settings, plan, rank), settings.schedule == "zero_bubble", None
-    stage: Stage | PacedStage
-    if isinstance(part, LearningPart):
-        stage = LearningStage(part, precision, reads=cuts.before is None, splits=splits)
-    elif isinstance(part, PacedPart):
-        stage = PacedStage(part, cuts, splits=splits)
-    else:
-        stage = Stage(part, precision, reads=cuts.before is None, splits=splits)
-    averages, is_local = None, settings.fidelity == "local"
-    for held in zip(*layout.ranks, strict=True):
-        if peers := _group_of([rank for lanes in held for rank in lanes], group):
-            share_initial_state(part, peers)
-            if is_local:
-                averages = build_averages(settings, part, peers, timer, brake, executor)
-            else:
-                sums = GradientSum(peers, brake=brake, executor=executor)  # its relay would take all ranks to make
-        for lanes in held if is_local else ():
-            if own := _group_of(lanes, group):
-                sums = GradientSum(own, brake=brake, executor=executor)
-    links = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=TIMEOUT))
-    return Pipeline(stage, layout, cuts, links, sums, timer, brake, in_flight=settings.in_flight, averages=averages)
+def node_ranges(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
+    """`2:3` and the like: up to the number of nodes chosen in this line, else of all."""
+    known = _nodes(context)
+    with suppress(UsageError):
+        known = names_in(context.params.get("nodes"), known, "the cluster") or known
+    most = len(known)
+    return _fitting([f"{least}:{most}" for least in range(1, most + 1)], begun)
 
 
-def _group_of(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """Made by all ranks together; None for those that are not of it, and for a single one."""
-    if len(ranks) == 1:
-        return None
-    made = dist.new_group(sorted(ranks), backend=dist.get_backend(like), timeout=TIMEOUT)
-    return cast("dist.ProcessGroup", made) if dist.get_rank() in ranks else None
+def experiments(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
+    from trainer.shared.experiments import EXPERIMENTS
+
+    return _fitting(list(EXPERIMENTS), begun)
 
 
-def build_averages(
-    settings: Settings, part: nn.Module, group: dist.ProcessGroup, timer: Timer, brake: Brake, executor: Executor
-) -> ParameterAverage:
-    """group: the ranks of all pipelines that hold the same blocks."""
-    sums = GradientSum(group, dtype=SENT_IN[settings.sent_as], brake=brake, executor=executor)
-    return averaged(settings, part, sums, timer, brake)
+def torch_versions(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
+    """Newest first."""
+    from orchestrator.hosts.wheels import PAIRS
+
+    return _fitting(list(reversed(PAIRS)), begun)
 
 
-def cuts_of(settings: Settings, plan: PipelinePlan, rank: int) -> Cuts:
-    own, last = plan.layout.stage(rank), len(plan.chain) - 1
-    sent = SENT_IN[settings.sent_as] or COMPUTED_IN.get(settings.amp, plan.dtype)
-    before = plan.chain[own.first - 1].behind if own.first else None
-    behind = plan.chain[own.last].behind if own.last < last else None
-    return Cuts(as_sent(before), as_sent(behind), sent) if plan.learning else Cuts(before, behind, sent)
+def setting_pairs(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
+    """`KEY=`, then the values of a key that has a choice."""
+    from trainer.shared.config import fields_of
+    from trainer.shared.shares import WORDS
+
+    fields = fields_of(context.params.get("exp") or "")
+    key, equals, value = begun.partition("=")
+    if not equals:
+        return [f"{name}=" for name in _fitting([name for name in fields if name != "exp"], key)]
+    choices = fields[key].metadata["choices"] if key in fields else ()
+    if key == "strategy":
+        choices = (*choices, "auto")  # strategy=auto is orch's own
+    if key == "shares":
+        choices = WORDS
+    return [f"{key}={choice}" for choice in _fitting(list(choices), value)]
 
 
-def own_sizes(plan: PipelinePlan, micro_batches: MicroBatches, shares: Sequence[int], rank: int) -> list[int]:
-    """Those that pass this rank."""
-    place = plan.layout.place(rank)
-    routes = plan.layout.routes(place.pipeline, plan.layout.entering(place.pipeline, micro_batches, shares))
-    return [one.size for one in routes if one.ranks[place.stage] == rank]
+def _nodes(context: click.Context) -> list[str]:
+    home = Home.default()
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        terminals = os.environ.get("ORCH_CLUSTER")  # `store` knows it too, and is slow to load
+        cluster = context.params.get("cluster") or terminals or home.current_cluster.read_text().strip()
+        return [node["name"] for node in json.loads(home.cluster(cluster).read_text())["nodes"]]
+    return []
 
 
-def real_part(
-    material: Material, plan: PipelinePlan, rank: int, micro_batches: MicroBatches, stream: SampleStream
-) -> Part:
-    """Raises TrainError where BatchNorm can make nothing of the micro-batches."""
-    model = material.network()
-    check_batch_norm(model, stream, may_sync=False)
-    check_pairs(model, micro_batches, stream.shares)
-    part = part_of(model, plan.held(rank))
-    count = len(own_sizes(plan, micro_batches, stream.shares, rank))
-    for module in part.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum and count:
-            # Its statistics move with each micro-batch: all of them together as far as one whole batch would.
-            module.momentum = 1 - (1 - module.momentum) ** (1 / count)
-    return part
+def _jobs() -> list[str]:
+    return [path.parent.name for path in Home.default().jobs.glob("*/job.json")]
 
 
-def paced_clock(
-    settings: Settings, plan: PipelinePlan, info: RankInfo, pace: Pace, metrics: MetricsWriter, sizes: Sequence[int]
-) -> StageClock:
-    """sizes: the micro-batches that pass this rank. Raises TrainError where the GPU that is stood in for has not enough
-    memory, and for what would need its arithmetic.
-    """
-    refuse_arithmetic(settings)
-    own = plan.layout.stage(info.rank)
-    needed = memory_of_stage(settings, plan, info.rank, sizes)
-    if pace.memory_bytes is not None and needed > pace.memory_bytes:
-        raise out_of_memory(
-            f"blocks {own.first} to {own.last} with {max(sizes, default=0)} samples a micro-batch",
-            needed,
-            pace.memory_bytes,
-            "give its host fewer blocks, or use a larger accumulate, a smaller in_flight, or schedule=1f1b",
-        )
-    clock = StageClock(
-        pace,
-        plan.work(info.rank),
-        sum(block.kernels for block in plan.blocks(info.rank)),
-        seed=(settings.seed, info.rank),
-    )
-    keep_records(metrics, settings, clock, needed)
-    return clock
+def _fitting(words: list[str], begun: str) -> list[str]:
+    return [word for word in words if word.startswith(begun)]
 
 
-def paced_part(plan: PipelinePlan, material: Material, rank: int, clock: StageClock) -> PacedPart:
-    return PacedPart(list(part_of(material.skeleton(), plan.layout.stage(rank)).parameters()), clock)
+def studies(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
+    from orchestrator.studies.tables import STUDIES
 
-
-def learning_part(plan: PipelinePlan, learning: Learning, rank: int, part: Part, clock: StageClock) -> LearningPart:
-    """part: what the rank holds of the network that learns."""
-    own, last = plan.layout.stage(rank), len(plan.chain) - 1
-    sent = None if own.last == last else math.prod(plan.chain[own.last].behind)
-    return LearningPart(weights_like(learning.exp, own), clock, part, learning.before(rank), sent)
-
-
-def memory_of_stage(settings: Settings, plan: PipelinePlan, rank: int, sizes: Sequence[int]) -> int:
-    """Bytes of a rank's weights, gradients, momentum, and of the activations of all micro-batches in flight."""
-    own, place = plan.layout.stage(rank), plan.layout.place(rank)
-    lanes = plan.layout.ranks[place.pipeline]
-    in_flight = in_flight_of_rank(settings.in_flight, len(lanes), place.stage, len(lanes[place.stage]))
-    blocks = plan.blocks(rank)
-    entering = math.prod(plan.chain[own.first - 1].behind) if own.first else 0
-    a_sample = 4 * entering + sum(block.activation_bytes for block in blocks)
-    return sum(block.state_bytes for block in blocks) + a_sample * sum(sorted(sizes, reverse=True)[:in_flight])
+    return _fitting(list(STUDIES), begun)
