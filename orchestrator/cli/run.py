@@ -105,6 +105,11 @@ SECOND_CTRL_C_S = 3.0
     "--note", type=Called("note"), metavar="TEXT", help="A line that `orch jobs` and the report show with it."
 )
 @click.option(
+    "--notify",
+    metavar="CMD",
+    help="Run this command here when the job has ended; it finds ORCH_JOB, ORCH_STATE, ORCH_EXIT_CODE and ORCH_RUN.",
+)
+@click.option(
     "--save",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
@@ -130,6 +135,7 @@ def run(ctx: click.Context, /, **options: Any) -> None:
     orch run -m mypackage.train --lr 0.1      the same for a module
     orch run --env HF_TOKEN --env-file .env train.py  with variables of this machine and of a file
     orch run --name wide-net --note "rate of the paper" train.py --lr 0.1  so that you find it again
+    orch run --notify 'mail -s "$ORCH_JOB $ORCH_STATE" me </dev/null' train.py
     orch run --save job.yaml train.py --lr 0.1  writes the job as a file, and runs it
     orch run job.yaml --nodes v100 -- --lr 0.2  what the file says, but for these options and arguments
 
@@ -149,6 +155,7 @@ def run(ctx: click.Context, /, **options: Any) -> None:
 def _start(ctx: click.Context, options: RunOptions) -> None:
     from dataclasses import replace
 
+    options.check_notify()
     elastic, variables, words = options.wanted_nodes(), options.variables(), options.words()
     with open_controller() as controller:
         cluster, wish = _wish_of(controller, options, words)
@@ -164,7 +171,7 @@ def _start(ctx: click.Context, options: RunOptions) -> None:
         plan = controller.plan(cluster, request, wish.code, cluster.names(options.nodes))
         if options.dry_run:
             return _show_plan(plan, wish, options.as_json)
-        _run(controller, plan, wish.blob, options.as_json, detach=options.detach)
+        _run(controller, plan, wish.blob, options)
     return None
 
 
@@ -199,15 +206,19 @@ def _show_plan(plan: LaunchPlan, wish: Wish, as_json: bool) -> None:
     return launch_plan.print_plan(shown, names)
 
 
-def _run(controller: Controller, plan: LaunchPlan, blob: bytes, as_json: bool, *, detach: bool) -> None:
+def _run(controller: Controller, plan: LaunchPlan, blob: bytes, options: RunOptions) -> None:
     """To its end, or until it runs."""
     from orchestrator.views import console, following
 
     job = _launch(controller, plan, blob)
-    if not detach:
-        stream = console.err if as_json else console.out
+    if not options.detach:
+        stream = console.err if options.as_json else console.out
         _follow(job, lambda: following.print_events(job.follow(), stream=stream))
-    _finish(job, as_json, detached=detach)
+        if options.notify:
+            from orchestrator.cli.notify import notify
+
+            notify(options.notify, job.record)
+    _finish(job, options.as_json, detached=options.detach)
 
 
 def _launch(controller: Controller, plan: LaunchPlan, blob: bytes) -> RunningJob:

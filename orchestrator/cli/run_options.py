@@ -38,6 +38,7 @@ class RunOptions:
     cluster: str | None
     name: str | None
     note: str | None
+    notify: str | None
     save: Path | None
     as_json: bool
     command: tuple[str, ...]
@@ -56,6 +57,11 @@ class RunOptions:
         if self.resume and self.exp:
             raise UsageError("--resume runs what the job ran", "leave --exp out; --set changes its settings")
         return words
+
+    def check_notify(self) -> None:
+        """Raises UsageError where nobody here would see the end."""
+        if self.notify and self.detach:
+            raise UsageError("--notify needs somebody here to see the job's end", "leave --detach out, and add `&`")
 
     def measures_steps(self) -> bool:
         """Raises UsageError where there is no script."""

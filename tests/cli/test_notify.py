@@ -1,0 +1,51 @@
+"""`orch run --notify`: a command of one's own when the job has ended, over the local transport."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from orchestrator.cli.notify import notify
+from orchestrator.jobs.record import JobRecord
+from tests.support.person import Place
+
+SHOW = 'echo "$ORCH_JOB|$ORCH_STATE|$ORCH_EXIT_CODE|$ORCH_RUN|$GIVEN" > told; echo printed'
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    place = Place(tmp_path_factory.mktemp("person"))
+    (place.here / "proj/fails.py").write_text("raise SystemExit(7)\n")
+    return place
+
+
+@pytest.mark.parametrize(("script", "state", "code"), [("train.py", "succeeded", 0), ("fails.py", "failed", 7)])
+def test_it_is_told_how_the_job_ended_and_no_variable_of_its_ranks(
+    script: str, state: str, code: int, place: Place
+) -> None:
+    words = ("--json", "--nodes", "b", "--env", "GIVEN=x", "--notify", SHOW, f"proj/{script}")
+    done = place.types("run", *words, code=1 if code else 0)
+    job = json.loads(done.stdout)["id"]
+    assert "printed" in done.stderr
+    assert (place.here / "told").read_text() == f"{job}|{state}|{code}|{place.here / 'runs' / job}|\n"
+
+
+def test_its_failure_is_a_warning(place: Place) -> None:
+    done = place.types("run", "--nodes", "b", "--notify", "exit 3", "proj/train.py")
+    assert "--notify: the command ended with exit code 3; the job itself is succeeded" in done.stderr
+
+
+def test_who_detaches_is_told_that_nobody_would_see_the_end(place: Place) -> None:
+    refused = place.types("run", "--detach", "--notify", "true", "proj/train.py", code=2)
+    assert "--notify needs somebody here to see the job's end" in refused.stderr
+
+
+def test_one_that_never_ends_is_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    record = JobRecord(schema=1, id="j", state="succeeded", exp="x", cluster="c", nodes=("a",))
+    before = time.monotonic()
+    notify("sleep 1000 & sleep 1000", record, 0.2)
+    assert time.monotonic() - before < 100
+    assert "took longer than 0.2 s and was ended" in capfd.readouterr().err
