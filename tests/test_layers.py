@@ -20,6 +20,7 @@ ORDER = [
     "forecast",
     "studies",
     "views",
+    "exports",
     "clusters",
     "provision",
     "controller",
