@@ -15,8 +15,9 @@ import torchvision
 
 from tests.support.trainer_ranks import of_event, started, trained
 from trainer.checkpoints.file import read_file
-from trainer.compute.models import build_model, skeleton_of
+from trainer.compute.models import build_model, has_batch_norm, skeleton_of, stages_of
 from trainer.paced.anatomy import dissect
+from trainer.pipeline.chain import survey
 from trainer.setup.weights import fitting
 from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
@@ -35,13 +36,25 @@ SMALL = [*SHORT, "--model", "shufflenet_v2_x0_5"]
 def test_the_names_are_torchvisions() -> None:
     there = set(torchvision.models.list_models(module=torchvision.models))
     left_out = {"alexnet", "inception_v3", "maxvit_t", "vit_h_14"}
-    assert set(MODEL_CHANNELS) - {"lenet"} == there - left_out
+    assert set(MODEL_CHANNELS) - {"lenet", "small_resnet"} == there - left_out
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_one_of_each_family_takes_the_datas_images_and_gives_its_classes(name: str) -> None:
     network = skeleton_of(name, CIFAR, 7)
     assert network(torch.zeros(2, *CIFAR, device="meta")).shape == (2, 7)
+
+
+def test_the_small_residual_network_is_a_chain_that_sends_little() -> None:
+    network = build_model("small_resnet", (1, 28, 28), 10)
+    assert sum(weight.numel() for weight in network.parameters()) == 19_810 and has_batch_norm(network)
+    shapes = [block.behind for block in survey("small_resnet", (1, 28, 28), 10)]
+    assert shapes == [(8, 14, 14), (8, 14, 14), (16, 7, 7), (32, 4, 4), (10,)]
+    images = torch.randn(4, 1, 28, 28)
+    outputs = images
+    for block in stages_of(network):
+        outputs = block(outputs)
+    assert outputs.shape == (4, 10) and outputs.std() > 0.01
 
 
 def test_a_skeleton_draws_no_numbers_and_is_the_networks() -> None:

@@ -41,6 +41,10 @@ def build_model(name: str, shape: tuple[int, int, int], classes: int) -> nn.Modu
     """
     if name == "lenet":
         return LeNet(shape[0], shape[1], classes)
+    if name == "small_resnet":
+        from trainer.compute.small_resnet import SmallResNet
+
+        return SmallResNet(shape[0], classes)
     from torchvision import __version__, models
 
     further: dict[str, Any] = {"image_size": shape[1]} if name.startswith("vit_") else {}

@@ -18,7 +18,8 @@ squeezenet1_0 squeezenet1_1 swin_b swin_s swin_t swin_v2_b swin_v2_s swin_v2_t v
 vgg16_bn vgg19 vgg19_bn vit_b_16 vit_b_32 vit_l_16 vit_l_32 wide_resnet101_2 wide_resnet50_2
 """
 
-MODEL_CHANNELS: dict[str, int | None] = {"lenet": None, **dict.fromkeys(_TORCHVISION.split(), 3)}
+OURS = ("lenet", "small_resnet")
+MODEL_CHANNELS: dict[str, int | None] = {**dict.fromkeys(OURS), **dict.fromkeys(_TORCHVISION.split(), 3)}
 """Channels of an image that a model insists on; None: any."""
 LENET_PIXELS = 32
 """The height and width that LeNet sees."""

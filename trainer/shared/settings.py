@@ -34,7 +34,8 @@ class Settings:
         "The named experiment that gave every value not set here.", choices=TRAINING, unsaid=[SCRIPT["exp"]]
     )
     model: str = setting(
-        "The network to train: LeNet, or one of torchvision's for classification, with the data's classes.",
+        "The network to train: LeNet, a small residual one with BatchNorm, or one of torchvision's for classification, "
+        "with the data's classes.",
         choices=MODEL_CHANNELS,
         unsaid=[OWN],
     )
