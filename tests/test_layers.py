@@ -85,8 +85,9 @@ FRAMEWORKS = {
     "integrations.accelerate": {"accelerate"},
     "integrations.huggingface": {"transformers"},
     "integrations.lightning": {"lightning", "pytorch_lightning"},
+    "strategies.horovod": {"horovod"},
 }
-"""What these files of trainer/ may import beside torch: a script that names one of them has its framework."""
+"""What these files of trainer/ may import beside torch: who names one of them has its framework."""
 LAUNCHES = {"remote.launch"}
 """What runs torchrun on a host."""
 NOT_PURE = {"socket", "subprocess", "rich", "click", "paramiko", "fabric", "asyncio", "requests", "urllib"}

@@ -316,6 +316,7 @@ THOUSAND = ("--nodes", "500xA2000,500xV100", "--bandwidth", "2.5Gbps")
     ("settings", "said"),
     [
         (("sync_bn=true", "strategy=fsdp"), "strategy=fsdp"),
+        (("strategy=horovod",), "strategy=horovod"),
         (("shares=v100=5,a2000=2", "num_workers=0"), "shares=v100=5,a2000=2, num_workers=0"),
         (("amp=bf16", "strategy=allreduce", "shares=measured", "epochs=3", "bucket_mib=10", "loader=auto"), None),
     ],
@@ -491,6 +492,8 @@ def test_a_plan_predicts_its_own_strategy_and_shares(home):
     assert split.prediction.step_ms < equal.prediction.step_ms
     assert dry_run("--set", "strategy=allreduce").prediction.step_ms == pytest.approx(2157, rel=0.05)
     assert dry_run("--set", "strategy=fsdp").prediction is None
+    assert dry_run("--set", "strategy=horovod").prediction is None
+    assert "horovod" not in {way["way"]["strategy"] for way in planned()["ways"]}
     assert "in steps of 949" in orch("run", *RESNET, "--set", "bucket_mib=25", "--dry-run").stdout
     assert "in steps of 962" in orch("run", *RESNET, "--dry-run").stdout
 

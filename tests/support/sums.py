@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,11 +17,14 @@ from tests.support.gloo_ranks import Gang, group_of
 from trainer.compute.timer import CpuTimer
 from trainer.data.sample_stream import SampleStream
 from trainer.shared.config import parse_settings
-from trainer.strategies import after_backward, build_strategy, ddp, fsdp, local_loss
+from trainer.strategies import after_backward, build_strategy, ddp, fsdp, horovod, local_loss
 
 NEWEST_FSDP = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
 AFTER_BACKWARD = ("allreduce", "allreduce_flat", "reduce_broadcast", "gather_scatter", "allgather", "reduce_scatter")
-GRADIENTS = ("ddp", *AFTER_BACKWARD, *(["fsdp"] if NEWEST_FSDP else []))
+HAS_HOROVOD = importlib.util.find_spec("horovod") is not None
+UNAVAILABLE = {*(() if NEWEST_FSDP else ("fsdp",)), *(() if HAS_HOROVOD else ("horovod",))}
+"""Strategies for which this torch is too old, or whose package is missing."""
+GRADIENTS = tuple(name for name in ("ddp", *AFTER_BACKWARD, "fsdp", "horovod") if name not in UNAVAILABLE)
 UPDATES = 10
 TENTH = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3}
 PLAIN = {"lr": 0.1}
@@ -128,7 +132,7 @@ def weight_of_one(samples: int, world_size: int) -> Iterator[None]:
     """m_j/n becomes 1/W: each rank's mean loss counts alike."""
     with contextlib.ExitStack() as stack:
         alike = max(1, samples) * world_size
-        for module in (after_backward, ddp, fsdp):
+        for module in (after_backward, ddp, fsdp, horovod):
             stack.enter_context(patch.object(module, "weighted", lambda loss_sum, _: loss_sum / alike))
         yield
 

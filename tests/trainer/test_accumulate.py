@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from tests.support.gloo_ranks import Gang, group_of
+from tests.support.sums import UNAVAILABLE
 from trainer.compute.timer import CpuTimer
 from trainer.shared.config import parse_settings
 from trainer.shared.ways import STRATEGIES
 from trainer.strategies import build_strategy, local_loss
 
-NEWEST_FSDP = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
 FOR_RANKS = [
-    name for name in STRATEGIES if name not in ("none", "dp", "pipeline", "tensor") and (name != "fsdp" or NEWEST_FSDP)
+    name for name in STRATEGIES if name not in ("none", "dp", "pipeline", "tensor") and name not in UNAVAILABLE
 ]
 SHARES, UPDATES = (7, 4), 3
 

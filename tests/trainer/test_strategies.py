@@ -24,6 +24,7 @@ from tests.support.gloo_ranks import RANKS, Gang, group_of
 from tests.support.sums import (
     EXAMPLE,
     GRADIENTS,
+    HAS_HOROVOD,
     NEWEST_FSDP,
     PLAIN,
     TENTH,
@@ -352,9 +353,10 @@ CALLS = {
     "reduce_scatter": 2,
     "ddp": 1,
     "parameter_average": 1,
+    **({"horovod": 6} if HAS_HOROVOD else {}),
 }
 """Of an exchange of six parameters; ddp's first update, before it cuts its buckets, has a single one."""
-BESIDE_BACKWARD = ("ddp", "parameter_average")
+BESIDE_BACKWARD = ("ddp", "horovod", "parameter_average")
 """What holds a rank up there comes before its last gradient is handed over."""
 
 

@@ -47,7 +47,7 @@ BRAKED_MS = 400
 NEWEST_FSDP = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
 TIMED = ("ddp", "allreduce", "reduce_scatter", "parameter_average", *(["fsdp"] if NEWEST_FSDP else []))
 BRAKED = ("ddp", "allreduce", "parameter_average")
-PACED = tuple(name for name in STRATEGIES if name not in ("none", "dp", "fsdp", "pipeline", "tensor"))
+PACED = tuple(name for name in STRATEGIES if name not in ("none", "dp", "fsdp", "horovod", "pipeline", "tensor"))
 
 
 def samples() -> tuple[Any, Any]:

@@ -1,17 +1,20 @@
 """The ranks as one group, which each joins when it starts and leaves when all are done.
 
 group = join(info, settings.backend, device)       the group that gradients travel in, by NCCL or Gloo
+before_leaving("horovod", hvd.shutdown)            for what else has ranks meet
 leave()
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from trainer.ranks import nccl
 from trainer.ranks.agreement import gather_lines, sum_over_ranks, together
@@ -19,6 +22,7 @@ from trainer.ranks.rank_info import RankInfo
 from trainer.shared.errors import TrainError
 
 TIMEOUT = timedelta(minutes=10)  # long enough for one host to fetch and unpack a data set while the others wait
+_partings: dict[str, Callable[[], object]] = {}
 
 
 def join(info: RankInfo, backend: str, device: torch.device) -> dist.ProcessGroup:
@@ -68,9 +72,22 @@ def _store(info: RankInfo) -> dist.Store:
     return dist.PrefixStore(restarts, store) if info.local_world_size == info.world_size else store
 
 
+def store_of_all() -> dist.Store:
+    """The one through which the ranks have met."""
+    store: dist.Store = distributed_c10d._get_default_store()
+    return store
+
+
+def before_leaving(name: str, part: Callable[[], object]) -> None:
+    """Has `leave` call this, once no rank needs the others any more. A name that is there already gives way."""
+    _partings[name] = part
+
+
 def leave() -> None:
     """The orderly end: no rank closes its connections while another still needs them."""
     dist.barrier()
+    for part in _partings.values():
+        part()
     dist.destroy_process_group()
 
 

@@ -50,6 +50,7 @@ from trainer.shared.ways import LOCAL_STEPS
 from trainer.strategies import Strategy, build_strategy
 from trainer.strategies.ddp import Ddp
 from trainer.strategies.gradient_sum import DTYPES, GradientSum
+from trainer.strategies.horovod import package
 from trainer.training.console import Console
 from trainer.training.ema import Ema
 from trainer.training.rates import rates_of
@@ -163,6 +164,8 @@ def build_trained(
         settings = material.with_loader(settings, info, device)
         settings = choose_arithmetic(settings, device, everyone)
         use_arithmetic(settings)
+        if settings.strategy == "horovod" and not info.pace:
+            package(device, between_hosts=info.local_world_size < info.world_size)
         model = build_network(settings, info, met.metrics, material, division).to(device)
         precision = build_precision(settings.amp, device, None if settings.fidelity == "local" else met.group)
     return settings, arranged(model, settings), precision

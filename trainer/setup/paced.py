@@ -12,7 +12,8 @@ from trainer.shared.settings import Settings
 
 def refuse_arithmetic(settings: Settings) -> None:
     """Raises TrainError for settings that would need a GPU's arithmetic."""
-    asked = {"strategy=fsdp": settings.strategy == "fsdp", "sync_bn=true": settings.sync_bn}
+    asked = {f"strategy={name}": settings.strategy == name for name in ("fsdp", "horovod")}
+    asked["sync_bn=true"] = settings.sync_bn
     asked[f"amp={settings.amp}"] = settings.amp != "none"
     asked["weights=FILE"] = bool(settings.weights)
     asked[f"ema={settings.ema:g}"] = settings.ema > 0

@@ -14,6 +14,8 @@ def why_not_replayed(strategy: str, sync_bn: bool, accumulate: int) -> str:
         return f"strategy {strategy} moves weights during a pass"
     if strategy == "pipeline":
         return "a pipeline takes its micro-batches forward and backward in changing order"
+    if strategy == "horovod":
+        return "Horovod takes gradients in an order of its own, which has not been tried with them"
     if strategy == "tensor":
         return "strategy tensor has ranks meet in the midst of a pass"
     if sync_bn:

@@ -98,11 +98,12 @@ class Settings:
         choices=["auto", "nccl", "gloo"],
     )
     strategy: str = setting(
-        "How ranks stay together. Gradients: in buckets during backward (ddp), or after it, one call a parameter "
-        "(allreduce) or all at once (allreduce_flat, reduce_broadcast, gather_scatter, allgather, reduce_scatter); "
-        "weights (parameter_average); both in pieces, none held twice (fsdp). Activations: each host holds some of the "
-        "network's blocks (pipeline), or each rank some of every layer's output channels (tensor). Or one process "
-        "alone, on one device (none) or on all of its host's (dp).",
+        "How ranks stay together. Gradients: in buckets during backward (ddp; horovod by the package of that name, if "
+        "hosts have it), or after it, one call a parameter (allreduce) or all at once (allreduce_flat, "
+        "reduce_broadcast, gather_scatter, allgather, reduce_scatter); weights (parameter_average); both in pieces, "
+        "none held twice (fsdp). Activations: each host holds some of the network's blocks (pipeline), or each rank "
+        "some of every layer's output channels (tensor). Or one process alone, on one device (none) or on all of its "
+        "host's (dp).",
         choices=STRATEGIES,
     )
     fidelity: str = setting(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 STRATEGIES = (
     *("ddp", "allreduce", "allreduce_flat", "reduce_broadcast", "gather_scatter", "allgather", "reduce_scatter"),
-    *("parameter_average", "fsdp", "pipeline", "tensor", "none", "dp"),
+    *("parameter_average", "fsdp", "horovod", "pipeline", "tensor", "none", "dp"),
 )
 FIDELITIES = {
     "exact": STRATEGIES,

@@ -14,6 +14,7 @@
 | allreduce_flat, reduce_broadcast, gather_scatter, allgather, reduce_scatter | gradients after backward, all at once |
 | parameter_average | weights, after every update |
 | fsdp | weights before they are used, gradients as they come, in pieces; no rank holds them all |
+| horovod | gradients as they come, by the package of that name, while backward still computes |
 
 | fidelity | how faithfully |
 | --- | --- |
@@ -47,6 +48,7 @@ from trainer.strategies.ddp import Ddp
 from trainer.strategies.exact_first import ExactFirst
 from trainer.strategies.fsdp import Fsdp
 from trainer.strategies.gradient_sum import DTYPES, GradientSum
+from trainer.strategies.horovod import Horovod
 from trainer.strategies.parameter_average import ParameterAverage, averaged
 from trainer.strategies.single import Alone
 
@@ -86,6 +88,8 @@ def build_strategy(
         )
     if settings.sync_bn:
         synchronise_batch_norm(model, group)
+    if settings.strategy == "horovod":
+        return Horovod(model, group, timer, brake, nodes)
     sums = GradientSum(group, nodes, DTYPES[settings.sent_as], brake, executor, devices)
     if settings.fidelity not in ("compressed", "local"):
         return _exact(settings, model, sums, timer, brake)

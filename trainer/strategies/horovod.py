@@ -1,0 +1,165 @@
+"""`horovod`: gradients summed by Horovod (Sergeev and Del Balso 2018), by its own package, as they come.
+
+Ranks are started as for every other strategy, without `horovodrun`. What that would tell them is known already: their
+numbers, and how to reach each other through torch's store (`loopback_store`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib import metadata
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.compute.brake import Brake
+from trainer.compute.timer import Timer
+from trainer.ranks.loopback_store import LoopbackStore, served
+from trainer.ranks.process_group import TIMEOUT, before_leaving, store_of_all
+from trainer.shared.errors import TrainError
+from trainer.strategies.base import Base, Exchange, share_initial_state, weighted
+
+_meetings: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
+"""Of these ranks, whose addresses of an earlier meeting are still in the store."""
+
+
+class Horovod(Base):
+    """Backward hands each gradient over as soon as it is there; Horovod joins what comes close together, and sums it
+    while backward goes on. nodes: of each rank its host.
+
+    Raises TrainError where the package is missing, does not suit the ranks' devices, or its ranks do not meet.
+    """
+
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup, timer: Timer, brake: Brake, nodes: Sequence[str]
+    ) -> None:
+        self.model, self.timer, self.brake = model, timer, brake
+        self.on_its_way: list[tuple[Any, Tensor, Tensor]] = []
+        self.is_last = True
+        self.hvd = package(next(model.parameters()).device)
+        meet(self.hvd, group, nodes or [str(rank) for rank in range(group.size())])
+        share_initial_state(model, group)
+        self.origins = [self._watch(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+
+    def _watch(self, name: str, weight: Tensor) -> Any:
+        """Where autograd adds up the weight's gradient, which lives as long as somebody holds it. torch keeps what the
+        hook gets where Python's collector cannot look: held strongly, all would stay for good.
+        """
+        with torch.enable_grad():
+            used: Any = weight.expand_as(weight)
+        origin = used.grad_fn.next_functions[0][0]
+        origin.register_hook(partial(Horovod._send, weakref.proxy(self), name, weight))
+        return origin
+
+    def _send(self, name: str, weight: Tensor, *_: object) -> None:
+        if not self.is_last or weight.grad is None:
+            return
+        self.brake.pause("call")
+        sent = weight.grad.contiguous()  # Horovod takes no other
+        self.on_its_way.append((self.hvd.allreduce_async_(sent, name=name, op=self.hvd.Sum), sent, weight.grad))
+
+    def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
+        weighted(loss_sum, batch).backward()
+        self.brake.pause("sync")
+        computed = self.timer.mark()
+        for handle, sent, gradient in self.on_its_way:
+            self.hvd.synchronize(handle)
+            if sent is not gradient:
+                gradient.copy_(sent)
+        self.on_its_way.clear()
+        return Exchange(computed)
+
+    @contextmanager
+    def without_sync(self) -> Iterator[None]:
+        self.is_last = False
+        yield
+        self.is_last = True
+
+    def whole(self) -> nn.Module:
+        return self.model
+
+
+def package(device: torch.device, *, between_hosts: bool = False) -> Any:
+    """`horovod.torch`. Raises TrainError where it cannot be used here. between_hosts: are there several?"""
+    try:
+        import horovod.torch as hvd
+    except (ImportError, OSError) as error:
+        found = (str(error).splitlines() or [""])[0][:200]
+        raise TrainError(
+            f"strategy horovod: the package horovod cannot be imported ({found}): build it for torch "
+            f"{torch.__version__} (docs/frameworks.md, Horovod), or use strategy=ddp"
+        ) from error
+    if not hasattr(hvd, "init") or not hvd.gloo_built():
+        raise TrainError(
+            "strategy horovod: the package horovod was built without PyTorch or Gloo: build it again with "
+            "HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_GLOO=1, or use strategy=ddp"
+        )
+    if device.type == "cuda" and not hvd.nccl_built():
+        raise TrainError(
+            "strategy horovod: the package horovod was built without NCCL, and this rank is on a GPU: build it again "
+            "with HOROVOD_GPU_OPERATIONS=NCCL, or use device=cpu or strategy=ddp"
+        )
+    if between_hosts and not heeds_interface():
+        raise TrainError(
+            "strategy horovod: this build of horovod listens where a host's own name leads, whatever the training "
+            "address: build it by deploy/build_horovod.sh (docs/frameworks.md, Horovod), or use strategy=ddp"
+        )
+    return hvd
+
+
+def heeds_interface() -> bool:
+    """Whether all of its connections go over the interface that HOROVOD_GLOO_IFACE names. In 0.28.1 as published those
+    that carry gradients do not, and no connection proves who it is: our own build's version says that they do.
+    """
+    try:
+        return metadata.version("horovod").endswith("+iface")
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def meet(hvd: Any, group: dist.ProcessGroup, nodes: Sequence[str]) -> None:
+    """Has the group's ranks meet, and no others. Raises TrainError."""
+    if hvd.is_initialized():  # of another group
+        hvd.shutdown()
+    ranks = tuple(dist.get_global_rank(group, rank) for rank in range(group.size()))
+    scope = f"horovod/{'-'.join(map(str, ranks))}/{next(_meetings[ranks])}"
+    with served(dist.PrefixStore(scope, store_of_all())) as server:
+        os.environ.update(variables(group.rank(), nodes, server))
+        try:
+            hvd.init()
+        except (RuntimeError, ValueError) as error:
+            raise TrainError(
+                f"{nodes[group.rank()]}: rank {group.rank()} cannot meet {group.size()} ranks through Horovod "
+                f"({(str(error).splitlines() or [''])[0][:200]}): its lines above say more; try strategy=ddp"
+            ) from error
+    before_leaving("horovod", hvd.shutdown)
+
+
+def variables(rank: int, nodes: Sequence[str], server: LoopbackStore) -> dict[str, str]:
+    """What horovodrun would set. nodes: of each rank its host."""
+    local_ranks = [nodes[:each].count(node) for each, node in enumerate(nodes)]
+    across = [each for each, local in enumerate(local_ranks) if local == local_ranks[rank]]
+    numbers = {
+        "RANK": rank,
+        "SIZE": len(nodes),
+        "LOCAL_RANK": local_ranks[rank],
+        "LOCAL_SIZE": nodes.count(nodes[rank]),
+        "CROSS_RANK": across.index(rank),
+        "CROSS_SIZE": len(across),
+        "HOSTNAME": f"host{nodes.index(nodes[rank])}",
+        "CONTROLLER": "gloo",
+        "CPU_OPERATIONS": "gloo",
+        "GLOO_RENDEZVOUS_ADDR": server.address,
+        "GLOO_RENDEZVOUS_PORT": server.port,
+        "GLOO_IFACE": os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0],
+        "GLOO_TIMEOUT_SECONDS": round(TIMEOUT.total_seconds()),
+    }
+    return {f"HOROVOD_{name}": str(value) for name, value in numbers.items()}
