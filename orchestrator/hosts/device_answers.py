@@ -78,7 +78,7 @@ def parse_torch(command: Command | None) -> tuple[TorchFacts | None, str | None]
     archs = found["archs"]
     if not isinstance(archs, list) or len(archs) > MAX_GPUS:
         raise ValueError("no list of architectures")
-    texts = {name: text_or_none(found.get(name)) for name in ("cuda", "nccl", "cudnn", "cuda_error")}
+    texts = {name: text_or_none(found.get(name)) for name in ("cuda", "nccl", "cudnn", "horovod", "cuda_error")}
     vision = {name: text_or_none(found.get(name)) for name in ("torchvision", "torchvision_error")}
     torch = TorchFacts.of(
         version=clean(found["version"]),

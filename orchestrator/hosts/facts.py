@@ -114,6 +114,8 @@ class TorchFacts(Fact):
     """What the build was compiled for, like "sm_70", "compute_90"; empty where unknown."""
     torchvision: Text | None = None
     torchvision_error: Text | None = None
+    horovod: Text | None = None
+    """Version of that package; None where it is not installed, or an older orch looked."""
     gloo: bool
     nccl_available: bool
     devices: Annotated[int, Field(ge=0, lt=1024)] = 0

@@ -69,7 +69,8 @@ class Sweep:
             nodes, rows = self._nodes(), self.study.rows
             asked = {row.name for row in rows if not only or row.name in only}
             done = {row.name: None if again and row.name in asked else self._kept(row) for row in rows}
-            chosen = {row.name: choose_nodes(row, nodes) for row in rows}
+            with_horovod = {name for name, facts in self.cluster.facts.items() if facts.torch and facts.torch.horovod}
+            chosen = {row.name: choose_nodes(row, nodes, with_horovod) for row in rows}
             for turn in range(repeats or REPEATS):
                 for row in rows:
                     here = chosen[row.name]

@@ -34,7 +34,7 @@ os._exit(0)
 
 # Prints what this torch is. A part that this build or version lacks is null, never a failure of the whole.
 TORCH = """
-import ctypes, json, os, subprocess, sys, types, warnings
+import ctypes, importlib.metadata, json, os, subprocess, sys, types, warnings
 class Compiler(types.ModuleType):
     # In place of torch's, which torchvision imports, uses for nothing here, and which takes longer than all the rest.
     __path__ = []
@@ -73,6 +73,7 @@ with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     facts["devices"] = attempt(lambda: torch.cuda.device_count() if torch.cuda.is_available() else 0) or 0
 facts["cuda_error"] = str(said[-1].message) if said else None
+facts["horovod"] = attempt(lambda: importlib.metadata.version("horovod"))
 facts["torchvision"] = facts["torchvision_error"] = None
 if found := vision():
     facts["torchvision"] = found

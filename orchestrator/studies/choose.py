@@ -1,11 +1,11 @@
 """Which hosts run a study's row, with how many ranks each; or why none can. Pure.
 
-choose_nodes(row, plan.nodes)       {"a2000": 1, "v100": 1}, or the reason in a sentence
+choose_nodes(row, plan.nodes, with_horovod)     {"a2000": 1, "v100": 1}, or the reason in a sentence
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import combinations
 
 from orchestrator.planning.launch_plan import NodePlan
@@ -19,10 +19,17 @@ def hosts_words(nodes: Iterable[NodePlan]) -> str:
     return ", ".join(f"{node.ranks} x {node.gpu or 'CPU'}" for node in nodes)
 
 
-def choose_nodes(row: StudyRow, nodes: Sequence[NodePlan]) -> Chosen | str:
-    """The most hosts that fit as they are, else the fewest of which a part fits; or why none of these can."""
+def choose_nodes(row: StudyRow, nodes: Sequence[NodePlan], with_horovod: Collection[str] = ()) -> Chosen | str:
+    """The most hosts that fit as they are, else the fewest of which a part fits; or why none of these can.
+
+    with_horovod: the names of those that have that package.
+    """
     if row.never:
         return row.never
+    if row.needs_horovod:
+        nodes = [node for node in nodes if node.name in with_horovod]
+        if not nodes:
+            return "needs the package horovod, which `orch up` has found on no host"
     if row.hosts:
         return _named_hosts(row, nodes)
     room = {node.name: ranks for node in nodes if (ranks := _room(row, node))}

@@ -27,6 +27,8 @@ class StudyRow:
     """How many each rank must have for itself."""
     starter: Starter | None = None
     """Who starts its ranks, all on one host; None is orch, on as many hosts as there are."""
+    needs_horovod: bool = False
+    """Whether its hosts must have that package."""
     against: str = ""
     """The row by whose time this one's speed-up is counted."""
     never: str = ""

@@ -9,6 +9,9 @@ from orchestrator.studies.rows import Study, StudyRow
 _CLOSE, _NOT_CLOSE = "close together", "not among these"
 
 
+_STRATEGIES = {"dp": "dp", "horovod": "horovod"}
+
+
 def _row(name: str, label: str, published: str = _CLOSE, amp: str = "none", **more: Any) -> StudyRow:
     settings = {
         "data": "synthetic",
@@ -20,7 +23,7 @@ def _row(name: str, label: str, published: str = _CLOSE, amp: str = "none", **mo
         "shares": "equal",
         "augment": "none",
         "loader": "workers",
-        "strategy": "dp" if name == "dp" else "ddp",
+        "strategy": _STRATEGIES.get(name, "ddp"),
         "amp": amp,
     }
     return StudyRow(
@@ -28,7 +31,6 @@ def _row(name: str, label: str, published: str = _CLOSE, amp: str = "none", **mo
     )
 
 
-_NO_HOROVOD = "Horovod has a package and a launcher of its own, and the trainer has no strategy for it"
 _NO_SLURM = "Slurm starts ranks itself (srun), and orch starts them over SSH"
 
 STARTERS_STUDY = Study(
@@ -43,10 +45,10 @@ STARTERS_STUDY = Study(
         _row("torchrun", "torchrun", starter="torchrun"),
         _row("spawn", "mp.spawn", starter="spawn"),
         _row("amp", "torchrun and torch.amp, for Apex", amp="fp16", starter="torchrun", gpus=1),
-        _row("horovod", "Horovod", never=_NO_HOROVOD),
+        _row("horovod", "Horovod", starter="torchrun", needs_horovod=True),
         _row("slurm", "Slurm", never=_NO_SLURM),
     ),
     note="The survey gives no figures: it found all but DataParallel close together. Each way takes all ranks of one "
-    "host, and trains on images that are made up. total is from the start of a rank's process to its end; ranks of "
-    "mp.spawn are forked where torch is imported already.",
+    "host, and trains on images that are made up. Horovod's ranks are started by torchrun. total is from the start of "
+    "a rank's process to its end; ranks of mp.spawn are forked where torch is imported already.",
 )

@@ -101,6 +101,16 @@ def test_torchvision_is_asked_without_torchs_compiler_and_again_as_it_is_where_i
     assert (facts.torch.torchvision, facts.torch.torchvision_error) == found
 
 
+def test_a_package_that_a_strategy_needs_is_looked_up_and_never_imported(tmp_path):
+    python = Path(quick_python(tmp_path / "quick"))
+    (packages,) = python.parents[1].glob("lib/python*/site-packages")
+    assert probe_all({"here": host(python=str(python))}, torch=True, timeout_s=90)["here"].torch.horovod is None
+    (packages / "horovod.py").write_text("raise SystemExit('it loads libraries')")
+    (packages / "horovod-0.28.1.dist-info").mkdir()
+    (packages / "horovod-0.28.1.dist-info" / "METADATA").write_text("Name: horovod\nVersion: 0.28.1\n")
+    assert probe_all({"here": host(python=str(python))}, torch=True, timeout_s=90)["here"].torch.horovod == "0.28.1"
+
+
 def test_an_environment_without_torch_says_so_in_one_line(monkeypatch):
     monkeypatch.setattr(probe, "TORCH", "import no_such_torch")
     facts = gathered(torch=True)

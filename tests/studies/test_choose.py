@@ -66,6 +66,14 @@ def test_ranks_that_need_gpus_get_hosts_that_have_them():
     )
 
 
+def test_a_row_that_needs_a_package_takes_a_host_that_has_it():
+    row, hosts = row_of("ways_to_start", "horovod"), [node("large", None, 4), node("small", None, 2)]
+    assert (row.settings["strategy"], row.starter) == ("horovod", "torchrun")
+    assert choose_nodes(row, hosts, {"small"}) == {"small": 2}
+    assert choose_nodes(row, hosts, {"small", "large"}) == {"large": 4}
+    assert choose_nodes(row_of("ways_to_start", "torchrun"), hosts) == {"large": 4}
+
+
 @pytest.mark.parametrize(
     ("study", "name", "words"),
     [
@@ -73,6 +81,7 @@ def test_ranks_that_need_gpus_get_hosts_that_have_them():
         ("mnist_backends", "gloo-4", "needs 4 ranks in all, the hosts have 2 x CPU; set `ranks` in the file"),
         ("mnist_methods", "dp", "needs 2 GPUs or more in one host; the hosts have 2 x CPU"),
         ("ways_to_start", "amp", "needs a GPU for each rank; the hosts have 2 x CPU"),
+        ("ways_to_start", "horovod", "needs the package horovod, which `orch up` has found on no host"),
         ("ways_to_start", "slurm", "Slurm starts ranks itself (srun), and orch starts them over SSH"),
     ],
 )
