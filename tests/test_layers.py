@@ -40,6 +40,12 @@ PURE |= {f"hosts.{name}" for name in ("alike", "checks", "election", "facts", "g
 PURE |= {f"hosts.{name}" for name in ("device_answers", "inventory_mistakes", "network_answers")}
 PURE |= {"hosts.parse_facts", "hosts.raw_answer"}
 PURE |= {f"hosts.{name}" for name in ("occupied", "visible", "wheels")}
+PURE |= {
+    f"hosts.forms.{name}" for name in ("ansible", "ansible_groups", "ansible_hosts", "ansible_ini", "ansible_yaml")
+}
+PURE |= {
+    f"hosts.forms.{name}" for name in ("hostfile", "imported", "new_inventory", "ssh_config", "template", "yaml_text")
+}
 PURE |= {f"planning.{name}" for name in ("arguments", "build", "command_line", "draft", "elastic", "homes")}
 PURE |= {f"planning.{name}" for name in ("launch_plan", "launchers", "measurement", "nccl", "placement")}
 PURE |= {f"planning.{name}" for name in ("profiles", "recorded_settings", "secret_words", "split")}

@@ -19,6 +19,7 @@ from orchestrator.cli.copy import cp
 from orchestrator.cli.current import clusters, use
 from orchestrator.cli.everywhere import execute
 from orchestrator.cli.hosts import data, setup
+from orchestrator.cli.init import init, inventory
 from orchestrator.cli.jobs import cancel, jobs, logs
 from orchestrator.cli.nodes import node
 from orchestrator.cli.plan import plan
@@ -51,7 +52,7 @@ if "_ORCH_COMPLETE" in os.environ:
     install()
 
 SECTIONS = {
-    "Hosts": (up, status, clusters, use, node, master, trust, setup, data, execute, ssh, cp),
+    "Hosts": (init, up, status, clusters, use, node, master, trust, setup, data, execute, ssh, cp, inventory),
     "Jobs": (run, jobs, logs, cancel),
     "Results": (collect, pull, report, compare),
     "Speed, measured and predicted": (profile, plan, sweep),

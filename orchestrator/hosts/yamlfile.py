@@ -16,7 +16,7 @@ import os
 import re
 import stat
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -73,30 +73,40 @@ def read_yaml(path: Path, *, verbatim: Collection[str] = ()) -> Document:
     Raises InventoryError when there is nothing to go on with: a file that is not a readable regular file of at most
     1 MiB UTF-8, broken syntax, something else than a mapping.
     """
-    file = str(path)
-    content, mode = _read_regular(path)
-    composer = _Composer(file, _decode(file, content), verbatim)
+    content, mode = _read_regular(path, "a YAML file")
+    document = yaml_of(str(path), _decode(str(path), content), verbatim=verbatim)
+    return replace(document, world_writable=bool(mode & stat.S_IWOTH))
+
+
+def yaml_of(file: str, text: str, *, verbatim: Collection[str] = ()) -> Document:
+    """The same of a text that is here already. file: what it is called."""
+    composer = _Composer(file, text, verbatim)
     values = composer.compose()
-    return Document(file, values, composer.lines, tuple(composer.mistakes), bool(mode & stat.S_IWOTH))
+    return Document(file, values, composer.lines, tuple(composer.mistakes), False)
+
+
+def read_text(path: Path, kind: str) -> str:
+    """A file of another form, with the same limits. kind: what it should be, like `a hostfile`."""
+    return _decode(str(path), _read_regular(path, kind)[0])
 
 
 def _refuse(file: str, line: int, message: str) -> InventoryError:
     return InventoryError([Mistake(file, line, message)])
 
 
-def _read_regular(path: Path) -> tuple[bytes, int]:
+def _read_regular(path: Path, kind: str) -> tuple[bytes, int]:
     """The bytes and mode of a regular file. O_NONBLOCK, because opening a FIFO would wait for a writer."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY), "rb", buffering=0) as opened:
             mode = os.fstat(opened.fileno()).st_mode
             if not stat.S_ISREG(mode):
-                raise _refuse(str(path), 0, "is not a regular file; give the path of a YAML file")
+                raise _refuse(str(path), 0, f"is not a regular file; give the path of {kind}")
             content = _read_at_most(opened.fileno(), MAX_BYTES + 1)
     except IsADirectoryError as error:
-        raise _refuse(str(path), 0, "is a folder; give the path of a YAML file") from error
+        raise _refuse(str(path), 0, f"is a folder; give the path of {kind}") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise _refuse(str(path), 0, f"cannot be read ({reason}); give the path of a YAML file") from error
+        raise _refuse(str(path), 0, f"cannot be read ({reason}); give the path of {kind}") from error
     if len(content) > MAX_BYTES:
         raise _refuse(str(path), 0, "is larger than 1 MiB; this cannot be a file that a person wrote")
     return content, mode

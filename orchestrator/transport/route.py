@@ -15,9 +15,10 @@ import getpass
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import paramiko
 
@@ -47,6 +48,20 @@ class Target:
     """`ssh-ed25519 AAAA...` or `SHA256:...`."""
     proxy_jump: str | None = None
     """`[user@]host[:port][,...]`; `none` for no jump at all."""
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A host of the person's SSH configuration."""
+
+    name: str
+    file: str
+    line: int
+    """Where its `Host` line is."""
+    options: Mapping[str, Any]
+    """What holds for it, by the keyword in small letters."""
+    problem: str = ""
+    """Why it cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -81,23 +96,51 @@ def read_ssh_config(path: Path | None = None) -> paramiko.SSHConfig:
 
     Raises UsageError for a file that cannot be read or parsed.
     """
-    chosen = path or os.environ.get("ORCH_SSH_CONFIG")
-    files = [Path(chosen).expanduser()] if chosen else [Path.home() / ".ssh/config", Path("/etc/ssh/ssh_config")]
     config = paramiko.SSHConfig()
-    for file in files:
-        if not chosen and not file.exists():
-            continue
+    for file in config_files(path):
         try:
-            config.parse(_lines(file, "Host *"))
+            config.parse(line for line, _, _ in _lines(file, "Host *"))
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise  # no fault of the file's: `cli.common` says what to try
             raise UsageError(f"{file}: {error.strerror}", "make the SSH configuration readable") from error
-        except paramiko.SSHException as error:
+        except (paramiko.SSHException, ValueError, RuntimeError) as error:  # quotes without an end, `~nobody`
             raise UsageError(
                 f"{file}: {error}", "mend that line; `ssh -G HOST` shows what OpenSSH makes of it"
             ) from error
     return config
+
+
+def config_files(path: Path | None = None) -> list[Path]:
+    chosen = path or os.environ.get("ORCH_SSH_CONFIG")
+    if chosen:
+        return [Path(chosen).expanduser()]
+    return [file for file in (Path.home() / ".ssh/config", Path("/etc/ssh/ssh_config")) if file.exists()]
+
+
+def aliases(path: Path | None = None) -> Iterator[Alias]:
+    """Each name that a `Host` line gives without a pattern, once, with what the whole configuration says of it.
+
+    Raises as `read_ssh_config`.
+    """
+    config = read_ssh_config(path)
+    found: dict[str, tuple[Path, int]] = {}
+    for file in config_files(path):
+        for line, inside, number in _lines(file, "Host *"):
+            keyword = _KEYWORD.match(line)
+            if keyword and keyword[1].lower() == "host" and number:
+                for name in shlex.split(keyword[2], comments=True):
+                    found.setdefault(name, (inside, number))
+    for name, (file, number) in found.items():
+        if not set("*?!") & set(name):
+            yield _alias(name, file, number, config)
+
+
+def _alias(name: str, file: Path, line: int, config: paramiko.SSHConfig) -> Alias:
+    try:
+        return Alias(name, str(file), line, dict(_options(Target(name, name), config)))
+    except HostError as error:
+        return Alias(name, str(file), line, {}, f"{error.message.removeprefix(f'{name}: ')}; {error.remedy}")
 
 
 def find_route(target: Target, config: paramiko.SSHConfig) -> tuple[Hop, ...]:
@@ -110,18 +153,20 @@ def find_route(target: Target, config: paramiko.SSHConfig) -> tuple[Hop, ...]:
     return tuple(replace(hop, through=",".join(logins[:position])) for position, hop in enumerate(hops))
 
 
-def _lines(file: Path, block: str, depth: int = 0) -> Iterator[str]:
-    """The lines of a configuration with its Include lines replaced by what they name; paramiko reads no Include."""
-    yield f"{block}\n"
-    for line in file.read_text(errors="replace").splitlines(keepends=True):
+def _lines(file: Path, block: str, depth: int = 0) -> Iterator[tuple[str, Path, int]]:
+    """The lines of a configuration with its Include lines replaced by what they name; paramiko reads no Include. With
+    each its file and number, 0 for those that nobody wrote.
+    """
+    yield f"{block}\n", file, 0
+    for number, line in enumerate(file.read_text(errors="replace").splitlines(keepends=True), 1):
         keyword = _KEYWORD.match(line)
         if not keyword or keyword[1].lower() != "include":
             block = line.strip() if keyword else block
-            yield line
+            yield line, file, number
         elif depth < _MAX_INCLUDES:
             for included in _included(file, keyword[2]):
                 yield from _lines(included, block, depth + 1)
-            yield f"{block}\n"  # what follows belongs to the block around the Include again
+            yield f"{block}\n", file, 0  # what follows belongs to the block around the Include again
 
 
 def _included(file: Path, patterns: str) -> list[Path]:

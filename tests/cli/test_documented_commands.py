@@ -69,6 +69,7 @@ def workplace(folder: Path, python: str = sys.executable) -> Path:
     files |= {
         name: "print('hi')\n" for name in ("train.py", "old.py", "scripts/train.py", "mypackage/train.py", "mine.py")
     }
+    files |= {"hostfile": "a slots=4\n", "hosts.ini": "[rack]\na\nb\n", "../.ssh/config": "Host gpu01 v100\n"}
     files |= {"job.yaml": "# A job of orch 0.1.0\nscript: train.py\n"}
     files |= {"requirements.txt": "", "mypackage/__init__.py": "", "inventory/lab_pair.yaml": "", "data/x": ""}
     for name, text in files.items():

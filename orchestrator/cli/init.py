@@ -1,0 +1,166 @@
+"""Inventories from hosts in other forms, and back: `init`, `inventory export`."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from orchestrator.cli.common import cluster_option, open_controller
+from orchestrator.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from orchestrator.hosts.cluster import Cluster
+    from orchestrator.hosts.forms.imported import Imported
+    from orchestrator.hosts.inventory import Node
+
+FORMS = ("hostfile", "ssh-config", "ansible")
+STDOUT = Path("-")
+_FILE = click.Path(path_type=Path)
+
+
+@click.command()
+@click.argument("file", type=_FILE, default=Path("rack.yaml"))
+@click.option("--hostfile", type=_FILE, help="A hostfile of DeepSpeed or MPI: `host slots=4`, `host:4`.")
+@click.option("--ssh-config", metavar="A,B", help="Hosts of ~/.ssh/config: names, ranges, patterns like 'gpu*'.")
+@click.option("--ansible", type=_FILE, help="An Ansible inventory, in YAML (by its ending) or INI.")
+@click.option("--user", metavar="NAME", help="The login name on hosts that name none.")
+@click.option("--cluster", metavar="NAME", help="The cluster's name.  [default: the file's]")
+@click.option("--force", is_flag=True, help="Replace a file that is there.")
+def init(
+    file: Path,
+    hostfile: Path | None,
+    ssh_config: str | None,
+    ansible: Path | None,
+    user: str | None,
+    cluster: str | None,
+    force: bool,
+) -> None:
+    """Write an inventory from hosts that you have in another form, or one to fill in. FILE is rack.yaml unless you name
+    one; `-` prints it.
+
+    What has no place in an inventory is named on standard error. Passwords are left out.
+
+    \b
+    orch init
+    orch init --hostfile /job/hostfile --user ubuntu
+    orch init --ssh-config 'gpu*,v100' lab.yaml
+    orch init --ansible hosts.ini - | less
+    """
+    from orchestrator.hosts import grammar
+    from orchestrator.hosts.forms.new_inventory import Wanted, checked_template, inventory_text
+
+    _free(file, force)
+    _fits("--cluster", cluster, grammar.name)
+    _fits("--user", user, grammar.user)
+    name = cluster or (file.stem if re.fullmatch(r"[A-Za-z0-9][\w.-]{0,62}", file.stem, re.ASCII) else "rack")
+    target = "rack.yaml" if file == STDOUT else str(file)
+    source, found = _read(hostfile, ssh_config, ansible)
+    wanted = Wanted(name, source, user, target)
+    text = inventory_text(found, wanted) if found else checked_template(wanted)
+    _write(file, text, found, force)
+
+
+def _fits(option: str, text: str | None, check: Callable[[str], str]) -> None:
+    try:
+        check("any" if text is None else text)
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from error
+
+
+def _free(file: Path, force: bool) -> None:
+    if file != STDOUT and os.path.lexists(file) and not force:
+        raise UsageError(f"{file} is there already", "choose another name, or --force replaces it")
+
+
+def _read(hostfile: Path | None, ssh_config: str | None, ansible: Path | None) -> tuple[str, Imported | None]:
+    """Where the hosts come from, in words, and what is said of them there."""
+    from orchestrator.hosts.forms import sources
+
+    given = [name for name, value in zip(FORMS, (hostfile, ssh_config, ansible), strict=True) if value is not None]
+    if len(given) > 1:
+        raise UsageError(f"--{given[0]} and --{given[1]} at once", "take one of them; a file may be added to by hand")
+    if hostfile:
+        return f"the hostfile {hostfile}", sources.from_hostfile(hostfile)
+    if ansible:
+        return f"the Ansible inventory {ansible}", sources.from_ansible(ansible)
+    if ssh_config is not None:
+        found = sources.from_ssh_config(ssh_config)
+        return f"the hosts {ssh_config} of {found.file}", found
+    return "", None
+
+
+def _write(file: Path, text: str, found: Imported | None, force: bool) -> None:
+    from orchestrator.files import write_atomic
+    from orchestrator.views import console
+
+    for line in found.left_out if found else ():
+        console.say(line)
+    if file == STDOUT:
+        click.echo(text, nl=False)
+        return
+    _free(file, force)
+    write_atomic(file, text)
+    count = f"{len(found.hosts)} host{'s' if len(found.hosts) > 1 else ''}" if found else "to fill in"
+    console.put(f"{file}: {count}; then `orch up {file}`")
+
+
+@click.group()
+def inventory() -> None:
+    """Show inventories in the forms of other tools; `orch init` reads these.
+
+    \b
+    orch inventory export --form hostfile > hosts
+    """
+
+
+@inventory.command()
+@click.argument("file", metavar="[INVENTORY]", type=_FILE, required=False)
+@click.option("--form", type=click.Choice(FORMS), required=True, help="What to print.")
+@cluster_option
+def export(file: Path | None, form: str, cluster: str | None) -> None:
+    """Print the hosts of an inventory, else of the current cluster, in the form of another tool.
+
+    A hostfile has each host with its slots, for DeepSpeed and MPI. An SSH configuration is to be included by
+    ~/.ssh/config. What has no place in the form is named on standard error.
+
+    \b
+    orch inventory export --form hostfile
+    orch inventory export rack.yaml --form ssh-config > ~/.ssh/rack
+    orch inventory export rack.yaml --form ansible
+    """
+    from orchestrator.hosts.forms.ansible import write_ansible
+    from orchestrator.hosts.forms.hostfile import write_hostfile
+    from orchestrator.hosts.forms.ssh_config import write_ssh_config
+    from orchestrator.hosts.inventory_file import load_inventory
+    from orchestrator.views import console
+
+    if file and cluster:
+        raise UsageError(f"{file} and --cluster at once", "take one of them")
+    nodes: Sequence[Node]
+    if file:
+        there = load_inventory(file)
+        name, nodes = there.cluster, there.nodes
+    else:
+        with open_controller() as controller:
+            known = controller.store.cluster(cluster)
+        name, nodes = known.name, _with_ranks(known) if form == "hostfile" else known.nodes
+    write = {"hostfile": write_hostfile, "ssh-config": write_ssh_config, "ansible": write_ansible}[form]
+    written = write(name, nodes)
+    for line in written.left_out:
+        console.say(line)
+    click.echo(written.text, nl=False)
+
+
+def _with_ranks(cluster: Cluster) -> list[Node]:
+    """As many ranks as a job would start on each host that has been probed."""
+    ranks = {name: len(facts.gpus) or 1 for name, facts in cluster.facts.items()}
+    return [
+        node if node.ranks or node.gpus else node.model_copy(update={"ranks": ranks.get(node.name)})
+        for node in cluster.nodes
+    ]

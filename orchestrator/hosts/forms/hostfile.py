@@ -1,0 +1,121 @@
+"""Hostfiles, as DeepSpeed, Open MPI, MPICH and Intel MPI read them. Pure.
+
+gpu01 slots=4                     # DeepSpeed, Open MPI
+10.0.0.2:4                        # MPICH, Intel MPI
+me@gpu03 slots=4 max-slots=8
+gpu04                             # four lines of it: four ranks, as batch systems write them
+
+read_hostfile("hosts", text).hosts[0].keys["ranks"].value      # 4
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from orchestrator.hosts import grammar
+from orchestrator.hosts.forms.imported import (
+    MOST_HOSTS,
+    Given,
+    Imported,
+    ImportedHost,
+    Notes,
+    Written,
+    node_name,
+    without_place,
+)
+from orchestrator.hosts.inventory import Node
+
+_RANKS = {"slots", "slot", "count", "cpu", "cpus"}
+_USER = {"user", "username", "user_name"}
+_DROPPED = {"max_slots", "sockets", "boards", "binding", "ifhn", "port_range"}
+_HOST = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?:\[(?P<ipv6>[^\]\s]*)\]|(?P<host>[^\s@\[\]]+?))(?::(?P<count>\d+))?")
+_FORM = "write `host slots=4` or `host:4`"
+_PLACED = {"host", "ranks", "gpus", "name"}
+
+
+def read_hostfile(file: str, text: str) -> Imported:
+    notes = Notes(file)
+    hosts: dict[str, ImportedHost] = {}
+    for number, line in enumerate(text.split("\n"), 1):
+        words = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split()
+        host = _host_of(words, number, notes) if words else None
+        if host:
+            _add(hosts, host, notes)
+    if len(hosts) > MOST_HOSTS:
+        notes.wrong(0, f"names more than {MOST_HOSTS} hosts; is it a hostfile?")
+    if not hosts and not notes.mistakes:
+        notes.wrong(0, f"names no host; {_FORM}, one a line")
+    return Imported(file, tuple(hosts.values()), tuple(notes.mistakes), notes.left_out())
+
+
+def _host_of(words: Sequence[str], line: int, notes: Notes) -> ImportedHost | None:
+    first, *options = words
+    match = None if first[0] in "^+" else _HOST.fullmatch(_bracketed(first))
+    if not match:
+        notes.wrong(line, f"{grammar.show(first)} is no host; {_FORM}")
+        return None
+    host = match["ipv6"] or match["host"] or ""
+    keys = {"host": Given(host, line)}
+    if match["user"]:
+        keys["user"] = Given(match["user"], line)
+    if match["count"]:
+        _ranks(keys, match["count"], line, notes)
+    for option in options:
+        _option(keys, option, line, notes)
+    return ImportedHost(node_name(host), line, keys)
+
+
+def _bracketed(word: str) -> str:
+    """A bare IPv6 address in brackets: what stands behind its last colon is no number of ranks."""
+    user, at, host = word.rpartition("@")
+    return f"{user}{at}[{host}]" if host.count(":") > 1 and "[" not in host else word
+
+
+def _option(keys: dict[str, Given], word: str, line: int, notes: Notes) -> None:
+    key, equals, value = word.partition("=")
+    plain = key.lower().replace("-", "_")
+    if not equals or not value:
+        notes.wrong(line, f"{grammar.show(word)} is no `option=value`; {_FORM}, one host a line")
+    elif plain in _RANKS:
+        _ranks(keys, value, line, notes)
+    elif plain in _USER:
+        keys["user"] = Given(value, line)
+    elif plain in _DROPPED:
+        notes.drop(line, f"{key} is not carried over")
+    else:
+        notes.wrong(line, f"unknown option {grammar.show(key)}; known are slots, user and max-slots")
+
+
+def _ranks(keys: dict[str, Given], text: str, line: int, notes: Notes) -> None:
+    if not re.fullmatch(r"[0-9]{1,4}", text) or not 1 <= int(text) <= 256:
+        notes.wrong(line, f"slots: {grammar.show(text)} must be a whole number from 1 to 256")
+    elif "ranks" in keys:
+        notes.wrong(line, "the number of slots stands twice; keep one")
+    else:
+        keys["ranks"] = Given(int(text), line)
+
+
+def _add(hosts: dict[str, ImportedHost], host: ImportedHost, notes: Notes) -> None:
+    """A host that comes again has a rank more, as long as no line of it says how many."""
+    known = hosts.setdefault(host.name, host)
+    if known is host:
+        return
+    counted = known.keys.get("ranks", Given(1, 0))
+    if "ranks" in host.keys or counted.line == known.line:
+        notes.wrong(host.line, f"{host.name} stands on line {known.line} already; write it once, with all its slots")
+    else:
+        more = Given(counted.value + 1, host.line)
+        hosts[host.name] = ImportedHost(known.name, known.line, {**known.keys, "ranks": more})
+
+
+def write_hostfile(cluster: str, nodes: Sequence[Node]) -> Written:
+    """In DeepSpeed's form, which Open MPI reads, too: hosts and slots alone."""
+    lines, left_out = [f"# The hosts of cluster {cluster}, written by orch."], []
+    for node in nodes:
+        lines.append(f"{node.host} slots={node.ranks or node.gpus or 1}")
+        if not (node.ranks or node.gpus):
+            left_out.append(f"{node.name}: neither `ranks` nor `gpus` is given; written as slots=1")
+    if [node for node in nodes if node.name != node.host]:
+        left_out.append("name: a hostfile has hosts alone")
+    return Written("\n".join(lines) + "\n", (*left_out, *without_place(nodes, _PLACED, "a hostfile")))

@@ -1,0 +1,89 @@
+"""What a file of another tool says of hosts, in our keys: what every reader here gives, and the writer takes. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrator.errors import Mistake
+from orchestrator.hosts import grammar
+from orchestrator.hosts.inventory import Node
+
+MOST_HOSTS = 4096
+"""Of one file: what is more is a slip in a range."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value, and the line that says so."""
+
+    value: Any
+    line: int
+
+
+@dataclass(frozen=True)
+class ImportedHost:
+    name: str
+    """As an inventory may have it, see `node_name`."""
+    line: int
+    keys: Mapping[str, Given]
+    """Keys of an inventory's node, `host` among them."""
+    file: str = ""
+    """Where it is another one than the whole's."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    file: str
+    hosts: tuple[ImportedHost, ...]
+    mistakes: tuple[Mistake, ...] = ()
+    left_out: tuple[str, ...] = ()
+    """What has no place in an inventory, a line each; never with its value."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file of another form, and what of our nodes has no place in it, a line each."""
+
+    text: str
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass
+class Notes:
+    """Mistakes and left-out things of a file that is being read. Of each thing the first place is kept."""
+
+    file: str
+    mistakes: list[Mistake] = field(default_factory=list)
+    dropped: dict[str, int] = field(default_factory=dict)
+
+    def wrong(self, line: int, words: str, file: str = "") -> None:
+        """file: where it is another one."""
+        self.mistakes.append(Mistake(file or self.file, line, words))
+
+    def drop(self, line: int, words: str) -> None:
+        self.dropped.setdefault(words, line)
+
+    def left_out(self) -> tuple[str, ...]:
+        return tuple(f"{self.file}:{line}: {words}" if line else words for words, line in self.dropped.items())
+
+
+def node_name(host: str) -> str:
+    """The host itself where it can be a node's name, else the nearest to it: `2001:db8::7` as `2001-db8--7`."""
+    if re.fullmatch(grammar.NAME, host):
+        return host
+    near = re.sub(r"[^A-Za-z0-9._-]", "-", host).lstrip("._-")[:63]
+    return near or "node"
+
+
+_DESCRIPTIONS = {"line", "gpu", "id", "note", "image", "address_prefix"}
+"""What only describes a host is not missed."""
+
+
+def without_place(nodes: Sequence[Node], placed: Collection[str], form: str) -> list[str]:
+    """A line for each key that these nodes set and the form does not have."""
+    keys = [key for key in Node.model_fields if key not in placed and key not in _DESCRIPTIONS]
+    standard = {key: value.get_default(call_default_factory=True) for key, value in Node.model_fields.items()}
+    return [f"{key}: no place in {form}" for key in keys if any(getattr(n, key) != standard[key] for n in nodes)]

@@ -1,0 +1,114 @@
+"""An inventory out of hosts of another form: checked by the inventory's own reader, then its text. Pure.
+
+text = inventory_text(imported, Wanted("rack", "hosts.ini", user="me"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.errors import InventoryError, Mistake
+from orchestrator.hosts.forms.imported import Given, Imported, ImportedHost
+from orchestrator.hosts.forms.template import template
+from orchestrator.hosts.forms.yaml_text import flow, scalar
+from orchestrator.hosts.inventory_file import parse_inventory
+from orchestrator.hosts.yamlfile import Document, KeyPath, yaml_of
+from orchestrator.text import one_line
+
+_ORDER = ("host", "port", "user", "key_file", "proxy_jump", "python", "ranks", "transport")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    cluster: str
+    source: str
+    """Where the hosts come from, in words."""
+    user: str | None = None
+    """For hosts that name none."""
+    target: str = "rack.yaml"
+    """What the file will be called."""
+
+
+def inventory_text(found: Imported, wanted: Wanted) -> str:
+    """Raises InventoryError with all mistakes, by the lines of the file that the hosts come from."""
+    hosts = [_with_user(host, wanted.user) for host in found.hosts]
+    _check(found, hosts, wanted.cluster)
+    common = _common(hosts)
+    count = f"{len(hosts)} host{'s' if len(hosts) > 1 else ''}"
+    lines = [f"# Written by `orch init` from {one_line(wanted.source)}: {count}.", f"cluster: {wanted.cluster}"]
+    if common:
+        lines += [f"# What {'all of them' if len(hosts) > 2 else 'both'} have.", f"defaults: {flow(_plain(common))}"]
+    lines.append("nodes:")
+    for host in hosts:
+        own = {key: given for key, given in host.keys.items() if key not in common}
+        lines.append(f"  - {flow({'name': host.name, **_plain(own)})}")
+    text = "\n".join(lines) + "\n"
+    parse_inventory(yaml_of(wanted.target, text, verbatim=["env"]))
+    return text
+
+
+def checked_template(wanted: Wanted) -> str:
+    """One to fill in."""
+    text = template(wanted.cluster, scalar(wanted.user or "ubuntu"), wanted.target)
+    parse_inventory(yaml_of(wanted.target, text, verbatim=["env"]))
+    return text
+
+
+def _with_user(host: ImportedHost, user: str | None) -> ImportedHost:
+    keys = host.keys if user is None else {"user": Given(user, 0), **host.keys}
+    return ImportedHost(host.name, host.line, keys, host.file)
+
+
+def _plain(keys: Mapping[str, Given]) -> dict[str, Any]:
+    return {key: keys[key].value for key in _ORDER if key in keys}
+
+
+def _common(hosts: Sequence[ImportedHost]) -> dict[str, Given]:
+    """What all of several hosts say alike."""
+    first, *others = hosts
+    return {
+        key: given
+        for key, given in first.keys.items()
+        if key != "host" and others and all(host.keys.get(key, Given(None, 0)).value == given.value for host in others)
+    }
+
+
+# ---- the check -------------------------------------------------------------------------------------------------------
+
+
+def _check(found: Imported, hosts: Sequence[ImportedHost], cluster: str) -> None:
+    mistakes = list(found.mistakes)
+    for file in dict.fromkeys(host.file or found.file for host in hosts):
+        mistakes += _mistakes(file, [host for host in hosts if (host.file or found.file) == file], cluster)
+    if hosts and not mistakes:
+        mistakes += _mistakes(found.file, hosts, cluster)  # what two files have together
+    if mistakes:
+        ordered = sorted(
+            dict.fromkeys(mistakes), key=lambda mistake: (mistake.file != found.file, mistake.file, mistake.line)
+        )
+        raise InventoryError(_once(ordered))
+
+
+def _mistakes(file: str, hosts: Sequence[ImportedHost], cluster: str) -> Sequence[Mistake]:
+    """What the reader of inventories says to these hosts, by the lines of their own file."""
+    nodes = [{"name": host.name, **_plain(host.keys)} for host in hosts]
+    lines: dict[KeyPath, int] = {}
+    for position, host in enumerate(hosts):
+        lines[("nodes", position)] = host.line
+        lines |= {("nodes", position, key): given.line or host.line for key, given in host.keys.items()}
+    try:
+        parse_inventory(Document(file, {"cluster": cluster, "nodes": nodes}, lines, (), False))
+    except InventoryError as error:
+        return error.mistakes
+    return ()
+
+
+def _once(mistakes: Sequence[Mistake]) -> list[Mistake]:
+    """A line that many hosts have their value from is wrong once."""
+    kept: dict[tuple[str, int, str], Mistake] = {}
+    for mistake in mistakes:
+        words = mistake.message.partition(": ")[2] if mistake.message.startswith("node ") else mistake.message
+        kept.setdefault((mistake.file, mistake.line, words), mistake)
+    return list(kept.values())

@@ -1,0 +1,128 @@
+"""`orch init` and `orch inventory export`: an inventory out of other forms of hosts, and back."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from orchestrator.hosts.cluster import Cluster
+from orchestrator.hosts.inventory import Node
+from orchestrator.hosts.inventory_file import load_inventory
+from orchestrator.paths import Home
+from orchestrator.store import Store
+from tests.support import forks
+from tests.support.probed_hosts import facts, gpu
+
+DATA = Path(__file__).parents[1] / "data" / "inventories"
+
+
+@pytest.fixture
+def types(tmp_path, monkeypatch):
+    """Types a command in an empty folder, with an SSH configuration of its own; gives both outputs."""
+    monkeypatch.setenv("ORCH_HOME", str(tmp_path / "home"))
+    (tmp_path / "here").mkdir()
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh/config").write_text("Host gpu1\n HostName 10.0.0.1\n User me\nHost other\n")
+    env = {**os.environ, "HOME": str(tmp_path), "COLUMNS": "200"}
+    env.pop("ORCH_SSH_CONFIG", None)
+
+    def run(*words, code=0):
+        done = forks.run(forks.ORCH, words, cwd=tmp_path / "here", env=env)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout, done.stderr
+
+    run.here = tmp_path / "here"
+    return run
+
+
+def test_an_inventory_to_fill_in_is_one(types):
+    out, err = types("init", "--user", "1e3")
+    assert out == "rack.yaml: to fill in; then `orch up rack.yaml`\n" and not err
+    found = load_inventory(types.here / "rack.yaml")
+    assert (found.cluster, [node.user for node in found.nodes]) == ("rack", ["1e3", "1e3"])
+    assert stat.S_IMODE((types.here / "rack.yaml").stat().st_mode) == 0o600
+
+
+def test_hosts_of_a_hostfile_have_the_user_that_is_given(types):
+    out, err = types("init", "--hostfile", str(DATA / "open_mpi_hostfile"), "--user", "me", "lab.yaml")
+    assert out == "lab.yaml: 4 hosts; then `orch up lab.yaml`\n"
+    assert err.splitlines()[0].endswith("open_mpi_hostfile:3: max-slots is not carried over")
+    found = load_inventory(types.here / "lab.yaml")
+    assert (found.cluster, [node.user for node in found.nodes]) == ("lab", ["me", "me", "me", "trainer"])
+
+
+def test_what_all_hosts_have_goes_into_defaults_and_a_comment_says_where_from(types):
+    (types.here / "hosts").write_text("a slots=4\nb slots=4\n")
+    out, _ = types("init", "--hostfile", "hosts", "--user", "yes", "--cluster", "mine", "-")
+    assert out == (
+        "# Written by `orch init` from the hostfile hosts: 2 hosts.\ncluster: mine\n# What both have.\n"
+        'defaults: {user: "yes", ranks: 4}\nnodes:\n  - {name: a, host: a}\n  - {name: b, host: b}\n'
+    )
+    assert list(types.here.iterdir()) == [types.here / "hosts"]
+
+
+def test_hosts_of_the_ssh_configuration(types):
+    out, _ = types("init", "--ssh-config", "gpu*", "-")
+    assert out.splitlines()[-1] == "  - {name: gpu1, host: 10.0.0.1, user: me}"
+    assert "no node of" in types("init", "--ssh-config", "x*", "-", code=2)[1]
+
+
+def test_a_file_that_is_there_stays_unless_forced(types):
+    for name, target in (("rack.yaml", None), ("dangling", "nowhere")):
+        (types.here / name).symlink_to(target) if target else (types.here / name).write_text("mine")
+        _, err = types("init", name, code=2)
+        assert f"error: {name} is there already" in err and "--force" in err
+    assert (types.here / "rack.yaml").read_text() == "mine"
+    types("init", "--force")
+    assert load_inventory(types.here / "rack.yaml").cluster == "rack"
+
+
+def test_mistakes_come_all_at_once_and_nothing_is_written(types):
+    (types.here / "hosts").write_text("a slots=x\nb:1\nc frobs=1\nme:x\n")
+    out, err = types("init", "--hostfile", "hosts", code=2)
+    assert (out, [line.split(" ")[1] for line in err.splitlines()]) == ("", ["hosts:1:", "hosts:3:", "hosts:4:"])
+    assert not (types.here / "rack.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--hostfile", "a", "--ansible", "b"), "--hostfile and --ansible at once"),
+        (("--user", "no one"), "--user: 'no one' must be a login name"),
+        (("--cluster", ""), "--cluster: '' must be letters"),
+        (("--hostfile", "none"), "none: cannot be read (No such file or directory); give the path of a hostfile"),
+        (("--ansible", "."), ".: is a folder; give the path of an Ansible inventory"),
+        (("--ssh-config", ""), "names no host"),
+    ],
+)
+def test_what_cannot_be_is_refused(words, said, types):
+    assert said in types("init", *words, code=2)[1]
+
+
+def remembered():
+    nodes = (Node(name="a", host="10.0.0.1", user="me"), Node(name="b", host="b", ranks=3))
+    found = {"a": facts(node="a", gpus=(gpu(), gpu(index=1)))}
+    Store(Home.default()).save_cluster(Cluster(name="c", file="f", nodes=nodes, facts=found), current=True)
+
+
+def test_the_current_cluster_is_exported_with_the_gpus_that_it_showed(types):
+    remembered()
+    out, err = types("inventory", "export", "--form", "hostfile")
+    assert out == "# The hosts of cluster c, written by orch.\n10.0.0.1 slots=2\nb slots=3\n"
+    assert err.splitlines() == ["name: a hostfile has hosts alone", "user: no place in a hostfile"]
+    assert "Host a\n    HostName 10.0.0.1\n    User me\n" in types("inventory", "export", "--form", "ssh-config")[0]
+
+
+def test_an_inventory_file_is_exported_and_comes_back(types):
+    types("init", "--ansible", str(DATA / "ansible_hosts.ini"))
+    out, _ = types("inventory", "export", "rack.yaml", "--form", "ansible")
+    (types.here / "again.yaml").write_text(out)
+    types("init", "--ansible", "again.yaml", "second.yaml")
+    first, second = (load_inventory(types.here / name) for name in ("rack.yaml", "second.yaml"))
+    assert [node.model_copy(update={"line": 0}) for node in first.nodes] == [
+        node.model_copy(update={"line": 0}) for node in second.nodes
+    ]
+    assert "at once" in types("inventory", "export", "rack.yaml", "--cluster", "c", "--form", "ansible", code=2)[1]
