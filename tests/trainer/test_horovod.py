@@ -20,6 +20,7 @@ from tests.support.sums import EXAMPLE, HAS_HOROVOD, Case, data_of, network, set
 from tests.support.trainer_ranks import of_event, started, trained
 from trainer.compute.timer import CpuTimer
 from trainer.ranks.loopback_store import served
+from trainer.ranks.process_group import leave
 from trainer.setup.paced import refuse_arithmetic
 from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
@@ -81,6 +82,17 @@ def test_a_run_trains_as_with_another_exact_strategy_and_ends_without_a_word(tmp
         assert of_event(ranks[1], "end")[0]["status"] == "succeeded"
     assert len(losses["horovod"]) == 8
     assert losses["horovod"] == pytest.approx(losses["allreduce"], rel=1e-5)
+
+
+@needs_horovod
+def test_it_ends_with_the_group_before_a_rank_closes_its_connections() -> None:
+    hvd, case = package(CPU), Case(shares=(4,))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    build_strategy(settings_for(case, "horovod"), network(case, 0), dist.group.WORLD, CpuTimer())
+    assert hvd.is_initialized()
+    leave()
+    assert not hvd.is_initialized()
+    assert not dist.is_initialized()
 
 
 @pytest.mark.skipif(HAS_HOROVOD, reason="the package is installed here")
