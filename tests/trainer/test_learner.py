@@ -12,12 +12,22 @@ from torch.nn.functional import cross_entropy
 from tests.support.trainer_ranks import of_event, started, trained
 from tests.trainer.test_standin import TestsOwnClock
 from trainer.compute.models import build_model
+from trainer.compute.precision import Full
 from trainer.paced.anatomy import dissect
 from trainer.paced.learner import Learner, LearnerExecutor, LearnerOptimizer
+from trainer.paced.part import LearningPart
+from trainer.paced.stage_clock import StageClock
 from trainer.paced.stopwatch import Stopwatch
+from trainer.pipeline.chain import survey
+from trainer.pipeline.layout import Layout
+from trainer.pipeline.paced import LearningStage
+from trainer.pipeline.part import part_of
+from trainer.setup.learning import chain_like, learning_cut
 from trainer.shared.errors import TrainError
 from trainer.shared.gpu_work import Work
-from trainer.shared.pace import BACKWARD, FORWARD, Pace, read_pace
+from trainer.shared.pace import BACKWARD, FORWARD, OPTIMISER, Pace, read_pace
+from trainer.shared.stages import Stage as Blocks
+from trainer.shared.stages import parse_stages
 
 SHAPE = (1, 28, 28)
 WAYS = {
@@ -27,7 +37,18 @@ WAYS = {
     "local": ["--fidelity", "local", "--local_steps", "2", "--local_overlap", "0", "--local_after", "0"],
     "compressed": ["--fidelity", "compressed", "--compress_after", "3"],
     "micro-batches": ["--accumulate", "2"],
+    "with BatchNorm": ["--model", "small_resnet"],
+    "with BatchNorm, local": ["--model", "small_resnet", "--fidelity", "local", "--local_steps", "2"],
 }
+SMALL, LONG = ["--model", "small_resnet"], "node0:0-30,node1:31-51"
+STAGES = {
+    "its own twin": ([], "node0:0,node1:1", "node0:0,node1:1", "mnist_lenet", 2),
+    "like a larger one": ([], "node0:0,node1:1", LONG, "resnet152_cifar", 2),
+    "at once": (["--schedule", "1f1b"], "node0:0,node1:1", LONG, "resnet152_cifar", 2),
+    "in 16 bits": (["--fidelity", "half"], "node0:0,node1:1", LONG, "resnet152_cifar", 2),
+    "with BatchNorm": (SMALL, "node0:0-1,node1:2-4", LONG, "resnet152_cifar", 2),
+}
+"""Settings; the stages of the network that learns, and those of the one whose time is kept; the latter; ranks."""
 RUN = "--exp mnist_lenet --data synthetic --samples 320 --batch 32 --steps 8 --lr 0.01 --augment none".split()  # noqa: SIM905
 
 
@@ -81,25 +102,118 @@ def test_work_on_gradients_is_done_and_takes_the_gpus_time():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_paced_ranks_learn_what_others_learn(tmp_path, way):
-    paces = [{"ORCH_PACED": json.dumps({"samples_per_s": speed, "like": "mnist_lenet"})} for speed in (2000, 4000)]
-    words = [*RUN, *WAYS[way]]
-    found = []
-    for name, of_ranks in (("plain", ()), ("paced", paces)):
-        (tmp_path / name).mkdir()
-        first, second = trained(tmp_path / name, words, 2, of_ranks=of_ranks)
-        losses = [[step["loss"] for step in of_event(rank, "step")] for rank in (first, second)]
-        (judged,) = of_event(first, "eval")
-        found.append((losses, judged["loss"], judged["accuracy"]))
-        assert of_event(first, "start")[0]["paced"] is (name == "paced")
-    (plain, paced) = found
+    (plain, paced) = learned(tmp_path, [*RUN, *WAYS[way]], [*RUN, *WAYS[way]], "mnist_lenet")
     assert paced[0] == [pytest.approx(losses, rel=1e-4) for losses in plain[0]]
     assert paced[1:] == (pytest.approx(plain[1], rel=1e-4), pytest.approx(plain[2], abs=0.01))
+
+
+@pytest.mark.parametrize("way", STAGES)
+def test_stages_learn_to_the_bit_what_they_learn_without_a_pace(tmp_path, way):
+    words, own, timed, like, ranks = STAGES[way]
+    words = [*RUN, "--strategy", "pipeline", *words]
+    (plain, paced) = learned(tmp_path, [*words, "--stages", own], [*words, "--stages", timed], like, ranks)
+    assert paced == plain
+
+
+def learned(folder, plain, paced, like, world_size=2):
+    """Losses of all updates on each rank, and the evaluation's loss and accuracy: without a pace, and with one."""
+    paces = [
+        {"ORCH_PACED": json.dumps({"samples_per_s": 2000 * (rank + 1), "like": like})} for rank in range(world_size)
+    ]
+    for name, words, of_ranks in (("plain", plain, ()), ("paced", paced, paces)):
+        (tmp := folder / name).mkdir()
+        lines = trained(tmp, words, world_size, of_ranks=of_ranks)
+        (judged,) = of_event(lines[0], "eval")
+        assert of_event(lines[0], "start")[0]["paced"] is (name == "paced")
+        assert [rank[-1]["valid"] is None for rank in lines] == [name == "plain"] * world_size
+        yield [[step["loss"] for step in of_event(rank, "step")] for rank in lines], judged["loss"], judged["accuracy"]
+
+
+def test_a_stages_tasks_are_due_in_the_large_ones_time_and_give_the_small_ones_gradients():
+    clock = TestsOwnClock()
+    first, last, own = staged(clock)
+    images, labels = torch.randn(6, *SHAPE), torch.arange(6) % 10
+    began_s = clock.now()
+    sent = first.forward(images, 0.0)
+    assert sent.shape == (6, 4096) and not sent[:, 400:].any(), "as many numbers as ResNet-152 sends"
+    assert clock.now() - began_s == pytest.approx(0.7 * FORWARD * 0.6)
+    inputs = last.enter(sent)
+    last.judge(inputs, cross_entropy(last.part(inputs), labels, reduction="sum"), clock.now())
+    gradient = last.backward(None, 6, clock.now())
+    assert gradient.shape == (6, 4096) and not gradient[:, 400:].any()
+    first.backward(gradient, 6, clock.now())
+    for stage in (last, first):
+        stage.weights()
+    beside = 0.3 * BACKWARD / 2  # the last stage's weights, while the first one is at its backward
+    assert clock.now() - began_s == pytest.approx(0.6 * (FORWARD + BACKWARD - beside))
+    cross_entropy(own(images), labels).backward()
+    found = {name: weight.grad for stage in (first, last) for name, weight in stage.part.network.named_parameters()}
+    assert all(torch.equal(found[name], weight.grad) for name, weight in own.named_parameters()) and len(found) == 10
+
+
+def staged(clock):
+    """Two stages of LeNet within the time of ResNet-152's, 0.7 and 0.3 of it, and LeNet whole."""
+    torch.manual_seed(1)
+    own = build_model("lenet", SHAPE, 10)
+    parts = [part_of(copy.deepcopy(own), Blocks("", number, number)) for number in (0, 1)]
+    clocks = [StageClock(Pace(samples_per_s=10), work, work, clock=clock) for work in (0.7, 0.3)]
+    first = LearningPart([torch.empty(3)], clocks[0], parts[0], None, 4096)
+    last = LearningPart([torch.empty(5)], clocks[1], parts[1], (16, 5, 5), None)
+    return *(LearningStage(part, Full(), reads=part is first, splits=True) for part in (first, last)), own
+
+
+def test_a_stage_whose_arithmetic_takes_too_long_is_late():
+    clock = TestsOwnClock()
+    stage, _, _ = staged(clock)
+    stage.part.network.register_forward_pre_hook(lambda *_: clock.sleep(1.0))  # the task would take 0.14 s
+    optimizer = LearnerOptimizer(stage.part, torch.optim.SGD(stage.part.network.parameters(), lr=0.1))
+    optimizer.zero_grad()
+    sent = stage.forward(torch.randn(6, *SHAPE), 0.0)
+    stage.backward(torch.ones_like(sent), 6, 0.0)
+    stage.weights()
+    optimizer.step()
+    assert stage.stopwatch.median_lateness(0) == pytest.approx((1 - 0.42 * FORWARD) / (0.42 * (FORWARD + BACKWARD)))
+
+
+def test_the_optimisers_arithmetic_lies_within_its_time():
+    clock = TestsOwnClock()
+    part = staged(clock)[0].part
+    own = torch.optim.SGD(part.network.parameters(), lr=0.1)
+    own.register_step_pre_hook(lambda *_: clock.sleep(0.004))
+    optimizer = LearnerOptimizer(part, own)
+    optimizer.zero_grad()
+    part.stopwatch.take(1.0)
+    before_s = clock.now()
+    optimizer.step()
+    assert clock.now() - before_s == pytest.approx(OPTIMISER) and own.param_groups is optimizer.param_groups
+
+
+@pytest.mark.parametrize(("last", "own_last"), [(6, 0), (20, 1), (40, 2), (48, 3)])
+def test_the_network_that_learns_is_cut_where_the_other_ones_work_is(last, own_last):
+    own, like = survey("small_resnet", SHAPE, 10), chain_like("resnet152_cifar")
+    layout = Layout.of(parse_stages(f"a:0-{last},b:{last + 1}-51"), ["a", "b"], len(like))
+    cut = learning_cut("resnet152_cifar", own, like, layout)
+    assert [(stage.first, stage.last) for stage in cut.layout.pipelines[0]] == [(0, own_last), (own_last + 1, 4)]
+    assert cut.layout.ranks == layout.ranks
+
+
+def test_its_own_twin_is_cut_as_asked():
+    own = survey("small_resnet", SHAPE, 10)
+    layout = Layout.of(parse_stages("a:0-3,b:4"), ["a", "b"], len(own))
+    assert learning_cut("x", own, own, layout).layout is layout
+
+
+def test_a_cut_where_more_would_be_sent_than_by_the_other_is_refused():
+    own, like = survey("small_resnet", SHAPE, 10), survey("lenet", SHAPE, 10)
+    layout = Layout.of(parse_stages("a:0,b:1"), ["a", "b"], len(like))
+    with pytest.raises(ValueError, match=r"behind block . of the network that learns go .* numbers a sample, and 400"):
+        learning_cut("mnist_lenet", own, like, layout)
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--strategy", "pipeline"], "whole networks alone"),
+        (["--strategy", "tensor"], "use another strategy than tensor"),
         (["--checkpoint_every", "3"], "nothing that could be kept"),
     ],
 )
@@ -107,6 +221,14 @@ def test_what_a_learner_cannot_do_is_refused(tmp_path, words, said):
     paces = [{"ORCH_PACED": '{"samples_per_s": 900, "like": "mnist_lenet"}'}] * 2
     with started(tmp_path, [*RUN, *words], 2, of_ranks=paces) as ranks:
         assert all(said in errors for _, errors in [rank.communicate(timeout=60) for rank in ranks])
+
+
+def test_ranks_that_are_like_different_networks_are_refused(tmp_path):
+    likes = ({"like": "mnist_lenet"}, {"like": "resnet152_cifar"})
+    paces = [{"ORCH_PACED": json.dumps({"samples_per_s": 900, **like})} for like in likes]
+    with started(tmp_path, [*RUN, "--strategy", "pipeline"], 2, of_ranks=paces) as ranks:
+        said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert all("rank 0: mnist_lenet, rank 1: resnet152_cifar); give all the same" in errors for errors in said)
 
 
 def test_what_it_is_like_is_an_experiment():

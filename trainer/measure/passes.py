@@ -87,7 +87,7 @@ class Passes:
         inputs = stage.enter(inputs)
         with stage.precision.autocast():
             loss_sum = self.trainee.loss_sum(stage.part(inputs), targets)
-        return stage.judge(inputs, loss_sum)
+        return stage.judge(inputs, loss_sum, 0.0)
 
 
 def record_blocks(

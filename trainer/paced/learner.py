@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from trainer.paced.anatomy import Anatomy
 from trainer.paced.executor import StandInExecutor
+from trainer.paced.part import LearningPart
 from trainer.paced.standin import StandIn, StandInOptimizer
 from trainer.paced.stopwatch import Stopwatch
 
@@ -57,9 +58,9 @@ class LearnerExecutor(StandInExecutor):
 
 
 class LearnerOptimizer(StandInOptimizer):
-    """Updates the network that learns, and takes the time of the large one's update."""
+    """Updates the network that learns, within the time of the large one's update."""
 
-    def __init__(self, model: Learner, own: torch.optim.Optimizer) -> None:
+    def __init__(self, model: Learner | LearningPart, own: torch.optim.Optimizer) -> None:
         super().__init__(model)
         self.own = own
 
@@ -68,5 +69,6 @@ class LearnerOptimizer(StandInOptimizer):
         return self.own.param_groups
 
     def step(self) -> None:
+        began_s = self.model.stopwatch.clock.now()
         self.own.step()
-        super().step()
+        self.model.stopwatch.optimise(began_s)

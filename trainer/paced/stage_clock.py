@@ -55,11 +55,12 @@ class StageClock:
         """What follows is due so much later: otherwise it would make up for a pause made on purpose."""
         self.free_s += held_up_s
 
-    def optimise(self) -> None:
+    def optimise(self, began_s: float | None = None) -> None:
+        """began_s: when the gradients of all ranks were there; None: now."""
         if self.busy_s:
             self.late_s.append(self.latest_s)
             self.lateness.append(self.latest_s / self.busy_s)
-        self.free_s = max(self.free_s, self.clock.now()) + OPTIMISER * self.busy_s
+        self.free_s = max(self.free_s, self.clock.now() if began_s is None else began_s) + OPTIMISER * self.busy_s
         self._wait()
 
     def median_lateness(self, warmup_steps: int) -> float | None:

@@ -69,10 +69,10 @@ class Stopwatch:
             self.late_s[-1] += late_s
             self.lateness[-1] += late_s / self.step_s
 
-    def optimise(self) -> None:
-        """The update begins when the gradients of all ranks are there, whenever that is."""
+    def optimise(self, began_s: float | None = None) -> None:
+        """The update begins when the gradients of all ranks are there, whenever that is: now, or so long ago."""
         self.updating = False
-        self._wait(self.clock.now() + OPTIMISER * self.update_s)
+        self._wait((self.clock.now() if began_s is None else began_s) + OPTIMISER * self.update_s)
 
     def median_lateness(self, warmup_steps: int) -> float | None:
         """Over the steps after the warm-up, as a part of a step; None where there was none."""

@@ -1,4 +1,4 @@
-"""A stage that keeps a GPU's time in place of computing: what crosses its cuts is real, the numbers are not."""
+"""Stages that keep a GPU's time: what crosses their cuts is real, and the numbers where a smaller network learns."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from trainer.paced.part import PacedPart
+from trainer.compute.precision import Full
+from trainer.paced.part import LearningPart, PacedPart
 from trainer.pipeline.cuts import Cuts
+from trainer.pipeline.stage import Stage
 from trainer.shared.pace import BACKWARD, FORWARD
 
 
@@ -48,3 +50,38 @@ class PacedStage:
     def _give_gradients(self) -> None:
         for weight in self.part.weights:
             weight.grad = weight.detach()
+
+
+class LearningStage(Stage):
+    """As `Stage`, within the time of the larger network's tasks: the arithmetic is done before a task is due."""
+
+    def __init__(self, part: LearningPart, precision: Full, *, reads: bool, splits: bool) -> None:
+        super().__init__(part, precision, reads=reads, splits=splits)
+        self.stopwatch = part.stopwatch
+        self._sizes: deque[int] = deque()
+        self._sizes_put_off: deque[int] = deque()
+
+    def forward(self, inputs: Tensor, there_s: float) -> Tensor:
+        output = super().forward(inputs, there_s)
+        self._forward_is_over(len(inputs), there_s)
+        return output
+
+    def judge(self, inputs: Tensor, loss_sum: Tensor, there_s: float) -> Tensor:
+        loss = super().judge(inputs, loss_sum, there_s)
+        self._forward_is_over(len(inputs), there_s)
+        return loss
+
+    def _forward_is_over(self, samples: int, there_s: float) -> None:
+        self._sizes.append(samples)
+        self.stopwatch.run(FORWARD, samples, there_s)
+
+    def backward(self, gradient: Tensor | None, batch: int, there_s: float) -> Tensor | None:
+        of_inputs, samples = super().backward(gradient, batch, there_s), self._sizes.popleft()
+        if self.splits:
+            self._sizes_put_off.append(samples)
+        self.stopwatch.run(BACKWARD / 2 if self.splits else BACKWARD, samples, there_s)
+        return of_inputs
+
+    def weights(self) -> None:
+        super().weights()
+        self.stopwatch.run(BACKWARD / 2, self._sizes_put_off.popleft())

@@ -3,7 +3,7 @@
 stage = Stage(part, precision, reads=False, splits=True)
 output = stage.forward(inputs, there_s)                  to be sent on; or, of the last stage,
 inputs = stage.enter(inputs)                             what its part is to be called with, and
-stage.judge(inputs, loss_sum)                            the sum of the losses of what it gave
+stage.judge(inputs, loss_sum, there_s)                   the sum of the losses of what it gave
 gradient = stage.backward(of_output, batch, there_s)     of the oldest micro-batch, for the stage before
 stage.weights()                                          of the oldest one whose backward is over
 """
@@ -62,7 +62,7 @@ class Stage:
         result: Tensor = output.detach()
         return result
 
-    def judge(self, inputs: Tensor, loss_sum: Tensor) -> Tensor:
+    def judge(self, inputs: Tensor, loss_sum: Tensor, there_s: float) -> Tensor:
         """In place of `forward`. Gives the loss without its history."""
         self._passes.append(Pass(inputs, loss_sum))
         return loss_sum.detach()

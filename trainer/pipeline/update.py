@@ -113,7 +113,7 @@ class Update:
             labels = of.labels[one.ranks[0]].take() if of.labels else None
         if of.is_last and of.stage.learns:
             inputs = of.stage.enter(inputs)
-            output = of.stage.judge(inputs, (yield inputs, cast(Tensor, labels)))
+            output = of.stage.judge(inputs, (yield inputs, cast(Tensor, labels)), there_s)
         else:
             output = of.stage.forward(inputs, there_s)
         if of.is_last:

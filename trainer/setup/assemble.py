@@ -23,7 +23,7 @@ from trainer.compute.timer import Timer, timer_for
 from trainer.data.loading import agree_on_facts
 from trainer.paced.executor import StandInExecutor
 from trainer.paced.learner import Learner, LearnerExecutor
-from trainer.paced.part import PacedPart
+from trainer.paced.part import LearningPart, PacedPart
 from trainer.paced.standin import StandIn
 from trainer.pipeline.strategy import Pipeline
 from trainer.ranks.agreement import gather_lines, sum_over_ranks, together
@@ -37,7 +37,7 @@ from trainer.setup.clipping import build_clipping
 from trainer.setup.division import Division, divide
 from trainer.setup.material import Experiment, Material
 from trainer.setup.network import facts_of, network
-from trainer.setup.pipeline import build_pipeline, paced_part, real_part
+from trainer.setup.pipeline import build_pipeline, learning_part, paced_clock, paced_part, real_part
 from trainer.setup.room import room_of
 from trainer.setup.start_record import start_fields
 from trainer.setup.tensor import build_tensor, paced_slices
@@ -176,17 +176,20 @@ def build_network(
 ) -> nn.Module:
     """All of it, or this rank's part in a pipeline, or of a paced rank its slices."""
     stream, micro_batches = division.order.stream, division.micro_batches
-    if info.pace and info.pace.like and (division.tensor or division.pipeline):
-        raise TrainError(f"paced: `like` stands in for whole networks alone, not with strategy={settings.strategy}")
+    if division.tensor and info.pace and info.pace.like:
+        raise TrainError("paced: with `like` a network learns whole or in stages; use another strategy than tensor")
     if division.tensor and info.pace:
         sizes = division.own_sizes(info.rank)
         return paced_slices(settings, division.tensor, facts_of(material), info, info.pace, metrics, sizes)
     if not division.pipeline:
         return network(settings, material, info, metrics, stream, micro_batches)
-    if info.pace:
-        sizes = division.own_sizes(info.rank)
-        return paced_part(settings, division.pipeline, material, info, info.pace, metrics, sizes)
-    return real_part(material, division.pipeline, info.rank, micro_batches, stream)
+    plan, rank = division.pipeline, info.rank
+    if not info.pace:
+        return real_part(material, plan, rank, micro_batches, stream)
+    clock = paced_clock(settings, plan, info, info.pace, metrics, division.own_sizes(rank))
+    if not plan.learning:
+        return paced_part(plan, material, rank, clock)
+    return learning_part(plan, plan.learning, rank, real_part(material, plan, rank, micro_batches, stream), clock)
 
 
 def build_synchronised(
@@ -201,7 +204,7 @@ def build_synchronised(
     """The strategy that keeps the ranks together, and the brake that the setting `slow` puts on it."""
     if isinstance(model, StandIn | PacedPart):
         brake = Brake(settings.bottleneck, info.rank, timer, postpone=model.stopwatch.postpone)
-        kind = LearnerExecutor if isinstance(model, Learner) else StandInExecutor
+        kind = LearnerExecutor if isinstance(model, Learner | LearningPart) else StandInExecutor
         executor: Executor = kind(model.stopwatch)
     else:
         brake, executor = Brake(settings.bottleneck, info.rank, timer), ON_DEVICE

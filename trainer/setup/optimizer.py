@@ -9,14 +9,14 @@ from torch import nn
 
 from trainer.compute.models import trainable
 from trainer.paced.learner import Learner, LearnerOptimizer
-from trainer.paced.part import PacedPart
+from trainer.paced.part import LearningPart, PacedPart
 from trainer.paced.standin import StandIn, StandInOptimizer
 from trainer.shared.settings import Settings
 
 
 def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer | StandInOptimizer:
     """settings: `fused_sgd` as it turned out."""
-    if isinstance(model, Learner):
+    if isinstance(model, Learner | LearningPart):
         return LearnerOptimizer(model, _real(settings, model.network))
     if isinstance(model, StandIn | PacedPart):
         return StandInOptimizer(model)

@@ -19,12 +19,12 @@ from trainer.compute.precision import Full
 from trainer.compute.timer import Timer
 from trainer.data.sample_stream import SampleStream
 from trainer.paced.memory import out_of_memory
-from trainer.paced.part import PacedPart
+from trainer.paced.part import LearningPart, PacedPart
 from trainer.paced.stage_clock import StageClock
 from trainer.pipeline.chain import Block, balanced, survey_of
 from trainer.pipeline.cuts import Cuts
 from trainer.pipeline.layout import Layout
-from trainer.pipeline.paced import PacedStage
+from trainer.pipeline.paced import LearningStage, PacedStage
 from trainer.pipeline.part import Part, part_of
 from trainer.pipeline.stage import Stage
 from trainer.pipeline.strategy import Pipeline
@@ -32,6 +32,7 @@ from trainer.ranks.agreement import gather_lines, together
 from trainer.ranks.process_group import TIMEOUT
 from trainer.ranks.rank_info import RankInfo
 from trainer.setup.batch_norm import check_batch_norm, check_pairs
+from trainer.setup.learning import Learning, as_sent, chain_like, learning_cut, like_of_all, weights_like
 from trainer.setup.material import Material
 from trainer.setup.paced import keep_records, refuse_arithmetic
 from trainer.shared.errors import TrainError
@@ -40,6 +41,7 @@ from trainer.shared.pace import Pace
 from trainer.shared.settings import Settings
 from trainer.shared.shares import Speed, scale_shares
 from trainer.shared.stages import ALONE, parse_stages, stage_names
+from trainer.shared.stages import Stage as Blocks
 from trainer.shared.turns import PER_STAGE, in_flight_of_rank
 from trainer.strategies.base import share_initial_state
 from trainer.strategies.gradient_sum import DTYPES as SENT_IN
@@ -55,6 +57,8 @@ class PipelinePlan:
     layout: Layout
     dtype: torch.dtype
     """Of the network's weights."""
+    learning: Learning | None = None
+    """The run's network, where chain and layout are of another one, whose time is kept."""
 
     @property
     def micro_batches(self) -> int:
@@ -66,6 +70,10 @@ class PipelinePlan:
         own = self.layout.stage(rank)
         return self.chain[own.first : own.last + 1]
 
+    def held(self, rank: int) -> Blocks:
+        """What the rank holds of the run's network."""
+        return (self.learning or self).layout.stage(rank)
+
     def work(self, rank: int) -> float:
         """Of the rank's blocks, 0..1."""
         return sum(block.work for block in self.blocks(rank))
@@ -75,17 +83,18 @@ def plan_pipeline(
     settings: Settings, material: Material, info: RankInfo, speeds: Sequence[Speed | None]
 ) -> PipelinePlan:
     """speeds: of each rank, where known. Waits for all ranks. Raises TrainError where stages and ranks do not fit."""
-    nodes = gather_lines(info.node)
+    nodes, like = gather_lines(info.node), like_of_all(info)
     with together(info.node):
         skeleton = material.skeleton()
-        chain = survey_of(skeleton, material.example(), material.name)
+        own = survey_of(skeleton, material.example(), material.name)
+        chain = chain_like(like) if like else own
         try:
             pipelines = parse_stages(settings.stages) or balanced(chain, _speeds_of_stages(nodes, speeds))
             if settings.fidelity == "local" and len(pipelines) == 1:
                 raise ValueError(ALONE)
-            return PipelinePlan(
-                tuple(chain), Layout.of(pipelines, nodes, len(chain)), next(skeleton.parameters()).dtype
-            )
+            layout = Layout.of(pipelines, nodes, len(chain))
+            learning = learning_cut(like, own, chain, layout) if like else None
+            return PipelinePlan(tuple(chain), layout, next(skeleton.parameters()).dtype, learning)
         except ValueError as error:
             raise TrainError(f"stages: {error}") from error
     raise AssertionError  # `together` has raised
@@ -123,7 +132,9 @@ def build_pipeline(
     layout, rank = plan.layout, dist.get_rank()
     cuts, splits, sums = cuts_of(settings, plan, rank), settings.schedule == "zero_bubble", None
     stage: Stage | PacedStage
-    if isinstance(part, PacedPart):
+    if isinstance(part, LearningPart):
+        stage = LearningStage(part, precision, reads=cuts.before is None, splits=splits)
+    elif isinstance(part, PacedPart):
         stage = PacedStage(part, cuts, splits=splits)
     else:
         stage = Stage(part, precision, reads=cuts.before is None, splits=splits)
@@ -162,7 +173,8 @@ def cuts_of(settings: Settings, plan: PipelinePlan, rank: int) -> Cuts:
     own, last = plan.layout.stage(rank), len(plan.chain) - 1
     sent = SENT_IN[settings.sent_as] or COMPUTED_IN.get(settings.amp, plan.dtype)
     before = plan.chain[own.first - 1].behind if own.first else None
-    return Cuts(before, plan.chain[own.last].behind if own.last < last else None, sent)
+    behind = plan.chain[own.last].behind if own.last < last else None
+    return Cuts(as_sent(before), as_sent(behind), sent) if plan.learning else Cuts(before, behind, sent)
 
 
 def own_sizes(plan: PipelinePlan, micro_batches: MicroBatches, shares: Sequence[int], rank: int) -> list[int]:
@@ -179,7 +191,7 @@ def real_part(
     model = material.network()
     check_batch_norm(model, stream, may_sync=False)
     check_pairs(model, micro_batches, stream.shares)
-    part = part_of(model, plan.layout.stage(rank))
+    part = part_of(model, plan.held(rank))
     count = len(own_sizes(plan, micro_batches, stream.shares, rank))
     for module in part.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum and count:
@@ -188,15 +200,9 @@ def real_part(
     return part
 
 
-def paced_part(
-    settings: Settings,
-    plan: PipelinePlan,
-    material: Material,
-    info: RankInfo,
-    pace: Pace,
-    metrics: MetricsWriter,
-    sizes: Sequence[int],
-) -> PacedPart:
+def paced_clock(
+    settings: Settings, plan: PipelinePlan, info: RankInfo, pace: Pace, metrics: MetricsWriter, sizes: Sequence[int]
+) -> StageClock:
     """sizes: the micro-batches that pass this rank. Raises TrainError where the GPU that is stood in for has not enough
     memory, and for what would need its arithmetic.
     """
@@ -217,7 +223,18 @@ def paced_part(
         seed=(settings.seed, info.rank),
     )
     keep_records(metrics, settings, clock, needed)
-    return PacedPart(list(part_of(material.skeleton(), own).parameters()), clock)
+    return clock
+
+
+def paced_part(plan: PipelinePlan, material: Material, rank: int, clock: StageClock) -> PacedPart:
+    return PacedPart(list(part_of(material.skeleton(), plan.layout.stage(rank)).parameters()), clock)
+
+
+def learning_part(plan: PipelinePlan, learning: Learning, rank: int, part: Part, clock: StageClock) -> LearningPart:
+    """part: what the rank holds of the network that learns."""
+    own, last = plan.layout.stage(rank), len(plan.chain) - 1
+    sent = None if own.last == last else math.prod(plan.chain[own.last].behind)
+    return LearningPart(weights_like(learning.exp, own), clock, part, learning.before(rank), sent)
 
 
 def memory_of_stage(settings: Settings, plan: PipelinePlan, rank: int, sizes: Sequence[int]) -> int:
