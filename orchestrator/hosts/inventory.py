@@ -48,6 +48,12 @@ def _memory(text: str) -> int:
 
 
 Name = Annotated[str, AfterValidator(grammar.name), _schema(pattern=f"^{grammar.NAME}$")]
+NodeName = Annotated[
+    str,
+    AfterValidator(grammar.name),
+    _schema(pattern=r"^[A-Za-z0-9\[][A-Za-z0-9._,\[\]-]*$", examples=["a2000", "gpu[01-16]"]),
+]
+"""In a file it may stand for many, see `node_ranges`."""
 User = Annotated[str, AfterValidator(grammar.user), _schema(pattern=f"^{grammar.USER}$")]
 Interface = Annotated[str, AfterValidator(grammar.interface), _schema(pattern=f"^{grammar.INTERFACE}$")]
 HostName = Annotated[str, AfterValidator(grammar.host), _schema(examples=["192.168.1.41"])]
@@ -181,8 +187,8 @@ class Defaults(_Shared, Written):
 class Entry(Defaults):
     """One host, as written."""
 
-    name: Name
-    """The node's name, in commands, tables and folder names."""
+    name: NodeName
+    """The node's name, in commands, tables and folder names. gpu[01-16], with a range in `host`, stands for many."""
     host: HostName | None = None
     """Where SSH goes: a host name, an IP address or an alias of ~/.ssh/config."""
     address: Address | None = None

@@ -16,14 +16,20 @@ from pydantic import ValidationError
 from orchestrator.errors import InventoryError, Mistake
 from orchestrator.hosts import grammar
 from orchestrator.hosts.inventory import Defaults, Entry, Inventory, InventoryFile, Node, Written
-from orchestrator.hosts.inventory_mistakes import mistake_of
+from orchestrator.hosts.inventory_mistakes import mistake_of, once
+from orchestrator.hosts.node_ranges import with_ranges
 from orchestrator.hosts.yamlfile import REFUSED, Document, read_yaml
 from orchestrator.units import parse_bandwidth, parse_bytes
 
 
 def load_inventory(path: Path) -> Inventory:
     """Reads and checks an inventory. Raises InventoryError with all mistakes of the file, in order of their lines."""
-    return parse_inventory(read_yaml(path, verbatim=["env"]))
+    written = read_yaml(path, verbatim=["env"])
+    document = with_ranges(written)
+    try:
+        return parse_inventory(document)
+    except InventoryError as error:
+        raise error if document is written else InventoryError(once(error.mistakes)) from error
 
 
 def parse_inventory(document: Document) -> Inventory:

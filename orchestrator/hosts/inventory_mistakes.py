@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic_core import ErrorDetails
@@ -36,6 +37,15 @@ def mistake_of(details: ErrorDetails, document: Document) -> Mistake:
     else:
         return Mistake(document.file, document.line(path), f"{_where(path, document)}{_problem(details)}")
     return Mistake(document.file, document.line(path), f"{_where(path[:-1], document)}{message}")
+
+
+def once(mistakes: Sequence[Mistake]) -> list[Mistake]:
+    """A line that many nodes have a value from is wrong once."""
+    kept: dict[tuple[str, int, str], Mistake] = {}
+    for mistake in mistakes:
+        words = mistake.message.partition(": ")[2] if mistake.message.startswith("node ") else mistake.message
+        kept.setdefault((mistake.file, mistake.line, words), mistake)
+    return list(kept.values())
 
 
 def _where(path: KeyPath, document: Document) -> str:

@@ -38,7 +38,7 @@ def names_in(listed: str | None, known: Sequence[str], whose: str) -> list[str]:
 def _names_of(word: str, known: Sequence[str], whose: str) -> list[str]:
     if word in known or not set("*?[]") & set(word):
         return [word]
-    names = list(itertools.islice(_without_brackets(word), MOST_NAMES + 1))
+    names = list(itertools.islice(without_brackets(word), MOST_NAMES + 1))
     if len(names) > MOST_NAMES:
         raise UsageError(f"{word} stands for more than {MOST_NAMES} names", _there_are(known))
     if not set("*?") & set(word):
@@ -51,7 +51,7 @@ def _names_of(word: str, known: Sequence[str], whose: str) -> list[str]:
     return found
 
 
-def _without_brackets(word: str) -> Iterator[str]:
+def without_brackets(word: str) -> Iterator[str]:
     """All that a word with ranges stands for."""
     parts = _BRACKETS.split(word)
     if any(set("[]") & set(part) for part in parts):

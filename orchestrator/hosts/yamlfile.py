@@ -44,6 +44,7 @@ _HINTS = {
     "'\\t'": "indent with spaces, not tabs",
     "mapping values are not allowed": "quote a value that holds `: `, or check the indentation",
     "cannot start any token": "put the value in quotes",
+    "expected ',' or '}', but got '['": "put a value with brackets in quotes",
     "expected <block end>": "check the indentation",
     "undefined tag handle": "tags are not supported; write the plain value",
 }

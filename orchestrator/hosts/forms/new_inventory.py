@@ -14,6 +14,7 @@ from orchestrator.hosts.forms.imported import Given, Imported, ImportedHost
 from orchestrator.hosts.forms.template import template
 from orchestrator.hosts.forms.yaml_text import flow, scalar
 from orchestrator.hosts.inventory_file import parse_inventory
+from orchestrator.hosts.inventory_mistakes import once
 from orchestrator.hosts.yamlfile import Document, KeyPath, yaml_of
 from orchestrator.text import one_line
 
@@ -88,7 +89,7 @@ def _check(found: Imported, hosts: Sequence[ImportedHost], cluster: str) -> None
         ordered = sorted(
             dict.fromkeys(mistakes), key=lambda mistake: (mistake.file != found.file, mistake.file, mistake.line)
         )
-        raise InventoryError(_once(ordered))
+        raise InventoryError(once(ordered))
 
 
 def _mistakes(file: str, hosts: Sequence[ImportedHost], cluster: str) -> Sequence[Mistake]:
@@ -103,12 +104,3 @@ def _mistakes(file: str, hosts: Sequence[ImportedHost], cluster: str) -> Sequenc
     except InventoryError as error:
         return error.mistakes
     return ()
-
-
-def _once(mistakes: Sequence[Mistake]) -> list[Mistake]:
-    """A line that many hosts have their value from is wrong once."""
-    kept: dict[tuple[str, int, str], Mistake] = {}
-    for mistake in mistakes:
-        words = mistake.message.partition(": ")[2] if mistake.message.startswith("node ") else mistake.message
-        kept.setdefault((mistake.file, mistake.line, words), mistake)
-    return list(kept.values())

@@ -1,0 +1,78 @@
+"""Nodes of an inventory that one entry stands for, made into an entry each before anything is checked. Pure.
+
+    - name: gpu[01-04]
+      host: 10.0.0.[11-14]
+
+`name`, `host` and `address` may hold ranges as `--nodes` has them, all equally long; all else is the same for each
+node. Each keeps the lines of the entry that it comes from, so that a mistake names these.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from orchestrator.errors import Mistake, UsageError
+from orchestrator.hosts.node_names import MOST_NAMES, without_brackets
+from orchestrator.hosts.yamlfile import REFUSED, Document, KeyPath
+
+RANGED = ("name", "host", "address")
+_RANGE = re.compile(r"\[[0-9, -]*\]|\[[^\]:]*$|^[^\[]*\]")
+"""Or the half of one; an IPv6 address in brackets is none."""
+
+
+def with_ranges(document: Document) -> Document:
+    """The document itself where no node has a range."""
+    written = document.values.get("nodes")
+    if not isinstance(written, list) or not any(_ranged(entry) for entry in written):
+        return document
+    nodes: list[Any] = []
+    lines: dict[KeyPath, int] = {path: line for path, line in document.lines.items() if path[:1] != ("nodes",)}
+    lines[("nodes",)] = document.line(("nodes",))
+    mistakes = list(document.mistakes)
+    by_entry = _lines_by_entry(document)
+    for position, entry in enumerate(written):
+        made = _entries(entry, document, position, mistakes) if _ranged(entry) else [entry]
+        for one in made:
+            lines |= {("nodes", len(nodes), *below): line for below, line in by_entry.get(position, {}).items()}
+            nodes.append(one)
+    return replace(document, values={**document.values, "nodes": nodes}, lines=lines, mistakes=tuple(mistakes))
+
+
+def _ranged(entry: Any) -> list[str]:
+    """The keys of an entry that hold a range."""
+    if not isinstance(entry, dict):
+        return []
+    return [key for key in RANGED if isinstance(entry.get(key), str) and _RANGE.search(entry[key])]
+
+
+def _lines_by_entry(document: Document) -> dict[int, dict[KeyPath, int]]:
+    found: dict[int, dict[KeyPath, int]] = {}
+    for path, line in document.lines.items():
+        if path[:1] == ("nodes",) and len(path) > 1 and isinstance(path[1], int):
+            found.setdefault(path[1], {})[path[2:]] = line
+    return found
+
+
+def _entries(entry: Mapping[str, Any], document: Document, position: int, mistakes: list[Mistake]) -> list[Any]:
+    """One for each node; a single one without the values that are wrong where the ranges cannot be."""
+    values: dict[str, list[str]] = {}
+    wrong: dict[str, str] = {}
+    for key in _ranged(entry):
+        try:
+            values[key] = list(itertools.islice(without_brackets(entry[key]), MOST_NAMES + 1))
+        except UsageError as error:
+            wrong[key] = f"{key}: {error}"
+    count = len(values["name"]) if "name" in values else 1
+    for key, found in values.items():
+        if "name" not in wrong and len(found) != count:
+            wrong[key] = f"{key}: {entry[key]} stands for {len(found)}, `name` for {count}; give both equally many"
+    if count > MOST_NAMES:
+        wrong["name"] = f"name: {entry['name']} stands for more than {MOST_NAMES} nodes"
+    if wrong:
+        mistakes += [Mistake(document.file, document.line(("nodes", position, key)), wrong[key]) for key in wrong]
+        return [{**entry, **dict.fromkeys(_ranged(entry), REFUSED)}]
+    return [{**entry, **{key: found[number] for key, found in values.items()}} for number in range(count)]

@@ -1,0 +1,94 @@
+"""An inventory's entry that stands for many nodes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.errors import InventoryError
+from orchestrator.hosts.inventory_file import load_inventory, node_from_keys
+from orchestrator.hosts.node_names import MOST_NAMES
+
+
+def load(path, *nodes):
+    """The first node stands on line 3."""
+    path.write_text("\n".join(["cluster: lab", "nodes:", *(f"- {node}" for node in nodes)]))
+    return load_inventory(path).nodes
+
+
+def mistakes(path, *nodes):
+    with pytest.raises(InventoryError) as refused:
+        load(path, *nodes)
+    assert {mistake.file for mistake in refused.value.mistakes} == {str(path)}
+    return [f"{mistake.line}: {mistake.message}" for mistake in refused.value.mistakes]
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "rack.yaml"
+
+
+def test_a_range_stands_for_a_node_each(file):
+    found = load(
+        file,
+        "{name: a, host: a.lab}",
+        "name: gpu[08-10]\n  host: 10.0.0.[11-12,20]\n  address: 10.1.0.[1-3]\n  gpus: 2",
+        '{name: "n[1-2]", transport: local}',
+        "{name: z, host: '[2001:db8::1]'}",
+    )
+    assert [(node.name, node.host, node.address, node.gpus, node.line) for node in found] == [
+        ("a", "a.lab", None, None, 3),
+        ("gpu08", "10.0.0.11", "10.1.0.1", 2, 4),
+        ("gpu09", "10.0.0.12", "10.1.0.2", 2, 4),
+        ("gpu10", "10.0.0.20", "10.1.0.3", 2, 4),
+        ("n1", "localhost", None, None, 8),
+        ("n2", "localhost", None, None, 8),
+        ("z", "2001:db8::1", None, None, 9),
+    ]
+
+
+def test_all_mistakes_name_the_line_of_the_entry(file):
+    found = mistakes(
+        file,
+        "name: gpu[01-04]\n  host: 10.0.0.[11-14]\n  port: x\n  usr: me",
+        "name: b[1-2]\n  host: h[1-3]",
+        "name: c\n  host: h[1-3]",
+        "name: d[2-1]\n  host: d[1-",
+        '{name: "e[1-2]", host: e}',
+        f"name: f[1-{MOST_NAMES}][1-2]\n  host: f",
+    )
+    form = "write a range like gpu[01-16] or gpu[1-4,8]"
+    assert found == [
+        "5: node gpu01: port: must be a whole number, not 'x'; write it plainly, without quotes, unit or leading zero",
+        "6: node gpu01: unknown key 'usr'; did you mean `user`?",
+        "8: host: h[1-3] stands for 3, `name` for 2; give both equally many",
+        "10: host: h[1-3] stands for 3, `name` for 1; give both equally many",
+        f"11: name: d[2-1]: '2-1' is no range: {form}",
+        f"12: host: d[1-: brackets do not match: {form}",
+        "13: nodes e1 (line 13) and e2 have the same host and port",
+        f"14: name: f[1-{MOST_NAMES}][1-2] stands for more than {MOST_NAMES} nodes",
+    ]
+
+
+def test_brackets_within_braces_need_quotes_and_the_mistake_says_so(file):
+    assert mistakes(file, "{name: x[1-2], host: x}")[0].endswith("put a value with brackets in quotes")
+
+
+def test_a_node_that_is_added_is_one():
+    with pytest.raises(InventoryError, match=r"'gpu\[1-2\]' must be letters"):
+        node_from_keys({"name": "gpu[1-2]", "host": "a"}, "node add")
+
+
+TEXTS = st.one_of(st.text(), st.lists(st.sampled_from(["a", "[1-2]", "[", "]", "-", ",", "01", ":", "."])).map("".join))
+
+
+@given(name=TEXTS, host=TEXTS)
+def test_any_text_is_nodes_or_mistakes_in_words(name, host, tmp_path_factory):
+    quoted = ["'" + text.replace("'", "''").replace("\n", " ") + "'" for text in (name, host)]
+    path = tmp_path_factory.mktemp("ranges") / "rack.yaml"
+    path.write_text(f"cluster: c\nnodes:\n- {{name: {quoted[0]}, host: {quoted[1]}}}\n", errors="replace")
+    try:
+        assert load_inventory(path).nodes
+    except InventoryError as error:
+        assert all(mistake.message for mistake in error.mistakes)
