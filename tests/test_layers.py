@@ -56,7 +56,7 @@ PURE |= {
 PURE |= {f"views.{name}" for name in ("compare_page", "curves", "pages", "paper", "speeds", "timeline")}
 PURE |= {f"views.{name}" for name in ("charts", "documents", "gpu_charts", "linechart", "numbers", "plan", "report")}
 PURE |= {f"jobs.{name}" for name in ("dropped", "follow", "frame_stream", "metric_lines", "rescan", "state", "waits")}
-PURE |= {"hosts.cards", "hosts.node_names", "hosts.node_ranges"}
+PURE |= {"exports.scalars", "hosts.cards", "hosts.node_names", "hosts.node_ranges"}
 """The same of single files elsewhere."""
 
 SHARED = "trainer.shared"
