@@ -157,7 +157,10 @@ def test_a_range_of_ansible_stands_for_its_hosts(pattern, names, port):
     assert hosts_of(pattern) == (names, port)
 
 
-@pytest.mark.parametrize("pattern", ["a[1:", "a]1[", "a[1-4]", "a[04:1]", "a[1:4:0]", "a[4:1]", "a[0:9999999]", "a[:]"])
+@pytest.mark.parametrize(
+    "pattern",
+    ["a[1:", "a]1[", "a[1-4]", "a[04:1]", "a[01:9]", "a[001:10]", "a[1:4:0]", "a[4:1]", "a[0:9999999]", "a[:]"],
+)
 def test_a_wrong_range_of_ansible_is_refused(pattern):
     with pytest.raises(ValueError, match="range"):
         hosts_of(pattern)
@@ -199,6 +202,12 @@ def test_all_mistakes_of_a_yaml_inventory_at_once():
         "7: node c: port: must be at most 65535, not 70000",
         "8: '{{ d }}' holds a Jinja expression, which only Ansible can compute",
     ]
+
+
+def test_an_anchor_is_refused_without_a_word_of_our_own_keys():
+    found = mistakes(yml, "all:\n  hosts:\n    a: &x {ansible_user: me}\n    b: *x\n    c: {<<: *x}\n")
+    assert [line.partition("; ")[2] for line in found] == ["write the value out"] * len(found)
+    assert [line[0] for line in found] == ["3", "4", "5", "5"]
 
 
 def test_a_plugin_and_a_vault_are_refused(tmp_path):

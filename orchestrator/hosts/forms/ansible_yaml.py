@@ -10,6 +10,7 @@ all:
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from orchestrator.errors import Mistake
@@ -22,6 +23,7 @@ from orchestrator.hosts.yamlfile import REFUSED, Document, KeyPath
 
 _KEYS = ["children", "hosts", "vars"]
 _VAULT = "is kept by ansible-vault, which orch does not open; write the plain value, or take it out"
+_DEFAULTS = re.compile("; [^;]*`defaults`$")
 _TAGS = "tags are not supported"
 
 
@@ -51,7 +53,7 @@ class _Reader:
     def of_yaml(self) -> list[Mistake]:
         """What the YAML itself gets wrong, where it matters to us."""
         found = [m for m in self.document.mistakes if not (m.line in self.not_needed and m.message.startswith(_TAGS))]
-        return [Mistake(m.file, m.line, _VAULT) if "'!vault" in m.message else m for m in found]
+        return [replace(mistake, message=_words(mistake.message)) for mistake in found]
 
     def group(self, name: str, path: KeyPath) -> None:
         group = self.tree.group(name, self.document.line(path))
@@ -102,6 +104,11 @@ class _Reader:
         for key in path:
             value = value.get(key) if isinstance(value, dict) else None
         return value
+
+
+def _words(message: str) -> str:
+    """What a reader of YAML says, where it would send people to our own inventory's keys."""
+    return _VAULT if "'!vault" in message else _DEFAULTS.sub("; write the value out", message)
 
 
 def _kind(value: Any) -> str:
