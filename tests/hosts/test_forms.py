@@ -325,7 +325,9 @@ PIECES += [
     "\u2028",
     "1e3",
 ]
-TEXTS = st.one_of(st.text(), st.lists(st.sampled_from(PIECES)).map("".join))
+BEGUN = ["all:\n  hosts:", "all:\n  vars:", "g:\n  children: ", "Include ", "Host a\n Port ", "[g:vars]\n"]
+MIXED = st.lists(st.sampled_from(PIECES)).map("".join)
+TEXTS = st.one_of(st.text(), MIXED, st.tuples(st.sampled_from(BEGUN), MIXED).map("".join))
 
 
 @pytest.mark.parametrize("read", [hostfile, ini, yml], ids=["hostfile", "ini", "yaml"])
