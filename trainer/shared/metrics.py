@@ -132,6 +132,9 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     "end": ("status", "message", "total_s", "peak_memory_bytes", "lateness", "valid", "dropped"),
 }
 
+_NAMES = {event: frozenset(names) for event, names in EVENT_FIELDS.items()}
+_encode = json.JSONEncoder(allow_nan=False).encode  # one for all lines: json.dumps makes one for each
+
 # What whoever reads these files may count on; a script of one's own may write anything.
 STEP_COUNTS = ("step", "samples")
 """Whole numbers without which a step line says nothing."""
@@ -179,7 +182,7 @@ class MetricsWriter:
 
     def write(self, event: str, **fields: Any) -> None:
         """One line; ignores what comes after `end`."""
-        if set(fields) != set(EVENT_FIELDS[event]):
+        if fields.keys() != _NAMES[event]:
             raise ValueError(f"{event} has the fields {EVENT_FIELDS[event]}, not {tuple(fields)}")
         with self._lock:
             if self._ended or self._file is None:
@@ -187,9 +190,8 @@ class MetricsWriter:
             self._ended = event == "end"
             if self._ended:
                 fields["dropped"] = self._dropped
-            line = json.dumps(_without_nan({"event": event, **fields}), allow_nan=False).encode() + b"\n"
             try:
-                self._append(line)
+                self._append(_line_of({"event": event, **fields}))
             except OSError as error:
                 self._drop(error)
 
@@ -226,6 +228,14 @@ class MetricsWriter:
             valid=None if lateness is None else lateness <= LATE,
             dropped=0,  # `write` knows
         )
+
+
+def _line_of(record: dict[str, Any]) -> bytes:
+    try:
+        text = _encode(record)
+    except ValueError:  # few records hold what JSON cannot
+        text = _encode(_without_nan(record))
+    return text.encode() + b"\n"
 
 
 def _without_nan(value: Any) -> Any:
