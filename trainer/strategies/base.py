@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -160,7 +161,7 @@ class Base(WholeNetwork):
         return contextlib.nullcontext()
 
     def accumulate(self, loss_sum: Tensor, samples: int, batch: int) -> None:
-        weighted(loss_sum, batch).backward()
+        backward_weighted(loss_sum, batch)
 
     def backward_alone(self, loss_sum: Tensor, samples: int) -> None:
         raise NotImplementedError  # updates_alone is False
@@ -213,6 +214,11 @@ def added_up(outputs: Any) -> Tensor:
 def weighted(loss_sum: Tensor, batch: int) -> Tensor:
     """The loss to differentiate, for a rank whose samples are part of `batch` over all ranks."""
     return loss_sum / batch
+
+
+def backward_weighted(loss_sum: Tensor, batch: int) -> None:
+    """`weighted(loss_sum, batch).backward()`, to the same bits, without an operation that divides."""
+    loss_sum.backward(torch.full_like(loss_sum, 1 / batch))
 
 
 def share_initial_state(model: nn.Module, group: dist.ProcessGroup) -> None:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from trainer.compute.brake import Brake
 from trainer.compute.timer import Timer
-from trainer.strategies.base import Base, Exchange, weighted
+from trainer.strategies.base import Base, Exchange, backward_weighted
 
 
 class Alone(Base):
@@ -24,7 +24,7 @@ class Alone(Base):
         self.brake = brake
 
     def backward(self, loss_sum: Tensor, samples: int, batch: int) -> Exchange:
-        weighted(loss_sum, batch).backward()
+        backward_weighted(loss_sum, batch)
         self.brake.pause("sync")
         return Exchange(self.timer.mark())
 
