@@ -41,6 +41,9 @@ def moved(batch: Any, device: torch.device) -> Any:
 
 def pieces(batch: Any, sizes: Sequence[int]) -> Iterator[Any]:
     """The batch in parts of so many samples, which add up to all of them."""
+    if len(sizes) == 1:
+        yield batch
+        return
     begin = 0
     for size in sizes:
         yield cut(batch, begin, begin + size)

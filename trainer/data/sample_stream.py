@@ -65,8 +65,10 @@ class SampleStream:
 
     def is_probe(self, update: int) -> bool:
         """update: of the whole run."""
+        if not self.probes.ranks:
+            return False
         is_whole = self.batch_at(update % self.steps) == self.batch
-        return bool(self.probes.ranks) and is_whole and update % self.probes.every == 0
+        return is_whole and update % self.probes.every == 0
 
     def shares_at(self, step: int, epoch: int = 0) -> tuple[int, ...]:
         shares = scale_shares(self.shares, self.batch_at(step))

@@ -46,6 +46,8 @@ def gather_lines(own: str) -> list[str]:
 
 def agreed(values: list[float], how: dist.ReduceOp.RedOpType) -> list[float]:
     """The least, largest or sum over all ranks, value by value, in double precision."""
+    if dist.get_world_size() == 1:
+        return [float(value) for value in values]
     tensor = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(tensor, op=how)
     return [float(value) for value in tensor.tolist()]

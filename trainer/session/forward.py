@@ -21,9 +21,11 @@ class Forward:
         self._network, self._precision, self._amp = network, precision, amp
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
+        if self._amp == "none":
+            return self._network(*inputs, **named)
         with self._precision.autocast():
             outputs = self._network(*inputs, **named)
-        return outputs if self._amp == "none" else mapped(outputs, _widened)
+        return mapped(outputs, _widened)
 
 
 def _widened(tensor: Tensor) -> Tensor:

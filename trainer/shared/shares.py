@@ -53,6 +53,8 @@ def scale_shares(shares: Sequence[int], batch: int) -> tuple[int, ...]:
     Each share comes out less than one sample from its exact part; a tie goes to the lower rank.
     """
     total = sum(shares)
+    if total == batch:  # of all batches but an epoch's last one
+        return tuple(shares)
     scaled = [share * batch // total for share in shares]
     remainder = [share * batch % total for share in shares]
     largest_first = sorted(range(len(shares)), key=lambda rank: -remainder[rank])

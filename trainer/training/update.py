@@ -13,7 +13,7 @@ micro-batches, or none: what the others need of it is done here.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -32,21 +32,24 @@ if TYPE_CHECKING:
 
 Due = Any
 """A micro-batch, or None."""
+AT_ONCE = contextlib.nullcontext()
+"""Around the last micro-batch, whose gradients are exchanged."""
 
 
 def update(run: Run, batch: Any, progress: Progress, begin: Any) -> Generator[Due, Any, Step]:
     """begin: the mark at which it began."""
-    timer, samples = run.timer, run.stream.shares_at(progress.step, run.order.epoch)[run.order.rank]
+    timer, stream = run.timer, run.stream
+    shares = stream.shares_at(progress.step, run.order.epoch)
     batch = moved(batch, run.device)
     loaded = timer.mark()
 
     run.brake.pause("start")
     run.optimizer.zero_grad(set_to_none=True)
-    run.rates.set(middle_of_update(run.stream, progress))
+    run.rates.set(middle_of_update(stream, progress))
     if isinstance(run.strategy, Pipeline):
         loss_sum, exchange = yield from piped(run, run.strategy, batch, progress.step)
     else:
-        loss_sum, exchange = yield from differentiated(run, run.strategy, batch, progress.step)
+        loss_sum, exchange = yield from differentiated(run, run.strategy, batch, shares)
     run.precision.unscale(run.optimizer)
     if run.clipping:
         run.clipping()
@@ -54,7 +57,7 @@ def update(run: Run, batch: Any, progress: Progress, begin: Any) -> Generator[Du
     yield None
 
     run.precision.step(run.optimizer)
-    number = progress.epoch * run.stream.steps + progress.step
+    number, counts = progress.epoch * stream.steps + progress.step, run.strategy.counts
     if run.ema:
         run.ema.update(number + 1)
     updated = timer.mark()
@@ -62,9 +65,9 @@ def update(run: Run, batch: Any, progress: Progress, begin: Any) -> Generator[Du
     return Step(
         number=number,
         epoch=progress.epoch,
-        batch=run.stream.batch_at(progress.step),
-        samples=samples * run.strategy.counts,
-        loss=(loss_sum * run.strategy.counts).to("cpu", non_blocking=True) if run.learns else None,
+        batch=sum(shares),
+        samples=shares[run.order.rank] * counts,
+        loss=on_its_way(loss_sum if counts else loss_sum * 0) if run.learns else None,
         exchange=exchange,
         begin=begin,
         loaded=loaded,
@@ -74,27 +77,28 @@ def update(run: Run, batch: Any, progress: Progress, begin: Any) -> Generator[Du
     )
 
 
-def differentiated(run: Run, strategy: Strategy, batch: Any, step: int) -> Generator[Due, Any, tuple[Tensor, Exchange]]:
+def differentiated(
+    run: Run, strategy: Strategy, batch: Any, shares: Sequence[int]
+) -> Generator[Due, Any, tuple[Tensor, Exchange]]:
     """Forward and backward, micro-batch by micro-batch: gives this rank's sum of losses, and the exchange of the last
     one. With `local_batch` each but the last is an update, too.
 
-    step: within its epoch.
+    shares: samples of this update for each rank.
     """
-    whole, shares = run.stream.batch_at(step), run.stream.shares_at(step, run.order.epoch)
     sizes = run.micro_batches.sizes(shares, run.order.rank)
     losses: list[Tensor] = []
-    last, samples = len(sizes) - 1, sum(sizes)
+    last, samples, whole = len(sizes) - 1, sum(sizes), sum(shares)
     alone = run.settings.local_batch > 0 and strategy.updates_alone
     if run.graphs:
         run.graphs.enabled = last == 0 or alone  # what several passes add up, a replay would write over
     for number, (size, part) in enumerate(zip(sizes, pieces(batch, sizes), strict=True)):
-        with contextlib.nullcontext() if number == last else strategy.without_sync():
+        with AT_ONCE if number == last else strategy.without_sync():
             if size or is_synchronised(strategy.model):
                 loss_sum = yield part
             else:
                 with run.precision.autocast():
                     loss_sum = no_loss(strategy.model, part)
-            if number == 0:
+            if number == 0 and run.brake.slow:
                 loss_sum.register_hook(lambda _: hold_up(run))
             losses.append(loss_sum.detach())
             scaled = run.precision.scaled(loss_sum)
@@ -109,6 +113,11 @@ def differentiated(run: Run, strategy: Strategy, batch: Any, step: int) -> Gener
             elif number < last:
                 strategy.accumulate(scaled, samples, whole)
     return sum(losses[1:], losses[0]), strategy.backward(scaled, size if alone else samples, whole)
+
+
+def on_its_way(loss_sum: Tensor) -> Tensor:
+    """To the host: a copy, which the loop's body may not change any more."""
+    return loss_sum.to("cpu", non_blocking=True, copy=True)
 
 
 def hold_up(run: Run) -> None:
