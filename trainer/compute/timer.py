@@ -23,10 +23,7 @@ class CpuTimer:
 
     behind = 0
 
-    def mark(self) -> Mark:
-        return time.perf_counter()
-
-    mark_computing = mark
+    mark = mark_computing = staticmethod(time.perf_counter)
 
     def wait(self) -> None:
         """Nothing to wait for: on a CPU work is done when the call returns."""
@@ -75,6 +72,8 @@ Timer = CpuTimer | CudaTimer
 
 def covered_ms(timer: Timer, begin: Mark, spans: Sequence[tuple[Mark, Mark]]) -> float:
     """Milliseconds that lie in at least one span, in whatever order they come. begin: a mark before all of them."""
+    if not spans:
+        return 0.0
     covered, reached = 0.0, 0.0
     for first_ms, to_ms in sorted((timer.ms(begin, first), timer.ms(begin, last)) for first, last in spans):
         covered += max(0.0, to_ms - max(first_ms, reached))

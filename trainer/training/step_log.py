@@ -61,16 +61,19 @@ class Step:
         """In milliseconds, as the `step` record names them."""
         computed, held_up_ms = self.exchange.computed, 1000 * self.exchange.held_up_s
         waited_ms = covered_ms(timer, self.begin, self.exchange.waits)
-        averaging_ms = timer.ms(self.updated, self.end)
-        sending = self.exchange.collectives or [(computed, self.summed)]
+        averaging_ms, sum_ms = timer.ms(self.updated, self.end), timer.ms(computed, self.summed)
+        beside = self.exchange.collectives
         # Others wait for a pause made on purpose as they wait for computing.
         compute_ms = timer.ms(self.loaded, computed) - waited_ms + held_up_ms
         times = {
             "t_ms": timer.ms(self.begin, self.end),
             "load_ms": timer.ms(self.begin, self.loaded),
             "compute_ms": compute_ms,
-            "exposed_ms": timer.ms(computed, self.summed) + waited_ms + averaging_ms - held_up_ms,
-            "comm_ms": covered_ms(timer, self.begin, sending) + waited_ms + averaging_ms - held_up_ms,
+            "exposed_ms": sum_ms + waited_ms + averaging_ms - held_up_ms,
+            "comm_ms": (covered_ms(timer, self.begin, beside) if beside else sum_ms)
+            + waited_ms
+            + averaging_ms
+            - held_up_ms,
             "optim_ms": timer.ms(self.summed, self.updated),
         }
         return {name: round(ms, 3) for name, ms in times.items()}
