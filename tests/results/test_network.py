@@ -142,7 +142,8 @@ def test_the_terminal_shows_a_line_an_operation(tmp_path: Path, capsys: pytest.C
     comparison.print_summary(analyse(run_of_two(tmp_path / "run")))
     printed = capsys.readouterr()
     assert printed.err == ""
-    title, head, *lines = printed.out.splitlines()
+    title, head, *lines, repeat = printed.out.splitlines()
+    assert repeat.startswith("repeat: orch run ")
     assert title.strip() == "collectives, declared 2.50 Gbps"
     assert head.split()[0] == "operation"
     assert lines[0].split() == [
@@ -175,7 +176,7 @@ def test_paths_between_hosts_are_shown_by_name_each_way(tmp_path: Path, capsys: 
     found = [(link.source, link.target, round(link.gbps, 3)) for link in summary.collectives.links]  # type: ignore[union-attr]
     assert found == [("a2000", "v100", 2.0), ("v100", "a2000", 0.5)]
     comparison.print_summary(summary)
-    *_, head, first, second = capsys.readouterr().out.splitlines()
+    *_, head, first, second, _repeat = capsys.readouterr().out.splitlines()
     assert head.split() == ["from", "/", "to", "a2000", "v100"]
     assert (first.split(), second.split()) == (["a2000", "-", "2.00"], ["v100", "0.5", "-"])
     assert "Host to host" in write_report(run, summary).read_text()

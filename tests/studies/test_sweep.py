@@ -263,7 +263,7 @@ def test_a_row_of_another_cluster_gets_no_run_of_this_one(bench, monkeypatch):
     (there, *_) = sweep_of(bench).run(None, repeats=1)
     here = Jobs(monkeypatch, SPEEDS)
     one = sweep_of(bench)
-    one.cluster = SimpleNamespace(name="another")
+    one.cluster = SimpleNamespace(name="another", facts={})
     assert one.run(None, repeats=3)[0].done == there.done
     assert here.rows == []
 
