@@ -98,7 +98,7 @@ def differentiated(
             else:
                 with run.precision.autocast():
                     loss_sum = no_loss(strategy.model, part)
-            if number == 0 and run.brake.slow:
+            if number == 0 and run.settings.slow:
                 loss_sum.register_hook(lambda _: hold_up(run))
             losses.append(loss_sum.detach())
             scaled = run.precision.scaled(loss_sum)
