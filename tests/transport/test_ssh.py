@@ -168,7 +168,7 @@ def test_a_stream_whose_link_breaks_raises_and_the_next_command_connects_again(t
     with running_sshd(tmp_path / "host") as server:
         transport = connect(server.target(), host_keys=server.host_keys())
         with pytest.raises(ConnectError, match=r"v100: .*broke"), transport.stream("echo here; cat") as chunks:
-            assert next(chunks) == b"here\n"
+            assert next(filter(None, chunks)) == b"here\n"  # b"" says that a second has passed
             server.stop()
             for _ in chunks:
                 pass
