@@ -13,7 +13,6 @@ import click
 from click.shell_completion import CompletionItem
 
 from orchestrator.errors import UsageError
-from orchestrator.hosts.node_names import names_in
 from orchestrator.paths import Home
 
 
@@ -42,6 +41,8 @@ def node_paths(context: click.Context, parameter: click.Parameter, begun: str) -
 
 def node_ranges(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
     """`2:3` and the like: up to the number of nodes chosen in this line, else of all."""
+    from orchestrator.hosts.node_names import names_in
+
     known = _nodes(context)
     with suppress(UsageError):
         known = names_in(context.params.get("nodes"), known, "the cluster") or known
