@@ -20,7 +20,7 @@ def read_steps(run: RunFolder) -> Steps:
     """
     with duckdb.connect() as connection:
         try:
-            rows = connection.execute(_STEPS, [str(run.steps), str(run.steps)]).fetchall()
+            rows = connection.execute(_STEPS, [str(run.steps)]).fetchall()
         except duckdb.Error as error:
             why = str(error).splitlines()[0]
             raise OrchError(f"{run.steps}: {why}", "`orch report` for this job makes it again") from error
@@ -28,9 +28,9 @@ def read_steps(run: RunFolder) -> Steps:
 
 
 _STEPS = """
-WITH measured AS (SELECT step, rank, samples, t_ms FROM read_parquet(?) WHERE measured AND t_ms > 0),
-longest AS (SELECT rank FROM measured GROUP BY rank ORDER BY sum(t_ms) DESC, rank LIMIT 1),
-clock AS (SELECT step, t_ms FROM measured JOIN longest USING (rank)),
-together AS (SELECT step, sum(samples) AS samples FROM read_parquet(?) WHERE measured GROUP BY step)
-SELECT samples, t_ms FROM clock JOIN together USING (step) ORDER BY step
+WITH measured AS (SELECT step, rank, samples, t_ms FROM read_parquet(?) WHERE measured),
+longest AS (SELECT rank FROM measured WHERE t_ms > 0 GROUP BY rank ORDER BY sum(t_ms) DESC, rank LIMIT 1),
+together AS (SELECT step, sum(samples) AS samples FROM measured GROUP BY step)
+SELECT together.samples, t_ms FROM measured JOIN longest USING (rank) JOIN together USING (step) WHERE t_ms > 0
+ORDER BY step
 """
