@@ -40,10 +40,13 @@ def compare(jobs: tuple[str, ...], page: Path | None, out: Path, cluster: str | 
     from orchestrator.results.compare import compare as compared
     from orchestrator.views import console
     from orchestrator.views.compare import print_comparison
-    from orchestrator.views.compare_page import MOST, render_comparison
+    from orchestrator.views.compare_page import render_comparison
+    from orchestrator.views.linechart import MOST_LINES
 
-    if not 2 <= len(jobs) <= MOST:
-        raise UsageError(f"{len(jobs)} job{'' if len(jobs) == 1 else 's'} named", f"name 2 to {MOST} collected runs")
+    if not 2 <= len(jobs) <= MOST_LINES:
+        raise UsageError(
+            f"{len(jobs)} job{'' if len(jobs) == 1 else 's'} named", f"name 2 to {MOST_LINES} collected runs"
+        )
     with open_controller() as controller:
         folders = [_folder(controller, job, out, cluster) for job in jobs]
     comparison = compared(folders)

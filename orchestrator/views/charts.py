@@ -80,16 +80,29 @@ def _plain_settings() -> Iterator[None]:
         yield
 
 
-def _figure(summary: Summary) -> Any:
+def _empty(height_inch: float, layout: Any = "constrained") -> tuple[Any, Any]:
+    """A figure with nothing on it, and its axes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.6, height_inch), layout=layout)
+    FigureCanvasAgg(figure)
+    return figure, figure.add_subplot()
+
+
+def _plain(axes: Any, grid: str = "both") -> None:
+    """No frame, and thin lines behind what is drawn. grid: the axis whose values they mark."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis=grid, color=_INK, alpha=0.25, linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def _figure(summary: Summary) -> Any:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     series = [item for item in _SERIES if any(getattr(node, item[0]) for node in summary.nodes)]
     height_inch = 1.7 + 0.32 * (len(series) + 0.8) * len(summary.nodes)
-    figure = Figure(figsize=(8.6, min(height_inch, 60)), layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1))
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure, axes = _empty(min(height_inch, 60), ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1))
     bar_height = 0.8 / len(series)
     for index, (name, label, colour, hatch) in enumerate(series):
         places = [row + (index - (len(series) - 1) / 2) * bar_height for row in range(len(summary.nodes))]
@@ -105,23 +118,17 @@ def _figure(summary: Summary) -> Any:
     axes.set_xlabel("samples per second")
     axes.set_title(_title(summary), loc="left", fontsize=11, parse_math=False)
     axes.margins(x=0.14)
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    axes.grid(axis="x", color=_INK, alpha=0.25, linewidth=0.8)
-    axes.set_axisbelow(True)
+    _plain(axes, "x")
     figure.legend(loc="outside lower center", ncols=len(series), frameon=False, fontsize=9)
     return figure
 
 
 def _figure_of_network(summary: Summary) -> Any:
     """Bus bandwidth over size, a line an operation; the declared bandwidth is as high as a line can come."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     found = summary.collectives or Collectives()
-    figure = Figure(figsize=(8.6, 5.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure, axes = _empty(5.2)
     for index, operation in enumerate(found.operations):
         times = [each for each in found.times if each.operation == operation.operation and each.busbw_gbps]
         axes.plot(
@@ -143,21 +150,14 @@ def _figure_of_network(summary: Summary) -> Any:
     axes.set_xlabel("bytes of the whole array")
     axes.set_ylabel("bus bandwidth, Gbit/s")
     axes.set_title(f"{_short(summary.experiment)} · {counted(summary.world_size, 'rank')}", loc="left", fontsize=11)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color=_INK, alpha=0.25, linewidth=0.8)
-    axes.set_axisbelow(True)
+    _plain(axes)
     figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     return figure
 
 
 def lines_figure(summary: Summary, series: Series, along: str, words: str) -> Any:
     """along, words: what stands on the x and on the y axis."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.6, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure, axes = _empty(4.2)
     for index, (name, points) in enumerate(series.items()):
         xs, ys = zip(*points, strict=True)
         marker = _MARKERS[index % len(_MARKERS)] if len(points) <= 30 else None
@@ -166,9 +166,7 @@ def lines_figure(summary: Summary, series: Series, along: str, words: str) -> An
     axes.set_xlabel(along)
     axes.set_ylabel(words)
     axes.set_title(_title(summary), loc="left", fontsize=11, parse_math=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color=_INK, alpha=0.25, linewidth=0.8)
-    axes.set_axisbelow(True)
+    _plain(axes)
     if len(series) > 1:
         figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     return figure

@@ -14,12 +14,9 @@ from orchestrator.views.linechart import ChartLine, LineChart, line_chart, perce
 from orchestrator.views.numbers import figure, span
 from orchestrator.views.pages import environment, or_nothing
 
-MOST = 9
-"""The style has so many colours that people tell apart, colour-blind ones too (those of Okabe and Ito, and two)."""
-
 
 def render_comparison(comparison: Comparison) -> str:
-    """The page's HTML. Of at most MOST runs."""
+    """The page's HTML. Of at most MOST_LINES runs."""
     runs = comparison.runs
     return (
         environment(span=or_nothing(span))

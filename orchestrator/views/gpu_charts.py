@@ -17,12 +17,10 @@ from pathlib import Path
 from orchestrator.results.gpu_reading import Reading
 from orchestrator.results.gpu_use import readings
 from orchestrator.results.slowed import is_slowed
-from orchestrator.views.linechart import ChartLine, LineChart, line_chart
+from orchestrator.views.linechart import MOST_LINES, ChartLine, LineChart, line_chart
 
 POINTS = 150
 """Points of a line; up to twice as many are drawn."""
-HOSTS = 9
-"""More lines than this cannot be distinguished."""
 FIRST_S, LONGEST_S = 2.0, 1e9
 MINUTES_FROM_S = 600.0
 QUANTITIES = {
@@ -121,7 +119,7 @@ class GpuCharts:
 def gpu_charts(courses: Mapping[str, GpuCourse]) -> GpuCharts:
     """A chart for each quantity of which a host reported two points. Of too many hosts those that were slowed most."""
     known = {name: course for name, course in courses.items() if course.lasted_s}
-    most = sorted(known, key=lambda name: -known[name].slowed)[:HOSTS]
+    most = sorted(known, key=lambda name: -known[name].slowed)[:MOST_LINES]
     drawn = {name: known[name] for name in known if name in most}
     unit, unit_s = "seconds", 1.0
     if max((course.lasted_s for course in drawn.values()), default=0) > MINUTES_FROM_S:

@@ -14,6 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 Points = Sequence[tuple[float, float]]
+MOST_LINES = 9
+"""More cannot be distinguished: so many colours the pages' style has, those of Okabe and Ito and two more, which
+colour-blind people tell apart, too.
+"""
 TICKS = 4
 """About so many on each axis."""
 LEAST = 1e-9

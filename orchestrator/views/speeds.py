@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from orchestrator.results.curves import placed
 from orchestrator.results.speed_course import HostSpeed
 from orchestrator.results.summary import Summary
-from orchestrator.views.linechart import ChartLine, LineChart, line_chart
+from orchestrator.views.linechart import MOST_LINES, ChartLine, LineChart, line_chart
 
-HOSTS = 9
-"""More lines than this cannot be distinguished."""
 HAPPENED = {"rebalance": "shares changed", "eval": "evaluation", "checkpoint": "checkpoint"}
 STYLES = {"shares changed": "rebalance", "evaluation": "evaluation", "checkpoint": "checkpoint"}
 
@@ -52,5 +50,5 @@ def _most_changed(hosts: Sequence[HostSpeed]) -> list[HostSpeed]:
     def change(host: HostSpeed) -> float:
         return (max(host.samples_per_s) - min(host.samples_per_s)) / (max(host.samples_per_s) or 1.0)
 
-    kept = sorted(hosts, key=change, reverse=True)[:HOSTS]
+    kept = sorted(hosts, key=change, reverse=True)[:MOST_LINES]
     return [host for host in hosts if host in kept]

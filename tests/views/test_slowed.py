@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from orchestrator.results.analyse import analyse
 from orchestrator.results.gpu_use import read_gpu_use
 from orchestrator.views import comparison
-from orchestrator.views.gpu_charts import HOSTS, POINTS, GpuCourse, gpu_charts, read_course
+from orchestrator.views.gpu_charts import POINTS, GpuCourse, gpu_charts, read_course
+from orchestrator.views.linechart import MOST_LINES as HOSTS
 from orchestrator.views.report import write_report
 from tests.support.run_folders import Host, lines, start, step, two_hosts, write_run
 
