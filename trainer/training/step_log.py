@@ -63,6 +63,7 @@ class Step:
         waited_ms = covered_ms(timer, self.begin, self.exchange.waits)
         averaging_ms, sum_ms = timer.ms(self.updated, self.end), timer.ms(computed, self.summed)
         beside = self.exchange.collectives
+        under_way_ms = covered_ms(timer, self.begin, beside) if beside else sum_ms
         # Others wait for a pause made on purpose as they wait for computing.
         compute_ms = timer.ms(self.loaded, computed) - waited_ms + held_up_ms
         times = {
@@ -70,10 +71,7 @@ class Step:
             "load_ms": timer.ms(self.begin, self.loaded),
             "compute_ms": compute_ms,
             "exposed_ms": sum_ms + waited_ms + averaging_ms - held_up_ms,
-            "comm_ms": (covered_ms(timer, self.begin, beside) if beside else sum_ms)
-            + waited_ms
-            + averaging_ms
-            - held_up_ms,
+            "comm_ms": under_way_ms + waited_ms + averaging_ms - held_up_ms,
             "optim_ms": timer.ms(self.summed, self.updated),
         }
         return {name: round(ms, 3) for name, ms in times.items()}
