@@ -11,14 +11,12 @@ import importlib.util
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.lab import lab
-from tests.support.terminal import Person
 from tests.support.watching import SCRIPTS, TOLD, events_in, unchanged
+from tests.support.with_packages import Person, person_with_packages
 
 MISSING = [package for package in ("lightning", "accelerate", "transformers") if not importlib.util.find_spec(package)]
 pytestmark = [
@@ -41,10 +39,7 @@ STEPS = 20
 
 @pytest.fixture(scope="module")
 def person(tmp_path_factory):
-    installed = {path for path in sys.path if path.endswith("site-packages") and not path.startswith(sys.prefix)}
-    with lab(INVENTORY.format(python=sys.executable), binds=[sys.prefix, *sorted(installed)]) as pair:
-        someone = Person(pair, tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("work"))
-        someone.types("up", str(pair.inventory))
+    with person_with_packages(INVENTORY, tmp_path_factory) as someone:
         yield someone
 
 

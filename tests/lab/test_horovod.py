@@ -8,14 +8,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.lab import lab
-from tests.support.terminal import Person
 from tests.support.watching import events_in
+from tests.support.with_packages import Person, person_with_packages
 
 pytestmark = [
     pytest.mark.lab,
@@ -39,10 +37,7 @@ SETTINGS = {"data": "synthetic", "steps": STEPS, "batch": 32, "shares": "alpha=4
 
 @pytest.fixture(scope="module")
 def person(tmp_path_factory):
-    installed = {path for path in sys.path if path.endswith("site-packages") and not path.startswith(sys.prefix)}
-    with lab(INVENTORY.format(python=sys.executable), binds=[sys.prefix, *sorted(installed)]) as pair:
-        someone = Person(pair, tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("work"))
-        someone.types("up", str(pair.inventory))
+    with person_with_packages(INVENTORY, tmp_path_factory) as someone:
         yield someone
 
 
