@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.cli.run import run
 from orchestrator.planning.job_file import JobFile
-from tests.support.person import Place
+from tests.support.local_cluster import Place
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 import pytest
 
 from orchestrator.planning.naming import job_id, job_name, job_note
-from tests.support.person import Place
+from tests.support.local_cluster import Place
 
 NOTE = "rate of the paper <b>, α=0.1"
 

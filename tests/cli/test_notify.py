@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.cli.notify import notify
 from orchestrator.jobs.record import JobRecord
-from tests.support.person import Place
+from tests.support.local_cluster import Place
 
 SHOW = 'echo "$ORCH_JOB|$ORCH_STATE|$ORCH_EXIT_CODE|$ORCH_RUN|$GIVEN" > told; echo printed'
 

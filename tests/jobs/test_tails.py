@@ -11,8 +11,8 @@ from orchestrator.jobs.frames import FilePiece
 from orchestrator.jobs.tails import tails
 from orchestrator.jobs.watch import watch
 from orchestrator.remote.tails import BLOCK_BYTES, MAX_TAIL_BYTES, begin_of
+from tests.support.local_cluster import Place
 from tests.support.local_job import gang
-from tests.support.person import Place
 
 SCRIPT = """import sys
 for number in range(200_000):
