@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 
 from orchestrator.errors import UsageError
@@ -35,7 +35,7 @@ class Layer:
     inputs: int = 0
     """Numbers that it takes, of one image; 0 where nobody asks, as of BatchNorm."""
 
-    @property
+    @cached_property
     def is_batch_norm(self) -> bool:
         """A weight and a bias for each channel, and nothing else."""
         return len(self.shapes) == 2 and all(len(shape) == 1 for shape in self.shapes)
@@ -45,7 +45,7 @@ class Layer:
         """Numbers that it gives, of one image: one for each channel and position."""
         return self.shapes[0][0] * self.work / prod(self.shapes[0])
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         return FLOAT_BYTES * sum(prod(shape) for shape in self.shapes)
 

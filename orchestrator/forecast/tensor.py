@@ -51,6 +51,11 @@ class Meeting:
     cast_bytes: float = 0.0
 
     @property
+    def exchanged(self) -> tuple[tuple[float, ...], float, float]:
+        """What the time of its exchange depends on."""
+        return self.parts_bytes, self.sum_bytes, self.cast_bytes
+
+    @property
     def sent_bytes(self) -> float:
         return sum(self.parts_bytes) + self.sum_bytes
 
@@ -87,9 +92,10 @@ def time_step(
 ) -> TensorTime:
     """shares: each rank's part of the channels. sizes: of micro-batches, samples."""
     found = meetings_of(layers, speeds, shares, sizes, sent)
-    exchanges = {kind: kind.exchange_s(wire) for kind in {replace(meeting, own_s=()) for meeting in found}}
+    kinds = {meeting.exchanged: meeting for meeting in found}
+    exchanges_s = {each: meeting.exchange_s(wire) for each, meeting in kinds.items()}
     return TensorTime(
-        step_s=sum(max(meeting.own_s) + exchanges[replace(meeting, own_s=())] for meeting in found),
+        step_s=sum(max(meeting.own_s) + exchanges_s[meeting.exchanged] for meeting in found),
         own_s=tuple(map(sum, zip(*(meeting.own_s for meeting in found), strict=True))),
         meetings=len(found),
         wire_bytes=sum(meeting.sent_bytes for meeting in found),

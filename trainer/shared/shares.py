@@ -148,8 +148,9 @@ Speeds = Mapping[tuple[str, int], Speed]
 
 def at_most(speed: Speed, samples: int) -> Speed:
     """With no more samples at once, whatever memory would hold; 0 is no limit."""
-    limits = [limit for limit in (speed.cap, samples or None) if limit is not None]
-    return dataclasses.replace(speed, cap=min(limits, default=None))
+    if not samples or (speed.cap is not None and speed.cap <= samples):
+        return speed
+    return dataclasses.replace(speed, cap=samples)
 
 
 def parse_speeds(text: str) -> dict[tuple[str, int], Speed]:
@@ -271,12 +272,15 @@ def _surely(speeds: Sequence[Speed], able: Sequence[bool], batch: int) -> list[i
 
 
 def _within(speed: Speed, time_ms: float, most: int) -> int:
-    """The most samples that the rank does in this time."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        if speed.step_ms(middle) <= time_ms:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    """The most samples that the rank does in this time: whole micro-batches, and what is left for one more; rounding
+    may make that one sample too many or too few.
+    """
+    cap = speed.cap or max(1, most)
+    full, left_ms = divmod(time_ms, speed.fixed_ms + cap * speed.sample_ms)
+    more = max(0, int(min((left_ms - speed.fixed_ms) / speed.sample_ms, most)))
+    samples = min(int(full) * cap + more, most) if full < most else most
+    while samples < most and speed.step_ms(samples + 1) <= time_ms:
+        samples += 1
+    while samples and speed.step_ms(samples) > time_ms:
+        samples -= 1
+    return samples
