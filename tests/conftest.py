@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import trainer.compute  # noqa: F401 - before torchvision, for what it keeps out
-from tests.support import shared_servers
+from tests.support import memory_folder, shared_servers
 from tests.support.workers import Workers
 
 # Two threads that share a small sum spin while they wait for each other: on busy cores that takes twenty times the
@@ -59,6 +59,8 @@ def pytest_configure(config):
     config.pluginmanager.register(FailuresAtOnce(config), "failures-at-once")
     if config.option.workers > 1:
         config.pluginmanager.register(Workers(config.option.workers), "workers")
+        if not config.option.basetemp:
+            memory_folder.use()
         if config.args_source is config.ArgsSource.TESTPATHS:  # all tests: some will want them
             shared_servers.begin()
 
