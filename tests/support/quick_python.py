@@ -43,13 +43,30 @@ def quick_python(folder: Path, *, trains: bool = False, torchrun: bool = False) 
         real = [path for path in sys.path if path.endswith("site-packages")]
         text = REAL_TORCH.replace("CONDITION", FOR_JOBS if torchrun else FOR_RANKS).replace("PACKAGES", repr(real))
         listen_at(folder / "warm")
-        (packages / "sitecustomize.py").write_text(text.replace("SERVER", repr(str(folder / "warm"))))
+        _run_at_start(packages, "quick_start", text.replace("SERVER", repr(str(folder / "warm"))))
     compileall.compile_dir(packages, quiet=1)
     (folder / "bin").mkdir()
     (folder / "bin" / "python").symlink_to(base)
     (folder / "pyvenv.cfg").write_text(f"home = {base.parent}\ninclude-system-site-packages = false\n")
     folder.chmod(0o755)
     return str(folder / "bin" / "python")
+
+
+AT_START = """import site
+before = site.execsitecustomize
+def execsitecustomize():
+    before()
+    exec(TEXT, {"__name__": "__main__"})
+site.execsitecustomize = execsitecustomize
+"""
+
+
+def _run_at_start(packages: Path, name: str, text: str) -> None:
+    """Has each Python that has these packages run it when it has begun, behind any `sitecustomize`: that would be the
+    place for it, but Debian's Python has one of its own, which comes first.
+    """
+    (packages / f"{name}.py").write_text(AT_START.replace("TEXT", repr(text)))
+    (packages / f"{name}.pth").write_text(f"import {name}\n")
 
 
 PIP_FROM = """import sys
@@ -73,5 +90,5 @@ def with_quick_venv(python: str, folder: Path) -> str:
             shutil.copytree(part, folder / part.name)
         folder.chmod(0o755)
         (packages,) = Path(python).parents[1].glob("lib/python*/site-packages")
-        (packages / "sitecustomize.py").write_text(PIP_FROM.replace("PREPARED", repr(str(folder))))
+        _run_at_start(packages, "quick_pip", PIP_FROM.replace("PREPARED", repr(str(folder))))
     return python
