@@ -51,7 +51,19 @@ PURE |= {f"planning.{name}" for name in ("launch_plan", "launchers", "measuremen
 PURE |= {f"planning.{name}" for name in ("profiles", "recorded_settings", "secret_words", "split")}
 PURE |= {
     f"jobs.{name}"
-    for name in ("faults", "frame_stream", "frames", "heard", "lines", "live", "record", "redraw", "stall")
+    for name in (
+        "faults",
+        "frame_stream",
+        "frames",
+        "gauge",
+        "gpu_reading",
+        "heard",
+        "lines",
+        "live",
+        "record",
+        "redraw",
+        "stall",
+    )
 }
 PURE |= {f"views.{name}" for name in ("compare_page", "curves", "pages", "paper", "speeds", "timeline")}
 PURE |= {f"views.{name}" for name in ("charts", "documents", "gpu_charts", "linechart", "numbers", "plan", "report")}
@@ -65,7 +77,7 @@ TORCH_FREE = {"__init__", "__main__", "ranks", "ranks.interrupt", "ranks.rank_in
 TORCH_FREE |= {"compute", "compute.compiler", "compute.executor", "compute.microbatches"}
 """Of the trainer, beside all of shared/."""
 SPEAKS = {f"views.{name}" for name in ("cluster_table", "compare", "comparison", "console", "following", "job_table")}
-SPEAKS |= {"views.everywhere"}
+SPEAKS |= {"views.everywhere", "views.top"}
 SPEAKS |= {f"views.{name}" for name in ("launch_plan", "network", "profile_table", "progress", "study_table", "tables")}
 """With cli, the only files that know a screen and print: the streams, and what is put on them."""
 TRAINER_ORDER = [

@@ -29,6 +29,7 @@ from orchestrator.cli.results import collect, report
 from orchestrator.cli.run import run
 from orchestrator.cli.ssh import ssh
 from orchestrator.cli.sweep import sweep
+from orchestrator.cli.top import top
 
 
 @click.group(cls=Orch, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -53,7 +54,7 @@ if "_ORCH_COMPLETE" in os.environ:
 
 SECTIONS = {
     "Hosts": (init, up, status, clusters, use, node, master, trust, setup, data, execute, ssh, cp, inventory),
-    "Jobs": (run, jobs, logs, cancel),
+    "Jobs": (run, jobs, top, logs, cancel),
     "Results": (collect, pull, report, compare),
     "Speed, measured and predicted": (profile, plan, sweep),
     "Cleaning up": (reap, down),

@@ -98,6 +98,20 @@ def chosen_job(controller: Controller, wanted: str | None, cluster: str | None) 
     return controller.jobs.find(chosen_id(controller, wanted, cluster))
 
 
+def shown_cluster(controller: Controller, named: str | None) -> str | None:
+    """None means all of them: only a person's own word leaves jobs out."""
+    from orchestrator.views import console
+
+    terminals = controller.store.terminals()
+    if not named and not terminals:
+        return None
+    chosen = controller.store.cluster_name(named)
+    if not named and terminals:
+        command = click.get_current_context().info_name
+        console.say(f"jobs of cluster {chosen} ({terminals.by}); `{terminals.by}= orch {command}` shows all")
+    return chosen
+
+
 def collected(controller: Controller, wanted: str | None, out: Path, cluster: str | None) -> RunFolder:
     """The folder that a job was collected into: in `out`, else where it was collected last. Raises UsageError."""
     from orchestrator.jobs.copies import newest_copy

@@ -17,6 +17,7 @@ from orchestrator.cli.common import (
     job_option,
     json_option,
     open_controller,
+    shown_cluster,
 )
 from orchestrator.cli.complete import node_names
 from orchestrator.errors import HostError, OrchError, UsageError
@@ -63,7 +64,7 @@ def jobs(rescan: bool, adopt: bool, yes: bool, limit: int | None, cluster: str |
     if adopt and not rescan:
         raise UsageError("--adopt belongs to --rescan", "orch jobs --rescan --adopt")
     with open_controller() as controller:
-        cluster = _shown_cluster(controller, cluster)
+        cluster = shown_cluster(controller, cluster)
         if rescan:
             problems |= _rescanned(controller, cluster, adopt=adopt, yes=yes)
         found = controller.jobs.all(cluster)
@@ -104,19 +105,6 @@ def _show_jobs(records: Sequence[JobRecord], limit: int) -> None:
         running = sum(job.state not in ENDED for job in older)
         some = f", {running} of them not ended" if running else ""
         console.say(f"and {len(older)} older{some}: `orch jobs --limit 0` shows all")
-
-
-def _shown_cluster(controller: Controller, named: str | None) -> str | None:
-    """None means all of them: only a person's own word leaves jobs out."""
-    from orchestrator.views import console
-
-    terminals = controller.store.terminals()
-    if not named and not terminals:
-        return None
-    chosen = controller.store.cluster_name(named)
-    if not named and terminals:
-        console.say(f"jobs of cluster {chosen} ({terminals.by}); `{terminals.by}= orch jobs` shows all")
-    return chosen
 
 
 def _others(controller: Controller, clusters: list[str], adopt: bool, yes: bool) -> Mapping[str, OrchError]:

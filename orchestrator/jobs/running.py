@@ -27,6 +27,8 @@ from orchestrator.jobs.copies import is_removed, nothing_left
 from orchestrator.jobs.dropped import dropped_words
 from orchestrator.jobs.follow import Event, Follow
 from orchestrator.jobs.frames import Agent
+from orchestrator.jobs.gauge import Gauge
+from orchestrator.jobs.heard import Heard
 from orchestrator.jobs.listing import Output
 from orchestrator.jobs.outputs import Outputs, outputs
 from orchestrator.jobs.record import ENDED, FINAL_STATES, JobRecord
@@ -124,6 +126,25 @@ class RunningJob:
         if is_gone(self.plan, follow.heard.records) and self.record.state != "starting":
             raise nothing_left(self._jobs, self.plan)
         yield from follow.last_words()
+
+    def gauged(self, gauge: Gauge) -> Iterator[Gauge]:
+        """Tells the gauge what its hosts say of metrics and GPUs, and of its state; gives it whenever something came,
+        and once a second, until the job has ended. No line that ranks print leaves its host.
+        """
+        heard = Heard()
+        for name, error in self.reach().items():
+            gauge.take(name, error, time.monotonic())
+        told = watch(
+            self.plan, self.hosts, offsets={}, follow=True, files=gauge.FILES, reconnect=self._connections.reopen
+        )
+        for name, item in told:
+            now_s = time.monotonic()
+            gauge.take(name, item, now_s)
+            if heard.take(name, item, now_s):
+                gauge.know(self._remember(heard.found(now_s)))
+            yield gauge
+            if gauge.record.state in FINAL_STATES:
+                return
 
     def refresh(self) -> JobRecord:
         """The record as the hosts have it now; unchanged where none answers or it has ended.

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from orchestrator.errors import ConnectError, HostError
 from orchestrator.jobs.frame_stream import read_frames
-from orchestrator.jobs.frames import Beat, End, Frame, Held
+from orchestrator.jobs.frames import NODE_FILES, RANK_FILES, Beat, End, Frame, Held
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.transport import ask
 from orchestrator.transport.ask import ConnectedHost
 
 RETRY_S = 1.0
+ALL_FILES = (*RANK_FILES, *NODE_FILES)
 WAITING_FRAMES = 64
 """So much may have come and not been looked at, a piece of 256 KiB each at most; then the links wait, never the job."""
 
@@ -30,22 +31,24 @@ def watch(
     offsets: Mapping[str, Mapping[str, Held]],
     follow: bool,
     limit_bytes: int | None = None,
+    files: Sequence[str] = ALL_FILES,
     reconnect: Callable[[str], ConnectedHost] | None = None,
 ) -> Iterator[tuple[str, Frame | HostError]]:
     """What the job's hosts have to say, as it comes: (node, frame), and (node, error) where a link broke.
 
     offsets: per node and file, what is here already. limit_bytes: of a file no more than its first so many; None for
-    all. A broken link is dialled again by `reconnect`, for as long as it takes, and goes on where it stopped: every
-    byte comes once and in order, and the job does not depend on it. Without `reconnect` the host's part ends there.
-    Ends when every host has ended; a ("", Beat) comes when nobody has said a thing for a second.
+    all. files: the kinds that are wanted, like `metrics.jsonl`. A broken link is dialled again by `reconnect`, for as
+    long as it takes, and goes on where it stopped: every byte comes once and in order, and the job does not depend on
+    it. Without `reconnect` the host's part ends there. Ends when every host has ended; a ("", Beat) comes when nobody
+    has said a thing for a second.
     """
-    wanted = {"follow": follow, "files": True, "limit_bytes": limit_bytes}
+    wanted = {"follow": follow, "files": list(files), "limit_bytes": limit_bytes}
     return _Watch(plan, hosts, wanted, reconnect).items(offsets)
 
 
 def watch_records(plan: LaunchPlan, hosts: Mapping[str, ConnectedHost]) -> Iterator[tuple[str, Frame | HostError]]:
     """The supervisors' records alone, until every host has ended; a host whose link breaks is not dialled again."""
-    wanted = {"follow": True, "files": False, "limit_bytes": None}
+    wanted = {"follow": True, "files": [], "limit_bytes": None}
     return _Watch(plan, hosts, wanted, None).items({})
 
 

@@ -1,10 +1,10 @@
 """Hands a job's files back as a stream of frames, from where the controller already has them.
 
 Request: {"workdir", "job", "ranks": [numbers of this host], "offsets": {name: {"offset", "inode", "head"}}, "follow",
-"files", "limit_bytes"}; without `files` only the record is sent, and of a file no more than its first `limit_bytes`
-(null: all). Of each file the controller has the first `offset` bytes, `inode` (or null) is which file
-they came from, and `head` the SHA-256 of the first HEAD_BYTES of them. Each frame is the request's marker and one JSON
-line, followed by `size` raw bytes where it says so:
+"files": [kinds of files, like "stdout.log"], "limit_bytes"}; without any only the record is sent, and of a file no more
+than its first `limit_bytes` (null: all). Of each file the controller has the first `offset` bytes, `inode` (or null) is
+which file they came from, and `head` the SHA-256 of the first HEAD_BYTES of them. Each frame is the request's marker
+and one JSON line, followed by `size` raw bytes where it says so:
 
     {"file": "rank-0/stdout.log", "inode": 77, "offset": 0, "size": 4096}   and 4096 bytes
     {"file": ..., "size": 0, "hole": 1048576}                   in place of bytes: so many zeros that take no room
@@ -52,9 +52,10 @@ def main(request: dict[str, Any]) -> None:
         os.nice(NICE)
     job = WorkFolder(request["workdir"]).job(request["job"])
     out = Out(request["marker"])
-    names = [f"rank-{rank}/{name}" for rank in request["ranks"] for name in RANK_FILES] + list(NODE_FILES)
-    limit, offsets = request["limit_bytes"], request["offsets"]
-    files = [LogFile(out, job.root, name, offsets.get(name), limit) for name in names if request["files"]]
+    kinds, limit, offsets = request["files"], request["limit_bytes"], request["offsets"]
+    names = [f"rank-{rank}/{name}" for rank in request["ranks"] for name in RANK_FILES if name in kinds]
+    names += [name for name in NODE_FILES if name in kinds]
+    files = [LogFile(out, job.root, name, offsets.get(name), limit) for name in names]
     with contextlib.suppress(BrokenPipeError), _reported(out, job):
         if request["follow"]:
             _follow(out, job, files)

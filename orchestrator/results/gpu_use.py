@@ -2,8 +2,7 @@
 
     read_gpu_use(run.gpu("v100"))       # GpuUse(utilisation=93.5, memory_bytes=12884901888, slowed=None)
 
-The file is what `remote/gpus.py` wrote on the host, and as little trusted as any other: a line that is no reading, or
-holds an impossible number, counts for nothing.
+A line that is no reading counts for nothing (`jobs/gpu_reading.py`).
 """
 
 from __future__ import annotations
@@ -12,15 +11,10 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from orchestrator.jobs.metric_lines import count, number, parse_event, whole_lines
-from orchestrator.results.gpu_reading import Reading
+from orchestrator.jobs.gpu_reading import GpuLines, Reading
+from orchestrator.jobs.metric_lines import parse_event, whole_lines
 from orchestrator.results.slowed import Slowed, Slowing
-
-# The largest that a number may be, and be one that a GPU can have.
-MOST = {"utilisation": 100, "memory_bytes": 2**50, "sm_mhz": 1e5, "watts": 1e5, "celsius": 1e3, "slowed_by": 2**64}
-MOST_LIMITS = {"max_sm_mhz": 1e5, "limit_watts": 1e5}
 
 
 @dataclass(frozen=True)
@@ -48,27 +42,9 @@ def read_gpu_use(path: Path) -> GpuUse:
 
 
 def readings(path: Path) -> Iterator[Reading]:
-    """In the order of the file; none where there is no file. A limit holds until another one is reported."""
-    limits: dict[tuple[int, int | None], dict[str, float | None]] = {}
-    with contextlib.suppress(OSError):
-        for event in _events(path):
-            rank, index = count(event, "rank") or 0, count(event, "index")
-            if event.keys() & MOST_LIMITS.keys() or (rank, index) not in limits:
-                limits[rank, index] = {name: _within(event, name, most) for name, most in MOST_LIMITS.items()}
-            values = {name: _within(event, name, most) for name, most in MOST.items()}
-            slowed_by = count(event, "slowed_by") if values.pop("slowed_by") is not None else None
-            wall, limit = number(event, "wall"), limits[rank, index]
-            yield Reading(rank=rank, index=index, wall=wall, slowed_by=slowed_by, **values, **limit)
-
-
-def _within(event: dict[str, Any], name: str, most: float) -> float | None:
-    value = number(event, name)
-    return value if value is not None and 0 <= value <= most else None
-
-
-def _events(path: Path) -> Iterator[dict[str, Any]]:
-    with open(path, "rb") as file:
+    """In the order of the file; none where there is no file."""
+    lines = GpuLines()
+    with contextlib.suppress(OSError), open(path, "rb") as file:
         for line in whole_lines(file):
-            event = parse_event(line) if line else None
-            if event and event.get("event") == "gpu":
-                yield event
+            if line and (reading := lines.reading(parse_event(line))):
+                yield reading

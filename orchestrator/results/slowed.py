@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from orchestrator.jobs.gpu_reading import Reading
 from orchestrator.record import Record
-from orchestrator.results.gpu_reading import Reading
 from orchestrator.units import format_percent
 
 # The first that a reading holds is its reason: a thermal slowdown sets the bit of a hardware slowdown, too.

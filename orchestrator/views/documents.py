@@ -5,6 +5,7 @@ What stands in them is read by programs: a key is never renamed, and a figure is
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -17,6 +18,7 @@ from orchestrator.forecast.pipeline.choice import PipelineChoice
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.facts import NodeFacts
 from orchestrator.hosts.remembered import Current, ListedCluster
+from orchestrator.jobs.gauge import HostNow, JobNow
 from orchestrator.jobs.listing import Output, OutputListing, is_here
 from orchestrator.jobs.pull import Pulled
 from orchestrator.jobs.record import JobRecord
@@ -123,6 +125,47 @@ def status_json(
 def job_json(job: JobRecord) -> dict[str, Any]:
     """One job alone: `run`, `cancel`."""
     return {**jobs_json([job])["jobs"][0], "schema": 1}
+
+
+def top_json(job: JobNow) -> dict[str, Any]:
+    """A line of `orch top --json`: shares are parts of 1, times seconds and milliseconds, memory bytes."""
+    return {
+        "schema": 1,
+        "wall": round(time.time(), 3),
+        "job": job.record.id,
+        "cluster": job.record.cluster,
+        "state": job.record.state,
+        "elapsed_s": job.progress.elapsed_s,
+        "left_s": job.progress.left_s,
+        "step": job.step,
+        "steps": job.steps,
+        "samples_per_s": job.samples_per_s,
+        "loss": job.loss,
+        "slowest": job.held_up_by[0] if job.held_up_by else None,
+        "hosts": [_host_document(host) for host in job.hosts],
+    }
+
+
+def _host_document(host: HostNow) -> dict[str, Any]:
+    row = host.row
+    names = ("step", "samples_per_s", "loss", "wait_share", "sync_share", "step_ms")
+    readings = (
+        "rank",
+        "index",
+        "utilisation",
+        "memory_bytes",
+        "celsius",
+        "watts",
+        "limit_watts",
+        "sm_mhz",
+        "slowed_by",
+    )
+    return {
+        "node": host.node,
+        **{name: getattr(row, name) if row else None for name in names},
+        "gpus": [{name: getattr(gpu, name) for name in readings} for gpu in host.gpus],
+        "silent": host.silent or None,
+    }
 
 
 def nodes_json(

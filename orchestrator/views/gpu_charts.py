@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from orchestrator.results.gpu_reading import Reading
+from orchestrator.jobs.gpu_reading import Reading
 from orchestrator.results.gpu_use import readings
 from orchestrator.results.slowed import is_slowed
 from orchestrator.views.linechart import MOST_LINES, ChartLine, LineChart, line_chart

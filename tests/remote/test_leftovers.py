@@ -70,7 +70,7 @@ def test_a_program_whose_words_nobody_takes_ends_and_one_that_is_heard_goes_on(n
     me = processes.identify(os.getpid())._asdict()
     write_json(job.agent, {"state": "running", **me})
     request = {
-        "reader": {"ranks": [0], "offsets": {}, "follow": True, "files": True, "limit_bytes": None},
+        "reader": {"ranks": [0], "offsets": {}, "follow": True, "files": ["stdout.log"], "limit_bytes": None},
         "sender": {"files": [["rank-0/stdout.log", len(flood), 0, 0, 0]]},
         # What is to come does not come, and it says so once a second; each word is made longer than a pipe's room.
         "receive": {"folder": str(tmp_path / "data"), "files": [["a", 1 << 30, "0" * 64]]},
@@ -120,7 +120,7 @@ def test_reap_finds_what_is_stuck_and_nothing_that_is_at_work(tmp_path, monkeypa
         "ranks": [],
         "offsets": {},
         "follow": True,
-        "files": True,
+        "files": ["stdout.log"],
         "limit_bytes": None,
     }
     with (

@@ -1,0 +1,177 @@
+"""How a running job goes at this moment, for who looks at several at once: `orch top`. Pure.
+
+    gauge = Gauge(plan, record)
+    gauge.take("v100", frame, now_s)        # its metrics, its GPUs' readings; or why nothing comes from there
+    gauge.know(record)                      # its state, where that has changed
+    gauge.now(elapsed_s, now_s)             # JobNow(step=120, steps=938, samples_per_s=1166.0, held_up_by="a2000", ...)
+
+What a GPU said counts while it is news: its host says it every two seconds. One thread may look while another listens.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from orchestrator.errors import HostError
+from orchestrator.jobs.frames import Agent, FilePiece, Frame
+from orchestrator.jobs.gpu_reading import GpuLines, Reading
+from orchestrator.jobs.live import HostRow, LiveView, RunProgress
+from orchestrator.jobs.metric_lines import parse_event
+from orchestrator.jobs.record import JobRecord
+from orchestrator.planning.launch_plan import LaunchPlan
+from trainer.shared.metrics import LINE_LIMIT
+
+FRESH_S = 10.0
+"""An older reading says nothing of now."""
+KEPT = 600
+"""Speeds kept of each host, one for each look."""
+WAITS = 0.1
+"""A part of the time in which others wait for a host that is worth a word."""
+
+
+@dataclass(frozen=True)
+class HostNow:
+    """One host of a job. row: None before its first step. gpus: each one's newest reading, by index. speeds: samples/s
+    at each look so far, the newest last. silent: why nothing is heard of it; "" while something is.
+    """
+
+    node: str
+    row: HostRow | None
+    gpus: tuple[Reading, ...]
+    speeds: tuple[float | None, ...]
+    silent: str = ""
+
+
+@dataclass(frozen=True)
+class JobNow:
+    """One job. held_up_by: the host for which others wait, and the largest part of its time (0..1) that one waits."""
+
+    record: JobRecord
+    hosts: tuple[HostNow, ...]
+    speeds: tuple[float | None, ...]
+    progress: RunProgress
+    held_up_by: tuple[str, float] | None
+
+    @property
+    def step(self) -> int | None:
+        """Done by all hosts."""
+        return min((row.step for row in self.progress.rows), default=None)
+
+    @property
+    def steps(self) -> int | None:
+        return max((row.steps for row in self.progress.rows if row.steps), default=None)
+
+    @property
+    def samples_per_s(self) -> float | None:
+        return total_speed(self.progress)
+
+    @property
+    def loss(self) -> float | None:
+        """Mean over the samples of all hosts, which each host takes in the proportion of its speed."""
+        if self.progress.together:
+            return self.progress.together.loss
+        known = [(row.loss, row.samples_per_s) for row in self.progress.rows if row.loss is not None]
+        if len(known) < len(self.progress.rows) or not all(speed for _, speed in known):
+            return None
+        total = sum(speed or 0 for _, speed in known)
+        return sum((loss or 0) * (speed or 0) for loss, speed in known) / total if total else None
+
+
+class Gauge:
+    FILES = ("metrics.jsonl", "gpu.jsonl")
+    """All that is read for it, of each host."""
+
+    def __init__(self, plan: LaunchPlan, record: JobRecord) -> None:
+        self.record, self._lock = record, threading.Lock()
+        self._view = LiveView(plan)
+        self._names = [node.name for node in plan.nodes]
+        self._gpus = {name: _Gpus() for name in self._names}
+        self._silent: dict[str, str] = {}
+        self._left = set(self._names)
+        self._speeds = {name: deque[float | None](maxlen=KEPT) for name in (*self._names, "")}
+
+    @property
+    def has_heard_all(self) -> bool:
+        """Has each host said how it stands, or why it does not? What it had of steps came before its record."""
+        return not self._left
+
+    def take(self, name: str, item: Frame | HostError, now_s: float) -> None:
+        """Of one of its hosts."""
+        with self._lock:
+            if name not in self._gpus:
+                return
+            if isinstance(item, (Agent, HostError)):
+                self._left.discard(name)
+            if isinstance(item, HostError):
+                self._silent[name] = str(item)
+            elif isinstance(item, (FilePiece, Agent)):
+                self._silent.pop(name, None)
+            if isinstance(item, FilePiece) and item.file == "gpu.jsonl":
+                self._gpus[name].take(item, now_s)
+            elif isinstance(item, FilePiece):
+                self._view.take(name, item)
+
+    def know(self, record: JobRecord) -> None:
+        with self._lock:
+            self.record = record
+            for fault in record.faults:
+                if fault.rank is None:  # the job goes on without this host
+                    self._view.lose(fault.node)
+
+    def now(self, elapsed_s: float, now_s: float) -> JobNow:
+        """A look: each adds one to the speeds."""
+        with self._lock:
+            progress = self._view.progress(elapsed_s)
+            rows = {row.node: row for row in progress.rows}
+            for name in self._names:
+                self._speeds[name].append(rows[name].samples_per_s if name in rows else None)
+            self._speeds[""].append(total_speed(progress))
+            hosts = tuple(self._host(name, rows.get(name), now_s) for name in self._names)
+            return JobNow(self.record, hosts, tuple(self._speeds[""]), progress, held_up_by(progress.rows))
+
+    def _host(self, name: str, row: HostRow | None, now_s: float) -> HostNow:
+        gpus, speeds = self._gpus[name].fresh(now_s), tuple(self._speeds[name])
+        return HostNow(name, row, gpus, speeds, self._silent.get(name, ""))
+
+
+def total_speed(progress: RunProgress) -> float | None:
+    """None until all hosts that have taken a step say theirs; of a pipeline it is that of the whole."""
+    if progress.together:
+        return progress.together.samples_per_s
+    speeds = [row.samples_per_s for row in progress.rows]
+    return sum(speed or 0 for speed in speeds) if speeds and None not in speeds else None
+
+
+def held_up_by(rows: Sequence[HostRow]) -> tuple[str, float] | None:
+    """The host that waits least, where another waits for a part of its time that is worth a word, and twice as long."""
+    known = [(row.wait_share, row.node) for row in rows if row.wait_share is not None]
+    if len(known) < 2 or len(known) < len(rows):
+        return None
+    (least, slowest), (most, _) = min(known), max(known)
+    return (slowest, most) if most >= max(WAITS, 2 * least) else None
+
+
+class _Gpus:
+    """The newest readings of one host's gpu.jsonl."""
+
+    def __init__(self) -> None:
+        self._lines = GpuLines()
+        self._newest: dict[tuple[int, int | None], tuple[float, Reading]] = {}
+        self._offset, self._rest = 0, b""
+
+    def take(self, piece: FilePiece, now_s: float) -> None:
+        if piece.offset != self._offset:
+            self._rest = b""
+        self._offset = piece.end
+        *lines, self._rest = (self._rest + piece.data).split(b"\n")
+        self._rest = self._rest if len(self._rest) <= LINE_LIMIT else b""
+        for line in lines:
+            if reading := self._lines.reading(parse_event(line)):
+                self._newest[reading.rank, reading.index] = now_s, reading
+
+    def fresh(self, now_s: float) -> tuple[Reading, ...]:
+        newest = (reading for came_s, reading in self._newest.values() if now_s - came_s <= FRESH_S)
+        return tuple(sorted(newest, key=lambda reading: (reading.index or 0, reading.rank)))

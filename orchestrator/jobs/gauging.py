@@ -1,0 +1,69 @@
+"""Running jobs that are looked at together, each heard in a thread of its own, so that none waits for another's hosts.
+
+with gauging(controller.jobs.find(name) for name in names) as looked_at:
+    while [one for one in looked_at if not one.is_over]:
+        show([one.now() for one in looked_at])
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+
+from orchestrator.errors import OrchError
+from orchestrator.jobs.gauge import Gauge, JobNow
+from orchestrator.jobs.running import RunningJob
+
+
+class GaugedJob:
+    def __init__(self, job: RunningJob) -> None:
+        self.error: OrchError | None = None
+        """Why nothing more is heard of it, where that is no end of the job."""
+        self.heard, self.over = threading.Event(), threading.Event()
+        """Have all its hosts been heard? Is nothing more to be heard?"""
+        self._job, self._leaving = job, False
+        self._gauge = Gauge(job.plan, job.record)
+        self._thread = threading.Thread(target=self._hear, daemon=True, name=f"gauge-{job.id}")
+
+    @property
+    def is_over(self) -> bool:
+        return self.over.is_set()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def leave(self) -> None:
+        self._leaving = True
+
+    def now(self) -> JobNow:
+        started = self._gauge.record.started
+        elapsed_s = time.time() - datetime.fromisoformat(started).timestamp() if started else 0.0
+        return self._gauge.now(max(0.0, elapsed_s), time.monotonic())
+
+    def _hear(self) -> None:
+        try:
+            for gauge in self._job.gauged(self._gauge):
+                if gauge.has_heard_all:
+                    self.heard.set()
+                if self._leaving:
+                    break
+        except OrchError as error:
+            self.error = error
+        finally:
+            self.heard.set()
+            self.over.set()
+
+
+@contextlib.contextmanager
+def gauging(jobs: Iterable[RunningJob]) -> Iterator[list[GaugedJob]]:
+    looked_at = [GaugedJob(job) for job in jobs]
+    try:
+        for one in looked_at:
+            one.start()
+        yield looked_at
+    finally:
+        for one in looked_at:
+            one.leave()

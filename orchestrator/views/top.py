@@ -1,0 +1,163 @@
+"""`orch top`: running jobs and their hosts at this moment, on a screen of any width; in lines where there is none."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator.jobs.gauge import HostNow, JobNow
+from orchestrator.jobs.gpu_reading import Reading
+from orchestrator.jobs.stall import stall_words
+from orchestrator.text import one_line
+from orchestrator.units import format_bytes
+from orchestrator.views.numbers import UNKNOWN, clock, figure, percent
+from orchestrator.views.progress import time_words
+
+BARS = "▁▂▃▄▅▆▇█"
+LEAST_SPARK, MOST_SPARK = 8, 60
+COLUMNS = ("node", "samples/s", "wait", "sync", "GPU", "memory", "heat", "power")
+DISPENSABLE = ("power", "heat", "memory", "sync")
+"""The first ones go first where a screen is narrow."""
+SILENT = "no answer"
+
+
+def board(jobs: Sequence[JobNow], width: int) -> RenderableType:
+    return Group(*(part for job in jobs for part in _job(job, width)))
+
+
+def _job(job: JobNow, width: int) -> Iterator[RenderableType]:
+    heading = Text(one_line(job.record.id), "bold")
+    heading.append(f"  {job.record.state}", "green" if job.record.state == "running" else "yellow")
+    yield _cut(heading)
+    yield _cut(Text("  " + "  ".join(_figures(job))))
+    yield _cut(Text(f"  {time_words(job.progress)}", "dim"))
+    yield _hosts(job, width)
+    for words in remarks(job):
+        yield Padding(Text(words, "yellow"), (0, 0, 0, 2))
+    yield Text()
+
+
+def _cut(line: Text) -> Text:
+    line.no_wrap, line.overflow = True, "ellipsis"
+    return line
+
+
+def _figures(job: JobNow) -> Iterator[str]:
+    if job.step is None:
+        yield "no step yet"
+        return
+    yield f"step {job.step:,}/{job.steps:,}" if job.steps else f"step {job.step:,}"
+    yield f"{figure(job.samples_per_s)} samples/s"
+    if job.loss is not None:
+        yield f"loss {figure(job.loss)}"
+
+
+def remarks(job: JobNow) -> Iterator[str]:
+    """What a person should know, in sentences."""
+    if job.held_up_by:
+        name, part = job.held_up_by
+        yield f"{one_line(name)} is the slowest: others wait for it up to {percent(part)} of the time"
+    if job.record.stall:
+        yield stall_words(job.record.stall)
+    for host in job.hosts:
+        if host.silent:
+            yield one_line(host.silent, 200)
+
+
+def _hosts(job: JobNow, width: int) -> Table:
+    rows = [_cells(host) for host in job.hosts]
+    kept = [index for index, name in enumerate(COLUMNS) if index < 3 or any(row[index] != UNKNOWN for row in rows)]
+
+    def taken() -> int:
+        return 2 + sum(2 + max(len(COLUMNS[index]), *(len(row[index]) for row in rows)) for index in kept)
+
+    for name in DISPENSABLE:
+        if taken() > width and COLUMNS.index(name) in kept:
+            kept.remove(COLUMNS.index(name))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("", width=0)
+    for index in kept:
+        # Where nothing else can go, names are cut before figures.
+        most = max(4, width - (taken() - max(len(row[0]) for row in rows))) if not index else None
+        table.add_column(COLUMNS[index], justify="right" if index else "left", no_wrap=True, max_width=most)
+    top = max((speed for host in job.hosts for speed in host.speeds if speed is not None), default=0.0)
+    room = min(MOST_SPARK, width - taken() - 2) if top else 0
+    if room >= LEAST_SPARK:
+        table.add_column("samples/s so far", no_wrap=True, max_width=room)
+    for host, cells in zip(job.hosts, rows, strict=True):
+        words = [Text(cells[index]) for index in kept]
+        if room >= LEAST_SPARK:
+            words.append(Text(spark(host.speeds, top, room), "cyan"))
+        table.add_row("", *words)
+    return table
+
+
+def _cells(host: HostNow) -> tuple[str, ...]:
+    row, name = host.row, one_line(host.node)
+    if host.silent:
+        return (name, SILENT, *[UNKNOWN] * (len(COLUMNS) - 2))
+    return (
+        name,
+        figure(row.samples_per_s if row else None),
+        percent(row.wait_share if row else None),
+        percent(row.sync_share if row else None),
+        _mean(host.gpus, "utilisation", " %"),
+        _memory(host.gpus),
+        _most(host.gpus, "celsius", " °C"),
+        _total_watts(host.gpus),
+    )
+
+
+def _values(gpus: Sequence[Reading], name: str) -> list[float]:
+    return [value for gpu in gpus if (value := getattr(gpu, name)) is not None]
+
+
+def _mean(gpus: Sequence[Reading], name: str, unit: str) -> str:
+    values = _values(gpus, name)
+    return f"{sum(values) / len(values):.0f}{unit}" if values else UNKNOWN
+
+
+def _most(gpus: Sequence[Reading], name: str, unit: str) -> str:
+    values = _values(gpus, name)
+    return f"{max(values):.0f}{unit}" if values else UNKNOWN
+
+
+def _memory(gpus: Sequence[Reading]) -> str:
+    """The fullest GPU's."""
+    values = _values(gpus, "memory_bytes")
+    return format_bytes(max(values)) if values else UNKNOWN
+
+
+def _total_watts(gpus: Sequence[Reading]) -> str:
+    values = _values(gpus, "watts")
+    return f"{sum(values):.0f} W" if values else UNKNOWN
+
+
+def spark(values: Sequence[float | None], top: float, width: int) -> str:
+    """The newest values as bars of a height from 0 to `top`, one a column; a blank where there is none."""
+    if top <= 0:
+        return ""
+    return "".join(" " if value is None else _bar(value / top) for value in values[-width:]).lstrip()
+
+
+def _bar(part: float) -> str:
+    return BARS[min(len(BARS) - 1, max(0, math.ceil(part * len(BARS)) - 1))]
+
+
+def line(job: JobNow) -> str:
+    """`12:03:41 resnet152-…: running, step 120/938, 1,166 samples/s, loss 0.312, about 4:10 left`, who is the
+    slowest, and who gives no answer.
+    """
+    words = [f"{time.strftime('%H:%M:%S')} {one_line(job.record.id)}: {job.record.state}", *_figures(job)]
+    if (left_s := job.progress.left_s) is not None:
+        words.append(f"about {clock(left_s)} left")
+    if job.held_up_by:
+        words.append(f"{one_line(job.held_up_by[0])} is the slowest")
+    silent = [one_line(host.node) for host in job.hosts if host.silent]
+    return ", ".join([*words, *([f"no answer from {', '.join(silent)}"] if silent else [])])
