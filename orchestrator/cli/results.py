@@ -93,7 +93,7 @@ def _pull_checkpoints(plan: LaunchPlan, out: Path) -> None:
     "--figures",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="Also write every table as CSV and Parquet, and every plot as SVG and PNG, into this folder.",
+    help="Also write every table as CSV, JSON Lines and Parquet, and every plot as SVG and PNG, into this folder.",
 )
 @click.option(
     "--tensorboard",

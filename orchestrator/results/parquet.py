@@ -1,4 +1,4 @@
-"""Tables as files, Parquet or CSV, written by DuckDB: whole or not at all.
+"""Tables as files, Parquet, CSV or JSON Lines, written by DuckDB: whole or not at all.
 
 copy_whole(connection, "SELECT * FROM timed", run.steps)
 convert(Path("loss.csv"), Path("loss.parquet"))
@@ -12,6 +12,8 @@ from pathlib import Path
 
 import duckdb
 
+FORMS = {".parquet": "parquet", ".csv": "csv, HEADER", ".jsonl": "json"}
+
 
 def copy_whole(connection: duckdb.DuckDBPyConnection, query: str, path: Path) -> None:
     """What the query finds, in the form that the path's suffix names."""
@@ -19,8 +21,7 @@ def copy_whole(connection: duckdb.DuckDBPyConnection, query: str, path: Path) ->
     os.close(handle)
     try:
         quoted = temporary.replace("'", "''")
-        form = "parquet" if path.suffix == ".parquet" else "csv, HEADER"
-        connection.execute(f"COPY ({query}) TO '{quoted}' (FORMAT {form})")
+        connection.execute(f"COPY ({query}) TO '{quoted}' (FORMAT {FORMS[path.suffix]})")
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A run's figures as files for a paper: each table as CSV and Parquet, each plot as SVG and PNG.
+"""A run's figures as files for a paper: each table as CSV, JSON Lines and Parquet, each plot as SVG and PNG.
 
 for path in write_figures(run, summary, Path("figures")): ...
 """
@@ -19,18 +19,22 @@ from orchestrator.results.parquet import convert
 from orchestrator.results.summary import Summary
 from orchestrator.views.charts import Series, has_speeds, lines_figure, save, throughput_figure
 
+TABLES = ("csv", "jsonl", "parquet")
+"""The forms of a table, by the ends of their files' names."""
+
 
 def write_figures(run: RunFolder, summary: Summary, folder: Path) -> Iterator[Path]:
     """Each file once it is written, whole. Files of the same names are replaced."""
     make_folder(folder)
     tables = figure_tables(summary)
     for name, table in tables.items():
-        as_csv, as_parquet = folder / f"{name}.csv", folder / f"{name}.parquet"
+        as_csv, *others = (folder / f"{name}.{suffix}" for suffix in TABLES)
         write_atomic(as_csv, csv_of(table))
-        convert(as_csv, as_parquet)
-        yield from (as_csv, as_parquet)
+        for other in others:
+            convert(as_csv, other)
+        yield from (as_csv, *others)
     if run.steps.is_file():
-        for suffix in ("csv", "parquet"):
+        for suffix in TABLES:
             target = folder / f"steps.{suffix}"
             convert(run.steps, target)
             yield target

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -35,15 +36,21 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_every_table_is_there_twice_with_the_same_figures(run: tuple[RunFolder, Summary], tmp_path: Path) -> None:
+def test_every_table_is_there_in_three_forms_with_the_same_figures(
+    run: tuple[RunFolder, Summary], tmp_path: Path
+) -> None:
     folder = tmp_path / "figures"
     written = {path.name for path in write_figures(*run, folder)}
     tables = ("hosts", "speeds", "loss", "evaluations", "shares", "steps")
-    assert written >= {f"{name}.{suffix}" for name in tables for suffix in ("csv", "parquet")}
+    assert written >= {f"{name}.{suffix}" for name in tables for suffix in ("csv", "jsonl", "parquet")}
     assert written == {path.name for path in folder.iterdir()}  # nothing half-written beside them
     for name in tables:
         with duckdb.connect() as connection:
             found = connection.execute(f"SELECT * FROM '{folder}/{name}.parquet'").fetchall()
+            names = [column[0] for column in connection.description]
+        lines = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        assert [list(line) for line in lines] == [names] * len(found)
+        assert [tuple(line.values()) for line in lines] == found
         assert len(found) == len(rows(folder / f"{name}.csv")) > 0
     assert [row["name"] for row in rows(folder / "hosts.csv")] == ["a2000", 'v100, the "big" one']
     assert float(rows(folder / "hosts.csv")[1]["samples_per_s"]) == pytest.approx(300)
