@@ -9,8 +9,8 @@ How a cluster comes to be is `clusters`' to know, which jobs there are `jobs/kno
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -37,7 +37,7 @@ from orchestrator.jobs.record import JobRecord
 from orchestrator.jobs.resume import last_checkpoint, settings_of, wish_for
 from orchestrator.jobs.running import RunningJob
 from orchestrator.owner import read_owner
-from orchestrator.paths import RUNS, RunFolder
+from orchestrator.paths import RUNS, Home, RunFolder
 from orchestrator.planning import naming
 from orchestrator.planning.build import build_plan
 from orchestrator.planning.draft import Draft
@@ -68,6 +68,19 @@ class Report:
     """Hosts whose part could not be fetched."""
     notices: Sequence[str] = ()
     """What else there is to know of the files."""
+
+
+@contextmanager
+def opened(
+    home: Home,
+    *,
+    accept_new_host_keys: bool = False,
+    ask_passphrase: Callable[[str], str | None] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Iterator[Controller]:
+    """A controller over what this home remembers; its connections end with the block."""
+    with Connections(home, accept_new_host_keys=accept_new_host_keys, ask_passphrase=ask_passphrase) as connections:
+        yield Controller(Store(home), connections, say)
 
 
 class Controller:

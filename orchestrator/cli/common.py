@@ -228,20 +228,17 @@ def _leave_quietly(ctx: click.Context) -> NoReturn:
 
 @contextlib.contextmanager
 def open_controller(accept_new_host_keys: bool = False) -> Iterator[Controller]:
-    from orchestrator.controller import Controller
-    from orchestrator.hosts.connections import Connections
+    from orchestrator.controller import opened
     from orchestrator.paths import Home
-    from orchestrator.store import Store
 
     home = Home.default()
     ask = _ask_passphrase if sys.stdin and sys.stdin.isatty() else None
-    with Connections(home, accept_new_host_keys=accept_new_host_keys, ask_passphrase=ask) as connections:
-        store = Store(home)
+    with opened(home, accept_new_host_keys=accept_new_host_keys, ask_passphrase=ask, say=_warn) as controller:
         try:
-            yield Controller(store, connections, _warn)
+            yield controller
         finally:
-            if store.unwritten:
-                _say_unwritten(home.root, store.unwritten)
+            if controller.store.unwritten:
+                _say_unwritten(home.root, controller.store.unwritten)
 
 
 def _warn(line: str) -> None:

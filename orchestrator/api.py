@@ -1,0 +1,220 @@
+"""A cluster in a Python program: what the commands do, in a few lines.
+
+    from orchestrator import Cluster
+
+    with Cluster.up("inventory/a2000_v100.yaml") as rack:
+        job = rack.run(exp="resnet152_cifar", settings={"steps": 100})
+        for line in job.lines():
+            print(line)
+        summary = job.collect("runs")
+    summary.samples_per_s, summary.efficiency       1166.0, 0.81
+
+Every mistake of a caller, every host that fails, is an `OrchError` (`orchestrator.errors`) with a message and what to
+try. Jobs do not depend on the program: leave it, and `Cluster("rack").job()` finds the latest again, as `orch` does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+
+from typing_extensions import TypedDict, Unpack
+
+from orchestrator.controller import Controller, opened
+from orchestrator.errors import HostsError, UsageError
+from orchestrator.hosts.consent import allow, is_allowed, local_commands
+from orchestrator.hosts.inventory_file import load_inventory
+from orchestrator.jobs.record import JobRecord
+from orchestrator.jobs.running import RunningJob
+from orchestrator.paths import Home, RunFolder
+from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.planning.naming import job_name, job_note
+from orchestrator.planning.request import Words, read_wish
+from orchestrator.planning.variables import read_variables
+from orchestrator.results.summary import Summary
+
+
+class Options(TypedDict, total=False):
+    """What `run` and `plan` take by name, as `orch run` has it."""
+
+    exp: str
+    """An experiment, where no script is named."""
+    settings: Mapping[str, object]
+    """Of an experiment, or of a script that takes part by `trainer.join`."""
+    nodes: str | Sequence[str]
+    """Names, ranges and patterns; all hosts without it."""
+    env: Mapping[str, str] | Sequence[str]
+    """Variables of this job alone, by name; or names alone, whose values are those of this process."""
+    batch: int
+    """Samples of an update of a script, to be split among its ranks."""
+    folder: str | PathLike[str]
+    """What to ship in place of the script's own folder."""
+    time_limit_s: float
+    name: str
+    """What the job's id begins with."""
+    note: str
+
+
+class Cluster:
+    """A remembered cluster; a name that is left out means the current one. To be used by one thread, and closed."""
+
+    def __init__(self, name: str | None = None, *, accept_new_host_keys: bool = False) -> None:
+        """Raises UsageError where there is no such cluster."""
+        self._stack = ExitStack()
+        context = opened(Home.default(), accept_new_host_keys=accept_new_host_keys)
+        self._controller: Controller = self._stack.enter_context(context)
+        try:
+            self.name = self._controller.store.cluster(name).name
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def up(
+        cls, inventory: str | PathLike[str], *, accept_new_host_keys: bool = False, allow_local: bool = False
+    ) -> Cluster:
+        """`orch up`: connects to every host of the file, probes it, elects the master. The cluster becomes the current
+        one. allow_local: whether commands that the file runs on this machine may run. Raises HostsError for hosts that
+        cannot be used, though the others are remembered: `Cluster(name)` takes those.
+        """
+        loaded, home = load_inventory(Path(inventory)), Home.default()
+        commands = local_commands(loaded)
+        if commands and not is_allowed(home, commands):
+            if not allow_local:
+                listed = "; ".join(map(str, commands))
+                raise UsageError(
+                    f"{inventory} would run on this machine: {listed}", "allow_local=True, if you trust it"
+                )
+            allow(home, commands)
+        with opened(home, accept_new_host_keys=accept_new_host_keys) as controller:
+            found = controller.clusters.up(loaded)
+        if found.problems:
+            raise HostsError([*found.problems.values()])
+        if found.unlike:
+            raise found.unlike
+        return cls(loaded.cluster, accept_new_host_keys=accept_new_host_keys)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(node.name for node in self._controller.store.cluster(self.name).nodes)
+
+    @property
+    def master(self) -> str | None:
+        return self._controller.store.cluster(self.name).master
+
+    # ---- jobs -----------------------------------------------------------------------------------------------------
+
+    def plan(self, *command: str, **options: Unpack[Options]) -> LaunchPlan:
+        """What `run` would start; nothing is."""
+        return self._planned(command, options)[0]
+
+    def run(self, *command: str, **options: Unpack[Options]) -> Job:
+        """`orch run --detach`: starts a script with its arguments, or the experiment of the options, on all hosts or on
+        none. Raises OrchError.
+        """
+        plan, blob = self._planned(command, options)
+        return Job(self._controller, self._controller.launch(plan, blob))
+
+    def _planned(self, command: Sequence[str], options: Options) -> tuple[LaunchPlan, bytes]:
+        cluster, wish = self._controller.store.cluster(self.name), read_wish(_words(command, options))
+        request = replace(
+            wish.request,
+            env=read_variables(_pairs(options.get("env", ())), (), os.environ),
+            time_limit_s=options.get("time_limit_s"),
+            job_name=_called(job_name, options.get("name")),
+            note=_called(job_note, options.get("note")),
+        )
+        nodes = options.get("nodes", ())
+        only = cluster.names(nodes if isinstance(nodes, str) else ",".join(nodes))
+        return self._controller.plan(cluster, request, wish.code, only), wish.blob
+
+    def job(self, wanted: str = "latest") -> Job:
+        """wanted: an id, the beginning of one, or `latest`. Raises UsageError."""
+        return Job(self._controller, self._controller.jobs.find(wanted, self.name))
+
+    def jobs(self) -> list[Job]:
+        """All that are remembered, the newest first; those that may run are asked after."""
+        found = self._controller.jobs.all(self.name).records
+        return [Job(self._controller, self._controller.jobs.find(record.id)) for record in found]
+
+    # ---- its end --------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends the connections. Jobs keep running."""
+        self._stack.close()
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Job:
+    """One job of a cluster, while that is open."""
+
+    def __init__(self, controller: Controller, job: RunningJob) -> None:
+        self._controller, self._job = controller, job
+        self.id = job.id
+
+    @property
+    def state(self) -> str:
+        """As its hosts say it now: `running`, `succeeded`, `failed`, `cancelled`, `lost`."""
+        return self._job.refresh().state
+
+    def lines(self) -> Iterator[str]:
+        """What its ranks print, `node rank: text`, from the first line on, until it has ended."""
+        for event in self._job.follow():
+            if isinstance(event, tuple):
+                for line in event:
+                    yield f"{line.node} {line.rank}: {line.text}"
+
+    def wait(self) -> JobRecord:
+        """Its record once it has ended: `state`, `exit_code`, `first_failure`."""
+        for _ in self._job.follow():
+            pass
+        return self._job.record
+
+    def cancel(self) -> JobRecord:
+        """Ends it on every host."""
+        return self._job.cancel()[0]
+
+    def collect(self, out: str | PathLike[str] = "runs") -> Summary:
+        """`orch collect`: brings logs and metrics into `out/<job>/`, compares its hosts, writes the report there.
+        Raises HostsError where a host's part is missing.
+        """
+        report = self._controller.collect(self._job, Path(out))
+        if report.errors:
+            raise HostsError([*report.errors.values()])
+        return report.summary
+
+    def run_folder(self, out: str | PathLike[str] = "runs") -> RunFolder:
+        """Where `collect` puts it: `.report`, `.steps` and so on are its files."""
+        return RunFolder(Path(out) / self.id)
+
+
+def _words(command: Sequence[str], options: Options) -> Words:
+    settings = tuple(_pairs(options.get("settings", {})))
+    folder = Path(options["folder"]) if "folder" in options else None
+    return Words(options.get("exp"), settings, command=tuple(command), batch=options.get("batch"), folder=folder)
+
+
+def _called(read: Callable[[str], str], text: str | None) -> str | None:
+    try:
+        return None if text is None else read(text)
+    except ValueError as error:
+        raise UsageError(str(error), "choose another one") from error
+
+
+def _pairs(values: Mapping[str, object] | Sequence[str]) -> list[str]:
+    """NAME=value each; names alone stay. Settings write true and false in small letters."""
+    if not isinstance(values, Mapping):
+        return [values] if isinstance(values, str) else list(values)
+    return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in values.items()]

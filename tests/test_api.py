@@ -1,0 +1,117 @@
+"""The cluster in a Python program, on two hosts that are this machine; and the example of the docs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator import Cluster
+from orchestrator.errors import OrchError, UsageError
+from tests.support.quick_python import quick_python
+
+ROOT = Path(__file__).resolve().parents[1]
+INVENTORY = """
+cluster: rack
+defaults: {transport: local, device: cpu, python: PYTHON}
+nodes:
+  - {name: a, host: localhost, workdir: FOLDER/a}
+  - {name: b, host: localhost, workdir: FOLDER/b}
+"""
+TRAINS = """
+import json, os, sys
+rank = int(os.environ["RANK"])
+print("given", *sys.argv[1:], os.environ.get("LR"), flush=True)
+with open(os.environ["ORCH_METRICS"], "a") as file:
+    file.write(json.dumps({"event": "start", "schema": 1, "steps": 60, "host": "h", "node": "ab"[rank], "rank": rank,
+                           "local_rank": 0, "world_size": 2, "device": "cpu"}) + "\\n")
+    for step in range(60):
+        told = {"event": "step", "step": step, "samples": 10, "t_ms": 100.0, "wall": 1e9 + step}
+        file.write(json.dumps(told) + "\\n")
+"""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return quick_python(tmp_path_factory.mktemp("quick"))
+
+
+@pytest.fixture
+def here(tmp_path: Path, python: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "inventory").mkdir()
+    text = INVENTORY.replace("PYTHON", python).replace("FOLDER", str(tmp_path))
+    (tmp_path / "inventory" / "rack.yaml").write_text(text)
+    (tmp_path / "proj").mkdir()
+    (tmp_path / "proj" / "train.py").write_text(TRAINS)
+    (tmp_path / "train.py").write_text(TRAINS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_file_that_would_run_something_here_is_refused_until_its_caller_allows_it(here: Path) -> None:
+    with pytest.raises(UsageError, match="would run on this machine: a: python") as error:
+        Cluster.up("inventory/rack.yaml")
+    assert error.value.remedy == "allow_local=True, if you trust it"
+    assert not (here / "a").exists()
+
+
+def test_from_the_file_to_the_summary(here: Path) -> None:
+    with Cluster.up("inventory/rack.yaml", allow_local=True) as rack:
+        assert (rack.name, rack.nodes, rack.master) == ("rack", ("a", "b"), "a")
+        job = rack.run("proj/train.py", "--lr", "0.1", env={"LR": "7"}, name="mine", note="why", nodes=["a", "b"])
+        assert job.id.startswith("mine-") and "b 1: given --lr 0.1 7" in list(job.lines())
+        record = job.wait()
+        assert (record.state, record.exit_code, record.note) == ("succeeded", 0, "why")
+        summary = job.collect("runs")
+        assert summary.samples_per_s == pytest.approx(200.0) and job.run_folder("runs").report.is_file()
+    with Cluster() as again:
+        assert [one.id for one in again.jobs()] == [again.job("mine").id] == [again.job().id] == [job.id]
+        assert again.job().state == "succeeded"
+
+
+def test_a_job_is_cancelled_and_a_plan_starts_nothing(here: Path) -> None:
+    (here / "proj" / "train.py").write_text("import time\ntime.sleep(600)\n")
+    with Cluster.up("inventory/rack.yaml", allow_local=True) as rack:
+        plan = rack.plan(exp="mnist_lenet", settings={"data": "synthetic", "steps": 5, "sync_bn": False}, nodes="a")
+        assert [node.name for node in plan.nodes] == ["a"] and plan.settings["steps"] == 5 and rack.jobs() == []
+        assert rack.run("proj/train.py").cancel().state == "cancelled"
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "said"),
+    [
+        ((), {}, "say what to run, once"),
+        (("nothing.py",), {}, "nothing.py: no such script"),
+        ((), {"exp": "mnist_lenet", "settings": {"epoch": 1}}, "epoch"),
+        (("train.py",), {"nodes": "c"}, "c"),
+        (("train.py",), {"env": {"RANK": "1"}}, "RANK"),
+        (("train.py",), {"name": "a/b"}, "a/b"),
+    ],
+)
+def test_a_callers_mistake_is_said_in_words(here: Path, words: Any, options: Any, said: str) -> None:
+    with Cluster.up("inventory/rack.yaml", allow_local=True) as rack, pytest.raises(OrchError, match=said):
+        rack.run(*words, **options)
+
+
+def test_a_cluster_that_nobody_brought_up_is_named(here: Path) -> None:
+    with pytest.raises(UsageError, match="nowhere"):
+        Cluster("nowhere")
+
+
+def test_the_example_of_the_docs_runs(here: Path) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL)
+    Cluster.up("inventory/rack.yaml", allow_local=True).close()
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "('a', 'b') master a" in done.stdout and "given --lr 0.1" in done.stdout and "succeeded 200" in done.stdout
+
+
+def test_the_package_alone_imports_none_of_it() -> None:
+    code = "import sys, orchestrator; print('orchestrator.api' in sys.modules, 'pydantic' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False False\n"
