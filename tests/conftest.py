@@ -90,7 +90,7 @@ trainer/test_spawn jobs/test_collect cli/test_readme provision/test_setup jobs/t
 remote/test_leftovers cuda/test_cuda_speed trainer/test_pipeline_run lab/test_refusals cuda/test_cuda_make_gpu
 hosts/test_ownership remote/test_hub transport/test_noise results/test_straggler cli/test_documented_commands
 transport/test_ask trainer/test_folders hosts/test_probe remote/test_peers trainer/test_models views/test_report
-jobs/test_resume provision/test_push lab/test_pipeline forecast/test_faster cuda/test_cuda_time_line
+jobs/test_resume provision/test_push ui/test_page lab/test_pipeline forecast/test_faster cuda/test_cuda_time_line
 trainer/test_tensor_run trainer/test_tensor cuda/test_cuda_wire trainer/test_target lab/test_resume cli/test_bad_input
 jobs/test_second_controller transport/test_ssh_faults results/test_gpu_watch lab/test_crowd test_security
 planning/test_secrets jobs/test_full_disk trainer/test_fidelity forecast/test_step cuda/test_cuda_watched

@@ -26,6 +26,7 @@ ORDER = [
     "controller",
     "api",
     "measuring",
+    "ui",
     "cli",
 ]
 """The rooms of orchestrator/: packages, and files at its root. Each knows those above it in this list alone."""

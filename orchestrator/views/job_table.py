@@ -40,7 +40,7 @@ def _job_cells(job: JobRecord) -> tuple[Any, ...]:
         Text(job.state, style=_STATE_COLOURS.get(job.state, "default")),
         job.cluster,
         local_minute(job.started) or "",
-        _lasted(job),
+        lasted(job),
         "" if job.exit_code is None else str(job.exit_code),
         ", ".join(job.nodes),
         job.exp,
@@ -49,7 +49,7 @@ def _job_cells(job: JobRecord) -> tuple[Any, ...]:
     )
 
 
-def _lasted(job: JobRecord) -> str:
+def lasted(job: JobRecord) -> str:
     """Until its end, or so far."""
     try:
         ended = datetime.fromisoformat(job.ended) if job.ended else datetime.now(timezone.utc)

@@ -1,0 +1,72 @@
+"""`orch ui`: the page of the cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from orchestrator.cli.common import out_option
+from orchestrator.errors import OrchError
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+
+@click.command()
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Listen there.  [default: one that is free]")
+@out_option
+def ui(port: int, out: Path) -> None:
+    """Show clusters, hosts and jobs in a browser, and act on them: a local page for you alone.
+
+    It listens on 127.0.0.1 only, and its address holds a secret: whoever has it can do what you can. From elsewhere,
+    reach it by `ssh -L`. Ctrl-C ends it; jobs keep running. A Prometheus may read `metrics` below the same address.
+    Needs the extra `ui`: pip install 'orch[ui]'.
+
+    \b
+    orch ui
+    orch ui --port 8123
+    """
+    try:
+        from orchestrator.ui.access import Access, new_token
+        from orchestrator.ui.app import application
+        from orchestrator.ui.watched import Watched
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "orchestrator":
+            raise
+        raise OrchError(f"orch ui needs the package {error.name}", "pip install 'orch[ui]'") from error
+    from orchestrator.paths import Home
+    from orchestrator.views import console
+
+    listener = _listener(port)
+    home = Home.default()
+    with contextlib.closing(Watched(home)) as watched, listener:
+        access = Access(application(home, out, watched), new_token(), listener.getsockname()[1])
+        console.put(access.address)
+        console.say("Ctrl-C ends it; jobs keep running")
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(_serve(access, listener))
+
+
+def _listener(port: int) -> socket.socket:
+    """Raises OrchError where somebody else listens there."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", port))
+        listener.listen(128)  # whoever reads the address may ask at once
+    except OSError as error:
+        listener.close()
+        raise OrchError(f"port {port}: {error.strerror}", "orch ui, without --port, takes a free one") from error
+    return listener
+
+
+async def _serve(app: ASGIApp, listener: socket.socket) -> None:
+    import uvicorn
+
+    config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+    await uvicorn.Server(config).serve(sockets=[listener])

@@ -1,0 +1,65 @@
+"""Who may see the page: whoever has its address, of which a part is a secret, and asks this machine by its own name.
+
+    app = Access(app, token=new_token(), port=8123)
+    app.address                     "http://127.0.0.1:8123/Zx...pQ/"
+
+The secret is the first part of each path. It stands in no cookie: a browser sends those to every port of this machine,
+where another user may listen. Pages name no other origin, and `no-referrer` keeps the address to itself. Asking by
+another host name is refused, so that no page elsewhere comes here by a name that it has led to this machine.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+
+from starlette.responses import PlainTextResponse, RedirectResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; form-action 'self'; frame-ancestors 'none'; base-uri 'none'",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-store",
+}
+"""Of every answer that has none of its own."""
+
+
+def new_token() -> str:
+    return secrets.token_urlsafe(32)
+
+
+class Access:
+    """Passes on what comes with the token, its path without it; all else is forbidden, without a word on why."""
+
+    def __init__(self, app: ASGIApp, token: str, port: int) -> None:
+        self._app, self._token = app, token.encode()
+        self._hosts = {f"{name}:{port}".encode() for name in ("127.0.0.1", "localhost")}
+        self.address = f"http://127.0.0.1:{port}/{token}/"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        first, slash, rest = scope.get("path", "").removeprefix("/").partition("/")
+        hosts = [value for name, value in scope.get("headers", []) if name == b"host"]
+        has_token = hmac.compare_digest(first.encode(), self._token)
+        if scope["type"] != "http" or not has_token or len(hosts) != 1 or hosts[0] not in self._hosts:
+            await PlainTextResponse("forbidden\n", 403, HEADERS)(scope, receive, send)
+            return
+
+        if not slash:  # links of the page lead below it
+            await RedirectResponse(self.address, 307, HEADERS)(scope, receive, send)
+            return
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                own = {name for name, _ in message["headers"]}
+                more = [(name.encode(), value.encode()) for name, value in HEADERS.items() if name.encode() not in own]
+                message = {**message, "headers": [*message["headers"], *more]}
+            await send(message)
+
+        path = f"/{rest}"
+        inner = {**scope, "path": path, "raw_path": path.encode(), "root_path": ""}
+        await self._app(inner, receive, with_headers)

@@ -1,0 +1,181 @@
+"""The addresses of the page, and what answers there: `application(home, out, watched)`.
+
+Whoever asks has shown the token already (`access`). Each answer opens what is remembered anew, so that commands typed
+beside the page and other people's are seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from urllib.parse import parse_qsl, urlencode
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from orchestrator.controller import Controller, opened
+from orchestrator.errors import HostsError, OrchError, UsageError
+from orchestrator.jobs.copies import newest_copy
+from orchestrator.jobs.gauge import JobNow
+from orchestrator.jobs.record import ENDED
+from orchestrator.paths import Home, RunFolder
+from orchestrator.results.compare import compare
+from orchestrator.ui import metrics, pages
+from orchestrator.ui.acts import ACTS
+from orchestrator.ui.watched import Watched
+from orchestrator.units import counted
+from orchestrator.views.compare_page import render_comparison
+from orchestrator.views.documents import top_json
+from orchestrator.views.linechart import MOST_LINES
+
+EVERY_S = 1.0
+LAST_LINES = 50
+MOST_FORM_BYTES = 1 << 16
+OWN_PAGE = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:"}
+"""Of a report and a comparison, which hold their style and pictures within themselves."""
+
+
+def application(home: Home, out: Path, watched: Watched) -> Starlette:
+    """out: the folder of collected runs."""
+    site = _Site(home, out, watched)
+    return Starlette(
+        routes=[
+            Route("/", site.cluster),
+            Route("/style.css", lambda _: Response(pages.style(), media_type="text/css")),
+            Route("/live.js", lambda _: Response(pages.script(), media_type="text/javascript")),
+            Route("/events", site.events),
+            Route("/jobs/{job}", site.job),
+            Route("/jobs/{job}/log", site.log),
+            Route("/jobs/{job}/report", site.report),
+            Route("/compare", site.compare),
+            Route("/metrics", site.metrics),
+            Route("/do/{act}", site.act, methods=["POST"]),
+        ],
+        exception_handlers={OrchError: _in_words},
+    )
+
+
+def _in_words(request: Request, error: Exception) -> Response:
+    assert isinstance(error, OrchError)  # noqa: S101 - for the type checker
+    return HTMLResponse(pages.error_page(error, 400), 400)
+
+
+class _Site:
+    def __init__(self, home: Home, out: Path, watched: Watched) -> None:
+        self._home, self._out, self._watched = home, out, watched
+
+    # ---- pages ----------------------------------------------------------------------------------------------------
+
+    def cluster(self, request: Request) -> Response:
+        with opened(self._home) as controller:
+            said = request.query_params.get("said", "")
+            return HTMLResponse(self._page(controller, request.query_params.get("cluster"), said))
+
+    def _page(self, controller: Controller, name: str | None, said: str = "", error: OrchError | None = None) -> str:
+        cluster = controller.store.cluster(name)
+        jobs = controller.jobs.all(cluster.name).records
+        names, up = controller.store.cluster_names(), "../" if error else "./"
+        return pages.cluster_page(cluster, names, jobs, said, error, up=up)
+
+    def job(self, request: Request) -> Response:
+        with opened(self._home) as controller:
+            job = controller.jobs.find(request.path_params["job"])
+            record, plan = job.refresh(), job.plan
+        words = {"cluster": plan.cluster, "master": plan.master, "hosts": ", ".join(node.name for node in plan.nodes)}
+        return HTMLResponse(pages.job_page(record, words))
+
+    def report(self, request: Request) -> Response:
+        """Collects what is new first; a run whose hosts give nothing more is shown as it was collected."""
+        with opened(self._home) as controller:
+            job = controller.jobs.find(request.path_params["job"])
+            run = self._collected(controller, job.id)
+        return HTMLResponse(run.report.read_text(), headers=OWN_PAGE)
+
+    def compare(self, request: Request) -> Response:
+        with opened(self._home) as controller:
+            ids = [controller.store.find_job(job) for job in request.query_params.getlist("job")]
+            if not 2 <= len(ids) <= MOST_LINES:
+                raise UsageError(f"{counted(len(ids), 'job')} chosen", f"choose 2 to {MOST_LINES}")
+            runs = [self._collected(controller, job) for job in ids]
+        return HTMLResponse(render_comparison(compare(runs)), headers=OWN_PAGE)
+
+    def _collected(self, controller: Controller, job: str) -> RunFolder:
+        try:
+            return controller.collect(controller.jobs.find(job), self._out).run
+        except OrchError:
+            copy = newest_copy(controller.store, job)
+            if copy is None or not copy.report.is_file():
+                raise
+            return copy
+
+    # ---- what is asked for ----------------------------------------------------------------------------------------
+
+    async def act(self, request: Request) -> Response:
+        body = bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > MOST_FORM_BYTES:
+                return Response("too large\n", 413)
+        form = dict(parse_qsl(body.decode(errors="replace"), keep_blank_values=True))
+        return await run_in_threadpool(self._act, request.path_params["act"], form)
+
+    def _act(self, name: str, form: dict[str, str]) -> Response:
+        if name not in ACTS or {"node", "job"} & _needs(name) - form.keys():
+            return Response("no such form\n", 404)
+        with opened(self._home) as controller:
+            cluster = controller.store.cluster(form.get("cluster") or None)
+            try:
+                said = ACTS[name](controller, cluster, form)
+            except OrchError as error:
+                first = error.errors[0] if isinstance(error, HostsError) else error
+                return HTMLResponse(self._page(controller, cluster.name, error=first), 400)
+        return RedirectResponse("../?" + urlencode({"cluster": cluster.name, "said": said}), 303)
+
+    # ---- what goes on ---------------------------------------------------------------------------------------------
+
+    def _running(self, cluster: str | None) -> list[JobNow]:
+        with opened(self._home) as controller:
+            known = controller.store.jobs()
+        running = [job for job in known if job.state not in ENDED and cluster in (None, job.cluster)]
+        return [self._watched.now(job.id) for job in running]
+
+    async def events(self, request: Request) -> Response:
+        """All that runs on a cluster, once a second, as server-sent events."""
+        cluster = request.query_params.get("cluster")
+
+        async def told() -> AsyncIterator[str]:
+            while True:
+                found = await run_in_threadpool(self._running, cluster)
+                yield f"data: {json.dumps([top_json(job) for job in found])}\n\n"
+                await asyncio.sleep(EVERY_S)
+
+        return StreamingResponse(told(), media_type="text/event-stream")
+
+    def log(self, request: Request) -> Response:
+        """The last lines of each rank's logs, and what follows, until the job has ended."""
+
+        def lines() -> Iterator[str]:
+            with opened(self._home) as controller:
+                job = controller.jobs.find(request.path_params["job"])
+                last = dict.fromkeys(range(job.plan.world_size), LAST_LINES)
+                for event in job.follow(until_end=job.refresh().state not in ENDED, last_lines=last):
+                    if isinstance(event, tuple):
+                        yield "".join(f"[{line.node} {line.rank}] {line.text}\n" for line in event)
+                    else:
+                        yield ""
+
+        return StreamingResponse(lines(), media_type="text/plain; charset=utf-8")
+
+    def metrics(self, request: Request) -> Response:
+        return Response(metrics.metrics_of(self._running(None)), media_type=metrics.CONTENT_TYPE)
+
+
+def _needs(name: str) -> set[str]:
+    return {"release": {"node"}, "restore": {"node"}, "remove": {"node"}, "master": {"node"}, "cancel": {"job"}}.get(
+        name, set()
+    )

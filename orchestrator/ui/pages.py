@@ -1,0 +1,83 @@
+"""What the pages show, from values to HTML. Every value is escaped, and nothing of a host steers a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import ChoiceLoader, Environment, FileSystemLoader
+
+from orchestrator.errors import OrchError
+from orchestrator.hosts.cluster import Cluster
+from orchestrator.jobs.record import ENDED, JobRecord
+from orchestrator.views.documents import cluster_json
+from orchestrator.views.job_table import lasted
+from orchestrator.views.numbers import local_minute
+from orchestrator.views.pages import environment
+from trainer.shared.experiments import EXPERIMENTS
+
+OWN = Path(__file__).parent / "templates"
+MOST_JOBS = 50
+COLUMNS = ("name", "address", "id", "note", "gpu", "bandwidth", "image", "status", "added")
+TITLES = {"name": "Host", "address": "IP", "id": "Id", "note": "Note", "gpu": "Model", "bandwidth": "Bandwidth"}
+
+
+@cache
+def _environment() -> Environment:
+    made = environment(lasted=lasted, when=lambda iso: local_minute(iso) or "")
+    assert made.loader  # noqa: S101 - for the type checker
+    made.loader = ChoiceLoader([FileSystemLoader(OWN), made.loader])
+    return made
+
+
+def _page(name: str, **values: Any) -> str:
+    return _environment().get_template(name).render(**values)
+
+
+def style() -> str:
+    return _page("ui.css.j2")
+
+
+def cluster_page(
+    cluster: Cluster,
+    names: Sequence[str],
+    jobs: Sequence[JobRecord],
+    said: str = "",
+    error: OrchError | None = None,
+    *,
+    up: str = "./",
+) -> str:
+    """names: all clusters that are remembered. said: what came of what was asked for; error: why nothing came of it.
+    up: the way from the page's address to that of the first page.
+    """
+    document = cluster_json(cluster)
+    columns = [key for key in COLUMNS if any(node[key] for node in document["nodes"])]
+    titles = [TITLES.get(key, key.capitalize()) for key in columns]
+    return _page(
+        "cluster.html.j2",
+        cluster=document,
+        clusters=names,
+        columns=list(zip(columns, titles, strict=True)),
+        jobs=jobs[:MOST_JOBS],
+        older=max(0, len(jobs) - MOST_JOBS),
+        ended=ENDED,
+        experiments=list(EXPERIMENTS),
+        said=said,
+        error=error,
+        up=up,
+    )
+
+
+def job_page(record: JobRecord, words: Mapping[str, str]) -> str:
+    """words: more of it, by what it is called."""
+    return _page("job.html.j2", job=record, words=words, ended=ENDED)
+
+
+def error_page(error: OrchError, status: int) -> str:
+    return _page("error.html.j2", error=error, status=status)
+
+
+def script() -> str:
+    return (OWN / "live.js").read_text()

@@ -1,0 +1,63 @@
+"""The running jobs that somebody looks at on the page: each is heard from the first look on, until nobody looks.
+
+watched = Watched(home)
+watched.now("resnet152-...")        JobNow; the hosts are connected to at the first look
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from orchestrator.controller import opened
+from orchestrator.jobs.gauge import JobNow
+from orchestrator.jobs.gauging import GaugedJob
+from orchestrator.paths import Home
+
+UNSEEN_S = 15.0
+"""Nobody has looked for so long: the connections to its hosts end."""
+FIRST_S = 3.0
+"""So long the first look waits for the hosts' first words."""
+
+
+class Watched:
+    def __init__(self, home: Home, clock: Callable[[], float] = time.monotonic) -> None:
+        self._home, self._clock = home, clock
+        self._lock = threading.Lock()
+        self._jobs: dict[str, tuple[GaugedJob, ExitStack]] = {}
+        self._seen_s: dict[str, float] = {}
+
+    def now(self, job: str) -> JobNow:
+        """Raises UsageError where there is no such job."""
+        with self._lock:
+            self._seen_s[job] = self._clock()
+            self._drop_unseen()
+            if job not in self._jobs:
+                self._jobs[job] = self._begun(job)
+            gauged = self._jobs[job][0]
+        gauged.heard.wait(FIRST_S)
+        return gauged.now()
+
+    def _begun(self, job: str) -> tuple[GaugedJob, ExitStack]:
+        stack = ExitStack()
+        controller = stack.enter_context(opened(self._home))
+        gauged = GaugedJob(controller.jobs.find(job))
+        gauged.start()
+        return gauged, stack
+
+    def _drop_unseen(self) -> None:
+        for job in [job for job, at_s in self._seen_s.items() if self._clock() - at_s > UNSEEN_S]:
+            del self._seen_s[job]
+            self._end(job)
+
+    def _end(self, job: str) -> None:
+        if found := self._jobs.pop(job, None):
+            found[0].leave()
+            found[1].close()
+
+    def close(self) -> None:
+        with self._lock:
+            for job in [*self._jobs]:
+                self._end(job)

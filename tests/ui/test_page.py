@@ -1,0 +1,237 @@
+"""`orch ui` in a real browser, with hosts behind real SSH servers: who may see it, and what one can do there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from orchestrator.paths import Home
+from orchestrator.ui.app import application
+from orchestrator.ui.watched import Watched
+from tests.support.page_boxes import overlaps
+from tests.support.ssh_rack import Rack, ssh_rack
+
+ROOT = Path(__file__).resolve().parents[2]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+WAIT_MS = 30_000
+TRAINS = """
+import json, os, time
+rank = int(os.environ["RANK"])
+print("hello from", rank, "<b>bold</b>", flush=True)
+with open(os.environ["ORCH_METRICS"], "a", buffering=1) as file:
+    file.write(json.dumps({"event": "start", "schema": 1, "steps": 100000, "rank": rank, "world_size": 2}) + "\\n")
+    for step in range(100000):
+        time.sleep(0.05)
+        told = {"event": "step", "step": step, "samples": 10, "t_ms": 100.0, "exposed_ms": 40.0 * rank,
+                "comm_ms": 40.0 * rank, "loss": 3.0, "wall": time.time()}
+        file.write(json.dumps(told) + "\\n")
+"""
+
+
+@pytest.fixture(scope="module")
+def rack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rack]:
+    folder = tmp_path_factory.mktemp("ui")
+    (folder / "mine").mkdir()
+    (folder / "mine" / "trains.py").write_text(TRAINS)
+    with ssh_rack(folder) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def served(rack: Rack) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Its address, and the process."""
+    words = [sys.executable, "-m", "orchestrator.cli", "ui", "--out", str(rack.folder / "runs")]
+    environment = {**rack.environment, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout
+            assert select.select([process.stdout], [], [], 60)[0], "it said no address"
+            yield process.stdout.readline().strip(), process
+        finally:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0
+
+
+@pytest.fixture(scope="module")
+def address(rack: Rack) -> Iterator[str]:
+    with served(rack) as (url, _):
+        yield url
+
+
+def get(url: str, **headers: str) -> tuple[int, Any, str]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60) as answer:
+            return answer.status, answer.headers, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers, error.read().decode()
+
+
+# ---- who may see it -------------------------------------------------------------------------------------------
+
+
+def paths() -> list[str]:
+    app = application(Home(Path("/nowhere")), Path("runs"), Watched(Home(Path("/nowhere"))))
+    return [str(route.path).replace("{job}", "latest").replace("{act}", "release") for route in app.routes]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("path", paths())
+def test_nobody_sees_anything_without_the_token(address: str, path: str) -> None:
+    origin, token = re.fullmatch(r"(http://127\.0\.0\.1:\d+)/(\S{43})/", address).groups()  # type: ignore[union-attr]
+    for begin in ("", "/" + token[:-1], "/" + token + "A", "/%2e%2e/" + token, "/x/../" + token):
+        status, headers, text = get(origin + begin + path)
+        assert (status, text) == (403, "forbidden\n"), begin
+        assert "frame-ancestors 'none'" in headers["content-security-policy"]
+
+
+def test_another_name_of_this_machine_is_refused_so_that_no_page_elsewhere_comes_here_by_one(address: str) -> None:
+    for host in ("evil.example", "evil.example:80", "127.0.0.1", "127.0.0.1:1", "localhost.evil.example"):
+        assert get(address, Host=host)[0] == 403
+    port = address.split(":")[2].partition("/")[0]
+    assert get(address, Host=f"localhost:{port}")[0] == 200
+
+
+def test_the_token_stands_in_no_command_line_and_the_page_on_no_other_interface(rack: Rack) -> None:
+    with served(rack) as (url, process):
+        token = url.split("/")[3].encode()
+        lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+        assert not any(token in line for line in lines)
+        port = f":{int(url.split(':')[2].partition('/')[0]):04X}"
+        tables = [Path(f"/proc/{process.pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
+        listening = [line.split()[1] for table in tables for line in table.splitlines()[1:] if line.split()[3] == "0A"]
+        assert [place for place in listening if place.endswith(port)] == [f"0100007F{port}"]
+
+
+def test_every_answer_keeps_to_itself(address: str) -> None:
+    _, headers, text = get(address)
+    assert headers["referrer-policy"] == "no-referrer" and headers["cache-control"] == "no-store"
+    assert headers["content-security-policy"].startswith("default-src 'none'")
+    assert not re.findall(r"(?:href|src|action)=\"(?:https?:)?//", text)
+
+
+def test_a_mistake_is_said_in_words_and_a_form_that_there_is_not_is_none(address: str) -> None:
+    status, _, text = get(f"{address}jobs/nothing")
+    assert status == 400 and "no job" in text and "Traceback" not in text
+    status, _, text = get(f"{address}compare")
+    assert status == 400 and "0 jobs chosen" in text
+    for act in ("down", "release"):
+        request = urllib.request.Request(f"{address}do/{act}", data=b"x=1", method="POST")
+        with pytest.raises(urllib.error.HTTPError) as error:
+            urllib.request.urlopen(request, timeout=60)
+        assert error.value.code == 404
+
+
+def test_without_its_packages_it_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "starlette").mkdir()
+    (tmp_path / "starlette" / "__init__.py").write_text("raise ModuleNotFoundError(name='starlette')")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "ORCH_HOME": str(tmp_path / "home")}
+    words = [sys.executable, "-m", "orchestrator.cli", "ui"]
+    done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: orch ui needs the package starlette\n  try: pip install 'orch[ui]'\n",
+    )
+
+
+# ---- what one can do there ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def page(address: str) -> Iterator[Any]:
+    """A browser's; fails where anything else is asked for than this address, or a script fails."""
+    if CHROMIUM is None:
+        pytest.skip("chromium is not installed")
+    sync_api = pytest.importorskip("playwright.sync_api")
+    asked, wrong = [], []
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        made = browser.new_page(viewport={"width": 900, "height": 900})
+        made.set_default_timeout(WAIT_MS)
+        made.on("request", lambda request: asked.append(request.url))
+        made.on("pageerror", lambda error: wrong.append(str(error)))
+        made.on("dialog", lambda dialog: dialog.accept())
+        made.goto(address)
+        yield made
+        browser.close()
+    assert [url for url in asked if not url.startswith((address, "data:"))] == [] and wrong == []
+
+
+def test_from_a_new_host_to_two_jobs_compared(page: Any, rack: Rack, address: str) -> None:
+    hosts = page.locator("#hosts tr[data-node]")
+    assert hosts.evaluate_all("rows => rows.map(row => row.dataset.node)") == ["a2000", "v100", "gone"]
+    assert "gone: nothing listens at" in page.locator(".problem").inner_text()
+    # a host is added, another one becomes the master
+    page.get_by_text("Add a host").click()
+    page.get_by_label("Name").fill("a16")
+    page.get_by_label("Host", exact=True).fill("127.0.0.1")
+    page.get_by_label("More keys").fill(f"port={rack.servers['v100'].port} workdir={rack.folder}/four")
+    page.get_by_role("button", name="Add", exact=True).click()
+    page.get_by_role("status").get_by_text("a16 was added").wait_for()
+    page.locator("tr[data-node=v100]").get_by_role("button", name="Set as master").click()
+    page.locator("tr[data-node=v100] .master").wait_for()
+    # a host that is away is released, and restored
+    page.locator("tr[data-node=gone]").get_by_role("button", name="Release").click()
+    page.locator("tr[data-node=gone] .released").wait_for()
+    # what is wrong is said with a remedy
+    started(page, "nothing.py")
+    assert "Try: give its path as seen from here" in page.get_by_role("alert").inner_text()
+    assert overlaps(page) == []
+    # a job starts, is watched and cancelled, twice
+    for _ in range(2):
+        started(page, str(rack.folder / "mine" / "trains.py"))
+        page.locator("#jobs tr[data-state=running] .speed", has_text="200").first.wait_for()
+        assert page.locator("#jobs tr[data-state=running] .parts").first.inner_text() == "v100 100, a2000 100"
+        page.locator("#jobs tr[data-state=running] a").first.click()
+        page.locator("#parts tr").nth(1).wait_for()
+        before = page.locator("#now").inner_text()
+        page.wait_for_function("before => document.getElementById('now').textContent != before", arg=before)
+        page.locator("#log", has_text="hello from 1 <b>bold</b>").wait_for()
+        assert "v100 is the slowest" in page.locator("#remark").inner_text() and overlaps(page) == []
+        page.get_by_role("button", name="Cancel the job").click()
+        page.get_by_role("status").get_by_text("was ended on every host").wait_for()
+        page.locator("#jobs tr[data-job] .cancelled").first.wait_for()
+    page.get_by_role("link", name="Report").first.click()
+    page.get_by_role("heading", name="Host by host").wait_for()
+    page.go_back()
+    for box in page.get_by_role("checkbox").all()[:2]:
+        box.check()
+    page.get_by_role("button", name="Compare the chosen ones").click()
+    page.get_by_text("2 runs", exact=False).or_(page.get_by_text("B:", exact=False)).first.wait_for()
+    assert overlaps(page) == []
+
+
+def started(page: Any, script: str) -> None:
+    page.get_by_text("Start a job").click()
+    page.get_by_label("or script with arguments").fill(script)
+    page.get_by_label("Hosts", exact=True).fill("a2000,v100")
+    with page.expect_navigation():
+        page.get_by_role("button", name="Start", exact=True).click()
+
+
+def test_what_runs_is_told_to_a_prometheus(rack: Rack, address: str) -> None:
+    rack.types("run", "--detach", "--nodes", "a2000,v100", "--", "mine/trains.py")
+    try:
+        for _ in range(100):
+            status, headers, text = get(f"{address}metrics")
+            families = {family.name: family for family in text_string_to_metric_families(text)}
+            found = {sample.labels["node"]: sample.value for sample in families["orch_host_samples_per_second"].samples}
+            if len(found) == 2:
+                break
+        assert status == 200 and headers["content-type"].startswith("application/openmetrics-text")
+        assert found == {"a2000": 100.0, "v100": 100.0}
+        assert {sample.value for sample in families["orch_host_heard"].samples} == {1.0}
+    finally:
+        rack.types("cancel", "--yes")
