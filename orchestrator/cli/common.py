@@ -55,7 +55,26 @@ job_option: Decorator = click.option(
     metavar="ID",
     help="A job's id, a unique prefix of it, or `latest`.  [default: the cluster's latest]",
     shell_complete=job_ids,
+    is_eager=True,  # before a JOB without it
 )
+
+
+def _named(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    if value is None:
+        return
+    if context.params.get("wanted"):
+        raise UsageError(f"two jobs named, {context.params['wanted']} and {value}", "name one")
+    context.params["wanted"] = value
+
+
+def job_given(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--job ID`, or the ID alone."""
+    argument = click.argument(
+        "named", required=False, metavar="[JOB]", expose_value=False, callback=_named, shell_complete=job_ids
+    )
+    return argument(job_option(command))
+
+
 out_option: Decorator = click.option(
     "--out",
     type=click.Path(path_type=Path),

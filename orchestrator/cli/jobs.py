@@ -14,7 +14,7 @@ from orchestrator.cli.common import (
     busy,
     chosen_job,
     cluster_option,
-    job_option,
+    job_given,
     json_option,
     open_controller,
     shown_cluster,
@@ -135,7 +135,7 @@ class Regex(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
 
 
 @click.command()
-@job_option
+@job_given
 @click.option("-f", "--follow", is_flag=True, help="Follow until the job has ended.")
 @click.option("--node", "only_node", metavar="N", help="Only this node.", shell_complete=node_names)
 @click.option("--rank", "only_rank", type=int, metavar="R", help="Only this rank.")
@@ -195,7 +195,7 @@ def logs(
 
 
 @click.command()
-@job_option
+@job_given
 @click.option("--yes", is_flag=True, help="Do not ask whether the latest job is meant.")
 @cluster_option
 @json_option

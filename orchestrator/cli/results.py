@@ -14,7 +14,7 @@ from orchestrator.cli.common import (
     chosen_job,
     cluster_option,
     collected,
-    job_option,
+    job_given,
     json_option,
     open_controller,
     out_option,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@job_option
+@job_given
 @click.option("--checkpoints", is_flag=True, help="Also pull the job's checkpoints; `orch pull` pulls other files.")
 @click.option(
     "--max-log", type=Quantity("size"), default="1GiB", show_default=True, help="Pull at most this much of each log."
@@ -88,7 +88,7 @@ def _pull_checkpoints(plan: LaunchPlan, out: Path) -> None:
 
 
 @click.command()
-@job_option
+@job_given
 @click.option(
     "--figures",
     type=click.Path(path_type=Path, file_okay=False),

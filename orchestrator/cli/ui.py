@@ -7,10 +7,11 @@ import contextlib
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 import click
 
-from orchestrator.cli.common import out_option
+from orchestrator.cli.common import cluster_option, open_controller, out_option
 from orchestrator.errors import OrchError
 
 if TYPE_CHECKING:
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 @click.command()
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Listen there.  [default: one that is free]")
 @out_option
-def ui(port: int, out: Path) -> None:
+@cluster_option
+def ui(port: int, out: Path, cluster: str | None) -> None:
     """Show clusters, hosts and jobs in a browser, and act on them: a local page for you alone.
 
     It listens on 127.0.0.1 only, and its address holds a secret: whoever has it can do what you can. From elsewhere,
@@ -42,11 +44,13 @@ def ui(port: int, out: Path) -> None:
     from orchestrator.paths import Home
     from orchestrator.views import console
 
+    with open_controller() as controller:
+        first = controller.store.cluster(cluster).name if cluster else ""
     listener = _listener(port)
     home = Home.default()
     with contextlib.closing(Watched(home)) as watched, listener:
         access = Access(application(home, out, watched), new_token(), listener.getsockname()[1])
-        console.put(access.address)
+        console.put(access.address + (f"?cluster={quote(first)}" if first else ""))
         console.say("Ctrl-C ends it; jobs keep running")
         with contextlib.suppress(KeyboardInterrupt):
             asyncio.run(_serve(access, listener))
