@@ -12,7 +12,7 @@ from orchestrator.errors import UsageError
 
 
 def params(command: str, *words: str) -> dict[str, Any]:
-    parent = click.Context(main, info_name="orch")
+    parent = click.Context(main, info_name="orch", **main.context_settings)
     return main.commands[command].make_context(command, list(words), parent=parent).params
 
 
