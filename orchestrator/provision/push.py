@@ -79,6 +79,8 @@ class _Session:
         self._progress = PushProgress(host.node, "connects")
         self._before_bytes = 0
         """What lay on the host before this push."""
+        self._due_bytes = 0
+        """What will have been moved once all that it lacks is there."""
 
     def run(self) -> Pushed:
         self._lacking, self._go, self._problem = [], queue.SimpleQueue(), None
@@ -110,6 +112,7 @@ class _Session:
             self._files |= {index for index, _ in self._lacking}
             lacking = sum(self._manifest.files[index].size - offset for index, offset in self._lacking)
             self._before_bytes = self._manifest.size_bytes - lacking - self.moved_bytes
+            self._due_bytes = self.moved_bytes + lacking
             self._go.put(True)
         elif self._progress.phase != "sends":
             return self._progress
@@ -146,4 +149,6 @@ class _Session:
     def _pushed(self, end: Mapping[str, Any]) -> Pushed:
         self._show(PushProgress(self.host.node, "done", here_bytes=self._manifest.size_bytes))
         folder = understood(self.host.node, lambda: one_line(end["folder"], 4096))
-        return Pushed(folder, len(self._files), self.moved_bytes)
+        return Pushed(
+            folder, len(self._files), self._due_bytes
+        )  # the transport may not have counted the last piece yet

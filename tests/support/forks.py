@@ -118,11 +118,13 @@ def start(kind: str, words: Sequence[str], **options: Any) -> Forked:
 
 
 def run(kind: str, words: Sequence[str], *, timeout: float = 240, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Ends it when it takes longer than `timeout` seconds, and raises subprocess.TimeoutExpired."""
+    """Ends it when it takes longer than `timeout` seconds, and raises subprocess.TimeoutExpired; and with any exception
+    of ours.
+    """
     with Forked(kind, words, **options) as process:
         try:
             said = process.communicate(timeout)
-        except subprocess.TimeoutExpired:
+        except BaseException:  # a Ctrl-C, or an end from outside, too
             process.kill()
             raise
         return subprocess.CompletedProcess(process.args, process.wait(), *said)

@@ -107,7 +107,7 @@ READS = {
     "ranks": [0],
     "offsets": {},
     "follow": False,
-    "files": True,
+    "files": ["stdout.log"],
     "limit_bytes": None,
 }
 

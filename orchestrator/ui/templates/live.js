@@ -32,6 +32,12 @@ function row(words) {
   return made;
 }
 
+let leaves = false; // a form was sent: its answer is the next page
+
+function again() {
+  if (!leaves) location.reload();
+}
+
 function follow(place, show) {
   const source = new EventSource(place.dataset.events);
   source.onmessage = (event) => show(JSON.parse(event.data));
@@ -45,7 +51,7 @@ if (jobs && jobs.querySelector('[data-state="running"], [data-state="starting"]'
       const job = byId.get(line.dataset.job);
       const state = line.querySelector(".state");
       if (!job) {
-        if (["running", "starting"].includes(line.dataset.state)) location.reload();
+        if (["running", "starting"].includes(line.dataset.state)) again();
         continue;
       }
       state.textContent = job.state;
@@ -59,7 +65,7 @@ const live = document.getElementById("live");
 if (live) {
   follow(live, (found) => {
     const job = found.find((one) => one.job === live.dataset.job);
-    if (!job) return location.reload();
+    if (!job) return again();
     document.getElementById("state").textContent = job.state;
     if (job.step !== null) {
       const left = job.left_s === null ? "" : `, about ${clock(job.left_s)} left`;
@@ -92,6 +98,7 @@ if (log) {
 document.addEventListener("submit", (event) => {
   const button = event.submitter;
   if (button && button.dataset.ask && !confirm(button.dataset.ask)) return event.preventDefault();
+  leaves = true;
   const busy = (button && button.dataset.busy) || event.target.dataset.busy;
   if (button && busy) setTimeout(() => { button.disabled = true; button.textContent = busy; });
 });
