@@ -57,6 +57,8 @@ def top(wanted: tuple[str, ...], every: float | None, once: bool, cluster: str |
             for found in _looks(looked_at, every_s, once):
                 show(found)
         console.fail_each(one.error for one in looked_at if one.error)
+        for bug in (one.bug for one in looked_at if one.bug):
+            raise bug
 
 
 def _running(controller: Controller, wanted: Sequence[str], cluster: str | None) -> list[str]:

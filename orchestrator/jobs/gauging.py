@@ -22,6 +22,8 @@ class GaugedJob:
     def __init__(self, job: RunningJob) -> None:
         self.error: OrchError | None = None
         """Why nothing more is heard of it, where that is no end of the job."""
+        self.bug: Exception | None = None
+        """The same, where it is a mistake of ours: whoever looks has to raise it."""
         self.heard, self.over = threading.Event(), threading.Event()
         """Have all its hosts been heard? Is nothing more to be heard?"""
         self._job, self._leaving = job, False
@@ -52,6 +54,8 @@ class GaugedJob:
                     break
         except OrchError as error:
             self.error = error
+        except Exception as error:
+            self.bug = error
         finally:
             self.heard.set()
             self.over.set()

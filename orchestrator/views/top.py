@@ -35,7 +35,7 @@ def _job(job: JobNow, width: int) -> Iterator[RenderableType]:
     heading = Text(one_line(job.record.id), "bold")
     heading.append(f"  {job.record.state}", "green" if job.record.state == "running" else "yellow")
     yield _cut(heading)
-    yield _cut(Text("  " + "  ".join(_figures(job))))
+    yield Padding(Text("  ".join(_figures(job))), (0, 0, 0, 2))  # folded where it is too long: a figure is never cut
     yield _cut(Text(f"  {time_words(job.progress)}", "dim"))
     yield _hosts(job, width)
     for words in remarks(job):

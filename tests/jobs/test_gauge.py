@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from rich.console import Console
 from orchestrator.errors import ConnectError
 from orchestrator.jobs.frames import Agent, FilePiece
 from orchestrator.jobs.gauge import FRESH_S, Gauge, HostNow, JobNow, held_up_by
+from orchestrator.jobs.gauging import GaugedJob
 from orchestrator.jobs.live import HostRow
 from orchestrator.jobs.record import Fault, JobRecord
 from orchestrator.views import documents, top
@@ -133,6 +135,7 @@ def shown(now: JobNow, width: int) -> str:
 
 def full() -> Feed:
     feed = Feed(**{"a": 1, "a-host-with-a-very-long-name-indeed": 1})
+    feed.say("a", "rank-0/metrics.jsonl", 0, event="start", schema=1, steps=1_234_567)
     for number, name in enumerate(("a", "a-host-with-a-very-long-name-indeed")):
         for step in range(3):
             feed.step(name, number, step, samples=4_321 * (1 + number))
@@ -148,6 +151,7 @@ def test_no_line_is_wider_than_the_screen_and_no_figure_is_cut(width: int) -> No
     lines = shown(feed.now(), width).splitlines()
     assert max(map(len, lines)) <= width
     assert any("43,210" in line for line in lines) and any("86,420" in line for line in lines)
+    assert "step 3/1,234,567 129,630 samples/s loss" in " ".join(" ".join(lines).split())
 
 
 def test_a_wide_screen_has_what_the_gpus_do_and_the_course_of_the_speed() -> None:
@@ -180,3 +184,15 @@ def test_a_line_of_json_names_its_units_and_holds_every_host() -> None:
         ("a", 0.0, []),
         ("b", 0.41, []),
     ]
+
+
+def test_a_mistake_of_ours_in_its_thread_is_kept_for_who_looks() -> None:
+    feed = fed()
+
+    def gauged(gauge: Gauge) -> Any:
+        raise RuntimeError("ours")
+        yield
+
+    job = GaugedJob(SimpleNamespace(id="job-one", plan=feed.plan, record=feed.record, gauged=gauged))  # type: ignore[arg-type]
+    job.start()
+    assert job.over.wait(10) and job.heard.is_set() and str(job.bug) == "ours" and job.error is None

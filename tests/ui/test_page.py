@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import select
@@ -221,7 +222,7 @@ def started(page: Any, script: str) -> None:
         page.get_by_role("button", name="Start", exact=True).click()
 
 
-def test_what_runs_is_told_to_a_prometheus(rack: Rack, address: str) -> None:
+def test_what_runs_is_told_to_a_prometheus_and_a_host_that_is_away_blinds_nobody(rack: Rack, address: str) -> None:
     rack.types("run", "--detach", "--nodes", "a2000,v100", "--", "mine/trains.py")
     try:
         for _ in range(100):
@@ -233,5 +234,12 @@ def test_what_runs_is_told_to_a_prometheus(rack: Rack, address: str) -> None:
         assert status == 200 and headers["content-type"].startswith("application/openmetrics-text")
         assert found == {"a2000": 100.0, "v100": 100.0}
         assert {sample.value for sample in families["orch_host_heard"].samples} == {1.0}
+        rack.servers["v100"].stop()
+        (job,) = map(json.loads, rack.types("top", "--once", "--json", "--every", "30s").stdout.splitlines())
+        hosts = {host["node"]: host for host in job["hosts"]}
+        assert hosts["a2000"]["samples_per_s"] == 100.0 and hosts["a2000"]["silent"] is None
+        assert "v100: nothing listens" in hosts["v100"]["silent"] and hosts["v100"]["step"] is None
+        assert "no answer from v100" in rack.types("top", "--once", "--every", "30s").stdout
+        rack.servers["v100"].start()
     finally:
         rack.types("cancel", "--yes")
