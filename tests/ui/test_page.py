@@ -78,7 +78,8 @@ def get(url: str, **headers: str) -> tuple[int, Any, str]:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60) as answer:
             return answer.status, answer.headers, answer.read().decode()
     except urllib.error.HTTPError as error:
-        return error.code, error.headers, error.read().decode()
+        with error:
+            return error.code, error.headers, error.read().decode()
 
 
 # ---- who may see it -------------------------------------------------------------------------------------------
@@ -133,6 +134,7 @@ def test_a_mistake_is_said_in_words_and_a_form_that_there_is_not_is_none(address
         with pytest.raises(urllib.error.HTTPError) as error:
             urllib.request.urlopen(request, timeout=60)
         assert error.value.code == 404
+        error.value.close()
 
 
 def test_without_its_packages_it_says_what_to_install(tmp_path: Path) -> None:
