@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -114,15 +115,25 @@ class RunningJob:
 
     # ---- how it goes ----------------------------------------------------------------------------------------------
 
-    def follow(self, *, until_end: bool = True, last_lines: Mapping[int, int] | None = None) -> Iterator[Event]:
+    def follow(
+        self,
+        *,
+        until_end: bool = True,
+        last_lines: Mapping[int, int] | None = None,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> Iterator[Event]:
         """Every line of every rank from the first on, those together that came together; keeps the job's record up to
         date. Raises OrchError where no host holds anything of the job now. until_end: see `Follow`. last_lines: of
-        these ranks, and so many of each of their logs; none of what was printed before leaves its host.
+        these ranks, and so many of each of their logs; none of what was printed before leaves its host. wanted: asked
+        once a second at least, also of a job that prints nothing; it ends where that is False.
         """
         follow = Follow(self.plan, self._remember, until_end=until_end)
         reopen = self._connections.reopen
         offsets = tails(self.plan, self.hosts, last_lines, follow=until_end) if last_lines is not None else {}
-        yield from follow.events(watch(self.plan, self.hosts, offsets=offsets, follow=until_end, reconnect=reopen))
+        told = watch(self.plan, self.hosts, offsets=offsets, follow=until_end, reconnect=reopen)
+        yield from follow.events(takewhile(lambda _: wanted(), told))
+        if not wanted():
+            return
         if is_gone(self.plan, follow.heard.records) and self.record.state != "starting":
             raise nothing_left(self._jobs, self.plan)
         yield from follow.last_words()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import parse_qsl, urlencode
 
@@ -27,6 +27,7 @@ from orchestrator.paths import Home, RunFolder
 from orchestrator.results.compare import compare
 from orchestrator.ui import metrics, pages
 from orchestrator.ui.acts import ACTS
+from orchestrator.ui.log import log_lines
 from orchestrator.ui.watched import Watched
 from orchestrator.units import counted
 from orchestrator.views.compare_page import render_comparison
@@ -34,7 +35,7 @@ from orchestrator.views.documents import top_json
 from orchestrator.views.linechart import MOST_LINES
 
 EVERY_S = 1.0
-LAST_LINES = 50
+PLAIN = "text/plain; charset=utf-8"
 MOST_FORM_BYTES = 1 << 16
 OWN_PAGE = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:"}
 """Of a report and a comparison, which hold their style and pictures within themselves."""
@@ -156,20 +157,11 @@ class _Site:
 
         return StreamingResponse(told(), media_type="text/event-stream")
 
-    def log(self, request: Request) -> Response:
-        """The last lines of each rank's logs, and what follows, until the job has ended."""
-
-        def lines() -> Iterator[str]:
-            with opened(self._home) as controller:
-                job = controller.jobs.find(request.path_params["job"])
-                last = dict.fromkeys(range(job.plan.world_size), LAST_LINES)
-                for event in job.follow(until_end=job.refresh().state not in ENDED, last_lines=last):
-                    if isinstance(event, tuple):
-                        yield "".join(f"[{line.node} {line.rank}] {line.text}\n" for line in event)
-                    else:
-                        yield ""
-
-        return StreamingResponse(lines(), media_type="text/plain; charset=utf-8")
+    async def log(self, request: Request) -> Response:
+        """The last lines of each rank's logs, and what follows, until the job has ended or nobody reads."""
+        with opened(self._home) as controller:
+            job = controller.jobs.find(request.path_params["job"]).id
+        return StreamingResponse(log_lines(self._home, job, request.is_disconnected), media_type=PLAIN)
 
     def metrics(self, request: Request) -> Response:
         return Response(metrics.metrics_of(self._running(None)), media_type=metrics.CONTENT_TYPE)

@@ -28,12 +28,13 @@ class Watched:
         self._lock = threading.Lock()
         self._jobs: dict[str, tuple[GaugedJob, ExitStack]] = {}
         self._seen_s: dict[str, float] = {}
+        self._closed = threading.Event()
+        threading.Thread(target=self._let_go, daemon=True, name="watched").start()
 
     def now(self, job: str) -> JobNow:
         """Raises UsageError where there is no such job."""
         with self._lock:
             self._seen_s[job] = self._clock()
-            self._drop_unseen()
             if job not in self._jobs:
                 self._jobs[job] = self._begun(job)
             gauged = self._jobs[job][0]
@@ -47,6 +48,11 @@ class Watched:
         gauged.start()
         return gauged, stack
 
+    def _let_go(self) -> None:
+        while not self._closed.wait(UNSEEN_S / 3):
+            with self._lock:
+                self._drop_unseen()
+
     def _drop_unseen(self) -> None:
         for job in [job for job, at_s in self._seen_s.items() if self._clock() - at_s > UNSEEN_S]:
             del self._seen_s[job]
@@ -58,6 +64,7 @@ class Watched:
             found[1].close()
 
     def close(self) -> None:
+        self._closed.set()
         with self._lock:
             for job in [*self._jobs]:
                 self._end(job)

@@ -25,6 +25,7 @@ from orchestrator.ui.app import application
 from orchestrator.ui.watched import Watched
 from tests.support.page_boxes import overlaps
 from tests.support.ssh_rack import Rack, ssh_rack
+from tests.support.sshd import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -243,5 +244,28 @@ def test_what_runs_is_told_to_a_prometheus_and_a_host_that_is_away_blinds_nobody
         assert "v100: nothing listens" in hosts["v100"]["silent"] and hosts["v100"]["step"] is None
         assert "no answer from v100" in rack.types("top", "--once", "--every", "30s").stdout
         rack.servers["v100"].start()
+    finally:
+        rack.types("cancel", "--yes")
+
+
+def test_many_who_looked_at_the_log_of_a_quiet_job_leave_nothing_behind(
+    rack: Rack,
+) -> None:
+    (rack.folder / "mine" / "sleeps.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(600)\n")
+    job = json.loads(rack.types("run", "--detach", "--json", "--nodes", "a2000", "--", "mine/sleeps.py").stdout)["id"]
+    try:
+        with served(rack) as (url, process):
+            get(url)
+            threads = Path(f"/proc/{process.pid}/task")
+            before = len(list(threads.iterdir()))
+            for _ in range(12):
+                with urllib.request.urlopen(f"{url}jobs/{job}/log", timeout=60) as answer:
+                    assert b"begun" in answer.readline()
+            wait_for(lambda: len(list(threads.iterdir())) <= before + 10, "the threads' end", 60)
+            assert get(url)[0] == 200
+            with urllib.request.urlopen(f"{url}jobs/{job}/log", timeout=60) as answer:
+                assert b"begun" in answer.readline()
+                process.send_signal(signal.SIGINT)
+                assert process.wait(10) == 0
     finally:
         rack.types("cancel", "--yes")
