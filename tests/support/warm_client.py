@@ -23,10 +23,12 @@ def run_warm(server):
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connect(connection, server)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # it may be heard of before its number is known here
         ask(connection, words, unbuffered or bool(os.environ.get("PYTHONUNBUFFERED")))
         program = int(connection.recv(32) or end_as(-signal.SIGKILL))
         for number in PASSED_ON:
             signal.signal(number, lambda number, _: pass_on(program, number))
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         end_as(int(connection.recv(32) or -signal.SIGKILL))
 
 
