@@ -27,7 +27,7 @@ from typing_extensions import TypedDict, Unpack
 
 from orchestrator.controller import Controller, opened
 from orchestrator.errors import HostsError, UsageError
-from orchestrator.hosts.consent import allow, is_allowed, local_commands
+from orchestrator.hosts.consent import allow, not_allowed
 from orchestrator.hosts.inventory_file import load_inventory
 from orchestrator.jobs.record import JobRecord
 from orchestrator.jobs.running import RunningJob
@@ -83,8 +83,7 @@ class Cluster:
         cannot be used, though the others are remembered: `Cluster(name)` takes those.
         """
         loaded, home = load_inventory(Path(inventory)), Home.default()
-        commands = local_commands(loaded)
-        if commands and not is_allowed(home, commands):
+        if commands := not_allowed(home, loaded):
             if not allow_local:
                 listed = "; ".join(map(str, commands))
                 raise UsageError(

@@ -59,11 +59,11 @@ def up(inventory: Path, accept_new_host_keys: bool, allow_local: bool, as_json: 
 
 def ask_about_local(home: Home, inventory: Inventory, yes: bool) -> None:
     """Raises UsageError where its person does not want it, or is not there to be asked."""
-    from orchestrator.hosts.consent import allow, is_allowed, local_commands
+    from orchestrator.hosts.consent import allow, not_allowed
     from orchestrator.views import console
 
-    commands = local_commands(inventory)
-    if not commands or is_allowed(home, commands):
+    commands = not_allowed(home, inventory)
+    if not commands:
         return
     console.say(f"{inventory.file} would have this machine run, as you:")
     for command in commands:

@@ -7,7 +7,6 @@ import click
 from orchestrator.cli.clusters import allow_local_option, ask_about_local, show_up
 from orchestrator.cli.common import accept_option, busy, cluster_option, json_option, open_controller
 from orchestrator.cli.complete import node_names
-from orchestrator.errors import UsageError
 
 
 @click.group()
@@ -43,26 +42,19 @@ def node_add(
     \b
     orch node add a16 host=192.168.1.52 gpu=A16 bandwidth=2.5Gbps
     """
-    from orchestrator.hosts.file_again import node_with_defaults
-    from orchestrator.hosts.inventory import Inventory
-    from orchestrator.hosts.inventory_file import node_from_keys
-    from orchestrator.hosts.yamlfile import resolve_scalar
+    from orchestrator.hosts.file_again import new_node
     from orchestrator.planning.request import parse_pairs
     from orchestrator.views import console
 
-    values = {key: resolve_scalar(value) for key, value in parse_pairs(keys, "KEY=VALUE").items()}
-    values = {"name": name, **values}
-    if node_from_keys({"host": "any", **values}, "node add").prepare:
-        raise UsageError("orch keeps no `prepare` of its own", "write the node into the inventory file")
+    pairs = parse_pairs(keys, "KEY=VALUE")
     with open_controller(accept_new_host_keys) as controller:
         known = controller.store.cluster(cluster)
-        made, inherited = node_with_defaults(known, values)
-        alone = Inventory(cluster=known.name, nodes=(made,), file=known.file)
-        ask_about_local(controller.store.home, alone, allow_local)
-        if inherited:
-            console.say(inherited)
+        new = new_node(known, name, pairs)
+        ask_about_local(controller.store.home, new.alone, allow_local)
+        if new.inherited:
+            console.say(new.inherited)
         with busy(f"probing {name}"):
-            probed = controller.clusters.add_node(known, values, made)
+            probed = controller.clusters.add_node(known, new.keys, new.node)
     show_up(probed, as_json)
 
 

@@ -1,8 +1,7 @@
 """What an inventory would have this very machine run, and whether its person has allowed it.
 
-    commands = local_commands(inventory)            # "desk: activate: . ~/venv/bin/activate"
-    if commands and not is_allowed(home, commands): # ask, then allow(home, commands)
-        ...
+    if commands := not_allowed(home, inventory):    # "desk: activate: . ~/venv/bin/activate"
+        ...                                         # ask, then allow(home, commands)
 
 `transport: local` makes nodes of this machine, without a login in between: a file from somebody else could run anything
 here at `orch up`. What its local nodes would run is therefore asked about once, and again when that changes. A node
@@ -43,6 +42,12 @@ _KNOWN_PYTHONS = frozenset({"python3", sys.executable, os.path.realpath(sys.exec
 def local_commands(inventory: Inventory) -> tuple[Command, ...]:
     """Everything that the file's local nodes would run here, or run it with."""
     return tuple(command for node in inventory.nodes if node.transport == "local" for command in _commands(node))
+
+
+def not_allowed(home: Home, inventory: Inventory) -> tuple[Command, ...]:
+    """The same, where their person has not allowed them yet; else none."""
+    commands = local_commands(inventory)
+    return () if is_allowed(home, commands) else commands
 
 
 def is_allowed(home: Home, commands: Sequence[Command]) -> bool:

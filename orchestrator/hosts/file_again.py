@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.inventory import Inventory, Node
 from orchestrator.hosts.inventory_file import load_inventory, node_from_keys
 from orchestrator.hosts.masking import MASK
+from orchestrator.hosts.yamlfile import resolve_scalar
 
 
 def node_with_defaults(cluster: Cluster, keys: Mapping[str, Any]) -> tuple[Node, str]:
@@ -31,6 +33,29 @@ def node_with_defaults(cluster: Cluster, keys: Mapping[str, Any]) -> tuple[Node,
     inherited = [key for key in defaults if key not in keys]
     words = f"{', '.join(inherited)}: from the defaults of {source}" if inherited else ""
     return node_from_keys(keys, "node add", defaults), words
+
+
+@dataclass(frozen=True)
+class NewNode:
+    """One that a person adds. keys: those that it does not have from the defaults. inherited: what it has from them, in
+    words. alone: an inventory of it, for who looks what it would run here.
+    """
+
+    keys: Mapping[str, Any]
+    node: Node
+    inherited: str
+    alone: Inventory
+
+
+def new_node(cluster: Cluster, name: str, pairs: Mapping[str, str]) -> NewNode:
+    """pairs: keys of an inventory's node as a person types them. Raises InventoryError for wrong ones, UsageError for
+    `prepare`.
+    """
+    keys = {"name": name, **{key: resolve_scalar(value) for key, value in pairs.items()}}
+    if node_from_keys({"host": "any", **keys}, "node add").prepare:
+        raise UsageError("orch keeps no `prepare` of its own", "write the node into the inventory file")
+    node, inherited = node_with_defaults(cluster, keys)
+    return NewNode(keys, node, inherited, Inventory(cluster=cluster.name, nodes=(node,), file=cluster.file))
 
 
 def extra_again(cluster: Cluster, inventory: Inventory) -> tuple[Node, ...]:

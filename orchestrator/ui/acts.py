@@ -11,11 +11,8 @@ from collections.abc import Callable, Mapping
 from orchestrator.controller import Controller
 from orchestrator.errors import OrchError, UsageError
 from orchestrator.hosts.cluster import Cluster
-from orchestrator.hosts.consent import is_allowed, local_commands
-from orchestrator.hosts.file_again import node_with_defaults
-from orchestrator.hosts.inventory import Inventory
-from orchestrator.hosts.inventory_file import node_from_keys
-from orchestrator.hosts.yamlfile import resolve_scalar
+from orchestrator.hosts.consent import not_allowed
+from orchestrator.hosts.file_again import new_node
 from orchestrator.planning.request import Words, parse_pairs, read_wish
 
 Form = Mapping[str, str]
@@ -23,19 +20,13 @@ Form = Mapping[str, str]
 
 def add(controller: Controller, cluster: Cluster, form: Form) -> str:
     """A host by the keys that the form has fields for, and more as KEY=VALUE words."""
-    given = {
-        key: form[key].strip() for key in ("name", "host", "gpu", "bandwidth", "note") if form.get(key, "").strip()
-    }
+    given = {key: form[key].strip() for key in ("host", "gpu", "bandwidth", "note") if form.get(key, "").strip()}
     pairs = {**given, **parse_pairs(shlex.split(form.get("more", "")), "KEY=VALUE")}
-    values = {key: resolve_scalar(value) for key, value in pairs.items()}
-    if node_from_keys({"name": "any", "host": "any", **values}, "the form").prepare:
-        raise UsageError("orch keeps no `prepare` of its own", "write the node into the inventory file")
-    made, _ = node_with_defaults(cluster, values)
-    commands = local_commands(Inventory(cluster=cluster.name, nodes=(made,), file=cluster.file))
-    if commands and not is_allowed(controller.store.home, commands):
-        raise UsageError(f"{made.name} would run commands on this machine", "add it by `orch node add`, which asks")
-    found = controller.clusters.add_node(cluster, values, made)
-    return "; ".join([f"{made.name} was added", *found.warnings])
+    new = new_node(cluster, form.get("name", "").strip(), pairs)
+    if not_allowed(controller.store.home, new.alone):
+        raise UsageError(f"{new.node.name} would run commands on this machine", "add it by `orch node add`, which asks")
+    found = controller.clusters.add_node(cluster, new.keys, new.node)
+    return "; ".join([f"{new.node.name} was added", *found.warnings])
 
 
 def release(controller: Controller, cluster: Cluster, form: Form) -> str:
@@ -78,3 +69,5 @@ def cancel(controller: Controller, cluster: Cluster, form: Form) -> str:
 ACTS: dict[str, Callable[[Controller, Cluster, Form], str]] = {
     act.__name__: act for act in (add, release, restore, remove, master, run, cancel)
 }
+NEEDED: dict[str, str] = {**dict.fromkeys(("release", "restore", "remove", "master"), "node"), "cancel": "job"}
+"""The field without which a form is none."""

@@ -26,7 +26,7 @@ from orchestrator.jobs.record import ENDED
 from orchestrator.paths import Home, RunFolder
 from orchestrator.results.compare import compare
 from orchestrator.ui import metrics, pages
-from orchestrator.ui.acts import ACTS
+from orchestrator.ui.acts import ACTS, NEEDED
 from orchestrator.ui.log import log_lines
 from orchestrator.ui.watched import Watched
 from orchestrator.units import counted
@@ -126,7 +126,7 @@ class _Site:
         return await run_in_threadpool(self._act, request.path_params["act"], form)
 
     def _act(self, name: str, form: dict[str, str]) -> Response:
-        if name not in ACTS or {"node", "job"} & _needs(name) - form.keys():
+        if name not in ACTS or (name in NEEDED and NEEDED[name] not in form):
             return Response("no such form\n", 404)
         with opened(self._home) as controller:
             cluster = controller.store.cluster(form.get("cluster") or None)
@@ -165,9 +165,3 @@ class _Site:
 
     def metrics(self, request: Request) -> Response:
         return Response(metrics.metrics_of(self._running(None)), media_type=metrics.CONTENT_TYPE)
-
-
-def _needs(name: str) -> set[str]:
-    return {"release": {"node"}, "restore": {"node"}, "remove": {"node"}, "master": {"node"}, "cancel": {"job"}}.get(
-        name, set()
-    )
