@@ -47,13 +47,18 @@ class NewNode:
     alone: Inventory
 
 
-def new_node(cluster: Cluster, name: str, pairs: Mapping[str, str]) -> NewNode:
+def keys_of_new_node(name: str, pairs: Mapping[str, str]) -> dict[str, Any]:
     """pairs: keys of an inventory's node as a person types them. Raises InventoryError for wrong ones, UsageError for
     `prepare`.
     """
     keys = {"name": name, **{key: resolve_scalar(value) for key, value in pairs.items()}}
     if node_from_keys({"host": "any", **keys}, "node add").prepare:
         raise UsageError("orch keeps no `prepare` of its own", "write the node into the inventory file")
+    return keys
+
+
+def new_node(cluster: Cluster, keys: Mapping[str, Any]) -> NewNode:
+    """keys: see keys_of_new_node. Raises InventoryError where they and the cluster's defaults make no node."""
     node, inherited = node_with_defaults(cluster, keys)
     return NewNode(keys, node, inherited, Inventory(cluster=cluster.name, nodes=(node,), file=cluster.file))
 

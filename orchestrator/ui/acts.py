@@ -12,7 +12,7 @@ from orchestrator.controller import Controller
 from orchestrator.errors import OrchError, UsageError
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.consent import not_allowed
-from orchestrator.hosts.file_again import new_node
+from orchestrator.hosts.file_again import keys_of_new_node, new_node
 from orchestrator.planning.request import Words, parse_pairs, read_wish
 
 Form = Mapping[str, str]
@@ -22,7 +22,7 @@ def add(controller: Controller, cluster: Cluster, form: Form) -> str:
     """A host by the keys that the form has fields for, and more as KEY=VALUE words."""
     given = {key: form[key].strip() for key in ("host", "gpu", "bandwidth", "note") if form.get(key, "").strip()}
     pairs = {**given, **parse_pairs(shlex.split(form.get("more", "")), "KEY=VALUE")}
-    new = new_node(cluster, form.get("name", "").strip(), pairs)
+    new = new_node(cluster, keys_of_new_node(form.get("name", "").strip(), pairs))
     if not_allowed(controller.store.home, new.alone):
         raise UsageError(f"{new.node.name} would run commands on this machine", "add it by `orch node add`, which asks")
     found = controller.clusters.add_node(cluster, new.keys, new.node)
