@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
 from pathlib import Path
@@ -41,6 +40,8 @@ def ui(port: int, out: Path, cluster: str | None) -> None:
         if (error.name or "").partition(".")[0] == "orchestrator":
             raise
         raise OrchError(f"orch ui needs the package {error.name}", "pip install 'orch[ui]'") from error
+    import asyncio
+
     from orchestrator.paths import Home
     from orchestrator.views import console
 

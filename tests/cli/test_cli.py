@@ -10,7 +10,7 @@ import pytest
 from orchestrator.cli import main
 from tests.support.commands import COMMANDS
 
-HEAVY = {"rich", "pydantic", "fabric", "paramiko", "torch", "duckdb", "matplotlib", "yaml", "jinja2"}
+HEAVY = {"asyncio", "rich", "pydantic", "fabric", "paramiko", "torch", "duckdb", "matplotlib", "yaml", "jinja2"}
 
 
 def orch(*words, **more):
