@@ -54,7 +54,7 @@ def node_add(
         if new.inherited:
             console.say(new.inherited)
         with busy(f"probing {name}"):
-            probed = controller.clusters.add_node(known, new.keys, new.node)
+            probed = controller.clusters.add_node(known, checked, new.node)
     show_up(probed, as_json)
 
 

@@ -37,11 +37,10 @@ def node_with_defaults(cluster: Cluster, keys: Mapping[str, Any]) -> tuple[Node,
 
 @dataclass(frozen=True)
 class NewNode:
-    """One that a person adds. keys: those that it does not have from the defaults. inherited: what it has from them, in
-    words. alone: an inventory of it, for who looks what it would run here.
+    """One that a person adds. inherited: what it has from the defaults, in words. alone: an inventory of it, for who
+    looks what it would run here.
     """
 
-    keys: Mapping[str, Any]
     node: Node
     inherited: str
     alone: Inventory
@@ -60,7 +59,7 @@ def keys_of_new_node(name: str, pairs: Mapping[str, str]) -> dict[str, Any]:
 def new_node(cluster: Cluster, keys: Mapping[str, Any]) -> NewNode:
     """keys: see keys_of_new_node. Raises InventoryError where they and the cluster's defaults make no node."""
     node, inherited = node_with_defaults(cluster, keys)
-    return NewNode(keys, node, inherited, Inventory(cluster=cluster.name, nodes=(node,), file=cluster.file))
+    return NewNode(node, inherited, Inventory(cluster=cluster.name, nodes=(node,), file=cluster.file))
 
 
 def extra_again(cluster: Cluster, inventory: Inventory) -> tuple[Node, ...]:

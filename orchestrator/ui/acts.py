@@ -22,10 +22,11 @@ def add(controller: Controller, cluster: Cluster, form: Form) -> str:
     """A host by the keys that the form has fields for, and more as KEY=VALUE words."""
     given = {key: form[key].strip() for key in ("host", "gpu", "bandwidth", "note") if form.get(key, "").strip()}
     pairs = {**given, **parse_pairs(shlex.split(form.get("more", "")), "KEY=VALUE")}
-    new = new_node(cluster, keys_of_new_node(form.get("name", "").strip(), pairs))
+    keys = keys_of_new_node(form.get("name", "").strip(), pairs)
+    new = new_node(cluster, keys)
     if not_allowed(controller.store.home, new.alone):
         raise UsageError(f"{new.node.name} would run commands on this machine", "add it by `orch node add`, which asks")
-    found = controller.clusters.add_node(cluster, new.keys, new.node)
+    found = controller.clusters.add_node(cluster, keys, new.node)
     return "; ".join([f"{new.node.name} was added", *found.warnings])
 
 
