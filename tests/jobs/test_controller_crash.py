@@ -266,5 +266,6 @@ def test_a_new_run_undoes_a_half_start_that_holds_its_gpu(crashes):
         crash.controller().launch(later.plan, later.blob)
         assert time.monotonic() - began < 20
         assert not any(crash.supervisors().values())
+        later.wait_running()  # a launch ends with the word to go: ranks begin after it
         states = {record.id: record.state for record in crash.controller().jobs.all().records}
         assert (states[job.plan.job], states[later.plan.job]) == ("cancelled", "running")
