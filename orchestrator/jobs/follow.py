@@ -137,10 +137,10 @@ class Follow:
                 self._is_silent = False
                 yield bars
             if self._is_silent and self.ended_at_s is None:
-                yield Silence(self._plan.world_size, _since_s(self._plan))
+                yield Silence(self._plan.world_size, since_s(self._plan))
 
     def _progress(self) -> RunProgress:
-        return self._view.progress(_since_s(self._plan))
+        return self._view.progress(since_s(self._plan))
 
 
 class _Links:
@@ -165,7 +165,7 @@ class _Links:
             yield Notice(f"{name}: connected again")
 
 
-def _since_s(plan: LaunchPlan) -> float:
+def since_s(plan: LaunchPlan) -> float:
     """Since the job was planned, by this machine's clock."""
     with suppress(ValueError):
         return max(0.0, time.time() - datetime.fromisoformat(plan.created).timestamp())

@@ -21,8 +21,8 @@ from orchestrator.jobs.gpu_reading import GpuLines, Reading
 from orchestrator.jobs.live import HostRow, LiveView, RunProgress
 from orchestrator.jobs.metric_lines import parse_event
 from orchestrator.jobs.record import JobRecord
+from orchestrator.jobs.whole_lines import WholeLines
 from orchestrator.planning.launch_plan import LaunchPlan
-from trainer.shared.metrics import LINE_LIMIT
 
 FRESH_S = 10.0
 """An older reading says nothing of now."""
@@ -158,18 +158,12 @@ class _Gpus:
     """The newest readings of one host's gpu.jsonl."""
 
     def __init__(self) -> None:
-        self._lines = GpuLines()
+        self._lines, self._readings = WholeLines(), GpuLines()
         self._newest: dict[tuple[int, int | None], tuple[float, Reading]] = {}
-        self._offset, self._rest = 0, b""
 
     def take(self, piece: FilePiece, now_s: float) -> None:
-        if piece.offset != self._offset:
-            self._rest = b""
-        self._offset = piece.end
-        *lines, self._rest = (self._rest + piece.data).split(b"\n")
-        self._rest = self._rest if len(self._rest) <= LINE_LIMIT else b""
-        for line in lines:
-            if reading := self._lines.reading(parse_event(line)):
+        for line in self._lines.of(piece.offset, piece.data).split(b"\n"):
+            if reading := self._readings.reading(parse_event(line)):
                 self._newest[reading.rank, reading.index] = now_s, reading
 
     def fresh(self, now_s: float) -> tuple[Reading, ...]:

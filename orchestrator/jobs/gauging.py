@@ -11,9 +11,9 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from datetime import datetime
 
 from orchestrator.errors import OrchError
+from orchestrator.jobs.follow import since_s
 from orchestrator.jobs.gauge import Gauge, JobNow
 from orchestrator.jobs.running import RunningJob
 
@@ -41,9 +41,7 @@ class GaugedJob:
         self._leaving = True
 
     def now(self) -> JobNow:
-        started = self._gauge.record.started
-        elapsed_s = time.time() - datetime.fromisoformat(started).timestamp() if started else 0.0
-        return self._gauge.now(max(0.0, elapsed_s), time.monotonic())
+        return self._gauge.now(since_s(self._job.plan), time.monotonic())
 
     def _hear(self) -> None:
         try:

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 from orchestrator.jobs.frames import FilePiece
 from orchestrator.jobs.metric_lines import count, duration, number, parse_event
 from orchestrator.jobs.waits import bubble_and_sync, wait_and_sync
+from orchestrator.jobs.whole_lines import WholeLines
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
-from trainer.shared.metrics import LARGEST, LINE_LIMIT, STEP_COUNTS
+from trainer.shared.metrics import LARGEST, STEP_COUNTS
 
 WINDOW_STEPS = 20
 """Figures are means over so many steps."""
@@ -175,9 +176,7 @@ class _Rank:
         self.last = -1
         self.total: int | None = None
         self._wall: float | None = None
-        self._offset = 0
-        self._unfinished = b""
-        self._skipping = False  # until the end of a line whose beginning is not here
+        self.lines = WholeLines()
 
     @property
     def is_stage(self) -> bool:
@@ -185,25 +184,8 @@ class _Rank:
         return self.last in self.steps and self.steps[self.last].bubble_ms is not None
 
     def take(self, offset: int, data: bytes) -> bool:
-        if offset != self._offset:
-            self._unfinished, self._skipping = b"", True
-        self._offset = offset + len(data)
-        whole, newline, rest = data.rpartition(b"\n")
-        if newline:
-            if self._skipping:
-                whole = whole.partition(b"\n")[2]
-            brought = self._read(self._unfinished + whole)
-            self._unfinished, self._skipping = rest, False
-        else:
-            brought = False
-            self._unfinished = b"" if self._skipping else self._unfinished + rest
-        if len(self._unfinished) > LINE_LIMIT:
-            self._unfinished, self._skipping = b"", True
-        return brought
-
-    def _read(self, whole: bytes) -> bool:
-        """whole: lines without the last one's newline. Reads the first (it may be `start`) and the newest."""
-        lines = whole.rsplit(b"\n", KEPT_STEPS)
+        """Whether it brought a step. Of the lines the first is read (it may be `start`), and the newest."""
+        lines = self.lines.of(offset, data).rsplit(b"\n", KEPT_STEPS)
         lines[0] = lines[0].partition(b"\n")[0]
         brought = False
         for line in lines:

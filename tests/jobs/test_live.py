@@ -297,7 +297,7 @@ def test_memory_is_bounded_whatever_comes():
         feed.send(0, b"x" * LINE_LIMIT)
     rank = feed.view._ranks[0]
     assert len(rank.steps) == KEPT_STEPS
-    assert len(rank._unfinished) <= LINE_LIMIT
+    assert len(rank.lines.unfinished) <= LINE_LIMIT
     feed.send(0, b'"}\n')
     feed.step(0, 5000)
     assert feed.rows()["a"].step == 5001
