@@ -43,6 +43,11 @@ class Home:
         return self.root / "owner.json"
 
     @property
+    def page_token(self) -> Path:
+        """The secret in the address of `orch ui --port`."""
+        return self.root / "page-token"
+
+    @property
     def clusters(self) -> Path:
         return self.root / "clusters"
 

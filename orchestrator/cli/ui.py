@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Listen there.  [default: one that is free]")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Listen there, at an address that stays.")
 @out_option
 @cluster_option
 def ui(port: int, out: Path, cluster: str | None) -> None:
@@ -26,6 +26,7 @@ def ui(port: int, out: Path, cluster: str | None) -> None:
 
     It listens on 127.0.0.1 only, and its address holds a secret: whoever has it can do what you can. From elsewhere,
     reach it by `ssh -L`. Ctrl-C ends it; jobs keep running. A Prometheus may read `metrics` below the same address.
+    Port and secret are new at each start; with --port the address stays the same.
     Needs the extra `ui`: pip install 'orch[ui]'.
 
     \b
@@ -33,7 +34,7 @@ def ui(port: int, out: Path, cluster: str | None) -> None:
     orch ui --port 8123
     """
     try:
-        from orchestrator.ui.access import Access, new_token
+        from orchestrator.ui.access import Access, kept_token, new_token
         from orchestrator.ui.app import application
         from orchestrator.ui.watched import Watched
     except ModuleNotFoundError as error:
@@ -50,7 +51,8 @@ def ui(port: int, out: Path, cluster: str | None) -> None:
     listener = _listener(port)
     home = Home.default()
     with contextlib.closing(Watched(home)) as watched, listener:
-        access = Access(application(home, out, watched), new_token(), listener.getsockname()[1])
+        token = kept_token(home) if port else new_token()
+        access = Access(application(home, out, watched), token, listener.getsockname()[1])
         console.put(access.address + (f"?cluster={quote(first)}" if first else ""))
         console.say("Ctrl-C ends it; jobs keep running")
         with contextlib.suppress(KeyboardInterrupt):

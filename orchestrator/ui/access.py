@@ -10,11 +10,16 @@ another host name is refused, so that no page elsewhere comes here by a name tha
 
 from __future__ import annotations
 
+import contextlib
 import hmac
+import re
 import secrets
 
 from starlette.responses import PlainTextResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from orchestrator.files import write_atomic
+from orchestrator.paths import Home
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
@@ -28,6 +33,16 @@ HEADERS = {
 
 def new_token() -> str:
     return secrets.token_urlsafe(32)
+
+
+def kept_token(home: Home) -> str:
+    """The same at each start: it lies in a file that its owner alone can read; without the file it is a new one."""
+    with contextlib.suppress(FileNotFoundError):
+        token = home.page_token.read_text().strip()
+        if re.fullmatch(r"[\w-]{43}", token, re.ASCII):
+            return token
+    write_atomic(home.page_token, new_token())
+    return home.page_token.read_text()
 
 
 class Access:

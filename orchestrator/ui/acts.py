@@ -56,7 +56,8 @@ def run(controller: Controller, cluster: Cluster, form: Form) -> str:
     words = Words(None if command else exp, tuple(shlex.split(form.get("settings", ""))), command=command)
     wish = read_wish(words)
     plan = controller.plan(cluster, wish.request, wish.code, cluster.names(form.get("nodes") or None))
-    return f"started {controller.launch(plan, wish.blob).id}"
+    job = controller.launch(plan, wish.blob)
+    return "; ".join([f"started {job.id}", *plan.notes, *(f"{one.words}: {one.command}" for one in plan.faster)])
 
 
 def cancel(controller: Controller, cluster: Cluster, form: Form) -> str:

@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl, urlencode
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from orchestrator.controller import Controller, opened
@@ -31,7 +31,7 @@ from orchestrator.ui.log import log_lines
 from orchestrator.ui.watched import Watched
 from orchestrator.units import counted
 from orchestrator.views.compare_page import render_comparison
-from orchestrator.views.documents import top_json
+from orchestrator.views.documents import cluster_json, top_json
 from orchestrator.views.linechart import MOST_LINES
 
 EVERY_S = 1.0
@@ -49,6 +49,7 @@ def application(home: Home, out: Path, watched: Watched) -> Starlette:
             Route("/", site.cluster),
             Route("/style.css", lambda _: Response(pages.style(), media_type="text/css")),
             Route("/live.js", lambda _: Response(pages.script(), media_type="text/javascript")),
+            Route("/status", site.status),
             Route("/events", site.events),
             Route("/jobs/{job}", site.job),
             Route("/jobs/{job}/log", site.log),
@@ -57,13 +58,32 @@ def application(home: Home, out: Path, watched: Watched) -> Starlette:
             Route("/metrics", site.metrics),
             Route("/do/{act}", site.act, methods=["POST"]),
         ],
-        exception_handlers={OrchError: _in_words},
+        exception_handlers={OrchError: _in_words, 404: _no_such_page},
     )
 
 
 def _in_words(request: Request, error: Exception) -> Response:
     assert isinstance(error, OrchError)  # noqa: S101 - for the type checker
-    return HTMLResponse(pages.error_page(error, 400), 400)
+    kept = f"?{urlencode([*request.query_params.multi_items(), ('kept', '1')])}" if isinstance(error, _Kept) else ""
+    return HTMLResponse(pages.error_page(error, _root(request), kept), 400)
+
+
+def _no_such_page(request: Request, _: Exception) -> Response:
+    return HTMLResponse(pages.error_page(OrchError("there is no such page"), _root(request)), 404)
+
+
+def _root(request: Request) -> str:
+    """How the address of the first page is written on this one."""
+    return "../" * (request.scope["path"].count("/") - 1) or "./"
+
+
+def _first_of(error: OrchError) -> OrchError:
+    """One sentence with its remedy, of several hosts' that of the first."""
+    return error.errors[0] if isinstance(error, HostsError) else error
+
+
+class _Kept(OrchError):
+    """Something could not be collected, but an older copy of it is here."""
 
 
 class _Site:
@@ -75,26 +95,33 @@ class _Site:
     def cluster(self, request: Request) -> Response:
         with opened(self._home) as controller:
             said = request.query_params.get("said", "")
-            return HTMLResponse(self._page(controller, request.query_params.get("cluster"), said))
+            return HTMLResponse(self._page(controller, request.query_params.get("cluster"), _root(request), said))
 
-    def _page(self, controller: Controller, name: str | None, said: str = "", error: OrchError | None = None) -> str:
+    def _page(
+        self, controller: Controller, name: str | None, root: str, said: str = "", error: OrchError | None = None
+    ) -> str:
         cluster = controller.store.cluster(name)
-        jobs = controller.jobs.all(cluster.name).records
-        names, up = controller.store.cluster_names(), "../" if error else "./"
-        return pages.cluster_page(cluster, names, jobs, said, error, up=up)
+        listed = controller.jobs.all(cluster.name)
+        return pages.cluster_page(cluster, controller.store.cluster_names(), listed, root, said, error)
+
+    def status(self, request: Request) -> Response:
+        """How each host stands now, by name: as `orch status` says it."""
+        with opened(self._home) as controller:
+            cluster = controller.store.cluster(request.query_params.get("cluster"))
+            rows = cluster_json(cluster, controller.connections.silent(cluster.nodes))["nodes"]
+        return JSONResponse({row["name"]: row["status"] for row in rows})
 
     def job(self, request: Request) -> Response:
         with opened(self._home) as controller:
             job = controller.jobs.find(request.path_params["job"])
             record, plan = job.refresh(), job.plan
         words = {"cluster": plan.cluster, "master": plan.master, "hosts": ", ".join(node.name for node in plan.nodes)}
-        return HTMLResponse(pages.job_page(record, words))
+        return HTMLResponse(pages.job_page(record, words, _root(request)))
 
     def report(self, request: Request) -> Response:
-        """Collects what is new first; a run whose hosts give nothing more is shown as it was collected."""
         with opened(self._home) as controller:
             job = controller.jobs.find(request.path_params["job"])
-            run = self._collected(controller, job.id)
+            run = self._collected(controller, job.id, request)
         return HTMLResponse(run.report.read_text(), headers=OWN_PAGE)
 
     def compare(self, request: Request) -> Response:
@@ -102,17 +129,29 @@ class _Site:
             ids = [controller.store.find_job(job) for job in request.query_params.getlist("job")]
             if not 2 <= len(ids) <= MOST_LINES:
                 raise UsageError(f"{counted(len(ids), 'job')} chosen", f"choose 2 to {MOST_LINES}")
-            runs = [self._collected(controller, job) for job in ids]
+            runs = [self._collected(controller, job, request) for job in ids]
         return HTMLResponse(render_comparison(compare(runs)), headers=OWN_PAGE)
 
-    def _collected(self, controller: Controller, job: str) -> RunFolder:
+    def _collected(self, controller: Controller, job: str, request: Request) -> RunFolder:
+        """With what is new on its hosts, unless the older copy was asked for. Raises _Kept where there is one alone."""
         try:
-            return controller.collect(controller.jobs.find(job), self._out).run
-        except OrchError:
-            copy = newest_copy(controller.store, job)
-            if copy is None or not copy.report.is_file():
-                raise
+            if "kept" not in request.query_params:
+                found = controller.collect(controller.jobs.find(job), self._out)
+                if not found.errors:
+                    return found.run
+                raise HostsError([*found.errors.values()])
+        except OrchError as error:
+            first = _first_of(error)
+            if self._copy(controller, job) is None:
+                raise first from error
+            raise _Kept(f"{job}: {first.message}", first.remedy) from error
+        if copy := self._copy(controller, job):
             return copy
+        raise UsageError(f"{job} was collected nowhere, as far as is known here")
+
+    def _copy(self, controller: Controller, job: str) -> RunFolder | None:
+        copy = newest_copy(controller.store, job)
+        return copy if copy and copy.report.is_file() else None
 
     # ---- what is asked for ----------------------------------------------------------------------------------------
 
@@ -123,9 +162,10 @@ class _Site:
             if len(body) > MOST_FORM_BYTES:
                 return Response("too large\n", 413)
         form = dict(parse_qsl(body.decode(errors="replace"), keep_blank_values=True))
-        return await run_in_threadpool(self._act, request.path_params["act"], form)
+        return await run_in_threadpool(self._act, request, form)
 
-    def _act(self, name: str, form: dict[str, str]) -> Response:
+    def _act(self, request: Request, form: dict[str, str]) -> Response:
+        name, root = request.path_params["act"], _root(request)
         if name not in ACTS or (name in NEEDED and NEEDED[name] not in form):
             return Response("no such form\n", 404)
         with opened(self._home) as controller:
@@ -133,9 +173,8 @@ class _Site:
             try:
                 said = ACTS[name](controller, cluster, form)
             except OrchError as error:
-                first = error.errors[0] if isinstance(error, HostsError) else error
-                return HTMLResponse(self._page(controller, cluster.name, error=first), 400)
-        return RedirectResponse("../?" + urlencode({"cluster": cluster.name, "said": said}), 303)
+                return HTMLResponse(self._page(controller, cluster.name, root, error=_first_of(error)), 400)
+        return RedirectResponse(f"{root}?" + urlencode({"cluster": cluster.name, "said": said}), 303)
 
     # ---- what goes on ---------------------------------------------------------------------------------------------
 

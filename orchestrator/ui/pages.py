@@ -1,4 +1,7 @@
-"""What the pages show, from values to HTML. Every value is escaped, and nothing of a host steers a page."""
+"""What the pages show, from values to HTML. Every value is escaped, and nothing of a host steers a page.
+
+root: how the address of the first page is written on the page that is made, as "./" or "../".
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from jinja2 import ChoiceLoader, Environment, FileSystemLoader
 
 from orchestrator.errors import OrchError
 from orchestrator.hosts.cluster import Cluster
+from orchestrator.jobs.known import Jobs
 from orchestrator.jobs.record import ENDED, JobRecord
+from orchestrator.jobs.stall import stall_words
 from orchestrator.views.documents import cluster_json
 from orchestrator.views.job_table import lasted
 from orchestrator.views.numbers import local_minute
@@ -43,15 +48,12 @@ def style() -> str:
 def cluster_page(
     cluster: Cluster,
     names: Sequence[str],
-    jobs: Sequence[JobRecord],
+    listed: Jobs,
+    root: str,
     said: str = "",
     error: OrchError | None = None,
-    *,
-    up: str = "./",
 ) -> str:
-    """names: all clusters that are remembered. said: what came of what was asked for; error: why nothing came of it.
-    up: the way from the page's address to that of the first page.
-    """
+    """names: all clusters that are remembered. said: what came of what was asked for; error: why nothing came of it."""
     document = cluster_json(cluster)
     columns = [key for key in COLUMNS if any(node[key] for node in document["nodes"])]
     titles = [TITLES.get(key, key.capitalize()) for key in columns]
@@ -60,23 +62,26 @@ def cluster_page(
         cluster=document,
         clusters=names,
         columns=list(zip(columns, titles, strict=True)),
-        jobs=jobs[:MOST_JOBS],
-        older=max(0, len(jobs) - MOST_JOBS),
+        jobs=listed.records[:MOST_JOBS],
+        unheard=listed.unheard,
+        older=max(0, len(listed.records) - MOST_JOBS),
         ended=ENDED,
         experiments=list(EXPERIMENTS),
         said=said,
         error=error,
-        up=up,
+        root=root,
     )
 
 
-def job_page(record: JobRecord, words: Mapping[str, str]) -> str:
+def job_page(record: JobRecord, words: Mapping[str, str], root: str) -> str:
     """words: more of it, by what it is called."""
-    return _page("job.html.j2", job=record, words=words, ended=ENDED)
+    stall = stall_words(record.stall) if record.stall else ""
+    return _page("job.html.j2", job=record, words=words, stall=stall, ended=ENDED, root=root)
 
 
-def error_page(error: OrchError, status: int) -> str:
-    return _page("error.html.j2", error=error, status=status)
+def error_page(error: OrchError, root: str, kept: str = "") -> str:
+    """kept: the address of what can be shown all the same."""
+    return _page("error.html.j2", error=error, root=root, kept=kept)
 
 
 def script() -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 
 from orchestrator.controller import opened
@@ -23,8 +22,8 @@ FIRST_S = 3.0
 
 
 class Watched:
-    def __init__(self, home: Home, clock: Callable[[], float] = time.monotonic) -> None:
-        self._home, self._clock = home, clock
+    def __init__(self, home: Home) -> None:
+        self._home = home
         self._lock = threading.Lock()
         self._jobs: dict[str, tuple[GaugedJob, ExitStack]] = {}
         self._seen_s: dict[str, float] = {}
@@ -34,7 +33,7 @@ class Watched:
     def now(self, job: str) -> JobNow:
         """Raises UsageError where there is no such job."""
         with self._lock:
-            self._seen_s[job] = self._clock()
+            self._seen_s[job] = time.monotonic()
             if job not in self._jobs:
                 self._jobs[job] = self._begun(job)
             gauged = self._jobs[job][0]
@@ -54,7 +53,7 @@ class Watched:
                 self._drop_unseen()
 
     def _drop_unseen(self) -> None:
-        for job in [job for job, at_s in self._seen_s.items() if self._clock() - at_s > UNSEEN_S]:
+        for job in [job for job, at_s in self._seen_s.items() if time.monotonic() - at_s > UNSEEN_S]:
             del self._seen_s[job]
             self._end(job)
 

@@ -58,13 +58,18 @@ class Lab:
     def known_hosts(self) -> Path:
         return STATE / self.cluster / "known_hosts"
 
+    @property
+    def to_controller(self) -> list[str]:
+        """What to write before a command that is to run in the controller's network, as we are."""
+        return lab_enter.controller(self.cluster)
+
     def controller_exec(self, argv: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        """Runs it in the controller's network, as we are; options as for subprocess.run, output captured as text."""
-        return _run([*lab_enter.controller(self.cluster), *argv], **options)
+        """Runs it in the controller's network; options as for subprocess.run, output captured as text."""
+        return _run([*self.to_controller, *argv], **options)
 
     def popen(self, argv: Sequence[str], **options: Any) -> subprocess.Popen[str]:
         """Starts it in the controller's network; signals and the exit code are its own."""
-        return _popen([*lab_enter.controller(self.cluster), *argv], **options)
+        return _popen([*self.to_controller, *argv], **options)
 
     def host_exec(
         self, node: str, argv: Sequence[str], *, as_user: bool = False, **options: Any

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,13 +22,10 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from orchestrator.paths import Home
 from orchestrator.ui.app import application
 from orchestrator.ui.watched import Watched
-from tests.support.page_boxes import overlaps
 from tests.support.ssh_rack import Rack, ssh_rack
 from tests.support.sshd import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-WAIT_MS = 30_000
 TRAINS = """
 import json, os, time
 rank = int(os.environ["RANK"])
@@ -150,79 +146,7 @@ def test_without_its_packages_it_says_what_to_install(tmp_path: Path) -> None:
     )
 
 
-# ---- what one can do there ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def page(address: str) -> Iterator[Any]:
-    """A browser's; fails where anything else is asked for than this address, or a script fails."""
-    if CHROMIUM is None:
-        pytest.skip("chromium is not installed")
-    sync_api = pytest.importorskip("playwright.sync_api")
-    asked, wrong = [], []
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        made = browser.new_page(viewport={"width": 900, "height": 900})
-        made.set_default_timeout(WAIT_MS)
-        made.on("request", lambda request: asked.append(request.url))
-        made.on("pageerror", lambda error: wrong.append(str(error)))
-        made.on("dialog", lambda dialog: dialog.accept())
-        made.goto(address)
-        yield made
-        browser.close()
-    assert [url for url in asked if not url.startswith((address, "data:"))] == [] and wrong == []
-
-
-def test_from_a_new_host_to_two_jobs_compared(page: Any, rack: Rack, address: str) -> None:
-    hosts = page.locator("#hosts tr[data-node]")
-    assert hosts.evaluate_all("rows => rows.map(row => row.dataset.node)") == ["a2000", "v100", "gone"]
-    assert "gone: nothing listens at" in page.locator(".problem").inner_text()
-    # a host is added, another one becomes the master
-    page.get_by_text("Add a host").click()
-    page.get_by_label("Name").fill("a16")
-    page.get_by_label("Host", exact=True).fill("127.0.0.1")
-    page.get_by_label("More keys").fill(f"port={rack.servers['v100'].port} workdir={rack.folder}/four")
-    page.get_by_role("button", name="Add", exact=True).click()
-    page.get_by_role("status").get_by_text("a16 was added").wait_for()
-    page.locator("tr[data-node=v100]").get_by_role("button", name="Set as master").click()
-    page.locator("tr[data-node=v100] .master").wait_for()
-    # a host that is away is released, and restored
-    page.locator("tr[data-node=gone]").get_by_role("button", name="Release").click()
-    page.locator("tr[data-node=gone] .released").wait_for()
-    # what is wrong is said with a remedy
-    started(page, "nothing.py")
-    assert "Try: give its path as seen from here" in page.get_by_role("alert").inner_text()
-    assert overlaps(page) == []
-    # a job starts, is watched and cancelled, twice
-    for _ in range(2):
-        started(page, str(rack.folder / "mine" / "trains.py"))
-        page.locator("#jobs tr[data-state=running] .speed", has_text="200").first.wait_for()
-        assert page.locator("#jobs tr[data-state=running] .parts").first.inner_text() == "v100 100, a2000 100"
-        page.locator("#jobs tr[data-state=running] a").first.click()
-        page.locator("#parts tr").nth(1).wait_for()
-        before = page.locator("#now").inner_text()
-        page.wait_for_function("before => document.getElementById('now').textContent != before", arg=before)
-        page.locator("#log", has_text="hello from 1 <b>bold</b>").wait_for()
-        assert "v100 is the slowest" in page.locator("#remark").inner_text() and overlaps(page) == []
-        page.get_by_role("button", name="Cancel the job").click()
-        page.get_by_role("status").get_by_text("was ended on every host").wait_for()
-        page.locator("#jobs tr[data-job] .cancelled").first.wait_for()
-    page.get_by_role("link", name="Report").first.click()
-    page.get_by_role("heading", name="Host by host").wait_for()
-    page.go_back()
-    for box in page.get_by_role("checkbox").all()[:2]:
-        box.check()
-    page.get_by_role("button", name="Compare the chosen ones").click()
-    page.get_by_text("2 runs", exact=False).or_(page.get_by_text("B:", exact=False)).first.wait_for()
-    assert overlaps(page) == []
-
-
-def started(page: Any, script: str) -> None:
-    page.get_by_text("Start a job").click()
-    page.get_by_label("or script with arguments").fill(script)
-    page.get_by_label("Hosts", exact=True).fill("a2000,v100")
-    with page.expect_navigation():
-        page.get_by_role("button", name="Start", exact=True).click()
+# ---- what it tells ---------------------------------------------------------------------------------------------
 
 
 def test_what_runs_is_told_to_a_prometheus_and_a_host_that_is_away_blinds_nobody(rack: Rack, address: str) -> None:

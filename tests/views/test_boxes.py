@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,11 @@ from orchestrator.results.compare import compare
 from orchestrator.views.compare_page import render_comparison
 from orchestrator.views.report import write_report
 from tests.results.test_timeline import ranks, run_of
+from tests.support.browser import chromium
 from tests.support.page_boxes import overlaps
 from tests.support.run_folders import Host, end, start, steady_run, step, two_hosts, write_run
 from tests.views.test_slowed import capped
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 FAILURE = {
     "node": "v100",
     "rank": 2,
@@ -31,13 +30,8 @@ FAILURE = {
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    if CHROMIUM is None:
-        pytest.skip("chromium is not installed")
-    sync_api = pytest.importorskip("playwright.sync_api")
-    with sync_api.sync_playwright() as playwright:
-        made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with chromium() as made:
         yield made
-        made.close()
 
 
 def two(folder: Path) -> Path:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,11 +14,11 @@ from orchestrator.results.summary import Summary
 from orchestrator.views import comparison
 from orchestrator.views.charts import draw_throughput
 from orchestrator.views.report import efficiency_words, headline, render_report, write_report
+from tests.support.browser import CHROMIUM
 from tests.support.pages import PNG, Page, assert_self_contained
 from tests.support.run_folders import Host, end, start, step, two_hosts, write_run
 from trainer.shared.experiments import EXPERIMENTS
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 HOSTILE = '<script>alert("x")</script>"><img src=//evil.example/x onerror=alert(1)>'
 FAILURE = {"node": "v100", "rank": 1, "exit_code": 1, "reason": "ended with exit code 1", "log_line": HOSTILE}
 

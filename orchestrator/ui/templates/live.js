@@ -43,6 +43,24 @@ function follow(place, show) {
   source.onmessage = (event) => show(JSON.parse(event.data));
 }
 
+const hosts = document.getElementById("hosts");
+if (hosts) {
+  const looked = document.getElementById("looked");
+  looked.textContent = "status as last known; asking the hosts …";
+  (async () => {
+    const answer = await fetch(hosts.dataset.status);
+    const found = answer.ok ? await answer.json() : {};
+    for (const line of hosts.querySelectorAll("tr[data-node]")) {
+      const status = found[line.dataset.node];
+      const shown = line.querySelector(".state");
+      if (!status) continue;
+      shown.className = `state ${status.replaceAll(" ", "-")}`;
+      shown.textContent = status;
+    }
+    looked.textContent = answer.ok ? `status at ${new Date().toLocaleTimeString()}` : "status as last known";
+  })();
+}
+
 const jobs = document.getElementById("jobs");
 if (jobs && jobs.querySelector('[data-state="running"], [data-state="starting"]')) {
   follow(jobs, (found) => {
