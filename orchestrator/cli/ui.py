@@ -50,13 +50,12 @@ def ui(port: int, out: Path, cluster: str | None) -> None:
         first = controller.store.cluster(cluster).name if cluster else ""
     listener = _listener(port)
     home = Home.default()
-    with contextlib.closing(Watched(home)) as watched, listener:
+    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(Watched(home)) as watched, listener:
         token = kept_token(home) if port else new_token()
         access = Access(application(home, out, watched), token, listener.getsockname()[1])
         console.put(access.address + (f"?cluster={quote(first)}" if first else ""))
         console.say("Ctrl-C ends it; jobs keep running")
-        with contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(_serve(access, listener))
+        asyncio.run(_serve(access, listener))
 
 
 def _listener(port: int) -> socket.socket:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,8 +21,10 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from orchestrator.paths import Home
+from orchestrator.ui.access import kept_token
 from orchestrator.ui.app import application
 from orchestrator.ui.watched import Watched
+from tests.support.free_port import free_port
 from tests.support.ssh_rack import Rack, ssh_rack
 from tests.support.sshd import wait_for
 
@@ -50,9 +53,9 @@ def rack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rack]:
 
 
 @contextlib.contextmanager
-def served(rack: Rack) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def served(rack: Rack, *options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Its address, and the process."""
-    words = [sys.executable, "-m", "orchestrator.cli", "ui", "--out", str(rack.folder / "runs")]
+    words = [sys.executable, "-m", "orchestrator.cli", "ui", "--out", str(rack.folder / "runs"), *options]
     environment = {**rack.environment, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -114,6 +117,60 @@ def test_the_token_stands_in_no_command_line_and_the_page_on_no_other_interface(
         assert [place for place in listening if place.endswith(port)] == [f"0100007F{port}"]
 
 
+# What another user of this machine can try: every file and process that it may read, then the door without a key.
+STRANGER = """
+import os, sys, urllib.error, urllib.request
+port, home, pid = sys.argv[1:]
+seen = []
+for top in (home, f"/proc/{pid}"):
+    for folder, _, files in os.walk(top, followlinks=False):
+        for name in files:
+            try:
+                with open(os.path.join(folder, name), "rb", buffering=0) as file:
+                    seen.append(file.read(1 << 20) or b"")
+            except OSError:
+                pass
+sys.stdout.buffer.write(b"\\n".join(seen) + b"\\nSEEN\\n")
+for path in ("/", "/metrics", "/status"):
+    try:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30)
+    except urllib.error.HTTPError as error:
+        print(error.code, flush=True)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_another_user_of_this_machine_finds_no_key_and_no_way_in_without_one(rack: Rack) -> None:
+    with served(rack, "--port", str(free_port())) as (url, process):
+        port, token = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/(\S{43})/", url).groups()  # type: ignore[union-attr]
+        words = [shutil.which("python3", path="/usr/bin"), "-c", STRANGER, port, str(rack.folder), str(process.pid)]
+        nobody = {"user": "nobody", "group": "nogroup", "extra_groups": [], "cwd": "/"}
+        looked = subprocess.run(words, **nobody, env={}, capture_output=True, timeout=120, check=True)
+        found, _, codes = looked.stdout.partition(b"SEEN\n")
+        assert codes.split() == [b"403"] * 3
+        assert b"orchestrator.cli" in found, "it could not even read the command line"
+        assert token.encode() not in found
+        assert (rack.folder / "home" / "page-token").stat().st_mode & 0o777 == 0o600
+
+
+def test_with_a_port_its_address_stays_and_without_one_it_is_new(rack: Rack) -> None:
+    port = str(free_port())
+    addresses = []
+    for options in (("--port", port), ("--port", port), (), ()):
+        with served(rack, *options) as (url, _):
+            addresses.append(url)
+    assert addresses[0] == addresses[1] and len({*addresses}) == 3
+    assert len({url.split("/")[3] for url in addresses}) == 3
+
+
+@pytest.mark.parametrize("broken", ["", "short", "../" * 14 + "x", "é" * 43])
+def test_a_key_that_was_written_by_hand_is_replaced(tmp_path: Path, broken: str) -> None:
+    home = Home(tmp_path)
+    home.page_token.write_text(broken)
+    token = kept_token(home)
+    assert re.fullmatch(r"[A-Za-z0-9_-]{43}", token) and kept_token(home) == token
+
+
 def test_every_answer_keeps_to_itself(address: str) -> None:
     _, headers, text = get(address)
     assert headers["referrer-policy"] == "no-referrer" and headers["cache-control"] == "no-store"
@@ -125,7 +182,9 @@ def test_a_mistake_is_said_in_words_and_a_form_that_there_is_not_is_none(address
     status, _, text = get(f"{address}jobs/nothing")
     assert status == 400 and "no job" in text and "Traceback" not in text
     status, _, text = get(f"{address}compare")
-    assert status == 400 and "0 jobs chosen" in text
+    assert status == 400 and "0 jobs chosen" in text and 'href="./"' in text
+    status, _, text = get(f"{address}jobs/nothing/at/all")
+    assert status == 404 and "there is no such page" in text and 'href="../../../"' in text
     for act in ("down", "release"):
         request = urllib.request.Request(f"{address}do/{act}", data=b"x=1", method="POST")
         with pytest.raises(urllib.error.HTTPError) as error:
