@@ -1,10 +1,11 @@
 """Runs of the same thing, compared two by two: how often `orch compare` finds a difference where there is none.
 
-    .venv/bin/python tests/bench/compare.py [--pairs 20] [--steps 150] [--real]
+    .venv/bin/python tests/bench/compare.py [--pairs 20] [--steps 150] [--real | --ways]
 
 Each run is compared with the one before it, on a lab pair at 2.5 Gbps that stands in for GPUs. --real: LeNet on this
 machine's CPU, whose speed changes from one run to the next with whatever else it does. The last line counts; it exits
-with 1 where more than a tenth of the pairs differ. One run more, at nine tenths of the pace, has to differ. Needs root.
+with 1 where more than a tenth of the pairs differ. One run more, at nine tenths of the pace, has to differ. --ways:
+ResNet-152 on the lab's V100 alone, over it and an A2000 by ddp, and as a pipeline, side by side. Needs root.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import itertools
 import sys
 
-from rack import Rack, end_orderly_on_term, rack, show_machine
+from rack import ROOT, Rack, end_orderly_on_term, rack, show_machine
 
 PACES = {"v100": 833.0, "a2000": 333.0}
 ALLOWED = 0.1
@@ -24,9 +25,12 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--real", action="store_true")
+    parser.add_argument("--ways", action="store_true")
     asked = parser.parse_args()
     end_orderly_on_term()
     show_machine()
+    if asked.ways:
+        return compare_ways(asked.steps)
     with rack(inventory(1.0, paced=not asked.real)) as lab:
         jobs = [one_run(lab, asked.steps) for _ in range(asked.pairs + 1)]
         differing = sum([differ(lab, *pair) for pair in itertools.pairwise(jobs)])
@@ -37,6 +41,19 @@ def main() -> int:
         slower = differ(lab, jobs[0], one_run(lab, asked.steps))
         print(f"nine tenths of the pace {'differs' if slower else 'DOES NOT differ'}")
         return int(differing > ALLOWED * asked.pairs or not slower)
+
+
+def compare_ways(steps: int) -> int:
+    """Exits with 1 where a run is not valid."""
+    print("paced, and assumed: 833 (V100) and 333 samples/s (A2000); the hardware catalogue says 3,869 and 1,820")
+    every = {"data": "synthetic", "batch": 256, "steps": steps, "samples": 256 * steps, "epochs": 1, "eval_every": 0}
+    with rack(ROOT / "inventory" / "lab_a2000_v100.yaml") as lab:
+        alone = lab.run("resnet152_cifar", ["v100"], strategy="none", **every)
+        ddp = lab.run("resnet152_cifar", strategy="ddp", shares="equal", **every)
+        piped = lab.run("resnet152_cifar", strategy="pipeline", accumulate=8, **every)
+        runs = [alone, ddp, piped]
+        print(lab.person.types("compare", *(run.summary["job"] for run in runs)).stdout)
+    return int(not all(run.valid for run in runs))
 
 
 def inventory(times: float, *, paced: bool) -> str:
