@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -107,10 +106,10 @@ def _shown(is_screen: bool, as_json: bool) -> Iterator[Callable[[list[JobNow]], 
 
     def lines(found: list[JobNow]) -> None:
         for job in found:
-            print(json.dumps(documents.top_json(job)), flush=True) if as_json else console.put(views.line(job))
+            console.print_json_line(documents.top_json(job)) if as_json else console.put(views.line(job))
 
     if not is_screen:
         yield lines
         return
     with Live(console=console.out, auto_refresh=False, vertical_overflow="ellipsis") as live:
-        yield lambda found: live.update(views.board(found, console.out.width), refresh=True)
+        yield lambda found: live.update(views.board(found, *console.out.size), refresh=True)

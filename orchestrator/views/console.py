@@ -72,6 +72,11 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))  # and not `write`: there may be no standard output
 
 
+def print_json_line(value: Any) -> None:
+    """One document of a stream of them, at once."""
+    print(json.dumps(value), flush=True)
+
+
 def print_answers(answers: Mapping[str, Any], words: Callable[[Any], str]) -> None:
     """One line a host with what it answered in words; then the errors."""
     for node, answer in answers.items():

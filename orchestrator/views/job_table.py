@@ -18,7 +18,7 @@ from orchestrator.views import console
 from orchestrator.views.numbers import clock, local_minute
 from orchestrator.views.tables import table
 
-_STATE_COLOURS = {"succeeded": "green", "failed": "red", "lost": "red", "cancelled": "yellow", "running": "cyan"}
+STATE_COLOURS = {"succeeded": "green", "failed": "red", "lost": "red", "cancelled": "yellow", "running": "cyan"}
 
 
 def print_jobs(jobs: Sequence[JobRecord]) -> None:
@@ -37,7 +37,7 @@ def _job_cells(job: JobRecord) -> tuple[Any, ...]:
     failure = job.first_failure
     return (
         job.id,
-        Text(job.state, style=_STATE_COLOURS.get(job.state, "default")),
+        Text(job.state, style=STATE_COLOURS.get(job.state, "default")),
         job.cluster,
         local_minute(job.started) or "",
         lasted(job),
@@ -76,7 +76,7 @@ def warn_unheard(unheard: Mapping[str, Mapping[str, HostError]]) -> None:
 
 def print_end(job: JobRecord) -> None:
     """How a job ended; the failing rank's own code is on the last line."""
-    colour = _STATE_COLOURS.get(job.state, "default")
+    colour = STATE_COLOURS.get(job.state, "default")
     console.err.print(Text.assemble((job.state, colour), " ", console.plain(job.id)))
     for fault in job.faults:
         console.say(fault_words(fault))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import math
 import time
 from collections.abc import Iterator, Sequence
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -16,6 +17,7 @@ from orchestrator.jobs.gpu_reading import Reading
 from orchestrator.jobs.stall import stall_words
 from orchestrator.text import one_line
 from orchestrator.units import format_bytes
+from orchestrator.views.job_table import STATE_COLOURS
 from orchestrator.views.numbers import UNKNOWN, clock, figure, percent
 from orchestrator.views.progress import time_words
 
@@ -27,13 +29,30 @@ DISPENSABLE = ("power", "heat", "memory", "sync")
 SILENT = "no answer"
 
 
-def board(jobs: Sequence[JobNow], width: int) -> RenderableType:
-    return Group(*(part for job in jobs for part in _job(job, width)))
+def board(jobs: Sequence[JobNow], width: int, height: int) -> RenderableType:
+    """On a screen that is too low for all of it, the later jobs have a line each; one job alone is shown whole."""
+    parts, left = list[RenderableType](), height - len(jobs)
+    for job in jobs:
+        whole = tuple(_job(job, width))
+        more = _lines(whole, width) - 1
+        parts += whole if more <= left or len(jobs) == 1 else [_cut(Text(line(job)))]
+        left -= more if more <= left else 0
+    if len(jobs) > height:
+        parts[height - 1 :] = [_cut(Text(f"and {len(jobs) - height + 1} more; `orch top JOB` shows one", "dim"))]
+    return Group(*parts)
+
+
+def _lines(parts: Sequence[RenderableType], width: int) -> int:
+    measure = Console(width=width, file=io.StringIO(), legacy_windows=False)
+    return len(measure.render_lines(Group(*parts), pad=False))
 
 
 def _job(job: JobNow, width: int) -> Iterator[RenderableType]:
     heading = Text(one_line(job.record.id), "bold")
-    heading.append(f"  {job.record.state}", "green" if job.record.state == "running" else "yellow")
+    heading.append(f"  {job.record.state}", STATE_COLOURS.get(job.record.state, "default"))
+    top, room = max((speed or 0.0 for speed in job.speeds), default=0.0), width - heading.cell_len - 2
+    if room >= LEAST_SPARK:
+        heading.append("  " + spark(job.speeds, top, min(room, MOST_SPARK)), "cyan")
     yield _cut(heading)
     yield Padding(Text("  ".join(_figures(job))), (0, 0, 0, 2))  # folded where it is too long: a figure is never cut
     yield _cut(Text(f"  {time_words(job.progress)}", "dim"))

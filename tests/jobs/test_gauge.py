@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,7 +130,7 @@ def test_a_host_is_named_where_another_clearly_waits_for_it(waits: Any, found: A
 
 def shown(now: JobNow, width: int) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(top.board([now], width))
+    console.print(top.board([now], width, 50))
     return console.file.getvalue()
 
 
@@ -158,6 +159,33 @@ def test_a_wide_screen_has_what_the_gpus_do_and_the_course_of_the_speed() -> Non
     page = shown(full().now(), 200)
     for words in ("97 %", "8.0GiB", "71 °C", "70 W", "samples/s so far", "█"):
         assert words in page
+
+
+@given(count=st.integers(1, 60), height=st.integers(3, 60), width=st.integers(30, 200))
+def test_of_more_jobs_than_a_screen_has_room_for_each_has_at_least_a_line_or_is_counted(
+    count: int, height: int, width: int
+) -> None:
+    now = full().now()
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    jobs = [replace(now, record=now.record.model_copy(update={"id": f"job-{number:02}"})) for number in range(count)]
+    console.print(top.board(jobs, width, height))
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) <= height or count == 1
+    named = {job.record.id for job in jobs if any(job.record.id in line for line in lines)}
+    if count <= height:
+        assert len(named) == count
+    elif width >= 60:
+        assert lines[-1] == f"and {count - height + 1} more; `orch top JOB` shows one" and len(named) == height - 1
+
+
+def test_the_course_of_the_whole_job_stands_beside_its_name_of_a_pipeline_too() -> None:
+    feed = Feed(a=1, b=1)
+    for step in range(3):
+        for rank, name in enumerate("ab"):
+            feed.step(name, rank, step, bubble_before_ms=1.0, bubble_behind_ms=1.0)
+    feed.now()
+    heading = shown(feed.now(), 80).splitlines()[0]
+    assert heading.split() == ["job-one", "running", "██"]
 
 
 def test_what_a_host_writes_steers_no_terminal() -> None:

@@ -1,4 +1,4 @@
-"""`orch ui` in a real browser, on a lab of four hosts: from a new host to two jobs compared, and a host that goes away."""
+"""`orch ui` in a real browser, on a lab: from a new host to two jobs compared, and a host that goes away."""
 
 from __future__ import annotations
 
@@ -73,7 +73,10 @@ def address(person: Person) -> Iterator[str]:
 
 @pytest.fixture
 def page(person: Person, address: str, tmp_path: Path) -> Iterator[Any]:
-    with chromium(started_by(person.lab.to_controller, tmp_path / "chromium")) as browser, page_of(browser, address) as made:
+    with (
+        chromium(started_by(person.lab.to_controller, tmp_path / "chromium")) as browser,
+        page_of(browser, address) as made,
+    ):
         yield made
 
 
