@@ -18,7 +18,7 @@ from pathlib import Path
 from orchestrator.clusters import Clusters, now_utc
 from orchestrator.errors import HostError, HostsError, OrchError, UsageError
 from orchestrator.files import own_folder
-from orchestrator.forecast.cluster_links import COLLECTIVES, read_network
+from orchestrator.forecast.cluster_links import COLLECTIVES, newest_measuring, read_network
 from orchestrator.forecast.inputs import ForecastInputs, inputs_of
 from orchestrator.forecast.memory import needed_bytes
 from orchestrator.forecast.predicted_plan import left_out_words, predicted_plan
@@ -48,6 +48,7 @@ from orchestrator.planning.placement import place
 from orchestrator.planning.profiles import Profiles, kinds_of
 from orchestrator.planning.request import RunRequest, Wish, Words
 from orchestrator.planning.split import split_batch_of, split_equally
+from orchestrator.results.collectives import LinksCarried, links_carried
 from orchestrator.results.summary import Summary
 from orchestrator.store import Store
 from orchestrator.transport.ask import ConnectedHost
@@ -294,5 +295,13 @@ class Controller:
         from orchestrator.views.report import write_report
 
         summary = analyse(run)
-        write_report(run, summary)
+        write_report(run, summary, self._links_of(run, summary))
         return summary
+
+    def _links_of(self, run: RunFolder, summary: Summary) -> LinksCarried | None:
+        """What the newest measurement of this run's hosts, beside it or remembered, says of their links."""
+        names = [node.name for node in summary.nodes]
+        if len(names) < 2 or summary.collectives:
+            return None
+        found = newest_measuring(run.root.parent, summary.cluster, names, self.store.runs_of(COLLECTIVES))
+        return links_carried(found.job, found.collectives) if found and found.collectives else None

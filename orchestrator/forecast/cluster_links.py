@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -121,10 +121,15 @@ def _costs_words(costs: Overheads) -> str:
 
 
 def read_network(out: Path, plan: LaunchPlan, elsewhere: Iterable[Path] = ()) -> MeasuredLinks | None:
+    """From the newest run that measured these hosts: see `newest_measuring`."""
+    found = newest_measuring(out, plan.cluster, [node.name for node in plan.nodes], elsewhere)
+    return network_from(found) if found else None
+
+
+def newest_measuring(out: Path, cluster: str, names: Collection[str], elsewhere: Iterable[Path] = ()) -> Summary | None:
     """The newest collected run of collectives over (at least) these hosts: in the folder of collected runs, or among
     run folders elsewhere. Of one host, over its ranks alone.
     """
-    wanted = {node.name for node in plan.nodes}
     found_runs = [*out.glob(f"{COLLECTIVES}*"), *elsewhere]
     newest = sorted(found_runs, key=lambda folder: folder.name, reverse=True)  # their names say when
     for folder in newest[:SEEN_RUNS]:
@@ -133,9 +138,9 @@ def read_network(out: Path, plan: LaunchPlan, elsewhere: Iterable[Path] = ()) ->
         except OrchError:
             continue
         seen = {node.name for node in summary.nodes}
-        here = summary.cluster == plan.cluster and wanted <= seen and (len(wanted) > 1 or len(seen) == 1)
-        if here and (found := network_from(summary)):
-            return found
+        here = summary.cluster == cluster and {*names} <= seen and (len(names) > 1 or len(seen) == 1)
+        if here and network_from(summary):
+            return summary
     return None
 
 

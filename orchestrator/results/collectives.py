@@ -8,6 +8,8 @@ How they are read from a run's events stands in `network`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from orchestrator.record import Record, Words
 
 
@@ -69,3 +71,26 @@ def link_matrix(found: Collectives) -> tuple[list[str], dict[tuple[str, str], fl
     """The nodes, and Gbps from one to another."""
     names = list(dict.fromkeys(end for link in found.links for end in (link.source, link.target)))
     return names, {(link.source, link.target): link.gbps for link in found.links}
+
+
+class LinksCarried(Record):
+    """What the hosts' links carried when they were measured."""
+
+    job: str
+    """That measured them."""
+    gbps: Mapping[str, tuple[float, float]]
+    """By node: the most that went out to one other node, and that came in from one."""
+
+
+def links_carried(job: str, found: Collectives) -> LinksCarried:
+    """Of a run of collectives.
+
+    >>> links = (LinkSpeed(source="a", target="b", gbps=2.3), LinkSpeed(source="b", target="a", gbps=2.2))
+    >>> links_carried("collectives-1", Collectives(links=links)).gbps["a"]
+    (2.3, 2.2)
+    """
+    names, gbps = link_matrix(found)
+    out = {name: [speed for pair, speed in gbps.items() if pair[0] == name] for name in names}
+    into = {name: [speed for pair, speed in gbps.items() if pair[1] == name] for name in names}
+    known = {name: (max(out[name]), max(into[name])) for name in names if out[name] and into[name]}
+    return LinksCarried(job=job, gbps=known)

@@ -25,7 +25,7 @@ from orchestrator.jobs.faults import fault_words
 from orchestrator.jobs.record import FirstFailure
 from orchestrator.jobs.redraw import Drawing
 from orchestrator.paths import RunFolder
-from orchestrator.results.collectives import Collectives, CollectiveTime, link_matrix
+from orchestrator.results.collectives import Collectives, CollectiveTime, LinksCarried, link_matrix
 from orchestrator.results.published import conditions, published_for
 from orchestrator.results.summary import NodeSummary, RankEnd, Summary
 from orchestrator.results.timeline import load_timeline
@@ -53,14 +53,14 @@ SLOWED = 20
 """So many hosts whose GPUs were slowed are named; the chart shows no more."""
 
 
-def write_report(run: RunFolder, summary: Summary) -> Path:
-    """Writes the chart and the page; returns the page's path."""
+def write_report(run: RunFolder, summary: Summary, links: LinksCarried | None = None) -> Path:
+    """Writes the chart and the page; returns the page's path. links: see `render_report`."""
     chart = base64.b64encode(run.chart.read_bytes()).decode() if draw_throughput(summary, run.chart) else None
     logs = () if summary.metrics else last_words(run, summary)
     gpus = gpu_charts({node.name: read_course(run.gpu(node.name)) for node in summary.nodes})
     line = load_timeline(run.timeline) if summary.stages else None
     drawing = draw_timeline(line) if line else None
-    write_atomic(run.report, render_report(summary, chart, logs, gpus, drawing))
+    write_atomic(run.report, render_report(summary, chart, logs, gpus, drawing, links))
     return run.report
 
 
@@ -99,9 +99,10 @@ def render_report(
     logs: tuple[LogEnd, ...] = (),
     gpus: GpuCharts | None = None,
     timeline: TimelineDrawing | None = None,
+    links: LinksCarried | None = None,
 ) -> str:
     """The page's HTML. chart: a PNG in base64. logs: shown where there are no metrics. gpus: how they went.
-    timeline: of a pipeline.
+    timeline: of a pipeline. links: what another run measured of the hosts' links.
     """
     named = summary.named if summary.metrics and not summary.collectives else frozenset()
     return (
@@ -113,6 +114,7 @@ def render_report(
             logs=logs,
             gpus=gpus,
             timeline=timeline,
+            links=links,
             slowed_named=[node.slowed_words for node in summary.slowed if node.name in named],
             slowed_others=[node.slowed_words for node in summary.slowed if node.name not in named][:SLOWED],
             headline=headline(summary),
