@@ -7,6 +7,7 @@ Bandwidth is decimal bits per second, as on every network panel; memory is bytes
 from __future__ import annotations
 
 import re
+from datetime import datetime, time
 
 # Bounded, so that no number of a file becomes infinity.
 _NUMBER = r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*"
@@ -14,6 +15,7 @@ _NUMBER = r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*"
 _BANDWIDTH = re.compile(_NUMBER + r"(?:([kKmMgGtT]?)(?:bps|bit/s|bit|b/s)|([kKmMgGtT])(?:b|bE)?)\s*")
 _BYTES = re.compile(_NUMBER + r"(?:([kMGT])(i?))?B\s*", re.IGNORECASE)
 _DURATION = re.compile(_NUMBER + r"([smh])\s*")
+_CLOCK = re.compile(r"\d\d:\d\d(:\d\d)?")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -42,6 +44,31 @@ def parse_duration(text: str) -> float:
     if not match or float(match[1]) <= 0:
         raise ValueError(f"{text!r} is not a time; write it like 90s, 30m or 12h")
     return float(match[1]) * _SECONDS[match[2]]
+
+
+def parse_ago(text: str, now: datetime) -> float:
+    """How many seconds ago something was: `30m`, `14:05`, `2026-11-25 14:05:30`; a time without a zone is in that of
+    `now`. Raises ValueError naming the forms expected.
+
+    >>> parse_ago("14:05", datetime(2026, 11, 25, 14, 6))
+    60.0
+    >>> parse_ago("23:59:30", datetime(2026, 11, 25, 0, 0))     # yesterday's
+    30.0
+    """
+    if _DURATION.fullmatch(text):
+        return parse_duration(text)
+    try:
+        if _CLOCK.fullmatch(text):
+            at = datetime.combine(now.date(), time.fromisoformat(text), now.tzinfo)
+            ago_s = (now - at).total_seconds()
+            return ago_s if ago_s >= 0 else ago_s + 24 * 3600
+        at = datetime.fromisoformat(text)
+        ago_s = (now - (at if at.tzinfo else at.replace(tzinfo=now.tzinfo))).total_seconds()
+    except (ValueError, TypeError, OverflowError):
+        raise ValueError(f"{text!r} is no time; write it like 30m, 14:05 or 2026-11-25T14:05") from None
+    if ago_s < 0:
+        raise ValueError(f"{text!r} is still to come")
+    return ago_s
 
 
 def format_bandwidth(bits_per_s: float) -> str:

@@ -134,12 +134,30 @@ class Regex(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
             self.fail(f"{value!r} is no regular expression: {error}", param, ctx)
 
 
+class Ago(click.ParamType):  # type: ignore[type-arg]  # as above
+    """Seconds ago, from `30m` or a time of this machine's clock."""
+
+    name = "when"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        from datetime import datetime
+
+        from orchestrator.units import parse_ago
+
+        try:
+            return value if isinstance(value, float) else parse_ago(value, datetime.now().astimezone())
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
 @click.command()
 @job_given
 @click.option("-f", "--follow", is_flag=True, help="Follow until the job has ended.")
 @click.option("--node", "only_node", metavar="N", help="Only this node.", shell_complete=node_names)
 @click.option("--rank", "only_rank", type=int, metavar="R", help="Only this rank.")
 @click.option("-n", "--lines", type=click.IntRange(min=1), metavar="N", help="Only the last N lines of each log.")
+@click.option("--since", type=Ago(), metavar="WHEN", help="Only lines printed since then: 30m ago, or at 14:05.")
+@click.option("-t", "--timestamps", is_flag=True, help="Begin each line with the time at which it was printed.")
 @click.option("--grep", type=Regex(), metavar="REGEX", help="Only lines, of those, in which this fits.")
 @cluster_option
 def logs(
@@ -148,18 +166,21 @@ def logs(
     only_node: str | None,
     only_rank: int | None,
     lines: int | None,
+    since: float | None,
+    timestamps: bool,
     grep: re.Pattern[str] | None,
     cluster: str | None,
 ) -> None:
     """Show what the ranks printed, each line with its node and rank.
 
-    A rank has two logs, of its output and its errors. With -n the earlier lines stay on the hosts. After `orch down` it
-    shows what was collected.
+    A rank has two logs, of its output and its errors. With -n and --since the earlier lines stay on the hosts. Times
+    are those of the host's clock, to a second. After `orch down` it shows what was collected, without times.
 
     \b
     orch logs -f
     orch logs --job resnet152 --node v100 --rank 0
     orch logs -n 20
+    orch logs -t --since 10m
     orch logs -f -n 5 --grep 'loss|error'
     """
     from orchestrator.jobs.copies import copied_lines, is_removed, last_of, newest_copy, nothing_left
@@ -181,14 +202,17 @@ def logs(
             why, copy = nothing_left(controller.store, plan), newest_copy(controller.store, plan.job)
             if copy is None:
                 raise why
+            if timestamps or since is not None:
+                raise OrchError(f"{why.message}, and with them when its lines were printed", "leave --since and -t out")
             console.say(f"{why.message}; these are the lines that were collected into {copy.root}")
             copied = copied_lines(plan, copy)
             return following.print_events(last_of(copied, lines) if lines else copied, chosen)
         away = job.reach()
         console.fail_each(away.values())
         ranks = [rank for node in plan.nodes if only_node in (None, node.name) for rank in node.rank_numbers]
-        last = {rank: lines for rank in ranks if only_rank in (None, rank)} if lines else None
-        following.print_events(job.follow(until_end=follow, last_lines=last), chosen)
+        last = {rank: lines for rank in ranks if only_rank in (None, rank)} if lines or since is not None else None
+        events = job.follow(until_end=follow, last_lines=last, since_s=since, times=timestamps)
+        following.print_events(events, chosen, times=timestamps)
         if away:
             sys.exit(3)
     return None

@@ -16,10 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.errors import HostError, ProbeError
+from orchestrator.jobs.metric_lines import number
 from orchestrator.text import message, one_line
 
 MAX_PIECE_BYTES = 1 << 18
 MAX_HOLE_BYTES = 1 << 44
+LARGEST_WALL = 2.5e11
+"""In the year 9892: later ones are no date here."""
 HEAD_BYTES = 1 << 12
 """A file is known by its inode and by how it begins."""
 RANK_FILES = ("stdout.log", "stderr.log", "metrics.jsonl")
@@ -42,6 +45,9 @@ class FilePiece:
     """Whether the file was cut, replaced or rotated on its host: what came before belongs to an older generation."""
     hole: int = 0
     """So many zero bytes follow `data`; they take no room on the host's disk."""
+    wall: float | None = None
+    """When these bytes were printed, in seconds since 1970 by the host's clock; None where that was not asked for, or
+    is not known."""
 
     @property
     def end(self) -> int:
@@ -177,7 +183,8 @@ def _piece(header: dict[str, Any], rank_of: Callable[[str], int | None]) -> tupl
         raise ValueError(f"offset {offset!r}")
     if inode is not None and not isinstance(inode, int):
         raise ValueError(f"inode {inode!r}")
-    return FilePiece(header["file"], rank_of(header["file"]), offset, b"", inode, hole=hole), size
+    wall = number(header, "wall", LARGEST_WALL)
+    return FilePiece(header["file"], rank_of(header["file"]), offset, b"", inode, hole=hole, wall=wall), size
 
 
 def _whole(header: dict[str, Any]) -> Whole:

@@ -1,6 +1,6 @@
 """The last lines of a job's logs: where they begin on each host, which a watch then takes for what is here already.
 
-offsets = tails(plan, hosts, wanted)            wanted: lines by rank; of all others nothing comes
+offsets = tails(plan, hosts, wanted, follow=False)      wanted: lines by rank; of all others nothing comes
 for name, item in watch(plan, hosts, offsets=offsets, follow=False): ...
 """
 
@@ -26,36 +26,45 @@ LOGS = ("stdout.log", "stderr.log")
 
 
 def tails(
-    plan: LaunchPlan, hosts: Mapping[str, ConnectedHost], wanted: Mapping[int, int], *, follow: bool
+    plan: LaunchPlan,
+    hosts: Mapping[str, ConnectedHost],
+    wanted: Mapping[int, int | None],
+    *,
+    follow: bool,
+    since_s: float | None = None,
 ) -> dict[str, dict[str, Held]]:
-    """By node and file. wanted: how many lines of each log of a rank. follow: what tells of the job's progress comes
-    whole. Raises HostsError.
+    """By node and file. wanted: how many lines of each log of a rank, None for all. follow: what tells of the job's
+    progress comes whole. since_s: of these lines those that were printed no longer ago. Raises HostsError.
     """
-    found = on_all(plan, lambda name: _of_host(plan, hosts[name], wanted, follow), ASK_S, only=hosts)
+    found = on_all(plan, lambda name: _of_host(plan, hosts[name], wanted, follow, since_s), ASK_S, only=hosts)
     if errors(found):
         raise HostsError(errors(found))
     return values(found)
 
 
-def _of_host(plan: LaunchPlan, host: ConnectedHost, wanted: Mapping[int, int], follow: bool) -> dict[str, Held]:
+def _of_host(
+    plan: LaunchPlan, host: ConnectedHost, wanted: Mapping[int, int | None], follow: bool, since_s: float | None
+) -> dict[str, Held]:
     node, held = plan.node(host.node), dict[str, Held]()
-    names = {f"rank-{rank}/{log}": wanted.get(rank, 0) for rank in node.rank_numbers for log in LOGS}
+    names: dict[str, int | None] = {
+        f"rank-{rank}/{log}": wanted.get(rank, 0) for rank in node.rank_numbers for log in LOGS
+    }
     if not follow:
         names |= {f"rank-{rank}/metrics.jsonl": 0 for rank in node.rank_numbers} | dict.fromkeys(NODE_FILES, 0)
     for lines in _parts(names):
-        request = {"workdir": node.workdir, "job": plan.job, "lines": lines}
+        request = {"workdir": node.workdir, "job": plan.job, "lines": lines, "since_s": since_s}
         answer = ask.ask(host, "tails", request, timeout_s=ASK_S)
         held |= ask.understood(host.node, partial(_held, answer, lines))
     return held
 
 
-def _parts(names: Mapping[str, int]) -> Iterator[dict[str, int]]:
+def _parts(names: Mapping[str, int | None]) -> Iterator[dict[str, int | None]]:
     rest = iter(names.items())
     while part := dict(islice(rest, FILES_ASKED)):
         yield part
 
 
-def _held(answer: Mapping[str, Any], asked: Mapping[str, int]) -> dict[str, Held]:
+def _held(answer: Mapping[str, Any], asked: Mapping[str, int | None]) -> dict[str, Held]:
     """Raises ValueError, KeyError, TypeError, AttributeError for what a host would not say."""
     held = {}
     for name, (offset, inode, text) in answer["files"].items():

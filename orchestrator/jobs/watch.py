@@ -32,23 +32,24 @@ def watch(
     follow: bool,
     limit_bytes: int | None = None,
     files: Sequence[str] = ALL_FILES,
+    times: bool = False,
     reconnect: Callable[[str], ConnectedHost] | None = None,
 ) -> Iterator[tuple[str, Frame | HostError]]:
     """What the job's hosts have to say, as it comes: (node, frame), and (node, error) where a link broke.
 
     offsets: per node and file, what is here already. limit_bytes: of a file no more than its first so many; None for
-    all. files: the kinds that are wanted, like `metrics.jsonl`. A broken link is dialled again by `reconnect`, for as
-    long as it takes, and goes on where it stopped: every byte comes once and in order, and the job does not depend on
-    it. Without `reconnect` the host's part ends there. Ends when every host has ended; a ("", Beat) comes when nobody
-    has said a thing for a second.
+    all. files: the kinds that are wanted, like `metrics.jsonl`. times: pieces of logs say when they were printed. A
+    broken link is dialled again by `reconnect`, for as long as it takes, and goes on where it stopped: every byte comes
+    once and in order, and the job does not depend on it. Without `reconnect` the host's part ends there. Ends when
+    every host has ended; a ("", Beat) comes when nobody has said a thing for a second.
     """
-    wanted = {"follow": follow, "files": list(files), "limit_bytes": limit_bytes}
+    wanted = {"follow": follow, "files": list(files), "limit_bytes": limit_bytes, "times": times}
     return _Watch(plan, hosts, wanted, reconnect).items(offsets)
 
 
 def watch_records(plan: LaunchPlan, hosts: Mapping[str, ConnectedHost]) -> Iterator[tuple[str, Frame | HostError]]:
     """The supervisors' records alone, until every host has ended; a host whose link breaks is not dialled again."""
-    wanted = {"follow": True, "files": [], "limit_bytes": None}
+    wanted = {"follow": True, "files": [], "limit_bytes": None, "times": False}
     return _Watch(plan, hosts, wanted, None).items({})
 
 

@@ -13,7 +13,7 @@
                     /bin/orch_remote/         these programs
                     /src/                  this job's own copy of the code
                     /shipped.json          what each file in src/ was when it was shipped: all else there, the job wrote
-                    /rank-<r>/             stdout.log stderr.log metrics.jsonl exit.json
+                    /rank-<r>/             stdout.log stderr.log (and .times of both) metrics.jsonl exit.json
                     /gpu.jsonl             use, memory, clock, power and heat of the job's GPUs, every few seconds
                     /control               FIFO: requests and rank events, one JSON line each
                     /alive                 FIFO: its only writer is the supervisor, so its end is the supervisor's

@@ -5,11 +5,14 @@ A hole of a sparse file travels as its length: what takes no room here takes non
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
+import stat
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from .watchdog import wind
@@ -38,6 +41,27 @@ class Out:
         if time.monotonic() > self._beat_due:
             self._beat_due = time.monotonic() + BEAT_S
             self.frame({"beat": 1})
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Any:
+    """A descriptor; None unless it is a regular file of our own: a link, or one for its folder, leads elsewhere."""
+    try:
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            handle = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        if error.errno == errno.EIO:
+            raise
+        yield None
+        return
+    try:
+        found = os.fstat(handle)
+        yield handle if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() else None
+    finally:
+        os.close(handle)
 
 
 def next_piece(handle: int, offset: int, limit: int) -> tuple[int, bytes]:

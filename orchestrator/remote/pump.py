@@ -21,6 +21,8 @@ import termios
 import threading
 from pathlib import Path
 
+from .print_times import PrintTimes
+
 PIPE_BYTES = 1 << 20
 BUFFER_BYTES = 1 << 18
 """Used again and again, so that it stays in the processor's cache: what a fresh megabyte a read costs is a third."""
@@ -31,7 +33,8 @@ ROOM_BYTES = 1 << 16
 class Pump(threading.Thread):
     """entry: the pipe's end for the child; `start` closes ours."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, times: PrintTimes | None = None) -> None:
+        """times: notes when what is in the log was printed."""
         super().__init__(daemon=True, name=f"pump-{log.name}")
         self._file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
         self._pipe, self.entry = os.pipe()
@@ -39,6 +42,7 @@ class Pump(threading.Thread):
             fcntl.fcntl(self._pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self._over, self._end = os.pipe()
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
+        self._times = times
         self._dropped = self._unreported = 0
         self._last = b"\n"
 
@@ -68,6 +72,8 @@ class Pump(threading.Thread):
     def _carry(self, at_most: int) -> int:
         """One piece from the pipe to the file; its size, 0 at the pipe's end."""
         size = os.readv(self._pipe, [self._buffer[:at_most]])
+        if size and self._times and self._times.is_due():
+            self._times.note(os.fstat(self._file).st_size)
         self._put(self._buffer[:size])
         return size
 

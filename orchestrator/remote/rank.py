@@ -27,6 +27,7 @@ from .layout import JobFolder, write_json
 from .meeting import Meeting
 from .memory import let_go_first
 from .own_start import make_folders, ranks_of, without_torchrun
+from .print_times import PrintTimes
 from .processes import adopt_orphans, descendants, die_with_parent, end_all, pulse, signal_name
 from .pump import Pump
 from .script_start import WATCH
@@ -99,7 +100,7 @@ def _start(job: JobFolder, node: dict[str, Any], ranks: list[int]) -> tuple[subp
         environment = without_torchrun(environment, job)
     if node.get("elastic"):
         environment["ORCH_RESTARTED"] = str(int(again))
-    pumps = [Pump(folder / "stdout.log"), Pump(folder / "stderr.log")]
+    pumps = [Pump(folder / f"{name}.log", PrintTimes(folder / f"{name}.times")) for name in ("stdout", "stderr")]
     command = [LOCAL_RANK.format(**os.environ) if part == LOCAL_RANK else part for part in node["command"]]
     wrapper = os.getpid()
 

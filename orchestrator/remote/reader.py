@@ -1,13 +1,14 @@
 """Hands a job's files back as a stream of frames, from where the controller already has them.
 
 Request: {"workdir", "job", "ranks": [numbers of this host], "offsets": {name: {"offset", "inode", "head"}}, "follow",
-"files": [kinds of files, like "stdout.log"], "limit_bytes"}; without any only the record is sent, and of a file no more
-than its first `limit_bytes` (null: all). Of each file the controller has the first `offset` bytes, `inode` (or null) is
-which file they came from, and `head` the SHA-256 of the first HEAD_BYTES of them. Each frame is the request's marker
-and one JSON line, followed by `size` raw bytes where it says so:
+"files": [kinds of files, like "stdout.log"], "limit_bytes", "times"}; without any only the record is sent, and of a
+file no more than its first `limit_bytes` (null: all). Of each file the controller has the first `offset` bytes, `inode`
+(or null) is which file they came from, and `head` the SHA-256 of the first HEAD_BYTES of them. Each frame is the
+request's marker and one JSON line, followed by `size` raw bytes where it says so:
 
     {"file": "rank-0/stdout.log", "inode": 77, "offset": 0, "size": 4096}   and 4096 bytes
     {"file": ..., "size": 0, "hole": 1048576}                   in place of bytes: so many zeros that take no room
+    {"file": ..., "size": 80, "wall": 1764100000.12}            with `times`: of a log, when these bytes were printed
     {"agent": {...}}                                            whenever the supervisor's record changed
     {"beat": 1}                                                 at least every second
     {"error", "remedy"}                                         the disk fails; the last frame
@@ -30,7 +31,6 @@ import errno
 import hashlib
 import os
 import select
-import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +38,8 @@ from typing import Any
 
 from .agent import agent_state
 from .layout import JobFolder, WorkFolder
-from .pieces import Out, next_piece
+from .line_times import LineTimes
+from .pieces import Out, next_piece, opened
 
 HEAD_BYTES = 1 << 12
 LOOK_S = 0.1
@@ -55,7 +56,7 @@ def main(request: dict[str, Any]) -> None:
     kinds, limit, offsets = request["files"], request["limit_bytes"], request["offsets"]
     names = [f"rank-{rank}/{name}" for rank in request["ranks"] for name in RANK_FILES if name in kinds]
     names += [name for name in NODE_FILES if name in kinds]
-    files = [LogFile(out, job.root, name, offsets.get(name), limit) for name in names]
+    files = [LogFile(out, job.root, name, offsets.get(name), limit, times=request["times"]) for name in names]
     with contextlib.suppress(BrokenPipeError), _reported(out, job):
         if request["follow"]:
             _follow(out, job, files)
@@ -82,8 +83,19 @@ def _reported(out: Out, job: JobFolder) -> Iterator[None]:
 class LogFile:
     """One file on its way to the controller: how far it is, and whether it is still the same file."""
 
-    def __init__(self, out: Out, root: Path, name: str, have: dict[str, Any] | None, limit_bytes: int | None) -> None:
-        """have: what the controller has of it, as the request says. limit_bytes: no more than these are handed out."""
+    def __init__(
+        self,
+        out: Out,
+        root: Path,
+        name: str,
+        have: dict[str, Any] | None,
+        limit_bytes: int | None,
+        *,
+        times: bool = False,
+    ) -> None:
+        """have: what the controller has of it, as the request says. limit_bytes: no more than these are handed out.
+        times: of a log, say when each piece was printed.
+        """
         have = have or {"offset": 0, "inode": None, "head": None}
         self.name = name
         self._out = out
@@ -94,6 +106,7 @@ class LogFile:
         self._head: bytes | None = None if self.offset else b""
         self._limit_bytes = limit_bytes
         self._limit: int | None = None
+        self._times = LineTimes(self._path.with_suffix(".times")) if times and name.endswith(".log") else None
 
     def send_new(self, *, only_present: bool = False) -> bool:
         """Sends the next piece, if there is one. only_present: nothing that was not there at the first look."""
@@ -109,8 +122,12 @@ class LogFile:
             hole, piece = next_piece(handle, self.offset, self._limit)
         if not piece and not hole:
             return False
-        header = {"file": self.name, "inode": self._inode, "offset": self.offset, "size": len(piece)}
-        self._out.frame({**header, "hole": hole} if hole else header, piece)
+        header: dict[str, Any] = {"file": self.name, "inode": self._inode, "offset": self.offset}
+        if self._times and piece:
+            header["wall"], end = self._times.at(self.offset)
+            piece = piece[: end - self.offset] if end else piece
+        header |= {"size": len(piece), **({"hole": hole} if hole else {})}
+        self._out.frame(header, piece)
         room = max(0, HEAD_BYTES - self.offset)
         self._head = (self._head or b"") + (piece[:room] or bytes(min(hole, room)))
         self.offset += len(piece) + hole
@@ -144,27 +161,6 @@ class LogFile:
         if self._head is None and hashlib.sha256(head).hexdigest() == self._head_sha256:
             self._head = head
         return self._head == head
-
-
-@contextlib.contextmanager
-def opened(path: Path) -> Any:
-    """A descriptor; None unless it is a regular file of our own: a link, or one for its folder, leads elsewhere."""
-    try:
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            handle = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-        finally:
-            os.close(folder)
-    except OSError as error:
-        if error.errno == errno.EIO:
-            raise
-        yield None
-        return
-    try:
-        found = os.fstat(handle)
-        yield handle if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() else None
-    finally:
-        os.close(handle)
 
 
 def _hand_out(out: Out, job: JobFolder, files: list[LogFile]) -> None:

@@ -1,19 +1,24 @@
 """Where the last lines of a job's logs begin, so that `reader` can be asked to hand out these alone.
 
-Request: {"workdir", "job", "lines": {name: N}}; of a file with N = 0 nothing is wanted. Answer: {"files": {name:
-[offset, inode, head]}}, head being the first HEAD_BYTES before the offset in base64; a file that is not there, or is
-wanted whole, is left out. A log is read from its end, MAX_TAIL_BYTES at most: a longer last line is cut.
+Request: {"workdir", "job", "lines": {name: N}, "since_s"}; of a file with N = 0 nothing is wanted, with null every
+line; since_s: none that was printed longer ago (null: whenever it was). Answer: {"files": {name: [offset, inode,
+head]}}, head being the first HEAD_BYTES before the offset in base64; a file that is not there, or is wanted whole, is
+left out. A log is read from its end, MAX_TAIL_BYTES at most: a longer last line is cut.
 """
 
 from __future__ import annotations
 
 import base64
 import os
+import time
+from pathlib import Path
 from typing import Any
 
 from .answer import reply
 from .layout import WorkFolder
-from .reader import HEAD_BYTES, opened
+from .line_times import LineTimes
+from .pieces import opened
+from .reader import HEAD_BYTES
 
 BLOCK_BYTES = 1 << 16
 MAX_TAIL_BYTES = 1 << 22
@@ -30,11 +35,28 @@ def tails(request: dict[str, Any]) -> dict[str, Any]:
             if handle is None:
                 continue
             size = os.fstat(handle).st_size
-            offset = begin_of(handle, size, lines) if lines else size
+            offset = size if lines == 0 else 0 if lines is None else begin_of(handle, size, lines)
+            if request["since_s"] is not None and offset < size:
+                offset = max(offset, begin_since(handle, size, root / name, time.time() - request["since_s"]))
             if offset:
                 head = os.pread(handle, min(offset, HEAD_BYTES), 0)
                 found[name] = [offset, os.fstat(handle).st_ino, base64.b64encode(head).decode()]
     return {"files": found}
+
+
+def begin_since(handle: int, size: int, log: Path, wall: float) -> int:
+    """The offset of the first line of which something was printed then or later. Where no times are known (another
+    program writes the log) it is all or nothing, by when the log was written last.
+    """
+    times = LineTimes(log.with_suffix(".times"))
+    if times.is_empty:
+        return 0 if os.fstat(handle).st_mtime >= wall else size
+    offset = times.since(wall)
+    if offset is None or offset >= size:
+        return size
+    begin = max(0, offset - BLOCK_BYTES)
+    cut = os.pread(handle, offset - begin, begin).rfind(b"\n") + 1
+    return begin + cut if cut or not begin else offset
 
 
 def begin_of(handle: int, size: int, lines: int) -> int:

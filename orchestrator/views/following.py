@@ -20,6 +20,7 @@ from orchestrator.jobs.lines import Bars, LogLine
 from orchestrator.jobs.live import Notice, RunProgress, Silence
 from orchestrator.text import one_line
 from orchestrator.views import console
+from orchestrator.views.numbers import local_second
 from orchestrator.views.progress import STARTING_S, progress_lines, progress_table, silence_words, time_words
 
 _RANK_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta", "bright_yellow")
@@ -31,9 +32,13 @@ def print_events(
     events: Iterable[tuple[LogLine, ...] | Notice | RunProgress | Bars | Silence],
     show: Callable[[LogLine], bool] = lambda line: True,
     stream: Console = console.out,
+    *,
+    times: bool = False,
 ) -> None:
-    """Every line with its node and rank before it, a colour a rank, and how the run goes below or between them."""
-    words = _LineWords(stream)
+    """Every line with its node and rank before it, a colour a rank, and how the run goes below or between them. times:
+    each line begins with when it was printed.
+    """
+    words = _LineWords(stream, times=times)
     board: _LiveTable | _Sentences = _LiveTable(stream) if _is_screen(stream) else _Sentences()
     # What is printed past a table that stands on the same screen would be torn by its next drawing.
     notices = stream if _is_screen(stream) and _is_screen(console.err) else console.err
@@ -78,14 +83,14 @@ def _ctrl_c_waits() -> Iterator[None]:
 class _LineWords:
     """Lines as they are printed, coloured where the stream shows colours."""
 
-    def __init__(self, stream: Console) -> None:
-        self._coloured = stream.color_system is not None and not stream.no_color
+    def __init__(self, stream: Console, *, times: bool) -> None:
+        self._coloured, self._times = stream.color_system is not None and not stream.no_color, times
         self._frames: dict[tuple[str, int, str], tuple[str, str]] = {}
 
     def of(self, line: LogLine) -> str:
-        node, rank, stream, text = line
+        node, rank, stream, text, wall = line
         before, after = self._frames.get((node, rank, stream)) or self._frame(node, rank, stream)
-        return f"{before}{text}{after}"
+        return f"{local_second(wall):19} {before}{text}{after}" if self._times else f"{before}{text}{after}"
 
     def _frame(self, node: str, rank: int, stream: str) -> tuple[str, str]:
         """What stands around the text of every line of this stream."""

@@ -45,6 +45,11 @@ def age(iso: str | None) -> str | None:
         return None
 
 
+def local_second(wall: float | None) -> str:
+    """Local time of seconds since 1970, to the second; a dash where it is not known."""
+    return UNKNOWN if wall is None else f"{datetime.fromtimestamp(wall):%Y-%m-%d %H:%M:%S}"
+
+
 def local_minute(iso: str | None) -> str | None:
     """Local time, to the minute."""
     try:

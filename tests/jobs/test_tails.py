@@ -1,16 +1,24 @@
-"""`orch logs -n` and `--grep`: the last lines of each log, and nothing else leaves its host."""
+"""`orch logs -n`, `--since` and `--grep`: the last lines of each log, and nothing else leaves its host."""
 
 from __future__ import annotations
 
 import os
+import re
+import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from orchestrator.jobs.frames import FilePiece
+from orchestrator.jobs.lines import LogLine, Splitter
 from orchestrator.jobs.tails import tails
 from orchestrator.jobs.watch import watch
-from orchestrator.remote.tails import BLOCK_BYTES, MAX_TAIL_BYTES, begin_of
+from orchestrator.remote.line_times import LineTimes
+from orchestrator.remote.tails import BLOCK_BYTES, MAX_TAIL_BYTES, begin_of, begin_since
 from tests.support.local_cluster import Place
 from tests.support.local_job import gang
 
@@ -75,11 +83,106 @@ def test_lines_are_chosen_by_a_pattern(place: Place, job: str) -> None:
     assert "is no regular expression" in place.types("logs", "--grep", "(", code=2).stderr
 
 
+def test_those_printed_since_then_are_shown_each_with_its_time(tmp_path: Path) -> None:
+    script = """import os, pathlib, time
+for number in range(3):
+    print("line", number, flush=True)
+    while not pathlib.Path(os.environ["GO"], str(number)).exists():
+        time.sleep(0.02)
+print("half a line, ", end="", flush=True)
+time.sleep(1.2)
+print("and its end", flush=True)
+"""
+    with gang(tmp_path, script, ranks=(1,), env={"GO": str(tmp_path)}) as job:
+        job.launch()
+        log, walls = job.folder("a") / "rank-0" / "stdout.log", []
+        for number in range(3):
+            while f"line {number}" not in (log.read_text() if log.exists() else ""):
+                time.sleep(0.02)
+            walls.append(time.time())
+            time.sleep(1.1)  # times are noted to a second
+            (tmp_path / str(number)).touch()
+        job.wait()
+        content, times = log.read_bytes(), LineTimes(log.with_suffix(".times"))
+        for number, wall in enumerate(walls):
+            printed, end = times.at(content.index(b"line %d" % number))
+            assert printed == pytest.approx(wall, abs=1.0) and end is not None
+
+        def shown_since(ago_s: float, lines: int | None = None) -> bytes:
+            held = tails(job.plan, job.hosts, {0: lines}, follow=True, since_s=ago_s)["a"]
+            return content[held["rank-0/stdout.log"].offset :]
+
+        assert shown_since(time.time() - walls[1]).startswith(b"line 1\n")
+        last = times.at(len(content) - 2)[0]
+        assert last is not None
+        assert shown_since(time.time() - last) == b"half a line, and its end\n"
+        assert shown_since(time.time() - walls[0], lines=1) == b"half a line, and its end\n"
+        time.sleep(1.1)
+        assert shown_since(0.0, lines=1) == b""
+        splitter, lines = Splitter(), list[LogLine]()
+        for _, item in watch(job.plan, job.hosts, offsets={}, follow=False, times=True):
+            lines += splitter.split("a", item) if isinstance(item, FilePiece) else ()
+        found = {line.text: line.wall for line in lines}
+        assert list(found) == ["line 0", "line 1", "line 2", "half a line, and its end"]
+        assert [found[f"line {number}"] for number in range(3)] == pytest.approx(walls, abs=1.0)
+
+
+def test_a_log_without_times_is_shown_whole_where_it_was_written_since_then(tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(b"one\ntwo\n")
+    os.utime(tmp_path / "log", (1000, 1000))
+    handle = os.open(tmp_path / "log", os.O_RDONLY)
+    try:
+        assert [begin_since(handle, 8, tmp_path / "log", wall) for wall in (999.0, 1001.0)] == [0, 8]
+    finally:
+        os.close(handle)
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**6), st.floats(0, 4e9)), max_size=30), st.binary(max_size=60))
+def test_whatever_stands_among_the_times_each_byte_has_one_or_none(entries: Any, noise: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "stdout.times")
+        lines = b"".join(b"%d %.3f\n" % entry for entry in sorted(entries))
+        path.write_bytes(noise + b"\n" + lines + noise)
+        times = LineTimes(path)
+        for offset in (0, 10**5, 10**7):
+            wall, end = times.at(offset)
+            assert end is None or end > offset
+            assert wall is None or 0 <= wall < 1e12
+        assert times.since(1e13) is None
+
+
+def test_a_fifo_in_place_of_the_times_holds_nobody_up(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "stdout.times")
+    assert LineTimes(tmp_path / "stdout.times").at(7) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("yesterday", "is no time; write it like 30m, 14:05 or"),
+        ("2999-01-01", "is still to come"),
+        ("0s", "is not a time"),
+    ],
+)
+def test_a_time_that_is_none_is_said(place: Place, words: str, said: str) -> None:
+    assert said in place.types("logs", "--since", words, code=2).stderr
+
+
+def test_a_person_sees_times(place: Place, job: str) -> None:
+    shown = place.types("logs", "-t", "--since", "1h", "-n", "1", "--rank", "0", "--job", job).stdout.splitlines()
+    assert len(shown) == 2
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \[a 0\] .*", line) for line in shown)
+    whole = place.types("logs", "--since", "1970-01-02T00:00", "--rank", "0", "--job", job).stdout
+    assert whole.count("[a 0]") == 200_002
+
+
 def test_they_come_from_what_was_collected_too(place: Place, job: str) -> None:
     place.types("collect", "--job", job)
     place.types("down", "--yes")
     shown = place.types("logs", "-n", "1", "--job", job).stdout.splitlines()
     assert sorted(shown) == [f"[{host}] {words}" for host in ("a 0", "b 1") for words in ("last words", "no newline")]
+    for words in (["-t"], ["--since", "1h"]):
+        assert "and with them when its lines were printed" in place.types("logs", *words, "--job", job, code=1).stderr
 
 
 def test_no_more_than_these_bytes_leave_a_host(tmp_path: Path) -> None:

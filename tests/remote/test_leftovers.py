@@ -20,6 +20,8 @@ from orchestrator.transport import shell
 from orchestrator.transport.ask import ConnectedHost, ask
 from orchestrator.transport.local import LocalTransport
 
+WHOLE = {"limit_bytes": None, "times": False}
+
 
 @contextlib.contextmanager
 def program(name, stdin, **options):
@@ -70,7 +72,7 @@ def test_a_program_whose_words_nobody_takes_ends_and_one_that_is_heard_goes_on(n
     me = processes.identify(os.getpid())._asdict()
     write_json(job.agent, {"state": "running", **me})
     request = {
-        "reader": {"ranks": [0], "offsets": {}, "follow": True, "files": ["stdout.log"], "limit_bytes": None},
+        "reader": {"ranks": [0], "offsets": {}, "follow": True, "files": ["stdout.log"], **WHOLE},
         "sender": {"files": [["rank-0/stdout.log", len(flood), 0, 0, 0]]},
         # What is to come does not come, and it says so once a second; each word is made longer than a pipe's room.
         "receive": {"folder": str(tmp_path / "data"), "files": [["a", 1 << 30, "0" * 64]]},
@@ -121,7 +123,7 @@ def test_reap_finds_what_is_stuck_and_nothing_that_is_at_work(tmp_path, monkeypa
         "offsets": {},
         "follow": True,
         "files": ["stdout.log"],
-        "limit_bytes": None,
+        **WHOLE,
     }
     with (
         program("control", b"") as stuck,

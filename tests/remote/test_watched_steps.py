@@ -62,7 +62,7 @@ def test_each_part_of_a_step_is_what_the_script_times_by_hand(tmp_path, name, mo
 def test_a_script_computes_and_prints_the_same_whether_it_is_watched_or_not(tmp_path, name):
     plain, seen = (run(tmp_path / switch, unchanged(name), switch) for switch in ("off", "on"))
     for one, other in zip(plain, seen, strict=True):
-        assert {file.name for file in one.iterdir()} == {"stdout.log", "stderr.log", "exit.json"}
+        assert {file.name for file in one.iterdir()} == {"stdout.log", "stdout.times", "stderr.log", "exit.json"}
         assert len(events_in(other)) == 26
         for log in ("stdout.log", "stderr.log"):
             assert (one / log).read_bytes() == (other / log).read_bytes()

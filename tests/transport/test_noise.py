@@ -109,6 +109,7 @@ READS = {
     "follow": False,
     "files": ["stdout.log"],
     "limit_bytes": None,
+    "times": False,
 }
 
 
