@@ -263,12 +263,19 @@ def _not_added(error: HostError) -> HostError:
     return error
 
 
+def or_without(error: HostError) -> HostError:
+    """With a word on how a job goes without this host."""
+    leave_out = f"leave it out: `--nodes`, `orch node release {error.node}`"
+    error.remedy = ", or ".join(part for part in (error.remedy, leave_out) if part)
+    return error
+
+
 def _usable_facts(cluster: Cluster, node: Node) -> NodeFacts | HostError:
     if node.name in cluster.problems:
-        leave_out = f"`orch up {cluster.file}` again, or leave it out: `--nodes`, `orch node release {node.name}`"
         error = cluster.problems[node.name].as_error(node.name)
-        error.remedy = "; then ".join(part for part in (error.remedy, leave_out) if part)
-        return error
+        again = f"`orch up {cluster.file}` again"
+        error.remedy = "; then ".join(part for part in (error.remedy, again) if part)
+        return or_without(error)
     if node.name not in cluster.facts:
         return HostError(node.name, "has not been probed", f"`orch up {cluster.file}`")
     return cluster.facts[node.name]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from orchestrator.clusters import Clusters, now_utc
+from orchestrator.clusters import Clusters, now_utc, or_without
 from orchestrator.errors import HostError, HostsError, OrchError, UsageError
 from orchestrator.files import own_folder
 from orchestrator.forecast.cluster_links import COLLECTIVES, newest_measuring, read_network
@@ -208,7 +208,8 @@ class Controller:
         self.jobs.settle_half_starts()
         job = self.jobs.of(plan)
         if away := job.reach():
-            raise HostsError([*away.values()])
+            others = len(away) < len(plan.nodes)
+            raise HostsError([or_without(error) if others else error for error in away.values()])
         self._look_at_gpus(plan, job.hosts)
         with self.store.launching(record, plan) as start:
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from orchestrator.text import some
 from orchestrator.units import counted
 
 SHOWN_JOBS, SHOWN_FILES, SHOWN_NAMES = 5, 3, 10
+_CODE = re.compile(r".*/code/[0-9a-f]{64}")
 
 if TYPE_CHECKING:
     from orchestrator.hosts.belongings import Cleared, Leftover, Reaped, Survey
@@ -112,12 +114,20 @@ def _say_what_goes(cluster: Cluster, surveys: Sequence[Survey]) -> None:
 
 
 def _cleared_words(answer: Cleared) -> str:
-    gone = [counted(len(answer.jobs), "job")] * bool(answer.jobs) + list(answer.removed)
+    gone = [counted(len(answer.jobs), "job")] * bool(answer.jobs) + list(_folder_words(answer.removed))
     said = [f"ended {', '.join(answer.ended)}"] * bool(answer.ended) + [f"removed {', '.join(gone)}"] * bool(gone)
     stays = [*map(str, answer.left), *answer.strange, *answer.why]
     return "; ".join(said or ["clean" if not stays else "removed nothing"]) + (
         f"; left alone: {some(stays, SHOWN_NAMES)}" if stays else ""
     )
+
+
+def _folder_words(removed: Sequence[str]) -> Iterator[str]:
+    """Copies of code by their number; of all else, what lies in a folder that is gone, too, is not named."""
+    codes = [path for path in removed if _CODE.fullmatch(path)]
+    if codes:
+        yield counted(len(codes), "code folder")
+    yield from (path for path in removed if path not in codes and not any(path.startswith(f"{up}/") for up in removed))
 
 
 def _unpulled_words(lost: Unpulled) -> Iterator[str]:

@@ -49,9 +49,9 @@ def data_push(folder: Path, to: str | None, nodes: str | None, cluster: str | No
     same command again.
 
     \b
-    orch data push ~/data                      where ~/data/MNIST/raw/... is torchvision's layout
-    orch data push birds --to birds            into ~/data/birds
-    orch data push ~/data --to /mnt/big/data   then: orch run ... --set data_dir=/mnt/big/data
+    orch data push ~/data                   ~/data/MNIST/raw/... and the like
+    orch data push birds --to birds         into ~/data/birds
+    orch data push ~/data --to /mnt/data    then: --set data_dir=/mnt/data
     """
     from orchestrator.cli.boards import hash_board, push_board
     from orchestrator.planning.homes import expanded_here, homes_of

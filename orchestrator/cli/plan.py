@@ -58,8 +58,8 @@ def plan(
 
     \b
     orch plan --exp resnet152_cifar
-    orch plan --exp resnet152_cifar --set batch=2048 --nodes a2000,v100 --bandwidth 10Gbps
-    orch plan --exp resnet152_cifar --set batch=64000 --nodes 500xA2000,500xV100 --bandwidth 2.5Gbps
+    orch plan --exp resnet152_cifar --set batch=2048 --bandwidth 10Gbps
+    orch plan --exp resnet152_cifar --nodes 50xA2000,50xV100 --bandwidth 2.5Gbps
     orch plan --exp mnist_lenet --json | jq '.best.exact'
     orch plan --set fidelity=local -- train.py --width 512
     """

@@ -126,18 +126,18 @@ def run(ctx: click.Context, /, **options: Any) -> None:
 
     \b
     orch run --exp mnist_lenet --set epochs=1
-    orch run --exp resnet152_cifar --set strategy=allreduce --nodes a2000,v100 --detach
+    orch run --exp resnet152_cifar --set strategy=auto --nodes a2000,v100 --detach
     orch run --exp mnist_lenet --set checkpoint_every=500
-    orch run --exp mnist_lenet --set checkpoint_every=500 --elastic 2:3  continues when a third node is lost
-    orch run --resume latest --set epochs=20  resumes from that job's last checkpoint
-    orch run --resume latest -- train.py      the same for your own script that takes part by trainer.join
-    orch run --nodes v100 train.py --lr 0.1   your own torchrun script; its folder is shipped
+    orch run --exp mnist_lenet --elastic 2:3  continues when a third node is lost
+    orch run --resume latest --set epochs=20  from that job's last checkpoint on
+    orch run --resume latest -- train.py      if your script calls trainer.join
+    orch run --nodes v100 train.py --lr 0.1   your own script; ships its folder
     orch run -m mypackage.train --lr 0.1      the same for a module
-    orch run --env HF_TOKEN --env-file .env train.py  with variables of this machine and of a file
-    orch run --name wide-net --note "rate of the paper" train.py --lr 0.1  so that you find it again
+    orch run --env HF_TOKEN --env-file .env train.py
+    orch run --name wide-net --note "rate of the paper" train.py --lr 0.1
     orch run --notify 'mail -s "$ORCH_JOB $ORCH_STATE" me </dev/null' train.py
-    orch run --save job.yaml train.py --lr 0.1  writes the job as a file, and runs it
-    orch run job.yaml --nodes v100 -- --lr 0.2  what the file says, but for these options and arguments
+    orch run --save job.yaml train.py         writes the job as a file, runs it
+    orch run job.yaml --nodes v100 -- --lr 1  the file's job with other words
 
     Options of orch stand before the script or module; everything after it is passed to it. Instead of a script you can
     give a whole `python train.py`, `torchrun ... train.py` or `accelerate launch ... train.py`.

@@ -20,9 +20,11 @@ def orch(*words, **more):
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_every_command_shows_a_line_to_type(words, capsys):
     with pytest.raises(SystemExit) as end:
-        main([*words, "--help"], prog_name="orch")
+        main([*words, "--help"], prog_name="orch", terminal_width=80)
     assert end.value.code == 0
-    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    shown = capsys.readouterr().out.splitlines()
+    assert [line for line in shown if len(line) > 80] == []
+    lines = [line.strip() for line in shown]
     assert any(line.startswith(f"orch {' '.join(words)}") for line in lines), lines
 
 

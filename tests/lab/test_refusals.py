@@ -153,6 +153,18 @@ def test_a_dead_host_is_remembered_and_runs_refuse_until_it_is_left_out(person):
     person.types("run", "--exp", "mnist_lenet", "--dry-run")
 
 
+def test_a_host_that_went_off_since_then_is_named_with_how_to_do_without_it(person):
+    person.types("up", str(person.lab.inventory))
+    (person.folder / "none.py").write_text("print('nothing')\n")
+    person.lab.power("beta", "off")
+    said = person.types("run", "--", "none.py", exit_code=3).stderr
+    assert "beta: 10.77.2.2:22: no SSH login" in said
+    assert "or leave it out: `--nodes`, `orch node release beta`" in said
+    person.types("run", "--nodes", "alpha", "--", "none.py")
+    person.lab.power("beta", "on")
+    person.types("down", "--yes")
+
+
 def test_down_removes_what_we_put_there(person):
     person.types("up", str(person.lab.inventory))
     (person.folder / "none.py").write_text("print('nothing')\n")
