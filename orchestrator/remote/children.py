@@ -9,7 +9,6 @@ Whatever these start in turn is found by descent or by its mark (`processes`), d
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import resource
@@ -22,6 +21,7 @@ from typing import Any
 
 from . import trouble
 from .layout import JobFolder
+from .plain_asyncio import asyncio
 from .processes import MARK, Identity, below_or_marked, describe, die_with_parent, end_all, process_group
 
 KILL_S = 5.0

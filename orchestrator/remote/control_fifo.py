@@ -9,7 +9,6 @@ One JSON object a line: requests of `control`, events of the rank wrappers (`ran
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -17,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .layout import JobFolder
+from .plain_asyncio import asyncio
 
 CHUNK_BYTES = 1 << 16
 

@@ -8,7 +8,6 @@ coordinator.decide()                # after every change
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ from .hub import Hub
 from .lease import LEASE_S
 from .messages import Failure, Order, Status, failure, finish
 from .peers import Peers
+from .plain_asyncio import asyncio
 from .rendezvous import Rendezvous
 
 JOIN_S = 30.0

@@ -11,13 +11,14 @@ and takes no descriptor that the job needs.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import resource
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable
+
+from .plain_asyncio import asyncio
 
 STRANGERS = 64
 STRANGER_S = 3.0

@@ -10,7 +10,6 @@ a broken connection, because the next message says it all. A member (`membership
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import cast
 
@@ -18,6 +17,7 @@ from . import lease
 from .door import Door
 from .link import Link, greet_member
 from .messages import Order, Status
+from .plain_asyncio import asyncio
 
 
 class Hub:

@@ -9,7 +9,6 @@ subreaper), which ends it and writes down why. The answer is one JSON object: {"
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fcntl
 import json
@@ -28,6 +27,7 @@ from .layout import JobFolder, WorkFolder, write_last_word
 from .logs import log_tail, telling_line
 from .memory import out_of_memory_kills
 from .messages import Failure, failure
+from .plain_asyncio import asyncio
 from .processes import (
     adopt_orphans,
     below_or_marked,

@@ -6,8 +6,9 @@ long itself (`Pulse`) does nothing more of what it then hears, for the others ha
 
 from __future__ import annotations
 
-import asyncio
 import time
+
+from .plain_asyncio import asyncio
 
 BEAT_S = 2.0
 LEASE_S = 20.0

@@ -12,7 +12,6 @@ It authenticates and does not hide: no secret travels here. All deadlines are mo
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import json
@@ -21,6 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .door import MAX_LINE
+from .plain_asyncio import asyncio
 
 HANDSHAKE_S = 3.0
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import cast
 
 from . import lease
 from .link import Link, join_hub
 from .messages import Order, Status
+from .plain_asyncio import asyncio
 
 
 class Membership:

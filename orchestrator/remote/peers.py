@@ -14,7 +14,6 @@ segments there and back every BEAT_S.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import hashlib
@@ -27,6 +26,7 @@ from . import way
 from .door import Door
 from .firewall import opening
 from .link import Link, greet_member
+from .plain_asyncio import asyncio
 from .way import Place, Trouble
 
 BEAT_S = 3.0

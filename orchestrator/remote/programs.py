@@ -7,7 +7,6 @@ await programs.run_torchrun(argv)           # until it ends
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from .failures import Diagnosis, how_it_ended
 from .host_state import HostState
 from .layout import JobFolder
 from .messages import Order, failure
+from .plain_asyncio import asyncio
 from .rendezvous import Rendezvous
 
 PREPARE = "ORCH_PREPARE"

@@ -7,7 +7,6 @@ decides when all start, stop and finish (`coordinator`). All of it works with no
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -24,6 +23,7 @@ from .lease import LEASE_S, Pulse
 from .membership import Membership
 from .messages import AgentRecord, Failure, FinalState, Order, failure, finish
 from .peers import Peers, Unreached
+from .plain_asyncio import asyncio
 from .programs import Programs
 from .record import RecordWriter
 from .stillness import LOOK_S as STILL_LOOK_S

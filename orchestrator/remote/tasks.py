@@ -7,9 +7,10 @@ tasks.spawn(coroutine)
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
+
+from .plain_asyncio import asyncio
 
 
 class Tasks:

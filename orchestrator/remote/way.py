@@ -11,7 +11,6 @@ kernel at work, and a supervisor that is stopped, starved or gone: of that the h
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import struct
@@ -21,6 +20,7 @@ from typing import NamedTuple
 
 from .door import MAX_LINE
 from .link import Link, introduce
+from .plain_asyncio import asyncio
 
 CONNECT_S = 5.0
 """TCP asks again after 1 and 3 s (tcp(7), tcp_syn_retries)."""
