@@ -22,7 +22,7 @@ from orchestrator.views.numbers import UNKNOWN, clock, figure, percent
 from orchestrator.views.progress import time_words
 
 BARS = "▁▂▃▄▅▆▇█"
-LEAST_SPARK, MOST_SPARK = 8, 60
+LEAST_SPARK, HEADING_SPARK, MOST_SPARK = 8, 24, 60
 COLUMNS = ("node", "samples/s", "wait", "sync", "GPU", "memory", "heat", "power")
 DISPENSABLE = ("power", "heat", "memory", "sync")
 """The first ones go first where a screen is narrow."""
@@ -52,7 +52,7 @@ def _job(job: JobNow, width: int) -> Iterator[RenderableType]:
     heading.append(f"  {job.record.state}", STATE_COLOURS.get(job.record.state, "default"))
     top, room = max((speed or 0.0 for speed in job.speeds), default=0.0), width - heading.cell_len - 2
     if room >= LEAST_SPARK:
-        heading.append("  " + spark(job.speeds, top, min(room, MOST_SPARK)), "cyan")
+        heading.append("  " + spark(job.speeds, top, min(room, HEADING_SPARK)), "cyan")
     yield _cut(heading)
     yield Padding(Text("  ".join(_figures(job))), (0, 0, 0, 2))  # folded where it is too long: a figure is never cut
     yield _cut(Text(f"  {time_words(job.progress)}", "dim"))
