@@ -13,16 +13,10 @@ import pytest
 
 from orchestrator import Cluster
 from orchestrator.errors import OrchError, UsageError
+from tests.support.local_cluster import INVENTORY
 from tests.support.quick_python import quick_python
 
 ROOT = Path(__file__).resolve().parents[1]
-INVENTORY = """
-cluster: rack
-defaults: {transport: local, device: cpu, python: PYTHON}
-nodes:
-  - {name: a, host: localhost, workdir: FOLDER/a}
-  - {name: b, host: localhost, workdir: FOLDER/b}
-"""
 TRAINS = """
 import json, os, sys
 rank = int(os.environ["RANK"])

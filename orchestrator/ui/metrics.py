@@ -8,7 +8,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from orchestrator.jobs.gauge import JobNow
+from orchestrator.jobs.gauge import HostNow, JobNow
 
 CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 OF_HOST = {
@@ -26,34 +26,40 @@ OF_GPU = {
 }
 
 
+LABELS = ("job", "cluster", "node")
+
+
 class Jobs(Collector):
     def __init__(self, jobs: Sequence[JobNow]) -> None:
         self._jobs = jobs
 
     def collect(self) -> Iterator[Metric]:
-        labels = ["job", "cluster", "node"]
-        heard = GaugeMetricFamily("orch_host_heard", "Whether the host of the job answers", labels=labels)
-        for job in self._jobs:
-            for host in job.hosts:
-                heard.add_metric([job.record.id, job.record.cluster, host.node], 0.0 if host.silent else 1.0)
+        heard = GaugeMetricFamily("orch_host_heard", "Whether the host of the job answers", labels=LABELS)
+        for labels, host in self._hosts():
+            heard.add_metric(labels, 0.0 if host.silent else 1.0)
         yield heard
         for name, (field, words) in OF_HOST.items():
-            family = GaugeMetricFamily(f"orch_host_{name}", words, labels=labels)
-            for job in self._jobs:
-                for host in job.hosts:
-                    value = getattr(host.row, field) if host.row else None
-                    if value is not None:
-                        family.add_metric([job.record.id, job.record.cluster, host.node], value)
+            family = GaugeMetricFamily(f"orch_host_{name}", words, labels=LABELS)
+            for labels, host in self._hosts():
+                _add(family, labels, getattr(host.row, field) if host.row else None)
             yield family
         for name, (field, factor, words) in OF_GPU.items():
-            family = GaugeMetricFamily(f"orch_gpu_{name}", words, labels=[*labels, "gpu"])
-            for job in self._jobs:
-                for host in job.hosts:
-                    for gpu in host.gpus:
-                        if (value := getattr(gpu, field)) is not None:
-                            of = [job.record.id, job.record.cluster, host.node, str(gpu.index)]
-                            family.add_metric(of, factor * value)
+            family = GaugeMetricFamily(f"orch_gpu_{name}", words, labels=[*LABELS, "gpu"])
+            for labels, host in self._hosts():
+                for gpu in host.gpus:
+                    _add(family, [*labels, str(gpu.index)], getattr(gpu, field), factor)
             yield family
+
+    def _hosts(self) -> Iterator[tuple[list[str], HostNow]]:
+        """Each host of each job, behind its labels."""
+        for job in self._jobs:
+            for host in job.hosts:
+                yield [job.record.id, job.record.cluster, host.node], host
+
+
+def _add(family: GaugeMetricFamily, labels: Sequence[str], value: float | None, factor: float = 1.0) -> None:
+    if value is not None:
+        family.add_metric(labels, factor * value)
 
 
 def metrics_of(jobs: Sequence[JobNow]) -> bytes:
