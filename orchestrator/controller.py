@@ -18,7 +18,7 @@ from pathlib import Path
 from orchestrator.clusters import Clusters, now_utc, or_without
 from orchestrator.errors import HostError, HostsError, OrchError, UsageError
 from orchestrator.files import own_folder
-from orchestrator.forecast.cluster_links import COLLECTIVES, newest_measuring, read_network
+from orchestrator.forecast.cluster_links import COLLECTIVES, read_network, runs_measuring
 from orchestrator.forecast.inputs import ForecastInputs, inputs_of
 from orchestrator.forecast.memory import needed_bytes
 from orchestrator.forecast.predicted_plan import left_out_words, predicted_plan
@@ -304,5 +304,6 @@ class Controller:
         names = [node.name for node in summary.nodes]
         if len(names) < 2 or summary.collectives:
             return None
-        found = newest_measuring(run.root.parent, summary.cluster, names, self.store.runs_of(COLLECTIVES))
-        return links_carried(found.job, found.collectives) if found and found.collectives else None
+        measuring = runs_measuring(run.root.parent, summary.cluster, names, self.store.runs_of(COLLECTIVES))
+        carried = (links_carried(one.job, one.collectives, names) for one in measuring if one.collectives)
+        return next(filter(None, carried), None)

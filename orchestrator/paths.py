@@ -43,9 +43,9 @@ class Home:
         return self.root / "owner.json"
 
     @property
-    def page_token(self) -> Path:
-        """The secret in the address of `orch ui --port`."""
-        return self.root / "page-token"
+    def metrics_token(self) -> Path:
+        """The secret in the address of `orch ui`'s metrics."""
+        return self.root / "metrics-token"
 
     @property
     def clusters(self) -> Path:

@@ -7,7 +7,7 @@ Bandwidth is decimal bits per second, as on every network panel; memory is bytes
 from __future__ import annotations
 
 import re
-from datetime import datetime, time
+from datetime import date, datetime, time, timedelta
 
 # Bounded, so that no number of a file becomes infinity.
 _NUMBER = r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*"
@@ -46,29 +46,29 @@ def parse_duration(text: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
-def parse_ago(text: str, now: datetime) -> float:
-    """How many seconds ago something was: `30m`, `14:05`, `2026-11-25 14:05:30`; a time without a zone is in that of
-    `now`. Raises ValueError naming the forms expected.
+def parse_moment(text: str, now: float) -> float:
+    """Seconds since 1970 of `30m` ago, `14:05`, `2026-11-25 14:05:30`; a time without a zone is this machine's. Raises
+    ValueError naming the forms expected.
 
-    >>> parse_ago("14:05", datetime(2026, 11, 25, 14, 6))
-    60.0
-    >>> parse_ago("23:59:30", datetime(2026, 11, 25, 0, 0))     # yesterday's
+    >>> parse_moment("30m", 7200.0)
+    5400.0
+    >>> late = datetime(2026, 11, 25, 0, 0).timestamp()
+    >>> late - parse_moment("23:59:30", late)                   # yesterday's
     30.0
     """
     if _DURATION.fullmatch(text):
-        return parse_duration(text)
+        return now - parse_duration(text)
     try:
         if _CLOCK.fullmatch(text):
-            at = datetime.combine(now.date(), time.fromisoformat(text), now.tzinfo)
-            ago_s = (now - at).total_seconds()
-            return ago_s if ago_s >= 0 else ago_s + 24 * 3600
-        at = datetime.fromisoformat(text)
-        ago_s = (now - (at if at.tzinfo else at.replace(tzinfo=now.tzinfo))).total_seconds()
-    except (ValueError, TypeError, OverflowError):
+            at, today = time.fromisoformat(text), date.fromtimestamp(now)
+            moment = datetime.combine(today, at).timestamp()
+            return moment if moment <= now else datetime.combine(today - timedelta(days=1), at).timestamp()
+        moment = datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError):
         raise ValueError(f"{text!r} is no time; write it like 30m, 14:05 or 2026-11-25T14:05") from None
-    if ago_s < 0:
+    if moment > now:
         raise ValueError(f"{text!r} is still to come")
-    return ago_s
+    return moment
 
 
 def format_bandwidth(bits_per_s: float) -> str:

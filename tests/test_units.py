@@ -1,10 +1,18 @@
 import math
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.units import format_bandwidth, format_bytes, format_duration, parse_bandwidth, parse_bytes
+from orchestrator.units import (
+    format_bandwidth,
+    format_bytes,
+    format_duration,
+    parse_bandwidth,
+    parse_bytes,
+    parse_moment,
+)
 
 
 @pytest.mark.parametrize(
@@ -118,3 +126,16 @@ def test_a_size_is_printed_in_binary_units() -> None:
 )
 def test_a_duration_is_printed_in_at_most_two_units(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+def test_a_moment_is_a_time_of_this_machines_clock_also_across_its_change(monkeypatch):
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    try:
+        summer, night = 1_792_843_500.0, 1_792_893_600.0  # 2026-10-24 14:05; 2026-10-25 03:00, after the change
+        for now in (summer, night, night + 86_400):
+            assert parse_moment("2026-10-24 14:05:00", now) == summer
+        assert parse_moment("01:00", night) == night - 3 * 3600
+    finally:
+        monkeypatch.undo()
+        time.tzset()

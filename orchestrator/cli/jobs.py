@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -134,18 +135,16 @@ class Regex(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
             self.fail(f"{value!r} is no regular expression: {error}", param, ctx)
 
 
-class Ago(click.ParamType):  # type: ignore[type-arg]  # as above
-    """Seconds ago, from `30m` or a time of this machine's clock."""
+class Moment(click.ParamType):  # type: ignore[type-arg]  # as above
+    """Seconds since 1970 of `30m` ago, or a time of this machine's clock."""
 
     name = "when"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        from datetime import datetime
-
-        from orchestrator.units import parse_ago
+        from orchestrator.units import parse_moment
 
         try:
-            return value if isinstance(value, float) else parse_ago(value, datetime.now().astimezone())
+            return value if isinstance(value, float) else parse_moment(value, time.time())
         except ValueError as error:
             self.fail(str(error), param, ctx)
 
@@ -156,7 +155,7 @@ class Ago(click.ParamType):  # type: ignore[type-arg]  # as above
 @click.option("--node", "only_node", metavar="N", help="Only this node.", shell_complete=node_names)
 @click.option("--rank", "only_rank", type=int, metavar="R", help="Only this rank.")
 @click.option("-n", "--lines", type=click.IntRange(min=1), metavar="N", help="Only the last N lines of each log.")
-@click.option("--since", type=Ago(), metavar="WHEN", help="Only lines printed since then: 30m ago, or at 14:05.")
+@click.option("--since", type=Moment(), metavar="WHEN", help="Only lines printed since then: 30m ago, or at 14:05.")
 @click.option("-t", "--timestamps", is_flag=True, help="Begin each line with the time at which it was printed.")
 @click.option("--grep", type=Regex(), metavar="REGEX", help="Only lines, of those, in which this fits.")
 @cluster_option
@@ -211,7 +210,7 @@ def logs(
         console.fail_each(away.values())
         ranks = [rank for node in plan.nodes if only_node in (None, node.name) for rank in node.rank_numbers]
         last = {rank: lines for rank in ranks if only_rank in (None, rank)} if lines or since is not None else None
-        events = job.follow(until_end=follow, last_lines=last, since_s=since, times=timestamps)
+        events = job.follow(until_end=follow, last_lines=last, since_wall=since, times=timestamps)
         following.print_events(events, chosen, times=timestamps)
         if away:
             sys.exit(3)

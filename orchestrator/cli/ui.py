@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Listen there, at an address that stays.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Listen there.  [default: one that is free]")
 @out_option
 @cluster_option
 def ui(port: int, out: Path, cluster: str | None) -> None:
     """Show clusters, hosts and jobs in a browser, and act on them: a local page for you alone.
 
     It listens on 127.0.0.1 only, and its address holds a secret: whoever has it can do what you can. From elsewhere,
-    reach it by `ssh -L`. Ctrl-C ends it; jobs keep running. A Prometheus may read `metrics` below the same address.
-    Port and secret are new at each start; with --port the address stays the same.
+    reach it by `ssh -L`. Ctrl-C ends it; jobs keep running. A Prometheus has an address of its own, which it prints,
+    too; with --port that one stays the same.
     Needs the extra `ui`: pip install 'orch[ui]'.
 
     \b
@@ -51,9 +51,10 @@ def ui(port: int, out: Path, cluster: str | None) -> None:
     listener = _listener(port)
     home = Home.default()
     with contextlib.suppress(KeyboardInterrupt), contextlib.closing(Watched(home)) as watched, listener:
-        token = kept_token(home) if port else new_token()
-        access = Access(application(home, out, watched), token, listener.getsockname()[1])
+        app = application(home, out, watched)
+        access = Access(app, new_token(), kept_token(home), listener.getsockname()[1])
         console.put(access.address + (f"?cluster={quote(first)}" if first else ""))
+        console.say(f"for a Prometheus: {access.metrics_address}")
         console.say("Ctrl-C ends it; jobs keep running")
         asyncio.run(_serve(access, listener))
 

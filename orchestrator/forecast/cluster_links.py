@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -121,14 +121,16 @@ def _costs_words(costs: Overheads) -> str:
 
 
 def read_network(out: Path, plan: LaunchPlan, elsewhere: Iterable[Path] = ()) -> MeasuredLinks | None:
-    """From the newest run that measured these hosts: see `newest_measuring`."""
-    found = newest_measuring(out, plan.cluster, [node.name for node in plan.nodes], elsewhere)
-    return network_from(found) if found else None
+    """From the newest run that measured these hosts: see `runs_measuring`."""
+    measuring = runs_measuring(out, plan.cluster, [node.name for node in plan.nodes], elsewhere)
+    return next((found for summary in measuring if (found := network_from(summary))), None)
 
 
-def newest_measuring(out: Path, cluster: str, names: Collection[str], elsewhere: Iterable[Path] = ()) -> Summary | None:
-    """The newest collected run of collectives over (at least) these hosts: in the folder of collected runs, or among
-    run folders elsewhere. Of one host, over its ranks alone.
+def runs_measuring(
+    out: Path, cluster: str, names: Collection[str], elsewhere: Iterable[Path] = ()
+) -> Iterator[Summary]:
+    """The collected runs of collectives over (at least) these hosts, the newest first: in the folder of collected runs,
+    or among run folders elsewhere. Of one host, over its ranks alone.
     """
     found_runs = [*out.glob(f"{COLLECTIVES}*"), *elsewhere]
     newest = sorted(found_runs, key=lambda folder: folder.name, reverse=True)  # their names say when
@@ -139,9 +141,8 @@ def newest_measuring(out: Path, cluster: str, names: Collection[str], elsewhere:
             continue
         seen = {node.name for node in summary.nodes}
         here = summary.cluster == cluster and {*names} <= seen and (len(names) > 1 or len(seen) == 1)
-        if here and network_from(summary):
-            return summary
-    return None
+        if here:
+            yield summary
 
 
 def network_from(summary: Summary) -> MeasuredLinks | None:

@@ -184,6 +184,7 @@ def _piece(header: dict[str, Any], rank_of: Callable[[str], int | None]) -> tupl
     if inode is not None and not isinstance(inode, int):
         raise ValueError(f"inode {inode!r}")
     wall = number(header, "wall", LARGEST_WALL)
+    wall = wall if wall is not None and wall >= 0 else None
     return FilePiece(header["file"], rank_of(header["file"]), offset, b"", inode, hole=hole, wall=wall), size
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from orchestrator.jobs.frames import FilePiece
 from orchestrator.jobs.redraw import MAX_ROW_CHARS as MAX_LINE_CHARS
-from orchestrator.jobs.redraw import Drawing
+from orchestrator.jobs.redraw import Drawing, Final
 from orchestrator.text import clean
 
 # What `text.clean` would change, or what is more than the end of a line: most pieces hold none of it.
@@ -46,8 +46,6 @@ class Splitter:
     def __init__(self) -> None:
         self._decoders: dict[tuple[str, str], codecs.IncrementalDecoder] = {}
         self._drawings: dict[tuple[str, str], Drawing] = {}
-        self._walls: dict[tuple[str, str], float | None] = {}
-        """Of each file's newest piece."""
         self._bars: tuple[LogLine, ...] = ()
 
     def split(self, node: str, piece: FilePiece) -> Iterator[LogLine]:
@@ -61,30 +59,31 @@ class Splitter:
             self._decoders[key] = codecs.getincrementaldecoder("utf-8")("replace")
             self._drawings[key] = Drawing()
         text, drawing = self._decoders[key].decode(piece.data), self._drawings[key]
-        wall = self._walls[key] = piece.wall
         unfinished = drawing.unfinished
         if unfinished is None or _UNCLEAN.search(text) or _UNCLEAN.search(unfinished):
-            yield from self._lines(key, drawing.take(text))
+            yield from _lines(key, drawing.take(text, piece.wall))
             return
         *whole, rest = (unfinished + text).split("\n")
         for line in whole:
             if len(line) <= MAX_LINE_CHARS:
-                yield LogLine(node, piece.rank, stream, line, wall)
+                yield LogLine(node, piece.rank, stream, line, piece.wall)
             else:
-                yield from (LogLine(node, piece.rank, stream, part, wall) for part in _parts(line))
+                yield from (LogLine(node, piece.rank, stream, part, piece.wall) for part in _parts(line))
         too_long = max(0, len(rest) - 1) // MAX_LINE_CHARS * MAX_LINE_CHARS
         for part in _parts(rest[:too_long]):
-            yield LogLine(node, piece.rank, stream, part, wall)
-        drawing.restart(rest[too_long:])
+            yield LogLine(node, piece.rank, stream, part, piece.wall)
+        drawing.restart(rest[too_long:], piece.wall)
 
     def settle(self) -> Iterator[LogLine]:
         """Lines that were drawn over and are final now: to be asked for about every second."""
         for key, drawing in self._drawings.items():
-            yield from self._lines(key, drawing.settle())
+            yield from _lines(key, drawing.settle())
 
     def bars(self) -> Bars | None:
         """None where they show what they showed when this was asked last."""
-        found = tuple(line for key, drawing in self._drawings.items() for line in self._lines(key, [drawing.shown]))
+        found = tuple(
+            line for key, drawing in self._drawings.items() for line in _lines(key, [Final(drawing.shown, None)])
+        )
         bars = tuple(line for line in found if line.text.strip())
         if bars == self._bars:
             return None
@@ -98,14 +97,15 @@ class Splitter:
 
     def _last(self, key: tuple[str, str]) -> Iterator[LogLine]:
         if key in self._drawings:
-            yield from (line for line in self._lines(key, self._drawings.pop(key).rest()) if line.text)
+            yield from (line for line in _lines(key, self._drawings.pop(key).rest()) if line.text)
 
-    def _lines(self, key: tuple[str, str], texts: Iterable[str]) -> Iterator[LogLine]:
-        node, file = key
-        rank, _, name = file.partition("/")
-        number, stream = int(rank.removeprefix("rank-")), name.removesuffix(".log")
-        for text in texts:
-            yield LogLine(node, number, stream, clean(text), self._walls.get(key))
+
+def _lines(key: tuple[str, str], finals: Iterable[Final]) -> Iterator[LogLine]:
+    node, file = key
+    rank, _, name = file.partition("/")
+    number, stream = int(rank.removeprefix("rank-")), name.removesuffix(".log")
+    for text, wall in finals:
+        yield LogLine(node, number, stream, clean(text), wall)
 
 
 def _parts(text: str) -> list[str]:

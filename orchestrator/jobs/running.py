@@ -120,21 +120,21 @@ class RunningJob:
         *,
         until_end: bool = True,
         last_lines: Mapping[int, int | None] | None = None,
-        since_s: float | None = None,
+        since_wall: float | None = None,
         times: bool = False,
         wanted: Callable[[], bool] = lambda: True,
     ) -> Iterator[Event]:
         """Every line of every rank from the first on, those together that came together; keeps the job's record up to
         date. Raises OrchError where no host holds anything of the job now. until_end: see `Follow`. last_lines: of
         these ranks, and so many of each of their logs (None: all); none of what was printed before leaves its host.
-        since_s: of these, those printed no longer ago. times: lines say when they were printed. wanted: asked once a
-        second at least, also of a job that prints nothing; it ends where that is False.
+        since_wall: of these, those printed then or later, by this machine's clock. times: lines say when they were
+        printed. wanted: asked once a second at least, also of a job that prints nothing; it ends where that is False.
         """
         follow = Follow(self.plan, self._remember, until_end=until_end)
         reopen = self._connections.reopen
         offsets: dict[str, dict[str, Held]] = {}
         if last_lines is not None:
-            offsets = tails(self.plan, self.hosts, last_lines, follow=until_end, since_s=since_s)
+            offsets = tails(self.plan, self.hosts, last_lines, follow=until_end, since_wall=since_wall)
         told = watch(self.plan, self.hosts, offsets=offsets, follow=until_end, times=times, reconnect=reopen)
         yield from follow.events(takewhile(lambda _: wanted(), told))
         if not wanted():

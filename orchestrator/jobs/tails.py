@@ -7,6 +7,7 @@ for name, item in watch(plan, hosts, offsets=offsets, follow=False): ...
 from __future__ import annotations
 
 import base64
+import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import islice
@@ -31,19 +32,20 @@ def tails(
     wanted: Mapping[int, int | None],
     *,
     follow: bool,
-    since_s: float | None = None,
+    since_wall: float | None = None,
 ) -> dict[str, dict[str, Held]]:
     """By node and file. wanted: how many lines of each log of a rank, None for all. follow: what tells of the job's
-    progress comes whole. since_s: of these lines those that were printed no longer ago. Raises HostsError.
+    progress comes whole. since_wall: of these lines those that were printed then or later, by this machine's clock.
+    Raises HostsError.
     """
-    found = on_all(plan, lambda name: _of_host(plan, hosts[name], wanted, follow, since_s), ASK_S, only=hosts)
+    found = on_all(plan, lambda name: _of_host(plan, hosts[name], wanted, follow, since_wall), ASK_S, only=hosts)
     if errors(found):
         raise HostsError(errors(found))
     return values(found)
 
 
 def _of_host(
-    plan: LaunchPlan, host: ConnectedHost, wanted: Mapping[int, int | None], follow: bool, since_s: float | None
+    plan: LaunchPlan, host: ConnectedHost, wanted: Mapping[int, int | None], follow: bool, since_wall: float | None
 ) -> dict[str, Held]:
     node, held = plan.node(host.node), dict[str, Held]()
     names: dict[str, int | None] = {
@@ -52,6 +54,7 @@ def _of_host(
     if not follow:
         names |= {f"rank-{rank}/metrics.jsonl": 0 for rank in node.rank_numbers} | dict.fromkeys(NODE_FILES, 0)
     for lines in _parts(names):
+        since_s = None if since_wall is None else max(0.0, time.time() - since_wall)  # the host has a clock of its own
         request = {"workdir": node.workdir, "job": plan.job, "lines": lines, "since_s": since_s}
         answer = ask.ask(host, "tails", request, timeout_s=ASK_S)
         held |= ask.understood(host.node, partial(_held, answer, lines))

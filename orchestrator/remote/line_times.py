@@ -1,8 +1,10 @@
 """When the bytes of a rank's log were printed, as `print_times` has noted it beside the log.
 
-times = LineTimes(job.rank(0) / "stdout.times")
-times.at(5000)                      # (1764100000.123, 6144): printed then, as all bytes up to 6144
-times.since(1764100000.0)           # 4096: the first byte that was printed then or later
+    times = LineTimes(job.rank(0) / "stdout.times")
+    times.at(5000)                      # (1764100000.123, 6144): printed then, as all bytes up to 6144
+    times.since(1764100000.0)           # 4096: the first byte that was printed then or later
+
+A log of weeks has a million entries: they are looked for by halves, and a part of them is held.
 """
 
 from __future__ import annotations
@@ -10,53 +12,71 @@ from __future__ import annotations
 import bisect
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from .pieces import opened
 from .print_times import EACH_S
 
-LOOK_BYTES = 1 << 24
-"""At a look: more than a week of a log that never rests."""
-_ENTRY = re.compile(rb"(\d{1,15}) (\d{1,12}\.\d{3})")
+WINDOW_BYTES = 1 << 16
+LINE_BYTES = 64
+"""No entry is longer."""
+_ENTRY = re.compile(rb"^(\d{1,15}) (\d{1,12}\.\d{3})\n", re.MULTILINE)
+
+
+class Entry(NamedTuple):
+    offset: int
+    wall: float
 
 
 class LineTimes:
-    """Read again where more of it is wanted than was there."""
+    """Asked for one byte after another it reads each part of the file once."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._read = path, 0
-        self._offsets: list[int] = []
-        self._walls: list[float] = []
+        self._path = path
+        self._window: list[Entry] = []
 
     def at(self, offset: int) -> tuple[float | None, int | None]:
         """When the byte there was printed, and up to which byte that holds; None: unknown, and without an end."""
-        place = bisect.bisect_right(self._offsets, offset)
-        if place == len(self._offsets):
-            self._look()
-            place = bisect.bisect_right(self._offsets, offset)
-        wall = self._walls[place - 1] if place else None
-        return wall, self._offsets[place] if place < len(self._offsets) else None
+        if not (self._window and self._window[0].offset <= offset < self._window[-1].offset):
+            self._window = self._around(lambda entry: entry.offset > offset)
+        place = bisect.bisect_right([entry.offset for entry in self._window], offset)
+        wall = self._window[place - 1].wall if place else None
+        return wall, self._window[place].offset if place < len(self._window) else None
 
     def since(self, wall: float) -> int | None:
-        """The first byte that was printed then or later, to a second; None where no time is known, or none so late."""
-        self._look()
-        late = (offset for offset, at in zip(self._offsets, self._walls, strict=True) if at > wall - EACH_S)
-        return next(late, None)
+        """The first byte that was printed then or later, to a second; None where none was, as far as is known."""
+
+        def is_late(entry: Entry) -> bool:
+            return entry.wall > wall - EACH_S
+
+        return next((entry.offset for entry in self._around(is_late) if is_late(entry)), None)
 
     @property
     def is_empty(self) -> bool:
-        self._look()
-        return not self._offsets
+        return not self._around(lambda entry: True)
 
-    def _look(self) -> None:
-        """Takes in the whole lines that are new."""
+    def _around(self, is_late: Callable[[Entry], bool]) -> list[Entry]:
+        """Entries in the file's order: the last that are not late, and the first that are."""
         with opened(self._path) as handle:
             if handle is None:
-                return
-            whole, newline, _ = os.pread(handle, LOOK_BYTES, self._read).rpartition(b"\n")
-        self._read += len(whole) + len(newline)
-        for line in whole.split(b"\n"):
-            entry = _ENTRY.fullmatch(line)
-            if entry and (not self._offsets or int(entry[1]) >= self._offsets[-1]):
-                self._offsets.append(int(entry[1]))
-                self._walls.append(float(entry[2]))
+                return []
+            size = os.fstat(handle).st_size
+            begin, end = 0, size  # bytes; the first late entry begins between them
+            while end - begin > WINDOW_BYTES // 4:
+                middle = (begin + end) // 2
+                entry = next(iter(_entries(handle, middle, 16 * LINE_BYTES)), None)
+                if entry is None or is_late(entry):
+                    end = middle
+                else:
+                    begin = middle
+            return _entries(handle, max(0, begin - 16 * LINE_BYTES), WINDOW_BYTES)
+
+
+def _entries(handle: int, begin: int, size: int) -> list[Entry]:
+    """The whole entries in these bytes; what is none is passed over."""
+    data = os.pread(handle, size, begin)
+    if begin:
+        data = data[data.find(b"\n") + 1 :]  # the rest of an entry
+    return [Entry(int(offset), float(wall)) for offset, wall in _ENTRY.findall(data)]

@@ -73,7 +73,7 @@ class Pump(threading.Thread):
         """One piece from the pipe to the file; its size, 0 at the pipe's end."""
         size = os.readv(self._pipe, [self._buffer[:at_most]])
         if size and self._times and self._times.is_due():
-            self._times.note(os.fstat(self._file).st_size)
+            self._times.note(self._file)
         self._put(self._buffer[:size])
         return size
 

@@ -116,18 +116,17 @@ class LogFile:
             found = os.fstat(handle)
             if not self._is_same(handle, found):
                 self.offset, self._head, self._limit = 0, b"", None
+                self._times = self._times and LineTimes(self._path.with_suffix(".times"))
             if self._limit is None or not only_present:
                 self._limit = self._limited(found.st_size)
             self._inode = found.st_ino
-            hole, piece = next_piece(handle, self.offset, self._limit)
+            wall, end = self._times.at(self.offset) if self._times else (None, None)
+            hole, piece = next_piece(handle, self.offset, min(end or self._limit, self._limit))
         if not piece and not hole:
             return False
-        header: dict[str, Any] = {"file": self.name, "inode": self._inode, "offset": self.offset}
-        if self._times and piece:
-            header["wall"], end = self._times.at(self.offset)
-            piece = piece[: end - self.offset] if end else piece
-        header |= {"size": len(piece), **({"hole": hole} if hole else {})}
-        self._out.frame(header, piece)
+        header = {"file": self.name, "inode": self._inode, "offset": self.offset, "size": len(piece)}
+        more = {"hole": hole} if hole else {"wall": wall} if wall else {}
+        self._out.frame({**header, **more}, piece)
         room = max(0, HEAD_BYTES - self.offset)
         self._head = (self._head or b"") + (piece[:room] or bytes(min(hole, room)))
         self.offset += len(piece) + hole

@@ -8,7 +8,8 @@ How they are read from a run's events stands in `network`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import permutations
 
 from orchestrator.record import Record, Words
 
@@ -82,15 +83,20 @@ class LinksCarried(Record):
     """By node: the most that went out to one other node, and that came in from one."""
 
 
-def links_carried(job: str, found: Collectives) -> LinksCarried:
-    """Of a run of collectives.
+def links_carried(job: str, found: Collectives, nodes: Sequence[str]) -> LinksCarried | None:
+    """Of a run of collectives; None where not every link between these nodes was measured.
 
     >>> links = (LinkSpeed(source="a", target="b", gbps=2.3), LinkSpeed(source="b", target="a", gbps=2.2))
-    >>> links_carried("collectives-1", Collectives(links=links)).gbps["a"]
+    >>> links_carried("collectives-1", Collectives(links=links), ["a", "b"]).gbps["a"]
     (2.3, 2.2)
+    >>> links_carried("collectives-1", Collectives(links=links[:1]), ["a", "b"])
     """
-    names, gbps = link_matrix(found)
-    out = {name: [speed for pair, speed in gbps.items() if pair[0] == name] for name in names}
-    into = {name: [speed for pair, speed in gbps.items() if pair[1] == name] for name in names}
-    known = {name: (max(out[name]), max(into[name])) for name in names if out[name] and into[name]}
-    return LinksCarried(job=job, gbps=known)
+    _, gbps = link_matrix(found)
+    if not all(pair in gbps for pair in permutations(nodes, 2)):
+        return None
+    others = {name: [other for other in nodes if other != name] for name in nodes}
+    most = {
+        name: (max(gbps[name, other] for other in rest), max(gbps[other, name] for other in rest))
+        for name, rest in others.items()
+    }
+    return LinksCarried(job=job, gbps=most)

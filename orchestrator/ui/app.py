@@ -133,21 +133,21 @@ class _Site:
         return HTMLResponse(render_comparison(compare(runs)), headers=OWN_PAGE)
 
     def _collected(self, controller: Controller, job: str, request: Request) -> RunFolder:
-        """With what is new on its hosts, unless the older copy was asked for. Raises _Kept where there is one alone."""
+        """With what is new on its hosts, unless what was collected before was asked for, and is here. Raises _Kept
+        where only that is to be had.
+        """
+        if "kept" in request.query_params and (copy := self._copy(controller, job)):
+            return copy
         try:
-            if "kept" not in request.query_params:
-                found = controller.collect(controller.jobs.find(job), self._out)
-                if not found.errors:
-                    return found.run
+            found = controller.collect(controller.jobs.find(job), self._out)
+            if found.errors:
                 raise HostsError([*found.errors.values()])
         except OrchError as error:
             first = _first_of(error)
             if self._copy(controller, job) is None:
                 raise first from error
             raise _Kept(f"{job}: {first.message}", first.remedy) from error
-        if copy := self._copy(controller, job):
-            return copy
-        raise UsageError(f"{job} was collected nowhere, as far as is known here")
+        return found.run
 
     def _copy(self, controller: Controller, job: str) -> RunFolder | None:
         copy = newest_copy(controller.store, job)

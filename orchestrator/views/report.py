@@ -90,7 +90,7 @@ def _tail(path: Path) -> tuple[str, ...]:
         return ()
     drawing = Drawing()
     lines = [*drawing.take(text.rstrip()), *drawing.rest()]
-    return tuple(clean(line) for line in lines[-LOG_LINES:])
+    return tuple(clean(line.text) for line in lines[-LOG_LINES:])
 
 
 def render_report(

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import re
+import resource
+import subprocess
+import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.jobs.frames import FilePiece
+from orchestrator.jobs.frames import FilePiece, parse_frame, rank_of_log
 from orchestrator.jobs.lines import LogLine, Splitter
 from orchestrator.jobs.tails import tails
 from orchestrator.jobs.watch import watch
 from orchestrator.remote.line_times import LineTimes
+from orchestrator.remote.print_times import PrintTimes
+from orchestrator.remote.pump import Pump
 from orchestrator.remote.tails import BLOCK_BYTES, MAX_TAIL_BYTES, begin_of, begin_since
 from tests.support.local_cluster import Place
 from tests.support.local_job import gang
@@ -108,17 +117,18 @@ print("and its end", flush=True)
             printed, end = times.at(content.index(b"line %d" % number))
             assert printed == pytest.approx(wall, abs=1.0) and end is not None
 
-        def shown_since(ago_s: float, lines: int | None = None) -> bytes:
-            held = tails(job.plan, job.hosts, {0: lines}, follow=True, since_s=ago_s)["a"]
+        def shown_since(wall: float, lines: int | None = None) -> bytes:
+            held = tails(job.plan, job.hosts, {0: lines}, follow=True, since_wall=wall)["a"]
             return content[held["rank-0/stdout.log"].offset :]
 
-        assert shown_since(time.time() - walls[1]).startswith(b"line 1\n")
+        assert shown_since(walls[1]).startswith(b"line 1\n")
         last = times.at(len(content) - 2)[0]
         assert last is not None
-        assert shown_since(time.time() - last) == b"half a line, and its end\n"
-        assert shown_since(time.time() - walls[0], lines=1) == b"half a line, and its end\n"
-        time.sleep(1.1)
-        assert shown_since(0.0, lines=1) == b""
+        assert shown_since(last) == b"half a line, and its end\n"
+        assert shown_since(walls[0], lines=1) == b"half a line, and its end\n"
+        while time.time() < last + 1.5:
+            time.sleep(0.1)
+        assert shown_since(last + 1.4, lines=1) == b""
         splitter, lines = Splitter(), list[LogLine]()
         for _, item in watch(job.plan, job.hosts, offsets={}, follow=False, times=True):
             lines += splitter.split("a", item) if isinstance(item, FilePiece) else ()
@@ -149,6 +159,75 @@ def test_whatever_stands_among_the_times_each_byte_has_one_or_none(entries: Any,
             assert end is None or end > offset
             assert wall is None or 0 <= wall < 1e12
         assert times.since(1e13) is None
+
+
+def test_among_the_times_of_weeks_each_byte_is_found_at_once(tmp_path: Path) -> None:
+    path, count = tmp_path / "stdout.times", 500_000
+    path.write_bytes(b"".join(b"%d %.3f\n" % (100 * n, 1e9 + 2 * n) for n in range(count)))
+    times = LineTimes(path)
+    for n in (0, 1, 7, 2_600, 2_601, 123_456, count - 2):
+        assert times.at(100 * n + 50) == (1e9 + 2 * n, 100 * (n + 1))
+        assert times.since(1e9 + 2 * n) == 100 * n
+    assert times.at(100 * count) == (1e9 + 2 * (count - 1), None)
+    assert times.since(1e9 + 2 * count) is None
+    assert len(times._window) < 10_000
+
+
+def test_where_a_log_is_cut_its_times_are_and_a_torn_one_spoils_no_other(tmp_path: Path) -> None:
+    log, path = tmp_path / "stdout.log", tmp_path / "stdout.times"
+    with open(log, "ab", buffering=0) as file:
+        times = PrintTimes(path)
+        for _ in range(2):
+            file.write(b"x" * 100)
+            times.note(file.fileno())
+        os.ftruncate(file.fileno(), 0)
+        times.note(file.fileno())
+        file.write(b"y" * 50)
+        times.note(file.fileno())
+        assert [int(line.split()[0]) for line in path.read_text().splitlines()] == [0, 50]
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, before[1]))
+        try:
+            times.note(file.fileno())  # 5 bytes of it fit
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        file.write(b"y" * 50)
+        times.note(file.fileno())
+    found = LineTimes(path)
+    assert [found.at(offset)[1] for offset in (0, 49, 50, 99)] == [50, 50, 100, 100] and found.at(100)[0] is not None
+
+
+def test_a_disk_that_answers_nothing_about_times_holds_no_script_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: int) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    pump = Pump(tmp_path / "log", PrintTimes(tmp_path / "times"))
+    monkeypatch.setattr("orchestrator.remote.print_times.os", SimpleNamespace(**{**vars(os), "fstat": fails}))
+    child = subprocess.Popen([sys.executable, "-c", "print('x' * 3_000_000)"], stdout=pump.entry)
+    pump.start()
+    assert child.wait(60) == 0 and pump.finish() == 0
+    assert len((tmp_path / "log").read_bytes()) == 3_000_001
+
+
+def test_a_finished_bar_has_the_time_at_which_it_was_drawn_last() -> None:
+    splitter, at, lines = Splitter(), 0, list[LogLine]()
+    for epoch in range(20):
+        for percent, wall in ((b"\r 50%", 1000.0 * epoch), (b"\r100%\n", 1000.0 * epoch + 2)):
+            piece = FilePiece("rank-0/stderr.log", 0, at, percent, wall=wall)
+            at = piece.end
+            lines += splitter.split("a", piece)
+    lines += splitter.rest()
+    assert [line.wall for line in lines] == [1000.0 * epoch + 2 for epoch in range(20)]
+
+
+def test_a_time_that_is_no_date_is_none() -> None:
+    header = {"file": "rank-0/stdout.log", "inode": 1, "offset": 0, "size": 3}
+    rank = partial(rank_of_log, ranks=frozenset({0}))
+    for wall in (-2.5e11, -1, 1e15, float("inf"), "x", None, True):
+        piece, _ = parse_frame("a", json.dumps({**header, "wall": wall}).encode(), rank)
+        assert isinstance(piece, FilePiece) and piece.wall is None
 
 
 def test_a_fifo_in_place_of_the_times_holds_nobody_up(tmp_path: Path) -> None:

@@ -15,14 +15,16 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from orchestrator.paths import Home
+from orchestrator.errors import ConnectError
+from orchestrator.paths import Home, RunFolder
 from orchestrator.ui.access import kept_token
-from orchestrator.ui.app import application
+from orchestrator.ui.app import _Kept, _Site, application
 from orchestrator.ui.watched import Watched
 from tests.support.free_port import free_port
 from tests.support.ssh_rack import Rack, ssh_rack
@@ -150,25 +152,41 @@ def test_another_user_of_this_machine_finds_no_key_and_no_way_in_without_one(rac
         assert codes.split() == [b"403"] * 3
         assert b"orchestrator.cli" in found, "it could not even read the command line"
         assert token.encode() not in found
-        assert (rack.folder / "home" / "page-token").stat().st_mode & 0o777 == 0o600
+        key = rack.folder / "home" / "metrics-token"
+        assert key.read_bytes() not in found and key.stat().st_mode & 0o777 == 0o600
 
 
-def test_with_a_port_its_address_stays_and_without_one_it_is_new(rack: Rack) -> None:
+def test_a_prometheus_has_an_address_that_stays_and_opens_nothing_else(rack: Rack) -> None:
     port = str(free_port())
+    kept = f"http://127.0.0.1:{port}/{kept_token(Home(rack.folder / 'home'))}/"
     addresses = []
-    for options in (("--port", port), ("--port", port), (), ()):
-        with served(rack, *options) as (url, _):
+    for _ in range(2):
+        with served(rack, "--port", port) as (url, _):
             addresses.append(url)
-    assert addresses[0] == addresses[1] and len({*addresses}) == 3
-    assert len({url.split("/")[3] for url in addresses}) == 3
+            assert get(f"{kept}metrics")[0] == 200
+            others = ("", "events", "status", "jobs/latest", "metrics/", "../", "%2e%2e/metrics/..")
+            assert [get(kept + path)[0] for path in others] == [403] * len(others)
+    assert len({kept, *addresses}) == 3  # the page's own is new each time
 
 
-@pytest.mark.parametrize("broken", ["", "short", "../" * 14 + "x", "é" * 43])
-def test_a_key_that_was_written_by_hand_is_replaced(tmp_path: Path, broken: str) -> None:
+@pytest.mark.parametrize("broken", [b"", b"short", b"../" * 14 + b"x", b"\xff" * 43, b"a" * 44])
+def test_a_key_that_was_written_by_hand_is_replaced(tmp_path: Path, broken: bytes) -> None:
     home = Home(tmp_path)
-    home.page_token.write_text(broken)
+    home.metrics_token.write_bytes(broken)
+    home.metrics_token.chmod(0o600)
     token = kept_token(home)
     assert re.fullmatch(r"[A-Za-z0-9_-]{43}", token) and kept_token(home) == token
+
+
+def test_a_key_that_others_may_know_is_replaced(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    token = kept_token(home)
+    home.metrics_token.chmod(0o640)
+    assert kept_token(home) != token
+    (tmp_path / "theirs").write_text("a" * 43)
+    home.metrics_token.unlink()
+    home.metrics_token.symlink_to(tmp_path / "theirs")
+    assert kept_token(home) != "a" * 43
 
 
 def test_every_answer_keeps_to_itself(address: str) -> None:
@@ -203,6 +221,26 @@ def test_without_its_packages_it_says_what_to_install(tmp_path: Path) -> None:
         1,
         "error: orch ui needs the package starlette\n  try: pip install 'orch[ui]'\n",
     )
+
+
+def test_who_asks_for_what_was_collected_before_gets_what_was_not_collected_yet_all_the_same(tmp_path: Path) -> None:
+    runs = {"a": RunFolder(tmp_path / "a"), "b": RunFolder(tmp_path / "b")}
+    (tmp_path / "a").mkdir()
+    runs["a"].summary.touch(), runs["a"].report.touch()
+    store = SimpleNamespace(run_folders=lambda job: [runs["a"].root] if job == "a" else [])
+    jobs = SimpleNamespace(find=lambda job: SimpleNamespace(id=job))
+
+    def collect(job: Any, out: Path) -> Any:
+        if job.id == "a":
+            raise ConnectError("v100", "no answer")
+        return SimpleNamespace(run=runs["b"], errors={})
+
+    controller = SimpleNamespace(store=store, jobs=jobs, collect=collect)
+    site = _Site(Home(tmp_path), tmp_path, Watched(Home(tmp_path)))
+    asked = [SimpleNamespace(query_params=dict(words)) for words in ((), (("kept", "1"),))]
+    with pytest.raises(_Kept, match="a: v100: no answer"):
+        site._collected(controller, "a", asked[0])  # type: ignore[arg-type]
+    assert [site._collected(controller, job, asked[1]) for job in "ab"] == [*runs.values()]  # type: ignore[arg-type]
 
 
 # ---- what it tells ---------------------------------------------------------------------------------------------

@@ -19,8 +19,10 @@ def controller(tmp_path: Path) -> Controller:
     return Controller(Store(home), Connections(home))
 
 
-def measure(runs: Path, job: str, cluster: str = "a2000-v100", gbps: float = 2.31) -> None:
-    """A collected run that measured both directions of the link."""
+def measure(
+    runs: Path, job: str, cluster: str = "a2000-v100", gbps: float = 2.31, *, first_alone: bool = False
+) -> None:
+    """A collected run that measured both directions of the link, or the first one alone: its time was over."""
     from orchestrator.files import write_atomic
     from orchestrator.results.collectives import Collectives, CollectiveTime, LinkSpeed
     from orchestrator.results.summary import NodeSummary, Summary
@@ -30,6 +32,7 @@ def measure(runs: Path, job: str, cluster: str = "a2000-v100", gbps: float = 2.3
         for size in (1 << 10, 1 << 24)
     ]
     links = [LinkSpeed(source="v100", target="a2000", gbps=gbps), LinkSpeed(source="a2000", target="v100", gbps=1.87)]
+    links = links[:1] if first_alone else links
     found = Summary(
         schema=1, job=job, experiment="collectives", state="succeeded", world_size=2, cluster=cluster,
         nodes=tuple(NodeSummary(name=name, gpu="x", ranks=1) for name in ("a2000", "v100")),
@@ -48,9 +51,10 @@ def test_what_was_measured_of_its_own_hosts_stands_beside_what_is_declared(
     measure(tmp_path / "runs", "collectives-20261120-0912-old", gbps=9.9)
     measure(tmp_path / "runs", "collectives-20261121-0912-abc")
     measure(tmp_path / "runs", "collectives-20261122-0912-oth", cluster="another", gbps=8.8)
+    measure(tmp_path / "runs", "collectives-20261123-0912-cut", gbps=7.7, first_alone=True)
     controller.report(run)
     page = run.report.read_text()
     assert "measured by collectives-20261121-0912-abc" in page
     assert "2.5Gbps<small>2.31Gbps out, 1.87Gbps in</small>" in page
     assert "<small>1.87Gbps out, 2.31Gbps in</small>" in page
-    assert "9.9" not in page and "8.8" not in page
+    assert "9.9" not in page and "8.8" not in page and "7.7" not in page
