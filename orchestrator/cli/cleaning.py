@@ -84,7 +84,7 @@ def down(yes: bool, cluster: str | None, as_json: bool) -> None:
     with open_controller() as controller:
         known = controller.store.cluster(cluster)
         if jobs := controller.store.uncollected(known.name):
-            console.warn(f"jobs not collected: {len(jobs)} ({', '.join(jobs[:3])}); their files are removed, too")
+            console.warn(f"jobs not collected: {len(jobs)} ({some(jobs, 3)}); their files are removed, too")
         with busy(f"looking at what jobs wrote on {counted(len(known.nodes), 'host')}"):
             lost = unpulled(controller.store, controller.connections, known)
         for line in _unpulled_words(lost):

@@ -205,16 +205,20 @@ def logs(
                 raise OrchError(f"{why.message}, and with them when its lines were printed", "leave --since and -t out")
             console.say(f"{why.message}; these are the lines that were collected into {copy.root}")
             copied = copied_lines(plan, copy)
-            return following.print_events(last_of(copied, lines) if lines else copied, chosen)
+            following.print_events(last_of(copied, lines) if lines else copied, chosen)
+            return
         away = job.reach()
         console.fail_each(away.values())
         ranks = [rank for node in plan.nodes if only_node in (None, node.name) for rank in node.rank_numbers]
         last = {rank: lines for rank in ranks if only_rank in (None, rank)} if lines or since is not None else None
         events = job.follow(until_end=follow, last_lines=last, since_wall=since, times=timestamps)
-        following.print_events(events, chosen, times=timestamps)
+        if lines and not follow:  # a job that runs may have printed more since they were counted
+            events = last_of(events, lines)
+        if not following.print_events(events, chosen, times=timestamps) and not away:
+            fits = only_node or only_rank is not None or lines or since is not None or grep
+            console.say("no line fits what you asked for" if fits else "its ranks have printed nothing")
         if away:
             sys.exit(3)
-    return None
 
 
 @click.command()

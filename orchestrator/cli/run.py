@@ -238,7 +238,7 @@ def _launch(controller: Controller, plan: LaunchPlan, blob: bytes) -> RunningJob
     return job
 
 
-def _follow(job: RunningJob, show: Callable[[], None]) -> None:
+def _follow(job: RunningJob, show: Callable[[], object]) -> None:
     """Shows until the end. The first Ctrl-C detaches, a second within SECOND_CTRL_C_S cancels."""
     import threading
 

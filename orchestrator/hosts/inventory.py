@@ -144,7 +144,9 @@ class _Shared(_Model):
     key_file: FilePath | None = None
     """Private key on this machine; default: the agent's keys and what ~/.ssh/config says."""
     python: Program = "python3"
-    """Python 3.10 or newer on the host, the one that has torch: a path or a name."""
+    """Python 3.10 or newer on the host, the one that has torch: a path or a name. With `transport: local` it is the one
+    that holds orch unless you name another.
+    """
     activate: Line | None = None
     """One line of POSIX shell to run before Python, like `. ~/venv/bin/activate`."""
     workdir: WorkFolder = "~/.orch"

@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 
 from orchestrator.errors import OrchError
+from orchestrator.jobs.follow import Event
 from orchestrator.jobs.frames import FilePiece
 from orchestrator.jobs.lines import LogLine, Splitter
 from orchestrator.jobs.remembered import RememberedJobs
@@ -41,11 +42,13 @@ def nothing_left(jobs: RememberedJobs, plan: LaunchPlan) -> OrchError:
     """What to tell a person who asks the hosts for this job's files."""
     removal, copy = jobs.removal(plan.job), newest_copy(jobs, plan.job)
     what = f"its files were removed by `orch down` on {_date(removal.at)}" if removal else "no host holds its files"
+    what += "" if copy else "; as far as is known here it was collected nowhere"
     if copy:
-        when = datetime.fromtimestamp(copy.summary.stat().st_mtime).astimezone().isoformat(timespec="seconds")
+        written = copy.job if copy.job.is_file() else copy.summary  # which a report writes anew
+        when = datetime.fromtimestamp(written.stat().st_mtime).astimezone().isoformat(timespec="seconds")
         remedy = f"what was collected on {_date(when)} is in {copy.root}; `orch report --job {plan.job}` shows it"
     else:
-        remedy = "as far as is known here it was collected nowhere; `--out` names another folder of runs"
+        remedy = "`orch report --out DIR` looks for it in another folder of runs"
     return OrchError(f"{plan.job}: {what}", remedy)
 
 
@@ -66,12 +69,19 @@ def copied_lines(plan: LaunchPlan, run: RunFolder) -> Iterator[tuple[LogLine, ..
         yield lines
 
 
-def last_of(events: Iterable[tuple[LogLine, ...]], lines: int) -> Iterator[tuple[LogLine, ...]]:
-    """The last of each log, in the order of the logs."""
+def last_of(events: Iterable[Event], lines: int) -> Iterator[Event]:
+    """The last of each log in the order in which they were printed, where that is known, else log after log. What is no
+    line comes before them.
+    """
     kept: dict[tuple[str, int, str], deque[LogLine]] = {}
-    for line in itertools.chain.from_iterable(events):
-        kept.setdefault(line[:3], deque(maxlen=lines)).append(line)
-    yield from map(tuple, kept.values())
+    for event in events:
+        if isinstance(event, tuple):
+            for line in event:
+                kept.setdefault(line[:3], deque(maxlen=lines)).append(line)
+        else:
+            yield event
+    if last := sorted(itertools.chain.from_iterable(kept.values()), key=lambda line: line.wall or 0.0):
+        yield tuple(last)
 
 
 def _pieces(path: Path, name: str, rank: int) -> Iterator[FilePiece]:

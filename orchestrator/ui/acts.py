@@ -21,7 +21,7 @@ Form = Mapping[str, str]
 def add(controller: Controller, cluster: Cluster, form: Form) -> str:
     """A host by the keys that the form has fields for, and more as KEY=VALUE words."""
     given = {key: form[key].strip() for key in ("host", "gpu", "bandwidth", "note") if form.get(key, "").strip()}
-    pairs = {**given, **parse_pairs(shlex.split(form.get("more", "")), "KEY=VALUE")}
+    pairs = {**given, **parse_pairs(_words(form, "more"), "KEY=VALUE")}
     keys = keys_of_new_node(form.get("name", "").strip(), pairs)
     new = new_node(cluster, keys)
     if not_allowed(controller.store.home, new.alone):
@@ -52,8 +52,10 @@ def master(controller: Controller, cluster: Cluster, form: Form) -> str:
 
 def run(controller: Controller, cluster: Cluster, form: Form) -> str:
     """An experiment, or a script of this machine with its arguments."""
-    command, exp = tuple(shlex.split(form.get("script", ""))), form.get("exp") or None
-    words = Words(None if command else exp, tuple(shlex.split(form.get("settings", ""))), command=command)
+    command, exp = _words(form, "script"), form.get("exp") or None
+    if bool(command) == bool(exp):
+        raise UsageError("say what to run, once", "choose an experiment, or give a script")
+    words = Words(exp, _words(form, "settings"), command=command)
     wish = read_wish(words)
     plan = controller.plan(cluster, wish.request, wish.code, cluster.names(form.get("nodes") or None))
     job = controller.launch(plan, wish.blob)
@@ -66,6 +68,14 @@ def cancel(controller: Controller, cluster: Cluster, form: Form) -> str:
     if stayed:
         raise OrchError(f"{job.id} may still be running: {'; '.join(stayed)}", "`orch reap` lists what is left")
     return f"{job.id} was ended on every host"
+
+
+def _words(form: Form, field: str) -> tuple[str, ...]:
+    """As a shell would cut what was typed there. Raises UsageError."""
+    try:
+        return tuple(shlex.split(form.get(field, "")))
+    except ValueError as error:
+        raise UsageError(f"{field}: {form[field]}: {error}", "close each quote that is opened") from error
 
 
 ACTS: dict[str, Callable[[Controller, Cluster, Form], str]] = {

@@ -34,11 +34,11 @@ def print_events(
     stream: Console = console.out,
     *,
     times: bool = False,
-) -> None:
+) -> int:
     """Every line with its node and rank before it, a colour a rank, and how the run goes below or between them. times:
-    each line begins with when it was printed.
+    each line begins with when it was printed. Returns how many lines that were.
     """
-    words = _LineWords(stream, times=times)
+    words, printed = _LineWords(stream, times=times), 0
     board: _LiveTable | _Sentences = _LiveTable(stream) if _is_screen(stream) else _Sentences()
     # What is printed past a table that stands on the same screen would be torn by its next drawing.
     notices = stream if _is_screen(stream) and _is_screen(console.err) else console.err
@@ -53,9 +53,12 @@ def print_events(
                     board.show(event)
                 else:
                     board.lines_come()
-                    _print_lines("".join([words.of(line) for line in event if show(line)]), stream)
+                    shown = [words.of(line) for line in event if show(line)]
+                    _print_lines("".join(shown), stream)
+                    printed += len(shown)
     finally:
         board.close()
+    return printed
 
 
 def _print_lines(text: str, stream: Console) -> None:

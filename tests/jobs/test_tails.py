@@ -20,8 +20,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.jobs.copies import last_of
 from orchestrator.jobs.frames import FilePiece, parse_frame, rank_of_log
 from orchestrator.jobs.lines import LogLine, Splitter
+from orchestrator.jobs.live import Notice
 from orchestrator.jobs.tails import tails
 from orchestrator.jobs.watch import watch
 from orchestrator.remote.line_times import LineTimes
@@ -245,6 +247,29 @@ def test_a_fifo_in_place_of_the_times_holds_nobody_up(tmp_path: Path) -> None:
 )
 def test_a_time_that_is_none_is_said(place: Place, words: str, said: str) -> None:
     assert said in place.types("logs", "--since", words, code=2).stderr
+
+
+def test_the_last_lines_come_in_the_order_in_which_they_were_printed_and_no_more_of_them() -> None:
+    def line(rank: int, stream: str, text: str, wall: float | None) -> LogLine:
+        return LogLine("a", rank, stream, text, wall)
+
+    events = [
+        (line(0, "stdout", "step 1", 10.0), line(0, "stderr", "broke", 30.0)),
+        Notice("a: connected again"),
+        (line(0, "stdout", "step 2", 20.0), line(1, "stdout", "echo", 31.0)),
+    ]
+    assert [*last_of(events, 1)] == [
+        events[1],
+        (line(0, "stdout", "step 2", 20.0), line(0, "stderr", "broke", 30.0), line(1, "stdout", "echo", 31.0)),
+    ]
+    known = [(line(1, "stdout", "b", None), line(0, "stdout", "a", None))]
+    assert [*last_of(known, 1)] == known
+
+
+def test_where_no_line_fits_it_says_so(place: Place, job: str) -> None:
+    for words in (["--grep", "zzz"], ["--node", "a", "--rank", "1"]):
+        done = place.types("logs", *words, "--job", job)
+        assert (done.stdout, done.stderr) == ("", "no line fits what you asked for\n")
 
 
 def test_a_person_sees_times(place: Place, job: str) -> None:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -241,6 +242,23 @@ def test_who_asks_for_what_was_collected_before_gets_what_was_not_collected_yet_
     with pytest.raises(_Kept, match="a: v100: no answer"):
         site._collected(controller, "a", asked[0])  # type: ignore[arg-type]
     assert [site._collected(controller, job, asked[1]) for job in "ab"] == [*runs.values()]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        ({"script": 'train.py "a'}, "script: train.py"),
+        ({"script": "train.py", "settings": 'a="1'}, "No closing quotation"),
+        ({"script": "train.py", "exp": "mnist_lenet"}, "say what to run, once"),
+        ({}, "choose an experiment, or give a script"),
+    ],
+)
+def test_a_form_that_cannot_be_read_is_answered_in_words(address: str, form: dict[str, str], said: str) -> None:
+    request = urllib.request.Request(f"{address}do/run", data=urllib.parse.urlencode(form).encode(), method="POST")
+    with pytest.raises(urllib.error.HTTPError) as error:
+        urllib.request.urlopen(request, timeout=60)
+    with error.value as answer:
+        assert (answer.code, said in answer.read().decode()) == (400, True)
 
 
 # ---- what it tells ---------------------------------------------------------------------------------------------
