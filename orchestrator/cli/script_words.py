@@ -30,7 +30,14 @@ class ScriptCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         typed = list(args)
-        rest = super().parse_args(ctx, args)
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            script, option = next((word for word in typed if word.endswith(".py")), None), error.option_name
+            if script is None:
+                raise
+            behind = f"options of {script} stand behind it: {ctx.command_path} {script} {option} ..."
+            raise click.UsageError(f"{option} is no option of {ctx.command_path}; {behind}", ctx) from error
         command: tuple[str, ...] = ctx.params.get("command") or ()
         before = typed[: len(typed) - len(command)]
         ctx.meta[_DIVIDED] = bool(command) and before[-1:] == ["--"]

@@ -157,3 +157,11 @@ def test_a_reader_that_leaves_is_no_error(words):
 
 def test_jobs_without_any_is_an_empty_document():
     assert json.loads(orch("jobs", "--json").stdout) == {"schema": 1, "jobs": []}
+
+
+@pytest.mark.parametrize("command", ["run", "profile", "plan"])
+def test_an_option_of_the_script_that_stands_before_it_is_shown_its_place(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([command, "--learning-rate", "0.1", "train.py"], prog_name="orch")
+    said = capsys.readouterr().err
+    assert (end.value.code, f"stand behind it: orch {command} train.py --learning-rate ..." in said) == (2, True)
