@@ -176,6 +176,8 @@ class _Rank:
         self.last = -1
         self.total: int | None = None
         self._wall: float | None = None
+        self._is_watched = False
+        """A script that is only watched: nobody knows when its first step began, so that no time of it counts."""
         self.lines = WholeLines()
 
     @property
@@ -196,6 +198,7 @@ class _Rank:
                 brought |= self._add(event)
             elif event.get("event") == "start":
                 self.steps.clear()
+                self._is_watched = event.get("samples_from") is not None
                 self.total = count(event, "steps", LARGEST) or None
         return brought
 
@@ -209,6 +212,8 @@ class _Rank:
         if t_ms is None and wall is not None and before is not None and wall > before:
             t_ms = 1000 * (wall - before)
         comm_ms = duration(event, "comm_ms")
+        if self._is_watched and not self.steps:
+            t_ms = exposed_ms = comm_ms = None
         self.steps.pop(step, None)  # a step that is reported again is the newest
         self.steps[step] = _Step(
             samples,

@@ -288,6 +288,19 @@ def test_a_piece_of_many_lines_shows_its_total_and_its_newest_steps():
     assert feed.rows()["a"] == HostRow("a", 1000, 5000, 1000.0, None, None, step_ms=1.0)
 
 
+def test_of_a_script_that_is_only_watched_the_first_step_has_no_time():
+    """It began before anybody looked."""
+    feed = Feed(a=1)
+    feed.send(0, line(event="start", steps=9, samples_from="loader"))
+    feed.send(0, line(event="step", step=0, samples=32, t_ms=16.0, exposed_ms=0.0, comm_ms=0.0))
+    first = feed.rows()["a"]
+    assert (first.step, first.samples_per_s, first.step_ms) == (1, None, None)
+    for step in (1, 2):
+        feed.send(0, line(event="step", step=step, samples=32, t_ms=1000.0, exposed_ms=100.0, comm_ms=100.0))
+    later = feed.rows()["a"]
+    assert (later.step, later.samples_per_s, later.step_ms, later.sync_share) == (3, 32.0, 1000.0, 0.1)
+
+
 def test_memory_is_bounded_whatever_comes():
     feed = Feed(a=1)
     for step in range(3 * KEPT_STEPS):
