@@ -22,12 +22,21 @@ from typing import Any
 from . import trouble
 from .layout import JobFolder
 from .plain_asyncio import asyncio
-from .processes import MARK, Identity, below_or_marked, describe, die_with_parent, end_all, process_group
+from .processes import (
+    LAST_WORDS_S,
+    MARK,
+    Identity,
+    Killing,
+    below_or_marked,
+    describe,
+    die_with_parent,
+    end_all,
+    process_group,
+)
 
 KILL_S = 5.0
 GPU_WATCH_S = 1.0
 """So long may what a sick driver holds, though it was killed, keep a job from its end."""
-LAST_WORDS_S = 2.0
 LOOK_S = 0.05
 
 # What a host's profile may have left behind and torchrun would obey (it reads PET_* as its own options).
@@ -128,8 +137,11 @@ class Children:
             # torchrun answers INT by ending its workers itself and at once; the ranks are to have their grace first.
             first = wrappers()
             ranks = [process for process in self._left() if process.pid in first]
+            if signum == signal.SIGKILL:
+                await self._killed()
+                continue
             end_all(ranks if signum == signal.SIGINT and ranks else self._left(), signum)
-            await until(lambda: not self._left(), wait_s, self._kill if signum == signal.SIGKILL else None)
+            await until(lambda: not self._left(), wait_s)
         await until(lambda: not below_or_marked(self._job.root), GPU_WATCH_S)
         return [describe(process) for process in below_or_marked(self._job.root)]
 
@@ -141,10 +153,11 @@ class Children:
         self.end_gpu_watch()
         end_all(scripts, signal.SIGKILL)
         await until(lambda: not self._left(), LAST_WORDS_S)
-        return await until(lambda: not self._left(), KILL_S, self._kill)
+        return await self._killed()
 
-    def _kill(self) -> None:
-        end_all(self._left(), signal.SIGKILL)
+    async def _killed(self) -> bool:
+        killing = Killing()
+        return await until(lambda: not self._left(), KILL_S, lambda: killing.of(self._left()))
 
     def _left(self) -> list[Identity]:
         """What the ladder has to end. The GPU watch was killed before it, and a sick driver may hold that for long."""

@@ -29,11 +29,11 @@ from .memory import out_of_memory_kills
 from .messages import Failure, failure
 from .plain_asyncio import asyncio
 from .processes import (
+    Killing,
     adopt_orphans,
     below_or_marked,
     describe,
     die_with_parent,
-    end_all,
     signal_name,
 )
 from .supervisor import Supervisor
@@ -120,9 +120,10 @@ def cause_of(job: JobFolder, node: dict[str, Any], record: dict[str, Any], statu
 
 def kill_all(job: JobFolder, deadline: float) -> list[str]:
     """SIGKILL to everything of this job below us or marked, until none is left. Returns what stayed."""
+    killing = Killing()
     while True:
         left = below_or_marked(job.root)
-        end_all(left, signal.SIGKILL)
+        killing.of(left)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass

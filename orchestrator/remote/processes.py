@@ -11,11 +11,14 @@ import contextlib
 import functools
 import os
 import signal
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 MARK = "ORCH_JOB_DIR"
+LAST_WORDS_S = 2.0
+"""So long rank wrappers may carry what their ranks have printed into the logs."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -161,6 +164,24 @@ def end_all(processes: Iterable[Identity], signum: int) -> None:
     others = [process for process in found if not _is_wrapper(process.pid)] if signum == signal.SIGKILL else []
     for process in others or found:
         process.signal(signum)
+
+
+class Killing:
+    """SIGKILL to all that is left, look after look. Rank wrappers that are left alone have LAST_WORDS_S: on a busy
+    machine the next look comes before they had the processor.
+    """
+
+    def __init__(self) -> None:
+        self._words_until_s: float | None = None
+
+    def of(self, left: Iterable[Identity]) -> None:
+        found = list(left)
+        if found and all(_is_wrapper(process.pid) for process in found):
+            if self._words_until_s is None:
+                self._words_until_s = time.monotonic() + LAST_WORDS_S
+            if time.monotonic() < self._words_until_s:
+                return
+        end_all(found, signal.SIGKILL)
 
 
 def _is_wrapper(pid: int) -> bool:

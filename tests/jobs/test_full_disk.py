@@ -20,6 +20,7 @@ from orchestrator.jobs.live import Notice
 from orchestrator.jobs.running import RunningJob
 from orchestrator.jobs.watch import watch
 from orchestrator.paths import Home
+from orchestrator.remote import processes
 from orchestrator.remote.pump import PIPE_BYTES, Pump
 from orchestrator.store import Store
 from tests.support import forks
@@ -197,6 +198,32 @@ time.sleep(60)
         assert job.wait().state == "failed"
         written = int.from_bytes((tmp_path / "written").read_bytes(), "little")
         assert (job.folder("a") / "rank-0" / "stdout.log").stat().st_size >= written > 0
+
+
+def test_a_wrapper_that_has_no_processor_for_a_while_has_its_last_words_all_the_same(tmp_path):
+    script = """
+import os, pathlib, time
+folder = pathlib.Path(os.environ["FOLDER"])
+while not (folder / "go").exists():
+    time.sleep(0.01)
+os.write(1, b"x" * 900_000)
+(folder / "written").touch()
+time.sleep(60)
+"""
+    with gang(tmp_path, script, ranks=(1,), env={"FOLDER": str(tmp_path)}) as job:
+        job.launch()
+        agents = job.wait_running()
+        (wrapper,) = (one for one in processes.marked(job.folder("a")) if processes._is_wrapper(one.pid))
+        wrapper.signal(signal.SIGSTOP)
+        (tmp_path / "go").touch()
+        until(tmp_path / "written")  # all of it is in the pipe
+        os.kill(agents["a"]["pid"], signal.SIGKILL)
+        while processes.start_time(agents["a"]["ranks"]["0"]["pid"]) is not None:
+            time.sleep(0.01)
+        time.sleep(0.3)  # many looks of who ends them
+        wrapper.signal(signal.SIGCONT)
+        assert job.wait().state == "failed"
+        assert (job.folder("a") / "rank-0" / "stdout.log").read_bytes() == b"x" * 900_000
 
 
 def test_all_that_a_killed_script_wrote_is_in_its_log(tmp_path):
