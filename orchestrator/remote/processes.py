@@ -19,6 +19,7 @@ from typing import NamedTuple
 MARK = "ORCH_JOB_DIR"
 LAST_WORDS_S = 2.0
 """So long rank wrappers may carry what their ranks have printed into the logs."""
+LOADING_S, LOADING_LOOKS = 0.002, 50
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -123,8 +124,20 @@ def marked(job_dir: Path) -> list[Identity]:
 
 
 def _bears(pid: int, mark: bytes) -> bool:
-    environment = _read(f"/proc/{pid}/environ")
+    environment = _environment(pid)
     return mark in environment and mark in environment.split(b"\0")
+
+
+def _environment(pid: int) -> bytes:
+    """While a process begins another program (execve(2)) it has neither environment nor words: it is read again."""
+    for _ in range(LOADING_LOOKS):
+        if found := _read(f"/proc/{pid}/environ"):
+            return found
+        if _read(f"/proc/{pid}/cmdline"):  # it has none, or has it since
+            return _read(f"/proc/{pid}/environ")
+        os.readlink(f"/proc/{pid}/exe")  # OSError: the kernel's own, or ended
+        time.sleep(LOADING_S)
+    return b""
 
 
 def below_or_marked(job_dir: Path) -> list[Identity]:

@@ -71,6 +71,30 @@ def test_the_mark_finds_a_process_that_left_its_parent(tmp_path):
         os.kill(pid, signal.SIGKILL)
 
 
+def test_a_process_that_begins_another_program_is_looked_at_again(sleeper, monkeypatch):
+    """Its environment is empty for a moment, and so are its words."""
+    read, looks = processes._read, []
+
+    def loading(path):
+        looks.append(path)
+        return b"" if len(looks) < 6 else read(path)
+
+    monkeypatch.setattr(processes, "_read", loading)
+    assert processes._environment(sleeper.pid) == read(f"/proc/{sleeper.pid}/environ")
+
+
+def test_who_has_no_environment_is_not_waited_for(monkeypatch):
+    child = subprocess.Popen(["sleep", "1000"], env={})
+    monkeypatch.setattr(processes.time, "sleep", lambda _: pytest.fail("waited"))
+    try:
+        assert processes._environment(child.pid) == b""
+        with pytest.raises(OSError):
+            processes._environment(2)  # a kernel thread, or not there
+    finally:
+        child.kill()
+        child.wait()
+
+
 def test_a_list_of_processes_made_before_a_pid_was_reused_harms_nobody(sleeper):
     before = Identity(sleeper.pid, processes.start_time(sleeper.pid) - 1, processes.boot_id())
     processes.end_all([before], signal.SIGKILL)
