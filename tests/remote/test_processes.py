@@ -85,6 +85,8 @@ def test_a_process_that_begins_another_program_is_looked_at_again(sleeper, monke
 
 def test_who_has_no_environment_is_not_waited_for(monkeypatch):
     child = subprocess.Popen(["sleep", "1000"], env={})
+    while not processes._read(f"/proc/{child.pid}/cmdline"):  # it begins its program yet
+        pass
     monkeypatch.setattr(processes.time, "sleep", lambda _: pytest.fail("waited"))
     try:
         assert processes._environment(child.pid) == b""
