@@ -131,17 +131,15 @@ class Children:
         """
         self.end_gpu_watch()
         grace_s = self._node["grace_s"]
-        for signum, wait_s in ((signal.SIGINT, grace_s), (signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_S)):
+        for signum in (signal.SIGINT, signal.SIGTERM):
             if not self._left():
                 break
             # torchrun answers INT by ending its workers itself and at once; the ranks are to have their grace first.
             first = wrappers()
             ranks = [process for process in self._left() if process.pid in first]
-            if signum == signal.SIGKILL:
-                await self._killed()
-                continue
             end_all(ranks if signum == signal.SIGINT and ranks else self._left(), signum)
-            await until(lambda: not self._left(), wait_s)
+            await until(lambda: not self._left(), grace_s)
+        await self._killed()
         await until(lambda: not below_or_marked(self._job.root), GPU_WATCH_S)
         return [describe(process) for process in below_or_marked(self._job.root)]
 

@@ -170,18 +170,14 @@ def is_stopped(pid: int) -> bool:
 
 
 def end_all(processes: Iterable[Identity], signum: int) -> None:
-    """SIGKILL spares the rank wrappers as long as there is anything else: they carry their ranks' last words into the
-    logs, then end by themselves. Who has to be sure calls again until nothing is left.
-    """
-    found = list(processes)
-    others = [process for process in found if not _is_wrapper(process.pid)] if signum == signal.SIGKILL else []
-    for process in others or found:
+    for process in processes:
         process.signal(signum)
 
 
 class Killing:
-    """SIGKILL to all that is left, look after look. Rank wrappers that are left alone have LAST_WORDS_S: on a busy
-    machine the next look comes before they had the processor.
+    """SIGKILL to what is left of a job, look after look until nothing is. Rank wrappers carry their ranks' last words
+    into the logs, then end by themselves: they are spared as long as there is anything else, and LAST_WORDS_S when they
+    are alone, since on a busy machine the next look comes before they had the processor.
     """
 
     def __init__(self) -> None:
@@ -189,12 +185,13 @@ class Killing:
 
     def of(self, left: Iterable[Identity]) -> None:
         found = list(left)
-        if found and all(_is_wrapper(process.pid) for process in found):
-            if self._words_until_s is None:
-                self._words_until_s = time.monotonic() + LAST_WORDS_S
-            if time.monotonic() < self._words_until_s:
-                return
-        end_all(found, signal.SIGKILL)
+        if others := [process for process in found if not _is_wrapper(process.pid)]:
+            end_all(others, signal.SIGKILL)
+            return
+        if self._words_until_s is None:
+            self._words_until_s = time.monotonic() + LAST_WORDS_S
+        if time.monotonic() >= self._words_until_s:
+            end_all(found, signal.SIGKILL)
 
 
 def _is_wrapper(pid: int) -> bool:

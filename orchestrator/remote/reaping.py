@@ -58,8 +58,8 @@ def _wake(job: JobFolder, still: dict[str, processes.Identity]) -> list[str]:
 
 
 def end_marked(job: JobFolder) -> list[str]:
-    deadline = time.monotonic() + END_S
+    killing, deadline = processes.Killing(), time.monotonic() + END_S
     while (pids := processes.marked(job.root)) and time.monotonic() < deadline:
-        processes.end_all(pids, signal.SIGKILL)
+        killing.of(pids)
         time.sleep(0.02)
     return [processes.describe(pid) for pid in pids]
