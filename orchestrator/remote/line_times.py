@@ -10,6 +10,7 @@ A log of weeks has a million entries: they are looked for by halves, and a part 
 from __future__ import annotations
 
 import bisect
+import math
 import os
 import re
 from collections.abc import Callable
@@ -41,7 +42,7 @@ class LineTimes:
         """When the byte there was printed, and up to which byte that holds; None: unknown, and without an end."""
         if not (self._window and self._window[0].offset <= offset < self._window[-1].offset):
             self._window = self._around(lambda entry: entry.offset > offset)
-        place = bisect.bisect_right([entry.offset for entry in self._window], offset)
+        place = bisect.bisect_right(self._window, Entry(offset, math.inf))
         wall = self._window[place - 1].wall if place else None
         return wall, self._window[place].offset if place < len(self._window) else None
 

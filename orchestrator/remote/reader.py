@@ -120,7 +120,8 @@ class LogFile:
             if self._limit is None or not only_present:
                 self._limit = self._limited(found.st_size)
             self._inode = found.st_ino
-            wall, end = self._times.at(self.offset) if self._times else (None, None)
+            is_new = self.offset < self._limit
+            wall, end = self._times.at(self.offset) if self._times and is_new else (None, None)
             hole, piece = next_piece(handle, self.offset, min(end or self._limit, self._limit))
         if not piece and not hole:
             return False
