@@ -259,23 +259,24 @@ class Clusters:
 
 
 def _not_added(error: HostError) -> HostError:
-    error.remedy = "; ".join(part for part in (error.remedy, f"{error.node} was not added") if part)
-    return error
+    return _with_more(error, "; ", f"{error.node} was not added")
 
 
 def or_without(error: HostError) -> HostError:
     """With a word on how a job goes without this host."""
-    leave_out = f"leave it out: `--nodes`, `orch node release {error.node}`"
-    error.remedy = ", or ".join(part for part in (error.remedy, leave_out) if part)
+    return _with_more(error, ", or ", f"leave it out: `--nodes`, `orch node release {error.node}`")
+
+
+def _with_more(error: HostError, joined_by: str, words: str) -> HostError:
+    """Its remedy goes on with these words, or is made of them."""
+    error.remedy = joined_by.join(part for part in (error.remedy, words) if part)
     return error
 
 
 def _usable_facts(cluster: Cluster, node: Node) -> NodeFacts | HostError:
     if node.name in cluster.problems:
         error = cluster.problems[node.name].as_error(node.name)
-        again = f"`orch up {cluster.file}` again"
-        error.remedy = "; then ".join(part for part in (error.remedy, again) if part)
-        return or_without(error)
+        return or_without(_with_more(error, "; then ", f"`orch up {cluster.file}` again"))
     if node.name not in cluster.facts:
         return HostError(node.name, "has not been probed", f"`orch up {cluster.file}`")
     return cluster.facts[node.name]

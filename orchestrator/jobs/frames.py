@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.errors import HostError, ProbeError
-from orchestrator.jobs.metric_lines import number
+from orchestrator.jobs.metric_lines import duration
 from orchestrator.text import message, one_line
 
 MAX_PIECE_BYTES = 1 << 18
@@ -183,8 +183,7 @@ def _piece(header: dict[str, Any], rank_of: Callable[[str], int | None]) -> tupl
         raise ValueError(f"offset {offset!r}")
     if inode is not None and not isinstance(inode, int):
         raise ValueError(f"inode {inode!r}")
-    wall = number(header, "wall", LARGEST_WALL)
-    wall = wall if wall is not None and wall >= 0 else None
+    wall = duration(header, "wall", LARGEST_WALL)
     return FilePiece(header["file"], rank_of(header["file"]), offset, b"", inode, hole=hole, wall=wall), size
 
 

@@ -57,9 +57,9 @@ def count(event: Mapping[str, Any], key: str, largest: float = LARGEST_NUMBER) -
     return int(value) if value is not None and value >= 0 and value == int(value) else None
 
 
-def duration(event: Mapping[str, Any], key: str) -> float | None:
-    """A time of a step, in the field's own unit: at least 0, at most LARGEST."""
-    value = number(event, key, LARGEST)
+def duration(event: Mapping[str, Any], key: str, largest: float = LARGEST) -> float | None:
+    """A time, in the field's own unit: at least 0, at most `largest`."""
+    value = number(event, key, largest)
     return value if value is not None and value >= 0 else None
 
 
