@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import select
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import yaml
 from tests.support.browser import CHROMIUM, chromium, page_of, started_by
 from tests.support.lab import lab
 from tests.support.page_boxes import overlaps
+from tests.support.served_page import TRAINS, address_of
 from tests.support.terminal import Person
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(600)]
@@ -26,18 +25,6 @@ nodes:
   - {name: v100, host: 10.79.1.2}
   - {name: gone, host: 10.79.1.3}
   - {name: a16, host: 10.79.1.4}
-"""
-TRAINS = """
-import json, os, time
-rank = int(os.environ["RANK"])
-print("hello from", rank, "<b>bold</b>", flush=True)
-with open(os.environ["ORCH_METRICS"], "a", buffering=1) as file:
-    file.write(json.dumps({"event": "start", "schema": 1, "steps": 100000, "rank": rank, "world_size": 2}) + "\\n")
-    for step in range(100000):
-        time.sleep(0.05)
-        told = {"event": "step", "step": step, "samples": 10, "t_ms": 100.0, "exposed_ms": 40.0 * rank,
-                "comm_ms": 40.0 * rank, "loss": 3.0, "wall": time.time()}
-        file.write(json.dumps(told) + "\\n")
 """
 
 
@@ -60,15 +47,8 @@ def person(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Person]:
 
 @pytest.fixture(scope="module")
 def address(person: Person) -> Iterator[str]:
-    process = person.starts("ui", "--out", str(person.folder / "runs"))
-    with process:
-        try:
-            assert process.stdout
-            assert select.select([process.stdout], [], [], 60)[0], "it said no address"
-            yield process.stdout.readline().strip()
-        finally:
-            process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 0
+    with address_of(person.starts("ui", "--out", str(person.folder / "runs"))) as url:
+        yield url
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import select
 import shutil
 import signal
 import subprocess
@@ -28,22 +27,11 @@ from orchestrator.ui.access import kept_token
 from orchestrator.ui.app import _Kept, _Site, application
 from orchestrator.ui.watched import Watched
 from tests.support.free_port import free_port
+from tests.support.served_page import TRAINS, address_of
 from tests.support.ssh_rack import Rack, ssh_rack
 from tests.support.sshd import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
-TRAINS = """
-import json, os, time
-rank = int(os.environ["RANK"])
-print("hello from", rank, "<b>bold</b>", flush=True)
-with open(os.environ["ORCH_METRICS"], "a", buffering=1) as file:
-    file.write(json.dumps({"event": "start", "schema": 1, "steps": 100000, "rank": rank, "world_size": 2}) + "\\n")
-    for step in range(100000):
-        time.sleep(0.05)
-        told = {"event": "step", "step": step, "samples": 10, "t_ms": 100.0, "exposed_ms": 40.0 * rank,
-                "comm_ms": 40.0 * rank, "loss": 3.0, "wall": time.time()}
-        file.write(json.dumps(told) + "\\n")
-"""
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +48,9 @@ def served(rack: Rack, *options: str) -> Iterator[tuple[str, subprocess.Popen[st
     """Its address, and the process."""
     words = [sys.executable, "-m", "orchestrator.cli", "ui", "--out", str(rack.folder / "runs"), *options]
     environment = {**rack.environment, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout
-            assert select.select([process.stdout], [], [], 60)[0], "it said no address"
-            yield process.stdout.readline().strip(), process
-        finally:
-            process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 0
+    process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    with address_of(process) as url:
+        yield url, process
 
 
 @pytest.fixture(scope="module")
