@@ -431,10 +431,11 @@ def test_an_update_stays_that_of_one_process_through_a_rebalance_and_in_micro_ba
     same += ["--lr", "0.01"]  # larger steps carry the rounding of 32 bits to where one of the two runs passes a ReLU
     one = parse_arguments(["--exp", "mnist_lenet", "--device", "cpu", *same, "--checkpoint_dir", str(tmp_path / "one")])
     train(one, read_rank_info({}), MetricsWriter(None))
-    uneven = ["--shares", "auto", "--accumulate", "2", "--slow", "rank:1,at:start,ms:100"]
+    uneven = ["--shares", "auto", "--accumulate", "2", "--slow", "rank:1,at:start,ms:200"]
     first, _ = two_ranks(tmp_path, *same, *uneven, "--checkpoint_dir", str(tmp_path / "two"))
     change = named(first, "rebalance")[0]
-    assert change["step"] < 17 and change["shares"][1] < 24
+    # How far rank 1 is relieved depends on who else uses this machine: rank 0 really computes here.
+    assert change["step"] < 17 and change["shares"][1] < 32
     torch.manual_seed(one.seed)
     model = build_model("lenet", (1, 28, 28), 10).state_dict()
     begin = torch.cat([model[name].flatten().double() for name in sorted(model)])
