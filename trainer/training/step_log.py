@@ -16,9 +16,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -35,8 +34,7 @@ if TYPE_CHECKING:
 MOMENT_S = 1.0
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One update: what it trained on, and its marks in the order in which the device comes to them. The exchange holds
     the one between `loaded` and `summed`.
     """
