@@ -17,7 +17,7 @@ from orchestrator.forecast.advice import Scene
 from orchestrator.forecast.asked import memory_words
 from orchestrator.forecast.cluster_links import MeasuredLinks, wire_of
 from orchestrator.forecast.gpus import ERROR, activation_bytes, estimate_speed
-from orchestrator.forecast.layers import Block, Layer, gradient_bytes, layers_in, network_like, network_of
+from orchestrator.forecast.layers import Block, Layer, gradient_bytes, is_known, layers_in, network_like, network_of
 from orchestrator.forecast.step import HostSpeed, Workload
 from orchestrator.hosts.cards import find_card
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
@@ -79,15 +79,15 @@ def _host(node: NodePlan, speeds: tuple[Speed, ...], source: str, profiles: Prof
 
 
 def blocks_in(plan: LaunchPlan, settings: Settings, profiles: Profiles) -> tuple[Block, ...]:
-    """Of the network that paced ranks stand in for, of an experiment's, or of a script's as its profile saw it. Raises
-    UsageError where none has.
+    """Of the network that paced ranks stand in for, of one that is written down here, or of any as its profile saw it.
+    Raises UsageError where none has.
     """
     like = next((node.paced["like"] for node in plan.nodes if node.paced and node.paced.get("like")), None)
     if like:
         return network_like(str(like))
-    if settings.model != OWN:
-        return network_of(settings)
     seen = next((profile.network for profile in profiles.values() if profile.network), None)
+    if is_known(settings.model) or (seen is None and settings.model != OWN):
+        return network_of(settings)
     if seen is None:
         raise UsageError(
             "the script's network is unknown: it has not been profiled, has too many layers, or not 32 bits",

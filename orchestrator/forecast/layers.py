@@ -83,7 +83,8 @@ def network_of(settings: Settings) -> tuple[Block, ...]:
         known = ", ".join(["lenet", *_RESNETS])
         raise UsageError(
             f"{settings.model}: its layers are not known here, so that nothing is predicted",
-            f"those of {known} are; `orch run` trains it all the same",
+            f"those of {known} are, and others once `orch profile` has measured them on your hosts, with the same "
+            "--set; `orch run` trains it all the same",
         )
     return blocks_of(settings.model, settings.data_set.shape, settings.data_set.classes)
 

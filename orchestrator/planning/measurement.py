@@ -48,14 +48,14 @@ class BlockTimes(Record):
 
 
 class SeenLayer(Record):
-    """A layer of a script's network; what each number is: `orchestrator.forecast.layers.Layer`."""
+    """A layer of a network; what each number is: `orchestrator.forecast.layers.Layer`."""
 
     shapes: Annotated[tuple[Annotated[tuple[Samples, ...], Field(max_length=8)], ...], Field(max_length=64)]
     work: Annotated[float, Field(ge=0, lt=1e18, allow_inf_nan=False)]
 
 
 class SeenBlock(Record):
-    """Layers between two cuts of a script's network. outputs: numbers that leave it, of one sample."""
+    """Layers between two cuts of a network. outputs: numbers that leave it, of one sample."""
 
     layers: Annotated[tuple[SeenLayer, ...], Field(max_length=1024)]
     outputs: Annotated[int, Field(ge=0, lt=1 << 40)]
@@ -87,4 +87,4 @@ class Measurement(Record):
     batch: Samples | None = None
     """Of an update over all ranks, as the settings or the script say; None in profiles of an older orch."""
     network: Annotated[tuple[SeenBlock, ...], Field(min_length=1, max_length=1024)] | None = None
-    """A script's; None of an experiment, whose network is known."""
+    """None in profiles of an older orch, and where the rank could not tell."""

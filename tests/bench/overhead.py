@@ -4,8 +4,8 @@
 
 The two take turns, a short epoch each, so that whatever else the machine does meets both alike; the first turns are
 left out; the ratio is the median over pairs of neighbours. LeNet's epoch has 100 steps (MNIST's has 938), so that what
-an epoch's end takes counts nine times too much, not fifty times as with 20. Then what writing one step's line takes, against the median
-step. Exits 1 below 0.97 or above 1 %.
+an epoch's end takes counts nine times too much, not fifty times as with 20. Then what writing one step's line takes,
+against the median step. Exits 1 below 0.97 or above 1 %.
 """
 
 from __future__ import annotations

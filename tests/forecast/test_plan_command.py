@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from math import prod
 
 import pytest
 
@@ -21,6 +22,7 @@ from orchestrator.views.plan import Outlook, _hosts
 from orchestrator.views.report import render_report
 from tests.support.plan_command import RESNET, dry_run, orch, planned, remember
 from tests.support.run_folders import two_hosts
+from trainer.measure.visited import blocks_on_paper
 from trainer.shared.shares import Speed
 
 
@@ -178,6 +180,21 @@ def test_a_network_whose_layers_are_not_known_is_planned_without_a_prediction(ho
     assert "resnet18: its layers are not known here, so that nothing is predicted" in said
     assert "those of lenet, resnet50, resnet101, resnet152 are" in said
     assert planned("--set", "model=resnet50")["hosts"]
+
+
+def test_a_network_that_a_profile_saw_is_predicted(home):
+    """In the same way as one whose layers are written down here."""
+    resnet18 = ("--set", "model=resnet18")
+    blocks = blocks_on_paper("resnet18", (3, 32, 32), 10)
+    measured = {"samples": (8, 16), "step_ms": (11.0, 12.0), "fixed_ms": 10.0, "sample_ms": 1.0, "largest": 512}
+    for (name, _), kind in kinds_of(dry_run(*resnet18), home.cluster().facts).items():
+        made = {"cap": None, "forward_ms": 1.0, "optim_ms": 1.0, "created": "2026-11-21T09:00:00+00:00"}
+        home.save_profile(Profile(**kind.model_dump(), **measured, **made, node=name, network=blocks))
+    document = planned(*resnet18)
+    assert {host["speed_from"] for host in document["hosts"]} == {"profile"}
+    assert document["pipeline"]["stages"] and dry_run(*resnet18).prediction.samples_per_s > 0
+    assert document["gradient_bytes"] == 4 * sum(prod(shape) for block in blocks for layer in block["layers"]
+                                                 for shape in layer["shapes"])  # fmt: skip
 
 
 def test_a_host_whose_memory_holds_no_sample_is_named(home):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ pytest.importorskip("torchvision")
 import torch
 import torchvision
 
+from orchestrator.forecast.layers import blocks_of
 from tests.support.trainer_ranks import of_event, started, trained
 from trainer.checkpoints.file import read_file
 from trainer.compute.models import build_model, has_batch_norm, skeleton_of, stages_of
+from trainer.measure.visited import blocks_on_paper
 from trainer.paced.anatomy import dissect
 from trainer.pipeline.chain import survey
 from trainer.setup.weights import fitting
@@ -31,6 +34,29 @@ FAMILIES += ("regnet_x_400mf", "resnet18", "shufflenet_v2_x0_5", "squeezenet1_1"
 SHORT = ["--exp", "resnet152_cifar", "--data", "synthetic", "--device", "cpu", "--samples", "24", "--batch", "8"]
 SHORT += ["--epochs", "1", "--eval_every", "0", "--augment", "none", "--num_workers", "0"]
 SMALL = [*SHORT, "--model", "shufflenet_v2_x0_5"]
+
+
+@pytest.mark.parametrize("name", ["lenet", "resnet50", "resnet152"])
+def test_a_network_seen_without_numbers_is_the_one_that_plans_have_written_down(name):
+    shape = (1, 28, 28) if name == "lenet" else CIFAR
+    seen, written = blocks_on_paper(name, shape, 10), blocks_of(name, shape, 10)
+    assert [block["outputs"] for block in seen] == [block.outputs for block in written]
+    for one, other in zip(seen, written, strict=True):
+        shapes = [tuple(map(tuple, layer["shapes"])) for layer in one["layers"]]
+        assert sorted(shapes) == sorted(layer.shapes for layer in other.layers)
+        assert sum(layer["work"] for layer in one["layers"]) == sum(layer.work for layer in other.layers)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_is_seen_whole_without_numbers(name):
+    weights = [list(weight.shape) for weight in skeleton_of(name, CIFAR, 10).parameters()]
+    layers = [layer for block in blocks_on_paper(name, CIFAR, 10) for layer in block["layers"]]
+    assert sorted(shape for layer in layers for shape in layer["shapes"]) == sorted(weights)
+    assert sum(layer["work"] for layer in layers) > sum(map(math.prod, weights)) / 2
+
+
+def test_a_network_of_very_many_layers_is_not_described():
+    assert blocks_on_paper("efficientnet_v2_l", CIFAR, 10) is None
 
 
 def test_the_names_are_torchvisions() -> None:

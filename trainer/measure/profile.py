@@ -30,6 +30,7 @@ from trainer.data.loading import agree_on_facts, choose_loader, resident_bytes
 from trainer.measure.ladder import FIRST, Ladder, again, climb, made, record_of
 from trainer.measure.passes import record_blocks
 from trainer.measure.updates import Subject
+from trainer.measure.visited import blocks_on_paper
 from trainer.paced.memory import most_samples
 from trainer.paced.standin import StandIn
 from trainer.pipeline.chain import survey
@@ -85,7 +86,9 @@ def profile(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
         metrics.lateness = ladder.lateness
         whole = {**record_of(ladder), **made(again(ladder, settings.profile_s), subject.update)}
     with together(info.node):  # again at the same moment
-        metrics.write("profile", **whole, blocks=_blocks(settings, subject, ladder), batch=settings.batch, network=None)
+        network = blocks_on_paper(settings.model, facts.shape, facts.classes)
+        blocks = _blocks(settings, subject, ladder)
+        metrics.write("profile", **whole, blocks=blocks, batch=settings.batch, network=network)
     leave()
     metrics.end("succeeded")
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from trainer.compute.models import stages_of
+from trainer.compute.models import skeleton_of, stages_of
 from trainer.data.batch import tensors_of
 from trainer.shared.metrics import LINE_LIMIT
 
@@ -25,6 +25,19 @@ _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 LARGEST = LINE_LIMIT // 3
 """Characters of all blocks in JSON: the rest of a line is for the blocks' times, and what else a profile says."""
+
+
+def blocks_on_paper(name: str, shape: tuple[int, int, int], classes: int) -> list[dict[str, Any]] | None:
+    """The blocks of one of our networks, without a computation. None where it cannot do without numbers, and as
+    `Visited.blocks`.
+    """
+    network = skeleton_of(name, shape, classes).eval()  # a part that only training has computes nothing that counts
+    visited, samples = Visited(network), 2
+    try:
+        network(torch.zeros(samples, *shape, device="meta"))
+    except (RuntimeError, NotImplementedError):
+        return None
+    return visited.blocks(samples)
 
 
 class Visited:

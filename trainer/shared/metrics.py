@@ -66,8 +66,8 @@ A value that JSON cannot hold (NaN, infinity) is written as null. Every line als
 | | | block fixed_ms and sample_ms; stretches, timed by themselves; of_whole, all blocks' time at the |
 | | | largest size by that of the whole network's forward and backward |
 | profile | batch | samples of an update over all ranks, as the settings or the script say |
-| profile | network | of a script's network, its blocks: outputs, numbers that leave it for one sample; layers, with |
-| | | the shapes of their weights and work, multiplications for one sample; of an experiment null |
+| profile | network | its blocks: outputs, numbers that leave one for one sample; layers, with the shapes of their |
+| | | weights and work, multiplications for one sample; null: it has too many layers, or not 32 bits |
 | rebalance | step | the first update with the new shares, over the whole run |
 | rebalance | shares, before | samples of a full batch for each rank, from then on and until then |
 | rebalance | spread | of the ranks' compute times before, (max - min) / mean |
