@@ -27,14 +27,16 @@ from typing_extensions import TypedDict, Unpack
 
 from orchestrator.controller import Controller, opened
 from orchestrator.errors import HostsError, UsageError
+from orchestrator.hosts.cluster import Cluster as Remembered
 from orchestrator.hosts.consent import allow, not_allowed
 from orchestrator.hosts.inventory_file import load_inventory
 from orchestrator.jobs.record import JobRecord
 from orchestrator.jobs.running import RunningJob
 from orchestrator.paths import Home, RunFolder
+from orchestrator.planning.host_choice import parse_hosts
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.planning.naming import job_name, job_note
-from orchestrator.planning.request import Words, read_wish
+from orchestrator.planning.request import Wish, Words, read_wish
 from orchestrator.planning.variables import read_variables
 from orchestrator.results.summary import Summary
 
@@ -48,6 +50,8 @@ class Options(TypedDict, total=False):
     """Of an experiment, or of a script that takes part by `trainer.join`."""
     nodes: str | Sequence[str]
     """Names, ranges and patterns; all hosts without it."""
+    hosts: str
+    """`2:4`: the best of these that can take part, so many at least and at most."""
     env: Mapping[str, str] | Sequence[str]
     """Variables of this job alone, by name; or names alone, whose values are those of this process."""
     batch: int
@@ -110,27 +114,29 @@ class Cluster:
 
     def plan(self, *command: str, **options: Unpack[Options]) -> LaunchPlan:
         """What `run` would start; nothing is."""
-        return self._planned(command, options)[0]
+        cluster, wish, only = self._asked(command, options)
+        return self._controller.plan(cluster, wish.request, wish.code, only)
 
     def run(self, *command: str, **options: Unpack[Options]) -> Job:
         """`orch run --detach`: starts a script with its arguments, or the experiment of the options, on all hosts or on
         none. Raises OrchError.
         """
-        plan, blob = self._planned(command, options)
-        return Job(self._controller, self._controller.launch(plan, blob))
+        return Job(self._controller, self._controller.start(*self._asked(command, options)))
 
-    def _planned(self, command: Sequence[str], options: Options) -> tuple[LaunchPlan, bytes]:
+    def _asked(self, command: Sequence[str], options: Options) -> tuple[Remembered, Wish, list[str]]:
+        """On which cluster, what, and which of its nodes."""
         cluster, wish = self._controller.store.cluster(self.name), read_wish(_words(command, options))
         request = replace(
             wish.request,
             env=read_variables(_pairs(options.get("env", ())), (), os.environ),
+            hosts=parse_hosts(options["hosts"]) if "hosts" in options else None,
             time_limit_s=options.get("time_limit_s"),
             job_name=_called(job_name, options.get("name")),
             note=_called(job_note, options.get("note")),
         )
         nodes = options.get("nodes", ())
         only = cluster.names(nodes if isinstance(nodes, str) else ",".join(nodes))
-        return self._controller.plan(cluster, request, wish.code, only), wish.blob
+        return cluster, replace(wish, request=request), only
 
     def job(self, wanted: str = "latest") -> Job:
         """wanted: an id, the beginning of one, or `latest`. Raises UsageError."""

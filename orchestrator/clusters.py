@@ -224,7 +224,7 @@ class Clusters:
 
     def ready(self, cluster: Cluster, only: Sequence[str] = ()) -> Ready:
         """only: the nodes to take; none means all that are not released. Raises HostsError for unusable ones."""
-        nodes = [cluster.node(name) for name in dict.fromkeys(only)] or list(cluster.active())
+        nodes = _named(cluster, only)
         for node in nodes:
             if node.name in cluster.released:
                 raise UsageError(f"{node.name} is released", f"`orch node restore {node.name}` first")
@@ -233,6 +233,15 @@ class Clusters:
             raise HostsError(errors(facts))
         nodes = with_secrets(cluster, nodes)
         return Ready(nodes, values(facts), self._elect(cluster, nodes))
+
+    def away(self, cluster: Cluster, only: Sequence[str] = ()) -> dict[str, HostError]:
+        """Which of these nodes cannot take part in a job now, and why: released, not usable at the last `up`, or not to
+        be logged in to. only: as of `ready`.
+        """
+        nodes = _named(cluster, only)
+        known = {node.name: error for node in nodes if (error := _why_not(cluster, node))}
+        opened = self.connections.open([node for node in nodes if node.name not in known])
+        return {**known, **errors_by_node(opened)}
 
     # ---- cleaning up ------------------------------------------------------------------------------------------
 
@@ -264,13 +273,31 @@ def _not_added(error: HostError) -> HostError:
 
 def or_without(error: HostError) -> HostError:
     """With a word on how a job goes without this host."""
-    return _with_more(error, ", or ", f"leave it out: `--nodes`, `orch node release {error.node}`")
+    return _with_more(error, ", or ", f"leave it out: `--nodes`, `orch node release {error.node}`, `--hosts MIN:MAX`")
 
 
 def _with_more(error: HostError, joined_by: str, words: str) -> HostError:
     """Its remedy goes on with these words, or is made of them."""
     error.remedy = joined_by.join(part for part in (error.remedy, words) if part)
     return error
+
+
+def _named(cluster: Cluster, only: Sequence[str]) -> list[Node]:
+    """only: none means all that are not released."""
+    return [cluster.node(name) for name in dict.fromkeys(only)] or list(cluster.active())
+
+
+def _why_not(cluster: Cluster, node: Node) -> HostError | None:
+    """Why a node is left out of a job that can do without it, as far as that is remembered."""
+    if node.name in cluster.released:
+        return HostError(node.name, "is released", f"`orch node restore {node.name}`")
+    if node.name in cluster.problems:
+        problem = cluster.problems[node.name]
+        error = HostError(node.name, f"{problem.message} (at the last `orch up`)", f"`orch up {cluster.file}` again")
+        error.at = problem.at
+        return error
+    found = _usable_facts(cluster, node)
+    return found if isinstance(found, HostError) else None
 
 
 def _usable_facts(cluster: Cluster, node: Node) -> NodeFacts | HostError:

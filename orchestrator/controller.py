@@ -16,8 +16,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from orchestrator.clusters import Clusters, now_utc, or_without
-from orchestrator.errors import HostError, HostsError, OrchError, UsageError
+from orchestrator.errors import HostError, HostsError, OrchError, RefusedError, UnlikeError, UsageError
 from orchestrator.files import own_folder
+from orchestrator.forecast.best_hosts import by_memory, by_speed
 from orchestrator.forecast.cluster_links import COLLECTIVES, read_network, runs_measuring
 from orchestrator.forecast.inputs import ForecastInputs, inputs_of
 from orchestrator.forecast.memory import needed_bytes
@@ -42,6 +43,16 @@ from orchestrator.planning import naming
 from orchestrator.planning.build import build_plan
 from orchestrator.planning.draft import Draft
 from orchestrator.planning.homes import homes_of, notes_on
+from orchestrator.planning.host_choice import (
+    HostRange,
+    Worth,
+    check_range,
+    choice_notes,
+    choice_of,
+    ranked,
+    those_there,
+    with_elastic,
+)
 from orchestrator.planning.launch_plan import CodeFolder, Faster, LaunchPlan, NodePlan
 from orchestrator.planning.nccl import choose_carrier
 from orchestrator.planning.placement import place
@@ -95,13 +106,65 @@ class Controller:
     # ---- running ----------------------------------------------------------------------------------------------
 
     def plan(self, cluster: Cluster, request: RunRequest, code: CodeFolder, only: Sequence[str] = ()) -> LaunchPlan:
-        """only: the nodes to take; none means all that are not released. Raises HostsError for unusable ones."""
+        """only: the nodes to take; none means all that are not released. Raises HostsError for unusable ones.
+
+        With `request.hosts` those that give no answer now are left out, as long as enough remain; else TooFewError.
+        """
+        if request.hosts is None:
+            return self._plan_leaving_out(cluster, request, code, only, least=None if only else 1)
+        return self._plan_of_those_there(cluster, request, code, only, self._away(cluster, request, only))
+
+    def _plan_leaving_out(
+        self, cluster: Cluster, request: RunRequest, code: CodeFolder, only: Sequence[str], *, least: int | None
+    ) -> LaunchPlan:
+        """Without hosts that only slow the job down, where the person leaves that to us. least: so many stay; None
+        keeps all.
+        """
         plan, better = self._plan_on(cluster, request, code, only)
         notes: tuple[str, ...] = ()
-        while better and not only and request.leaves_out:
+        while better and least and len(better.hosts) >= least and request.leaves_out:
             notes += (left_out_words(plan, better, request),)
             plan, better = self._plan_on(cluster, request, code, better.hosts)
         return plan.model_copy(update={"notes": (*plan.notes, *notes)})
+
+    def _away(self, cluster: Cluster, request: RunRequest, only: Sequence[str]) -> dict[str, HostError]:
+        """Which nodes `request.hosts` has to do without. Raises UsageError where it wants more than there are."""
+        check_range(_wanted(cluster, request), _candidates(cluster, only))
+        return self.clusters.away(cluster, only)
+
+    def _plan_of_those_there(
+        self,
+        cluster: Cluster,
+        request: RunRequest,
+        code: CodeFolder,
+        only: Sequence[str],
+        away: Mapping[str, HostError],
+    ) -> LaunchPlan:
+        """With as many as `request.hosts` allows of the nodes that are not away. Raises UsageError, TooFewError."""
+        wanted, candidates = _wanted(cluster, request), _candidates(cluster, only)
+        there = those_there(wanted, candidates, away)
+        pin = cluster.master_pin or next((node.name for node in cluster.nodes if node.master), None)
+        if pin and pin in away and request.training and request.training.resume:  # it holds the checkpoint
+            raise HostsError([away[pin]])
+        worth = self._worth(cluster, request, code, there) if len(there) > wanted.max_hosts else None
+        best = ranked(there, worth, pin) if worth else there
+        taken = [name for name in there if name in best[: wanted.max_hosts]]
+        if elastic := request.elastic:
+            request = replace(request, elastic=elastic.model_copy(update={"max_nodes": len(taken)}))
+        least = None if only else wanted.min_hosts
+        plan = self._plan_leaving_out(cluster, request, code, taken, least=least)
+        members = {node.name for node in plan.nodes}
+        choice = choice_of(wanted, away, [name for name in best if name not in members], candidates)
+        notes = (*choice_notes(choice, away, worth), *plan.notes)
+        return plan.model_copy(update={"hosts": choice, "notes": notes})
+
+    def _worth(self, cluster: Cluster, request: RunRequest, code: CodeFolder, there: Sequence[str]) -> Worth:
+        """What each of these hosts is worth to the job."""
+        worth = None
+        with suppress(UsageError, UnlikeError):  # which may not hold for those that are taken
+            draft, profiles, _ = self._drawn(cluster, replace(request, elastic=None), code, there)
+            worth = by_speed(build_plan(draft), profiles)
+        return worth or by_memory(self.clusters.ready(cluster, there).election.candidates)
 
     def _plan_on(
         self, cluster: Cluster, request: RunRequest, code: CodeFolder, only: Sequence[str]
@@ -191,8 +254,34 @@ class Controller:
         pinned = cluster.model_copy(update={"master_pin": holder.name})
         return pinned, wish_for(exp, kept, path, words)
 
+    def start(
+        self,
+        cluster: Cluster,
+        wish: Wish,
+        only: Sequence[str] = (),
+        shown: Callable[[LaunchPlan], None] = lambda _: None,
+    ) -> RunningJob:
+        """Plans a job and launches it. With `request.hosts` hosts that refuse it are left out while enough remain:
+        another plan is tried then, where spares take their places. shown: called with each plan before it is tried.
+        """
+        request, code = wish.request, wish.code
+        if request.hosts is None:
+            shown(plan := self.plan(cluster, request, code, only))
+            return self.launch(plan, wish.blob)
+        away = self._away(cluster, request, only)
+        while True:
+            shown(plan := self._plan_of_those_there(cluster, request, code, only, away))
+            try:
+                return self.launch(plan, wish.blob)
+            except RefusedError as error:
+                away |= {each.node: each for each in error.errors}
+            if plan.job in self.store.job_ids() and self.store.job_record(plan.job).state == "cancelled":
+                self.store.forget_job(plan.job)
+
     def launch(self, plan: LaunchPlan, blob: bytes) -> RunningJob:
-        """Starts the job on all its hosts or on none; remembers it first. Raises HostsError."""
+        """Starts the job on all its hosts or on none; remembers it first. Raises HostsError, of which RefusedError says
+        that none of them was asked to run it.
+        """
         plan = plan.model_copy(update={"owner": read_owner(self.store.home)})
         record = JobRecord(
             schema=1,
@@ -204,12 +293,13 @@ class Controller:
             started=plan.created,
             name=plan.name,
             note=plan.note,
+            hosts=plan.hosts,
         )
         self.jobs.settle_half_starts()
         job = self.jobs.of(plan)
         if away := job.reach():
-            others = len(away) < len(plan.nodes)
-            raise HostsError([or_without(error) if others else error for error in away.values()])
+            others = len(away) < len(plan.nodes) and not plan.hosts
+            raise RefusedError([or_without(error) if others else error for error in away.values()])
         self._look_at_gpus(plan, job.hosts)
         with self.store.launching(record, plan) as start:
 
@@ -223,7 +313,7 @@ class Controller:
         return job
 
     def _look_at_gpus(self, plan: LaunchPlan, hosts: Mapping[str, ConnectedHost]) -> None:
-        """Says who is on the job's GPUs at this moment. Raises HostsError where that leaves no room for it."""
+        """Says who is on the job's GPUs at this moment. Raises RefusedError where that leaves no room for it."""
         on_gpus = {node.name: node for node in plan.nodes if node.gpu_uuids}
 
         def inputs_of(node: NodePlan) -> NodeFacts:
@@ -237,7 +327,7 @@ class Controller:
                 self.say(line)
             refused += [seen.refusal] if seen.refusal else []
         if refused:
-            raise HostsError(refused)
+            raise RefusedError(refused)
 
     # ---- cleaning up ------------------------------------------------------------------------------------------
 
@@ -307,3 +397,11 @@ class Controller:
         measuring = runs_measuring(run.root.parent, summary.cluster, names, self.store.runs_of(COLLECTIVES))
         carried = (links_carried(one.job, one.collectives, names) for one in measuring if one.collectives)
         return next(filter(None, carried), None)
+
+
+def _wanted(cluster: Cluster, request: RunRequest) -> HostRange:
+    return with_elastic(request.hosts or HostRange(1, len(cluster.nodes)), request.elastic)
+
+
+def _candidates(cluster: Cluster, only: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(only)) or [node.name for node in cluster.active()]

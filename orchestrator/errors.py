@@ -10,6 +10,8 @@
     │   ├── AuthError             the host refused our user or key
     │   └── ProbeError            the host answered, but not in a way that lets it take part
     ├── HostsError            3   several hosts' errors together
+    │   └── RefusedError          hosts that refuse a job, of which nothing has run anywhere
+    ├── TooFewError           3   fewer hosts can take part than `--hosts` needs
     └── UnlikeError           3   hosts that are fine by themselves and cannot train together
 
 Each carries a one-line `message` and a `remedy`: what to try next. `str(error)` joins both.
@@ -100,6 +102,14 @@ class HostsError(OrchError):
     def __init__(self, errors: Sequence[HostError]) -> None:
         super().__init__("\n".join(str(error) for error in errors))
         self.errors = tuple(errors)
+
+
+class RefusedError(HostsError):
+    """These hosts cannot take the job, or give no answer, before any host was asked to run it."""
+
+
+class TooFewError(OrchError):
+    exit_code = 3
 
 
 class UnlikeError(OrchError):

@@ -14,6 +14,8 @@ EXIT_CODES = {
     "ProbeError": 3,
     "HostsError": 3,
     "StateError": 1,
+    "RefusedError": 3,
+    "TooFewError": 3,
     "UnlikeError": 3,
 }
 

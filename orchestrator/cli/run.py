@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +77,12 @@ SECOND_CTRL_C_S = 3.0
     help="A file of such variables, one NAME=value per line; overrides the inventory's `env:`, --env overrides it.",
 )
 @nodes_option
+@click.option(
+    "--hosts",
+    metavar="MIN:MAX",
+    help="Start on the best MAX of these nodes that can take part, if they are MIN at least; N means N:N.",
+    shell_complete=node_ranges,
+)
 @click.option("--detach", is_flag=True, help="Return as soon as the job runs.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and start nothing.")
 @click.option("--share", is_flag=True, help="Use GPUs even if another job or other people are on them.")
@@ -129,6 +135,7 @@ def run(ctx: click.Context, /, **options: Any) -> None:
     orch run --exp resnet152_cifar --set strategy=auto --nodes a2000,v100 --detach
     orch run --exp mnist_lenet --set checkpoint_every=500
     orch run --exp mnist_lenet --elastic 2:3  continues when a third node is lost
+    orch run --exp mnist_lenet --hosts 2:4    does without hosts that are off
     orch run --resume latest --set epochs=20  from that job's last checkpoint on
     orch run --resume latest -- train.py      if your script calls trainer.join
     orch run --nodes v100 train.py --lr 0.1   your own script; ships its folder
@@ -156,7 +163,9 @@ def _start(ctx: click.Context, options: RunOptions) -> None:
     from dataclasses import replace
 
     options.check_notify()
-    elastic, variables, words = options.wanted_nodes(), options.variables(), options.words()
+    elastic, hosts, variables, words = (
+        options.wanted_nodes(), options.wanted_hosts(), options.variables(), options.words(),
+    )  # fmt: skip
     with open_controller() as controller:
         cluster, wish = _wish_of(controller, options, words)
         if options.save:
@@ -165,13 +174,13 @@ def _start(ctx: click.Context, options: RunOptions) -> None:
         strays = went_to_script(ctx, wish.request.name, wish.request.command) if words.command else ()
         request = replace(
             wish.request, share_gpus=options.share, grace_s=options.grace, time_limit_s=options.time_limit,
-            elastic=elastic, env=variables, measures_steps=options.measures_steps(),
+            hosts=hosts, elastic=elastic, env=variables, measures_steps=options.measures_steps(),
             notes=(*strays, *wish.request.notes), job_name=options.name, note=options.note,
         )  # fmt: skip
-        plan = controller.plan(cluster, request, wish.code, cluster.names(options.nodes))
+        only = cluster.names(options.nodes)
         if options.dry_run:
-            return _show_plan(plan, wish, options.as_json)
-        _run(controller, plan, wish.blob, options)
+            return _show_plan(controller.plan(cluster, request, wish.code, only), wish, options.as_json)
+        _run(_launch(controller, cluster, replace(wish, request=request), only), options)
     return None
 
 
@@ -206,11 +215,10 @@ def _show_plan(plan: LaunchPlan, wish: Wish, as_json: bool) -> None:
     return launch_plan.print_plan(shown, names)
 
 
-def _run(controller: Controller, plan: LaunchPlan, blob: bytes, options: RunOptions) -> None:
+def _run(job: RunningJob, options: RunOptions) -> None:
     """To its end, or until it runs."""
     from orchestrator.views import console, following
 
-    job = _launch(controller, plan, blob)
     if not options.detach:
         stream = console.err if options.as_json else console.out
         _follow(job, lambda: following.print_events(job.follow(), stream=stream))
@@ -221,18 +229,25 @@ def _run(controller: Controller, plan: LaunchPlan, blob: bytes, options: RunOpti
     _finish(job, options.as_json, detached=options.detach)
 
 
-def _launch(controller: Controller, plan: LaunchPlan, blob: bytes) -> RunningJob:
+def _launch(controller: Controller, cluster: Cluster, wish: Wish, only: Sequence[str]) -> RunningJob:
     from orchestrator.units import counted
     from orchestrator.views import console, launch_plan
 
-    launch_plan.warn_notes(plan)
-    launch_plan.warn_faster(plan.faster)
-    with busy(f"starting {plan.job} on {counted(len(plan.nodes), 'host')}"):
+    said, tried = set[str](), list[str]()
+
+    def show(plan: LaunchPlan) -> None:
+        launch_plan.warn_notes(plan, said)
+        launch_plan.warn_faster(plan.faster if not tried else ())
+        tried.append(plan.job)
+
+    with busy(f"starting on {cluster.name}"):
         try:
-            job = controller.launch(plan, blob)
+            job = controller.start(cluster, wish, only, show)
         except KeyboardInterrupt:
-            console.say(f"{plan.job} was not started; what was begun is undone")
+            if tried:
+                console.say(f"{tried[-1]} was not started; what was begun is undone")
             raise
+    plan = job.plan
     where = f"{counted(plan.world_size, 'rank')} on {counted(len(plan.nodes), 'host')}, master {plan.master}"
     console.say(f"job {plan.job}: {where}")
     return job

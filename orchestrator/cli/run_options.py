@@ -8,6 +8,7 @@ from pathlib import Path
 
 from orchestrator.errors import UsageError
 from orchestrator.planning.elastic import DEFAULT_MAX_RESTARTS, parse_elastic
+from orchestrator.planning.host_choice import HostRange, parse_hosts
 from orchestrator.planning.launch_plan import Elastic
 from orchestrator.planning.request import Words
 from orchestrator.planning.variables import read_variables
@@ -28,6 +29,7 @@ class RunOptions:
     env: tuple[str, ...]
     env_files: tuple[Path, ...]
     nodes: str | None
+    hosts: str | None
     detach: bool
     dry_run: bool
     share: bool
@@ -75,6 +77,10 @@ class RunOptions:
             raise UsageError("--max-restarts belongs to --elastic", "--elastic MIN:MAX, numbers of nodes")
         restarts = DEFAULT_MAX_RESTARTS if self.max_restarts is None else self.max_restarts
         return parse_elastic(self.elastic, restarts) if self.elastic else None
+
+    def wanted_hosts(self) -> HostRange | None:
+        """Raises UsageError."""
+        return parse_hosts(self.hosts) if self.hosts is not None else None
 
     def variables(self) -> dict[str, str]:
         """Those for this job alone, also from this process's environment. Raises UsageError with all mistakes."""

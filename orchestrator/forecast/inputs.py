@@ -61,13 +61,13 @@ def inputs_of(
     blocks = blocks_in(plan, settings, profiles)
     layers = layers_in(blocks)
     by_hand = parse_speeds(settings.speeds)
-    speeds_of = {node.name: _speeds(node, settings, by_hand, profiles, layers) for node in plan.nodes}
-    for name, (speeds, _) in speeds_of.items():
+    known = {node.name: speeds_of(node, settings, by_hand, profiles, layers) for node in plan.nodes}
+    for name, (speeds, _) in known.items():
         if any(speed.cap == 0 for speed in speeds) and not may_cut:
             remedy = "leave it out with --nodes, or cut the network with --set strategy=pipeline"
             raise UsageError(f"{name}: not one sample fits into its memory", remedy)
-    hosts = tuple(_host(node, *speeds_of[node.name], profiles) for node in plan.nodes)
-    speeds_from = {name: source for name, (_, source) in speeds_of.items()}
+    hosts = tuple(_host(node, *known[node.name], profiles) for node in plan.nodes)
+    speeds_from = {name: source for name, (_, source) in known.items()}
     wire, words = wire_of(plan, network, bandwidth_bps)
     scene = Scene(Workload(layers, settings.batch, blocks), hosts, wire)
     return ForecastInputs(scene, speeds_from, (*_speed_words(speeds_from), *_changed_words(plan, profiles), *words))
@@ -99,7 +99,7 @@ def blocks_in(plan: LaunchPlan, settings: Settings, profiles: Profiles) -> tuple
 # ---- how fast the ranks are -----------------------------------------------------------------------------------------
 
 
-def _speeds(
+def speeds_of(
     node: NodePlan, settings: Settings, by_hand: Speeds, profiles: Profiles, layers: Sequence[Layer]
 ) -> tuple[tuple[Speed, ...], str]:
     """The speeds of the node's ranks, and where they come from. by_hand: the setting `speeds`."""

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from orchestrator.errors import HostError, HostsError
+from orchestrator.errors import HostError, HostsError, RefusedError
 from orchestrator.jobs.control import ASK_S, ask_host, on_all, whose
 from orchestrator.jobs.state import PREPARE_S
 from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
@@ -26,7 +26,8 @@ SMALL_BYTES = 1 << 16
 def launch(
     plan: LaunchPlan, hosts: Mapping[str, ConnectedHost], blob: bytes, undone: Callable[[], None] = lambda: None
 ) -> None:
-    """Starts the job on all hosts or on none. Raises HostsError with every host's refusal.
+    """Starts the job on all hosts or on none. Raises RefusedError with every host's refusal, HostsError where a host
+    was lost while they were told to run it.
 
     undone: called before it raises, if every host has confirmed that nothing of the job is left there.
     """
@@ -48,10 +49,10 @@ class _Start:
         """Hosts to which nothing of ours is still on its way."""
 
     def prepare(self) -> dict[str, dict[str, Any]]:
-        """Every host's answer. Raises HostsError."""
+        """Every host's answer. Raises RefusedError."""
         prepared = on_all(self._plan, self._prepare_with_code, PREPARE_S)
         if errors(prepared):
-            raise HostsError(errors(prepared))
+            raise RefusedError(errors(prepared))
         return values(prepared)
 
     def _prepare_with_code(self, name: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from orchestrator.planning.launch_plan import HostChoice
 from orchestrator.record import SCHEMA, Record, Words
 from orchestrator.text import message
 
@@ -78,5 +79,7 @@ class JobRecord(Record):
     name: Words | None = None
     """What its person calls it."""
     note: Words | None = None
+    hosts: HostChoice | None = None
+    """Which hosts it does without, where it was started by `--hosts`."""
     joined: bool | None = None
     """Whether any rank has met another; False: each of several runs by itself. None: not known, or a single rank."""

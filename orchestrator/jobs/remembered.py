@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -57,6 +58,11 @@ class RememberedJobs(RememberedClusters):
                 write_record(folder / "plan.json", plan.masked())
                 self.home.uncollected(record.id).touch()
             write_record(folder / "job.json", record)
+
+    def forget_job(self, job: str) -> None:
+        """Of a start that was undone, and that another has taken the place of."""
+        with self._if_writable(), self._locked():
+            shutil.rmtree(self.home.job_folder(job), ignore_errors=True)
 
     def change_job(self, job: str, change: Callable[[JobRecord], JobRecord]) -> JobRecord:
         """Reads, changes and writes a job's record under the lock: two commands at once do not undo each other.

@@ -99,6 +99,7 @@ def record_of(plan: LaunchPlan) -> JobRecord:
         started=plan.created,
         name=plan.name,
         note=plan.note,
+        hosts=plan.hosts,
     )
 
 

@@ -9,12 +9,12 @@ It is complete: whoever pastes it into a shell gets that run, whatever cluster i
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from orchestrator.planning.launch_plan import LOCAL_RANK, LaunchPlan
+from orchestrator.planning.launch_plan import LOCAL_RANK, HostChoice, LaunchPlan
 from orchestrator.planning.request import RunRequest
 from trainer.shared.config import fields_of
 from trainer.shared.experiments import EXPERIMENTS
@@ -26,11 +26,24 @@ def run_line(plan: LaunchPlan, nodes: Collection[str] = (), settings: AnySetting
     what differs from the experiment's own is spelled out.
     """
     names = [node.name for node in plan.nodes if not nodes or node.name in nodes]
-    options = [*_limits(plan, all_nodes=len(names) == len(plan.nodes)), "--nodes", ",".join(names)]
+    all_nodes = len(names) == len(plan.nodes)
+    options = [*_limits(plan, all_nodes=all_nodes), *_nodes(plan, names, all_nodes=all_nodes)]
     what = ["--exp", plan.exp] if plan.kind == "experiment" else []
     what += [word for name, text in settings_of(plan, settings).items() for word in ("--set", f"{name}={text}")]
     script = _script(plan) if plan.kind != "experiment" else []
     return shlex.join(["orch", "run", "--cluster", plan.cluster, *_called(plan), *what, *options, *script])
+
+
+def choice_again(plan: LaunchPlan) -> HostChoice | None:
+    """How many of which hosts to start it on again; None where it has to be those that it had."""
+    return None if plan.recorded.stages else plan.hosts  # stages name their hosts
+
+
+def _nodes(plan: LaunchPlan, names: Sequence[str], *, all_nodes: bool) -> Iterator[str]:
+    choice = choice_again(plan) if all_nodes else None
+    yield from ("--nodes", ",".join(choice.candidates if choice else names))
+    if choice:
+        yield from ("--hosts", choice.words)
 
 
 def _called(plan: LaunchPlan) -> Iterator[str]:

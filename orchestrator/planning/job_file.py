@@ -30,6 +30,7 @@ from orchestrator.hosts.inventory import EnvName, EnvValue, Name, Written, neare
 from orchestrator.hosts.inventory_mistakes import mistake_of
 from orchestrator.hosts.yamlfile import REFUSED, Document, read_yaml, resolve_scalar
 from orchestrator.planning.elastic import parse_elastic
+from orchestrator.planning.host_choice import FORM, parse_hosts
 from orchestrator.planning.naming import job_name, job_note
 from orchestrator.planning.request import AUTO
 from orchestrator.planning.secret_words import names_secret, shows_secret
@@ -76,6 +77,8 @@ class JobFile(Written):
     note: Annotated[str, AfterValidator(job_note)] | None = None
     cluster: Name | None = None
     nodes: list[str] = Field(default_factory=list)
+    hosts: str | None = None
+    """How many of them are enough, and how many at most, as of `--hosts`."""
     env: dict[EnvName, EnvValue | None] = Field(default_factory=dict)
     """Without a value: that of this machine's environment."""
     env_files: list[str] = Field(default_factory=list)
@@ -140,6 +143,11 @@ def _mistakes_together(job: JobFile, document: Document) -> Iterator[Mistake]:
                 yield at(key, f"`{key}` belongs to a `script` or a `module`{_INSTEAD.get(key, '')}")
     if job.max_restarts is not None and "elastic" not in given:
         yield at("max_restarts", "`max_restarts` belongs to `elastic`; write that like 2:3")
+    if job.hosts is not None:
+        try:
+            parse_hosts(job.hosts)
+        except UsageError:
+            yield at("hosts", f"hosts: {grammar.show(job.hosts)} is not {FORM}; write it like 2:4")
     if job.elastic:
         try:
             parse_elastic(job.elastic, 0)

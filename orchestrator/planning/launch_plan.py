@@ -95,6 +95,30 @@ class Elastic(Record):
     """How often torchrun restarts a host's ranks after one of them died."""
 
 
+class LeftOut(Record):
+    """A host that a job was to have, and that could not take part."""
+
+    node: str
+    reason: str
+
+
+class HostChoice(Record):
+    """How many hosts a job was to have, and which of those that were named it does without."""
+
+    min_hosts: int
+    max_hosts: int
+    candidates: tuple[str, ...] = ()
+    """All that were named, or all of the cluster, in this order."""
+    left_out: tuple[LeftOut, ...] = ()
+    spares: tuple[str, ...] = ()
+    """Hosts that could have taken part, the next best first."""
+
+    @property
+    def words(self) -> str:
+        """As a person writes it."""
+        return f"{self.min_hosts}:{self.max_hosts}"
+
+
 class Commit(Record):
     """What of a repository was checked out."""
 
@@ -222,6 +246,8 @@ class LaunchPlan(Record):
     grace_s: float = 3.0
     """How long ranks have after INT, and again after TERM, before the next step of the stop ladder."""
     time_limit_s: float | None = None
+    hosts: HostChoice | None = None
+    """None: it has exactly those that were named."""
     elastic: Elastic | None = None
     """None: the first failure ends the job everywhere."""
     measures_steps: bool = True

@@ -8,7 +8,7 @@ that were given for the job it has the names: their values are kept nowhere.
 
 from __future__ import annotations
 
-from orchestrator.planning.command_line import gives_local_rank, program_words, settings_of
+from orchestrator.planning.command_line import choice_again, gives_local_rank, program_words, settings_of
 from orchestrator.planning.job_file import JobFile
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.planning.request import RunRequest
@@ -33,12 +33,13 @@ def _program(plan: LaunchPlan) -> dict[str, object]:
 
 
 def _limits(plan: LaunchPlan) -> dict[str, object]:
-    elastic = plan.elastic
+    elastic, choice = plan.elastic, choice_again(plan)
     return {
         "cluster": plan.cluster,
         "name": plan.name,
         "note": plan.note,
-        "nodes": [node.name for node in plan.nodes],
+        "nodes": list(choice.candidates) if choice else [node.name for node in plan.nodes],
+        "hosts": choice.words if choice else None,
         "env": dict.fromkeys(plan.variables),
         "share": plan.share_gpus,
         "elastic": f"{elastic.min_nodes}:{elastic.max_nodes}" if elastic else None,

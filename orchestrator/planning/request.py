@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from orchestrator.errors import UsageError
 from orchestrator.planning.bundle import names_in, pack_folder, trainer_folder
+from orchestrator.planning.host_choice import HostRange
 from orchestrator.planning.launch_plan import LOCAL_RANK, CodeFolder, Elastic
 from orchestrator.planning.launchers import Program, not_python, read_program
 from orchestrator.planning.secret_words import names_secret, shows_secret
@@ -49,6 +50,8 @@ class RunRequest:
     share_gpus: bool = False
     grace_s: float = 3.0
     time_limit_s: float | None = None
+    hosts: HostRange | None = None
+    """How many of the nodes are enough, and how many at most; None: all of them take part."""
     elastic: Elastic | None = None
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Variables for this job alone; they win over the inventory's."""

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from orchestrator.hosts.masking import MASK
 from orchestrator.planning.launch_plan import Faster, LaunchPlan, NodePlan
-from orchestrator.text import one_line, place
+from orchestrator.text import one_line, place, some
 from orchestrator.transport import shell
 from orchestrator.units import counted, format_bytes, format_percent
 from orchestrator.views import console
@@ -21,6 +21,9 @@ def print_plan(plan: LaunchPlan, files: Sequence[str] = ()) -> None:
     rendezvous = place(plan.master_address, plan.rendezvous_port)
     console.put(f"job {plan.job} on cluster {plan.cluster}: {counted(plan.world_size, 'rank')}")
     console.put(f"master {plan.master}, rendezvous {rendezvous} (static)")
+    if plan.hosts:
+        least, most = plan.hosts.min_hosts, plan.hosts.max_hosts
+        console.put(f"hosts {least} to {most} of {some(plan.hosts.candidates, 12)}")
     if plan.elastic:
         nodes = f"{plan.elastic.min_nodes} to {plan.elastic.max_nodes} nodes"
         console.put(f"elastic: {nodes}, at most {plan.elastic.max_restarts} restarts of a host's ranks")

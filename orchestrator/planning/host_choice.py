@@ -1,0 +1,111 @@
+"""How many hosts a job wants, `--hosts MIN:MAX`, and which it takes of those that can take part. Pure.
+
+wanted = parse_hosts("2:3")
+there = those_there(wanted, ["a", "b", "c"], away={"b": HostError(...)})        ["a", "c"], or TooFewError
+ranked(there, Worth({"a": 12.0, "c": 30.0}, "the fastest"), pin=None)           ["c", "a"]: the best first
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from orchestrator.errors import HostError, TooFewError, UsageError
+from orchestrator.hosts.alike import together
+from orchestrator.planning.launch_plan import Elastic, HostChoice, LeftOut
+from orchestrator.text import one_line, some
+from orchestrator.units import counted
+
+FORM = "MIN:MAX or N, numbers of hosts, 1 <= MIN <= MAX"
+
+
+@dataclass(frozen=True)
+class HostRange:
+    min_hosts: int
+    max_hosts: int
+
+    def __str__(self) -> str:
+        return f"--hosts {self.min_hosts}:{self.max_hosts}"
+
+
+@dataclass(frozen=True)
+class Worth:
+    """What hosts are chosen by: a figure each, of which more is better."""
+
+    figures: Mapping[str, float]
+    words: str
+    """What the hosts with the highest figures are: `the fastest`."""
+
+
+def parse_hosts(text: str) -> HostRange:
+    """Raises UsageError."""
+    found = re.fullmatch(r"([0-9]{1,5})(?::([0-9]{1,5}))?", text)
+    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= least <= most:
+        raise UsageError(f"--hosts {text}: expected {FORM}", "like --hosts 2:4")
+    return HostRange(least, most)
+
+
+def with_elastic(wanted: HostRange, elastic: Elastic | None) -> HostRange:
+    """The numbers with which an elastic job may begin, too. Raises UsageError where there are none."""
+    if elastic is None:
+        return wanted
+    both = HostRange(max(wanted.min_hosts, elastic.min_nodes), min(wanted.max_hosts, elastic.max_nodes))
+    if both.min_hosts > both.max_hosts:
+        words = f"{wanted} and --elastic {elastic.min_nodes}:{elastic.max_nodes} have no number in common"
+        raise UsageError(words, "give both the same numbers")
+    return both
+
+
+def check_range(wanted: HostRange, candidates: Sequence[str]) -> None:
+    """Raises UsageError where more hosts are wanted than there are."""
+    if wanted.min_hosts > len(candidates):
+        words = f"{wanted}: {counted(len(candidates), 'host')} to choose from, and {wanted.min_hosts} are needed"
+        raise UsageError(words, f"--hosts {len(candidates)}, or name more with --nodes")
+
+
+def those_there(wanted: HostRange, candidates: Sequence[str], away: Mapping[str, HostError]) -> list[str]:
+    """The candidates that can take part. away: why others cannot. Raises TooFewError with each that is missing."""
+    there = [name for name in candidates if name not in away]
+    if len(there) < wanted.min_hosts:
+        missing = [away[name] for name in candidates if name in away]
+        can = f"{len(there)} of {counted(len(candidates), 'host')} can take part"
+        lines = [f"{wanted}: {can}, and {wanted.min_hosts} are needed; nothing was started"]
+        remedy = "bring hosts back (`orch status` names them)"
+        remedy += f", or --hosts {len(there)}:{wanted.max_hosts}" if there else ""
+        raise TooFewError("\n".join([*lines, *(str(error) for error in together(missing))]), remedy)
+    return there
+
+
+def ranked(names: Sequence[str], worth: Worth, pin: str | None) -> list[str]:
+    """The best first: the pinned master, then by what they are worth, then in the order of `names`."""
+    return sorted(names, key=lambda name: (name != pin, -worth.figures.get(name, 0.0)))
+
+
+def choice_of(
+    wanted: HostRange, away: Mapping[str, HostError], spares: Sequence[str], candidates: Sequence[str]
+) -> HostChoice:
+    """As the plan keeps it."""
+    left_out = (LeftOut(node=name, reason=_reason(away[name])) for name in candidates if name in away)
+    return HostChoice(
+        min_hosts=wanted.min_hosts,
+        max_hosts=wanted.max_hosts,
+        candidates=tuple(candidates),
+        left_out=tuple(left_out),
+        spares=tuple(spares),
+    )
+
+
+def choice_notes(choice: HostChoice, away: Mapping[str, HostError], worth: Worth | None) -> tuple[str, ...]:
+    """worth: what the hosts were chosen by; None where all that can take part do."""
+    gone = together([away[each.node] for each in choice.left_out])
+    notes = [f"left out: {one_line(error.message)}" for error in gone]
+    if worth:
+        why = f"{counted(choice.max_hosts, 'host')} at most, {worth.words}"
+        notes.append(f"spare: {some(choice.spares, 12)}; the job takes {why}")
+    return tuple(notes)
+
+
+def _reason(error: HostError) -> str:
+    return one_line(error.message.removeprefix(f"{error.node}: "))

@@ -1,0 +1,115 @@
+"""`--hosts MIN:MAX`: what is a range, and which of the hosts that are there it takes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.errors import ConnectError, HostError, TooFewError, UsageError
+from orchestrator.planning.host_choice import (
+    HostRange,
+    Worth,
+    check_range,
+    choice_notes,
+    choice_of,
+    parse_hosts,
+    ranked,
+    those_there,
+    with_elastic,
+)
+from orchestrator.planning.launch_plan import Elastic
+
+NAMES = [f"gpu{number:02d}" for number in range(1, 9)]
+
+
+def off(name: str) -> HostError:
+    error = ConnectError(name, f"10.0.0.{name[-1]}:22: no SSH login within 10 s", "check that it is up")
+    error.at = f"10.0.0.{name[-1]}"
+    return error
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("2:4", (2, 4)), ("3", (3, 3)), ("1:1", (1, 1)), ("01:99999", (1, 99999))]
+)
+def test_a_range_or_one_number(text: str, expected: tuple[int, int]) -> None:
+    assert parse_hosts(text) == HostRange(*expected)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "0:2", "3:2", "a:b", "2:", ":2", "-1:2", "2:3:4", "2 : 3", "1.5", "1:999999", "²:³", "٣", "2\n"]
+)
+def test_what_is_no_range_is_refused_with_the_form(text: str) -> None:
+    with pytest.raises(UsageError, match="expected MIN:MAX or N, numbers of hosts, 1 <= MIN <= MAX"):
+        parse_hosts(text)
+
+
+def test_more_than_there_are_cannot_be_wanted() -> None:
+    check_range(HostRange(8, 20), NAMES)
+    with pytest.raises(UsageError, match="--hosts 9:9: 8 hosts to choose from, and 9 are needed: --hosts 8, or name"):
+        check_range(HostRange(9, 9), NAMES)
+
+
+def test_with_too_few_each_that_is_missing_is_named_with_its_reason() -> None:
+    away = {name: off(name) for name in NAMES[:5]} | {"gpu07": HostError("gpu07", "is released", "restore it")}
+    with pytest.raises(TooFewError) as found:
+        those_there(HostRange(4, 6), NAMES, away)
+    assert found.value.exit_code == 3
+    assert found.value.message.splitlines() == [
+        "--hosts 4:6: 2 of 8 hosts can take part, and 4 are needed; nothing was started",
+        "5 hosts (gpu01..gpu05): no SSH login within 10 s: check that it is up",
+        "gpu07: is released: restore it",
+    ]
+    assert "--hosts 2:6" in found.value.remedy
+
+
+def test_an_elastic_job_begins_with_as_many_as_it_may_go_on_with() -> None:
+    assert with_elastic(HostRange(1, 4), Elastic(min_nodes=2, max_nodes=3, max_restarts=0)) == HostRange(2, 3)
+    with pytest.raises(UsageError, match="--hosts 1:2 and --elastic 3:4 have no number in common"):
+        with_elastic(HostRange(1, 2), Elastic(min_nodes=3, max_nodes=4, max_restarts=0))
+
+
+NUMBERS = st.integers(1, len(NAMES))
+
+
+@given(
+    least=NUMBERS,
+    more=NUMBERS,
+    away=st.sets(st.sampled_from(NAMES)),
+    figures=st.dictionaries(st.sampled_from(NAMES), st.sampled_from([0.0, 1.0, 2.5])),
+    pin=st.none() | st.sampled_from(NAMES),
+)
+def test_the_best_are_taken_and_every_other_host_is_accounted_for(
+    least: int, more: int, away: set[str], figures: dict[str, float], pin: str | None
+) -> None:
+    wanted, gone = HostRange(least, least + more), {name: off(name) for name in away}
+    if len(NAMES) - len(away) < least:
+        with pytest.raises(TooFewError):
+            those_there(wanted, NAMES, gone)
+        return
+    there = those_there(wanted, NAMES, gone)
+    best = ranked(there, Worth(figures, "the best"), pin)
+    taken, spares = best[: wanted.max_hosts], best[wanted.max_hosts :]
+    assert least <= len(taken) <= wanted.max_hosts and not away & {*taken}
+    assert pin is None or pin in away or pin == best[0]
+    worth = [figures.get(name, 0.0) for name in best if name != pin]
+    assert worth == sorted(worth, reverse=True)
+    for one, other in itertools.pairwise(best):  # the inventory's order breaks ties
+        if pin not in (one, other) and figures.get(one, 0.0) == figures.get(other, 0.0):
+            assert one < other
+    choice = choice_of(wanted, gone, spares, NAMES)
+    assert sorted([*taken, *choice.spares, *(each.node for each in choice.left_out)]) == NAMES
+    assert all(each.reason == f"10.0.0.{each.node[-1]}:22: no SSH login within 10 s" for each in choice.left_out)
+    assert len(choice_notes(choice, gone, Worth(figures, "the best"))) <= 3
+
+
+def test_notes_name_who_is_left_out_and_why_others_are_spare() -> None:
+    away = {name: off(name) for name in NAMES[2:6]}
+    choice = choice_of(HostRange(1, 2), away, ["gpu08", "gpu01"], NAMES)
+    assert choice_notes(choice, away, Worth({}, "the fastest alone by profile")) == (
+        "left out: 4 hosts (gpu03..gpu06): no SSH login within 10 s",
+        "spare: gpu08, gpu01; the job takes 2 hosts at most, the fastest alone by profile",
+    )
+    assert choice_notes(choice, {**away}, None)[1:] == ()

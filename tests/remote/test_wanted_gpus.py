@@ -1,0 +1,134 @@
+"""`--hosts` where GPUs are held: of two who start at once one gets each host, and each goes on without the rest."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orchestrator.controller import Controller
+from orchestrator.errors import OrchError, TooFewError
+from orchestrator.hosts.cluster import Cluster
+from orchestrator.hosts.connections import Connections
+from orchestrator.hosts.inventory import Node
+from orchestrator.jobs.running import RunningJob
+from orchestrator.paths import Home
+from orchestrator.planning.host_choice import HostRange
+from orchestrator.planning.request import Wish, Words, read_wish
+from orchestrator.store import Store
+from tests.support.probed_hosts import facts, gpu
+from tests.support.quick_python import quick_python
+
+UUIDS = {name: f"GPU-5f3a9c1e-0b7d-4c52-9f0e-{number:012d}" for number, name in enumerate("abc")}
+SLEEPS = "import time\ntime.sleep(600)\n"
+
+
+@pytest.fixture(autouse=True)
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All hosts are this machine, which has all GPUs, and nobody on them."""
+    rows = "\n".join(
+        f"{index}, Tesla V100-PCIE-16GB, {uuid}, 16384, 0, 525.105.17, 00000000:3{index}:00.0, Default, 7.0"
+        for index, uuid in enumerate(UUIDS.values())
+    )
+    text = f"#!/bin/sh\ncase $1 in --query-gpu=*) echo '{rows}';; --query-compute-apps=*) ;; *) exit 2;; esac\n"
+    (tmp_path / "nvidia-smi").write_text(text)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+
+class Somebody:
+    """A person with a home and work folders of their own, on the same hosts."""
+
+    def __init__(self, folder: Path, python: str) -> None:
+        nodes = tuple(
+            Node(
+                name=name,
+                host="127.0.0.1",
+                address="127.0.0.1",
+                interface="lo",
+                transport="local",
+                python=python,
+                workdir=str(folder / name),
+            )
+            for name in UUIDS
+        )
+        found = {name: facts(node=name, boot_id=name, gpus=(gpu(index=0, uuid=uuid),)) for name, uuid in UUIDS.items()}
+        store = Store(Home(folder / "home"))
+        self.cluster = Cluster(name="rack", file="rack.yaml", nodes=nodes, facts=found)
+        store.save_cluster(self.cluster, current=True)
+        self.connections = Connections(store.home)
+        self.controller = Controller(store, self.connections)
+        self.folder, self.job = folder, None
+
+    def wish(self, least: int, most: int) -> Wish:
+        script = self.folder / "code" / "train.py"
+        script.parent.mkdir(exist_ok=True)
+        script.write_text(SLEEPS)
+        wish = read_wish(Words(command=(str(script),)))
+        return replace(wish, request=replace(wish.request, hosts=HostRange(least, most)))
+
+    def starts(self, least: int, most: int, only: Sequence[str] = ()) -> RunningJob:
+        self.job = self.controller.start(self.cluster, self.wish(least, most), only)
+        return self.job
+
+    def has(self) -> set[str]:
+        """Where anything of a job of theirs lies."""
+        return {name for name in UUIDS if any((self.folder / name / "jobs").glob("*"))}
+
+
+@pytest.fixture
+def people(tmp_path: Path):
+    python = quick_python(tmp_path / "quick")
+    made = [Somebody(tmp_path / name, python) for name in ("one", "two")]
+    yield made
+    for person in made:
+        if person.job:
+            person.job.cancel()
+
+
+def names(job: RunningJob) -> set[str]:
+    return {node.name for node in job.plan.nodes}
+
+
+def test_a_host_whose_gpu_another_job_holds_is_left_out(people) -> None:
+    first, second = people
+    first.starts(1, 1, ["b"])
+    job = second.starts(2, 3)
+    assert names(job) == {"a", "c"} == second.has()
+    (left,) = job.record.hosts.left_out
+    assert left.node == "b" and f"GPU {UUIDS['b']} is in use by" in left.reason and first.job.id in left.reason
+    assert second.controller.store.job_ids() == [job.id]
+
+
+def test_with_too_few_gpus_that_are_free_nothing_is_left(people) -> None:
+    first, second = people
+    first.starts(2, 2, ["a", "b"])
+    with pytest.raises(TooFewError, match=r"1 of 3 hosts can take part, and 2 are needed") as found:
+        second.starts(2, 3)
+    assert "\na: GPU " in found.value.message and "\nb: GPU " in found.value.message
+    assert second.has() == set() and second.controller.store.job_ids() == []
+
+
+def test_of_two_who_start_at_once_each_host_has_one_of_them(people) -> None:
+    ended: list[RunningJob | OrchError] = []
+
+    def start(person: Somebody) -> None:
+        try:
+            ended.append(person.starts(1, 3))
+        except OrchError as error:  # the other was a moment sooner everywhere
+            ended.append(error)
+
+    threads = [threading.Thread(target=start, args=(person,)) for person in people]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    jobs = [one for one in ended if isinstance(one, RunningJob)]
+    taken = [name for job in jobs for name in names(job)]
+    assert jobs and len(taken) == len({*taken})
+    assert all(isinstance(one, TooFewError) for one in ended if one not in jobs)
+    for person in people:
+        assert person.has() == (names(person.job) if person.job else set())
