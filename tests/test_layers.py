@@ -49,7 +49,7 @@ PURE |= {
     f"hosts.forms.{name}" for name in ("hostfile", "imported", "new_inventory", "ssh_config", "template", "yaml_text")
 }
 PURE |= {f"planning.{name}" for name in ("arguments", "build", "command_line", "draft", "elastic", "homes")}
-PURE |= {f"planning.{name}" for name in ("launch_plan", "launchers", "measurement", "nccl", "placement")}
+PURE |= {f"planning.{name}" for name in ("host_choice", "launch_plan", "launchers", "measurement", "nccl", "placement")}
 PURE |= {f"planning.{name}" for name in ("profiles", "recorded_settings", "secret_words", "split")}
 PURE |= {
     f"jobs.{name}"

@@ -17,6 +17,14 @@ from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.planning.profiles import Profiles
 from trainer.shared.shares import parse_speeds
 
+SOURCES = {
+    "profile": "profile",
+    "pace": "the inventory's pace",
+    "by hand": "the setting `speeds`",
+    "catalogue": "the hardware catalogue",
+}
+"""Where speeds come from, as `inputs.speeds_of` calls it, in words for people."""
+
 
 def by_speed(plan: LaunchPlan, profiles: Profiles) -> Worth | None:
     """What each host does by itself with the whole batch; None where a speed is not known. plan: with all hosts."""
@@ -32,7 +40,8 @@ def by_speed(plan: LaunchPlan, profiles: Profiles) -> Worth | None:
     if any(speed.cap == 0 for speeds, _ in known.values() for speed in speeds):  # a host that no sample fits into
         return None
     figures = {name: alone_samples_per_s(HostSpeed(name, own), settings.batch) for name, (own, _) in known.items()}
-    return Worth(figures, f"the fastest alone by {' and '.join(sorted({source for _, source in known.values()}))}")
+    sources = sorted({SOURCES[source] for _, source in known.values()})
+    return Worth(figures, f"the fastest alone by {' and '.join(sources)}")
 
 
 def by_memory(candidates: Sequence[Candidate]) -> Worth:

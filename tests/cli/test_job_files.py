@@ -24,6 +24,7 @@ def test_a_job_file_has_every_option_that_describes_a_job() -> None:
 
 LIMITS = ["--grace", "5s", "--time-limit", "90m", "--elastic", "1:2", "--max-restarts", "0", "--share"]
 ASKED = {
+    "as many hosts as there are": ["--exp", "mnist_lenet", "--hosts", "1:2"],
     "an experiment": ["--exp", "mnist_lenet", "--set", "epochs=1", "--set", "lr=1e-2", "--nodes", "b"],
     "settings that are chosen here": ["--exp", "mnist_lenet", "--set", "shares=equal", "--cluster", "rack"],
     "limits and variables": [*LIMITS, "--env", "A=1_0", "--env", "HF_TOKEN", "--env-file", "my.env", "proj/train.py"],

@@ -95,6 +95,8 @@ def test_the_dry_run_says_the_same_and_the_job_is_repeated_with_it(rack: Rack) -
 def test_a_host_that_went_off_since_then_costs_no_start(rack: Rack) -> None:
     with stopped(rack, "v100"):
         record, said = runs(rack, "--hosts", "1:2", "--nodes", "a2000,v100")
+        shown = rack.types("run", "--dry-run", "--json", "--hosts", "1", "--nodes", "v100,a2000", "code/train.py")
+    assert [node["name"] for node in json.loads(shown.stdout)["nodes"]] == ["a2000"]
     assert record["nodes"] == ["a2000"] and [*left_out(record)] == ["v100"]
     assert "note: left out: v100: nothing listens at 127.0.0.1:" in said
 
@@ -134,6 +136,14 @@ def test_of_more_than_the_most_the_best_are_taken_and_a_spare_takes_the_place_of
     record, _ = runs(rack, "--hosts", "1", "--nodes", "v100,a2000")
     assert record["nodes"] == ["a2000"]  # a pinned master goes first
     rack.types("master", "--elect")
+
+
+def test_an_elastic_job_begins_with_those_that_are_there(rack: Rack) -> None:
+    words = ("run", "--dry-run", "--json", "--hosts", "1:3", "--elastic")
+    plan = json.loads(rack.types(*words, "2:3", "code/train.py").stdout)
+    assert (plan["elastic"]["min_nodes"], plan["elastic"]["max_nodes"], plan["world_size"]) == (2, 2, 2)
+    said = rack.types(*words, "3:3", "code/train.py", exit_code=3).stderr
+    assert "2 of 3 hosts can take part, and 3 are needed" in said
 
 
 def test_a_released_host_may_be_named_and_is_left_out(rack: Rack) -> None:

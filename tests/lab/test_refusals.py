@@ -159,8 +159,11 @@ def test_a_host_that_went_off_since_then_is_named_with_how_to_do_without_it(pers
     person.lab.power("beta", "off")
     said = person.types("run", "--", "none.py", exit_code=3).stderr
     assert "beta: 10.77.2.2:22: no SSH login" in said
-    assert "or leave it out: `--nodes`, `orch node release beta`" in said
+    assert "or leave it out: `--nodes`, `orch node release beta`, `--hosts MIN:MAX`" in said
     person.types("run", "--nodes", "alpha", "--", "none.py")
+    found = person.asks("run", "--hosts", "1:2", "--", "none.py")
+    (left,) = found["hosts"]["left_out"]
+    assert (found["nodes"], left["node"]) == (["alpha"], "beta") and "10.77.2.2:22: no SSH login" in left["reason"]
     person.lab.power("beta", "on")
     person.types("down", "--yes")
 
