@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from orchestrator.cli.common import busy, cluster_option, json_option, open_controller
+from orchestrator.cli.common import busy, cluster_option, insist, json_option, open_controller
 from orchestrator.errors import HostError, UsageError
 from orchestrator.text import some
 from orchestrator.units import counted
@@ -94,7 +94,7 @@ def down(yes: bool, cluster: str | None, as_json: bool) -> None:
                 surveys = controller.clusters.look(known)
             console.fail_each(seen for seen in surveys.values() if isinstance(seen, HostError))
             _say_what_goes(known, [seen for seen in surveys.values() if not isinstance(seen, HostError)])
-            click.confirm(f"Do this on {counted(len(known.nodes), 'host')}?", abort=True, err=True)
+            insist(f"Do this on {counted(len(known.nodes), 'host')}?")
         with busy(f"clearing {counted(len(known.nodes), 'host')}"):
             answers = controller.down(known)
     _show_answers(answers, _cleared_words, as_json)

@@ -96,6 +96,19 @@ def given_out(out: Path) -> Path | None:
     return None if source in (None, ParameterSource.DEFAULT) else out
 
 
+def insist(question: str) -> None:
+    """Goes on if a person says yes. Raises click.Abort for a no, UsageError where nobody is there to ask."""
+    try:
+        is_wanted = click.confirm(question, default=False, err=True)
+    except click.Abort:
+        if sys.stdin is not None and sys.stdin.isatty():  # Ctrl-C
+            raise
+        words = "nothing was done: there is no terminal to ask on, and no answer on standard input"
+        raise UsageError(words, "say so with --yes") from None
+    if not is_wanted:
+        raise click.Abort
+
+
 def agrees(question: str) -> bool:
     """Whether a person says yes; nobody does where no terminal is there to ask on."""
     can_ask = sys.stdin is not None and sys.stdin.isatty()

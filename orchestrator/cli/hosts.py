@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from orchestrator.cli.common import cluster_option, json_option, nodes_option, open_controller
+from orchestrator.cli.common import cluster_option, insist, json_option, nodes_option, open_controller
 from orchestrator.cli.complete import torch_versions
 from orchestrator.errors import HostError
 from orchestrator.units import counted, format_bytes
@@ -174,7 +174,7 @@ def _agree(question: str, wanted: WantedVersions, *, yes: bool) -> None:
     if question and wanted.reason:
         console.say(f"torch {wanted.torch}: {wanted.reason}")
     if question and not yes:
-        click.confirm(question, abort=True, err=True)
+        insist(question)
 
 
 def _made_words(made: Made, requirements: Path | None) -> str:

@@ -284,7 +284,7 @@ nodes:
         person.types("up", str(pair.inventory))
         person.types("data", "push", str(wheels), "--to", "wheels", "--nodes", "alpha")
         own = person.asks("run", "--exp", "mnist_lenet", "--dry-run")["nodes"][0]["python"]
-        refused = person.types("setup", "--torch", "2.3.1", exit_code=1)
+        refused = person.types("setup", "--torch", "2.3.1", exit_code=2)
         assert "Install torch 2.3.1 and torchvision 0.18.1" in refused.stderr
         done = person.types("setup", "--torch", "2.3.1", "--yes", "--json", exit_code=3)
         found = json.loads(done.stdout)["nodes"]

@@ -48,7 +48,7 @@ if (hosts) {
   const looked = document.getElementById("looked");
   looked.textContent = "status as last known; asking the hosts …";
   (async () => {
-    const answer = await fetch(hosts.dataset.status);
+    const answer = await fetch(hosts.dataset.status).catch(() => ({ ok: false })); // whoever served this page has ended
     const found = answer.ok ? await answer.json() : {};
     for (const line of hosts.querySelectorAll("tr[data-node]")) {
       const status = found[line.dataset.node];
