@@ -6,6 +6,8 @@ import shlex
 
 import pytest
 
+from orchestrator.clusters import Clusters
+from orchestrator.errors import HostError
 from orchestrator.forecast.advice import preference
 from orchestrator.forecast.faster import faster_ways
 from orchestrator.forecast.inputs import inputs_of
@@ -106,6 +108,27 @@ def test_auto_leaves_a_host_out_and_says_so_unless_it_is_named():
     assert len(dry_run("--set", "strategy=auto", "--set", "batch=2048", "--set", "shares=auto").nodes) == 1
     assert len(dry_run("--set", "strategy=auto", "--elastic", "1:2").nodes) == 2
     assert len(dry_run("--set", "strategy=auto", "--set", "shares=v100=5,a2000=2").nodes) == 2
+
+
+def test_with_hosts_to_choose_from_auto_leaves_out_no_more_than_may_be_missing(monkeypatch):
+    monkeypatch.setattr(Clusters, "away", lambda *_: {})  # they are not there to be asked
+    auto = ("--set", "strategy=auto", "--set", "shares=auto")
+    plan = dry_run(*auto, "--hosts", "1:2")
+    assert [node.name for node in plan.nodes] == ["v100"] and plan.hosts.spares == ("a2000",)
+    assert any(note.startswith("strategy=auto leaves out a2000: ") for note in plan.notes)
+    assert len(dry_run(*auto, "--hosts", "2").nodes) == 2
+    assert len(dry_run(*auto, "--hosts", "1:2", "--nodes", "a2000,v100").nodes) == 2
+    (one,) = (plan := dry_run("--hosts", "1")).nodes  # it is the fastest alone
+    assert one.name == plan.master == "v100" and sum(plan.shares) == plan.training.batch
+    assert "spare: a2000; the job takes 1 host at most, the fastest alone by the inventory's pace" in plan.notes
+
+
+def test_the_host_that_holds_the_checkpoint_is_not_left_out(monkeypatch):
+    monkeypatch.setattr(Clusters, "away", lambda *_: {"v100": HostError("v100", "is off")})
+    orch("master", "v100")
+    assert [node.name for node in dry_run("--hosts", "1:2").nodes] == ["a2000"]
+    words = ("run", "--exp", "resnet152_cifar", "--dry-run", "--hosts", "1:2", "--set", "resume=/data/point.pt")
+    assert "error: v100: is off" in orch(*words, code=3).stderr
 
 
 def test_measured_shares_leave_a_host_out_where_its_exchange_costs_more_than_it_brings():

@@ -101,6 +101,16 @@ def test_a_host_that_went_off_since_then_costs_no_start(rack: Rack) -> None:
     assert "note: left out: v100: nothing listens at 127.0.0.1:" in said
 
 
+def test_a_host_that_lets_nobody_in_costs_the_time_for_connecting_and_no_more(rack: Rack) -> None:
+    rack.servers["v100"].freeze()  # it takes the connection, and says nothing
+    try:
+        record, _ = runs(rack, "--hosts", "1:2", "--nodes", "a2000,v100")
+    finally:
+        rack.servers["v100"].stop()
+        rack.servers["v100"].start()
+    assert record["nodes"] == ["a2000"] and "within 10 s" in left_out(record)["v100"]
+
+
 def test_with_fewer_than_the_least_nothing_is_started(rack: Rack) -> None:
     before = len(jobs(rack))
     with stopped(rack, "v100"):
