@@ -14,7 +14,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from orchestrator.planning.launch_plan import LOCAL_RANK, HostChoice, LaunchPlan
+from orchestrator.planning.launch_plan import LOCAL_RANK, Elastic, HostChoice, LaunchPlan
 from orchestrator.planning.request import RunRequest
 from trainer.shared.config import fields_of
 from trainer.shared.experiments import EXPERIMENTS
@@ -37,6 +37,12 @@ def run_line(plan: LaunchPlan, nodes: Collection[str] = (), settings: AnySetting
 def choice_again(plan: LaunchPlan) -> HostChoice | None:
     """How many of which hosts to start it on again; None where it has to be those that it had."""
     return None if plan.recorded.stages else plan.hosts  # stages name their hosts
+
+
+def elastic_again(plan: LaunchPlan, elastic: Elastic) -> str:
+    """With MAX as it was asked for: the job itself had no more hosts than were there."""
+    choice = choice_again(plan)
+    return f"{elastic.min_nodes}:{choice.max_hosts if choice else elastic.max_nodes}"
 
 
 def _nodes(plan: LaunchPlan, names: Sequence[str], *, all_nodes: bool) -> Iterator[str]:
@@ -112,7 +118,7 @@ def program_words(plan: LaunchPlan) -> list[str]:
 def _limits(plan: LaunchPlan, *, all_nodes: bool) -> Iterator[str]:
     """How the job is started and ended. An elastic job counts its nodes: with fewer of them it is another one."""
     if plan.elastic and all_nodes:
-        yield from ("--elastic", f"{plan.elastic.min_nodes}:{plan.elastic.max_nodes}")
+        yield from ("--elastic", elastic_again(plan, plan.elastic))
         yield from ("--max-restarts", str(plan.elastic.max_restarts))
     if plan.time_limit_s:
         yield from ("--time-limit", f"{plan.time_limit_s:.12g}s")

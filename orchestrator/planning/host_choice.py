@@ -62,7 +62,8 @@ def check_range(wanted: HostRange, candidates: Sequence[str]) -> None:
     """Raises UsageError where more hosts are wanted than there are."""
     if wanted.min_hosts > len(candidates):
         words = f"{wanted}: {counted(len(candidates), 'host')} to choose from, and {wanted.min_hosts} are needed"
-        raise UsageError(words, f"--hosts {len(candidates)}, or name more with --nodes")
+        fewer = f"--hosts {len(candidates)}, or " if candidates else ""
+        raise UsageError(words, f"{fewer}name more with --nodes, `orch node restore` those that are released")
 
 
 def those_there(wanted: HostRange, candidates: Sequence[str], away: Mapping[str, HostError]) -> list[str]:

@@ -8,7 +8,7 @@ that were given for the job it has the names: their values are kept nowhere.
 
 from __future__ import annotations
 
-from orchestrator.planning.command_line import choice_again, gives_local_rank, program_words, settings_of
+from orchestrator.planning.command_line import choice_again, elastic_again, gives_local_rank, program_words, settings_of
 from orchestrator.planning.job_file import JobFile
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.planning.request import RunRequest
@@ -42,7 +42,7 @@ def _limits(plan: LaunchPlan) -> dict[str, object]:
         "hosts": choice.words if choice else None,
         "env": dict.fromkeys(plan.variables),
         "share": plan.share_gpus,
-        "elastic": f"{elastic.min_nodes}:{elastic.max_nodes}" if elastic else None,
+        "elastic": elastic_again(plan, elastic) if elastic else None,
         "max_restarts": elastic.max_restarts if elastic else None,
         "grace": f"{plan.grace_s:.12g}s" if plan.grace_s != RunRequest.grace_s else None,
         "time_limit": f"{plan.time_limit_s:.12g}s" if plan.time_limit_s else None,

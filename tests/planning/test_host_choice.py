@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import ConnectError, HostError, TooFewError, UsageError
+from orchestrator.planning.command_line import run_line
 from orchestrator.planning.host_choice import (
     HostRange,
     Worth,
@@ -21,6 +22,8 @@ from orchestrator.planning.host_choice import (
     with_elastic,
 )
 from orchestrator.planning.launch_plan import Elastic
+from orchestrator.planning.repeated import job_of
+from tests.support.plans import a2000_v100
 
 NAMES = [f"gpu{number:02d}" for number in range(1, 9)]
 
@@ -50,6 +53,8 @@ def test_more_than_there_are_cannot_be_wanted() -> None:
     check_range(HostRange(8, 20), NAMES)
     with pytest.raises(UsageError, match="--hosts 9:9: 8 hosts to choose from, and 9 are needed: --hosts 8, or name"):
         check_range(HostRange(9, 9), NAMES)
+    with pytest.raises(UsageError, match="0 hosts to choose from, and 1 are needed: name more"):
+        check_range(HostRange(1, 2), [])
 
 
 def test_with_too_few_each_that_is_missing_is_named_with_its_reason() -> None:
@@ -113,3 +118,23 @@ def test_notes_name_who_is_left_out_and_why_others_are_spare() -> None:
         "spare: gpu08, gpu01; the job takes 2 hosts at most, the fastest alone by profile",
     )
     assert choice_notes(choice, {**away}, None)[1:] == ()
+
+
+def test_a_job_is_repeated_with_the_same_choice_among_the_same_hosts() -> None:
+    choice = choice_of(HostRange(1, 3), {}, ["a16"], ["a16", "a2000", "v100", "k80"])
+    elastic = Elastic(min_nodes=1, max_nodes=2, max_restarts=3)  # two were there
+    plan = a2000_v100().model_copy(update={"hosts": choice, "elastic": elastic})
+    line = run_line(plan)
+    assert "--nodes a16,a2000,v100,k80 --hosts 1:3" in line and "--elastic 1:3" in line
+    job = job_of(plan)
+    assert (job.nodes, job.hosts, job.elastic) == (["a16", "a2000", "v100", "k80"], "1:3", "1:3")
+    assert run_line(plan, ["v100"]).endswith("--nodes v100")  # these and no others
+
+
+def test_a_job_whose_settings_name_hosts_is_repeated_on_these() -> None:
+    choice = choice_of(HostRange(1, 3), {}, ["a16"], ["a16", "a2000", "v100"])
+    plan = a2000_v100()
+    settings = {**plan.settings, "strategy": "pipeline", "stages": "v100:0-31,a2000:32-51"}
+    plan = plan.model_copy(update={"hosts": choice, "settings": settings})
+    assert run_line(plan).endswith(f"--nodes {','.join(node.name for node in plan.nodes)}")
+    assert job_of(plan).hosts is None
