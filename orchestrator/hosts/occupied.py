@@ -19,7 +19,7 @@ from orchestrator.units import format_bytes
 SHOWN = 3
 UNREPORTED_BYTES = 1 << 30
 """Less than this may be the driver's own, or a desktop's. Assumed."""
-ELSEWHERE = "wait until it is free, or take other hosts (`--nodes`)"
+ELSEWHERE = "wait until it is free, or take other hosts (`--nodes`, `--hosts`)"
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from pathlib import Path
 from .answer import Refused
 from .occupants import user_name
 
-REMEDY = "wait for it, cancel it, take other hosts (`--nodes`), or `--share` the GPU"
+REMEDY = "wait for it, cancel it, take other hosts (`--nodes`, `--hosts`), or `--share` the GPU"
 _UUID = re.compile(r"(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.I)
 """What names one GPU everywhere: an index may mean another one to another login."""
 _CREDENTIALS = struct.Struct("3i")
