@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.controller import Controller
-from orchestrator.errors import OrchError, TooFewError
+from orchestrator.errors import ConnectError, OrchError, TooFewError
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.inventory import Node
@@ -19,6 +19,7 @@ from orchestrator.paths import Home
 from orchestrator.planning.host_choice import HostRange
 from orchestrator.planning.request import Wish, Words, read_wish
 from orchestrator.store import Store
+from orchestrator.transport import ask
 from tests.support.probed_hosts import facts, gpu
 from tests.support.quick_python import quick_python
 
@@ -101,6 +102,28 @@ def test_a_host_whose_gpu_another_job_holds_is_left_out(people) -> None:
     (left,) = job.record.hosts.left_out
     assert left.node == "b" and f"GPU {UUIDS['b']} is in use by" in left.reason and first.job.id in left.reason
     assert second.controller.store.job_ids() == [job.id]
+
+
+def test_a_host_that_falls_silent_in_between_is_left_out_and_what_it_began_is_settled_later(
+    people, monkeypatch
+) -> None:
+    first, _ = people
+    asks, cut = ask.ask, {"b"}
+
+    def asked(host, program, request, **options):
+        answer = asks(host, program, request, **options)  # it arrives, and no answer comes back
+        if host.node in cut and program in ("prepare", "control"):
+            raise ConnectError(host.node, "the link broke")
+        return answer
+
+    monkeypatch.setattr(ask, "ask", asked)
+    job = first.starts(2, 3)
+    assert names(job) == {"a", "c"} and [each.node for each in job.record.hosts.left_out] == ["b"]
+    store = first.controller.store
+    cut.clear()
+    first.controller.jobs.settle_half_starts()
+    assert [record.state for record in store.jobs() if record.id != job.id] == ["cancelled"]
+    assert store.half_started() == []
 
 
 def test_with_too_few_gpus_that_are_free_nothing_is_left(people) -> None:
