@@ -14,6 +14,7 @@
                     /src/                  this job's own copy of the code
                     /shipped.json          what each file in src/ was when it was shipped: all else there, the job wrote
                     /rank-<r>/             stdout.log stderr.log (and .times of both) metrics.jsonl exit.json
+                    /rank-<r>/stacks       where the rank's Python writes its stacks when asked; gone when it has ended
                     /gpu.jsonl             use, memory, clock, power and heat of the job's GPUs, every few seconds
                     /control               FIFO: requests and rank events, one JSON line each
                     /alive                 FIFO: its only writer is the supervisor, so its end is the supervisor's
@@ -119,6 +120,9 @@ class JobFolder:
 
     def rank(self, rank: int) -> Path:
         return self.root / f"rank-{rank}"
+
+    def stacks(self, rank: int) -> Path:
+        return self.rank(rank) / "stacks"
 
     def read_agent(self) -> dict[str, Any]:
         """The supervisor's last word; {} before its first."""

@@ -75,6 +75,8 @@ def main() -> None:
     if meeting:
         end["met"] = meeting.is_over()
     _end_all_below(child)
+    with contextlib.suppress(OSError):
+        job.stacks(ranks[0]).unlink()
     if dropped := sum(pump.finish() for pump in pumps):
         end["dropped_bytes"] = dropped
     for rank in ranks:
@@ -90,8 +92,8 @@ def _start(job: JobFolder, node: dict[str, Any], ranks: list[int]) -> tuple[subp
     folder.mkdir(exist_ok=True)
     ours = {"ORCH_METRICS": str(folder / "metrics.jsonl"), "ORCH_CHECKPOINTS": str(job.checkpoints)}
     environment = {**os.environ, **ours}
-    if environment.pop(WATCH, "") == "on":
-        environment |= watched(job, environment)
+    measured = environment.pop(WATCH, "") == "on"
+    environment |= watched(job, environment, steps=measured, stacks=job.stacks(ranks[0]))
     if node["shares"]:
         environment["ORCH_SHARE"] = str(_share(node))
         environment["ORCH_BATCH"] = str(node["settings"]["batch"])

@@ -1,4 +1,5 @@
-"""What Python runs before a rank's script, as its `sitecustomize`: steps are to be watched once torch is there.
+"""What Python runs before a rank's script, as its `sitecustomize`: it is to write its stacks when it is asked (`stacks`
+asks), and its steps are to be watched once torch is there.
 
 Python imports `sitecustomize` by itself, from a folder that stands in PYTHONPATH for this alone (`watched`). It undoes
 that at once: what the script and its children see is as if it had not been, and the host's own `sitecustomize`, where
@@ -14,11 +15,15 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 PACKAGE = "orch_remote"
 WATCH = "ORCH_STEP_METRICS"
 """Holds the number of the process that starts the script to be watched, so that nobody but its child is."""
+STACKS = "ORCH_STACKS"
+"""Holds that number and the file for stacks: `4711:/.../rank-0/stacks`."""
+FIRST_HANDLE = 100
+"""The file's descriptor is this one or the next that is free: those of the script keep the numbers that they had."""
 
 
 class OnTorch:
@@ -59,8 +64,50 @@ def watch(torch: ModuleType) -> None:
         sys.stderr.write(f"orch: steps are not measured: {type(error).__name__}: {error}\n")
 
 
-def leave_no_trace() -> bool:
-    """Whether this is the process that is to be watched."""
+# ---- stacks ---------------------------------------------------------------------------------------------------------
+
+
+def write_stacks_when_asked(path: str) -> None:
+    """Registers Python's own handler, which writes where each thread stands and returns. Processes that are forked from
+    this one have it, too, and the same file.
+
+    It is SIGURG that asks: whoever has no handler for it does not notice it. A script that sets its own has it, and
+    the file is closed, by which `stacks` knows.
+    """
+    signals: Any = importlib.import_module("_signal")  # `signal` is slow to import
+    fcntl, faulthandler = importlib.import_module("fcntl"), importlib.import_module("faulthandler")
+    try:
+        kind = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        opened = os.open(path, kind, 0o600)
+        handle = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, FIRST_HANDLE)
+        os.close(opened)
+        os.write(handle, b"%d %d\n" % (os.getpid(), handle))
+        faulthandler.register(signals.SIGURG, handle, all_threads=True)
+    except (OSError, RuntimeError):
+        return  # its state alone will be known
+    set_handler = signals.signal
+
+    def signal(signalnum: int, handler: Any, /) -> Any:
+        if signalnum == signals.SIGURG and faulthandler.unregister(signalnum):
+            os.close(handle)
+        return set_handler(signalnum, handler)
+
+    signal.__doc__, signal.__module__ = set_handler.__doc__, "_signal"
+    signals.signal = signal  # which `signal.signal` calls
+
+
+# ---- before the script ----------------------------------------------------------------------------------------------
+
+
+class Asked(NamedTuple):
+    """What is wanted of this process."""
+
+    steps: bool
+    stacks: str
+    """The file; "" for none."""
+
+
+def leave_no_trace() -> Asked:
     here = os.path.dirname(os.path.abspath(__file__))
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if here in paths:
@@ -70,11 +117,16 @@ def leave_no_trace() -> bool:
     else:
         os.environ.pop("PYTHONPATH", None)
     sys.path[:] = [path for path in sys.path if path != here]
-    return os.environ.pop(WATCH, "") == str(os.getppid())
+    parent = str(os.getppid())
+    who, _, file = os.environ.pop(STACKS, "").partition(":")
+    return Asked(os.environ.pop(WATCH, "") == parent, file if who == parent else "")
 
 
 if __name__ == "sitecustomize":
-    if leave_no_trace():
+    asked = leave_no_trace()
+    if asked.stacks:
+        write_stacks_when_asked(asked.stacks)
+    if asked.steps:
         sys.meta_path.insert(0, OnTorch())
     del sys.modules["sitecustomize"]
     importlib.import_module("sitecustomize")  # the host's; Python takes its absence as it takes that of any

@@ -1,0 +1,153 @@
+"""What is seen of a rank's processes from outside, without root: the script, and whatever it has started.
+
+    seen, more = see(job, 0, 4711)                      the script first; so many are left out
+    row(seen[0], job.src, threads=12, frames=40)        as it stands in the answer
+
+A program that is no Python has no threads here, and is known by its state and by what in the kernel it waits for
+(proc(5): `wchan`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import select
+import stat
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .beneath import READ
+from .layout import JobFolder
+from .processes import descendants
+from .stacks import Thread, asking
+
+MOST_PROCESSES = 24
+"""Of one rank."""
+STOPPED = ("T", "t")
+PIPES = {1: "stdout", 2: "stderr"}
+SOURCE_BYTES = 1 << 20
+TEXT = 120
+SHORT, NAME = 64, 500
+"""A path or the name of a function has at most so many characters; so it is with `faulthandler`."""
+
+
+class Seen(NamedTuple):
+    """One process at one moment; of a `compared` one also what has changed since the moment before."""
+
+    pid: int
+    name: str
+    state: str
+    wchan: str
+    ticks: int
+    """CPU time so far."""
+    io_bytes: int
+    """Read from disks and written to them; -1 where nobody may know."""
+    threads: list[Thread] | None
+    """None where it is not asked, or does not answer."""
+    same: bool = False
+    """Whether its main thread stands where it stood."""
+    idle: bool = False
+    """Whether it has used no CPU since and moved nothing from or to a disk."""
+
+    def compared(self, before: Seen | None) -> Seen:
+        if before is None:
+            return self
+        idle = self.ticks - before.ticks <= 1 and self.io_bytes == before.io_bytes
+        return self._replace(same=self.state == before.state and self.main == before.main, idle=idle)
+
+    @property
+    def main(self) -> Thread | None:
+        return self.threads[0] if self.threads else None
+
+
+def see(job: JobFolder, rank: int, pid: int) -> tuple[list[Seen], int]:
+    """The script first, then what it has started, the oldest first; and how many more of those there are."""
+    pids = [pid, *(one.pid for one in sorted(descendants(pid), key=lambda one: one.start_time))]
+    with asking(job.stacks(rank)) as ask:
+        found = [_seen(one, None if state_of(one) in STOPPED else ask(one)) for one in pids[:MOST_PROCESSES]]
+    return [one for one in found if one], max(0, len(pids) - MOST_PROCESSES)
+
+
+def _seen(pid: int, threads: list[Thread] | None) -> Seen | None:
+    """None where it has ended."""
+    name, _, rest = _text(pid, "stat").rpartition(") ")
+    fields = rest.split()
+    if len(fields) < 13 or fields[0] in "ZX":
+        return None
+    ticks = int(fields[11]) + int(fields[12])
+    name = name.partition("(")[2]
+    return Seen(pid, name, fields[0], _text(pid, "wchan").strip("0\n"), ticks, _io_bytes(pid), threads or None)
+
+
+def state_of(pid: int) -> str:
+    """A letter of proc(5); "" where there is no such process."""
+    return _text(pid, "stat").rpartition(") ")[2][:1]
+
+
+def _io_bytes(pid: int) -> int:
+    lines = dict(line.split(": ") for line in _text(pid, "io").splitlines() if ": " in line)
+    try:
+        return int(lines["read_bytes"]) + int(lines["write_bytes"])
+    except (KeyError, ValueError):
+        return -1
+
+
+def _text(pid: int, name: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def full_pipes(pid: int) -> list[str]:
+    """Which of its two streams is a pipe that takes nothing more now: whoever reads it has stopped."""
+    found = []
+    for number, name in PIPES.items():
+        path = f"/proc/{pid}/fd/{number}"
+        with contextlib.suppress(OSError):
+            if os.readlink(path).startswith("pipe:"):
+                pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+                try:
+                    poll = select.poll()
+                    poll.register(pipe, select.POLLOUT)
+                    found += [] if poll.poll(0) else [name]
+                finally:
+                    os.close(pipe)
+    return found
+
+
+# ---- for the answer -----------------------------------------------------------------------------------------------
+
+
+def row(one: Seen, src: Path, threads: int, frames: int) -> dict[str, Any]:
+    """threads, frames: so many of each at most."""
+    return {
+        **{key: getattr(one, key) for key in ("pid", "state", "same", "idle")},
+        "name": one.name[:SHORT],
+        "wchan": one.wchan[:SHORT],
+        "threads": one.threads and [_thread(thread, src, frames) for thread in one.threads[:threads]],
+    }
+
+
+def _thread(thread: Thread, src: Path, most: int) -> dict[str, Any]:
+    frames = [[file[:NAME], line, name[:NAME], _line(src, file, line)] for file, line, name in thread.frames[:most]]
+    return {"main": thread.is_main, "frames": frames}
+
+
+def _line(src: Path, file: str, line: int) -> str:
+    """The text of a line of the job's own code; "" of any other file."""
+    path, top = os.path.realpath(src / file), os.path.realpath(src)
+    lines = _lines(path) if path.startswith(f"{top}/") else ()
+    return lines[line - 1].decode(errors="replace").strip()[:TEXT] if 0 < line <= len(lines) else ""
+
+
+@functools.cache
+def _lines(path: str) -> tuple[bytes, ...]:
+    try:
+        source = os.open(path, READ)
+        with open(source, "rb") as file:
+            is_plain = stat.S_ISREG(os.fstat(source).st_mode)
+            return tuple(file.read(SOURCE_BYTES).splitlines()) if is_plain else ()
+    except OSError:
+        return ()

@@ -1,0 +1,165 @@
+"""Where a script stands: it writes its stacks when it is asked, and notices nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from orchestrator import remote
+from orchestrator.remote.layout import JobFolder
+from orchestrator.remote.seen import full_pipes, see
+from orchestrator.remote.stacks import ASKS, Thread, asking, threads_of
+from orchestrator.remote.watched import watched
+
+BEGINS = "import os, signal, sys, threading, time\ndef say(word): print(word, flush=True)\n"
+SLEEPS = "def inner():\n    say('up')\n    time.sleep(600)\ninner()\n"
+
+
+@contextlib.contextmanager
+def started(tmp_path: Path, script: str, *flags: str) -> Iterator[tuple[JobFolder, subprocess.Popen[str]]]:
+    """A script as a rank's wrapper starts it, once it has said its first word."""
+    job = JobFolder(tmp_path / "job")
+    for folder in (job.bin, job.src, job.rank(0)):
+        folder.mkdir(parents=True)
+    (job.bin / "orch_remote").symlink_to(Path(remote.__file__).parent)
+    (job.src / "script.py").write_text(BEGINS + script)
+    environment = dict(os.environ)
+    environment |= watched(job, environment, steps=False, stacks=job.stacks(0))
+    words = [sys.executable, *flags, "script.py"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, cwd=job.src, env=environment, stdin=pipe, stdout=pipe, text=True) as child:
+        try:
+            assert child.stdout and child.stdout.readline() == "up\n"
+            yield job, child
+        finally:
+            child.kill()
+
+
+def said(child: subprocess.Popen[str]) -> str:
+    """The rest of what it prints: its input ends, and it goes on."""
+    assert child.stdin and child.stdout
+    child.stdin.close()
+    return child.stdout.read()
+
+
+def asked(job: JobFolder, pid: int) -> list[Thread] | None:
+    with asking(job.stacks(0)) as ask:
+        return ask(pid)
+
+
+def places(thread: Thread) -> list[tuple[str, int, str]]:
+    return [(Path(file).name, line, name) for file, line, name in thread.frames]
+
+
+def test_each_thread_is_shown_where_it_stands_and_nothing_is_left_in_the_file(tmp_path: Path) -> None:
+    thread = "def other():\n    time.sleep(600)\nthreading.Thread(target=other, daemon=True).start()\n"
+    with started(tmp_path, thread + SLEEPS) as (job, child):
+        header = job.stacks(0).read_text()
+        for _ in range(3):
+            found = asked(job, child.pid)
+            assert found is not None
+            assert [one.is_main for one in found] == [True, False]
+            assert places(found[0]) == [("script.py", 8, "inner"), ("script.py", 9, "<module>")]
+            assert places(found[1])[0] == ("script.py", 4, "other")
+        assert job.stacks(0).read_text() == header
+        assert job.stacks(0).stat().st_mode & 0o777 == 0o600
+        assert child.poll() is None
+
+
+def test_a_wait_goes_on_and_nothing_is_printed(tmp_path: Path) -> None:
+    waits = "say('up')\nread, write = os.pipe()\n"
+    late = "threading.Thread(target=lambda: os.write(write, sys.stdin.read().encode() or b'x')).start()\n"
+    with started(tmp_path, waits + late + "say(os.read(read, 1))\n") as (job, child):
+        for _ in range(20):
+            assert asked(job, child.pid)
+        assert said(child) == "b'x'\n"
+        assert child.wait() == 0
+
+
+def test_the_script_sees_nothing_of_it(tmp_path: Path) -> None:
+    looks = (
+        "say('up')\nours = [name for name in os.environ if 'ORCH_S' in name]\n"
+        "say((ours, os.open('/', 0), signal.getsignal(signal.SIGURG), signal.signal.__doc__))\n"
+    )
+    words = [sys.executable, "-c", BEGINS + looks]
+    plain = subprocess.run(words, capture_output=True, text=True, check=True, stdin=subprocess.PIPE).stdout
+    with started(tmp_path, looks) as (_, child):
+        seen = said(child)
+    assert f"up\n{seen}" == plain
+
+
+def test_forked_children_write_theirs_too(tmp_path: Path) -> None:
+    forks = "def child():\n    say('up')\n    time.sleep(600)\nif os.fork() == 0: child()\ntime.sleep(600)\n"
+    with started(tmp_path, forks) as (job, child):
+        found, more = see(job, 0, child.pid)
+        assert more == 0
+        assert [one.main and places(one.main)[0] for one in found] == [
+            ("script.py", 7, "<module>"),
+            ("script.py", 5, "child"),
+        ]
+        os.kill(found[1].pid, signal.SIGKILL)
+
+
+OWN = {
+    "signal": "signal.signal(signal.SIGURG, lambda *_: say('mine'))\n",
+    "asyncio": "import asyncio\nloop = asyncio.new_event_loop()\n"
+    "loop.add_signal_handler(signal.SIGURG, lambda: say('mine'))\n",
+    "ignored": "signal.signal(signal.SIGURG, signal.SIG_IGN)\n",
+    "blocked": "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGURG])\n",
+    "closed": "os.closerange(3, 1000)\n",
+    "its number taken": "os.dup2(os.open('stacks', os.O_RDWR | os.O_CREAT), 100)\n",
+    "another program": "os.execvp('sh', ['sh', '-c', 'echo up; exec sleep 600'])\n",
+}
+
+
+@pytest.mark.parametrize("way", OWN)
+def test_a_process_that_has_the_signal_or_the_file_for_itself_is_left_alone(tmp_path: Path, way: str) -> None:
+    then = "say('up')\nfor line in sys.stdin: pass\nwhile True: time.sleep(0.01)\n"
+    with started(tmp_path, OWN[way] + then) as (job, child):
+        assert asked(job, child.pid) is None
+        child.terminate()
+        assert said(child) == ""
+        assert [path.read_bytes() for path in job.src.glob("stacks")] in ([], [b""])
+
+
+def test_a_program_without_our_start_is_known_by_its_state_alone(tmp_path: Path) -> None:
+    with started(tmp_path, "say('up')\ntime.sleep(600)\n", "-S") as (job, child):
+        ((one,), _) = see(job, 0, child.pid)
+        assert (one.threads, one.state, one.name) == (None, "S", one.name)
+
+
+def test_who_has_no_handler_does_not_notice_the_signal() -> None:
+    with subprocess.Popen(["sleep", "600"]) as sleeps:
+        sleeps.send_signal(ASKS)
+        with pytest.raises(subprocess.TimeoutExpired):
+            sleeps.wait(0.2)
+        sleeps.kill()
+
+
+def test_a_stream_that_takes_nothing_more_is_seen(tmp_path: Path) -> None:
+    writes = "say('up')\nos.write(1, b'x' * (1 << 20))\n"
+    with started(tmp_path, "say('up')\ntime.sleep(600)\n") as (_, child):
+        assert full_pipes(child.pid) == []
+    with started(tmp_path / "two", writes) as (_, child):
+        while full_pipes(child.pid) != ["stdout"]:
+            assert child.poll() is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "Fatal", '  File "x", line 1 in f\n', "Thread 0x1 (most recent call first):\n  <no Python frame>\n"]
+)
+def test_what_is_no_stack_shows_no_frames(text: str) -> None:
+    assert not any(thread.frames for thread in threads_of(text))
+
+
+def test_the_names_that_newer_pythons_give_threads_are_read_over() -> None:
+    text = 'Thread 0x00007f [Thread-1] (most recent call first):\n  File "a \\"b\\".py", line 3 in g\n\n'
+    text += 'Current thread 0x00007e [python] (most recent call first):\n  File "c.py", line 9 in <module>\n'
+    assert threads_of(text) == [Thread(True, [("c.py", 9, "<module>")]), Thread(False, [('a \\"b\\".py', 3, "g")])]
