@@ -26,8 +26,8 @@ from .processes import identify
 ASKS = signal.SIGURG
 ALONE_S = 5.0
 """So long who asks waits for another who does."""
-ANSWER_S = 1.0
-"""So long a process may take to write; one that is stuck in the kernel never does."""
+ANSWER_S, ALL_S = 3.0, 8.0
+"""So long one process may take to write, and all together; one that is stuck in the kernel never does."""
 SETTLE_S = 0.2
 """Who has written nothing more for so long has written all, where its last line does not say so."""
 LOOK_S = 0.002
@@ -63,7 +63,8 @@ def asking(file: Path) -> Iterator[Callable[[int], list[Thread] | None]]:
         if not number or not number[0].isdigit() or not _is_alone(handle):
             yield lambda pid: None
             return
-        yield lambda pid: _ask(pid, handle, int(number[0]))
+        until_s = time.monotonic() + ALL_S
+        yield lambda pid: _ask(pid, handle, int(number[0]), until_s)
         os.ftruncate(handle, len(header) + 1)  # so that it stays small, however often it is asked
     finally:
         os.close(handle)
@@ -79,13 +80,13 @@ def _is_alone(handle: int) -> bool:
     return False
 
 
-def _ask(pid: int, handle: int, number: int) -> list[Thread] | None:
+def _ask(pid: int, handle: int, number: int, until_s: float) -> list[Thread] | None:
     with contextlib.suppress(OSError):  # it has ended
         process = identify(pid)
         start = os.fstat(handle).st_size
         if _is_prepared(pid, handle, number):
             process.signal(ASKS)
-            return threads_of(_answer(handle, start).decode(errors="replace")) or None
+            return threads_of(_answer(handle, start, until_s).decode(errors="replace")) or None
     return None
 
 
@@ -102,9 +103,9 @@ def _is_prepared(pid: int, handle: int, number: int) -> bool:
     return os.path.samestat(os.stat(held), os.fstat(handle))
 
 
-def _answer(handle: int, start: int) -> bytes:
+def _answer(handle: int, start: int, until_s: float) -> bytes:
     """What is written from there on, once all of it has been."""
-    deadline, grew_s, found = time.monotonic() + ANSWER_S, time.monotonic(), b""
+    deadline, grew_s, found = min(until_s, time.monotonic() + ANSWER_S), time.monotonic(), b""
     while time.monotonic() < deadline and len(found) < MOST_BYTES:
         if more := os.pread(handle, MOST_BYTES, start + len(found)):
             found, grew_s = found + more, time.monotonic()

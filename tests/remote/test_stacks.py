@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 
 from orchestrator import remote
 from orchestrator.remote.layout import JobFolder
-from orchestrator.remote.seen import full_pipes, see
+from orchestrator.remote.seen import full_pipes, see, state_of
 from orchestrator.remote.stacks import ASKS, Thread, asking, threads_of
 from orchestrator.remote.watched import watched
 
@@ -37,6 +38,8 @@ def started(tmp_path: Path, script: str, *flags: str) -> Iterator[tuple[JobFolde
     with subprocess.Popen(words, cwd=job.src, env=environment, stdin=pipe, stdout=pipe, text=True) as child:
         try:
             assert child.stdout and child.stdout.readline() == "up\n"
+            while state_of(child.pid) not in ("S", "Z"):
+                time.sleep(0.01)
             yield job, child
         finally:
             child.kill()
@@ -98,6 +101,8 @@ def test_the_script_sees_nothing_of_it(tmp_path: Path) -> None:
 def test_forked_children_write_theirs_too(tmp_path: Path) -> None:
     forks = "def child():\n    say('up')\n    time.sleep(600)\nif os.fork() == 0: child()\ntime.sleep(600)\n"
     with started(tmp_path, forks) as (job, child):
+        while not all(one.state == "S" for one in see(job, 0, child.pid)[0]):
+            time.sleep(0.01)
         found, more = see(job, 0, child.pid)
         assert more == 0
         assert [one.main and places(one.main)[0] for one in found] == [
