@@ -56,15 +56,18 @@ PURE |= {
     for name in (
         "faults",
         "frame_stream",
+        "diagnosis",
         "frames",
         "gauge",
         "gpu_reading",
         "heard",
         "lines",
         "live",
+        "looks",
         "record",
         "redraw",
         "stall",
+        "standing",
     )
 }
 PURE |= {f"views.{name}" for name in ("compare_page", "curves", "pages", "paper", "speeds", "timeline")}
@@ -79,7 +82,7 @@ TORCH_FREE = {"__init__", "__main__", "ranks", "ranks.interrupt", "ranks.rank_in
 TORCH_FREE |= {"compute", "compute.compiler", "compute.executor", "compute.microbatches"}
 """Of the trainer, beside all of shared/."""
 SPEAKS = {f"views.{name}" for name in ("cluster_table", "compare", "comparison", "console", "following", "job_table")}
-SPEAKS |= {"views.everywhere", "views.top"}
+SPEAKS |= {"views.everywhere", "views.top", "views.why"}
 SPEAKS |= {f"views.{name}" for name in ("launch_plan", "network", "profile_table", "progress", "study_table", "tables")}
 """With cli, the only files that know a screen and print: the streams, and what is put on them."""
 TRAINER_ORDER = [

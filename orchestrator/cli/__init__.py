@@ -31,6 +31,7 @@ from orchestrator.cli.ssh import ssh
 from orchestrator.cli.sweep import sweep
 from orchestrator.cli.top import top
 from orchestrator.cli.ui import ui
+from orchestrator.cli.why import why
 
 
 @click.group(cls=Orch, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -55,7 +56,7 @@ if "_ORCH_COMPLETE" in os.environ:
 
 SECTIONS = {
     "Hosts": (init, up, status, clusters, use, node, master, trust, setup, data, execute, ssh, cp, inventory),
-    "Jobs": (run, jobs, top, ui, logs, cancel),
+    "Jobs": (run, jobs, top, ui, logs, why, cancel),
     "Results": (collect, pull, report, compare),
     "Speed, measured and predicted": (profile, plan, sweep),
     "Cleaning up": (reap, down),

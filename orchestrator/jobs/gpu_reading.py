@@ -19,6 +19,18 @@ from orchestrator.jobs.metric_lines import count, number
 MOST = {"utilisation": 100, "memory_bytes": 2**50, "sm_mhz": 1e5, "watts": 1e5, "celsius": 1e3, "slowed_by": 2**64}
 MOST_LIMITS = {"max_sm_mhz": 1e5, "limit_watts": 1e5}
 
+# Bits of NVML (nvml.h, nvmlClocksEventReasons). The first that a reading holds is its reason: a thermal slowdown sets
+# the bit of a hardware slowdown, too.
+POWER_CAP = 0x04
+REASONS = {
+    0x40: "heat",  # HwThermalSlowdown
+    0x20: "heat",  # SwThermalSlowdown
+    0x80: "the power brake of its host",  # HwPowerBrakeSlowdown
+    POWER_CAP: "its power cap",  # SwPowerCap
+    0x10: "a slower GPU that its clocks follow (sync boost)",  # SyncBoost
+    0x08: "its hardware's own protection",  # HwSlowdown
+}
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -59,6 +71,11 @@ class GpuLines:
         slowed_by = count(event, "slowed_by") if values.pop("slowed_by") is not None else None
         wall, limits = number(event, "wall"), self._limits[rank, index]
         return Reading(rank=rank, index=index, wall=wall, slowed_by=slowed_by, **values, **limits)
+
+
+def slowed_by_words(slowed_by: int) -> str:
+    """ "" where nothing slows it."""
+    return next((words for bit, words in REASONS.items() if slowed_by & bit), "")
 
 
 def _within(event: Mapping[str, Any], name: str, most: float) -> float | None:

@@ -3,6 +3,7 @@
     job = controller.jobs.find("latest")          RunningJob; no host has been asked yet
     job.record                              what is remembered
     job.refresh()                           the record as its hosts have it now
+    job.looked_at()                         what its ranks are at: who holds it up
     for event in job.follow(): ...          until it has ended
     record, stayed = job.cancel()
 
@@ -31,12 +32,14 @@ from orchestrator.jobs.frames import Agent, Held
 from orchestrator.jobs.gauge import Gauge
 from orchestrator.jobs.heard import Heard
 from orchestrator.jobs.listing import Output
+from orchestrator.jobs.looks import HostLook
 from orchestrator.jobs.outputs import Outputs, outputs
 from orchestrator.jobs.record import ENDED, FINAL_STATES, JobRecord
 from orchestrator.jobs.remembered import RememberedJobs
 from orchestrator.jobs.state import combine, is_gone, is_half_started
 from orchestrator.jobs.tails import tails
 from orchestrator.jobs.watch import watch, watch_records
+from orchestrator.jobs.why import looks
 from orchestrator.owner import read_owner
 from orchestrator.paths import RunFolder
 from orchestrator.planning.job_file import write_job
@@ -161,6 +164,12 @@ class RunningJob:
             yield gauge
             if gauge.record.state in FINAL_STATES:
                 return
+
+    def looked_at(self) -> dict[str, HostLook | HostError]:
+        """What each host sees of its ranks in two looks; or why it gives no answer."""
+        away = self.reach()
+        found = {**away, **looks(self.plan, self.hosts)}
+        return {node.name: found[node.name] for node in self.plan.nodes}
 
     def refresh(self) -> JobRecord:
         """The record as the hosts have it now; unchanged where none answers or it has ended.

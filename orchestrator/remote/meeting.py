@@ -36,6 +36,12 @@ class Row(NamedTuple):
     state: int
     inode: int
     """0 where no process holds it."""
+    unsent: int = 0
+    """Bytes that the other side has not confirmed."""
+    unread: int = 0
+    """Bytes that came and nobody here has taken."""
+    retransmits: int = 0
+    """How often in a row the same bytes were sent again, and no word came."""
 
 
 class Meeting:
@@ -88,7 +94,9 @@ def connections() -> Iterator[Row]:
                 next(file, None)
                 for line in file:
                     fields = line.split()
-                    yield Row(_place(fields[1]), _place(fields[2]), int(fields[3], 16), int(fields[9]))
+                    unsent, unread = (int(size, 16) for size in fields[4].split(":"))
+                    ends = _place(fields[1]), _place(fields[2])
+                    yield Row(*ends, int(fields[3], 16), int(fields[9]), unsent, unread, int(fields[6], 16))
         except (OSError, ValueError, IndexError):
             continue
 

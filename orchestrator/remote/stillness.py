@@ -28,7 +28,8 @@ IDLE = 0.03
 2.15); timers add little."""
 RUNNABLE = 2
 """A rank that is found ready to run more often than this wants the CPU, also where a crowded host gives it none."""
-_FILES = ("stdout.log", "stderr.log", "metrics.jsonl")
+FILES = ("stdout.log", "stderr.log", "metrics.jsonl")
+"""What a rank writes while it comes on."""
 
 
 class Sample(NamedTuple):
@@ -69,7 +70,7 @@ class Stillness:
         return done
 
     def _sizes(self, rank: str) -> tuple[int, ...]:
-        return tuple(_size(self._job.rank(int(rank)) / name) for name in _FILES)
+        return tuple(_size(self._job.rank(int(rank)) / name) for name in FILES)
 
 
 def what_it_does(samples: deque[Sample]) -> str:

@@ -4,27 +4,17 @@
     slowing.add(reading)            # of `gpu_use`, one after the other
     slowing.found().words           "slowed by its power cap of 70 W for 43 % of the run: 1,290 instead of 1,800 MHz"
 
-The bits are NVML's (nvml.h, nvmlClocksEventReasons). A GPU that idles, or whose owner set its clocks, is not slowed.
+A GPU that idles, or whose owner set its clocks, is not slowed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
-from orchestrator.jobs.gpu_reading import Reading
+from orchestrator.jobs.gpu_reading import POWER_CAP, REASONS, Reading, slowed_by_words
 from orchestrator.record import Record
 from orchestrator.units import format_percent
 
-# The first that a reading holds is its reason: a thermal slowdown sets the bit of a hardware slowdown, too.
-POWER_CAP = 0x04
-REASONS = {
-    0x40: "heat",  # HwThermalSlowdown
-    0x20: "heat",  # SwThermalSlowdown
-    0x80: "the power brake of its host",  # HwPowerBrakeSlowdown
-    POWER_CAP: "its power cap",  # SwPowerCap
-    0x10: "a slower GPU that its clocks follow (sync boost)",  # SyncBoost
-    0x08: "its hardware's own protection",  # HwSlowdown
-}
 BUSY_PERCENT = 20
 """A GPU that is used less than this does not need its clocks."""
 LEAST_SHARE = 0.05
@@ -66,11 +56,7 @@ class Slowed(Record):
 
 
 def is_slowed(slowed_by: int | None) -> bool:
-    return bool(slowed_by and _reason(slowed_by))
-
-
-def _reason(slowed_by: int) -> str:
-    return next((words for bit, words in REASONS.items() if slowed_by & bit), "")
+    return bool(slowed_by and slowed_by_words(slowed_by))
 
 
 class Slowing:
@@ -81,7 +67,9 @@ class Slowing:
 
     def add(self, reading: Reading) -> None:
         if reading.slowed_by is not None:
-            self._gpus.setdefault((reading.rank, reading.index), _Gpu()).add(reading, _reason(reading.slowed_by))
+            self._gpus.setdefault((reading.rank, reading.index), _Gpu()).add(
+                reading, slowed_by_words(reading.slowed_by)
+            )
 
     def found(self) -> Slowed | None:
         """The GPU that was slowed for the longest part of the run; None where none was for a part that matters."""

@@ -18,10 +18,13 @@ from orchestrator.forecast.pipeline.choice import PipelineChoice
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.facts import NodeFacts
 from orchestrator.hosts.remembered import Current, ListedCluster
+from orchestrator.jobs.diagnosis import Verdict
 from orchestrator.jobs.gauge import HostNow, JobNow
 from orchestrator.jobs.listing import Output, OutputListing, is_here
+from orchestrator.jobs.looks import HostLook
 from orchestrator.jobs.pull import Pulled
 from orchestrator.jobs.record import JobRecord
+from orchestrator.jobs.standing import standing_of
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.planning.profiles import RankProfile, measured_shares
@@ -336,3 +339,15 @@ def _measured(study: Study, outcomes: Sequence[Outcome], outcome: Outcome) -> di
         key: {name: spread and getattr(spread, part) for name, spread in spreads.items()} for key, part in parts.items()
     }
     return {**outcome.done.model_dump(mode="json"), **ranges, "valid": outcome.done.valid}
+
+
+def why_json(job: str, verdict: Verdict, outcomes: Mapping[str, HostLook | HostError]) -> dict[str, Any]:
+    """The document of `orch why --json`."""
+    hosts = {name: found for name, found in outcomes.items() if isinstance(found, HostLook)}
+    standings = [standing_of(name, rank, host.src) for name, host in hosts.items() for rank in host.ranks]
+    ranks = [
+        {"node": one.node, "at": one.at, "moves": one.moves, "place": one.place, **one.look.model_dump(mode="json")}
+        for one in sorted(standings, key=lambda one: one.rank)
+    ]
+    silent = {name: found.message for name, found in outcomes.items() if isinstance(found, HostError)}
+    return {"schema": 1, "job": job, "verdict": asdict(verdict), "silent": silent, "ranks": ranks}

@@ -1,0 +1,324 @@
+"""Who holds a job up, and why, from what its hosts saw of their ranks. Pure.
+
+    verdict = diagnose(plan, {"a": HostLook(...), "b": HostError(...)})
+    verdict.kind, verdict.node, verdict.rank, verdict.place     "missed-collective", "b", 1, "train.py:31 in step"
+
+Nothing is a stall while any rank writes, computes or comes to another line: what only looks like one for a moment is a
+slow step. A rank that is idle stands still after QUIET_S in which no rank has written anything, one that uses the CPU
+after LONG_S; where steps take longer, later. A process that is stopped, or a host that is silent, needs no such time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from orchestrator.errors import HostError
+from orchestrator.jobs.gpu_reading import GpuLines, Reading, slowed_by_words
+from orchestrator.jobs.looks import HostLook
+from orchestrator.jobs.metric_lines import parse_event
+from orchestrator.jobs.standing import Standing, standing_of
+from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.units import format_duration
+
+Kind = Literal[
+    "missed-collective",
+    "deadlock",
+    "loader",
+    "dead-mount",
+    "stopped",
+    "half-dead-link",
+    "full-pipe",
+    "stands-still",
+    "clock-throttle",
+    "no-stall",
+]
+QUIET_S, LONG_S = 20.0, 60.0
+STEPS, LONG_STEPS = 3, 10
+"""A stall lasts longer than so many of the longest of the last steps."""
+RETRIES = 2
+"""So often in a row the same bytes are sent again where a link is dead, not busy."""
+LOW_CLOCK, BUSY_PERCENT = 0.6, 50
+
+ALL_FRAMES = "`orch why --stacks` shows all frames"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    kind: Kind
+    reason: str
+    """A sentence."""
+    remedy: str = ""
+    node: str | None = None
+    rank: int | None = None
+    place: str = ""
+    """`train.py:31 in step`; "" where no line is to be named."""
+    line: str = ""
+    """The text of that line."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    plan: LaunchPlan
+    hosts: Mapping[str, HostLook]
+    silent: Mapping[str, HostError]
+
+    @cached_property
+    def standings(self) -> list[Standing]:
+        found = [standing_of(name, rank, host.src) for name, host in self.hosts.items() for rank in host.ranks]
+        return sorted(found, key=lambda one: one.rank)
+
+    @cached_property
+    def live(self) -> list[Standing]:
+        return [one for one in self.standings if one.is_live]
+
+    @cached_property
+    def quiet_s(self) -> float:
+        """Since any of its ranks wrote something."""
+        return min((one.look.quiet_s for one in self.live), default=0.0)
+
+    @cached_property
+    def _step_s(self) -> float:
+        return max((one.look.step_s or 0.0 for one in self.live), default=0.0)
+
+    @property
+    def is_quiet(self) -> bool:
+        return self.quiet_s >= max(QUIET_S, STEPS * self._step_s) and not any(one.look.grew for one in self.live)
+
+    @property
+    def is_long_quiet(self) -> bool:
+        return self.is_quiet and self.quiet_s >= max(LONG_S, LONG_STEPS * self._step_s)
+
+    @cached_property
+    def idle(self) -> list[Standing]:
+        """Those that do nothing at all."""
+        return [one for one in self.live if not one.moves]
+
+    @cached_property
+    def waiting(self) -> list[Standing]:
+        """Those that wait in a collective. With NCCL that uses the CPU: then only time shows that they wait."""
+        return [
+            one
+            for one in self.live
+            if one.at == "collective" and (not one.moves or (self.is_long_quiet and one.script_is_same))
+        ]
+
+    @cached_property
+    def others(self) -> list[Standing]:
+        return [one for one in self.live if one not in self.waiting]
+
+    @property
+    def for_so_long(self) -> str:
+        return f"no rank has written anything for {format_duration(self.quiet_s)}"
+
+
+def diagnose(plan: LaunchPlan, outcomes: Mapping[str, HostLook | HostError]) -> Verdict:
+    hosts = {name: found for name, found in outcomes.items() if isinstance(found, HostLook)}
+    silent = {name: found for name, found in outcomes.items() if isinstance(found, HostError)}
+    scene = Scene(plan, hosts, silent)
+    found = (verdict for find in FINDERS if (verdict := find(scene)))
+    return next(found, None) or _no_stall(scene)
+
+
+# ---- what needs no time ---------------------------------------------------------------------------------------------
+
+
+def _stopped(scene: Scene) -> Verdict | None:
+    for one in scene.live:
+        if one.at == "stopped" and one.process:
+            reason = f"{one.name} is stopped by a signal (state {one.process.state})"
+            return _of(one, "stopped", reason, f"`orch ssh {one.node} -- kill -CONT {one.process.pid}` lets it go on")
+    for name, host in scene.hosts.items():
+        if host.frozen:
+            reason = f"the {host.frozen[0]} of the job on {name} is stopped by a signal"
+            return Verdict("stopped", reason, f"`orch ssh {name}`, then `kill -CONT` with its number", name)
+    return None
+
+
+def _full_pipe(scene: Scene) -> Verdict | None:
+    for one in scene.live:
+        if one.at == "pipe":
+            is_stopped = one.look.wrapper in ("T", "t")
+            why = ": the process of orch that reads it is stopped by a signal" if is_stopped else ""
+            reason = f"{one.name} writes to {one.look.full_pipes[0]}, and nobody takes it: the pipe is full{why}"
+            again = f"`orch ssh {one.node} -- kill -CONT {one.look.wrapper_pid}` lets it be read again"
+            return _of(one, "full-pipe", reason, again if is_stopped else "is it a pipe of the script's own? Read it")
+    return None
+
+
+def _silent(scene: Scene) -> Verdict | None:
+    if not scene.silent or not scene.hosts or len(scene.idle) < len(scene.live):
+        return None
+    name, error = next(iter(scene.silent.items()))
+    still = f"the {len(scene.live)} other ranks that are heard of stand still"
+    return Verdict("half-dead-link", f"{name} gives no answer ({error.message}), and {still}", error.remedy, name)
+
+
+# ---- what stands still ----------------------------------------------------------------------------------------------
+
+
+def _disk(scene: Scene) -> Verdict | None:
+    for one in scene.live if scene.is_quiet else ():
+        if one.at == "disk" and one.process:
+            where = f" ({one.process.wchan})" if one.process.wchan else ""
+            reason = f"{one.name} waits in the kernel{where}, for a disk or the server of one; {scene.for_so_long}"
+            remedy = f"`orch ssh {one.node} -- dmesg`, and the mounts there: a server that is gone keeps it so"
+            return _of(one, "dead-mount", reason, remedy)
+    return None
+
+
+def _link(scene: Scene) -> Verdict | None:
+    for one in scene.live if scene.is_quiet else ():
+        for way in one.look.connections:
+            if way.retransmits >= RETRIES:
+                hosts = [node.name for node in scene.plan.nodes if node.address == way.to]
+                peer = hosts[0] if len(hosts) == 1 else f"{way.to} port {way.port}"
+                tries = f"{way.unsent:,} bytes were sent {way.retransmits} times again"
+                reason = f"{one.name} sends to {peer} and hears nothing: {tries}"
+                return _of(
+                    one, "half-dead-link", reason, "`orch status`; then the cable, switch or firewall between them"
+                )
+    return None
+
+
+def _idle_one(scene: Scene) -> Verdict | None:
+    """One that does nothing, and not in a collective: it is the cause, whatever the others do."""
+    idle = [one for one in scene.others if not one.moves]
+    if not scene.is_quiet or not idle:
+        return None
+    if found := next((one for one in idle if one.at == "loader"), None):
+        return _of(found, "loader", *_loader_words(scene, found))
+    if found := next((one for one in idle if one.at == "lock"), None):
+        besides = f"; another of its threads stands at {', '.join(found.besides[:2])}" if found.besides else ""
+        reason = f"{found.name} waits for a lock, or for another of its threads{besides}; {scene.for_so_long}"
+        return _of(found, "deadlock", reason, f"who holds it? {ALL_FRAMES} of all threads")
+    found = _odd(idle)
+    if scene.waiting:
+        return _missed(scene, found, "is idle")
+    reason = f"{found.name} does nothing{_program(found)}; {scene.for_so_long}"
+    return _of(found, "stands-still", reason, f"what does it wait for there? {ALL_FRAMES}")
+
+
+def _loader_words(scene: Scene, one: Standing) -> tuple[str, str]:
+    worker, script = one.process, one.look.script
+    remedy = "what does the data set wait for there? `num_workers=0` shows it in the rank itself"
+    if worker is script or worker is None:
+        return f"{one.name} waits for a batch of its DataLoader; {scene.for_so_long}", remedy
+    if worker.state in ("T", "t"):
+        reason = f"{one.name} waits for a batch: its DataLoader's worker, pid {worker.pid}, is stopped by a signal"
+        return reason, f"`orch ssh {one.node} -- kill -CONT {worker.pid}` lets it go on"
+    return (
+        f"{one.name} waits for a batch that its DataLoader's worker, pid {worker.pid}, makes; {scene.for_so_long}",
+        remedy,
+    )
+
+
+def _absent_one(scene: Scene) -> Verdict | None:
+    """Others wait, and one is no longer there, or not yet."""
+    if not scene.is_quiet or not scene.waiting:
+        return None
+    for one in scene.standings:
+        if one.at == "ended":
+            how = f"on {one.look.signal}" if one.look.signal else f"with exit code {one.look.exit_code}"
+            return _missed(scene, one, f"has ended {how}")
+        if one.at == "begins":
+            return _missed(scene, one, "has not begun")
+    return None
+
+
+def _busy_one(scene: Scene) -> Verdict | None:
+    """Others wait, and one computes: for longer than any step has taken."""
+    if scene.is_long_quiet and scene.waiting and scene.others:
+        return _missed(scene, _odd(scene.others), "uses the CPU")
+    return None
+
+
+def _all_wait(scene: Scene) -> Verdict | None:
+    if not scene.is_quiet or not scene.waiting or scene.others:
+        return None
+    odd = _odd(scene.waiting)
+    elsewhere = [one for one in scene.waiting if one.place != odd.place]
+    if elsewhere:
+        reason = f"{odd.name} and {_ranks(elsewhere)}, at {elsewhere[0].place}, do not wait in the same collective"
+        return _of(odd, "missed-collective", reason, "all ranks have to make the same calls in the same order")
+    reason = f"all ranks wait for each other at {odd.place}; {scene.for_so_long}"
+    return Verdict("stands-still", reason, "the network between them: `orch status`, and NCCL_DEBUG=INFO", None, None)
+
+
+def _throttled(scene: Scene) -> Verdict | None:
+    for name, host in scene.hosts.items():
+        for gpu in _last_readings(host):
+            if not gpu.sm_mhz or not gpu.max_sm_mhz or (gpu.utilisation or 0) < BUSY_PERCENT:
+                continue
+            if gpu.sm_mhz < LOW_CLOCK * gpu.max_sm_mhz:
+                why = slowed_by_words(gpu.slowed_by or 0) or "its driver does not say why"
+                clock = f"{gpu.sm_mhz:,.0f} of at most {gpu.max_sm_mhz:,.0f} MHz under load ({why})"
+                reason = f"nothing stands still, but GPU {gpu.index} of rank {gpu.rank} on {name} runs at {clock}"
+                return Verdict(
+                    "clock-throttle", reason, f"`orch ssh {name} -- nvidia-smi -q`: heat, power", name, gpu.rank
+                )
+    return None
+
+
+FINDERS: Sequence[Callable[[Scene], Verdict | None]] = (
+    *(_stopped, _full_pipe, _silent, _disk, _link),
+    *(_idle_one, _absent_one, _busy_one, _all_wait, _throttled),
+)
+"""In the order in which a cause goes before what comes of it."""
+
+
+def _no_stall(scene: Scene) -> Verdict:
+    if not scene.live:
+        begun = not scene.standings or any(one.at == "begins" for one in scene.standings)
+        return Verdict("no-stall", "its ranks have not begun" if begun else "its ranks have ended")
+    if len(scene.idle) == len(scene.live):
+        since = format_duration(scene.quiet_s)
+        return Verdict(
+            "no-stall", f"no rank moves at this moment, but the last word came only {since} ago", "ask again"
+        )
+    held = f"; {_ranks(scene.waiting)} waits for others" if scene.waiting else ""
+    moving = len(scene.live) - len(scene.idle)
+    return Verdict("no-stall", f"{moving} of {len(scene.live)} ranks that run get on{held}")
+
+
+# ---- words ----------------------------------------------------------------------------------------------------------
+
+
+def _of(one: Standing, kind: Kind, reason: str, remedy: str) -> Verdict:
+    text = one.frame.text if one.frame else ""
+    return Verdict(kind, reason, remedy, one.node, one.rank, one.place, text)
+
+
+def _missed(scene: Scene, one: Standing, how: str) -> Verdict:
+    where = scene.waiting[0].place
+    reason = f"{one.name} {how}{_program(one)}, while {_ranks(scene.waiting)} waits in a collective at {where}"
+    remedy = f"every rank has to make the same calls: what leads this one elsewhere? {ALL_FRAMES}"
+    return _of(one, "missed-collective", f"{reason}; {scene.for_so_long}", remedy)
+
+
+def _program(one: Standing) -> str:
+    """Of what shows no Python line: its name and what the kernel says of it."""
+    process = one.process
+    if one.place or process is None:
+        return ""
+    return f" ({process.name}, state {process.state}{f', {process.wchan}' if process.wchan else ''})"
+
+
+def _ranks(some: Sequence[Standing]) -> str:
+    return some[0].name if len(some) == 1 else f"each of {len(some)} ranks"
+
+
+def _odd(some: Sequence[Standing]) -> Standing:
+    """The one whose place the fewest share; the last of these, since rank 0 often does more than others."""
+    places = [one.place for one in some]
+    return min(reversed(some), key=lambda one: places.count(one.place))
+
+
+def _last_readings(host: HostLook) -> Iterator[Reading]:
+    lines, last = GpuLines(), dict[tuple[int, int | None], Reading]()
+    for line in host.gpu_lines:
+        if reading := lines.reading(parse_event(line)):
+            last[reading.rank, reading.index] = reading
+    yield from last.values()
