@@ -25,6 +25,8 @@ from .stacks import Thread, asking
 MOST_PROCESSES = 24
 """Of one rank."""
 STOPPED = ("T", "t")
+IDLE_TICKS = 3
+"""Between two looks; to write its stacks takes a part of one."""
 PIPES = {1: "stdout", 2: "stderr"}
 SOURCE_BYTES = 1 << 20
 TEXT = 120
@@ -41,19 +43,19 @@ class Seen(NamedTuple):
     wchan: str
     ticks: int
     """CPU time so far."""
-    io_bytes: int
-    """Read from disks and written to them; -1 where nobody may know."""
+    read_bytes: int
+    """From disks; -1 where nobody may know. (What it writes, its stacks are among.)"""
     threads: list[Thread] | None
     """None where it is not asked, or does not answer."""
     same: bool = False
     """Whether its main thread stands where it stood."""
     idle: bool = False
-    """Whether it has used no CPU since and moved nothing from or to a disk."""
+    """Whether it has used next to no CPU since, and read nothing from a disk."""
 
     def compared(self, before: Seen | None) -> Seen:
         if before is None:
             return self
-        idle = self.ticks - before.ticks <= 1 and self.io_bytes == before.io_bytes
+        idle = self.ticks - before.ticks <= IDLE_TICKS and self.read_bytes == before.read_bytes
         return self._replace(same=self.state == before.state and self.main == before.main, idle=idle)
 
     @property
@@ -77,7 +79,7 @@ def _seen(pid: int, threads: list[Thread] | None) -> Seen | None:
         return None
     ticks = int(fields[11]) + int(fields[12])
     name = name.partition("(")[2]
-    return Seen(pid, name, fields[0], _text(pid, "wchan").strip("0\n"), ticks, _io_bytes(pid), threads or None)
+    return Seen(pid, name, fields[0], _text(pid, "wchan").strip("0\n"), ticks, _read_bytes(pid), threads or None)
 
 
 def state_of(pid: int) -> str:
@@ -85,12 +87,9 @@ def state_of(pid: int) -> str:
     return _text(pid, "stat").rpartition(") ")[2][:1]
 
 
-def _io_bytes(pid: int) -> int:
-    lines = dict(line.split(": ") for line in _text(pid, "io").splitlines() if ": " in line)
-    try:
-        return int(lines["read_bytes"]) + int(lines["write_bytes"])
-    except (KeyError, ValueError):
-        return -1
+def _read_bytes(pid: int) -> int:
+    found = (line.split()[1] for line in _text(pid, "io").splitlines() if line.startswith("read_bytes: "))
+    return int(next(found, -1))
 
 
 def _text(pid: int, name: str) -> str:
