@@ -1,0 +1,183 @@
+"""Who holds a job up, from what hosts saw: the verdict of each kind of stall, and of none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.errors import ConnectError, HostError
+from orchestrator.jobs.diagnosis import LONG_S, QUIET_S, Verdict, diagnose
+from orchestrator.jobs.looks import HostLook
+from orchestrator.planning.launch_plan import LaunchPlan
+from tests.support.run_folders import Host, write_run
+
+SRC = "/w/jobs/j/src"
+TORCH = "/venv/lib/python3.11/site-packages/torch"
+REDUCES = [[f"{TORCH}/distributed/distributed_c10d.py", 4181, "all_reduce", ""], [f"{SRC}/train.py", 7, "step", "x"]]
+BACKWARD = [[f"{TORCH}/autograd/graph.py", 8, "_engine_run_backward", ""], [f"{SRC}/train.py", 8, "step", ""]]
+ELSEWHERE = [[f"{SRC}/train.py", 31, "save", "copy(weights)"]]
+LOADS = [[f"{TORCH}/utils/data/dataloader.py", 725, "__next__", ""], [f"{SRC}/train.py", 5, "<module>", "for b in l:"]]
+
+
+def process(frames: list[list[Any]] | None, **changes: Any) -> dict[str, Any]:
+    threads = None if frames is None else [{"main": True, "frames": frames}]
+    plain = {"pid": 77, "name": "python", "state": "S", "wchan": "futex_do_wait", "same": True, "idle": True}
+    return {**plain, "threads": threads, **changes}
+
+
+def rank(number: int, frames: list[list[Any]] | None, **changes: Any) -> dict[str, Any]:
+    plain = {"rank": number, "ended": False, "does": "waits", "quiet_s": 300.0, "wrapper": "S"}
+    return {**plain, "processes": [process(frames)], **changes}
+
+
+def host(*ranks: dict[str, Any], **changes: Any) -> HostLook:
+    return HostLook.model_validate({"state": "running", "alive": True, "src": SRC, "ranks": ranks, **changes})
+
+
+def verdict(tmp_path: Path, **hosts: HostLook | HostError) -> Verdict:
+    run = write_run(tmp_path / "run", [Host(name) for name in hosts], {}, kind="script", exp="train.py", settings={})
+    return diagnose(LaunchPlan.model_validate_json(run.plan.read_text()), hosts)
+
+
+def test_the_one_that_is_elsewhere_while_others_wait_is_named(tmp_path: Path) -> None:
+    found = verdict(tmp_path, a=host(rank(0, REDUCES)), b=host(rank(1, ELSEWHERE)), c=host(rank(2, BACKWARD)))
+    assert (found.kind, found.node, found.rank, found.place, found.line) == (
+        *("missed-collective", "b", 1),
+        *("train.py:31 in save", "copy(weights)"),
+    )
+    assert "each of 2 ranks waits in a collective at train.py:7 in step" in found.reason
+
+
+def test_it_may_have_ended_or_not_have_begun(tmp_path: Path) -> None:
+    ended = {"rank": 1, "ended": True, "exit_code": 0}
+    found = verdict(tmp_path, a=host(rank(0, REDUCES)), b=host(ended))
+    assert (found.kind, found.rank) == ("missed-collective", 1) and "has ended with exit code 0" in found.reason
+    found = verdict(tmp_path / "2", a=host(rank(0, REDUCES)), b=host({"rank": 1, "ended": False}))
+    assert (found.kind, found.rank) == ("missed-collective", 1) and "has not begun" in found.reason
+
+
+def test_different_collectives_are_told_apart(tmp_path: Path) -> None:
+    found = verdict(tmp_path, a=host(rank(0, REDUCES)), b=host(rank(1, BACKWARD)), c=host(rank(2, REDUCES)))
+    assert (found.kind, found.rank) == ("missed-collective", 1)
+    same = verdict(tmp_path / "2", a=host(rank(0, REDUCES)), b=host(rank(1, REDUCES)))
+    assert (same.kind, same.rank) == ("stands-still", None)
+    assert "all ranks wait for each other at train.py:7" in same.reason
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"quiet_s": QUIET_S - 1},
+        {"quiet_s": 50.0, "step_s": 20.0},  # such a step may take longer than it is quiet
+        {"grew": True},
+        {"does": "busy", "quiet_s": LONG_S - 1},
+        {"does": "busy", "step_s": 31.0},
+        {"processes": [process(ELSEWHERE, same=False)], "quiet_s": LONG_S - 1},
+    ],
+)
+def test_a_slow_rank_is_no_stall_while_it_gets_on(tmp_path: Path, changes: dict[str, Any]) -> None:
+    found = verdict(tmp_path, a=host(rank(0, REDUCES)), b=host(rank(1, ELSEWHERE, **changes)))
+    assert (found.kind, found.rank) == ("no-stall", None)
+
+
+def test_with_nccl_who_waits_uses_the_cpu_and_only_time_tells(tmp_path: Path) -> None:
+    def ranks(quiet_s: float) -> dict[str, HostLook]:
+        busy = {"does": "busy", "quiet_s": quiet_s}
+        return {"a": host(rank(0, REDUCES, **busy)), "b": host(rank(1, ELSEWHERE, **busy))}
+
+    assert verdict(tmp_path, **ranks(LONG_S - 1)).kind == "no-stall"
+    found = verdict(tmp_path / "2", **ranks(LONG_S))
+    assert (found.kind, found.node) == ("missed-collective", "b")
+
+
+def test_a_loader_is_the_cause_and_its_worker_the_place(tmp_path: Path) -> None:
+    fetch = [[f"{SRC}/data.py", 12, "__getitem__", "read()"], [f"{TORCH}/utils/data/_utils/fetch.py", 54, "fetch", ""]]
+    idle = process([[f"{TORCH}/utils/data/_utils/worker.py", 335, "_worker_loop", ""]], pid=78)
+    loads = {"processes": [process(LOADS), idle, process(fetch, pid=79)]}
+    found = verdict(tmp_path, a=host(rank(0, REDUCES)), b=host(rank(1, LOADS, **loads)))
+    assert (found.kind, found.node, found.place) == ("loader", "b", "data.py:12 in __getitem__")
+    assert "pid 79" in found.reason
+    loads["processes"][2] = process(None, pid=79, name="pt_data_worker", state="T")
+    found = verdict(tmp_path / "2", a=host(rank(0, REDUCES)), b=host(rank(1, LOADS, **loads)))
+    assert (found.kind, found.remedy) == ("loader", "`orch ssh b -- kill -CONT 79` lets it go on")
+
+
+def test_a_disk_that_gives_no_answer_goes_before_who_waits_for_it(tmp_path: Path) -> None:
+    disk = {"does": "disk", "processes": [process(ELSEWHERE, state="D", wchan="rpc_wait_bit_killable")]}
+    found = verdict(tmp_path, a=host(rank(0, REDUCES)), b=host(rank(1, ELSEWHERE, **disk)))
+    assert (found.kind, found.rank, found.place) == ("dead-mount", 1, "train.py:31 in save")
+    assert "(rpc_wait_bit_killable)" in found.reason
+    worker = {"processes": [process(LOADS), process(None, pid=79, state="D", wchan="io_schedule")]}
+    found = verdict(tmp_path / "2", a=host(rank(0, REDUCES)), b=host(rank(1, LOADS, **worker)))
+    assert (found.kind, found.rank) == ("dead-mount", 1)
+
+
+def test_what_is_stopped_or_full_or_silent_needs_no_time(tmp_path: Path) -> None:
+    fresh = {"quiet_s": 0.0}
+    found = verdict(tmp_path, a=host(rank(0, REDUCES)), b=host(rank(1, None, does="stopped", **fresh)))
+    assert (found.kind, found.rank, found.remedy) == ("stopped", 1, "`orch ssh b -- kill -CONT 77` lets it go on")
+    found = verdict(tmp_path / "2", a=host(rank(0, REDUCES), frozen=["supervisor"]), b=host(rank(1, REDUCES, **fresh)))
+    assert (found.kind, found.node) == ("stopped", "a")
+    full = {"full_pipes": ["stdout"], "wrapper": "T", "wrapper_pid": 76, **fresh}
+    found = verdict(tmp_path / "3", a=host(rank(0, REDUCES)), b=host(rank(1, ELSEWHERE, **full)))
+    assert (found.kind, found.rank) == ("full-pipe", 1) and "kill -CONT 76" in found.remedy
+    silent = ConnectError("b", "no answer within 40 s", "check that the host is up")
+    found = verdict(tmp_path / "4", a=host(rank(0, REDUCES, **fresh)), b=silent)
+    assert (found.kind, found.node, found.rank) == ("half-dead-link", "b", None)
+    moves = verdict(tmp_path / "5", a=host(rank(0, REDUCES, does="busy", **fresh)), b=silent)
+    assert moves.kind == "no-stall"
+
+
+def test_bytes_that_nobody_confirms_name_the_way(tmp_path: Path) -> None:
+    def sends(retransmits: int) -> HostLook:
+        way = {"to": "10.0.0.2", "port": 5000, "unsent": 81920, "unread": 0, "retransmits": retransmits}
+        return host(rank(0, REDUCES, connections=[way]))
+
+    found = verdict(tmp_path, a=sends(6), b=host(rank(1, REDUCES)))
+    assert (found.kind, found.node, found.rank) == ("half-dead-link", "a", 0)
+    assert "81,920 bytes were sent 6 times again" in found.reason
+    assert verdict(tmp_path / "2", a=sends(0), b=host(rank(1, REDUCES))).kind == "stands-still"
+
+
+@pytest.mark.parametrize(
+    ("mhz", "use", "kind"), [(600, 97, "clock-throttle"), (1900, 97, "no-stall"), (300, 3, "no-stall")]
+)
+def test_a_gpu_far_below_its_clock_is_told_where_nothing_stands_still(
+    tmp_path: Path, mhz: int, use: int, kind: str
+) -> None:
+    line = f'{{"event": "gpu", "rank": 0, "index": 2, "utilisation": {use}, "sm_mhz": %s, "slowed_by": 64%s}}'
+    lines = [line % (1980, ', "max_sm_mhz": 1980'), line % (mhz, "")]
+    found = verdict(tmp_path, a=host(rank(0, REDUCES, does="busy", grew=True), gpu_lines=lines))
+    assert found.kind == kind
+    assert kind == "no-stall" or "runs at 600 of at most 1,980 MHz under load (heat)" in found.reason
+
+
+def test_a_job_that_has_ended_or_not_begun_does_not_stand_still(tmp_path: Path) -> None:
+    ended = {"rank": 0, "ended": True, "exit_code": 0}
+    assert verdict(tmp_path, a=host(ended)) == Verdict("no-stall", "its ranks have ended")
+    assert verdict(tmp_path / "2", a=host()) == Verdict("no-stall", "its ranks have not begun")
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"ranks": 3},
+        {"src": None, "ranks": []},
+        {"src": SRC, "ranks": [rank(0, [["f", -1, "g", ""]])]},
+        {"src": SRC, "ranks": [rank(0, [["f", 1, "g"]])]},
+        {"src": SRC, "ranks": [rank(0, REDUCES, quiet_s=float("inf"))]},
+        {"src": SRC, "ranks": [rank(0, REDUCES, does="lies")]},
+        {"src": SRC, "ranks": [rank(0, REDUCES * 50)]},
+    ],
+)
+def test_no_host_is_believed_what_makes_no_sense(lie: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="HostLook"):
+        HostLook.model_validate(lie)
+
+
+def test_what_a_host_says_is_printable(tmp_path: Path) -> None:
+    evil = [[f"{SRC}/\x1b[2Jx.py", 1, "f\x07", "\x1b]0;t\x07y"]]
+    found = verdict(tmp_path, a=host(rank(0, evil)))
+    assert (found.place, found.line) == ("x.py:1 in f", "y")
