@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Literal
 
 from orchestrator.errors import HostError
+from orchestrator.hosts.alike import reasons
 from orchestrator.jobs.gpu_reading import GpuLines, Reading, slowed_by_words
 from orchestrator.jobs.looks import HostLook
 from orchestrator.jobs.metric_lines import parse_event
@@ -153,7 +154,7 @@ def _silent(scene: Scene) -> Verdict | None:
         return None
     name, error = next(iter(scene.silent.items()))
     still = f"the {len(scene.live)} other ranks that are heard of stand still"
-    return Verdict("half-dead-link", f"{name} gives no answer ({error.message}), and {still}", error.remedy, name)
+    return Verdict("half-dead-link", f"{name} gives no answer ({reasons([error])[0]}), and {still}", error.remedy, name)
 
 
 # ---- what stands still ----------------------------------------------------------------------------------------------

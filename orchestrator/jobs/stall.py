@@ -79,6 +79,11 @@ def stall_words(stall: Stall) -> str:
     return f"no output for {format_duration(stall.quiet_s)}: {'; '.join(_groups(stall))}"
 
 
+def who_words(job: str) -> str:
+    """What a person may do about it."""
+    return f"`orch why {job}` names who holds it up"
+
+
 def _groups(stall: Stall) -> Iterator[str]:
     for does, words in DOES.items():
         hosts: dict[str, list[str]] = {}
@@ -102,7 +107,7 @@ class News:
     def of(self, record: JobRecord) -> Iterator[str]:
         ranks = record.stall.ranks if record.stall and record.state == "running" else ()
         if record.stall and ranks and ranks != self._shown:
-            yield f"{stall_words(record.stall)}; the job keeps running"
+            yield f"{stall_words(record.stall)}; the job keeps running, {who_words(record.id)}"
         self._shown = ranks
         if not self._is_alone_shown and (words := alone_words(self._plan, record)):
             self._is_alone_shown = True

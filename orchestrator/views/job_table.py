@@ -12,7 +12,7 @@ from orchestrator.errors import HostError
 from orchestrator.hosts.alike import host_set, reasons
 from orchestrator.jobs.faults import fault_words
 from orchestrator.jobs.record import FirstFailure, JobRecord
-from orchestrator.jobs.stall import stall_words
+from orchestrator.jobs.stall import stall_words, who_words
 from orchestrator.text import one_line
 from orchestrator.views import console
 from orchestrator.views.numbers import clock, local_minute
@@ -62,7 +62,7 @@ def warn_stalls(jobs: Iterable[JobRecord]) -> None:
     """Warns of running jobs whose ranks stand still."""
     for job in jobs:
         if job.stall and job.state == "running":
-            console.warn(f"{job.id}: {stall_words(job.stall)}")
+            console.warn(f"{job.id}: {stall_words(job.stall)}; {who_words(job.id)}")
 
 
 def warn_unheard(unheard: Mapping[str, Mapping[str, HostError]]) -> None:

@@ -16,7 +16,7 @@ def params(command: str, *words: str) -> dict[str, Any]:
     return main.commands[command].make_context(command, list(words), parent=parent).params
 
 
-@pytest.mark.parametrize("command", ["logs", "cancel", "collect", "report"])
+@pytest.mark.parametrize("command", ["logs", "why", "cancel", "collect", "report"])
 def test_with_the_option_and_without_it_is_the_same_job(command: str) -> None:
     given = params(command, "--job", "hello")
     assert given["wanted"] == "hello" and "named" not in given

@@ -195,7 +195,8 @@ def test_who_follows_sees_it_once_and_again_when_it_changes(tmp_path: Path, caps
 
     assert shown() == []
     assert shown("waits", "busy") == [
-        "no output for 1m00s: waiting, with no CPU use: a (rank 0); using the CPU: a (rank 1); the job keeps running"
+        "no output for 1m00s: waiting, with no CPU use: a (rank 0); using the CPU: a (rank 1); the job keeps running, "
+        f"`orch why {plan.job}` names who holds it up"
     ]
     assert shown("waits", "busy", quiet_s=120) == []
     assert len(shown("waits", "waits", quiet_s=180)) == 1
