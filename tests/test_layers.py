@@ -19,6 +19,7 @@ ORDER = [
     "results",
     "forecast",
     "studies",
+    "doctor",
     "views",
     "exports",
     "clusters",
@@ -40,7 +41,8 @@ PURE = {"text", "units", "transport.shell", "transport.noise", "studies.figures"
 PURE |= {"studies.choose", "studies.mnist", "studies.rows", "studies.starters", "planning.starters"}
 PURE |= {f"hosts.{name}" for name in ("alike", "checks", "election", "facts", "grammar", "inventory", "masking")}
 PURE |= {f"hosts.{name}" for name in ("device_answers", "inventory_mistakes", "network_answers")}
-PURE |= {"hosts.parse_facts", "hosts.raw_answer"}
+PURE |= {"hosts.health", "hosts.parse_facts", "hosts.parse_health", "hosts.raw_answer"}
+PURE |= {f"doctor.{name}" for name in ("gpus", "judge", "seen", "system", "table", "together", "ways")}
 PURE |= {f"hosts.{name}" for name in ("occupied", "visible", "wheels")}
 PURE |= {
     f"hosts.forms.{name}" for name in ("ansible", "ansible_groups", "ansible_hosts", "ansible_ini", "ansible_yaml")
@@ -82,7 +84,11 @@ TORCH_FREE = {"__init__", "__main__", "ranks", "ranks.interrupt", "ranks.rank_in
 TORCH_FREE |= {"compute", "compute.compiler", "compute.executor", "compute.microbatches"}
 """Of the trainer, beside all of shared/."""
 SPEAKS = {f"views.{name}" for name in ("cluster_table", "compare", "comparison", "console", "following", "job_table")}
+<<<<<<< HEAD
 SPEAKS |= {"views.everywhere", "views.top", "views.why"}
+=======
+SPEAKS |= {"views.diagnosis", "views.everywhere", "views.top"}
+>>>>>>> 8691e92 (orch doctor: hosts examined, pairs tried, a table of checks)
 SPEAKS |= {f"views.{name}" for name in ("launch_plan", "network", "profile_table", "progress", "study_table", "tables")}
 """With cli, the only files that know a screen and print: the streams, and what is put on them."""
 TRAINER_ORDER = [

@@ -17,6 +17,7 @@ from orchestrator.cli.common import Orch
 from orchestrator.cli.compare import compare
 from orchestrator.cli.copy import cp
 from orchestrator.cli.current import clusters, use
+from orchestrator.cli.doctor import doctor
 from orchestrator.cli.everywhere import execute
 from orchestrator.cli.hosts import data, setup
 from orchestrator.cli.init import init, inventory
@@ -55,8 +56,8 @@ if "_ORCH_COMPLETE" in os.environ:
     install()
 
 SECTIONS = {
-    "Hosts": (init, up, status, clusters, use, node, master, trust, setup, data, execute, ssh, cp, inventory),
     "Jobs": (run, jobs, top, ui, logs, why, cancel),
+    "Hosts": (init, up, status, doctor, clusters, use, node, master, trust, setup, data, execute, ssh, cp, inventory),
     "Results": (collect, pull, report, compare),
     "Speed, measured and predicted": (profile, plan, sweep),
     "Cleaning up": (reap, down),

@@ -291,9 +291,9 @@ def _ask_passphrase(key_file: str) -> str | None:
 
 
 @contextlib.contextmanager
-def busy(what: str) -> Iterator[None]:
-    """A spinner on a terminal; nothing where nobody looks."""
+def busy(what: str) -> Iterator[Callable[[str], None]]:
+    """A spinner on a terminal; nothing where nobody looks. Gives what changes its words."""
     from orchestrator.views import console
 
-    with console.err.status(what) if console.err.is_terminal else contextlib.nullcontext():
-        yield
+    with console.err.status(what) if console.err.is_terminal else contextlib.nullcontext() as status:
+        yield status.update if status else lambda words: None

@@ -24,6 +24,8 @@ DISK_BYTES = 1 << 30
 INODES = 10_000
 """A job takes about a hundred, and two for each file of its code."""
 
+CPU_REMEDY = "set `device: cpu` to train without it"
+
 # What is wrong and what to try; "" where nothing is.
 Finding = tuple[str, str]
 FINE: Finding = ("", "")
@@ -31,8 +33,7 @@ FINE: Finding = ("", "")
 
 def unusable(node: Node, facts: NodeFacts) -> HostError | None:
     """The first reason why this host cannot take part, with its remedy; None where it can."""
-    checks: tuple[Callable[[Node, NodeFacts], Finding], ...] = (_python, _workdir, _torch, _gpus, _cuda, _kernels)
-    for check in checks:
+    for check in BLOCKING:
         problem, remedy = check(node, facts)
         if problem:
             return ProbeError(node.name, problem, remedy)
@@ -41,8 +42,8 @@ def unusable(node: Node, facts: NodeFacts) -> HostError | None:
 
 def warnings(node: Node, facts: NodeFacts) -> tuple[str, ...]:
     """What does not block, one line each, beginning with the node's name."""
-    found = (_system_warnings, _torch_warnings, _gpu_warnings)
-    return tuple(f"{node.name}: {line}" for check in found for line in check(node, facts))
+    found = [finding for check in WARNING for finding in check(node, facts)]
+    return (*(f"{node.name}: {problem}: {remedy}" for problem, remedy in found), *gpu_warnings(node, facts))
 
 
 def gpu_warnings(node: Node, facts: NodeFacts) -> tuple[str, ...]:
@@ -60,14 +61,14 @@ def wants_cuda(node: Node, facts: NodeFacts) -> bool:
 # ---- what blocks ----------------------------------------------------------------------------------------------
 
 
-def _python(node: Node, facts: NodeFacts) -> Finding:
+def python(node: Node, facts: NodeFacts) -> Finding:
     if numbers(facts.python_version) >= OLDEST_PYTHON:
         return FINE
     problem = f"python {facts.python_version} ({facts.python_executable}) is too old"
     return problem, "set `python:` or `activate:` to a Python 3.10 or newer on that host"
 
 
-def _workdir(node: Node, facts: NodeFacts) -> Finding:
+def workdir(node: Node, facts: NodeFacts) -> Finding:
     if facts.workdir_unfit:
         problem, remedy = facts.workdir_unfit
         return f"its work folder: {problem}", remedy
@@ -79,7 +80,7 @@ def _workdir(node: Node, facts: NodeFacts) -> Finding:
     return problem, f"give user {facts.user} that folder, or set `workdir:` to another one"
 
 
-def _torch(node: Node, facts: NodeFacts) -> Finding:
+def torch(node: Node, facts: NodeFacts) -> Finding:
     environment = "point `python:` or `activate:` at an environment with torch, or let `orch setup` make one"
     if facts.torch_error:
         return f"no torch in {facts.python_executable} ({facts.torch_error})", environment
@@ -92,13 +93,10 @@ def _torch(node: Node, facts: NodeFacts) -> Finding:
     return FINE
 
 
-def _gpus(node: Node, facts: NodeFacts) -> Finding:
-    """Counted only where GPUs are to be used."""
-    wanted, found = _declared(node), len(facts.gpus)
-    if not wants_cuda(node, facts):
-        return FINE
-    cpu = "set `device: cpu` to train without it"
-    if not found:
+def driver(node: Node, facts: NodeFacts) -> Finding:
+    """Looked at only where GPUs are to be used."""
+    cpu = CPU_REMEDY
+    if wants_cuda(node, facts) and not facts.gpus:
         if not facts.gpu_error:
             return "no GPU found", f"look at `nvidia-smi` on that host, or {cpu}"
         if "version mismatch" in facts.gpu_error:
@@ -106,17 +104,25 @@ def _gpus(node: Node, facts: NodeFacts) -> Finding:
         slow = "no answer" in facts.gpu_error
         awake = "`nvidia-smi -pm 1` there, as root, keeps its driver awake; " if slow else ""
         return f"no usable GPU ({facts.gpu_error})", f"{awake}look at `nvidia-smi` on that host, or {cpu}"
+    return FINE
+
+
+def gpus(node: Node, facts: NodeFacts) -> Finding:
+    """As many as are promised, and open to programs."""
+    wanted, found = _declared(node), len(facts.gpus)
+    if not found or not wants_cuda(node, facts):
+        return FINE
     if found < wanted:
         problem = f"the inventory says {wanted} GPUs, the host shows {found}"
         return problem, f"look at `nvidia-smi` and `dmesg` on that host, or correct `gpus:` of {node.name}"
     closed = [str(gpu.index) for gpu in facts.gpus if gpu.is_closed]
     if closed and found - len(closed) < (node.ranks or wanted or 1):
         problem = f"GPU {', '.join(closed)}: compute mode Prohibited, no program may use it"
-        return problem, f"`nvidia-smi -c DEFAULT` on that host, as root, or {cpu}"
+        return problem, f"`nvidia-smi -c DEFAULT` on that host, as root, or {CPU_REMEDY}"
     return FINE
 
 
-def _cuda(node: Node, facts: NodeFacts) -> Finding:
+def cuda(node: Node, facts: NodeFacts) -> Finding:
     """The torch there must see the GPUs that the driver shows."""
     torch = facts.torch
     if not torch or not wants_cuda(node, facts):
@@ -134,7 +140,7 @@ def _cuda(node: Node, facts: NodeFacts) -> Finding:
     return FINE
 
 
-def _kernels(node: Node, facts: NodeFacts) -> Finding:
+def kernels(node: Node, facts: NodeFacts) -> Finding:
     torch = facts.torch
     if not torch or not torch.arch_list or not wants_cuda(node, facts):
         return FINE
@@ -150,50 +156,78 @@ def _kernels(node: Node, facts: NodeFacts) -> Finding:
 # ---- what to know ---------------------------------------------------------------------------------------------
 
 
-def _system_warnings(node: Node, facts: NodeFacts) -> Iterator[str]:
+def clock(node: Node, facts: NodeFacts) -> Iterator[Finding]:
     if abs(facts.clock_offset_s) - facts.clock_error_s > CLOCK_S:
         side = "ahead" if facts.clock_offset_s > 0 else "behind"
         error = f" (give or take {format_duration(facts.clock_error_s)})" if facts.clock_error_s >= 1 else ""
-        yield f"its clock is {format_duration(abs(facts.clock_offset_s))} {side}{error}: enable NTP there"
+        yield f"its clock is {format_duration(abs(facts.clock_offset_s))} {side}{error}", "enable NTP there"
+
+
+def space(node: Node, facts: NodeFacts) -> Iterator[Finding]:
     if facts.shm_bytes < SHM_BYTES:
         size = format_bytes(facts.shm_bytes)
-        yield f"/dev/shm holds only {size}, data loader workers may die of it: give its container more"  # noqa: S108
+        yield f"/dev/shm holds only {size}, data loader workers may die of it", "give its container more"  # noqa: S108
     if not facts.workdir_error and facts.disk_free_bytes < DISK_BYTES:
-        yield f"only {format_bytes(facts.disk_free_bytes)} free for {facts.workdir}: free some, or move `workdir:`"
+        yield f"only {format_bytes(facts.disk_free_bytes)} free for {facts.workdir}", "free some, or move `workdir:`"
     inodes = facts.disk_free_inodes
     if not facts.workdir_error and inodes is not None and inodes < INODES:
-        yield f"only {inodes} inodes free for {facts.workdir} (`df -i`): delete files there, or move `workdir:`"
+        yield f"only {inodes} inodes free for {facts.workdir} (`df -i`)", "delete files there, or move `workdir:`"
+
+
+def driver_beside_a_cpu(node: Node, facts: NodeFacts) -> Iterator[Finding]:
     broken = facts.gpu_error and not facts.gpu_error.endswith("command not found")
     if broken and node.device == "auto" and not node.paced and not wants_cuda(node, facts):
-        yield f"it will train on its CPU: nvidia-smi failed ({facts.gpu_error})"
-    link = facts.training_interface(node.interface, node.address)
-    if node.interface and not link:
-        yield f"it has no interface {node.interface}: correct `interface:`"
+        yield "it will train on its CPU", f"nvidia-smi failed ({facts.gpu_error})"
+
+
+def link(node: Node, facts: NodeFacts) -> Iterator[Finding]:
+    used = facts.training_interface(node.interface, node.address)
+    if node.interface and not used:
+        yield f"it has no interface {node.interface}", "correct `interface:`"
     # A hundredth of tolerance: people round, and so do drivers.
-    if link and link.speed_bps and node.bandwidth_bps and link.speed_bps < 0.99 * node.bandwidth_bps:
+    if used and used.speed_bps and node.bandwidth_bps and used.speed_bps < 0.99 * node.bandwidth_bps:
         declared = format_bandwidth(node.bandwidth_bps)
-        yield f"{link.name} runs at {format_bandwidth(link.speed_bps)}, below the {declared} declared: check its cable"
+        problem = f"{used.name} runs at {format_bandwidth(used.speed_bps)}, below the {declared} declared"
+        yield problem, "check its cable"
 
 
-def _torch_warnings(node: Node, facts: NodeFacts) -> Iterator[str]:
+def packages(node: Node, facts: NodeFacts) -> Iterator[Finding]:
     torch = facts.torch
     if not torch:
         return
     label = re.search(r"torch[-_:/ ]*v?(\d+(?:\.\d+)+)", node.image or "", re.IGNORECASE)
     if label and (named := numbers(label[1])) != numbers(torch.version)[: len(named)]:
-        yield f"image {node.image}, but torch {torch.version} found in {facts.python_executable}: correct one of them"
+        problem = f"image {node.image}, but torch {torch.version} found in {facts.python_executable}"
+        yield problem, "correct one of them"
     if not torch.torchvision:
         reason = torch.torchvision_error or "not installed"
-        yield f"no torchvision ({reason}): install the one that belongs to torch {torch.version}, from the same source"
+        remedy = f"install the one that belongs to torch {torch.version}, from the same source"
+        yield f"no torchvision ({reason})", remedy
     if wants_cuda(node, facts) and torch.cuda and not torch.nccl_available:
-        yield f"torch {torch.version} has no NCCL: Gloo carries the gradients"
-    if wants_cuda(node, facts) and torch.cuda and _needed(node, facts) <= torch.devices != len(facts.gpus):
-        yield f"{_unequal(torch, facts)}: look at `nvidia-smi` (MIG mode?) and `dmesg` on that host"
+        yield f"torch {torch.version} has no NCCL", "Gloo carries the gradients"
+
+
+def other_gpus(node: Node, facts: NodeFacts) -> Iterator[Finding]:
+    """Where torch sees other GPUs than the driver shows, and enough of them."""
+    torch = facts.torch
+    if torch and wants_cuda(node, facts) and torch.cuda and _needed(node, facts) <= torch.devices != len(facts.gpus):
+        yield _unequal(torch, facts), "look at `nvidia-smi` (MIG mode?) and `dmesg` on that host"
 
 
 def _gpu_warnings(node: Node, facts: NodeFacts) -> Iterator[str]:
     return occupied(facts) if wants_cuda(node, facts) else iter(())
 
+
+BLOCKING: tuple[Callable[[Node, NodeFacts], Finding], ...] = (python, workdir, torch, driver, gpus, cuda, kernels)
+WARNING: tuple[Callable[[Node, NodeFacts], Iterator[Finding]], ...] = (
+    clock,
+    space,
+    driver_beside_a_cpu,
+    link,
+    packages,
+    other_gpus,
+)
+"""`orch doctor` has each of them under its own name (`doctor/table.py`)."""
 
 # ---- small things ---------------------------------------------------------------------------------------------
 

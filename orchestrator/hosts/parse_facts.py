@@ -35,10 +35,7 @@ def parse_facts(
     """
 
     def fact(name: str, parse: Callable[..., Found], *inputs: Any) -> Found:
-        try:
-            return parse(*inputs)
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
-            raise ProbeError(node, f"its answer about {name} makes no sense ({_reason(error)})") from error
+        return making_sense(node, name, parse, *inputs)
 
     commands, files, values = (fact("itself", mapping, raw.get(part)) for part in ("commands", "files", "values"))
     gpus, gpu_error = fact("GPUs", parse_gpus, commands.get("nvidia-smi"), values.get("occupants", []))
@@ -65,6 +62,14 @@ def parse_facts(
         **fact("its system", parse_process, values),
     }
     return fact("itself", lambda: NodeFacts.of(**found))
+
+
+def making_sense(node: str, name: str, parse: Callable[..., Found], *inputs: Any) -> Found:
+    """What is parsed of an answer. Raises ProbeError naming the node and the fact where that makes no sense."""
+    try:
+        return parse(*inputs)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+        raise ProbeError(node, f"its answer about {name} makes no sense ({_reason(error)})") from error
 
 
 def parse_clock(values: Mapping[str, Any], sent_at: float, received_at: float) -> dict[str, float]:

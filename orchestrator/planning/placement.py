@@ -111,14 +111,18 @@ def _ranks(node: Node, gpus: Sequence[Gpu], request: RunRequest) -> int:
     return node.ranks or node.gpus or len(gpus) or 1
 
 
-def _address(node: Node, facts: NodeFacts, nodes: Sequence[Node]) -> str:
-    """The training address: declared, else the source of this host's own route to one of the others."""
+def training_address(node: Node, facts: NodeFacts, nodes: Sequence[Node]) -> str | None:
+    """Declared, else the source of this host's own route to one of the others; None where neither is known."""
     if node.address:
         return node.address
     if way := facts.way_to(other.address or other.host for other in nodes if other is not node):
         return way.source
-    if len(nodes) == 1 or node.transport == "local":
-        return "127.0.0.1"
+    return "127.0.0.1" if len(nodes) == 1 or node.transport == "local" else None
+
+
+def _address(node: Node, facts: NodeFacts, nodes: Sequence[Node]) -> str:
+    if address := training_address(node, facts, nodes):
+        return address
     raise UsageError(
         f"{node.name}: its training address is unknown (no route to the other hosts was found)",
         f"set `address:` for {node.name} in the inventory",

@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from .cgroups import folders
+
 RANKS_FIRST = 500
 """Added to the ranks' score, so that the kernel ends a rank before launcher and supervisor, which report it."""
 _FILES = ("memory.events", "memory.oom_control")  # of cgroup v2 and v1
@@ -38,22 +40,4 @@ def let_go_first(pid: int) -> None:
 
 def _counters(proc: Path) -> list[Path]:
     """Where our cgroup's kills may be counted, the nearest first: its own file, else that of one above it."""
-    with contextlib.suppress(OSError, ValueError):
-        places = dict[str, str]()
-        for line in (proc / "self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if "memory" in controllers.split(",") or not controllers:
-                places["cgroup" if controllers else "cgroup2"] = path
-        found = []
-        for line in (proc / "self/mountinfo").read_text().splitlines():
-            about, _, kind = line.partition(" - ")
-            root, point = about.split()[3:5]
-            fstype, _, options = kind.split()[:3]
-            if fstype in places and (fstype == "cgroup2" or "memory" in options.split(",")):
-                # A container may be shown its own cgroup as the root, and know its path from outside.
-                inside = places[fstype].removeprefix(root if root != "/" else "").strip("/")
-                here = Path(point, "" if inside.startswith("..") else inside)
-                above = [here, *(folder for folder in here.parents if folder.is_relative_to(point))]
-                found += [folder / name for folder in above for name in _FILES]
-        return found
-    return []
+    return [folder / name for folder in folders("memory", proc) for name in _FILES]

@@ -1,6 +1,7 @@
 """Gathers what a host is, in one round trip; the controller makes sense of it (`orchestrator/hosts/facts.py`).
 
-Request: {"workdir", "peers": [addresses or names], "torch": bool, "limit_s"}. The answer is raw, not judged:
+Request: {"workdir", "peers": [addresses or names], "torch": bool, "limit_s"}, with "computes" torch computes something
+on each GPU, too. The answer is raw, not judged:
 
     {"commands": {name: {"rc", "out", "err"}}, "files": {path: text}, "values": {...}}
 
@@ -25,7 +26,7 @@ from .commands import COMMAND_S, NOT_FOUND, SMI_S, TOO_SLOW, run, run_all
 from .hardware import about_process, cpu_vendor, rdma_ports, read_text
 from .interfaces import read_links, socket_interfaces, source_towards
 from .occupants import QUERY, occupants
-from .probe_programs import NAMES, OWN_NAME, TORCH
+from .probe_programs import COMPUTES, NAMES, OWN_NAME, TORCH
 
 LIMIT_S = 60.0
 TORCH_S = 60.0
@@ -53,7 +54,7 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
     peers = [str(peer) for peer in request["peers"][:MAX_PEERS]]
     with ThreadPoolExecutor(1) as pool:
         gpus = pool.submit(look_at_gpus, limit_s)
-        commands = run_all(command_lines(request["workdir"], peers, request["torch"], limit_s), limit_s)
+        commands = run_all(command_lines(request, peers, limit_s), limit_s)
         commands["nvidia-smi"], on_gpus = gpus.result()
     files = {path: text for path in FILES if (text := read_text(path)) is not None}
     addresses = addresses_of(peers, commands.pop("names"))
@@ -70,15 +71,16 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
 # ---- commands -------------------------------------------------------------------------------------------------
 
 
-def command_lines(workdir: str, peers: list[str], torch: bool, limit_s: float) -> dict[str, list[str]]:
+def command_lines(request: dict[str, Any], peers: list[str], limit_s: float) -> dict[str, list[str]]:
     """Name -> argument list. torch comes first: it takes longest."""
-    lines = {"torch": [sys.executable, "-c", TORCH]} if torch else {}
+    computes = [COMPUTES] if request.get("computes") else []
+    lines = {"torch": [sys.executable, "-c", TORCH, *computes]} if request["torch"] else {}
     python = [sys.executable, "-S", "-c"]  # what needs no more than the standard library starts in half the time
     names = [peer for peer in peers if not is_numeric(peer)]
     names_s = 0.8 * min(COMMAND_S, limit_s)  # so that it prints what it has before it is killed
     return {
         **lines,
-        "workdir": [*python, workdir_trial(), workdir],
+        "workdir": [*python, workdir_trial(), request["workdir"]],
         "own name": [*python, OWN_NAME],
         "ip addr": ["ip", "-j", "addr"],
         "names": [*python, NAMES, str(names_s), *names] if names else ["true"],

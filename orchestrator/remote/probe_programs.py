@@ -32,9 +32,11 @@ print(json.dumps(dict(found)), flush=True)
 os._exit(0)
 """
 
-# Prints what this torch is. A part that this build or version lacks is null, never a failure of the whole.
+COMPUTES = "computes"
+# Prints what this torch is. A part that this build or version lacks is null, never a failure of the whole. With the
+# argument COMPUTES each GPU also multiplies a matrix: {index: what went wrong, or null}.
 TORCH = """
-import ctypes, importlib.metadata, json, os, subprocess, sys, types, warnings
+import ctypes, importlib.metadata, json, os, subprocess, sys, threading, types, warnings
 class Compiler(types.ModuleType):
     # In place of torch's, which torchvision imports, uses for nothing here, and which takes longer than all the rest.
     __path__ = []
@@ -73,6 +75,18 @@ with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     facts["devices"] = attempt(lambda: torch.cuda.device_count() if torch.cuda.is_available() else 0) or 0
 facts["cuda_error"] = str(said[-1].message) if said else None
+if sys.argv[1:] == ["computes"]:
+    facts["computes"] = dict.fromkeys(map(str, range(facts["devices"])), "no answer in 20 s")
+    def compute():
+        for index in range(facts["devices"]):
+            try:
+                square = torch.ones(64, 64, device="cuda:%d" % index)
+                facts["computes"][str(index)] = None if float((square @ square)[0, 0]) == 64 else "a wrong product"
+            except Exception as error:
+                facts["computes"][str(index)] = str(error).strip().split("\\n")[0]
+    computing = threading.Thread(target=compute, daemon=True)
+    computing.start()
+    computing.join(20)
 facts["horovod"] = attempt(lambda: importlib.metadata.version("horovod"))
 facts["torchvision"] = facts["torchvision_error"] = None
 if found := vision():

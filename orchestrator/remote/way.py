@@ -16,7 +16,7 @@ import socket
 import struct
 from collections.abc import Callable
 from errno import EACCES, ECONNREFUSED, EHOSTDOWN, EHOSTUNREACH, ENETUNREACH, EPERM, ETIMEDOUT
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from .door import MAX_LINE
 from .link import Link, introduce
@@ -47,46 +47,54 @@ class Place(NamedTuple):
     """Which kind its host has (`firewall.kind`)."""
 
 
+Kind = Literal["silent", "refused", "unreachable", "mute", "small only", "hung up"]
+"""How a try fails: no answer to a connection, a refusal, word that there is no way; a connection whose other end says
+nothing, over which large packets do not pass, or which is closed."""
+_KINDS: dict[int, Kind] = {ECONNREFUSED: "refused", ETIMEDOUT: "silent"}
+
+
 class Trouble(Exception):
     """One try failed. is_cut: by what only a network does. bear_s: so long that may go on before the start."""
 
-    def __init__(self, words: str, *, is_cut: bool, bear_s: float) -> None:
+    def __init__(self, kind: Kind, words: str, *, is_cut: bool, bear_s: float) -> None:
         super().__init__(words)
-        self.is_cut, self.bear_s = is_cut, bear_s
+        self.kind, self.is_cut, self.bear_s = kind, is_cut, bear_s
 
 
 async def dial(place: Place, name: str, key: bytes, moving: Callable[[], None]) -> Link:
     """A link that has passed the check. Raises Trouble. name: ours. key: of the one who listens there. moving: as for
     `ask`.
     """
-    reader, writer = await _connect(place)
+    reader, writer = await connect(place)
     try:
         link = await introduce(reader, writer, name, key)
     except (OSError, ValueError, asyncio.TimeoutError) as error:
-        raise Trouble("it accepts a connection and says nothing", is_cut=False, bear_s=SILENT_S) from error
+        raise Trouble("mute", "it accepts a connection and says nothing", is_cut=False, bear_s=SILENT_S) from error
     try:
         for number in range(CHECKS):
             await ask(link, number, CHECK_BYTES, moving)
     except asyncio.TimeoutError:
         link.close()
         words = "small packets pass and large ones do not: is the MTU too large somewhere on the way?"
-        raise Trouble(words, is_cut=True, bear_s=SILENT_S) from None
+        raise Trouble("small only", words, is_cut=True, bear_s=SILENT_S) from None
     except (OSError, ValueError) as error:
         link.close()
-        raise Trouble("it hung up", is_cut=False, bear_s=SILENT_S) from error
+        raise Trouble("hung up", "it hung up", is_cut=False, bear_s=SILENT_S) from error
     return link
 
 
-async def _connect(place: Place) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def connect(place: Place) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Raises Trouble."""
     try:
         opened = asyncio.open_connection(place.address, place.port, limit=MAX_LINE)
         return await asyncio.wait_for(opened, CONNECT_S)
     except asyncio.TimeoutError:
-        raise Trouble("no connection", is_cut=True, bear_s=FILTERED_S) from None
+        raise Trouble("silent", "no connection", is_cut=True, bear_s=FILTERED_S) from None
     except OSError as error:
         is_cut = error.errno in BY_THE_NETWORK
         words = os.strerror(error.errno).lower() if error.errno else str(error)
-        raise Trouble(words, is_cut=is_cut, bear_s=FILTERED_S if is_cut else SILENT_S) from error
+        kind = _KINDS.get(error.errno or 0, "unreachable")
+        raise Trouble(kind, words, is_cut=is_cut, bear_s=FILTERED_S if is_cut else SILENT_S) from error
 
 
 async def ask(link: Link, number: int, size: int, moving: Callable[[], None]) -> None:

@@ -30,6 +30,11 @@ class Transport(Protocol):
     One transport may be used from several threads at once: each command gets its own channel.
     """
 
+    login_s: float
+    """How long the last login took, our own queues apart."""
+    logins_tried: int
+    """How many times its server had to be asked for that one."""
+
     @property
     def node(self) -> str:
         """The node's name in the inventory."""

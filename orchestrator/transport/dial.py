@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import fabric
@@ -54,6 +54,10 @@ class Connection:
 
     transport: paramiko.Transport
     resources: ExitStack
+    tries: int = 1
+    """So many did it take: a server that has too many logins at a time hangs up on some."""
+    took_s: float = 0.0
+    """Our own queues apart."""
 
     def close(self) -> None:
         self.resources.close()
@@ -78,10 +82,11 @@ class Dialler:
     def open(self, timeout_s: float) -> Connection:
         """Dials until the deadline, again where a server hung up before it greeted us. A refused login is final."""
         deadline = Deadline(min(self.timeout_s, timeout_s))
-        pause_s = 0.2
+        pause_s, tries = 0.2, 0
         while True:
+            tries += 1
             try:
-                return self._dial(deadline)
+                return replace(self._dial(deadline), tries=tries, took_s=deadline.timeout_s - deadline.left())
             except ConnectError as error:
                 if not hung_up_early(error.__cause__) or deadline.left() < pause_s:
                     raise

@@ -36,6 +36,7 @@ class LocalTransport:
 
     def __init__(self, node: str) -> None:
         self._node = node
+        self.login_s, self.logins_tried = 0.0, 1
 
     @property
     def node(self) -> str:

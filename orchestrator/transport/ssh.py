@@ -101,6 +101,7 @@ class SshTransport:
         self._lock = threading.Lock()
         self._connection: Connection | None = None
         self._closed = False
+        self.login_s, self.logins_tried = 0.0, 1
 
     @property
     def node(self) -> str:
@@ -116,6 +117,7 @@ class SshTransport:
             if self._connection is None or not self._connection.transport.is_active():
                 self._drop()
                 self._connection = self._dialler.open(timeout_s)
+                self.login_s, self.logins_tried = self._connection.took_s, self._connection.tries
             return self._connection.transport
         finally:
             self._lock.release()

@@ -11,6 +11,9 @@ from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import Any
 
+from orchestrator.doctor.judge import Diagnosis
+from orchestrator.doctor.seen import Pair, Seen
+from orchestrator.doctor.ways import declared_bps
 from orchestrator.errors import ConnectError, HostError
 from orchestrator.forecast.advice import Advice, Choice, WhatIf
 from orchestrator.forecast.layers import gradient_bytes
@@ -286,6 +289,25 @@ def _pipeline(cut: PipelineChoice, advice: Advice) -> dict[str, Any]:
 def _what_if(change: WhatIf, advice: Advice) -> dict[str, Any]:
     hosts = list(change.hosts) if len(change.hosts) <= MOST_LISTED else len(change.hosts)
     return {"change": change.change, "hosts": hosts, "choice": _choice(change.choice, advice)}
+
+
+def doctor_json(cluster: str, found: Diagnosis) -> dict[str, Any]:
+    """`orch doctor --json`. Of a finding about a way, `where` is its start and its end."""
+    mesh = found.seen.mesh
+    return {
+        "schema": 1,
+        "cluster": cluster,
+        "hosts": [host.name for host in found.seen.hosts],
+        "unreached": {name: str(error) for name, error in found.seen.unreached.items()},
+        "findings": [asdict(finding) for finding in found.findings],
+        "passed": list(found.passed),
+        "not_applicable": dict(found.not_applicable),
+        "pairs": [_way(pair, found.seen) for pair in mesh.pairs] if mesh else [],
+    }
+
+
+def _way(pair: Pair, seen: Seen) -> dict[str, Any]:
+    return {**asdict(pair), "declared_bits_per_s": declared_bps(seen.host(pair.start), seen.host(pair.end))}
 
 
 def dry_run_json(plan: LaunchPlan, files: Sequence[str]) -> dict[str, Any]:

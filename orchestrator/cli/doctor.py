@@ -1,0 +1,88 @@
+"""`doctor`: every check, before a job finds out by itself."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from orchestrator.cli.clusters import allow_local_option, ask_about_local
+from orchestrator.cli.common import accept_option, busy, cluster_option, json_option, nodes_option, open_controller
+from orchestrator.errors import HostError, UsageError
+from orchestrator.units import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from orchestrator.controller import Controller
+    from orchestrator.hosts.inventory import Node
+
+
+@click.command()
+@click.argument("inventory", metavar="[INVENTORY]", type=click.Path(path_type=Path), required=False)
+@nodes_option
+@accept_option
+@allow_local_option
+@cluster_option
+@json_option
+def doctor(
+    inventory: Path | None,
+    nodes: str | None,
+    accept_new_host_keys: bool,
+    allow_local: bool,
+    cluster: str | None,
+    as_json: bool,
+) -> None:
+    """Check every host and every pair of hosts for what may fail a job, with the remedy for each finding.
+
+    Checks logins, versions, drivers and GPUs, limits, disks and clocks; then all hosts connect to each other, both
+    ways, and send a little. Nothing is remembered, installed or left running; no job is started. With an INVENTORY
+    its hosts are checked, else those of the current cluster.
+
+    The exit code is 0 if nothing blocks a job, 1 if a finding does, 3 if a host could not be reached.
+
+    \b
+    orch doctor
+    orch doctor --nodes 'gpu[01-16]'
+    orch doctor inventory/a2000_v100.yaml
+    orch doctor --json | jq '.findings[] | select(.level == "block")'
+    """
+    from orchestrator.doctor.judge import judge
+    from orchestrator.doctor.look import look
+    from orchestrator.provision.service import DATA_FOLDER
+    from orchestrator.views import console, diagnosis
+    from orchestrator.views.documents import doctor_json
+
+    if inventory and cluster:
+        raise UsageError(f"{inventory} and --cluster at once", "take one of them")
+    with open_controller(accept_new_host_keys) as controller:
+        if inventory:
+            name, wanted, master = *_of_file(controller, inventory, nodes, allow_local), None
+        else:
+            known = controller.store.cluster(cluster)
+            only = known.names(nodes)
+            name, master = known.name, known.master
+            wanted = [known.node(one) for one in dict.fromkeys(only)] or list(known.active())
+        with busy(f"examining {counted(len(wanted), 'host')}") as show:
+            found = judge(look(controller.connections, wanted, data=DATA_FOLDER, master=master, show=show))
+    if as_json:
+        console.print_json(doctor_json(name, found))
+    else:
+        diagnosis.print_diagnosis(found)
+    if found.seen.unreached:
+        sys.exit(HostError.exit_code)
+    if found.blocks:
+        sys.exit(1)
+
+
+def _of_file(controller: Controller, file: Path, listed: str | None, allow_local: bool) -> tuple[str, Sequence[Node]]:
+    """The cluster's name, and its hosts that are to be checked."""
+    from orchestrator.hosts.inventory_file import load_inventory
+    from orchestrator.hosts.node_names import names_in
+
+    loaded = load_inventory(file)
+    ask_about_local(controller.store.home, loaded, allow_local)
+    only = names_in(listed, [node.name for node in loaded.nodes], str(file))
+    return loaded.cluster, [loaded.node(one) for one in dict.fromkeys(only)] or loaded.nodes

@@ -1,0 +1,114 @@
+"""What one host's GPUs and their driver are like: `host -> (what was seen, remedy)`, one function a check. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from orchestrator.doctor.seen import Host
+from orchestrator.hosts import checks
+from orchestrator.hosts.checks import Finding
+from orchestrator.hosts.health import GpuHealth
+from orchestrator.hosts.occupied import warnings as occupied
+from orchestrator.hosts.occupied import without_jobs
+
+SLOWED_BY = {0x40: "heat", 0x20: "heat", 0x80: "the power brake of its host", 0x08: "its hardware's own protection"}
+"""Of NVML's bits those that no idle and no busy card in order has; the first that is set is the reason."""
+NEAR = 0.99
+"""Of a limit: drivers round."""
+NO_FABRIC = ("802", "system not yet initialized")
+"""What CUDA says where GPUs behind NVSwitches wait for their fabric manager (cudaErrorSystemNotReady)."""
+
+
+def driver(host: Host) -> Iterator[Finding]:
+    found = checks.driver(host.node, host.facts)
+    if found[0]:
+        yield found
+
+
+def beside_a_cpu(host: Host) -> Iterator[Finding]:
+    return checks.driver_beside_a_cpu(host.node, host.facts)
+
+
+def kernels(host: Host) -> Iterator[Finding]:
+    found = [check(host.node, host.facts) for check in (checks.cuda, checks.kernels)]
+    if _waits_for_fabric(host):
+        return  # P11 says why
+    yield from [finding for finding in found if finding[0]][:1]
+    if any(finding[0] for finding in found):
+        return
+    for gpu in _health(host):
+        if gpu.computes:
+            remedy = f"look at `dmesg` there; `nvidia-smi --gpu-reset -i {gpu.index}` as root may help"
+            yield f"GPU {gpu.index} computes nothing ({gpu.computes})", remedy
+
+
+def count(host: Host) -> Iterator[Finding]:
+    found = checks.gpus(host.node, host.facts)
+    if found[0]:
+        yield found
+
+
+def other_count(host: Host) -> Iterator[Finding]:
+    return checks.other_gpus(host.node, host.facts)
+
+
+def in_use(host: Host) -> Iterator[Finding]:
+    """By processes that belong to no job of ours."""
+    if not host.trains_on_gpus:
+        return
+    jobs = {each.job for gpu in host.gpus for each in gpu.occupants if each.job}
+    for line in occupied(without_jobs(host.facts, jobs)):
+        yield line, "`orch run` refuses where too little memory is left: wait, end it, or `--share`"
+
+
+def health(host: Host) -> Iterator[Finding]:
+    for gpu in _health(host):
+        yield from _health_of(gpu)
+
+
+def _health_of(gpu: GpuHealth) -> Iterator[Finding]:
+    name, exclude = f"GPU {gpu.index}", "leave it out (CUDA_VISIBLE_DEVICES in `env:`)"
+    if gpu.uncorrected:
+        yield f"{name} has had {gpu.uncorrected} memory errors that could not be corrected", f"replace it, or {exclude}"
+    if gpu.replacement_failed:
+        yield f"{name} has no spare rows left for its memory's faults", f"replace it, or {exclude}"
+    if gpu.replacement_due:
+        yield f"{name} has faulty memory that a reset would replace", f"`nvidia-smi --gpu-reset -i {gpu.index}` as root"
+    reason = next((words for bit, words in SLOWED_BY.items() if (gpu.slowed_by or 0) & bit), None)
+    if reason:
+        yield f"{name} is slowed by {reason}", "look at its fans, its air and its power cables"
+    if gpu.clock_mhz and gpu.default_clock_mhz and gpu.clock_mhz < NEAR * gpu.default_clock_mhz:
+        seen = f"{name} is set to {gpu.clock_mhz:.0f} MHz, below its own {gpu.default_clock_mhz:.0f}"
+        yield seen, f"`nvidia-smi -rac -i {gpu.index}` as root"
+    if gpu.limit_watts and gpu.default_limit_watts and gpu.limit_watts < NEAR * gpu.default_limit_watts:
+        seen = f"{name} may draw {gpu.limit_watts:.0f} W, below its own {gpu.default_limit_watts:.0f}"
+        yield seen, f"`nvidia-smi -pl {gpu.default_limit_watts:.0f} -i {gpu.index}` as root"
+    if gpu.link_width and gpu.most_link_width and gpu.link_width < gpu.most_link_width:
+        seen = f"{name} has {gpu.link_width} of its {gpu.most_link_width} PCIe lanes"
+        yield seen, "seat it anew, or in a slot with more lanes"
+
+
+def fabric(host: Host) -> Iterator[Finding]:
+    waiting = [gpu.index for gpu in _health(host) if gpu.fabric in ("In Progress", "Not Started")]
+    remedy = "`systemctl restart nvidia-fabricmanager` there, as root; its version has to be the driver's"
+    if _waits_for_fabric(host):
+        yield f"its GPUs wait for their NVSwitches ({host.facts.torch and host.facts.torch.cuda_error})", remedy
+    elif waiting:
+        yield f"GPU {', '.join(map(str, waiting))}: the NVSwitch fabric is not ready", remedy
+
+
+def peer_access(host: Host) -> Iterator[Finding]:
+    translated = [str(gpu.index) for gpu in _health(host) if (gpu.iommu or "").startswith("DMA")]
+    if host.ranks > 1 and len(translated) > 1:
+        remedy = "`iommu=pt` on its kernel's command line, or NCCL_P2P_DISABLE=1 in its `env:` (slower)"
+        yield f"the IOMMU stands between GPU {' and '.join(translated)}", remedy
+
+
+def _health(host: Host) -> list[GpuHealth]:
+    used = {gpu.index for gpu in host.gpus}
+    return [gpu for gpu in host.health.gpus if gpu.index in used]
+
+
+def _waits_for_fabric(host: Host) -> bool:
+    said = (host.facts.torch.cuda_error if host.facts.torch else None) or ""
+    return host.trains_on_gpus and any(sign in said for sign in NO_FABRIC)

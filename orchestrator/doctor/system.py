@@ -1,0 +1,160 @@
+"""What one host says of itself, its GPUs apart: `host -> (what was seen, remedy)`, one function a check. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator
+
+from orchestrator.doctor.seen import Host
+from orchestrator.hosts import checks
+from orchestrator.hosts.checks import Finding
+from orchestrator.text import some
+from orchestrator.units import counted, format_bytes, format_duration
+
+SLOW_LOGIN_S = 5.0
+NOFILE, NPROC = 1024, 2048
+"""What a rank with some loader workers needs: files and sockets, threads and processes."""
+MEMLOCK_BYTES = 1 << 30
+"""InfiniBand's buffers are locked in memory. Assumed."""
+GROUP_BYTES = 8 << 30
+YOUNG_S = 600.0
+SLOW_CARD_BPS = 100e6
+CRC_PART, CRC_COUNT = 1e-6, 100
+"""Damaged packets that no sound cable has."""
+NOT_FOR_TRAINING = ("docker", "veth", "virbr", "br-", "lxc", "cni", "flannel", "cali")
+
+
+def login(host: Host) -> Iterator[Finding]:
+    if host.login_s > SLOW_LOGIN_S:
+        remedy = "`UseDNS no` in its /etc/ssh/sshd_config, or shorten its shell's start-up files"
+        yield f"its login takes {format_duration(host.login_s)}", remedy
+
+
+def login_limits(host: Host) -> Iterator[Finding]:
+    if host.logins_tried > 1:
+        words = f"its SSH server hung up {counted(host.logins_tried - 1, 'time')} before a login got through"
+        yield words, "raise `MaxStartups` in its /etc/ssh/sshd_config (`MaxStartups 100:30:200`), then reload sshd"
+
+
+def python(host: Host) -> Iterator[Finding]:
+    for check in (checks.python, checks.torch):
+        found = check(host.node, host.facts)
+        if found[0]:
+            yield found
+
+
+def packages(host: Host) -> Iterator[Finding]:
+    return checks.packages(host.node, host.facts)
+
+
+def work_folder(host: Host) -> Iterator[Finding]:
+    found = checks.workdir(host.node, host.facts)
+    if found[0]:
+        yield found
+
+
+def space(host: Host) -> Iterator[Finding]:
+    return checks.space(host.node, host.facts)
+
+
+def own_name(host: Host) -> Iterator[Finding]:
+    """Gloo and other launchers ask it where nobody names an interface; `orch run` names one."""
+    name, addresses = host.facts.hostname, host.facts.hostname_addresses
+    local = [address for address in addresses if ipaddress.ip_address(address).is_loopback]
+    remedy = f"`orch run` does without; for other launchers give {name} its own address in /etc/hosts"
+    if not addresses:
+        yield f"its own name, {name}, leads to no address", remedy
+    elif local == list(addresses) and host.address not in local:
+        yield f"its own name, {name}, leads to {local[0]}", remedy
+
+
+def interface(host: Host) -> Iterator[Finding]:
+    link = host.facts.training_interface(host.node.interface, host.node.address)
+    if not link:
+        return
+    if not link.up:
+        yield f"{link.name}, its interface for training, is down", f"`ip link set {link.name} up` there, or plug it in"
+    if link.name.startswith(NOT_FOR_TRAINING):
+        yield f"{link.name}, its interface for training, belongs to containers", "set `address:` or `interface:`"
+
+
+def card(host: Host) -> Iterator[Finding]:
+    yield from checks.link(host.node, host.facts)
+    link = host.facts.training_interface(host.node.interface, host.node.address)
+    known = host.health.cards.get(link.name) if link else None
+    if not link or not known:
+        return
+    force = f"its cable and its switch's port; `ethtool {link.name}` shows both ends"
+    if known.duplex == "half":
+        yield f"{link.name} runs half duplex", f"look at {force}"
+    elif link.speed_bps and link.speed_bps <= SLOW_CARD_BPS and not host.node.bandwidth_bps:
+        yield f"{link.name} runs at {link.speed_bps / 1e6:.0f} Mbps", f"look at {force}"
+    if known.crc_errors >= CRC_COUNT and known.crc_errors > CRC_PART * known.packets:
+        yield f"{link.name} has received {known.crc_errors} damaged packets (CRC)", f"look at {force}"
+
+
+def locked_memory(host: Host) -> Iterator[Finding]:
+    limit = host.health.limits.get("memlock")
+    if limit and limit.soft is not None and limit.soft < MEMLOCK_BYTES:
+        remedy = "`* - memlock unlimited` in its /etc/security/limits.conf, then log in again; or NCCL_IB_DISABLE=1"
+        yield f"a session may lock {format_bytes(limit.soft)} of memory (`ulimit -l`)", remedy
+
+
+def limits(host: Host) -> Iterator[Finding]:
+    for name, least, flag in (("nofile", NOFILE, "-n"), ("nproc", NPROC, "-u")):
+        limit = host.health.limits.get(name)
+        if limit and limit.soft is not None and limit.soft < least:
+            what = "files" if name == "nofile" else "processes and threads"
+            raised = f"`{host.facts.user} - {name} {16 * least}` in its /etc/security/limits.conf, then log in again"
+            yield f"a session may have {limit.soft} {what} (`ulimit {flag}`)", raised
+
+
+def group_limits(host: Host) -> Iterator[Finding]:
+    health, slice_ = host.health, f"user-{host.facts.uid}.slice"
+    if health.group_memory_bytes is not None and health.group_memory_bytes < min(GROUP_BYTES, host.facts.memory_bytes):
+        of = f"of the host's {format_bytes(host.facts.memory_bytes)}"
+        remedy = f"`systemctl set-property {slice_} MemoryMax=infinity` there, as root, or give its container more"
+        yield f"its control group may use {format_bytes(health.group_memory_bytes)} {of}", remedy
+    if health.group_pids is not None and health.group_pids < NPROC:
+        remedy = f"`systemctl set-property {slice_} TasksMax=infinity` there, as root, or give its container more"
+        yield f"its control group may have {health.group_pids} processes and threads", remedy
+    if health.group_cpus is not None and health.group_cpus < host.facts.cores:
+        remedy = "OMP_NUM_THREADS in its `env:` should not be more; or give its container or slice more"
+        yield f"its control group may use {health.group_cpus:g} of its {host.facts.cores} cores", remedy
+
+
+def leftovers(host: Host) -> Iterator[Finding]:
+    """torchrun obeys them; a job of ours is started without them (`remote/children.py`)."""
+    found = [name for name in host.health.environment if _steers_ranks(name)]
+    if found:
+        remedy = "`orch run` ignores them, other launchers obey: remove them from its shell's start-up files"
+        yield f"a session has {', '.join(found)}", remedy
+
+
+def _steers_ranks(name: str) -> bool:
+    return name.startswith(("PET_", "TORCHELASTIC_", "MASTER_")) or name.endswith(("RANK", "WORLD_SIZE"))
+
+
+def outlives(host: Host) -> Iterator[Finding]:
+    if host.outlives is False:
+        yield "what is started there ends with its SSH connection", _spared(host)
+
+
+def may_end_with_it(host: Host) -> Iterator[Finding]:
+    if host.outlives is None and host.health.kills_left:
+        yield "KillUserProcesses ends what is started there with its session", _spared(host)
+
+
+def _spared(host: Host) -> str:
+    """Lingering alone does not help: it keeps the user's own manager, and a session's processes are not below that."""
+    setting = f"`KillExcludeUsers=root {host.facts.user}` in its /etc/systemd/logind.conf"
+    return f"{setting}, then `systemctl restart systemd-logind`, as root"
+
+
+def reboot(host: Host) -> Iterator[Finding]:
+    due = host.health.reboot
+    if due is not None:
+        why = f" (for {some(due, 3)})" if due else ""
+        yield f"a reboot is due{why}", "reboot it before a long job"
+    if 0 < host.health.uptime_s < YOUNG_S:
+        yield f"it came up {format_duration(host.health.uptime_s)} ago", "`last -x reboot` there: did it fall over?"

@@ -1,0 +1,205 @@
+"""The table of checks: id, name, how bad it is, what it causes, who judges, where it applies. Pure.
+
+Their ids are those of reference/reliability.md, table 1a. Where this table differs from that one: what `orch run` mends
+by itself warns (P16, P29), what it refuses blocks (P30 where it was tried, P35), and unlike torch versions block where
+their NCCL differs alone (P05). Code is shipped with each job (P24), so that no two hosts can have other code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from orchestrator.doctor import gpus, system, together, ways
+from orchestrator.doctor.seen import Applies, Check, Host, Judge, Level, Seen, Sight
+from orchestrator.errors import AuthError, ConnectError, HostError, HostKeyError
+from orchestrator.hosts.checks import Finding
+
+NO_GPU, ONE_HOST, NO_MESH, NO_HOST = "no GPU there", "one host alone", "pairs were not tried", "no host answered"
+
+
+def _unreached(seen: Seen, *kinds: type[HostError]) -> Iterator[Sight]:
+    for name, error in seen.unreached.items():
+        if isinstance(error, kinds):
+            yield Sight((name,), error.message.removeprefix(f"{name}: "), error.remedy, "block")
+
+
+def _login(seen: Seen) -> Iterator[Sight]:
+    yield from _unreached(seen, ConnectError, AuthError)
+    yield from on_each(system.login, level="warn")(seen)
+
+
+def _host_keys(seen: Seen) -> Iterator[Sight]:
+    return _unreached(seen, HostKeyError)
+
+
+def _python(seen: Seen) -> Iterator[Sight]:
+    for name, error in seen.unreached.items():
+        if not isinstance(error, (ConnectError, AuthError, HostKeyError)):
+            yield Sight((name,), error.message.removeprefix(f"{name}: "), error.remedy, "block")
+    yield from on_each(system.python)(seen)
+    yield from on_each(system.packages, level="warn")(seen)
+
+
+def on_each(*checks: Callable[[Host], Iterable[Finding]], level: Level | None = None) -> Judge:
+    """What these say of each host by itself."""
+
+    def judge(seen: Seen) -> Iterator[Sight]:
+        for check in checks:
+            for host in seen.hosts:
+                for words, remedy in check(host):
+                    yield Sight((host.name,), words, remedy, level)
+
+    return judge
+
+
+def both(*judges: Judge) -> Judge:
+    return lambda seen: (sight for judge in judges for sight in judge(seen))
+
+
+# ---- where a check applies -----------------------------------------------------------------------------------------
+
+
+def always(seen: Seen) -> str:
+    return ""
+
+
+def answered(seen: Seen) -> str:
+    return "" if seen.hosts else NO_HOST
+
+
+def has_gpus(seen: Seen) -> str:
+    return "" if any(host.trains_on_gpus for host in seen.hosts) else NO_GPU
+
+
+def has_several_gpus(seen: Seen) -> str:
+    return "" if any(len(host.gpus) > 1 for host in seen.hosts) else "no host with several GPUs"
+
+
+def has_rdma(seen: Seen) -> str:
+    return "" if any(host.facts.rdma for host in seen.hosts) else "no InfiniBand there"
+
+
+def has_nvswitch(seen: Seen) -> str:
+    said = any(gpu.fabric for host in seen.hosts for gpu in host.health.gpus) or next(gpus_waiting(seen), None)
+    return has_gpus(seen) or ("" if said else "no NVSwitch there")
+
+
+def gpus_waiting(seen: Seen) -> Iterator[Sight]:
+    return on_each(gpus.fabric)(seen)
+
+
+def are_several(seen: Seen) -> str:
+    return "" if len(seen.hosts) > 1 else ONE_HOST
+
+
+def tried_pairs(seen: Seen) -> str:
+    return are_several(seen) or ("" if seen.mesh else NO_MESH)
+
+
+def _locked(host: Host) -> Iterable[Finding]:
+    return system.locked_memory(host) if host.facts.rdma else ()
+
+
+def _check(id: str, name: str, level: Level, causes: str, judge: Judge, applies: Applies = answered) -> Check:
+    return Check(id, name, level, causes, judge, applies)
+
+
+CHECKS: tuple[Check, ...] = (
+    _check("P01", "login", "block", "a start that hangs at a prompt, or fails half-way", _login, always),
+    _check("P02", "host key", "block", "a stranger between you and the host", _host_keys, always),
+    _check("P03", "login limits", "warn", "hosts that refuse logins at random", on_each(system.login_limits)),
+    _check("P04", "Python and torch", "block", "ranks that do not start", _python, always),
+    _check("P05", "versions", "block", "hangs after the start, garbled messages", together.versions, are_several),
+    _check(
+        "P06",
+        "GPU driver",
+        "block",
+        "ranks that find no GPU, or train on the CPU unasked",
+        both(on_each(gpus.driver), on_each(gpus.beside_a_cpu, level="warn")),
+    ),
+    _check(
+        "P07",
+        "GPUs compute",
+        "block",
+        "`no kernel image`, or CUDA errors at the first step",
+        on_each(gpus.kernels),
+        has_gpus,
+    ),
+    _check(
+        "P08",
+        "number of GPUs",
+        "block",
+        "a world that never fills",
+        both(on_each(gpus.count), on_each(gpus.other_count, level="warn")),
+        has_gpus,
+    ),
+    _check("P09", "GPUs in use", "warn", "out of memory at the start, half the speed", on_each(gpus.in_use), has_gpus),
+    _check("P10", "GPU health", "warn", "wrong numbers or a slow host, hours later", on_each(gpus.health), has_gpus),
+    _check("P11", "NVSwitch fabric", "block", "a freeze at NCCL's start, without a word", gpus_waiting, has_nvswitch),
+    _check("P12", "training address", "block", "a master that cannot listen", ways.listening, tried_pairs),
+    _check(
+        "P13", "ways to the master", "block", "`client socket has timed out` after minutes", ways.to_master, tried_pairs
+    ),
+    _check(
+        "P14",
+        "ways between hosts",
+        "block",
+        "a good start, and a first collective that hangs",
+        ways.to_others,
+        tried_pairs,
+    ),
+    _check(
+        "P15",
+        "interface and route",
+        "warn",
+        "ranks that dial a container's or another network",
+        both(together.routes, on_each(system.interface)),
+        are_several,
+    ),
+    _check("P16", "own host name", "warn", "`connectFullMesh failed` with other launchers", on_each(system.own_name)),
+    _check(
+        "P17", "one machine twice", "warn", "two ranks on one GPU, a master that waits", together.machines, are_several
+    ),
+    _check("P18", "address family", "block", "hosts that cannot dial each other", together.families, are_several),
+    _check(
+        "P19",
+        "large packets",
+        "block",
+        "small messages pass, the first gradient hangs",
+        both(ways.large_packets, together.packet_sizes),
+        are_several,
+    ),
+    _check(
+        "P20",
+        "speed of links",
+        "warn",
+        "steps that take many times as long as on one host",
+        both(on_each(system.card), ways.speeds),
+        are_several,
+    ),
+    _check("P21", "InfiniBand", "warn", "`ibv_reg_mr: Cannot allocate memory`", on_each(_locked), has_rdma),
+    _check("P22", "GPU to GPU", "warn", "100 % GPU use and no progress", on_each(gpus.peer_access), has_several_gpus),
+    _check("P24", "work folder", "block", "a job that cannot be put there", on_each(system.work_folder)),
+    _check("P25", "space", "warn", "a checkpoint or a loader that fails for want of space", on_each(system.space)),
+    _check("P26", "limits of a session", "warn", "`too many open files` in mid-run", on_each(system.limits)),
+    _check("P27", "clock", "warn", "logs that merge out of order", together.clocks),
+    _check(
+        "P28", "variables", "warn", "ranks that choose other algorithms, and hang", together.environments, are_several
+    ),
+    _check("P29", "left-over variables", "warn", "a launcher that obeys another job's", on_each(system.leftovers)),
+    _check(
+        "P30",
+        "outliving the login",
+        "block",
+        "a job that ends when you log out",
+        both(on_each(system.outlives), on_each(system.may_end_with_it, level="warn")),
+    ),
+    _check("P31", "running jobs", "warn", "two jobs on one GPU", together.running),
+    _check("P32", "control groups", "warn", "a rank that is killed without a word (137)", on_each(system.group_limits)),
+    _check("P33", "even split", "warn", "a last batch that waits for ever", together.shares, are_several),
+    _check("P34", "data", "warn", "`Dataset not found` on some hosts", together.data, are_several),
+    _check(
+        "P35", "one work folder", "block", "hosts that write over each other's logs", together.work_folders, are_several
+    ),
+    _check("P36", "reboots", "warn", "a host that leaves in mid-run", on_each(system.reboot)),
+)

@@ -1,0 +1,78 @@
+"""What the ways between hosts are like: `seen -> sights`, one function a check. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from orchestrator.doctor.seen import Host, Pair, Seen, Sight
+from orchestrator.units import format_bandwidth
+
+ENOUGH = 0.6
+"""Of the declared bandwidth. Assumed: a short transfer of one connection does not fill a link."""
+MOST_JUDGED_BPS = 5e9
+"""One Python process does not send faster than about this, whatever the link."""
+LONG_S = 0.02
+"""A round trip within one building takes less, by ten times and more."""
+_WORDS = {
+    "silent": "no connection comes about, and nothing at that address answers",
+    "filtered": "no connection comes about, though that address answers on another port",
+    "refused": "the connection is refused, though it listens there",
+    "unreachable": "there is no way",
+    "mute": "somebody accepts the connection who is not that host",
+    "hung up": "the connection breaks",
+}
+
+
+def listening(seen: Seen) -> Iterator[Sight]:
+    for name, why in (seen.mesh.closed if seen.mesh else {}).items():
+        yield Sight((name,), f"it cannot listen at its training address: {why}", "correct `address:` in the inventory")
+
+
+def to_master(seen: Seen) -> Iterator[Sight]:
+    return (_sight(pair) for pair in _cut(seen) if pair.end == seen.master)
+
+
+def to_others(seen: Seen) -> Iterator[Sight]:
+    return (_sight(pair) for pair in _cut(seen) if pair.end != seen.master)
+
+
+def _cut(seen: Seen) -> list[Pair]:
+    return [pair for pair in seen.mesh.pairs if pair.kind in _WORDS] if seen.mesh else []
+
+
+def _sight(pair: Pair) -> Sight:
+    said = f" ({pair.words})" if pair.words and pair.kind in ("unreachable", "refused") else ""
+    if pair.kind in ("silent", "filtered", "refused", "unreachable") and pair.opens:
+        remedy = f"is a firewall on {pair.end}? Open all TCP ports to the job's hosts there: `{pair.opens}`"
+    else:
+        remedy = f"is {pair.end}'s training address its own alone? `ip neigh` on {pair.start} shows who answers"
+    return _of_way(pair, _WORDS[pair.kind] + said, remedy)
+
+
+def large_packets(seen: Seen) -> Iterator[Sight]:
+    for pair in seen.mesh.pairs if seen.mesh else ():
+        if pair.kind == "small only":
+            words = "small packets pass and large ones do not"
+            remedy = "give all hosts the smallest MTU on the way: `ip link set IFACE mtu 1400` there, as root"
+            yield _of_way(pair, words, remedy)
+
+
+def speeds(seen: Seen) -> Iterator[Sight]:
+    for pair in seen.open_pairs:
+        declared = declared_bps(seen.host(pair.start), seen.host(pair.end))
+        if declared and pair.bits_per_s and pair.bits_per_s < ENOUGH * min(declared, MOST_JUDGED_BPS):
+            words = f"{format_bandwidth(pair.bits_per_s)} passed, of {format_bandwidth(declared)} declared"
+            yield _of_way(pair, words, "look at cables, switch ports and what else uses them; or correct `bandwidth:`")
+        if pair.round_trip_s and pair.round_trip_s > LONG_S:
+            words = f"a round trip takes {1000 * pair.round_trip_s:.1f} ms"
+            yield _of_way(pair, words, "hosts far from each other train slowly: `orch plan` says how slowly")
+
+
+def declared_bps(start: Host, end: Host) -> float | None:
+    """What the slower of both ends is said to have."""
+    known = [host.node.bandwidth_bps for host in (start, end) if host.node.bandwidth_bps]
+    return min(known) if len(known) == 2 else None
+
+
+def _of_way(pair: Pair, words: str, remedy: str) -> Sight:
+    return Sight((pair.start, pair.end), words, remedy, is_way=True)

@@ -1,0 +1,54 @@
+"""Asks a host all that it can say by itself, in one question: gives its facts and its health, or raises its error.
+
+    found = examine(host, ["192.168.1.42"], data="~/data", timeout_s=90)
+    found.facts.gpus, found.health.limits["nofile"].soft
+
+What that means is judged in `orchestrator/doctor/`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.hosts.facts import NodeFacts
+from orchestrator.hosts.health import Health
+from orchestrator.hosts.network_answers import MAX_PEERS
+from orchestrator.hosts.parse_facts import parse_facts
+from orchestrator.hosts.parse_health import parse_health
+from orchestrator.hosts.probe import SPARE_S
+from orchestrator.transport.ask import ConnectedHost, ask, understood
+
+
+@dataclass(frozen=True)
+class Examined:
+    facts: NodeFacts
+    health: Health
+    began: tuple[int, int, str] | None
+    """A process there that should outlive the connection: pid, start time, boot id."""
+
+
+def examine(host: ConnectedHost, peers: Sequence[str], *, data: str, timeout_s: float) -> Examined:
+    """peers: addresses or names to ask the host's route to. data: the folder of data sets there."""
+    limit_s = max(timeout_s - SPARE_S, timeout_s / 2)
+    wanted = {"workdir": host.workdir, "peers": list(peers[:MAX_PEERS]), "torch": True, "data": data}
+    sent_at = time.time()
+    answer = ask(host, "examine", {**wanted, "limit_s": limit_s}, timeout_s=timeout_s)
+    facts = parse_facts(host.node, answer, sent_at, time.time(), peers[:MAX_PEERS])
+    return Examined(facts, parse_health(host.node, answer), understood(host.node, lambda: _began(answer.get("began"))))
+
+
+def outlived(host: ConnectedHost, began: tuple[int, int, str], *, timeout_s: float) -> bool:
+    """Whether that process is still there; ends it."""
+    return ask(host, "outlives", {"began": list(began)}, timeout_s=timeout_s).get("alive") is True
+
+
+def _began(value: Any) -> tuple[int, int, str] | None:
+    if value is None:
+        return None
+    pid, start_time, boot = value
+    if not isinstance(pid, int) or not isinstance(start_time, int) or not isinstance(boot, str) or len(boot) > 100:
+        raise ValueError("no process")
+    return pid, start_time, boot

@@ -1,0 +1,88 @@
+"""What may end a job on a host later, as `orch doctor` finds it: frozen values. `parse_health` makes them. Pure.
+
+They are not remembered: what is due, set or in use on a host changes from day to day.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from orchestrator.hosts.facts import Count, Fact, Text
+
+Figure = Annotated[float, Field(ge=0, lt=1e15)]
+
+
+class Limit(Fact):
+    """As of setrlimit(2); None where there is none."""
+
+    soft: Count | None
+    hard: Count | None
+
+
+class GpuHealth(Fact):
+    """None where a GPU or its driver does not say."""
+
+    index: Annotated[int, Field(ge=0, lt=1024)]
+    uncorrected: Count | None = None
+    """ECC errors since the driver was loaded that could not be corrected."""
+    replacement_due: bool = False
+    """Whether rows or pages of its memory wait for a reset to be replaced."""
+    replacement_failed: bool = False
+    slowed_by: Count | None = None
+    """NVML's bit mask of what holds its clocks down now."""
+    clock_mhz: Figure | None = None
+    """The clock that its owner set for programs."""
+    default_clock_mhz: Figure | None = None
+    limit_watts: Figure | None = None
+    default_limit_watts: Figure | None = None
+    link_width: Count | None = None
+    """Lanes of its PCIe link in use."""
+    most_link_width: Count | None = None
+    fabric: Text | None = None
+    """Of a GPU behind NVSwitches: "Completed", "In Progress", "Not Started"."""
+    iommu: Text | None = None
+    """How the IOMMU treats it: "identity", "DMA", "DMA-FQ"."""
+    computes: Text | None = None
+    """Why it does not; None where it did, or was not tried."""
+
+
+class Card(Fact):
+    """A network card."""
+
+    duplex: Text | None = None
+    crc_errors: Count = 0
+    packets: Count = 0
+
+
+class Disk(Fact):
+    """The file system of the work folder."""
+
+    kind: Text
+    source: Text
+    path: Annotated[str, Field(max_length=4096)]
+    """The work folder from that file system's root on."""
+
+
+class Health(Fact):
+    limits: dict[Text, Limit] = Field(default_factory=dict)
+    """Of a process started by SSH: nofile, nproc, memlock."""
+    group_memory_bytes: Count | None = None
+    """What its control groups let it have; None where they set no limit."""
+    group_pids: Count | None = None
+    group_cpus: Figure | None = None
+    environment: dict[Text, Text] = Field(default_factory=dict)
+    """Of the variables that steer ranks, torch and NCCL, those that a session has."""
+    uptime_s: Figure = 0.0
+    reboot: tuple[Text, ...] | None = None
+    """The packages for which a reboot is due, if known; None where none is due."""
+    kills_left: bool | None = None
+    """Whether systemd-logind is set to end processes with their session; None where it has no say."""
+    cards: dict[Text, Card] = Field(default_factory=dict)
+    jobs: tuple[Text, ...] = ()
+    """Jobs of orch, of this user, that have a process there."""
+    gpus: tuple[GpuHealth, ...] = ()
+    data: tuple[Text, ...] | None = None
+    """What lies in the data folder; None where there is no such folder."""
+    disk: Disk | None = None

@@ -1,0 +1,62 @@
+"""All that one host can say by itself, in one answer: what `probe` asks, and what may end a job later.
+
+Request: as of `probe`, and "data": a folder whose names are wanted. The answer is that of `probe`, with
+
+    {"health": {...}, "gpu_health": [...], "began": a process that should outlive this connection (`outlives`)}
+
+beside it, "data" and "disk" among its commands, and torch asked to compute something on each GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from . import gpu_health, health, outlives
+from .commands import SMI_S, run_all
+from .probe import gather
+
+# Prints the names in a folder, or null where it is not there.
+DATA = """
+import json, os, sys
+path = os.path.expanduser(sys.argv[1])
+print(json.dumps(sorted(os.listdir(path))[:64] if os.path.isdir(path) else None))
+"""
+# Prints [type, source, path from the root of that file system] of the disk on which a folder lies or would be made.
+DISK = """
+import json, os, sys
+path = os.path.realpath(os.path.expanduser(sys.argv[1]))
+there = path
+while not os.path.isdir(there):
+    there = os.path.dirname(there)
+os.statvfs(there)  # has an automounter mount it
+best = ("", "", "", "/")
+for line in open("/proc/self/mountinfo", encoding="utf-8", errors="replace"):
+    about, _, kind = line.partition(" - ")
+    root, point = [word.encode().decode("unicode_escape") for word in about.split()[3:5]]
+    if (path == point or path.startswith(point.rstrip("/") + "/")) and len(point) >= len(best[3]):
+        best = (*kind.split()[:2], root, point)
+print(json.dumps([best[0], best[1], os.path.normpath(best[2] + "/" + os.path.relpath(path, best[3]))]))
+"""
+
+
+def main(request: dict[str, Any]) -> None:
+    answer = examine(request)
+    sys.stdout.write(request["marker"] + json.dumps(answer) + request["marker"])
+
+
+def examine(request: dict[str, Any]) -> dict[str, Any]:
+    limit_s = float(request["limit_s"])
+    python = [sys.executable, "-S", "-c"]
+    lines = {"data": [*python, DATA, request["data"]], "disk": [*python, DISK, request["workdir"]]}
+    with ThreadPoolExecutor(2) as pool:
+        more = pool.submit(run_all, lines, limit_s)
+        cards = pool.submit(gpu_health.look, min(SMI_S, limit_s))
+        answer = gather({**request, "computes": True})
+        rows = cards.result()
+    for row in rows:
+        row["iommu"] = gpu_health.translated(row.get("pci.bus_id", "")) or ""
+    answer["commands"] |= more.result()
+    return {**answer, "health": health.gather(), "gpu_health": rows, "began": outlives.start()}

@@ -1,0 +1,70 @@
+"""What this host's GPUs say of their own health: nvidia-smi's figures, by GPU, as it writes them.
+
+    look(30.0)      # [{"uuid": "GPU-5f3a...", "remapped_rows.pending": "No", "pcie.link.width.current": "16", ...}]
+
+A field that a driver does not know is asked for by its older name, and then left out.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from .commands import run
+
+FIELDS = (
+    "index",
+    "uuid",
+    "pci.bus_id",
+    "ecc.errors.uncorrected.volatile.total",
+    "retired_pages.pending",
+    "remapped_rows.pending",
+    "remapped_rows.failure",
+    "clocks_event_reasons.active",
+    "clocks.applications.graphics",
+    "clocks.default_applications.graphics",
+    "power.limit",
+    "power.default_limit",
+    "pcie.link.width.current",
+    "pcie.link.width.max",
+    "fabric.state",
+)
+OLDER = {"clocks_event_reasons.active": "clocks_throttle_reasons.active"}
+"""What drivers before 535 call a field."""
+MOST_GPUS = 64
+_REFUSED = re.compile(r'Field "([a-z_.]{1,64})" is not a valid field')
+
+
+def look(limit_s: float) -> list[dict[str, str]]:
+    """An empty list where there is no nvidia-smi, or none that answers."""
+    fields = {field: field for field in FIELDS}  # what it is asked for by -> what we call it
+    for _ in range(2 * len(FIELDS)):
+        command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+        said = run(command, limit_s)
+        refused = _REFUSED.search(said["out"] + said["err"])
+        if not refused or refused[1] not in fields:
+            return rows(said, list(fields.values())) if said["rc"] == 0 else []
+        fields = without(refused[1], fields)
+    return []
+
+
+def without(refused: str, fields: dict[str, str]) -> dict[str, str]:
+    """The fields to ask for once a driver has refused this one: by its older name, else without it."""
+    kept = {field: name for field, name in fields.items() if field != refused}
+    return {**kept, OLDER[refused]: refused} if refused in OLDER else kept
+
+
+def rows(said: dict[str, Any], names: list[str]) -> list[dict[str, str]]:
+    lines = [[value.strip() for value in line.split(",")] for line in said["out"].splitlines()[:MOST_GPUS]]
+    return [dict(zip(names, values, strict=True)) for values in lines if len(values) == len(names)]
+
+
+def translated(bus_id: str, devices: Path = Path("/sys/bus/pci/devices")) -> str | None:
+    """How the IOMMU treats this GPU, as the kernel has it: "identity", "DMA", "DMA-FQ"; None where there is none.
+    bus_id: as nvidia-smi writes it, with eight digits of the domain.
+    """
+    try:
+        return (devices / bus_id.lower()[-12:] / "iommu_group" / "type").read_text().strip()
+    except OSError:
+        return None

@@ -1,0 +1,44 @@
+"""Whether what is started here goes on when its SSH connection ends, tried: a job's supervisor has to.
+
+    began = start()            # in one connection: a process that sleeps
+    is_alive(began)            # in the next one; ends it
+
+Request: {"began": what `start` gave}; the answer is {"alive"}. The process ends by itself after SLEEP_S.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from typing import Any
+
+from .answer import reply
+from .processes import Identity, identify
+
+SLEEP_S = 120
+
+
+def main(request: dict[str, Any]) -> None:
+    reply(request, lambda request: {"alive": is_alive(request["began"])})
+
+
+def start() -> list[Any] | None:
+    """As `prepare` starts a supervisor: in a session of its own, with no stream of ours. None where that fails."""
+    none = subprocess.DEVNULL
+    try:
+        child = subprocess.Popen(
+            ["sleep", str(SLEEP_S)], stdin=none, stdout=none, stderr=none, cwd="/", env={}, start_new_session=True
+        )
+        began = list(identify(child.pid))
+    except OSError:
+        return None
+    child.returncode = 0  # it stays: Popen must not warn that it still runs
+    return began
+
+
+def is_alive(began: list[Any]) -> bool:
+    pid, start_time, boot = began
+    process = Identity(int(pid), int(start_time), str(boot))
+    alive = process.is_alive()
+    process.signal(signal.SIGKILL)
+    return alive

@@ -1,0 +1,82 @@
+"""What `orch doctor` found: each finding with its remedy, the ways between hosts as a matrix, and a line of summary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from orchestrator.doctor.judge import Diagnosis, Finding
+from orchestrator.doctor.seen import Mesh, Pair
+from orchestrator.hosts.alike import host_set
+from orchestrator.units import counted, format_bandwidth
+from orchestrator.views import console
+from orchestrator.views.tables import table
+
+MOST_IN_MATRIX = 12
+_STYLES = {"block": "red", "warn": "yellow"}
+_WAYS = {"small only": "no large packets", "silent": "no answer"}
+
+
+def print_diagnosis(found: Diagnosis) -> None:
+    mesh = found.seen.mesh
+    if mesh and mesh.pairs:
+        _print_ways(mesh)
+    for same in _together(found.findings):
+        _print_finding(same)
+    console.put(found.summary)
+
+
+def _print_finding(same: Sequence[Finding]) -> None:
+    """same: findings that differ in their hosts alone."""
+    first = same[0]
+    console.out.print(
+        Text.assemble(
+            (f"{first.level}:", _STYLES[first.level]),
+            " ",
+            (f"{first.id} {first.name}", "bold"),
+            ", ",
+            console.plain(_where(same)),
+            ": ",
+            console.plain(first.seen),
+        )
+    )
+    console.out.print(Text.assemble("  ", ("else:", "bold"), " ", console.plain(first.causes)))
+    if first.remedy:
+        console.out.print(Text.assemble("  ", ("try:", "bold"), " ", console.plain(first.remedy)))
+
+
+def _where(same: Sequence[Finding]) -> str:
+    if same[0].is_way:
+        return ", ".join(f"{one.where[0]} -> {one.where[1]}" for one in same)
+    return host_set(list(dict.fromkeys(name for one in same for name in one.where)))
+
+
+def _together(findings: Sequence[Finding]) -> list[list[Finding]]:
+    """Each sentence once, in the order in which it first came."""
+    found = dict[tuple[str, ...], list[Finding]]()
+    for finding in findings:
+        key = (finding.id, finding.level, finding.seen, finding.remedy)
+        found.setdefault(key, []).append(finding)
+    return list(found.values())
+
+
+def _print_ways(mesh: Mesh) -> None:
+    """A row for each start, a column for each end; of many hosts the count alone: findings name those that fail."""
+    names = list(dict.fromkeys(pair.start for pair in mesh.pairs))
+    if len(names) > MOST_IN_MATRIX:
+        is_open = sum(pair.kind == "open" for pair in mesh.pairs)
+        console.put(f"{counted(len(mesh.pairs), 'way')} between hosts, {is_open} open")
+        return
+    ways = {(pair.start, pair.end): pair for pair in mesh.pairs}
+    rows = [[start, *(_cell(ways.get((start, end))) for end in names)] for start in names]
+    console.out.print(table("ways between hosts (from the row's to the column's)", ["", *names], rows))
+
+
+def _cell(pair: Pair | None) -> Text:
+    if pair is None:
+        return Text("-")
+    if pair.kind != "open":
+        return Text(_WAYS.get(pair.kind, pair.kind), "yellow" if pair.kind == "not tried" else "red")
+    trip = f"{1000 * pair.round_trip_s:.2g} ms" if pair.round_trip_s else "open"
+    return Text(f"{trip}, {format_bandwidth(pair.bits_per_s)}" if pair.bits_per_s else trip)
