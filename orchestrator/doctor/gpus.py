@@ -30,9 +30,9 @@ def beside_a_cpu(host: Host) -> Iterator[Finding]:
 
 
 def kernels(host: Host) -> Iterator[Finding]:
+    if _waits_for_fabric(host) or not host.facts.gpus or checks.gpus(host.node, host.facts)[0]:
+        return  # P11, P06 and P08 say why
     found = [check(host.node, host.facts) for check in (checks.cuda, checks.kernels)]
-    if _waits_for_fabric(host):
-        return  # P11 says why
     yield from [finding for finding in found if finding[0]][:1]
     if any(finding[0] for finding in found):
         return
@@ -49,7 +49,7 @@ def count(host: Host) -> Iterator[Finding]:
 
 
 def other_count(host: Host) -> Iterator[Finding]:
-    return checks.other_gpus(host.node, host.facts)
+    return checks.other_gpus(host.node, host.facts) if host.facts.gpus else iter(())
 
 
 def in_use(host: Host) -> Iterator[Finding]:

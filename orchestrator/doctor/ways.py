@@ -9,7 +9,7 @@ from orchestrator.units import format_bandwidth
 
 ENOUGH = 0.6
 """Of the declared bandwidth. Assumed: a short transfer of one connection does not fill a link."""
-MOST_JUDGED_BPS = 5e9
+MOST_JUDGED_BPS = 10e9
 """One Python process does not send faster than about this, whatever the link."""
 LONG_S = 0.02
 """A round trip within one building takes less, by ten times and more."""

@@ -145,7 +145,8 @@ def _integer(value: Any) -> int | None:
 
 
 def _mask(value: Any) -> int | None:
-    return int(value, 16) if isinstance(value, str) and _MASK.fullmatch(value) and len(value) < 18 else None
+    mask = int(value, 16) if isinstance(value, str) and _MASK.fullmatch(value) else None
+    return mask if mask is not None and mask < 1 << 63 else None
 
 
 def _word(value: Any) -> str | None:

@@ -1,0 +1,298 @@
+"""What a host says of itself for `orch doctor`, on real processes: this machine, with the tools that it meets stood in
+for; and what is made of the answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.errors import ProbeError
+from orchestrator.hosts.examine import examine, outlived
+from orchestrator.hosts.health import Health
+from orchestrator.hosts.parse_health import parse_health
+from orchestrator.remote import cgroups, gpu_health, health, outlives
+from orchestrator.remote import examine as program
+from orchestrator.transport.ask import ConnectedHost
+from orchestrator.transport.local import LocalTransport
+from tests.support.fuzz import strings
+from tests.support.quick_python import quick_python
+
+DATA = Path(__file__).parents[1] / "data" / "health"
+PLAIN = json.loads((DATA / "sound_a2000.json").read_text())["raw"]
+
+
+@pytest.fixture
+def tool(tmp_path, monkeypatch):
+    """Puts a shell script of this name first on the PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+    def make(name, script):
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+
+    return make
+
+
+def here(workdir, python=sys.executable):
+    return ConnectedHost(LocalTransport("here"), python, None, str(workdir))
+
+
+def test_one_question_brings_facts_and_health_of_this_machine(tmp_path):
+    (tmp_path / "data" / "MNIST").mkdir(parents=True)
+    python = quick_python(tmp_path / "quick")
+    found = examine(here(tmp_path / "work", python), ["127.0.0.1"], data=str(tmp_path / "data"), timeout_s=60)
+    assert found.facts.torch
+    assert found.health.data == ("MNIST",)
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert found.health.limits["nofile"].soft == soft
+    assert found.health.uptime_s > 0
+    assert found.health.disk
+    assert found.health.disk.path.endswith("/work")
+    assert not (tmp_path / "work").exists()
+    assert outlived(here(tmp_path), found.began, timeout_s=30)
+    assert not outlived(here(tmp_path), found.began, timeout_s=30)  # the first look ended it
+
+
+def test_what_began_and_was_killed_with_its_session_is_missed(tmp_path):
+    began = outlives.start()
+    os.kill(began[0], signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(began[0], 0)
+    assert not outlived(here(tmp_path), tuple(began), timeout_s=30)
+
+
+# ---- GPUs ----------------------------------------------------------------------------------------------------------
+
+ROW = "0, GPU-1, 00000000:3B:00.0, 2, No, Yes, No, 0x0000000000000040, 1200, [N/A], 180.00, 250.00, 8, 16, [N/A]"
+FIRST = "0, Tesla V100-PCIE-16GB, GPU-1, 16384, 0, 525.105.17, 00000000:3B:00.0, Default, 7.0"
+
+
+def test_what_gpus_say_of_their_health_is_asked_beside_what_they_are(tool, tmp_path):
+    tool("nvidia-smi", f"case $1 in *fabric*) echo '{ROW}';; *compute-apps*) ;; *) echo '{FIRST}';; esac")
+    answer = program.examine(
+        {"workdir": str(tmp_path), "peers": [], "torch": False, "limit_s": 20, "data": str(tmp_path)}
+    )
+    assert outlives.is_alive(answer["began"])
+    (gpu,) = parse_health("here", answer).gpus
+    assert (gpu.uncorrected, gpu.replacement_due, gpu.replacement_failed, gpu.slowed_by) == (2, True, False, 0x40)
+    assert (gpu.clock_mhz, gpu.default_clock_mhz) == (1200, None)
+    assert (gpu.limit_watts, gpu.default_limit_watts) == (180, 250)
+    assert (gpu.link_width, gpu.most_link_width, gpu.fabric) == (8, 16, None)
+
+
+def test_fields_that_a_driver_does_not_know_are_asked_for_by_their_older_name_or_left_out(tool):
+    refuse = "echo 'Field \"%s\" is not a valid field to query.'; exit 2"
+    tool(
+        "nvidia-smi",
+        f"case $1 in *clocks_event*) {refuse % 'clocks_event_reasons.active'};; *fabric*) {refuse % 'fabric.state'};;"
+        f" *) echo '0, GPU-1, 00000000:3B:00.0, 0, No, No, No, 1200, 1200, 250, 250, 16, 16, 0x4';; esac",
+    )
+    (row,) = gpu_health.look(10)
+    assert row["clocks_event_reasons.active"] == "0x4"
+    assert "fabric.state" not in row
+    assert row["pcie.link.width.max"] == "16"
+
+
+def test_a_driver_that_hangs_or_is_not_there_costs_its_facts_alone(tool):
+    assert gpu_health.look(5) == []
+    tool("nvidia-smi", "exec sleep 60")
+    began = time.monotonic()
+    assert gpu_health.look(0.5) == []
+    assert time.monotonic() - began < 20
+
+
+def test_how_the_iommu_treats_a_gpu_is_read_by_its_bus(tmp_path):
+    group = tmp_path / "0000:3b:00.0" / "iommu_group"
+    group.mkdir(parents=True)
+    (group / "type").write_text("DMA-FQ\n")
+    assert gpu_health.translated("00000000:3B:00.0", tmp_path) == "DMA-FQ"
+    assert gpu_health.translated("00000000:AF:00.0", tmp_path) is None
+
+
+COMPUTES = """
+class CUDA:
+    def is_available(): return True
+    def device_count(): return 2
+    def get_arch_list(): return []
+import torch
+torch.cuda = CUDA
+class Square(list):
+    def __matmul__(self, other): return {(0, 0): 64.0}
+def ones(*size, device):
+    if device == "cuda:1":
+        raise RuntimeError("CUDA error: no kernel image is available\\nfor execution")
+    return Square()
+torch.ones = ones
+"""
+
+
+def test_each_gpu_is_given_something_to_compute(tmp_path):
+    """No GPU is here: torch's words for one are stood in for."""
+    from orchestrator.remote.probe_programs import TORCH
+
+    python = quick_python(tmp_path / "quick")
+    tried = TORCH.replace("import torch\n", f"import torch\n{COMPUTES}", 1)
+    said = subprocess.run([python, "-c", tried, "computes"], capture_output=True, text=True, check=True).stdout
+    answer = {**PLAIN, "commands": {**PLAIN["commands"], "torch": {"rc": 0, "out": said, "err": ""}}}
+    rows = [{"index": "0", "uuid": "GPU-1"}, {"index": "1", "uuid": "GPU-2"}]
+    found = parse_health("here", {**answer, "gpu_health": rows})
+    assert [gpu.computes for gpu in found.gpus] == [None, "CUDA error: no kernel image is available"]
+    plainly = subprocess.run([python, "-c", tried], capture_output=True, text=True, check=True).stdout
+    assert "computes" not in json.loads(plainly.strip())
+
+
+# ---- the system ----------------------------------------------------------------------------------------------------
+
+
+def test_only_variables_that_steer_ranks_are_reported(monkeypatch):
+    for name in ("NCCL_ALGO", "RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "PET_NNODES", "LD_PRELOAD"):
+        monkeypatch.setenv(name, "x" * 300)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
+    monkeypatch.setenv("HF_TOKEN", "hunter2")
+    found = health.environment()
+    assert {"NCCL_ALGO", "RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "PET_NNODES", "LD_PRELOAD"} <= found.keys()
+    assert not {"AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "PATH", "HOME"} & found.keys()
+    assert len(found["RANK"]) == health.MOST_TEXT
+
+
+def test_a_reboot_that_is_due_names_its_packages(tmp_path):
+    assert health.reboot(str(tmp_path)) is None
+    (tmp_path / "reboot-required").write_text("*** System restart required ***\n")
+    assert health.reboot(str(tmp_path)) == []
+    (tmp_path / "reboot-required.pkgs").write_text("linux-base\nlibc6\nlibc6\n")
+    assert health.reboot(str(tmp_path)) == ["libc6", "linux-base"]
+
+
+@pytest.mark.parametrize(
+    ("files", "kills"),
+    [
+        ({}, False),
+        ({"logind.conf": "[Login]\n#KillUserProcesses=yes\n"}, False),
+        ({"logind.conf": "[Login]\nKillUserProcesses=yes\n"}, True),
+        ({"logind.conf": "[Login]\nKillUserProcesses=yes\nKillExcludeUsers=root USER\n"}, False),
+        ({"logind.conf": "[Login]\nKillUserProcesses=yes\nKillOnlyUsers=alice\n"}, False),
+        ({"logind.conf": "[Login]\nKillUserProcesses=yes\n", "logind.conf.d/x.conf": "KillUserProcesses=no\n"}, False),
+    ],
+)
+def test_whether_logind_ends_processes_is_read_as_it_reads_it(tmp_path, monkeypatch, files, kills):
+    monkeypatch.setattr(health, "user_name", lambda uid: "USER")
+    (tmp_path / "logind.conf.d").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text + "KillExcludeUsers=\n" if "Exclude" not in text else text)
+    cgroup = tmp_path / "cgroup"
+    cgroup.write_text("0::/user.slice/user-1000.slice/session-4.scope\n")
+    assert health.kills_left((str(tmp_path / "logind.conf"),), str(cgroup)) is kills
+    cgroup.write_text("0::/system.slice/ssh.service\n")
+    assert health.kills_left((str(tmp_path / "logind.conf"),), str(cgroup)) is None
+
+
+def test_the_tightest_of_all_control_groups_counts(tmp_path):
+    """As a container shows them: a group of version 2 below another one."""
+    (tmp_path / "self").mkdir()
+    outer = tmp_path / "fs"
+    inner = outer / "job" / "step"
+    inner.mkdir(parents=True)
+    (tmp_path / "self" / "cgroup").write_text("0::/job/step\n")
+    (tmp_path / "self" / "mountinfo").write_text(f"30 1 0:26 / {outer} rw - cgroup2 cgroup2 rw\n")
+    (inner / "memory.max").write_text("max\n")
+    (outer / "job" / "memory.max").write_text(f"{8 << 30}\n")
+    (inner / "pids.max").write_text("512\n")
+    (outer / "job" / "cpu.max").write_text("150000 100000\n")
+    assert cgroups.limits(tmp_path) == {"memory_bytes": 8 << 30, "pids": 512, "cpus": 1.5}
+    (outer / "job" / "memory.max").write_text("max\n")
+    assert cgroups.limits(tmp_path)["memory_bytes"] is None
+
+
+def test_a_job_is_known_by_the_mark_of_its_processes(tmp_path):
+    child = subprocess.Popen(["sleep", "60"], env={"ORCH_JOB_DIR": f"{tmp_path}/jobs/mnist-1-abc"})
+    try:
+        assert "mnist-1-abc" in health.jobs()
+    finally:
+        child.kill()
+        child.wait()
+
+
+# ---- what is made of it --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", sorted(path.stem for path in DATA.glob("*.json")))
+def test_a_recorded_answer_becomes_this_health(case):
+    recorded = json.loads((DATA / f"{case}.json").read_text())
+    raw = {**PLAIN, **recorded["raw"]}
+    found = parse_health("n", raw).model_dump(mode="json")
+    assert {name: found[name] for name in recorded["expect"]} == recorded["expect"]
+
+
+def changed(**parts):
+    raw = copy.deepcopy(PLAIN)
+    return {**raw, **parts, "health": {**raw["health"], **parts.get("health", {})}}
+
+
+NONSENSE = {
+    "its limits": [{"health": {"limits": {"nofile": [1]}}}, {"health": {"limits": {"nofile": ["1", 1]}}}],
+    "its control groups": [{"health": {"cgroup": {}}}, {"health": {"cgroup": 3}}],
+    "its environment": [{"health": {"environment": {"A": 3}}}, {"health": {"environment": ["A"]}}],
+    "its cards": [{"health": {"cards": {"eno1": ["full", "x", "0"]}}}, {"health": {"cards": {"eno1": [1, "0", "0"]}}}],
+    "its jobs": [{"health": {"jobs": "all"}}, {"health": {"jobs": ["x"] * 300}}],
+    "its GPUs' health": [{"gpu_health": "fine"}, {"gpu_health": [{"index": "first"}]}, {"gpu_health": [7]}],
+    "its data": [{"commands": {**PLAIN["commands"], "data": {"rc": 0, "out": "{", "err": ""}}}],
+    "its disk": [{"commands": {**PLAIN["commands"], "disk": {"rc": 0, "out": "[1]", "err": ""}}}],
+    "its health": [
+        {"health": {"uptime_s": -1}},
+        {"health": {"kills_left": "no"}},
+        {"health": {"cgroup": {"memory_bytes": "8", "pids": None, "cpus": None}}},
+    ],
+}
+
+
+@pytest.mark.parametrize(("fact", "parts"), [(fact, case) for fact, cases in NONSENSE.items() for case in cases])
+def test_nonsense_is_refused_and_names_the_node_and_the_fact(fact, parts):
+    with pytest.raises(ProbeError, match=f"^v100: its answer about {fact} makes no sense"):
+        parse_health("v100", changed(**parts))
+
+
+def test_words_of_a_host_are_cut_and_printable():
+    found = parse_health("n", changed(health={"environment": {"RANK": "\x1b[2J0"}, "jobs": ["x" * 5000]}))
+    assert found.environment == {"RANK": "0"}
+    assert len(found.jobs[0]) == 200
+
+
+WORDS = st.text(max_size=20) | st.sampled_from(["\x1b[0m", "1e999", "-1", "[N/A]", "NaN", "9" * 5000, "Yes"])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
+    max_leaves=6,
+)
+PLACES = [
+    *(("health", name) for name in PLAIN["health"]),
+    *(("gpu_health", name) for name in PLAIN["gpu_health"][0]),
+    *(("commands", name) for name in PLAIN["commands"]),
+]
+
+
+@given(st.sampled_from(PLACES), JSON)
+def test_whatever_a_host_answers_it_is_health_or_a_probe_error(place, value):
+    raw, (part, name) = copy.deepcopy(PLAIN), place
+    (raw[part][0] if part == "gpu_health" else raw[part])[name] = value
+    try:
+        found = parse_health("n", raw)
+    except ProbeError as error:
+        assert str(error).isprintable()
+        return
+    assert all(text.isprintable() for text in strings(found.model_dump(mode="json")))
+    assert Health.model_validate_json(found.model_dump_json()) == found
