@@ -59,13 +59,13 @@ def space(host: Host) -> Iterator[Finding]:
 
 def own_name(host: Host) -> Iterator[Finding]:
     """Gloo and other launchers ask it where nobody names an interface; `orch run` names one."""
-    name, addresses = host.facts.hostname, host.facts.hostname_addresses
+    addresses = host.facts.hostname_addresses
     local = [address for address in addresses if ipaddress.ip_address(address).is_loopback]
-    remedy = f"`orch run` does without; for other launchers give {name} its own address in /etc/hosts"
+    remedy = "`orch run` does without; for other launchers give that name its own address in its /etc/hosts"
     if not addresses:
-        yield f"its own name, {name}, leads to no address", remedy
+        yield "its own name (`hostname`) leads to no address", remedy
     elif local == list(addresses) and host.address not in local:
-        yield f"its own name, {name}, leads to {local[0]}", remedy
+        yield f"its own name (`hostname`) leads to {local[0]}", remedy
 
 
 def interface(host: Host) -> Iterator[Finding]:

@@ -174,7 +174,7 @@ CHECKS: tuple[Check, ...] = (
         "speed of links",
         "warn",
         "steps that take many times as long as on one host",
-        both(on_each(system.card), ways.speeds),
+        both(on_each(system.card), ways.speeds, ways.latencies),
         are_several,
     ),
     _check("P21", "InfiniBand", "warn", "`ibv_reg_mr: Cannot allocate memory`", on_each(_locked), has_rdma),

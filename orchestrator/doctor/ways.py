@@ -58,14 +58,37 @@ def large_packets(seen: Seen) -> Iterator[Sight]:
 
 
 def speeds(seen: Seen) -> Iterator[Sight]:
+    """Where all ways from and to a host are slow, and others are not, the host is named and not each way."""
+    measured = [pair for pair in seen.open_pairs if pair.bits_per_s and _declared(seen, pair)]
+    slow = [pair for pair in measured if (pair.bits_per_s or 0) < ENOUGH * min(_declared(seen, pair), MOST_JUDGED_BPS)]
+    remedy = "look at cables, switch ports and what else uses them; or correct `bandwidth:`"
+    blamed = [host.name for host in seen.hosts if 1 < len(_at(host.name, slow)) == len(_at(host.name, measured))]
+    blamed = blamed if len(slow) < len(measured) else []
+    for name in blamed:
+        own = _at(name, slow)
+        most, declared = max(pair.bits_per_s or 0 for pair in own), min(_declared(seen, pair) for pair in own)
+        words = f"no more than {format_bandwidth(most)} passes from or to it, of {format_bandwidth(declared)} declared"
+        yield Sight((name,), words, remedy)
+    for pair in slow:
+        if pair.start not in blamed and pair.end not in blamed:
+            of = f"of {format_bandwidth(_declared(seen, pair))} declared"
+            yield _of_way(pair, f"{format_bandwidth(pair.bits_per_s or 0)} passed, {of}", remedy)
+
+
+def latencies(seen: Seen) -> Iterator[Sight]:
     for pair in seen.open_pairs:
-        declared = declared_bps(seen.host(pair.start), seen.host(pair.end))
-        if declared and pair.bits_per_s and pair.bits_per_s < ENOUGH * min(declared, MOST_JUDGED_BPS):
-            words = f"{format_bandwidth(pair.bits_per_s)} passed, of {format_bandwidth(declared)} declared"
-            yield _of_way(pair, words, "look at cables, switch ports and what else uses them; or correct `bandwidth:`")
         if pair.round_trip_s and pair.round_trip_s > LONG_S:
             words = f"a round trip takes {1000 * pair.round_trip_s:.1f} ms"
             yield _of_way(pair, words, "hosts far from each other train slowly: `orch plan` says how slowly")
+
+
+def _at(name: str, pairs: list[Pair]) -> list[Pair]:
+    return [pair for pair in pairs if name in (pair.start, pair.end)]
+
+
+def _declared(seen: Seen, pair: Pair) -> float:
+    """0 where not both ends say."""
+    return declared_bps(seen.host(pair.start), seen.host(pair.end)) or 0.0
 
 
 def declared_bps(start: Host, end: Host) -> float | None:

@@ -237,6 +237,17 @@ FAULTS = {
         "mtu 1500",
     ),
     "P20 slow": (way(bits_per_s=0.9e9), "warn", ("a2000", "a16"), "900Mbps passed, of 2.5Gbps", "cables"),
+    "P20 host": (
+        seen(
+            mesh=Mesh(
+                pairs([way for name in ("a2000", "v100") for way in ((name, "a16"), ("a16", name))], bits_per_s=1e8)
+            )
+        ),
+        "warn",
+        ("a16",),
+        "no more than 100Mbps passes from or to it, of 2.5Gbps",
+        "cables",
+    ),
     "P20 far": (way(round_trip_s=0.05), "warn", ("a2000", "a16"), "50.0 ms", "orch plan"),
     "P20 half": (seen(of_health(cards={"eno1": Card(duplex="half")})), "warn", ("a16",), "half duplex", "ethtool eno1"),
     "P20 100": (
