@@ -42,7 +42,7 @@ PURE |= {"studies.choose", "studies.mnist", "studies.rows", "studies.starters", 
 PURE |= {f"hosts.{name}" for name in ("alike", "checks", "election", "facts", "grammar", "inventory", "masking")}
 PURE |= {f"hosts.{name}" for name in ("device_answers", "inventory_mistakes", "network_answers")}
 PURE |= {"hosts.health", "hosts.parse_facts", "hosts.parse_health", "hosts.raw_answer"}
-PURE |= {f"doctor.{name}" for name in ("gpus", "judge", "seen", "system", "table", "together", "ways")}
+PURE |= {f"doctor.{name}" for name in ("bisect", "gpus", "judge", "seen", "system", "table", "together", "ways")}
 PURE |= {f"hosts.{name}" for name in ("occupied", "visible", "wheels")}
 PURE |= {
     f"hosts.forms.{name}" for name in ("ansible", "ansible_groups", "ansible_hosts", "ansible_ini", "ansible_yaml")

@@ -74,13 +74,33 @@ class Mesh:
 
 
 @dataclass(frozen=True)
+class Collective:
+    """What became of a short all-reduce over all hosts."""
+
+    backends: tuple[str, ...]
+    """Tried in this order, up to the first that fails."""
+    backend: str = ""
+    """The one that failed."""
+    failure: str = ""
+    """Why, in words; "" where none failed."""
+    guilty: tuple[str, ...] = ()
+    """The host without which it does not fail, or the pair with which it does; empty where that is not known."""
+    job: str | None = None
+    """The one that failed with all hosts."""
+
+
+@dataclass(frozen=True)
 class Seen:
-    """All that was looked at. unreached: why nothing is known of a host. master: who would be it."""
+    """All that was looked at. unreached: why nothing is known of a host. master: who would be it. collective: None
+    where it was not tried, and why_no_collective.
+    """
 
     hosts: tuple[Host, ...]
     unreached: Mapping[str, HostError] = field(default_factory=dict)
     mesh: Mesh | None = None
     master: str | None = None
+    collective: Collective | None = None
+    why_no_collective: str = "without --collective"
 
     def host(self, name: str) -> Host:
         return next(host for host in self.hosts if host.name == name)

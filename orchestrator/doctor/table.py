@@ -96,6 +96,10 @@ def tried_pairs(seen: Seen) -> str:
     return are_several(seen) or ("" if seen.mesh else NO_MESH)
 
 
+def tried_collective(seen: Seen) -> str:
+    return are_several(seen) or ("" if seen.collective else seen.why_no_collective)
+
+
 def _locked(host: Host) -> Iterable[Finding]:
     return system.locked_memory(host) if host.facts.rdma else ()
 
@@ -179,6 +183,14 @@ CHECKS: tuple[Check, ...] = (
     ),
     _check("P21", "InfiniBand", "warn", "`ibv_reg_mr: Cannot allocate memory`", on_each(_locked), has_rdma),
     _check("P22", "GPU to GPU", "warn", "100 % GPU use and no progress", on_each(gpus.peer_access), has_several_gpus),
+    _check(
+        "P23",
+        "an all-reduce",
+        "block",
+        "whatever no other check can see",
+        ways.collective,
+        tried_collective,
+    ),
     _check("P24", "work folder", "block", "a job that cannot be put there", on_each(system.work_folder)),
     _check("P25", "space", "warn", "a checkpoint or a loader that fails for want of space", on_each(system.space)),
     _check("P26", "limits of a session", "warn", "`too many open files` in mid-run", on_each(system.limits)),

@@ -97,5 +97,18 @@ def declared_bps(start: Host, end: Host) -> float | None:
     return min(known) if len(known) == 2 else None
 
 
+def collective(seen: Seen) -> Iterator[Sight]:
+    found = seen.collective
+    if not found or not found.failure:
+        return
+    everybody = tuple(host.name for host in seen.hosts)
+    logs = f"`orch logs --job {found.job}`" if found.job else "read its line"
+    how = {1: "not without that host", 2: "not without either of them"}.get(len(found.guilty), "")
+    words = f"an all-reduce by {found.backend} fails" + (f", and {how}" if how else "")
+    if len(found.guilty) == 1:
+        logs += f"; until it is mended: `orch node release {found.guilty[0]}`"
+    yield Sight(found.guilty or everybody, f"{words}: {found.failure}", logs, is_way=len(found.guilty) == 2)
+
+
 def _of_way(pair: Pair, words: str, remedy: str) -> Sight:
     return Sight((pair.start, pair.end), words, remedy, is_way=True)

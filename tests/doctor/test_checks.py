@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.doctor.judge import judge
-from orchestrator.doctor.seen import Mesh, Seen
+from orchestrator.doctor.seen import Collective, Mesh, Seen
 from orchestrator.doctor.table import CHECKS
 from orchestrator.errors import AuthError, ConnectError, HostKeyError, ProbeError
 from orchestrator.hosts.facts import Interface, Occupant
@@ -55,6 +55,10 @@ def nfs(name, path="/export/home/ubuntu/.orch"):
 
 def way(**changes):
     return seen(mesh=Mesh(pairs(**changes)))
+
+
+def failed(**changes):
+    return seen(collective=Collective(("gloo", "nccl"), "nccl", "no answer", job="j", **changes))
 
 
 def lost(error):
@@ -279,6 +283,21 @@ FAULTS = {
         "between GPU 0 and 1",
         "iommu=pt",
     ),
+    "P23 host": (
+        failed(guilty=("a16",)),
+        "block",
+        ("a16",),
+        "by nccl fails, and not without that host: no answer",
+        "node release a16",
+    ),
+    "P23 pair": (
+        failed(guilty=("v100", "a16")),
+        "block",
+        ("v100", "a16"),
+        "not without either of them",
+        "logs --job j",
+    ),
+    "P23 all": (failed(), "block", NAMES, "an all-reduce by nccl fails: no answer", "logs --job j"),
     "P24": (seen(of_facts(workdir_error="Permission denied")), "block", ("a16",), "cannot be written", "`workdir:`"),
     "P25 shm": (seen(of_facts(shm_bytes=64 << 20)), "warn", ("a16",), "/dev/shm holds only 64.0MiB", "container"),
     "P25 disk": (seen(of_facts(disk_free_bytes=10 << 20)), "warn", ("a16",), "only 10.0MiB free", "`workdir:`"),

@@ -148,3 +148,33 @@ def test_a_controller_that_is_killed_leaves_no_listener(person):
     while left := [node for node in ("alpha", "beta", "gamma") if listening(person, node)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.5)
+
+
+SICK = """
+cluster: smoke
+defaults: {device: cpu, env: {OMP_NUM_THREADS: "1"}}
+nodes:
+  - {name: alpha, host: 10.77.33.1, master: true}
+  - {name: beta, host: 10.77.33.2}
+  - {name: gamma, host: 10.77.33.3, prepare: "test ! -e /home/lab/sick"}
+"""
+
+
+@pytest.mark.slow
+def test_an_all_reduce_that_fails_with_one_host_alone_blames_that_host(tmp_path):
+    """Nothing that a check can see: what has to be run before its ranks fails there."""
+    with lab(SICK, trains=True) as hosts:
+        person = Person(hosts, tmp_path / "home", tmp_path)
+        assert (
+            "needs a cluster that is up"
+            in person.types("doctor", str(hosts.inventory), "--collective", exit_code=2).stderr
+        )
+        person.types("up", str(hosts.inventory))
+        assert "P23" in person.asks("doctor", "--collective")["passed"]
+        hosts.host_exec("gamma", ["touch", "/home/lab/sick"], check=True)
+        found = person.asks("doctor", "--collective", exit_code=1)
+        (finding,) = [one for one in found["findings"] if one["id"] == "P23"]
+        assert finding["where"] == ["gamma"]
+        assert "an all-reduce by gloo fails, and not without that host: gamma: " in finding["seen"]
+        assert person.types("doctor", "--nodes", "alpha,beta").returncode == 0
+        assert {job["state"] for job in person.asks("jobs")["jobs"]} == {"succeeded", "failed"}

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from orchestrator.doctor.seen import Host, Mesh, Pair, Seen
+from orchestrator.doctor.seen import Collective, Host, Mesh, Pair, Seen
 from orchestrator.hosts.facts import Interface, RdmaPort, Route
 from orchestrator.hosts.health import Card, Disk, GpuHealth, Health, Limit
 from tests.support.probed_hosts import facts, gpu, node, torch
@@ -65,4 +65,7 @@ def pairs(ways=(("a2000", "a16"),), **changes):
 def seen(*changed, **changes):
     """changed: hosts in place of those of their names. changes: fields of Seen."""
     hosts = {name: host(name) for name in NAMES} | {one.name: one for one in changed}
-    return replace(Seen(tuple(hosts.values()), mesh=Mesh(pairs()), master="v100"), **changes)
+    return replace(
+        Seen(tuple(hosts.values()), mesh=Mesh(pairs()), master="v100", collective=Collective(("gloo", "nccl"))),
+        **changes,
+    )
