@@ -2,7 +2,8 @@
 
     .venv/bin/python docs/reference.py            # writes docs/reference/*.md and deploy/inventory.schema.json
 
-What they say comes from where it is checked: the commands' own help, the inventory's models, the trainer's settings.
+What they say comes from where it is checked: the commands' own help, the table of checks, the inventory's models, the
+trainer's settings.
 tests/cli/test_reference.py fails where a page is older than these.
 """
 
@@ -16,6 +17,7 @@ from typing import Any
 import click
 
 from orchestrator.cli import SECTIONS, main
+from orchestrator.doctor.table import CHECKS
 from orchestrator.hosts.inventory_file import inventory_schema
 from trainer.shared.config import fields_of
 from trainer.shared.experiments import EXPERIMENTS, TRAINING
@@ -30,6 +32,7 @@ def pages() -> dict[str, str]:
     """Each file's text, by its path from the root of the repository."""
     return {
         "docs/reference/commands.md": commands(),
+        "docs/reference/checks.md": checks(),
         "docs/reference/inventory.md": inventory(),
         "docs/reference/settings.md": settings(),
         "deploy/inventory.schema.json": json.dumps(inventory_schema(), indent=2) + "\n",
@@ -46,6 +49,14 @@ def commands() -> str:
         for command in members:
             parts += [f"### {name}\n\n```text\n{text}\n```" for name, text in helps(command, "orch")]
     return _page(parts)
+
+
+def checks() -> str:
+    rows = [f"| {check.id} | {check.name} | {check.level} | {check.causes} |" for check in CHECKS]
+    about = "What [`orch doctor`](../doctor.md) looks for, how bad it is, and what comes of it where nobody looks."
+    table = "\n".join(["| id | check | level | else |", "| --- | --- | --- | --- |", *rows])
+    more = "A part of what a check looks for may only warn, or block, beside its level: each finding says its own."
+    return _page(["# Checks", WRITTEN, about, table, more])
 
 
 def helps(command: click.Command, above: str) -> Iterator[tuple[str, str]]:

@@ -101,6 +101,12 @@ RULES = {
     "ports: none on the controller, the hub's on the training address alone": """
         test_security: test_the_controller_listens_nowhere_and_the_hub_on_the_training_address_alone
         remote/test_hub: test_a_stranger_without_the_token_hears_no_order_and_is_no_member""",
+    "listeners of `orch doctor`: a token, the training address alone, gone with the connection or in time": """
+        remote/test_mesh: test_a_stranger_without_the_token_is_hung_up_on_and_sends_nothing_that_counts
+        remote/test_mesh: test_it_listens_on_its_training_address_alone
+        remote/test_mesh: test_it_listens_no_longer_than_its_limit_whatever_its_controller_does
+        remote/test_mesh: test_it_listens_no_more_when_its_connection_ends
+        hosts/test_examine: test_whatever_a_host_answers_it_is_health_or_a_probe_error""",
     "training ports: a public address is warned of": """
         test_security: test_a_public_training_address_is_warned_of""",
     "state and run folders: for the owner alone, and never somebody else's": """

@@ -56,8 +56,8 @@ if "_ORCH_COMPLETE" in os.environ:
     install()
 
 SECTIONS = {
-    "Jobs": (run, jobs, top, ui, logs, why, cancel),
     "Hosts": (init, up, status, doctor, clusters, use, node, master, trust, setup, data, execute, ssh, cp, inventory),
+    "Jobs": (run, jobs, top, ui, logs, why, cancel),
     "Results": (collect, pull, report, compare),
     "Speed, measured and predicted": (profile, plan, sweep),
     "Cleaning up": (reap, down),
