@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from orchestrator.doctor.seen import Host, Mesh, Pair, PairKind
+from orchestrator.doctor.ways import is_slow
 from orchestrator.errors import HostError, ProbeError
 from orchestrator.text import one_line
 from orchestrator.transport.ask import ConnectedHost, exchange, understood
@@ -32,6 +33,8 @@ LISTEN_S, REACH_S, SEND_S = 10.0, 30.0, 10.0
 TRANSFER_S, TRANSFERS_S = 0.3, 16.0
 """Of one transfer, and of all of them together, where that leaves each LEAST_S."""
 LEAST_S = 0.15
+MOST_AGAIN = 8
+"""Ways that seem slow are measured again, each while no other is."""
 SSH_PORT = 22
 
 
@@ -48,7 +51,7 @@ class Conductor:
         self._closed = dict[str, str]()
         self._pairs = dict[tuple[str, str], Pair]()
         self._slots: list[list[tuple[str, str]]] | None = None
-        self._is_over = False
+        self._is_again = self._is_over = False
         self._seconds = TRANSFER_S
 
     def lines(self, name: str) -> Iterator[bytes]:
@@ -71,7 +74,7 @@ class Conductor:
             elif "reached" in word:
                 self._pairs |= {(name, end): _pair(name, end, way) for end, way in word["reached"].items()}
             elif "sent" in word:
-                self._take_speed((name, word["sent"]), word["bits_per_s"])
+                self._take_speed((name, word["sent"]), word)
             elif word or time.monotonic() < self._until_s:
                 return
             if word:
@@ -97,10 +100,14 @@ class Conductor:
         place = {"address": host.address, "port": port, "interface": link.name if link else "IFACE"}
         return {**place, "firewall": one_line(word["firewall"], 20), "ssh_port": host.node.port or SSH_PORT}
 
-    def _take_speed(self, pair: tuple[str, str], bits_per_s: Any) -> None:
-        known = self._pairs[pair]
-        if bits_per_s is not None:
-            self._pairs[pair] = replace(known, bits_per_s=_figure(bits_per_s))
+    def _take_speed(self, pair: tuple[str, str], word: Mapping[str, Any]) -> None:
+        """The best of what was measured: all that disturbs a measurement makes it worse."""
+        known, trip_s, bits_per_s = self._pairs[pair], word["round_trip_s"], word["bits_per_s"]
+        self._pairs[pair] = replace(
+            known,
+            round_trip_s=min(_figures(known.round_trip_s, trip_s), default=None),
+            bits_per_s=max(_figures(known.bits_per_s, bits_per_s), default=None),
+        )
 
     # ---- what comes next ---------------------------------------------------------------------------------------
 
@@ -111,6 +118,9 @@ class Conductor:
             self._reach()
         elif self._slots:
             self._send(self._slots.pop(0))
+        elif not self._is_again and (slow := self._slow()):
+            self._is_again, self._slots = True, [[pair] for pair in slow[:MOST_AGAIN]]
+            self._go_on()
         else:
             self._is_over = True
             for name in self._hosts:
@@ -140,6 +150,9 @@ class Conductor:
             self._tell(start, {"send": end, "seconds": self._seconds})
         if not ready:
             self._go_on()
+
+    def _slow(self) -> list[tuple[str, str]]:
+        return [place for place, pair in self._pairs.items() if is_slow(pair, *(self._hosts[name] for name in place))]
 
     def _is_open(self, pair: tuple[str, str]) -> bool:
         known = self._pairs.get(pair)
@@ -189,6 +202,10 @@ def _pair(start: str, end: Any, way: Mapping[str, Any]) -> Pair:
     trip_s = way.get("round_trip_s")
     words, opens = (one_line(way.get(name, "")) for name in ("words", "opens"))
     return Pair(start, str(end), way["kind"], words, opens, None if trip_s is None else _figure(trip_s))
+
+
+def _figures(*values: Any) -> list[float]:
+    return [_figure(value) for value in values if value is not None]
 
 
 def _figure(value: Any) -> float:

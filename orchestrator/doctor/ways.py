@@ -59,20 +59,24 @@ def large_packets(seen: Seen) -> Iterator[Sight]:
 
 def speeds(seen: Seen) -> Iterator[Sight]:
     """Where all ways from and to a host are slow, and others are not, the host is named and not each way."""
-    measured = [pair for pair in seen.open_pairs if pair.bits_per_s and _declared(seen, pair)]
-    slow = [pair for pair in measured if (pair.bits_per_s or 0) < ENOUGH * min(_declared(seen, pair), MOST_JUDGED_BPS)]
+    measured = [pair for pair in seen.open_pairs if pair.bits_per_s]
+    slow = [pair for pair in measured if is_slow(pair, seen.host(pair.start), seen.host(pair.end))]
     remedy = "look at cables, switch ports and what else uses them; or correct `bandwidth:`"
     blamed = [host.name for host in seen.hosts if 1 < len(_at(host.name, slow)) == len(_at(host.name, measured))]
     blamed = blamed if len(slow) < len(measured) else []
     for name in blamed:
         own = _at(name, slow)
-        most, declared = max(pair.bits_per_s or 0 for pair in own), min(_declared(seen, pair) for pair in own)
-        words = f"no more than {format_bandwidth(most)} passes from or to it, of {format_bandwidth(declared)} declared"
-        yield Sight((name,), words, remedy)
+        most = format_bandwidth(max(pair.bits_per_s or 0 for pair in own))
+        yield Sight((name,), f"no more than {most} passes from or to it, of {_declared(seen, own[0])} declared", remedy)
     for pair in slow:
         if pair.start not in blamed and pair.end not in blamed:
-            of = f"of {format_bandwidth(_declared(seen, pair))} declared"
-            yield _of_way(pair, f"{format_bandwidth(pair.bits_per_s or 0)} passed, {of}", remedy)
+            passed = format_bandwidth(pair.bits_per_s or 0)
+            yield _of_way(pair, f"{passed} passed, of {_declared(seen, pair)} declared", remedy)
+
+
+def is_slow(pair: Pair, start: Host, end: Host) -> bool:
+    declared = declared_bps(start, end)
+    return bool(declared and pair.bits_per_s and pair.bits_per_s < ENOUGH * min(declared, MOST_JUDGED_BPS))
 
 
 def latencies(seen: Seen) -> Iterator[Sight]:
@@ -86,9 +90,8 @@ def _at(name: str, pairs: list[Pair]) -> list[Pair]:
     return [pair for pair in pairs if name in (pair.start, pair.end)]
 
 
-def _declared(seen: Seen, pair: Pair) -> float:
-    """0 where not both ends say."""
-    return declared_bps(seen.host(pair.start), seen.host(pair.end)) or 0.0
+def _declared(seen: Seen, pair: Pair) -> str:
+    return format_bandwidth(declared_bps(seen.host(pair.start), seen.host(pair.end)) or 0)
 
 
 def declared_bps(start: Host, end: Host) -> float | None:

@@ -7,7 +7,7 @@ Request: {"name", "address", "token": the same for all hosts, "limit_s"}. It rep
 Then each line of its input is something to do, and is answered by one word:
 
     {"reach": {NAME: PLACE}}             {"reached": {NAME: {"kind", "words", "opens", "round_trip_s"}}}
-    {"send": NAME, "seconds": 0.3}       {"sent": NAME, "bits_per_s": 2.35e9}         null: no figure
+    {"send": NAME, "seconds": 0.3}       {"sent": NAME, "round_trip_s", "bits_per_s"}     null: no figure
     {"over": 1}                          {"end": {}}
 
 A place is {"address", "port", "interface", "firewall", "ssh_port"}. kind is "open" or one of `way.Kind`; a silent way
@@ -68,7 +68,7 @@ async def take_part(request: dict[str, Any], talk: Talk) -> dict[str, Any]:
         if "reach" in order:
             talk.say({"reached": await mesh.reach(order["reach"])})
         elif "send" in order:
-            talk.say({"sent": order["send"], "bits_per_s": await mesh.send(order["send"], order["seconds"])})
+            talk.say({"sent": order["send"], **await mesh.send(order["send"], order["seconds"])})
     return {}
 
 
@@ -149,40 +149,49 @@ class Mesh:
 
     async def _try(self, name: str) -> dict[str, Any]:
         """Raises Trouble."""
-        link, times_s = await way.dial(self._places[name], self._name, self._key(name), lambda: None), []
+        link = await way.dial(self._places[name], self._name, self._key(name), lambda: None)
         try:
-            for number in range(way.CHECKS, way.CHECKS + ROUND_TRIPS):
-                began = time.perf_counter()
-                await way.ask(link, number, 0, lambda: None)
-                times_s.append(time.perf_counter() - began)
+            return {"kind": "open", "words": "", "round_trip_s": await round_trip_s(link)}
         except (OSError, ValueError, asyncio.TimeoutError) as error:
             raise Trouble("hung up", "it hung up", is_cut=False, bear_s=0.0) from error
         finally:
             link.close()
-        return {"kind": "open", "words": "", "round_trip_s": statistics.median(times_s)}
 
-    async def send(self, name: str, seconds: float) -> float | None:
-        """As many bytes as pass in this time; what the other side measured of them."""
-        try:
+    async def send(self, name: str, seconds: float) -> dict[str, float | None]:
+        """A round trip while little else is going on, then as many bytes as pass in this time, as the other side
+        measured them.
+        """
+        found: dict[str, float | None] = {"round_trip_s": None, "bits_per_s": None}
+        with contextlib.suppress(Trouble, OSError, ValueError, KeyError, asyncio.TimeoutError):
             reader, writer = await way.connect(self._places[name])
             link = await introduce(reader, writer, self._name, self._key(name))
-            return await asyncio.wait_for(flood(link, writer, seconds), ANSWER_S)
-        except (Trouble, OSError, ValueError, KeyError, asyncio.TimeoutError):
-            return None
+            try:
+                found["round_trip_s"] = await round_trip_s(link)
+                found["bits_per_s"] = await asyncio.wait_for(flood(link, writer, seconds), ANSWER_S)
+            finally:
+                link.close()
+        return found
+
+
+async def round_trip_s(link: Link) -> float:
+    """The median of some. Raises OSError, ValueError or asyncio.TimeoutError."""
+    times_s = []
+    for number in range(way.CHECKS, way.CHECKS + ROUND_TRIPS):
+        began = time.perf_counter()
+        await way.ask(link, number, 0, lambda: None)
+        times_s.append(time.perf_counter() - began)
+    return statistics.median(times_s)
 
 
 async def flood(link: Link, writer: asyncio.StreamWriter, seconds: float) -> float | None:
-    try:
-        link.send({"take": seconds})
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            writer.write(BLOCK)
-            await writer.drain()
-        writer.write_eof()
-        found = (await link.receive(ANSWER_S))["bits_per_s"]
-        return None if found is None else float(found)
-    finally:
-        link.close()
+    link.send({"take": seconds})
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        writer.write(BLOCK)
+        await writer.drain()
+    writer.write_eof()
+    found = (await link.receive(ANSWER_S))["bits_per_s"]
+    return None if found is None else float(found)
 
 
 async def measured(reader: asyncio.StreamReader, seconds: float) -> float | None:

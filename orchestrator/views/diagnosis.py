@@ -62,21 +62,30 @@ def _together(findings: Sequence[Finding]) -> list[list[Finding]]:
 
 
 def _print_ways(mesh: Mesh) -> None:
-    """A row for each start, a column for each end; of many hosts the count alone: findings name those that fail."""
+    """A row for each start, a column for each end, with as much in each as the screen has room for; where it has none,
+    the count alone: findings name those that fail.
+    """
     names = list(dict.fromkeys(pair.start for pair in mesh.pairs))
-    if len(names) > MOST_IN_MATRIX:
-        is_open = sum(pair.kind == "open" for pair in mesh.pairs)
-        console.put(f"{counted(len(mesh.pairs), 'way')} between hosts, {is_open} open")
-        return
     ways = {(pair.start, pair.end): pair for pair in mesh.pairs}
-    rows = [[start, *(_cell(ways.get((start, end))) for end in names)] for start in names]
-    console.out.print(table("ways between hosts (from the row's to the column's)", ["", *names], rows))
+    for cell in (_trip_and_speed, _speed):
+        rows = [[Text(start), *(cell(ways.get((start, end))) for end in names)] for start in names]
+        widths = [max(len(name), *(row[at].cell_len for row in rows)) for at, name in enumerate(["", *names])]
+        if len(names) <= MOST_IN_MATRIX and sum(widths) + 2 * len(names) <= console.out.width:
+            title = "ways between hosts (from the row's to the column's)"
+            return console.out.print(table(title, ["", *names], rows))
+    is_open = sum(pair.kind == "open" for pair in mesh.pairs)
+    return console.put(f"{counted(len(mesh.pairs), 'way')} between hosts, {is_open} open")
 
 
-def _cell(pair: Pair | None) -> Text:
+def _trip_and_speed(pair: Pair | None) -> Text:
+    if pair is None or pair.kind != "open" or not pair.round_trip_s or not pair.bits_per_s:
+        return _speed(pair)
+    return Text(f"{1000 * pair.round_trip_s:.2g} ms, {format_bandwidth(pair.bits_per_s)}")
+
+
+def _speed(pair: Pair | None) -> Text:
     if pair is None:
         return Text("-")
     if pair.kind != "open":
         return Text(_WAYS.get(pair.kind, pair.kind), "yellow" if pair.kind == "not tried" else "red")
-    trip = f"{1000 * pair.round_trip_s:.2g} ms" if pair.round_trip_s else "open"
-    return Text(f"{trip}, {format_bandwidth(pair.bits_per_s)}" if pair.bits_per_s else trip)
+    return Text(format_bandwidth(pair.bits_per_s) if pair.bits_per_s else "open")

@@ -15,6 +15,10 @@ from tests.support.examined_hosts import NAMES, host
 OPEN = {"kind": "open", "words": "", "round_trip_s": 0.001}
 
 
+def sent(to, bits_per_s, trip_s=None):
+    return {"sent": to, "round_trip_s": trip_s, "bits_per_s": bits_per_s}
+
+
 class Stage:
     """A conductor and what it has told its hosts."""
 
@@ -74,7 +78,7 @@ def test_what_was_measured_stands_beside_the_way_and_then_it_is_over():
     stage.reach()
     for name, other in (("a2000", "v100"), ("v100", "a2000")):
         assert stage.told(name)[-1] == {"send": other, "seconds": mesh.TRANSFER_S}
-        stage.conductor.take(name, {"sent": other, "bits_per_s": 2e9 if name == "a2000" else None})
+        stage.conductor.take(name, sent(other, 2e9 if name == "a2000" else None))
     assert [stage.told(name)[-2:] for name in ("a2000", "v100")] == [[{"over": 1}, None]] * 2
     assert stage.conductor.found().pairs == (
         Pair("a2000", "v100", "open", round_trip_s=0.001, bits_per_s=2e9),
@@ -82,12 +86,36 @@ def test_what_was_measured_stands_beside_the_way_and_then_it_is_over():
     )
 
 
+def test_a_way_that_seems_slow_is_measured_again_alone_and_the_best_counts():
+    stage = Stage(("a2000", "v100"))
+    stage.listen()
+    stage.reach()
+    stage.conductor.take("a2000", sent("v100", 0.3e9, 0.0005))
+    stage.conductor.take("v100", sent("a2000", 2e9, 0.002))
+    assert stage.told("a2000")[-1] == {"send": "v100", "seconds": mesh.TRANSFER_S}
+    stage.conductor.take("a2000", sent("v100", 2.1e9, 0.004))
+    assert stage.told("v100")[-2:] == [{"over": 1}, None]
+    assert [(pair.round_trip_s, pair.bits_per_s) for pair in stage.conductor.found().pairs] == [
+        (0.0005, 2.1e9),
+        (0.001, 2e9),
+    ]
+
+
+def test_a_way_that_stays_slow_is_not_measured_for_ever():
+    stage = Stage(("a2000", "v100"))
+    stage.listen()
+    stage.reach()
+    for name, other in (("a2000", "v100"), ("v100", "a2000"), ("a2000", "v100"), ("v100", "a2000")):
+        stage.conductor.take(name, sent(other, 0.3e9))
+    assert stage.told("a2000")[-2:] == [{"over": 1}, None]
+
+
 def test_over_a_way_that_is_not_open_nothing_is_sent():
     stage = Stage(("a2000", "v100"))
     stage.listen()
     stage.reach(a2000_v100={"kind": "refused", "words": "connection refused", "opens": "sudo ufw"})
     assert stage.told("v100")[-1] == {"send": "a2000", "seconds": mesh.TRANSFER_S}
-    stage.conductor.take("v100", {"sent": "a2000", "bits_per_s": 1e9})
+    stage.conductor.take("v100", sent("a2000", 2e9))
     assert [stage.told("a2000")[-2:]] == [[{"over": 1}, None]]
     assert stage.conductor.found().pairs[0] == Pair("a2000", "v100", "refused", "connection refused", "sudo ufw")
 
@@ -130,8 +158,8 @@ NONSENSE = [
     {"reached": {"v100": {"kind": "open", "round_trip_s": "1"}}},
     {"reached": []},
     {"sent": "v100"},
-    {"sent": "nobody", "bits_per_s": 1e9},
-    {"sent": ["v100"], "bits_per_s": 1e9},
+    {"sent": "nobody", "round_trip_s": None, "bits_per_s": 1e9},
+    {"sent": ["v100"], "round_trip_s": None, "bits_per_s": 1e9},
 ]
 
 
