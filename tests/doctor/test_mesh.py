@@ -141,6 +141,22 @@ def test_who_is_late_is_left_out(monkeypatch):
     assert stage.told("a16") == []
 
 
+def test_who_listened_and_is_late_to_connect_is_sent_nothing(monkeypatch):
+    stage = Stage()
+    stage.listen("a2000", "v100")
+    monkeypatch.setattr(mesh, "REACH_S", 0.0)
+    stage.conductor.take("a16", {"port": 4002, "firewall": "ufw"})
+    stage.reach("a2000", "v100")
+    stage.conductor.take("a2000", {})  # time passes
+    told = [order for name in NAMES for order in stage.told(name) if order]
+    while orders := [order for order in told if "send" in order]:
+        assert [order["send"] for order in orders] in (["v100"], ["a2000"])
+        start = "a2000" if orders[0]["send"] == "v100" else "v100"
+        stage.conductor.take(start, sent(orders[0]["send"], 2e9))
+        told = [order for name in NAMES for order in stage.told(name) if order]
+    assert told == [{"over": 1}] * 3
+
+
 def test_who_cannot_listen_is_named_with_its_reason_and_the_others_go_on():
     stage = Stage()
     stage.listen("a2000", "v100")

@@ -627,8 +627,10 @@ def _pour(source: socket.socket, sink: socket.socket) -> None:
 def test_a_server_that_hangs_up_before_its_greeting_is_tried_again(server: Sshd) -> None:
     with grumpy_door(server, refusals=2) as (port, count):
         target = server.target(port=port, host_key=server.host_key())
-        connect(target, host_keys=server.host_keys()).close()
+        transport = connect(target, host_keys=server.host_keys())
+        transport.close()
     assert len(count) == 3
+    assert (transport.logins_tried, transport.login_s > 0.1) == (3, True)  # for `orch doctor`
 
 
 def test_a_server_that_always_hangs_up_is_given_up_within_the_deadline(server: Sshd) -> None:
