@@ -36,8 +36,9 @@ def kernels(host: Host) -> Iterator[Finding]:
     yield from [finding for finding in found if finding[0]][:1]
     if any(finding[0] for finding in found):
         return
+    in_use = {gpu.index for gpu in host.gpus if gpu.occupants}
     for gpu in _health(host):
-        if gpu.computes:
+        if gpu.computes and gpu.index not in in_use:  # else it may be full, or another's alone: P09
             remedy = f"look at `dmesg` there; `nvidia-smi --gpu-reset -i {gpu.index}` as root may help"
             yield f"GPU {gpu.index} computes nothing ({gpu.computes})", remedy
 
@@ -53,12 +54,21 @@ def other_count(host: Host) -> Iterator[Finding]:
 
 
 def in_use(host: Host) -> Iterator[Finding]:
-    """By processes that belong to no job of ours."""
-    if not host.trains_on_gpus:
-        return
-    jobs = {each.job for gpu in host.gpus for each in gpu.occupants if each.job}
-    for line in occupied(without_jobs(host.facts, jobs)):
+    """By processes that belong to no job of ours, beside which there may be room."""
+    for line in _used(host, exclusively=False):
         yield line, "`orch run` refuses where too little memory is left: wait, end it, or `--share`"
+
+
+def taken(host: Host) -> Iterator[Finding]:
+    """The same where one process may have a GPU for itself."""
+    for line in _used(host, exclusively=True):
+        yield f"{line}, exclusively", "wait, end it, or `nvidia-smi -c DEFAULT` there, as root"
+
+
+def _used(host: Host, *, exclusively: bool) -> Iterator[str]:
+    jobs = {each.job for gpu in host.gpus for each in gpu.occupants if each.job}
+    gpus = [gpu for gpu in host.gpus if gpu.compute_mode.startswith("Exclusive") == exclusively]
+    return occupied(without_jobs(host.facts.model_copy(update={"gpus": tuple(gpus)}), jobs))
 
 
 def health(host: Host) -> Iterator[Finding]:

@@ -11,10 +11,11 @@ from typing import TypeVar
 from orchestrator.doctor.seen import Host, Seen, Sight
 from orchestrator.hosts.alike import host_set
 from orchestrator.hosts.checks import CLOCK_S
+from orchestrator.hosts.masking import masked_env
 from orchestrator.hosts.wheels import numbers
 from orchestrator.planning.nccl import GpuHost, unlike_versions
 from orchestrator.text import some
-from orchestrator.units import format_duration
+from orchestrator.units import counted, format_duration
 
 NETWORK_DISKS = re.compile(
     r"nfs.*|cifs|smb.*|lustre|ceph|glusterfs|gpfs|beegfs|9p|virtiofs|fuse\..*|afs|ocfs2|gfs2|orangefs"
@@ -54,7 +55,7 @@ def machines(seen: Seen) -> Iterator[Sight]:
         named = [host for host in hosts if "CUDA_VISIBLE_DEVICES" in host.node.env]
         if shared and len(named) < len(hosts):
             remedy = "take one entry for the machine, or CUDA_VISIBLE_DEVICES in each one's `env:`"
-            yield Sight(names, f"they are one machine, with the same {len(shared)} GPUs", remedy, "block")
+            yield Sight(names, f"they are one machine, with {counted(len(shared), 'GPU')} in common", remedy, "block")
         elif any(host.node.transport == "ssh" for host in hosts):
             yield Sight(names, "they are one machine", "take one entry for it, unless that is what you want", "warn")
     for hosts in _groups(seen.hosts, lambda host: host.address):
@@ -110,7 +111,7 @@ def clocks(seen: Seen) -> Iterator[Sight]:
 
 
 def environments(seen: Seen) -> Iterator[Sight]:
-    given = {host.name: {**host.health.environment, **host.node.env} for host in seen.hosts}
+    given = {host.name: masked_env({**host.health.environment, **host.node.env}) for host in seen.hosts}
     compared = sorted({name for values in given.values() for name in values if COMPARED.fullmatch(name)} - OF_PLAN)
     for name in compared:
         values = _by(seen.hosts, lambda host, name=name: given[host.name].get(name, UNSET))  # type: ignore[misc]
@@ -156,11 +157,11 @@ def data(seen: Seen) -> Iterator[Sight]:
 def work_folders(seen: Seen) -> Iterator[Sight]:
     """One folder for two hosts: on a disk that both mount, or of one machine."""
 
-    def place(host: Host) -> tuple[str, ...] | None:
+    def place(host: Host) -> tuple[str | int, ...] | None:
         disk = host.health.disk
         if disk and NETWORK_DISKS.fullmatch(disk.kind):
             return disk.kind, disk.source, disk.path
-        return (host.facts.boot_id, disk.source, disk.path) if disk and host.facts.boot_id else None
+        return (host.facts.boot_id, disk.device, disk.path) if disk and host.facts.boot_id else None
 
     for hosts in _groups(seen.hosts, place):
         names = tuple(host.name for host in hosts)

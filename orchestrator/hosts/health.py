@@ -63,6 +63,8 @@ class Disk(Fact):
     source: Text
     path: Annotated[str, Field(max_length=4096)]
     """The work folder from that file system's root on."""
+    device: Count = 0
+    """The kernel's number for it: containers' disks of one machine differ in nothing else."""
 
 
 class Health(Fact):

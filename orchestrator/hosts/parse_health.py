@@ -110,8 +110,8 @@ def parse_data(command: Command | None) -> tuple[str, ...] | None:
 def parse_disk(command: Command | None) -> Disk | None:
     if failure(command):
         return None
-    kind, source, path = loads((command or {})["out"])
-    return Disk.of(kind=clean(kind), source=clean(source), path=clean(path, 4096))
+    kind, source, path, device = loads((command or {})["out"])
+    return Disk.of(kind=clean(kind), source=clean(source), path=clean(path, 4096), device=device)
 
 
 def words_or_none(value: Any) -> tuple[str, ...] | None:

@@ -24,7 +24,7 @@ import json, os, sys
 path = os.path.expanduser(sys.argv[1])
 print(json.dumps(sorted(os.listdir(path))[:64] if os.path.isdir(path) else None))
 """
-# Prints [type, source, path from the root of that file system] of the disk on which a folder lies or would be made.
+# Of the disk on which a folder lies or would be made: [type, source, path from its root on, the kernel's number of it].
 DISK = """
 import json, os, sys
 path = os.path.realpath(os.path.expanduser(sys.argv[1]))
@@ -38,7 +38,8 @@ for line in open("/proc/self/mountinfo", encoding="utf-8", errors="replace"):
     root, point = [word.encode().decode("unicode_escape") for word in about.split()[3:5]]
     if (path == point or path.startswith(point.rstrip("/") + "/")) and len(point) >= len(best[3]):
         best = (*kind.split()[:2], root, point)
-print(json.dumps([best[0], best[1], os.path.normpath(best[2] + "/" + os.path.relpath(path, best[3]))]))
+within = os.path.normpath(best[2] + "/" + os.path.relpath(path, best[3]))
+print(json.dumps([best[0], best[1], within, os.stat(there).st_dev]))
 """
 
 

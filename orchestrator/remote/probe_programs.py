@@ -37,6 +37,7 @@ COMPUTES = "computes"
 # argument COMPUTES each GPU also multiplies a matrix: {index: what went wrong, or null}.
 TORCH = """
 import ctypes, importlib.metadata, json, os, subprocess, sys, threading, types, warnings
+os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as nvidia-smi counts them
 class Compiler(types.ModuleType):
     # In place of torch's, which torchvision imports, uses for nothing here, and which takes longer than all the rest.
     __path__ = []

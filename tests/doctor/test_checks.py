@@ -214,7 +214,7 @@ FAULTS = {
         ),
         "block",
         ("v100", "a16"),
-        "one machine, with the same 2 GPUs",
+        "one machine, with 2 GPUs in common",
         "one entry",
     ),
     "P17 machine": (
@@ -417,6 +417,34 @@ HARMLESS = {
 @pytest.mark.parametrize("case", HARMLESS)
 def test_what_is_harmless_is_no_finding(case):
     assert judge(HARMLESS[case]).findings == ()
+
+
+def test_a_gpu_that_another_has_for_itself_blocks_and_is_not_called_broken():
+    there = Occupant(pid=4711, memory_bytes=GIB, user="alice", command="python3 train.py")
+    mine, theirs = (gpu(index=index, uuid=uuid) for index, uuid in enumerate(GPU_UUIDS["a16"]))
+    theirs = theirs.model_copy(update={"occupants": (there,), "compute_mode": "Exclusive_Process"})
+    sick = a16(
+        facts_changes={"gpus": (mine, theirs)},
+        health_changes={"gpus": (gpu_health(0), gpu_health(1, computes="CUDA error: busy or unavailable"))},
+    )
+    (finding,) = judge(seen(sick)).findings
+    assert (finding.id, finding.level) == ("P09", "block")
+    assert "-c DEFAULT" in finding.remedy
+
+
+def test_containers_of_one_machine_have_disks_of_their_own_where_the_kernel_says_so():
+    def container(name, device):
+        disk = Disk(kind="overlay", source="overlay", path="/root/.orch", device=device)
+        return host(name, {"transport": "local"}, {"boot_id": "one"}, {"disk": disk})
+
+    assert judge(seen(container("v100", 51), container("a16", 52))).findings == ()
+    (finding,) = judge(seen(container("v100", 51), container("a16", 51))).findings
+    assert (finding.id, finding.where) == ("P35", ("v100", "a16"))
+
+
+def test_a_value_that_may_be_a_secret_is_not_shown():
+    found = judge(seen(a16(node_changes={"env": {"TORCH_HUB_TOKEN": "hunter2"}}))).findings
+    assert "hunter2" not in str(found)
 
 
 def test_what_blocks_comes_first_and_the_summary_counts_it():
