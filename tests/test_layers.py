@@ -84,11 +84,7 @@ TORCH_FREE = {"__init__", "__main__", "ranks", "ranks.interrupt", "ranks.rank_in
 TORCH_FREE |= {"compute", "compute.compiler", "compute.executor", "compute.microbatches"}
 """Of the trainer, beside all of shared/."""
 SPEAKS = {f"views.{name}" for name in ("cluster_table", "compare", "comparison", "console", "following", "job_table")}
-<<<<<<< HEAD
-SPEAKS |= {"views.everywhere", "views.top", "views.why"}
-=======
-SPEAKS |= {"views.diagnosis", "views.everywhere", "views.top"}
->>>>>>> 8691e92 (orch doctor: hosts examined, pairs tried, a table of checks)
+SPEAKS |= {"views.diagnosis", "views.everywhere", "views.top", "views.why"}
 SPEAKS |= {f"views.{name}" for name in ("launch_plan", "network", "profile_table", "progress", "study_table", "tables")}
 """With cli, the only files that know a screen and print: the streams, and what is put on them."""
 TRAINER_ORDER = [
