@@ -85,7 +85,10 @@ def _ask(pid: int, handle: int, number: int, until_s: float) -> list[Thread] | N
         process = identify(pid)
         start = os.fstat(handle).st_size
         if _is_prepared(pid, handle, number):
-            process.signal(ASKS)
+            if thread := _thread_that_can(pid):
+                _send_to_thread(pid, thread)
+            else:
+                process.signal(ASKS)
             return threads_of(_answer(handle, start, until_s).decode(errors="replace")) or None
     return None
 
@@ -101,6 +104,25 @@ def _is_prepared(pid: int, handle: int, number: int) -> bool:
     if masks != {"SigCgt": 1, "SigBlk": 0} or not os.readlink(held).endswith("/stacks"):  # another may not be looked at
         return False
     return os.path.samestat(os.stat(held), os.fstat(handle))
+
+
+def _thread_that_can(pid: int) -> int | None:
+    """Another thread, where the main one waits in the kernel and takes no signal: whichever writes writes for all."""
+    if _state(pid, pid) != "D":
+        return None
+    others = (int(name) for name in os.listdir(f"/proc/{pid}/task") if int(name) != pid)
+    return next((thread for thread in others if _state(pid, thread) in ("R", "S")), None)
+
+
+def _state(pid: int, thread: int) -> str:
+    return Path(f"/proc/{pid}/task/{thread}/stat").read_text(errors="replace").rpartition(") ")[2][:1]
+
+
+def _send_to_thread(pid: int, thread: int) -> None:
+    import ctypes  # slow to import, and seldom needed
+
+    with contextlib.suppress(AttributeError):  # glibc before 2.30
+        ctypes.CDLL(None).tgkill(pid, thread, int(ASKS))
 
 
 def _answer(handle: int, start: int, until_s: float) -> bytes:

@@ -16,6 +16,7 @@ from orchestrator.jobs.looks import HostLook
 from orchestrator.jobs.why import looks
 from orchestrator.remote.layout import JobFolder
 from orchestrator.remote.seen import see
+from tests.support.disks import disk_that_freezes
 from tests.support.local_job import Gang, gang
 
 LONG_AGO_S = 300.0
@@ -142,6 +143,20 @@ def test_a_pipe_that_nobody_reads_is_told(tmp_path: Path) -> None:
         found = verdict_once(launched(job), "full-pipe", "script.py:7")
         assert (found.kind, found.rank, found.place) == ("full-pipe", 0, "script.py:7")
         assert "stdout" in found.reason
+
+
+def test_a_disk_that_gives_no_answer_is_told(tmp_path: Path) -> None:
+    thread = "import threading\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+    script = f"say('up')\nfile = open({str(tmp_path / 'disk' / 'weights')!r}, 'ab', buffering=0)\n"
+    writes = "def save():\n    file.write(b'x')\nwhile True:\n    save()\n    time.sleep(0.01)\n"
+    with (
+        gang(tmp_path, SAYS + thread + script + writes, ranks=(1,)) as job,
+        disk_that_freezes(tmp_path / "disk", tmp_path / "image") as freeze,
+    ):
+        launched(job)
+        freeze()
+        found = verdict_once(job, "dead-mount", "script.py:9 in save")
+    assert (found.kind, found.node, found.place) == ("dead-mount", "a", "script.py:9 in save")
 
 
 HEALTHY = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,4 +22,20 @@ def small_disk(place: Path, size: str, inodes: int | None = None) -> Iterator[Pa
     try:
         yield place
     finally:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+@contextmanager
+def disk_that_freezes(place: Path, image: Path) -> Iterator[Callable[[], None]]:
+    """A call after which whoever writes to the disk at `place` waits in the kernel, until the end of the context."""
+    place.mkdir()
+    with open(image, "wb") as file:
+        file.truncate(16 << 20)
+    steps = (["mkfs.ext4", "-q", image], ["mount", "-o", "loop", image, place])
+    if os.geteuid() != 0 or any(subprocess.run(step, capture_output=True).returncode for step in steps):
+        pytest.skip("needs root, to mount a disk that can be frozen")
+    try:
+        yield lambda: subprocess.run(["fsfreeze", "-f", place], check=True) and None
+    finally:
+        subprocess.run(["fsfreeze", "-u", place], capture_output=True)
         subprocess.run(["umount", "-l", place], check=True)
