@@ -9,13 +9,15 @@ there is one, follows. A script that imports no torch never loads more than this
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import Any, NamedTuple
+
+TYPE_CHECKING = False  # `typing` takes as long to import as all of this
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
 
 PACKAGE = "orch_remote"
 WATCH = "ORCH_STEP_METRICS"
@@ -52,6 +54,8 @@ class OnTorch:
 
 def watch(torch: ModuleType) -> None:
     """Never makes the import fail."""
+    import importlib.util
+
     try:
         folder = os.path.dirname(os.path.realpath(__file__))
         spec = importlib.util.spec_from_file_location(
@@ -99,15 +103,8 @@ def write_stacks_when_asked(path: str) -> None:
 # ---- before the script ----------------------------------------------------------------------------------------------
 
 
-class Asked(NamedTuple):
-    """What is wanted of this process."""
-
-    steps: bool
-    stacks: str
-    """The file; "" for none."""
-
-
-def leave_no_trace() -> Asked:
+def leave_no_trace() -> tuple[bool, str]:
+    """Whether this process's steps are wanted, and the file for its stacks; "" for none."""
     here = os.path.dirname(os.path.abspath(__file__))
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if here in paths:
@@ -119,14 +116,14 @@ def leave_no_trace() -> Asked:
     sys.path[:] = [path for path in sys.path if path != here]
     parent = str(os.getppid())
     who, _, file = os.environ.pop(STACKS, "").partition(":")
-    return Asked(os.environ.pop(WATCH, "") == parent, file if who == parent else "")
+    return os.environ.pop(WATCH, "") == parent, file if who == parent else ""
 
 
 if __name__ == "sitecustomize":
-    asked = leave_no_trace()
-    if asked.stacks:
-        write_stacks_when_asked(asked.stacks)
-    if asked.steps:
+    is_measured, stacks = leave_no_trace()
+    if stacks:
+        write_stacks_when_asked(stacks)
+    if is_measured:
         sys.meta_path.insert(0, OnTorch())
     del sys.modules["sitecustomize"]
     importlib.import_module("sitecustomize")  # the host's; Python takes its absence as it takes that of any
