@@ -15,6 +15,8 @@ from orchestrator.record import Record, Words
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+READS_BYTES = 1 << 16
+"""Who reads more than this in two seconds gets on; what threads in the background read is less."""
 LIBRARIES = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3|^<")
 """Files that are not a person's own."""
 
@@ -60,9 +62,19 @@ class ProcessLook(Record):
     same: bool
     """Whether its main thread stands where it stood a moment before."""
     idle: bool
-    """Whether it used no CPU and no disk in between."""
+    """Whether it used next to no CPU in between."""
+    read_bytes: Count = 0
+    """What it read in between."""
     threads: Annotated[tuple[ThreadLook, ...], Field(max_length=16)] | None = None
     """None of what is no Python, has its own handler for our signal, or does not answer."""
+
+    @property
+    def stands(self) -> bool:
+        return self.same and self.idle and not self.reads
+
+    @property
+    def reads(self) -> bool:
+        return self.read_bytes >= READS_BYTES
 
     @property
     def frames(self) -> tuple[StackFrame, ...]:

@@ -36,7 +36,7 @@ class Standing:
     rank: int
     at: At
     moves: bool
-    """Whether it got on between the two looks: wrote something, used the CPU, or stood at another line."""
+    """Whether it got on between the two looks: wrote or read something, used the CPU, or stood at another line."""
     look: RankLook
     frame: StackFrame | None
     """Where it stands, of the person's own code if possible."""
@@ -67,7 +67,8 @@ def standing_of(node: str, look: RankLook, src: str) -> Standing:
     if at in ("loader", "disk"):
         process = next(_stuck_workers(look, at), script)
     frame = process.own_frame(src) if process else None
-    moves = script is not None and at != "stopped" and (look.grew or look.does == "busy" or not script.same)
+    gets_on = script is not None and (look.grew or look.does == "busy" or not script.same or script.reads)
+    moves = gets_on and at != "stopped"
     return Standing(
         node=node,
         rank=look.rank,
@@ -96,7 +97,7 @@ def _at(look: RankLook, src: str) -> At:
         return "stopped"
     if look.full_pipes and look.does == "waits" and script.same and not look.grew:
         return "pipe"
-    if look.does == "disk" or any(_stuck_workers(look, "disk")):
+    if (look.does == "disk" and script.stands) or any(_stuck_workers(look, "disk")):
         return "disk"
     return _by_frames(script, src)
 
@@ -121,7 +122,7 @@ def _stuck_workers(look: RankLook, at: At) -> Iterator[ProcessLook]:
     """Those of its processes that hold it up: that wait for a disk, or make a batch and stand still."""
     for one in look.processes[1:]:
         holds_up = one.state == "D" if at == "disk" else _makes_batch(one)
-        if holds_up and one.same and one.idle:
+        if holds_up and one.stands:
             yield one
 
 

@@ -44,19 +44,22 @@ class Seen(NamedTuple):
     ticks: int
     """CPU time so far."""
     read_bytes: int
-    """From disks; -1 where nobody may know. (What it writes, its stacks are among.)"""
+    """So far, of one that is `compared` since then; 0 where nobody may know. (What it writes, its stacks are among.)"""
     threads: list[Thread] | None
     """None where it is not asked, or does not answer."""
     same: bool = False
     """Whether its main thread stands where it stood."""
     idle: bool = False
-    """Whether it has used next to no CPU since, and read nothing from a disk."""
+    """Whether it has used next to no CPU since."""
 
     def compared(self, before: Seen | None) -> Seen:
         if before is None:
-            return self
-        idle = self.ticks - before.ticks <= IDLE_TICKS and self.read_bytes == before.read_bytes
-        return self._replace(same=self.state == before.state and self.main == before.main, idle=idle)
+            return self._replace(read_bytes=0)
+        return self._replace(
+            same=self.state == before.state and self.main == before.main,
+            idle=self.ticks - before.ticks <= IDLE_TICKS,
+            read_bytes=max(0, self.read_bytes - before.read_bytes),
+        )
 
     @property
     def main(self) -> Thread | None:
@@ -79,7 +82,7 @@ def _seen(pid: int, threads: list[Thread] | None) -> Seen | None:
         return None
     ticks = int(fields[11]) + int(fields[12])
     name = name.partition("(")[2]
-    return Seen(pid, name, fields[0], _text(pid, "wchan").strip("0\n"), ticks, _read_bytes(pid), threads or None)
+    return Seen(pid, name, fields[0], _wchan(pid), ticks, _read_bytes(pid), threads or None)
 
 
 def state_of(pid: int) -> str:
@@ -87,9 +90,15 @@ def state_of(pid: int) -> str:
     return _text(pid, "stat").rpartition(") ")[2][:1]
 
 
+def _wchan(pid: int) -> str:
+    found = _text(pid, "wchan").strip()
+    return "" if found == "0" else found
+
+
 def _read_bytes(pid: int) -> int:
-    found = (line.split()[1] for line in _text(pid, "io").splitlines() if line.startswith("read_bytes: "))
-    return int(next(found, -1))
+    """By read(2) and the like, and from disks: memory that is mapped counts in the second alone."""
+    lines = [line.split() for line in _text(pid, "io").splitlines()]
+    return sum(int(line[1]) for line in lines if line[0] in ("rchar:", "read_bytes:"))
 
 
 def _text(pid: int, name: str) -> str:
@@ -122,7 +131,7 @@ def full_pipes(pid: int) -> list[str]:
 def row(one: Seen, src: Path, threads: int, frames: int) -> dict[str, Any]:
     """threads, frames: so many of each at most."""
     return {
-        **{key: getattr(one, key) for key in ("pid", "state", "same", "idle")},
+        **{key: getattr(one, key) for key in ("pid", "state", "same", "idle", "read_bytes")},
         "name": one.name[:SHORT],
         "wchan": one.wchan[:SHORT],
         "threads": one.threads and [_thread(thread, src, frames) for thread in one.threads[:threads]],

@@ -75,6 +75,7 @@ def test_different_collectives_are_told_apart(tmp_path: Path) -> None:
         {"does": "busy", "quiet_s": LONG_S - 1},
         {"does": "busy", "step_s": 31.0},
         {"processes": [process(ELSEWHERE, same=False)], "quiet_s": LONG_S - 1},
+        {"processes": [process(ELSEWHERE, state="D", read_bytes=1 << 20)], "quiet_s": LONG_S - 1, "does": "disk"},
     ],
 )
 def test_a_slow_rank_is_no_stall_while_it_gets_on(tmp_path: Path, changes: dict[str, Any]) -> None:
