@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,10 @@ def small_disk(place: Path, size: str, inodes: int | None = None) -> Iterator[Pa
         subprocess.run(["umount", "-l", place], check=True)
 
 
+FREEZES = 'fsfreeze -f "$0" && echo frozen; read _; fsfreeze -u "$0"'
+"""Its input ends with whoever started it, however that ends."""
+
+
 @contextmanager
 def disk_that_freezes(place: Path, image: Path) -> Iterator[Callable[[], None]]:
     """A call after which whoever writes to the disk at `place` waits in the kernel, until the end of the context."""
@@ -34,8 +38,12 @@ def disk_that_freezes(place: Path, image: Path) -> Iterator[Callable[[], None]]:
     steps = (["mkfs.ext4", "-q", image], ["mount", "-o", "loop", image, place])
     if os.geteuid() != 0 or any(subprocess.run(step, capture_output=True).returncode for step in steps):
         pytest.skip("needs root, to mount a disk that can be frozen")
-    try:
-        yield lambda: subprocess.run(["fsfreeze", "-f", place], check=True) and None
-    finally:
-        subprocess.run(["fsfreeze", "-u", place], capture_output=True)
-        subprocess.run(["umount", "-l", place], check=True)
+    with ExitStack() as frozen:
+        frozen.callback(subprocess.run, ["umount", "-l", place], check=True)
+
+        def freeze() -> None:
+            pipe, words = subprocess.PIPE, ["sh", "-c", FREEZES, place]
+            child = frozen.enter_context(subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True))
+            assert child.stdout and child.stdout.readline() == "frozen\n"
+
+        yield freeze
