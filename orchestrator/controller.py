@@ -37,6 +37,7 @@ from orchestrator.jobs.lost import LostJobs
 from orchestrator.jobs.record import JobRecord
 from orchestrator.jobs.resume import last_checkpoint, settings_of, wish_for
 from orchestrator.jobs.running import RunningJob
+from orchestrator.jobs.waiting import Queue, Turn
 from orchestrator.owner import read_owner
 from orchestrator.paths import RUNS, Home, RunFolder
 from orchestrator.planning import naming
@@ -101,6 +102,7 @@ class Controller:
     def __init__(self, store: Store, connections: Connections, say: Callable[[str], None] = lambda line: None) -> None:
         self.store, self.connections, self.say = store, connections, say
         self.clusters = Clusters(store, connections)
+        self.queue = Queue(store, connections)
         self.jobs, self.lost_jobs = KnownJobs(store, connections), LostJobs(store, connections)
 
     # ---- running ----------------------------------------------------------------------------------------------
@@ -295,11 +297,7 @@ class Controller:
             note=plan.note,
             hosts=plan.hosts,
         )
-        self.jobs.settle_half_starts()
-        job = self.jobs.of(plan)
-        if away := job.reach():
-            others = len(away) < len(plan.nodes) and not plan.hosts
-            raise RefusedError([or_without(error) if others else error for error in away.values()])
+        job = self._reached(plan)
         self._look_at_gpus(plan, job.hosts)
         with self.store.launching(record, plan) as start:
 
@@ -310,6 +308,30 @@ class Controller:
 
             launch(plan, job.hosts, blob, undone)
             start.over()
+        return job
+
+    def launch_in_turn(self, plan: LaunchPlan, blob: bytes, limit_s: float | None = None) -> RunningJob:
+        """The same when its GPUs are free and nobody waits before it. limit_s: it waits no longer. Raises TurnError,
+        too.
+        """
+        plan = plan.model_copy(update={"owner": read_owner(self.store.home)})
+        self._reached(plan)
+        with Turn(plan, self.store, self.connections, self.say, limit_s) as turn:
+            while True:
+                turn.wait()
+                try:
+                    return self.launch(plan.model_copy(update={"created": now_utc()}), blob)
+                except HostsError as error:
+                    if not turn.goes_on(error):
+                        raise
+
+    def _reached(self, plan: LaunchPlan) -> RunningJob:
+        """With all its hosts; no start that was left half done is in its way. Raises RefusedError."""
+        self.jobs.settle_half_starts()
+        job = self.jobs.of(plan)
+        if away := job.reach():
+            others = len(away) < len(plan.nodes) and not plan.hosts
+            raise RefusedError([or_without(error) if others else error for error in away.values()])
         return job
 
     def _look_at_gpus(self, plan: LaunchPlan, hosts: Mapping[str, ConnectedHost]) -> None:

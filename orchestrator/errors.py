@@ -12,7 +12,8 @@
     ├── HostsError            3   several hosts' errors together
     │   └── RefusedError          hosts that refuse a job, of which nothing has run anywhere
     ├── TooFewError           3   fewer hosts can take part than `--hosts` needs
-    └── UnlikeError           3   hosts that are fine by themselves and cannot train together
+    ├── UnlikeError           3   hosts that are fine by themselves and cannot train together
+    └── TurnError             3   a run that waited for its GPUs was not started; 1 where somebody cancelled it
 
 Each carries a one-line `message` and a `remedy`: what to try next. `str(error)` joins both.
 This file imports nothing else of the project.
@@ -114,3 +115,9 @@ class TooFewError(OrchError):
 
 class UnlikeError(OrchError):
     exit_code = 3
+
+
+class TurnError(OrchError):
+    def __init__(self, message: str, remedy: str = "", *, exit_code: int = 3) -> None:
+        super().__init__(message, remedy)
+        self.exit_code = exit_code

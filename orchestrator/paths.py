@@ -69,6 +69,11 @@ class Home:
     def job_folder(self, job: str) -> Path:
         return self.jobs / job
 
+    @property
+    def waiting(self) -> Path:
+        """A file for each run that waits for its GPUs."""
+        return self.root / "waiting"
+
     def uncollected(self, job: str) -> Path:
         """There as long as the hosts may hold files of this job that nobody has collected since its end."""
         return self.job_folder(job) / "uncollected"

@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -25,6 +26,7 @@ from orchestrator.errors import HostError, OrchError, UsageError
 
 if TYPE_CHECKING:
     from orchestrator.controller import Controller
+    from orchestrator.jobs.queued import Rival
     from orchestrator.jobs.record import JobRecord
     from orchestrator.jobs.running import RunningJob
 
@@ -49,8 +51,9 @@ SCREEN_JOBS = 20
 def jobs(rescan: bool, adopt: bool, yes: bool, limit: int | None, cluster: str | None, as_json: bool) -> None:
     """List the jobs of all clusters, newest first; running jobs are refreshed from their hosts.
 
-    Hosts that give no answer are named on standard error, and as `unheard` in the JSON. You can look at found jobs that
-    another $ORCH_HOME started, but only that one can end or remove them, unless you make them yours with --adopt.
+    Runs that wait for their GPUs (`orch run --wait`) stand above them in their order, other people's on the same hosts
+    too. Hosts that give no answer are named on standard error, and as `unheard` in the JSON. You can look at found jobs
+    that another $ORCH_HOME started, but only that one can end or remove them, unless you make them yours with --adopt.
 
     \b
     orch jobs
@@ -69,10 +72,15 @@ def jobs(rescan: bool, adopt: bool, yes: bool, limit: int | None, cluster: str |
         if rescan:
             problems |= _rescanned(controller, cluster, adopt=adopt, yes=yes)
         found = controller.jobs.all(cluster)
+        waiting = _waiting(controller, found.records, cluster)
+    queued = {rival.job for rivals in waiting.values() for rival in rivals}
+    records = [job for job in found.records if job.state != "cancelled" or job.id not in queued]  # it tries again
     if as_json:
-        console.print_json(documents.jobs_json(found.records[: limit or None], found.unheard))
+        shown = documents.jobs_json(records[: limit or None], found.unheard)
+        console.print_json({**shown, "waiting": documents.waiting_json(waiting)})
     else:
-        _show_jobs(found.records, SCREEN_JOBS if limit is None and console.out.is_terminal else limit or 0)
+        job_table.print_waiting(waiting)
+        _show_jobs(records, SCREEN_JOBS if limit is None and console.out.is_terminal else limit or 0)
     job_table.warn_stalls(found.records)
     job_table.warn_unheard(found.unheard)
     problems = {**found.problems, **problems}
@@ -93,6 +101,22 @@ def _rescanned(controller: Controller, cluster: str | None, *, adopt: bool, yes:
     for sentence in rebuilt.notices:
         console.warn(sentence)
     return {**rebuilt.problems, **_others(controller, names, adopt, yes)}
+
+
+def _waiting(
+    controller: Controller, records: Sequence[JobRecord], cluster: str | None
+) -> Mapping[str, Sequence[Rival]]:
+    """By cluster: who waits for the GPUs of jobs that have not ended, and of this home's waiting runs."""
+    from orchestrator.jobs.record import FINAL_STATES
+
+    nodes: dict[str, set[str]] = {}
+    for job in records:
+        if job.state not in FINAL_STATES:
+            with suppress(OrchError):  # a damaged plan, which is said elsewhere
+                on_gpus = {node.name for node in controller.store.plan(job.id).nodes if node.gpu_uuids}
+                nodes.setdefault(job.cluster, set()).update(on_gpus)
+    asked = {name: sorted(names) for name, names in nodes.items() if names}
+    return controller.queue.waiting(asked, cluster)
 
 
 def _show_jobs(records: Sequence[JobRecord], limit: int) -> None:
@@ -229,7 +253,7 @@ def logs(
 def cancel(wanted: str | None, yes: bool, cluster: str | None, as_json: bool) -> None:
     """End a job on all its hosts, then check that nothing is left.
 
-    Without --job it is the latest job of the cluster, and you are asked to confirm.
+    Without --job it is the latest job of the cluster, and you are asked to confirm. A run that waits leaves the queue.
 
     \b
     orch cancel --job mnist_lenet-20261121-0912-k3f
@@ -239,6 +263,8 @@ def cancel(wanted: str | None, yes: bool, cluster: str | None, as_json: bool) ->
     from orchestrator.views import console, documents, job_table
 
     with open_controller() as controller:
+        if wanted and _left_queue(controller, wanted, as_json):
+            return
         job = controller.jobs.find(wanted, cluster) if wanted else _meant(controller, cluster, yes)
         if job.record.state in ENDED:
             console.say(f"{job.id} has ended already; looking for what it may have left")
@@ -248,6 +274,23 @@ def cancel(wanted: str | None, yes: bool, cluster: str | None, as_json: bool) ->
             console.print_json(documents.job_json(record))
         else:
             job_table.print_end(record)
+
+
+def _left_queue(controller: Controller, wanted: str, as_json: bool) -> bool:
+    """Whether this is a run that waited for its GPUs, and does so no more."""
+    from orchestrator.jobs.record import ENDED
+    from orchestrator.owner import read_owner
+    from orchestrator.views import console
+
+    run = controller.store.waiting_run(wanted)
+    if run and run.job in controller.store.job_ids() and controller.store.job_record(run.job).state not in ENDED:
+        return False  # it has just come to its turn
+    if not run or not controller.queue.cancel(run, read_owner(controller.store.home).id):
+        return False
+    if as_json:
+        console.print_json({"schema": 1, "id": run.job, "state": "cancelled"})
+    console.say(f"{run.job} is out of the queue; nothing of it has run")
+    return True
 
 
 def _meant(controller: Controller, cluster: str | None, yes: bool) -> RunningJob:

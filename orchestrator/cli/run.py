@@ -86,6 +86,8 @@ SECOND_CTRL_C_S = 3.0
 @click.option("--detach", is_flag=True, help="Return as soon as the job runs.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and start nothing.")
 @click.option("--share", is_flag=True, help="Use GPUs even if another job or other people are on them.")
+@click.option("--wait", is_flag=True, help="Wait in the queue for GPUs that are in use; --detach: until it runs.")
+@click.option("--wait-limit", type=Quantity("time"), help="Wait no longer than this: 30m, 12h. Means --wait.")
 @click.option(
     "--grace",
     type=Quantity("time"),
@@ -140,6 +142,7 @@ def run(ctx: click.Context, /, **options: Any) -> None:
     orch run --resume latest -- train.py      if your script calls trainer.join
     orch run --nodes v100 train.py --lr 0.1   your own script; ships its folder
     orch run -m mypackage.train --lr 0.1      the same for a module
+    orch run --wait train.py                  starts when the GPUs are free
     orch run --env HF_TOKEN --env-file .env train.py
     orch run --name wide-net --note "rate of the paper" train.py --lr 0.1
     orch run --notify 'mail -s "$ORCH_JOB $ORCH_STATE" me </dev/null' train.py
@@ -163,9 +166,9 @@ def _start(ctx: click.Context, options: RunOptions) -> None:
     from dataclasses import replace
 
     options.check_notify()
-    elastic, hosts, variables, words = (
-        options.wanted_nodes(), options.wanted_hosts(), options.variables(), options.words(),
-    )  # fmt: skip
+    options.waits()
+    elastic, hosts = options.wanted_nodes(), options.wanted_hosts()
+    variables, words = options.variables(), options.words()
     with open_controller() as controller:
         cluster, wish = _wish_of(controller, options, words)
         if options.save:
@@ -180,7 +183,7 @@ def _start(ctx: click.Context, options: RunOptions) -> None:
         only = cluster.names(options.nodes)
         if options.dry_run:
             return _show_plan(controller.plan(cluster, request, wish.code, only), wish, options.as_json)
-        _run(_launch(controller, cluster, replace(wish, request=request), only), options)
+        _run(_launch(controller, cluster, replace(wish, request=request), only, options), options)
     return None
 
 
@@ -229,7 +232,9 @@ def _run(job: RunningJob, options: RunOptions) -> None:
     _finish(job, options.as_json, detached=options.detach)
 
 
-def _launch(controller: Controller, cluster: Cluster, wish: Wish, only: Sequence[str]) -> RunningJob:
+def _launch(
+    controller: Controller, cluster: Cluster, wish: Wish, only: Sequence[str], options: RunOptions
+) -> RunningJob:
     from orchestrator.units import counted
     from orchestrator.views import console, launch_plan
 
@@ -242,7 +247,11 @@ def _launch(controller: Controller, cluster: Cluster, wish: Wish, only: Sequence
 
     with busy(f"starting on {cluster.name}"):
         try:
-            job = controller.start(cluster, wish, only, show)
+            if options.waits():
+                show(plan := controller.plan(cluster, wish.request, wish.code, only))
+                job = controller.launch_in_turn(plan, wish.blob, options.wait_limit)
+            else:
+                job = controller.start(cluster, wish, only, show)
         except KeyboardInterrupt:
             if tried:
                 console.say(f"{tried[-1]} was not started; what was begun is undone")

@@ -31,6 +31,8 @@ class RunOptions:
     nodes: str | None
     hosts: str | None
     detach: bool
+    wait: bool
+    wait_limit: float | None
     dry_run: bool
     share: bool
     grace: float
@@ -59,6 +61,17 @@ class RunOptions:
         if self.resume and self.exp:
             raise UsageError("--resume runs what the job ran", "leave --exp out; --set changes its settings")
         return words
+
+    def waits(self) -> bool:
+        """Whether it queues for GPUs that are in use. Raises UsageError where it would not take its turn."""
+        waits = self.wait or self.wait_limit is not None
+        if waits and self.share:
+            raise UsageError("--share uses GPUs beside other jobs, --wait waits for their end", "leave one of them out")
+        if waits and self.hosts is not None:
+            raise UsageError(
+                "--hosts does without hosts that are in use, --wait waits for them", "leave one of them out"
+            )
+        return waits
 
     def check_notify(self) -> None:
         """Raises UsageError where nobody here would see the end."""

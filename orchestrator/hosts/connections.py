@@ -93,6 +93,13 @@ class Connections:
         self._transports[name] = self._connect(node, timeout_s, dial_s)
         return ConnectedHost(self._transports[name], node.python, node.activate, node.workdir)
 
+    def current(self, name: str) -> ConnectedHost:
+        """The connection of this moment to a node of `open`, a fresh one where there is none. Raises HostError."""
+        if name not in self._transports:
+            return self.reopen(name)
+        node = self._nodes[name]
+        return ConnectedHost(self._transports[name], node.python, node.activate, node.workdir)
+
     def _connect(self, node: Node, timeout_s: float, dial_s: float) -> Transport:
         if node.transport == "local":
             return LocalTransport(node.name)

@@ -19,7 +19,11 @@ from orchestrator.units import format_bytes
 SHOWN = 3
 UNREPORTED_BYTES = 1 << 30
 """Less than this may be the driver's own, or a desktop's. Assumed."""
-ELSEWHERE = "wait until it is free, or take other hosts (`--nodes`, `--hosts`)"
+ELSEWHERE = "wait until it is free (`--wait`), or take other hosts (`--nodes`, `--hosts`)"
+
+
+class OccupiedError(HostError):
+    """Others are on a GPU that the job is to have; that may pass."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +71,13 @@ def _refusal(node: str, gpu: Gpu, needed_bytes: int, share: bool) -> HostError |
         return None
     if gpu.compute_mode.startswith("Exclusive"):
         remedy = f"{ELSEWHERE}; its administrator can change the mode: `nvidia-smi -c DEFAULT`"
-        return HostError(node, f"{_name(gpu)} is in exclusive compute mode, and in use by {who}", remedy)
+        return OccupiedError(node, f"{_name(gpu)} is in exclusive compute mode, and in use by {who}", remedy)
     free = gpu.memory_bytes - gpu.memory_used_bytes
     if share or not gpu.memory_bytes or free >= min(needed_bytes, gpu.memory_bytes - UNREPORTED_BYTES):
         return None
     room = f"{format_bytes(free)} of {format_bytes(gpu.memory_bytes)} are free on {_name(gpu)}"
     words = f"{room}, and the job needs about {format_bytes(needed_bytes)}; on it: {who}"
-    return HostError(node, words, f"{ELSEWHERE}, or share it: `--share`")
+    return OccupiedError(node, words, f"{ELSEWHERE}, or share it: `--share`")
 
 
 def _name(gpu: Gpu) -> str:

@@ -17,16 +17,25 @@ import re
 import socket
 import struct
 from pathlib import Path
+from typing import NamedTuple
 
 from .answer import Refused
 from .occupants import user_name
 
-REMEDY = "wait for it, cancel it, take other hosts (`--nodes`, `--hosts`), or `--share` the GPU"
+REMEDY = "wait for it (`--wait`), cancel it, take other hosts (`--nodes`, `--hosts`), or `--share` the GPU"
 _UUID = re.compile(r"(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.I)
 """What names one GPU everywhere: an index may mean another one to another login."""
 _CREDENTIALS = struct.Struct("3i")
 _ASKING = 64
 """So many may ask who holds it before the kernel lets no more."""
+
+
+class Holder(NamedTuple):
+    """Who has a GPU; "" and 0 for what the system does not say."""
+
+    user: str = ""
+    job: str = ""
+    pid: int = 0
 
 
 def claim(uuid: str, job: str, *, share: bool) -> None:
@@ -36,10 +45,9 @@ def claim(uuid: str, job: str, *, share: bool) -> None:
     """
     if not _UUID.fullmatch(uuid):
         return
-    name = f"\0orch-{uuid}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as claimed:
         try:
-            claimed.bind(name)
+            claimed.bind(_name(uuid))
             claimed.listen(_ASKING)
             claimed.detach()
             return
@@ -48,22 +56,29 @@ def claim(uuid: str, job: str, *, share: bool) -> None:
                 return  # a system without such names: the job goes on as it would without us
     if share:
         return
-    user, holder = _holder(name)
-    if holder != job:  # of this job another node may be on the same machine
-        raise Refused(f"GPU {uuid} is in use by {user or 'another '}job {holder}".rstrip(), REMEDY)
+    holder = holder_of(uuid) or Holder()
+    if holder.job != job:  # of this job another node may be on the same machine
+        whose = f"{holder.user}'s " if holder.user else "another "
+        raise Refused(f"GPU {uuid} is in use by {whose}job {holder.job}".rstrip(), REMEDY)
 
 
-def _holder(name: str) -> tuple[str, str]:
-    """Whose job holds it, `alice's `, and which one; "" for what the system does not say."""
+def holder_of(uuid: str) -> Holder | None:
+    """None where nobody claims it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
         asking.setblocking(False)
         try:
-            asking.connect(name)
+            asking.connect(_name(uuid))
             credentials = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        except OSError:
-            return "", ""
+        except ConnectionRefusedError:
+            return None
+        except OSError:  # so many ask that the kernel lets no more
+            return Holder()
     pid, uid, _ = _CREDENTIALS.unpack(credentials)
-    return f"{user_name(uid)}'s ", _job_of(pid)
+    return Holder(user_name(uid), _job_of(pid), pid)
+
+
+def _name(uuid: str) -> str:
+    return f"\0orch-{uuid}"
 
 
 def _job_of(pid: int) -> str:

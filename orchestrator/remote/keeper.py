@@ -37,6 +37,7 @@ from .processes import (
     signal_name,
 )
 from .supervisor import Supervisor
+from .tickets import refuse_before_turn
 
 
 def main() -> None:
@@ -60,9 +61,11 @@ def main() -> None:
 
 def claim_gpus(work: WorkFolder, job: str, uuids: list[str], share: bool) -> None:
     """Every GPU for as long as keeper or supervisor lives: in the work folder, where a lock can be shared, and on the
-    machine, for those with another one. Raises Refused where one is another job's.
+    machine, for those with another one. Raises Refused where one is another job's, or kept for one that waits.
     """
     work.locks.mkdir(parents=True, exist_ok=True)
+    if not share:
+        refuse_before_turn(job, uuids)
     for uuid in uuids:
         path = work.locks / f"gpu-{uuid}.lock"
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)

@@ -12,7 +12,7 @@ import os
 import time
 from pathlib import Path
 
-from .processes import Identity, identify
+from .processes import Identity, age_s, identify
 
 OLD_S = 600.0
 LOOK_S = 2.0
@@ -22,7 +22,7 @@ _BOOTSTRAP = "exec(compile(i.read(int(i.readline())),sys.argv[1],sys.argv[2]))"
 
 def forgotten(old_s: float = OLD_S) -> list[Identity]:
     """This user's forgotten programs. old_s: younger ones are not looked at."""
-    stirred = {program: _stirred(program.pid) for program in _programs() if _age_s(program) > old_s}
+    stirred = {program: _stirred(program.pid) for program in _programs() if age_s(program) > old_s}
     if stirred:
         time.sleep(LOOK_S)
     return [program for program, before in stirred.items() if program.is_alive() and _stirred(program.pid) == before]
@@ -44,10 +44,6 @@ def _is_ours(words: list[str]) -> bool:
     if words[:1] == ["-c"]:  # a shell that waits for its `activate` line
         return len(words) == 3 and _BOOTSTRAP in words[1] and " orch-" in words[1]
     return len(words) == 4 and words[0] == "-Suc" and _BOOTSTRAP in words[1] and words[2].startswith("orch-")
-
-
-def _age_s(program: Identity) -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - program.start_time / os.sysconf("SC_CLK_TCK")
 
 
 def _stirred(pid: int) -> int:

@@ -66,6 +66,11 @@ def identify(pid: int) -> Identity:
     return Identity(pid, started, boot_id())
 
 
+def age_s(process: Identity) -> float:
+    """How long ago it was started."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - process.start_time / os.sysconf("SC_CLK_TCK")
+
+
 def descendants(root: int) -> list[Identity]:
     """Every living process below `root`, itself left out."""
     children: dict[int, list[Identity]] = {}

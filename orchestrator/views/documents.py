@@ -26,6 +26,7 @@ from orchestrator.jobs.gauge import HostNow, JobNow
 from orchestrator.jobs.listing import Output, OutputListing, is_here
 from orchestrator.jobs.looks import HostLook
 from orchestrator.jobs.pull import Pulled
+from orchestrator.jobs.queued import Rival
 from orchestrator.jobs.record import JobRecord
 from orchestrator.jobs.standing import standing_of
 from orchestrator.paths import RunFolder
@@ -119,6 +120,16 @@ def jobs_json(
     keys = ("id", "name", "note", "state", "exp", "cluster", "nodes", "hosts", *when)
     rows = [{key: job.model_dump(mode="json")[key] for key in keys} for job in jobs]
     return {"schema": 1, "jobs": [{**row, "unheard": list((unheard or {}).get(row["id"], ()))} for row in rows]}
+
+
+def waiting_json(waiting: Mapping[str, Sequence[Rival]]) -> list[dict[str, Any]]:
+    """Runs that wait for their GPUs, by cluster in their order. user: the login on the host."""
+    return [
+        {"id": run.job, "state": "waiting", "cluster": cluster, "nodes": list(run.nodes), "user": run.user or None}
+        | {"place": place, "waited_s": None if run.since_s is None else round(run.since_s, 1)}
+        for cluster, runs in waiting.items()
+        for place, run in enumerate(runs, 1)
+    ]
 
 
 def status_json(

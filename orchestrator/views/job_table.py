@@ -11,6 +11,7 @@ from rich.text import Text
 from orchestrator.errors import HostError
 from orchestrator.hosts.alike import host_set, reasons
 from orchestrator.jobs.faults import fault_words
+from orchestrator.jobs.queued import Rival
 from orchestrator.jobs.record import FirstFailure, JobRecord
 from orchestrator.jobs.stall import stall_words, who_words
 from orchestrator.text import one_line
@@ -31,6 +32,23 @@ def print_jobs(jobs: Sequence[JobRecord]) -> None:
     filled = [index for index, name in enumerate(columns) if name not in idle]
     columns, rows = [columns[index] for index in filled], [tuple(row[index] for index in filled) for row in rows]
     console.out.print(table(None, columns, rows, drop=drop, text=("note", "first failure")))
+
+
+def print_waiting(waiting: Mapping[str, Sequence[Rival]]) -> None:
+    """Runs that wait for their GPUs, in their order; nothing where none does."""
+    rows = [
+        (run.job, Text("waiting", style="magenta"), str(place), run.user, cluster, _since(run), ", ".join(run.nodes))
+        for cluster, runs in waiting.items()
+        for place, run in enumerate(runs, 1)
+    ]
+    if rows:
+        columns = ["job", "state", "place", "user", "cluster", "waited", "nodes"]
+        console.out.print(table(None, columns, rows, drop=["nodes", "cluster", "waited", "user"]))
+        console.put("")
+
+
+def _since(run: Rival) -> str:
+    return "" if run.since_s is None else clock(run.since_s)
 
 
 def _job_cells(job: JobRecord) -> tuple[Any, ...]:

@@ -156,7 +156,7 @@ def test_a_reader_that_leaves_is_no_error(words):
 
 
 def test_jobs_without_any_is_an_empty_document():
-    assert json.loads(orch("jobs", "--json").stdout) == {"schema": 1, "jobs": []}
+    assert json.loads(orch("jobs", "--json").stdout) == {"schema": 1, "jobs": [], "waiting": []}
 
 
 @pytest.mark.parametrize("command", ["run", "profile", "plan"])

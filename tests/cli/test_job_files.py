@@ -18,7 +18,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 def test_a_job_file_has_every_option_that_describes_a_job() -> None:
     words = {"is_module", "command"}  # `script`, `module` and `args`
-    here = {"detach", "dry_run", "as_json", "save", "notify"}
+    here = {"detach", "dry_run", "as_json", "save", "notify", "wait", "wait_limit"}
     assert {one.name for one in run.params} - words - here == {*JobFile.model_fields} - {"script", "module", "args"}
 
 

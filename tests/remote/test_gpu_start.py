@@ -3,6 +3,7 @@
 import getpass
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -17,6 +18,7 @@ from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.facts import Occupant
 from orchestrator.hosts.inventory import Node
 from orchestrator.hosts.parse_facts import parse_facts
+from orchestrator.jobs import waiting
 from orchestrator.paths import Home
 from orchestrator.remote import occupants, probe
 from orchestrator.store import Store
@@ -130,6 +132,22 @@ def test_a_job_without_room_beside_somebody_leaves_no_trace(smi, somebody, tmp_p
             started.launch()
         assert not job.folder("a").exists()
         assert started.controller.store.job_ids() == []
+
+
+def test_a_run_that_waits_starts_when_somebody_has_made_room(smi, somebody, tmp_path, monkeypatch):
+    monkeypatch.setattr(waiting, "OCCUPIED_S", 0.1)
+    smi(16000, [f"GPU-a, {somebody}, 16000, python3"])
+    with gang(tmp_path, SLEEPS, ranks=(1,)) as job:
+        started, said = Started(job, Home(tmp_path / "home")), []
+
+        def say(line):
+            said.append(line)
+            smi(0)
+
+        started.controller.say = say
+        started.controller.launch_in_turn(started.plan, job.blob, limit_s=600)
+        assert job.folder("a").is_dir()
+    assert len(said) == 1 and re.match(r"waits: a: 384.0MiB of 16.0GiB are free on GPU 0", said[0])
 
 
 def test_status_looks_who_is_on_the_gpus_now(smi, somebody, tmp_path, monkeypatch):

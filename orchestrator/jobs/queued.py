@@ -1,0 +1,129 @@
+"""Where a job that waits stands in the queue for its GPUs, from its hosts' answers (`remote/waiting.py`). Pure.
+
+standing_of({"a": read_answer("a", said), ...})      Standing(place=2, holders=(...), before=(...))
+queue_of({"a": ..., "b": ...})                       everybody who waits there, in their order
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+from orchestrator.text import one_line, some
+from orchestrator.units import format_duration
+
+MOST = 4096
+"""Rows that one host may report."""
+SHOWN = 3
+_ROWS = ("tickets", "ahead", "held")
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A job that has GPUs, or waits for them. number: of its ticket, 0 for one that has them."""
+
+    job: str
+    user: str = ""
+    since_s: float | None = None
+    nodes: tuple[str, ...] = ()
+    number: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.user}'s job {self.job}" if self.user else f"job {self.job}" if self.job else "another job"
+
+
+@dataclass(frozen=True)
+class HostAnswer:
+    """What one host says. lost: it has no ticket of this job."""
+
+    tickets: tuple[Rival, ...] = ()
+    ahead: tuple[Rival, ...] = ()
+    held: tuple[Rival, ...] = ()
+    lost: bool = False
+    cancelled: bool = False
+
+
+@dataclass(frozen=True)
+class Standing:
+    """holders: who has the GPUs. before: who waits for them and came earlier."""
+
+    holders: tuple[Rival, ...] = ()
+    before: tuple[Rival, ...] = ()
+
+    @property
+    def place(self) -> int:
+        return 1 + len(self.before)
+
+    @property
+    def is_turn(self) -> bool:
+        return not self.holders and not self.before
+
+    @property
+    def behind(self) -> frozenset[tuple[str, int]]:
+        """What of it is worth another line when it changes."""
+        return frozenset((rival.job, rival.number) for rival in (*self.holders, *self.before))
+
+    def words(self) -> str:
+        """`place 2, behind alice's job mnist-1 (has GPUs of a, b; for 12m03s) and bob's job x-1 (waits, too)`."""
+        rivals = [f"{each.name} (has GPUs of {_where(each)})" for each in self.holders]
+        rivals += [f"{each.name} (waits{_for(each)})" for each in reversed(self.before)]
+        return f"place {self.place} in the queue, behind {some(rivals, SHOWN)}"
+
+
+def _where(rival: Rival) -> str:
+    return some(rival.nodes, SHOWN) + _for(rival)
+
+
+def _for(rival: Rival) -> str:
+    return "" if rival.since_s is None else f" for {format_duration(rival.since_s)}"
+
+
+def read_answer(node: str, said: Mapping[str, Any]) -> HostAnswer:
+    """Raises ValueError, TypeError, KeyError, AttributeError for what a host would not say."""
+    if said.get("lost") is True:
+        return HostAnswer(lost=True)
+    tickets, ahead, held = (tuple(_rival(node, row) for row in said[rows][:MOST]) for rows in _ROWS)
+    return HostAnswer(tickets, ahead, held, cancelled=said.get("cancelled") is True)
+
+
+def _rival(node: str, row: Mapping[str, Any]) -> Rival:
+    since_s = row.get("since_s")
+    if since_s is not None and not (math.isfinite(since_s) and since_s >= 0):
+        since_s = None
+    number = int(row.get("number", 0))
+    if not 0 <= number < 1 << 53:
+        raise ValueError(f"number {number}")
+    return Rival(one_line(row["job"], 120), one_line(row["user"], 60), since_s, (node,), number)
+
+
+def standing_of(answers: Mapping[str, HostAnswer]) -> Standing:
+    holders = _by_job(rival for answer in answers.values() for rival in answer.held)
+    started = {rival.job for rival in holders}  # its tickets go when all its hosts have started it
+    before = _in_order(rival for answer in answers.values() for rival in answer.ahead if rival.job not in started)
+    return Standing(tuple(holders), tuple(before))
+
+
+def queue_of(answers: Mapping[str, HostAnswer]) -> tuple[Rival, ...]:
+    return tuple(_in_order(rival for answer in answers.values() for rival in answer.tickets))
+
+
+def _in_order(rivals: Iterable[Rival]) -> list[Rival]:
+    return sorted(_by_job(rivals), key=lambda rival: (rival.number, rival.job))
+
+
+def _by_job(rivals: Iterable[Rival]) -> list[Rival]:
+    """One a job, with all its nodes."""
+    found: dict[str, list[Rival]] = {}
+    for rival in rivals:
+        found.setdefault(rival.job, []).append(rival)
+    return [reduce(_joined, several) for several in found.values()]
+
+
+def _joined(one: Rival, other: Rival) -> Rival:
+    nodes = tuple(sorted({*one.nodes, *other.nodes}))
+    since_s = max((each.since_s for each in (one, other) if each.since_s is not None), default=None)
+    return replace(one, nodes=nodes, since_s=since_s, number=max(one.number, other.number))

@@ -1,0 +1,181 @@
+"""`orch run --wait` as people type it, on hosts behind real SSH servers with a stand-in for nvidia-smi."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from orchestrator.remote import gpu_claim, tickets
+from tests.support.forks import Forked
+from tests.support.gpu_rack import GpuRack, Person, gpu_rack
+from tests.support.sshd import needs_sshd
+
+pytestmark = [needs_sshd, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def rack(tmp_path: Path) -> Iterator[GpuRack]:
+    with gpu_rack(tmp_path) as made:
+        yield made
+
+
+class Run:
+    """One `orch run`, until it ends; `go` lets its script end."""
+
+    def __init__(self, person: Person, name: str, nodes: str, *words: str) -> None:
+        self.name, self.go = name, person.folder / f"go-{name}"
+        options = ["--name", name, *(["--nodes", nodes] if nodes else []), *words]
+        self.process: Forked = person.starts("run", *options, "train.py", str(self.go))
+        self.said = ""
+        self.job = ""
+
+    def until(self, sign: str) -> str:
+        """Reads on until it says this; gives the line."""
+        for line in self.process.stderr:
+            self.said += line
+            if found := re.search(rf"{self.name}-\d+-\d+-\w+", line):
+                self.job = found[0]
+            if re.search(sign, line):
+                return line
+        raise AssertionError(f"{sign!r} was not said:\n{self.said}")
+
+    def starts(self) -> Run:
+        self.until(r"^job ")
+        return self
+
+    def waits(self) -> Run:
+        self.until("waits")
+        return self
+
+    def ends(self, code: int = 0) -> str:
+        self.go.touch()
+        out, err = self.process.communicate(240)
+        self.said += err
+        assert self.process.returncode == code, self.said + out
+        return self.said
+
+
+@contextlib.contextmanager
+def ended(*runs: Run) -> Iterator[None]:
+    """Whatever a failed test leaves is ended."""
+    try:
+        yield
+    finally:
+        for run in runs:
+            run.go.touch()
+            run.process.kill()
+            with run.process:
+                pass
+
+
+def queue(person: Person) -> list[tuple[str, int]]:
+    return [(row["id"], row["place"]) for row in person.jobs()["waiting"]]
+
+
+def test_jobs_start_in_the_order_in_which_they_came_and_a_dead_controller_loses_its_place_alone(rack):
+    alice, bob = rack.person("alice"), rack.person("bob")
+    first = Run(alice, "first", "a").starts()
+    large = Run(bob, "large", "", "--wait").waits()
+    assert f"place 1 in the queue, behind root's job {first.job} (has GPUs of a" in large.said
+    late = Run(alice, "late", "b", "--wait").waits()  # b is free, and kept for the larger job
+    assert f"place 1 in the queue, behind root's job {first.job}" not in late.said
+    assert f"place 2 in the queue, behind root's job {large.job} (waits" in late.said
+    with ended(first, large, late):
+        assert queue(bob) == queue(alice) == [(large.job, 1), (late.job, 2)]
+        refused = alice.types("run", "--nodes", "b", "train.py", "x", exit_code=3).stderr
+        assert f"is kept for root's job {large.job}, which waits for it" in refused and "--wait" in refused
+        late.process.kill()  # its ticket goes when its lease is over, and nobody else's with it
+        last = Run(alice, "last", "", "--wait").waits()
+        assert f"job {late.job} (waits" in last.said
+        first.ends()
+        large.starts()
+        assert "for" in last.until(rf"behind root's job {large.job} \(has GPUs of a, b")
+        large.ends()
+        with ended(last):
+            last.starts().ends()
+    assert queue(alice) == [] and not list((alice.folder / "home" / "waiting").iterdir())
+    assert gpu_claim.holder_of(rack.uuids["a"]) is None
+
+
+def test_of_two_controllers_that_wait_one_starts_and_the_other_keeps_its_place(rack):
+    alice, bob = rack.person("alice"), rack.person("bob")
+    first = Run(alice, "first", "").starts()
+    both = [Run(person, name, "", "--wait").waits() for person, name in ((alice, "one"), (bob, "two"))]
+    third = Run(alice, "third", "b", "--wait").waits()
+    with ended(first, *both, third):
+        first.ends()
+        both[0].starts()
+        assert both[1].until(f"behind root's job {both[0].job} .has GPUs of a, b").count("place 1")
+        both[0].ends()
+        both[1].starts()
+        third.until(f"place 1 in the queue, behind root's job {both[1].job} .has GPUs of b")
+        both[1].ends()
+        third.starts().ends()
+
+
+def test_ctrl_c_and_cancel_leave_the_queue_and_a_lost_ticket_is_taken_anew(rack):
+    alice = rack.person("alice")
+    first = Run(alice, "first", "a").starts()
+    left = Run(alice, "left", "a", "--wait").waits()
+    gone = Run(alice, "gone", "a", "--wait").waits()
+    robbed = Run(alice, "robbed", "a", "--wait").waits()
+    with ended(first, left, gone, robbed):
+        left.process.send_signal(signal.SIGINT)
+        said = left.ends(130)
+        assert f"{left.job} has left the queue" in said and "was not started" in said
+        assert queue(alice) == [(gone.job, 1), (robbed.job, 2)]
+        assert "is out of the queue" in alice.types("cancel", "--job", gone.job).stderr
+        assert "was cancelled while it waited" in gone.ends(1)
+        assert queue(alice) == [(robbed.job, 1)]
+        owner = alice_id(alice)
+        assert tickets.tell(robbed.job, "a", {"do": "leave", "owner": owner})
+        robbed.until("a lost its ticket for this job; it is at the end of the queue again")
+        table = alice.types("jobs").stdout
+        assert re.search(rf"{robbed.job} +waiting +1", table) and re.search(rf"{first.job} +running", table)
+        assert alice.types("cancel", "--job", left.job, exit_code=2)
+        first.ends()
+        robbed.starts().ends()
+    assert not list((alice.folder / "home" / "waiting").iterdir())
+
+
+def test_a_limit_ends_the_wait_and_detach_returns_when_the_job_runs(rack):
+    alice = rack.person("alice")
+    first = Run(alice, "first", "a").starts()
+    with ended(first):
+        said = alice.types("run", "--nodes", "a", "--wait-limit", "1s", "train.py", "x", exit_code=3).stderr
+        assert "did not come to its turn within 1.0s" in said and "`orch jobs` shows who waits" in said
+        assert alice.jobs()["waiting"] == []
+        assert "--share" in alice.types("run", "--wait", "--share", "train.py", "x", exit_code=2).stderr
+        assert "--hosts" in alice.types("run", "--wait", "--hosts", "1:2", "train.py", "x", exit_code=2).stderr
+        second = Run(alice, "second", "a", "--wait", "--detach").waits()
+        with ended(second):
+            first.ends()
+            job = second.process.communicate(240)[0].strip()
+            assert job == second.job and second.process.returncode == 0
+            assert [row["state"] for row in alice.jobs()["jobs"] if row["id"] == job] == ["running"]
+            second.go.touch()
+            alice.types("logs", "-f", "--job", job)
+
+
+def test_a_host_that_goes_away_is_said_and_asked_again(rack):
+    alice = rack.person("alice")
+    first = Run(alice, "first", "a").starts()
+    second = Run(alice, "second", "", "--wait").waits()
+    with ended(first, second):
+        rack.servers["b"].stop()
+        second.until("^note: b: .*asking again for 5m")
+        rack.servers["b"].start()
+        first.ends()
+        second.starts().ends()
+
+
+def alice_id(person: Person) -> str:
+    from orchestrator.owner import read_owner
+    from orchestrator.paths import Home
+
+    return read_owner(Home(person.folder / "home")).id

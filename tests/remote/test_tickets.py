@@ -1,0 +1,148 @@
+"""Tickets of jobs that wait: real sockets and processes, also of another login."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+import time
+import uuid
+from contextlib import contextmanager
+
+import pytest
+
+from orchestrator.errors import HostsError
+from orchestrator.remote import tickets, waiting
+from orchestrator.remote.answer import Refused
+from orchestrator.remote.turns import Ticket
+from tests.support.local_job import gang
+
+NOBODY = 65534
+OWNER = "5f0c" * 8
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="acts as another user")
+
+
+@pytest.fixture
+def gpu():
+    return f"GPU-{uuid.uuid4()}"
+
+
+@contextmanager
+def taken(job: str, number: int, *gpus: str, uid: int = os.getuid()):
+    """A ticket of this login; taken in a child, as a host's program does."""
+    child = os.fork()
+    if not child:
+        try:
+            os.setuid(uid)
+            tickets.take(Ticket(job, number, gpus), "a", OWNER)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    try:
+        yield
+    finally:
+        ask_as(uid, job, "leave")
+
+
+def ask_as(uid: int, job: str, do: str) -> bool:
+    """Whether the holder obeyed this login."""
+    child = os.fork()
+    if not child:
+        os.setuid(uid)
+        os._exit(0 if tickets.tell(job, "a", {"do": do, "owner": OWNER}) else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def those_for(gpu: str) -> list[Ticket]:
+    return [ticket for ticket in tickets.there() if gpu in ticket.gpus]
+
+
+@pytest.mark.parametrize("uid", [os.getuid(), pytest.param(NOBODY, marks=needs_root)])
+def test_whoever_waits_is_seen_with_the_login_that_the_kernel_knows(gpu, uid):
+    with taken("second", 2, gpu), taken("first", 1, gpu, uid=uid):
+        first, second = those_for(gpu)
+        assert (first.job, first.number, first.user) == ("first", 1, tickets.user_name(uid))
+        assert (second.job, second.user) == ("second", getpass.getuser())
+    assert those_for(gpu) == []
+
+
+@needs_root
+def test_another_login_or_another_home_can_neither_renew_nor_cancel_a_ticket(gpu):
+    with taken("mine", 1, gpu):
+        assert not ask_as(NOBODY, "mine", "leave")
+        assert tickets.tell("mine", "a", {"do": "leave", "owner": "another"}) is None
+        assert [ticket.job for ticket in those_for(gpu)] == ["mine"]
+    assert those_for(gpu) == []
+
+
+def test_a_ticket_that_nobody_renews_is_gone(gpu, monkeypatch):
+    monkeypatch.setattr(tickets, "LEASE_S", 1.0)
+    with taken("dead", 1, gpu):
+        began = time.monotonic()
+        while those_for(gpu):
+            assert time.monotonic() < began + 60
+        assert time.monotonic() > began + 0.5
+
+
+def test_a_renewed_ticket_stays_where_it_is(gpu, monkeypatch):
+    monkeypatch.setattr(tickets, "LEASE_S", 1.0)
+    with taken("kept", 1, gpu), taken("dead", 2, gpu):
+        assert tickets.tell("kept", "a", {"do": "renew", "owner": OWNER, "lease_s": 600})
+        assert tickets.tell("other", "a", {"do": "renew", "owner": OWNER}) is None
+        while len(found := those_for(gpu)) == 2:
+            time.sleep(0.05)
+        assert [ticket.job for ticket in found] == ["kept"]
+
+
+def test_a_second_ticket_of_a_job_is_refused(gpu):
+    with taken("once", 1, gpu), pytest.raises(Refused, match="once waits already"):
+        tickets.take(Ticket("once", 2, (gpu,)), "a", OWNER)
+
+
+def test_a_ticket_that_is_asked_for_again_is_the_same_one(gpu):
+    """Its first answer was lost on the way."""
+    asked = {"action": "take", "workdir": "/nowhere", "node": "a", "job": "again", "owner": OWNER, "gpus": [gpu]}
+    with taken("again", 3, gpu):
+        answer = waiting.act({**asked, "number": 3})
+        assert [row["number"] for row in answer["tickets"]] == [3] and answer["ahead"] == answer["held"] == []
+        with pytest.raises(Refused):
+            waiting.act({**asked, "number": 4})
+
+
+def test_what_answers_nonsense_under_a_tickets_name_is_no_ticket():
+    for said in (b"", b"[]", b'{"job": 1}', b"\xff" * 100, b'{"job": "x", "number": -1, "gpus": [], "since_s": 0}'):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as squatter:
+            name = f"\0orch-wait-{uuid.uuid4().hex}"
+            squatter.bind(name)
+            squatter.listen(8)
+            if not (child := os.fork()):
+                talk, _ = squatter.accept()
+                talk.recv(100)
+                talk.sendall(said)
+                os._exit(0)
+            found = tickets.there()
+            os.waitpid(child, 0)
+        assert [ticket for ticket in found if ticket.job == "x"] == []
+
+
+def test_a_cancelled_ticket_is_in_nobodys_way_and_its_controller_hears_of_it(gpu):
+    with taken("given-up", 1, gpu):
+        tickets.tell("given-up", "a", {"do": "cancel", "owner": OWNER})
+        assert those_for(gpu) == []
+        answer = tickets.tell("given-up", "a", {"do": "renew", "owner": OWNER})
+        assert answer and answer["cancelled"] is True
+
+
+def test_a_host_refuses_the_start_that_is_not_its_turn(tmp_path, gpu):
+    with gang(tmp_path, "print('ran')", ranks=(1,)) as job, taken("before", 1, gpu):
+        nodes = tuple(node.model_copy(update={"gpu_uuids": (gpu,)}) for node in job.plan.nodes)
+        job.plan = job.plan.model_copy(update={"nodes": nodes})
+        with pytest.raises(HostsError, match=f"GPU {gpu} is kept for {getpass.getuser()}'s job before, which waits"):
+            job.launch()
+        assert not job.folder("a").exists()
+        with taken(job.plan.job, 2, gpu), pytest.raises(HostsError, match="is kept for"):
+            job.launch()
+        ask_as(os.getuid(), "before", "leave")
+        with taken(job.plan.job, 3, gpu), taken("later", 4, gpu):
+            job.launch()
+            assert job.wait().state == "succeeded"
