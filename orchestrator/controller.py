@@ -154,7 +154,9 @@ class Controller:
         if elastic := request.elastic:
             request = replace(request, elastic=elastic.model_copy(update={"max_nodes": len(taken)}))
         least = None if only else wanted.min_hosts
-        plan = self._plan_leaving_out(cluster, request, code, taken, least=least)
+        others = choice_of(wanted, away, best[wanted.max_hosts :], candidates)
+        with _naming_the_others(choice_notes(others, away, worth)):
+            plan = self._plan_leaving_out(cluster, request, code, taken, least=least)
         members = {node.name for node in plan.nodes}
         choice = choice_of(wanted, away, [name for name in best if name not in members], candidates)
         notes = (*choice_notes(choice, away, worth), *plan.notes)
@@ -419,6 +421,18 @@ class Controller:
         measuring = runs_measuring(run.root.parent, summary.cluster, names, self.store.runs_of(COLLECTIVES))
         carried = (links_carried(one.job, one.collectives, names) for one in measuring if one.collectives)
         return next(filter(None, carried), None)
+
+
+@contextmanager
+def _naming_the_others(notes: Sequence[str]) -> Iterator[None]:
+    """Where a job cannot be planned with the hosts that were taken, why it is these: the person may have named others
+    in its settings. notes: as of `choice_notes`.
+    """
+    try:
+        yield
+    except (UsageError, UnlikeError) as error:
+        error.message = "\n".join([error.message, *notes])
+        raise
 
 
 def _wanted(cluster: Cluster, request: RunRequest) -> HostRange:

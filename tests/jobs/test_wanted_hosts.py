@@ -176,3 +176,14 @@ def test_more_hosts_than_there_are_is_a_mistake_and_no_host_is_asked(rack: Rack)
     said = rack.types("run", "--hosts", "4:5", "code/train.py", exit_code=2).stderr
     assert "--hosts 4:5: 3 hosts to choose from, and 4 are needed" in said
     assert rack.servers["a2000"].logins() == logins
+
+
+def test_settings_that_name_a_host_that_is_left_out_are_refused_with_its_reason(rack: Rack) -> None:
+    words = ["--exp", "mnist_lenet", "--set", "batch=24"]
+    with stopped(rack, "v100"):
+        asked = ["--hosts", "1:2", "--nodes", "a2000,v100", *words, "--set", "shares=a2000=8,v100=16"]
+        said = rack.types("run", *asked, exit_code=2).stderr
+    assert "error: shares: v100 takes no part" in said and "error: left out: v100: nothing listens at " in said
+    asked = ["--dry-run", "--hosts", "1", "--nodes", "a2000,v100", *words, "--set", "shares=v100=16"]
+    said = rack.types("run", *asked, exit_code=2).stderr
+    assert "error: shares: v100 takes no part" in said and "error: spare: v100; the job takes 1 host at most" in said
