@@ -24,6 +24,8 @@ FORM = "MIN:MAX or N, numbers of hosts, 1 <= MIN <= MAX"
 class HostRange:
     min_hosts: int
     max_hosts: int
+    min_elastic: int = 1
+    """The fewest with which `--elastic` goes on."""
 
     def __str__(self) -> str:
         return f"--hosts {self.min_hosts}:{self.max_hosts}"
@@ -51,7 +53,8 @@ def with_elastic(wanted: HostRange, elastic: Elastic | None) -> HostRange:
     """The numbers with which an elastic job may begin, too. Raises UsageError where there are none."""
     if elastic is None:
         return wanted
-    both = HostRange(max(wanted.min_hosts, elastic.min_nodes), min(wanted.max_hosts, elastic.max_nodes))
+    least, most = max(wanted.min_hosts, elastic.min_nodes), min(wanted.max_hosts, elastic.max_nodes)
+    both = HostRange(least, most, min_elastic=elastic.min_nodes)
     if both.min_hosts > both.max_hosts:
         words = f"{wanted} and --elastic {elastic.min_nodes}:{elastic.max_nodes} have no number in common"
         raise UsageError(words, "give both the same numbers")
@@ -61,8 +64,8 @@ def with_elastic(wanted: HostRange, elastic: Elastic | None) -> HostRange:
 def check_range(wanted: HostRange, candidates: Sequence[str]) -> None:
     """Raises UsageError where more hosts are wanted than there are."""
     if wanted.min_hosts > len(candidates):
-        words = f"{wanted}: {counted(len(candidates), 'host')} to choose from, and {wanted.min_hosts} are needed"
-        fewer = f"--hosts {len(candidates)}, or " if candidates else ""
+        words = f"{wanted}: {counted(len(candidates), 'host')} to choose from, and {_needed(wanted)}"
+        fewer = f"{_fewer(wanted, len(candidates))}, or " if candidates else ""
         raise UsageError(words, f"{fewer}name more with --nodes, `orch node restore` those that are released")
 
 
@@ -72,9 +75,9 @@ def those_there(wanted: HostRange, candidates: Sequence[str], away: Mapping[str,
     if len(there) < wanted.min_hosts:
         missing = [away[name] for name in candidates if name in away]
         can = f"{len(there)} of {counted(len(candidates), 'host')} can take part"
-        lines = [f"{wanted}: {can}, and {wanted.min_hosts} are needed; nothing was started"]
+        lines = [f"{wanted}: {can}, and {_needed(wanted)}; nothing was started"]
         remedy = "bring hosts back (`orch status` names them)"
-        remedy += f", or --hosts {len(there)}:{wanted.max_hosts}" if there else ""
+        remedy += f", or {_fewer(wanted, len(there))}" if there else ""
         raise TooFewError("\n".join([*lines, *(str(error) for error in together(missing))]), remedy)
     return there
 
@@ -106,6 +109,16 @@ def choice_notes(choice: HostChoice, away: Mapping[str, HostError], worth: Worth
         why = f"{counted(choice.max_hosts, 'host')} at most, {worth.words}"
         notes.append(f"spare: {some(choice.spares, 12)}; the job takes {why}")
     return tuple(notes)
+
+
+def _needed(wanted: HostRange) -> str:
+    return f"{wanted.min_hosts} {'is' if wanted.min_hosts == 1 else 'are'} needed"
+
+
+def _fewer(wanted: HostRange, there: int) -> str:
+    """What to type so that so many are enough."""
+    numbers = f"{there}:{wanted.max_hosts}"
+    return f"--hosts {numbers}" + (f" --elastic {numbers}" if wanted.min_elastic > there else "")
 
 
 def _reason(error: HostError) -> str:

@@ -51,9 +51,9 @@ def test_what_is_no_range_is_refused_with_the_form(text: str) -> None:
 
 def test_more_than_there_are_cannot_be_wanted() -> None:
     check_range(HostRange(8, 20), NAMES)
-    with pytest.raises(UsageError, match="--hosts 9:9: 8 hosts to choose from, and 9 are needed: --hosts 8, or name"):
+    with pytest.raises(UsageError, match="--hosts 9:9: 8 hosts to choose from, and 9 are needed: --hosts 8:9, or name"):
         check_range(HostRange(9, 9), NAMES)
-    with pytest.raises(UsageError, match="0 hosts to choose from, and 1 are needed: name more"):
+    with pytest.raises(UsageError, match="0 hosts to choose from, and 1 is needed: name more"):
         check_range(HostRange(1, 2), [])
 
 
@@ -70,8 +70,23 @@ def test_with_too_few_each_that_is_missing_is_named_with_its_reason() -> None:
     assert "--hosts 2:6" in found.value.remedy
 
 
+def test_fewer_are_enough_only_where_elastic_goes_on_with_them_too() -> None:
+    """What is proposed is no mistake itself."""
+    elastic = Elastic(min_nodes=3, max_nodes=4, max_restarts=0)
+    with pytest.raises(TooFewError) as found:
+        those_there(with_elastic(HostRange(1, 4), elastic), NAMES, {name: off(name) for name in NAMES[2:]})
+    assert found.value.remedy.endswith(", or --hosts 2:4 --elastic 2:4")
+    with pytest.raises(UsageError, match=r"2 hosts .* --hosts 2:4 --elastic 2:4, or name more"):
+        check_range(with_elastic(HostRange(1, 4), elastic), NAMES[:2])
+
+
+def test_of_one_host_is_spoken_as_of_one() -> None:
+    with pytest.raises(TooFewError, match="0 of 1 host can take part, and 1 is needed"):
+        those_there(HostRange(1, 2), NAMES[:1], {NAMES[0]: off(NAMES[0])})
+
+
 def test_an_elastic_job_begins_with_as_many_as_it_may_go_on_with() -> None:
-    assert with_elastic(HostRange(1, 4), Elastic(min_nodes=2, max_nodes=3, max_restarts=0)) == HostRange(2, 3)
+    assert with_elastic(HostRange(1, 4), Elastic(min_nodes=2, max_nodes=3, max_restarts=0)) == HostRange(2, 3, 2)
     with pytest.raises(UsageError, match="--hosts 1:2 and --elastic 3:4 have no number in common"):
         with_elastic(HostRange(1, 2), Elastic(min_nodes=3, max_nodes=4, max_restarts=0))
 
