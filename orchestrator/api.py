@@ -50,8 +50,8 @@ class Options(TypedDict, total=False):
     """Of an experiment, or of a script that takes part by `trainer.join`."""
     nodes: str | Sequence[str]
     """Names, ranges and patterns; all hosts without it."""
-    hosts: str
-    """`2:4`: the best of these that can take part, so many at least and at most."""
+    hosts: str | int
+    """`2:4`, or a number: the best of these that can take part, so many at least and at most."""
     env: Mapping[str, str] | Sequence[str]
     """Variables of this job alone, by name; or names alone, whose values are those of this process."""
     batch: int
@@ -129,7 +129,7 @@ class Cluster:
         request = replace(
             wish.request,
             env=read_variables(_pairs(options.get("env", ())), (), os.environ),
-            hosts=parse_hosts(options["hosts"]) if "hosts" in options else None,
+            hosts=parse_hosts(str(options["hosts"])) if "hosts" in options else None,
             time_limit_s=options.get("time_limit_s"),
             job_name=_called(job_name, options.get("name")),
             note=_called(job_note, options.get("note")),

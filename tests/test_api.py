@@ -73,7 +73,7 @@ def test_a_job_is_cancelled_and_a_plan_starts_nothing(here: Path) -> None:
     with Cluster.up("inventory/rack.yaml", allow_local=True) as rack:
         plan = rack.plan(exp="mnist_lenet", settings={"data": "synthetic", "steps": 5, "sync_bn": False}, nodes="a")
         assert [node.name for node in plan.nodes] == ["a"] and plan.settings["steps"] == 5 and rack.jobs() == []
-        assert [node.name for node in rack.plan("proj/train.py", hosts="1", nodes="b,a").nodes] == ["b"]
+        assert [node.name for node in rack.plan("proj/train.py", hosts=1, nodes="b,a").nodes] == ["b"]
         assert rack.run("proj/train.py").cancel().state == "cancelled"
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import yaml
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from orchestrator import __version__
 from orchestrator.errors import InventoryError, Mistake, UsageError
@@ -51,6 +51,11 @@ def _time(text: str) -> str:
     return text
 
 
+def _unquoted(value: Any) -> Any:
+    """`hosts: 3` is a number to YAML, and needs no quotes."""
+    return str(value) if type(value) is int else value
+
+
 Time = Annotated[str, AfterValidator(_time)]
 
 
@@ -77,7 +82,7 @@ class JobFile(Written):
     note: Annotated[str, AfterValidator(job_note)] | None = None
     cluster: Name | None = None
     nodes: list[str] = Field(default_factory=list)
-    hosts: str | None = None
+    hosts: Annotated[str, BeforeValidator(_unquoted)] | None = None
     """How many of them are enough, and how many at most, as of `--hosts`."""
     env: dict[EnvName, EnvValue | None] = Field(default_factory=dict)
     """Without a value: that of this machine's environment."""

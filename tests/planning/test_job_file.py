@@ -61,6 +61,14 @@ def test_all_mistakes_are_named_at_once_with_their_lines_and_no_secret(tmp_path:
     assert "did you mean `script`?" in str(refused.value) and "hf_1" not in str(refused.value)
 
 
+def test_a_number_of_hosts_needs_no_quotes(tmp_path: Path) -> None:
+    for text, expected in (("3", "3"), ("2:4", "2:4"), ("'2'", "2"), ("10:30", "10:30")):
+        assert read_job(job_file(tmp_path, f"exp: mnist_lenet\nhosts: {text}\n")).hosts == expected
+    for text, said in (("0", "'0' is not MIN:MAX or N"), ("true", "must be text"), ("1.5", "must be text")):
+        with pytest.raises(UsageError, match=f"job.yaml:2: hosts: {said}"):
+            read_job(job_file(tmp_path, f"exp: mnist_lenet\nhosts: {text}\n"))
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
