@@ -17,7 +17,7 @@ from orchestrator.results.events import Events, Rejects
 from orchestrator.results.measure import Figures
 from orchestrator.results.network import measures_collectives
 from orchestrator.results.summary import NodeSummary
-from orchestrator.text import one_line
+from orchestrator.text import one_line, some
 from orchestrator.units import counted, format_bytes, format_percent
 from trainer.shared.metrics import SCHEMA
 
@@ -28,6 +28,13 @@ def left_on_hosts(plan: LaunchPlan, run: RunFolder) -> Iterable[str]:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             for file, size in json.loads(run.left(node.name).read_text()).items():
                 yield f"{node.name}: the last {format_bytes(size)} of {file} were not collected (--max-log)."
+
+
+def left_out(plan: LaunchPlan) -> Iterable[str]:
+    """Hosts that the job was to have, and did without."""
+    if plan.hosts and plan.hosts.left_out:
+        each = [f"{one.node} ({one_line(one.reason, 200)})" for one in plan.hosts.left_out]
+        yield f"Left out, by --hosts {plan.hosts.words}: {some(each, 12)}."
 
 
 def missing(plan: LaunchPlan, events: Events, figures: Figures) -> Iterable[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,6 +89,10 @@ def test_the_dry_run_says_the_same_and_the_job_is_repeated_with_it(rack: Rack) -
     record, _ = runs(rack, "--hosts", "1:3")
     shown = rack.types("collect", "--job", record["id"])
     assert "--nodes a2000,v100,gone --hosts 1:3" in shown.stdout
+    reason = f"Left out, by --hosts 1:3: gone ({left_out(record)['gone']})."
+    assert f"note: {reason}" in shown.stderr
+    report = (rack.folder / f"runs/{record['id']}/report.html").read_text()
+    assert html.unescape(report).count(reason) == 1
     again = f"runs/{record['id']}/job.yaml"
     assert json.loads(rack.types("run", "--dry-run", "--json", again).stdout)["hosts"] == record["hosts"]
 
