@@ -272,19 +272,19 @@ class Controller:
         if request.hosts is None:
             shown(plan := self.plan(cluster, request, code, only))
             return self.launch(plan, wish.blob)
-        away = self._away(cluster, request, only)
+        away, said = self._away(cluster, request, only), set[str]()
         while True:
             shown(plan := self._plan_of_those_there(cluster, request, code, only, away))
             try:
-                return self.launch(plan, wish.blob)
+                return self.launch(plan, wish.blob, said)
             except RefusedError as error:
                 away |= {each.node: each for each in error.errors}
             if plan.job in self.store.job_ids() and self.store.job_record(plan.job).state == "cancelled":
                 self.store.forget_job(plan.job)
 
-    def launch(self, plan: LaunchPlan, blob: bytes) -> RunningJob:
+    def launch(self, plan: LaunchPlan, blob: bytes, said: set[str] | None = None) -> RunningJob:
         """Starts the job on all its hosts or on none; remembers it first. Raises HostsError, of which RefusedError says
-        that none of them was asked to run it.
+        that none of them was asked to run it. said: lines that an earlier plan of the same start has said.
         """
         plan = plan.model_copy(update={"owner": read_owner(self.store.home)})
         record = JobRecord(
@@ -300,7 +300,7 @@ class Controller:
             hosts=plan.hosts,
         )
         job = self._reached(plan)
-        self._look_at_gpus(plan, job.hosts)
+        self._look_at_gpus(plan, job.hosts, set() if said is None else said)
         with self.store.launching(record, plan) as start:
 
             def undone() -> None:
@@ -336,8 +336,10 @@ class Controller:
             raise RefusedError([or_without(error) if others else error for error in away.values()])
         return job
 
-    def _look_at_gpus(self, plan: LaunchPlan, hosts: Mapping[str, ConnectedHost]) -> None:
-        """Says who is on the job's GPUs at this moment. Raises RefusedError where that leaves no room for it."""
+    def _look_at_gpus(self, plan: LaunchPlan, hosts: Mapping[str, ConnectedHost], said: set[str]) -> None:
+        """Says who is on the job's GPUs at this moment. Raises RefusedError where that leaves no room for it. said: the
+        lines that are not said again; those of now join it.
+        """
         on_gpus = {node.name: node for node in plan.nodes if node.gpu_uuids}
 
         def inputs_of(node: NodePlan) -> NodeFacts:
@@ -348,7 +350,9 @@ class Controller:
             node = on_gpus[name]
             seen = occupied.judge(name, found, node.gpu_uuids, needed_bytes(plan, node), share=plan.share_gpus)
             for line in seen.lines:
-                self.say(line)
+                if line not in said:
+                    self.say(line)
+                said.add(line)
             refused += [seen.refusal] if seen.refusal else []
         if refused:
             raise RefusedError(refused)

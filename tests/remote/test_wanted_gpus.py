@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,14 +30,20 @@ SLEEPS = "import time\ntime.sleep(600)\n"
 @pytest.fixture(autouse=True)
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All hosts are this machine, which has all GPUs, and nobody on them."""
+    write_smi(tmp_path, dict.fromkeys(UUIDS, 0))
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+
+def write_smi(tmp_path: Path, used_mib: Mapping[str, int], mode: str = "Default") -> None:
+    """used_mib: of each host's GPU, by programs that it does not name. mode: of those that are in use."""
     rows = "\n".join(
-        f"{index}, Tesla V100-PCIE-16GB, {uuid}, 16384, 0, 525.105.17, 00000000:3{index}:00.0, Default, 7.0"
-        for index, uuid in enumerate(UUIDS.values())
+        f"{index}, Tesla V100-PCIE-16GB, {uuid}, 16384, {used_mib[name]}, 525.105.17, 00000000:3{index}:00.0, "
+        f"{mode if used_mib[name] > 8000 else 'Default'}, 7.0"
+        for index, (name, uuid) in enumerate(UUIDS.items())
     )
     text = f"#!/bin/sh\ncase $1 in --query-gpu=*) echo '{rows}';; --query-compute-apps=*) ;; *) exit 2;; esac\n"
     (tmp_path / "nvidia-smi").write_text(text)
     (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
 
 class Somebody:
@@ -133,6 +139,17 @@ def test_with_too_few_gpus_that_are_free_nothing_is_left(people) -> None:
         second.starts(2, 3)
     assert "\na: GPU " in found.value.message and "\nb: GPU " in found.value.message
     assert second.has() == set() and second.controller.store.job_ids() == []
+
+
+def test_a_gpu_without_room_costs_its_host_and_who_is_on_others_is_said_once(people, tmp_path: Path) -> None:
+    person, said = people[0], []
+    person.controller.say = said.append
+    write_smi(tmp_path, {"a": 0, "b": 12000, "c": 2048}, mode="Exclusive_Process")
+    job = person.starts(2, 3)
+    assert names(job) == {"a", "c"} == person.has()
+    (left,) = job.record.hosts.left_out
+    assert left.node == "b" and "is in exclusive compute mode, and in use by" in left.reason
+    assert len(said) == 1 and said[0].startswith("c: GPU 2 (Tesla V100-PCIE-16GB) is in use by")
 
 
 def test_of_two_who_start_at_once_each_host_has_one_of_them(people) -> None:
