@@ -244,8 +244,9 @@ def _launch(
         launch_plan.warn_notes(plan, said)
         launch_plan.warn_faster(plan.faster if not tried else ())
         tried.append(plan.job)
+        now_at(f"starting {plan.job} on {counted(len(plan.nodes), 'host')}")
 
-    with busy(f"starting on {cluster.name}"):
+    with busy(f"planning for {cluster.name}") as now_at:
         try:
             if options.waits():
                 show(plan := controller.plan(cluster, wish.request, wish.code, only))

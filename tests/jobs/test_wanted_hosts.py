@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
+import os
+import pty
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +52,7 @@ def runs(rack: Rack, *words: str) -> tuple[dict[str, Any], str]:
 @contextmanager
 def refusing(rack: Rack, node: str) -> Iterator[None]:
     """A host that can be reached, and refuses each job: others could change its code."""
+    folder(rack, node).mkdir(exist_ok=True)
     folder(rack, node).chmod(0o777)
     try:
         yield
@@ -138,6 +145,34 @@ def test_a_host_that_refuses_is_left_out_and_keeps_nothing(rack: Rack) -> None:
     with refusing(rack, "a2000"):
         said = rack.types("run", "--hosts", "2", "--nodes", "a2000,v100", "code/train.py", exit_code=3).stderr
     assert "1 of 2 hosts can take part, and 2 are needed" in said and "error: a2000: " in said
+
+
+def test_on_a_terminal_each_attempt_is_named(rack: Rack) -> None:
+    ours, theirs = pty.openpty()
+    words = [
+        sys.executable,
+        "-m",
+        "orchestrator.cli",
+        "run",
+        "--detach",
+        "--hosts",
+        "1:2",
+        "--nodes",
+        "a2000,v100",
+        "code/train.py",
+    ]
+    environment = {**rack.environment, "TERM": "xterm", "COLUMNS": "200"}
+    with refusing(rack, "a2000"):
+        process = subprocess.Popen(words, stdout=theirs, stderr=theirs, cwd=rack.folder, env=environment)
+        os.close(theirs)
+        said = b""
+        with contextlib.suppress(OSError):  # which is how a terminal ends
+            while piece := os.read(ours, 1 << 16):
+                said += piece
+        os.close(ours)
+        assert process.wait() == 0
+    attempts = dict.fromkeys(re.findall(rb"starting train-\S+ on \d hosts?", said))
+    assert [attempt.split()[-2] for attempt in attempts] == [b"2", b"1"]
 
 
 def test_of_more_than_the_most_the_best_are_taken_and_a_spare_takes_the_place_of_one_that_refuses(rack: Rack) -> None:
