@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from orchestrator.transport import ask
 from tests.support.probed_hosts import facts, gpu
 from tests.support.quick_python import quick_python
 
-UUIDS = {name: f"GPU-5f3a9c1e-0b7d-4c52-9f0e-{number:012d}" for number, name in enumerate("abc")}
+UUIDS = {name: f"GPU-{uuid.uuid4()}" for name in "abc"}  # claims reach as far as the machine
 SLEEPS = "import time\ntime.sleep(600)\n"
 
 
