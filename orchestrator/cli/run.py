@@ -86,7 +86,7 @@ SECOND_CTRL_C_S = 3.0
 @click.option("--detach", is_flag=True, help="Return as soon as the job runs.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and start nothing.")
 @click.option("--share", is_flag=True, help="Use GPUs even if another job or other people are on them.")
-@click.option("--wait", is_flag=True, help="Wait in the queue for GPUs that are in use; --detach: until it runs.")
+@click.option("--wait", is_flag=True, help="Queue for GPUs in use, and start when they are free.")
 @click.option("--wait-limit", type=Quantity("time"), help="Wait no longer than this: 30m, 12h. Means --wait.")
 @click.option(
     "--grace",
