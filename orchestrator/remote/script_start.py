@@ -14,7 +14,7 @@ import sys
 
 TYPE_CHECKING = False  # `typing` takes as long to import as all of this
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
     from typing import Any
@@ -72,32 +72,58 @@ def watch(torch: ModuleType) -> None:
 
 
 def write_stacks_when_asked(path: str) -> None:
-    """Registers Python's own handler, which writes where each thread stands and returns. Processes that are forked from
-    this one have it, too, and the same file.
+    """Registers Python's own handler, by which the thread that gets the signal writes where it stands, and returns.
+    Processes that are forked from this one have it, too, and the same file.
 
     It is SIGURG that asks: whoever has no handler for it does not notice it. A script that sets its own has it, and
     the file is closed, by which `stacks` knows.
     """
-    signals: Any = importlib.import_module("_signal")  # `signal` is slow to import
-    fcntl, faulthandler = importlib.import_module("fcntl"), importlib.import_module("faulthandler")
     try:
-        kind = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        opened = os.open(path, kind, 0o600)
-        handle = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, FIRST_HANDLE)
-        os.close(opened)
-        os.write(handle, b"%d %d\n" % (os.getpid(), handle))
-        faulthandler.register(signals.SIGURG, handle, all_threads=True)
-    except (OSError, RuntimeError):
+        signals: Any = importlib.import_module("_signal")  # `signal` is slow to import
+        faults: Any = importlib.import_module("faulthandler")
+        handle = open_stacks(path)
+    except (OSError, ImportError):
         return  # its state alone will be known
-    set_handler = signals.signal
+    try:
+        faults.register(signals.SIGURG, handle, all_threads=False)
+    except (OSError, RuntimeError):
+        os.close(handle)
+        return
 
-    def signal(signalnum: int, handler: Any, /) -> Any:
-        if signalnum == signals.SIGURG and faulthandler.unregister(signalnum):
+    def leave(signalnum: Any) -> None:
+        if signalnum == signals.SIGURG and faults.unregister(signalnum):
             os.close(handle)
-        return set_handler(signalnum, handler)
 
-    signal.__doc__, signal.__module__ = set_handler.__doc__, "_signal"
-    signals.signal = signal  # which `signal.signal` calls
+    for module, name in ((signals, "signal"), (faults, "register")):  # `signal.signal` calls that of `_signal`
+        setattr(module, name, after(leave, getattr(module, name)))
+
+
+def after(before: Callable[[Any], None], call: Any) -> Any:
+    """This function of a C module, and something before it that is given its first argument."""
+
+    def called(*args: Any, **more: Any) -> Any:
+        before(args[0] if args else more.get("signum"))
+        return call(*args, **more)
+
+    for name in ("__doc__", "__module__", "__name__", "__qualname__"):
+        setattr(called, name, getattr(call, name))
+    return called
+
+
+def open_stacks(path: str) -> int:
+    """Gives the descriptor of the file, which begins with this process's number and with the descriptor's own."""
+    fcntl = importlib.import_module("fcntl")
+    opened = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        handle: int = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, FIRST_HANDLE)
+    finally:
+        os.close(opened)
+    try:
+        os.write(handle, b"%d %d\n" % (os.getpid(), handle))
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
 
 
 # ---- before the script ----------------------------------------------------------------------------------------------

@@ -5,14 +5,19 @@
 
 Nothing is sent to a process that is not proved to be prepared: it has a handler for the signal, and holds the file open
 under the number that the file names. Python writes from within that handler, also while a lock or the network is waited
-for; a system call that is waited in goes on, or is called again by Python itself (PEP 475). It reads other threads'
-frames while they run, as everything that is made with `faulthandler` does.
+for; a system call that is waited in goes on, or is called again by Python itself (PEP 475).
+
+Each thread writes its own stack alone: one that reads the frames of another while that runs ends the process by SIGSEGV
+sooner or later. The main thread is always asked. Nobody knows which of the others are Python's: those are asked that
+wait in a call (CALLS) which a signal interrupts for no program, were it a C library's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
+import functools
 import os
 import re
 import signal
@@ -30,14 +35,17 @@ ANSWER_S, ALL_S = 3.0, 8.0
 """So long one process may take to write, and all together; one that is stuck in the kernel never does."""
 SETTLE_S = 0.2
 """Who has written nothing more for so long has written all, where its last line does not say so."""
+CALLS = ("futex", "hrtimer_nanosleep", "pipe_read", "anon_pipe_read", "sk_wait", "wait_woken", "unix_stream_read")
+"""What the names begin with of what in the kernel a thread may wait for and be asked (proc(5): `wchan`)."""
+MOST_ASKED = 64
+"""Threads of one process, of which most are seldom Python's."""
 LOOK_S = 0.002
 MOST_BYTES = 1 << 16
 MOST_THREADS = 12
 MOST_FRAMES = 40
-_THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\)")
 _FRAME = re.compile(r'  File "(.*)", line (\d{1,9}) in (.*)')
-_OUTERMOST = re.compile(rb"in (<module>|_run_module_as_main)\n$")
-"""What the main thread, which is written last, began with."""
+_OUTERMOST = re.compile(rb"in (<module>|_run_module_as_main|_bootstrap)\n$")
+"""What a thread began with."""
 
 Frame = tuple[str, int, str]
 """File, line and function."""
@@ -81,16 +89,50 @@ def _is_alone(handle: int) -> bool:
 
 
 def _ask(pid: int, handle: int, number: int, until_s: float) -> list[Thread] | None:
+    found = list[Thread]()
     with contextlib.suppress(OSError):  # it has ended
         process = identify(pid)
-        start = os.fstat(handle).st_size
-        if _is_prepared(pid, handle, number):
-            if thread := _thread_that_can(pid):
-                _send_to_thread(pid, thread)
-            else:
-                process.signal(ASKS)
-            return threads_of(_answer(handle, start, until_s).decode(errors="replace")) or None
-    return None
+        for tid in [pid, *_patient(pid)]:
+            if len(found) == MOST_THREADS or not process.is_alive() or not _is_prepared(pid, handle, number):
+                break
+            start = os.fstat(handle).st_size
+            if not _signal(pid, tid):
+                break
+            answer = _answer(handle, start, until_s, functools.partial(_is_done, pid, tid))
+            if frames := frames_of(answer.decode(errors="replace")):
+                found.append(Thread(tid == pid, frames))
+            elif tid == pid:
+                break  # it does not answer
+    return found or None
+
+
+def _patient(pid: int) -> list[int]:
+    """The threads beside the main one that may be asked, the oldest first."""
+    tids = sorted(int(name) for name in os.listdir(f"/proc/{pid}/task") if int(name) != pid)
+    return [tid for tid in tids if _task(pid, tid, "wchan").startswith(CALLS)][:MOST_ASKED]
+
+
+def _task(pid: int, tid: int, name: str) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/task/{tid}/{name}").read_text()
+    return ""
+
+
+def _signal(pid: int, tid: int) -> bool:
+    """Signals this thread; False where it has ended, or where the C library cannot."""
+    tgkill = getattr(ctypes.CDLL(None), "tgkill", None)
+    if tgkill is None and tid == pid:
+        os.kill(pid, ASKS)  # the main thread is the first to get it
+        return True
+    return tgkill is not None and tgkill(pid, tid, int(ASKS)) == 0
+
+
+def _is_done(pid: int, tid: int) -> bool:
+    """Whether a thread that waited has taken the signal, and waits again; the main one says so itself."""
+    if tid == pid:
+        return False
+    fields = dict(line.split(":\t", 1) for line in _task(pid, tid, "status").splitlines() if ":\t" in line)
+    return not int(fields.get("SigPnd", "0"), 16) >> (ASKS - 1) & 1 and not fields.get("State", "").startswith("R")
 
 
 def _is_prepared(pid: int, handle: int, number: int) -> bool:
@@ -106,43 +148,20 @@ def _is_prepared(pid: int, handle: int, number: int) -> bool:
     return os.path.samestat(os.stat(held), os.fstat(handle))
 
 
-def _thread_that_can(pid: int) -> int | None:
-    """Another thread, where the main one waits in the kernel and takes no signal: whichever writes writes for all."""
-    if _state(pid, pid) != "D":
-        return None
-    others = (int(name) for name in os.listdir(f"/proc/{pid}/task") if int(name) != pid)
-    return next((thread for thread in others if _state(pid, thread) in ("R", "S")), None)
-
-
-def _state(pid: int, thread: int) -> str:
-    return Path(f"/proc/{pid}/task/{thread}/stat").read_text(errors="replace").rpartition(") ")[2][:1]
-
-
-def _send_to_thread(pid: int, thread: int) -> None:
-    import ctypes  # slow to import, and seldom needed
-
-    with contextlib.suppress(AttributeError):  # glibc before 2.30
-        ctypes.CDLL(None).tgkill(pid, thread, int(ASKS))
-
-
-def _answer(handle: int, start: int, until_s: float) -> bytes:
+def _answer(handle: int, start: int, until_s: float, is_done: Callable[[], bool]) -> bytes:
     """What is written from there on, once all of it has been."""
     deadline, grew_s, found = min(until_s, time.monotonic() + ANSWER_S), time.monotonic(), b""
     while time.monotonic() < deadline and len(found) < MOST_BYTES:
+        done = is_done()
         if more := os.pread(handle, MOST_BYTES, start + len(found)):
             found, grew_s = found + more, time.monotonic()
-        if _OUTERMOST.search(found) or (found and time.monotonic() > grew_s + SETTLE_S):
+        if done or _OUTERMOST.search(found) or (found and time.monotonic() > grew_s + SETTLE_S):
             break
         time.sleep(LOOK_S)
     return found[:MOST_BYTES]
 
 
-def threads_of(text: str) -> list[Thread]:
-    """As `faulthandler` writes them, the main thread first: it is the oldest, which is written last."""
-    threads = list[list[Frame]]()
-    for line in text.splitlines():
-        if _THREAD.fullmatch(line.rstrip(":")):
-            threads.append([])
-        elif threads and (found := _FRAME.fullmatch(line)) and len(threads[-1]) < MOST_FRAMES:
-            threads[-1].append((found[1], int(found[2]), found[3]))
-    return [Thread(at == 0, frames) for at, frames in enumerate(reversed(threads))][:MOST_THREADS]
+def frames_of(text: str) -> list[Frame]:
+    """As `faulthandler` writes them."""
+    found = (_FRAME.fullmatch(line) for line in text.splitlines())
+    return [(frame[1], int(frame[2]), frame[3]) for frame in found if frame][:MOST_FRAMES]
