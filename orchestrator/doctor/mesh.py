@@ -72,7 +72,9 @@ class Conductor:
             elif "closed" in word:
                 self._closed[name] = one_line(word["closed"])
             elif "reached" in word:
-                self._pairs |= {(name, end): _pair(name, end, way) for end, way in word["reached"].items()}
+                asked = {*self._hosts} - {name}  # whoever else it names is nobody's
+                ways = [(end, way) for end, way in word["reached"].items() if end in asked]
+                self._pairs |= {(name, end): _pair(name, end, way) for end, way in ways}
             elif "sent" in word:
                 self._take_speed((name, word["sent"]), word)
             elif word or time.monotonic() < self._until_s:

@@ -72,6 +72,17 @@ def test_nobody_connects_before_all_listen_and_nobody_sends_before_all_have_conn
     assert sum(len(stage.told(name)) for name in NAMES) == 1  # of three hosts one pair at a time
 
 
+def test_a_host_that_names_others_than_it_was_asked_about_disturbs_nobody():
+    stage = Stage(("a2000", "v100"))
+    stage.listen()
+    stage.conductor.take("a2000", {"reached": {"v100": OPEN, "a2000": OPEN, "ghost": OPEN}})
+    stage.reach("v100")
+    stage.conductor.take("a2000", sent("v100", 2.4e9))
+    stage.conductor.take("v100", sent("a2000", 2.4e9))
+    assert {(pair.start, pair.end) for pair in stage.conductor.found().pairs} == {*permutations(stage.names, 2)}
+    assert [stage.told(name)[-1] for name in stage.names] == [None, None]
+
+
 def test_what_was_measured_stands_beside_the_way_and_then_it_is_over():
     stage = Stage(("a2000", "v100"))
     stage.listen()
