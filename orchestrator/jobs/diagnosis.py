@@ -44,6 +44,7 @@ RETRIES = 2
 LOW_CLOCK, BUSY_PERCENT = 0.6, 50
 
 ALL_FRAMES = "`orch why --stacks` shows all frames"
+EVERY_RANK = f"every rank has to make the same calls: what leads this one elsewhere? {ALL_FRAMES}"
 
 
 @dataclass(frozen=True)
@@ -161,11 +162,12 @@ def _silent(scene: Scene) -> Verdict | None:
 
 
 def _disk(scene: Scene) -> Verdict | None:
-    for one in scene.live if scene.is_quiet else ():
-        if one.at == "disk" and one.process:
+    """A slow disk that takes a checkpoint, or gives a batch, lets it get on now and then."""
+    for one in scene.live if scene.is_long_quiet else ():
+        if one.at == "disk" and one.process and one.process.idle:
             where = f" ({one.process.wchan})" if one.process.wchan else ""
             reason = f"{one.name} waits in the kernel{where}, for a disk or the server of one; {scene.for_so_long}"
-            remedy = f"`orch ssh {one.node} -- dmesg`, and the mounts there: a server that is gone keeps it so"
+            remedy = f"`orch ssh {one.node} -- dmesg`, and its mounts: is a server gone? A slow disk ends it by itself"
             return _of(one, "dead-mount", reason, remedy)
     return None
 
@@ -186,7 +188,7 @@ def _link(scene: Scene) -> Verdict | None:
 
 def _idle_one(scene: Scene) -> Verdict | None:
     """One that does nothing, and not in a collective: it is the cause, whatever the others do."""
-    idle = [one for one in scene.others if not one.moves]
+    idle = [one for one in scene.others if not one.moves and one.at != "disk"]
     if not scene.is_quiet or not idle:
         return None
     if found := next((one for one in idle if one.at == "loader"), None):
@@ -232,7 +234,9 @@ def _absent_one(scene: Scene) -> Verdict | None:
 def _busy_one(scene: Scene) -> Verdict | None:
     """Others wait, and one computes: for longer than any step has taken."""
     if scene.is_long_quiet and scene.waiting and scene.others:
-        return _missed(scene, _odd(scene.others), "uses the CPU")
+        remedy = f"wait, if it does there what takes so long (evaluates, compiles, saves); else {ALL_FRAMES}"
+        odd = _odd(scene.others)
+        return _missed(scene, odd, "waits for a disk" if odd.at == "disk" else "uses the CPU", remedy)
     return None
 
 
@@ -292,10 +296,9 @@ def _of(one: Standing, kind: Kind, reason: str, remedy: str) -> Verdict:
     return Verdict(kind, reason, remedy, one.node, one.rank, one.place, text)
 
 
-def _missed(scene: Scene, one: Standing, how: str) -> Verdict:
+def _missed(scene: Scene, one: Standing, how: str, remedy: str = EVERY_RANK) -> Verdict:
     where = scene.waiting[0].place
     reason = f"{one.name} {how}{_program(one)}, while {_ranks(scene.waiting)} waits in a collective at {where}"
-    remedy = f"every rank has to make the same calls: what leads this one elsewhere? {ALL_FRAMES}"
     return _of(one, "missed-collective", f"{reason}; {scene.for_so_long}", remedy)
 
 

@@ -105,6 +105,19 @@ def test_a_loader_is_the_cause_and_its_worker_the_place(tmp_path: Path) -> None:
     assert (found.kind, found.remedy) == ("loader", "`orch ssh b -- kill -CONT 79` lets it go on")
 
 
+@pytest.mark.parametrize("changes", [{"quiet_s": LONG_S - 1}, {"step_s": 31.0}])
+def test_a_checkpoint_on_a_slow_disk_has_time(tmp_path: Path, changes: dict[str, Any]) -> None:
+    disk = {"does": "disk", "processes": [process(ELSEWHERE, state="D")], **changes}
+    assert verdict(tmp_path, a=host(rank(0, REDUCES)), b=host(rank(1, ELSEWHERE, **disk))).kind == "no-stall"
+
+
+def test_a_disk_that_still_gives_something_is_not_dead(tmp_path: Path) -> None:
+    disk = {"does": "disk", "processes": [process(ELSEWHERE, state="D", idle=False)]}
+    found = verdict(tmp_path, a=host(rank(0, REDUCES)), b=host(rank(1, ELSEWHERE, **disk)))
+    assert "rank 1 on b waits for a disk, while" in found.reason
+    assert "wait, if it does there what takes so long" in found.remedy
+
+
 def test_a_disk_that_gives_no_answer_goes_before_who_waits_for_it(tmp_path: Path) -> None:
     disk = {"does": "disk", "processes": [process(ELSEWHERE, state="D", wchan="rpc_wait_bit_killable")]}
     found = verdict(tmp_path, a=host(rank(0, REDUCES)), b=host(rank(1, ELSEWHERE, **disk)))
