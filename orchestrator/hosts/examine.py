@@ -40,9 +40,10 @@ def examine(host: ConnectedHost, peers: Sequence[str], *, data: str, timeout_s: 
     return Examined(facts, parse_health(host.node, answer), understood(host.node, lambda: _began(answer.get("began"))))
 
 
-def outlived(host: ConnectedHost, began: tuple[int, int, str], *, timeout_s: float) -> bool:
-    """Whether that process is still there; ends it."""
-    return ask(host, "outlives", {"began": list(began)}, timeout_s=timeout_s).get("alive") is True
+def outlived(host: ConnectedHost, began: tuple[int, int, str], *, timeout_s: float) -> bool | None:
+    """Whether that process is still there; None where it was to end by now. Ends it."""
+    alive = ask(host, "outlives", {"began": list(began)}, timeout_s=timeout_s).get("alive")
+    return alive if alive is None else alive is True
 
 
 def _began(value: Any) -> tuple[int, int, str] | None:

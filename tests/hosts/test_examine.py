@@ -76,6 +76,17 @@ def test_what_began_and_was_killed_with_its_session_is_missed(tmp_path):
     assert not outlived(here(tmp_path), tuple(began), timeout_s=30)
 
 
+def test_who_asks_after_its_time_is_told_that_nobody_knows(tmp_path, monkeypatch):
+    """Another host may take a minute and a half to answer, and the ways between all of them one more."""
+    began = outlives.start()
+    os.kill(began[0], signal.SIGKILL)
+    os.waitpid(began[0], 0)
+    assert outlives.is_alive(began) is False
+    now_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+    monkeypatch.setattr(outlives.time, "clock_gettime", lambda clock: now_s + outlives.SLEEP_S)
+    assert outlives.is_alive(began) is None
+
+
 # ---- GPUs ----------------------------------------------------------------------------------------------------------
 
 ROW = "0, GPU-1, 00000000:3B:00.0, 2, No, Yes, No, 0x0000000000000040, 1200, [N/A], 180.00, 250.00, 8, 16, [N/A]"
