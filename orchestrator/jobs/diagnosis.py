@@ -197,9 +197,13 @@ def _idle_one(scene: Scene) -> Verdict | None:
         besides = f"; another of its threads stands at {', '.join(found.besides[:2])}" if found.besides else ""
         reason = f"{found.name} waits for a lock, or for another of its threads{besides}; {scene.for_so_long}"
         return _of(found, "deadlock", reason, f"who holds it? {ALL_FRAMES} of all threads")
-    found = _odd(idle)
-    if scene.waiting:
+    found = _odd([one for one in idle if one.place] or idle)
+    if scene.waiting and found.place:
         return _missed(scene, found, "is idle")
+    if scene.waiting:
+        where = f"{_ranks(scene.waiting)} waits in a collective at {scene.waiting[0].place}"
+        reason = f"{found.name} shows no line{_program(found)}, and {where}: it may wait there, too"
+        return _of(found, "stands-still", f"{reason}; {scene.for_so_long}", "ask again; then `orch logs`")
     reason = f"{found.name} does nothing{_program(found)}; {scene.for_so_long}"
     return _of(found, "stands-still", reason, f"what does it wait for there? {ALL_FRAMES}")
 

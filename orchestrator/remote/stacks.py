@@ -29,9 +29,9 @@ from typing import NamedTuple
 from .processes import identify
 
 ASKS = signal.SIGURG
-ALONE_S = 5.0
-"""So long who asks waits for another who does."""
-ANSWER_S, ALL_S = 3.0, 8.0
+ALONE_S = 7.0
+"""So long who asks waits for another who does: longer than that one may take."""
+ANSWER_S, ALL_S = 3.0, 6.0
 """So long one process may take to write, and all together; one that is stuck in the kernel never does."""
 SETTLE_S = 0.2
 """Who has written nothing more for so long has written all, where its last line does not say so."""

@@ -58,6 +58,15 @@ def test_it_may_have_ended_or_not_have_begun(tmp_path: Path) -> None:
     assert (found.kind, found.rank) == ("missed-collective", 1) and "has not begun" in found.reason
 
 
+def test_who_shows_no_line_is_not_said_to_miss_a_collective(tmp_path: Path) -> None:
+    """It does not answer, or has its own handler for the signal: it may well wait with the others."""
+    found = verdict(tmp_path, a=host(rank(0, REDUCES)), b=host(rank(1, None)))
+    assert (found.kind, found.node, found.rank, found.place) == ("stands-still", "b", 1, "")
+    assert "rank 1 on b shows no line (python, state S, futex_do_wait), and rank 0 on a waits in" in found.reason
+    found = verdict(tmp_path / "2", a=host(rank(0, REDUCES)), b=host(rank(1, ELSEWHERE), rank(2, None)))
+    assert (found.kind, found.rank) == ("missed-collective", 1)
+
+
 def test_different_collectives_are_told_apart(tmp_path: Path) -> None:
     found = verdict(tmp_path, a=host(rank(0, REDUCES)), b=host(rank(1, BACKWARD)), c=host(rank(2, REDUCES)))
     assert (found.kind, found.rank) == ("missed-collective", 1)
