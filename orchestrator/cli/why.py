@@ -12,7 +12,7 @@ from orchestrator.errors import HostError
 
 @click.command()
 @job_given
-@click.option("--stacks", "all_frames", is_flag=True, help="Show every thread of every process, with all frames.")
+@click.option("--stacks", "all_frames", is_flag=True, help="Show the threads of every process, with all frames.")
 @cluster_option
 @json_option
 def why(wanted: str | None, all_frames: bool, cluster: str | None, as_json: bool) -> None:

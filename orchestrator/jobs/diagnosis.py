@@ -196,7 +196,7 @@ def _idle_one(scene: Scene) -> Verdict | None:
     if found := next((one for one in idle if one.at == "lock"), None):
         besides = f"; another of its threads stands at {', '.join(found.besides[:2])}" if found.besides else ""
         reason = f"{found.name} waits for a lock, or for another of its threads{besides}; {scene.for_so_long}"
-        return _of(found, "deadlock", reason, f"who holds it? {ALL_FRAMES} of all threads")
+        return _of(found, "deadlock", reason, f"who holds it? {ALL_FRAMES}, and other threads")
     found = _odd([one for one in idle if one.place] or idle)
     if scene.waiting and found.place:
         return _missed(scene, found, "is idle")
