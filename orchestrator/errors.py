@@ -118,6 +118,8 @@ class UnlikeError(OrchError):
 
 
 class TurnError(OrchError):
+    exit_code = 3
+
     def __init__(self, message: str, remedy: str = "", *, exit_code: int = 3) -> None:
         super().__init__(message, remedy)
         self.exit_code = exit_code

@@ -17,6 +17,7 @@ EXIT_CODES = {
     "RefusedError": 3,
     "TooFewError": 3,
     "UnlikeError": 3,
+    "TurnError": 3,
 }
 
 

@@ -146,17 +146,17 @@ def test_a_pipe_that_nobody_reads_is_told(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_gives_no_answer_is_told(tmp_path: Path) -> None:
-    thread = "import threading\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+    """A thread that waits in the kernel takes no signal, and so no line of it is named."""
     script = f"say('up')\nfile = open({str(tmp_path / 'disk' / 'weights')!r}, 'ab', buffering=0)\n"
     writes = "def save():\n    file.write(b'x')\nwhile True:\n    save()\n    time.sleep(0.01)\n"
     with (
-        gang(tmp_path, SAYS + thread + script + writes, ranks=(1,)) as job,
+        gang(tmp_path, SAYS + script + writes, ranks=(1,)) as job,
         disk_that_freezes(tmp_path / "disk", tmp_path / "image") as freeze,
     ):
         launched(job)
         freeze()
-        found = verdict_once(job, "dead-mount", "script.py:9 in save")
-    assert (found.kind, found.node, found.place) == ("dead-mount", "a", "script.py:9 in save")
+        found = verdict_once(job, "dead-mount", "")
+    assert (found.kind, found.node, found.rank) == ("dead-mount", "a", 0)
 
 
 HEALTHY = {
