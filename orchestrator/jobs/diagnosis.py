@@ -164,7 +164,7 @@ def _silent(scene: Scene) -> Verdict | None:
 def _disk(scene: Scene) -> Verdict | None:
     """A slow disk that takes a checkpoint, or gives a batch, lets it get on now and then."""
     for one in scene.live if scene.is_long_quiet else ():
-        if one.at == "disk" and one.process and one.process.idle:
+        if one.at == "disk" and one.process and one.process.stands:
             where = f" ({one.process.wchan})" if one.process.wchan else ""
             reason = f"{one.name} waits in the kernel{where}, for a disk or the server of one; {scene.for_so_long}"
             remedy = f"`orch ssh {one.node} -- dmesg`, and its mounts: is a server gone? A slow disk ends it by itself"

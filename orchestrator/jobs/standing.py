@@ -97,7 +97,7 @@ def _at(look: RankLook, src: str) -> At:
         return "stopped"
     if look.full_pipes and look.does == "waits" and script.same and not look.grew:
         return "pipe"
-    if (look.does == "disk" and script.stands) or any(_stuck_workers(look, "disk")):
+    if look.does == "disk" or any(_stuck_workers(look, "disk")):
         return "disk"
     return _by_frames(script, src)
 
