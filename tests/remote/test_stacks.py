@@ -57,6 +57,16 @@ def asked(job: JobFolder, pid: int) -> list[Thread] | None:
         return ask(pid)
 
 
+def asked_at_rest(job: JobFolder, pid: int, threads: int) -> list[Thread] | None:
+    """Once all of them wait: one that has just been asked may be on its way back to where it waits, and is left out."""
+    for _ in range(500):
+        found = asked(job, pid)
+        if found is not None and len(found) == threads:
+            break
+        time.sleep(0.02)
+    return found
+
+
 def places(thread: Thread) -> list[tuple[str, int, str]]:
     return [(Path(file).name, line, name) for file, line, name in thread.frames]
 
@@ -66,7 +76,7 @@ def test_each_thread_is_shown_where_it_stands_and_nothing_is_left_in_the_file(tm
     with started(tmp_path, thread + SLEEPS) as (job, child):
         header = job.stacks(0).read_text()
         for _ in range(3):
-            found = asked(job, child.pid)
+            found = asked_at_rest(job, child.pid, 2)
             assert found is not None
             assert [one.is_main for one in found] == [True, False]
             assert places(found[0]) == [("script.py", 8, "inner"), ("script.py", 9, "<module>")]
