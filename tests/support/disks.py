@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -36,8 +37,9 @@ def disk_that_freezes(place: Path, image: Path) -> Iterator[Callable[[], None]]:
     with open(image, "wb") as file:
         file.truncate(16 << 20)
     steps = (["mkfs.ext4", "-q", image], ["mount", "-o", "loop", image, place])
-    if os.geteuid() != 0 or any(subprocess.run(step, capture_output=True).returncode for step in steps):
-        pytest.skip("needs root, to mount a disk that can be frozen")
+    is_there = os.geteuid() == 0 and all(map(shutil.which, ("mkfs.ext4", "fsfreeze")))
+    if not is_there or any(subprocess.run(step, capture_output=True).returncode for step in steps):
+        pytest.skip("needs root, mkfs.ext4 and fsfreeze, to mount a disk that can be frozen")
     with ExitStack() as frozen:
         frozen.callback(subprocess.run, ["umount", "-l", place], check=True)
 
