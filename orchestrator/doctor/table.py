@@ -1,8 +1,8 @@
 """The table of checks: id, name, how bad it is, what it causes, who judges, where it applies. Pure.
 
-Their ids are those of reference/reliability.md, table 1a. Where this table differs from that one: what `orch run` mends
-by itself warns (P16, P29), what it refuses blocks (P30 where it was tried, P35), and unlike torch versions block where
-their NCCL differs alone (P05). Code is shipped with each job (P24), so that no two hosts can have other code.
+An id stays with its check, for whoever filters by it. What `orch run` mends by itself warns (P16, P29), what it refuses
+blocks (P30 where it was tried, P35), and unlike torch versions block where their NCCL differs alone (P05). Code is
+shipped with each job (P24), so that no two hosts can have other code.
 """
 
 from __future__ import annotations
