@@ -10,23 +10,14 @@ from orchestrator.hosts.checks import Finding
 from orchestrator.hosts.health import GpuHealth
 from orchestrator.hosts.occupied import warnings as occupied
 from orchestrator.hosts.occupied import without_jobs
+from orchestrator.jobs.gpu_reading import POWER_CAP, SYNC_BOOST, slowed_by_words
 
-SLOWED_BY = {0x40: "heat", 0x20: "heat", 0x80: "the power brake of its host", 0x08: "its hardware's own protection"}
-"""Of NVML's bits those that no idle and no busy card in order has; the first that is set is the reason."""
+IN_ORDER = POWER_CAP | SYNC_BOOST
+"""What a card in order may be slowed by."""
 NEAR = 0.99
 """Of a limit: drivers round."""
 NO_FABRIC = ("802", "system not yet initialized")
 """What CUDA says where GPUs behind NVSwitches wait for their fabric manager (cudaErrorSystemNotReady)."""
-
-
-def driver(host: Host) -> Iterator[Finding]:
-    found = checks.driver(host.node, host.facts)
-    if found[0]:
-        yield found
-
-
-def beside_a_cpu(host: Host) -> Iterator[Finding]:
-    return checks.driver_beside_a_cpu(host.node, host.facts)
 
 
 def kernels(host: Host) -> Iterator[Finding]:
@@ -41,12 +32,6 @@ def kernels(host: Host) -> Iterator[Finding]:
         if gpu.computes and gpu.index not in in_use:  # else it may be full, or another's alone: P09
             remedy = f"look at `dmesg` there; `nvidia-smi --gpu-reset -i {gpu.index}` as root may help"
             yield f"GPU {gpu.index} computes nothing ({gpu.computes})", remedy
-
-
-def count(host: Host) -> Iterator[Finding]:
-    found = checks.gpus(host.node, host.facts)
-    if found[0]:
-        yield found
 
 
 def other_count(host: Host) -> Iterator[Finding]:
@@ -84,8 +69,7 @@ def _health_of(gpu: GpuHealth) -> Iterator[Finding]:
         yield f"{name} has no spare rows left for its memory's faults", f"replace it, or {exclude}"
     if gpu.replacement_due:
         yield f"{name} has faulty memory that a reset would replace", f"`nvidia-smi --gpu-reset -i {gpu.index}` as root"
-    reason = next((words for bit, words in SLOWED_BY.items() if (gpu.slowed_by or 0) & bit), None)
-    if reason:
+    if reason := slowed_by_words((gpu.slowed_by or 0) & ~IN_ORDER):
         yield f"{name} is slowed by {reason}", "look at its fans, its air and its power cables"
     if gpu.clock_mhz and gpu.default_clock_mhz and gpu.clock_mhz < NEAR * gpu.default_clock_mhz:
         seen = f"{name} is set to {gpu.clock_mhz:.0f} MHz, below its own {gpu.default_clock_mhz:.0f}"

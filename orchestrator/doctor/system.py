@@ -36,27 +36,6 @@ def login_limits(host: Host) -> Iterator[Finding]:
         yield words, "raise `MaxStartups` in its /etc/ssh/sshd_config (`MaxStartups 100:30:200`), then reload sshd"
 
 
-def python(host: Host) -> Iterator[Finding]:
-    for check in (checks.python, checks.torch):
-        found = check(host.node, host.facts)
-        if found[0]:
-            yield found
-
-
-def packages(host: Host) -> Iterator[Finding]:
-    return checks.packages(host.node, host.facts)
-
-
-def work_folder(host: Host) -> Iterator[Finding]:
-    found = checks.workdir(host.node, host.facts)
-    if found[0]:
-        yield found
-
-
-def space(host: Host) -> Iterator[Finding]:
-    return checks.space(host.node, host.facts)
-
-
 def own_name(host: Host) -> Iterator[Finding]:
     """Gloo and other launchers ask it where nobody names an interface; `orch run` names one."""
     addresses = host.facts.hostname_addresses

@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterable, Iterator
 from orchestrator.doctor import gpus, system, together, ways
 from orchestrator.doctor.seen import Applies, Check, Host, Judge, Level, Seen, Sight
 from orchestrator.errors import AuthError, ConnectError, HostError, HostKeyError
+from orchestrator.hosts import checks
 from orchestrator.hosts.checks import Finding
+from orchestrator.hosts.facts import NodeFacts
+from orchestrator.hosts.inventory import Node
 
 NO_GPU, ONE_HOST, NO_MESH, NO_HOST = "no GPU there", "one host alone", "pairs were not tried", "no host answered"
 
@@ -36,8 +39,8 @@ def _python(seen: Seen) -> Iterator[Sight]:
     for name, error in seen.unreached.items():
         if not isinstance(error, (ConnectError, AuthError, HostKeyError)):
             yield Sight((name,), error.message.removeprefix(f"{name}: "), error.remedy, "block")
-    yield from on_each(system.python)(seen)
-    yield from on_each(system.packages, level="warn")(seen)
+    yield from on_each(blocks(checks.python, checks.torch))(seen)
+    yield from on_each(warns(checks.packages), level="warn")(seen)
 
 
 def on_each(*checks: Callable[[Host], Iterable[Finding]], level: Level | None = None) -> Judge:
@@ -50,6 +53,16 @@ def on_each(*checks: Callable[[Host], Iterable[Finding]], level: Level | None = 
                     yield Sight((host.name,), words, remedy, level)
 
     return judge
+
+
+def blocks(*known: Callable[[Node, NodeFacts], Finding]) -> Callable[[Host], Iterable[Finding]]:
+    """Checks of `orch up` that refuse a host."""
+    return lambda host: (found for check in known if (found := check(host.node, host.facts))[0])
+
+
+def warns(check: Callable[[Node, NodeFacts], Iterable[Finding]]) -> Callable[[Host], Iterable[Finding]]:
+    """One of `orch up` that lets it go on."""
+    return lambda host: check(host.node, host.facts)
 
 
 def both(*judges: Judge) -> Judge:
@@ -119,7 +132,7 @@ CHECKS: tuple[Check, ...] = (
         "GPU driver",
         "block",
         "ranks that find no GPU, or train on the CPU unasked",
-        both(on_each(gpus.driver), on_each(gpus.beside_a_cpu, level="warn")),
+        both(on_each(blocks(checks.driver)), on_each(warns(checks.driver_beside_a_cpu), level="warn")),
     ),
     _check(
         "P07",
@@ -134,7 +147,7 @@ CHECKS: tuple[Check, ...] = (
         "number of GPUs",
         "block",
         "a world that never fills",
-        both(on_each(gpus.count), on_each(gpus.other_count, level="warn")),
+        both(on_each(blocks(checks.gpus)), on_each(gpus.other_count, level="warn")),
         has_gpus,
     ),
     _check(
@@ -198,8 +211,10 @@ CHECKS: tuple[Check, ...] = (
         ways.collective,
         tried_collective,
     ),
-    _check("P24", "work folder", "block", "a job that cannot be put there", on_each(system.work_folder)),
-    _check("P25", "space", "warn", "a checkpoint or a loader that fails for want of space", on_each(system.space)),
+    _check("P24", "work folder", "block", "a job that cannot be put there", on_each(blocks(checks.workdir))),
+    _check(
+        "P25", "space", "warn", "a checkpoint or a loader that fails for want of space", on_each(warns(checks.space))
+    ),
     _check("P26", "limits of a session", "warn", "`too many open files` in mid-run", on_each(system.limits)),
     _check("P27", "clock", "warn", "logs that merge out of order", together.clocks),
     _check(

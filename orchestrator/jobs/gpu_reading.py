@@ -21,13 +21,13 @@ MOST_LIMITS = {"max_sm_mhz": 1e5, "limit_watts": 1e5}
 
 # Bits of NVML (nvml.h, nvmlClocksEventReasons). The first that a reading holds is its reason: a thermal slowdown sets
 # the bit of a hardware slowdown, too.
-POWER_CAP = 0x04
+POWER_CAP, SYNC_BOOST = 0x04, 0x10
 REASONS = {
     0x40: "heat",  # HwThermalSlowdown
     0x20: "heat",  # SwThermalSlowdown
     0x80: "the power brake of its host",  # HwPowerBrakeSlowdown
     POWER_CAP: "its power cap",  # SwPowerCap
-    0x10: "a slower GPU that its clocks follow (sync boost)",  # SyncBoost
+    SYNC_BOOST: "a slower GPU that its clocks follow (sync boost)",  # SyncBoost
     0x08: "its hardware's own protection",  # HwSlowdown
 }
 
