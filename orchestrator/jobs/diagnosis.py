@@ -20,7 +20,7 @@ from orchestrator.hosts.alike import reasons
 from orchestrator.jobs.gpu_reading import GpuLines, Reading, slowed_by_words
 from orchestrator.jobs.looks import HostLook
 from orchestrator.jobs.metric_lines import parse_event
-from orchestrator.jobs.standing import Standing, standing_of
+from orchestrator.jobs.standing import Standing, standings_of
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.units import format_duration
 
@@ -69,8 +69,7 @@ class Scene:
 
     @cached_property
     def standings(self) -> list[Standing]:
-        found = [standing_of(name, rank, host.src) for name, host in self.hosts.items() for rank in host.ranks]
-        return sorted(found, key=lambda one: one.rank)
+        return standings_of(self.hosts)
 
     @cached_property
     def live(self) -> list[Standing]:

@@ -9,11 +9,12 @@ A frame of the person's own code is named where there is one, not torch's below 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from orchestrator.jobs.looks import ProcessLook, RankLook, StackFrame
+from orchestrator.errors import HostError
+from orchestrator.jobs.looks import HostLook, ProcessLook, RankLook, StackFrame
 
 At = Literal["ended", "begins", "stopped", "pipe", "disk", "loader", "collective", "lock", "elsewhere"]
 
@@ -58,6 +59,13 @@ class Standing:
     @property
     def is_live(self) -> bool:
         return self.at not in ("ended", "begins")
+
+
+def standings_of(outcomes: Mapping[str, HostLook | HostError]) -> list[Standing]:
+    """Of all ranks that were seen, in their order. outcomes: by host."""
+    seen = {name: found for name, found in outcomes.items() if isinstance(found, HostLook)}
+    found = [standing_of(name, rank, host.src) for name, host in seen.items() for rank in host.ranks]
+    return sorted(found, key=lambda one: one.rank)
 
 
 def standing_of(node: str, look: RankLook, src: str) -> Standing:

@@ -28,7 +28,7 @@ from orchestrator.jobs.looks import HostLook
 from orchestrator.jobs.pull import Pulled
 from orchestrator.jobs.queued import Rival
 from orchestrator.jobs.record import JobRecord
-from orchestrator.jobs.standing import standing_of
+from orchestrator.jobs.standing import standings_of
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.planning.profiles import RankProfile, measured_shares
@@ -376,11 +376,9 @@ def _measured(study: Study, outcomes: Sequence[Outcome], outcome: Outcome) -> di
 
 def why_json(job: str, verdict: Verdict, outcomes: Mapping[str, HostLook | HostError]) -> dict[str, Any]:
     """The document of `orch why --json`."""
-    hosts = {name: found for name, found in outcomes.items() if isinstance(found, HostLook)}
-    standings = [standing_of(name, rank, host.src) for name, host in hosts.items() for rank in host.ranks]
     ranks = [
         {"node": one.node, "at": one.at, "moves": one.moves, "place": one.place, **one.look.model_dump(mode="json")}
-        for one in sorted(standings, key=lambda one: one.rank)
+        for one in standings_of(outcomes)
     ]
     silent = {name: found.message for name, found in outcomes.items() if isinstance(found, HostError)}
     return {"schema": 1, "job": job, "verdict": asdict(verdict), "silent": silent, "ranks": ranks}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rich.text import Text
@@ -10,7 +10,7 @@ from rich.text import Text
 from orchestrator.errors import HostError
 from orchestrator.jobs.diagnosis import Verdict
 from orchestrator.jobs.looks import HostLook, ProcessLook, StackFrame
-from orchestrator.jobs.standing import Standing, standing_of
+from orchestrator.jobs.standing import Standing, standings_of
 from orchestrator.units import format_duration
 from orchestrator.views import console
 from orchestrator.views.tables import table
@@ -27,20 +27,14 @@ def print_why(verdict: Verdict, outcomes: Mapping[str, HostLook | HostError], *,
         console.put(f"  {verdict.place}{f': {verdict.line}' if verdict.line else ''}")
     if verdict.remedy:
         console.out.print(Text.assemble("  ", ("try:", "bold"), " ", console.plain(verdict.remedy)))
-    standings = [standing for _, standing in _standings(outcomes)]
+    standings = standings_of(outcomes)
     if standings:
-        rows = [_cells(standing) for standing in sorted(standings, key=lambda one: one.rank)]
+        rows = [_cells(standing) for standing in standings]
         console.out.print(table(None, COLUMNS, rows, drop=DROP, text=("stands",)))
-    if all_frames:
-        for host, standing in _standings(outcomes):
+    for standing in standings if all_frames else ():
+        host = outcomes[standing.node]
+        if isinstance(host, HostLook):
             _print_frames(host, standing)
-
-
-def _standings(outcomes: Mapping[str, HostLook | HostError]) -> Iterator[tuple[HostLook, Standing]]:
-    for name, found in outcomes.items():
-        if isinstance(found, HostLook):
-            for rank in found.ranks:
-                yield found, standing_of(name, rank, found.src)
 
 
 def _cells(one: Standing) -> tuple[Any, ...]:
