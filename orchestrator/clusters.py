@@ -224,7 +224,7 @@ class Clusters:
 
     def ready(self, cluster: Cluster, only: Sequence[str] = ()) -> Ready:
         """only: the nodes to take; none means all that are not released. Raises HostsError for unusable ones."""
-        nodes = _named(cluster, only)
+        nodes = cluster.chosen(only)
         for node in nodes:
             if node.name in cluster.released:
                 raise UsageError(f"{node.name} is released", f"`orch node restore {node.name}` first")
@@ -238,7 +238,7 @@ class Clusters:
         """Which of these nodes cannot take part in a job now, and why: released, not usable at the last `up`, or not to
         be logged in to. only: as of `ready`.
         """
-        nodes = _named(cluster, only)
+        nodes = cluster.chosen(only)
         known = {node.name: error for node in nodes if (error := _why_not(cluster, node))}
         opened = self.connections.open([node for node in nodes if node.name not in known])
         return {**known, **errors_by_node(opened)}
@@ -280,11 +280,6 @@ def _with_more(error: HostError, joined_by: str, words: str) -> HostError:
     """Its remedy goes on with these words, or is made of them."""
     error.remedy = joined_by.join(part for part in (error.remedy, words) if part)
     return error
-
-
-def _named(cluster: Cluster, only: Sequence[str]) -> list[Node]:
-    """only: none means all that are not released."""
-    return [cluster.node(name) for name in dict.fromkeys(only)] or list(cluster.active())
 
 
 def _why_not(cluster: Cluster, node: Node) -> HostError | None:

@@ -85,9 +85,8 @@ def _side(source: str, target: str, nodes: str | None) -> Side:
 
 def _copied(controller: Controller, cluster: Cluster, side: Side) -> dict[str, Copied | HostError]:
     from orchestrator.provision.copying import from_hosts, read_source, to_hosts
-    from orchestrator.provision.service import chosen
 
-    wanted = chosen(cluster, cluster.names(side.names))
+    wanted = cluster.chosen(cluster.names(side.names))
     with busy(f"copying with {counted(len(wanted), 'host')}"):
         if not side.is_source:
             return to_hosts(controller.connections, wanted, read_source(Path(side.here)), side.path)

@@ -72,9 +72,7 @@ def doctor(
             name, wanted, master = *_of_file(controller, inventory, nodes, allow_local), None
         else:
             known = controller.store.cluster(cluster)
-            only = known.names(nodes)
-            name, master = known.name, known.master
-            wanted = [known.node(one) for one in dict.fromkeys(only)] or list(known.active())
+            name, master, wanted = known.name, known.master, known.chosen(known.names(nodes))
         with busy(f"examining {counted(len(wanted), 'host')}") as show:
             seen = look(controller.connections, wanted, data=DATA_FOLDER, master=master, show=show)
             if collective and len(seen.hosts) > 1:

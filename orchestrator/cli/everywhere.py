@@ -37,14 +37,13 @@ def execute(nodes: str | None, timeout: float, cluster: str | None, as_json: boo
     orch exec --timeout 10m --json -- make -C data | jq .nodes.v100.exit_code
     """
     from orchestrator.hosts.everywhere import line_of, run_everywhere
-    from orchestrator.provision.service import chosen
     from orchestrator.transport.fanout import errors_by_node, values
     from orchestrator.views import console, documents, everywhere
 
     line = line_of(command)
     with open_controller() as controller:
         known = controller.store.cluster(cluster)
-        wanted = chosen(known, known.names(nodes))
+        wanted = known.chosen(known.names(nodes))
         try:
             with busy(f"running on {counted(len(wanted), 'host')}"):
                 found = run_everywhere(controller.connections, wanted, line, timeout_s=timeout)

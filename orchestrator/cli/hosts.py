@@ -56,12 +56,12 @@ def data_push(folder: Path, to: str | None, nodes: str | None, cluster: str | No
     from orchestrator.cli.boards import hash_board, push_board
     from orchestrator.planning.homes import expanded_here, homes_of
     from orchestrator.provision.manifest import read_manifest
-    from orchestrator.provision.service import DATA_FOLDER, Provision, chosen, data_folder
+    from orchestrator.provision.service import DATA_FOLDER, Provision, data_folder
     from orchestrator.views import console
 
     with open_controller() as controller:
         known = controller.store.cluster(cluster)
-        wanted = chosen(known, known.names(nodes))
+        wanted = known.chosen(known.names(nodes))
         target = data_folder(to)
         for note in expanded_here("--to", "", target, str(Path.home()), homes_of(wanted, known.facts)):
             console.warn(note)
@@ -131,14 +131,14 @@ def setup(
     from dataclasses import replace
 
     from orchestrator.provision.requirements import read_requirements
-    from orchestrator.provision.service import chosen, gpu_hosts
+    from orchestrator.provision.service import gpu_hosts
     from orchestrator.provision.venvs import choose
     from orchestrator.views import console
 
     extra = read_requirements(requirements) if requirements else None
     with open_controller() as controller:
         known = controller.store.cluster(cluster)
-        picked = chosen(known, known.names(nodes))
+        picked = known.chosen(known.names(nodes))
         wanted = choose(torch, torchvision, gpu_hosts(known, picked))
         if extra:
             wanted = replace(wanted, extra=extra)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ConfigDict, Field
@@ -82,6 +82,10 @@ class Cluster(Record):
     def names(self, listed: str | None) -> list[str]:
         """The nodes that --nodes means, see `node_names`; a plain name may be of none. Raises UsageError."""
         return names_in(listed, [node.name for node in self.nodes], f"cluster {self.name}")
+
+    def chosen(self, only: Sequence[str]) -> list[Node]:
+        """The nodes named, else all that are not released. Raises UsageError for one that is not there."""
+        return [self.node(name) for name in dict.fromkeys(only)] or list(self.active())
 
     def with_venvs(self, venvs: Mapping[str, Venv]) -> Cluster:
         """With these in place of the environments known; each node's Python is the one that then counts."""

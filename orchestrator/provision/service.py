@@ -81,11 +81,6 @@ class Provision:
         return Setup(outcomes, self._clusters.set_venvs(cluster.name, changed) if changed else None)
 
 
-def chosen(cluster: Cluster, only: Sequence[str]) -> list[Node]:
-    """The nodes named, else all that are not released. Raises UsageError for one that is not there."""
-    return [cluster.node(name) for name in dict.fromkeys(only)] or list(cluster.active())
-
-
 def gpu_hosts(cluster: Cluster, picked: Sequence[Node]) -> list[NodeFacts]:
     """The hosts of the cluster, and these, whose GPUs a torch has to suit: those for which the inventory gives pip no
     index or folder of their own.
