@@ -21,16 +21,9 @@ class MicroBatches:
 
     def __init__(self, accumulate: int, caps: Sequence[int | None], together: bool) -> None:
         self.accumulate, self.caps, self.together = accumulate, list(caps), together
-        self._latest: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
 
     def sizes(self, shares: Sequence[int], rank: int) -> tuple[int, ...]:
         """The micro-batches of one rank, as even as whole samples allow; without samples it is an empty one."""
-        asked = (*shares, rank)
-        if self._latest[0] != asked:  # a rank asks the same before each update
-            self._latest = asked, self._cut(shares, rank)
-        return self._latest[1]
-
-    def _cut(self, shares: Sequence[int], rank: int) -> tuple[int, ...]:
         counts = [self._count(share, cap) for share, cap in zip(shares, self.caps, strict=True)]
         count = max(counts) if self.together else counts[rank]
         filled = max(counts[rank], min(count, shares[rank] // 2))

@@ -78,6 +78,7 @@ def profile(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
     start = start_fields(settings, info, device, group, (settings.model, model))
     metrics.write("start", **start, batch_per_rank=None, batch_norm_groups=None, work=None, steps=0)
     subject = Subject(model, build_optimizer(settings, model), precision, facts, device, timer_for(device), room, held)
+    network = blocks_on_paper(settings.model, facts.shape, facts.classes)
     if info.rank == 0:
         print(f"{settings.exp}: measuring {info.node} alone, {settings.profile_s:g} s", flush=True)
     dist.barrier()
@@ -86,7 +87,6 @@ def profile(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
         metrics.lateness = ladder.lateness
         whole = {**record_of(ladder), **made(again(ladder, settings.profile_s), subject.update)}
     with together(info.node):  # again at the same moment
-        network = blocks_on_paper(settings.model, facts.shape, facts.classes)
         blocks = _blocks(settings, subject, ladder)
         metrics.write("profile", **whole, blocks=blocks, batch=settings.batch, network=network)
     leave()
