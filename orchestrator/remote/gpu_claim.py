@@ -15,17 +15,15 @@ import errno
 import os
 import re
 import socket
-import struct
 from pathlib import Path
 from typing import NamedTuple
 
 from .answer import Refused
-from .occupants import user_name
+from .occupants import peer_of, user_name
 
 REMEDY = "wait for it (`--wait`), cancel it, take other hosts (`--nodes`, `--hosts`), or `--share` the GPU"
 _UUID = re.compile(r"(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.I)
 """What names one GPU everywhere: an index may mean another one to another login."""
-_CREDENTIALS = struct.Struct("3i")
 _ASKING = 64
 """So many may ask who holds it before the kernel lets no more."""
 
@@ -68,12 +66,11 @@ def holder_of(uuid: str) -> Holder | None:
         asking.setblocking(False)
         try:
             asking.connect(_name(uuid))
-            credentials = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            pid, uid = peer_of(asking)
         except ConnectionRefusedError:
             return None
         except OSError:  # so many ask that the kernel lets no more
             return Holder()
-    pid, uid, _ = _CREDENTIALS.unpack(credentials)
     return Holder(user_name(uid), _job_of(pid), pid)
 
 

@@ -118,7 +118,7 @@ class Mesh:
                     link.send({"bits_per_s": found})
                     await writer.drain()
                 else:
-                    link.send({"answer": question["ask"], "pad": question["pad"]})
+                    way.answer(link, question)
 
     # ---- asking -----------------------------------------------------------------------------------------------
 

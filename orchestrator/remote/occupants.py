@@ -14,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
+import socket
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from typing import Any
 from .processes import MARK
 
 QUERY = ("--query-compute-apps=gpu_uuid,pid,used_gpu_memory,process_name", "--format=csv,noheader,nounits")
+_CREDENTIALS = struct.Struct("3i")
 MOST = 256
 """Further processes are not reported."""
 
@@ -66,6 +69,12 @@ def _job(environment: bytes) -> str | None:
     mark = f"{MARK}=".encode()
     folders = [entry.removeprefix(mark) for entry in environment.split(b"\0") if entry.startswith(mark)]
     return os.path.basename(folders[0].decode(errors="replace")) if folders else None
+
+
+def peer_of(talk: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end of a Unix socket, as the kernel has them. Raises OSError."""
+    pid, uid, _ = _CREDENTIALS.unpack(talk.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid
 
 
 def user_name(uid: int) -> str:

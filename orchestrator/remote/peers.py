@@ -127,7 +127,7 @@ class Peers:
         with contextlib.suppress(OSError, ValueError, KeyError, asyncio.TimeoutError):  # it left: how any link ends
             while True:
                 question = await link.receive(2 * CUT_S)
-                link.send({"answer": question["ask"], "pad": question["pad"]})
+                way.answer(link, question)
 
     def _key(self, listener: str) -> bytes:
         """The key of this host's peer links alone: what is said to one is no word to another, nor to the hub."""

@@ -19,14 +19,13 @@ import json
 import os
 import signal
 import socket
-import struct
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .answer import Refused
-from .occupants import user_name
+from .occupants import peer_of, user_name
 from .turns import Ticket, ahead
 
 LEASE_S = 60.0
@@ -39,7 +38,6 @@ ANSWER_S, LOOK_S = 2.0, 10.0
 REMEDY = "`--wait` queues behind it; or take other hosts (`--nodes`), or `--share` the GPU"
 _TICK_S = 1.0
 _PREFIX = "orch-wait-"
-_CREDENTIALS = struct.Struct("3i")
 
 
 def take(ticket: Ticket, node: str, owner: str) -> None:
@@ -107,7 +105,7 @@ class _Holder:
     def _answer(self, talk: socket.socket) -> None:
         talk.settimeout(_TICK_S)
         word = json.loads(talk.recv(WORD_BYTES))
-        heard = _uid(talk) == os.getuid() and word.get("owner") == self._owner
+        heard = peer_of(talk)[1] == os.getuid() and word.get("owner") == self._owner
         if heard:
             self._obey(word)
         shown = self._ticket._replace(since_s=time.monotonic() - self._taken)._asdict()
@@ -157,7 +155,7 @@ def _asked(name: str, word: Mapping[str, Any]) -> dict[str, Any] | None:
         while len(said) <= TICKET_BYTES and (more := asking.recv(TICKET_BYTES)):
             said += more
         answer = json.loads(said)
-        return {**answer, "user": user_name(_uid(asking))} if isinstance(answer, dict) else None
+        return {**answer, "user": user_name(peer_of(asking)[1])} if isinstance(answer, dict) else None
     return None
 
 
@@ -169,8 +167,3 @@ def _ticket(answer: Mapping[str, Any]) -> Ticket:
     if type(number) is not int or not 0 < number < 1 << 53 or not all(isinstance(gpu, str) for gpu in gpus):
         raise ValueError("no ticket")
     return Ticket(job, number, gpus, answer["user"], float(answer["since_s"]))
-
-
-def _uid(talk: socket.socket) -> int:
-    _, uid, _ = _CREDENTIALS.unpack(talk.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return int(uid)

@@ -16,7 +16,7 @@ import socket
 import struct
 from collections.abc import Callable
 from errno import EACCES, ECONNREFUSED, EHOSTDOWN, EHOSTUNREACH, ENETUNREACH, EPERM, ETIMEDOUT
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .door import MAX_LINE
 from .link import Link, introduce
@@ -115,6 +115,11 @@ async def ask(link: Link, number: int, size: int, moving: Callable[[], None]) ->
             moving()
     if answer.get("answer") != number:
         raise ConnectionError("an answer to something else")
+
+
+def answer(link: Link, question: dict[str, Any]) -> None:
+    """What `ask` waits for, on the other side. Raises KeyError for what is no question of its kind."""
+    link.send({"answer": question["ask"], "pad": question["pad"]})
 
 
 def _passed_bytes(link: Link) -> tuple[int, int]:
