@@ -34,20 +34,6 @@ DATA = Path(__file__).parents[1] / "data" / "health"
 PLAIN = json.loads((DATA / "sound_a2000.json").read_text())["raw"]
 
 
-@pytest.fixture
-def tool(tmp_path, monkeypatch):
-    """Puts a shell script of this name first on the PATH."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-
-    def make(name, script):
-        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
-        (folder / name).chmod(0o755)
-
-    return make
-
-
 def here(workdir, python=sys.executable):
     return ConnectedHost(LocalTransport("here"), python, None, str(workdir))
 

@@ -32,20 +32,6 @@ def probe_all(hosts, peers=(), *, torch=False, timeout_s):
     )
 
 
-@pytest.fixture
-def tool(tmp_path, monkeypatch):
-    """Puts a shell script of this name first on the PATH."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-
-    def make(name, script):
-        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
-        (folder / name).chmod(0o755)
-
-    return make
-
-
 def gathered(**changes):
     started = time.time()
     raw = probe.gather({**REQUEST, **changes})
