@@ -162,6 +162,7 @@ def test_a_disk_that_fails_on_its_host_is_reported_in_words_and_ends_the_stream(
     monkeypatch.setattr(os, "pread", fails)
     monkeypatch.setattr("orchestrator.remote.pieces.wind", lambda: None)
     asked = {"workdir": str(tmp_path), "job": "j", "ranks": [0], "offsets": {}, "follow": True, "files": ["stdout.log"]}
+    monkeypatch.setattr(os, "nice", lambda more: more)  # it would stay so for all tests that this process runs
     reader.main({**asked, "limit_bytes": None, "times": False, "marker": "M"})
     with pytest.raises(HostError, match=r"a: cannot read .*/jobs/j: Input/output error \(EIO\)") as error:
         list(read_frames("a", [capfdbinary.readouterr().out], RANKS, marker=b"M"))
