@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.sshd import wait_for
 from trainer.shared import metrics as records
 from trainer.shared.errors import TrainError
 from trainer.shared.metrics import EVENT_FIELDS, LINE_LIMIT, MOST_TASKS, TASKS, MetricsWriter
@@ -28,6 +30,33 @@ def test_a_line_can_be_read_as_soon_as_it_is_written(tmp_path: Path) -> None:
     metrics = MetricsWriter(tmp_path / "metrics.jsonl")
     metrics.write("step", **STEP)
     assert lines_of(tmp_path / "metrics.jsonl") == [{"event": "step", **STEP}]
+
+
+def test_steps_that_follow_at_once_are_written_together_though_nothing_comes_after_them(tmp_path: Path) -> None:
+    """As where the next one hangs."""
+    metrics, path = MetricsWriter(tmp_path / "metrics.jsonl"), tmp_path / "metrics.jsonl"
+    for step in range(5):
+        metrics.write("step", **{**STEP, "step": step})
+    wait_for(lambda: len(lines_of(path)) == 5, "all lines to be written")
+    assert [line["step"] for line in lines_of(path)] == [0, 1, 2, 3, 4]
+    wait_for(lambda: "metrics" not in {thread.name for thread in threading.enumerate()}, "nobody to write any more")
+    metrics.write("step", **{**STEP, "step": 5})
+    metrics.write("step", **{**STEP, "step": 6})
+    wait_for(lambda: len(lines_of(path)) == 7, "all lines to be written")
+
+
+@pytest.mark.parametrize("last", ["epoch", "end"])
+def test_what_comes_after_steps_stands_after_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str) -> None:
+    monkeypatch.setattr(records, "WITHIN_S", 600.0)
+    metrics = MetricsWriter(tmp_path / "metrics.jsonl")
+    for step in range(5):
+        metrics.write("step", **{**STEP, "step": step})
+    assert len(lines_of(tmp_path / "metrics.jsonl")) == 1
+    metrics.write(last, **dict.fromkeys(EVENT_FIELDS[last], 1))
+    metrics.end("succeeded")
+    lines = lines_of(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines[:5]] == [0, 1, 2, 3, 4]
+    assert [line["event"] for line in lines[5:]] == {"epoch": ["epoch", "end"], "end": ["end"]}[last]
 
 
 def test_what_json_cannot_hold_is_written_as_null(tmp_path: Path) -> None:
@@ -86,19 +115,9 @@ def test_a_full_disk_is_reported_once_and_the_run_goes_on(capsys: pytest.Capture
 def test_lines_that_found_no_room_are_counted_and_a_cut_one_is_completed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk with room for one line and a half, until somebody makes room."""
+    monkeypatch.setattr(records, "WITHIN_S", 0.0)
     path = tmp_path / "metrics.jsonl"
-    metrics = MetricsWriter(path)
-    whole, room = os.write, [300]
-
-    def write(handle: int, data: bytes) -> int:
-        if not room[0]:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        taken = whole(handle, data[: room[0]])
-        room[0] -= taken
-        return taken
-
-    monkeypatch.setattr(os, "write", write)
+    metrics, room = MetricsWriter(path), small_disk(monkeypatch)
     for step in range(4):
         metrics.write("step", **{**STEP, "step": step})
     assert not path.read_bytes().endswith(b"\n")
@@ -109,6 +128,40 @@ def test_lines_that_found_no_room_are_counted_and_a_cut_one_is_completed(
     lines = lines_of(path)
     assert [line["step"] for line in lines[:-1]] == [0, 1, 4]
     assert (lines[-1]["event"], lines[-1]["dropped"]) == ("end", 2)
+
+
+def test_of_steps_written_together_those_behind_a_cut_one_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "WITHIN_S", 600.0)
+    path, epoch = tmp_path / "metrics.jsonl", dict.fromkeys(EVENT_FIELDS["epoch"], 1)
+    metrics, room = MetricsWriter(path), small_disk(monkeypatch)
+    for first in (0, 3):
+        for step in range(first, first + 3):
+            metrics.write("step", **{**STEP, "step": step})
+        metrics.write("epoch", **epoch)
+    assert not path.read_bytes().endswith(b"\n")
+    room[0] = 10_000
+    metrics.end("succeeded")
+    monkeypatch.undo()
+    lines = lines_of(path)
+    assert [line["event"] for line in lines] == ["step", "step", "step", "epoch", "end"]
+    assert ([line["step"] for line in lines[:3]], lines[-1]["dropped"]) == ([0, 1, 2], 4)
+
+
+def small_disk(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Room for one line and a half, until somebody makes room: the bytes that are left."""
+    whole, room = os.write, [300]
+
+    def write(handle: int, data: bytes) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = whole(handle, data[: room[0]])
+        room[0] -= taken
+        return taken
+
+    monkeypatch.setattr(os, "write", write)
+    return room
 
 
 def test_the_table_in_the_docstring_names_every_field_and_no_other() -> None:

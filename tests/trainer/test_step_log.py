@@ -13,6 +13,7 @@ import torch
 
 from trainer.compute.timer import CpuTimer
 from trainer.pipeline.update import Done
+from trainer.shared import metrics
 from trainer.shared.metrics import MetricsWriter
 from trainer.shared.turns import Task
 from trainer.strategies import Exchange
@@ -49,7 +50,8 @@ def step(number):
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "WITHIN_S", 0.0)  # a line stands in the file as soon as it is written
     return SimpleNamespace(
         metrics=MetricsWriter(tmp_path / "metrics.jsonl"),
         console=SimpleNamespace(step=lambda *_: None),

@@ -150,6 +150,8 @@ LARGEST = 1e12
 """No count or duration of a step is larger; a larger one would only overflow the sums."""
 LINE_LIMIT = 64 * 2**10
 """Bytes of a line with its newline."""
+WITHIN_S = 0.1
+"""A step's line is written so long after its end at the latest."""
 
 
 def process_peak_memory_bytes() -> int:
@@ -160,10 +162,11 @@ def process_peak_memory_bytes() -> int:
 class MetricsWriter:
     """Appends events to `path`; to nothing where it is None.
 
-    Each line is one write to the kernel, so that a killed process loses none; none is fsynced, since that would cost
-    more than a training step. A disk that takes no more never ends a run: its lines are dropped and counted, which is
-    said on standard error once, and a line that was cut is completed before the next. `peak_memory_bytes` and
-    `lateness` may be replaced once the device is known.
+    A line goes to the kernel at once, so that a killed process loses none, save where steps follow each other within
+    WITHIN_S: their lines go together, beside training, and a killed process loses those of its last WITHIN_S. None is
+    fsynced, since that would cost more than a training step. A disk that takes no more never ends a run: its lines are
+    dropped and counted, which is said on standard error once, and a line that was cut is completed before the next.
+    `peak_memory_bytes` and `lateness` may be replaced once the device is known.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -172,8 +175,11 @@ class MetricsWriter:
         self._started_s = time.monotonic()
         self._path = path
         self._lock = threading.Lock()  # a second thread writes the last line when the first one hangs
-        self._ended = False
+        self._ended = threading.Event()
         self._dropped = 0
+        self._waiting: list[dict[str, Any]] = []  # steps, to be written together
+        self._written_s = -math.inf
+        self._is_beside = False
         self._rest = b""  # of a line that the disk cut
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) if path else None
@@ -185,28 +191,54 @@ class MetricsWriter:
         if fields.keys() != _NAMES[event]:
             raise ValueError(f"{event} has the fields {EVENT_FIELDS[event]}, not {tuple(fields)}")
         with self._lock:
-            if self._ended or self._file is None:
+            if self._ended.is_set() or self._file is None:
                 return
-            self._ended = event == "end"
-            if self._ended:
+            if event == "end":
+                self._write_all()
+                self._ended.set()
                 fields["dropped"] = self._dropped
-            try:
-                self._append(_line_of({"event": event, **fields}))
-            except OSError as error:
-                self._drop(error)
+            self._waiting.append({"event": event, **fields})
+            if event == "step" and time.monotonic() < self._written_s + WITHIN_S:
+                self._write_beside()
+            else:
+                self._write_all()
 
-    def _append(self, line: bytes) -> None:
-        """Raises OSError where nothing of the line can be written; the rest of a line that was cut comes before it."""
+    def _write_beside(self) -> None:
+        if not self._is_beside:
+            self._is_beside = True
+            threading.Thread(target=self._write_late, daemon=True, name="metrics").start()
+
+    def _write_late(self) -> None:
+        """As long as steps wait: they have to stand in the file, too, where the next one hangs."""
+        while not self._ended.wait(WITHIN_S):
+            with self._lock:
+                if not self._waiting:
+                    self._is_beside = False
+                    return
+                self._write_all()
+
+    def _write_all(self) -> None:
+        records, self._waiting = self._waiting, []
+        self._written_s = time.monotonic()
+        try:
+            if records:
+                self._append(b"".join(map(_line_of, records)))
+        except OSError as error:
+            self._drop(len(records), error)
+
+    def _append(self, lines: bytes) -> None:
+        """Raises OSError where nothing of them can be written; the rest of a line that was cut comes before them."""
         assert self._file is not None  # noqa: S101 - for the type checker
         if self._rest:
             self._rest = self._rest[os.write(self._file, self._rest) :]
             if self._rest:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._rest = line[os.write(self._file, line) :]
+        self._rest = lines[os.write(self._file, lines) :]
 
-    def _drop(self, error: OSError) -> None:
-        self._dropped += 1
-        if self._dropped == 1:
+    def _drop(self, lines: int, error: OSError) -> None:
+        is_first = not self._dropped
+        self._dropped += lines
+        if is_first:
             with contextlib.suppress(OSError):  # standard error may lie on the same disk
                 sys.stderr.write(f"cannot write metrics to {self._path}: {error.strerror}; training goes on\n")
 

@@ -46,8 +46,8 @@ class Step(NamedTuple):
     """Samples over all ranks."""
     samples: int
     """Samples of this rank."""
-    loss: Tensor | None
-    """The sum over these samples, on its way to the host, where it is by `end`; None in a paced run."""
+    loss: Tensor | float | None
+    """The sum over these samples, or on its way to the host, where it is by `end`; None in a paced run."""
     exchange: Exchange
     begin: Any
     loaded: Any
@@ -125,7 +125,7 @@ class StepLog:
         run, times = self.run, step.times(self.run.timer)
         mark, wall_s = self.began
         fields = {"step": step.number, "epoch": step.epoch, "samples": step.samples, **times}
-        loss = None if step.loss is None else step.loss.item()
+        loss = None if step.loss is None else float(step.loss)
         of_stage = stage_times(run.timer, step.exchange)
         run.metrics.write("step", **fields, **of_stage, loss=loss, wall=wall_s + run.timer.ms(mark, step.end) / 1000)
         said, samples = (loss, step.samples) if step.exchange.said is None else step.exchange.said

@@ -115,9 +115,9 @@ def differentiated(
     return sum(losses[1:], losses[0]), strategy.backward(scaled, size if alone else samples, whole)
 
 
-def on_its_way(loss_sum: Tensor) -> Tensor:
+def on_its_way(loss_sum: Tensor) -> Tensor | float:
     """To the host: a copy, which the loop's body may not change any more."""
-    return loss_sum.to("cpu", non_blocking=True, copy=True)
+    return loss_sum.item() if loss_sum.device.type == "cpu" else loss_sum.to("cpu", non_blocking=True, copy=True)
 
 
 def hold_up(run: Run) -> None:
