@@ -115,7 +115,7 @@ class Cluster:
     def plan(self, *command: str, **options: Unpack[Options]) -> LaunchPlan:
         """What `run` would start; nothing is."""
         cluster, wish, only = self._asked(command, options)
-        return self._controller.plan(cluster, wish.request, wish.code, only)
+        return self._controller.choice.plan(cluster, wish.request, wish.code, only)
 
     def run(self, *command: str, **options: Unpack[Options]) -> Job:
         """`orch run --detach`: starts a script with its arguments, or the experiment of the options, on all hosts or on

@@ -11,19 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from datetime import datetime, timezone
+from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.clusters import Clusters, now_utc, or_without
-from orchestrator.errors import HostError, HostsError, OrchError, RefusedError, UnlikeError, UsageError
+from orchestrator.errors import HostError, HostsError, OrchError, RefusedError, UsageError
 from orchestrator.files import own_folder
-from orchestrator.forecast.best_hosts import by_memory, by_speed
-from orchestrator.forecast.cluster_links import COLLECTIVES, read_network, runs_measuring
-from orchestrator.forecast.inputs import ForecastInputs, inputs_of
+from orchestrator.forecast.cluster_links import COLLECTIVES, runs_measuring
 from orchestrator.forecast.memory import needed_bytes
-from orchestrator.forecast.predicted_plan import left_out_words, predicted_plan
-from orchestrator.forecast.rounds import with_rounds
 from orchestrator.hosts import occupied
 from orchestrator.hosts.belongings import Cleared
 from orchestrator.hosts.cluster import Cluster
@@ -39,29 +34,13 @@ from orchestrator.jobs.resume import last_checkpoint, settings_of, wish_for
 from orchestrator.jobs.running import RunningJob
 from orchestrator.jobs.waiting import Queue, Turn
 from orchestrator.owner import read_owner
-from orchestrator.paths import RUNS, Home, RunFolder
-from orchestrator.planning import naming
-from orchestrator.planning.build import build_plan
-from orchestrator.planning.draft import Draft
-from orchestrator.planning.homes import homes_of, notes_on
-from orchestrator.planning.host_choice import (
-    HostRange,
-    Worth,
-    check_range,
-    choice_notes,
-    choice_of,
-    ranked,
-    those_there,
-    with_elastic,
-)
-from orchestrator.planning.launch_plan import CodeFolder, Faster, LaunchPlan, NodePlan
-from orchestrator.planning.nccl import choose_carrier
-from orchestrator.planning.placement import place
-from orchestrator.planning.profiles import Profiles, kinds_of
-from orchestrator.planning.request import RunRequest, Wish, Words
-from orchestrator.planning.split import split_batch_of, split_equally
+from orchestrator.paths import Home, RunFolder
+from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
+from orchestrator.planning.request import Wish, Words
 from orchestrator.results.collectives import LinksCarried, links_carried
 from orchestrator.results.summary import Summary
+from orchestrator.starting.choice import Choice
+from orchestrator.starting.planner import Planner
 from orchestrator.store import Store
 from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.fanout import errors, for_each, values
@@ -102,138 +81,12 @@ class Controller:
     def __init__(self, store: Store, connections: Connections, say: Callable[[str], None] = lambda line: None) -> None:
         self.store, self.connections, self.say = store, connections, say
         self.clusters = Clusters(store, connections)
+        self.planner = Planner(store, self.clusters)
+        self.choice = Choice(self.planner, self.clusters)
         self.queue = Queue(store, connections)
         self.jobs, self.lost_jobs = KnownJobs(store, connections), LostJobs(store, connections)
 
     # ---- running ----------------------------------------------------------------------------------------------
-
-    def plan(self, cluster: Cluster, request: RunRequest, code: CodeFolder, only: Sequence[str] = ()) -> LaunchPlan:
-        """only: the nodes to take; none means all that are not released. Raises HostsError for unusable ones.
-
-        With `request.hosts` those that give no answer now are left out, as long as enough remain; else TooFewError.
-        """
-        if request.hosts is None:
-            return self._plan_leaving_out(cluster, request, code, only, least=None if only else 1)
-        return self._plan_of_those_there(cluster, request, code, only, self._away(cluster, request, only))
-
-    def _plan_leaving_out(
-        self, cluster: Cluster, request: RunRequest, code: CodeFolder, only: Sequence[str], *, least: int | None
-    ) -> LaunchPlan:
-        """Without hosts that only slow the job down, where the person leaves that to us. least: so many stay; None
-        keeps all.
-        """
-        plan, better = self._plan_on(cluster, request, code, only)
-        notes: tuple[str, ...] = ()
-        while better and least and len(better.hosts) >= least and request.leaves_out:
-            notes += (left_out_words(plan, better, request),)
-            plan, better = self._plan_on(cluster, request, code, better.hosts)
-        return plan.model_copy(update={"notes": (*plan.notes, *notes)})
-
-    def _away(self, cluster: Cluster, request: RunRequest, only: Sequence[str]) -> dict[str, HostError]:
-        """Which nodes `request.hosts` has to do without. Raises UsageError where it wants more than there are."""
-        check_range(_wanted(cluster, request), _candidates(cluster, only))
-        return self.clusters.away(cluster, only)
-
-    def _plan_of_those_there(
-        self,
-        cluster: Cluster,
-        request: RunRequest,
-        code: CodeFolder,
-        only: Sequence[str],
-        away: Mapping[str, HostError],
-    ) -> LaunchPlan:
-        """With as many as `request.hosts` allows of the nodes that are not away. Raises UsageError, TooFewError."""
-        wanted, candidates = _wanted(cluster, request), _candidates(cluster, only)
-        there = those_there(wanted, candidates, away)
-        pin = cluster.master_pin or next((node.name for node in cluster.nodes if node.master), None)
-        if pin and pin in away and request.training and request.training.resume:  # it holds the checkpoint
-            raise HostsError([away[pin]])
-        worth = self._worth(cluster, request, code, there) if len(there) > wanted.max_hosts else None
-        best = ranked(there, worth, pin) if worth else there
-        taken = [name for name in there if name in best[: wanted.max_hosts]]
-        if elastic := request.elastic:
-            request = replace(request, elastic=elastic.model_copy(update={"max_nodes": len(taken)}))
-        least = None if only else wanted.min_hosts
-        others = choice_of(wanted, away, best[wanted.max_hosts :], candidates)
-        with _naming_the_others(choice_notes(others, away, worth)):
-            plan = self._plan_leaving_out(cluster, request, code, taken, least=least)
-        members = {node.name for node in plan.nodes}
-        choice = choice_of(wanted, away, [name for name in best if name not in members], candidates)
-        notes = (*choice_notes(choice, away, worth), *plan.notes)
-        return plan.model_copy(update={"hosts": choice, "notes": notes})
-
-    def _worth(self, cluster: Cluster, request: RunRequest, code: CodeFolder, there: Sequence[str]) -> Worth:
-        """What each of these hosts is worth to the job."""
-        worth = None
-        with suppress(UsageError, UnlikeError):  # which may not hold for those that are taken
-            draft, profiles, _ = self._drawn(cluster, replace(request, elastic=None), code, there)
-            worth = by_speed(build_plan(draft), profiles)
-        return worth or by_memory(self.clusters.ready(cluster, there).election.candidates)
-
-    def _plan_on(
-        self, cluster: Cluster, request: RunRequest, code: CodeFolder, only: Sequence[str]
-    ) -> tuple[LaunchPlan, Faster | None]:
-        """The plan with these nodes, and whether fewer of them would be faster."""
-        draft, profiles, not_kept = self._drawn(cluster, request, code, only)
-        ranks = draft.placement.ranks
-        if draft.training and draft.request.global_batch:
-            split = split_batch_of(draft.training, ranks, profiles, not_kept)
-        else:
-            split = split_equally(request.batch, ranks)
-        return predicted_plan(draft.with_split(split), profiles, self.store.runs_of(COLLECTIVES))
-
-    def outlook(
-        self,
-        cluster: Cluster,
-        request: RunRequest,
-        code: CodeFolder,
-        only: Sequence[str] = (),
-        *,
-        out: Path | None = None,
-        bandwidth_bps: float | None = None,
-    ) -> tuple[LaunchPlan, ForecastInputs]:
-        """What would run, and what is known of its speed. out: a folder of collected runs; None means the usual one,
-        and all others that are remembered. Raises UsageError where too little is known, HostsError for hosts that
-        cannot take part.
-        """
-        draft, profiles, _ = self._drawn(cluster, request, code, only)
-        if draft.request.kind != "experiment" and not draft.request.batch:
-            raise UsageError(
-                f"how many samples an update of {request.name} has is unknown: it has not been profiled as it is now",
-                "`orch profile -- SCRIPT [ARGS]`, or --set batch=",
-            )
-        if draft.training and draft.request.global_batch:
-            ranks = draft.placement.ranks
-            try:
-                split = split_batch_of(draft.training, ranks, profiles)
-            except UsageError:  # by speeds that nobody has measured
-                split = split_equally(draft.training.batch, ranks)
-            draft = draft.with_split(split)
-        plan = build_plan(draft)
-        network = read_network(out, plan) if out else read_network(RUNS, plan, self.store.runs_of(COLLECTIVES))
-        view = inputs_of(plan, profiles, network, bandwidth_bps)
-        return build_plan(with_rounds(draft, view)), view
-
-    def _drawn(
-        self, cluster: Cluster, request: RunRequest, code: CodeFolder, only: Sequence[str]
-    ) -> tuple[Draft, Profiles, Profiles]:
-        """Who does what, what is known of the ranks' speeds, and profiles that count for nothing."""
-        ready = self.clusters.ready(cluster, only)
-        homes = homes_of(ready.nodes, ready.facts)
-        request = replace(request, notes=(*notes_on(request, str(Path.home()), homes), *request.notes))
-        placement = place(ready.nodes, ready.facts, ready.election, request)
-        draft = Draft(
-            cluster=cluster.name,
-            job=naming.job_id(request.job_name or request.name, datetime.now(timezone.utc)),
-            created=now_utc(),
-            code=code,
-            request=request,
-            placement=placement,
-            carrier=choose_carrier(placement.nodes, request),
-        )
-        kinds = kinds_of(build_plan(draft), ready.facts)
-        known, not_kept = (self.store.profiles(kinds, cluster.name, valid=valid) for valid in (True, False))
-        return draft.with_own_batch(known), known, not_kept
 
     def resume(
         self, wanted: str, words: Words, nodes: str | None = None, *, named: str | None = None
@@ -270,11 +123,11 @@ class Controller:
         """
         request, code = wish.request, wish.code
         if request.hosts is None:
-            shown(plan := self.plan(cluster, request, code, only))
+            shown(plan := self.choice.plan(cluster, request, code, only))
             return self.launch(plan, wish.blob)
-        away, said = self._away(cluster, request, only), set[str]()
+        away, said = self.choice.away(cluster, request, only), set[str]()
         while True:
-            shown(plan := self._plan_of_those_there(cluster, request, code, only, away))
+            shown(plan := self.choice.of_those_there(cluster, request, code, only, away))
             try:
                 return self.launch(plan, wish.blob, said)
             except RefusedError as error:
@@ -425,23 +278,3 @@ class Controller:
         measuring = runs_measuring(run.root.parent, summary.cluster, names, self.store.runs_of(COLLECTIVES))
         carried = (links_carried(one.job, one.collectives, names) for one in measuring if one.collectives)
         return next(filter(None, carried), None)
-
-
-@contextmanager
-def _naming_the_others(notes: Sequence[str]) -> Iterator[None]:
-    """Where a job cannot be planned with the hosts that were taken, why it is these: the person may have named others
-    in its settings. notes: as of `choice_notes`.
-    """
-    try:
-        yield
-    except (UsageError, UnlikeError) as error:
-        error.message = "\n".join([error.message, *notes])
-        raise
-
-
-def _wanted(cluster: Cluster, request: RunRequest) -> HostRange:
-    return with_elastic(request.hosts or HostRange(1, len(cluster.nodes)), request.elastic)
-
-
-def _candidates(cluster: Cluster, only: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(only)) or [node.name for node in cluster.active()]

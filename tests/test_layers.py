@@ -24,6 +24,7 @@ ORDER = [
     "exports",
     "clusters",
     "provision",
+    "starting",
     "controller",
     "api",
     "measuring",

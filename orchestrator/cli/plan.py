@@ -84,7 +84,7 @@ def _own(words: Words, nodes: str | None, bandwidth: float | None, out: Path, cl
     refuse_without_trainer(wish)
     with open_controller() as controller:
         chosen = controller.store.cluster(cluster)
-        made, view = controller.outlook(
+        made, view = controller.planner.outlook(
             chosen, wish.request, wish.code, chosen.names(nodes), out=given_out(out), bandwidth_bps=bandwidth
         )
     return outlook_of(made, view, wish.request.chosen)

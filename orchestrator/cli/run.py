@@ -182,7 +182,7 @@ def _start(ctx: click.Context, options: RunOptions) -> None:
         )  # fmt: skip
         only = cluster.names(options.nodes)
         if options.dry_run:
-            return _show_plan(controller.plan(cluster, request, wish.code, only), wish, options.as_json)
+            return _show_plan(controller.choice.plan(cluster, request, wish.code, only), wish, options.as_json)
         _run(_launch(controller, cluster, replace(wish, request=request), only, options), options)
     return None
 
@@ -249,7 +249,7 @@ def _launch(
     with busy(f"planning for {cluster.name}") as now_at:
         try:
             if options.waits():
-                show(plan := controller.plan(cluster, wish.request, wish.code, only))
+                show(plan := controller.choice.plan(cluster, wish.request, wish.code, only))
                 job = controller.launch_in_turn(plan, wish.blob, options.wait_limit)
             else:
                 job = controller.start(cluster, wish, only, show)

@@ -97,7 +97,7 @@ class Profiling:
         self._batch = training.batch
         self.line = profile_line(training)
         facts = controller.clusters.ready(cluster, only).facts
-        self.whole = controller.plan(cluster, self.wish.request, self.wish.code, only)
+        self.whole = controller.choice.plan(cluster, self.wish.request, self.wish.code, only)
         if "tf32" not in pairs:  # of all hosts: one that is measured alone does not know the others
             pairs["tf32"] = tf32_of(training.tf32, self.whole.nodes, facts)
             packed = replace(self.wish, request=request_of(words.exp, pairs)) if words.exp else None
@@ -171,7 +171,7 @@ class Profiling:
 
     def _plan_of(self, name: str) -> LaunchPlan:
         """A plan for this node alone, its ranks with the threads that they have among all."""
-        plan = self.controller.plan(self.cluster, self.wish.request, self.wish.code, [name])
+        plan = self.controller.choice.plan(self.cluster, self.wish.request, self.wish.code, [name])
         threads = {key: value for key, value in self.whole.node(name).env.items() if key == "OMP_NUM_THREADS"}
         node = plan.nodes[0]
         return plan.model_copy(update={"nodes": (node.model_copy(update={"env": {**node.env, **threads}}),)})

@@ -97,7 +97,7 @@ class _Tries:
         self._count += 1
         self._show(f"an all-reduce by {self._backend} on {', '.join(names)}")
         try:
-            plan = self._controller.plan(self._cluster, self._wish.request, self._wish.code, names)
+            plan = self._controller.choice.plan(self._cluster, self._wish.request, self._wish.code, names)
             job = self._controller.launch(plan, self._wish.blob)
         except HostsError as error:
             return "; ".join(one.message for one in error.errors)

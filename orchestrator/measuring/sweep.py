@@ -94,7 +94,7 @@ class Sweep:
         first = self.study.rows[0]
         of_hosts = {name: value for name, value in self.overrides.items() if name == "device"}
         wish = read_experiment(first.exp, of_hosts)
-        return self.controller.plan(self.cluster, wish.request, wish.code).nodes
+        return self.controller.choice.plan(self.cluster, wish.request, wish.code).nodes
 
     def _measure(self, row: StudyRow, chosen: Chosen, before: Done | None, follow: Follow) -> Done:
         """One more run of it."""
@@ -131,7 +131,7 @@ class Sweep:
         seed = {"seed": str(len(runs))}  # another for each run: accuracy has a range, too
         wish = read_experiment(row.exp, {**seed, **row.settings, **self.overrides})
         request = replace(wish.request, starter=row.starter)
-        plan = self.controller.plan(_with_ranks(self.cluster, chosen), request, wish.code, tuple(chosen))
+        plan = self.controller.choice.plan(_with_ranks(self.cluster, chosen), request, wish.code, tuple(chosen))
         begun = Done(cluster=plan.cluster, hosts=hosts_words(plan.nodes), overrides=self.overrides, runs=runs)
         self._keep(row, begun.model_copy(update={"begun": plan.job}))
         job = self.controller.launch(plan, wish.blob)

@@ -57,7 +57,7 @@ def run(controller: Controller, cluster: Cluster, form: Form) -> str:
         raise UsageError("say what to run, once", "choose an experiment, or give a script")
     words = Words(exp, _words(form, "settings"), command=command)
     wish = read_wish(words)
-    plan = controller.plan(cluster, wish.request, wish.code, cluster.names(form.get("nodes") or None))
+    plan = controller.choice.plan(cluster, wish.request, wish.code, cluster.names(form.get("nodes") or None))
     job = controller.launch(plan, wish.blob)
     return "; ".join([f"started {job.id}", *plan.notes, *(f"{one.words}: {one.command}" for one in plan.faster)])
 

@@ -77,12 +77,12 @@ def remembered(kind: Kind, fixed_ms: float, sample_ms: float, **more) -> Profile
 def kinds(controller, *settings):
     cluster = controller.store.cluster("t")
     wish = read_wish(Words(exp="mnist_lenet", settings=settings))
-    return kinds_of(controller.plan(cluster, wish.request, wish.code), cluster.facts)
+    return kinds_of(controller.choice.plan(cluster, wish.request, wish.code), cluster.facts)
 
 
 def planned(controller, *settings, only=()):
     wish = read_wish(Words(exp="mnist_lenet", settings=settings))
-    return controller.plan(controller.store.cluster("t"), wish.request, wish.code, only)
+    return controller.choice.plan(controller.store.cluster("t"), wish.request, wish.code, only)
 
 
 def remember_all(controller, **more):
