@@ -32,6 +32,7 @@ from PIL import Image
 from tests.support import forks
 from tests.support.checkpoint_driver import run_rank
 from tests.support.quick_python import quick_python
+from trainer.checkpoints.copies import keeper_of
 from trainer.checkpoints.file import Checkpoint, name_of, newest, open_folder, parse, read_file, write_file
 from trainer.checkpoints.own_state import for_other_ranks
 from trainer.shared.errors import TrainError
@@ -606,3 +607,50 @@ def test_torch_is_shown_nothing_but_the_parts_that_it_writes_itself(
     with pytest.raises(TrainError, match="is damaged, or no checkpoint"):
         parse(content, "it")
     assert shown == [] and not ran.exists()
+
+
+# ---- on a second host ------------------------------------------------------------------------------------------------
+
+
+def copied(folder: Path, arguments: list[str], world_size: int = 2, **more: str) -> Path:
+    """Of a run whose checkpoints rank 0 keeps in `own`, the folder of their copies on another host."""
+    kept = [*arguments, "--checkpoint_every", "4", "--checkpoint_dir", str(folder / "own")]
+    there = str(folder / "there")
+    finished(folder, kept, world_size, ORCH_CHECKPOINT_COPY="node1", ORCH_CHECKPOINTS=there, **more)
+    return folder / "there"
+
+
+@pytest.mark.parametrize(("world_size", "ways"), [(2, []), (3, ["--fidelity", "local", "--local_steps", "3"])])
+def test_a_second_host_keeps_the_same_bytes(tmp_path: Path, world_size: int, ways: list[str]) -> None:
+    there = copied(tmp_path, ["--steps", "10", *ways], world_size)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "own").iterdir()}
+    assert [*sorted(files)] == ["step-000000008.pt", "step-000000010.pt"]
+    assert {path.name: path.read_bytes() for path in there.iterdir()} == files
+    made = [(one["name"], one["bytes"], one["failure"]) for one in events(tmp_path, "copy", 1)]
+    assert made == [(one["name"], one["bytes"], None) for one in events(tmp_path, "checkpoint")]
+    assert [events(tmp_path, "copy", rank) for rank in range(world_size) if rank != 1] == [[]] * (world_size - 1)
+
+
+def test_a_copy_changes_nothing_and_is_gone_on_from_bit_for_bit(whole: Path, tmp_path: Path) -> None:
+    there = copied(tmp_path / "first", ["--steps", "10"])
+    (tmp_path / "second").mkdir()
+    finished(tmp_path / "second", ["--resume", str(there)])
+    assert_goes_on_like(whole, tmp_path / "second", 10)
+
+
+def test_a_second_host_whose_disk_is_full_is_one_line_and_keeps_what_it_has(tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("no folder")
+    said = ended(
+        tmp_path, ["--checkpoint_every", "4", "--checkpoint_dir", str(tmp_path / "own")], 2, 0,
+        ORCH_CHECKPOINT_COPY="node1", ORCH_CHECKPOINTS=str(tmp_path / "there"),
+    )  # fmt: skip
+    assert said[0] == "" and said[1].count("cannot keep a copy of checkpoint step-") == said[1].count("\n") > 1
+    assert {one["failure"] for one in events(tmp_path, "copy", 1)} == {"File exists"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "wanted", "keeper"),
+    [("aabb", "b", 2), ("abc", "c", 2), ("abc", "gone", 1), ("abc", "a", 1), ("aa", "a", None), ("a", "b", None)],
+)
+def test_who_keeps_the_copy(nodes: str, wanted: str, keeper: int | None) -> None:
+    assert keeper_of([*nodes], wanted) == keeper

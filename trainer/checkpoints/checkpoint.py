@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from trainer.checkpoints import parts
 from trainer.checkpoints.between_ranks import apart, broadcast, describe, described_as, flat_bytes, gather
+from trainer.checkpoints.copies import Copies
 from trainer.checkpoints.file import (
     SCHEMA,
     Checkpoint,
@@ -70,6 +71,7 @@ class CheckpointKeeper:
             check_kind(run)
             with together(run.info.node):
                 self.data = run.material.mark(run.settings) if run.info.rank == 0 else ""
+        self.copies = Copies(run)
 
     def is_due(self, updates: int) -> bool:
         """updates: of the whole run so far."""
@@ -78,8 +80,11 @@ class CheckpointKeeper:
     # ---- writing ----------------------------------------------------------------------------------------------
 
     def save(self, progress: Progress) -> None:
-        """On every rank, which all leave it together. What it costs is recorded, and counts into no step."""
-        began_s = time.perf_counter()
+        """On every rank, which all leave it together. What it costs is recorded, and counts into no step; the copy
+        on a second host is made while training goes on, and the next checkpoint waits for it.
+        """
+        began_s, written = time.perf_counter(), None
+        self.copies.settle()
         content = self._collect(progress)
         if content is not None:
             updates = self._updates(progress)
@@ -87,6 +92,7 @@ class CheckpointKeeper:
             size, failure = 0, None
             try:
                 size = write_file(path, content)
+                written = path
                 forget_older(self.folder)
             except (OSError, RuntimeError) as error:  # torch wraps the disk's own word
                 failure = reason(error)
@@ -94,6 +100,7 @@ class CheckpointKeeper:
             write_ms = round((time.perf_counter() - began_s) * 1000, 3)
             fields = {"step": updates - 1, "name": path.name, "bytes": size, "write_ms": write_ms}
             self.run.metrics.write("checkpoint", **fields, failure=failure)
+        self.copies.begin(written)
         dist.barrier()
 
     def _collect(self, progress: Progress) -> Checkpoint | None:

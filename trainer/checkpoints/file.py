@@ -8,16 +8,17 @@ What torch.save writes, of plain containers and tensors: `torch.load(path, weigh
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
 import re
 import warnings
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,18 +64,22 @@ class Checkpoint:
 
 
 def write_file(path: Path, checkpoint: Checkpoint) -> int:
-    """Beside its place first, synced, renamed: who reads meets a whole checkpoint or none. Returns its size in bytes.
+    """Returns its size in bytes. Raises OSError or RuntimeError."""
+    with whole(path) as file:
+        torch.save(vars(checkpoint), file)
+        return file.tell()
 
-    Raises OSError or RuntimeError.
-    """
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[IO[bytes]]:
+    """Beside its place first, synced, renamed: who reads meets a whole checkpoint or none. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.part")  # one writer a folder: what a killed one left is written over
     try:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
-            torch.save(vars(checkpoint), file)
+            yield file
             file.flush()
             os.fsync(file.fileno())
-            size = file.tell()
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -84,7 +89,6 @@ def write_file(path: Path, checkpoint: Checkpoint) -> int:
         os.fsync(folder)
     finally:
         os.close(folder)
-    return size
 
 
 class DamagedError(TrainError):

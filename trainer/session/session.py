@@ -184,6 +184,7 @@ class Session:
 
     def end(self) -> None:
         """Leaves the other ranks, together with them."""
+        self.keeper.copies.settle()
         leave()
         self.run.metrics.end("succeeded")
         self.run.console.finished(self.updates)

@@ -75,6 +75,8 @@ A value that JSON cannot hold (NaN, infinity) is written as null. Every line als
 | checkpoint | name, bytes | of the file; 0 bytes where it could not be written |
 | checkpoint | write_ms | for which training stood still; part of no step |
 | checkpoint | failure | why it could not be written, else null; the run goes on |
+| copy | step, name, bytes, failure | of a checkpoint on a second host, as above; written by the rank that keeps it |
+| copy | copy_ms | from the checkpoint's end until it was there; training went on |
 | end | status | `succeeded`, `failed` or `interrupted` |
 | end | message | one line of what failed, or null |
 | end | total_s | since the start of the process |
@@ -129,6 +131,7 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     ),
     "rebalance": ("step", "shares", "before", "spread"),
     "checkpoint": ("step", "name", "bytes", "write_ms", "failure"),
+    "copy": ("step", "name", "bytes", "copy_ms", "failure"),
     "end": ("status", "message", "total_s", "peak_memory_bytes", "lateness", "valid", "dropped"),
 }
 
