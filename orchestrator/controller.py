@@ -30,7 +30,7 @@ from orchestrator.jobs.known import KnownJobs
 from orchestrator.jobs.launch import launch
 from orchestrator.jobs.lost import LostJobs
 from orchestrator.jobs.record import JobRecord
-from orchestrator.jobs.resume import last_checkpoint, settings_of, wish_for
+from orchestrator.jobs.resume import keepers_of, last_checkpoint, settings_of, wish_for
 from orchestrator.jobs.running import RunningJob
 from orchestrator.jobs.waiting import Queue, Turn
 from orchestrator.owner import read_owner
@@ -41,6 +41,7 @@ from orchestrator.results.collectives import LinksCarried, links_carried
 from orchestrator.results.summary import Summary
 from orchestrator.starting.choice import Choice
 from orchestrator.starting.planner import Planner
+from orchestrator.starting.retries import First, Retries
 from orchestrator.store import Store
 from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.fanout import errors, for_each, values
@@ -98,18 +99,20 @@ class Controller:
         old = self.jobs.find(wanted, named).plan
         exp, kept = settings_of(old, words)
         cluster = self.store.cluster(old.cluster)
-        only, holder = cluster.names(nodes), cluster.node(old.master)
-        if holder.name in cluster.released or (only and holder.name not in only):
+        only, keepers = cluster.names(nodes), [cluster.node(name) for name in keepers_of(old)]
+        there = [one for one in keepers if one.name not in cluster.released and (not only or one.name in only)]
+        if not there:
+            names = [one.name for one in keepers]
             raise UsageError(
-                f"{holder.name} holds the checkpoint of {old.job}, and takes no part",
-                f"`orch node restore {holder.name}`, or name it in --nodes",
+                f"the checkpoints of {old.job} are on {' and '.join(names)}, which takes no part",
+                f"`orch node restore {names[0]}`, or name it in --nodes",
             )
-        found = self.connections.open([holder])
-        if errors(found):
-            raise HostsError(errors(found))
-        path = last_checkpoint(old, values(found)[holder.name])
-        pinned = cluster.model_copy(update={"master_pin": holder.name})
-        return pinned, wish_for(exp, kept, path, words)
+        opened = self.connections.open(there)
+        if not values(opened):
+            raise HostsError(errors(opened))
+        found = last_checkpoint(old, values(opened))
+        pinned = cluster.model_copy(update={"master_pin": found.node})
+        return pinned, wish_for(exp, kept, found.path, words)
 
     def start(
         self,
@@ -135,6 +138,12 @@ class Controller:
             if plan.job in self.store.job_ids() and self.store.job_record(plan.job).state == "cancelled":
                 self.store.forget_job(plan.job)
 
+    def retries(
+        self, first: First, start: Callable[[Cluster, Wish, Sequence[str]], RunningJob], wait_s: float
+    ) -> Retries:
+        """For a job that is tried again, by `request.attempt`. start: `start`, with what a person sees of it."""
+        return Retries(self.clusters, self.connections, start, self.say, first, wait_s)
+
     def launch(self, plan: LaunchPlan, blob: bytes, said: set[str] | None = None) -> RunningJob:
         """Starts the job on all its hosts or on none; remembers it first. Raises HostsError, of which RefusedError says
         that none of them was asked to run it. said: lines that an earlier plan of the same start has said.
@@ -151,6 +160,7 @@ class Controller:
             name=plan.name,
             note=plan.note,
             hosts=plan.hosts,
+            attempt=plan.attempt,
         )
         job = self._reached(plan)
         self._look_at_gpus(plan, job.hosts, set() if said is None else said)

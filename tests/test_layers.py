@@ -64,6 +64,7 @@ PURE |= {
         "gauge",
         "gpu_reading",
         "heard",
+        "judged",
         "lines",
         "live",
         "looks",

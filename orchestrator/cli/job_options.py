@@ -26,7 +26,7 @@ from orchestrator.units import parse_duration
 
 _PLAIN = (
     *("exp", "resume", "batch", "pass_local_rank", "no_metrics", "name", "note", "cluster"),
-    *("hosts", "share", "elastic", "max_restarts"),
+    *("hosts", "share", "elastic", "max_restarts", "retries", "retry_on", "rejoin"),
 )
 """Options that are in the file what they are here."""
 
@@ -71,6 +71,7 @@ def _options_of(job: JobFile, beside: Path) -> dict[str, Any]:
         "nodes": ",".join(job.nodes) or None,
         "grace": parse_duration(job.grace) if job.grace else RunRequest.grace_s,
         "time_limit": parse_duration(job.time_limit) if job.time_limit else None,
+        "retry_wait": parse_duration(job.retry_wait),
     }
 
 
@@ -126,6 +127,7 @@ def job_of(options: RunOptions, beside: Path) -> JobFile:
         "env_files": [_as_seen(str(file), beside) for file in options.env_files],
         "grace": f"{options.grace:.12g}s" if options.grace != RunRequest.grace_s else None,
         "time_limit": f"{options.time_limit:.12g}s" if options.time_limit else None,
+        "retry_wait": f"{options.retry_wait:.12g}s",
     }
     return JobFile.model_validate(values)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from orchestrator.jobs.running import RunningJob
     from orchestrator.planning.launch_plan import LaunchPlan
     from orchestrator.planning.request import Wish, Words
+    from orchestrator.starting.retries import First, Retries
 
 from orchestrator.cli.jobs import cancel_job
 
@@ -107,6 +109,28 @@ SECOND_CTRL_C_S = 3.0
     metavar="N",
     help="With --elastic: restart a host's ranks at most N times after one of them died. [default: 3]",
 )
+@click.option(
+    "--retries",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Try a job that failed because of its hosts again, N times at most: on those that remain, from its last "
+    "checkpoint.",
+)
+@click.option(
+    "--retry-on",
+    type=click.Choice(["hosts", "any"]),
+    default="hosts",
+    show_default=True,
+    help="With --retries: any also tries again where the script failed by itself.",
+)
+@click.option("--rejoin", is_flag=True, help="With --retries: take a lost host in again once it answers.")
+@click.option(
+    "--retry-wait",
+    type=Quantity("time"),
+    default="10s",
+    show_default=True,
+    help="With --retries: the pause before the first one; it doubles each time, up to 6m.",
+)
 @click.option("--time-limit", type=Quantity("time"), help="End the job after this time: 90s, 30m, 12h.")
 @click.option("--name", type=Called("name"), metavar="NAME", help="What the job's id begins with.")
 @click.option(
@@ -138,6 +162,7 @@ def run(ctx: click.Context, /, **options: Any) -> None:
     orch run --exp mnist_lenet --set checkpoint_every=500
     orch run --exp mnist_lenet --elastic 2:3  continues when a third node is lost
     orch run --exp mnist_lenet --hosts 2:4    does without hosts that are off
+    orch run --retries 2 --exp mnist_lenet --set checkpoint_every=500
     orch run --resume latest --set epochs=20  from that job's last checkpoint on
     orch run --resume latest -- train.py      if your script calls trainer.join
     orch run --nodes v100 train.py --lr 0.1   your own script; ships its folder
@@ -165,8 +190,11 @@ def run(ctx: click.Context, /, **options: Any) -> None:
 def _start(ctx: click.Context, options: RunOptions) -> None:
     from dataclasses import replace
 
+    from orchestrator.starting.retries import First
+
     options.check_notify()
     options.waits()
+    attempt = options.first_attempt()
     elastic, hosts = options.wanted_nodes(), options.wanted_hosts()
     variables, words = options.variables(), options.words()
     with open_controller() as controller:
@@ -177,13 +205,13 @@ def _start(ctx: click.Context, options: RunOptions) -> None:
         strays = went_to_script(ctx, wish.request.name, wish.request.command) if words.command else ()
         request = replace(
             wish.request, share_gpus=options.share, grace_s=options.grace, time_limit_s=options.time_limit,
-            hosts=hosts, elastic=elastic, env=variables, measures_steps=options.measures_steps(),
+            hosts=hosts, elastic=elastic, attempt=attempt, env=variables, measures_steps=options.measures_steps(),
             notes=(*strays, *wish.request.notes), job_name=options.name, note=options.note,
         )  # fmt: skip
         only = cluster.names(options.nodes)
         if options.dry_run:
             return _show_plan(controller.choice.plan(cluster, request, wish.code, only), wish, options.as_json)
-        _run(_launch(controller, cluster, replace(wish, request=request), only, options), options)
+        _run(controller, First(cluster, replace(wish, request=request), only), options)
     return None
 
 
@@ -218,18 +246,42 @@ def _show_plan(plan: LaunchPlan, wish: Wish, as_json: bool) -> None:
     return launch_plan.print_plan(shown, names)
 
 
-def _run(job: RunningJob, options: RunOptions) -> None:
+def _run(controller: Controller, first: First, options: RunOptions) -> None:
     """To its end, or until it runs."""
-    from orchestrator.views import console, following
 
+    def start(cluster: Cluster, wish: Wish, only: Sequence[str]) -> RunningJob:
+        return _launch(controller, cluster, wish, only, options)
+
+    job = start(first.cluster, first.wish, first.only)
     if not options.detach:
-        stream = console.err if options.as_json else console.out
-        _follow(job, lambda: following.print_events(job.follow(), stream=stream))
+        retries = controller.retries(first, start, options.retry_wait)
+        job = _follow_all(job, retries, options)
         if options.notify:
             from orchestrator.cli.notify import notify
 
             notify(options.notify, job.record)
     _finish(job, options.as_json, detached=options.detach)
+
+
+def _follow_all(job: RunningJob, retries: Retries, options: RunOptions) -> RunningJob:
+    """Attempt after attempt; the last one, which has ended."""
+    from orchestrator.errors import OrchError
+    from orchestrator.views import console, following
+
+    stream = console.err if options.as_json else console.out
+    while True:
+        _follow(job, partial(lambda one: following.print_events(one.follow(), stream=stream), job))
+        try:
+            following_one = retries.after(job)
+        except OrchError as error:
+            console.warn(f"{job.id} is not tried again: {error}")
+            return job
+        except KeyboardInterrupt:
+            console.say(f"{job.id} is not tried again")
+            raise
+        if following_one is None:
+            return job
+        job = following_one
 
 
 def _launch(

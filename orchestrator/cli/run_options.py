@@ -9,7 +9,7 @@ from pathlib import Path
 from orchestrator.errors import UsageError
 from orchestrator.planning.elastic import DEFAULT_MAX_RESTARTS, parse_elastic
 from orchestrator.planning.host_choice import HostRange, parse_hosts
-from orchestrator.planning.launch_plan import Elastic
+from orchestrator.planning.launch_plan import Attempt, Elastic
 from orchestrator.planning.request import Words
 from orchestrator.planning.variables import read_variables
 
@@ -38,6 +38,10 @@ class RunOptions:
     grace: float
     elastic: str | None
     max_restarts: int | None
+    retries: int | None
+    retry_on: str
+    rejoin: bool
+    retry_wait: float
     time_limit: float | None
     cluster: str | None
     name: str | None
@@ -77,6 +81,18 @@ class RunOptions:
         """Raises UsageError where nobody here would see the end."""
         if self.notify and self.detach:
             raise UsageError("--notify needs somebody here to see the job's end", "leave --detach out, and add `&`")
+
+    def first_attempt(self) -> Attempt | None:
+        """None where there is to be no other. Raises UsageError where nobody would see to it."""
+        if self.retries is None:
+            if self.rejoin or self.retry_on != "hosts":
+                raise UsageError("--retry-on and --rejoin belong to --retries", "--retries N")
+            return None
+        if self.detach:
+            raise UsageError("--retries needs somebody here to see the job's end", "leave --detach out, and add `&`")
+        if self.waits():
+            raise UsageError("--retries starts at once, or does not; --wait waits for GPUs", "leave one of them out")
+        return Attempt(number=1, most=self.retries + 1, any_cause=self.retry_on == "any", rejoin=self.rejoin)
 
     def measures_steps(self) -> bool:
         """Raises UsageError where there is no script."""

@@ -138,6 +138,7 @@ def node_request(plan: LaunchPlan, node: NodePlan, token: str) -> dict[str, Any]
         "time_limit_s": plan.time_limit_s,
         "prepare": node.prepare,
         "elastic": _elastic(plan),
+        "after": [one.job for one in plan.attempt.earlier] if plan.attempt else [],
     }
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from orchestrator.planning.launch_plan import HostChoice
+from orchestrator.planning.launch_plan import Attempt, HostChoice
 from orchestrator.record import SCHEMA, Record, Words
 from orchestrator.text import message
 
@@ -29,6 +29,8 @@ class FirstFailure(Record):
     signal: Words | None = None
     reason: Annotated[str, AfterValidator(lambda text: message(text, 500))]
     """In plain words."""
+    secondary: bool = False
+    """Whether its own log blames the network alone: others' deaths, or a link that broke."""
     log_line: Words | None = None
     """The line of the rank's error log that says why, if one does."""
 
@@ -81,5 +83,7 @@ class JobRecord(Record):
     note: Words | None = None
     hosts: HostChoice | None = None
     """Which hosts it does without, where it was started by `--hosts`."""
+    attempt: Attempt | None = None
+    """Which one, of a job that is tried again by `--retries`."""
     joined: bool | None = None
     """Whether any rank has met another; False: each of several runs by itself. None: not known, or a single rank."""

@@ -100,6 +100,7 @@ def record_of(plan: LaunchPlan) -> JobRecord:
         name=plan.name,
         note=plan.note,
         hosts=plan.hosts,
+        attempt=plan.attempt,
     )
 
 

@@ -1,17 +1,18 @@
 """Going on from a job's last checkpoint, in a new job.
 
     exp, kept = settings_of(plan, words)                ("mnist_lenet", {"epochs": 20, "checkpoint_every": 500})
-    path = last_checkpoint(plan, host)                  where it lies on the old job's master
-    wish = wish_for(exp, kept, path, words)
+    found = last_checkpoint(plan, hosts)                where it lies: on the old job's master, or the host with a copy
+    wish = wish_for(exp, kept, found.path, words)
 
-The file stays on the host that wrote it, so that host is the new job's master, too; the other hosts need none.
+The file stays where it is, so that host is the new job's master; the other hosts need none.
 """
 
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Mapping
-from dataclasses import replace
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.errors import UsageError
@@ -23,6 +24,24 @@ from orchestrator.transport.ask import ConnectedHost
 from trainer.shared.experiments import EXPERIMENTS
 
 NO_WORDS = Words()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A checkpoint on a host."""
+
+    node: str
+    path: str
+
+    @property
+    def updates(self) -> int:
+        """After how many of the run it was written."""
+        found = re.search(r"step-(\d{9})\.pt$", self.path)
+        return int(found[1]) if found else 0
+
+    @property
+    def folder(self) -> str:
+        return posixpath.dirname(self.path)
 
 
 def settings_of(plan: LaunchPlan, words: Words = NO_WORDS) -> tuple[str, dict[str, Any]]:
@@ -58,30 +77,48 @@ def wish_for(exp: str, kept: Mapping[str, Any], path: str, words: Words) -> Wish
     return read_wish(replace(words, settings=tuple(f"{key}={value}" for key, value in {**left, **pairs}.items())))
 
 
-def last_checkpoint(plan: LaunchPlan, host: ConnectedHost) -> str:
-    """The newest one's path on the host of the job's master; where the job wrote none, that from which it had gone on.
+def keepers_of(plan: LaunchPlan) -> tuple[str, ...]:
+    """The hosts that keep its checkpoints, the master first."""
+    return plan.checkpoints or (plan.master,)
 
-    Raises UsageError where there is none, HostError.
+
+def last_checkpoint(plan: LaunchPlan, hosts: Mapping[str, ConnectedHost]) -> Kept:
+    """The newest one on these hosts; where the job wrote none, that from which it had gone on. Raises UsageError where
+    there is none, HostError.
     """
-    settings = plan.recorded
-    begun = settings.resume or ""
-    path = _newest(plan, host, settings.checkpoint_dir or "")
-    path = path or (_newest(plan, host, posixpath.dirname(begun)) if begun else None)
-    if path:
-        return path
-    if not (every := settings.checkpoint_every):
+    found = newest([kept for host in hosts.values() if (kept := kept_by(plan, host))])
+    if found is None and (begun := plan.recorded.resume) and plan.master in hosts:
+        folder = posixpath.dirname(begun) if begun.endswith(".pt") else begun
+        found = _kept(plan, hosts[plan.master], folder)
+    if found:
+        return found
+    if not (every := plan.recorded.checkpoint_every):
         what = f"--exp {plan.exp} --set checkpoint_every=500"
         what = what if plan.kind == "experiment" else f"--set checkpoint_every=500 -- {plan.exp}"
         remedy = f"to write some: `orch run {what}`"
     else:
         remedy = f"it would write one every {every} updates; it ended before, or `orch down` has removed it"
-    raise UsageError(f"{plan.job} has no checkpoint on {host.node}", remedy)
+    raise UsageError(f"{plan.job} has no checkpoint on {', '.join(hosts)}", remedy)
 
 
-def _newest(plan: LaunchPlan, host: ConnectedHost, folder: str) -> str | None:
+def kept_by(plan: LaunchPlan, host: ConnectedHost) -> Kept | None:
+    """The newest one that lies there. A copy lies in the job's own folder, wherever the master writes. Raises
+    HostError.
+    """
+    folder = plan.recorded.checkpoint_dir if host.node == plan.master else None
+    return _kept(plan, host, folder or "")
+
+
+def newest(found: Sequence[Kept]) -> Kept | None:
+    """Of equal ones the first."""
+    return max(found, key=lambda kept: kept.updates, default=None)
+
+
+def _kept(plan: LaunchPlan, host: ConnectedHost, folder: str) -> Kept | None:
     """folder: "" for the job's own."""
     answer = ask_host(host, plan, "checkpoint", folder=folder)
-    return ask.understood(host.node, lambda: _path(answer["path"]))
+    path = ask.understood(host.node, lambda: _path(answer["path"]))
+    return Kept(host.node, path) if path else None
 
 
 def _path(path: object) -> str | None:

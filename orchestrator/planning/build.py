@@ -53,7 +53,9 @@ def build_plan(draft: Draft) -> LaunchPlan:
         time_limit_s=request.time_limit_s,
         elastic=request.elastic,
         measures_steps=request.measures_steps,
+        attempt=request.attempt,
         backend=draft.carrier.backend,
+        checkpoints=_keep_checkpoints(draft),
         nccl=draft.carrier.settings,
         variables=tuple(request.env),
         notes=_notes(draft),
@@ -67,6 +69,13 @@ def _document(request: RunRequest, decided: Collection[str]) -> dict[str, Any]:
     if request.settings:  # what a script has not been asked for it decides itself
         return {name: getattr(request.settings, name) for name in ("exp", *request.chosen, *decided)}
     return {} if request.batch is None else {"batch": request.batch}
+
+
+def _keep_checkpoints(draft: Draft) -> tuple[str, ...]:
+    settings, placement = draft.request.training, draft.placement
+    if settings is None or not settings.checkpoint_every:
+        return ()
+    return tuple(filter(None, (placement.nodes[0].node.name, placement.second)))
 
 
 def _node_plans(draft: Draft) -> tuple[NodePlan, ...]:
@@ -154,6 +163,8 @@ def _environment(draft: Draft, one: PlannedNode, ranks_on_machine: int, of_split
     environment |= {setting.name: setting.value for setting in draft.carrier.settings}
     if request.settings and not request.trains:
         environment["ORCH_SETTINGS"] = json.dumps(trainer_settings(draft, one.device, of_split))
+    if len(keepers := _keep_checkpoints(draft)) > 1:
+        environment["ORCH_CHECKPOINT_COPY"] = keepers[1]
     if node.paced:
         environment["ORCH_PACED"] = json.dumps(node.paced.model_dump(mode="json", exclude_defaults=True))
     # The GPUs that the inventory's `env` names are these, given by UUID.

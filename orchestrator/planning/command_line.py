@@ -120,6 +120,10 @@ def _limits(plan: LaunchPlan, *, all_nodes: bool) -> Iterator[str]:
     if plan.elastic and all_nodes:
         yield from ("--elastic", elastic_again(plan, plan.elastic))
         yield from ("--max-restarts", str(plan.elastic.max_restarts))
+    if attempt := plan.attempt:
+        yield from ("--retries", str(attempt.most - 1))
+        yield from ("--retry-on", "any") if attempt.any_cause else ()
+        yield from ("--rejoin",) if attempt.rejoin else ()
     if plan.time_limit_s:
         yield from ("--time-limit", f"{plan.time_limit_s:.12g}s")
     if plan.grace_s != RunRequest.grace_s:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
@@ -90,6 +90,10 @@ class JobFile(Written):
     share: bool = False
     elastic: str | None = None
     max_restarts: int | None = Field(default=None, ge=0)
+    retries: int | None = Field(default=None, ge=1)
+    retry_on: Literal["hosts", "any"] = "hosts"
+    rejoin: bool = False
+    retry_wait: Time = "10s"
     grace: Time | None = None
     time_limit: Time | None = None
 
@@ -148,6 +152,9 @@ def _mistakes_together(job: JobFile, document: Document) -> Iterator[Mistake]:
                 yield at(key, f"`{key}` belongs to a `script` or a `module`{_INSTEAD.get(key, '')}")
     if job.max_restarts is not None and "elastic" not in given:
         yield at("max_restarts", "`max_restarts` belongs to `elastic`; write that like 2:3")
+    for key in ("retry_on", "rejoin", "retry_wait"):
+        if key in given and job.retries is None and "retries" not in given:
+            yield at(key, f"`{key}` belongs to `retries`; write that like 2")
     if job.hosts is not None:
         try:
             parse_hosts(job.hosts)

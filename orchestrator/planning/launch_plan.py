@@ -119,6 +119,31 @@ class HostChoice(Record):
         return f"{self.min_hosts}:{self.max_hosts}"
 
 
+class Earlier(Record):
+    """An attempt at a job that failed."""
+
+    job: str
+    why: str
+
+
+class Attempt(Record):
+    """Which of several attempts at a job this is, by `--retries`."""
+
+    number: int
+    """From 1 on."""
+    most: int
+    any_cause: bool = False
+    """Whether it is tried again also where the script failed by itself."""
+    rejoin: bool = False
+    """Whether a host that was lost is taken in again once it answers."""
+    earlier: tuple[Earlier, ...] = ()
+    """Those that failed before this one, in their order."""
+
+    @property
+    def words(self) -> str:
+        return f"{self.number} of {self.most}"
+
+
 class Commit(Record):
     """What of a repository was checked out."""
 
@@ -250,10 +275,16 @@ class LaunchPlan(Record):
     """None: it has exactly those that were named."""
     elastic: Elastic | None = None
     """None: the first failure ends the job everywhere."""
+    attempt: Attempt | None = None
+    """None: it is not tried again."""
     measures_steps: bool = True
     """Whether a script's steps are measured from outside where it writes no records."""
     backend: Literal["nccl", "gloo"] | None = None
     """What carries the gradients, unless a script chooses otherwise; None in plans of an older orch."""
+    checkpoints: tuple[str, ...] = ()
+    """Who keeps its checkpoints: the master, which writes them, and the host that gets a copy of each. Empty where it
+    writes none.
+    """
     nccl: tuple[NcclSetting, ...] = ()
     """What the hosts' environments hold because of NCCL, and why; without what a person has set."""
     variables: tuple[str, ...] = ()

@@ -47,6 +47,8 @@ class Placement:
     """In node-rank order, the master first."""
     left_out: tuple[str, ...] = ()
     """Nodes that an elastic job has no room for."""
+    second: str | None = None
+    """Who would be the master without the present one; None where it is alone."""
 
     @property
     def ranks(self) -> list[tuple[str, int]]:
@@ -93,7 +95,9 @@ def place(nodes: Sequence[Node], facts: Mapping[str, NodeFacts], election: Elect
             )
         )
         first_rank += ranks
-    return Placement(tuple(planned), tuple(node.name for node in left_out))
+    rest = [one.node.name for one in planned[1:]]
+    second = next((one.name for one in election.candidates if one.name in rest), None)
+    return Placement(tuple(planned), tuple(node.name for node in left_out), second)
 
 
 def _device(node: Node, facts: NodeFacts, request: RunRequest) -> Device:

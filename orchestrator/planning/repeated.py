@@ -33,7 +33,7 @@ def _program(plan: LaunchPlan) -> dict[str, object]:
 
 
 def _limits(plan: LaunchPlan) -> dict[str, object]:
-    elastic, choice = plan.elastic, choice_again(plan)
+    elastic, choice, attempt = plan.elastic, choice_again(plan), plan.attempt
     return {
         "cluster": plan.cluster,
         "name": plan.name,
@@ -44,6 +44,9 @@ def _limits(plan: LaunchPlan) -> dict[str, object]:
         "share": plan.share_gpus,
         "elastic": elastic_again(plan, elastic) if elastic else None,
         "max_restarts": elastic.max_restarts if elastic else None,
+        "retries": attempt.most - 1 if attempt else None,
+        "retry_on": "any" if attempt and attempt.any_cause else "hosts",
+        "rejoin": bool(attempt and attempt.rejoin),
         "grace": f"{plan.grace_s:.12g}s" if plan.grace_s != RunRequest.grace_s else None,
         "time_limit": f"{plan.time_limit_s:.12g}s" if plan.time_limit_s else None,
     }

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from orchestrator.errors import UsageError
 from orchestrator.planning.bundle import names_in, pack_folder, trainer_folder
 from orchestrator.planning.host_choice import HostRange
-from orchestrator.planning.launch_plan import LOCAL_RANK, CodeFolder, Elastic
+from orchestrator.planning.launch_plan import LOCAL_RANK, Attempt, CodeFolder, Elastic
 from orchestrator.planning.launchers import Program, not_python, read_program
 from orchestrator.planning.secret_words import names_secret, shows_secret
 from orchestrator.planning.starters import Starter
@@ -53,6 +53,8 @@ class RunRequest:
     hosts: HostRange | None = None
     """How many of the nodes are enough, and how many at most; None: all of them take part."""
     elastic: Elastic | None = None
+    attempt: Attempt | None = None
+    """Which one this is, of a job that is tried again."""
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Variables for this job alone; they win over the inventory's."""
     job_name: str | None = None

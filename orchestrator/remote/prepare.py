@@ -19,12 +19,12 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from . import firewall
-from .agent import lives
+from .agent import agent_state, lives
 from .answer import Refused, reply
 from .claim import claimed
 from .layout import READY_S, RESERVE_BYTES, JobFolder, WorkFolder, remove, write_json
@@ -52,6 +52,7 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
                 return {"need_code": True}
             store_code(work, node["code"], blob)
         work.jobs.mkdir(exist_ok=True)
+        refuse_second_gang(work, node.get("after", ()))
         try:
             job.root.mkdir()
         except FileExistsError:
@@ -79,6 +80,17 @@ def same_job(job: JobFolder, node: dict[str, Any]) -> dict[str, Any]:
         if lives(agent):
             return {key: agent.get(key) for key in ("pid", "hub_port", "peer_port")} | {"firewall": firewall.kind()}
     raise Refused(f"a job named {job.id} is already there ({job.root})", "run again: a new id is made each time")
+
+
+def refuse_second_gang(work: WorkFolder, earlier: Sequence[str]) -> None:
+    """earlier: attempts at the same job. Raises Refused where one has not ended on this host."""
+    for name in earlier:
+        job = work.job(name)
+        found = agent_state(job) if job.root.is_dir() else {}
+        if found.get("alive") or found.get("left") or found.get("leftovers"):
+            raise Refused(
+                f"{name}, an earlier attempt at this job, has not ended there", "`orch reap` shows what is left"
+            )
 
 
 def store_code(work: WorkFolder, sha256: str, blob: bytes) -> None:

@@ -27,7 +27,7 @@ from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.record import SCHEMA, require_record
 from orchestrator.results import caveats
 from orchestrator.results.batch_norm import read_batch_norm
-from orchestrator.results.caveats import left_on_hosts, left_out
+from orchestrator.results.caveats import left_on_hosts, left_out, tried_before
 from orchestrator.results.curves import Curves, read_curves
 from orchestrator.results.events import Events, MetricsFile
 from orchestrator.results.faster import measured as faster_ways
@@ -69,7 +69,7 @@ def analyse(run: RunFolder, solo: Mapping[str, float] | None = None) -> Summary:
         missing.append(f"The job's record is not here ({error.message}), so how it ended is not known.")
     repeat = run_line(plan)
     plan = _without_lost(plan, job)
-    missing += [*left_out(plan), *left_on_hosts(plan, run)]
+    missing += [*tried_before(plan), *left_out(plan), *left_on_hosts(plan, run)]
     files = [
         MetricsFile(node.name, rank, run.metrics(node.name, rank)) for node in plan.nodes for rank in node.rank_numbers
     ]

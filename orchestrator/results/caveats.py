@@ -37,6 +37,13 @@ def left_out(plan: LaunchPlan) -> Iterable[str]:
         yield f"Left out, by --hosts {plan.hosts.words}: {some(each, 12)}."
 
 
+def tried_before(plan: LaunchPlan) -> Iterable[str]:
+    """The attempts that failed before this one, whose figures are not among these."""
+    if plan.attempt and plan.attempt.earlier:
+        each = [f"{one.job} ({one_line(one.why, 200)})" for one in plan.attempt.earlier]
+        yield f"This is attempt {plan.attempt.words}, and its figures are of it alone; failed before: {some(each, 12)}."
+
+
 def missing(plan: LaunchPlan, events: Events, figures: Figures) -> Iterable[str]:
     """What should be here and is not: ranks without metrics, ranks without steps."""
     if plan.kind == "script" and len(events.absent) == plan.world_size:

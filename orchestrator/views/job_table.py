@@ -24,9 +24,9 @@ STATE_COLOURS = {"succeeded": "green", "failed": "red", "lost": "red", "cancelle
 
 def print_jobs(jobs: Sequence[JobRecord]) -> None:
     """An id is never broken: it is there to be copied. What a narrow screen has no room for is in `--json`."""
-    columns = ["job", "state", "cluster", "started", "took", "exit", "nodes", "exp", "note", "first failure"]
+    columns = ["job", "state", "cluster", "started", "took", "exit", "nodes", "exp", "attempt", "note", "first failure"]
     rows = [_job_cells(job) for job in jobs]
-    drop = ["note", "exp", "nodes", "first failure", "exit", "took", "cluster", "started"]
+    drop = ["note", "attempt", "exp", "nodes", "first failure", "exit", "took", "cluster", "started"]
     idle = {"cluster"} if len({job.cluster for job in jobs}) < 2 else set()
     idle |= {name for index, name in enumerate(columns) if rows and not any(str(row[index]) for row in rows)}
     filled = [index for index, name in enumerate(columns) if name not in idle]
@@ -62,6 +62,7 @@ def _job_cells(job: JobRecord) -> tuple[Any, ...]:
         "" if job.exit_code is None else str(job.exit_code),
         ", ".join(job.nodes),
         job.exp,
+        job.attempt.words if job.attempt else "",
         job.note or "",
         one_line(f"{failure.node}: {failure.reason}", 80) if failure else "",
     )

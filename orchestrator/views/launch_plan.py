@@ -27,6 +27,12 @@ def print_plan(plan: LaunchPlan, files: Sequence[str] = ()) -> None:
     if plan.elastic:
         nodes = f"{plan.elastic.min_nodes} to {plan.elastic.max_nodes} nodes"
         console.put(f"elastic: {nodes}, at most {plan.elastic.max_restarts} restarts of a host's ranks")
+    if plan.attempt:
+        whose = "whatever the cause" if plan.attempt.any_cause else "where the cause is the hosts'"
+        console.put(f"attempt {plan.attempt.words}, {whose}")
+    if plan.checkpoints:
+        master, *copies = plan.checkpoints
+        console.put(f"checkpoints on {master}{''.join(f', copies on {one}' for one in copies)}")
     commit = f", {plan.code.commit.words}" if plan.code.commit else ""
     size = f"{counted(plan.code.files, 'file')}, {format_bytes(plan.code.size_bytes)}"
     console.put(f"ships {size}, from {plan.code.source} (sha256 {plan.code.sha256[:12]}){commit}")

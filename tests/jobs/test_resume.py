@@ -28,6 +28,7 @@ nodes:
   - {name: one, host: localhost, port: 1001, workdir: WORK/one}
   - {name: two, host: localhost, port: 1002, workdir: WORK/two}
 """
+NEWEST = "step-000000010.pt"
 SMALL = ["data=synthetic", "samples=203", "batch=32", "epochs=2", "eval_every=0"]
 
 JOINS = """
@@ -68,9 +69,11 @@ def orch(tmp_path_factory: pytest.TempPathFactory) -> Orch:
     return types
 
 
-def experiment(orch: Orch, *settings: str, code: int = 0) -> str:
+def experiment(orch: Orch, *settings: str, nodes: str = "one,two", code: int = 0) -> str:
     sets = [word for setting in (*SMALL, *settings) for word in ("--set", setting)]
-    return str(json.loads(orch("run", "--json", "--exp", "mnist_lenet", *sets, code=code).stdout)["id"])
+    return str(
+        json.loads(orch("run", "--json", "--nodes", nodes, "--exp", "mnist_lenet", *sets, code=code).stdout)["id"]
+    )
 
 
 def ids(orch: Orch, *words: str) -> str:
@@ -120,12 +123,22 @@ def test_the_holder_of_the_checkpoint_is_the_new_master_whatever_was_elected(orc
     plan = plan_of(orch, "--resume", job, "--set", "epochs=5")
     assert plan["master"] == holder
     assert (plan["settings"]["epochs"], plan["settings"]["batch"]) == (5, 32)
-    assert plan["settings"]["resume"].endswith(f"{holder}/jobs/{job}/checkpoints/step-000000010.pt")
-    refused = orch("run", "--dry-run", "--resume", job, "--nodes", other, code=2).stderr
-    assert f"{holder} holds the checkpoint of {job}, and takes no part" in refused
+    assert plan["settings"]["resume"].endswith(f"{holder}/jobs/{job}/checkpoints/{NEWEST}")
+    assert (plan["checkpoints"], plan["nodes"][0]["env"]["ORCH_CHECKPOINT_COPY"]) == ([holder, other], other)
     shutil.rmtree(Path(plan["settings"]["resume"]).parent)
+    plan = plan_of(orch, "--resume", job, "--set", "epochs=5")
+    assert plan["master"] == other and plan["settings"]["resume"].endswith(f"{other}/jobs/{job}/checkpoints/{NEWEST}")
+    for node in (holder, other):
+        shutil.rmtree(Path(plan["settings"]["resume"].replace(f"/{other}/jobs/", f"/{node}/jobs/")).parent, True)
     refused = orch("run", "--dry-run", "--resume", job, code=2).stderr
-    assert f"{job} has no checkpoint on {holder}" in refused
+    assert f"{job} has no checkpoint on {holder}, {other}" in refused
+
+
+@pytest.mark.slow
+def test_who_keeps_no_checkpoint_of_a_job_does_not_go_on_with_it(orch: Orch) -> None:
+    alone = experiment(orch, "checkpoint_every=4", "steps=4", nodes="one")
+    refused = orch("run", "--dry-run", "--resume", alone, "--nodes", "two", code=2).stderr
+    assert f"the checkpoints of {alone} are on one, which takes no part" in refused
 
 
 @pytest.mark.slow
@@ -221,7 +234,7 @@ def test_a_job_without_checkpoints_names_the_setting(
 ) -> None:
     monkeypatch.setattr("orchestrator.transport.ask.ask", lambda host, *_, **__: host.answer)
     with pytest.raises(UsageError) as caught:
-        last_checkpoint(old_plan(settings), Host({"path": None}))  # type: ignore[arg-type]
+        last_checkpoint(old_plan(settings), {"v100": Host({"path": None})})  # type: ignore[dict-item]
     assert "j1 has no checkpoint on v100" in str(caught.value)
     assert remedy in caught.value.remedy
 
@@ -232,11 +245,11 @@ def test_a_job_that_wrote_none_hands_on_what_it_had_begun_with(monkeypatch: pyte
         "orchestrator.transport.ask.ask", lambda host, _, request, **__: {"path": there[request["folder"]]}
     )
     old = old_plan(["resume=/jobs/j0/checkpoints/step-000000009.pt"])
-    assert last_checkpoint(old, Host({})) == there["/jobs/j0/checkpoints"]  # type: ignore[arg-type]
+    assert last_checkpoint(old, {"v100": Host({})}).path == there["/jobs/j0/checkpoints"]  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("path", ["relative.pt", "/a\nb", 7, "/" + "x" * 5000])
 def test_a_hosts_word_for_a_path_is_not_taken_on_trust(monkeypatch: pytest.MonkeyPatch, path: Any) -> None:
     monkeypatch.setattr("orchestrator.transport.ask.ask", lambda host, *_, **__: host.answer)
     with pytest.raises(ProbeError):
-        last_checkpoint(old_plan([]), Host({"path": path}))  # type: ignore[arg-type]
+        last_checkpoint(old_plan([]), {"v100": Host({"path": path})})  # type: ignore[dict-item]

@@ -1,0 +1,204 @@
+"""A job that is tried again: `--retries`. The whole job, as a new one, on the hosts that remain.
+
+retries = Retries(clusters, connections, start, say, First(cluster, wish, only), wait_s=10)
+while job := retries.after(job):            # has ended; the next attempt, running. None: it is not tried again
+    ...                                     # follow it to its end
+
+Before an attempt starts, the one before is known to have ended on every host that answers. One that gives no answer has
+had the time in which it ends its ranks by itself (`remote/lease.py`), and refuses the new attempt should it come back
+with anything left of the old one (`remote/prepare.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from orchestrator.clusters import Clusters
+from orchestrator.errors import OrchError, RefusedError, TooFewError
+from orchestrator.hosts.cluster import Cluster
+from orchestrator.hosts.connections import Connections
+from orchestrator.jobs import control
+from orchestrator.jobs.judged import Judged, judge
+from orchestrator.jobs.resume import Kept, kept_by
+from orchestrator.jobs.running import RunningJob
+from orchestrator.planning.host_choice import HostRange
+from orchestrator.planning.launch_plan import Attempt, Earlier, LaunchPlan
+from orchestrator.planning.request import RunRequest, Wish
+from orchestrator.text import some
+from orchestrator.transport.fanout import errors_by_node, values
+from orchestrator.units import counted, format_duration
+
+LONGEST_WAIT_S = 360.0
+ENDED_S = 60.0
+"""After twice the grace: so long may hosts take until nothing of an attempt is left there."""
+LEASE_S = 20.0
+"""That of `remote/lease.py`: a host that hears nothing of the others for this long ends its ranks."""
+LADDER_S = 12.0
+"""Beside twice the grace: what ending them may take (`remote/coordinator.py`)."""
+LOOK_S = 1.0
+
+
+@dataclass(frozen=True)
+class First:
+    """A job as it was asked for."""
+
+    cluster: Cluster
+    wish: Wish
+    only: Sequence[str] = ()
+
+
+class Retries:
+    """start: plans and launches on these hosts. say: called with each line to read. wait_s: before the second attempt,
+    twice as long before each further one.
+    """
+
+    def __init__(
+        self,
+        clusters: Clusters,
+        connections: Connections,
+        start: Callable[[Cluster, Wish, Sequence[str]], RunningJob],
+        say: Callable[[str], None],
+        first: First,
+        wait_s: float,
+    ) -> None:
+        self._clusters, self._connections, self._start, self._say = clusters, connections, start, say
+        self._first, self._wait_s = first, wait_s
+        self._plans: list[LaunchPlan] = []
+        self._lost: dict[str, str] = {}
+        """Hosts that no attempt takes in again, and in which one they were lost."""
+
+    def after(self, job: RunningJob) -> RunningJob | None:
+        """Raises OrchError where the next one is due and cannot start."""
+        ended_s, attempt = time.monotonic(), job.plan.attempt
+        judged = judge(job.record)
+        if attempt is None or judged is None or not self._goes_on(job, attempt, judged):
+            return None
+        self._plans.append(job.plan)
+        if judged.without and not attempt.rejoin:
+            self._lost[judged.without] = job.id
+        failed = Earlier(job=job.id, why=judged.why)
+        attempt = attempt.model_copy(update={"earlier": (*attempt.earlier, failed)})
+        self._say(f"{job.id} failed: {judged.why}")
+        while True:
+            attempt = attempt.model_copy(update={"number": attempt.number + 1})
+            self._rest(attempt)
+            self._await_end(job, ended_s, rejoin=attempt.rejoin)
+            try:
+                return self._begin(attempt)
+            except (TooFewError, RefusedError) as error:
+                if attempt.number >= attempt.most or not attempt.rejoin:
+                    raise
+                self._say(f"attempt {attempt.words} did not start: {error.message}")
+
+    def _goes_on(self, job: RunningJob, attempt: Attempt, judged: Judged) -> bool:
+        if judged.whose == "person" or (judged.whose == "script" and not attempt.any_cause):
+            causes = {"person": "somebody here ended it", "script": "the script's own failure, not the hosts'"}
+            self._say(f"{job.id} is not tried again: {causes[judged.whose]} ({judged.why})")
+            return False
+        if attempt.number >= attempt.most:
+            self._say(f"{job.id} is not tried again: this was attempt {attempt.words}")
+            return False
+        return True
+
+    def _rest(self, attempt: Attempt) -> None:
+        pause_s = min(LONGEST_WAIT_S, self._wait_s * 2.0 ** (attempt.number - 2))
+        self._say(f"attempt {attempt.words} follows in {format_duration(pause_s)}")
+        time.sleep(pause_s)
+
+    # ---- no second gang -----------------------------------------------------------------------------------------
+
+    def _await_end(self, job: RunningJob, ended_s: float, *, rejoin: bool) -> None:
+        """Until nothing of the job is left on any host that answers, and those that do not have had their time.
+
+        ended_s: when its end was known. Raises OrchError where something stays.
+        """
+        ladder_s = 2 * job.plan.grace_s
+        told = False
+        while True:
+            away = job.reach()
+            found = control.agents(job.plan, job.hosts)
+            away |= errors_by_node(found)
+            there = [name for name, record in values(found).items() if _is_there(record)]
+            now_s = time.monotonic()
+            if not there and (not away or now_s > ended_s + LEASE_S + LADDER_S + ladder_s):
+                self._lost |= {} if rejoin else dict.fromkeys(away, job.id)
+                return
+            if there and now_s > ended_s + ENDED_S + ladder_s:
+                raise OrchError(
+                    f"{job.id} has not ended on {', '.join(there)}, so that no other attempt may start",
+                    "`orch reap` lists what is left there, `orch reap --yes` ends it; then `orch run --resume`",
+                )
+            if there:
+                control.cancel(job.plan, job.hosts)
+            elif not told:
+                waits = format_duration(ended_s + LEASE_S + LADDER_S + ladder_s - now_s)
+                self._say(f"{some(list(away), 6)}: no answer; at most {waits} until its ranks have ended by themselves")
+                told = True
+            time.sleep(LOOK_S)
+
+    # ---- the next one -------------------------------------------------------------------------------------------
+
+    def _begin(self, attempt: Attempt) -> RunningJob:
+        hosts, names = self._hosts()
+        cluster, wish = self._first.cluster, self._first.wish
+        before = attempt.earlier[-1]
+        notes = [f"attempt {attempt.words}, after {before.job} failed: {before.why}"]
+        request = replace(wish.request, hosts=hosts, attempt=attempt)
+        if kept := self._newest(names):
+            holder = self._clusters.ready(cluster, [*kept]).election.master  # of those that have it
+            cluster = cluster.model_copy(update={"master_pin": holder})
+            request = _going_on(request, kept[holder])
+            notes.append(f"goes on after update {kept[holder].updates}, from the checkpoint on {holder}")
+        elif request.training and request.training.resume:
+            _refuse_without(cluster.master_pin, names)
+        elif request.training:
+            notes.append("no checkpoint is left on these hosts: it begins at step 0")
+        request = replace(request, notes=(*wish.request.notes, *notes))
+        return self._start(cluster, replace(wish, request=request), names)
+
+    def _hosts(self) -> tuple[HostRange, list[str]]:
+        """How many hosts are enough, and which it may have. Raises TooFewError."""
+        plan = self._plans[0]
+        candidates = list(plan.hosts.candidates) if plan.hosts else [node.name for node in plan.nodes]
+        wanted = self._first.wish.request.hosts or HostRange(1, len(candidates))
+        names = [name for name in candidates if name not in self._lost]
+        if len(names) < wanted.min_hosts:
+            remain = f"{counted(len(names), 'host')} of {len(candidates)} remain, and {wanted.min_hosts} are needed"
+            lost = ", ".join(f"{name} was lost in {job}" for name, job in self._lost.items())
+            raise TooFewError(f"{remain}: {lost}", "--rejoin takes a host in again once it answers")
+        return HostRange(wanted.min_hosts, max(wanted.min_hosts, min(wanted.max_hosts, len(names)))), names
+
+    def _newest(self, names: Sequence[str]) -> dict[str, Kept]:
+        """The newest checkpoint of all attempts, by each of these hosts that has it; {} where there is none, or nothing
+        that could go on from it.
+        """
+        found = dict[str, Kept]()
+        for plan in reversed(self._plans if self._first.wish.request.training else ()):
+            nodes = [self._first.cluster.node(node.name) for node in plan.nodes if node.name in names]
+            looked = self._connections.each(nodes, partial(kept_by, plan), deadline_s=control.ASK_S)
+            for node, kept in values(looked).items():
+                if kept and (node not in found or kept.updates > found[node].updates):
+                    found[node] = kept
+        most = max((kept.updates for kept in found.values()), default=0)
+        return {node: kept for node, kept in found.items() if kept.updates == most}
+
+
+def _going_on(request: RunRequest, kept: Kept) -> RunRequest:
+    assert request.training  # noqa: S101 - it has written this checkpoint
+    settings = replace(request.training, resume=kept.folder)
+    return replace(request, settings=settings, chosen={**request.chosen, "resume": kept.folder})
+
+
+def _refuse_without(holder: str | None, names: Sequence[str]) -> None:
+    """holder: of the checkpoint that the first attempt had gone on from; None where a person named its path."""
+    if holder and holder not in names:
+        raise OrchError(f"the checkpoint that it goes on from was lost with {holder}", "--rejoin waits for that host")
+
+
+def _is_there(record: Mapping[str, Any]) -> bool:
+    """record: a host's, of an attempt that has ended elsewhere."""
+    return bool(record.get("alive") or record.get("left") or record.get("leftovers"))
