@@ -325,7 +325,8 @@ def _follow(job: RunningJob, show: Callable[[], object]) -> None:
         show()
     except KeyboardInterrupt:
         try:
-            console.say(f"\nDetached; the job keeps running.\nReattach: orch logs -f --job {job.id}")
+            also = ", and is not tried again" if job.plan.attempt else ""
+            console.say(f"\nDetached; the job keeps running{also}.\nReattach: orch logs -f --job {job.id}")
             console.say(f"Cancel: orch cancel --job {job.id} (or Ctrl-C again within {SECOND_CTRL_C_S:.0f} s)")
             threading.Event().wait(SECOND_CTRL_C_S)
         except KeyboardInterrupt:

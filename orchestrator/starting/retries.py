@@ -40,6 +40,11 @@ LEASE_S = 20.0
 LADDER_S = 12.0
 """Beside twice the grace: what ending them may take (`remote/coordinator.py`)."""
 LOOK_S = 1.0
+_NOT_AGAIN = {
+    "script": "the script's own failure, not the hosts'",
+    "person": "somebody ended it",
+    "unknown": "it may still run on hosts that give no answer",
+}
 
 
 @dataclass(frozen=True)
@@ -95,9 +100,8 @@ class Retries:
                 self._say(f"attempt {attempt.words} did not start: {error.message}")
 
     def _goes_on(self, job: RunningJob, attempt: Attempt, judged: Judged) -> bool:
-        if judged.whose == "person" or (judged.whose == "script" and not attempt.any_cause):
-            causes = {"person": "somebody here ended it", "script": "the script's own failure, not the hosts'"}
-            self._say(f"{job.id} is not tried again: {causes[judged.whose]} ({judged.why})")
+        if judged.whose in _NOT_AGAIN and not (judged.whose == "script" and attempt.any_cause):
+            self._say(f"{job.id} is not tried again: {_NOT_AGAIN[judged.whose]} ({judged.why})")
             return False
         if attempt.number >= attempt.most:
             self._say(f"{job.id} is not tried again: this was attempt {attempt.words}")

@@ -23,7 +23,7 @@ CAUSES = [
     ("rank", {"exit_code": 137}, "hosts", None),
     ("rank", {"exit_code": 1, "log_line": "DataLoader worker (pid 7) is killed by signal: Killed."}, "hosts", None),
     ("rank", {"exit_code": 1, "secondary": True, "log_line": "RuntimeError: Connection closed by peer"}, "hosts", None),
-    ("rank", {"signal": "SIGABRT", "secondary": True, "log_line": "ncclRemoteError: remote process exit"}, "hosts", None),
+    ("rank", {"signal": "SIGABRT", "secondary": True, "log_line": "ncclRemoteError"}, "hosts", None),
     ("rank", {"signal": "SIGABRT", "secondary": True, "log_line": "Watchdog caught collective"}, "script", None),
     ("rank", {"exit_code": 1, "secondary": True, "log_line": "Timed out waiting 1800000ms"}, "script", None),
     ("rank", {"exit_code": 1, "log_line": "CUDA error: uncorrectable ECC error encountered"}, "hosts", "b"),
@@ -62,6 +62,11 @@ def test_whose_the_first_cause_was(kind: str, more: dict[str, object], whose: st
 def test_of_a_lost_job_all_hosts_went_down_or_somebody_has_removed_it(reason: str, whose: str) -> None:
     found = judge(known("lost", first_failure=FirstFailure(node="a", reason=reason)))
     assert found and (found.whose, found.without) == (whose, None)
+
+
+def test_an_elastic_job_that_others_may_go_on_with_is_left_to_them() -> None:
+    found = judge(known("lost", first_failure=FirstFailure(node="a", kind="lost", reason=SILENT)))
+    assert found and found.whose == "unknown"
 
 
 @pytest.mark.parametrize("state", ["starting", "running", "succeeded", "cancelled"])
