@@ -8,11 +8,12 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from orchestrator.errors import ConnectError, HostError, OrchError, TooFewError
+from orchestrator.errors import ConnectError, HostError, OrchError, RefusedError, TooFewError
 from orchestrator.jobs import control
 from orchestrator.jobs.record import FirstFailure
 from orchestrator.planning.host_choice import HostRange
@@ -23,6 +24,7 @@ from orchestrator.starting import retries
 from orchestrator.starting.retries import First, Retries
 from tests.support.forks import Forked
 from tests.support.job_states import PLAN, alive, known, over
+from tests.support.local_job import Gang, gang
 from tests.support.plans import CODE
 from tests.support.ssh_rack import Rack, ssh_rack
 from tests.support.sshd import needs_sshd, wait_for
@@ -68,6 +70,7 @@ def running(rack: Rack, *words: str) -> Iterator[tuple[Forked, str]]:
     try:
         wait_for(lambda: ids(rack) - known, "the job", 180)
         (job,) = ids(rack) - known
+        wait_for(lambda: not (rack.folder / f"home/jobs/{job}/launching").exists(), "the end of its start", 180)
         wait_for(lambda: all(agent(rack, node, job).get("ranks") for node in ("a2000", "v100")), "its ranks", 180)
         yield run, job
     finally:
@@ -87,7 +90,7 @@ def test_a_job_whose_masters_supervisor_is_killed_is_tried_again_without_that_ho
     why = f"{master}: the supervisor was killed by SIGKILL"
     assert record["attempt"]["earlier"] == [{"job": job, "why": why}]
     assert (record["attempt"]["number"], record["attempt"]["most"]) == (2, 3)
-    assert f"{job} failed: {why}\nattempt 2 of 3 follows in 0.1s\n" in said
+    assert f"note: {job} failed: {why}\nnote: attempt 2 of 3 follows in 0.1s\n" in said
     assert f"note: attempt 2 of 3, after {job} failed: {why}\n" in said
     shown = rack.types("jobs").stdout
     assert "1 of 3" in shown and "2 of 3" in shown
@@ -132,6 +135,19 @@ def test_a_job_that_somebody_cancels_is_not_tried_again(rack: Rack) -> None:
 def test_what_does_not_go_together_is_one_line(rack: Rack, words: tuple[str, ...], said: str) -> None:
     shown = rack.types("run", *words, "code/train.py", exit_code=2).stderr
     assert shown.startswith(f"error: {said}") and shown.count("error:") == 1
+
+
+def test_a_host_with_anything_left_of_an_earlier_attempt_refuses_the_next(tmp_path: Path) -> None:
+    with gang(tmp_path, "import time\ntime.sleep(600)\n") as first:
+        first.launch()
+        first.wait_running()
+        attempt = Attempt(number=2, most=2, earlier=(Earlier(job=first.plan.job, why="it was lost"),))
+        again = Gang(first.plan.model_copy(update={"job": f"{first.plan.job}-2", "attempt": attempt}), first.blob)
+        with pytest.raises(RefusedError) as caught:
+            again.launch()
+        words = f"{first.plan.job}, an earlier attempt at this job, has not ended there"
+        assert [error.message for error in caught.value.errors] == [f"a: {words}", f"b: {words}"]
+        assert not any(again.folder(node).exists() for node in "ab")
 
 
 # ---- without hosts ---------------------------------------------------------------------------------------------------
