@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -136,6 +136,23 @@ def _fits(name: str, glob: str) -> bool:
     glob = glob.removeprefix("./").rstrip("/")
     ways = (name, name.partition("/")[2], *([] if "/" in glob else [name.rpartition("/")[2]]))
     return any(fnmatchcase(way, form) for way in ways for form in (glob, f"{glob}/*"))
+
+
+def without_copies(plan: LaunchPlan, found: Mapping[str, OutputListing]) -> dict[str, OutputListing]:
+    """The same, but for copies of checkpoints that the master has as well: these are the same bytes."""
+    master = found.get(plan.master, OutputListing())
+    there = {(os.path.basename(output.name), output.size) for output in master.files}
+
+    def is_copy(output: Output) -> bool:
+        folder, name = os.path.split(output.name)
+        return folder == "checkpoints" and (name, output.size) in there
+
+    return {
+        node: replace(listing, files=tuple(output for output in listing.files if not is_copy(output)))
+        if node in plan.checkpoints[1:]
+        else listing
+        for node, listing in found.items()
+    }
 
 
 def checkpoint_globs(plan: LaunchPlan) -> list[str]:

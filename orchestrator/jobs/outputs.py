@@ -14,7 +14,7 @@ from orchestrator.errors import HostError, OrchError
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
 from orchestrator.jobs.copies import is_removed
-from orchestrator.jobs.listing import Output, OutputListing, list_outputs, nowhere
+from orchestrator.jobs.listing import Output, OutputListing, list_outputs, nowhere, without_copies
 from orchestrator.jobs.remembered import RememberedJobs
 from orchestrator.owner import read_owner
 from orchestrator.paths import RunFolder
@@ -44,7 +44,7 @@ class Unpulled:
 def outputs(plan: LaunchPlan, hosts: Mapping[str, ConnectedHost]) -> Outputs:
     listed = list_outputs(hosts, {name: [plan.job] for name in hosts})
     by_node = {name: listings[plan.job] for name, listings in values(listed).items()}
-    return Outputs(by_node, errors_by_node(listed))
+    return Outputs(without_copies(plan, by_node), errors_by_node(listed))
 
 
 def unpulled(jobs: RememberedJobs, connections: Connections, cluster: Cluster) -> Unpulled:
@@ -57,11 +57,12 @@ def unpulled(jobs: RememberedJobs, connections: Connections, cluster: Cluster) -
     opened = connections.open([cluster.node(name) for name, ids in asked.items() if ids])
     listed = list_outputs(values(opened), asked)
     files: dict[str, list[tuple[str, Output]]] = {}
-    for name, listings in values(listed).items():
-        for job_id, listing in listings.items():
-            runs = [RunFolder(folder) for folder in jobs.run_folders(job_id)]
+    for plan in plans:
+        found = {name: listings[plan.job] for name, listings in values(listed).items() if plan.job in listings}
+        runs = [RunFolder(folder) for folder in jobs.run_folders(plan.job)]
+        for name, listing in without_copies(plan, found).items():
             if lacking := nowhere(runs, name, listing.files):
-                files.setdefault(job_id, []).extend((name, output) for output in lacking)
+                files.setdefault(plan.job, []).extend((name, output) for output in lacking)
     return Unpulled(files, {**errors_by_node(opened), **errors_by_node(listed)})
 
 

@@ -190,9 +190,20 @@ def _notes(draft: Draft) -> tuple[str, ...]:
         *_paced(nodes),
         *_too_few_samples(draft),
         *draft.carrier.notes,
+        *_retried(request),
         *elastic,
         *draft.notes,
     )
+
+
+def _retried(request: RunRequest) -> tuple[str, ...]:
+    if (
+        request.attempt is None
+        or request.kind != "experiment"
+        or (request.training and request.training.checkpoint_every)
+    ):
+        return ()
+    return ("retried without checkpoints: each attempt begins at step 0; set checkpoint_every, like 500",)
 
 
 def _public(nodes: Iterable[PlannedNode]) -> tuple[str, ...]:

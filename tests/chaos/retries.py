@@ -2,7 +2,7 @@
 
 `orch run --retries 1` on three hosts, whose master is lost at a random moment: by its power, or by its link alone, so
 that it lives on where nobody hears it. After each round: did the job come to its end, did it lose more than the steps
-since its last checkpoint, and were ever ranks of two attempts alive at once, on any host, also the one that was cut off?
+since its last checkpoint, and were ever ranks of two attempts alive at once, on any host, the one that was cut off too?
 Needs root: it stands on the lab. Exit code 1 where a round broke.
 """
 

@@ -17,12 +17,21 @@ from orchestrator.jobs import listing
 from orchestrator.jobs import pull as pulling
 from orchestrator.jobs.frame_stream import read_files, read_frames
 from orchestrator.jobs.frames import Left, Whole
-from orchestrator.jobs.listing import Output, checkpoint_globs, is_here, list_outputs, matching
+from orchestrator.jobs.listing import (
+    Output,
+    OutputListing,
+    checkpoint_globs,
+    is_here,
+    list_outputs,
+    matching,
+    without_copies,
+)
 from orchestrator.jobs.pull import Pulled
 from orchestrator.paths import RunFolder
 from orchestrator.transport.ask import ConnectedHost
 from orchestrator.transport.sources import shipped_sources
 from tests.support.broken_link import Breaking
+from tests.support.job_states import PLAN
 from tests.support.local_job import gang
 from tests.support.wire import marker_of
 
@@ -384,3 +393,15 @@ def test_a_disk_that_is_too_small_here_is_reported_before_anything_comes(wrote, 
     assert not run.nodes.exists()
     bring(wrote, run, ["src/sparse"])  # for its bytes there is room
     assert is_here(run, "a", next(o for o in listed(wrote)["a"].files if o.name == "src/sparse"))
+
+
+def test_copies_of_checkpoints_that_the_master_has_are_not_brought_twice():
+    plan = PLAN.model_copy(update={"checkpoints": ("a", "b")})
+    names = ["checkpoints/step-000000005.pt", "checkpoints/step-000000010.pt", "src/step-000000005.pt"]
+    listing = OutputListing(tuple(Output(name, 9, 1, 1, 1) for name in names))
+    elsewhere = OutputListing((Output("checkpoint_dir/step-000000010.pt", 9, 1, 1, 1),))
+    for master, kept in ((listing, names[2:]), (elsewhere, [names[0], names[2]]), (OutputListing(), names)):
+        found = without_copies(plan, {"a": master, "b": listing, "c": listing})
+        assert [output.name for output in found["b"].files] == kept
+        assert (found["a"], found["c"]) == (master, listing)
+    assert without_copies(plan, {"b": listing}) == {"b": listing}  # the master gives no answer
