@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -266,22 +265,21 @@ def _run(controller: Controller, first: First, options: RunOptions) -> None:
 def _follow_all(job: RunningJob, retries: Retries, options: RunOptions) -> RunningJob:
     """Attempt after attempt; the last one, which has ended."""
     from orchestrator.errors import OrchError
-    from orchestrator.views import console, following
+    from orchestrator.views import console
 
-    stream = console.err if options.as_json else console.out
-    while True:
-        _follow(job, partial(lambda one: following.print_events(one.follow(), stream=stream), job))
+    again: RunningJob | None = job
+    while again:
+        job = again
+        _follow(job, as_json=options.as_json)
         try:
-            following_one = retries.after(job)
+            again = retries.after(job)
         except OrchError as error:
             console.warn(f"{job.id} is not tried again: {error}")
-            return job
+            break
         except KeyboardInterrupt:
             console.say(f"{job.id} is not tried again")
             raise
-        if following_one is None:
-            return job
-        job = following_one
+    return job
 
 
 def _launch(
@@ -315,14 +313,14 @@ def _launch(
     return job
 
 
-def _follow(job: RunningJob, show: Callable[[], object]) -> None:
-    """Shows until the end. The first Ctrl-C detaches, a second within SECOND_CTRL_C_S cancels."""
+def _follow(job: RunningJob, *, as_json: bool) -> None:
+    """Shows it until the end. The first Ctrl-C detaches, a second within SECOND_CTRL_C_S cancels."""
     import threading
 
-    from orchestrator.views import console
+    from orchestrator.views import console, following
 
     try:
-        show()
+        following.print_events(job.follow(), stream=console.err if as_json else console.out)
     except KeyboardInterrupt:
         try:
             also = ", and is not tried again" if job.plan.attempt else ""
