@@ -34,13 +34,15 @@ nodes:
   - {name: beta, host: 10.77.NET.2}
   - {name: gamma, host: 10.77.NET.3}
 """
-UPDATES, EVERY, STEP_MS = 150, 5, 100
+UPDATES, EVERY, STEP_MS = 300, 5, 80
 SETTINGS = ["data=synthetic", "samples=120", "batch=12", f"steps={UPDATES}", "epochs=100", "eval_every=0"]
 SETTINGS += ["num_workers=0", f"checkpoint_every={EVERY}", f"slow=rank:0,at:start,ms:{STEP_MS}"]
 LATEST_S = 12.0
 """After the first step, the master is lost within so long."""
 ROUND_S = 280.0
 KINDS = ("power", "link")
+_STANDS_UP = threading.Lock()
+"""Two labs at once would copy the users of this machine while the other makes one."""
 
 
 @dataclass
@@ -93,15 +95,16 @@ def play(person: Person, rack: Lab, number: int, seed: int) -> Round:
     round_, began = Round(number, draw.choice(KINDS)), time.monotonic()
     sets = [word for setting in SETTINGS for word in ("--set", setting)]
     options = ["--retries", "1", "--retry-wait", "1s", "--grace", "0.5s"]
-    known = {job["id"] for job in person.asks("jobs")["jobs"]}
+    known = jobs_of(person)
     with Watch(person.home / "jobs") as watch, open(person.folder / f"{number}.out", "w+") as out:
         run = person.starts("run", "--json", "--exp", "mnist_lenet", *sets, *options, stdout=out, stderr=out)
         until(lambda: "epoch 1" in Path(out.name).read_text() or run.poll() is not None, "its first steps")
         time.sleep(draw.uniform(0, LATEST_S))
-        (first,) = [job for job in person.asks("jobs")["jobs"] if job["id"] not in known]
-        master = first["nodes"][0]
+        (first,) = jobs_of(person) - known
+        plan = json.loads((person.home / "jobs" / first / "plan.json").read_text())
+        master, other = plan["master"], plan["nodes"][1]["name"]
         (rack.power if round_.kind == "power" else rack.link)(master, {"power": "off", "link": "down"}[round_.kind])
-        round_.lost_at = steps_of(rack, first)
+        round_.lost_at = steps_of(rack, first, other)
         with contextlib.suppress(TimeoutError):
             until(lambda: run.poll() is not None, "its end")
         said = Path(out.name).read_text()
@@ -111,6 +114,8 @@ def play(person: Person, rack: Lab, number: int, seed: int) -> Round:
     (rack.power if round_.kind == "power" else rack.link)(master, {"power": "on", "link": "up"}[round_.kind])
     round_.wrong += [f"second gang: {sorted(pair)}" for pair in watch.together]
     round_.wrong += wrong_of(round_, said, run.returncode)
+    if len(jobs_of(person) - known) != 2:
+        round_.wrong.append("no round: it had ended before its master was lost, or was not tried again")
     round_.took_s = time.monotonic() - began
     until(lambda: rack.ssh(master, "true").returncode == 0, "its host to come back")
     return round_
@@ -126,11 +131,15 @@ def wrong_of(round_: Round, said: str, code: int | None) -> Iterator[str]:
         yield f"lost steps: {round_.lost_at} were made, it went on after {round_.resumed_at}"
 
 
-def steps_of(rack: Lab, job: dict[str, Any]) -> int:
+def jobs_of(person: Person) -> set[str]:
+    return {path.parent.name for path in (person.home / "jobs").glob("*/job.json")}
+
+
+def steps_of(rack: Lab, job: str, node: str) -> int:
     """As far as a rank of another host than the master has recorded."""
-    path = f".orch/jobs/{job['id']}/rank-1/metrics.jsonl"
-    said = rack.host_exec(job["nodes"][1], ["tail", "-n", "1", path], as_user=True).stdout
-    return int(found[1]) if (found := re.search(r'"step": ?(\d+)', said)) else 0
+    path = f".orch/jobs/{job}/rank-1/metrics.jsonl"
+    said = rack.host_exec(node, ["tail", "-n", "3", path], as_user=True).stdout
+    return max((int(found) for found in re.findall(r'"step": ?(\d+)', said)), default=0)
 
 
 def until(condition: Any, what: str) -> None:
@@ -143,8 +152,10 @@ def until(condition: Any, what: str) -> None:
 
 def play_on(net: int, numbers: list[int], seed: int, outcomes: list[Round]) -> None:
     """Some rounds, one after the other, on a rack of their own."""
-    where, inventory = tempfile.TemporaryDirectory(prefix="orch-again-"), INVENTORY.replace("NET", str(net))
-    with where as folder, lab(inventory, trains=True) as rack:
+    with contextlib.ExitStack() as standing:
+        folder = standing.enter_context(tempfile.TemporaryDirectory(prefix="orch-again-"))
+        with _STANDS_UP:
+            rack = standing.enter_context(lab(INVENTORY.replace("NET", str(net)), trains=True))
         person = Person(rack, Path(folder, "home"), Path(folder))
         person.types("up", str(rack.inventory))
         for number in numbers:
