@@ -45,7 +45,12 @@ print(json.dumps([best[0], best[1], within, os.stat(there).st_dev]))
 
 def main(request: dict[str, Any]) -> None:
     answer = examine(request)
-    sys.stdout.write(request["marker"] + json.dumps(answer) + request["marker"])
+    try:
+        sys.stdout.write(request["marker"] + json.dumps(answer) + request["marker"])
+        sys.stdout.flush()
+    except OSError:  # whoever asked has left, and will not ask about it
+        outlives.end(answer["began"])
+        raise
 
 
 def examine(request: dict[str, Any]) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def test_what_began_and_was_killed_with_its_session_is_missed(tmp_path):
 
 
 def test_who_asks_after_its_time_is_told_that_nobody_knows(tmp_path, monkeypatch):
-    """Another host may take a minute and a half to answer, and the ways between all of them one more."""
+    """The second login may take its time."""
     began = outlives.start()
     os.kill(began[0], signal.SIGKILL)
     os.waitpid(began[0], 0)
@@ -71,6 +71,20 @@ def test_who_asks_after_its_time_is_told_that_nobody_knows(tmp_path, monkeypatch
     now_s = time.clock_gettime(time.CLOCK_BOOTTIME)
     monkeypatch.setattr(outlives.time, "clock_gettime", lambda clock: now_s + outlives.SLEEP_S)
     assert outlives.is_alive(began) is None
+
+
+def test_where_nobody_hears_the_answer_nothing_stays_behind(tmp_path, monkeypatch):
+    """A Ctrl-C while a host still looks for what it has to say."""
+    began, start = [], outlives.start
+    monkeypatch.setattr(outlives, "start", lambda: began.append(start()) or began[0])
+    read, write = os.pipe()
+    os.close(read)
+    request = {"workdir": str(tmp_path), "peers": [], "torch": False, "limit_s": 20, "data": str(tmp_path)}
+    with open(write, "w") as nobody, contextlib.suppress(BrokenPipeError):
+        monkeypatch.setattr(sys, "stdout", nobody)
+        program.main({**request, "marker": "M"})
+    os.waitpid(began[0][0], 0)
+    assert outlives.is_alive(began[0]) is False
 
 
 # ---- GPUs ----------------------------------------------------------------------------------------------------------

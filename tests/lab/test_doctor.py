@@ -20,7 +20,7 @@ nodes:
   - {name: beta, host: 10.77.31.2}
   - {name: gamma, host: 10.77.31.3}
 """
-NO_SLEEP = "ps -eo args | grep -c '^sleep 120$'"
+NO_SLEEP = "ps -eo args | grep -c '^sleep 30$'"
 FILTER = """
 table inet filter
 delete table inet filter
