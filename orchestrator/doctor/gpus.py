@@ -30,7 +30,7 @@ def kernels(host: Host) -> Iterator[Finding]:
     in_use = {gpu.index for gpu in host.gpus if gpu.occupants}
     for gpu in _health(host):
         if gpu.computes and gpu.index not in in_use:  # else it may be full, or another's alone: P09
-            remedy = f"look at `dmesg` there; `nvidia-smi --gpu-reset -i {gpu.index}` as root may help"
+            remedy = f"`dmesg | grep -i xid` there says why; `nvidia-smi --gpu-reset -i {gpu.index}` may help, as root"
             yield f"GPU {gpu.index} computes nothing ({gpu.computes})", remedy
 
 
@@ -41,7 +41,7 @@ def other_count(host: Host) -> Iterator[Finding]:
 def in_use(host: Host) -> Iterator[Finding]:
     """By processes that belong to no job of ours, beside which there may be room."""
     for line in _used(host, exclusively=False):
-        yield line, "`orch run` refuses where too little memory is left: wait, end it, or `--share`"
+        yield line, "`orch run --wait` starts when it is free, `--nodes` takes other hosts, `--share` goes beside it"
 
 
 def taken(host: Host) -> Iterator[Finding]:
@@ -62,7 +62,7 @@ def health(host: Host) -> Iterator[Finding]:
 
 
 def _health_of(gpu: GpuHealth) -> Iterator[Finding]:
-    name, exclude = f"GPU {gpu.index}", "leave it out (CUDA_VISIBLE_DEVICES in `env:`)"
+    name, exclude = f"GPU {gpu.index}", "leave it out (`env: {CUDA_VISIBLE_DEVICES: ...}` names the others)"
     if gpu.uncorrected:
         yield f"{name} has had {gpu.uncorrected} memory errors that could not be corrected", f"replace it, or {exclude}"
     if gpu.replacement_failed:
@@ -70,7 +70,8 @@ def _health_of(gpu: GpuHealth) -> Iterator[Finding]:
     if gpu.replacement_due:
         yield f"{name} has faulty memory that a reset would replace", f"`nvidia-smi --gpu-reset -i {gpu.index}` as root"
     if reason := slowed_by_words((gpu.slowed_by or 0) & ~IN_ORDER):
-        yield f"{name} is slowed by {reason}", "look at its fans, its air and its power cables"
+        remedy = f"look at its fans, its air and its power cables; `nvidia-smi -q -d PERFORMANCE -i {gpu.index}`"
+        yield f"{name} is slowed by {reason}", remedy
     if gpu.clock_mhz and gpu.default_clock_mhz and gpu.clock_mhz < NEAR * gpu.default_clock_mhz:
         seen = f"{name} is set to {gpu.clock_mhz:.0f} MHz, below its own {gpu.default_clock_mhz:.0f}"
         yield seen, f"`nvidia-smi -rac -i {gpu.index}` as root"

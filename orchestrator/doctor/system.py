@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import shlex
 from collections.abc import Iterator
 
 from orchestrator.doctor.seen import Host
@@ -24,9 +25,12 @@ CRC_PART, CRC_COUNT = 1e-6, 100
 NOT_FOR_TRAINING = ("docker", "veth", "virbr", "br-", "lxc", "cni", "flannel", "cali")
 
 
+_OTHER_CARD = "set `interface:` to the card that leads to the other hosts (`ip -br addr` there lists them)"
+
+
 def login(host: Host) -> Iterator[Finding]:
     if host.login_s > SLOW_LOGIN_S:
-        remedy = "`UseDNS no` in its /etc/ssh/sshd_config, or shorten its shell's start-up files"
+        remedy = "`UseDNS no` in its /etc/ssh/sshd_config, then reload sshd; or shorten its shell's start-up files"
         yield f"its login takes {format_duration(host.login_s)}", remedy
 
 
@@ -40,7 +44,9 @@ def own_name(host: Host) -> Iterator[Finding]:
     """Gloo and other launchers ask it where nobody names an interface; `orch run` names one."""
     addresses = host.facts.hostname_addresses
     local = [address for address in addresses if ipaddress.ip_address(address).is_loopback]
-    remedy = "`orch run` does without; for other launchers give that name its own address in its /etc/hosts"
+    remedy = (
+        "nothing for `orch run`, which does without; for other launchers `ADDRESS NAME` of its own in its /etc/hosts"
+    )
     if not addresses:
         yield "its own name (`hostname`) leads to no address", remedy
     elif local == list(addresses) and host.address not in local:
@@ -52,9 +58,10 @@ def interface(host: Host) -> Iterator[Finding]:
     if not link:
         return
     if not link.up:
-        yield f"{link.name}, its interface for training, is down", f"`ip link set {link.name} up` there, or plug it in"
+        remedy = f"`ip link set {shlex.quote(link.name)} up` there, as root, or plug it in"
+        yield f"{link.name}, its interface for training, is down", remedy
     if link.name.startswith(NOT_FOR_TRAINING):
-        yield f"{link.name}, its interface for training, belongs to containers", "set `address:` or `interface:`"
+        yield f"{link.name}, its interface for training, belongs to containers", _OTHER_CARD
 
 
 def card(host: Host) -> Iterator[Finding]:
@@ -63,13 +70,13 @@ def card(host: Host) -> Iterator[Finding]:
     known = host.health.cards.get(link.name) if link else None
     if not link or not known:
         return
-    force = f"its cable and its switch's port; `ethtool {link.name}` shows both ends"
+    remedy = f"look at its cable and its switch's port; `ethtool {link.name}` shows both ends"
     if known.duplex == "half":
-        yield f"{link.name} runs half duplex", f"look at {force}"
+        yield f"{link.name} runs half duplex", remedy
     elif link.speed_bps and link.speed_bps <= SLOW_CARD_BPS and not host.node.bandwidth_bps:
-        yield f"{link.name} runs at {link.speed_bps / 1e6:.0f} Mbps", f"look at {force}"
+        yield f"{link.name} runs at {link.speed_bps / 1e6:.0f} Mbps", remedy
     if known.crc_errors >= CRC_COUNT and known.crc_errors > CRC_PART * known.packets:
-        yield f"{link.name} has received {known.crc_errors} damaged packets (CRC)", f"look at {force}"
+        yield f"{link.name} has received {known.crc_errors} damaged packets (CRC)", remedy
 
 
 def locked_memory(host: Host) -> Iterator[Finding]:
@@ -98,7 +105,8 @@ def group_limits(host: Host) -> Iterator[Finding]:
         remedy = f"`systemctl set-property {slice_} TasksMax=infinity` there, as root, or give its container more"
         yield f"its control group may have {health.group_pids} processes and threads", remedy
     if health.group_cpus is not None and health.group_cpus < host.facts.cores:
-        remedy = "OMP_NUM_THREADS in its `env:` should not be more; or give its container or slice more"
+        threads = max(1, int(health.group_cpus))
+        remedy = f"`env: {{OMP_NUM_THREADS: {threads}}}` for it, or `docker run --cpus {host.facts.cores}`"
         yield f"its control group may use {health.group_cpus:g} of its {host.facts.cores} cores", remedy
 
 
@@ -106,7 +114,8 @@ def leftovers(host: Host) -> Iterator[Finding]:
     """torchrun obeys them; a job of ours is started without them (`remote/children.py`)."""
     found = [name for name in host.health.environment if _steers_ranks(name)]
     if found:
-        remedy = "`orch run` ignores them, other launchers obey: remove them from its shell's start-up files"
+        look = f"`grep -n {shlex.quote(found[0])} ~/.bashrc ~/.profile /etc/environment /etc/profile.d/*`"
+        remedy = f"`orch run` ignores them, other launchers obey: {look} there, and remove them"
         yield f"a session has {', '.join(found)}", remedy
 
 
@@ -134,6 +143,7 @@ def reboot(host: Host) -> Iterator[Finding]:
     due = host.health.reboot
     if due is not None:
         why = f" (for {some(due, 3)})" if due else ""
-        yield f"a reboot is due{why}", "reboot it before a long job"
+        yield f"a reboot is due{why}", "`reboot` there, as root, before a long job"
     if 0 < host.health.uptime_s < YOUNG_S:
-        yield f"it came up {format_duration(host.health.uptime_s)} ago", "`last -x reboot` there: did it fall over?"
+        remedy = "`last -x reboot` and `journalctl -eb -1` there say whether it fell over"
+        yield f"it came up {format_duration(host.health.uptime_s)} ago", remedy

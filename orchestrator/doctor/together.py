@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from orchestrator.doctor.seen import Host, Seen, Sight
 from orchestrator.hosts.alike import host_set
-from orchestrator.hosts.checks import CLOCK_S
+from orchestrator.hosts.checks import CLOCK_S, SET_CLOCK
 from orchestrator.hosts.masking import masked_env
 from orchestrator.hosts.wheels import numbers
 from orchestrator.planning.nccl import GpuHost, unlike_versions
@@ -24,6 +24,7 @@ COMPARED = re.compile(r"(NCCL|TORCH|PYTORCH|GLOO|TP|UCX)_.*|LD_LIBRARY_PATH|LD_P
 OF_PLAN = {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG"}
 """`orch run` sets them for each host."""
 UNSET = "(not set)"
+_OWN_ADDRESS = "set `address:` in the inventory to the one that the others reach (`ip -br addr` there lists them)"
 
 Value = TypeVar("Value", bound=Hashable)
 
@@ -41,7 +42,7 @@ def versions(seen: Seen) -> Iterator[Sight]:
         yield Sight(everybody, f"torch is not the same everywhere: {_named(torches)}", remedy, "warn")
     pythons = _by(hosts, lambda host: _minor(host.facts.python_version))
     if len(pythons) > 1:
-        remedy = "set `python:` to alike ones: what is pickled by one may not load in another"
+        remedy = "set `python:` of each to the same version: what one pickles another may not load"
         yield Sight(everybody, f"Python is not the same everywhere: {_named(pythons)}", remedy, "warn")
 
 
@@ -76,12 +77,16 @@ def routes(seen: Seen) -> Iterator[Sight]:
     for host in seen.hosts:
         lost = [other.name for other in seen.hosts if _place(other) in host.facts.unrouted]
         if lost:
-            yield Sight((host.name,), f"it has no route to {host_set(lost)}", "set `address:`, or add a route", "block")
+            yield Sight((host.name,), f"it has no route to {host_set(lost)}", _route(seen, lost), "block")
         if not host.address:
-            yield Sight((host.name,), "its training address is unknown", "set `address:` in the inventory", "block")
+            yield Sight((host.name,), "its training address is unknown", _OWN_ADDRESS, "block")
         elif len(boots) > 1 and ipaddress.ip_address(host.address).is_loopback:
             words = f"its training address is {host.address}, which no other machine reaches"
-            yield Sight((host.name,), words, "set `address:` in the inventory", "block")
+            yield Sight((host.name,), words, _OWN_ADDRESS, "block")
+
+
+def _route(seen: Seen, lost: Sequence[str]) -> str:
+    return f"`ip route add {_place(seen.host(lost[0]))} via GATEWAY` there, as root; or set `address:` of both"
 
 
 def packet_sizes(seen: Seen) -> Iterator[Sight]:
@@ -93,7 +98,8 @@ def packet_sizes(seen: Seen) -> Iterator[Sight]:
     if len(found) > 1:
         smallest = min(found, key=int)
         names = tuple(host.name for host in seen.hosts)
-        remedy = f"`ip link set IFACE mtu {smallest}` everywhere, or the larger one on hosts and switches"
+        larger = host_set([name for size, held in found.items() if size != smallest for name in held])
+        remedy = f"`ip link set IFACE mtu {smallest}` on {larger}, as root; or the larger one on all, and on switches"
         yield Sight(names, f"the MTU is not the same everywhere: {_named(found)}", remedy, "warn")
 
 
@@ -107,7 +113,7 @@ def clocks(seen: Seen) -> Iterator[Sight]:
             side = "ahead" if off_s > 0 else "behind"
             whose = "of the others" if len(offsets) > 2 else "of this machine's"
             words = f"its clock is {format_duration(abs(off_s))} {side} {whose}"
-            yield Sight((host.name,), words, "`timedatectl set-ntp true` there, as root")
+            yield Sight((host.name,), words, SET_CLOCK)
 
 
 def environments(seen: Seen) -> Iterator[Sight]:

@@ -24,8 +24,9 @@ _WORDS = {
 
 
 def listening(seen: Seen) -> Iterator[Sight]:
+    remedy = "correct `address:` in the inventory (`ip -br addr` there lists its own)"
     for name, why in (seen.mesh.closed if seen.mesh else {}).items():
-        yield Sight((name,), f"it cannot listen at its training address: {why}", "correct `address:` in the inventory")
+        yield Sight((name,), f"it cannot listen at its training address: {why}", remedy)
 
 
 def to_master(seen: Seen) -> Iterator[Sight]:
@@ -105,7 +106,7 @@ def collective(seen: Seen) -> Iterator[Sight]:
     if not found or not found.failure:
         return
     everybody = tuple(host.name for host in seen.hosts)
-    logs = f"`orch logs --job {found.job}`" if found.job else "read its line"
+    logs = f"`orch logs --job {found.job}`" if found.job else "`orch up` again shows what the host says"
     how = {1: "not without that host", 2: "not without either of them"}.get(len(found.guilty), "")
     words = f"an all-reduce by {found.backend} fails" + (f", and {how}" if how else "")
     if len(found.guilty) == 1:

@@ -7,6 +7,7 @@ for line in warnings(node, facts):      # "v100: its clock is 61.0s ahead: enabl
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterator
 
 from orchestrator.errors import HostError, ProbeError
@@ -25,6 +26,7 @@ INODES = 10_000
 """A job takes about a hundred, and two for each file of its code."""
 
 CPU_REMEDY = "set `device: cpu` to train without it"
+SET_CLOCK = "`timedatectl set-ntp true` there, as root"
 
 # What is wrong and what to try; "" where nothing is.
 Finding = tuple[str, str]
@@ -128,7 +130,7 @@ def cuda(node: Node, facts: NodeFacts) -> Finding:
     if not torch or not wants_cuda(node, facts):
         return FINE
     if not torch.cuda:
-        remedy = "install a CUDA build of torch and torchvision there, or set `device: cpu`"
+        remedy = f"install a CUDA build of torch and torchvision there{_by_setup(facts)}, or set `device: cpu`"
         return f"torch {torch.version} is a CPU build, but GPUs are to be used", remedy
     if not torch.devices:
         said = f" ({torch.cuda_error})" if torch.cuda_error else ""
@@ -160,15 +162,17 @@ def clock(node: Node, facts: NodeFacts) -> Iterator[Finding]:
     if abs(facts.clock_offset_s) - facts.clock_error_s > CLOCK_S:
         side = "ahead" if facts.clock_offset_s > 0 else "behind"
         error = f" (give or take {format_duration(facts.clock_error_s)})" if facts.clock_error_s >= 1 else ""
-        yield f"its clock is {format_duration(abs(facts.clock_offset_s))} {side}{error}", "enable NTP there"
+        yield f"its clock is {format_duration(abs(facts.clock_offset_s))} {side}{error}", SET_CLOCK
 
 
 def space(node: Node, facts: NodeFacts) -> Iterator[Finding]:
     if facts.shm_bytes < SHM_BYTES:
         size = format_bytes(facts.shm_bytes)
-        yield f"/dev/shm holds only {size}, data loader workers may die of it", "give its container more"  # noqa: S108
+        remedy = "`mount -o remount,size=8G /dev/shm` there, as root; of a container `docker run --shm-size 8g`"
+        yield f"/dev/shm holds only {size}, data loader workers may die of it", remedy  # noqa: S108
     if not facts.workdir_error and facts.disk_free_bytes < DISK_BYTES:
-        yield f"only {format_bytes(facts.disk_free_bytes)} free for {facts.workdir}", "free some, or move `workdir:`"
+        remedy = f"delete files there (`du -xh {shlex.quote(facts.workdir)} | sort -h | tail`), or move `workdir:`"
+        yield f"only {format_bytes(facts.disk_free_bytes)} free for {facts.workdir}", remedy
     inodes = facts.disk_free_inodes
     if not facts.workdir_error and inodes is not None and inodes < INODES:
         yield f"only {inodes} inodes free for {facts.workdir} (`df -i`)", "delete files there, or move `workdir:`"
@@ -177,18 +181,19 @@ def space(node: Node, facts: NodeFacts) -> Iterator[Finding]:
 def driver_beside_a_cpu(node: Node, facts: NodeFacts) -> Iterator[Finding]:
     broken = facts.gpu_error and not facts.gpu_error.endswith("command not found")
     if broken and node.device == "auto" and not node.paced and not wants_cuda(node, facts):
-        yield "it will train on its CPU", f"nvidia-smi failed ({facts.gpu_error})"
+        remedy = "`nvidia-smi` there shows it; reboot the host if its driver was updated, or set `device: cpu`"
+        yield f"it will train on its CPU: nvidia-smi failed ({facts.gpu_error})", remedy
 
 
 def link(node: Node, facts: NodeFacts) -> Iterator[Finding]:
     used = facts.training_interface(node.interface, node.address)
     if node.interface and not used:
-        yield f"it has no interface {node.interface}", "correct `interface:`"
+        yield f"it has no interface {node.interface}", "correct `interface:` (`ip -br addr` there lists them)"
     # A hundredth of tolerance: people round, and so do drivers.
     if used and used.speed_bps and node.bandwidth_bps and used.speed_bps < 0.99 * node.bandwidth_bps:
         declared = format_bandwidth(node.bandwidth_bps)
         problem = f"{used.name} runs at {format_bandwidth(used.speed_bps)}, below the {declared} declared"
-        yield problem, "check its cable"
+        yield problem, f"look at its cable and its switch's port; `ethtool {used.name}` shows both ends"
 
 
 def packages(node: Node, facts: NodeFacts) -> Iterator[Finding]:
@@ -198,13 +203,14 @@ def packages(node: Node, facts: NodeFacts) -> Iterator[Finding]:
     label = re.search(r"torch[-_:/ ]*v?(\d+(?:\.\d+)+)", node.image or "", re.IGNORECASE)
     if label and (named := numbers(label[1])) != numbers(torch.version)[: len(named)]:
         problem = f"image {node.image}, but torch {torch.version} found in {facts.python_executable}"
-        yield problem, "correct one of them"
+        yield problem, f"correct `image:` of {node.name}, or point `python:` at the one of that image"
     if not torch.torchvision:
         reason = torch.torchvision_error or "not installed"
-        remedy = f"install the one that belongs to torch {torch.version}, from the same source"
+        remedy = f"install the one that belongs to torch {torch.version}, from the same source, or `orch setup`"
         yield f"no torchvision ({reason})", remedy
     if wants_cuda(node, facts) and torch.cuda and not torch.nccl_available:
-        yield f"torch {torch.version} has no NCCL", "Gloo carries the gradients"
+        words = f"torch {torch.version} has no NCCL, so Gloo carries the gradients everywhere, which is slower"
+        yield words, f"install a build of torch with NCCL there{_by_setup(facts)}"
 
 
 def other_gpus(node: Node, facts: NodeFacts) -> Iterator[Finding]:

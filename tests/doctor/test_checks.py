@@ -108,6 +108,25 @@ FAULTS = {
         "3.10 on a2000, v100; 3.12 on a16",
         "`python:`",
     ),
+    "P06 beside": (
+        seen(
+            a16(
+                node_changes={"gpu": None, "gpus": None, "ranks": 2},
+                facts_changes={**NO_GPU, "gpu_error": "NVML", "torch": CPU_TORCH},
+            )
+        ),
+        "warn",
+        ("a16",),
+        "train on its CPU: nvidia-smi failed (NVML)",
+        "`nvidia-smi` there",
+    ),
+    "P04 NCCL": (
+        seen(of_facts(torch=torch(devices=2, nccl_available=False))),
+        "warn",
+        ("a16",),
+        "so Gloo carries the gradients",
+        "install a build of torch with NCCL",
+    ),
     "P06": (
         seen(of_facts(gpus=(), gpu_error="Failed to initialize NVML: Driver/library version mismatch")),
         "block",
@@ -324,7 +343,7 @@ FAULTS = {
         "warn",
         ("a16",),
         "RANK, MASTER_ADDR, PET_NNODES",
-        "start-up files",
+        "grep -n RANK ~/.bashrc",
     ),
     "P30 tried": (
         seen(a16(outlives=False)),
@@ -365,10 +384,15 @@ FAULTS = {
         "warn",
         ("a16",),
         "a reboot is due (for linux-image)",
-        "reboot it",
+        "`reboot` there",
     ),
     "P36 young": (seen(of_health(uptime_s=30.0)), "warn", ("a16",), "came up 30.0s ago", "last -x"),
 }
+
+
+VERBS = {"look", "seat", "replace", "take", "wait,", "set"}
+OF_ERRORS = {"P01 off", "P01 key", "P02"}
+"""Whose remedies these tests made up."""
 
 
 def test_of_a_sound_cluster_every_check_passes():
@@ -386,6 +410,14 @@ def test_a_fault_is_found_where_it_is_and_by_its_own_check_alone(case):
     assert words in finding.seen
     assert remedy in finding.remedy
     assert finding.causes
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_a_remedy_says_what_to_do(case):
+    """A command, a key of the inventory, or an action of one's own: never what is wrong once more."""
+    for finding in judge(FAULTS[case][0]).findings:
+        first = finding.remedy.split()[0]
+        assert "`" in finding.remedy or first in VERBS or case in OF_ERRORS, finding.remedy
 
 
 def test_every_check_is_seen_to_find_something():
