@@ -13,7 +13,10 @@ from datetime import datetime, timezone
 from functools import partial
 from typing import Any, TypeVar
 
-from orchestrator.errors import HostError, HostsError, OrchError, StateError, UnlikeError, UsageError
+from orchestrator.doctor.judge import Finding, judge
+from orchestrator.doctor.quick import AT_UP
+from orchestrator.doctor.seen import Host, Seen
+from orchestrator.errors import HostError, HostsError, OrchError, ProbeError, StateError, UnlikeError, UsageError
 from orchestrator.hosts import belongings, checks
 from orchestrator.hosts.belongings import Cleared, Reaped, Survey, Who
 from orchestrator.hosts.cluster import Cluster, Problem, Venv
@@ -22,7 +25,7 @@ from orchestrator.hosts.election import Election, elect
 from orchestrator.hosts.facts import NodeFacts
 from orchestrator.hosts.file_again import extra_again, with_secrets
 from orchestrator.hosts.inventory import Inventory, Node
-from orchestrator.hosts.probe import probe
+from orchestrator.hosts.probe import look, probe
 from orchestrator.jobs.record import ENDED
 from orchestrator.owner import read_owner
 from orchestrator.planning.nccl import GpuHost, unlike_versions
@@ -48,6 +51,8 @@ class Up:
     warnings: tuple[str, ...]
     unlike: UnlikeError | None = None
     """Why the usable hosts cannot train together, though some of them can."""
+    findings: tuple[Finding, ...] = ()
+    """What of the problems and warnings `orch doctor` has a check for."""
 
 
 @dataclass(frozen=True)
@@ -183,13 +188,18 @@ class Clusters:
     def _found(self, cluster: Cluster, nodes: Sequence[Node]) -> Up:
         peers = {node.name: _peers(node, cluster.nodes) for node in nodes}
 
-        def look(host: ConnectedHost) -> NodeFacts:
-            return probe(host, peers[host.node], torch=True, timeout_s=PROBE_S)
+        by_name = {node.name: node for node in nodes}
 
-        probed = self.connections.each(nodes, look, deadline_s=PROBE_S + 5)
-        facts, problems = values(probed), errors_by_node(probed)
+        def see(host: ConnectedHost) -> Host:
+            facts, health = look(host, peers[host.node], torch=True, timeout_s=PROBE_S)
+            link = host.transport
+            return Host(by_name[host.node], facts, health, login_s=link.login_s, logins_tried=link.logins_tried)
+
+        probed = self.connections.each(nodes, see, deadline_s=PROBE_S + 5)
+        facts, problems = {name: host.facts for name, host in values(probed).items()}, errors_by_node(probed)
+        findings = judge(Seen(tuple(values(probed).values()), errors_by_node(probed)), AT_UP).findings
         for node in nodes:
-            if node.name in facts and (blocked := checks.unusable(node, facts[node.name])):
+            if node.name in facts and (blocked := _unusable(node, facts[node.name], findings)):
                 problems[node.name] = blocked
         looked = {node.name for node in nodes}
         now = now_utc()
@@ -201,14 +211,15 @@ class Clusters:
                 "probed": {**cluster.probed, **dict.fromkeys(looked, now)},
             }
         )
-        warnings = [w for node in nodes if node.name in facts for w in checks.warnings(node, facts[node.name])]
+        warnings = [finding.line for finding in findings if finding.level == "warn"]
         election = None
         try:
             election = self._elect(cluster, cluster.active())
         except OrchError as error:
             if not problems:  # else these say it, host by host
                 warnings.append(str(error))
-        return Up(_with_election(cluster, election), election, problems, tuple(warnings), unlike(cluster))
+        elected = _with_election(cluster, election)
+        return Up(elected, election, problems, tuple(warnings), unlike(cluster), findings)
 
     def _elected(self, cluster: Cluster) -> Cluster:
         """The same cluster with its master elected again from the facts at hand, remembered."""
@@ -265,6 +276,12 @@ class Clusters:
     ) -> dict[str, Answer | HostError]:
         who = Who(read_owner(self.store.home), cluster.name)
         return self.connections.each(cluster.nodes, lambda host: action(host, who), deadline_s=belongings.CLEAR_S + 5)
+
+
+def _unusable(node: Node, facts: NodeFacts, findings: Sequence[Finding]) -> HostError | None:
+    """The first reason, as far as it is known by the host's facts or by its health."""
+    blocking = (found for found in findings if found.level == "block" and node.name in found.where)
+    return checks.unusable(node, facts) or next((ProbeError(node.name, one.seen, one.remedy) for one in blocking), None)
 
 
 def _not_added(error: HostError) -> HostError:

@@ -15,16 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.clusters import Clusters, now_utc, or_without
+from orchestrator.doctor.start import StartChecks
 from orchestrator.errors import HostError, HostsError, OrchError, RefusedError, UsageError
 from orchestrator.files import own_folder
 from orchestrator.forecast.cluster_links import COLLECTIVES, runs_measuring
-from orchestrator.forecast.memory import needed_bytes
-from orchestrator.hosts import occupied
 from orchestrator.hosts.belongings import Cleared
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
-from orchestrator.hosts.facts import NodeFacts
-from orchestrator.hosts.probe import probe
 from orchestrator.jobs.collect import MAX_LOG_BYTES, HeldError, claimed
 from orchestrator.jobs.known import KnownJobs
 from orchestrator.jobs.launch import launch
@@ -35,7 +32,7 @@ from orchestrator.jobs.running import RunningJob
 from orchestrator.jobs.waiting import Queue, Turn
 from orchestrator.owner import read_owner
 from orchestrator.paths import Home, RunFolder
-from orchestrator.planning.launch_plan import LaunchPlan, NodePlan
+from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.planning.request import Wish, Words
 from orchestrator.results.collectives import LinksCarried, links_carried
 from orchestrator.results.summary import Summary
@@ -43,11 +40,7 @@ from orchestrator.starting.choice import Choice
 from orchestrator.starting.planner import Planner
 from orchestrator.starting.retries import First, Retries
 from orchestrator.store import Store
-from orchestrator.transport.ask import ConnectedHost
-from orchestrator.transport.fanout import errors, for_each, values
-
-GPUS_S = 60.0
-"""For a look at who is on them: twice what nvidia-smi may take."""
+from orchestrator.transport.fanout import errors, values
 
 
 @dataclass(frozen=True)
@@ -85,6 +78,7 @@ class Controller:
         self.planner = Planner(store, self.clusters)
         self.choice = Choice(self.planner, self.clusters)
         self.queue = Queue(store, connections)
+        self.checks = StartChecks(store, lambda line: self.say(line))
         self.jobs, self.lost_jobs = KnownJobs(store, connections), LostJobs(store, connections)
 
     # ---- running ----------------------------------------------------------------------------------------------
@@ -163,7 +157,8 @@ class Controller:
             attempt=plan.attempt,
         )
         job = self._reached(plan)
-        self._look_at_gpus(plan, job.hosts, set() if said is None else said)
+        said = set() if said is None else said
+        self.checks.look_at_gpus(plan, job.hosts, said)
         with self.store.launching(record, plan) as start:
 
             def undone() -> None:
@@ -171,7 +166,7 @@ class Controller:
                 self.store.nothing_to_collect(record.id)
                 start.over()
 
-            launch(plan, job.hosts, blob, undone)
+            launch(plan, job.hosts, blob, undone, lambda answers: self.checks.hear(plan, job.hosts, answers, said))
             start.over()
         return job
 
@@ -198,27 +193,6 @@ class Controller:
             others = len(away) < len(plan.nodes) and not plan.hosts
             raise RefusedError([or_without(error) if others else error for error in away.values()])
         return job
-
-    def _look_at_gpus(self, plan: LaunchPlan, hosts: Mapping[str, ConnectedHost], said: set[str]) -> None:
-        """Says who is on the job's GPUs at this moment. Raises RefusedError where that leaves no room for it. said: the
-        lines that are not said again; those of now join it.
-        """
-        on_gpus = {node.name: node for node in plan.nodes if node.gpu_uuids}
-
-        def inputs_of(node: NodePlan) -> NodeFacts:
-            return probe(hosts[node.name], (), torch=False, timeout_s=GPUS_S)
-
-        refused = []
-        for name, found in for_each(on_gpus, inputs_of, deadline_s=GPUS_S).items():
-            node = on_gpus[name]
-            seen = occupied.judge(name, found, node.gpu_uuids, needed_bytes(plan, node), share=plan.share_gpus)
-            for line in seen.lines:
-                if line not in said:
-                    self.say(line)
-                said.add(line)
-            refused += [seen.refusal] if seen.refusal else []
-        if refused:
-            raise RefusedError(refused)
 
     # ---- cleaning up ------------------------------------------------------------------------------------------
 

@@ -42,8 +42,9 @@ PURE = {"text", "units", "transport.shell", "transport.noise", "studies.figures"
 PURE |= {"studies.choose", "studies.mnist", "studies.rows", "studies.starters", "planning.starters"}
 PURE |= {f"hosts.{name}" for name in ("alike", "checks", "election", "facts", "grammar", "inventory", "masking")}
 PURE |= {f"hosts.{name}" for name in ("device_answers", "inventory_mistakes", "network_answers")}
-PURE |= {"hosts.health", "hosts.parse_facts", "hosts.parse_health", "hosts.raw_answer"}
-PURE |= {f"doctor.{name}" for name in ("bisect", "gpus", "judge", "seen", "system", "table", "together", "ways")}
+PURE |= {"hosts.health", "hosts.now", "hosts.parse_facts", "hosts.parse_health", "hosts.raw_answer"}
+PURE |= {f"doctor.{name}" for name in ("bisect", "gpus", "judge", "quick", "seen", "system", "table")}
+PURE |= {f"doctor.{name}" for name in ("together", "ways")}
 PURE |= {f"hosts.{name}" for name in ("occupied", "visible", "wheels")}
 PURE |= {
     f"hosts.forms.{name}" for name in ("ansible", "ansible_groups", "ansible_hosts", "ansible_ini", "ansible_yaml")
@@ -365,7 +366,7 @@ def test_what_runs_on_hosts_needs_the_standard_library_and_its_siblings(name):
     if name in ("remote.loader", "remote.workfolder"):
         assert siblings == set()
     if name == "remote.probe":
-        parts = {"commands", "hardware", "interfaces", "probe_programs"}
+        parts = {"commands", "gpu_health", "hardware", "health", "interfaces", "probe_programs"}
         assert {sibling.split(".")[1] for sibling in siblings} <= {"", "workfolder", "occupants", *parts}
 
 

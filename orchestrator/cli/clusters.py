@@ -183,7 +183,8 @@ def show_up(probed: Up, as_json: bool) -> None:
     from orchestrator.views import cluster_table, console, documents
 
     if as_json:
-        console.print_json(documents.cluster_json(probed.cluster))
+        shown = documents.cluster_json(probed.cluster)
+        console.print_json({**shown, "findings": documents.findings_json(probed.findings)})
     else:
         cluster_table.print_cluster(probed.cluster)
     for warning in probed.warnings:

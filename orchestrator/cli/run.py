@@ -32,6 +32,7 @@ from orchestrator.cli.script_words import (
 if TYPE_CHECKING:
     from orchestrator.cli.run_options import RunOptions
     from orchestrator.controller import Controller
+    from orchestrator.doctor.judge import Finding
     from orchestrator.hosts.cluster import Cluster
     from orchestrator.jobs.running import RunningJob
     from orchestrator.planning.launch_plan import LaunchPlan
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from orchestrator.starting.retries import First, Retries
 
 from orchestrator.cli.jobs import cancel_job
+from orchestrator.errors import OrchError
 
 SECOND_CTRL_C_S = 3.0
 
@@ -214,6 +216,12 @@ def _start(ctx: click.Context, options: RunOptions) -> None:
     return None
 
 
+def _print_refusal(error: OrchError, findings: Sequence[Finding]) -> None:
+    from orchestrator.views import console, documents
+
+    console.print_json({"schema": 1, "error": str(error), "findings": documents.findings_json(findings)})
+
+
 def _wish_of(controller: Controller, options: RunOptions, words: Words) -> tuple[Cluster, Wish]:
     from orchestrator.planning.request import read_wish
 
@@ -251,7 +259,12 @@ def _run(controller: Controller, first: First, options: RunOptions) -> None:
     def start(cluster: Cluster, wish: Wish, only: Sequence[str]) -> RunningJob:
         return _launch(controller, cluster, wish, only, options)
 
-    job = start(first.cluster, first.wish, first.only)
+    try:
+        job = start(first.cluster, first.wish, first.only)
+    except OrchError as error:
+        if options.as_json:
+            _print_refusal(error, controller.checks.findings)
+        raise
     if not options.detach:
         retries = controller.retries(first, start, options.retry_wait)
         job = _follow_all(job, retries, options)
@@ -259,12 +272,11 @@ def _run(controller: Controller, first: First, options: RunOptions) -> None:
             from orchestrator.cli.notify import notify
 
             notify(options.notify, job.record)
-    _finish(job, options.as_json, detached=options.detach)
+    _finish(job, controller.checks.findings if options.as_json else None, detached=options.detach)
 
 
 def _follow_all(job: RunningJob, retries: Retries, options: RunOptions) -> RunningJob:
     """Attempt after attempt; the last one, which has ended."""
-    from orchestrator.errors import OrchError
     from orchestrator.views import console
 
     again: RunningJob | None = job
@@ -333,14 +345,15 @@ def _follow(job: RunningJob, *, as_json: bool) -> None:
         raise
 
 
-def _finish(job: RunningJob, as_json: bool, *, detached: bool = False) -> None:
+def _finish(job: RunningJob, findings: Sequence[Finding] | None, *, detached: bool = False) -> None:
+    """findings: for the document, where one is wanted."""
     from orchestrator.views import console, documents, job_table
 
     record = job.record
-    if as_json:
-        console.print_json(documents.job_json(record))
+    if findings is not None:
+        console.print_json({**documents.job_json(record), "findings": documents.findings_json(findings)})
     if detached:
-        if not as_json:
+        if findings is None:
             click.echo(job.id)
         return
     job_table.print_end(record)

@@ -8,20 +8,18 @@ from orchestrator.doctor.seen import Host
 from orchestrator.hosts import checks
 from orchestrator.hosts.checks import Finding
 from orchestrator.hosts.health import GpuHealth
+from orchestrator.hosts.occupied import ELSEWHERE, NOT_EXCLUSIVE, WAIT, without_jobs
 from orchestrator.hosts.occupied import warnings as occupied
-from orchestrator.hosts.occupied import without_jobs
 from orchestrator.jobs.gpu_reading import POWER_CAP, SYNC_BOOST, slowed_by_words
 
 IN_ORDER = POWER_CAP | SYNC_BOOST
 """What a card in order may be slowed by."""
 NEAR = 0.99
 """Of a limit: drivers round."""
-NO_FABRIC = ("802", "system not yet initialized")
-"""What CUDA says where GPUs behind NVSwitches wait for their fabric manager (cudaErrorSystemNotReady)."""
 
 
 def kernels(host: Host) -> Iterator[Finding]:
-    if _waits_for_fabric(host) or not host.facts.gpus or checks.gpus(host.node, host.facts)[0]:
+    if checks.fabric(host.node, host.facts)[0] or not host.facts.gpus or checks.gpus(host.node, host.facts)[0]:
         return  # P11, P06 and P08 say why
     found = [check(host.node, host.facts) for check in (checks.cuda, checks.kernels)]
     yield from [finding for finding in found if finding[0]][:1]
@@ -38,16 +36,20 @@ def other_count(host: Host) -> Iterator[Finding]:
     return checks.other_gpus(host.node, host.facts) if host.facts.gpus else iter(())
 
 
+def on_them(host: Host) -> Iterator[Finding]:
+    """Whoever is on them, jobs of ours, too."""
+    return ((line, ELSEWHERE) for line in occupied(host.facts.model_copy(update={"gpus": host.gpus})))
+
+
 def in_use(host: Host) -> Iterator[Finding]:
     """By processes that belong to no job of ours, beside which there may be room."""
-    for line in _used(host, exclusively=False):
-        yield line, "`orch run --wait` starts when it is free, `--nodes` takes other hosts, `--share` goes beside it"
+    return ((line, ELSEWHERE) for line in _used(host, exclusively=False))
 
 
 def taken(host: Host) -> Iterator[Finding]:
     """The same where one process may have a GPU for itself."""
     for line in _used(host, exclusively=True):
-        yield f"{line}, exclusively", "wait, end it, or `nvidia-smi -c DEFAULT` there, as root"
+        yield f"{line}, and it is in exclusive compute mode", f"{WAIT}; or {NOT_EXCLUSIVE}"
 
 
 def _used(host: Host, *, exclusively: bool) -> Iterator[str]:
@@ -85,11 +87,10 @@ def _health_of(gpu: GpuHealth) -> Iterator[Finding]:
 
 def fabric(host: Host) -> Iterator[Finding]:
     waiting = [gpu.index for gpu in _health(host) if gpu.fabric in ("In Progress", "Not Started")]
-    remedy = "`systemctl restart nvidia-fabricmanager` there, as root; its version has to be the driver's"
-    if _waits_for_fabric(host):
-        yield f"its GPUs wait for their NVSwitches ({host.facts.torch and host.facts.torch.cuda_error})", remedy
+    if (found := checks.fabric(host.node, host.facts))[0]:
+        yield found
     elif waiting:
-        yield f"GPU {', '.join(map(str, waiting))}: the NVSwitch fabric is not ready", remedy
+        yield f"GPU {', '.join(map(str, waiting))}: the NVSwitch fabric is not ready", checks.START_FABRIC
 
 
 def peer_access(host: Host) -> Iterator[Finding]:
@@ -102,8 +103,3 @@ def peer_access(host: Host) -> Iterator[Finding]:
 def _health(host: Host) -> list[GpuHealth]:
     used = {gpu.index for gpu in host.gpus}
     return [gpu for gpu in host.health.gpus if gpu.index in used]
-
-
-def _waits_for_fabric(host: Host) -> bool:
-    said = (host.facts.torch.cuda_error if host.facts.torch else None) or ""
-    return host.trains_on_gpus and any(sign in said for sign in NO_FABRIC)

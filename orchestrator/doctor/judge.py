@@ -7,7 +7,7 @@ diagnosis.summary               "31 checks passed, 2 findings (1 blocks), 3 not 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.doctor.seen import Check, Level, Seen, Sight
@@ -27,6 +27,11 @@ class Finding:
     causes: str
     remedy: str
     is_way: bool = False
+
+    @property
+    def line(self) -> str:
+        """Where there is one line for it."""
+        return ": ".join(part for part in (", ".join(self.where), self.seen, self.remedy) if part)
 
 
 @dataclass(frozen=True)
@@ -54,9 +59,9 @@ class Diagnosis:
         return f"{said}, {len(self.not_applicable)} not applicable" + (f" ({why_not})" if why_not else "")
 
 
-def judge(seen: Seen) -> Diagnosis:
+def judge(seen: Seen, checks: Sequence[Check] = CHECKS) -> Diagnosis:
     findings, passed, not_applicable = list[Finding](), list[str](), dict[str, str]()
-    for check in CHECKS:
+    for check in checks:
         if why := check.applies(seen):
             not_applicable[check.id] = why
             continue
@@ -66,6 +71,11 @@ def judge(seen: Seen) -> Diagnosis:
             passed.append(check.id)
     findings.sort(key=lambda finding: finding.level != "block")
     return Diagnosis(seen, tuple(findings), tuple(passed), not_applicable)
+
+
+def finding_of(id: str, sight: Sight) -> Finding:
+    """What somebody else saw, under the name of its check."""
+    return _finding(next(check for check in CHECKS if check.id == id), sight)
 
 
 def _finding(check: Check, sight: Sight) -> Finding:

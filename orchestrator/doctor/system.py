@@ -18,6 +18,7 @@ NOFILE, NPROC = 1024, 2048
 MEMLOCK_BYTES = 1 << 30
 """InfiniBand's buffers are locked in memory. Assumed."""
 GROUP_BYTES = 8 << 30
+MEMORY_BYTES = 1 << 30
 YOUNG_S = 600.0
 SLOW_CARD_BPS = 100e6
 CRC_PART, CRC_COUNT = 1e-6, 100
@@ -53,14 +54,17 @@ def own_name(host: Host) -> Iterator[Finding]:
         yield f"its own name (`hostname`) leads to {local[0]}", remedy
 
 
-def interface(host: Host) -> Iterator[Finding]:
+def link_down(host: Host) -> Iterator[Finding]:
     link = host.facts.training_interface(host.node.interface, host.node.address)
-    if not link:
-        return
-    if not link.up:
+    if link and not link.up:
         remedy = f"`ip link set {shlex.quote(link.name)} up` there, as root, or plug it in"
         yield f"{link.name}, its interface for training, is down", remedy
-    if link.name.startswith(NOT_FOR_TRAINING):
+
+
+def interface(host: Host) -> Iterator[Finding]:
+    yield from checks.interface(host.node, host.facts)
+    link = host.facts.training_interface(host.node.interface, host.node.address)
+    if link and link.name.startswith(NOT_FOR_TRAINING):
         yield f"{link.name}, its interface for training, belongs to containers", _OTHER_CARD
 
 
@@ -110,6 +114,14 @@ def group_limits(host: Host) -> Iterator[Finding]:
         yield f"its control group may use {health.group_cpus:g} of its {host.facts.cores} cores", remedy
 
 
+def memory(host: Host) -> Iterator[Finding]:
+    """By what runs there now."""
+    left = host.health.available_bytes
+    if left is not None and left < min(MEMORY_BYTES, host.facts.memory_bytes / 8):
+        remedy = "`ps aux --sort=-rss | head` there shows who has it: wait, or end it"
+        yield f"only {format_bytes(left)} of its {format_bytes(host.facts.memory_bytes)} memory are free", remedy
+
+
 def leftovers(host: Host) -> Iterator[Finding]:
     """torchrun obeys them; a job of ours is started without them (`remote/children.py`)."""
     found = [name for name in host.health.environment if _steers_ranks(name)]
@@ -144,6 +156,9 @@ def reboot(host: Host) -> Iterator[Finding]:
     if due is not None:
         why = f" (for {some(due, 3)})" if due else ""
         yield f"a reboot is due{why}", "`reboot` there, as root, before a long job"
+
+
+def young(host: Host) -> Iterator[Finding]:
     if 0 < host.health.uptime_s < YOUNG_S:
         remedy = "`last -x reboot` and `journalctl -eb -1` there say whether it fell over"
         yield f"it came up {format_duration(host.health.uptime_s)} ago", remedy

@@ -177,7 +177,7 @@ CHECKS: tuple[Check, ...] = (
         "interface and route",
         "warn",
         "ranks that dial a container's or another network",
-        both(together.routes, on_each(system.interface)),
+        both(together.routes, on_each(system.link_down, system.interface)),
         are_several,
     ),
     _check("P16", "own host name", "warn", "`connectFullMesh failed` with other launchers", on_each(system.own_name)),
@@ -229,11 +229,17 @@ CHECKS: tuple[Check, ...] = (
         both(on_each(system.outlives), on_each(system.may_end_with_it, level="warn")),
     ),
     _check("P31", "running jobs", "warn", "two jobs on one GPU", together.running),
-    _check("P32", "control groups", "warn", "a rank that is killed without a word (137)", on_each(system.group_limits)),
+    _check(
+        "P32",
+        "memory and control groups",
+        "warn",
+        "a rank that is killed without a word (137)",
+        on_each(system.group_limits, system.memory),
+    ),
     _check("P33", "even split", "warn", "a last batch that waits for ever", together.shares, are_several),
     _check("P34", "data", "warn", "`Dataset not found` on some hosts", together.data, are_several),
     _check(
         "P35", "one work folder", "block", "hosts that write over each other's logs", together.work_folders, are_several
     ),
-    _check("P36", "reboots", "warn", "a host that leaves in mid-run", on_each(system.reboot)),
+    _check("P36", "reboots", "warn", "a host that leaves in mid-run", on_each(system.reboot, system.young)),
 )

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 from orchestrator.doctor.seen import Host, Seen, Sight
 from orchestrator.hosts.alike import host_set
-from orchestrator.hosts.checks import CLOCK_S, SET_CLOCK
 from orchestrator.hosts.masking import masked_env
 from orchestrator.hosts.wheels import numbers
 from orchestrator.planning.nccl import GpuHost, unlike_versions
@@ -24,6 +23,7 @@ COMPARED = re.compile(r"(NCCL|TORCH|PYTORCH|GLOO|TP|UCX)_.*|LD_LIBRARY_PATH|LD_P
 OF_PLAN = {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG"}
 """`orch run` sets them for each host."""
 UNSET = "(not set)"
+CLOCK_S = 30.0
 _OWN_ADDRESS = "set `address:` in the inventory to the one that the others reach (`ip -br addr` there lists them)"
 
 Value = TypeVar("Value", bound=Hashable)
@@ -112,8 +112,10 @@ def clocks(seen: Seen) -> Iterator[Sight]:
         if abs(off_s) - host.facts.clock_error_s > CLOCK_S:
             side = "ahead" if off_s > 0 else "behind"
             whose = "of the others" if len(offsets) > 2 else "of this machine's"
-            words = f"its clock is {format_duration(abs(off_s))} {side} {whose}"
-            yield Sight((host.name,), words, SET_CLOCK)
+            error_s = host.facts.clock_error_s
+            error = f" (give or take {format_duration(error_s)})" if error_s >= 1 else ""
+            words = f"its clock is {format_duration(abs(off_s))} {side} {whose}{error}"
+            yield Sight((host.name,), words, "`timedatectl set-ntp true` there, as root")
 
 
 def environments(seen: Seen) -> Iterator[Sight]:

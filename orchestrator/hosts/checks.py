@@ -1,7 +1,7 @@
 """What a host's facts mean for a job: what blocks it from taking part, and what a person should know. Pure.
 
 if error := unusable(node, facts):      # a ProbeError with what to try
-for line in warnings(node, facts):      # "v100: its clock is 61.0s ahead: enable NTP there"
+for problem, remedy in space(node, facts): ...
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from orchestrator.hosts.inventory import Node
 from orchestrator.hosts.occupied import warnings as occupied
 from orchestrator.hosts.visible import VISIBLE
 from orchestrator.hosts.wheels import OLDEST_TORCH, WHEELS_FOR, newest_for, numbers, supports
-from orchestrator.units import counted, format_bandwidth, format_bytes, format_duration
+from orchestrator.units import counted, format_bandwidth, format_bytes
 
 OLDEST_PYTHON = (3, 10)
-CLOCK_S = 30.0
 SHM_BYTES = 1 << 30
 DISK_BYTES = 1 << 30
 INODES = 10_000
 """A job takes about a hundred, and two for each file of its code."""
 
 CPU_REMEDY = "set `device: cpu` to train without it"
-SET_CLOCK = "`timedatectl set-ntp true` there, as root"
+START_FABRIC = "`systemctl restart nvidia-fabricmanager` there, as root; its version has to be the driver's"
+NO_FABRIC = ("802", "system not yet initialized")
+"""What CUDA says where GPUs behind NVSwitches wait for their fabric manager (cudaErrorSystemNotReady)."""
 
 # What is wrong and what to try; "" where nothing is.
 Finding = tuple[str, str]
@@ -42,14 +43,8 @@ def unusable(node: Node, facts: NodeFacts) -> HostError | None:
     return None
 
 
-def warnings(node: Node, facts: NodeFacts) -> tuple[str, ...]:
-    """What does not block, one line each, beginning with the node's name."""
-    found = [finding for check in WARNING for finding in check(node, facts)]
-    return (*(f"{node.name}: {problem}: {remedy}" for problem, remedy in found), *gpu_warnings(node, facts))
-
-
 def gpu_warnings(node: Node, facts: NodeFacts) -> tuple[str, ...]:
-    """The same of its GPUs alone: who is on them."""
+    """Who is on its GPUs, one line each, beginning with the node's name."""
     return tuple(f"{node.name}: {line}" for line in _gpu_warnings(node, facts))
 
 
@@ -124,6 +119,14 @@ def gpus(node: Node, facts: NodeFacts) -> Finding:
     return FINE
 
 
+def fabric(node: Node, facts: NodeFacts) -> Finding:
+    """GPUs behind NVSwitches are of no use before their fabric manager has begun."""
+    said = (facts.torch.cuda_error if facts.torch else None) or ""
+    if wants_cuda(node, facts) and any(sign in said for sign in NO_FABRIC):
+        return f"its GPUs wait for their NVSwitches ({said})", START_FABRIC
+    return FINE
+
+
 def cuda(node: Node, facts: NodeFacts) -> Finding:
     """The torch there must see the GPUs that the driver shows."""
     torch = facts.torch
@@ -158,13 +161,6 @@ def kernels(node: Node, facts: NodeFacts) -> Finding:
 # ---- what to know ---------------------------------------------------------------------------------------------
 
 
-def clock(node: Node, facts: NodeFacts) -> Iterator[Finding]:
-    if abs(facts.clock_offset_s) - facts.clock_error_s > CLOCK_S:
-        side = "ahead" if facts.clock_offset_s > 0 else "behind"
-        error = f" (give or take {format_duration(facts.clock_error_s)})" if facts.clock_error_s >= 1 else ""
-        yield f"its clock is {format_duration(abs(facts.clock_offset_s))} {side}{error}", SET_CLOCK
-
-
 def space(node: Node, facts: NodeFacts) -> Iterator[Finding]:
     if facts.shm_bytes < SHM_BYTES:
         size = format_bytes(facts.shm_bytes)
@@ -185,10 +181,13 @@ def driver_beside_a_cpu(node: Node, facts: NodeFacts) -> Iterator[Finding]:
         yield f"it will train on its CPU: nvidia-smi failed ({facts.gpu_error})", remedy
 
 
+def interface(node: Node, facts: NodeFacts) -> Iterator[Finding]:
+    if node.interface and not facts.training_interface(node.interface, node.address):
+        yield f"it has no interface {node.interface}", "correct `interface:` (`ip -br addr` there lists them)"
+
+
 def link(node: Node, facts: NodeFacts) -> Iterator[Finding]:
     used = facts.training_interface(node.interface, node.address)
-    if node.interface and not used:
-        yield f"it has no interface {node.interface}", "correct `interface:` (`ip -br addr` there lists them)"
     # A hundredth of tolerance: people round, and so do drivers.
     if used and used.speed_bps and node.bandwidth_bps and used.speed_bps < 0.99 * node.bandwidth_bps:
         declared = format_bandwidth(node.bandwidth_bps)
@@ -224,16 +223,17 @@ def _gpu_warnings(node: Node, facts: NodeFacts) -> Iterator[str]:
     return occupied(facts) if wants_cuda(node, facts) else iter(())
 
 
-BLOCKING: tuple[Callable[[Node, NodeFacts], Finding], ...] = (python, workdir, torch, driver, gpus, cuda, kernels)
-WARNING: tuple[Callable[[Node, NodeFacts], Iterator[Finding]], ...] = (
-    clock,
-    space,
-    driver_beside_a_cpu,
-    link,
-    packages,
-    other_gpus,
+BLOCKING: tuple[Callable[[Node, NodeFacts], Finding], ...] = (
+    python,
+    workdir,
+    torch,
+    driver,
+    gpus,
+    fabric,
+    cuda,
+    kernels,
 )
-"""`orch doctor` has each of them under its own name (`doctor/table.py`)."""
+"""`orch doctor` has each of them, and those that only warn, under a name of its own (`doctor/table.py`)."""
 
 # ---- small things ---------------------------------------------------------------------------------------------
 

@@ -76,6 +76,8 @@ class Health(Fact):
     group_cpus: Figure | None = None
     environment: dict[Text, Text] = Field(default_factory=dict)
     """Of the variables that steer ranks, torch and NCCL, those that a session has."""
+    available_bytes: Count | None = None
+    """Memory that programs can still have; None where its kernel does not say."""
     uptime_s: Figure = 0.0
     reboot: tuple[Text, ...] | None = None
     """The packages for which a reboot is due, if known; None where none is due."""

@@ -30,7 +30,7 @@ def parse_interfaces(ip: Command | None, files: Mapping[str, Any], values: Mappi
                 for entry in at_most(link["addr_info"], MAX_ADDRESSES)
             ),
             mtu=link["mtu"],
-            speed_bps=_speed_bps(speeds.get(link["ifname"])),
+            speed_bps=speed_bps(speeds.get(link["ifname"])),
             up={"UP", "LOWER_UP"} <= set(link["flags"]),
         )
         for link in at_most(loads((ip or {})["out"]), MAX_INTERFACES)
@@ -56,7 +56,7 @@ def _socket_interfaces(sockets: Any, if_inet6: str, speeds: Mapping[str, Any]) -
             name=name,
             addresses=tuple(addresses[name][:MAX_ADDRESSES]),
             mtu=mtu,
-            speed_bps=_speed_bps(speeds.get(name)),
+            speed_bps=speed_bps(speeds.get(name)),
             up=flags & (UP | RUNNING) == UP | RUNNING,
         )
         for name, (mtu, flags) in about.items()
@@ -114,6 +114,6 @@ def parse_rdma(values: Mapping[str, Any]) -> tuple[RdmaPort, ...]:
     return tuple(RdmaPort.of(device=clean(device), link_layer=clean(layer)) for device, layer in ports)
 
 
-def _speed_bps(text: Any) -> float | None:
+def speed_bps(text: Any) -> float | None:
     """The kernel writes Mbit/s, and -1 where a link has no speed."""
     return whole(text) * 1e6 if isinstance(text, str) and re.fullmatch(r"[1-9]\d{0,8}\s*", text) else None

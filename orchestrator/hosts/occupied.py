@@ -19,7 +19,9 @@ from orchestrator.units import format_bytes
 SHOWN = 3
 UNREPORTED_BYTES = 1 << 30
 """Less than this may be the driver's own, or a desktop's. Assumed."""
-ELSEWHERE = "wait until it is free (`--wait`), or take other hosts (`--nodes`, `--hosts`)"
+WAIT = "wait until it is free (`--wait`), or take other hosts (`--nodes`, `--hosts`)"
+ELSEWHERE = f"{WAIT}, or share it: `--share`"
+NOT_EXCLUSIVE = "its administrator changes the mode: `nvidia-smi -c DEFAULT`"
 
 
 class OccupiedError(HostError):
@@ -38,7 +40,7 @@ def warnings(facts: NodeFacts) -> Iterator[str]:
     """A line for each GPU that somebody is on."""
     for gpu in facts.gpus:
         if words := _occupants(gpu):
-            yield f"{_name(gpu)} is in use by {words}"
+            yield _used(gpu, words)
 
 
 def without_jobs(facts: NodeFacts, jobs: Collection[str]) -> NodeFacts:
@@ -70,14 +72,19 @@ def _refusal(node: str, gpu: Gpu, needed_bytes: int, share: bool) -> HostError |
     if not (who := _occupants(gpu)):
         return None
     if gpu.compute_mode.startswith("Exclusive"):
-        remedy = f"{ELSEWHERE}; its administrator can change the mode: `nvidia-smi -c DEFAULT`"
-        return OccupiedError(node, f"{_name(gpu)} is in exclusive compute mode, and in use by {who}", remedy)
+        return OccupiedError(
+            node, f"{_used(gpu, who)}, and it is in exclusive compute mode", f"{WAIT}; or {NOT_EXCLUSIVE}"
+        )
     free = gpu.memory_bytes - gpu.memory_used_bytes
     if share or not gpu.memory_bytes or free >= min(needed_bytes, gpu.memory_bytes - UNREPORTED_BYTES):
         return None
     room = f"{format_bytes(free)} of {format_bytes(gpu.memory_bytes)} are free on {_name(gpu)}"
     words = f"{room}, and the job needs about {format_bytes(needed_bytes)}; on it: {who}"
-    return OccupiedError(node, words, f"{ELSEWHERE}, or share it: `--share`")
+    return OccupiedError(node, words, ELSEWHERE)
+
+
+def _used(gpu: Gpu, who: str) -> str:
+    return f"{_name(gpu)} is in use by {who}"
 
 
 def _name(gpu: Gpu) -> str:

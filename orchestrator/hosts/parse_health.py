@@ -33,6 +33,7 @@ def parse_health(node: str, raw: Mapping[str, Any]) -> Health:
         "limits": fact("its limits", parse_limits, said.get("limits")),
         **fact("its control groups", parse_groups, said.get("cgroup")),
         "environment": fact("its environment", parse_environment, said.get("environment")),
+        "available_bytes": said.get("available_bytes"),
         "uptime_s": said.get("uptime_s"),
         "reboot": fact("its reboot", words_or_none, said.get("reboot")),
         "kills_left": said.get("kills_left"),

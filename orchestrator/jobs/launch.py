@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from orchestrator.errors import HostError, HostsError, RefusedError
 from orchestrator.jobs.control import ASK_S, ask_host, on_all, whose
@@ -23,17 +24,32 @@ SMALL_BYTES = 1 << 16
 """Code up to this size is sooner sent than asked for."""
 
 
+class Prepared(NamedTuple):
+    """A host's answer to `prepare`, and our clock around the question."""
+
+    answer: dict[str, Any]
+    sent_at: float
+    received_at: float
+
+
 def launch(
-    plan: LaunchPlan, hosts: Mapping[str, ConnectedHost], blob: bytes, undone: Callable[[], None] = lambda: None
+    plan: LaunchPlan,
+    hosts: Mapping[str, ConnectedHost],
+    blob: bytes,
+    undone: Callable[[], None] = lambda: None,
+    heard: Callable[[Mapping[str, Prepared]], None] = lambda answers: None,
 ) -> None:
     """Starts the job on all hosts or on none. Raises RefusedError with every host's refusal, HostsError where a host
     was lost while they were told to run it.
 
-    undone: called before it raises, if every host has confirmed that nothing of the job is left there.
+    undone: called before it raises, if every host has confirmed that nothing of the job is left there. heard: called
+    with each host's answer to `prepare` before any is told to run it.
     """
     start = _Start(plan, hosts, blob)
     try:
-        start.go(start.prepare())
+        answers = start.prepare()
+        heard(answers)
+        start.go(answers)
     except BaseException:  # a Ctrl-C, too: whatever was begun is undone, and cancelled where it already runs
         if start.undo():
             undone()
@@ -48,18 +64,18 @@ class _Start:
         self._answered = set[str]()
         """Hosts to which nothing of ours is still on its way."""
 
-    def prepare(self) -> dict[str, dict[str, Any]]:
+    def prepare(self) -> dict[str, Prepared]:
         """Every host's answer. Raises RefusedError."""
         prepared = on_all(self._plan, self._prepare_with_code, PREPARE_S)
         if errors(prepared):
             raise RefusedError(errors(prepared))
         return values(prepared)
 
-    def _prepare_with_code(self, name: str) -> dict[str, Any]:
-        answer = self._prepare(name, self._blob if len(self._blob) <= SMALL_BYTES else b"")
-        return self._prepare(name, self._blob) if answer.get("need_code") else answer
+    def _prepare_with_code(self, name: str) -> Prepared:
+        said = self._prepare(name, self._blob if len(self._blob) <= SMALL_BYTES else b"")
+        return self._prepare(name, self._blob) if said.answer.get("need_code") else said
 
-    def _prepare(self, name: str, code: bytes) -> dict[str, Any]:
+    def _prepare(self, name: str, code: bytes) -> Prepared:
         node = self._plan.node(name)
         request = {
             "action": "prepare",
@@ -69,6 +85,7 @@ class _Start:
             "blob_bytes": len(code),
         }
         self._answered.discard(name)
+        sent_at = time.time()
         try:
             answer = ask.ask(self._hosts[name], "prepare", request, blob=code, timeout_s=PREPARE_S)
         except HostError as error:
@@ -76,14 +93,14 @@ class _Start:
                 self._answered.add(name)
             raise
         self._answered.add(name)
-        return answer
+        return Prepared(answer, sent_at, time.time())
 
-    def go(self, answers: Mapping[str, Mapping[str, Any]]) -> None:
+    def go(self, answers: Mapping[str, Prepared]) -> None:
         """answers: to `prepare`. Raises HostsError."""
         plan = self._plan
-        hub_port = ask.understood(plan.master, lambda: int(answers[plan.master]["hub_port"]))
+        hub_port = ask.understood(plan.master, lambda: int(answers[plan.master].answer["hub_port"]))
         several = plan.nodes if len(plan.nodes) > 1 else ()
-        peers = {node.name: _place(node, answers[node.name]) for node in several}
+        peers = {node.name: _place(node, answers[node.name].answer) for node in several}
 
         def tell(name: str) -> dict[str, Any]:
             return ask_host(self._hosts[name], plan, "go", hub_port=hub_port, peers=peers)

@@ -1,8 +1,8 @@
-"""All that one host can say by itself, in one answer: what `probe` asks, and what may end a job later.
+"""All that one host can say by itself, in one answer: what `probe` asks, and what takes longer or starts something.
 
 Request: as of `probe`, and "data": a folder whose names are wanted. The answer is that of `probe`, with
 
-    {"health": {...}, "gpu_health": [...], "began": a process that should outlive this connection (`outlives`)}
+    {"began": a process that should outlive this connection (`outlives`)}
 
 beside it, "data" and "disk" among its commands, and torch asked to compute something on each GPU.
 """
@@ -14,8 +14,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from . import gpu_health, health, outlives
-from .commands import SMI_S, run_all
+from . import outlives
+from .commands import run_all
 from .probe import gather
 
 # Prints the names in a folder, or null where it is not there.
@@ -57,12 +57,8 @@ def examine(request: dict[str, Any]) -> dict[str, Any]:
     limit_s = float(request["limit_s"])
     python = [sys.executable, "-S", "-c"]
     lines = {"data": [*python, DATA, request["data"]], "disk": [*python, DISK, request["workdir"]]}
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(1) as pool:
         more = pool.submit(run_all, lines, limit_s)
-        cards = pool.submit(gpu_health.look, min(SMI_S, limit_s))
         answer = gather({**request, "computes": True})
-        rows = cards.result()
-    for row in rows:
-        row["iommu"] = gpu_health.translated(row.get("pci.bus_id", "")) or ""
     answer["commands"] |= more.result()
-    return {**answer, "health": health.gather(), "gpu_health": rows, "began": outlives.start()}
+    return {**answer, "began": outlives.start()}

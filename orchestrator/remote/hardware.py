@@ -17,7 +17,6 @@ MAX_RDMA = 64
 
 def about_process() -> dict[str, Any]:
     kernel = os.uname()
-    shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     return {
         "hostname": socket.gethostname(),
         "uname": [kernel.sysname, kernel.release, kernel.machine],
@@ -26,8 +25,13 @@ def about_process() -> dict[str, Any]:
         "user": user_name(os.getuid()),
         "python": list(sys.version_info[:3]),
         "executable": sys.executable,
-        "shm_bytes": shm.f_blocks * shm.f_frsize if shm else 0,
+        "shm_bytes": shm_bytes(),
     }
+
+
+def shm_bytes() -> int:
+    shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
+    return shm.f_blocks * shm.f_frsize if shm else 0
 
 
 def read_text(path: str) -> str | None:

@@ -35,12 +35,23 @@ def gather() -> dict[str, Any]:
         "limits": {name: [_or_none(value) for value in resource.getrlimit(kind)] for name, kind in LIMITS.items()},
         "cgroup": cgroups.limits(),
         "environment": environment(),
-        "uptime_s": float((read_text("/proc/uptime") or "0").split()[0]),
+        "available_bytes": available_bytes(),
+        "uptime_s": uptime_s(),
         "reboot": reboot(),
         "kills_left": kills_left(),
         "cards": cards(),
         "jobs": jobs(),
     }
+
+
+def available_bytes() -> int | None:
+    """Memory that programs can still have; None where the kernel does not say."""
+    found = re.search(r"^MemAvailable:\s+(\d{1,18}) kB", read_text("/proc/meminfo") or "", re.MULTILINE)
+    return 1024 * int(found[1]) if found else None
+
+
+def uptime_s() -> float:
+    return float((read_text("/proc/uptime") or "0").split()[0])
 
 
 def _or_none(limit: int) -> int | None:

@@ -2,8 +2,8 @@
 
 Request: {"action": "prepare", "workdir", "node": what goes into node.json, "plan": what goes into plan.json,
 "blob_bytes"}, then that many bytes of code.
-The answer is {"pid", "hub_port", "peer_port", "firewall"}, {"need_code": true} where the code is not here yet and did
-not come along, or {"error", "remedy"}. The job's folder is the lock: who makes it has the job.
+The answer is {"pid", "hub_port", "peer_port", "firewall", "now": see `now`}, {"need_code": true} where the code is not
+here yet and did not come along, or {"error", "remedy"}. The job's folder is the lock: who makes it has the job.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from .agent import agent_state, lives
 from .answer import Refused, reply
 from .claim import claimed
 from .layout import READY_S, RESERVE_BYTES, JobFolder, WorkFolder, remove, write_json
+from .now import now
 from .outputs import mark
 from .workfolder import danger
 
@@ -59,7 +60,7 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
             return same_job(job, node)
         try:
             fill_folder(job, {**node, "workdir": str(work.root), "python": sys.executable}, request["plan"], code)
-            return start_supervisor(job)
+            return {**start_supervisor(job), "now": now(work.root)}
         except BaseException:
             with contextlib.suppress(OSError):
                 remove(job.root)

@@ -3,7 +3,8 @@
 Request: {"workdir", "peers": [addresses or names], "torch": bool, "limit_s"}, with "computes" torch computes something
 on each GPU, too. The answer is raw, not judged:
 
-    {"commands": {name: {"rc", "out", "err"}}, "files": {path: text}, "values": {...}}
+    {"commands": {name: {"rc", "out", "err"}}, "files": {path: text}, "values": {...}, "health": {...},
+     "gpu_health": [...]}
 
 The routes to hundreds of peers cost no process each: a socket gives our own address on the way to a peer, and `ip` is
 asked once for each such address. Every command has its own limit of time and they run side by side, so that a driver
@@ -21,7 +22,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from . import workfolder
+from . import gpu_health, health, workfolder
 from .commands import COMMAND_S, NOT_FOUND, SMI_S, TOO_SLOW, run, run_all
 from .hardware import about_process, cpu_vendor, rdma_ports, read_text
 from .interfaces import read_links, socket_interfaces, source_towards
@@ -52,10 +53,12 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
     started = time.time()
     limit_s = min(float(request.get("limit_s", LIMIT_S)), TORCH_S)
     peers = [str(peer) for peer in request["peers"][:MAX_PEERS]]
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(2) as pool:
         gpus = pool.submit(look_at_gpus, limit_s)
+        cards = pool.submit(gpu_health.look, min(SMI_S, limit_s))
         commands = run_all(command_lines(request, peers, limit_s), limit_s)
         commands["nvidia-smi"], on_gpus = gpus.result()
+        rows = [{**row, "iommu": gpu_health.translated(row.get("pci.bus_id", "")) or ""} for row in cards.result()]
     files = {path: text for path in FILES if (text := read_text(path)) is not None}
     addresses = addresses_of(peers, commands.pop("names"))
     sources = {peer: source for peer in peers if (source := source_towards(addresses.get(peer, "")))}
@@ -65,7 +68,8 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
         values["sockets"] = socket_interfaces()
     else:
         commands |= run_all(route_lines(addresses, sources), limit_s)
-    return {"commands": commands, "files": files, "values": {**values, "wall_end": time.time()}}
+    more = {"health": health.gather(), "gpu_health": rows}
+    return {"commands": commands, "files": files, "values": {**values, "wall_end": time.time()}, **more}
 
 
 # ---- commands -------------------------------------------------------------------------------------------------

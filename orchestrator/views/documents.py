@@ -6,12 +6,12 @@ What stands in them is read by programs: a key is never renamed, and a figure is
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import Any
 
-from orchestrator.doctor.judge import Diagnosis
+from orchestrator.doctor.judge import Diagnosis, Finding
 from orchestrator.doctor.seen import Pair, Seen
 from orchestrator.doctor.ways import declared_bps
 from orchestrator.errors import ConnectError, HostError
@@ -43,6 +43,11 @@ MOST_LISTED = 100
 """A plan lists its hosts and shares where there are at most so many."""
 MAX_TIME_S = 253402300799.0
 """The last second that a date has: the year 9999."""
+
+
+def findings_json(findings: Iterable[Finding]) -> list[dict[str, Any]]:
+    """Of a finding about a way, `where` is its start and its end."""
+    return [asdict(finding) for finding in findings]
 
 
 def cluster_json(
@@ -303,14 +308,14 @@ def _what_if(change: WhatIf, advice: Advice) -> dict[str, Any]:
 
 
 def doctor_json(cluster: str, found: Diagnosis) -> dict[str, Any]:
-    """`orch doctor --json`. Of a finding about a way, `where` is its start and its end."""
+    """`orch doctor --json`."""
     mesh = found.seen.mesh
     return {
         "schema": 1,
         "cluster": cluster,
         "hosts": [host.name for host in found.seen.hosts],
         "unreached": {name: str(error) for name, error in found.seen.unreached.items()},
-        "findings": [asdict(finding) for finding in found.findings],
+        "findings": findings_json(found.findings),
         "passed": list(found.passed),
         "not_applicable": dict(found.not_applicable),
         "pairs": [_way(pair, found.seen) for pair in mesh.pairs] if mesh else [],

@@ -2,7 +2,7 @@ import pytest
 
 from orchestrator.errors import ProbeError
 from orchestrator.hosts import checks
-from tests.support.probed_hosts import CPU_TORCH, CU132, NO_GPU, OTHER, PACED, facts, gpu, node, torch
+from tests.support.probed_hosts import CPU_TORCH, CU132, NO_GPU, PACED, facts, gpu, node, torch
 
 BLOCKED = {
     "old python": (node(), facts(python_version="3.8.10"), "python 3.8.10", "`python:`"),
@@ -75,60 +75,3 @@ FREE = {
 @pytest.mark.parametrize("case", FREE)
 def test_a_host_is_not_blocked(case):
     assert checks.unusable(*FREE[case]) is None
-
-
-WARNED = {
-    "clock ahead": (node(), facts(clock_offset_s=61.0), "1m01s ahead"),
-    "clock behind": (node(), facts(clock_offset_s=-31.0), "31.0s behind"),
-    "clock behind, by a slow shell": (
-        node(),
-        facts(clock_offset_s=-61.0, clock_error_s=10.0),
-        "1m01s behind (give or take 10.0s)",
-    ),
-    "small shm": (node(), facts(shm_bytes=64 << 20), "64.0MiB"),
-    "full disk": (node(), facts(disk_free_bytes=10 << 20), "only 10.0MiB free for /home/ubuntu/.orch"),
-    "few inodes": (node(), facts(disk_free_inodes=312), "only 312 inodes free for /home/ubuntu/.orch (`df -i`)"),
-    "slow link": (node(bandwidth_bps=1e10), facts(), "eno1 runs at 2.5Gbps, below the 10Gbps declared"),
-    "no such interface": (node(interface="eth9"), facts(), "no interface eth9"),
-    "another image": (node(image="pytorch-2.1"), facts(), "image pytorch-2.1, but torch 2.0.1"),
-    "torchvision": (node(), facts(torch=torch(torchvision=None, torchvision_error="operator nms")), "operator nms"),
-    "no NCCL": (node(), facts(torch=torch(nccl_available=False)), "no NCCL"),
-    "torch sees other GPUs": (
-        node(),
-        facts(gpus=(gpu(), gpu(index=1, uuid="GPU-2"))),
-        "torch 2.0.1+cu117 sees 1 GPU, nvidia-smi shows 2: look at",
-    ),
-    "somebody is on a GPU": (
-        node(),
-        facts(gpus=(gpu(occupants=(OTHER,)),)),
-        "GPU 0 (Tesla V100-PCIE-16GB) is in use by alice's python3 train.py (pid 4711, 12.0GiB)",
-    ),
-    "broken driver, no GPU asked for": (node(gpu=None, gpus=None), facts(gpus=(), gpu_error="NVML"), "its CPU"),
-}
-
-
-@pytest.mark.parametrize("case", WARNED)
-def test_a_host_is_warned_about_in_one_line(case):
-    declared, found, says = WARNED[case]
-    (line,) = checks.warnings(declared, found)
-    assert line.startswith("v100: ")
-    assert says in line
-
-
-@pytest.mark.parametrize(
-    ("declared", "found"),
-    [
-        (node(image="pytorch-2.0.1", bandwidth_bps=2.5e9), facts(hostname_addresses=("127.0.1.1",))),
-        (node(image="pytorch-2.0"), facts(clock_offset_s=-29.0)),
-        (node(), facts(clock_offset_s=-40.0, clock_error_s=40.0)),
-        (node(image="our own"), facts(torch=None)),
-        (node(), facts(disk_free_inodes=None)),
-        (node(), facts(disk_free_inodes=1 << 20)),
-        (node(paced=PACED, gpus=1), facts(**NO_GPU, torch=CPU_TORCH)),
-        (node(gpu=None, gpus=None), facts(**NO_GPU, torch=CPU_TORCH)),
-        (node(device="cpu"), facts(gpus=(gpu(occupants=(OTHER,)),))),
-        (node(), facts(gpus=(gpu(memory_used_bytes=600 << 20),))),
-    ],
-)
-def test_what_is_harmless_is_not_spoken_of(declared, found):
-    assert checks.warnings(declared, found) == ()

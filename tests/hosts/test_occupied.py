@@ -43,7 +43,7 @@ def test_whoever_shares_is_warned_and_not_refused():
 @pytest.mark.parametrize("share", [False, True])
 def test_a_gpu_for_one_process_takes_no_second(share):
     seen = judged(share=share, compute_mode="Exclusive_Process", **USED)
-    assert f"is in exclusive compute mode, and in use by {ALICE}" in seen.refusal.message
+    assert f"is in use by {ALICE}, and it is in exclusive compute mode" in seen.refusal.message
     assert "`nvidia-smi -c DEFAULT`" in seen.refusal.remedy
     assert judged(compute_mode="Exclusive_Process").refusal is None
 

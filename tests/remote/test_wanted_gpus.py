@@ -149,7 +149,7 @@ def test_a_gpu_without_room_costs_its_host_and_who_is_on_others_is_said_once(peo
     job = person.starts(2, 3)
     assert names(job) == {"a", "c"} == person.has()
     (left,) = job.record.hosts.left_out
-    assert left.node == "b" and "is in exclusive compute mode, and in use by" in left.reason
+    assert left.node == "b" and "and it is in exclusive compute mode" in left.reason
     assert len(said) == 1 and said[0].startswith("c: GPU 2 (Tesla V100-PCIE-16GB) is in use by")
 
 
