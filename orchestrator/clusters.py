@@ -18,7 +18,7 @@ from orchestrator.doctor.quick import AT_UP
 from orchestrator.doctor.seen import Host, Seen
 from orchestrator.errors import HostError, HostsError, OrchError, ProbeError, StateError, UnlikeError, UsageError
 from orchestrator.hosts import belongings, checks
-from orchestrator.hosts.belongings import Cleared, Reaped, Survey, Who
+from orchestrator.hosts.belongings import Cleared, Mended, Reaped, Survey, Who
 from orchestrator.hosts.cluster import Cluster, Problem, Venv
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.election import Election, elect
@@ -264,6 +264,10 @@ class Clusters:
         """What jobs without a supervisor, and silent links, left on each node; `end` ends ours."""
         return self._on_each(cluster, partial(belongings.reap, end=end))
 
+    def mend(self, cluster: Cluster, nodes: Sequence[Node], *, end: bool) -> dict[str, Mended | HostError]:
+        """What starts and ends that were cut short left of ours on these nodes; `end` puts it in order."""
+        return self._on_each(cluster, partial(belongings.mend, end=end), nodes)
+
     def down(self, cluster: Cluster) -> dict[str, Cleared | HostError]:
         """Ends and removes what is this cluster's, and ours, on each node."""
         bare = cluster.with_venvs({})  # no environment is asked to remove itself
@@ -272,10 +276,12 @@ class Clusters:
         return answers
 
     def _on_each(
-        self, cluster: Cluster, action: Callable[[ConnectedHost, Who], Answer]
+        self, cluster: Cluster, action: Callable[[ConnectedHost, Who], Answer], nodes: Sequence[Node] | None = None
     ) -> dict[str, Answer | HostError]:
+        """nodes: of the cluster; None means all."""
         who = Who(read_owner(self.store.home), cluster.name)
-        return self.connections.each(cluster.nodes, lambda host: action(host, who), deadline_s=belongings.CLEAR_S + 5)
+        asked = cluster.nodes if nodes is None else nodes
+        return self.connections.each(asked, lambda host: action(host, who), deadline_s=belongings.CLEAR_S + 5)
 
 
 def _unusable(node: Node, facts: NodeFacts, findings: Sequence[Finding]) -> HostError | None:

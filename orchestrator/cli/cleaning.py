@@ -45,7 +45,7 @@ def reap(yes: bool, cluster: str | None, as_json: bool) -> None:
     def words(answer: Reaped) -> str:
         ended = " — ended" if yes else ""
         programs = [f"stuck since a link fell silent: {program}{ended}" for program in answer.programs]
-        return "; ".join([*map(_leftover_words, answer.found), *programs]) or "nothing left"
+        return "; ".join([*map(leftover_words, answer.found), *programs]) or "nothing left"
 
     _show_answers(answers, words, as_json)
     if not yes and any(one.mine for one in found):
@@ -54,7 +54,7 @@ def reap(yes: bool, cluster: str | None, as_json: bool) -> None:
         console.say("`orch reap --yes` ends them")
 
 
-def _leftover_words(left: Leftover) -> str:
+def leftover_words(left: Leftover) -> str:
     said = f"{left.there.job}: {', '.join(left.processes)}"
     if not left.mine:
         return f"{said} — not ours: cluster {left.there.cluster} of {left.there.owner or 'an older orch'}"

@@ -10,6 +10,7 @@ import click
 
 from orchestrator.cli.clusters import allow_local_option, ask_about_local
 from orchestrator.cli.common import accept_option, busy, cluster_option, json_option, nodes_option, open_controller
+from orchestrator.cli.fixing import fix_environments, fix_leftovers
 from orchestrator.errors import HostError, UsageError
 from orchestrator.units import counted
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from orchestrator.controller import Controller
+    from orchestrator.doctor.seen import Seen
     from orchestrator.hosts.inventory import Node
 
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 @click.argument("inventory", metavar="[INVENTORY]", type=click.Path(path_type=Path), required=False)
 @nodes_option
 @click.option("--collective", is_flag=True, help="Also run a short all-reduce on all hosts, as a job.")
+@click.option("--fix", is_flag=True, help="First mend what is ours: see above.")
+@click.option("--yes", is_flag=True, help="With --fix: do not ask.")
 @accept_option
 @allow_local_option
 @cluster_option
@@ -32,6 +36,8 @@ def doctor(
     inventory: Path | None,
     nodes: str | None,
     collective: bool,
+    fix: bool,
+    yes: bool,
     accept_new_host_keys: bool,
     allow_local: bool,
     cluster: str | None,
@@ -46,49 +52,81 @@ def doctor(
     With --collective, and where nothing blocks one, a job of 1 KiB and 8 MiB follows: it takes torch's start, about
     10 s, and the GPUs. Where it fails, it is tried on fewer hosts until the guilty one, or pair, is found.
 
+    --fix ends processes that our jobs left, wakes our stopped supervisors, removes halves of starts, uploads and
+    removals, and makes environments of `orch setup` again that do not start. It says what, asks first, and touches
+    nothing of other people or of jobs that run.
+
     The exit code is 0 if nothing blocks a job, 1 if a finding does, 3 if a host could not be reached.
 
     \b
     orch doctor
     orch doctor --nodes 'gpu[01-16]' --collective
+    orch doctor --fix
     orch doctor inventory/a2000_v100.yaml
     orch doctor --json | jq '.findings[] | select(.level == "block")'
     """
-    from dataclasses import replace
-
     from orchestrator.doctor.judge import judge
-    from orchestrator.doctor.look import look
-    from orchestrator.measuring.smoke import with_smoke
-    from orchestrator.provision.service import DATA_FOLDER
     from orchestrator.views import console, diagnosis
     from orchestrator.views.documents import doctor_json
 
-    if inventory and cluster:
-        raise UsageError(f"{inventory} and --cluster at once", "take one of them")
-    if inventory and collective:
-        raise UsageError("--collective runs a job, which needs a cluster that is up", f"`orch up {inventory}` first")
+    _refuse(inventory, cluster, collective, fix, as_json and not yes)
+    fixed = dict[str, list[str]]()
     with open_controller(accept_new_host_keys) as controller:
         if inventory:
-            name, wanted, master = *_of_file(controller, inventory, nodes, allow_local), None
+            name, wanted = _of_file(controller, inventory, nodes, allow_local)
+            seen = _look(controller, wanted, None)
         else:
             known = controller.store.cluster(cluster)
-            name, master, wanted = known.name, known.master, known.chosen(known.names(nodes))
-        with busy(f"examining {counted(len(wanted), 'host')}") as show:
-            seen = look(controller.connections, wanted, data=DATA_FOLDER, master=master, show=show)
-            if collective and len(seen.hosts) > 1:
-                if judge(seen).blocks:
-                    seen = replace(seen, why_no_collective="a finding blocks it")
-                else:
-                    seen = with_smoke(controller, controller.store.cluster(name), seen, show)
-            found = judge(seen)
+            name, wanted = known.name, known.chosen(known.names(nodes))
+            fixed = fix_leftovers(controller, known, wanted, yes) if fix else {}
+            seen = _look(controller, wanted, known.master)
+            if fix and (made := fix_environments(controller, known, judge(seen), yes)):
+                fixed |= {host: [*fixed.get(host, []), *lines] for host, lines in made.items()}
+                wanted = controller.store.cluster(name).chosen([node.name for node in wanted])
+                seen = _look(controller, wanted, known.master)
+        found = judge(_with_collective(controller, name, seen) if collective else seen)
     if as_json:
-        console.print_json(doctor_json(name, found))
+        console.print_json({**doctor_json(name, found), "fixed": fixed})
     else:
         diagnosis.print_diagnosis(found)
     if found.seen.unreached:
         sys.exit(HostError.exit_code)
     if found.blocks:
         sys.exit(1)
+
+
+def _refuse(inventory: Path | None, cluster: str | None, collective: bool, fix: bool, nobody_is_asked: bool) -> None:
+    if inventory and cluster:
+        raise UsageError(f"{inventory} and --cluster at once", "take one of them")
+    if inventory and collective:
+        raise UsageError("--collective runs a job, which needs a cluster that is up", f"`orch up {inventory}` first")
+    if inventory and fix:
+        raise UsageError("--fix mends what jobs of a cluster left, which has to be up", f"`orch up {inventory}` first")
+    if fix and nobody_is_asked:
+        raise UsageError("`orch doctor --fix --json` asks nobody", "say so with --yes")
+
+
+def _look(controller: Controller, nodes: Sequence[Node], master: str | None) -> Seen:
+    from orchestrator.doctor.look import look
+    from orchestrator.provision.service import DATA_FOLDER
+
+    with busy(f"examining {counted(len(nodes), 'host')}") as show:
+        return look(controller.connections, nodes, data=DATA_FOLDER, master=master, show=show)
+
+
+def _with_collective(controller: Controller, cluster: str, seen: Seen) -> Seen:
+    """The same, and what became of an all-reduce, where one was tried."""
+    from dataclasses import replace
+
+    from orchestrator.doctor.judge import judge
+    from orchestrator.measuring.smoke import with_smoke
+
+    if len(seen.hosts) < 2:
+        return seen
+    if judge(seen).blocks:
+        return replace(seen, why_no_collective="a finding blocks it")
+    with busy("an all-reduce") as show:
+        return with_smoke(controller, controller.store.cluster(cluster), seen, show)
 
 
 def _of_file(controller: Controller, file: Path, listed: str | None, allow_local: bool) -> tuple[str, Sequence[Node]]:

@@ -2,6 +2,7 @@
 
     look(host, who)                     # Survey: our jobs, others', and what is no job of anybody
     reap(host, who, end=True)           # Reaped: processes of jobs without a supervisor; ours are ended
+    mend(host, who, end=True)           # Mended: the same, and folders that nobody will need
     down(host, who)                     # Cleared: what was ended and removed, and what was left alone
     adopt(host, who, ["mnist-..."])     # the jobs that are ours from now on
 
@@ -79,6 +80,17 @@ class Reaped:
 
 
 @dataclass(frozen=True)
+class Mended:
+    """What starts and ends that were cut short had left of ours on one host."""
+
+    reaped: Reaped
+    folders: tuple[str, ...]
+    """Within the work folder; those that went where they were to go."""
+    why: tuple[str, ...]
+    """What stays, and why."""
+
+
+@dataclass(frozen=True)
 class Cleared:
     """What `orch down` did on one host."""
 
@@ -103,10 +115,13 @@ def survey_host(host: ConnectedHost, who: Who) -> Survey:
 
 def reap(host: ConnectedHost, who: Who, *, end: bool) -> Reaped:
     answer = _ask(host, who, "reap", CLEAR_S, end=end)
-    return understood(
-        host.node,
-        lambda: Reaped(tuple(_leftover(one) for one in answer["found"]), tuple(words_of(answer["programs"]))),
-    )
+    return understood(host.node, lambda: _reaped(answer))
+
+
+def mend(host: ConnectedHost, who: Who, *, end: bool) -> Mended:
+    answer = _ask(host, who, "mend", CLEAR_S, end=end)
+    lists = ("folders", "why")
+    return understood(host.node, lambda: Mended(_reaped(answer), *(tuple(words_of(answer[name])) for name in lists)))
 
 
 def down(host: ConnectedHost, who: Who) -> Cleared:
@@ -141,6 +156,10 @@ def _all(jobs: Any) -> tuple[There, ...]:
 def _there(job: Mapping[str, Any]) -> There:
     owner, state = (one_line(job[key], 200) if job[key] is not None else None for key in ("owner", "state"))
     return There(one_line(job["job"]), one_line(job["cluster"]), owner, state, bool(job["alive"]))
+
+
+def _reaped(answer: Mapping[str, Any]) -> Reaped:
+    return Reaped(tuple(_leftover(one) for one in answer["found"]), tuple(words_of(answer["programs"])))
 
 
 def _leftover(entry: Mapping[str, Any]) -> Leftover:

@@ -5,10 +5,11 @@ Requests, by `action`, each with {"workdir", "owner": {"id", "name"}, "cluster"}
     survey    what is there: {"mine", "others": [{"job", "cluster", "owner", "state", "alive"}], "strange": [names]}
     reap      list of everybody, and with `end` end of ours, what jobs without a living supervisor left behind; who is
               stopped, to go on
+    mend      what `reap` does, and of ours what no job will ever need
     down      end our jobs, then remove them, and of what several share what nobody else needs
     adopt     make `jobs` of this cluster ours, whoever started them
 
-Whose something is, `ownership` says; `reaping` and `removal` act on it.
+Whose something is, `ownership` says; `reaping`, `mending` and `removal` act on it.
 
 The answer is one JSON object; {"error", "remedy"} where the host refuses.
 """
@@ -19,6 +20,7 @@ from typing import Any
 
 from .answer import Refused, reply
 from .layout import WorkFolder, write_json
+from .mending import mend
 from .ownership import SHOWN, entry, forget_old_secrets, is_mine, jobs_of_orch, strange, whose
 from .reaping import reap
 from .removal import down
@@ -26,7 +28,7 @@ from .workfolder import content, unfit
 
 
 def main(request: dict[str, Any]) -> None:
-    reply(request, {action.__name__: action for action in (survey, reap, down, adopt)}[request["action"]])
+    reply(request, {action.__name__: action for action in (survey, reap, mend, down, adopt)}[request["action"]])
 
 
 def survey(request: dict[str, Any]) -> dict[str, Any]:

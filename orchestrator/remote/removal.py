@@ -45,7 +45,7 @@ def down(request: dict[str, Any]) -> dict[str, Any]:
             # Without a supervisor's word its `prepare` may be at work.
             if is_mine(job, request) and not agent["alive"] and (alone or "pid" in agent):
                 answer["jobs"][job.id] = {key: agent.get(key) for key in ("state", "ended", "first_failure")}
-                _clear(job.root, answer["why"])
+                clear(job.root, answer["why"])
         if alone:
             answer["removed"] += [str(path) for path in _remove_shared(work, request, answer["why"])]
         else:
@@ -79,20 +79,20 @@ def _remove_shared(work: WorkFolder, request: dict[str, Any], why: list[str]) ->
     """Nobody else is at work there."""
     left = jobs_of_orch(work)
     needed = {job.read_node().get("code") for job in left}
-    for path in _entries(work.codes):
-        if path.is_dir() and CODE.fullmatch(path.name) and path.name not in needed and _clear(path, why):
+    for path in entries(work.codes):
+        if path.is_dir() and CODE.fullmatch(path.name) and path.name not in needed and clear(path, why):
             yield path
     pythons = [str(job.read_node().get("python", "")) for job in left if lives(job.read_agent())]
-    for path in _entries(work.venvs):
+    for path in entries(work.venvs):
         if path.name.startswith("torch-") and VERSION.fullmatch(path.name.removeprefix("torch-")):
             if words := _needed(path, pythons, request):
                 why.append(f"{path.name}: {words}")
-            elif _clear(path, why):
+            elif clear(path, why):
                 yield path
-    _remove_empty(_entries(work.jobs))
+    _remove_empty(entries(work.jobs))
     yield from _remove_empty((work.jobs, work.codes, work.venvs))
     if not work.jobs.exists() and not work.venvs.exists():
-        for path in _entries(work.locks):
+        for path in entries(work.locks):
             if is_lock(path):
                 path.unlink()
         yield from _remove_empty((work.locks,))
@@ -100,12 +100,12 @@ def _remove_shared(work: WorkFolder, request: dict[str, Any], why: list[str]) ->
 
 def _clear_halves(work: WorkFolder, why: list[str]) -> None:
     """What an earlier removal did not get done with."""
-    for path in [path for folder in (work.jobs, work.codes, work.venvs) for path in _entries(folder)]:
+    for path in [path for folder in (work.jobs, work.codes, work.venvs) for path in entries(folder)]:
         if path.name.startswith(GONE):
-            _clear(path, why)
+            clear(path, why)
 
 
-def _clear(folder: Path, why: list[str]) -> bool:
+def clear(folder: Path, why: list[str]) -> bool:
     """Whether all of it could be removed; else `why` gets a line. What can be removed of it is gone all the same."""
     try:
         remove(folder)
@@ -129,7 +129,7 @@ def _needed(venv: Path, pythons: list[str], request: dict[str, Any]) -> str:
     return "a job that runs uses it" if any(python.startswith(f"{venv}/") for python in pythons) else ""
 
 
-def _entries(folder: Path) -> list[Path]:
+def entries(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.iterdir()) if not path.is_symlink()] if folder.is_dir() else []
 
 

@@ -5,12 +5,16 @@ for.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from orchestrator.doctor.table import CHECKS
+from orchestrator.owner import read_owner
+from orchestrator.paths import Home
 from tests.support.local_cluster import Place
 from tests.support.ssh_rack import Rack, ssh_rack
 from tests.support.sshd import needs_sshd
@@ -89,3 +93,32 @@ def test_a_gpu_that_is_sick_in_use_and_of_no_use_to_torch_is_all_of_that(
     shown = person.types("doctor", str(file), "--allow-local", "--nodes", "a", code=1).stdout
     assert "block: P07 GPUs compute, a: " in shown
     assert "warn: P10 GPU health, a: GPU 0 has 4 of its 16 PCIe lanes" in shown
+
+
+def test_what_a_dead_job_of_ours_left_is_ended_when_its_person_says_so_and_anothers_is_not(tmp_path: Path) -> None:
+    person = Place(tmp_path)
+    owner = read_owner(Home(tmp_path / "home")).model_dump()
+    strays = {}
+    for job, whose in (("mine-1", owner), ("bobs-1", {**owner, "id": "b" * 32, "name": "bob@desk"})):
+        folder = tmp_path / "a" / "jobs" / job
+        folder.mkdir(parents=True)
+        (folder / "node.json").write_text(json.dumps({"job": job, "owner": whose, "cluster": "rack"}))
+        strays[job] = subprocess.Popen(["sleep", "300"], env={"PATH": os.environ["PATH"], "ORCH_JOB_DIR": str(folder)})
+    (tmp_path / "a" / ".orch-work").write_text('{"schema": 1, "what": "work folder of orch"}\n')
+    (tmp_path / "a").chmod(0o700)
+    try:
+        words = ("doctor", "--fix", "--nodes", "a")
+        refused = person.types(*words, code=2).stderr
+        assert "a: would end or wake mine-1: pid " in refused and "say so with --yes" in refused
+        assert [stray.poll() for stray in strays.values()] == [None, None]
+        assert "asks nobody" in person.types(*words, "--json", code=2).stderr
+        found = json.loads(person.types(*words, "--yes", "--json").stdout)
+        assert list(found["fixed"]) == ["a"] and found["fixed"]["a"][0].startswith("mine-1: pid ")
+        assert strays["mine-1"].wait(10) == -9 and strays["bobs-1"].poll() is None
+        running = {one["seen"] for one in found["findings"] if one["id"] == "P31"}  # others', of this machine, too
+        assert "job bobs-1 has processes there" in running and "job mine-1 has processes there" not in running
+        assert json.loads(person.types(*words, "--json", "--yes").stdout)["fixed"] == {}
+    finally:
+        for stray in strays.values():
+            stray.kill()
+            stray.wait()
