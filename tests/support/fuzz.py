@@ -28,9 +28,13 @@ from pathlib import Path
 
 from rich.console import Console
 
+from orchestrator.doctor.judge import judge
+from orchestrator.doctor.quick import AT_UP
+from orchestrator.doctor.seen import Host, Seen
 from orchestrator.errors import InventoryError, OrchError
 from orchestrator.hosts import checks
 from orchestrator.hosts.facts import NodeFacts
+from orchestrator.hosts.health import Health
 from orchestrator.hosts.inventory import Inventory, Node
 from orchestrator.hosts.inventory_file import parse_inventory
 from orchestrator.hosts.parse_facts import parse_facts
@@ -218,7 +222,8 @@ def probe(rng: random.Random) -> None:
         name="v100", host="h", gpu="A2000", gpus=1, bandwidth_bps=2.5e9, address="192.168.1.41", image="torch-2.0"
     )
     found = checks.unusable(node, facts)
-    for line in (*checks.warnings(node, facts), *([str(found)] if found else [])):
+    findings = judge(Seen((Host(node, facts, Health()),)), AT_UP).findings
+    for line in (*(one.line for one in findings), *([str(found)] if found else [])):
         said(line)
 
 
