@@ -97,7 +97,7 @@ def status(no_look: bool, cluster: str | None, as_json: bool) -> None:
             with busy(f"looking at {counted(len(known.nodes), 'host')}"):
                 silent = controller.connections.silent(known.nodes)
                 on_gpus = controller.clusters.on_gpus(known, without=silent)
-        listed = controller.jobs.all(known.name, silent)
+        listed = controller.jobs.all(known.name, silent, why=not no_look)
         jobs = listed.records[:10]
     if as_json:
         cluster_now = documents.cluster_json(known, silent, on_gpus)

@@ -71,7 +71,7 @@ def jobs(rescan: bool, adopt: bool, yes: bool, limit: int | None, cluster: str |
         cluster = shown_cluster(controller, cluster)
         if rescan:
             problems |= _rescanned(controller, cluster, adopt=adopt, yes=yes)
-        found = controller.jobs.all(cluster)
+        found = controller.jobs.all(cluster, why=True)
         waiting = _waiting(controller, found.records, cluster)
     queued = {rival.job for rivals in waiting.values() for rival in rivals}
     records = [job for job in found.records if job.state != "cancelled" or job.id not in queued]  # it tries again

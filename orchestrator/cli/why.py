@@ -42,6 +42,7 @@ def why(wanted: str | None, all_frames: bool, cluster: str | None, as_json: bool
     silent = {name: found for name, found in outcomes.items() if isinstance(found, HostError)}
     if len(silent) < len(outcomes):
         verdict = diagnose(job.plan, outcomes)
+        job.remember_why(verdict)
         if as_json:
             console.print_json(documents.why_json(job.id, verdict, outcomes))
         else:

@@ -3,9 +3,11 @@
     verdict = diagnose(plan, {"a": HostLook(...), "b": HostError(...)})
     verdict.kind, verdict.node, verdict.rank, verdict.place     "missed-collective", "b", 1, "train.py:31 in step"
 
-Nothing is a stall while any rank writes, computes or comes to another line: what only looks like one for a moment is a
-slow step. A rank that is idle stands still after QUIET_S in which no rank has written anything, one that uses the CPU
-after LONG_S; where steps take longer, later. A process that is stopped, or a host that is silent, needs no such time.
+Nothing is a stall while any rank writes, moves data, or comes to another line: what only looks like one for a moment is
+a slow step. A rank that is idle stands still after QUIET_S in which no rank has written anything, one that waits for a
+disk after LONG_S; where steps take longer, later. Who uses the CPU at one line may compute, or wait as NCCL does: after
+LONG_S it is said to wait where another rank is idle, and by itself only after VERY_LONG_S. Until then it is busy, which
+is no alarm. A process that is stopped, or a host that is silent, needs no time.
 """
 
 from __future__ import annotations
@@ -13,30 +15,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 from orchestrator.errors import HostError
 from orchestrator.hosts.alike import reasons
 from orchestrator.jobs.gpu_reading import GpuLines, Reading, slowed_by_words
 from orchestrator.jobs.looks import HostLook
 from orchestrator.jobs.metric_lines import parse_event
+from orchestrator.jobs.record import Kind, Verdict
 from orchestrator.jobs.standing import Standing, standings_of
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.units import format_duration
 
-Kind = Literal[
-    "missed-collective",
-    "deadlock",
-    "loader",
-    "dead-mount",
-    "stopped",
-    "half-dead-link",
-    "full-pipe",
-    "stands-still",
-    "clock-throttle",
-    "no-stall",
-]
-QUIET_S, LONG_S = 20.0, 60.0
+QUIET_S, LONG_S, VERY_LONG_S = 20.0, 60.0, 1800.0
 STEPS, LONG_STEPS = 3, 10
 """A stall lasts longer than so many of the longest of the last steps."""
 RETRIES = 2
@@ -45,20 +35,6 @@ LOW_CLOCK, BUSY_PERCENT = 0.6, 50
 
 ALL_FRAMES = "`orch why --stacks` shows all frames"
 EVERY_RANK = f"every rank has to make the same calls: what leads this one elsewhere? {ALL_FRAMES}"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    kind: Kind
-    reason: str
-    """A sentence."""
-    remedy: str = ""
-    node: str | None = None
-    rank: int | None = None
-    place: str = ""
-    """`train.py:31 in step`; "" where no line is to be named."""
-    line: str = ""
-    """The text of that line."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +66,14 @@ class Scene:
 
     @property
     def is_long_quiet(self) -> bool:
-        return self.is_quiet and self.quiet_s >= max(LONG_S, LONG_STEPS * self._step_s)
+        return self._is_quiet_for(LONG_S)
+
+    @property
+    def is_very_long_quiet(self) -> bool:
+        return self._is_quiet_for(VERY_LONG_S)
+
+    def _is_quiet_for(self, seconds: float) -> bool:
+        return self.is_quiet and self.quiet_s >= max(seconds, LONG_STEPS * self._step_s)
 
     @cached_property
     def idle(self) -> list[Standing]:
@@ -98,17 +81,28 @@ class Scene:
         return [one for one in self.live if not one.moves]
 
     @cached_property
+    def spinning(self) -> list[Standing]:
+        """Those that use the CPU and come to no other line than one at which ranks wait for others: with NCCL they may
+        well do that, and need not.
+        """
+        at_one = (one for one in self.live if one.at == "collective" and one.moves and one.script_is_same)
+        return [one for one in at_one if self.is_long_quiet and not one.look.moves_data]
+
+    @cached_property
     def waiting(self) -> list[Standing]:
-        """Those that wait in a collective. With NCCL that uses the CPU: then only time shows that they wait."""
-        return [
-            one
-            for one in self.live
-            if one.at == "collective" and (not one.moves or (self.is_long_quiet and one.script_is_same))
-        ]
+        """Those that wait in a collective."""
+        idle = [one for one in self.live if one.at == "collective" and not one.moves]
+        is_sure = any(one.at != "collective" for one in self.idle) or self.is_very_long_quiet
+        return sorted([*idle, *(self.spinning if is_sure else ())], key=lambda one: one.rank)
 
     @cached_property
     def others(self) -> list[Standing]:
         return [one for one in self.live if one not in self.waiting]
+
+    @cached_property
+    def working(self) -> list[Standing]:
+        """Those that get on, so that others may well be right to wait for them."""
+        return [] if self.is_very_long_quiet else [one for one in self.others if one.moves]
 
     @property
     def for_so_long(self) -> str:
@@ -173,7 +167,7 @@ def _disk(scene: Scene) -> Verdict | None:
 
 def _link(scene: Scene) -> Verdict | None:
     for one in scene.live if scene.is_quiet else ():
-        for way in one.look.connections:
+        for way in () if one.look.moves_data else one.look.connections:
             if way.retransmits >= RETRIES:
                 hosts = [node.name for node in scene.plan.nodes if node.address == way.to]
                 peer = hosts[0] if len(hosts) == 1 else f"{way.to} port {way.port}"
@@ -188,7 +182,7 @@ def _link(scene: Scene) -> Verdict | None:
 def _idle_one(scene: Scene) -> Verdict | None:
     """One that does nothing, and not in a collective: it is the cause, whatever the others do."""
     idle = [one for one in scene.others if not one.moves and one.at != "disk"]
-    if not scene.is_quiet or not idle:
+    if not scene.is_quiet or not idle or scene.working:
         return None
     if found := next((one for one in idle if one.at == "loader"), None):
         return _of(found, "loader", *_loader_words(scene, found))
@@ -235,12 +229,13 @@ def _absent_one(scene: Scene) -> Verdict | None:
 
 
 def _busy_one(scene: Scene) -> Verdict | None:
-    """Others wait, and one computes: for longer than any step has taken."""
-    if scene.is_long_quiet and scene.waiting and scene.others:
-        remedy = f"wait, if it does there what takes so long (evaluates, compiles, saves); else {ALL_FRAMES}"
-        odd = _odd(scene.others)
-        return _missed(scene, odd, "waits for a disk" if odd.at == "disk" else "uses the CPU", remedy)
-    return None
+    """Others wait, and one works: it evaluates, compiles, unpacks or saves, for all that can be seen."""
+    if not scene.is_quiet or not scene.waiting or not scene.others:
+        return None
+    odd = _odd(scene.others)
+    how = "waits for a disk" if odd.at == "disk" else "is at work"
+    reason = f"{odd.name} {how}{_program(odd)}, and {_ranks(scene.waiting)} waits for it at {scene.waiting[0].place}"
+    return _of(odd, "still-busy", f"{reason}; {scene.for_so_long}", f"if it should be done by now: {ALL_FRAMES}")
 
 
 def _all_wait(scene: Scene) -> Verdict | None:
@@ -287,8 +282,15 @@ def _no_stall(scene: Scene) -> Verdict:
             "no-stall", f"no rank moves at this moment, but the last word came only {since} ago", "ask again"
         )
     held = f"; {_ranks(scene.waiting)} waits for others" if scene.waiting else ""
-    moving = len(scene.live) - len(scene.idle)
-    return Verdict("no-stall", f"{moving} of {len(scene.live)} ranks that run get on{held}")
+    moving = [one for one in scene.live if one.moves]
+    reason = f"{len(moving)} of {len(scene.live)} ranks that run get on{held}"
+    if not scene.is_quiet:
+        return Verdict("no-stall", reason)
+    odd = _odd(moving)
+    if len(scene.spinning) == len(scene.live):
+        elsewhere = next((f", others at {one.place}" for one in moving if one.place != odd.place), "")
+        reason = f"all ranks use the CPU{elsewhere}: they compute, or wait as NCCL does; only time tells"
+    return _of(odd, "still-busy", f"{reason}; {scene.for_so_long}", "")
 
 
 # ---- words ----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """What a person who follows a job sees: lines, notices and how it goes, from what its hosts send.
-    follow = Follow(plan, remember, until_end=True)
-    for event in follow.events(watch(...)):     lines that came together, Notice, Progress, Bars, Silence
+    follow = Follow(plan, remember, until_end=True, ask=ask_why)
+    for event in follow.events(watch(...)):     lines that came together, Notice, Progress, Bars, Silence, Standstill
         ...
     for event in follow.last_words():           what is known once all has come
 
@@ -17,14 +17,15 @@ from datetime import datetime
 from typing import Any
 
 from orchestrator.errors import ConnectError, HostError, HostsError
+from orchestrator.jobs.asker import Asker
 from orchestrator.jobs.dropped import dropped_words
 from orchestrator.jobs.faults import fault_words
 from orchestrator.jobs.frames import Beat, FilePiece, Frame
 from orchestrator.jobs.heard import Heard
 from orchestrator.jobs.lines import Bars, LogLine, Splitter
-from orchestrator.jobs.live import LiveView, Notice, RunProgress, Silence
+from orchestrator.jobs.live import LiveView, Notice, RunProgress, Silence, Standstill
 from orchestrator.jobs.record import FINAL_STATES, Fault, JobRecord
-from orchestrator.jobs.stall import News
+from orchestrator.jobs.stall import News, standstill
 from orchestrator.planning.launch_plan import LaunchPlan
 
 LATE_S = 10.0
@@ -34,14 +35,15 @@ PROGRESS_S = 0.25
 BARS_S = 1.0
 """Between two states of lines that ranks draw over and over; and between two words about a silence."""
 
-Event = tuple[LogLine, ...] | Notice | RunProgress | Bars | Silence
+Event = tuple[LogLine, ...] | Notice | RunProgress | Bars | Silence | Standstill
 
 
 class Follow:
     """remember: takes each host's record, or why there is none, and gives the job's record that comes of them.
 
     until_end: the job is followed until it has ended, with its progress a few times a second, and with what ranks draw
-    over and over once a second; else only what is there now is shown.
+    over and over once a second; else only what is there now is shown. ask: asks the hosts why no rank prints, and gives
+    the job's record with what came of it; None where nobody is to ask.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Follow:
         remember: Callable[[Mapping[str, Mapping[str, Any] | HostError]], JobRecord],
         *,
         until_end: bool,
+        ask: Callable[[], JobRecord] | None = None,
     ) -> None:
         self.heard = Heard()
         self.ended_at_s: float | None = None
@@ -57,6 +60,8 @@ class Follow:
         self._plan, self._remember, self._until_end = plan, remember, until_end
         self._links = _Links(dials_again=until_end)
         self._splitter, self._view, self._news = Splitter(), LiveView(plan), News(plan)
+        self._asker = Asker(ask) if ask and until_end else None
+        self._standstill = Standstill()
         self._faults_shown = set[tuple[str, int | None, int | None]]()
         self._is_silent, self._has_progress = until_end, False
         self._progress_due_s, self._bars_due_s = 0.0, time.monotonic() + BARS_S
@@ -99,18 +104,27 @@ class Follow:
         if self.ended_at_s is not None:  # who still has something to show is not late
             self.ended_at_s = time.monotonic()
 
-    def _word(self, now_s: float) -> Iterator[Notice]:
+    def _word(self, now_s: float) -> Iterator[Event]:
         """What hosts say of the job may have changed its state."""
         record = self._remember(self.heard.found(now_s))
         yield from self._faults(record.faults)
-        for words in self._news.of(record) if self._until_end else ():
-            yield Notice(words)
+        if self._asker:
+            self._asker.tell(record)
+        if self._until_end and not (self._asker and self._asker.is_at_work):
+            yield from self._stands(record)
         if record.state not in FINAL_STATES:
             self.ended_at_s = None
         elif self.ended_at_s is None:
             if missed := self.heard.missed(now_s):
                 yield Notice(f"{', '.join(sorted(missed))}: no answer; the job's state is as the other hosts report it")
             self.ended_at_s = time.monotonic()
+
+    def _stands(self, record: JobRecord) -> Iterator[Event]:
+        """Why no rank prints anything, where that is so; and who has met nobody."""
+        if (now := standstill(record)) != self._standstill:
+            self._standstill = now
+            yield now
+        yield from map(Notice, self._news.of(record))
 
     def _faults(self, faults: Iterable[Fault]) -> Iterator[Notice]:
         """Each once. Hosts report at different times: a later fault may be listed before an earlier one."""
@@ -124,7 +138,9 @@ class Follow:
                 self._view.lose(fault.node)
 
     def _when_due(self) -> Iterator[Event]:
-        """What is shown at intervals, however fast it comes."""
+        """What is shown at intervals, however fast it comes; and what has been asked meanwhile."""
+        if self._asker and (record := self._asker.answer()):
+            yield from self._stands(record)
         if self._has_progress and time.monotonic() > self._progress_due_s:
             self._has_progress, self._progress_due_s = False, time.monotonic() + PROGRESS_S
             self._is_silent = False

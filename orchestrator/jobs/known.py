@@ -16,6 +16,7 @@ from orchestrator.hosts.connections import Connections
 from orchestrator.jobs.record import ENDED, JobRecord
 from orchestrator.jobs.remembered import RememberedJobs
 from orchestrator.jobs.running import RunningJob
+from orchestrator.jobs.stall import is_due
 from orchestrator.planning.launch_plan import LaunchPlan
 
 
@@ -46,9 +47,12 @@ class KnownJobs:
     def of(self, plan: LaunchPlan) -> RunningJob:
         return RunningJob(plan, self._jobs, self._connections)
 
-    def all(self, cluster: str | None = None, silent: Mapping[str, HostError] | None = None) -> Jobs:
+    def all(
+        self, cluster: str | None = None, silent: Mapping[str, HostError] | None = None, *, why: bool = False
+    ) -> Jobs:
         """All remembered jobs, newest first, as their hosts have them now; one that cannot be asked after keeps its
         record. silent: nodes of this cluster that were found not to answer a moment ago, and are not dialled again.
+        why: asks those that print nothing who holds them up, where nobody has.
         """
         problems: dict[str, OrchError] = dict(self._jobs.damaged())
         found, unheard = [], dict[str, Mapping[str, HostError]]()
@@ -56,7 +60,7 @@ class KnownJobs:
             if cluster in (None, record.cluster):
                 try:
                     asks = record.id not in problems and record.state not in ENDED
-                    now, away = self._asked_after(record.id, silent) if asks else (record, {})
+                    now, away = self._asked_after(record.id, silent, why) if asks else (record, {})
                     if away and now.state not in ENDED:
                         unheard[now.id] = away
                     found.append(now)
@@ -66,9 +70,13 @@ class KnownJobs:
         return Jobs(tuple(found), problems, unheard)
 
     def _asked_after(
-        self, job: str, silent: Mapping[str, HostError] | None
+        self, job: str, silent: Mapping[str, HostError] | None, why: bool
     ) -> tuple[JobRecord, Mapping[str, HostError]]:
-        return self.of(self._jobs.plan(job)).asked_after(silent)
+        one = self.of(self._jobs.plan(job))
+        record, away = one.asked_after(silent)
+        if why and not away and record.state == "running" and is_due(record.stall):
+            record = one.ask_why()
+        return record, away
 
     def settle_half_starts(self) -> None:
         """A job that a controller left half started when it died holds GPUs, and nobody will ever start it."""

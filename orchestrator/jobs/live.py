@@ -84,6 +84,14 @@ class Silence:
     elapsed_s: float
 
 
+@dataclass(frozen=True)
+class Standstill:
+    """Why no rank prints anything; without words where that is over."""
+
+    words: str = ""
+    is_alarm: bool = False
+
+
 class LiveView:
     """Folds pieces of metrics files; memory is bounded by the number of ranks."""
 

@@ -15,8 +15,8 @@ from orchestrator.record import Record, Words
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-READS_BYTES = 1 << 16
-"""Who reads more than this in two seconds gets on; what threads in the background read is less."""
+MOVES_BYTES = 1 << 16
+"""Who moves more data than this in two seconds gets on; threads in the background, heartbeats and stacks are less."""
 LIBRARIES = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3|^<")
 """Files that are not a person's own."""
 
@@ -63,18 +63,18 @@ class ProcessLook(Record):
     """Whether its main thread stands where it stood a moment before."""
     idle: bool
     """Whether it used next to no CPU in between."""
-    read_bytes: Count = 0
-    """What it read in between."""
+    moved_bytes: Count = 0
+    """What it read and wrote in between."""
     threads: Annotated[tuple[ThreadLook, ...], Field(max_length=16)] | None = None
     """None of what is no Python, has its own handler for our signal, or does not answer."""
 
     @property
     def stands(self) -> bool:
-        return self.same and self.idle and not self.reads
+        return self.same and self.idle and not self.moves_data
 
     @property
-    def reads(self) -> bool:
-        return self.read_bytes >= READS_BYTES
+    def moves_data(self) -> bool:
+        return self.moved_bytes >= MOVES_BYTES
 
     @property
     def frames(self) -> tuple[StackFrame, ...]:
@@ -119,7 +119,13 @@ class RankLook(Record):
     processes: Annotated[tuple[ProcessLook, ...], Field(max_length=64)] = ()
     """The script first; () of a rank that has ended or not begun."""
     more: Count = 0
+    net_bytes: Count = 0
+    """What the connections of all its processes carried in between."""
     connections: Annotated[tuple[Connection, ...], Field(max_length=64)] = ()
+
+    @property
+    def moves_data(self) -> bool:
+        return self.net_bytes >= MOVES_BYTES or any(one.moves_data for one in self.processes)
 
     @property
     def script(self) -> ProcessLook | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -53,12 +54,64 @@ class StillRank(Record):
     """See `remote/stillness.py`."""
 
 
+Kind = Literal[
+    "missed-collective",
+    "deadlock",
+    "loader",
+    "dead-mount",
+    "stopped",
+    "half-dead-link",
+    "full-pipe",
+    "stands-still",
+    "clock-throttle",
+    "still-busy",
+    "no-stall",
+]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who holds a job up, as `orch why` says it."""
+
+    kind: Kind
+    reason: Words
+    """A sentence."""
+    remedy: Words = ""
+    node: Words | None = None
+    rank: int | None = None
+    place: Words = ""
+    """`train.py:31 in step`; "" where no line is to be named."""
+    line: Words = ""
+    """The text of that line."""
+
+    @property
+    def is_alarm(self) -> bool:
+        return self.kind not in ("no-stall", "still-busy")
+
+
+class Answer(Record):
+    """What came of asking why, without a person, while no rank printed."""
+
+    verdict: Verdict
+    quiet_s: float
+    """How long they had been quiet by then."""
+
+
 class Stall(Record):
-    """No rank of a job prints anything, and some do nothing but wait."""
+    """No rank of a job prints anything. It may be healthy for all that: the answer says so."""
 
     quiet_s: float
     """For how long, in whole minutes, when the hosts were asked."""
     ranks: tuple[StillRank, ...]
+    since: tuple[float, ...] = ()
+    """Since when, host by host, each by its own clock; 0 where it does not say. It tells one stall from the next."""
+    answer: Answer | None = None
+    """None where nobody has looked yet."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether some rank does nothing but wait."""
+        return bool({rank.does for rank in self.ranks} & {"waits", "disk", "stopped"})
 
 
 class JobRecord(Record):

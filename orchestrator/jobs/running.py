@@ -4,6 +4,7 @@
     job.record                              what is remembered
     job.refresh()                           the record as its hosts have it now
     job.looked_at()                         what its ranks are at: who holds it up
+    job.ask_why()                           the record with what comes of that, where no rank prints
     for event in job.follow(): ...          until it has ended
     record, stayed = job.cancel()
 
@@ -23,9 +24,11 @@ from typing import Any
 
 from orchestrator.errors import HostError, UsageError
 from orchestrator.files import own_folder
-from orchestrator.hosts.connections import Connections
+from orchestrator.hosts.connections import CONNECT_S, Connections
 from orchestrator.jobs import collect, control, pull
+from orchestrator.jobs.asker import Asker
 from orchestrator.jobs.copies import is_removed, nothing_left
+from orchestrator.jobs.diagnosis import diagnose
 from orchestrator.jobs.dropped import dropped_words
 from orchestrator.jobs.follow import Event, Follow
 from orchestrator.jobs.frames import Agent, Held
@@ -34,8 +37,9 @@ from orchestrator.jobs.heard import Heard
 from orchestrator.jobs.listing import Output
 from orchestrator.jobs.looks import HostLook
 from orchestrator.jobs.outputs import Outputs, outputs
-from orchestrator.jobs.record import ENDED, FINAL_STATES, JobRecord
+from orchestrator.jobs.record import ENDED, FINAL_STATES, JobRecord, Verdict
 from orchestrator.jobs.remembered import RememberedJobs
+from orchestrator.jobs.stall import answered, is_due
 from orchestrator.jobs.state import combine, is_gone, is_half_started
 from orchestrator.jobs.tails import tails
 from orchestrator.jobs.watch import watch, watch_records
@@ -48,7 +52,7 @@ from orchestrator.planning.repeated import job_of
 from orchestrator.record import write_record
 from orchestrator.text import one_line
 from orchestrator.transport.ask import ConnectedHost, understood, words_of
-from orchestrator.transport.fanout import errors_by_node, values
+from orchestrator.transport.fanout import errors_by_node, for_each, values
 
 CANCEL_S = 60.0
 """After twice the grace: so long may it take until every host has said its last word."""
@@ -133,7 +137,7 @@ class RunningJob:
         since_wall: of these, those printed then or later, by this machine's clock. times: lines say when they were
         printed. wanted: asked once a second at least, also of a job that prints nothing; it ends where that is False.
         """
-        follow = Follow(self.plan, self._remember, until_end=until_end)
+        follow = Follow(self.plan, self._remember, until_end=until_end, ask=self.ask_why)
         reopen = self._connections.reopen
         offsets: dict[str, dict[str, Held]] = {}
         if last_lines is not None:
@@ -150,7 +154,7 @@ class RunningJob:
         """Tells the gauge what its hosts say of metrics and GPUs, and of its state; gives it whenever something came,
         and once a second, until the job has ended. No line that ranks print leaves its host.
         """
-        heard = Heard()
+        heard, asker = Heard(), Asker(self.ask_why)
         for name, error in self.reach().items():
             gauge.take(name, error, time.monotonic())
         told = watch(
@@ -160,7 +164,10 @@ class RunningJob:
             now_s = time.monotonic()
             gauge.take(name, item, now_s)
             if heard.take(name, item, now_s):
-                gauge.know(self._remember(heard.found(now_s)))
+                gauge.know(record := self._remember(heard.found(now_s)))
+                asker.tell(record)
+            if answer := asker.answer():
+                gauge.know(answer)
             yield gauge
             if gauge.record.state in FINAL_STATES:
                 return
@@ -170,6 +177,21 @@ class RunningJob:
         away = self.reach()
         found = {**away, **looks(self.plan, self.hosts)}
         return {node.name: found[node.name] for node in self.plan.nodes}
+
+    def ask_why(self) -> JobRecord:
+        """The record with who holds the job up, where no rank prints and some host answers. It asks those that were
+        reached before; one whose link broke is dialled again.
+        """
+        names = {node.name: node.name for node in self.plan.nodes if node.name in self.hosts}
+        connected = for_each(names, self._connections.current, deadline_s=CONNECT_S)
+        away = {node.name: HostError(node.name, "was not reached") for node in self.plan.nodes}
+        outcomes = {**away, **errors_by_node(connected), **looks(self.plan, values(connected))}
+        if len(errors_by_node(outcomes)) == len(outcomes):
+            return self.record
+        return self.remember_why(diagnose(self.plan, outcomes))
+
+    def remember_why(self, verdict: Verdict) -> JobRecord:
+        return self._jobs.change_job(self.id, lambda known: answered(known, verdict))
 
     def refresh(self) -> JobRecord:
         """The record as the hosts have it now; unchanged where none answers or it has ended.
@@ -256,6 +278,8 @@ class RunningJob:
         away = self.reach()
         collected = collect.collect(self.plan, self.hosts, run, progress, limit_bytes=limit_bytes)
         record = self._remember(collected.agents)
+        if record.state == "running" and is_due(record.stall):
+            record = self.ask_why()
         if record.state != "starting" and is_gone(self.plan, collected.agents):
             raise nothing_left(self._jobs, self.plan)
         self._jobs.remember_run(self.id, run.root)

@@ -1,10 +1,13 @@
-"""What the hosts see of ranks that stand still or never met, put together over a whole job. Pure.
+"""What the hosts see of ranks that print nothing or never met, put together over a whole job. Pure.
 
-    stall_of(plan, records)         # Stall(quiet_s=180, ranks=(...)); None while some rank prints
+    stall_of(plan, records, known)  # Stall(quiet_s=180, ranks=(...)); None while some rank prints
+    is_due(stall)                   # whether somebody should ask why (`jobs/asker.py`)
+    answered(record, verdict)       # the job's record with what came of it
     joined(plan, records)           # False: none of several ranks ever met another
     News(plan).of(record)           what to say to a person who follows the job
 
-records: the supervisors' (`agent.json`), by host; nothing in them is taken on trust.
+records: the supervisors' (`agent.json`), by host; nothing in them is taken on trust. A job that prints nothing may be
+healthy: it evaluates, compiles, unpacks or saves. Nobody is warned of one that was asked and gets on.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from orchestrator.jobs.record import JobRecord, Stall, StillRank
+from orchestrator.jobs.live import Standstill
+from orchestrator.jobs.record import FINAL_STATES, Answer, JobRecord, Stall, StillRank, Verdict
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.units import format_duration
 
@@ -26,12 +30,16 @@ DOES = {
 }
 """In the order in which messages list them."""
 NAMED = 4
-MOST_S = 1e9
+MOST_S, MOST_TIME_S = 1e9, 1e11
+AGAIN = 2
+"""Who looked healthy is asked again after so many times as long: after 1, 2, 4, 8 minutes, and so on."""
 
 
-def stall_of(plan: LaunchPlan, records: Mapping[str, Any]) -> Stall | None:
-    """None unless every host says that its ranks are quiet, and some rank waits."""
-    found, quiet_s = list[StillRank](), math.inf
+def stall_of(plan: LaunchPlan, records: Mapping[str, Any], known: Stall | None = None) -> Stall | None:
+    """None unless every host says that its ranks are quiet, and some rank runs. known: the last one that was seen; if
+    it is the same, what was answered still counts.
+    """
+    found, quiet_s, since = list[StillRank](), math.inf, list[float]()
     for node in plan.nodes:
         record = records.get(node.name)
         record = record if isinstance(record, Mapping) else {}
@@ -39,14 +47,39 @@ def stall_of(plan: LaunchPlan, records: Mapping[str, Any]) -> Stall | None:
         if None in does:
             return None
         found += [StillRank(node=node.name, rank=n, does=d) for n, d in zip(node.rank_numbers, does, strict=True) if d]
+        since.append(_seconds(record.get("quiet_since"), MOST_TIME_S))
         if set(does) != {"ended"}:
-            quiet_s = min(quiet_s, _seconds(record.get("quiet_s")))
-    still = {rank.does for rank in found} & {"waits", "disk", "stopped"}
-    return Stall(quiet_s=quiet_s, ranks=tuple(found)) if still else None
+            quiet_s = min(quiet_s, _seconds(record.get("quiet_s"), MOST_S))
+    if all(rank.does == "ended" for rank in found):
+        return None
+    stall = Stall(quiet_s=quiet_s, ranks=tuple(found), since=tuple(since))
+    return stall.model_copy(update={"answer": known.answer}) if known and _is_same(stall, known) else stall
 
 
-def _seconds(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) and 0 <= value <= MOST_S else 0.0
+def _is_same(now: Stall, before: Stall) -> bool:
+    """A host whose ranks have ended no longer says since when they were quiet."""
+    return len(now.since) == len(before.since) and all(
+        new in (0.0, old) for new, old in zip(now.since, before.since, strict=True)
+    )
+
+
+def is_due(stall: Stall | None) -> bool:
+    """Whether somebody should ask why: once for each stall, and again, ever more seldom, while it looks healthy."""
+    if stall is None or stall.answer is None:
+        return stall is not None
+    return not stall.answer.verdict.is_alarm and stall.quiet_s >= AGAIN * stall.answer.quiet_s
+
+
+def answered(record: JobRecord, verdict: Verdict) -> JobRecord:
+    """With this verdict, if its stall still lasts."""
+    if record.stall is None or record.state in FINAL_STATES:
+        return record
+    answer = Answer(verdict=verdict, quiet_s=record.stall.quiet_s)
+    return record.model_copy(update={"stall": record.stall.model_copy(update={"answer": answer})})
+
+
+def _seconds(value: Any, most: float) -> float:
+    return float(value) if isinstance(value, (int, float)) and 0 <= value <= most else 0.0
 
 
 def _does(record: Mapping[str, Any], rank: int) -> Any:
@@ -79,9 +112,29 @@ def stall_words(stall: Stall) -> str:
     return f"no output for {format_duration(stall.quiet_s)}: {'; '.join(_groups(stall))}"
 
 
-def who_words(job: str) -> str:
-    """What a person may do about it."""
-    return f"`orch why {job}` names who holds it up"
+def verdict_words(verdict: Verdict) -> str:
+    """`missed collective: rank 1 on v100 is idle, ...; it is at train.py:47 in step: time.sleep(1000)`."""
+    line = f": {verdict.line}" if verdict.line else ""
+    where = f"; it is at {verdict.place}{line}" if verdict.place else ""
+    return f"{verdict.kind.replace('-', ' ')}: {verdict.reason}{where}"
+
+
+def alarm_words(record: JobRecord) -> str:
+    """What a person should know of a job that prints nothing; "" where it gets on."""
+    stall = record.stall if record.state == "running" else None
+    if stall and stall.answer:
+        verdict = stall.answer.verdict
+        remedy = f"; try: {verdict.remedy}" if verdict.remedy else ""
+        return f"{verdict_words(verdict)}{remedy}" if verdict.is_alarm else ""
+    return f"{stall_words(stall)}; `orch why {record.id}` names who holds it up" if stall and stall.waits else ""
+
+
+def standstill(record: JobRecord) -> Standstill:
+    """The same for who looks at it all the time: also why it prints nothing although it gets on."""
+    stall = record.stall if record.state == "running" else None
+    if stall and stall.answer:
+        return Standstill(verdict_words(stall.answer.verdict), stall.answer.verdict.is_alarm)
+    return Standstill(stall_words(stall), True) if stall and stall.waits else Standstill()
 
 
 def _groups(stall: Stall) -> Iterator[str]:
@@ -101,14 +154,15 @@ class News:
 
     def __init__(self, plan: LaunchPlan) -> None:
         self._plan = plan
-        self._shown: tuple[StillRank, ...] = ()
+        self._shown: object = None
         self._is_alone_shown = False
 
     def of(self, record: JobRecord) -> Iterator[str]:
-        ranks = record.stall.ranks if record.stall and record.state == "running" else ()
-        if record.stall and ranks and ranks != self._shown:
-            yield f"{stall_words(record.stall)}; the job keeps running, {who_words(record.id)}"
-        self._shown = ranks
+        words, stall = alarm_words(record), record.stall
+        told = stall and (stall.answer or stall.ranks) if words else None
+        if told and told != self._shown:
+            yield f"{words}; the job keeps running"
+        self._shown = told
         if not self._is_alone_shown and (words := alone_words(self._plan, record)):
             self._is_alone_shown = True
             yield words
@@ -127,6 +181,9 @@ def alone_words(plan: LaunchPlan, record: JobRecord) -> str:
 def last_words(plan: LaunchPlan, record: JobRecord) -> Iterator[str]:
     """For a report: how the ranks were found last, and whether they met."""
     if record.stall:
-        yield f"How its ranks were seen last: {stall_words(record.stall)}."
+        answer = record.stall.answer
+        if answer.verdict.is_alarm if answer else record.stall.waits:
+            words = verdict_words(answer.verdict) if answer else stall_words(record.stall)
+            yield f"How its ranks were seen last: {words}."
     if words := alone_words(plan, record):
         yield f"{words[0].upper()}{words[1:]}."

@@ -37,7 +37,7 @@ class Standing:
     rank: int
     at: At
     moves: bool
-    """Whether it got on between the two looks: wrote or read something, used the CPU, or stood at another line."""
+    """Whether it got on between the two looks: moved data, used the CPU, or stood at another line."""
     look: RankLook
     frame: StackFrame | None
     """Where it stands, of the person's own code if possible."""
@@ -75,7 +75,7 @@ def standing_of(node: str, look: RankLook, src: str) -> Standing:
     if at in ("loader", "disk"):
         process = next(_stuck_workers(look, at), script)
     frame = process.own_frame(src) if process else None
-    gets_on = script is not None and (look.grew or look.does == "busy" or not script.same or script.reads)
+    gets_on = script is not None and (look.grew or look.does == "busy" or not script.same or look.moves_data)
     moves = gets_on and at != "stopped"
     return Standing(
         node=node,

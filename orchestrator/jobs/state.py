@@ -68,7 +68,7 @@ def combine(
 def _as_seen(plan: LaunchPlan, records: Mapping[str, Mapping[str, Any]], known: JobRecord) -> JobRecord:
     """The same, with how its ranks stand and what it went on after."""
     if len(records) == len(plan.nodes):  # else what was seen last
-        known = known.model_copy(update={"stall": stall_of(plan, records)})
+        known = known.model_copy(update={"stall": stall_of(plan, records, known.stall)})
     if plan.elastic:
         known = known.model_copy(update={"faults": faults_of(plan, records, known.faults)})
     return known

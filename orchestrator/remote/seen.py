@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .beneath import READ
+from .carried import disk_bytes
 from .layout import JobFolder
 from .processes import descendants
 from .stacks import Thread, asking
@@ -43,8 +44,9 @@ class Seen(NamedTuple):
     wchan: str
     ticks: int
     """CPU time so far."""
-    read_bytes: int
-    """So far, of one that is `compared` since then; 0 where nobody may know. (What it writes, its stacks are among.)"""
+    moved_bytes: int
+    """Read and written so far, of one that is `compared` since then; 0 where nobody may know. Its stacks are among it.
+    """
     threads: list[Thread] | None
     """None where it is not asked, or does not answer."""
     same: bool = False
@@ -54,11 +56,11 @@ class Seen(NamedTuple):
 
     def compared(self, before: Seen | None) -> Seen:
         if before is None:
-            return self._replace(read_bytes=0)
+            return self._replace(moved_bytes=0)
         return self._replace(
             same=self.state == before.state and self.main == before.main,
             idle=self.ticks - before.ticks <= IDLE_TICKS,
-            read_bytes=max(0, self.read_bytes - before.read_bytes),
+            moved_bytes=max(0, self.moved_bytes - before.moved_bytes),
         )
 
     @property
@@ -82,7 +84,7 @@ def _seen(pid: int, threads: list[Thread] | None) -> Seen | None:
         return None
     ticks = int(fields[11]) + int(fields[12])
     name = name.partition("(")[2]
-    return Seen(pid, name, fields[0], _wchan(pid), ticks, _read_bytes(pid), threads or None)
+    return Seen(pid, name, fields[0], _wchan(pid), ticks, _moved_bytes(pid, fields[0]), threads or None)
 
 
 def state_of(pid: int) -> str:
@@ -95,10 +97,11 @@ def _wchan(pid: int) -> str:
     return "" if found == "0" else found
 
 
-def _read_bytes(pid: int) -> int:
-    """By read(2) and the like, and from disks: memory that is mapped counts in the second alone."""
+def _moved_bytes(pid: int, state: str) -> int:
+    """By read(2), write(2) and the like, and from and to disks; of who waits for a disk also what that itself moves."""
     lines = [line.split() for line in _text(pid, "io").splitlines()]
-    return sum(int(line[1]) for line in lines if line[0] in ("rchar:", "read_bytes:"))
+    names = ("rchar:", "wchar:", "read_bytes:", "write_bytes:")
+    return sum(int(line[1]) for line in lines if line[0] in names) + (disk_bytes(pid) if state == "D" else 0)
 
 
 def _text(pid: int, name: str) -> str:
@@ -131,7 +134,7 @@ def full_pipes(pid: int) -> list[str]:
 def row(one: Seen, src: Path, threads: int, frames: int) -> dict[str, Any]:
     """threads, frames: so many of each at most."""
     return {
-        **{key: getattr(one, key) for key in ("pid", "state", "same", "idle", "read_bytes")},
+        **{key: getattr(one, key) for key in ("pid", "state", "same", "idle", "moved_bytes")},
         "name": one.name[:SHORT],
         "wchan": one.wchan[:SHORT],
         "threads": one.threads and [_thread(thread, src, frames) for thread in one.threads[:threads]],

@@ -6,7 +6,7 @@ Request: {"workdir", "job"}. The answer:
      "gpu_lines": [the first and the last lines of gpu.jsonl],
      "ranks": [{"rank": 0, "ended": false, "exit_code": null, "signal": null,
                 "does": "waits", "grew": false, "quiet_s": 75.2, "step": 120, "step_s": 0.4,
-                "wrapper": "S", "wrapper_pid": 4710, "full_pipes": [],
+                "wrapper": "S", "wrapper_pid": 4710, "full_pipes": [], "net_bytes": 0,
                 "processes": [...],         the script itself, then those that it started (`seen.row`)
                 "more": 0,                  and so many that are left out
                 "connections": [{"to": ADDRESS, "port": 29500, "unsent": 0, "unread": 0, "retransmits": 0}, ...]}, ...]}
@@ -26,6 +26,7 @@ from typing import Any
 
 from .agent import agent_state, stopped
 from .answer import Refused, reply
+from .carried import carried
 from .layout import JobFolder, WorkFolder
 from .meeting import ESTABLISHED, connections, sockets_of
 from .processes import uses
@@ -79,6 +80,7 @@ class Found:
     def __init__(self, job: JobFolder, number: int, record: Mapping[str, Any]) -> None:
         self._job, self._number, self._record = job, number, record
         self._before: dict[int, Seen] = {}
+        self._carried: dict[int, int] = {}
         self._progress: Progress | None = None
         self.samples: deque[Sample] = deque()
         self.row: dict[str, Any] = {}
@@ -86,13 +88,14 @@ class Found:
         self.more = 0
 
     def first(self) -> None:
-        self._progress = progress_of(self._job, self._number)
+        self._progress, self._carried = progress_of(self._job, self._number), carried()
         self._before = {one.pid: one for one in see(self._job, self._number, self._record["pid"])[0]}
 
     def second(self) -> None:
         pid, after = self._record["pid"], progress_of(self._job, self._number)
         seen, self.more = see(self._job, self._number, pid)
         self.seen = [one.compared(self._before.get(one.pid)) for one in seen]
+        sockets = sockets_of([one.pid for one in self.seen])
         self.row = {
             "does": what_it_does(self.samples) if len(self.samples) > 1 else "waits",
             "grew": after.sizes != (self._progress and self._progress.sizes),
@@ -102,7 +105,8 @@ class Found:
             "wrapper": state_of(self._record.get("wrapper") or 0),
             "wrapper_pid": self._record.get("wrapper") or 0,
             "full_pipes": full_pipes(pid),
-            "connections": _connections([one.pid for one in self.seen]),
+            "net_bytes": sum(now - self._carried.get(inode, 0) for inode, now in carried().items() if inode in sockets),
+            "connections": _connections(sockets),
         }
 
 
@@ -130,9 +134,8 @@ def _rank(
     return {**known, **found.row, "processes": processes, "more": found.more}
 
 
-def _connections(pids: list[int]) -> list[dict[str, Any]]:
+def _connections(inodes: set[int]) -> list[dict[str, Any]]:
     """Those on which something waits, in either direction; the most first."""
-    inodes = sockets_of(pids)
     rows = [row for row in connections() if row.inode in inodes and row.state == ESTABLISHED]
     waiting = sorted((row for row in rows if row.unsent or row.unread), key=lambda row: (row.retransmits, row.unsent))
     names = ("unsent", "unread", "retransmits")

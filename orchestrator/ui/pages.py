@@ -16,7 +16,7 @@ from orchestrator.errors import OrchError
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.jobs.known import Jobs
 from orchestrator.jobs.record import ENDED, JobRecord
-from orchestrator.jobs.stall import stall_words
+from orchestrator.jobs.stall import standstill
 from orchestrator.views.documents import cluster_json
 from orchestrator.views.job_table import lasted
 from orchestrator.views.numbers import local_minute
@@ -75,7 +75,7 @@ def cluster_page(
 
 def job_page(record: JobRecord, words: Mapping[str, str], root: str) -> str:
     """words: more of it, by what it is called."""
-    stall = stall_words(record.stall) if record.stall else ""
+    stall = standstill(record).words
     return _page("job.html.j2", job=record, words=words, stall=stall, ended=ENDED, root=root)
 
 

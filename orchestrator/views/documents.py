@@ -21,13 +21,12 @@ from orchestrator.forecast.pipeline.choice import PipelineChoice
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.facts import NodeFacts
 from orchestrator.hosts.remembered import Current, ListedCluster
-from orchestrator.jobs.diagnosis import Verdict
 from orchestrator.jobs.gauge import HostNow, JobNow
 from orchestrator.jobs.listing import Output, OutputListing, is_here
 from orchestrator.jobs.looks import HostLook
 from orchestrator.jobs.pull import Pulled
 from orchestrator.jobs.queued import Rival
-from orchestrator.jobs.record import JobRecord
+from orchestrator.jobs.record import JobRecord, Verdict
 from orchestrator.jobs.standing import standings_of
 from orchestrator.paths import RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan

@@ -17,19 +17,21 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.jobs.lines import Bars, LogLine
-from orchestrator.jobs.live import Notice, RunProgress, Silence
+from orchestrator.jobs.live import Notice, RunProgress, Silence, Standstill
 from orchestrator.text import one_line
 from orchestrator.views import console
 from orchestrator.views.numbers import local_second
 from orchestrator.views.progress import STARTING_S, progress_lines, progress_table, silence_words, time_words
 
 _RANK_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta", "bright_yellow")
+Shown = RunProgress | Bars | Silence | Standstill
+"""What stands below the lines until the next of its kind comes."""
 PROGRESS_LINE_S = 10.0
 BARS_SHOWN = 8
 
 
 def print_events(
-    events: Iterable[tuple[LogLine, ...] | Notice | RunProgress | Bars | Silence],
+    events: Iterable[tuple[LogLine, ...] | Notice | Shown],
     show: Callable[[LogLine], bool] = lambda line: True,
     stream: Console = console.out,
     *,
@@ -49,7 +51,7 @@ def print_events(
                     console.warn(event.text, notices)
                 elif isinstance(event, Bars):
                     board.show(Bars(tuple(line for line in event.lines if show(line))))
-                elif isinstance(event, (RunProgress, Silence)):
+                elif isinstance(event, (RunProgress, Silence, Standstill)):
                     board.show(event)
                 else:
                     board.lines_come()
@@ -118,7 +120,7 @@ class _LiveTable:
     def __init__(self, stream: Console) -> None:
         self._stream = stream
         self._live: Live | None = None
-        self._shown: dict[type, RunProgress | Bars | Silence] = {}
+        self._shown: dict[type, Shown] = {}
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
         """Around whatever is drawn: what a Ctrl-C tears would stand on the screen beside the next drawing of it."""
@@ -129,7 +131,7 @@ class _LiveTable:
         if self._shown.pop(Silence, None):
             self._draw()
 
-    def show(self, event: RunProgress | Bars | Silence) -> None:
+    def show(self, event: Shown) -> None:
         if not isinstance(event, Silence):
             self._shown.pop(Silence, None)
         self._shown[type(event)] = event
@@ -151,14 +153,18 @@ class _LiveTable:
             )
             self._live.start()
         # Laid out here, once: each line that is printed draws the table below it again.
-        parts = Group(*(part for kind in (Silence, RunProgress, Bars) for part in self._parts(self._shown.get(kind))))
+        parts = Group(
+            *(part for kind in (Silence, Standstill, RunProgress, Bars) for part in self._parts(self._shown.get(kind)))
+        )
         lines = self._stream.render_lines(parts, pad=False) if parts.renderables else []
         self._live.update(SegmentLines(lines, new_lines=True), refresh=True)
 
-    def _parts(self, event: RunProgress | Bars | Silence | None) -> Iterator[Table | Text]:
+    def _parts(self, event: Shown | None) -> Iterator[Table | Text]:
         width = self._stream.width
         if isinstance(event, Silence):
             yield Text(silence_words(event), "dim", no_wrap=True, overflow="ellipsis")
+        elif isinstance(event, Standstill) and event.words:
+            yield console.plain(event.words, "red" if event.is_alarm else "dim")
         elif isinstance(event, RunProgress):
             yield progress_table(event, width)
             if event.elapsed_s is not None:
@@ -178,7 +184,7 @@ class _Sentences:
 
     def __init__(self) -> None:
         self._due: float | None = None
-        self._latest: dict[type, RunProgress | Bars | Silence] = {}
+        self._latest: dict[type, Shown] = {}
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
         """A pipe that nobody reads shall not hold a Ctrl-C up."""
@@ -187,7 +193,11 @@ class _Sentences:
     def lines_come(self) -> None:
         self._latest.pop(Silence, None)
 
-    def show(self, event: RunProgress | Bars | Silence) -> None:
+    def show(self, event: Shown) -> None:
+        if isinstance(event, Standstill):
+            if event.words and not event.is_alarm:  # an alarm comes as a notice
+                console.say(event.words)
+            return
         now = time.monotonic()
         self._latest[type(event)] = event
         if self._due is None:
@@ -210,7 +220,7 @@ class _Sentences:
             elif isinstance(event, Bars):
                 for bar in event.lines[:BARS_SHOWN]:
                     console.say(f"{_prefix(bar)}{bar.text.strip()}")
-            elif event.elapsed_s < STARTING_S:
+            elif isinstance(event, Silence) and event.elapsed_s < STARTING_S:
                 console.say(silence_words(event))
 
 

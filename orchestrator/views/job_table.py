@@ -13,7 +13,7 @@ from orchestrator.hosts.alike import host_set, reasons
 from orchestrator.jobs.faults import fault_words
 from orchestrator.jobs.queued import Rival
 from orchestrator.jobs.record import FirstFailure, JobRecord
-from orchestrator.jobs.stall import stall_words, who_words
+from orchestrator.jobs.stall import alarm_words
 from orchestrator.text import one_line
 from orchestrator.views import console
 from orchestrator.views.numbers import clock, local_minute
@@ -80,8 +80,8 @@ def lasted(job: JobRecord) -> str:
 def warn_stalls(jobs: Iterable[JobRecord]) -> None:
     """Warns of running jobs whose ranks stand still."""
     for job in jobs:
-        if job.stall and job.state == "running":
-            console.warn(f"{job.id}: {stall_words(job.stall)}; {who_words(job.id)}")
+        if words := alarm_words(job):
+            console.warn(f"{job.id}: {words}")
 
 
 def warn_unheard(unheard: Mapping[str, Mapping[str, HostError]]) -> None:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from orchestrator.jobs.gauge import HostNow, JobNow
 from orchestrator.jobs.gpu_reading import Reading
-from orchestrator.jobs.stall import stall_words
+from orchestrator.jobs.stall import standstill
 from orchestrator.text import one_line
 from orchestrator.units import format_bytes
 from orchestrator.views.job_table import STATE_COLOURS
@@ -82,8 +82,8 @@ def remarks(job: JobNow) -> Iterator[str]:
     if job.held_up_by:
         name, part = job.held_up_by
         yield f"{one_line(name)} is the slowest: others wait for it up to {percent(part)} of the time"
-    if job.record.stall:
-        yield stall_words(job.record.stall)
+    if words := standstill(job.record).words:
+        yield words
     for host in job.hosts:
         if host.silent:
             yield one_line(host.silent, 200)

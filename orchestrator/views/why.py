@@ -8,8 +8,8 @@ from typing import Any
 from rich.text import Text
 
 from orchestrator.errors import HostError
-from orchestrator.jobs.diagnosis import Verdict
 from orchestrator.jobs.looks import HostLook, ProcessLook, StackFrame
+from orchestrator.jobs.record import Verdict
 from orchestrator.jobs.standing import Standing, standings_of
 from orchestrator.units import format_duration
 from orchestrator.views import console
@@ -21,7 +21,7 @@ DOES = {"waits": "waits", "busy": "uses the CPU", "disk": "waits for a disk", "s
 
 
 def print_why(verdict: Verdict, outcomes: Mapping[str, HostLook | HostError], *, all_frames: bool) -> None:
-    colour = "green" if verdict.kind == "no-stall" else "red"
+    colour = "red" if verdict.is_alarm else "green"
     console.out.print(Text.assemble((verdict.kind.replace("-", " "), colour), ": ", console.plain(verdict.reason)))
     if verdict.place:
         console.put(f"  {verdict.place}{f': {verdict.line}' if verdict.line else ''}")

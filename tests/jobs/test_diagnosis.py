@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from orchestrator.errors import ConnectError, HostError
-from orchestrator.jobs.diagnosis import LONG_S, QUIET_S, Verdict, diagnose
+from orchestrator.jobs.diagnosis import LONG_S, QUIET_S, VERY_LONG_S, diagnose
 from orchestrator.jobs.looks import HostLook
+from orchestrator.jobs.record import Verdict
 from orchestrator.planning.launch_plan import LaunchPlan
 from tests.support.run_folders import Host, write_run
 
@@ -81,25 +82,50 @@ def test_different_collectives_are_told_apart(tmp_path: Path) -> None:
         {"quiet_s": QUIET_S - 1},
         {"quiet_s": 50.0, "step_s": 20.0},  # such a step may take longer than it is quiet
         {"grew": True},
-        {"does": "busy", "quiet_s": LONG_S - 1},
-        {"does": "busy", "step_s": 31.0},
-        {"processes": [process(ELSEWHERE, same=False)], "quiet_s": LONG_S - 1},
-        {"processes": [process(ELSEWHERE, state="D", read_bytes=1 << 20)], "quiet_s": LONG_S - 1, "does": "disk"},
+        {"does": "busy"},  # it evaluates, compiles, unpacks
+        {"does": "busy", "quiet_s": VERY_LONG_S, "step_s": 600.0},
+        {"net_bytes": 1 << 20},  # it downloads
+        {"processes": [process(ELSEWHERE, same=False)]},
+        {"processes": [process(ELSEWHERE), process(None, pid=78, moved_bytes=1 << 20)]},  # `tar`, say
+        {"processes": [process(ELSEWHERE, state="D", moved_bytes=1 << 20)], "does": "disk"},
     ],
 )
-def test_a_slow_rank_is_no_stall_while_it_gets_on(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_slow_rank_is_no_alarm_while_it_gets_on(tmp_path: Path, changes: dict[str, Any]) -> None:
     found = verdict(tmp_path, a=host(rank(0, REDUCES)), b=host(rank(1, ELSEWHERE, **changes)))
-    assert (found.kind, found.rank) == ("no-stall", None)
+    assert not found.is_alarm, found
+    if found.kind == "still-busy":
+        assert (found.node, found.rank, found.place) == ("b", 1, "train.py:31 in save")
+        assert "waits for it at train.py:7 in step" in found.reason
+
+
+def test_who_waits_in_a_way_of_its_own_for_one_that_works_is_no_alarm(tmp_path: Path) -> None:
+    """As a script does that looks for a file again and again until rank 0 has written it."""
+    works = rank(0, ELSEWHERE, does="busy")
+    found = verdict(tmp_path, a=host(works), b=host(rank(1, [[f"{SRC}/train.py", 9, "until", "time.sleep(1)"]])))
+    assert (found.kind, found.rank) == ("still-busy", 0)
+
+
+def test_data_that_goes_through_a_slow_link_is_no_alarm(tmp_path: Path) -> None:
+    way = {"to": "10.0.0.2", "port": 5000, "unsent": 81920, "unread": 0, "retransmits": 3}
+    slow = rank(0, REDUCES, net_bytes=1 << 20, connections=[way])
+    assert verdict(tmp_path, a=host(slow), b=host(rank(1, REDUCES))).kind == "still-busy"
 
 
 def test_with_nccl_who_waits_uses_the_cpu_and_only_time_tells(tmp_path: Path) -> None:
-    def ranks(quiet_s: float) -> dict[str, HostLook]:
-        busy = {"does": "busy", "quiet_s": quiet_s}
-        return {"a": host(rank(0, REDUCES, **busy)), "b": host(rank(1, ELSEWHERE, **busy))}
+    def ranks(quiet_s: float, other: list[list[Any]], does: str = "busy") -> dict[str, HostLook]:
+        spins = rank(0, REDUCES, does="busy", quiet_s=quiet_s)
+        return {"a": host(spins), "b": host(rank(1, other, does=does, quiet_s=quiet_s))}
 
-    assert verdict(tmp_path, **ranks(LONG_S - 1)).kind == "no-stall"
-    found = verdict(tmp_path / "2", **ranks(LONG_S))
-    assert (found.kind, found.node) == ("missed-collective", "b")
+    assert verdict(tmp_path, **ranks(LONG_S - 1, ELSEWHERE)).kind == "still-busy"
+    assert verdict(tmp_path / "2", **ranks(LONG_S, ELSEWHERE)).kind == "still-busy"
+    idle = verdict(tmp_path / "3", **ranks(LONG_S, ELSEWHERE, "waits"))
+    assert (idle.kind, idle.node) == ("missed-collective", "b")
+    both = verdict(tmp_path / "4", **ranks(LONG_S, BACKWARD))
+    assert both.kind == "still-busy" and "others at train.py:7 in step: they compute, or wait" in both.reason
+    at_last = verdict(tmp_path / "5", **ranks(VERY_LONG_S, BACKWARD))
+    assert (at_last.kind, at_last.node) == ("missed-collective", "b")
+    same = verdict(tmp_path / "6", **ranks(VERY_LONG_S, REDUCES))
+    assert same.kind == "stands-still" and "all ranks wait for each other" in same.reason
 
 
 def test_a_loader_is_the_cause_and_its_worker_the_place(tmp_path: Path) -> None:
@@ -117,14 +143,13 @@ def test_a_loader_is_the_cause_and_its_worker_the_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize("changes", [{"quiet_s": LONG_S - 1}, {"step_s": 31.0}])
 def test_a_checkpoint_on_a_slow_disk_has_time(tmp_path: Path, changes: dict[str, Any]) -> None:
     disk = {"does": "disk", "processes": [process(ELSEWHERE, state="D")], **changes}
-    assert verdict(tmp_path, a=host(rank(0, REDUCES)), b=host(rank(1, ELSEWHERE, **disk))).kind == "no-stall"
+    assert verdict(tmp_path, a=host(rank(0, REDUCES)), b=host(rank(1, ELSEWHERE, **disk))).kind == "still-busy"
 
 
 def test_a_disk_that_still_gives_something_is_not_dead(tmp_path: Path) -> None:
     disk = {"does": "disk", "processes": [process(ELSEWHERE, state="D", idle=False)]}
     found = verdict(tmp_path, a=host(rank(0, REDUCES)), b=host(rank(1, ELSEWHERE, **disk)))
-    assert "rank 1 on b waits for a disk, while" in found.reason
-    assert "wait, if it does there what takes so long" in found.remedy
+    assert found.kind == "still-busy" and "rank 1 on b waits for a disk, and rank 0 on a waits for it" in found.reason
 
 
 def test_a_disk_that_gives_no_answer_goes_before_who_waits_for_it(tmp_path: Path) -> None:

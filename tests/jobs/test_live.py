@@ -29,7 +29,7 @@ from orchestrator.jobs import follow
 from orchestrator.jobs.faults import fault_words
 from orchestrator.jobs.frames import Agent, Beat, FilePiece
 from orchestrator.jobs.lines import Bars, LogLine
-from orchestrator.jobs.live import KEPT_STEPS, HostRow, LiveView, Notice, RunProgress, Silence
+from orchestrator.jobs.live import KEPT_STEPS, HostRow, LiveView, Notice, RunProgress, Silence, Standstill
 from orchestrator.jobs.record import Fault
 from orchestrator.planning.launch_plan import CodeFolder, LaunchPlan, NodePlan
 from orchestrator.views import console, following, progress
@@ -447,6 +447,15 @@ def test_on_a_pipe_a_host_says_a_line_every_ten_seconds_and_a_last_one(monkeypat
     assert said.out == ""
 
 
+def test_on_a_pipe_a_standstill_is_said_once_and_an_alarm_comes_as_a_notice(capsys):
+    alarm = "missed collective: rank 1"
+    following.print_events([Standstill("still busy: rank 1"), Standstill(alarm, True), Notice(alarm), Standstill()])
+    assert [line for line in capsys.readouterr().err.splitlines() if line] == [
+        "still busy: rank 1",
+        f"note: {alarm}",
+    ]
+
+
 def test_on_a_pipe_bars_and_silence_are_a_line_every_ten_seconds(monkeypatch, capsys):
     times = iter(range(100, 200, 5))
     monkeypatch.setattr(following.time, "monotonic", lambda: next(times))
@@ -635,7 +644,7 @@ BARS = """
 import os, sys, time
 from orchestrator.views import console, following
 from orchestrator.jobs.lines import Bars, LogLine
-from orchestrator.jobs.live import RunProgress, HostRow, Silence
+from orchestrator.jobs.live import RunProgress, HostRow, Silence, Standstill
 
 def bars(*texts):
     return Bars(tuple(LogLine("a", rank, "stderr", text) for rank, text in enumerate(texts)))
@@ -652,6 +661,10 @@ def events():
     for step in range(3):
         yield bars(f" 3{step}%|#   |", " 40%|##  |")
     seen("bars")
+    yield Standstill("still busy: rank 1 at eval.py:5")
+    yield Standstill("[red]missed collective: rank 1", True)
+    seen("standstill")
+    yield Standstill()
     yield (LogLine("a", 0, "stderr", "100%|####|"), LogLine("a", 1, "stderr", "100%|####|"))
     yield bars()
 
@@ -677,7 +690,11 @@ def test_a_silence_and_bars_are_seen_while_they_last(tmp_path):
     terminal.until(r"^running 1:05\n\[a 0\] 32%\|#   \|\n\[a 1\] 40%\|##  \|$")
     assert "starting" not in terminal.text()
     (tmp_path / "bars").touch()
+    terminal.until(r"^\[red\]missed collective: rank 1\nnode .*\n.*\nrunning 1:05$")
+    assert "still busy" not in terminal.text()
+    (tmp_path / "standstill").touch()
     assert terminal.ends() == 0
+    assert "missed collective" not in terminal.text()
 
 
 def test_a_table_fits_sixty_columns_and_cuts_the_name_alone():

@@ -16,7 +16,7 @@ from orchestrator.errors import HostError
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.jobs.frames import FilePiece
 from orchestrator.jobs.lines import Splitter
-from orchestrator.jobs.live import HostRow, Notice, RunProgress
+from orchestrator.jobs.live import HostRow, Notice, RunProgress, Standstill
 from orchestrator.jobs.record import JobRecord
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.results.analyse import analyse
@@ -84,7 +84,7 @@ def test_log_lines_and_notices(texts):
         data = text.encode()
         events.append(tuple(splitter.split("a", FilePiece("rank-0/stderr.log", 0, offset, data))))
         offset += len(data)
-        events.append(Notice(text))
+        events += [Notice(text), Standstill(text)]
         events.append(RunProgress((HostRow(text, 1, 2, 3.0, 4.0, 0.5),)))
         events += filter(None, [splitter.bars()])
     events.append(tuple(splitter.rest()))
