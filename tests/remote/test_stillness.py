@@ -352,3 +352,6 @@ def test_a_report_says_how_the_ranks_were_found_last(tmp_path: Path) -> None:
     assert analyse(run).warnings == (
         "How its ranks were seen last: missed collective: rank 1 on b is idle; it is at train.py:9 in f: sleep(9).",
     )
+    told["answer"]["verdict"] = asdict(BUSY)
+    run.job.write_text(json.dumps(json.loads(run.job.read_text()) | {"stall": told}))
+    assert analyse(run).warnings == ()
