@@ -132,7 +132,11 @@ SECOND_CTRL_C_S = 3.0
     show_default=True,
     help="With --retries: the pause before the first one; it doubles each time, up to 6m.",
 )
-@click.option("--time-limit", type=Quantity("time"), help="End the job after this time: 90s, 30m, 12h.")
+@click.option(
+    "--time-limit",
+    type=Quantity("time"),
+    help="End the job after this time: 90s, 30m, 12h. With it a job may go past those that wait longer.",
+)
 @click.option("--name", type=Called("name"), metavar="NAME", help="What the job's id begins with.")
 @click.option(
     "--note", type=Called("note"), metavar="TEXT", help="A line that `orch jobs` and the report show with it."

@@ -23,13 +23,17 @@ _ROWS = ("tickets", "ahead", "held")
 
 @dataclass(frozen=True)
 class Rival:
-    """A job that has GPUs, or waits for them. number: of its ticket, 0 for one that has them."""
+    """A job that has GPUs, or waits for them. number: of its ticket, 0 for one that has them. starts_s: in so many
+    seconds at the latest it starts. over_s: and is over. None where nobody knows.
+    """
 
     job: str
     user: str = ""
     since_s: float | None = None
     nodes: tuple[str, ...] = ()
     number: int = 0
+    starts_s: float | None = None
+    over_s: float | None = None
 
     @property
     def name(self) -> str:
@@ -38,21 +42,28 @@ class Rival:
 
 @dataclass(frozen=True)
 class HostAnswer:
-    """What one host says. lost: it has no ticket of this job."""
+    """What one host says. goes_past: if this job started now, it would be in the way of none of those ahead. lost: the
+    host has no ticket of it.
+    """
 
     tickets: tuple[Rival, ...] = ()
     ahead: tuple[Rival, ...] = ()
     held: tuple[Rival, ...] = ()
+    goes_past: bool = True
     lost: bool = False
     cancelled: bool = False
 
 
 @dataclass(frozen=True)
 class Standing:
-    """holders: who has the GPUs. before: who waits for them and came earlier."""
+    """holders: who has the GPUs. before: who waits for them and came earlier. goes_past: and is not delayed by a start
+    now. starts_s: in so many seconds the GPUs are this job's at the latest; None where nobody knows.
+    """
 
     holders: tuple[Rival, ...] = ()
     before: tuple[Rival, ...] = ()
+    goes_past: bool = False
+    starts_s: float | None = 0.0
 
     @property
     def place(self) -> int:
@@ -60,7 +71,7 @@ class Standing:
 
     @property
     def is_turn(self) -> bool:
-        return not self.holders and not self.before
+        return not self.holders and (self.goes_past or not self.before)
 
     @property
     def behind(self) -> frozenset[tuple[str, int]]:
@@ -72,6 +83,19 @@ class Standing:
         rivals = [f"{each.name} (has GPUs of {_where(each)})" for each in self.holders]
         rivals += [f"{each.name} (waits{_for(each)})" for each in reversed(self.before)]
         return f"place {self.place} in the queue, behind {some(rivals, SHOWN)}"
+
+
+def promised(before: float | None, asked_at: float, starts_s: float | None, longest_s: float | None) -> float | None:
+    """The moment by which a job that waits is to have started: others may go past it that are over by then. None where
+    nobody knows.
+
+    It may have to wait as long again as it takes, so that more of them can; but a promise is never put off. asked_at:
+    when its hosts said starts_s, or earlier. before: what was promised until now.
+    """
+    if starts_s is None:
+        return before
+    promise = asked_at + starts_s + (longest_s or 0.0)
+    return promise if before is None else min(before, promise)
 
 
 def _where(rival: Rival) -> str:
@@ -87,24 +111,32 @@ def read_answer(node: str, said: Mapping[str, Any]) -> HostAnswer:
     if said.get("lost") is True:
         return HostAnswer(lost=True)
     tickets, ahead, held = (tuple(_rival(node, row) for row in said[rows][:MOST]) for rows in _ROWS)
-    return HostAnswer(tickets, ahead, held, cancelled=said.get("cancelled") is True)
+    goes_past, cancelled = (said.get(name) is True for name in ("goes_past", "cancelled"))
+    return HostAnswer(tickets, ahead, held, goes_past, cancelled=cancelled)
 
 
 def _rival(node: str, row: Mapping[str, Any]) -> Rival:
-    since_s = row.get("since_s")
-    if since_s is not None and not (math.isfinite(since_s) and since_s >= 0):
-        since_s = None
+    names = ("since_s", "left_s", "starts_s", "longest_s")
+    since_s, left_s, starts_s, longest_s = (_seconds(row.get(name)) for name in names)
+    over_s = left_s if starts_s is None or longest_s is None else starts_s + longest_s
     number = int(row.get("number", 0))
     if not 0 <= number < 1 << 53:
         raise ValueError(f"number {number}")
-    return Rival(one_line(row["job"], 120), one_line(row["user"], 60), since_s, (node,), number)
+    return Rival(one_line(row["job"], 120), one_line(row["user"], 60), since_s, (node,), number, starts_s, over_s)
+
+
+def _seconds(said: Any) -> float | None:
+    """None for what is no length of time. Raises TypeError."""
+    return said if said is not None and math.isfinite(said) and said >= 0 else None
 
 
 def standing_of(answers: Mapping[str, HostAnswer]) -> Standing:
     holders = _by_job(rival for answer in answers.values() for rival in answer.held)
     started = {rival.job for rival in holders}  # its tickets go when all its hosts have started it
     before = _in_order(rival for answer in answers.values() for rival in answer.ahead if rival.job not in started)
-    return Standing(tuple(holders), tuple(before))
+    over_s = [rival.over_s for answer in answers.values() for rival in (*answer.held, *answer.ahead)]
+    starts_s = None if None in over_s else max([0.0, *filter(None, over_s)])
+    return Standing(tuple(holders), tuple(before), all(answer.goes_past for answer in answers.values()), starts_s)
 
 
 def queue_of(answers: Mapping[str, HostAnswer]) -> tuple[Rival, ...]:
@@ -125,5 +157,9 @@ def _by_job(rivals: Iterable[Rival]) -> list[Rival]:
 
 def _joined(one: Rival, other: Rival) -> Rival:
     nodes = tuple(sorted({*one.nodes, *other.nodes}))
-    since_s = max((each.since_s for each in (one, other) if each.since_s is not None), default=None)
-    return replace(one, nodes=nodes, since_s=since_s, number=max(one.number, other.number))
+    since_s, starts_s = (_longer(getattr(one, name), getattr(other, name)) for name in ("since_s", "starts_s"))
+    return replace(one, nodes=nodes, since_s=since_s, number=max(one.number, other.number), starts_s=starts_s)
+
+
+def _longer(one: float | None, other: float | None) -> float | None:
+    return max((each for each in (one, other) if each is not None), default=None)

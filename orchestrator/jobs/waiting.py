@@ -19,7 +19,7 @@ from typing import Any
 from orchestrator.errors import ConnectError, HostError, HostsError, OrchError, TurnError
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.occupied import OccupiedError
-from orchestrator.jobs.queued import HostAnswer, Rival, queue_of, read_answer, standing_of
+from orchestrator.jobs.queued import HostAnswer, Rival, promised, queue_of, read_answer, standing_of
 from orchestrator.jobs.remembered import RememberedJobs, WaitingRun
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.transport import ask
@@ -57,6 +57,8 @@ class Turn:
         self._heard = dict.fromkeys(self._hosts.names, self._began)
         self._told: object = None
         self._refused = 0
+        self._starts: float | None = None
+        """The moment by which it was promised to start."""
 
     def __enter__(self) -> Turn:
         try:
@@ -94,7 +96,9 @@ class Turn:
         return self._refused < TRIES
 
     def _has_come(self) -> bool:
-        answers = self._hosts.ask("renew")
+        now = time.monotonic()
+        promise = {} if self._starts is None else {"starts_s": max(0.0, self._starts - now)}
+        answers = self._hosts.ask("renew", **promise)
         self._refuse_away(errors_by_node(answers))
         found = values(answers)
         if any(answer.cancelled for answer in found.values()):
@@ -106,11 +110,14 @@ class Turn:
             return False
         standing = standing_of(found)
         if not standing.is_turn:
-            self._tell(standing.behind, f"{self._plan.job} waits: {standing.words()}")
+            if not errors(answers):
+                self._starts = promised(self._starts, now, standing.starts_s, self._plan.longest_s)
+            self._tell(standing.behind, f"{self._plan.job} waits: {standing.words()}{self._by()}")
         return standing.is_turn and not errors(answers)
 
     def _take(self) -> None:
         """On every host, with one number for all. Raises HostsError."""
+        self._starts = None
         seen = self._hosts.ask("look")
         if not errors(seen):
             number = 1 + max(
@@ -125,6 +132,12 @@ class Turn:
     def _leave(self) -> None:
         self._hosts.ask("leave")
         self._memory.forget_waiting(self._plan.job)
+
+    def _by(self) -> str:
+        """By when it starts at the latest, where that is known."""
+        if self._starts is None:
+            return ""
+        return f"; starts within {format_duration(max(0.0, self._starts - time.monotonic()))}"
 
     def _tell(self, what: object, line: str) -> None:
         """Once, until something else is to be said."""
@@ -156,7 +169,7 @@ class _Hosts:
 
     def ask(self, action: str, **more: Any) -> dict[str, HostAnswer | HostError]:
         owner = self._plan.owner.id if self._plan.owner else ""
-        words = {"action": action, "job": self._plan.job, "owner": owner, **more}
+        words = {"action": action, "job": self._plan.job, "owner": owner, "longest_s": self._plan.longest_s, **more}
         return for_each({name: name for name in self.names}, partial(self._one, words), deadline_s=2 * ASK_S)
 
     def _one(self, words: Mapping[str, Any], name: str) -> HostAnswer:

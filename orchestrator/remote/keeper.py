@@ -1,10 +1,10 @@
 """The parent of the supervisor: holds the job's claims with it, and cleans up if it dies without a last word.
 
-    python -m orch_remote.keeper <job folder> <descriptor for the answer>
+    python -m orch_remote.keeper <job folder> <descriptor for the answer> [<seconds>]
 
-It does nothing but wait. Should the supervisor itself be killed, every process of the job falls back to the keeper (a
-subreaper), which ends it and writes down why. The answer is one JSON object: {"pid", "hub_port"}, or {"error",
-"remedy"}.
+The seconds are for others to read (`gpu_claim.holder_of`): so long the job has its GPUs at most. The keeper just waits.
+Should the supervisor itself be killed, every process of the job falls back to it (a subreaper), and it ends
+them and writes down why. The answer is one JSON object: {"pid", "hub_port"}, or {"error", "remedy"}.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ def main() -> None:
     try:
         node = json.loads(job.node.read_text())
         adopt_orphans()
+        if not node["share_gpus"]:
+            refuse_before_turn(job.id, node["gpu_uuids"], node.get("longest_s"))
         claim_gpus(WorkFolder(node["workdir"]), job.id, node["gpu_uuids"], node["share_gpus"])
         child = os.fork()
     except (OSError, Refused) as error:
@@ -61,11 +63,9 @@ def main() -> None:
 
 def claim_gpus(work: WorkFolder, job: str, uuids: list[str], share: bool) -> None:
     """Every GPU for as long as keeper or supervisor lives: in the work folder, where a lock can be shared, and on the
-    machine, for those with another one. Raises Refused where one is another job's, or kept for one that waits.
+    machine, for those with another one. Raises Refused where one is another job's.
     """
     work.locks.mkdir(parents=True, exist_ok=True)
-    if not share:
-        refuse_before_turn(job, uuids)
     for uuid in uuids:
         path = work.locks / f"gpu-{uuid}.lock"
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)

@@ -16,6 +16,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
 import signal
 import socket
@@ -26,7 +27,7 @@ from typing import Any
 
 from .answer import Refused
 from .occupants import peer_of, user_name
-from .turns import Ticket, ahead
+from .turns import Ticket, in_the_way
 
 LEASE_S = 60.0
 MOST_LEASE_S = 600.0
@@ -35,7 +36,9 @@ MOST = 256
 WORD_BYTES, TICKET_BYTES = 1 << 12, 1 << 14
 ANSWER_S, LOOK_S = 2.0, 10.0
 """For one holder's answer, and for those of all."""
-REMEDY = "`--wait` queues behind it; or take other hosts (`--nodes`), or `--share` the GPU"
+REMEDY = (
+    "`--wait` queues behind it; or take other hosts (`--nodes`), end before it (`--time-limit`), or `--share` the GPU"
+)
 _TICK_S = 1.0
 _PREFIX = "orch-wait-"
 
@@ -77,9 +80,11 @@ def there() -> list[Ticket]:
     return sorted(found, key=lambda ticket: (ticket.number, ticket.job))
 
 
-def refuse_before_turn(job: str, gpus: Sequence[str]) -> None:
-    """Raises Refused where another job waits for one of these GPUs, and goes before this one."""
-    if gpus and (first := ahead(job, gpus, there())):
+def refuse_before_turn(job: str, gpus: Sequence[str], longest_s: float | None) -> None:
+    """Raises Refused where another job waits for one of these GPUs, and this one would be in its way. longest_s: so
+    long this one has them at most.
+    """
+    if gpus and (first := in_the_way(job, gpus, longest_s, there())):
         whose = f"{first[0].user}'s " if first[0].user else ""
         wanted = next(gpu for gpu in gpus if gpu in first[0].gpus)
         raise Refused(f"GPU {wanted} is kept for {whose}job {first[0].job}, which waits for it", REMEDY)
@@ -92,6 +97,8 @@ class _Holder:
         self._listener, self._ticket, self._owner = listener, ticket, owner
         self._taken = time.monotonic()
         self._until = self._taken + LEASE_S
+        self._starts = math.inf
+        """When it does at the latest."""
         self._cancelled = self._left = False
 
     def hold(self) -> None:
@@ -108,12 +115,16 @@ class _Holder:
         heard = peer_of(talk)[1] == os.getuid() and word.get("owner") == self._owner
         if heard:
             self._obey(word)
-        shown = self._ticket._replace(since_s=time.monotonic() - self._taken)._asdict()
+        now = time.monotonic()
+        starts_s = max(0.0, self._starts - now) if math.isfinite(self._starts) else None
+        shown = self._ticket._replace(since_s=now - self._taken, starts_s=starts_s)._asdict()
         talk.sendall(json.dumps({**shown, "cancelled": self._cancelled, "heard": heard}).encode())
 
     def _obey(self, word: Mapping[str, Any]) -> None:
         if word["do"] == "renew":
             self._until = time.monotonic() + min(float(word.get("lease_s", LEASE_S)), MOST_LEASE_S)
+            if "starts_s" in word:
+                self._starts = time.monotonic() + float(word["starts_s"])
         elif word["do"] == "cancel":  # it stays until its controller has heard of it
             self._cancelled = True
         elif word["do"] == "leave":
@@ -166,4 +177,11 @@ def _ticket(answer: Mapping[str, Any]) -> Ticket:
         raise ValueError("no ticket")
     if type(number) is not int or not 0 < number < 1 << 53 or not all(isinstance(gpu, str) for gpu in gpus):
         raise ValueError("no ticket")
-    return Ticket(job, number, gpus, answer["user"], float(answer["since_s"]))
+    longest_s, starts_s = (_seconds(answer.get(name)) for name in ("longest_s", "starts_s"))
+    return Ticket(job, number, gpus, answer["user"], float(answer["since_s"]), longest_s, starts_s)
+
+
+def _seconds(said: Any) -> float | None:
+    if said is not None and not 0 <= float(said) < math.inf:
+        raise ValueError("no ticket")
+    return None if said is None else float(said)

@@ -37,18 +37,21 @@ def print_jobs(jobs: Sequence[JobRecord]) -> None:
 def print_waiting(waiting: Mapping[str, Sequence[Rival]]) -> None:
     """Runs that wait for their GPUs, in their order; nothing where none does."""
     rows = [
-        (run.job, Text("waiting", style="magenta"), str(place), run.user, cluster, _since(run), ", ".join(run.nodes))
+        (
+            *(run.job, Text("waiting", style="magenta"), str(place), run.user, cluster),
+            *(_long(run.since_s), _long(run.starts_s), ", ".join(run.nodes)),
+        )
         for cluster, runs in waiting.items()
         for place, run in enumerate(runs, 1)
     ]
     if rows:
-        columns = ["job", "state", "place", "user", "cluster", "waited", "nodes"]
-        console.out.print(table(None, columns, rows, drop=["nodes", "cluster", "waited", "user"]))
+        columns = ["job", "state", "place", "user", "cluster", "waited", "starts within", "nodes"]
+        console.out.print(table(None, columns, rows, drop=["nodes", "cluster", "waited", "starts within", "user"]))
         console.put("")
 
 
-def _since(run: Rival) -> str:
-    return "" if run.since_s is None else clock(run.since_s)
+def _long(seconds: float | None) -> str:
+    return "" if seconds is None else clock(seconds)
 
 
 def _job_cells(job: JobRecord) -> tuple[Any, ...]:

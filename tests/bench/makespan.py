@@ -1,24 +1,37 @@
-"""How long a made-up trace of jobs takes in the queue's order, beside the best order that a search finds offline.
+"""How long made-up traces of jobs take in the queue's order, beside the best order that a search finds offline.
 
-    python -m tests.bench.makespan [--jobs 30] [--seed 1] [--orders 4000]
+    python -m tests.bench.makespan [--jobs 30] [--seed 1] [--traces 10] [--orders 6000]
 
-Four hosts with two GPUs each, time in minutes, no network. By the hosts' rule (`remote/turns.py`) a job starts when its
-GPUs are free and no earlier job waits for one of them; "first fit" lets later jobs take GPUs that an earlier one waits
-for, which may let large jobs starve. The search knows all jobs and how long each takes: it tries random orders, then
-exchanges of two jobs in the best of these and of first fit's, and starts each job as early as the order lets it.
+Four hosts with two GPUs each, time in minutes, no network: jobs start by the hosts' own rules (`remote/turns.py`) and
+by what their controllers promise (`jobs/queued.py`). The rows:
+
+- limits as they are, twice as long: each job has a `--time-limit`, of the time that it takes or of twice that; it goes
+  past jobs that came earlier where it is over before they were promised to start
+- without limits: nobody knows when a job ends, and nobody goes past another
+- first fit: whoever finds its GPUs free takes them. Nobody has a place, which is what fairness costs beside this row
+- best order found: by a search that knows from the beginning which jobs will come, when, and how long each takes, which
+  no queue does. No job starts before it comes, and each as early as the order lets it: simulated annealing over
+  exchanges of two jobs and moves of one, from the order in which they come. No order ends before the bound
+
+A promise that is not kept ends this with an error.
 """
 
 from __future__ import annotations
 
 import argparse
 import heapq
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from orchestrator.remote.turns import Ticket, ahead
+from orchestrator.jobs.queued import HostAnswer, Rival, promised, standing_of
+from orchestrator.remote.turns import Ticket, ahead, in_the_way
 
 GPUS = tuple(f"{host}{index}" for host in "abcd" for index in (0, 1))
+WARMEST, COLDEST = 8.0, 0.05
+"""Minutes by which a worse order may be taken up, at first and at last."""
 
 
 class Job(NamedTuple):
@@ -49,78 +62,160 @@ def trace(count: int, draw: random.Random) -> list[Job]:
     return jobs
 
 
-def played(jobs: Sequence[Job], *, in_turn: bool) -> dict[str, int]:
-    """When each job starts: as they come, one moment after the other."""
-    waiting, running, starts, now = [], list[tuple[int, Job]](), dict[str, int](), 0
-    coming, number = sorted(jobs, key=lambda job: job.comes), 0
-    while coming or waiting or running:
-        now = min([ends for ends, _ in running] + [job.comes for job in coming[:1]])
-        while running and running[0][0] <= now:
-            heapq.heappop(running)
-        while coming and coming[0].comes <= now:
-            number += 1
-            waiting.append((coming.pop(0), number))
-        tickets = [Ticket(job.name, place, sorted(job.gpus)) for job, place in waiting]
-        for job, place in list(waiting):
-            busy = {gpu for _, other in running for gpu in other.gpus}
-            if not busy & job.gpus and not (in_turn and ahead(job.name, job.gpus, tickets)):
-                heapq.heappush(running, (now + job.takes, job))
-                starts[job.name] = now
-                waiting.remove((job, place))
-                tickets = [ticket for ticket in tickets if ticket.job != job.name]
-    return starts
+@dataclass
+class Queue:
+    """The jobs of a trace as they come, one moment after the other. limit: of a job's time; None: it has none."""
+
+    limit: float | None
+    in_turn: bool = True
+    now: int = 0
+    waiting: list[tuple[Job, int]] = field(default_factory=list)
+    """With the numbers of their tickets."""
+    running: list[tuple[int, Job]] = field(default_factory=list)
+    """By their ends."""
+    starts: dict[str, int] = field(default_factory=dict)
+    promises: dict[str, float] = field(default_factory=dict)
+
+    def play(self, jobs: Sequence[Job]) -> dict[str, int]:
+        """When each job starts."""
+        coming, number = sorted(jobs, key=lambda job: job.comes), 0
+        while coming or self.waiting or self.running:
+            self.now = min([ends for ends, _ in self.running] + [job.comes for job in coming[:1]])
+            while self.running and self.running[0][0] <= self.now:
+                heapq.heappop(self.running)
+            while coming and coming[0].comes <= self.now:
+                number += 1
+                self.waiting.append((coming.pop(0), number))
+            while self._one_starts():
+                pass
+        return self.starts
+
+    def _one_starts(self) -> bool:
+        self._promise()
+        for job, number in self.waiting:
+            busy = {gpu for _, other in self.running for gpu in other.gpus}
+            if not busy & job.gpus and not (self.in_turn and self._delays(job)):
+                heapq.heappush(self.running, (self.now + job.takes, job))
+                self.starts[job.name] = self.now
+                self.waiting.remove((job, number))
+                assert not self.in_turn or self.now <= self.promises.get(job.name, math.inf), f"{job} starts too late"
+                return True
+        return False
+
+    def _longest(self, job: Job) -> float | None:
+        return None if self.limit is None else self.limit * job.takes
+
+    def _tickets(self) -> list[Ticket]:
+        at = {job.name: self.promises.get(job.name) for job, _ in self.waiting}
+        left = {name: None if until is None else until - self.now for name, until in at.items()}
+        return [
+            Ticket(job.name, number, sorted(job.gpus), longest_s=self._longest(job), starts_s=left[job.name])
+            for job, number in self.waiting
+        ]
+
+    def _delays(self, job: Job) -> bool:
+        return bool(in_the_way(job.name, job.gpus, self._longest(job), self._tickets()))
+
+    def _promise(self) -> None:
+        """As every controller does, in the order of their places."""
+        for job, _ in self.waiting:
+            before = ahead(job.name, job.gpus, self._tickets())
+            waits = [
+                Rival(each.job, starts_s=each.starts_s, over_s=_sum(each.starts_s, each.longest_s)) for each in before
+            ]
+            held = [self._holder(ends, other) for ends, other in self.running if other.gpus & job.gpus]
+            standing = standing_of({"rack": HostAnswer(ahead=tuple(waits), held=tuple(held))})
+            promise = promised(self.promises.get(job.name), self.now, standing.starts_s, self._longest(job))
+            if promise is not None:
+                self.promises[job.name] = promise
+
+    def _holder(self, ends: int, job: Job) -> Rival:
+        return Rival(job.name, over_s=_sum(self.starts[job.name] - self.now, self._longest(job)))
 
 
-def ordered(jobs: Sequence[Job]) -> Course:
-    """Each as early as it can be after those before it in this order."""
+def _sum(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else one + other
+
+
+def ordered(jobs: Sequence[Job]) -> dict[str, int]:
+    """When each starts, as early as it can be after those before it in this order."""
     free, starts = dict.fromkeys(GPUS, 0), dict[str, int]()
     for job in jobs:
         starts[job.name] = max([job.comes, *(free[gpu] for gpu in job.gpus)])
         free |= dict.fromkeys(job.gpus, starts[job.name] + job.takes)
-    return _course(jobs, starts)
+    return starts
 
 
-def searched(jobs: Sequence[Job], first: Sequence[Job], orders: int, draw: random.Random) -> Course:
-    """The shortest of half as many random orders and of `first`, made better by as many exchanges."""
-    some = [first, *(draw.sample(jobs, len(jobs)) for _ in range(orders // 2))]
-    best = min(some, key=lambda order: ordered(order).ends)
-    for _ in range(orders // 2):
-        tried = list(best)
-        one, other = draw.sample(range(len(tried)), 2)
-        tried[one], tried[other] = tried[other], tried[one]
-        best = min(best, tried, key=lambda order: ordered(order).ends)
-    return ordered(best)
+def searched(jobs: Sequence[Job], orders: int, draw: random.Random) -> dict[str, int]:
+    """The shortest of so many orders that lie near each other, from that in which they come on."""
+    order = sorted(jobs, key=lambda job: job.comes)
+    best = starts = ordered(order)
+    for number in range(orders):
+        warmth = COLDEST + (WARMEST - COLDEST) * (1 - number / orders)
+        tried, one, other = list(order), draw.randrange(len(jobs)), draw.randrange(len(jobs))
+        if draw.random() < 0.5:
+            tried[one], tried[other] = tried[other], tried[one]
+        else:
+            tried.insert(other, tried.pop(one))
+        found = ordered(tried)
+        worse = end_of(jobs, found) - end_of(jobs, starts)
+        if worse <= 0 or draw.random() < math.exp(-worse / warmth):
+            order, starts = tried, found
+        best = min(best, starts, key=lambda each: end_of(jobs, each))
+    return best
 
 
-def _course(jobs: Sequence[Job], starts: dict[str, int]) -> Course:
+def end_of(jobs: Sequence[Job], starts: Mapping[str, int]) -> int:
+    return max(starts[job.name] + job.takes for job in jobs)
+
+
+def course(jobs: Sequence[Job], starts: Mapping[str, int]) -> Course:
     waited = [starts[job.name] - job.comes for job in jobs]
     large = [starts[job.name] - job.comes for job in jobs if len(job.gpus) > len(GPUS) // 2]
-    return Course(max(starts[job.name] + job.takes for job in jobs), sum(waited) / len(jobs), max(large, default=0))
+    return Course(end_of(jobs, starts), sum(waited) / len(jobs), max(large, default=0))
 
 
 def bound(jobs: Sequence[Job]) -> int:
-    """No order is shorter: the work of one GPU, from when its first job comes."""
-    return max(min(job.comes for job in jobs if gpu in job.gpus) + sum(job.takes for job in jobs if gpu in job.gpus)
-               for gpu in GPUS if any(gpu in job.gpus for job in jobs))  # fmt: skip
+    """No order is shorter: the work of one GPU, from when its first job comes; or a job that begins as it comes."""
+    of_gpus = [
+        min(job.comes for job in wanting) + sum(job.takes for job in wanting)
+        for gpu in GPUS
+        if (wanting := [job for job in jobs if gpu in job.gpus])
+    ]
+    return max(*of_gpus, *(job.comes + job.takes for job in jobs))
+
+
+def courses_of(jobs: Sequence[Job], orders: int, seed: int) -> dict[str, Course]:
+    played = {
+        "limits as they are": Queue(1.0).play(jobs),
+        "limits twice as long": Queue(2.0).play(jobs),
+        "without limits": Queue(None).play(jobs),
+        "first fit": Queue(None, in_turn=False).play(jobs),
+    }
+    found = searched(jobs, orders, random.Random(seed))
+    best = min([found, *played.values()], key=lambda starts: end_of(jobs, starts))
+    return {name: course(jobs, starts) for name, starts in {**played, "best order found": best}.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    for option, default in (("--jobs", 30), ("--seed", 1), ("--orders", 4000)):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for option, default in (("--jobs", 30), ("--seed", 1), ("--traces", 10), ("--orders", 6000)):
         parser.add_argument(option, type=int, default=default)
     asked = parser.parse_args()
-    jobs = trace(asked.jobs, random.Random(asked.seed))
-    fitting = played(jobs, in_turn=False)
-    first = sorted(jobs, key=lambda job: fitting[job.name])
-    courses = {
-        "in turn": _course(jobs, played(jobs, in_turn=True)),
-        "first fit": _course(jobs, fitting),
-        "best order found": searched(jobs, first, asked.orders, random.Random(asked.seed)),
-    }
-    print(f"{asked.jobs} jobs, seed {asked.seed}; no order ends before {bound(jobs)} min")
-    for name, course in courses.items():
-        words = f"ends at {course.ends} min, waits {course.waited:.0f} min on average"
-        print(f"{name}: {words}, a job on all hosts {course.longest_of_large} min at most")
+    ratios = dict[str, list[float]]()
+    for seed in range(asked.seed, asked.seed + asked.traces):
+        jobs = trace(asked.jobs, random.Random(seed))
+        courses = courses_of(jobs, asked.orders, seed)
+        best = courses["best order found"].ends
+        print(f"{asked.jobs} jobs, seed {seed}: no order ends before {bound(jobs)} min, the best found at {best} min")
+        for name, each in courses.items():
+            ratios.setdefault(name, []).append(each.ends / best)
+            waits = f"waits {each.waited:.0f} min on average, a job on all hosts {each.longest_of_large} min at most"
+            print(f"  {name:21} ends at {each.ends} min, {each.ends / best:.2f} of the best; {waits}")
+    print(f"of the best order found, over {asked.traces} traces:")
+    for name, found in ratios.items():
+        within = f"{sum(ratio <= 1.1 for ratio in found)} of {asked.traces} traces within 1.10"
+        print(f"  {name:21} {sum(found) / len(found):.2f} on average, {max(found):.2f} at most, {within}")
 
 
 if __name__ == "__main__":

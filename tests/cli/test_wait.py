@@ -79,8 +79,9 @@ def queue(person: Person) -> list[tuple[str, int]]:
 
 def test_jobs_start_in_the_order_in_which_they_came_and_a_dead_controller_loses_its_place_alone(rack):
     alice, bob = rack.person("alice"), rack.person("bob")
-    first = Run(alice, "first", "a").starts()
-    large = Run(bob, "large", "", "--wait").waits()
+    first = Run(alice, "first", "a", "--time-limit", "2h").starts()
+    large = Run(bob, "large", "", "--wait", "--time-limit", "1h").waits()
+    assert re.search(r"for \d.*; starts within 4h0\d", large.said)
     assert f"place 1 in the queue, behind root's job {first.job} (has GPUs of a" in large.said
     late = Run(alice, "late", "b", "--wait").waits()  # b is free, and kept for the larger job
     assert f"place 1 in the queue, behind root's job {first.job}" not in late.said
@@ -89,6 +90,12 @@ def test_jobs_start_in_the_order_in_which_they_came_and_a_dead_controller_loses_
         assert queue(bob) == queue(alice) == [(large.job, 1), (late.job, 2)]
         refused = alice.types("run", "--nodes", "b", "train.py", "x", exit_code=3).stderr
         assert f"is kept for root's job {large.job}, which waits for it" in refused and "--wait" in refused
+        while not all(row["starts_within_s"] for row in alice.jobs()["waiting"]):
+            pass  # until their controllers have told the hosts
+        short = Run(alice, "short", "b", "--time-limit", "30m").starts()
+        with ended(short):
+            assert queue(alice) == [(large.job, 1), (late.job, 2)]
+            short.ends()
         late.process.kill()  # its ticket goes when its lease is over, and nobody else's with it
         last = Run(alice, "last", "", "--wait").waits()
         assert f"job {late.job} (waits" in last.said

@@ -14,6 +14,7 @@ import pytest
 from orchestrator.errors import HostsError
 from orchestrator.remote import tickets, waiting
 from orchestrator.remote.answer import Refused
+from orchestrator.remote.layout import WorkFolder
 from orchestrator.remote.turns import Ticket
 from tests.support.local_job import gang
 
@@ -28,13 +29,13 @@ def gpu():
 
 
 @contextmanager
-def taken(job: str, number: int, *gpus: str, uid: int = os.getuid()):
+def taken(job: str, number: int, *gpus: str, uid: int = os.getuid(), longest_s: float | None = None):
     """A ticket of this login; taken in a child, as a host's program does."""
     child = os.fork()
     if not child:
         try:
             os.setuid(uid)
-            tickets.take(Ticket(job, number, gpus), "a", OWNER)
+            tickets.take(Ticket(job, number, gpus, longest_s=longest_s), "a", OWNER)
         finally:
             os._exit(0)
     os.waitpid(child, 0)
@@ -131,6 +132,32 @@ def test_a_cancelled_ticket_is_in_nobodys_way_and_its_controller_hears_of_it(gpu
         assert those_for(gpu) == []
         answer = tickets.tell("given-up", "a", {"do": "renew", "owner": OWNER})
         assert answer and answer["cancelled"] is True
+
+
+def test_a_promise_lets_those_go_past_that_are_over_by_then(gpu):
+    asked = {"workdir": "/nowhere", "node": "a", "owner": OWNER, "gpus": [gpu]}
+    with taken("large", 1, gpu, longest_s=50.0), taken("short", 2, gpu):
+        short = {**asked, "action": "look", "job": "short", "longest_s": 30.0}
+        assert waiting.act(short)["goes_past"] is False
+        (shown,) = waiting.act({**asked, "action": "renew", "job": "large", "starts_s": 40.0})["tickets"][:1]
+        assert shown["longest_s"] == 50.0 and 30.0 < shown["starts_s"] <= 40.0
+        assert waiting.act(short)["goes_past"] is True and [row["job"] for row in waiting.act(short)["ahead"]] == [
+            "large"
+        ]
+        assert waiting.act({**short, "longest_s": 41.0})["goes_past"] is False
+        assert waiting.act({**short, "longest_s": None})["goes_past"] is False
+        tickets.refuse_before_turn("short", [gpu], 30.0)
+        with pytest.raises(Refused, match="is kept for"):
+            tickets.refuse_before_turn("short", [gpu], None)
+
+
+def test_a_host_says_how_long_a_holder_has_its_gpu_at_most(tmp_path, gpu):
+    with gang(tmp_path, "import time; time.sleep(600)", ranks=(1,), time_limit_s=500.0) as job:
+        nodes = tuple(node.model_copy(update={"gpu_uuids": (gpu,)}) for node in job.plan.nodes)
+        job.plan = job.plan.model_copy(update={"nodes": nodes})
+        job.launch()
+        (holder,) = waiting.held(WorkFolder(tmp_path / "none"), "other", [gpu])
+        assert holder["job"] == job.plan.job and 500.0 < holder["left_s"] <= job.plan.longest_s < 600.0
 
 
 def test_a_host_refuses_the_start_that_is_not_its_turn(tmp_path, gpu):
