@@ -197,11 +197,8 @@ def _notes(draft: Draft) -> tuple[str, ...]:
 
 
 def _retried(request: RunRequest) -> tuple[str, ...]:
-    if (
-        request.attempt is None
-        or request.kind != "experiment"
-        or (request.training and request.training.checkpoint_every)
-    ):
+    keeps = request.training and request.training.checkpoint_every
+    if request.attempt is None or request.kind != "experiment" or keeps:
         return ()
     return ("retried without checkpoints: each attempt begins at step 0; set checkpoint_every, like 500",)
 

@@ -6,6 +6,7 @@ A change that is meant: `ORCH_WRITE_GOLDEN=1 pytest tests/planning/test_build.py
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from orchestrator.errors import UsageError
 from orchestrator.hosts.facts import Interface, Route
 from orchestrator.hosts.inventory import Node, Paced
-from orchestrator.planning.launch_plan import LaunchPlan
+from orchestrator.planning.launch_plan import Attempt, LaunchPlan
 from orchestrator.planning.profiles import kinds_of
 from orchestrator.views import launch_plan
 from tests.support.plans import RESNET, a2000_v100, by_hand, host, node, pair, plan
@@ -288,3 +289,16 @@ def test_secrets_of_the_inventory_are_not_in_what_is_printed_or_kept():
     assert "canary" in made.model_dump_json()
     assert "canary" not in made.masked().model_dump_json()
     assert [node.env.get("NCCL_DEBUG") for node in made.masked().nodes].count("INFO") == 1
+
+
+@pytest.mark.parametrize(("every", "keepers", "notes"), [("0", (), 1), ("500", ("n42", "n41"), 0)])
+def test_the_plan_names_who_keeps_checkpoints(every, keepers, notes):
+    request = replace(by_hand(batch="6", checkpoint_every=every), attempt=Attempt(number=1, most=2))
+    made = plan(*pair(), request, master="n42")
+    assert made.checkpoints == keepers
+    assert [one.env.get("ORCH_CHECKPOINT_COPY") for one in made.nodes] == ["n41" if keepers else None] * 2
+    assert len([note for note in made.notes if note.startswith("retried without checkpoints")]) == notes
+    nodes, found = pair()
+    alone = plan(nodes[:1], found, request)
+    assert alone.checkpoints == (("n41",) if keepers else ())
+    assert "ORCH_CHECKPOINT_COPY" not in alone.nodes[0].env
