@@ -16,8 +16,9 @@ from orchestrator.views import console
 
 def print_ran(found: Mapping[str, Ran], timeout_s: float) -> None:
     """Standard outputs with their exit codes as the result, standard errors beside it."""
-    for (text, _), names in _folded(found, lambda ran: (ran.stdout, ran.exit_code)).items():
-        _put(console.out, names, _ended(found[names[0]], timeout_s), text)
+    for (text, _, said), names in _folded(found, lambda ran: (ran.stdout, ran.exit_code, bool(ran.stderr))).items():
+        nothing = "no standard output" if said else "no output"
+        _put(console.out, names, _ended(found[names[0]], timeout_s), text, nothing)
     for text, names in _folded(found, lambda ran: ran.stderr).items():
         if text:
             _put(console.err, names, ", standard error", text)
@@ -43,8 +44,9 @@ def _ended(ran: Ran, timeout_s: float) -> str:
     return f", exit code {ran.exit_code}" if ran.exit_code else ""
 
 
-def _put(to: Console, names: list[str], what: str, text: str) -> None:
+def _put(to: Console, names: list[str], what: str, text: str, nothing: str = "") -> None:
+    """nothing: what to say in place of an empty text."""
     head = f"{host_set(names)} ({len(names)}){what}:"
-    to.print(console.plain(head if text else f"{head} no output", "bold"))
+    to.print(console.plain(head if text else f"{head} {nothing}", "bold"))
     if text:
         print(clean_lines(text).removesuffix("\n"), file=to.file)  # the console would make blanks of tabs

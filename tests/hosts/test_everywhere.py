@@ -65,7 +65,7 @@ def test_it_runs_in_the_home_folder_with_the_hosts_own_umask_and_nothing_to_read
 
 def test_each_host_has_its_exit_code_and_its_own_standard_error(rack):
     done = rack.types(*BOTH, "--", on_one(rack, "v100", "echo bad >&2; exit 4", "echo good"), exit_code=1)
-    assert done.stdout == "a2000 (1):\ngood\nv100 (1), exit code 4: no output\n"
+    assert done.stdout == "a2000 (1):\ngood\nv100 (1), exit code 4: no standard output\n"
     assert done.stderr == "v100 (1), standard error:\nbad\n"
     killed = rack.types(*BOTH, "--json", "--", "kill -9 $$", exit_code=1)
     nodes = json.loads(killed.stdout)["nodes"]
