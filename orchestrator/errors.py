@@ -3,7 +3,8 @@
     OrchError                 1   an operation failed
     ├── StateError            1   what $ORCH_HOME holds of one job or cluster is damaged
     ├── UsageError            2   wrong usage or a bad input file
-    │   └── InventoryError    2   every mistake of an inventory file at once
+    │   ├── InventoryError    2   every mistake of an inventory file at once
+    │   └── NoJobError        2   no job has the id that was asked for
     ├── HostError             3   one host is unusable or unreachable
     │   ├── ConnectError          no TCP connection, no SSH banner, a time-out, a link that broke
     │   ├── HostKeyError          the host's key is unknown, or not the one we know
@@ -45,6 +46,10 @@ class StateError(OrchError):
 
 class UsageError(OrchError):
     exit_code = 2
+
+
+class NoJobError(UsageError):
+    pass
 
 
 @dataclass(frozen=True)

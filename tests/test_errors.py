@@ -18,6 +18,7 @@ EXIT_CODES = {
     "TooFewError": 3,
     "UnlikeError": 3,
     "TurnError": 3,
+    "NoJobError": 2,
 }
 
 

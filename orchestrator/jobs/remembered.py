@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from orchestrator.errors import OrchError, UsageError
+from orchestrator.errors import NoJobError, OrchError, UsageError
 from orchestrator.files import flock, locked, make_folder, write_json
 from orchestrator.hosts.remembered import RememberedClusters, damaged
 from orchestrator.jobs.record import JobRecord
@@ -190,8 +190,8 @@ class RememberedJobs(RememberedClusters):
         if fitting:
             raise UsageError(f"{wanted!r} fits several jobs: {', '.join(fitting[:5])}", "give more of the id")
         if not known:
-            raise UsageError("no job yet", "start one with `orch run`; `orch jobs --rescan` asks the hosts for others")
-        raise UsageError(f"no job {wanted!r}", f"the latest: {', '.join(known[:5])} (`orch jobs` lists all)")
+            raise NoJobError("no job yet", "start one with `orch run`; `orch jobs --rescan` asks the hosts for others")
+        raise NoJobError(f"no job {wanted!r}", f"the latest: {', '.join(known[:5])} (`orch jobs` lists all)")
 
     def _latest(self, jobs: Sequence[JobRecord], cluster: str | None) -> str:
         """jobs: newest first, at least one. Without a current cluster the newest of all."""

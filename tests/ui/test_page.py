@@ -182,7 +182,7 @@ def test_every_answer_keeps_to_itself(address: str) -> None:
 
 def test_a_mistake_is_said_in_words_and_a_form_that_there_is_not_is_none(address: str) -> None:
     status, _, text = get(f"{address}jobs/nothing")
-    assert status == 400 and "no job" in text and "Traceback" not in text
+    assert status == 404 and "no job" in text and "Traceback" not in text
     status, _, text = get(f"{address}compare")
     assert status == 400 and "0 jobs chosen" in text and 'href="./"' in text
     status, _, text = get(f"{address}jobs/nothing/at/all")
