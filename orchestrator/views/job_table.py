@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
@@ -17,21 +18,41 @@ from orchestrator.jobs.stall import alarm_words
 from orchestrator.text import one_line
 from orchestrator.views import console
 from orchestrator.views.numbers import clock, local_minute
-from orchestrator.views.tables import table
+from orchestrator.views.tables import has_room, kept, table
 
+COLUMNS = ("job", "state", "cluster", "started", "took", "exit", "nodes", "exp", "attempt", "note", "first failure")
+DISPENSABLE = ("note", "attempt", "first failure", "exit", "took", "cluster")
+"""These go on a narrow screen, the first ones first."""
+FOLDED = ("note", "first failure")
+LEAST_WHAT = 24
 STATE_COLOURS = {"succeeded": "green", "failed": "red", "lost": "red", "cancelled": "yellow", "running": "cyan"}
 
 
 def print_jobs(jobs: Sequence[JobRecord]) -> None:
-    """An id is never broken: it is there to be copied. What a narrow screen has no room for is in `--json`."""
-    columns = ["job", "state", "cluster", "started", "took", "exit", "nodes", "exp", "attempt", "note", "first failure"]
-    rows = [_job_cells(job) for job in jobs]
-    drop = ["note", "attempt", "exp", "nodes", "first failure", "exit", "took", "cluster", "started"]
+    """An id is never broken: it is there to be copied. On a narrow screen what runs and where stands below it; other
+    columns for which there is no room are named, and are in `--json`.
+    """
+    cells = [dict(zip(COLUMNS, _job_cells(job), strict=True)) for job in jobs]
     idle = {"cluster"} if len({job.cluster for job in jobs}) < 2 else set()
-    idle |= {name for index, name in enumerate(columns) if rows and not any(str(row[index]) for row in rows)}
-    filled = [index for index, name in enumerate(columns) if name not in idle]
-    columns, rows = [columns[index] for index in filled], [tuple(row[index] for index in filled) for row in rows]
-    console.out.print(table(None, columns, rows, drop=drop, text=("note", "first failure")))
+    idle |= {name for name in COLUMNS if cells and not any(str(row[name]) for row in cells)}
+    needed = [name for name in COLUMNS if name not in {*idle, *DISPENSABLE}]
+    if not has_room(needed, [[row[name] for name in needed] for row in cells]):
+        cells = [{**row, "job": _with_what(job)} for job, row in zip(jobs, cells, strict=True)]
+        idle |= {"nodes", "exp"}
+    columns = [name for name in COLUMNS if name not in idle]
+    rows = [[row[name] for name in columns] for row in cells]
+    drop = [*DISPENSABLE, "started"]
+    console.out.print(table(None, columns, rows, drop=drop, text=FOLDED))
+    if gone := [name for name in columns if name not in kept(columns, rows, drop, FOLDED)]:
+        console.say(f"no room for {', '.join(gone)}: a wider terminal shows more, --json everything")
+
+
+def _with_what(job: JobRecord) -> Text:
+    """Its id, and below it what it runs and where."""
+    what, indent = one_line(f"{job.exp} on {', '.join(job.nodes)}"), "  "
+    width = max(len(job.id), LEAST_WHAT)
+    below = textwrap.wrap(what, width, initial_indent=indent, subsequent_indent=indent, max_lines=3, placeholder=" …")
+    return Text.assemble(one_line(job.id), "\n", ("\n".join(below), "dim"))
 
 
 def print_waiting(waiting: Mapping[str, Sequence[Rival]]) -> None:
@@ -46,7 +67,7 @@ def print_waiting(waiting: Mapping[str, Sequence[Rival]]) -> None:
     ]
     if rows:
         columns = ["job", "state", "place", "user", "cluster", "waited", "starts within", "nodes"]
-        console.out.print(table(None, columns, rows, drop=["nodes", "cluster", "waited", "starts within", "user"]))
+        console.out.print(table(None, columns, rows, drop=["cluster", "waited", "user", "nodes", "starts within"]))
         console.put("")
 
 
@@ -85,6 +106,14 @@ def warn_stalls(jobs: Iterable[JobRecord]) -> None:
     for job in jobs:
         if words := alarm_words(job):
             console.warn(f"{job.id}: {words}")
+
+
+def warn_lost_places(jobs: Iterable[str]) -> None:
+    """Warns of runs that waited, and do no more."""
+    for job in jobs:
+        console.warn(
+            f"{job} has lost its place in the queue: the `orch run` that waited has died; nothing of it has run"
+        )
 
 
 def warn_unheard(unheard: Mapping[str, Mapping[str, HostError]]) -> None:

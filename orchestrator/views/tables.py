@@ -42,22 +42,36 @@ def table(
     """drop: columns that a narrow screen does without, the first ones first. text: columns that may be folded."""
     heading = None if title is None else console.plain(title)
     made = Table(title=heading, title_justify="left", header_style="bold", box=None, pad_edge=False)
-    cells = [[cell if isinstance(cell, Text) else Text(one_line(cell)) for cell in row] for row in rows]
-    kept, fits = _kept(columns, cells, drop, text)
-    for index in kept:
+    cells = _cells(rows)
+    shown, fits = _kept(columns, cells, drop, text)
+    for index in shown:
         name, justify = columns[index], "right" if right_from <= index < left_from else "left"
         whole = fits and name not in text
         made.add_column(name, justify=justify, overflow="fold", no_wrap=whole)  # type: ignore[arg-type]
     for row in cells:
-        made.add_row(*(row[index] for index in kept))
+        made.add_row(*(row[index] for index in shown))
     return made
+
+
+def kept(columns: Sequence[str], rows: Sequence[Sequence[Any]], drop: Sequence[str], text: Sequence[str]) -> list[str]:
+    """The columns of such a `table` for which this screen has room."""
+    return [columns[index] for index in _kept(columns, _cells(rows), drop, text)[0]]
+
+
+def has_room(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> bool:
+    """Whether this screen has room for all of these columns."""
+    return _kept(columns, _cells(rows), (), ())[1]
+
+
+def _cells(rows: Sequence[Sequence[Any]]) -> list[list[Text]]:
+    return [[cell if isinstance(cell, Text) else Text(one_line(cell)) for cell in row] for row in rows]
 
 
 def _kept(
     columns: Sequence[str], rows: Sequence[Sequence[Text]], drop: Sequence[str], text: Sequence[str]
 ) -> tuple[list[int], bool]:
     """The columns for which this screen has room, and whether it has room for them without folding figures."""
-    widths = [max(len(name), *(row[index].cell_len for row in rows), 0) for index, name in enumerate(columns)]
+    widths = [max(len(name), *(_width(row[index]) for row in rows), 0) for index, name in enumerate(columns)]
     for index, name in enumerate(columns):
         widths[index] = min(widths[index], LEAST_TEXT) if name in text else widths[index]
     kept, left = list(range(len(columns))), list(drop)
@@ -69,3 +83,7 @@ def _kept(
         name = left.pop(0)
         kept = [index for index in kept if columns[index] != name]
     return kept, fits()
+
+
+def _width(cell: Text) -> int:
+    return max((line.cell_len for line in cell.split(allow_blank=True)), default=0)

@@ -48,9 +48,24 @@ def some_jobs(*clusters):
 def test_the_ids_of_jobs_are_whole_on_eighty_columns(screen):
     header, first, *_, last = lines = screen(80, lambda: job_table.print_jobs(some_jobs("lab", "lab")))
     assert len(lines) == 4
+    assert header.split() == ["job", "state", "started", "nodes", "exp"]
+    assert first.split()[:2] == [ID.format(0), "failed"] and last.split()[:2] == [ID.format(99), "running"]
+
+
+def test_what_runs_and_where_stands_below_the_job_where_there_is_no_room_beside_it(screen):
+    nodes = tuple(f"gpu{number:02d}" for number in range(32))
+    jobs = [job.model_copy(update={"exp": "resnet152_cifar", "nodes": nodes}) for job in some_jobs("lab")]
+    header, first, second, *_ = screen(80, lambda: job_table.print_jobs(jobs))
     assert header.split() == ["job", "state", "started", "took", "exit"]
     assert first.split()[:2] == [ID.format(0), "failed"] and first.split()[-2:] == ["2:02:03", "137"]
-    assert last.split()[:2] == [ID.format(99), "running"]
+    assert second == "  resnet152_cifar on gpu00,"
+
+
+def test_columns_that_a_narrow_screen_has_no_room_for_are_named(screen, capsys):
+    screen(72, lambda: job_table.print_jobs(some_jobs("lab", "rack")))
+    assert "no room for took, exit, first failure: a wider terminal" in capsys.readouterr().err
+    screen(240, lambda: job_table.print_jobs(some_jobs("lab", "rack")))
+    assert capsys.readouterr().err == ""
 
 
 def test_jobs_of_several_clusters_name_theirs_and_a_wide_screen_shows_all(screen):
