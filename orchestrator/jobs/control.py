@@ -25,10 +25,12 @@ RECALL_S = MAX_RECALLS * ASK_S
 R = TypeVar("R")
 
 
-def ask_host(host: ConnectedHost, plan: LaunchPlan, action: str, **more: Any) -> dict[str, Any]:
+def ask_host(
+    host: ConnectedHost, plan: LaunchPlan, action: str, *, timeout_s: float = ASK_S, **more: Any
+) -> dict[str, Any]:
     """Its answer to this action of `remote/control.py` on the job. Raises HostError."""
     request = {"action": action, "workdir": plan.node(host.node).workdir, "job": plan.job, **more}
-    return ask.ask(host, "control", request, timeout_s=ASK_S)
+    return ask.ask(host, "control", request, timeout_s=timeout_s)
 
 
 def on_all(

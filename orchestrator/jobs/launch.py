@@ -22,6 +22,10 @@ from orchestrator.transport.fanout import errors, values
 
 SMALL_BYTES = 1 << 16
 """Code up to this size is sooner sent than asked for."""
+SILENT_S, SLOW_BYTES_PER_S, UNDO_S = 20.0, 250_000, 10.0
+"""Where other hosts can take its place, one that gives no answer for so long is lost, besides the time that its code
+takes on a slow line; so long it is asked to undo what it may have begun.
+"""
 
 
 class Prepared(NamedTuple):
@@ -87,13 +91,16 @@ class _Start:
         self._answered.discard(name)
         sent_at = time.time()
         try:
-            answer = ask.ask(self._hosts[name], "prepare", request, blob=code, timeout_s=PREPARE_S)
+            answer = ask.ask(self._hosts[name], "prepare", request, blob=code, timeout_s=self._patience_s(code))
         except HostError as error:
             if type(error) is HostError:  # the host's own refusal; any other says that no answer came
                 self._answered.add(name)
             raise
         self._answered.add(name)
         return Prepared(answer, sent_at, time.time())
+
+    def _patience_s(self, code: bytes) -> float:
+        return min(PREPARE_S, SILENT_S + len(code) / SLOW_BYTES_PER_S) if self._plan.hosts else PREPARE_S
 
     def go(self, answers: Mapping[str, Prepared]) -> None:
         """answers: to `prepare`. Raises HostsError."""
@@ -114,7 +121,9 @@ class _Start:
 
         def tell(name: str) -> dict[str, Any]:
             fence = name not in self._answered
-            return ask_host(self._hosts[name], self._plan, "undo", token=self._token, fence=fence, **whose(self._plan))
+            words = {"token": self._token, "fence": fence, **whose(self._plan)}
+            timeout_s = UNDO_S if fence and self._plan.hosts else ASK_S
+            return ask_host(self._hosts[name], self._plan, "undo", timeout_s=timeout_s, **words)
 
         return not errors(on_all(self._plan, tell, ASK_S))
 
