@@ -30,6 +30,7 @@ from orchestrator.errors import HostsError, UsageError
 from orchestrator.hosts.cluster import Cluster as Remembered
 from orchestrator.hosts.consent import allow, not_allowed
 from orchestrator.hosts.inventory_file import load_inventory
+from orchestrator.jobs.queued import Rival
 from orchestrator.jobs.record import JobRecord
 from orchestrator.jobs.running import RunningJob
 from orchestrator.paths import Home, RunFolder
@@ -59,6 +60,10 @@ class Options(TypedDict, total=False):
     folder: str | PathLike[str]
     """What to ship in place of the script's own folder."""
     time_limit_s: float
+    wait: bool
+    """To queue for GPUs that are in use: `run` returns when they are free and the job runs."""
+    wait_limit_s: float
+    """To wait no longer than this; means `wait`."""
     name: str
     """What the job's id begins with."""
     note: str
@@ -121,7 +126,13 @@ class Cluster:
         """`orch run --detach`: starts a script with its arguments, or the experiment of the options, on all hosts or on
         none. Raises OrchError.
         """
-        return Job(self._controller, self._controller.start(*self._asked(command, options)))
+        cluster, wish, only = self._asked(command, options)
+        if not options.get("wait", "wait_limit_s" in options):
+            return Job(self._controller, self._controller.start(cluster, wish, only))
+        if wish.request.hosts:
+            raise UsageError("hosts= does without hosts that are in use, wait= waits for them", "leave one of them out")
+        plan = self._controller.plan(cluster, wish.request, wish.code, only)
+        return Job(self._controller, self._controller.launch_in_turn(plan, wish.blob, options.get("wait_limit_s")))
 
     def _asked(self, command: Sequence[str], options: Options) -> tuple[Remembered, Wish, list[str]]:
         """On which cluster, what, and which of its nodes."""
@@ -141,6 +152,13 @@ class Cluster:
     def job(self, wanted: str = "latest") -> Job:
         """wanted: an id, the beginning of one, or `latest`. Raises UsageError."""
         return Job(self._controller, self._controller.jobs.find(wanted, self.name))
+
+    def waiting(self) -> list[Rival]:
+        """Who waits for GPUs where jobs of ours run or wait, other people's too, in their order: `job`, `user`,
+        `since_s`, and `starts_s`, the seconds within which it starts.
+        """
+        found = self._controller.queue.waiting(self._controller.jobs.all(self.name).records, self.name)
+        return [*found.runs.get(self.name, ())]
 
     def jobs(self) -> list[Job]:
         """All that are remembered, the newest first; those that may run are asked after."""

@@ -57,7 +57,9 @@ def test_a_file_that_would_run_something_here_is_refused_until_its_caller_allows
 def test_from_the_file_to_the_summary(here: Path) -> None:
     with Cluster.up("inventory/rack.yaml", allow_local=True) as rack:
         assert (rack.name, rack.nodes, rack.master) == ("rack", ("a", "b"), "a")
-        job = rack.run("proj/train.py", "--lr", "0.1", env={"LR": "7"}, name="mine", note="why", nodes=["a", "b"])
+        job = rack.run("proj/train.py", "--lr", "0.1", env={"LR": "7"}, name="mine", note="why", nodes=["a", "b"],
+                       wait=True)  # fmt: skip
+        assert rack.waiting() == []  # hosts without GPUs have no queue
         assert job.id.startswith("mine-") and "b 1: given --lr 0.1 7" in list(job.lines())
         record = job.wait()
         assert (record.state, record.exit_code, record.note) == ("succeeded", 0, "why")
@@ -85,6 +87,7 @@ def test_a_job_is_cancelled_and_a_plan_starts_nothing(here: Path) -> None:
         ((), {"exp": "mnist_lenet", "settings": {"epoch": 1}}, "epoch"),
         (("train.py",), {"nodes": "c"}, "c"),
         (("train.py",), {"hosts": "0:2"}, "--hosts 0:2: expected MIN:MAX"),
+        (("train.py",), {"hosts": "1:2", "wait_limit_s": 60.0}, "hosts= does without"),
         (("train.py",), {"env": {"RANK": "1"}}, "RANK"),
         (("train.py",), {"name": "a/b"}, "a/b"),
     ],

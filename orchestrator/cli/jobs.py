@@ -6,7 +6,6 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -26,7 +25,6 @@ from orchestrator.errors import HostError, OrchError, UsageError
 
 if TYPE_CHECKING:
     from orchestrator.controller import Controller
-    from orchestrator.jobs.queued import Rival
     from orchestrator.jobs.record import JobRecord
     from orchestrator.jobs.running import RunningJob
 
@@ -72,15 +70,16 @@ def jobs(rescan: bool, adopt: bool, yes: bool, limit: int | None, cluster: str |
         if rescan:
             problems |= _rescanned(controller, cluster, adopt=adopt, yes=yes)
         found = controller.jobs.all(cluster, why=True)
-        waiting = _waiting(controller, found.records, cluster)
-    queued = {rival.job for rivals in waiting.values() for rival in rivals}
+        waiting = controller.queue.waiting(found.records, cluster)
+    queued = {rival.job for rivals in waiting.runs.values() for rival in rivals}
     records = [job for job in found.records if job.state != "cancelled" or job.id not in queued]  # it tries again
     if as_json:
         shown = documents.jobs_json(records[: limit or None], found.unheard)
-        console.print_json({**shown, "waiting": documents.waiting_json(waiting)})
+        console.print_json({**shown, "waiting": documents.waiting_json(waiting.runs)})
     else:
-        job_table.print_waiting(waiting)
+        job_table.print_waiting(waiting.runs)
         _show_jobs(records, SCREEN_JOBS if limit is None and console.out.is_terminal else limit or 0)
+    job_table.warn_lost_places(waiting.lost)
     job_table.warn_stalls(found.records)
     job_table.warn_unheard(found.unheard)
     problems = {**found.problems, **problems}
@@ -101,22 +100,6 @@ def _rescanned(controller: Controller, cluster: str | None, *, adopt: bool, yes:
     for sentence in rebuilt.notices:
         console.warn(sentence)
     return {**rebuilt.problems, **_others(controller, names, adopt, yes)}
-
-
-def _waiting(
-    controller: Controller, records: Sequence[JobRecord], cluster: str | None
-) -> Mapping[str, Sequence[Rival]]:
-    """By cluster: who waits for the GPUs of jobs that have not ended, and of this home's waiting runs."""
-    from orchestrator.jobs.record import FINAL_STATES
-
-    nodes: dict[str, set[str]] = {}
-    for job in records:
-        if job.state not in FINAL_STATES:
-            with suppress(OrchError):  # a damaged plan, which is said elsewhere
-                on_gpus = {node.name for node in controller.store.plan(job.id).nodes if node.gpu_uuids}
-                nodes.setdefault(job.cluster, set()).update(on_gpus)
-    asked = {name: sorted(names) for name, names in nodes.items() if names}
-    return controller.queue.waiting(asked, cluster)
 
 
 def _show_jobs(records: Sequence[JobRecord], limit: int) -> None:
@@ -278,19 +261,14 @@ def cancel(wanted: str | None, yes: bool, cluster: str | None, as_json: bool) ->
 
 def _left_queue(controller: Controller, wanted: str, as_json: bool) -> bool:
     """Whether this is a run that waited for its GPUs, and does so no more."""
-    from orchestrator.jobs.record import ENDED
-    from orchestrator.owner import read_owner
     from orchestrator.views import console
 
-    run = controller.store.waiting_run(wanted)
-    if run and run.job in controller.store.job_ids() and controller.store.job_record(run.job).state not in ENDED:
-        return False  # it has just come to its turn
-    if not run or not controller.queue.cancel(run, read_owner(controller.store.home).id):
-        return False
-    if as_json:
-        console.print_json({"schema": 1, "id": run.job, "state": "cancelled"})
-    console.say(f"{run.job} is out of the queue; nothing of it has run")
-    return True
+    job = controller.queue.cancel(wanted)
+    if job and as_json:
+        console.print_json({"schema": 1, "id": job, "state": "cancelled"})
+    if job:
+        console.say(f"{job} is out of the queue; nothing of it has run")
+    return job is not None
 
 
 def _meant(controller: Controller, cluster: str | None, yes: bool) -> RunningJob:

@@ -11,8 +11,9 @@ one job its only one. Whose turn it is, `remote/turns.py` says.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,9 @@ from orchestrator.errors import ConnectError, HostError, HostsError, OrchError, 
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.occupied import OccupiedError
 from orchestrator.jobs.queued import HostAnswer, Rival, promised, queue_of, read_answer, standing_of
+from orchestrator.jobs.record import ENDED, FINAL_STATES, JobRecord
 from orchestrator.jobs.remembered import RememberedJobs, WaitingRun
+from orchestrator.owner import read_owner
 from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.transport import ask
 from orchestrator.transport.ask import ConnectedHost
@@ -130,8 +133,8 @@ class Turn:
         self._memory.remember_waiting(run)
 
     def _leave(self) -> None:
+        self._memory.forget_waiting(self._plan.job)  # first: without tickets it would be one whose controller died
         self._hosts.ask("leave")
-        self._memory.forget_waiting(self._plan.job)
 
     def _by(self) -> str:
         """By when it starts at the latest, where that is known."""
@@ -194,47 +197,82 @@ def _looked(gpus: Mapping[str, Sequence[str]], host: ConnectedHost) -> HostAnswe
 # ---- from another command ------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Waiting:
+    """By cluster who waits, in their order. own: runs of this home. lost: those whose controllers died, and lost their
+    places.
+    """
+
+    runs: Mapping[str, tuple[Rival, ...]]
+    own: frozenset[str] = frozenset()
+    lost: tuple[str, ...] = ()
+
+
 class Queue:
     """Who waits on the hosts of this home's runs."""
 
     def __init__(self, memory: RememberedJobs, connections: Connections) -> None:
         self._memory, self._connections = memory, connections
 
-    def cancel(self, run: WaitingRun, owner: str) -> bool:
-        """Whether a host still had a ticket of this run: its controller hears of it and gives up. Raises HostsError."""
-        words = {"action": "cancel", "job": run.job, "owner": owner, "gpus": []}
+    def cancel(self, wanted: str) -> str | None:
+        """The run that is out of the queue: its controller hears of it and gives up. None where none that waits is
+        meant. Raises HostsError.
+        """
+        run = self._memory.waiting_run(wanted)
+        if not run or self._has_come(run.job):
+            return None
+        words = {"action": "cancel", "job": run.job, "owner": read_owner(self._memory.home).id, "gpus": []}
         answers = self._each(run.cluster, run.nodes, lambda host: _asked(host, {**words, "node": host.node}))
         if errors(answers):
             raise HostsError(errors(answers))
         heard = not all(answer.lost for answer in values(answers).values())
         if not heard:
             self._memory.forget_waiting(run.job)
-        return heard
+        return run.job if heard else None
 
-    def waiting(self, nodes: Mapping[str, Sequence[str]], cluster: str | None = None) -> dict[str, tuple[Rival, ...]]:
-        """By cluster: who waits on these of its hosts, and on those of this home's waiting runs, in their order.
+    def _has_come(self, job: str) -> bool:
+        """Whether it runs, or is about to."""
+        return job in self._memory.job_ids() and self._memory.job_record(job).state not in ENDED
 
-        cluster: only runs of this one.
+    def waiting(self, jobs: Sequence[JobRecord], cluster: str | None = None) -> Waiting:
+        """Who waits for the GPUs of those of these jobs that have not ended, and on the hosts of this home's waiting
+        runs. cluster: only runs of this one.
         """
+        nodes = self._nodes_of(jobs)
         runs = [run for run in self._memory.waiting_runs() if cluster in (None, run.cluster)]
-        found = {}
+        found, lost = dict[str, tuple[Rival, ...]](), list[str]()
         for name in sorted({*nodes, *(run.cluster for run in runs)}):
             own = [run for run in runs if run.cluster == name]
             there = sorted({*nodes.get(name, ()), *(node for run in own for node in run.nodes)})
             with suppress(OrchError):  # a damaged or forgotten cluster: `orch jobs` says so of its jobs
                 answers = self._each(name, there, partial(_looked, self._gpus_of(name)))
                 found[name] = queue_of(values(answers))
-                self._forget_gone(own, found[name], errors_by_node(answers))
-        return found
+                lost += self._forget_gone(own, found[name], errors_by_node(answers))
+        return Waiting(found, frozenset(run.job for run in runs).difference(lost), tuple(lost))
+
+    def _nodes_of(self, jobs: Sequence[JobRecord]) -> dict[str, set[str]]:
+        """By cluster: where jobs that have not ended have GPUs."""
+        nodes: dict[str, set[str]] = {}
+        for job in jobs:
+            if job.state not in FINAL_STATES:
+                with suppress(OrchError):  # a damaged plan, which is said elsewhere
+                    if on_gpus := {node.name for node in self._memory.plan(job.id).nodes if node.gpu_uuids}:
+                        nodes.setdefault(job.cluster, set()).update(on_gpus)
+        return nodes
 
     def _gpus_of(self, cluster: str) -> dict[str, list[str]]:
         return {node: [gpu.uuid for gpu in facts.gpus] for node, facts in self._memory.cluster(cluster).facts.items()}
 
-    def _forget_gone(self, runs: Sequence[WaitingRun], queue: Sequence[Rival], away: Mapping[str, HostError]) -> None:
+    def _forget_gone(
+        self, runs: Sequence[WaitingRun], queue: Sequence[Rival], away: Mapping[str, HostError]
+    ) -> Iterator[str]:
+        """Those whose controllers died while they waited: none that has left the queue or started meanwhile."""
         there = {rival.job for rival in queue}
         for run in runs:
-            if run.job not in there and away.keys().isdisjoint(run.nodes):  # its controller died
+            if run.job not in there and away.keys().isdisjoint(run.nodes) and run in self._memory.waiting_runs():
                 self._memory.forget_waiting(run.job)
+                if run.job not in self._memory.job_ids():
+                    yield run.job
 
     def _each(
         self, cluster: str, names: Sequence[str], action: Callable[[ConnectedHost], HostAnswer]

@@ -13,6 +13,7 @@ from orchestrator.errors import OrchError, UsageError
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.consent import not_allowed
 from orchestrator.hosts.file_again import keys_of_new_node, new_node
+from orchestrator.planning.launch_plan import LaunchPlan
 from orchestrator.planning.request import Words, parse_pairs, read_wish
 
 Form = Mapping[str, str]
@@ -51,18 +52,25 @@ def master(controller: Controller, cluster: Cluster, form: Form) -> str:
 
 
 def run(controller: Controller, cluster: Cluster, form: Form) -> str:
-    """An experiment, or a script of this machine with its arguments."""
+    plan, blob = planned(controller, cluster, form)
+    job = controller.launch(plan, blob)
+    return "; ".join([f"started {job.id}", *plan.notes, *(f"{one.words}: {one.command}" for one in plan.faster)])
+
+
+def planned(controller: Controller, cluster: Cluster, form: Form) -> tuple[LaunchPlan, bytes]:
+    """An experiment, or a script of this machine with its arguments; and the files to ship."""
     command, exp = _words(form, "script"), form.get("exp") or None
     if bool(command) == bool(exp):
         raise UsageError("say what to run, once", "choose an experiment, or give a script")
     words = Words(exp, _words(form, "settings"), command=command)
     wish = read_wish(words)
     plan = controller.choice.plan(cluster, wish.request, wish.code, cluster.names(form.get("nodes") or None))
-    job = controller.launch(plan, wish.blob)
-    return "; ".join([f"started {job.id}", *plan.notes, *(f"{one.words}: {one.command}" for one in plan.faster)])
+    return plan, wish.blob
 
 
 def cancel(controller: Controller, cluster: Cluster, form: Form) -> str:
+    if waited := controller.queue.cancel(form["job"]):
+        return f"{waited} is out of the queue; nothing of it has run"
     job = controller.jobs.find(form["job"])
     _, stayed = job.cancel()
     if stayed:

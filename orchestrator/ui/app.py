@@ -19,14 +19,15 @@ from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Re
 from starlette.routing import Route
 
 from orchestrator.controller import Controller, opened
-from orchestrator.errors import HostsError, OrchError, UsageError
+from orchestrator.errors import HostsError, NoJobError, OrchError, UsageError
 from orchestrator.jobs.copies import newest_copy
 from orchestrator.jobs.gauge import JobNow
 from orchestrator.jobs.record import ENDED
 from orchestrator.paths import Home, RunFolder
 from orchestrator.results.compare import compare
 from orchestrator.ui import metrics, pages
-from orchestrator.ui.acts import ACTS, NEEDED
+from orchestrator.ui.acts import ACTS, NEEDED, planned
+from orchestrator.ui.in_turn import InTurn
 from orchestrator.ui.log import log_lines
 from orchestrator.ui.watched import Watched
 from orchestrator.units import counted
@@ -65,7 +66,7 @@ def application(home: Home, out: Path, watched: Watched) -> Starlette:
 def _in_words(request: Request, error: Exception) -> Response:
     assert isinstance(error, OrchError)  # noqa: S101 - for the type checker
     kept = f"?{urlencode([*request.query_params.multi_items(), ('kept', '1')])}" if isinstance(error, _Kept) else ""
-    return HTMLResponse(pages.error_page(error, _root(request), kept), 400)
+    return HTMLResponse(pages.error_page(error, _root(request), kept), 404 if isinstance(error, NoJobError) else 400)
 
 
 def _no_such_page(request: Request, _: Exception) -> Response:
@@ -89,6 +90,7 @@ class _Kept(OrchError):
 class _Site:
     def __init__(self, home: Home, out: Path, watched: Watched) -> None:
         self._home, self._out, self._watched = home, out, watched
+        self._in_turn = InTurn(home)
 
     # ---- pages ----------------------------------------------------------------------------------------------------
 
@@ -102,7 +104,9 @@ class _Site:
     ) -> str:
         cluster = controller.store.cluster(name)
         listed = controller.jobs.all(cluster.name)
-        return pages.cluster_page(cluster, controller.store.cluster_names(), listed, root, said, error)
+        queue = controller.queue.waiting(listed.records, cluster.name)
+        failed = [*self._in_turn.failed]
+        return pages.cluster_page(cluster, controller.store.cluster_names(), listed, queue, failed, root, said, error)
 
     def status(self, request: Request) -> Response:
         """How each host stands now, by name: as `orch status` says it."""
@@ -171,7 +175,10 @@ class _Site:
         with opened(self._home) as controller:
             cluster = controller.store.cluster(form.get("cluster") or None)
             try:
-                said = ACTS[name](controller, cluster, form)
+                if name == "run" and form.get("wait"):
+                    said = self._in_turn.begin(*planned(controller, cluster, form))
+                else:
+                    said = ACTS[name](controller, cluster, form)
             except OrchError as error:
                 return HTMLResponse(self._page(controller, cluster.name, root, error=_first_of(error)), 400)
         return RedirectResponse(f"{root}?" + urlencode({"cluster": cluster.name, "said": said}), 303)

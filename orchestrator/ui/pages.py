@@ -17,9 +17,10 @@ from orchestrator.hosts.cluster import Cluster
 from orchestrator.jobs.known import Jobs
 from orchestrator.jobs.record import ENDED, JobRecord
 from orchestrator.jobs.stall import standstill
-from orchestrator.views.documents import cluster_json
+from orchestrator.jobs.waiting import Waiting
+from orchestrator.views.documents import cluster_json, waiting_json
 from orchestrator.views.job_table import lasted
-from orchestrator.views.numbers import local_minute
+from orchestrator.views.numbers import clock, local_minute
 from orchestrator.views.pages import environment
 from trainer.shared.experiments import EXPERIMENTS
 
@@ -31,7 +32,8 @@ TITLES = {"name": "Host", "address": "IP", "id": "Id", "note": "Note", "gpu": "M
 
 @cache
 def _environment() -> Environment:
-    made = environment(lasted=lasted, when=lambda iso: local_minute(iso) or "")
+    long = {"long": lambda seconds: "" if seconds is None else clock(seconds)}
+    made = environment(lasted=lasted, when=lambda iso: local_minute(iso) or "", **long)
     assert made.loader  # noqa: S101 - for the type checker
     made.loader = ChoiceLoader([FileSystemLoader(OWN), made.loader])
     return made
@@ -49,11 +51,15 @@ def cluster_page(
     cluster: Cluster,
     names: Sequence[str],
     listed: Jobs,
+    queue: Waiting,
+    failed: Sequence[str],
     root: str,
     said: str = "",
     error: OrchError | None = None,
 ) -> str:
-    """names: all clusters that are remembered. said: what came of what was asked for; error: why nothing came of it."""
+    """names: all clusters that are remembered. failed: why runs that waited did not start.
+    said: what came of what was asked for; error: why nothing came of it.
+    """
     document = cluster_json(cluster)
     columns = [key for key in COLUMNS if any(node[key] for node in document["nodes"])]
     titles = [TITLES.get(key, key.capitalize()) for key in columns]
@@ -62,6 +68,10 @@ def cluster_page(
         cluster=document,
         clusters=names,
         columns=list(zip(columns, titles, strict=True)),
+        waiting=waiting_json({cluster.name: queue.runs.get(cluster.name, ())}),
+        lost=queue.lost,
+        own=queue.own,
+        failed=failed,
         jobs=listed.records[:MOST_JOBS],
         unheard=listed.unheard,
         older=max(0, len(listed.records) - MOST_JOBS),

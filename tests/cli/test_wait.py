@@ -81,7 +81,7 @@ def test_jobs_start_in_the_order_in_which_they_came_and_a_dead_controller_loses_
     alice, bob = rack.person("alice"), rack.person("bob")
     first = Run(alice, "first", "a", "--time-limit", "2h").starts()
     large = Run(bob, "large", "", "--wait", "--time-limit", "1h").waits()
-    assert re.search(r"for \d.*; starts within 4h0\d", large.said)
+    assert re.search(r"for \d.*; starts within 3h0\d", large.said)
     assert f"place 1 in the queue, behind root's job {first.job} (has GPUs of a" in large.said
     late = Run(alice, "late", "b", "--wait").waits()  # b is free, and kept for the larger job
     assert f"place 1 in the queue, behind root's job {first.job}" not in late.said
@@ -105,6 +105,9 @@ def test_jobs_start_in_the_order_in_which_they_came_and_a_dead_controller_loses_
         large.ends()
         with ended(last):
             last.starts().ends()
+    assert (
+        f"{late.job} has lost its place in the queue: the `orch run` that waited has died" in alice.types("jobs").stderr
+    )
     assert queue(alice) == [] and not list((alice.folder / "home" / "waiting").iterdir())
     assert gpu_claim.holder_of(rack.uuids["a"]) is None
 

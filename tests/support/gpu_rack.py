@@ -1,6 +1,6 @@
-"""Two hosts behind real SSH servers of this machine, each with a GPU that only its stand-in for nvidia-smi knows.
+"""Hosts behind real SSH servers of this machine, each with a GPU that only its stand-in for nvidia-smi knows.
 
-with gpu_rack(folder) as rack:
+with gpu_rack(folder) as rack:                          # two hosts, a and b
     alice = rack.person("alice")                        # an $ORCH_HOME with the cluster in it
     job = alice.starts("run", "--wait", "train.py")     # of `forks`, as soon as it is forked
 
@@ -28,9 +28,8 @@ INVENTORY = """
 cluster: rack
 defaults: {{python: {python}, user: {user}, key_file: {key}, bandwidth: 2.5Gbps}}
 nodes:
-  - {{name: a, host: 127.0.0.1, port: {a}, workdir: {folder}/{person}/a}}
-  - {{name: b, host: 127.0.0.1, port: {b}, workdir: {folder}/{person}/b}}
 """
+NODE = "  - {{name: {node}, host: 127.0.0.1, port: {port}, workdir: {workdir}}}\n"
 SMI = """#!/bin/sh
 case $1 in
   --query-compute-apps=*) ;;
@@ -47,7 +46,7 @@ UNTIL_TOLD = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.
 
 @dataclass(frozen=True)
 class Person:
-    """Somebody with a home and work folders of their own; all log in as the user of the tests."""
+    """Somebody with a home and work folders of their own."""
 
     folder: Path
 
@@ -74,25 +73,29 @@ class GpuRack:
     servers: dict[str, Sshd]
     uuids: dict[str, str]
 
-    def person(self, name: str) -> Person:
+    def work(self, person: str, node: str) -> Path:
+        return self.folder / "work" / person / node
+
+    def person(self, name: str, login: str = "") -> Person:
+        """login: on the hosts; that of the tests without one."""
         person = Person(self.folder / name)
         person.folder.mkdir()
         (person.folder / "train.py").write_text(UNTIL_TOLD)
-        ports = {node: server.port for node, server in self.servers.items()}
         python, key = self.folder / "python/bin/python", self.folder / "id"
-        text = INVENTORY.format(
-            user=getpass.getuser(), folder=self.folder, person=name, python=python, key=key, **ports
-        )
+        text = INVENTORY.format(user=login or getpass.getuser(), python=python, key=key)
+        for node, server in self.servers.items():
+            text += NODE.format(node=node, port=server.port, workdir=self.work(name, node))
         (person.folder / "rack.yaml").write_text(text)
         person.types("up", "rack.yaml", "--accept-new-host-keys")
         return person
 
 
 @contextlib.contextmanager
-def gpu_rack(folder: Path) -> Iterator[GpuRack]:
+def gpu_rack(folder: Path, hosts: str = "ab") -> Iterator[GpuRack]:
+    """hosts: a letter each."""
     key = make_key(folder / "id")
     _of_cuda(Path(quick_python(folder / "python")).parents[1])
-    uuids = {node: f"GPU-{uuid.uuid4()}" for node in "ab"}
+    uuids = {node: f"GPU-{uuid.uuid4()}" for node in hosts}
     with contextlib.ExitStack() as running:
         servers = {}
         for node, gpu in uuids.items():

@@ -1,0 +1,47 @@
+"""The queue on the page, and runs of the page that wait."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from orchestrator.errors import TurnError
+from orchestrator.jobs.known import Jobs
+from orchestrator.jobs.queued import Rival
+from orchestrator.jobs.waiting import Waiting
+from orchestrator.paths import Home
+from orchestrator.ui import in_turn, pages
+from orchestrator.ui.in_turn import InTurn
+from tests.support.remembered import cluster
+
+
+def test_who_waits_is_shown_in_order_and_ones_own_may_leave():
+    known = cluster()
+    rivals = (Rival("first<1>", "ada", 5.0, ("a",), 1, starts_s=3700.0), Rival("mine-1", "bob", None, ("a", "b"), 2))
+    queue = Waiting({known.name: rivals}, frozenset({"mine-1"}), lost=("gone-1",))
+    page = pages.cluster_page(known, [known.name], Jobs((), {}, {}), queue, ["late-1 was not started: why"], "./")
+    assert page.index("first&lt;1&gt;") < page.index("mine-1") and "1:01:40" in page
+    assert page.count("Leave the queue") == 1 and page.index("mine-1") < page.index("Leave the queue")
+    assert "gone-1 has lost its place" in page and "late-1 was not started: why" in page
+
+
+def test_why_a_run_of_the_page_did_not_come_to_its_turn_is_kept(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    asked = list[tuple[object, bytes]]()
+
+    def launch_in_turn(plan, blob):
+        asked.append((plan, blob))
+        raise TurnError("it was cancelled while it waited")
+
+    controller = SimpleNamespace(launch_in_turn=launch_in_turn)
+    monkeypatch.setattr(in_turn, "opened", lambda home: contextlib.nullcontext(controller))
+    turns, plan = InTurn(Home(tmp_path)), SimpleNamespace(job="late-1")
+    assert "late-1 starts when" in turns.begin(plan, b"code")
+    for thread in threading.enumerate():
+        if thread.name == "turn-late-1":
+            thread.join()
+    assert asked == [(plan, b"code")] and [*turns.failed] == [
+        "late-1 was not started: it was cancelled while it waited"
+    ]
