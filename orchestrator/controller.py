@@ -16,7 +16,7 @@ from pathlib import Path
 
 from orchestrator.clusters import Clusters, now_utc, or_without
 from orchestrator.doctor.start import StartChecks
-from orchestrator.errors import HostError, HostsError, OrchError, RefusedError, UsageError
+from orchestrator.errors import HostError, HostsError, OrchError, RefusedError, TurnError, UsageError
 from orchestrator.files import own_folder
 from orchestrator.forecast.cluster_links import COLLECTIVES, runs_measuring
 from orchestrator.hosts.belongings import Cleared
@@ -29,7 +29,7 @@ from orchestrator.jobs.lost import LostJobs
 from orchestrator.jobs.record import JobRecord
 from orchestrator.jobs.resume import keepers_of, last_checkpoint, settings_of, wish_for
 from orchestrator.jobs.running import RunningJob
-from orchestrator.jobs.waiting import Queue, Turn
+from orchestrator.jobs.waiting import CROSSED_S, Queue, Turn, crossed
 from orchestrator.owner import read_owner
 from orchestrator.paths import Home, RunFolder
 from orchestrator.planning.launch_plan import LaunchPlan
@@ -121,7 +121,7 @@ class Controller:
         request, code = wish.request, wish.code
         if request.hosts is None:
             shown(plan := self.choice.plan(cluster, request, code, only))
-            return self.launch(plan, wish.blob)
+            return self._launch_before_rivals(plan, wish.blob)
         away, said = self.choice.away(cluster, request, only), set[str]()
         while True:
             shown(plan := self.choice.of_those_there(cluster, request, code, only, away))
@@ -184,6 +184,17 @@ class Controller:
                 except HostsError as error:
                     if not turn.goes_on(error):
                         raise
+
+    def _launch_before_rivals(self, plan: LaunchPlan, blob: bytes) -> RunningJob:
+        """As `launch`. Of two starts that refuse each other crosswise one goes first, and the other is refused."""
+        try:
+            return self.launch(plan, blob)
+        except RefusedError as error:
+            if not crossed(plan, self.connections, error):
+                raise
+            with suppress(TurnError):
+                return self.launch_in_turn(plan, blob, CROSSED_S)
+            raise
 
     def _reached(self, plan: LaunchPlan) -> RunningJob:
         """With all its hosts; no start that was left half done is in its way. Raises RefusedError."""

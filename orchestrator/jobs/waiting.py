@@ -31,7 +31,8 @@ from orchestrator.transport.fanout import errors, errors_by_node, for_each, valu
 from orchestrator.units import format_duration
 
 ASK_S = 30.0
-POLL_S = 3.0
+POLL_S, MOST_POLL_S = 3.0, 15.0
+"""Between two looks at how it stands: the longer, the more go before, since each look costs the hosts something."""
 OCCUPIED_S = 15.0
 """Between two looks at GPUs that programs other than ours are on."""
 AWAY_S = 300.0
@@ -40,6 +41,8 @@ TRIES = 3
 """Starts that hosts refuse although nobody is before the job."""
 START_LEASE_S = 300.0
 """While the job starts, nobody renews its tickets."""
+CROSSED_S = 10.0
+"""So old a start may be to be one of the same moment, and so long its rival waits for it."""
 LOST = "lost its ticket for this job; it is at the end of the queue again"
 
 
@@ -62,6 +65,7 @@ class Turn:
         self._refused = 0
         self._starts: float | None = None
         """The moment by which it was promised to start."""
+        self._pause_s = POLL_S
 
     def __enter__(self) -> Turn:
         try:
@@ -80,7 +84,7 @@ class Turn:
         """Raises TurnError where the time is over or somebody cancelled it, HostsError where a host stays away."""
         while not self._has_come():
             self._refuse_late()
-            time.sleep(POLL_S)
+            time.sleep(self._pause_s)
         self._told = None
         self._hosts.ask("renew", lease_s=START_LEASE_S)
 
@@ -115,6 +119,8 @@ class Turn:
         if not standing.is_turn:
             if not errors(answers):
                 self._starts = promised(self._starts, now, standing.starts_s, self._plan.longest_s)
+            is_told = self._starts is None or bool(promise)
+            self._pause_s = min(POLL_S * max(1, standing.place - 1), MOST_POLL_S) if is_told else POLL_S
             self._tell(standing.behind, f"{self._plan.job} waits: {standing.words()}{self._by()}")
         return standing.is_turn and not errors(answers)
 
@@ -161,6 +167,20 @@ class Turn:
         if self._limit_s is not None and time.monotonic() > self._began + self._limit_s:
             waited = format_duration(self._limit_s)
             raise TurnError(f"{self._plan.job} did not come to its turn within {waited}", "`orch jobs` shows who waits")
+
+
+def crossed(plan: LaunchPlan, connections: Connections, error: HostsError) -> bool:
+    """Whether these refusals may come from another start at the same moment, that was refused likewise: each of the two
+    had a GPU that the other needs. Then neither runs, and a ticket decides who goes first.
+    """
+    hosts = _Hosts(plan, connections)
+    names_gpu = [any(gpu in each.message for gpu in plan.node(each.node).gpu_uuids) for each in error.errors]
+    if not all(names_gpu) or len(names_gpu) == len(hosts.names):  # else this start had a GPU itself
+        return False
+    answers = hosts.ask("look")
+    standing = standing_of(values(answers))
+    just_now = all(each.since_s is not None and each.since_s < CROSSED_S for each in standing.holders)
+    return just_now and not standing.before and not errors(answers)
 
 
 class _Hosts:

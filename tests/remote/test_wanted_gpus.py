@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from orchestrator import controller
 from orchestrator.controller import Controller
-from orchestrator.errors import ConnectError, OrchError, TooFewError
+from orchestrator.errors import ConnectError, OrchError, RefusedError, TooFewError
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.inventory import Node
+from orchestrator.jobs import waiting
 from orchestrator.jobs.running import RunningJob
 from orchestrator.paths import Home
 from orchestrator.planning.host_choice import HostRange
@@ -78,6 +80,11 @@ class Somebody:
         wish = read_wish(Words(command=(str(script),)))
         return replace(wish, request=replace(wish.request, hosts=HostRange(least, most)))
 
+    def starts_on_all(self) -> RunningJob:
+        wish = self.wish(1, 3)
+        self.job = self.controller.start(self.cluster, replace(wish, request=replace(wish.request, hosts=None)))
+        return self.job
+
     def starts(self, least: int, most: int, only: Sequence[str] = ()) -> RunningJob:
         self.job = self.controller.start(self.cluster, self.wish(least, most), only)
         return self.job
@@ -95,6 +102,24 @@ def people(tmp_path: Path):
     for person in made:
         if person.job:
             person.job.cancel()
+
+
+def both(people: Sequence[Somebody], start: Callable[[Somebody], RunningJob]) -> list[RunningJob | OrchError]:
+    """What came of it when all of them start at once."""
+    ended: list[RunningJob | OrchError] = []
+
+    def one(person: Somebody) -> None:
+        try:
+            ended.append(start(person))
+        except OrchError as error:
+            ended.append(error)
+
+    threads = [threading.Thread(target=one, args=(person,)) for person in people]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return ended
 
 
 def names(job: RunningJob) -> set[str]:
@@ -118,6 +143,10 @@ def test_a_host_that_falls_silent_in_between_is_left_out_and_what_it_began_is_se
     asks, cut = ask.ask, {"b"}
 
     def asked(host, program, request, **options):
+        if host.node in cut and program == "prepare":
+            assert options["timeout_s"] < 21  # a spare takes its place
+        if host.node in cut and request.get("action") == "undo":
+            assert options["timeout_s"] < 11
         answer = asks(host, program, request, **options)  # it arrives, and no answer comes back
         if host.node in cut and program in ("prepare", "control"):
             raise ConnectError(host.node, "the link broke")
@@ -154,22 +183,41 @@ def test_a_gpu_without_room_costs_its_host_and_who_is_on_others_is_said_once(peo
 
 
 def test_of_two_who_start_at_once_each_host_has_one_of_them(people) -> None:
-    ended: list[RunningJob | OrchError] = []
-
-    def start(person: Somebody) -> None:
-        try:
-            ended.append(person.starts(1, 3))
-        except OrchError as error:  # the other was a moment sooner everywhere
-            ended.append(error)
-
-    threads = [threading.Thread(target=start, args=(person,)) for person in people]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    ended = both(people, lambda person: person.starts(1, 3))  # the other may be a moment sooner everywhere
     jobs = [one for one in ended if isinstance(one, RunningJob)]
     taken = [name for job in jobs for name in names(job)]
     assert jobs and len(taken) == len({*taken})
     assert all(isinstance(one, TooFewError) for one in ended if one not in jobs)
     for person in people:
         assert person.has() == (names(person.job) if person.job else set())
+
+
+def test_of_two_who_refuse_each_other_crosswise_one_starts(people, monkeypatch: pytest.MonkeyPatch) -> None:
+    asks, first, has = ask.ask, {"one": "a", "two": "b"}, {"one": threading.Event(), "two": threading.Event()}
+
+    def asked(host, program, request, **options):
+        who, rival = ("one", "two") if "/one/" in host.workdir else ("two", "one")
+        if program == "prepare" and host.node != first[who]:
+            assert has[rival].wait(60)  # each has a host that the other needs
+        answer = asks(host, program, request, **options)
+        if program == "prepare" and host.node == first[who]:
+            has[who].set()
+            assert has[rival].wait(60)
+        return answer
+
+    monkeypatch.setattr(ask, "ask", asked)
+    monkeypatch.setattr(waiting, "POLL_S", 0.1)
+    monkeypatch.setattr(controller, "CROSSED_S", 2.0)
+    ended = both(people, Somebody.starts_on_all)
+    (job,), (error,) = ([one for one in ended if isinstance(one, kind)] for kind in (RunningJob, RefusedError))
+    assert names(job) == {"a", "b", "c"} and "is in use by" in str(error)
+    assert sorted(len(person.has()) for person in people) == [0, 3]
+
+
+def test_who_is_refused_for_a_job_that_runs_for_long_does_not_wait(people, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = people
+    one.starts(1, 1, ["b"])
+    monkeypatch.setattr(waiting, "CROSSED_S", 0.0)
+    monkeypatch.setattr(two.controller, "launch_in_turn", lambda *_: pytest.fail("it waits"))
+    with pytest.raises(RefusedError, match="is in use by"):
+        two.starts_on_all()
