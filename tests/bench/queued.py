@@ -1,0 +1,236 @@
+"""A trace of short jobs, really run through the queue: three logins, four hosts behind real SSH servers, a GPU each.
+
+    python -m tests.bench.queued [--jobs 30] [--seed 1] [--killed 6]
+
+Each job is an `orch run --wait`; some have a `--time-limit`. So many controllers are killed (SIGKILL) at random, while
+they wait, while they start a job and while it runs. Then it is checked, from the records on the hosts, that no
+GPU had two jobs at once, that every job whose controller lived has run once, and that of the killed ones each has
+either run or lost its place, with `orch jobs` saying so. As root the logins are users that are made for this and
+removed again; else three people with homes of their own share one.
+
+The GPUs are made up: only their claims are real. The hosts' Python is the system's, which every user may run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import pwd
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.forks import Forked
+from tests.support.gpu_rack import GpuRack, Person, gpu_rack
+
+HOSTS = "abcd"
+PEOPLE = ("orch-ada", "orch-bob", "orch-cem")
+LONGEST_S = 4.0
+"""Of a job."""
+EVERY_S = 3.0
+"""Between two jobs that come."""
+GONE_S = 420.0
+"""After so long nothing of a killed controller is left: a host undoes its half start, and its tickets are over."""
+SYSTEM_PYTHON = Path(f"/usr/bin/python{sys.version_info[0]}.{sys.version_info[1]}")
+SLEEPS = "import sys, time\ntime.sleep(float(sys.argv[1]))\n"
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    person: str
+    after_s: float
+    takes_s: float
+    hosts: tuple[str, ...]
+    has_limit: bool
+    killed_after_s: float | None
+
+
+@dataclass
+class Run:
+    job: Job
+    code: int | None = None
+    said: str = ""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A host's record of a job that had its GPU. From when it was claimed to when its ranks were gone, by its clock."""
+
+    job: str
+    host: str
+    state: str
+    began: float
+    ended: float
+
+
+def trace(count: int, killed: int, draw: random.Random) -> list[Job]:
+    doomed, jobs = set(draw.sample(range(count), killed)), []
+    for number in range(count):
+        hosts = tuple(sorted(draw.sample(HOSTS, draw.choices((1, 2, 4), (6, 3, 1))[0])))
+        after_s = number * EVERY_S + draw.uniform(0, EVERY_S)
+        killed_after_s = draw.uniform(0.5, 20.0) if number in doomed else None
+        job = Job(f"t{number:02d}", draw.choice(PEOPLE), after_s, draw.uniform(0.2, LONGEST_S), hosts,
+                  draw.random() < 0.6, killed_after_s)  # fmt: skip
+        jobs.append(job)
+    return jobs
+
+
+@contextlib.contextmanager
+def logins() -> Iterator[dict[str, str]]:
+    """By person: whom they log in as."""
+    if os.geteuid() != 0:
+        yield dict.fromkeys(PEOPLE, "")
+        return
+    made = []
+    try:
+        for name in PEOPLE:
+            subprocess.run(["useradd", "--create-home", "--password", "*", "--shell", "/bin/bash", name], check=True)
+            made.append(name)
+        yield {name: name for name in PEOPLE}
+    finally:
+        for name in made:
+            _end_all_of(pwd.getpwnam(name).pw_uid)
+            subprocess.run(["userdel", "--remove", name], check=True, stderr=subprocess.DEVNULL)
+
+
+def _end_all_of(uid: int) -> None:
+    """What a login of this bench has left: tickets of killed controllers."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if process.stat().st_uid == uid:
+                os.kill(int(process.name), signal.SIGKILL)
+
+
+def run(job: Job, person: Person, began: float) -> Run:
+    time.sleep(max(0.0, began + job.after_s - time.monotonic()))
+    limit = ["--time-limit", "30s"] if job.has_limit else []
+    words = ["--name", job.name, "--nodes", ",".join(job.hosts), "--wait", *limit, "train.py", str(job.takes_s)]
+    with person.starts("run", *words) as process:
+        if job.killed_after_s is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(job.killed_after_s)
+            process.kill()
+        return Run(job, *_ended(process))
+
+
+def _ended(process: Forked) -> tuple[int, str]:
+    out, err = process.communicate(1200)
+    assert process.returncode is not None
+    return process.returncode, out + err
+
+
+def held(rack: GpuRack) -> list[Held]:
+    found = []
+    for person, host in itertools.product(PEOPLE, HOSTS):
+        for path in rack.work(person, host).glob("jobs/*/agent.json"):
+            record = json.loads(path.read_text())
+            ended = record.get("ended", float("inf"))
+            found.append(Held(record["job"], host, record["state"], record["started"], ended))
+    return found
+
+
+def faults(runs: Sequence[Run], records: Sequence[Held], lost: str) -> Iterator[str]:
+    """lost: all that `orch jobs` said afterwards."""
+    for host in HOSTS:
+        there = sorted((each for each in records if each.host == host), key=lambda each: each.began)
+        for one, other in itertools.pairwise(there):
+            if other.began < one.ended:
+                yield f"{host}: {one.job} ({one.state}) and {other.job} ({other.state}) at once"
+    for each in runs:
+        states = {one.host: one.state for one in records if one.job.startswith(f"{each.job.name}-")}
+        has_run = set(states) == set(each.job.hosts) and set(states.values()) == {"succeeded"}
+        if each.job.killed_after_s is None and (each.code != 0 or not has_run):
+            yield f"{each.job}: exit code {each.code}, {states}\n{each.said}"
+        if each.code == -9 and not has_run and set(states.values()) - {"undone"}:
+            yield f"{each.job} was killed and did half: {states}"
+        if each.code == -9 and not states and "waits" in each.said and f"{each.job.name}-" not in lost:
+            yield f"{each.job} lost its place, and nobody says so"
+
+
+def play(jobs: Sequence[Job], rack: GpuRack, people: dict[str, Person]) -> list[Run]:
+    runs, began = list[Run](), time.monotonic()
+
+    def begin(job: Job) -> None:
+        runs.append(run(job, people[job.person], began))
+
+    threads = [threading.Thread(target=begin, args=(job,), daemon=True) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return runs
+
+
+def afterwards(people: dict[str, Person]) -> str:
+    """What `orch jobs` says to each, when nothing runs or waits any more."""
+    said, until = "", time.monotonic() + GONE_S
+    for person in people.values():
+        while True:
+            found = person.types("jobs", "--json")
+            said, rows = said + found.stderr, json.loads(found.stdout)
+            alive = [row["id"] for row in rows["jobs"] if row["state"] in ("starting", "running")]
+            if not alive and not rows["waiting"]:
+                break
+            assert time.monotonic() < until, f"still there: {alive}, {rows['waiting']}"
+            time.sleep(5)
+    return said
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for option, default in (("--jobs", 30), ("--seed", 1), ("--killed", 6)):
+        parser.add_argument(option, type=int, default=default)
+    asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that nothing of it stays
+    jobs = trace(asked.jobs, asked.killed, random.Random(asked.seed))
+    folder = Path(tempfile.mkdtemp(prefix="orch-queued-"))
+    folder.chmod(0o755)
+    try:
+        with logins() as login, gpu_rack(folder, HOSTS) as rack:
+            _open_to_all(folder)
+            people = {name: rack.person(name, login[name]) for name in PEOPLE}
+            for person in people.values():
+                (person.folder / "train.py").write_text(SLEEPS)
+            began = time.monotonic()
+            runs = play(jobs, rack, people)
+            took_s = time.monotonic() - began
+            lost = afterwards(people)
+            records = held(rack)
+            found = list(faults(runs, records, lost))
+    finally:
+        shutil.rmtree(folder)
+    killed, at_once = sum(each.code == -9 for each in runs), sum("waits" not in each.said for each in runs)
+    users = len(set(login.values()))
+    print(f"{len(jobs)} jobs, {users} logins, {len(HOSTS)} hosts, seed {asked.seed}: all over after {took_s:.0f} s")
+    print(f"{killed} controllers killed; {at_once} jobs began at once; {len(records)} records on the hosts")
+    print("\n".join(found) or "as it should be")
+    raise SystemExit(bool(found))
+
+
+def _open_to_all(folder: Path) -> None:
+    """Each login makes its own work folders below, and may run this Python."""
+    python = folder / "python"
+    (python / "bin/python").unlink()
+    (python / "bin/python").symlink_to(SYSTEM_PYTHON)
+    (python / "pyvenv.cfg").write_text(f"home = {SYSTEM_PYTHON.parent}\ninclude-system-site-packages = false\n")
+    (folder / "work").mkdir()
+    (folder / "work").chmod(0o1777)
+    for name in PEOPLE:
+        (folder / "work" / name).mkdir()
+        (folder / "work" / name).chmod(0o1777)
+
+
+if __name__ == "__main__":
+    main()
