@@ -131,7 +131,7 @@ class Cluster:
             return Job(self._controller, self._controller.start(cluster, wish, only))
         if wish.request.hosts:
             raise UsageError("hosts= does without hosts that are in use, wait= waits for them", "leave one of them out")
-        plan = self._controller.plan(cluster, wish.request, wish.code, only)
+        plan = self._controller.choice.plan(cluster, wish.request, wish.code, only)
         return Job(self._controller, self._controller.launch_in_turn(plan, wish.blob, options.get("wait_limit_s")))
 
     def _asked(self, command: Sequence[str], options: Options) -> tuple[Remembered, Wish, list[str]]:
