@@ -116,6 +116,7 @@ def running_sshd(
         "PasswordAuthentication no",
         "KbdInteractiveAuthentication no",
         "PermitRootLogin prohibit-password",
+        "SetEnv SHLVL=1",  # bash takes itself for an inner one, which does not read the person's start-up files
         "PidFile none",
         "LogLevel VERBOSE",
     ]

@@ -142,7 +142,7 @@ def test_a_run_goes_on_in_mid_epoch_bit_for_bit(whole: Path, stopped: Path, tmp_
 
 
 def test_a_run_that_was_killed_between_checkpoints_goes_on_from_the_last_one(whole: Path, tmp_path: Path) -> None:
-    slow = ["--slow", "rank:0,at:start,ms:30"]
+    slow = ["--slow", "rank:0,at:start,ms:120"]  # longer than lines of quick steps wait to be written
     with started(tmp_path / "killed", ["--checkpoint_every", "4", *slow], 2) as processes:
         wait_until(lambda: len(losses(tmp_path / "killed", 0)) > 9)
         for process in processes:
