@@ -74,9 +74,12 @@ class Standing:
         return not self.holders and (self.goes_past or not self.before)
 
     @property
-    def behind(self) -> frozenset[tuple[str, int]]:
-        """What of it is worth another line when it changes."""
-        return frozenset((rival.job, rival.number) for rival in (*self.holders, *self.before))
+    def behind(self) -> frozenset[tuple[str, int, tuple[str, ...]]]:
+        """What of it is worth another line when it changes: who has GPUs of which hosts, too, since a job that is seen
+        while it starts has those of some of its hosts.
+        """
+        has = {(rival.job, 0, rival.nodes) for rival in self.holders}
+        return frozenset(has | {(rival.job, rival.number, ()) for rival in self.before})
 
     def words(self) -> str:
         """`place 2, behind alice's job mnist-1 (has GPUs of a, b; for 12m03s) and bob's job x-1 (waits, too)`."""

@@ -19,7 +19,14 @@ def test_a_job_on_two_hosts_is_one_rival_and_the_nearest_is_named_first():
     standing = standing_of({"a": a, "b": b})
     words = "place 3 in the queue, behind alice's job has-1 (has GPUs of a, b for 12m03s), job y-1 (waits)"
     assert standing.words() == f"{words}, alice's job x-1 (waits for 5.0s)"
-    assert not standing.is_turn and standing.behind == {("has-1", 0), ("x-1", 1), ("y-1", 2)}
+    assert not standing.is_turn and standing.behind == {("has-1", 0, ("a", "b")), ("x-1", 1, ()), ("y-1", 2, ())}
+
+
+def test_a_job_seen_while_it_starts_is_worth_another_line_once_it_has_all_its_hosts():
+    a, b = (read_answer(node, said(held=[row("has-1")])) for node in "ab")
+    starting, runs = standing_of({"a": a, "b": HostAnswer()}), standing_of({"a": a, "b": b})
+    assert starting.behind != runs.behind
+    assert ("GPUs of a for" in starting.words(), "GPUs of a, b for" in runs.words()) == (True, True)
 
 
 def test_it_is_a_jobs_turn_when_no_host_names_another():

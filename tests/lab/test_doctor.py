@@ -8,6 +8,7 @@ import time
 import pytest
 
 from tests.support.lab import lab
+from tests.support.sshd import wait_for
 from tests.support.terminal import Person
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(300)]
@@ -74,7 +75,7 @@ def test_in_a_sound_rack_nothing_blocks_and_nothing_stays_behind(person):
     assert found["not_applicable"]["P10"] == "no GPU there"
     assert {"P12", "P13", "P14", "P17", "P18", "P30", "P35"} <= {*found["passed"]}
     for node in ("alpha", "beta", "gamma"):
-        assert listening(person, node) == []
+        wait_for(lambda node=node: listening(person, node) == [], f"nobody to listen on {node} any more")
         assert person.lab.host_exec(node, ["sh", "-c", NO_SLEEP]).stdout.strip() == "0"
         assert person.lab.host_exec(node, ["find", "/home/lab", "-name", "*orch*"]).stdout == ""
 
