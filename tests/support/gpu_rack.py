@@ -80,6 +80,7 @@ class GpuRack:
         """login: on the hosts; that of the tests without one."""
         person = Person(self.folder / name)
         person.folder.mkdir()
+        self.work(name, "").mkdir(parents=True)  # both hosts look whether they can make theirs in it
         (person.folder / "train.py").write_text(UNTIL_TOLD)
         python, key = self.folder / "python/bin/python", self.folder / "id"
         text = INVENTORY.format(user=login or getpass.getuser(), python=python, key=key)
@@ -103,8 +104,8 @@ def gpu_rack(folder: Path, hosts: str = "ab") -> Iterator[GpuRack]:
             smi.parent.mkdir()
             smi.write_text(SMI.format(uuid=gpu))
             smi.chmod(0o755)
-            options = [f"SetEnv PATH={smi.parent}:/usr/local/bin:/usr/bin:/bin"]
-            servers[node] = running.enter_context(running_sshd(folder / node, key=key, options=options))
+            environment = [f"PATH={smi.parent}:/usr/local/bin:/usr/bin:/bin"]
+            servers[node] = running.enter_context(running_sshd(folder / node, key=key, environment=environment))
         yield GpuRack(folder, servers, uuids)
 
 

@@ -97,9 +97,16 @@ class Sshd:
 
 @contextlib.contextmanager
 def running_sshd(
-    folder: Path, *, options: Sequence[str] = (), host_keys: Sequence[str] = ("ed25519",), key: Path | None = None
+    folder: Path,
+    *,
+    options: Sequence[str] = (),
+    host_keys: Sequence[str] = ("ed25519",),
+    key: Path | None = None,
+    environment: Sequence[str] = (),
 ) -> Iterator[Sshd]:
-    """options: further lines of sshd_config, before ours. key: a private key that may log in; made when None."""
+    """options: further lines of sshd_config, before ours. key: a private key that may log in; made when None.
+    environment: NAME=value of each session.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if os.geteuid() == 0:
         os.makedirs("/run/sshd", exist_ok=True)  # where a root sshd separates its privileges
@@ -116,7 +123,8 @@ def running_sshd(
         "PasswordAuthentication no",
         "KbdInteractiveAuthentication no",
         "PermitRootLogin prohibit-password",
-        "SetEnv SHLVL=1",  # bash takes itself for an inner one, which does not read the person's start-up files
+        # So bash takes itself for an inner shell, which does not read the person's start-up files.
+        f"SetEnv {' '.join(['SHLVL=1', *environment])}",
         "PidFile none",
         "LogLevel VERBOSE",
     ]
