@@ -92,13 +92,13 @@ def promised(before: float | None, asked_at: float, starts_s: float | None, long
     """The moment by which a job that waits is to have started: others may go past it that are over by then. None where
     nobody knows.
 
-    It may have to wait as long again as it takes, so that more of them can; but a promise is never put off. asked_at:
-    when its hosts said starts_s, or earlier. before: what was promised until now.
+    It may have to wait as long again as it takes, so that more of them can; but a promise stays as it is: one that is
+    put off is none, and hosts that have not heard of an earlier moment yet let others go past it. asked_at: when its
+    hosts said starts_s, or earlier. before: what was promised until now.
     """
-    if starts_s is None:
+    if before is not None or starts_s is None:
         return before
-    promise = asked_at + starts_s + (longest_s or 0.0)
-    return promise if before is None else min(before, promise)
+    return asked_at + starts_s + (longest_s or 0.0)
 
 
 def _where(rival: Rival) -> str:

@@ -48,10 +48,10 @@ def test_a_job_goes_past_others_where_all_hosts_let_it_and_nobody_has_its_gpus()
     assert not standing_of({"a": past, "b": read_answer("b", said(held=[row("y")], goes_past=True))}).is_turn
 
 
-def test_a_promise_is_never_put_off():
+def test_a_promise_stays_as_it_is():
     assert promised(None, 1000.0, 60.0, 30.0) == 1090.0
     assert promised(1090.0, 1010.0, 90.0, 30.0) == promised(1090.0, 1010.0, None, 30.0) == 1090.0
-    assert promised(1090.0, 1010.0, 10.0, 30.0) == 1050.0
+    assert promised(1090.0, 1010.0, 10.0, 30.0) == 1090.0
     assert promised(None, 1000.0, None, 30.0) is None and promised(None, 1000.0, 60.0, None) == 1060.0
 
 
