@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.support.lab import lab
-from tests.support.terminal import Person
+from tests.support.terminal import Person, until_said
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -61,13 +61,3 @@ def test_two_hosts_go_on_when_the_link_of_a_third_is_cut(tmp_path):
         page = (tmp_path / "runs" / job / "report.html").read_text()
         assert "Faults that the job survived" in page
         assert "gamma: lost after" in page
-
-
-def until_said(run, words: str) -> str:
-    """What a command prints up to a line with these words."""
-    shown = ""
-    while words not in shown:
-        line = run.stdout.readline()
-        assert line, f"it ended before it said {words!r}: {shown}"
-        shown += line
-    return shown

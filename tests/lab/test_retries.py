@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.support.lab import Lab, lab
-from tests.support.terminal import Person
+from tests.support.sshd import wait_for
+from tests.support.terminal import Person, until_said
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -56,11 +56,11 @@ def test_without_its_master_a_job_goes_on_from_the_copy_of_its_last_checkpoint(t
         person.types("up", str(rack.inventory))
         master = person.asks("status")["cluster"]["master"]
         run = person.starts("run", "--json", "--exp", "mnist_lenet", *options(SLOW), "--retries", "1")
-        shown, job = said_until(run, "epoch 1"), person.asks("jobs")["jobs"][0]["id"]
+        shown, job = until_said(run, "epoch 1"), person.asks("jobs")["jobs"][0]["id"]
         plan = json.loads((tmp_path / "home" / "jobs" / job / "plan.json").read_text())
         assert plan["checkpoints"][0] == plan["master"] == master
         second = plan["checkpoints"][1]
-        until(lambda: newest(rack, second, job) >= "step-000000020.pt")
+        wait_for(lambda: newest(rack, second, job) >= "step-000000020.pt", "a copy of update 20", timeout_s=60)
 
         rack.power(master, "off")
         shown += run.communicate(timeout=240)[0]
@@ -81,20 +81,3 @@ def test_without_its_master_a_job_goes_on_from_the_copy_of_its_last_checkpoint(t
 
         person.types("collect", "--job", last["id"], "--out", str(tmp_path / "runs"))
         assert f"failed before: {job} ({master}: " in (tmp_path / "runs" / last["id"] / "report.html").read_text()
-
-
-def said_until(run, words: str) -> str:
-    """What a command prints up to a line with these words."""
-    shown = ""
-    while words not in shown:
-        line = run.stdout.readline()
-        assert line, f"it ended before it said {words!r}: {shown}"
-        shown += line
-    return shown
-
-
-def until(condition, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.1)

@@ -70,3 +70,14 @@ class Person:
             lines = self.lab.host_exec(node["name"], ["/bin/sh", "-s", f"jobs/{job}"], input=LOOK).stdout.splitlines()
             found += [f"{node['name']}: {line}" for line in lines]
         return found
+
+
+def until_said(run: subprocess.Popen[str], words: str) -> str:
+    """What a command prints up to a line with these words."""
+    assert run.stdout
+    shown = ""
+    while words not in shown:
+        line = run.stdout.readline()
+        assert line, f"it ended before it said {words!r}: {shown}"
+        shown += line
+    return shown
