@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 import torch.distributed as dist
 
-from trainer.checkpoints.file import forget_older, name_of, reason, whole
+from trainer.checkpoints.file import forget_older, name_of, reason, updates_of, whole
 from trainer.ranks.agreement import gather_lines
 from trainer.ranks.process_group import TIMEOUT
 
@@ -78,7 +78,7 @@ class Copies:
     # ---- rank 0 -------------------------------------------------------------------------------------------------
 
     def _send(self, path: Path | None) -> None:
-        updates = int(path.stem.partition("-")[2]) if path else 0
+        updates = updates_of(path) if path else 0
         with open(path or os.devnull, "rb") as file:
             size, digest = os.fstat(file.fileno()).st_size if path else 0, hashlib.sha256()
             self._put(torch.tensor([size, updates]))

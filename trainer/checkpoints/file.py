@@ -232,6 +232,11 @@ def name_of(updates: int) -> str:
     return f"step-{updates:09}.pt"
 
 
+def updates_of(path: Path) -> int:
+    """After how many it was written. path: of a checkpoint."""
+    return int(path.stem.removeprefix("step-"))
+
+
 def newest(folder: Path) -> Path | None:
     return max(_checkpoints(folder), default=None)
 
@@ -252,7 +257,7 @@ def open_folder(folder: Path, updates: int, damaged: Iterable[Path] = ()) -> Non
         if error.errno in _NO_ROOM:
             return  # said when the first one cannot be written
         raise TrainError(f"checkpoint_dir: cannot use {folder} ({error.strerror}): name another") from error
-    if found and int(_NAME.fullmatch(found.name)[1]) > updates:  # type: ignore[index]
+    if found and updates_of(found) > updates:
         raise TrainError(
             f"checkpoint_dir: {found} is of an earlier run and further than update {updates}, where this one begins: "
             "go on from it with --resume, or name another folder"
