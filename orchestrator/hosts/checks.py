@@ -45,7 +45,7 @@ def unusable(node: Node, facts: NodeFacts) -> HostError | None:
 
 def gpu_warnings(node: Node, facts: NodeFacts) -> tuple[str, ...]:
     """Who is on its GPUs, one line each, beginning with the node's name."""
-    return tuple(f"{node.name}: {line}" for line in _gpu_warnings(node, facts))
+    return tuple(f"{node.name}: {line}" for line in occupied(facts)) if wants_cuda(node, facts) else ()
 
 
 def wants_cuda(node: Node, facts: NodeFacts) -> bool:
@@ -217,10 +217,6 @@ def other_gpus(node: Node, facts: NodeFacts) -> Iterator[Finding]:
     torch = facts.torch
     if torch and wants_cuda(node, facts) and torch.cuda and _needed(node, facts) <= torch.devices != len(facts.gpus):
         yield _unequal(torch, facts), "look at `nvidia-smi` (MIG mode?) and `dmesg` on that host"
-
-
-def _gpu_warnings(node: Node, facts: NodeFacts) -> Iterator[str]:
-    return occupied(facts) if wants_cuda(node, facts) else iter(())
 
 
 BLOCKING: tuple[Callable[[Node, NodeFacts], Finding], ...] = (

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 
 from orchestrator.jobs.record import JobRecord
-from orchestrator.jobs.stall import is_due
+from orchestrator.jobs.stall import asks_for_it
 
 
 class Asker:
@@ -26,7 +26,7 @@ class Asker:
         self.is_at_work = False
 
     def tell(self, record: JobRecord) -> None:
-        if record.state == "running" and not self.is_at_work and is_due(record.stall):
+        if not self.is_at_work and asks_for_it(record):
             self.is_at_work = True
             threading.Thread(target=self._work, daemon=True, name=f"why-{record.id}").start()
 

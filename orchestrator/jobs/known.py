@@ -16,7 +16,7 @@ from orchestrator.hosts.connections import Connections
 from orchestrator.jobs.record import ENDED, JobRecord
 from orchestrator.jobs.remembered import RememberedJobs
 from orchestrator.jobs.running import RunningJob
-from orchestrator.jobs.stall import is_due
+from orchestrator.jobs.stall import asks_for_it
 from orchestrator.planning.launch_plan import LaunchPlan
 
 
@@ -74,7 +74,7 @@ class KnownJobs:
     ) -> tuple[JobRecord, Mapping[str, HostError]]:
         one = self.of(self._jobs.plan(job))
         record, away = one.asked_after(silent)
-        if why and not away and record.state == "running" and is_due(record.stall):
+        if why and not away and asks_for_it(record):
             record = one.ask_why()
         return record, away
 

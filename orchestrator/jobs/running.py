@@ -39,7 +39,7 @@ from orchestrator.jobs.looks import HostLook
 from orchestrator.jobs.outputs import Outputs, outputs
 from orchestrator.jobs.record import ENDED, FINAL_STATES, JobRecord, Verdict
 from orchestrator.jobs.remembered import RememberedJobs
-from orchestrator.jobs.stall import answered, is_due
+from orchestrator.jobs.stall import answered, asks_for_it
 from orchestrator.jobs.state import combine, is_gone, is_half_started
 from orchestrator.jobs.tails import tails
 from orchestrator.jobs.watch import watch, watch_records
@@ -278,7 +278,7 @@ class RunningJob:
         away = self.reach()
         collected = collect.collect(self.plan, self.hosts, run, progress, limit_bytes=limit_bytes)
         record = self._remember(collected.agents)
-        if record.state == "running" and is_due(record.stall):
+        if asks_for_it(record):
             record = self.ask_why()
         if record.state != "starting" and is_gone(self.plan, collected.agents):
             raise nothing_left(self._jobs, self.plan)

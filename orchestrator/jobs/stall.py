@@ -70,6 +70,11 @@ def is_due(stall: Stall | None) -> bool:
     return not stall.answer.verdict.is_alarm and stall.quiet_s >= AGAIN * stall.answer.quiet_s
 
 
+def asks_for_it(record: JobRecord) -> bool:
+    """The same of a job that runs."""
+    return record.state == "running" and is_due(record.stall)
+
+
 def answered(record: JobRecord, verdict: Verdict) -> JobRecord:
     """With this verdict, if its stall still lasts."""
     if record.stall is None or record.state in FINAL_STATES:

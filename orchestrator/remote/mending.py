@@ -14,12 +14,12 @@ from typing import Any
 
 from .agent import lives
 from .claim import alone_in
-from .layout import GONE, JobFolder, WorkFolder
+from .layout import JobFolder, WorkFolder
 from .leftovers import OLD_S
 from .ownership import CODE, is_mine, jobs_of_orch
 from .processes import marked
 from .reaping import reap
-from .removal import ALONE_S, clear, entries
+from .removal import ALONE_S, clear, entries, halves
 from .workfolder import content
 
 
@@ -39,11 +39,10 @@ def _left(work: WorkFolder, request: dict[str, Any]) -> Iterator[Path]:
     """Old ones alone: somebody may be removing them, and the folder of a start that was undone keeps what of that is
     still on its way from beginning after all.
     """
-    halves = [path for folder in (work.jobs, work.codes, work.venvs) for path in entries(folder)]
-    halves = [path for path in halves if path.name.startswith(GONE)]
-    halves += [path for path in entries(work.codes) if path.name.startswith(".") and CODE.fullmatch(path.name)]
-    halves += [job.root for job in jobs_of_orch(work) if is_mine(job, request) and _never_began(job)]
-    yield from (path for path in halves if time.time() - path.stat().st_ctime > OLD_S)
+    found = halves(work)
+    found += [path for path in entries(work.codes) if path.name.startswith(".") and CODE.fullmatch(path.name)]
+    found += [job.root for job in jobs_of_orch(work) if is_mine(job, request) and _never_began(job)]
+    yield from (path for path in found if time.time() - path.stat().st_ctime > OLD_S)
 
 
 def _never_began(job: JobFolder) -> bool:

@@ -100,9 +100,14 @@ def _remove_shared(work: WorkFolder, request: dict[str, Any], why: list[str]) ->
 
 def _clear_halves(work: WorkFolder, why: list[str]) -> None:
     """What an earlier removal did not get done with."""
-    for path in [path for folder in (work.jobs, work.codes, work.venvs) for path in entries(folder)]:
-        if path.name.startswith(GONE):
-            clear(path, why)
+    for path in halves(work):
+        clear(path, why)
+
+
+def halves(work: WorkFolder) -> list[Path]:
+    """What removals left that were cut short."""
+    there = [path for folder in (work.jobs, work.codes, work.venvs) for path in entries(folder)]
+    return [path for path in there if path.name.startswith(GONE)]
 
 
 def clear(folder: Path, why: list[str]) -> bool:
