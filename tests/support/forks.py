@@ -147,8 +147,11 @@ class _Server:
         return int(answer)
 
     def end(self) -> None:
+        # Closing alone is not enough: a process that was forked from ours holds this end too, and may outlive us.
+        self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         self._wait()
+        atexit.unregister(self.end)
 
 
 def _fresh(kind: str, requests: socket.socket) -> Callable[[], object]:
