@@ -19,9 +19,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
 
 from typing_extensions import TypedDict, Unpack
 
@@ -40,6 +42,7 @@ from orchestrator.planning.naming import job_name, job_note
 from orchestrator.planning.request import Wish, Words, read_wish
 from orchestrator.planning.variables import read_variables
 from orchestrator.results.summary import Summary
+from orchestrator.starting.retries import First, Retries, first_attempt
 
 
 class Options(TypedDict, total=False):
@@ -64,6 +67,14 @@ class Options(TypedDict, total=False):
     """To queue for GPUs that are in use: `run` returns when they are free and the job runs."""
     wait_limit_s: float
     """To wait no longer than this; means `wait`."""
+    retries: int
+    """So often it is tried again where its hosts failed it: while the program is in `Job.wait` or `Job.lines`."""
+    retry_on: Literal["hosts", "any"]
+    """any: also where the script failed by itself."""
+    rejoin: bool
+    """To take a lost host in again once it answers."""
+    retry_wait_s: float
+    """Before the second attempt, 10 without it; twice as long before each further one."""
     name: str
     """What the job's id begins with."""
     note: str
@@ -126,13 +137,15 @@ class Cluster:
         """`orch run --detach`: starts a script with its arguments, or the experiment of the options, on all hosts or on
         none. Raises OrchError.
         """
-        cluster, wish, only = self._asked(command, options)
-        if not options.get("wait", "wait_limit_s" in options):
-            return Job(self._controller, self._controller.start(cluster, wish, only))
-        if wish.request.hosts:
-            raise UsageError("hosts= does without hosts that are in use, wait= waits for them", "leave one of them out")
-        plan = self._controller.choice.plan(cluster, wish.request, wish.code, only)
-        return Job(self._controller, self._controller.launch_in_turn(plan, wish.blob, options.get("wait_limit_s")))
+        first = First(*self._asked(command, options))
+        start = self._controller.start
+        if options.get("wait", "wait_limit_s" in options):
+            if first.wish.request.hosts:
+                one_of_them = "hosts= does without hosts that are in use, wait= waits for them"
+                raise UsageError(one_of_them, "leave one of them out")
+            start = partial(self._controller.start_in_turn, limit_s=options.get("wait_limit_s"))
+        job = start(first.cluster, first.wish, first.only)
+        return Job(self._controller, job, self._controller.retries(first, start, options.get("retry_wait_s", 10.0)))
 
     def _asked(self, command: Sequence[str], options: Options) -> tuple[Remembered, Wish, list[str]]:
         """On which cluster, what, and which of its nodes."""
@@ -142,6 +155,9 @@ class Cluster:
             env=read_variables(_pairs(options.get("env", ())), (), os.environ),
             hosts=parse_hosts(str(options["hosts"])) if "hosts" in options else None,
             time_limit_s=options.get("time_limit_s"),
+            attempt=first_attempt(
+                options.get("retries"), options.get("retry_on", "hosts"), rejoin=options.get("rejoin", False)
+            ),
             job_name=_called(job_name, options.get("name")),
             note=_called(job_note, options.get("note")),
         )
@@ -181,11 +197,14 @@ class Cluster:
 
 
 class Job:
-    """One job of a cluster, while that is open."""
+    """One job of a cluster, while that is open. With `retries` it is the newest attempt."""
 
-    def __init__(self, controller: Controller, job: RunningJob) -> None:
-        self._controller, self._job = controller, job
-        self.id = job.id
+    def __init__(self, controller: Controller, job: RunningJob, retries: Retries | None = None) -> None:
+        self._controller, self._job, self._retries = controller, job, retries
+
+    @property
+    def id(self) -> str:
+        return self._job.id
 
     @property
     def state(self) -> str:
@@ -193,17 +212,29 @@ class Job:
         return self._job.refresh().state
 
     def lines(self) -> Iterator[str]:
-        """What its ranks print, `node rank: text`, from the first line on, until it has ended."""
-        for event in self._job.follow():
+        """What its ranks print, `node rank: text`, from the first line on, until it has ended and is not tried again.
+        Raises OrchError where another attempt is due and cannot start.
+        """
+        for event in self._events():
             if isinstance(event, tuple):
                 for line in event:
                     yield f"{line.node} {line.rank}: {line.text}"
 
     def wait(self) -> JobRecord:
-        """Its record once it has ended: `state`, `exit_code`, `first_failure`."""
-        for _ in self._job.follow():
+        """Its record once it has ended and is not tried again: `state`, `exit_code`, `first_failure`. Raises OrchError
+        where another attempt is due and cannot start.
+        """
+        for _ in self._events():
             pass
         return self._job.record
+
+    def _events(self) -> Iterator[object]:
+        """Those of one attempt after the other."""
+        again: RunningJob | None = self._job
+        while again:
+            self._job = again
+            yield from again.follow()
+            again = self._retries.after(again) if self._retries else None
 
     def cancel(self) -> JobRecord:
         """Ends it on every host."""

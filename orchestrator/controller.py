@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from orchestrator.clusters import Clusters, now_utc, or_without
@@ -131,6 +131,21 @@ class Controller:
                 away |= {each.node: each for each in error.errors}
             if plan.job in self.store.job_ids() and self.store.job_record(plan.job).state == "cancelled":
                 self.store.forget_job(plan.job)
+
+    def start_in_turn(
+        self,
+        cluster: Cluster,
+        wish: Wish,
+        only: Sequence[str] = (),
+        shown: Callable[[LaunchPlan], None] = lambda _: None,
+        *,
+        limit_s: float | None = None,
+    ) -> RunningJob:
+        """The same on all hosts that it may have, when their GPUs are free and nobody waits before it: those that are
+        in use are waited for, so that none is left out. limit_s: it waits no longer. Raises TurnError, too.
+        """
+        shown(plan := self.choice.plan(cluster, replace(wish.request, hosts=None), wish.code, only))
+        return self.launch_in_turn(plan, wish.blob, limit_s)
 
     def retries(
         self, first: First, start: Callable[[Cluster, Wish, Sequence[str]], RunningJob], wait_s: float

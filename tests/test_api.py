@@ -28,6 +28,14 @@ with open(os.environ["ORCH_METRICS"], "a") as file:
         told = {"event": "step", "step": step, "samples": 10, "t_ms": 100.0, "wall": 1e9 + step}
         file.write(json.dumps(told) + "\\n")
 """
+DIES_ONCE = """
+import os, signal, sys, time
+if int(os.environ["RANK"]) == 0:
+    if not os.path.exists(sys.argv[1]):
+        open(sys.argv[1], "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    print("second")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +87,18 @@ def test_a_job_is_cancelled_and_a_plan_starts_nothing(here: Path) -> None:
         assert rack.run("proj/train.py").cancel().state == "cancelled"
 
 
+def test_a_job_that_its_hosts_failed_is_tried_again_while_somebody_waits_for_it(here: Path) -> None:
+    (here / "proj" / "train.py").write_text(DIES_ONCE)
+    with Cluster.up("inventory/rack.yaml", allow_local=True) as rack:
+        job = rack.run("proj/train.py", str(here / "died"), retries=2, retry_wait_s=0.1)
+        failed = job.id
+        assert [*job.lines()][-1].endswith("second") and job.id != failed
+        record = job.wait()
+        assert record.state == "succeeded" and record.attempt and record.attempt.words == "2 of 3"
+        assert [one.job for one in record.attempt.earlier] == [failed]
+        assert {one.id for one in rack.jobs()} == {failed, job.id}
+
+
 @pytest.mark.parametrize(
     ("words", "options", "said"),
     [
@@ -89,6 +109,8 @@ def test_a_job_is_cancelled_and_a_plan_starts_nothing(here: Path) -> None:
         (("train.py",), {"hosts": "0:2"}, "--hosts 0:2: expected MIN:MAX"),
         (("train.py",), {"hosts": "1:2", "wait_limit_s": 60.0}, "hosts= does without"),
         (("train.py",), {"env": {"RANK": "1"}}, "RANK"),
+        (("train.py",), {"rejoin": True}, "--retry-on and --rejoin belong to --retries"),
+        (("train.py",), {"retries": -1}, "--retries -1, --retry-on hosts: expected a count"),
         (("train.py",), {"name": "a/b"}, "a/b"),
     ],
 )

@@ -315,8 +315,7 @@ def _launch(
     with busy(f"planning for {cluster.name}") as now_at:
         try:
             if options.waits():
-                show(plan := controller.choice.plan(cluster, wish.request, wish.code, only))
-                job = controller.launch_in_turn(plan, wish.blob, options.wait_limit)
+                job = controller.start_in_turn(cluster, wish, only, show, limit_s=options.wait_limit)
             else:
                 job = controller.start(cluster, wish, only, show)
         except KeyboardInterrupt:

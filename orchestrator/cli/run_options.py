@@ -12,6 +12,7 @@ from orchestrator.planning.host_choice import HostRange, parse_hosts
 from orchestrator.planning.launch_plan import Attempt, Elastic
 from orchestrator.planning.request import Words
 from orchestrator.planning.variables import read_variables
+from orchestrator.starting.retries import first_attempt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,15 +85,9 @@ class RunOptions:
 
     def first_attempt(self) -> Attempt | None:
         """None where there is to be no other. Raises UsageError where nobody would see to it."""
-        if self.retries is None:
-            if self.rejoin or self.retry_on != "hosts":
-                raise UsageError("--retry-on and --rejoin belong to --retries", "--retries N")
-            return None
-        if self.detach:
+        if self.retries is not None and self.detach:
             raise UsageError("--retries needs somebody here to see the job's end", "leave --detach out, and add `&`")
-        if self.waits():
-            raise UsageError("--retries starts at once, or does not; --wait waits for GPUs", "leave one of them out")
-        return Attempt(number=1, most=self.retries + 1, any_cause=self.retry_on == "any", rejoin=self.rejoin)
+        return first_attempt(self.retries, self.retry_on, rejoin=self.rejoin)
 
     def measures_steps(self) -> bool:
         """Raises UsageError where there is no script."""

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from orchestrator.clusters import Clusters
-from orchestrator.errors import OrchError, RefusedError, TooFewError
+from orchestrator.errors import OrchError, RefusedError, TooFewError, UsageError
 from orchestrator.hosts.cluster import Cluster
 from orchestrator.hosts.connections import Connections
 from orchestrator.jobs import control
@@ -45,6 +45,17 @@ _NOT_AGAIN = {
     "person": "somebody ended it",
     "unknown": "it may still run on hosts that give no answer",
 }
+
+
+def first_attempt(retries: int | None, retry_on: str, *, rejoin: bool) -> Attempt | None:
+    """None where there is to be no other. Raises UsageError."""
+    if retries is None:
+        if rejoin or retry_on != "hosts":
+            raise UsageError("--retry-on and --rejoin belong to --retries", "--retries N")
+        return None
+    if retries < 0 or retry_on not in ("hosts", "any"):
+        raise UsageError(f"--retries {retries}, --retry-on {retry_on}: expected a count, and hosts or any", "")
+    return Attempt(number=1, most=retries + 1, any_cause=retry_on == "any", rejoin=rejoin)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,9 @@ by what their controllers promise (`jobs/queued.py`). The rows:
   past jobs that came earlier where it is over before they were promised to start
 - without limits: nobody knows when a job ends, and nobody goes past another
 - first fit: whoever finds its GPUs free takes them. Nobody has a place, which is what fairness costs beside this row
+- planned anew: no queue, but one who may let everybody wait as it likes. Like a queue it does not know
+  which jobs will come; it knows how long each takes, and whenever one comes or ends it searches for the order in which
+  those that wait are over first. What it lacks to the next row is the price of not knowing what will come
 - best order found: by a search that knows from the beginning which jobs will come, when, and how long each takes, which
   no queue does. No job starts before it comes, and each as early as the order lets it: simulated annealing over
   exchanges of two jobs and moves of one, from the order in which they come. No order ends before the bound
@@ -137,32 +140,53 @@ def _sum(one: float | None, other: float | None) -> float | None:
     return None if one is None or other is None else one + other
 
 
-def ordered(jobs: Sequence[Job]) -> dict[str, int]:
-    """When each starts, as early as it can be after those before it in this order."""
-    free, starts = dict.fromkeys(GPUS, 0), dict[str, int]()
+def planned_anew(jobs: Sequence[Job], orders: int, draw: random.Random) -> dict[str, int]:
+    """When each starts, where those that wait are put into the best order found whenever a job comes or ends."""
+    starts, free = dict[str, int](), dict.fromkeys(GPUS, 0)
+    moments, waiting = [job.comes for job in jobs], list[Job]()
+    while moments:
+        now = heapq.heappop(moments)
+        waiting += [job for job in jobs if job.comes <= now and job not in waiting and job.name not in starts]
+        planned = searched(waiting, orders, draw, {gpu: max(now, until) for gpu, until in free.items()})
+        for job in [job for job in waiting if planned[job.name] == now]:
+            waiting.remove(job)
+            starts[job.name] = now
+            free |= dict.fromkeys(job.gpus, now + job.takes)
+            heapq.heappush(moments, now + job.takes)
+    return starts
+
+
+def ordered(jobs: Sequence[Job], since: Mapping[str, int]) -> dict[str, int]:
+    """When each starts, as early as it can be after those before it in this order. since: when each GPU is free."""
+    free, starts = dict(since), dict[str, int]()
     for job in jobs:
         starts[job.name] = max([job.comes, *(free[gpu] for gpu in job.gpus)])
         free |= dict.fromkeys(job.gpus, starts[job.name] + job.takes)
     return starts
 
 
-def searched(jobs: Sequence[Job], orders: int, draw: random.Random) -> dict[str, int]:
+def searched(jobs: Sequence[Job], orders: int, draw: random.Random, since: Mapping[str, int]) -> dict[str, int]:
     """The shortest of so many orders that lie near each other, from that in which they come on."""
     order = sorted(jobs, key=lambda job: job.comes)
-    best = starts = ordered(order)
-    for number in range(orders):
+    best = starts = ordered(order, since)
+    for number in range(orders if len(jobs) > 1 else 0):
         warmth = COLDEST + (WARMEST - COLDEST) * (1 - number / orders)
         tried, one, other = list(order), draw.randrange(len(jobs)), draw.randrange(len(jobs))
         if draw.random() < 0.5:
             tried[one], tried[other] = tried[other], tried[one]
         else:
             tried.insert(other, tried.pop(one))
-        found = ordered(tried)
-        worse = end_of(jobs, found) - end_of(jobs, starts)
+        found = ordered(tried, since)
+        worse = cost_of(jobs, found) - cost_of(jobs, starts)
         if worse <= 0 or draw.random() < math.exp(-worse / warmth):
             order, starts = tried, found
-        best = min(best, starts, key=lambda each: end_of(jobs, each))
+        best = min(best, starts, key=lambda each: cost_of(jobs, each))
     return best
+
+
+def cost_of(jobs: Sequence[Job], starts: Mapping[str, int]) -> float:
+    """The end of the last one; of two equal ones the order in which jobs wait less."""
+    return end_of(jobs, starts) + sum(starts.values()) / len(jobs) / 1000
 
 
 def end_of(jobs: Sequence[Job], starts: Mapping[str, int]) -> int:
@@ -191,8 +215,9 @@ def courses_of(jobs: Sequence[Job], orders: int, seed: int) -> dict[str, Course]
         "limits twice as long": Queue(2.0).play(jobs),
         "without limits": Queue(None).play(jobs),
         "first fit": Queue(None, in_turn=False).play(jobs),
+        "planned anew": planned_anew(jobs, orders // 10, random.Random(seed)),
     }
-    found = searched(jobs, orders, random.Random(seed))
+    found = searched(jobs, orders, random.Random(seed), dict.fromkeys(GPUS, 0))
     best = min([found, *played.values()], key=lambda starts: end_of(jobs, starts))
     return {name: course(jobs, starts) for name, starts in {**played, "best order found": best}.items()}
 

@@ -12,9 +12,16 @@ import pytest
 
 from orchestrator.remote import gpu_claim, tickets
 from tests.support.forks import Forked
-from tests.support.gpu_rack import GpuRack, Person, gpu_rack
+from tests.support.gpu_rack import UNTIL_TOLD, GpuRack, Person, gpu_rack
 from tests.support.sshd import needs_sshd
 
+DIES_ONCE = """import os, signal, sys, time
+if not os.path.exists(sys.argv[1] + ".died"):
+    while not os.path.exists(sys.argv[1] + ".dies"):
+        time.sleep(0.02)
+    open(sys.argv[1] + ".died", "w").close()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
 pytestmark = [needs_sshd, pytest.mark.timeout(600)]
 
 
@@ -170,6 +177,22 @@ def test_a_limit_ends_the_wait_and_detach_returns_when_the_job_runs(rack):
             assert [row["state"] for row in alice.jobs()["jobs"] if row["id"] == job] == ["running"]
             second.go.touch()
             alice.types("logs", "-f", "--job", job)
+
+
+def test_an_attempt_after_a_failed_one_queues_behind_those_who_wait(rack):
+    alice, bob = rack.person("alice"), rack.person("bob")
+    (alice.folder / "train.py").write_text(DIES_ONCE + UNTIL_TOLD)
+    first = Run(alice, "first", "a", "--wait", "--retries", "1", "--retry-wait", "0.1s").starts()
+    failed = first.job
+    second = Run(bob, "second", "a", "--wait").waits()
+    with ended(first, second):
+        Path(f"{first.go}.dies").touch()
+        first.until("attempt 2 of 2 follows")
+        first.until(f"{first.name}-.* waits: place 1 in the queue, behind root's job {second.job}")
+        second.starts().ends()
+        first.starts().ends()
+        assert first.job != failed
+        assert [job["attempt"]["number"] for job in alice.jobs()["jobs"] if job["attempt"]] == [2, 1]
 
 
 def test_a_host_that_goes_away_is_said_and_asked_again(rack):

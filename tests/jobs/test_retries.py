@@ -47,10 +47,10 @@ def rack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rack]:
         yield made
 
 
-def jobs(rack: Rack) -> list[dict[str, Any]]:
-    """The oldest first."""
-    found: list[dict[str, Any]] = json.loads(rack.types("jobs", "--json").stdout)["jobs"]
-    return sorted(found, key=lambda job: (job["started"], (job["attempt"] or {"number": 0})["number"]))
+def jobs_beside(rack: Rack, known: set[str]) -> list[dict[str, Any]]:
+    """By their attempts."""
+    found = [job for job in json.loads(rack.types("jobs", "--json").stdout)["jobs"] if job["id"] not in known]
+    return sorted(found, key=lambda job: job["attempt"]["number"])
 
 
 def ids(rack: Rack) -> set[str]:
@@ -65,11 +65,11 @@ def agent(rack: Rack, node: str, job: str) -> dict[str, Any]:
 @contextmanager
 def running(rack: Rack, *words: str) -> Iterator[tuple[Forked, str]]:
     """A run of both hosts, and its job, whose ranks run."""
-    known = ids(rack)
+    before = ids(rack)
     run = rack.starts("run", "--json", *BOTH, *words, "code/train.py", "2")
     try:
-        wait_for(lambda: ids(rack) - known, "the job", 180)
-        (job,) = ids(rack) - known
+        wait_for(lambda: ids(rack) - before, "the job", 180)
+        (job,) = ids(rack) - before
         wait_for(lambda: not (rack.folder / f"home/jobs/{job}/launching").exists(), "the end of its start", 180)
         wait_for(lambda: all(agent(rack, node, job).get("ranks") for node in ("a2000", "v100")), "its ranks", 180)
         yield run, job
@@ -102,13 +102,13 @@ def test_a_job_whose_masters_supervisor_is_killed_is_tried_again_without_that_ho
 
 @needs_sshd
 def test_what_the_script_does_itself_is_tried_again_only_where_that_is_asked_for(rack: Rack) -> None:
-    before = len(jobs(rack))
+    known = ids(rack)
     said = rack.types("run", *BOTH, "--retries", "1", "code/train.py", "exits", exit_code=1).stderr
-    (first,) = jobs(rack)[before:]
+    (first,) = jobs_beside(rack, known)
     assert f"{first['id']} is not tried again: the script's own failure, not the hosts' (" in said
     words = ("--retries", "1", "--retry-on", "any", "code/train.py", "exits")
     said = rack.types("run", *BOTH, *words, exit_code=1).stderr
-    tried = jobs(rack)[before + 1 :]
+    tried = jobs_beside(rack, {*known, first["id"]})
     assert [one["attempt"]["number"] for one in tried] == [1, 2] and len({one["id"] for one in tried}) == 2
     assert [sorted(one["nodes"]) for one in tried] == [["a2000", "v100"]] * 2
     assert f"{tried[1]['id']} is not tried again: this was attempt 2 of 2" in said
@@ -127,7 +127,6 @@ def test_a_job_that_somebody_cancels_is_not_tried_again(rack: Rack) -> None:
     ("words", "said"),
     [
         (("--retries", "1", "--detach"), "--retries needs somebody here to see the job's end"),
-        (("--retries", "1", "--wait"), "--retries starts at once, or does not"),
         (("--rejoin",), "--retry-on and --rejoin belong to --retries"),
         (("--retry-on", "any"), "--retry-on and --rejoin belong to --retries"),
     ],
