@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,10 +21,14 @@ from pathlib import Path
 import lab_net
 from lab_net import Link
 
-from orchestrator.errors import OrchError
+from orchestrator.doctor import look as doctor
+from orchestrator.errors import HostError, OrchError
 from orchestrator.hosts import belongings
 from orchestrator.hosts.belongings import Who
+from orchestrator.hosts.connections import Connections
 from orchestrator.jobs import control
+from orchestrator.jobs.why import looks
+from orchestrator.paths import Home
 from orchestrator.planning.build import RENDEZVOUS_PORT
 from orchestrator.record import Owner
 from orchestrator.transport import ask
@@ -402,6 +407,60 @@ def cancel_twice(r: Round) -> Generator[bool, None, Expected]:
     r.pause(1.0)
     r.cancel()
     return Expected(state="cancelled")
+
+
+# ---- who looks, and who waits ----------------------------------------------------------------------------------------
+
+
+@fault
+def asked_why(r: Round) -> Generator[bool, None, Expected]:
+    """By several at once, though it is well."""
+    yield True
+    hosts = r.cell.connect()
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(lambda _: looks(r.plan, hosts), range(4)))
+    if silent := [look for one in found for look in one.values() if isinstance(look, HostError)]:
+        raise RuntimeError(f"no answer to why: {silent[0]}")
+    return Expected(state="succeeded", survives=True)
+
+
+@fault
+def asked_why_as_a_rank_dies(r: Round) -> Generator[bool, None, Expected]:
+    yield True
+    hosts = r.cell.connect()
+    asking = threading.Thread(target=lambda: [looks(r.plan, hosts) for _ in range(3)])
+    asking.start()
+    r.afterwards.callback(asking.join)
+    r.pause(3.0)
+    r.kill("rank")
+    return Expected(node=r.victim, says="was killed by SIGKILL", exit_code=137)
+
+
+@fault
+def doctor_beside(r: Round) -> Generator[bool, None, Expected]:
+    """Every host and every way between two of them is looked at while the job runs."""
+    yield True
+    with Connections(Home(r.folder / "doctor")) as connections:
+        connections.open(r.cell.nodes)
+        seen = doctor.look(connections, r.cell.nodes, data="~/data")
+    if seen.unreached or not seen.mesh:
+        raise RuntimeError(f"the doctor saw {seen.unreached}, {seen.mesh}")
+    return Expected(state="succeeded", survives=True)
+
+
+@fault
+def queued_behind(r: Round) -> Generator[bool, None, Expected]:
+    """A run waits for GPUs of this host. It leaves the queue, or its controller dies and leaves its ticket there."""
+    yield True
+    host, waits = r.cell.connect()[r.victim], f"behind-{r.rng.getrandbits(32):08x}"
+    words = {"workdir": r.workdir[r.victim], "node": r.victim, "job": waits, "owner": US.owner.id, "gpus": [waits]}
+    for action in ("take", "renew", "look"):
+        answer = ask.ask(host, "waiting", {**words, "action": action, "number": 1, "longest_s": None}, timeout_s=30)
+    if [ticket["job"] for ticket in answer["tickets"]] != [waits]:
+        raise RuntimeError(f"{waits} waits, and the queue is {answer}")
+    if r.rng.random() < 0.5:
+        ask.ask(host, "waiting", {**words, "action": "leave"}, timeout_s=30)
+    return Expected(state="succeeded", survives=True)
 
 
 # ---- what ranks do --------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from lab_net import Link
 
 from orchestrator.errors import HostError
 from orchestrator.hosts.connections import Connections
+from orchestrator.hosts.inventory import Node
 from orchestrator.hosts.inventory_file import load_inventory
 from orchestrator.paths import Home
 from orchestrator.transport.ask import ConnectedHost
@@ -253,12 +254,15 @@ class Cell:
         self.world, self.names = world, names
         self._connections: Connections | None = None
 
+    @property
+    def nodes(self) -> list[Node]:
+        return [node for node in load_inventory(self.world.lab.inventory).nodes if node.name in self.names]
+
     def connect(self) -> dict[str, ConnectedHost]:
         """Kept from round to round; a host that was cut off is dialled again. Raises HostError."""
         if self._connections is None:
-            nodes = [node for node in load_inventory(self.world.lab.inventory).nodes if node.name in self.names]
             self._connections = Connections(Home(self.world.folder / f"home-{self.names[0]}"))
-            self._hosts = self._connections.open(nodes)
+            self._hosts = self._connections.open(self.nodes)
         for host in self._hosts.values():
             if isinstance(host, HostError):
                 raise host

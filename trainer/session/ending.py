@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from trainer.ranks import interrupt
+from trainer.ranks.resting import let_others_rest
 from trainer.shared.errors import TrainError
 from trainer.shared.metrics import MetricsWriter
 
@@ -34,6 +35,7 @@ class Ending:
             self.complete()
         else:
             self.metrics.end("failed", "the script ended before its run did")
+        let_others_rest()
 
     def _failed(self, kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         self._has_left = True
