@@ -80,7 +80,7 @@ class GpuRack:
         """login: on the hosts; that of the tests without one."""
         person = Person(self.folder / name)
         person.folder.mkdir()
-        self.work(name, "").mkdir(parents=True)  # both hosts look whether they can make theirs in it
+        self.work(name, "").mkdir(parents=True, exist_ok=True)  # both hosts look whether they can make theirs in it
         (person.folder / "train.py").write_text(UNTIL_TOLD)
         python, key = self.folder / "python/bin/python", self.folder / "id"
         text = INVENTORY.format(user=login or getpass.getuser(), python=python, key=key)
