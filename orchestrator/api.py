@@ -138,11 +138,11 @@ class Cluster:
         none. Raises OrchError.
         """
         first = First(*self._asked(command, options))
+        waits = options.get("wait", "wait_limit_s" in options)
+        if waits and first.wish.request.hosts:
+            raise UsageError("hosts= does without hosts that are in use, wait= waits for them", "leave one of them out")
         start = self._controller.start
-        if options.get("wait", "wait_limit_s" in options):
-            if first.wish.request.hosts:
-                one_of_them = "hosts= does without hosts that are in use, wait= waits for them"
-                raise UsageError(one_of_them, "leave one of them out")
+        if waits:
             start = partial(self._controller.start_in_turn, limit_s=options.get("wait_limit_s"))
         job = start(first.cluster, first.wish, first.only)
         return Job(self._controller, job, self._controller.retries(first, start, options.get("retry_wait_s", 10.0)))

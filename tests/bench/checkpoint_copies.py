@@ -4,9 +4,9 @@
 
 Two hosts of the lab at 2.5 Gbps train for real, by `ddp`: a network of one wide layer, `--width` outputs of 3,072
 inputs. What a GPU would compute they spend asleep, so that the machine's cores are left for the exchange and the copy.
-The rows take turns. Seconds are those from the first step's end to the last one's, over the steps between them; a
-checkpoint costs what they are longer than without any. A copy's own time is how long it was on its way, beside the
-steps. Needs root.
+The rows take turns. A step's time is that from the first step's end to the last one's, over the steps between them; a
+checkpoint costs what the steps of its turn are longer than without any. A copy's own time is how long it was on its
+way, beside the steps. Needs root.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ by what their controllers promise (`jobs/queued.py`). The rows:
   past jobs that came earlier where it is over before they were promised to start
 - without limits: nobody knows when a job ends, and nobody goes past another
 - first fit: whoever finds its GPUs free takes them. Nobody has a place, which is what fairness costs beside this row
-- planned anew: no queue, but one who may let everybody wait as it likes. Like a queue it does not know
-  which jobs will come; it knows how long each takes, and whenever one comes or ends it searches for the order in which
-  those that wait are over first. What it lacks to the next row is the price of not knowing what will come
+- planned anew: no queue, but one who may let everybody wait as it likes. Like a queue it does not know which jobs will
+  come; it knows how long each takes, and whenever one comes or ends it searches for the order in which those that wait
+  are over first. What it lacks to the next row is the price of not knowing what will come
 - best order found: by a search that knows from the beginning which jobs will come, when, and how long each takes, which
   no queue does. No job starts before it comes, and each as early as the order lets it: simulated annealing over
   exchanges of two jobs and moves of one, from the order in which they come. No order ends before the bound
@@ -143,13 +143,12 @@ def _sum(one: float | None, other: float | None) -> float | None:
 def planned_anew(jobs: Sequence[Job], orders: int, draw: random.Random) -> dict[str, int]:
     """When each starts, where those that wait are put into the best order found whenever a job comes or ends."""
     starts, free = dict[str, int](), dict.fromkeys(GPUS, 0)
-    moments, waiting = [job.comes for job in jobs], list[Job]()
+    moments = [job.comes for job in jobs]
     while moments:
         now = heapq.heappop(moments)
-        waiting += [job for job in jobs if job.comes <= now and job not in waiting and job.name not in starts]
+        waiting = [job for job in jobs if job.comes <= now and job.name not in starts]
         planned = searched(waiting, orders, draw, {gpu: max(now, until) for gpu, until in free.items()})
         for job in [job for job in waiting if planned[job.name] == now]:
-            waiting.remove(job)
             starts[job.name] = now
             free |= dict.fromkeys(job.gpus, now + job.takes)
             heapq.heappush(moments, now + job.takes)

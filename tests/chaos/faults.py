@@ -54,11 +54,15 @@ def fault(kind: Fault) -> Fault:
 # ---- killed ---------------------------------------------------------------------------------------------------------
 
 
+def rank_killed(r: Round) -> Expected:
+    r.kill("rank")
+    return Expected(node=r.victim, says="was killed by SIGKILL", exit_code=137)
+
+
 @fault
 def kill_rank(r: Round) -> Generator[bool, None, Expected]:
     yield True
-    r.kill("rank")
-    return Expected(node=r.victim, says="was killed by SIGKILL", exit_code=137)
+    return rank_killed(r)
 
 
 @fault
@@ -347,8 +351,7 @@ def strangers_at_the_hub(r: Round) -> Generator[bool, None, Expected]:
     assert crowd.stdin
     r.afterwards.callback(crowd.stdin.close)
     r.pause(3.0)
-    r.kill("rank")
-    return Expected(node=r.victim, says="was killed by SIGKILL", exit_code=137)
+    return rank_killed(r)
 
 
 # ---- the controller -------------------------------------------------------------------------------------------------
@@ -432,8 +435,7 @@ def asked_why_as_a_rank_dies(r: Round) -> Generator[bool, None, Expected]:
     asking.start()
     r.afterwards.callback(asking.join)
     r.pause(3.0)
-    r.kill("rank")
-    return Expected(node=r.victim, says="was killed by SIGKILL", exit_code=137)
+    return rank_killed(r)
 
 
 @fault

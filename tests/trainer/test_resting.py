@@ -65,4 +65,6 @@ def test_one_that_computes_is_waited_for() -> None:
 
 def test_one_that_never_rests_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resting, "_others_run", lambda: True)
+    began_s = time.monotonic()
     resting.let_others_rest(patience_s=0.01)
+    assert time.monotonic() - began_s >= 0.01

@@ -31,7 +31,7 @@ def let_others_rest(patience_s: float = 1.0) -> None:
 
 def _others_run() -> bool:
     own = str(threading.get_native_id())
-    states = [_state(task) for task in _TASKS.glob("*") if task.name != own]
+    states = [_state(task) for task in _TASKS.iterdir() if task.name != own]
     return "R" in states
 
 
