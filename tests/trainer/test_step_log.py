@@ -54,7 +54,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(metrics, "WITHIN_S", 0.0)  # a line stands in the file as soon as it is written
     return SimpleNamespace(
         metrics=MetricsWriter(tmp_path / "metrics.jsonl"),
-        console=SimpleNamespace(step=lambda *_: None),
+        console=SimpleNamespace(count=lambda *_: None, is_due=lambda _: False),
         timer=Device(),
         rebalancer=None,
         lines=lambda: [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()],

@@ -98,7 +98,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,8 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     "end": ("status", "message", "total_s", "peak_memory_bytes", "lateness", "valid", "dropped"),
 }
 
+Fields = Callable[[], dict[str, Any]]
+"""Of a line that waits."""
 _NAMES = {event: frozenset(names) for event, names in EVENT_FIELDS.items()}
 _encode = json.JSONEncoder(allow_nan=False).encode  # one for all lines: json.dumps makes one for each
 
@@ -180,7 +182,7 @@ class MetricsWriter:
         self._lock = threading.Lock()  # a second thread writes the last line when the first one hangs
         self._ended = threading.Event()
         self._dropped = 0
-        self._waiting: list[dict[str, Any]] = []  # steps, to be written together
+        self._waiting: list[tuple[str, Fields]] = []  # to be written together
         self._written_s = -math.inf
         self._is_beside = False
         self._rest = b""  # of a line that the disk cut
@@ -191,23 +193,29 @@ class MetricsWriter:
 
     def write(self, event: str, **fields: Any) -> None:
         """One line; ignores what comes after `end`."""
-        if fields.keys() != _NAMES[event]:
-            raise ValueError(f"{event} has the fields {EVENT_FIELDS[event]}, not {tuple(fields)}")
+        check_names(event, fields)
         with self._lock:
-            if self._ended.is_set() or self._file is None:
+            if self._ended.is_set():
                 return
             if event == "end":
                 self._write_all()
                 self._ended.set()
                 fields["dropped"] = self._dropped
-            self._waiting.append({"event": event, **fields})
-            if event == "step" and time.monotonic() < self._written_s + WITHIN_S:
-                self._write_beside()
-            else:
-                self._write_all()
+            self._add(event, lambda: fields)
 
-    def _write_beside(self) -> None:
-        if not self._is_beside:
+    def write_beside(self, event: str, fields: Fields) -> None:
+        """The same; the fields are asked for when the line is written, perhaps by another thread."""
+        with self._lock:
+            if not self._ended.is_set():
+                self._add(event, fields)
+
+    def _add(self, event: str, fields: Fields) -> None:
+        if self._file is None:
+            return
+        self._waiting.append((event, fields))
+        if event != "step" or time.monotonic() >= self._written_s + WITHIN_S:
+            self._write_all()
+        elif not self._is_beside:
             self._is_beside = True
             threading.Thread(target=self._write_late, daemon=True, name="metrics").start()
 
@@ -225,7 +233,7 @@ class MetricsWriter:
         self._written_s = time.monotonic()
         try:
             if records:
-                self._append(b"".join(map(_line_of, records)))
+                self._append(b"".join(_line_of(event, fields()) for event, fields in records))
         except OSError as error:
             self._drop(len(records), error)
 
@@ -265,7 +273,15 @@ class MetricsWriter:
         )
 
 
-def _line_of(record: dict[str, Any]) -> bytes:
+def check_names(event: str, fields: Mapping[str, Any]) -> None:
+    """Raises ValueError where an event has others than its own."""
+    if fields.keys() != _NAMES[event]:
+        raise ValueError(f"{event} has the fields {EVENT_FIELDS[event]}, not {tuple(fields)}")
+
+
+def _line_of(event: str, fields: Mapping[str, Any]) -> bytes:
+    check_names(event, fields)
+    record = {"event": event, **fields}
     try:
         text = _encode(record)
     except ValueError:  # few records hold what JSON cannot

@@ -35,14 +35,19 @@ class Console:
         how = f"strategy {settings.strategy}, fidelity {settings.fidelity}"
         self.say(f"{what}, batch {settings.batch} over {ranks}, {how}{self.paced}")
 
-    def step(self, step: int, epoch: int, batch: int, own: int, loss: float | None, times: Mapping[str, float]) -> None:
-        """batch, own: samples of this step over all ranks and of this one; loss: the sum over its own; None: paced."""
+    def count(self, step: int, batch: int, step_ms: float) -> None:
+        """batch: samples of this step over all ranks."""
         self.first_step = step if self.first_step is None else self.first_step
         if step - self.first_step >= self.warmup_steps:
             self.samples += batch
-            self.train_s += times["t_ms"] / 1000
-        if time.monotonic() < self.next_s and step + 1 < self.steps:
-            return
+            self.train_s += step_ms / 1000
+
+    def is_due(self, step: int) -> bool:
+        """Whether to speak of this step."""
+        return time.monotonic() >= self.next_s or step + 1 >= self.steps
+
+    def step(self, step: int, epoch: int, batch: int, own: int, loss: float | None, times: Mapping[str, float]) -> None:
+        """batch, own: samples of this step over all ranks and of this one; loss: the sum over its own; None: paced."""
         self.next_s = time.monotonic() + INTERVAL_S
         mean = f"loss {loss / own:.4f}" if own and loss is not None else "loss -"
         self.say(

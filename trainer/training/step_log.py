@@ -8,7 +8,8 @@
 
 A GPU runs behind the program that feeds it. Whoever reads a step's marks and loss at its end waits for the GPU, which
 then waits for the host to queue the next step; so they are read one step late, when that has been queued. On a CPU they
-are read at once, and with `shares=auto`, whose ranks decide together after each step.
+are there at once, and with `shares=auto`, whose ranks decide together after each step. What a CPU's marks come to is
+worked out where the line is written, beside training.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -64,15 +66,14 @@ class Step(NamedTuple):
         under_way_ms = covered_ms(timer, self.begin, beside) if beside else sum_ms
         # Others wait for a pause made on purpose as they wait for computing.
         compute_ms = timer.ms(self.loaded, computed) - waited_ms + held_up_ms
-        times = {
-            "t_ms": timer.ms(self.begin, self.end),
-            "load_ms": timer.ms(self.begin, self.loaded),
-            "compute_ms": compute_ms,
-            "exposed_ms": sum_ms + waited_ms + averaging_ms - held_up_ms,
-            "comm_ms": under_way_ms + waited_ms + averaging_ms - held_up_ms,
-            "optim_ms": timer.ms(self.summed, self.updated),
+        return {
+            "t_ms": round(timer.ms(self.begin, self.end), 3),
+            "load_ms": round(timer.ms(self.begin, self.loaded), 3),
+            "compute_ms": round(compute_ms, 3),
+            "exposed_ms": round(sum_ms + waited_ms + averaging_ms - held_up_ms, 3),
+            "comm_ms": round(under_way_ms + waited_ms + averaging_ms - held_up_ms, 3),
+            "optim_ms": round(timer.ms(self.summed, self.updated), 3),
         }
-        return {name: round(ms, 3) for name, ms in times.items()}
 
 
 class StepLog:
@@ -122,26 +123,46 @@ class StepLog:
             self._record(step)
 
     def _record(self, step: Step) -> None:
-        run, times = self.run, step.times(self.run.timer)
-        mark, wall_s = self.began
-        fields = {"step": step.number, "epoch": step.epoch, "samples": step.samples, **times}
+        run, timer = self.run, self.run.timer
         loss = None if step.loss is None else float(step.loss)
-        of_stage = stage_times(run.timer, step.exchange)
-        run.metrics.write("step", **fields, **of_stage, loss=loss, wall=wall_s + run.timer.ms(mark, step.end) / 1000)
+        line = partial(line_of, timer, step, loss, self.began)
+        if timer.behind:  # a GPU that failed says so here, to whom it ends
+            run.metrics.write("step", **line())
+        else:
+            run.metrics.write_beside("step", line)
+        self.progress.loss_sum += loss or 0.0
+        run.console.count(step.number, step.batch, timer.ms(step.begin, step.end))
+        if run.console.is_due(step.number):
+            self._say(step, loss)
+        if step.exchange.tasks:
+            self._record_tasks(step)
+        if run.rebalancer:
+            took = step.times(timer)
+            run.rebalancer.after_update(step.number, took["compute_ms"], took["load_ms"], step.samples)
+
+    def _say(self, step: Step, loss: float | None) -> None:
         said, samples = (loss, step.samples) if step.exchange.said is None else step.exchange.said
         said = None if said is None or loss is None else float(said)
-        run.console.step(step.number, step.epoch, step.batch, samples, said, times)
-        self._record_tasks(step)
-        self.progress.loss_sum += loss or 0.0
-        if run.rebalancer:
-            run.rebalancer.after_update(step.number, times["compute_ms"], times["load_ms"], step.samples)
+        self.run.console.step(step.number, step.epoch, step.batch, samples, said, step.times(self.run.timer))
 
     def _record_tasks(self, step: Step) -> None:
         """Of one step in many: what a stage of a pipeline did when."""
         console = self.run.console
-        if not step.exchange.tasks or console.first_step is None:
-            return
-        if has_marks(step.number - console.first_step, console.warmup_steps):
+        if console.first_step is not None and has_marks(step.number - console.first_step, console.warmup_steps):
             rows = task_rows(self.run.timer, step.exchange, step.begin, step.summed, step.updated)
             left_out = max(0, len(rows) - MOST_TASKS)
             self.run.metrics.write("tasks", step=step.number, tasks=rows[:MOST_TASKS], left_out=left_out)
+
+
+def line_of(timer: Timer, step: Step, loss: float | None, began: tuple[Any, float]) -> dict[str, Any]:
+    """The fields of its record. began: a mark, and the time of day then."""
+    mark, wall_s = began
+    return {
+        "step": step.number,
+        "epoch": step.epoch,
+        "samples": step.samples,
+        **step.times(timer),
+        **stage_times(timer, step.exchange),
+        "loss": loss,
+        "wall": wall_s + timer.ms(mark, step.end) / 1000,
+    }
