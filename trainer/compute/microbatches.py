@@ -9,6 +9,7 @@ no torch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from trainer.shared.shares import equal_shares
@@ -21,9 +22,13 @@ class MicroBatches:
 
     def __init__(self, accumulate: int, caps: Sequence[int | None], together: bool) -> None:
         self.accumulate, self.caps, self.together = accumulate, list(caps), together
+        self._known = functools.cache(self._sizes)  # each step asks for the same
 
     def sizes(self, shares: Sequence[int], rank: int) -> tuple[int, ...]:
         """The micro-batches of one rank, as even as whole samples allow; without samples it is an empty one."""
+        return self._known(tuple(shares), rank)
+
+    def _sizes(self, shares: tuple[int, ...], rank: int) -> tuple[int, ...]:
         counts = [self._count(share, cap) for share, cap in zip(shares, self.caps, strict=True)]
         count = max(counts) if self.together else counts[rank]
         filled = max(counts[rank], min(count, shares[rank] // 2))

@@ -16,6 +16,7 @@ import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch.utils.data import Sampler
@@ -71,9 +72,18 @@ class SampleStream:
         return is_whole and update % self.probes.every == 0
 
     def shares_at(self, step: int, epoch: int = 0) -> tuple[int, ...]:
-        shares = scale_shares(self.shares, self.batch_at(step))
         if self.is_probe(epoch * self.steps + step):
-            return with_samples(shares, self.probes.ranks, PROBED)
+            return with_samples(tuple(self.shares), self.probes.ranks, PROBED)
+        batch = self.batch_at(step)
+        return self._of_full_batch if batch == self.batch else self._of_batch(batch)
+
+    @cached_property
+    def _of_full_batch(self) -> tuple[int, ...]:
+        """Known from the first one on: each step asks for it."""
+        return self._of_batch(self.batch)
+
+    def _of_batch(self, samples: int) -> tuple[int, ...]:
+        shares = scale_shares(self.shares, samples)
         return without_singles(shares) if self.pairs else shares
 
     def permutation(self, epoch: int) -> list[int]:

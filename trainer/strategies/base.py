@@ -9,10 +9,10 @@ it, and what is rounded or compressed on its way has its weight already.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,7 @@ from trainer.data.batch import mapped, tensors_of
 from trainer.strategies.batch_norm import is_synchronised
 
 
-@dataclass(frozen=True)
-class Exchange:
+class Exchange(NamedTuple):
     """What one exchange of gradients left on the device's time line."""
 
     computed: Any
@@ -218,7 +217,12 @@ def weighted(loss_sum: Tensor, batch: int) -> Tensor:
 
 def backward_weighted(loss_sum: Tensor, batch: int) -> None:
     """`weighted(loss_sum, batch).backward()`, to the same bits, without an operation that divides."""
-    loss_sum.backward(torch.full_like(loss_sum, 1 / batch))
+    loss_sum.backward(_part_of(batch, loss_sum.dtype, loss_sum.device))
+
+
+@functools.cache
+def _part_of(batch: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), 1 / batch, dtype=dtype, device=device)
 
 
 def share_initial_state(model: nn.Module, group: dist.ProcessGroup) -> None:
