@@ -36,8 +36,7 @@ def train(settings: Settings, info: RankInfo, metrics: MetricsWriter) -> None:
 def train_epoch(session: Session) -> None:
     smoothing = session.run.settings.label_smoothing
     for images, labels in session.batches():
-        logits = session.model(images)
-        session.step(cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing))
+        session.step(cross_entropy(session.model(images), labels, reduction="sum", label_smoothing=smoothing))
 
 
 def evaluate(session: Session) -> None:

@@ -25,7 +25,6 @@ from trainer.data.sample_stream import SampleStream
 from trainer.ranks.rank_info import RankInfo
 from trainer.session import session
 from trainer.session.join import ASKED, Ranks, asked_for, join
-from trainer.session.making import is_mean
 from trainer.session.session import Session
 from trainer.setup import assemble
 from trainer.setup.own import Own
@@ -33,6 +32,7 @@ from trainer.shared.config import parse_settings
 from trainer.shared.errors import TrainError
 from trainer.shared.fields import SettingsError
 from trainer.shared.metrics import MetricsWriter
+from trainer.training.loss_sum import is_mean
 
 SAMPLES, TESTS, BATCH, EPOCHS = 88, 37, 16, 2
 """The last batch of an epoch is a short one: 12 updates."""

@@ -29,11 +29,11 @@ from trainer.ranks.agreement import together
 from trainer.ranks.process_group import leave
 from trainer.session.forward import Forward
 from trainer.session.judging import Judge
-from trainer.session.making import checked
 from trainer.setup.assemble import Met
 from trainer.setup.own import Own
 from trainer.setup.start_record import start_fields
 from trainer.shared.errors import TrainError
+from trainer.training.loss_sum import checked
 
 LOADED = 64
 """Samples that larger batches repeat: their loading is no part of what is measured."""
@@ -60,7 +60,7 @@ class Rehearsal:
             self._optimizer: Any = own.optimizer(settings, network)
         start = start_fields(settings, info, device, met.group, (own.name, network))
         met.metrics.write("start", **start, batch_per_rank=None, batch_norm_groups=None, work=None, steps=0)
-        self.model = Forward(network, self._precision, settings.amp)
+        self.model = Forward(lambda: network, self._precision, settings.amp)
         self._met, self._settings, self._own, self._timer = met, settings, own, timer_for(device)
         self._network, self._samples, self._visited = network, own.first(LOADED), Visited(network)
         self._held = held_beside(network, device)

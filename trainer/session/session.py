@@ -23,19 +23,21 @@ from trainer.checkpoints.checkpoint import CheckpointKeeper
 from trainer.data.batch import moved
 from trainer.data.loading import Batch, own_part
 from trainer.data.own import judged_batches
+from trainer.pipeline.strategy import Pipeline
 from trainer.ranks.agreement import sum_over_ranks
 from trainer.ranks.process_group import leave
 from trainer.session.ending import Ending
 from trainer.session.forward import Forward
 from trainer.session.judging import Judge, summed
-from trainer.session.making import Making
 from trainer.setup.own import samples_of
 from trainer.shared.errors import TrainError
+from trainer.training.differentiated import Differentiated
+from trainer.training.piped import Piped
 from trainer.training.rates import samples_before
 from trainer.training.run import Run
 from trainer.training.shared_network import shared_network
 from trainer.training.step_log import StepLog
-from trainer.training.update import update
+from trainer.training.update import Update
 
 
 class Session:
@@ -43,17 +45,13 @@ class Session:
 
     def __init__(self, run: Run, ending: Ending | None = None) -> None:
         self.run, self._ending = run, ending
-        self.model = Forward(self._network, run.precision, run.settings.amp)
+        self.model = Forward(lambda: run.strategy.model, run.precision, run.settings.amp)
         self.keeper = CheckpointKeeper(run)
         self.progress = self.keeper.resume()
         self.has_reached_target = False
         self.loss: float | None = None
         """Mean over the samples of the last epoch, of all ranks; None before its end, and where nobody learns."""
-        self._making: Making | None = None
-
-    def _network(self, *inputs: Any, **named: Any) -> Any:
-        """The one that the strategy has now: exact first updates have another than those that follow."""
-        return self.run.strategy.model(*inputs, **named)
+        self._making: Update | None = None
 
     @property
     def updates(self) -> int:
@@ -83,13 +81,15 @@ class Session:
         body calls `step` with the sum of its samples' losses.
         """
         run, progress, started_s = self.run, self.progress, time.monotonic()
+        kind = Piped if isinstance(run.strategy, Pipeline) else Differentiated
         run.order.epoch, self.loss = progress.epoch, None
         with StepLog(run, progress) as log:
             begin = log.begin()
             for batch in self._drawn():
-                self._making = making = Making(update(run, batch, progress, begin))
+                self._making = making = kind(run, batch, progress, begin)
                 yield from making.parts()
-                step = making.step()
+                step = making.step
+                assert step  # noqa: S101 - for the type checker
                 begin = step.end  # what follows counts as loading of the next step, so that they add up to the epoch
                 progress.advance(step.samples)
                 log.add(step)
@@ -107,8 +107,9 @@ class Session:
         loss_sum: the SUM of the losses of this micro-batch's samples: it is weighted here, so that each sample of the
         whole batch counts alike on whichever rank it is.
         """
-        self.backward(loss_sum)
-        self.update()
+        making = self._current
+        making.take(loss_sum)
+        making.optimise()
 
     def backward(self, loss_sum: Tensor) -> None:
         """The first half of `step`: after an update's last micro-batch gradients are what the optimiser will use."""
@@ -119,7 +120,7 @@ class Session:
         self._current.optimise()
 
     @property
-    def _current(self) -> Making:
+    def _current(self) -> Update:
         if self._making is None:
             raise TrainError("there is no batch to make a step with: call step in the body of `for ... in batches()`")
         return self._making

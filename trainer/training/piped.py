@@ -1,27 +1,44 @@
-"""An update of a pipeline: `loss_sum, exchange = yield from piped(run, run.strategy, batch, step)`."""
+"""An update of one rank of a pipeline: `Piped(run, batch, progress, begin)`."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
 from trainer.pipeline.strategy import Pipeline
-from trainer.strategies import Exchange
+from trainer.training.update import Update
 
 if TYPE_CHECKING:
     from trainer.training.run import Run
 
 
-def piped(run: Run, strategy: Pipeline, batch: Any, step: int) -> Generator[Any, Any, tuple[Tensor, Exchange]]:
-    """Forward and backward of a pipeline's micro-batches; of its last stage the loop computes their losses.
+class Piped(Update):
+    """Forward and backward of a pipeline's micro-batches; of its last stage the loop computes their losses."""
 
-    step: within its epoch.
-    """
-    announce(run, strategy, step)
-    inputs, labels = batch
-    return (yield from strategy.update(inputs, labels, run.stream.batch_at(step)))
+    def parts(self) -> Iterator[Any]:
+        strategy, step = cast(Pipeline, self.run.strategy), self.at.step
+        announce(self.run, strategy, step)
+        inputs, labels = self.batch
+        self._tasks = strategy.update(inputs, labels, self.run.stream.batch_at(step))
+        self._go_on(None)
+        if self.due is None:
+            self.optimise()
+        while (part := self.due) is not None:
+            yield part
+            self._check(part)
+
+    def _backward(self, loss_sum: Tensor) -> None:
+        self._go_on(loss_sum)
+
+    def _go_on(self, loss_sum: Any) -> None:
+        """To the next loss that is needed, or the end."""
+        try:
+            self.due = self._tasks.send(loss_sum)
+        except StopIteration as end:
+            self.due = None
+            self._make_ready(*end.value)
 
 
 def announce(run: Run, strategy: Pipeline, step: int) -> None:

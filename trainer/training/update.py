@@ -1,28 +1,27 @@
 """One update of the weights, with the body of the training loop in between.
 
-    making = update(run, batch, progress, begin)
-    due = next(making)               a micro-batch, of which the loop computes the sum of its samples' losses
-    due = making.send(loss_sum)      the next one; None where gradients are ready and the optimiser's turn comes
-    due = next(making)               after None
-                                     StopIteration.value: the Step
+    update = Differentiated(run, batch, progress, begin)        of a pipeline: Piped(...)
+    for part in update.parts():         the micro-batches whose losses this rank computes
+        update.take(loss_sum)           backward, and after the last one the exchange between ranks
+        update.optimise()               moves the weights, where their gradients are ready
+    update.step                         what it took
 
 On a rank that computes no loss (a stage of a pipeline but its last one; a rank without samples) there are fewer
-micro-batches, or none: what the others need of it is done here.
+micro-batches, or none: what the others need of it is done in `parts`.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Generator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from trainer.data.batch import moved, pieces
-from trainer.pipeline.strategy import Pipeline
-from trainer.strategies import Exchange, Strategy, no_loss
-from trainer.strategies.batch_norm import is_synchronised
-from trainer.training.piped import piped
+from trainer.data.batch import moved
+from trainer.shared.errors import TrainError
+from trainer.strategies import Exchange
+from trainer.training.loss_sum import checked
 from trainer.training.progress import Progress
 from trainer.training.rates import middle_of_update
 from trainer.training.step_log import Step
@@ -30,96 +29,86 @@ from trainer.training.step_log import Step
 if TYPE_CHECKING:
     from trainer.training.run import Run
 
-Due = Any
-"""A micro-batch, or None."""
-AT_ONCE = contextlib.nullcontext()
-"""Around the last micro-batch, whose gradients are exchanged."""
 
-
-def update(run: Run, batch: Any, progress: Progress, begin: Any) -> Generator[Due, Any, Step]:
+class Update(ABC):
     """begin: the mark at which it began."""
-    timer, stream = run.timer, run.stream
-    shares = stream.shares_at(progress.step, run.order.epoch)
-    batch = moved(batch, run.device)
-    loaded = timer.mark()
 
-    run.brake.pause("start")
-    run.optimizer.zero_grad(set_to_none=True)
-    run.rates.set(middle_of_update(stream, progress))
-    if isinstance(run.strategy, Pipeline):
-        loss_sum, exchange = yield from piped(run, run.strategy, batch, progress.step)
-    else:
-        loss_sum, exchange = yield from differentiated(run, run.strategy, batch, shares)
-    run.precision.unscale(run.optimizer)
-    if run.clipping:
-        run.clipping()
-    summed = timer.mark()
-    yield None
+    def __init__(self, run: Run, batch: Any, progress: Progress, begin: Any) -> None:
+        timer, stream = run.timer, run.stream
+        self.run, self.at, self._begin = run, progress, begin
+        self.shares = stream.shares_at(progress.step, run.order.epoch)
+        self.batch = batch if run.device.type == "cpu" else moved(batch, run.device)
+        self.due: Any = None
+        """The micro-batch whose loss comes next."""
+        self.is_ready = False
+        """Whether gradients are what the optimiser shall use."""
+        self.step: Step | None = None
+        """When all is over."""
+        self._loaded = timer.mark()
 
-    run.precision.step(run.optimizer)
-    number, counts = progress.epoch * stream.steps + progress.step, run.strategy.counts
-    if run.ema:
-        run.ema.update(number + 1)
-    updated = timer.mark()
-    run.strategy.after_update()
-    return Step(
-        number=number,
-        epoch=progress.epoch,
-        batch=sum(shares),
-        samples=shares[run.order.rank] * counts,
-        loss=on_its_way(loss_sum if counts else loss_sum * 0) if run.learns else None,
-        exchange=exchange,
-        begin=begin,
-        loaded=loaded,
-        summed=summed,
-        updated=updated,
-        end=timer.mark(),
-    )
+        run.brake.pause("start")
+        run.optimizer.zero_grad(set_to_none=True)
+        run.rates.set(middle_of_update(stream, progress))
 
+    @abstractmethod
+    def parts(self) -> Iterator[Any]:
+        """Raises TrainError where the body has not done its part."""
 
-def differentiated(
-    run: Run, strategy: Strategy, batch: Any, shares: Sequence[int]
-) -> Generator[Due, Any, tuple[Tensor, Exchange]]:
-    """Forward and backward, micro-batch by micro-batch: gives this rank's sum of losses, and the exchange of the last
-    one. With `local_batch` each but the last is an update, too.
+    def take(self, loss_sum: Tensor) -> None:
+        """Of the micro-batch that came last. Raises TrainError for a second one, and for what is no sum."""
+        if self.due is None:
+            raise TrainError("step was called twice for one batch: add the losses up, and call it with their sum")
+        self._backward(checked(loss_sum))
 
-    shares: samples of this update for each rank.
-    """
-    sizes = run.micro_batches.sizes(shares, run.order.rank)
-    losses: list[Tensor] = []
-    last, samples, whole = len(sizes) - 1, sum(sizes), sum(shares)
-    alone = run.settings.local_batch > 0 and strategy.updates_alone
-    if run.graphs:
-        run.graphs.enabled = last == 0 or alone  # what several passes add up, a replay would write over
-    for number, (size, part) in enumerate(zip(sizes, pieces(batch, sizes), strict=True)):
-        with AT_ONCE if number == last else strategy.without_sync():
-            if size or is_synchronised(strategy.model):
-                loss_sum = yield part
-            else:
-                with run.precision.autocast():
-                    loss_sum = no_loss(strategy.model, part)
-            if number == 0 and run.settings.slow:
-                loss_sum.register_hook(lambda _: hold_up(run))
-            losses.append(loss_sum.detach())
-            scaled = run.precision.scaled(loss_sum)
-            if number < last and alone:
-                strategy.backward_alone(scaled, size)
-                if run.clipping:
-                    run.precision.unscale(run.optimizer)
-                    run.clipping()
-                yield None
-                run.precision.step(run.optimizer)
-                run.optimizer.zero_grad(set_to_none=True)
-            elif number < last:
-                strategy.accumulate(scaled, samples, whole)
-    return sum(losses[1:], losses[0]), strategy.backward(scaled, size if alone else samples, whole)
+    @abstractmethod
+    def _backward(self, loss_sum: Tensor) -> None: ...
+
+    def optimise(self) -> None:
+        if self.is_ready:
+            self.is_ready = False
+            self.run.precision.step(self.run.optimizer)
+            self._end()
+
+    def _check(self, part: Any) -> None:
+        """After the body's turn with it."""
+        if self.due is part:
+            raise TrainError("a batch's loss is missing: the loop's body calls step(loss_sum) for each batch")
+        if self.is_ready:
+            raise TrainError("an update is missing: after backward(loss_sum) the loop's body calls update()")
+
+    def _make_ready(self, loss_sum: Tensor, exchange: Exchange) -> None:
+        """loss_sum: of this rank's samples. exchange: the one that left the gradient of the whole batch."""
+        run = self.run
+        self._loss_sum, self._exchange = loss_sum, exchange
+        run.precision.unscale(run.optimizer)
+        if run.clipping:
+            run.clipping()
+        self._summed = run.timer.mark()
+        self.is_ready = True
+
+    def _end(self) -> None:
+        """When the weights have been moved."""
+        run, timer, at = self.run, self.run.timer, self.at
+        number, counts = at.epoch * run.stream.steps + at.step, run.strategy.counts
+        if run.ema:
+            run.ema.update(number + 1)
+        updated = timer.mark()
+        run.strategy.after_update()
+        self.step = Step(
+            number=number,
+            epoch=at.epoch,
+            batch=sum(self.shares),
+            samples=self.shares[run.order.rank] * counts,
+            loss=on_its_way(self._loss_sum if counts else self._loss_sum * 0) if run.learns else None,
+            exchange=self._exchange,
+            begin=self._begin,
+            loaded=self._loaded,
+            summed=self._summed,
+            updated=updated,
+            end=timer.mark(),
+        )
 
 
 def on_its_way(loss_sum: Tensor) -> Tensor | float:
     """To the host: a copy, which the loop's body may not change any more."""
     return loss_sum.item() if loss_sum.device.type == "cpu" else loss_sum.to("cpu", non_blocking=True, copy=True)
-
-
-def hold_up(run: Run) -> None:
-    """As a hook of backward it may give nothing back."""
-    run.brake.pause("backward")

@@ -1,0 +1,87 @@
+"""An update of a rank that has the whole network, or its part of each layer: `Differentiated(run, batch, progress,
+begin)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor
+
+from trainer.data.batch import pieces
+from trainer.strategies import Strategy, no_loss
+from trainer.strategies.batch_norm import is_synchronised
+from trainer.training.progress import Progress
+from trainer.training.update import Update
+
+if TYPE_CHECKING:
+    from trainer.training.run import Run
+
+
+class Differentiated(Update):
+    """Forward and backward, micro-batch by micro-batch, and the exchange of the last one. With `local_batch` each but
+    the last is an update, too.
+    """
+
+    def __init__(self, run: Run, batch: Any, progress: Progress, begin: Any) -> None:
+        super().__init__(run, batch, progress, begin)
+        self.strategy = cast(Strategy, run.strategy)
+        self.sizes = run.micro_batches.sizes(self.shares, run.order.rank)
+        self.alone = run.settings.local_batch > 0 and self.strategy.updates_alone
+        self.losses: list[Tensor] = []
+
+    def parts(self) -> Iterator[Any]:
+        *others, last = pieces(self.batch, self.sizes)
+        if self.run.graphs:
+            self.run.graphs.enabled = not others or self.alone  # what several passes add up, a replay would write over
+        for part in others:
+            with self.strategy.without_sync():
+                yield from self._given(part)
+        yield from self._given(last)
+
+    def _given(self, part: Any) -> Iterator[Any]:
+        """To the loop's body, or where it is empty to nobody."""
+        if self.sizes[len(self.losses)] or is_synchronised(self.strategy.model):
+            self.due = part
+            yield part
+            self._check(part)
+        else:
+            with self.run.precision.autocast():
+                nothing = no_loss(self.strategy.model, part)
+            self._backward(nothing)
+            self.optimise()
+
+    def _backward(self, loss_sum: Tensor) -> None:
+        self.due, size = None, self.sizes[len(self.losses)]
+        if self.run.settings.slow and not self.losses:
+            loss_sum.register_hook(self._hold_up)
+        self.losses.append(loss_sum.detach())
+        samples, batch = sum(self.sizes), sum(self.shares)
+        scaled = self.run.precision.scaled(loss_sum)
+        if self._is_last:
+            exchange = self.strategy.backward(scaled, size if self.alone else samples, batch)
+            self._make_ready(sum(self.losses[1:], self.losses[0]), exchange)
+        elif self.alone:
+            self.strategy.backward_alone(scaled, size)
+            if self.run.clipping:
+                self.run.precision.unscale(self.run.optimizer)
+                self.run.clipping()
+            self.is_ready = True
+        else:
+            self.strategy.accumulate(scaled, samples, batch)
+
+    def _end(self) -> None:
+        if self._is_last:
+            super()._end()
+        else:
+            self.run.optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def _is_last(self) -> bool:
+        """Was the loss that came last that of the last micro-batch?"""
+        return len(self.losses) == len(self.sizes)
+
+    def _hold_up(self, _: Tensor) -> None:
+        """As a hook of backward it may give nothing back."""
+        self.run.brake.pause("backward")
