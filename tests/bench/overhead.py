@@ -35,7 +35,7 @@ from trainer.training.run import Run
 
 WARMUP_BLOCKS = 2
 CASES = {
-    "mnist_lenet": {"batch": 64, "steps": 100, "blocks": 40},
+    "mnist_lenet": {"batch": 64, "steps": 100, "blocks": 80},
     "resnet152_cifar": {"batch": 4, "steps": 3, "blocks": 20},
 }
 COMMON = {"data": "synthetic", "strategy": "none", "device": "cpu", "num_workers": "0", "lr": "0.001"}
