@@ -9,7 +9,6 @@ it, and what is rounded or compressed on its way has its weight already.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
@@ -217,12 +216,7 @@ def weighted(loss_sum: Tensor, batch: int) -> Tensor:
 
 def backward_weighted(loss_sum: Tensor, batch: int) -> None:
     """`weighted(loss_sum, batch).backward()`, to the same bits, without an operation that divides."""
-    loss_sum.backward(_part_of(batch, loss_sum.dtype, loss_sum.device))
-
-
-@functools.cache
-def _part_of(batch: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((), 1 / batch, dtype=dtype, device=device)
+    loss_sum.backward(torch.full_like(loss_sum, 1 / batch))
 
 
 def share_initial_state(model: nn.Module, group: dist.ProcessGroup) -> None:
