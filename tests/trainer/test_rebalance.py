@@ -357,6 +357,13 @@ def test_memory_shows_in_a_run_how_much_it_holds_and_a_person_may_ask_for_less(g
     assert found == [[[asked, asked, cap, asked] for cap in expected]] * RANKS
 
 
+def test_a_rank_that_turns_out_to_hold_less_takes_more_micro_batches_of_the_same_share():
+    micro_batches = MicroBatches(1, [None, None], together=False)
+    assert micro_batches.sizes((60, 60), rank=1) == (60,)
+    micro_batches.caps[1] = 20
+    assert [micro_batches.sizes((60, 60), rank=rank) for rank in (0, 1)] == [(60,), (20, 20, 20)]
+
+
 def hold_sums_up(rank, _):
     """Is a comparison over while a sum of all ranks, begun before it, waits for rank 0?"""
     rebalancer = rebalancer_of(rank, [None] * RANKS, lambda: None)

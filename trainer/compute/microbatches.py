@@ -22,27 +22,31 @@ class MicroBatches:
 
     def __init__(self, accumulate: int, caps: Sequence[int | None], together: bool) -> None:
         self.accumulate, self.caps, self.together = accumulate, list(caps), together
-        self._known = functools.cache(self._sizes)  # each step asks for the same
 
     def sizes(self, shares: Sequence[int], rank: int) -> tuple[int, ...]:
         """The micro-batches of one rank, as even as whole samples allow; without samples it is an empty one."""
-        return self._known(tuple(shares), rank)
-
-    def _sizes(self, shares: tuple[int, ...], rank: int) -> tuple[int, ...]:
-        counts = [self._count(share, cap) for share, cap in zip(shares, self.caps, strict=True)]
-        count = max(counts) if self.together else counts[rank]
-        filled = max(counts[rank], min(count, shares[rank] // 2))
-        return equal_shares(shares[rank], filled) + (0,) * (count - filled)
+        return _sizes(tuple(shares), tuple(self.caps), self.accumulate, self.together, rank)
 
     def largest(self, shares: Sequence[int]) -> int:
         """How many micro-batches the rank with most of them takes."""
         return max(len(self.sizes(shares, rank)) for rank in range(len(shares)))
 
-    def _count(self, share: int, cap: int | None) -> int:
-        """The number of micro-batches. Each has two samples at least where memory holds two, since BatchNorm can make
-        nothing of one. Where it holds just two, an odd share has one micro-batch of three.
-        """
-        forced = -(-share // cap) if cap else 1
-        if cap != 1:
-            forced = min(forced, share // 2)
-        return max(1, forced, min(self.accumulate, share // 2))
+
+@functools.lru_cache(maxsize=1024)  # each step asks for the same
+def _sizes(
+    shares: tuple[int, ...], caps: tuple[int | None, ...], accumulate: int, together: bool, rank: int
+) -> tuple[int, ...]:
+    counts = [_count(share, cap, accumulate) for share, cap in zip(shares, caps, strict=True)]
+    count = max(counts) if together else counts[rank]
+    filled = max(counts[rank], min(count, shares[rank] // 2))
+    return equal_shares(shares[rank], filled) + (0,) * (count - filled)
+
+
+def _count(share: int, cap: int | None, accumulate: int) -> int:
+    """The number of micro-batches. Each has two samples at least where memory holds two, since BatchNorm can make
+    nothing of one. Where it holds just two, an odd share has one micro-batch of three.
+    """
+    forced = -(-share // cap) if cap else 1
+    if cap != 1:
+        forced = min(forced, share // 2)
+    return max(1, forced, min(accumulate, share // 2))
