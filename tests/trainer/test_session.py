@@ -233,8 +233,12 @@ def test_what_a_data_set_draws_by_chance_is_the_same_whoever_draws_it(gang):
     assert equal != sorted(Points(SAMPLES)[index][0].tolist() for index in range(SAMPLES))
 
 
+def out_of_memory(_: torch.Tensor) -> None:
+    raise MemoryError
+
+
 def mistaken(rank: int, mistake: str) -> str:
-    with in_the_gang(rank) as met:
+    with in_the_gang(rank, accumulate="2" if mistake == "swallowed, and more follow" else "1") as met:
         model = network()
         own = Own(model, optimiser(model, 0.0), Points(SAMPLES), default_collate)
         run = Session(assemble.prepare(met, own))
@@ -259,6 +263,10 @@ def mistaken(rank: int, mistake: str) -> str:
                     run.step(losses.sum())
                 if mistake == "no update":
                     run.backward(losses.sum())
+                if mistake.startswith("swallowed"):
+                    (loss := losses.sum()).register_hook(out_of_memory)
+                    with contextlib.suppress(MemoryError):
+                        run.step(loss)
         except TrainError as error:
             return str(error)
     return "nothing"
@@ -275,6 +283,8 @@ def mistaken(rank: int, mistake: str) -> str:
         ("twice", "step was called twice"),
         ("no update", "calls update()"),
         ("no step", "a batch's loss is missing"),
+        ("swallowed", "catches no error of it"),
+        ("swallowed, and more follow", "catches no error of it"),
     ],
 )
 def test_a_loop_that_leaves_something_out_is_told_what(gang, mistake, words):

@@ -51,7 +51,7 @@ class Session:
         self.has_reached_target = False
         self.loss: float | None = None
         """Mean over the samples of the last epoch, of all ranks; None before its end, and where nobody learns."""
-        self._making: Update | None = None
+        self._under_way: Update | None = None
 
     @property
     def updates(self) -> int:
@@ -86,7 +86,7 @@ class Session:
         with StepLog(run, progress) as log:
             begin = log.begin()
             for batch in self._drawn():
-                self._making = making = kind(run, batch, progress, begin)
+                self._under_way = making = kind(run, batch, progress, begin)
                 yield from making.parts()
                 step = making.step
                 assert step  # noqa: S101 - for the type checker
@@ -99,6 +99,7 @@ class Session:
                     begin = log.begin()
                 if step.number + 1 == run.last_step:
                     break
+        self._under_way = None  # and with it its batch
         self._end_epoch(started_s)
 
     def step(self, loss_sum: Tensor) -> None:
@@ -121,9 +122,9 @@ class Session:
 
     @property
     def _current(self) -> Update:
-        if self._making is None:
+        if self._under_way is None:
             raise TrainError("there is no batch to make a step with: call step in the body of `for ... in batches()`")
-        return self._making
+        return self._under_way
 
     def _drawn(self) -> Iterator[Batch]:
         """This rank's batches from where the run is to the end of the epoch, or of the run. They are drawn again where

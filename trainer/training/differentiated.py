@@ -53,7 +53,7 @@ class Differentiated(Update):
             self.optimise()
 
     def _backward(self, loss_sum: Tensor) -> None:
-        self.due, size = None, self.sizes[len(self.losses)]
+        size = self.sizes[len(self.losses)]
         if self.run.settings.slow and not self.losses:
             loss_sum.register_hook(self._hold_up)
         self.losses.append(loss_sum.detach())

@@ -37,7 +37,6 @@ class Piped(Update):
         try:
             self.due = self._tasks.send(loss_sum)
         except StopIteration as end:
-            self.due = None
             self._make_ready(*end.value)
 
 

@@ -37,9 +37,11 @@ class Update(ABC):
         timer, stream = run.timer, run.stream
         self.run, self.at, self._begin = run, progress, begin
         self.shares = stream.shares_at(progress.step, run.order.epoch)
-        self.batch = batch if run.device.type == "cpu" else moved(batch, run.device)
+        self.batch = moved(batch, run.device)
         self.due: Any = None
         """The micro-batch whose loss comes next."""
+        self._taken: Any = None
+        """The one whose loss came last, and went all the way back."""
         self.is_ready = False
         """Whether gradients are what the optimiser shall use."""
         self.step: Step | None = None
@@ -58,21 +60,29 @@ class Update(ABC):
         """Of the micro-batch that came last. Raises TrainError for a second one, and for what is no sum."""
         if self.due is None:
             raise TrainError("step was called twice for one batch: add the losses up, and call it with their sum")
-        self._backward(checked(loss_sum))
+        checked(loss_sum)
+        part, self.due = self.due, None
+        self._backward(loss_sum)
+        self._taken = part
 
     @abstractmethod
     def _backward(self, loss_sum: Tensor) -> None: ...
 
     def optimise(self) -> None:
         if self.is_ready:
-            self.is_ready = False
             self.run.precision.step(self.run.optimizer)
             self._end()
+            self.is_ready = False
 
     def _check(self, part: Any) -> None:
-        """After the body's turn with it."""
-        if self.due is part:
-            raise TrainError("a batch's loss is missing: the loop's body calls step(loss_sum) for each batch")
+        """After the body's turn with it. What went wrong in its midst, and was caught there, would leave an update of
+        less than all samples.
+        """
+        if self._taken is not part:
+            raise TrainError(
+                "a batch's loss is missing: the loop's body calls step(loss_sum) for each batch, and catches no error "
+                "of it"
+            )
         if self.is_ready:
             raise TrainError("an update is missing: after backward(loss_sum) the loop's body calls update()")
 
