@@ -74,6 +74,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 def job(place: Place) -> str:
     job = str(place.types("run", "--detach", "proj/train.py").stdout.strip())
     place.types("logs", "-f", "--job", job, "--rank", "1", "-n", "1")
+    (record,) = json.loads(place.types("jobs", "--json").stdout)["jobs"]
+    assert record["state"] == "succeeded", record
     return job
 
 
