@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.clusters import Clusters, now_utc, or_without
@@ -141,10 +141,10 @@ class Controller:
         *,
         limit_s: float | None = None,
     ) -> RunningJob:
-        """The same on all hosts that it may have, when their GPUs are free and nobody waits before it: those that are
-        in use are waited for, so that none is left out. limit_s: it waits no longer. Raises TurnError, too.
+        """The same when its GPUs are free and nobody waits before it. With `request.hosts` those that give no answer
+        are left out; none is because it is in use. limit_s: it waits no longer. Raises TurnError, too.
         """
-        shown(plan := self.choice.plan(cluster, replace(wish.request, hosts=None), wish.code, only))
+        shown(plan := self.choice.plan(cluster, wish.request, wish.code, only))
         return self.launch_in_turn(plan, wish.blob, limit_s)
 
     def retries(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from orchestrator.errors import ConnectError, HostError, HostsError, OrchError, TurnError
+from orchestrator.errors import ConnectError, HostError, HostsError, OrchError, RefusedError, TurnError
 from orchestrator.hosts.connections import Connections
 from orchestrator.hosts.occupied import OccupiedError
 from orchestrator.jobs.queued import HostAnswer, Rival, promised, queue_of, read_answer, standing_of
@@ -81,7 +81,7 @@ class Turn:
             self._say(f"{self._plan.job} has left the queue")
 
     def wait(self) -> None:
-        """Raises TurnError where the time is over or somebody cancelled it, HostsError where a host stays away."""
+        """Raises TurnError where the time is over or somebody cancelled it, RefusedError where a host stays away."""
         while not self._has_come():
             self._refuse_late()
             time.sleep(self._pause_s)
@@ -125,7 +125,7 @@ class Turn:
         return standing.is_turn and not errors(answers)
 
     def _take(self) -> None:
-        """On every host, with one number for all. Raises HostsError."""
+        """On every host, with one number for all. Raises RefusedError."""
         self._starts = None
         seen = self._hosts.ask("look")
         if not errors(seen):
@@ -134,7 +134,7 @@ class Turn:
             )
             seen = self._hosts.ask("take", number=number)
         if errors(seen):
-            raise HostsError(errors(seen))
+            raise RefusedError(errors(seen))
         run = WaitingRun(schema=1, job=self._plan.job, cluster=self._plan.cluster, nodes=tuple(self._hosts.names))
         self._memory.remember_waiting(run)
 
@@ -155,11 +155,11 @@ class Turn:
             self._say(line)
 
     def _refuse_away(self, away: Mapping[str, HostError]) -> None:
-        """Says which hosts give no answer; raises HostsError for those that have not for AWAY_S."""
+        """Says which hosts give no answer; raises RefusedError for those that have not for AWAY_S."""
         now = time.monotonic()
         self._heard |= {name: now for name in self._heard if name not in away}
         if gone := [error for name, error in away.items() if now > self._heard[name] + AWAY_S]:
-            raise HostsError(gone)
+            raise RefusedError(gone)
         for error in away.values():
             self._tell(error.message, f"{error.message}; asking again for {format_duration(AWAY_S)}")
 

@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 
+from orchestrator.controller import opened
 from orchestrator.errors import ConnectError, HostError, OrchError, RefusedError, TooFewError
 from orchestrator.jobs import control
 from orchestrator.jobs.record import FirstFailure
+from orchestrator.paths import Home
 from orchestrator.planning.host_choice import HostRange
-from orchestrator.planning.launch_plan import Attempt, Earlier, LaunchPlan
-from orchestrator.planning.request import RunRequest, Wish
+from orchestrator.planning.launch_plan import Attempt, Earlier, Elastic, LaunchPlan
+from orchestrator.planning.request import RunRequest, Wish, Words, read_wish
 from orchestrator.remote import coordinator, lease
 from orchestrator.starting import retries
 from orchestrator.starting.retries import First, Retries
@@ -134,6 +136,22 @@ def test_a_job_that_somebody_cancels_is_not_tried_again(rack: Rack) -> None:
 def test_what_does_not_go_together_is_one_line(rack: Rack, words: tuple[str, ...], said: str) -> None:
     shown = rack.types("run", *words, "code/train.py", exit_code=2).stderr
     assert shown.startswith(f"error: {said}") and shown.count("error:") == 1
+
+
+@pytest.mark.parametrize("elastic", [None, Elastic(min_nodes=1, max_nodes=2, max_restarts=1)])
+def test_another_attempt_in_turn_does_without_a_host_that_is_off(
+    rack: Rack, monkeypatch: pytest.MonkeyPatch, elastic: Elastic | None
+) -> None:
+    for name, value in rack.environment.items():
+        monkeypatch.setenv(name, value)
+    shown: list[LaunchPlan] = []
+    with opened(Home.default()) as controller:
+        cluster, wish = controller.store.cluster("rack"), read_wish(Words(command=(f"{rack.folder}/code/train.py",)))
+        wish = replace(wish, request=replace(wish.request, hosts=HostRange(1, 2), elastic=elastic))
+        job = controller.start_in_turn(cluster, wish, ("a2000", "gone"), shown.append)
+        assert [*job.follow()] and job.record.state == "succeeded"
+    assert [tuple(node.name for node in plan.nodes) for plan in shown] == [("a2000",)]
+    assert not elastic or (shown[0].elastic and shown[0].elastic.max_nodes == 1)
 
 
 def test_a_host_with_anything_left_of_an_earlier_attempt_refuses_the_next(tmp_path: Path) -> None:
