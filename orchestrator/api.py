@@ -15,6 +15,7 @@ try. Jobs do not depend on the program: leave it, and `Cluster("rack").job()` fi
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -137,7 +138,7 @@ class Cluster:
         """`orch run --detach`: starts a script with its arguments, or the experiment of the options, on all hosts or on
         none. Raises OrchError.
         """
-        first = First(*self._asked(command, options))
+        first, retry_wait_s = First(*self._asked(command, options)), _retry_wait_s(options)
         waits = options.get("wait", "wait_limit_s" in options)
         if waits and first.wish.request.hosts:
             raise UsageError("hosts= does without hosts that are in use, wait= waits for them", "leave one of them out")
@@ -145,7 +146,8 @@ class Cluster:
         if waits:
             start = partial(self._controller.start_in_turn, limit_s=options.get("wait_limit_s"))
         job = start(first.cluster, first.wish, first.only)
-        return Job(self._controller, job, self._controller.retries(first, start, options.get("retry_wait_s", 10.0)))
+        again = self._controller.retries(first, start, retry_wait_s) if first.wish.request.attempt else None
+        return Job(self._controller, job, again)
 
     def _asked(self, command: Sequence[str], options: Options) -> tuple[Remembered, Wish, list[str]]:
         """On which cluster, what, and which of its nodes."""
@@ -252,6 +254,16 @@ class Job:
     def run_folder(self, out: str | PathLike[str] = "runs") -> RunFolder:
         """Where `collect` puts it: `.report`, `.steps` and so on are its files."""
         return RunFolder(Path(out) / self.id)
+
+
+def _retry_wait_s(options: Options) -> float:
+    """Raises UsageError."""
+    wait_s = options.get("retry_wait_s", 10.0)
+    if not 0 <= wait_s < math.inf:
+        raise UsageError(f"retry_wait_s={wait_s}: expected seconds, 0 or more", "")
+    if "retry_wait_s" in options and "retries" not in options:
+        raise UsageError("retry_wait_s= belongs to retries=", "retries=N")
+    return wait_s
 
 
 def _words(command: Sequence[str], options: Options) -> Words:

@@ -111,6 +111,9 @@ def test_a_job_that_its_hosts_failed_is_tried_again_while_somebody_waits_for_it(
         (("train.py",), {"env": {"RANK": "1"}}, "RANK"),
         (("train.py",), {"rejoin": True}, "--retry-on and --rejoin belong to --retries"),
         (("train.py",), {"retries": -1}, "--retries -1, --retry-on hosts: expected a count"),
+        (("train.py",), {"retry_wait_s": 3}, "retry_wait_s= belongs to retries="),
+        (("train.py",), {"retries": 1, "retry_wait_s": -1}, "retry_wait_s=-1: expected seconds, 0 or more"),
+        (("train.py",), {"retries": 1, "retry_wait_s": float("nan")}, "retry_wait_s=nan: expected"),
         (("train.py",), {"name": "a/b"}, "a/b"),
     ],
 )
