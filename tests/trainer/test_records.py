@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,41 @@ def test_of_steps_written_together_those_behind_a_cut_one_are_kept(
     lines = lines_of(path)
     assert [line["event"] for line in lines] == ["step", "step", "step", "epoch", "end"]
     assert ([line["step"] for line in lines[:3]], lines[-1]["dropped"]) == ([0, 1, 2], 4)
+
+
+def test_a_step_whose_times_cannot_be_had_is_counted_and_costs_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(records, "WITHIN_S", 0.02)  # what waits is written by the writer's own thread
+    metrics, path = MetricsWriter(tmp_path / "metrics.jsonl"), tmp_path / "metrics.jsonl"
+    fields: list[dict[str, Any]] = [{**STEP, "step": 0}, {**STEP, "step": 1}, {"step": 2}, {**STEP, "step": 3}]
+    for each in fields:
+        metrics.write_beside("step", partial(dict, each))
+    wait_for(lambda: len(lines_of(path)) == 3, "all others to be written")
+    metrics.write_beside("step", partial(dict, STEP))
+    wait_for(lambda: len(lines_of(path)) == 4, "the next one to be written, too")
+    metrics.end("succeeded")
+    lines = lines_of(path)
+    assert [line.get("step") for line in lines] == [0, 1, 3, STEP["step"], None] and lines[-1]["dropped"] == 1
+    assert capsys.readouterr().err.count("step has the fields") == 1
+
+
+def test_beside_training_fields_are_asked_for_by_another_thread_and_after_the_end_by_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "WITHIN_S", 0.5)
+    metrics, asked = MetricsWriter(tmp_path / "metrics.jsonl"), list[str]()
+
+    def fields() -> dict[str, Any]:
+        asked.append(threading.current_thread().name)
+        return dict(STEP)
+
+    metrics.write_beside("step", fields)
+    metrics.write_beside("step", fields)
+    wait_for(lambda: len(asked) == 2, "the second line")
+    metrics.end("succeeded")
+    metrics.write_beside("step", fields)
+    assert asked == ["MainThread", "metrics"] and len(lines_of(tmp_path / "metrics.jsonl")) == 3
 
 
 def small_disk(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -84,7 +84,7 @@ A value that JSON cannot hold (NaN, infinity) is written as null. Every line als
 | end | lateness | paced: how late backward ended, as a part of a step (median; a profile: of its latest size that |
 | | | counts); else null |
 | end | valid | paced: was lateness at most 1 %? Beyond it the CPU was the limit, not the pace; else null |
-| end | dropped | lines that the disk had no room for |
+| end | dropped | lines that could not be written; mostly the disk had no room for them |
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class MetricsWriter:
         self._lock = threading.Lock()  # a second thread writes the last line when the first one hangs
         self._ended = threading.Event()
         self._dropped = 0
-        self._waiting: list[tuple[str, Fields]] = []  # to be written together
+        self._waiting: list[Callable[[], bytes]] = []  # lines to be written together
         self._written_s = -math.inf
         self._is_beside = False
         self._rest = b""  # of a line that the disk cut
@@ -192,27 +192,29 @@ class MetricsWriter:
             raise TrainError(f"cannot write metrics to {path} (ORCH_METRICS): {error.strerror}") from error
 
     def write(self, event: str, **fields: Any) -> None:
-        """One line; ignores what comes after `end`."""
-        check_names(event, fields)
+        """One line; ignores what comes after `end`. Raises ValueError where an event has other fields than its own."""
+        line = _line_of(event, fields)
         with self._lock:
             if self._ended.is_set():
                 return
             if event == "end":
                 self._write_all()
                 self._ended.set()
-                fields["dropped"] = self._dropped
-            self._add(event, lambda: fields)
+                line = _line_of(event, {**fields, "dropped": self._dropped})
+            self._add(event, lambda: line)
 
     def write_beside(self, event: str, fields: Fields) -> None:
-        """The same; the fields are asked for when the line is written, perhaps by another thread."""
+        """The same; the fields are asked for when the line is written, perhaps by another thread. One whose fields
+        cannot be had is dropped.
+        """
         with self._lock:
             if not self._ended.is_set():
-                self._add(event, fields)
+                self._add(event, lambda: _line_of(event, fields()))
 
-    def _add(self, event: str, fields: Fields) -> None:
+    def _add(self, event: str, line: Callable[[], bytes]) -> None:
         if self._file is None:
             return
-        self._waiting.append((event, fields))
+        self._waiting.append(line)
         if event != "step" or time.monotonic() >= self._written_s + WITHIN_S:
             self._write_all()
         elif not self._is_beside:
@@ -229,13 +231,21 @@ class MetricsWriter:
                 self._write_all()
 
     def _write_all(self) -> None:
-        records, self._waiting = self._waiting, []
+        waiting, self._waiting = self._waiting, []
         self._written_s = time.monotonic()
+        lines = [made for line in waiting if (made := self._made(line))]
         try:
-            if records:
-                self._append(b"".join(_line_of(event, fields()) for event, fields in records))
+            if lines:
+                self._append(b"".join(lines))
         except OSError as error:
-            self._drop(len(records), error)
+            self._drop(len(lines), error.strerror)
+
+    def _made(self, line: Callable[[], bytes]) -> bytes:
+        try:
+            return line()
+        except Exception as error:  # whatever it is: the lines beside it are written
+            self._drop(1, f"{type(error).__name__}: {error}")
+            return b""
 
     def _append(self, lines: bytes) -> None:
         """Raises OSError where nothing of them can be written; the rest of a line that was cut comes before them."""
@@ -246,12 +256,12 @@ class MetricsWriter:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._rest = lines[os.write(self._file, lines) :]
 
-    def _drop(self, lines: int, error: OSError) -> None:
+    def _drop(self, lines: int, why: str | None) -> None:
         is_first = not self._dropped
         self._dropped += lines
         if is_first:
             with contextlib.suppress(OSError):  # standard error may lie on the same disk
-                sys.stderr.write(f"cannot write metrics to {self._path}: {error.strerror}; training goes on\n")
+                sys.stderr.write(f"cannot write metrics to {self._path}: {why}; training goes on\n")
 
     @property
     def total_s(self) -> float:
@@ -273,14 +283,9 @@ class MetricsWriter:
         )
 
 
-def check_names(event: str, fields: Mapping[str, Any]) -> None:
-    """Raises ValueError where an event has others than its own."""
+def _line_of(event: str, fields: Mapping[str, Any]) -> bytes:
     if fields.keys() != _NAMES[event]:
         raise ValueError(f"{event} has the fields {EVENT_FIELDS[event]}, not {tuple(fields)}")
-
-
-def _line_of(event: str, fields: Mapping[str, Any]) -> bytes:
-    check_names(event, fields)
     record = {"event": event, **fields}
     try:
         text = _encode(record)
