@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,19 @@ import torch
 from rack import end_orderly_on_term, show_machine, spread
 from torch.nn.functional import cross_entropy
 
+from trainer.compute.timer import CpuTimer
 from trainer.data.loading import open_batches
 from trainer.data.sample_stream import RankBatches, SampleStream
 from trainer.ranks.rank_info import read_rank_info
 from trainer.session.session import Session
 from trainer.setup.assemble import set_up
 from trainer.shared.config import parse_settings
-from trainer.shared.metrics import EVENT_FIELDS, MetricsWriter
+from trainer.shared.metrics import MetricsWriter
+from trainer.strategies import Exchange
 from trainer.train import train_epoch
 from trainer.training.progress import Progress
 from trainer.training.run import Run
+from trainer.training.step_log import Step, line_of
 
 WARMUP_BLOCKS = 2
 CASES = {
@@ -100,13 +104,15 @@ class BareLoop:
 
 
 def step_line_us(lines: int = 1000) -> float:
-    """With the encoding, which goes on beside training."""
-    fields = dict.fromkeys(EVENT_FIELDS["step"], 1234.567)
+    """With what its marks come to and the encoding, which go on beside training."""
+    timer = CpuTimer()
+    marks = [timer.mark() for _ in range(6)]
+    step = Step(7, 0, 64, 64, 1.5, Exchange(marks[2]), marks[0], marks[1], marks[3], marks[4], marks[5])
     with tempfile.TemporaryDirectory() as folder:
         writer = MetricsWriter(Path(folder, "metrics.jsonl"))
         begin = time.perf_counter()
         for _ in range(lines):
-            writer.write("step", **fields)
+            writer.write_beside("step", partial(line_of, timer, step, 1.5, (marks[0], time.time())))
         writer.end("succeeded")
         return 1e6 * (time.perf_counter() - begin) / lines
 

@@ -137,6 +137,7 @@ class _Server:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         with theirs:
             self._wait = _fresh(kind, theirs) if kind == ORCH else _forked(kind, theirs)
+        self._owner = os.getpid()
         atexit.register(self.end)
 
     def fork(self, request: Mapping[str, Any], handles: Sequence[int]) -> int:
@@ -147,11 +148,13 @@ class _Server:
         return int(answer)
 
     def end(self) -> None:
+        atexit.unregister(self.end)
+        if os.getpid() != self._owner:  # what was forked from us does not end what is ours
+            return
         # Closing alone is not enough: a process that was forked from ours holds this end too, and may outlive us.
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         self._wait()
-        atexit.unregister(self.end)
 
 
 def _fresh(kind: str, requests: socket.socket) -> Callable[[], object]:

@@ -27,7 +27,7 @@ class SlowToGo:
         return summed.value()[0]
 
     def __del__(self):
-        hashlib.pbkdf2_hmac("sha256", b"", b"", 1_500_000)
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 750_000)
 
 
 ending = Ending()
@@ -56,7 +56,7 @@ def test_nobody_waits_for_threads_that_wait_themselves() -> None:
 
 
 def test_one_that_computes_is_waited_for() -> None:
-    computes = ("sha256", b"", b"", 1_000_000)  # without the interpreter's lock
+    computes = ("sha256", b"", b"", 500_000)  # without the interpreter's lock
     thread = threading.Thread(target=hashlib.pbkdf2_hmac, args=computes, daemon=True)
     thread.start()
     resting.let_others_rest(patience_s=60.0)

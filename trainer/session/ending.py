@@ -31,11 +31,13 @@ class Ending:
         if self._has_left:
             return
         self._has_left = True
-        if self.complete:
-            self.complete()
-        else:
-            self.metrics.end("failed", "the script ended before its run did")
-        let_others_rest()
+        try:
+            if self.complete:
+                self.complete()
+            else:
+                self.metrics.end("failed", "the script ended before its run did")
+        finally:
+            let_others_rest()
 
     def _failed(self, kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         self._has_left = True
