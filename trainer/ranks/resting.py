@@ -22,9 +22,11 @@ _TASKS = Path("/proc/self/task")
 
 
 def let_others_rest(patience_s: float = 1.0) -> None:
-    """patience_s: of a thread that computes for as long as the process lives, no more."""
-    until_s, at_rest = time.monotonic() + patience_s, 0
-    while at_rest < _LOOKS and time.monotonic() < until_s:
+    """patience_s: of the processor's time, for a thread that computes as long as the process lives. On a busy machine
+    one that is to let go soon may wait far longer for its turn.
+    """
+    until_s, at_rest = time.process_time() + patience_s, 0
+    while at_rest < _LOOKS and time.process_time() < until_s:
         time.sleep(_PAUSE_S)  # whoever waits for the interpreter's lock has it meanwhile
         at_rest = 0 if _others_run() else at_rest + 1
 
