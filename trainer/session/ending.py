@@ -36,11 +36,14 @@ class Ending:
                 self.complete()
             else:
                 self.metrics.end("failed", "the script ended before its run did")
-        finally:
             let_others_rest()
+        except BaseException as error:  # Python itself would print it, and end with 0
+            self._failed(type(error), error, error.__traceback__)
 
     def _failed(self, kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         self._has_left = True
+        if sys.__stderr__:  # torch keeps what a hook prints until it returns, and this one never does
+            sys.stderr = sys.__stderr__
         if isinstance(error, interrupt.Interrupted):
             self.metrics.end("interrupted", str(error))
             sys.stderr.write(f"interrupted by {error}\n")
