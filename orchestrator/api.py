@@ -24,7 +24,7 @@ from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Literal, TypeVar
 
 from typing_extensions import TypedDict, Unpack
 
@@ -44,6 +44,8 @@ from orchestrator.planning.request import Wish, Words, read_wish
 from orchestrator.planning.variables import read_variables
 from orchestrator.results.summary import Summary
 from orchestrator.starting.retries import First, Retries, first_attempt
+
+Usual = TypeVar("Usual", float, None)
 
 
 class Options(TypedDict, total=False):
@@ -138,13 +140,16 @@ class Cluster:
         """`orch run --detach`: starts a script with its arguments, or the experiment of the options, on all hosts or on
         none. Raises OrchError.
         """
-        first, retry_wait_s = First(*self._asked(command, options)), _retry_wait_s(options)
+        first = First(*self._asked(command, options))
+        retry_wait_s, wait_limit_s = _seconds(options, "retry_wait_s", 10.0), _seconds(options, "wait_limit_s", None)
+        if "retry_wait_s" in options and not first.wish.request.attempt:
+            raise UsageError("retry_wait_s= belongs to retries=", "retries=N")
         waits = options.get("wait", "wait_limit_s" in options)
         if waits and first.wish.request.hosts:
             raise UsageError("hosts= does without hosts that are in use, wait= waits for them", "leave one of them out")
         start = self._controller.start
         if waits:
-            start = partial(self._controller.start_in_turn, limit_s=options.get("wait_limit_s"))
+            start = partial(self._controller.start_in_turn, limit_s=wait_limit_s)
         job = start(first.cluster, first.wish, first.only)
         again = self._controller.retries(first, start, retry_wait_s) if first.wish.request.attempt else None
         return Job(self._controller, job, again)
@@ -156,7 +161,7 @@ class Cluster:
             wish.request,
             env=read_variables(_pairs(options.get("env", ())), (), os.environ),
             hosts=parse_hosts(str(options["hosts"])) if "hosts" in options else None,
-            time_limit_s=options.get("time_limit_s"),
+            time_limit_s=_seconds(options, "time_limit_s", None),
             attempt=first_attempt(
                 options.get("retries"), options.get("retry_on", "hosts"), rejoin=options.get("rejoin", False)
             ),
@@ -256,14 +261,14 @@ class Job:
         return RunFolder(Path(out) / self.id)
 
 
-def _retry_wait_s(options: Options) -> float:
+def _seconds(options: Options, name: str, usual: Usual) -> float | Usual:
     """Raises UsageError."""
-    wait_s = options.get("retry_wait_s", 10.0)
-    if not 0 <= wait_s < math.inf:
-        raise UsageError(f"retry_wait_s={wait_s}: expected seconds, 0 or more", "")
-    if "retry_wait_s" in options and "retries" not in options:
-        raise UsageError("retry_wait_s= belongs to retries=", "retries=N")
-    return wait_s
+    given = options.get(name)
+    if given is None:
+        return usual
+    if not isinstance(given, (int, float)) or not 0 <= given < math.inf:
+        raise UsageError(f"{name}={given!r}: expected seconds, 0 or more", "")
+    return float(given)
 
 
 def _words(command: Sequence[str], options: Options) -> Words:

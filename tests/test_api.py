@@ -114,6 +114,10 @@ def test_a_job_that_its_hosts_failed_is_tried_again_while_somebody_waits_for_it(
         (("train.py",), {"retry_wait_s": 3}, "retry_wait_s= belongs to retries="),
         (("train.py",), {"retries": 1, "retry_wait_s": -1}, "retry_wait_s=-1: expected seconds, 0 or more"),
         (("train.py",), {"retries": 1, "retry_wait_s": float("nan")}, "retry_wait_s=nan: expected"),
+        (("train.py",), {"retries": 1, "retry_wait_s": "3"}, "retry_wait_s='3': expected"),
+        (("train.py",), {"retries": None, "retry_wait_s": 3}, "retry_wait_s= belongs to retries="),
+        (("train.py",), {"wait_limit_s": float("nan")}, "wait_limit_s=nan: expected"),
+        (("train.py",), {"time_limit_s": -1}, "time_limit_s=-1: expected"),
         (("train.py",), {"name": "a/b"}, "a/b"),
     ],
 )
