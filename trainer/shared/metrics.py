@@ -193,6 +193,9 @@ class MetricsWriter:
 
     def write(self, event: str, **fields: Any) -> None:
         """One line; ignores what comes after `end`. Raises ValueError where an event has other fields than its own."""
+        _check_names(event, fields)
+        if self._file is None:
+            return
         line = _line_of(event, fields)
         with self._lock:
             if self._ended.is_set():
@@ -207,13 +210,19 @@ class MetricsWriter:
         """The same; the fields are asked for when the line is written, perhaps by another thread. One whose fields
         cannot be had is dropped.
         """
-        with self._lock:
-            if not self._ended.is_set():
-                self._add(event, lambda: _line_of(event, fields()))
-
-    def _add(self, event: str, line: Callable[[], bytes]) -> None:
         if self._file is None:
             return
+
+        def line() -> bytes:
+            now = fields()
+            _check_names(event, now)
+            return _line_of(event, now)
+
+        with self._lock:
+            if not self._ended.is_set():
+                self._add(event, line)
+
+    def _add(self, event: str, line: Callable[[], bytes]) -> None:
         self._waiting.append(line)
         if event != "step" or time.monotonic() >= self._written_s + WITHIN_S:
             self._write_all()
@@ -238,13 +247,13 @@ class MetricsWriter:
             if lines:
                 self._append(b"".join(lines))
         except OSError as error:
-            self._drop(len(lines), error.strerror)
+            self._drop(len(lines), f"cannot write metrics to {self._path}: {error.strerror}")
 
     def _made(self, line: Callable[[], bytes]) -> bytes:
         try:
             return line()
         except Exception as error:  # whatever it is: the lines beside it are written
-            self._drop(1, f"{type(error).__name__}: {error}")
+            self._drop(1, f"a line of the metrics was left out: {type(error).__name__}: {error}")
             return b""
 
     def _append(self, lines: bytes) -> None:
@@ -256,12 +265,12 @@ class MetricsWriter:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._rest = lines[os.write(self._file, lines) :]
 
-    def _drop(self, lines: int, why: str | None) -> None:
+    def _drop(self, lines: int, words: str) -> None:
         is_first = not self._dropped
         self._dropped += lines
         if is_first:
             with contextlib.suppress(OSError):  # standard error may lie on the same disk
-                sys.stderr.write(f"cannot write metrics to {self._path}: {why}; training goes on\n")
+                sys.stderr.write(f"{words}; training goes on\n")
 
     @property
     def total_s(self) -> float:
@@ -283,9 +292,12 @@ class MetricsWriter:
         )
 
 
-def _line_of(event: str, fields: Mapping[str, Any]) -> bytes:
+def _check_names(event: str, fields: Mapping[str, Any]) -> None:
     if fields.keys() != _NAMES[event]:
         raise ValueError(f"{event} has the fields {EVENT_FIELDS[event]}, not {tuple(fields)}")
+
+
+def _line_of(event: str, fields: Mapping[str, Any]) -> bytes:
     record = {"event": event, **fields}
     try:
         text = _encode(record)
