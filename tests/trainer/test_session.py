@@ -7,8 +7,11 @@ import copy
 import io
 import json
 import math
+from collections import UserDict
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -20,7 +23,7 @@ from torch.utils.data import default_collate
 import trainer
 from tests.support.gloo_ranks import RANKS, Gang, group_of
 from tests.support.sums import NEWEST_FSDP
-from trainer.data.batch import pieces
+from trainer.data.batch import moved, pieces, tensors_of
 from trainer.data.sample_stream import SampleStream
 from trainer.ranks.rank_info import RankInfo
 from trainer.session import session
@@ -267,6 +270,16 @@ def mistaken(rank: int, mistake: str) -> str:
                     (loss := losses.sum()).register_hook(out_of_memory)
                     with contextlib.suppress(MemoryError):
                         run.step(loss)
+                if mistake == "moved, and again":
+                    run.run.strategy.after_update = partial(out_of_memory, inputs)
+                    run.backward(losses.sum())
+                    for _ in range(2):
+                        with contextlib.suppress(MemoryError):
+                            run.update()
+                if mistake == "after a break":
+                    break
+            if mistake == "after a break":
+                run.step(losses.sum())
         except TrainError as error:
             return str(error)
     return "nothing"
@@ -283,8 +296,10 @@ def mistaken(rank: int, mistake: str) -> str:
         ("twice", "step was called twice"),
         ("no update", "calls update()"),
         ("no step", "a batch's loss is missing"),
-        ("swallowed", "catches no error of it"),
-        ("swallowed, and more follow", "catches no error of it"),
+        ("swallowed", "caught an error of step"),
+        ("swallowed, and more follow", "caught an error of step"),
+        ("moved, and again", "caught an error of step"),
+        ("after a break", "there is no batch"),
     ],
 )
 def test_a_loop_that_leaves_something_out_is_told_what(gang, mistake, words):
@@ -351,6 +366,19 @@ def test_a_batch_of_any_form_is_cut_where_samples_end():
     assert first["text"] == ["a"] and second["text"] == ["b", "c"]
     assert second["pair"][0].tolist() == [1, 2] and second["pair"][1][0].shape == (2, 2)
     assert isinstance(second["pair"], tuple) and isinstance(second["pair"][1], list)
+    of_a_tokenizer = UserDict(input_ids=torch.arange(3))
+    first, second = pieces(of_a_tokenizer, (1, 2))
+    assert type(first) is UserDict and second["input_ids"].tolist() == [1, 2]
+    assert moved(of_a_tokenizer, torch.device("meta"))["input_ids"].is_meta
+    assert tensors_of(MappingProxyType({"x": torch.ones(2)})) and of_a_tokenizer["input_ids"].tolist() == [0, 1, 2]
+
+
+def test_a_batch_whose_samples_cannot_be_seen_is_not_cut():
+    hidden = SimpleNamespace(images=torch.ones(4, 2))
+    assert [*pieces(hidden, (4,))] == [hidden]
+    for batch in (hidden, (torch.ones(4), hidden)):
+        with pytest.raises(TrainError, match="holds a SimpleNamespace: let `collate` give tensors"):
+            list(pieces(batch, (2, 2)))
 
 
 def test_the_package_names_what_a_script_needs_and_imports_torch_for_nothing_else():

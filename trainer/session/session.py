@@ -13,6 +13,7 @@ the loop is for what belongs to a loss; what all ranks do together stands outsid
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -83,12 +84,12 @@ class Session:
         run, progress, started_s = self.run, self.progress, time.monotonic()
         kind = Piped if isinstance(run.strategy, Pipeline) else Differentiated
         run.order.epoch, self.loss = progress.epoch, None
-        with StepLog(run, progress) as log:
+        with StepLog(run, progress) as log, self._left_behind():
             begin = log.begin()
             for batch in self._drawn():
-                self._under_way = making = kind(run, batch, progress, begin)
-                yield from making.parts()
-                step = making.step
+                self._under_way = update = kind(run, batch, progress, begin)
+                yield from update.parts()
+                step = update.step
                 assert step  # noqa: S101 - for the type checker
                 begin = step.end  # what follows counts as loading of the next step, so that they add up to the epoch
                 progress.advance(step.samples)
@@ -99,8 +100,15 @@ class Session:
                     begin = log.begin()
                 if step.number + 1 == run.last_step:
                     break
-        self._under_way = None  # and with it its batch
         self._end_epoch(started_s)
+
+    @contextlib.contextmanager
+    def _left_behind(self) -> Iterator[None]:
+        """Outside of the loop there is no update, nor its batch."""
+        try:
+            yield
+        finally:
+            self._under_way = None
 
     def step(self, loss_sum: Tensor) -> None:
         """Backward, and after the last micro-batch of an update the exchange between ranks and the optimiser.
@@ -108,9 +116,9 @@ class Session:
         loss_sum: the SUM of the losses of this micro-batch's samples: it is weighted here, so that each sample of the
         whole batch counts alike on whichever rank it is.
         """
-        making = self._current
-        making.take(loss_sum)
-        making.optimise()
+        update = self._current
+        update.take(loss_sum)
+        update.optimise()
 
     def backward(self, loss_sum: Tensor) -> None:
         """The first half of `step`: after an update's last micro-batch gradients are what the optimiser will use."""

@@ -43,9 +43,7 @@ class Differentiated(Update):
     def _given(self, part: Any) -> Iterator[Any]:
         """To the loop's body, or where it is empty to nobody."""
         if self.sizes[len(self.losses)] or is_synchronised(self.strategy.model):
-            self.due = part
-            yield part
-            self._check(part)
+            yield from self._handed(part)
         else:
             with self.run.precision.autocast():
                 nothing = no_loss(self.strategy.model, part)

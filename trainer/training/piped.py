@@ -17,26 +17,26 @@ if TYPE_CHECKING:
 class Piped(Update):
     """Forward and backward of a pipeline's micro-batches; of its last stage the loop computes their losses."""
 
+    _next: Any = None
+    """The micro-batch whose loss is needed."""
+
     def parts(self) -> Iterator[Any]:
         strategy, step = cast(Pipeline, self.run.strategy), self.at.step
         announce(self.run, strategy, step)
         inputs, labels = self.batch
-        self._tasks = strategy.update(inputs, labels, self.run.stream.batch_at(step))
-        self._go_on(None)
-        if self.due is None:
+        self._tasks: Any = strategy.update(inputs, labels, self.run.stream.batch_at(step))
+        self._backward(None)
+        if self.is_ready:
             self.optimise()
-        while (part := self.due) is not None:
-            yield part
-            self._check(part)
+        while self._next is not None:
+            yield from self._handed(self._next)
 
-    def _backward(self, loss_sum: Tensor) -> None:
-        self._go_on(loss_sum)
-
-    def _go_on(self, loss_sum: Any) -> None:
-        """To the next loss that is needed, or the end."""
+    def _backward(self, loss_sum: Tensor | None) -> None:
+        """To the next micro-batch whose loss is needed, or the end."""
         try:
-            self.due = self._tasks.send(loss_sum)
+            self._next = self._tasks.send(loss_sum)
         except StopIteration as end:
+            self._next = None
             self._make_ready(*end.value)
 
 

@@ -38,12 +38,12 @@ class Update(ABC):
         self.run, self.at, self._begin = run, progress, begin
         self.shares = stream.shares_at(progress.step, run.order.epoch)
         self.batch = moved(batch, run.device)
-        self.due: Any = None
-        """The micro-batch whose loss comes next."""
-        self._taken: Any = None
-        """The one whose loss came last, and went all the way back."""
         self.is_ready = False
         """Whether gradients are what the optimiser shall use."""
+        self._is_due = False
+        """Whether the loss of the micro-batch that the loop's body has is still to come."""
+        self._is_whole = True
+        """Not in the midst of a backward pass or of moving the weights, nor after one that failed."""
         self.step: Step | None = None
         """When all is over."""
         self._loaded = timer.mark()
@@ -58,31 +58,31 @@ class Update(ABC):
 
     def take(self, loss_sum: Tensor) -> None:
         """Of the micro-batch that came last. Raises TrainError for a second one, and for what is no sum."""
-        if self.due is None:
+        if not self._is_due:
             raise TrainError("step was called twice for one batch: add the losses up, and call it with their sum")
         checked(loss_sum)
-        part, self.due = self.due, None
+        self._is_due = self._is_whole = False
         self._backward(loss_sum)
-        self._taken = part
+        self._is_whole = True
 
     @abstractmethod
     def _backward(self, loss_sum: Tensor) -> None: ...
 
     def optimise(self) -> None:
         if self.is_ready:
+            self.is_ready = self._is_whole = False
             self.run.precision.step(self.run.optimizer)
             self._end()
-            self.is_ready = False
+            self._is_whole = True
 
-    def _check(self, part: Any) -> None:
-        """After the body's turn with it. What went wrong in its midst, and was caught there, would leave an update of
-        less than all samples.
-        """
-        if self._taken is not part:
-            raise TrainError(
-                "a batch's loss is missing: the loop's body calls step(loss_sum) for each batch, and catches no error "
-                "of it"
-            )
+    def _handed(self, part: Any) -> Iterator[Any]:
+        """To the loop's body. Raises TrainError where it has not done its part with it."""
+        self._is_due = True
+        yield part
+        if self._is_due:
+            raise TrainError("a batch's loss is missing: the loop's body calls step(loss_sum) for each batch")
+        if not self._is_whole:
+            raise TrainError("an update is not whole: the loop's body caught an error of step(loss_sum) and went on")
         if self.is_ready:
             raise TrainError("an update is missing: after backward(loss_sum) the loop's body calls update()")
 
