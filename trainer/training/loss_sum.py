@@ -1,4 +1,4 @@
-"""What a training loop's body hands over of a micro-batch: `checked(loss_sum)`."""
+"""What a training loop's body hands over of a micro-batch: `loss_sum = checked(loss_sum)`."""
 
 from __future__ import annotations
 

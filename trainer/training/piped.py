@@ -26,8 +26,7 @@ class Piped(Update):
         inputs, labels = self.batch
         self._tasks: Any = strategy.update(inputs, labels, self.run.stream.batch_at(step))
         self._backward(None)
-        if self.is_ready:
-            self.optimise()
+        self.optimise()  # on a stage that computes no loss
         while self._next is not None:
             yield from self._handed(self._next)
 

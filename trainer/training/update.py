@@ -60,7 +60,7 @@ class Update(ABC):
         """Of the micro-batch that came last. Raises TrainError for a second one, and for what is no sum."""
         if not self._is_due:
             raise TrainError("step was called twice for one batch: add the losses up, and call it with their sum")
-        checked(loss_sum)
+        loss_sum = checked(loss_sum)
         self._is_due = self._is_whole = False
         self._backward(loss_sum)
         self._is_whole = True
