@@ -80,7 +80,7 @@ def test_ranks_and_shares_do_not_change_it_and_half_the_batch_sees_the_same_curv
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
         rates, found = rates_of(settings, optimizer, stream), []
         for number in range(epochs * stream.steps):
-            rates.set(middle_of_update(stream, Progress(*divmod(number, stream.steps))))
+            rates.before_update(stream, Progress(*divmod(number, stream.steps)))
             found.append(optimizer.param_groups[0]["lr"])
         return found
 
@@ -109,7 +109,7 @@ def test_a_schedule_of_a_scripts_own_is_left_alone() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.25)
     rates = Rates(optimizer, Schedule("constant", 100, 1_000))
     optimizer.param_groups[0]["lr"] = 0.125
-    rates.set(500)
+    rates.before_update(SampleStream(100, 10, (10,), 0), Progress(epoch=5))
     assert optimizer.param_groups[0]["lr"] == 0.125
 
 

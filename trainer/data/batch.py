@@ -23,10 +23,10 @@ def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same form with each tensor changed; what is no tensor stays."""
     if isinstance(batch, Tensor):
         return change(batch)
-    if isinstance(batch, Mapping):
-        return _with(batch, {key: mapped(value, change) for key, value in batch.items()})
     if isinstance(batch, (tuple, list)):
         return _like(batch, [mapped(value, change) for value in batch])
+    if isinstance(batch, Mapping):
+        return _with(batch, {key: mapped(value, change) for key, value in batch.items()})
     return batch
 
 
@@ -39,7 +39,10 @@ def tensors_of(batch: Any) -> list[Tensor]:
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    return mapped(batch, lambda tensor: tensor.to(device, non_blocking=True))
+    def move(tensor: Tensor) -> Tensor:
+        return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
+
+    return mapped(batch, move)
 
 
 def pieces(batch: Any, sizes: Sequence[int]) -> Iterator[Any]:

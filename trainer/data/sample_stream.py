@@ -55,7 +55,7 @@ class SampleStream:
     """Whether no rank may get a single sample, not even of a short batch."""
     probes: Probes = NO_PROBES
 
-    @property
+    @cached_property
     def steps(self) -> int:
         """Updates of one epoch."""
         return -(-self.size // self.batch)

@@ -99,6 +99,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -213,18 +214,14 @@ class MetricsWriter:
         if self._file is None:
             return
 
-        def line() -> bytes:
-            now = fields()
-            _check_names(event, now)
-            return _line_of(event, now)
-
         with self._lock:
             if not self._ended.is_set():
-                self._add(event, line)
+                self._add(event, partial(_asked_line, event, fields))
 
     def _add(self, event: str, line: Callable[[], bytes]) -> None:
+        is_first = not self._waiting  # of those that wait; the others are left to the thread that waits with them
         self._waiting.append(line)
-        if event != "step" or time.monotonic() >= self._written_s + WITHIN_S:
+        if event != "step" or (is_first and time.monotonic() >= self._written_s + WITHIN_S):
             self._write_all()
         elif not self._is_beside:
             self._is_beside = True
@@ -295,6 +292,12 @@ class MetricsWriter:
 def _check_names(event: str, fields: Mapping[str, Any]) -> None:
     if fields.keys() != _NAMES[event]:
         raise ValueError(f"{event} has the fields {EVENT_FIELDS[event]}, not {tuple(fields)}")
+
+
+def _asked_line(event: str, fields: Fields) -> bytes:
+    now = fields()
+    _check_names(event, now)
+    return _line_of(event, now)
 
 
 def _line_of(event: str, fields: Mapping[str, Any]) -> bytes:

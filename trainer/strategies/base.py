@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -216,7 +215,7 @@ def weighted(loss_sum: Tensor, batch: int) -> Tensor:
 
 def backward_weighted(loss_sum: Tensor, batch: int) -> None:
     """`weighted(loss_sum, batch).backward()`, to the same bits, without an operation that divides."""
-    loss_sum.backward(torch.full_like(loss_sum, 1 / batch))
+    loss_sum.backward(loss_sum.new_full(loss_sum.shape, 1 / batch))
 
 
 def share_initial_state(model: nn.Module, group: dist.ProcessGroup) -> None:

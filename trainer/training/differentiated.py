@@ -13,7 +13,7 @@ from trainer.data.batch import pieces
 from trainer.strategies import Strategy, no_loss
 from trainer.strategies.batch_norm import is_synchronised
 from trainer.training.progress import Progress
-from trainer.training.update import Update
+from trainer.training.update import Update, kept
 
 if TYPE_CHECKING:
     from trainer.training.run import Run
@@ -29,7 +29,7 @@ class Differentiated(Update):
         self.strategy = cast(Strategy, run.strategy)
         self.sizes = run.micro_batches.sizes(self.shares, run.order.rank)
         self.alone = run.settings.local_batch > 0 and self.strategy.updates_alone
-        self.losses: list[Tensor] = []
+        self.losses: list[Tensor | float] = []
 
     def parts(self) -> Iterator[Any]:
         *others, last = pieces(self.batch, self.sizes)
@@ -54,7 +54,7 @@ class Differentiated(Update):
         size = self.sizes[len(self.losses)]
         if self.run.settings.slow and not self.losses:
             loss_sum.register_hook(self._hold_up)
-        self.losses.append(loss_sum.detach())
+        self.losses.append(kept(loss_sum))
         samples, batch = sum(self.sizes), sum(self.shares)
         scaled = self.run.precision.scaled(loss_sum)
         if self._is_last:

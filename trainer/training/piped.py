@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor
 
 from trainer.pipeline.strategy import Pipeline
-from trainer.training.update import Update
+from trainer.training.update import Update, kept
 
 if TYPE_CHECKING:
     from trainer.training.run import Run
@@ -36,7 +36,8 @@ class Piped(Update):
             self._next = self._tasks.send(loss_sum)
         except StopIteration as end:
             self._next = None
-            self._make_ready(*end.value)
+            loss_sum, exchange = end.value
+            self._make_ready(kept(loss_sum), exchange)
 
 
 def announce(run: Run, strategy: Pipeline, step: int) -> None:

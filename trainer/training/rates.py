@@ -1,4 +1,4 @@
-"""An optimiser's learning rates in the course of a run: `rates.set(seen)` before each update."""
+"""An optimiser's learning rates in the course of a run: `rates.before_update(stream, progress)`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ class Rates:
             group["lr"] = group["lr"] * scale
         self._full = [group["lr"] for group in self._groups]
 
+    def before_update(self, stream: SampleStream, progress: Progress) -> None:
+        """Those of the run's next update."""
+        if not self.schedule.is_constant:
+            self.set(middle_of_update(stream, progress))
+
     def set(self, seen: float) -> None:
         """seen: as of `Schedule.factor`."""
-        if self.schedule.is_constant:
-            return
         factor = self.schedule.factor(seen)
         for group, full in zip(self._groups, self._full, strict=True):
             group["lr"] = full * factor

@@ -23,7 +23,6 @@ from trainer.shared.errors import TrainError
 from trainer.strategies import Exchange
 from trainer.training.loss_sum import checked
 from trainer.training.progress import Progress
-from trainer.training.rates import middle_of_update
 from trainer.training.step_log import Step
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class Update(ABC):
 
         run.brake.pause("start")
         run.optimizer.zero_grad(set_to_none=True)
-        run.rates.set(middle_of_update(stream, progress))
+        run.rates.before_update(stream, progress)
 
     @abstractmethod
     def parts(self) -> Iterator[Any]:
@@ -86,8 +85,8 @@ class Update(ABC):
         if self.is_ready:
             raise TrainError("an update is missing: after backward(loss_sum) the loop's body calls update()")
 
-    def _make_ready(self, loss_sum: Tensor, exchange: Exchange) -> None:
-        """loss_sum: of this rank's samples. exchange: the one that left the gradient of the whole batch."""
+    def _make_ready(self, loss_sum: Tensor | float, exchange: Exchange) -> None:
+        """loss_sum: of this rank's samples, as `kept` gives it. exchange: what left the whole batch's gradient."""
         run = self.run
         self._loss_sum, self._exchange = loss_sum, exchange
         run.precision.unscale(run.optimizer)
@@ -119,6 +118,11 @@ class Update(ABC):
         )
 
 
-def on_its_way(loss_sum: Tensor) -> Tensor | float:
+def kept(loss_sum: Tensor) -> Tensor | float:
+    """What is needed of it once it has been differentiated: its number, or on a GPU where that will be."""
+    return loss_sum.item() if loss_sum.device.type == "cpu" else loss_sum.detach()
+
+
+def on_its_way(loss_sum: Tensor | float) -> Tensor | float:
     """To the host: a copy, which the loop's body may not change any more."""
-    return loss_sum.item() if loss_sum.device.type == "cpu" else loss_sum.to("cpu", non_blocking=True, copy=True)
+    return loss_sum if isinstance(loss_sum, float) else loss_sum.to("cpu", non_blocking=True, copy=True)
