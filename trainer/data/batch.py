@@ -39,10 +39,11 @@ def tensors_of(batch: Any) -> list[Tensor]:
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    def move(tensor: Tensor) -> Tensor:
-        return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
+    return mapped(batch, _on_cpu if device.type == "cpu" else lambda tensor: tensor.to(device, non_blocking=True))
 
-    return mapped(batch, move)
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_cpu else tensor.cpu()
 
 
 def pieces(batch: Any, sizes: Sequence[int]) -> Iterator[Any]:

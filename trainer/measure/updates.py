@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from trainer.compute.gradients import drop_gradients
 from trainer.compute.precision import Full
 from trainer.compute.timer import Timer
 from trainer.paced.standin import StandIn, StandInOptimizer
@@ -111,7 +112,7 @@ class Subject(Trainee):
 
     def _update(self, images: Tensor, labels: Tensor) -> Times:
         begin = self.timer.mark()
-        self.optimizer.zero_grad(set_to_none=True)
+        drop_gradients(self.optimizer)
         with self.precision.autocast():
             loss = local_loss(self.model, images, labels) / len(labels)
         forwarded = self.timer.mark()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.compute.arithmetic import arranged, choose_arithmetic, devices_of_all_ranks, use_arithmetic
+from trainer.compute.gradients import drop_gradients
 from trainer.compute.precision import Full, build_precision
 from trainer.compute.timer import Mark, Timer, timer_for
 from trainer.data.batch import moved, tensors_of
@@ -115,7 +116,7 @@ class Rehearsal:
             torch.cuda.reset_peak_memory_stats(self._met.device)
         self._timer.wait()
         self._marks = [self._timer.mark()]
-        self._optimizer.zero_grad(set_to_none=True)
+        drop_gradients(self._optimizer)
         return batch
 
     def step(self, loss_sum: Tensor) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
+from trainer.compute.gradients import drop_gradients
 from trainer.data.batch import pieces
 from trainer.strategies import Strategy, no_loss
 from trainer.strategies.batch_norm import is_synchronised
@@ -73,7 +74,7 @@ class Differentiated(Update):
         if self._is_last:
             super()._end()
         else:
-            self.run.optimizer.zero_grad(set_to_none=True)
+            drop_gradients(self.run.optimizer)
 
     @property
     def _is_last(self) -> bool:

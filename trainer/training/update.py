@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from trainer.compute.gradients import drop_gradients
 from trainer.data.batch import moved
 from trainer.shared.errors import TrainError
 from trainer.strategies import Exchange
@@ -48,7 +49,7 @@ class Update(ABC):
         self._loaded = timer.mark()
 
         run.brake.pause("start")
-        run.optimizer.zero_grad(set_to_none=True)
+        drop_gradients(run.optimizer)
         run.rates.before_update(stream, progress)
 
     @abstractmethod
