@@ -98,7 +98,6 @@ import resource
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -181,11 +180,10 @@ class MetricsWriter:
         self.lateness: Callable[[], float | None] = lambda: None
         self._started_s = time.monotonic()
         self._path = path
-        self._in_order = threading.Lock()  # of the file: a second thread writes the last line when the first one hangs
-        self._lock = threading.Lock()  # of what waits, so that training need not wait for the file
+        self._lock = threading.Lock()  # a second thread writes the last line when the first one hangs
         self._ended = threading.Event()
         self._dropped = 0
-        self._waiting = deque[Callable[[], bytes]]()  # lines to be written together
+        self._waiting: list[Callable[[], bytes]] = []  # lines to be written together
         self._written_s = -math.inf
         self._is_beside = False
         self._rest = b""  # of a line that the disk cut
@@ -200,36 +198,34 @@ class MetricsWriter:
         if self._file is None:
             return
         line = _line_of(event, fields)
-        if event == "step":
-            self._add(lambda: line)
-            return
-        with self._in_order:
-            if event != "end":
-                self._write_waiting(line)
-            elif not self._ended.is_set():
-                self._write_waiting()
+        with self._lock:
+            if self._ended.is_set():
+                return
+            if event == "end":
+                self._write_all()
                 self._ended.set()
-                self._write_lines([_line_of(event, {**fields, "dropped": self._dropped})])
+                line = _line_of(event, {**fields, "dropped": self._dropped})
+            self._add(event, lambda: line)
 
     def write_beside(self, event: str, fields: Fields) -> None:
-        """A `step`; the fields are asked for when the line is written, perhaps by another thread. One whose fields
+        """The same; the fields are asked for when the line is written, perhaps by another thread. One whose fields
         cannot be had is dropped.
         """
-        if self._file is not None:
-            self._add(partial(_asked_line, event, fields))
+        if self._file is None:
+            return
 
-    def _add(self, line: Callable[[], bytes]) -> None:
-        """To what waits; the first after a while does not."""
         with self._lock:
-            is_first = not self._waiting
-            self._waiting.append(line)
-            is_late = is_first and time.monotonic() >= self._written_s + WITHIN_S
-            if not is_late and not self._is_beside:
-                self._is_beside = True
-                threading.Thread(target=self._write_late, daemon=True, name="metrics").start()
-        if is_late:
-            with self._in_order:
-                self._write_waiting()
+            if not self._ended.is_set():
+                self._add(event, partial(_asked_line, event, fields))
+
+    def _add(self, event: str, line: Callable[[], bytes]) -> None:
+        is_first = not self._waiting  # of those that wait; the others are left to the thread that waits with them
+        self._waiting.append(line)
+        if event != "step" or (is_first and time.monotonic() >= self._written_s + WITHIN_S):
+            self._write_all()
+        elif not self._is_beside:
+            self._is_beside = True
+            threading.Thread(target=self._write_late, daemon=True, name="metrics").start()
 
     def _write_late(self) -> None:
         """As long as steps wait: they have to stand in the file, too, where the next one hangs."""
@@ -238,22 +234,12 @@ class MetricsWriter:
                 if not self._waiting:
                     self._is_beside = False
                     return
-            with self._in_order:
-                self._write_waiting(pause=True)
+                self._write_all()
 
-    def _write_waiting(self, last: bytes = b"", pause: bool = False) -> None:
-        """last: a line behind those that wait. pause: between two lines the thread that trains may go on."""
-        if self._ended.is_set():
-            return
+    def _write_all(self) -> None:
+        waiting, self._waiting = self._waiting, []
         self._written_s = time.monotonic()
-        lines = []
-        while self._waiting:
-            lines.append(self._made(self._waiting.popleft()))
-            if pause:
-                time.sleep(0)
-        self._write_lines([line for line in [*lines, last] if line])
-
-    def _write_lines(self, lines: list[bytes]) -> None:
+        lines = [made for line in waiting if (made := self._made(line))]
         try:
             if lines:
                 self._append(b"".join(lines))
