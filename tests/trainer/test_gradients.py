@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,3 +50,9 @@ def test_an_optimiser_that_drops_them_in_its_own_way_is_asked(
     monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", lambda self, set_to_none: asked.append(set_to_none))
     drop_gradients(torch.optim.SGD(weights, lr=0.1))
     assert asked == [True, True]
+
+
+def test_one_that_is_wrapped_drops_its_own(weights: list[Tensor]) -> None:
+    wrapped = torch.optim.SGD(weights, lr=0.1)
+    drop_gradients(SimpleNamespace(zero_grad=wrapped.zero_grad, param_groups=[]))
+    assert [weight.grad for weight in weights] == [None, None, None]

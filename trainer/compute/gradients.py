@@ -18,12 +18,13 @@ _OF_TORCH = torch.optim.Optimizer.zero_grad
 
 
 def drop_gradients(optimizer: Any) -> None:
-    """Does what `optimizer.zero_grad(set_to_none=True)` does. Torch's looks at each gradient and marks the call for its
-    profiler, which a small network's step feels; an optimiser with a `zero_grad` of its own is asked.
+    """Leaves what `optimizer.zero_grad(set_to_none=True)` leaves. Torch's looks at each gradient and marks the call for
+    its profiler, which a small network's step feels; an optimiser with a `zero_grad` of its own is asked.
     """
-    if getattr(optimizer.zero_grad, "__func__", None) is not _OF_TORCH:
-        optimizer.zero_grad(set_to_none=True)
+    zero_grad = optimizer.zero_grad
+    if getattr(zero_grad, "__func__", None) is not _OF_TORCH:
+        zero_grad(set_to_none=True)
         return
-    for group in optimizer.param_groups:
+    for group in zero_grad.__self__.param_groups:  # of the one that it is bound to: the optimiser may only wrap that
         for weight in group["params"]:
             weight.grad = None

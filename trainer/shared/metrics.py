@@ -213,7 +213,6 @@ class MetricsWriter:
         """
         if self._file is None:
             return
-
         with self._lock:
             if not self._ended.is_set():
                 self._add(event, partial(_asked_line, event, fields))
