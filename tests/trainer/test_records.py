@@ -185,6 +185,23 @@ def test_beside_training_fields_are_asked_for_by_another_thread_and_after_the_en
     assert asked == ["MainThread", "metrics"] and len(lines_of(tmp_path / "metrics.jsonl")) == 3
 
 
+def test_what_waits_is_left_to_the_thread_that_waits_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics, asked = MetricsWriter(tmp_path / "metrics.jsonl"), list[int]()
+
+    def fields(step: int) -> dict[str, Any]:
+        asked.append(step)
+        return {**STEP, "step": step}
+
+    monkeypatch.setattr(records, "WITHIN_S", 600.0)  # so long the thread waits that the second line starts
+    for step in range(2):
+        metrics.write_beside("step", partial(fields, step))
+    monkeypatch.setattr(records, "WITHIN_S", 0.0)
+    metrics.write_beside("step", partial(fields, 2))
+    assert asked == [0]
+    metrics.end("succeeded")
+    assert asked == [0, 1, 2] and len(lines_of(tmp_path / "metrics.jsonl")) == 4
+
+
 def small_disk(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Room for one line and a half, until somebody makes room: the bytes that are left."""
     whole, room = os.write, [300]
