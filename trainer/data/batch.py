@@ -39,11 +39,9 @@ def tensors_of(batch: Any) -> list[Tensor]:
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    return mapped(batch, _on_cpu if device.type == "cpu" else lambda tensor: tensor.to(device, non_blocking=True))
-
-
-def _on_cpu(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_cpu else tensor.cpu()
+    if device.type == "cpu" and not torch.cuda.is_initialized():
+        return batch  # this process has tensors nowhere else
+    return mapped(batch, lambda tensor: tensor.to(device, non_blocking=device.type != "cpu"))
 
 
 def pieces(batch: Any, sizes: Sequence[int]) -> Iterator[Any]:
