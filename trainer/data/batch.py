@@ -23,10 +23,10 @@ def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same form with each tensor changed; what is no tensor stays."""
     if isinstance(batch, Tensor):
         return change(batch)
-    if isinstance(batch, (tuple, list)):
-        return _like(batch, [mapped(value, change) for value in batch])
     if isinstance(batch, Mapping):
         return _with(batch, {key: mapped(value, change) for key, value in batch.items()})
+    if isinstance(batch, (tuple, list)):
+        return _like(batch, [mapped(value, change) for value in batch])
     return batch
 
 
