@@ -1,4 +1,4 @@
-"""Words from a host, made fit for a person's terminal and page.
+"""Words from a host, made fit for a person's terminal and page. Pure.
 
 What a host prints may be anything: escape sequences (ECMA-48: CSI, and the OSC, DCS, APC, PM and SOS strings), other
 control characters, characters that show nothing or turn around the reading direction (Unicode's format characters).

@@ -1,4 +1,4 @@
-"""Quantities as people write them (`2.5Gbps`, `16GiB`) and as we print them.
+"""Quantities as people write them (`2.5Gbps`, `16GiB`) and as we print them. Pure.
 
 Bandwidth is decimal bits per second, as on every network panel; memory is bytes, with binary (GiB) and decimal
 (GB) prefixes kept apart (IEC 80000-13).

@@ -1,4 +1,4 @@
-"""Errors that many hosts share, said once: takes errors, gives one for each different sentence.
+"""Errors that many hosts share, said once: takes errors, gives one for each different sentence. Pure.
 
     together([ConnectError("gpu01", "10.0.0.1:22: no SSH login within 10 s"), ... 49 more])
     # [OrchError("50 hosts (gpu01..gpu50): no SSH login within 10 s")]

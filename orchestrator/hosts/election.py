@@ -1,4 +1,4 @@
-"""Elects the master: a pure function from nodes and their facts to an `Election` that says why.
+"""Elects the master from nodes and their facts, in an `Election` that says why. Pure.
 
     elect(inventory.nodes, facts).reason
     # "v100: same bandwidth as a2000 (2.5Gbps), more GPU memory (16.0GiB against 12.0GiB)"

@@ -1,5 +1,5 @@
 """The forms that an inventory's texts may take: each function takes what a person wrote and gives it in one
-spelling, or raises ValueError with the form expected.
+spelling, or raises ValueError with the form expected. Pure.
 
     host("[2001:DB8::1]")            # '2001:db8::1'
     address("192.168.1.41/24")       # ('192.168.1.41', 24)

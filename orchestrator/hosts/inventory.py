@@ -1,4 +1,4 @@
-"""What an inventory says: the cluster's hosts, checked and frozen. `inventory_file` reads one.
+"""What an inventory says: the cluster's hosts, checked and frozen. `inventory_file` reads one. Pure.
 
     cluster: a2000-v100
     defaults: {user: ubuntu, key_file: ~/.ssh/id_ed25519, python: /opt/conda/bin/python}

@@ -1,4 +1,4 @@
-"""Mistakes in an inventory, in words: where, what is wrong, what was expected."""
+"""Mistakes in an inventory, in words: where, what is wrong, what was expected. Pure."""
 
 from __future__ import annotations
 

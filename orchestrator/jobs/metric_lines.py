@@ -1,4 +1,4 @@
-"""Lines that a host wrote as JSON events (metrics.jsonl, gpu.jsonl), read leniently: nothing in them is trusted.
+"""Lines that a host wrote as JSON events (metrics.jsonl, gpu.jsonl), read leniently: nothing in them is trusted. Pure.
 
     for line in whole_lines(file):
         if line and (event := parse_event(line)):

@@ -1,4 +1,4 @@
-"""A job's record: its state, its first failure and what it went on after, as `job.json` holds it."""
+"""A job's record: its state, its first failure and what it went on after, as `job.json` holds it. Pure."""
 
 from __future__ import annotations
 

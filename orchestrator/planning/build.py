@@ -1,4 +1,4 @@
-"""The launch plan: a pure function of a draft. Running it happens in `jobs.launch`.
+"""The launch plan, from a draft. Running it happens in `jobs.launch`. Pure.
 
     plan = build_plan(draft)
 

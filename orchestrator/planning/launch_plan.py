@@ -1,4 +1,5 @@
-"""The launch plan: one job, completely, as a frozen value. `orch run --dry-run` prints it, `orch run` executes it."""
+"""The launch plan: one job, completely, as a frozen value. `orch run --dry-run` prints it, `orch run` executes it.
+Pure."""
 
 from __future__ import annotations
 

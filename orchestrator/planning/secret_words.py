@@ -1,4 +1,4 @@
-"""Words that look like secrets: what an option or a variable is called, and the forms of widespread keys.
+"""Words that look like secrets: what an option or a variable is called, and the forms of widespread keys. Pure.
 
 names_secret("--hf-token"), names_secret("WANDB_API_KEY")      # True, True
 names_secret("--pad_token")                                    # False

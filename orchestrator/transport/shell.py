@@ -1,4 +1,4 @@
-"""The only place that puts values into shell text.
+"""The only place that puts values into shell text. Pure.
 
 Two rules keep every host's login shell out of the way: user data never stands in a shell line (it travels on standard
 input), and what does stand there is quoted here. The bootstrap holds no quote, backslash, `!` or `$`, so that sh,

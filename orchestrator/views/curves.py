@@ -1,4 +1,4 @@
-"""How a run learned, as the report draws it: loss and accuracy over updates, over time, and over samples.
+"""How a run learned, as the report draws it: loss and accuracy over updates, over time, and over samples. Pure.
 
 curve_charts(summary.curves)                over updates
 [*by_clock(summary.curves)]                 ("seconds", charts), ("samples", charts)

@@ -1,4 +1,5 @@
 """Lines over updates as the report draws them: SVG within the page, in its own colours, as wide as there is room.
+Pure.
 
     chart = line_chart("loss", [Line("training", ((0, 2.3), (100, 0.4)))], of_zero=True)
     chart.lines[0].path, chart.y_ticks[0].text
