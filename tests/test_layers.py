@@ -92,10 +92,15 @@ def modules(folder):
 
 
 @cache
+def nodes(tree):
+    return list(ast.walk(tree))
+
+
+@cache
 def imports(tree):
     """Every module that the file names, wherever it does: `a.b` and, for `from a import b`, both `a` and `a.b`."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -132,7 +137,7 @@ def calls_itself_pure(tree):
 
 
 def calls(tree, name):
-    return [n.lineno for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", None) == name]
+    return [n.lineno for n in nodes(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", None) == name]
 
 
 ORCHESTRATOR, TRAINER = modules("orchestrator"), modules("trainer")
@@ -191,7 +196,7 @@ def test_a_package_of_the_trainer_knows_only_those_above_it_in_the_list(name):
 
 def test_the_trainer_asks_no_tensor_for_what_torch_2_0_1_does_not_know():
     """`tensor.nbytes` is of 2.1 (`flat_buffer.bytes_of`); `storage.nbytes()` has always been there."""
-    trees = {name: list(ast.walk(tree)) for name, tree in TRAINER.items()}
+    trees = {name: nodes(tree) for name, tree in TRAINER.items()}
     called = {id(node.func) for nodes in trees.values() for node in nodes if isinstance(node, ast.Call)}
     asking = {
         name

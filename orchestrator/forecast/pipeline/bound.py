@@ -50,7 +50,10 @@ class Family:
         self.counts = [-(-len(routes) // host.ranks) for host in self.hosts]
         self.held = [course.held(stage) for stage in range(self.stages)]
         self._sums = [_sum_within(host, chain, wire) for host in self.hosts]
-        self._times = [self._tasks(host, count) for host, count in zip(self.hosts, self.counts, strict=True)]
+        self._times = [
+            _tasks(chain, host, count, self.samples / host.ranks, self.smallest, course.splits)
+            for host, count in zip(self.hosts, self.counts, strict=True)
+        ]
         self.busy = [each[0] for each in self._times]
         self._needs = [
             None if host.memory_bytes is None else self._memory(largest * held)
@@ -72,18 +75,6 @@ class Family:
             return (0.0,) * self.blocks
         byte_s = self.samples * self._byte_s[stage]
         return (0.0, *(byte_s * self.chain.cut_bytes(end) for end in range(1, self.blocks)))
-
-    def _tasks(self, host: StageHost, count: int) -> tuple[tuple[float, ...], ...]:
-        """Up to each block: seconds of an update of a rank with most micro-batches; and of one micro-batch, the
-        smallest, FORWARD, BACKWARD and WEIGHTS; and of the optimiser.
-        """
-        times = times_of(self.chain, host)
-        tasks = _added(*(task.up_to(count, self.samples / host.ranks) for task in times.tasks))
-        optimiser = tuple(OPTIMISER * each for each in tasks)
-        forward, backward, weights = (task.up_to(1, self.smallest) for task in times.tasks)
-        if not self.course.splits:
-            backward, weights = _added(backward, weights), (0.0,) * len(weights)
-        return _added(tasks, optimiser), forward, backward, weights, optimiser
 
     def _memory(self, samples: int) -> tuple[float, ...]:
         weights, kept = self.chain.weight_sums, self.chain.kept_sums
@@ -215,6 +206,22 @@ class Family:
         ]
         out = [self.samples * (before + behind) for before, behind in zip([0.0, *over], [*over, 0.0], strict=True)]
         return max(least, *out)
+
+
+@lru_cache(maxsize=4096)
+def _tasks(
+    chain: Chain, host: StageHost, count: int, samples: float, smallest: int, splits: bool
+) -> tuple[tuple[float, ...], ...]:
+    """Up to each block: seconds of an update of a rank with most micro-batches, `count` of `samples` in all; and of one
+    micro-batch, the smallest, FORWARD, BACKWARD and WEIGHTS; and of the optimiser.
+    """
+    times = times_of(chain, host)
+    tasks = _added(*(task.up_to(count, samples) for task in times.tasks))
+    optimiser = tuple(OPTIMISER * each for each in tasks)
+    forward, backward, weights = (task.up_to(1, smallest) for task in times.tasks)
+    if not splits:
+        backward, weights = _added(backward, weights), (0.0,) * len(weights)
+    return _added(tasks, optimiser), forward, backward, weights, optimiser
 
 
 def _added(*sums: tuple[float, ...]) -> tuple[float, ...]:

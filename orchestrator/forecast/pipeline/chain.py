@@ -45,6 +45,14 @@ class Chain:
     blocks: tuple[ChainBlock, ...]
 
     @cached_property
+    def _hash(self) -> int:
+        return hash(self.blocks)
+
+    def __hash__(self) -> int:
+        """Formed once: whoever remembers what a chain takes on a host asks for it thousands of times."""
+        return self._hash
+
+    @cached_property
     def forwards(self) -> tuple[float, ...]:
         """Sums of the blocks before each, and of all."""
         return _sums([block.forward for block in self.blocks])
