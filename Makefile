@@ -1,10 +1,10 @@
 # Everything starts here: `make demo` and `make test` install what they need, on a fresh Debian machine too.
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
-# The distribution's own Python, if it is new enough and can make an environment (root installs what that needs): it is
+# The distribution's own Python, if it is new enough and can make an environment (root gets what that needs by apt): it is
 # built for speed, which one that pyenv has compiled is not by itself: `make test` takes a quarter less (CONTRIBUTING.md).
-OWN := import os, sys; from importlib.util import find_spec; \
-  sys.exit(sys.version_info < (3, 10) or (os.getuid() > 0 and not find_spec("ensurepip")))
+OWN := import os, sys; from importlib.util import find_spec; from shutil import which; \
+  sys.exit(sys.version_info < (3, 11) or not (find_spec("ensurepip") or (os.getuid() == 0 and which("apt-get"))))
 PYTHON ?= $(shell /usr/bin/python3 -c '$(OWN)' 2>/dev/null && echo /usr/bin/python3 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,9 +25,9 @@ help:
 	@echo "make gpu     tests and speeds on this machine's GPUs, 20 minutes: MNIST=~/data GPU_PARTS=alone,two (docs/gpu.md)"
 
 $(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || (echo "orch needs Python 3.10 or newer: make PYTHON=python3.11"; exit 1)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || (echo "the tests' packages need Python 3.11 or newer: make demo PYTHON=python3.12"; exit 1)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || (rm -rf $(VENV); apt-get update -qq && apt-get install -y -qq python3-venv && $(PYTHON) -m venv $(VENV))
-	@echo "installing Python packages into $(VENV) (torch is large: minutes)"
+	@echo "installing Python packages into $(VENV) of $$($(BIN)/python -V) ($$(readlink -f $(BIN)/python)); torch is large: minutes"
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[trainer,dev]' 2> >(grep -v "is ignored: it is neither" >&2)
 	@touch $@
 

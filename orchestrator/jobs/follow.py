@@ -1,4 +1,5 @@
-"""What a person who follows a job sees: lines, notices and how it goes, from what its hosts send. Pure.
+"""What a person who follows a job sees: lines, notices and how it goes, from what its hosts send. Pure but for
+the clock, and the thread in which it asks.
 
     follow = Follow(plan, remember, until_end=True, ask=ask_why)
     for event in follow.events(watch(...)):     lines that came together, Notice, Progress, Bars, Silence, Standstill

@@ -1,4 +1,4 @@
-"""What a person calls a job: a name that its id begins with, and a note. Pure.
+"""What a person calls a job: a name that its id begins with, and a note. Pure but for what is drawn for an id.
 
 job_name("lr-sweep_3")          as it is, or ValueError with the form expected
 job_id("lr-sweep_3", now)       lr-sweep_3-20261121-0912-k3f

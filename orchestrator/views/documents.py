@@ -1,4 +1,4 @@
-"""The documents of `--json`, each built in one place. Pure.
+"""The documents of `--json`, each built in one place. Pure but for the time of day.
 
 What stands in them is read by programs: a key is never renamed, and a figure is never rounded.
 """

@@ -1,4 +1,5 @@
-"""Use, clock, power and temperature of each host's GPUs over a run, as the report draws them. Pure.
+"""Use, clock, power and temperature of each host's GPUs over a run, as the report draws them. Pure but for
+`read_course`.
 
     courses = {node.name: read_course(run.gpu(node.name)) for node in summary.nodes}
     drawn = gpu_charts(courses)         # drawn.charts, drawn.hosts, drawn.unit

@@ -1,4 +1,4 @@
-"""How a figure is written for people, the same on every screen and page. Pure.
+"""How a figure is written for people, the same on every screen and page. Pure but for the clock and its zone.
 
 A figure that is not known is a dash in place of a number. `units` has the plain formats that sentences use, too.
 """

@@ -1,5 +1,5 @@
 """What all our pages have alike: one HTML file with its style within itself, no script and no reference to anywhere.
-Pure.
+Pure but for its own templates.
 
     environment(how=_how).get_template("report.html.j2").render(run=summary)
 

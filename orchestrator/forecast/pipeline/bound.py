@@ -208,7 +208,7 @@ class Family:
         return max(least, *out)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def _tasks(
     chain: Chain, host: StageHost, count: int, samples: float, smallest: int, splits: bool
 ) -> tuple[tuple[float, ...], ...]:
