@@ -30,6 +30,8 @@ from typing import Any
 MARK = ".orch-work"
 MAX_LINKS = 40
 """As many links as Linux itself follows on the way to a file (path_resolution(7))."""
+TRIALS = 100
+"""Of writing there, where the folder comes and goes meanwhile."""
 _TRIAL = re.compile(r"\.probe-[0-9a-f]{16}")
 
 
@@ -175,16 +177,32 @@ def trial(workdir: str) -> dict[str, Any]:
     root = Path(workdir).expanduser().absolute()
     problem = _written(root)
     _remove_old_trials(root)
-    there = root
-    while not there.is_dir() and there != there.parent:
-        there = there.parent
-    space = os.statvfs(there)
+    space = _space(root)
     free = {"free": space.f_bavail * space.f_frsize, "inodes": space.f_favail if space.f_files else None}
     return {"path": str(root), **free, "error": problem, "unfit": unfit(root)}
 
 
+def _space(root: Path) -> os.statvfs_result:
+    """Of the nearest folder that is there."""
+    for there in (root, *root.parents):
+        with contextlib.suppress(FileNotFoundError):  # another probe's, which has just removed it
+            if there.is_dir():
+                return os.statvfs(there)
+    raise FileNotFoundError(root)
+
+
 def _written(root: Path) -> str | None:
     """Why the folder cannot be written, or holds no locks; None where it does."""
+    problem = None
+    for _ in range(TRIALS):
+        problem = _tried(root)
+        if not isinstance(problem, (FileNotFoundError, FileExistsError)):
+            break
+        # Several hosts may share a home: another probe has just removed the folder that it had made for its own trial.
+    return f"{problem.filename or root}: {problem.strerror}" if problem else None
+
+
+def _tried(root: Path) -> OSError | None:
     made: list[Path] = []
     try:
         folder = root
@@ -201,7 +219,7 @@ def _written(root: Path) -> str | None:
             os.fsync(handle.fileno())
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as problem:
-        return f"{problem.filename or root}: {problem.strerror}"
+        return problem
     finally:
         for path in made:
             with contextlib.suppress(OSError):

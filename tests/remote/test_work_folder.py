@@ -74,6 +74,26 @@ def test_a_link_leads_to_what_is_judged(tmp_path):
     assert str(target) in danger(tmp_path / "link")[0]
 
 
+@pytest.mark.parametrize("called", ["urandom", "statvfs"])
+def test_a_probe_beside_it_that_removes_its_folder_makes_none_unusable(tmp_path, monkeypatch, called):
+    """Hosts that share a home are probed at the same time: each removes the folder again that it had made."""
+    root, times = tmp_path / "home" / ".orch", [3]
+    root.mkdir(parents=True)
+    call = getattr(os, called)  # just before it writes there, or asks how much is free
+
+    def removed_before(*words):
+        if times[0] and root.is_dir():
+            times[0] -= 1
+            root.rmdir()
+            root.parent.rmdir()
+        return call(*words)
+
+    monkeypatch.setattr(os, called, removed_before)
+    found = trial(str(root))
+    assert found["error"] is None and found["unfit"] is None and found["free"] > 0
+    assert not root.parent.exists()
+
+
 def test_a_group_with_no_other_member_is_no_danger(tmp_path, monkeypatch):
     work = made(tmp_path / "work", 0o770)
     os.chown(work, -1, os.getgid())
