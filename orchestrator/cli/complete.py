@@ -5,7 +5,6 @@ Used as click's `shell_complete`: each takes context, parameter and the word beg
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import suppress
 
@@ -81,6 +80,8 @@ def setting_pairs(context: click.Context, parameter: click.Parameter, begun: str
 
 
 def _nodes(context: click.Context) -> list[str]:
+    import json
+
     home = Home.default()
     with suppress(OSError, ValueError, KeyError, TypeError):
         terminals = os.environ.get("ORCH_CLUSTER")  # `store` knows it too, and is slow to load

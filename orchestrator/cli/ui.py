@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -14,6 +13,8 @@ from orchestrator.cli.common import cluster_option, open_controller, out_option
 from orchestrator.errors import OrchError
 
 if TYPE_CHECKING:
+    import socket
+
     from starlette.types import ASGIApp
 
 
@@ -61,6 +62,8 @@ def ui(port: int, out: Path, cluster: str | None) -> None:
 
 def _listener(port: int) -> socket.socket:
     """Raises OrchError where somebody else listens there."""
+    import socket
+
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

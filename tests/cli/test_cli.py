@@ -10,7 +10,10 @@ import pytest
 from orchestrator.cli import main
 from tests.support.commands import COMMANDS
 
-HEAVY = {"asyncio", "rich", "pydantic", "fabric", "paramiko", "torch", "duckdb", "matplotlib", "yaml", "jinja2"}
+HEAVY = {"asyncio", "rich", "pydantic", "fabric", "paramiko", "torch", "duckdb", "matplotlib", "yaml", "jinja2"} | {
+    "socket",
+    "json",
+}
 
 
 def orch(*words, **more):
