@@ -25,7 +25,7 @@ help:
 	@echo "make gpu     tests and speeds on this machine's GPUs, 20 minutes: MNIST=~/data GPU_PARTS=alone,two (docs/gpu.md)"
 
 $(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || (echo "the tests' packages need Python 3.11 or newer: make demo PYTHON=python3.12"; exit 1)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || (echo "the tests' packages need Python 3.11 or newer: name one, as PYTHON=python3.12"; exit 1)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || (rm -rf $(VENV); apt-get update -qq && apt-get install -y -qq python3-venv && $(PYTHON) -m venv $(VENV))
 	@echo "installing Python packages into $(VENV) of $$($(BIN)/python -V) ($$(readlink -f $(BIN)/python)); torch is large: minutes"
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[trainer,dev]' 2> >(grep -v "is ignored: it is neither" >&2)

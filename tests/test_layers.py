@@ -39,8 +39,6 @@ MOST_AT_ROOT = 12
 
 PURE_PACKAGES = {"forecast", "results", "studies"}
 """Their modules know no network, process or screen, and reach no host: nor does one that calls itself pure."""
-PURE_BUT_FOR_FILES = {f"views.{name}" for name in ("charts", "compare_page", "paper", "report")}
-"""The same of those that write what they draw."""
 PURE_AT_LEAST = 168
 
 SHARED = "trainer.shared"
@@ -145,7 +143,6 @@ ORCHESTRATOR, TRAINER = modules("orchestrator"), modules("trainer")
 REMOTE = {name: tree for name, tree in ORCHESTRATOR.items() if name.partition(".")[0] == "remote"}
 HERE = {name: tree for name, tree in ORCHESTRATOR.items() if name not in REMOTE}
 PURE = {name for name, tree in HERE.items() if room(name) in PURE_PACKAGES or calls_itself_pure(tree)}
-PURE |= PURE_BUT_FOR_FILES
 PURE_ELSEWHERE = sorted(name for name, tree in REMOTE.items() if calls_itself_pure(tree))
 PURE_ELSEWHERE += sorted(f"trainer.{name}" for name, tree in TRAINER.items() if calls_itself_pure(tree))
 WITHOUT_TORCH = {name for name in TRAINER if name in TORCH_FREE or name.partition(".")[0] == "shared"}
@@ -157,7 +154,7 @@ def _nobody_in_particular():
 
 
 def test_the_names_of_this_test_are_the_modules_there_are():
-    assert (PURE_BUT_FOR_FILES | SPEAKS) - ORCHESTRATOR.keys() == set()
+    assert SPEAKS - ORCHESTRATOR.keys() == set()
     assert TORCH_FREE - TRAINER.keys() == set()
     assert GROUND - ORCHESTRATOR.keys() == set()
     assert {room(name) for name in HERE} == set(ORDER)
@@ -200,12 +197,11 @@ def test_a_package_of_the_trainer_knows_only_those_above_it_in_the_list(name):
 
 def test_the_trainer_asks_no_tensor_for_what_torch_2_0_1_does_not_know():
     """`tensor.nbytes` is of 2.1 (`flat_buffer.bytes_of`); `storage.nbytes()` has always been there."""
-    trees = {name: nodes(tree) for name, tree in TRAINER.items()}
-    called = {id(node.func) for nodes in trees.values() for node in nodes if isinstance(node, ast.Call)}
+    called = {id(node.func) for tree in TRAINER.values() for node in nodes(tree) if isinstance(node, ast.Call)}
     asking = {
         name
-        for name, nodes in trees.items()
-        for node in nodes
+        for name, tree in TRAINER.items()
+        for node in nodes(tree)
         if isinstance(node, ast.Attribute) and node.attr == "nbytes" and id(node) not in called
     }
     assert asking == set()

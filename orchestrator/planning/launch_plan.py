@@ -1,5 +1,6 @@
 """The launch plan: one job, completely, as a frozen value. `orch run --dry-run` prints it, `orch run` executes it.
-Pure."""
+Pure.
+"""
 
 from __future__ import annotations
 

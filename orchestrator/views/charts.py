@@ -1,4 +1,5 @@
 """Pictures of a run: each host's speed in the cluster beside its speed alone, or the network's speed; lines over time.
+Pure but for the files that it writes.
 
 Takes a `Summary`, writes PNG or SVG. matplotlib is imported only when a picture is drawn.
 

@@ -1,4 +1,5 @@
 """Several collected runs on one page: speeds with their ranges, how each learned, and what differs between them.
+Pure.
 
 write_atomic(path, render_comparison(compare(folders)))
 """

@@ -1,4 +1,5 @@
 """A run's figures as files for a paper: each table as CSV, JSON Lines and Parquet, each plot as SVG and PNG.
+Pure but for these.
 
 for path in write_figures(run, summary, Path("figures")): ...
 """

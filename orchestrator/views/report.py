@@ -1,4 +1,5 @@
 """The page that a run ends with: one `report.html` that opens offline, on a phone, in the dark and on paper.
+Pure but for the files that it writes.
 
 Takes a run folder and its `Summary`, writes throughput.png and report.html.
 

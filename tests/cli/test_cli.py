@@ -10,10 +10,8 @@ import pytest
 from orchestrator.cli import main
 from tests.support.commands import COMMANDS
 
-HEAVY = {"asyncio", "rich", "pydantic", "fabric", "paramiko", "torch", "duckdb", "matplotlib", "yaml", "jinja2"} | {
-    "socket",
-    "json",
-}
+HEAVY = {"asyncio", "rich", "pydantic", "fabric", "paramiko", "torch", "duckdb", "matplotlib", "yaml", "jinja2"}
+HEAVY |= {"socket", "json"}
 
 
 def orch(*words, **more):
