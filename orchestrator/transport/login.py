@@ -135,7 +135,7 @@ class Login:
         tried = ", ".join(self._tried) or "none: no key file and no agent"
         error = AuthError(
             hop.peer.node,
-            f"{hop.login} refused us{' (' + why + ')' if why else ''}; keys tried: {tried}",
+            f"{hop.login} was refused{' (' + why + ')' if why else ''}; keys tried: {tried}",
             f"try `{_ssh_line(hop)}`; `ssh-copy-id` puts your public key there",
         )
         error.at = "" if hop.peer.jump else hop.host

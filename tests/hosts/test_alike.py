@@ -46,13 +46,13 @@ def test_what_differs_stays_apart_and_in_its_order():
 
 def test_a_remedy_that_names_its_host_names_none_for_many():
     def refused(node, host):
-        error = AuthError(node, f"ubuntu@{host}:22 refused us; keys tried: none", f"`ssh ubuntu@{host}`, then {node}")
+        error = AuthError(node, f"ubuntu@{host}:22 was refused; keys tried: none", f"`ssh ubuntu@{host}`, then {node}")
         error.at = host
         return error
 
     (found,) = together([refused("a", "10.0.0.1"), refused("b", "10.0.0.11")])
     assert shown(found) == (
-        "2 hosts (a, b): ubuntu@HOST:22 refused us; keys tried: none",
+        "2 hosts (a, b): ubuntu@HOST:22 was refused; keys tried: none",
         "`ssh ubuntu@HOST`, then NODE",
     )
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import paramiko
 import pytest
@@ -274,7 +275,7 @@ def test_a_refused_key_names_user_key_and_the_ssh_line_to_try(server: Sshd, tmp_
     stranger = make_key(tmp_path / "my key")
     said = refused(server, AuthError, key_file=str(stranger))
     user = server.target().user
-    assert f"{user}@127.0.0.1:{server.port} refused us; keys tried: {stranger}" in said
+    assert f"{user}@127.0.0.1:{server.port} was refused; keys tried: {stranger}" in said
     assert f"ssh -v -i '{stranger}' -p {server.port} {user}@127.0.0.1 true" in said
 
 
@@ -447,8 +448,25 @@ def mute() -> Iterator[socket.socket]:
         yield server
 
 
-def test_a_dead_jump_host_is_not_dialled_for_each_host_behind_it(mute: socket.socket, tmp_path: Path) -> None:
-    gate = f"me@127.0.0.1:{mute.getsockname()[1]}"
+class AllQueued(threading.Semaphore):
+    """Nobody's turn comes before all stand in the queue, however late a busy machine starts their threads."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(login_slots.HANDSHAKES_PER_SERVER)
+        self._all = threading.Barrier(number)
+
+    def acquire(self, *args: Any, **options: Any) -> bool:
+        self._all.wait(30)
+        return super().acquire(*args, **options)
+
+
+def test_a_dead_jump_host_is_not_dialled_for_each_host_behind_it(
+    mute: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = mute.getsockname()[1]
+    gate, server = f"me@127.0.0.1:{port}", login_slots._Server()
+    server.slots = AllQueued(100)
+    monkeypatch.setitem(login_slots._servers, ("127.0.0.1", port), server)
     behind = {f"n{n}": Target(f"n{n}", f"10.0.0.{n}", 22, "me", proxy_jump=gate) for n in range(1, 101)}
     keys = HostKeys(tmp_path / "recorded")
     outcomes = for_each(behind, lambda target: connect(target, host_keys=keys, timeout_s=1), deadline_s=30)
@@ -541,7 +559,7 @@ def test_the_ssh_configuration_is_honoured_and_the_inventory_wins(
     )
     target = Target("v100", "rack-1", user=server.target().user)
     connect(target, host_keys=server.host_keys()).close()
-    with pytest.raises(AuthError, match=f"nobody@127.0.0.1:{server.port} refused us"):
+    with pytest.raises(AuthError, match=f"nobody@127.0.0.1:{server.port} was refused"):
         connect(Target("v100", "rack-1"), host_keys=server.host_keys())
 
 
